@@ -20,7 +20,7 @@ use crate::{
 
 /// Connects from this loopback address; returns the stream and the length of the greeting: the
 /// eight bytes of NBD's magic, or 0.
-fn greeted(port: u16, from: Ipv4Addr) -> (TcpStream, usize) {
+fn connect_from(port: u16, from: Ipv4Addr) -> (TcpStream, usize) {
     let socket =
         socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).expect("a socket");
     let at = |address: Ipv4Addr, port| SockaddrIn::from(SocketAddrV4::new(address, port));
@@ -51,7 +51,7 @@ fn most_specific_network_rule_applies_before_the_greeting() {
     let scratch = Scratch::new();
     let weir =
         on_tcp(&scratch, &["--allow", "127.0.0.0/8", "--deny", "127.1.0.0/16", "--allow", "127.1.2.3"]);
-    let bytes = |from: [u8; 4]| greeted(weir.port(), from.into()).1;
+    let bytes = |from: [u8; 4]| connect_from(weir.port(), from.into()).1;
     assert_eq!([bytes([127, 0, 0, 1]), bytes([127, 1, 2, 3])], [8, 8]);
     assert_eq!([bytes([127, 1, 2, 4]), bytes([127, 1, 0, 0])], [0, 0]);
     assert_eq!(refused(&scratch), json!({ "networks": 2, "connections": 0, "names": 0, "exports": 0 }));
@@ -71,22 +71,22 @@ fn ipv4_rules_apply_to_mapped_ipv6_addresses() {
         .at_given_addresses()
         .args(["memory:1M", "--nbd", &address, "--allow", "::/0", "--allow", "127.0.0.1"])
         .start();
-    assert_eq!(greeted(port, Ipv4Addr::LOCALHOST).1, 8);
-    assert_eq!(greeted(port, Ipv4Addr::new(127, 0, 0, 2)).1, 0);
+    assert_eq!(connect_from(port, Ipv4Addr::LOCALHOST).1, 8);
+    assert_eq!(connect_from(port, Ipv4Addr::new(127, 0, 0, 2)).1, 0);
 }
 
 #[test]
 fn connections_per_address_are_limited() {
     let scratch = Scratch::new();
     let weir = on_tcp(&scratch, &["--max-connections-per-address", "2"]);
-    let (crowd, other) = (Ipv4Addr::LOCALHOST, Ipv4Addr::new(127, 0, 0, 2));
-    let (first, second) = (greeted(weir.port(), crowd), greeted(weir.port(), crowd));
+    let (limited, other) = (Ipv4Addr::LOCALHOST, Ipv4Addr::new(127, 0, 0, 2));
+    let (first, second) = (connect_from(weir.port(), limited), connect_from(weir.port(), limited));
     assert_eq!((first.1, second.1), (8, 8));
-    assert_eq!((greeted(weir.port(), crowd).1, greeted(weir.port(), other).1), (0, 8));
+    assert_eq!((connect_from(weir.port(), limited).1, connect_from(weir.port(), other).1), (0, 8));
     assert_eq!(refused(&scratch)["connections"], 1);
     drop(first);
     operator::wait_until(&scratch, |status| status["servers"][0]["connections"] == 1);
-    assert_eq!(greeted(weir.port(), crowd).1, 8);
+    assert_eq!(connect_from(weir.port(), limited).1, 8);
 }
 
 #[test]
@@ -126,8 +126,8 @@ fn disks_are_visible_only_to_allowed_clients() {
     size("alice", "of-both").succeeds();
     size("alice", "of-bob").fails();
     size("eve", "of-both").fails();
-    let said = size("eve", "no-such-disk").fails();
-    assert_eq!(said.replace("no-such-disk", "of-bob"), size("eve", "of-bob").fails(), "they are alike");
+    let stderr = size("eve", "no-such-disk").fails();
+    assert_eq!(stderr.replace("no-such-disk", "of-bob"), size("eve", "of-bob").fails(), "they are alike");
     assert!(refused(&scratch)["exports"].as_u64() >= Some(3), "{}", refused(&scratch));
 }
 
@@ -140,8 +140,8 @@ fn added_disk_keeps_its_access_rules() {
     );
     let file = scratch.file("weir.toml", &config);
     let weir = operator::serve(&scratch, &file);
-    let mine = ["disk", "add", "mine", "memory:1M", "--deny", "127.0.0.0/8", "--save"];
-    operator::run_ok(&scratch, &mine);
+    let add = ["disk", "add", "mine", "memory:1M", "--deny", "127.0.0.0/8", "--save"];
+    operator::run_ok(&scratch, &add);
     let size = |disk: &str| {
         let uri = format!("nbd://127.0.0.1:{}/{disk}", weir.port());
         TestClient::new("nbdinfo").args(["--size", &uri])
@@ -179,7 +179,7 @@ serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm",rules.0.p
         scratch.filled("disk.raw", MIB);
         CertificateAuthority::new(scratch, "pki").issue_client("client", "/C=GB/O=Acme, Inc/CN=vm 1");
     });
-    assert_eq!(ran.printed.matches("is refused").count(), 2, "{}", ran.printed);
+    assert_eq!(ran.stdout.matches("is refused").count(), 2, "{}", ran.stdout);
 }
 
 #[test]
@@ -208,22 +208,22 @@ fn client_names_are_authz_objects_in_qmp() {
     );
     let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
     let serve = |names: &str| json!({ "addr": addr, "tls-creds": "tls", "tls-authz": names });
-    let (_, said) = qmp.command_error("nbd-server-start", serve("absent"));
-    assert_contains(&said, &["No authorization object with id 'absent'"]);
+    let (_, message) = qmp.command_error("nbd-server-start", serve("absent"));
+    assert_contains(&message, &["No authorization object with id 'absent'"]);
     let export = json!({ "type": "nbd", "id": "e", "node-name": "disk" });
     let uri =
         format!("nbds+unix://localhost/disk?socket={}&tls-certificates={}", text(&nbd), authority.path());
-    for (names, comes) in [("us", true), ("them", false)] {
+    for (names, accepted) in [("us", true), ("them", false)] {
         qmp.command("nbd-server-start", serve(names));
         qmp.command("block-export-add", export.clone());
         let client = TestClient::new("nbdinfo").args(["--size", &uri]);
-        if comes {
+        if accepted {
             client.succeeds()
         } else {
             client.fails()
         };
         let refused = &qmp.command("x-weir-query-status", json!({}))["servers"][0]["refused"]["names"];
-        assert_eq!(*refused, u64::from(!comes));
+        assert_eq!(*refused, u64::from(!accepted));
         qmp.command("nbd-server-stop", json!({}));
     }
     qmp.command("object-del", json!({ "id": "them" }));

@@ -78,7 +78,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     let weir = start(&scratch, &["--rate", DEVICE]);
     let file = scratch.path("both.recording");
     let recorder = RunningRecorder::begin(&scratch, &file, &[]);
-    let noise = NoisyClient::on(&weir, "b");
+    let noisy = NoisyClient::on(&weir, "b");
     let end = Instant::now() + DEADLINE;
     while requests(&scratch, "b") < 200 {
         assert!(Instant::now() < end, "the noisy client does not start");
@@ -90,13 +90,13 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     let new = scratch.path("new.toml");
     let options = ["--rate", DEVICE, "--for", "a", "--keep", "p99=25ms", "--write-config", text(&new)];
     let outcome = advise(&[&[text(&file), "--json"][..], &options].concat());
-    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
-    let (a, b) = (find(&told, "tenants", "a"), find(&told, "tenants", "b"));
+    let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
+    let (a, b) = (find(&report, "tenants", "a"), find(&report, "tenants", "b"));
     assert_eq!((a["requests"].as_u64(), a["asked"].as_bool()), (Some(200), Some(true)));
     assert_eq!((a["kept"].as_bool(), outcome.status()), (Some(true), Some(0)), "{}", outcome.stderr());
     // Behind 64 requests in flight, each would wait for 160 ms.
     let p99 = |line: &Value, when: &str| line[when]["latency-ns"].as_u64().expect("a time");
-    assert!(p99(a, "before") > 100_000_000 && p99(a, "after") <= 25_500_000, "{told:#}");
+    assert!(p99(a, "before") > 100_000_000 && p99(a, "after") <= 25_500_000, "{report:#}");
     assert!(b["requests"].as_u64() >= Some(200));
     assert!(a["smallest-iops"]["unsure"].as_str().is_some_and(|why| why.starts_with("too short to say")));
     self::weir(&["check-config", text(&new)]).succeeds();
@@ -104,7 +104,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     // The tables show the same results.
     let printed = advise(&[&[text(&file)][..], &options].concat()).stdout();
     assert_contains(&printed, &["SMALLEST FOR", "as it is", "kept", "not asked", "To set it:\n\n"]);
-    let commands = told["commands"].as_array().expect("a list");
+    let commands = report["commands"].as_array().expect("a list");
     assert!(!commands.is_empty());
     for command in commands.iter().map(|command| command.as_str().expect("a line")) {
         assert!(printed.contains(&format!("{command}\n")), "{command:?} is not in {printed}");
@@ -129,7 +129,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     }
     let verify = TestClient::new(WEIR).args(["verify", "--for", "4s", "--qmp", &socket(&scratch)]).run();
     assert_eq!(verify.status(), Some(0), "{}{}", verify.stdout(), verify.stderr());
-    drop(noise);
+    drop(noisy);
     weir.stop();
 }
 
@@ -149,22 +149,22 @@ fn trace(requests: u64) -> String {
 fn truncated_recording_is_used_up_to_its_last_complete_block() {
     let scratch = Scratch::new();
     let csv = scratch.file("day.csv", trace(150_000));
-    let whole = scratch.path("day.recording");
-    weir(&["trace", "convert", text(&csv), text(&whole)]).succeeds();
-    let bytes = fs::read(&whole).expect("it was written");
+    let recording = scratch.path("day.recording");
+    weir(&["trace", "convert", text(&csv), text(&recording)]).succeeds();
+    let bytes = fs::read(&recording).expect("it was written");
     let torn = scratch.file("torn.recording", &bytes[..bytes.len() - 10]);
     let outcome = advise(&[text(&torn), "--json"]);
     assert_eq!(outcome.status(), Some(1));
     assert_contains(&outcome.stderr(), &["weir: not read to the end: ", "ends within a block"]);
-    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
+    let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let read: u64 =
-        told["tenants"].as_array().expect("a list").iter().filter_map(|it| it["requests"].as_u64()).sum();
+        report["tenants"].as_array().expect("a list").iter().filter_map(|tenant| tenant["requests"].as_u64()).sum();
     assert_eq!(read, 131_072, "two blocks");
     assert_contains(
-        told["partial"].as_str().expect("it is said"),
+        report["partial"].as_str().expect("it is said"),
         &["131072 requests before it are complete"],
     );
-    assert_eq!(told["commands"].as_array().map(Vec::len), Some(2));
+    assert_eq!(report["commands"].as_array().map(Vec::len), Some(2));
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn invalid_trace_or_target_is_one_error() {
     let none = scratch.file("none.csv", HEADER);
     let config =
         scratch.file("weir.toml", "[disk.vm0]\nimage = \"null:1G\"\n[disk.vm2]\nimage = \"null:1G\"\n");
-    for (arguments, status, says) in [
+    for (arguments, status, expect) in [
         (&[text(&empty)][..], 1, "the trace is empty"),
         (&[text(&none)], 1, "the trace has no request"),
         (&[text(&day), "--for", "vm3"], 1, "vm3: the trace has no requests of it (did you mean vm"),
@@ -188,7 +188,7 @@ fn invalid_trace_or_target_is_one_error() {
     ] {
         let outcome = advise(arguments);
         assert_eq!(outcome.status(), Some(status), "{arguments:?}: {}", outcome.stderr());
-        assert_contains(&outcome.stderr(), &["weir: ", says]);
+        assert_contains(&outcome.stderr(), &["weir: ", expect]);
         assert_eq!(outcome.stderr().matches("weir: ").count(), 1, "{}", outcome.stderr());
     }
 }
@@ -214,8 +214,8 @@ fn advice_for_groups_keeps_the_rest_of_the_config() {
     let new = scratch.path("new.toml");
     let outcome = advise(&[text(&day), "--config", text(&config), "--write-config", text(&new), "--json"]);
     assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
-    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
-    let gold = find(&told, "tenants", "gold");
+    let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
+    let gold = find(&report, "tenants", "gold");
     assert_eq!((gold["kind"].as_str(), gold["requests"].as_u64()), (Some("group"), Some(20_000)));
     assert_eq!(gold["kept"].as_bool(), Some(true));
     // Its demand is 2,000 a second; it was limited to 100.
@@ -246,7 +246,7 @@ fn busy_neighbour() -> String {
 
 /// A disk that shares its group with the noisy disk is protected by settings within that group.
 #[test]
-fn a_noisy_neighbour_in_the_same_group_is_found() {
+fn noisy_neighbour_in_the_same_group_is_found() {
     let scratch = Scratch::new();
     let day = scratch.file("day.csv", busy_neighbour());
     let rate = "iops=1000,shared=ssd";
@@ -254,11 +254,11 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
         let disk = |name: &str| format!("[disk.{name}]\nimage = \"null:1G\"\ngroup = \"all\"\n{disk}\n");
         scratch.file(name, format!("[group.all]\n{group}\n{}{}", disk("a"), disk("b")))
     };
-    let of = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
+    let run = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
     let on_device = config("device.toml", "", &format!("rate = \"{rate}\""));
-    let printed = of(&["--config", text(&on_device), "--for", "all", "--keep", "p99=5ms"]).stdout();
-    let way = "but a limit of a disk in the group may (give --for with the disk that must meet the target, ";
-    assert_contains(&printed, &["no limit of the group shortens it, ", way]);
+    let printed = run(&["--config", text(&on_device), "--for", "all", "--keep", "p99=5ms"]).stdout();
+    let but_device_limits = "but a limit of a disk in the group may (give --for with the disk that must meet the target, ";
+    assert_contains(&printed, &["no limit of the group shortens it, ", but_device_limits]);
     let new = scratch.path("new.toml");
     for (arguments, command) in [
         (&["--rate", rate][..], None),
@@ -270,7 +270,7 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
         ),
     ] {
         let more = ["--for", "a", "--keep", "p99=80ms", "--write-config", text(&new)];
-        let outcome = of(&[arguments, &more].concat());
+        let outcome = run(&[arguments, &more].concat());
         assert_eq!(outcome.status(), Some(0), "{arguments:?}: {}", outcome.stderr());
         let printed = outcome.stdout();
         assert_contains(&printed, &["To set it:", "not asked"]);
@@ -280,7 +280,7 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
             weir(&["check-config", text(&new)]).succeeds();
         }
     }
-    let both = of(&["--config", text(&on_device), "--for", "a", "--for", "all"]);
+    let both = run(&["--config", text(&on_device), "--for", "a", "--for", "all"]);
     assert_contains(
         &both.stderr(),
         &["all: so is a disk in it (--for takes a group or disks of it, not both)"],
@@ -291,10 +291,10 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
 fn measured_figures_are_shown_if_the_simulation_deviates() {
     let scratch = Scratch::new();
     // Sequential or random; at a rate above the device's.
-    let day = |places: u64, took_ns: u64| {
+    let day = |stride: u64, took_ns: u64| {
         let mut text = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n".to_owned();
         for number in 0..2000_u64 {
-            let (at, offset) = (number * 5_000_000, number * places % 8192 * 65_536);
+            let (at, offset) = (number * 5_000_000, number * stride % 8192 * 65_536);
             writeln!(text, "{at},backup,write,{offset},65536,{at},{},", at + took_ns)
                 .expect("it is a string");
         }
@@ -310,10 +310,10 @@ fn measured_figures_are_shown_if_the_simulation_deviates() {
     let slower = printed(&day(77, 700_000_000), "iops=1000");
     assert_contains(&slower, &[remark, "the device is slower than specified"]);
     // No remark if the simulation is close enough, or if the trace has no measured times.
-    let near = printed(&day(77, 1_200_000), "iops=1000");
-    assert!(!near.contains(remark), "{near}");
-    let bare = printed(&scratch.file("bare.csv", trace(2000)), "iops=100");
-    assert!(!bare.contains("when it was recorded"), "{bare}");
+    let matching = printed(&day(77, 1_200_000), "iops=1000");
+    assert!(!matching.contains(remark), "{matching}");
+    let untimed = printed(&scratch.file("bare.csv", trace(2000)), "iops=100");
+    assert!(!untimed.contains("when it was recorded"), "{untimed}");
 }
 
 #[test]
@@ -342,10 +342,10 @@ fn advised_weights_are_accepted_unchanged() {
     let options = ["--config", text(&config), "--for", "a", "--keep", "p99=150ms"];
     let outcome = advise(&[&[text(&day), "--json", "--write-config", text(&new)][..], &options].concat());
     assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
-    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
-    let (joins, commands) = (&find(&told, "tenants", "a")["joins"], told["commands"].to_string());
+    let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
+    let (joins, commands) = (&find(&report, "tenants", "a")["joins"], report["commands"].to_string());
     let weight = joins["weight"].as_u64().expect("it joins a group");
-    assert!(weight > 100 && joins["group"] == "shared", "{told:#}");
+    assert!(weight > 100 && joins["group"] == "shared", "{report:#}");
     assert!(commands.contains(&format!("weir throttle a --weight {weight} --iops-reservation 0 --group")));
     let printed = advise(&[&[text(&day)][..], &options].concat()).stdout();
     assert_contains(
@@ -353,7 +353,7 @@ fn advised_weights_are_accepted_unchanged() {
         &[&format!("weight {weight} in shared"), "weight 100 in shared", "shared: iops-total "],
     );
 
-    for command in told["commands"].as_array().expect("a list") {
+    for command in report["commands"].as_array().expect("a list") {
         run_pasted(&scratch, command.as_str().expect("a line"));
     }
     let shown = |name: &str| run_json(&scratch, &["throttle", name, "--json"]);

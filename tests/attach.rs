@@ -34,35 +34,35 @@ use crate::harness::{
 /// A disk attached by root; dropping it detaches the disk.
 struct Attachment {
     name: String,
-    said: Value,
+    report: Value,
 }
 
 impl Attachment {
     fn device(&self) -> PathBuf {
-        self.said["device"].as_str().expect("it has one").into()
+        self.report["device"].as_str().expect("it has one").into()
     }
 
-    fn place(&self) -> PathBuf {
-        place(&self.name)
+    fn directory(&self) -> PathBuf {
+        attachment_directory(&self.name)
     }
 
     /// Waits until the keeper process has ended.
     #[track_caller]
     fn wait_until_gone(&self) {
-        if let Ok(lock) = File::open(self.place().join("lock")) {
+        if let Ok(lock) = File::open(self.directory().join("lock")) {
             let _kept = Flock::lock(lock, FlockArg::LockShared).expect("it can be locked");
         }
-        self.is_gone();
+        self.assert_removed();
     }
 
     #[track_caller]
-    fn is_gone(&self) {
-        assert!(!self.place().exists(), "{} is left", self.place().display());
+    fn assert_removed(&self) {
+        assert!(!self.directory().exists(), "{} is left", self.directory().display());
         let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
-        assert!(!mounts.contains(text(&self.place())), "{mounts}");
-        let over =
+        assert!(!mounts.contains(text(&self.directory())), "{mounts}");
+        let backing_files =
             TestClient::new("losetup").args(["--list", "--noheadings", "--output=BACK-FILE"]).succeeds();
-        assert!(!over.contains(text(&self.place())), "{over}");
+        assert!(!backing_files.contains(text(&self.directory())), "{backing_files}");
     }
 
     fn detach(&self) -> TestClient {
@@ -71,7 +71,7 @@ impl Attachment {
 
     /// PID of the process that serves the disk: the child of the keeper.
     fn server(&self) -> Pid {
-        let keeper = self.said["keeper"].as_u64().expect("it has one");
+        let keeper = self.report["keeper"].as_u64().expect("it has one");
         let keeper = Pid::from_raw(keeper.try_into().expect("it is a number of a process"));
         children(keeper).next().expect("the keeper has a server")
     }
@@ -79,19 +79,19 @@ impl Attachment {
 
 impl Drop for Attachment {
     fn drop(&mut self) {
-        if self.place().exists() {
+        if self.directory().exists() {
             let _ = Command::new(WEIR).args(["detach", "--force", &self.name]).output();
         }
     }
 }
 
-fn place(name: &str) -> PathBuf {
+fn attachment_directory(name: &str) -> PathBuf {
     Path::new("/run/weir/attached").join(name)
 }
 
 /// A name that is unique to one test and run.
-fn name(what: &str) -> String {
-    format!("t{}-{what}", std::process::id())
+fn name(label: &str) -> String {
+    format!("t{}-{label}", std::process::id())
 }
 
 fn command(name: &str, image: &Path, options: &[&str]) -> TestClient {
@@ -101,10 +101,10 @@ fn command(name: &str, image: &Path, options: &[&str]) -> TestClient {
 }
 
 #[track_caller]
-fn attach(what: &str, image: &Path, options: &[&str]) -> Attachment {
-    let name = name(what);
-    let said = command(&name, image, options).json();
-    Attachment { name, said }
+fn attach(label: &str, image: &Path, options: &[&str]) -> Attachment {
+    let name = name(label);
+    let report = command(&name, image, options).json();
+    Attachment { name, report }
 }
 
 #[track_caller]
@@ -119,9 +119,9 @@ fn is_mounted(directory: &Path) -> bool {
 
 #[track_caller]
 /// Detaches after the files closed by this process are closed in the kernel as well.
-fn detach(which: &str) -> TestClient {
+fn detach(target: &str) -> TestClient {
     wait_for_programs();
-    weir(&["detach", which])
+    weir(&["detach", target])
 }
 
 fn unmount(directory: &Path) {
@@ -134,7 +134,7 @@ fn writes_to_the_device_are_in_the_image() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 64 * MIB);
     let attached = attach("device", &image, &["--iops-total", "100000"]);
-    assert!(attached.device().starts_with("/dev"), "{}", attached.said);
+    assert!(attached.device().starts_with("/dev"), "{}", attached.report);
     make_file_system(&attached.device());
     let scanned = Path::new("/sys/block").join(attached.device().file_name().expect("it has one"));
     let scanned = fs::read_to_string(scanned.join("loop/partscan")).expect("it is a loop device");
@@ -145,12 +145,12 @@ fn writes_to_the_device_are_in_the_image() {
     assert_eq!((&row["size"], &row["alive"]), (&json!(64 * MIB), &json!(true)));
     assert_contains(&weir(&["attach", "--list"]).succeeds(), &[&attached.name, "fuse", text(&image)]);
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
     TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
 #[test]
-fn a_disk_is_mounted_until_it_is_unmounted() {
+fn attachment_ends_with_the_unmount() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 64 * MIB);
     make_file_system(&image);
@@ -161,21 +161,21 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     fs::write(directory.join("file"), "content").expect("it can be written to");
     unmount(&directory);
     // Immediately, while the first attachment is still being removed.
-    let again = attach("mount", &image, &["--mount", text(&directory)]);
+    let reattached = attach("mount", &image, &["--mount", text(&directory)]);
     unmount(&directory);
-    again.wait_until_gone();
+    reattached.wait_until_gone();
     drop(attached);
 
-    let again = attach("mount", &image, &["--mount", text(&directory), "--read-only"]);
+    let reattached = attach("mount", &image, &["--mount", text(&directory), "--read-only"]);
     assert_eq!(fs::read_to_string(directory.join("file")).expect("it is there"), "content");
     assert!(fs::write(directory.join("other"), "").is_err());
     let inside = File::open(directory.join("file")).expect("it can be opened");
-    let us = format!("in use: open in {} ({})", comm(), std::process::id());
-    assert_contains(&detach(text(&directory)).fails(), &[&us, "--force"]);
+    let in_use = format!("in use: open in {} ({})", comm(), std::process::id());
+    assert_contains(&detach(text(&directory)).fails(), &[&in_use, "--force"]);
     drop(inside);
     // Detaching by the mount directory unmounts it.
     detach(text(&directory)).succeeds();
-    again.is_gone();
+    reattached.assert_removed();
     assert!(!is_mounted(&directory));
 }
 
@@ -185,8 +185,8 @@ fn device_in_use_is_kept_and_its_openers_named() {
     let image = scratch.sparse("disk.raw", 64 * MIB);
     let attached = attach("used", &image, &[]);
     let open = File::open(attached.device()).expect("it can be opened");
-    let us = format!("open in {} ({})", comm(), std::process::id());
-    assert_contains(&attached.detach().fails(), &[&attached.name, "in use", &us, "--force"]);
+    let open_here = format!("open in {} ({})", comm(), std::process::id());
+    assert_contains(&attached.detach().fails(), &[&attached.name, "in use", &open_here, "--force"]);
     drop(open);
     make_file_system(&attached.device());
     let directory = scratch.path("mnt");
@@ -194,11 +194,11 @@ fn device_in_use_is_kept_and_its_openers_named() {
     TestClient::new("mount").arg(attached.device()).arg(&directory).succeeds();
     let mounted = format!("mounted at {}", directory.display());
     assert_contains(&attached.detach().fails(), &["in use", &mounted]);
-    assert!(is_mounted(&directory) && attached.place().exists());
+    assert!(is_mounted(&directory) && attached.directory().exists());
     // Naming the directory includes the wish to unmount it.
     detach(text(&directory)).succeeds();
     assert!(!is_mounted(&directory));
-    attached.is_gone();
+    attached.assert_removed();
 }
 
 #[test]
@@ -213,9 +213,9 @@ fn mount_directory_may_be_named_by_a_symlink() {
     assert!(is_mounted(&directory));
     unmount(&link);
     attached.wait_until_gone();
-    let again = attach("link", &image, &["--mount", text(&link)]);
+    let reattached = attach("link", &image, &["--mount", text(&link)]);
     detach(text(&link)).succeeds();
-    again.is_gone();
+    reattached.assert_removed();
 }
 
 fn comm() -> String {
@@ -231,21 +231,21 @@ fn openers_through_another_node_or_loop_device_are_found() {
     // system may be mounted `nodev`.
     let node = ExtraDeviceNode::of(&attached.device(), &format!("/dev/{}", name("node")));
     let open = File::open(&node.0).expect("it can be opened");
-    let us = format!("open in {} ({})", comm(), std::process::id());
-    assert_contains(&attached.detach().fails(), &["in use", &us]);
+    let open_here = format!("open in {} ({})", comm(), std::process::id());
+    assert_contains(&attached.detach().fails(), &["in use", &open_here]);
     drop((open, node));
     let over = TestClient::new("losetup").args(["--find", "--show"]).arg(attached.device()).succeeds();
     let over = over.trim_end();
-    let held = format!("held by {}", over.trim_start_matches("/dev/"));
+    let holder = format!("held by {}", over.trim_start_matches("/dev/"));
     let refused = attached.detach().fails();
     let backing = format!("/sys/block/{}/loop/backing_file", over.trim_start_matches("/dev/"));
-    let beneath = fs::read_to_string(&backing).expect("it is attached");
+    let backing_file = fs::read_to_string(&backing).expect("it is attached");
     TestClient::new("losetup").args(["--detach", over]).succeeds();
     // The kernel detaches it at its last close; a `losetup` of another test may have it open.
-    poll_until(|| (fs::read_to_string(&backing).ok().as_ref() != Some(&beneath)).then_some(()));
-    assert_contains(&refused, &["in use", &held]);
+    poll_until(|| (fs::read_to_string(&backing).ok().as_ref() != Some(&backing_file)).then_some(()));
+    assert_contains(&refused, &["in use", &holder]);
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
 }
 
 /// A second node of a device, removed on drop.
@@ -291,7 +291,7 @@ fn partitions_are_devices() {
     assert_contains(&attached.detach().fails(), &["in use", text(&directory)]);
     unmount(&directory);
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
     assert!(!first.exists(), "{} is left", first.display());
 }
 
@@ -306,14 +306,14 @@ fn partial_last_sector_is_reported() {
 }
 
 #[test]
-fn a_second_attachment_is_refused() {
+fn second_attachment_is_rejected() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let first = attach("first", &image, &[]);
     assert_contains(&command(&first.name, &image, &[]).fails(), &[&first.name, "is attached already"]);
     let second = name("second");
     assert_contains(&command(&second, &image, &[]).fails(), &[text(&image), "lock"]);
-    assert!(!place(&second).exists(), "nothing is left of the second");
+    assert!(!attachment_directory(&second).exists(), "nothing is left of the second");
     // The first attachment is not affected.
     File::open(first.device()).expect("it can be opened");
     first.detach().succeeds();
@@ -326,7 +326,7 @@ fn failed_attach_leaves_nothing() {
     let directory = scratch.path("mnt");
     fs::create_dir(&directory).expect("it can be made");
     let (mnt, file) = (text(&directory), scratch.file("file", ""));
-    for (step, image, options, said) in [
+    for (step, image, options, expect) in [
         ("image", Path::new("/none.raw"), &[][..], "none.raw"),
         ("no-fs", &image, &["--mount", mnt], "no known file system"),
         ("fstype", &image, &["--mount", mnt, "--fstype", "ext4"], "mnt"),
@@ -334,17 +334,17 @@ fn failed_attach_leaves_nothing() {
         ("option", &image, &["--l2-cache-size", "1M"], "qcow2"),
     ] {
         let name = name(step);
-        assert_contains(&command(&name, image, options).fails(), &[said]);
-        assert!(!place(&name).exists(), "{step}: something is left");
+        assert_contains(&command(&name, image, options).fails(), &[expect]);
+        assert!(!attachment_directory(&name).exists(), "{step}: something is left");
         assert!(!is_mounted(&directory));
     }
     let full = File::options().write(true).open("/dev/full").expect("every Linux has it");
-    let unheard = name("unheard");
-    let mut asking = Command::new(WEIR);
-    asking.args(["attach", "--fuse", "--alone", "--name", &unheard, "--format", "raw"]).arg(&image);
-    let status = asking.stdout(full).status().expect("weir can be run");
+    let unreported = name("unheard");
+    let mut command_line = Command::new(WEIR);
+    command_line.args(["attach", "--fuse", "--alone", "--name", &unreported, "--format", "raw"]).arg(&image);
+    let status = command_line.stdout(full).status().expect("weir can be run");
     assert_eq!(status.code(), Some(1));
-    assert!(!place(&unheard).exists(), "the name was not reported");
+    assert!(!attachment_directory(&unreported).exists(), "the name was not reported");
     for bad in ["../x", "a b", ""] {
         let refused = command(bad, &image, &[]).run();
         assert_eq!(refused.code(), 2, "{bad:?}");
@@ -353,10 +353,10 @@ fn failed_attach_leaves_nothing() {
 
 /// Waits until the device with this sequence number is gone. A process that enumerates all devices
 /// of the host, such as a parallel test, delays the removal, and the kernel sends no notification.
-fn wait_until_removed(device: &Path, made: &str) {
-    let patience = Instant::now() + Duration::from_secs(60);
-    while disk_sequence(device) == made {
-        assert!(Instant::now() < patience, "{} is left", device.display());
+fn wait_until_removed(device: &Path, sequence: &str) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while disk_sequence(device) == sequence {
+        assert!(Instant::now() < deadline, "{} is left", device.display());
         thread::sleep(Duration::from_millis(10));
     }
 }
@@ -383,7 +383,7 @@ fn forced_detach_unmounts() {
     let attached = attach("force", &image, &["--mount", text(&directory)]);
     let inside = File::create(directory.join("open")).expect("it can be made");
     weir(&["detach", "--force", &attached.name]).succeeds();
-    attached.is_gone();
+    attached.assert_removed();
     assert!(!is_mounted(&directory));
     drop(inside);
 }
@@ -393,24 +393,24 @@ fn openers_of_a_lazily_unmounted_file_system_are_named() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let options = ["--mount", text(&directory)];
-    let us = format!("in use: open in {} ({})", comm(), std::process::id());
+    let in_use = format!("in use: open in {} ({})", comm(), std::process::id());
     let attached = attach("lazy", &image, &options);
     let inside = File::create(directory.join("open")).expect("it can be made");
     TestClient::new("umount").arg("-l").arg(&directory).succeeds();
-    assert_contains(&attached.detach().fails(), &[&attached.name, &us, "--force"]);
-    let again = command(&attached.name, &image, &options).fails();
-    assert_contains(&again, &[&attached.name, "was unmounted", &us, "--force"]);
+    assert_contains(&attached.detach().fails(), &[&attached.name, &in_use, "--force"]);
+    let stderr = command(&attached.name, &image, &options).fails();
+    assert_contains(&stderr, &[&attached.name, "was unmounted", &in_use, "--force"]);
     let listed = weir(&["attach", "--list"]).succeeds();
     let row = listed.lines().find(|line| line.starts_with(&attached.name)).expect("it is listed");
     assert!(row.contains(&format!("{} ({})", comm(), std::process::id())), "{listed}");
     // The attachment ends with its last opener, as a lazily unmounted file system does.
     drop(inside);
     attached.wait_until_gone();
-    let again = attach("lazy", &image, &options);
+    let reattached = attach("lazy", &image, &options);
     let inside = File::create(directory.join("open")).expect("it can be made");
     TestClient::new("umount").arg("-l").arg(&directory).succeeds();
-    weir(&["detach", "--force", &again.name]).succeeds();
-    again.is_gone();
+    weir(&["detach", "--force", &reattached.name]).succeeds();
+    reattached.assert_removed();
     drop(inside);
 }
 
@@ -421,14 +421,14 @@ fn keeper_closes_inherited_descriptors() {
     need_root("devices of this host");
     let (lock, name) = (scratch.file("lock", ""), name("inherited"));
     let script = r#"exec 9>"$1" 8<>"$4"; flock -n 9; exec "$2" attach --fuse --alone --json --name "$3" -f raw /dev/fd/8"#;
-    let asked = TestClient::new("sh").args(["-ec", script, "sh", text(&lock), WEIR, &name, text(&image)]);
-    let attached = Attachment { said: asked.json(), name };
+    let client = TestClient::new("sh").args(["-ec", script, "sh", text(&lock), WEIR, &name, text(&image)]);
+    let attached = Attachment { report: client.json(), name };
     let lock = File::open(&lock).expect("it is there");
     Flock::lock(lock, FlockArg::LockExclusiveNonblock).expect("the lock is free");
     // Only the descriptors that it was given stay open.
     make_file_system(&attached.device());
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
     TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
@@ -439,11 +439,11 @@ fn unresponsive_server_is_named_and_killed_by_force() {
     let attached = attach("silent", &image, &[]);
     let server = attached.server();
     kill(server, Signal::SIGSTOP).expect("it runs");
-    let said = attached.detach().fails();
-    assert_contains(&said, &[&format!("its server, process {server}, does not respond"), "--force"]);
-    assert!(attached.place().exists(), "nothing is undone");
+    let stderr = attached.detach().fails();
+    assert_contains(&stderr, &[&format!("its server, process {server}, does not respond"), "--force"]);
+    assert!(attached.directory().exists(), "nothing is undone");
     weir(&["detach", "--force", &attached.name]).succeeds();
-    attached.is_gone();
+    attached.assert_removed();
 }
 
 #[test]
@@ -460,13 +460,13 @@ fn attachment_ends_with_its_daemon() {
     // A path relative to the caller's directory; the keeper works in a different one.
     let from = qmp.parent().expect("it has one");
     let said = weir(&options).args(["--qmp", "unix:qmp"]).arg(&image).inside(from).json();
-    let attached = Attachment { said, name };
-    assert_eq!(attached.said["qmp"], address.as_str());
+    let attached = Attachment { report: said, name };
+    assert_eq!(attached.report["qmp"], address.as_str());
     let device = attached.device();
-    let made = disk_sequence(&device);
+    let sequence = disk_sequence(&device);
     daemon.stop();
     attached.wait_until_gone();
-    wait_until_removed(&device, &made);
+    wait_until_removed(&device, &sequence);
 }
 
 #[test]
@@ -486,21 +486,21 @@ fn daemon_serves_attachments_in_its_groups() {
         weir(&options).args(["--qmp", &address, "--name", &name, "--group", group]).arg(&image)
     };
     assert_contains(&attach("silver").fails(), &["there is no group \"silver\""]);
-    assert!(!place(&name).exists());
-    let attached = Attachment { said: attach("gold").json(), name: name.clone() };
+    assert!(!attachment_directory(&name).exists());
+    let attached = Attachment { report: attach("gold").json(), name: name.clone() };
     let status = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
     let disk = status["disks"].as_array().expect("a list").iter().find(|disk| disk["name"] == name.as_str());
     let disk = disk.expect("the daemon has it");
     assert_eq!((&disk["group"], &disk["weight"]), (&json!("gold"), &json!(300)));
     let loops = attached.device();
-    let held = loops.file_name().expect("it has a name").to_string_lossy().into_owned();
+    let loop_name = loops.file_name().expect("it has a name").to_string_lossy().into_owned();
     let table = weir(&["status", "--all", "--qmp", &address, "--interval", "0"]).succeeds();
-    assert_contains(&table, &["HOST DEVICE", &held]);
+    assert_contains(&table, &["HOST DEVICE", &loop_name]);
     let mut control = Qmp::negotiated(&qmp);
     let (_, refused) = control.command_error("block-export-del", json!({ "id": name }));
-    assert_contains(&refused, &["still in use", &held]);
+    assert_contains(&refused, &["still in use", &loop_name]);
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
     let disks = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
     assert_eq!(disks["disks"].as_array().expect("a list").len(), 1);
     drop(control);
@@ -527,10 +527,10 @@ fn daemon_without_device_rights_is_not_used() {
     let done = attach(&[]).run();
     assert_contains(&done.stderr(), &[&name, "by a private process", &makes_none]);
     let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
-    let attached = Attachment { said, name: name.clone() };
-    assert_eq!((&attached.said["daemon"], attached.said["qmp"] == address.as_str()), (&json!(false), false));
+    let attached = Attachment { report: said, name: name.clone() };
+    assert_eq!((&attached.report["daemon"], attached.report["qmp"] == address.as_str()), (&json!(false), false));
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
 
     let done = attach(&["--group", "silver"]).run();
     assert_contains(&done.stderr(), &["has no such group", "the group silver consists of this disk only"]);
@@ -542,9 +542,9 @@ fn daemon_without_device_rights_is_not_used() {
     for (options, why) in [(["--group", "gold"], "group gold exists only there"), (["--qmp", &address], "")] {
         let refused = attach(&options).fails();
         assert_contains(&refused, &[&makes_none, why, "--sandbox off", "weir.service", "--alone"]);
-        assert!(!place(&name).exists());
+        assert!(!attachment_directory(&name).exists());
     }
-    let attached = Attachment { said: attach(&["--group", "gold", "--alone"]).json(), name: name.clone() };
+    let attached = Attachment { report: attach(&["--group", "gold", "--alone"]).json(), name: name.clone() };
     attached.detach().succeeds();
 
     // As a line of fstab calls it.
@@ -564,10 +564,10 @@ fn name_of_a_daemons_disk_cannot_be_attached() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let name = name("own");
-    let (own, image) = (scratch.sparse("own.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
+    let (own_image, image) = (scratch.sparse("own.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
     let address = format!("unix:{}", text(&scratch.socket("qmp")));
     let daemon = Serve::new(&scratch)
-        .args([text(&own), "--name", &name, "--qmp", &address, "--sandbox", "off"])
+        .args([text(&own_image), "--name", &name, "--qmp", &address, "--sandbox", "off"])
         .start();
     let mut control = Qmp::negotiated(&scratch.socket("qmp"));
     // No client uses the disk, and it has no export that would prevent its removal.
@@ -575,10 +575,10 @@ fn name_of_a_daemons_disk_cannot_be_attached() {
     control.event("BLOCK_EXPORT_DELETED");
     let attach = ["attach", "--fuse", "--qmp", &address, "--format", "raw", "--name", &name, text(&image)];
     assert_contains(&weir(&attach).fails(), &[&name, "has a disk or an export of this name", "--name"]);
-    assert!(!place(&name).exists());
+    assert!(!attachment_directory(&name).exists());
     let status = control.command("x-weir-query-status", json!({}));
     let disks = status["disks"].as_array().expect("a list");
-    assert_eq!((disks.len(), &disks[0]["image"]), (1, &json!(text(&own))), "{status}");
+    assert_eq!((disks.len(), &disks[0]["image"]), (1, &json!(text(&own_image))), "{status}");
     drop(control);
     daemon.stop();
 }
@@ -596,10 +596,10 @@ fn daemon_started_with_a_device_creates_more() {
     let name = name("beside");
     let attach = ["attach", "--fuse", "--json", "--format", "raw", "--group", "gold", "--name", &name];
     let said = weir(&attach).arg(&image).env("WEIR_QMP", &address).json();
-    let attached = Attachment { said, name };
-    assert_eq!((&attached.said["daemon"], &attached.said["qmp"]), (&json!(true), &json!(address)));
+    let attached = Attachment { report: said, name };
+    assert_eq!((&attached.report["daemon"], &attached.report["qmp"]), (&json!(true), &json!(address)));
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
     daemon.stop();
 }
 
@@ -611,9 +611,9 @@ fn users_other_than_root_get_a_file() {
     let directory = scratch.path("run");
     fs::create_dir(&directory).expect("it can be made");
     let parent = fs::metadata(&directory).expect("it is there").mode();
-    let anybody = fs::Permissions::from_mode(parent | 0o777);
+    let world_writable = fs::Permissions::from_mode(parent | 0o777);
     for path in [&directory, &image, &directory.parent().expect("it has one").to_owned()] {
-        fs::set_permissions(path, anybody.clone()).expect("it can be set");
+        fs::set_permissions(path, world_writable.clone()).expect("it can be set");
     }
     // As udev sets it up: every user may open /dev/fuse.
     let script = r#"
@@ -631,10 +631,10 @@ fn users_other_than_root_get_a_file() {
     let script = script_without_foreign_mounts(script);
     let arguments = ["--mount", "sh", "-ec", &script, "sh", WEIR, text(&directory), text(&image)];
     let outcome = TestClient::new("unshare").args(arguments).run();
-    let said = outcome.stderr();
+    let stderr = outcome.stderr();
     let file = format!("{}/weir/attached/n/disk", text(&directory));
     assert_contains(&outcome.succeeded(), &[&file, &format!(" {} ", 8 * MIB)]);
-    assert_contains(&said, &["lock", "root"]);
+    assert_contains(&stderr, &["lock", "root"]);
     assert_eq!(fs::read_dir(directory.join("weir/attached")).expect("it is there").count(), 0);
 }
 
@@ -642,13 +642,13 @@ fn users_other_than_root_get_a_file() {
 fn missing_host_support_is_reported() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
-    let has = |path: &str| Path::new(path).exists();
-    for (way, module, there) in
-        [("--ublk", "ublk_drv", has("/dev/ublk-control")), ("--nbd-device", "nbd", has("/sys/module/nbd"))]
+    let exists = |path: &str| Path::new(path).exists();
+    for (export_option, module, is_available) in
+        [("--ublk", "ublk_drv", exists("/dev/ublk-control")), ("--nbd-device", "nbd", exists("/sys/module/nbd"))]
     {
-        let refused = weir(&["attach", way, "--alone", "-f", "raw", text(&image)]);
+        let refused = weir(&["attach", export_option, "--alone", "-f", "raw", text(&image)]);
         let loadable = Command::new("modprobe").args(["-n", "-q", module]).status();
-        if !there && !loadable.is_ok_and(|status| status.success()) {
+        if !is_available && !loadable.is_ok_and(|status| status.success()) {
             assert_contains(&refused.fails(), &[&format!("modprobe {module}"), "CONFIG_BLK_DEV_"]);
         }
     }

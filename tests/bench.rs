@@ -52,12 +52,12 @@ fn accesses_the_same_bytes_as_qemu_img_bench() {
                 let written = format!("-f {form} -w --pattern 165 {options}");
                 client.args(written.split_whitespace()).arg(path).describing(options).succeeds()
             };
-            let said = with(weir(&["bench"]), &ours);
+            let stdout = with(weir(&["bench"]), &ours);
             let expect = with(qemu_img(["bench"]), &theirs);
             // qemu-img does not print "without draining".
             let before = |printed: &str| printed.split("Run completed in ").next().map(str::to_owned);
-            let said = before(&said).map(|said| said.replace(" without draining", ""));
-            assert_eq!(said, before(&expect), "{form} {options}");
+            let stdout = before(&stdout).map(|said| said.replace(" without draining", ""));
+            assert_eq!(stdout, before(&expect), "{form} {options}");
             qemu_img(["compare", "-f", form, "-F", form, text(&ours), text(&theirs)])
                 .describing(options)
                 .succeeds();
@@ -77,8 +77,8 @@ fn written_pattern_is_in_the_image() {
     let bytes = fs::read(&path).unwrap();
     let blocks: Vec<&[u8]> = bytes.chunks(4096).collect();
     let written = blocks.iter().filter(|block| block.iter().all(|&byte| byte == 165)).count();
-    let kept = blocks.iter().filter(|block| block.iter().all(|&byte| byte == 90)).count();
-    assert_eq!(written + kept, 1024);
+    let unwritten = blocks.iter().filter(|block| block.iter().all(|&byte| byte == 90)).count();
+    assert_eq!(written + unwritten, 1024);
     assert!((400..624).contains(&written), "{written}");
 }
 
@@ -86,15 +86,15 @@ fn written_pattern_is_in_the_image() {
 fn every_request_of_several_jobs_is_sent() {
     let scratch = Scratch::new();
     let path = scratch.sparse("disk.raw", SIZE);
-    let told = bench_json("-f raw -w --pattern 7 --jobs 4 -c 1024 -d 4 -s 4K", &path);
-    assert_eq!(told["jobs"][0]["write"]["total_ios"], 1024);
+    let report = bench_json("-f raw -w --pattern 7 --jobs 4 -c 1024 -d 4 -s 4K", &path);
+    assert_eq!(report["jobs"][0]["write"]["total_ios"], 1024);
     let bytes = fs::read(&path).unwrap();
     let written = bytes.chunks(4096).filter(|block| block.iter().all(|&byte| byte == 7)).count();
     assert!(written > 1000, "{written} of 1024 blocks");
 }
 
 #[test]
-fn a_server_is_measured_as_a_disk_is() {
+fn server_is_measured_like_a_disk() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", SIZE);
     let servers =
@@ -107,9 +107,9 @@ fn a_server_is_measured_as_a_disk_is() {
             &["Sending 64 write requests, 65536 bytes each, 16 in parallel", "Run completed in "],
         );
         qemu_io(["-f", "raw"], ["read -P 90 0 4M"], &uri);
-        let told = bench_json("-c 5000 -d 16 --jobs 3 --random", &uri);
-        assert_eq!(told["jobs"][0]["read"]["total_ios"], 5000);
-        assert_eq!(told["weir"]["image"], uri);
+        let report = bench_json("-c 5000 -d 16 --jobs 3 --random", &uri);
+        assert_eq!(report["jobs"][0]["read"]["total_ios"], 5000);
+        assert_eq!(report["weir"]["image"], uri);
     }
 }
 
@@ -157,8 +157,8 @@ fn disconnect_ends_the_load() {
     let server = Serve::with_own_scratch().args(["memory:1M", "--delay", "read=10ms"]).start();
     let client = started(&["-d", "4", "--runtime", "60s", &server.uri("memory")]);
     drop(server);
-    let [_, said] = failed(client);
-    assert!(said.contains("a request failed: ") && said.contains("connection"), "{said}");
+    let [_, stderr] = failed(client);
+    assert!(stderr.contains("a request failed: ") && stderr.contains("connection"), "{stderr}");
 }
 
 #[test]
@@ -186,8 +186,8 @@ fn unresponsive_server_can_be_interrupted() {
     {
         let client = spawned(&[&target]);
         let _connected = listener.accept().unwrap();
-        let [printed, said] = interrupted(client);
-        assert_contains(&said, &[&target, ": interrupted before anything was sent"]);
+        let [printed, stderr] = interrupted(client);
+        assert_contains(&stderr, &[&target, ": interrupted before anything was sent"]);
         assert_eq!(printed, "");
     }
 }
@@ -202,8 +202,8 @@ fn stalled_job_can_be_interrupted() {
     std::io::Write::write_all(&mut first, &server_handshake()).unwrap();
     std::io::copy(&mut first, &mut std::io::sink()).unwrap();
     let _jobs = [listener.accept().unwrap(), listener.accept().unwrap()];
-    let [_, said] = interrupted(client);
-    assert_contains(&said, &[": interrupted after "]);
+    let [_, stderr] = interrupted(client);
+    assert_contains(&stderr, &[": interrupted after "]);
 }
 
 /// The server's half of a handshake.
@@ -220,13 +220,13 @@ fn server_handshake() -> Vec<u8> {
 
 /// Serves two handshakes, then receives requests without replying. Sends a message on `told` for
 /// each connection that has received `enough` bytes of requests.
-fn serve_stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
+fn serve_stalled(listener: &UnixListener, enough: usize, stalled: &mpsc::Sender<()>) {
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().unwrap();
         std::io::Write::write_all(&mut stream, &server_handshake()).unwrap();
         let mut taken = vec![0; enough];
         if std::io::Read::read_exact(&mut stream, &mut taken).is_ok() {
-            told.send(()).unwrap();
+            stalled.send(()).unwrap();
             std::io::copy(&mut stream, &mut std::io::sink()).unwrap();
         }
     }
@@ -239,15 +239,15 @@ fn interrupt_does_not_wait_for_replies() {
     let listener = UnixListener::bind(&socket).unwrap();
     let uri = format!("nbd+unix:///a?socket={}", text(&socket));
     std::thread::scope(|scope| {
-        let (tell, told) = mpsc::channel();
-        scope.spawn(move || serve_stalled(&listener, 4 * 4096, &tell));
+        let (sender, stalled) = mpsc::channel();
+        scope.spawn(move || serve_stalled(&listener, 4 * 4096, &sender));
         let client = started(&["-w", "-d", "4", "--result", text(&file), &uri]);
-        told.recv().unwrap();
-        let [printed, said] = interrupted(client);
-        assert_contains(&said, &[": interrupted after "]);
+        stalled.recv().unwrap();
+        let [printed, stderr] = interrupted(client);
+        assert_contains(&stderr, &[": interrupted after "]);
         assert_contains(&printed, &["Not answered when the run ended: 4"]);
     });
-    assert_eq!(kept(&file)["partial"], "interrupted");
+    assert_eq!(saved_result(&file)["partial"], "interrupted");
 }
 
 #[test]
@@ -262,16 +262,16 @@ fn json_has_the_keys_of_fio() {
     let theirs: Value = serde_json::from_str(&theirs[theirs.find('{').unwrap()..]).unwrap();
     let ours = bench_json("-f raw -w --rwmixread 50 --random -c 500 -d 16 --flush-interval 16", &file);
     let keys = |value: &Value| -> BTreeSet<String> { value.as_object().unwrap().keys().cloned().collect() };
-    for way in ["read", "write", "trim"] {
-        let [ours, theirs] = [&ours, &theirs].map(|told| &told["jobs"][0][way]);
+    for direction in ["read", "write", "trim"] {
+        let [ours, theirs] = [&ours, &theirs].map(|report| &report["jobs"][0][direction]);
         let missing: Vec<_> = keys(theirs).difference(&keys(ours)).cloned().collect();
-        assert!(missing.is_empty(), "{way}: {missing:?} are missing");
+        assert!(missing.is_empty(), "{direction}: {missing:?} are missing");
         for part in ["slat_ns", "clat_ns", "lat_ns"] {
             let missing: Vec<_> = keys(&theirs[part]).difference(&keys(&ours[part])).cloned().collect();
-            assert!(missing.is_empty(), "{way}, {part}: {missing:?} are missing");
+            assert!(missing.is_empty(), "{direction}, {part}: {missing:?} are missing");
         }
     }
-    let percentiles = |told: &Value| keys(&told["jobs"][0]["read"]["clat_ns"]["percentile"]);
+    let percentiles = |report: &Value| keys(&report["jobs"][0]["read"]["clat_ns"]["percentile"]);
     assert_eq!(percentiles(&ours), percentiles(&theirs));
     assert!(ours["jobs"][0]["sync"]["total_ios"].as_u64() > Some(0));
 }
@@ -290,8 +290,8 @@ fn rate_holds_and_latency_counts_from_the_due_time() {
     let timed =
         bench_json("-d 1 --rate-iops 50 --arrivals fixed --runtime 1s --delay read=40ms", "memory:1M");
     assert!(timed["jobs"][0]["read"]["total_ios"].as_u64() <= Some(51), "more requests than were due");
-    let behind = timed["weir"]["behind-seconds"].as_f64().unwrap();
-    assert!(behind >= 0.45, "it was {behind} s behind");
+    let delay = timed["weir"]["behind-seconds"].as_f64().unwrap();
+    assert!(delay >= 0.45, "it was {delay} s behind");
 }
 
 #[test]
@@ -299,11 +299,11 @@ fn results_are_saved() {
     let scratch = Scratch::new();
     let file = scratch.path("result.json");
     bench("-c 1000 -w --rwmixread 50 -q", "memory:1M").args(["--result", text(&file)]).succeeds();
-    let kept = kept(&file);
-    let measures = kept["findings"]["measures"].as_array().unwrap();
+    let result = saved_result(&file);
+    let measures = result["findings"]["measures"].as_array().unwrap();
     let names: Vec<_> = measures.iter().map(|measure| measure["name"].as_str().unwrap()).collect();
     assert!(names.contains(&"read IOPS") && names.contains(&"write latency, p99.99"), "{names:?}");
-    assert_eq!(kept["partial"], Value::Null);
+    assert_eq!(result["partial"], Value::Null);
 }
 
 #[test]
@@ -312,8 +312,8 @@ fn unknown_result_name_is_rejected_before_measuring() {
     let image = scratch.filled("vm1.raw", MIB);
     let before = fs::read(&image).unwrap();
     for options in ["--result", "--report"] {
-        let said = bench("--runtime 60s", "memory:1M").args([options, text(&image)]).fails();
-        assert_contains(&said, &["vm1.raw: cannot be written: exists"]);
+        let stderr = bench("--runtime 60s", "memory:1M").args([options, text(&image)]).fails();
+        assert_contains(&stderr, &["vm1.raw: cannot be written: exists"]);
     }
     assert!(fs::read(&image).unwrap() == before);
     bench("-q -c 100", "memory:1M").args(["--result", "/dev/null"]).succeeds();
@@ -363,7 +363,7 @@ pub(crate) fn interrupted(child: Child) -> [String; 2] {
     failed(child)
 }
 
-fn kept(file: &Path) -> Value {
+fn saved_result(file: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
 }
 
@@ -372,10 +372,10 @@ fn interrupted_run_prints_its_results() {
     let scratch = Scratch::new();
     let file = scratch.path("result.json");
     let options = ["--runtime", "60s", "--delay", "read=1ms", "--result", text(&file), "memory:1M"];
-    let [printed, said] = interrupted(started(&options));
-    assert_contains(&said, &["weir: memory:1048576: interrupted after "]);
+    let [printed, stderr] = interrupted(started(&options));
+    assert_contains(&stderr, &["weir: memory:1048576: interrupted after "]);
     assert!(!printed.contains("Run completed"));
-    assert_eq!(kept(&file)["partial"], "interrupted");
+    assert_eq!(saved_result(&file)["partial"], "interrupted");
 }
 
 #[test]

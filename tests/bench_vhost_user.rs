@@ -45,13 +45,13 @@ fn written_pattern_is_in_the_image() {
     );
     qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));
     // The bytes that a read returns must not be those that a later write sends.
-    let told = bench_json("-w --pattern 165 --rwmixread 50 -c 1024 -d 200 -s 4K", &target);
-    assert_eq!(told["weir"]["image"], target);
+    let report = bench_json("-w --pattern 165 --rwmixread 50 -c 1024 -d 200 -s 4K", &target);
+    assert_eq!(report["weir"]["image"], target);
     let bytes = fs::read(&disk).unwrap();
     let blocks: Vec<&[u8]> = bytes.chunks(4096).collect();
-    let of = |wanted: u8| blocks.iter().filter(|block| block.iter().all(|&byte| byte == wanted)).count();
-    assert_eq!(told["jobs"][0]["write"]["total_ios"], of(165));
-    assert_eq!(of(165) + of(90), 1024);
+    let filled_with = |fill: u8| blocks.iter().filter(|block| block.iter().all(|&byte| byte == fill)).count();
+    assert_eq!(report["jobs"][0]["write"]["total_ios"], filled_with(165));
+    assert_eq!(filled_with(165) + filled_with(90), 1024);
 }
 
 #[test]
@@ -81,16 +81,16 @@ fn ready_line_contains_the_target() {
 fn ready_line_contains_targets_of_qemu_options() {
     let scratch = Scratch::new();
     let (socket, nbd) = (scratch.socket("vm.sock"), scratch.socket("nbd.sock"));
-    let door = format!("vhost-user-blk,id=v,node-name=d,addr.type=unix,addr.path={}", text(&socket));
+    let export_option = format!("vhost-user-blk,id=v,node-name=d,addr.type=unix,addr.path={}", text(&socket));
     let server = format!("addr.type=unix,addr.path={}", text(&nbd));
     let weir = Serve::new(&scratch)
         .at_given_addresses()
         .args(["--blockdev", "null-co,node-name=d,size=1048576", "--nbd-server", &server])
-        .args(["--export", &door, "--export", "nbd,id=n,node-name=d,name=disk"])
+        .args(["--export", &export_option, "--export", "nbd,id=n,node-name=d,name=disk"])
         .start();
     let (_, exports) = weir.ready_line().trim_end().rsplit_once("exports=").expect("it names them");
-    for one in [format!("vhost-user:{}", text(&socket)), format!("nbd+unix:///disk?socket={}", text(&nbd))] {
-        assert!(exports.contains(&one), "{exports}");
+    for target in [format!("vhost-user:{}", text(&socket)), format!("nbd+unix:///disk?socket={}", text(&nbd))] {
+        assert!(exports.contains(&target), "{exports}");
     }
 }
 
@@ -103,12 +103,12 @@ fn error_names_the_export_that_uses_the_socket() {
     let ServedExport { weir, target: _ } =
         served(&scratch, "", &["memory:1M", "--name", "d", "--qmp", &address]);
     let mut qmp = Qmp::negotiated(&control);
-    let wanted = |id: &str| {
+    let export_arguments = |id: &str| {
         let addr = json!({ "type": "unix", "path": text(&socket) });
         json!({ "type": "vhost-user-blk", "id": id, "node-name": "d", "allow-inactive": true, "addr": addr })
     };
-    qmp.command("block-export-add", wanted("v"));
-    let (_, why) = qmp.command_error("block-export-add", wanted("v2"));
+    qmp.command("block-export-add", export_arguments("v"));
+    let (_, why) = qmp.command_error("block-export-add", export_arguments("v2"));
     let rule = "the export v uses this path (give each export a path of its own)";
     assert_eq!(why, format!("unix:{}: {rule}", text(&socket)));
     bench("-c 10", &format!("vhost-user:{}", text(&socket))).succeeds();
@@ -129,8 +129,8 @@ fn every_request_of_every_queue_is_answered() {
     let ServedExport { weir: _weir, target } = served(&scratch, ",queues=2", &["memory:4M"]);
     for options in ["-d 1", "-d 1 --rate-iops 2000", "-d 32 --jobs 2", "-d 700", "-d 3 --readers 5 --jobs 2"]
     {
-        let told = bench_json(&format!("-c 5000 {options}"), &target);
-        assert_eq!(told["jobs"][0]["read"]["total_ios"], 5000, "{options}");
+        let report = bench_json(&format!("-c 5000 {options}"), &target);
+        assert_eq!(report["jobs"][0]["read"]["total_ios"], 5000, "{options}");
     }
 }
 
@@ -189,9 +189,9 @@ fn disconnect_ends_the_load() {
     let ServedExport { weir, target } = served(&scratch, "", &["memory:1M", "--delay", "read=10ms"]);
     let client = started(&["-d", "4", "--runtime", "60s", &target]);
     weir.crash();
-    let [_, said] = failed(client);
+    let [_, stderr] = failed(client);
     assert_contains(
-        &said,
+        &stderr,
         &["a request failed: the server has disconnected: it has closed the connection\n"],
     );
 }
@@ -206,9 +206,9 @@ fn failed_request_is_reported_with_its_offset() {
     let mut qmp = Qmp::negotiated(&control);
     let client = started(&["-d", "4", "-o", "1M", "--runtime", "60s", &target]);
     qmp.command("block_resize", json!({"node-name": "disk", "size": MIB}));
-    let [_, said] = failed(client);
+    let [_, stderr] = failed(client);
     assert_contains(
-        &said,
+        &stderr,
         &[
             ": a request failed: a read at ",
             ": the server answered: Input/output error (its log may say why)\n",
@@ -232,12 +232,12 @@ fn interrupt_does_not_wait_for_replies() {
     };
     while in_flight() != 4 {}
     weir.signal(Signal::SIGSTOP);
-    let [printed, said] = interrupted(client);
+    let [printed, stderr] = interrupted(client);
     weir.crash();
-    assert_contains(&said, &[": interrupted after "]);
+    assert_contains(&stderr, &[": interrupted after "]);
     assert_contains(&printed, &["Not answered when the run ended: 4"]);
-    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    assert_eq!(kept["partial"], "interrupted");
+    let result: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(result["partial"], "interrupted");
 }
 
 #[test]
@@ -250,8 +250,8 @@ fn invalid_reply_ends_the_load() {
         stream.write_all(b"SSH-2.0-OpenSSH_9.2p1\r\n").unwrap();
         let _ = stream.read_to_end(&mut Vec::new());
     });
-    let said = bench("", format!("vhost-user:{}", text(&socket))).fails();
-    assert_contains(&said, &["does not speak vhost-user as it should: "]);
+    let stderr = bench("", format!("vhost-user:{}", text(&socket))).fails();
+    assert_contains(&stderr, &["does not speak vhost-user as it should: "]);
     server.join().unwrap();
 }
 
@@ -260,11 +260,11 @@ fn busy_server_is_reported() {
     let scratch = Scratch::new();
     let ServedExport { weir: _weir, target } = served(&scratch, "", &["memory:1M"]);
     let mut first = started(&["-d", "1", "--runtime", "60s", &target]);
-    let said = bench("", &target).fails();
+    let stderr = bench("", &target).fails();
     first.kill().unwrap();
     first.wait().unwrap();
     assert_contains(
-        &said,
+        &stderr,
         &["has closed the connection (it serves one client at a time: is another connected?)\n"],
     );
 }
@@ -280,7 +280,7 @@ fn disconnect_differs_from_an_invalid_reply() {
         // SET_OWNER and GET_FEATURES, which consist of a header only.
         stream.read_exact(&mut [0; 24]).unwrap();
     });
-    let said = bench("", format!("vhost-user:{}", text(&socket))).fails();
-    assert_contains(&said, &["has closed the connection (it serves one client at a time"]);
+    let stderr = bench("", format!("vhost-user:{}", text(&socket))).fails();
+    assert_contains(&stderr, &["has closed the connection (it serves one client at a time"]);
     server.join().unwrap();
 }

@@ -23,13 +23,13 @@ const MODES: [(&str, bool, u64, u64); 5] = [
 fn opens_directly(weir: &Weir, path: &str) -> bool {
     let process = format!("/proc/{}", weir.pid());
     let descriptors = fs::read_dir(format!("{process}/fd")).unwrap().map(|entry| entry.unwrap());
-    let ours = descriptors
+    let disk_descriptors = descriptors
         .filter(|entry| fs::read_link(entry.path()).is_ok_and(|target| target.to_str() == Some(path)));
-    let flags: Vec<i32> = ours
+    let flags: Vec<i32> = disk_descriptors
         .map(|entry| {
-            let about =
+            let info =
                 fs::read_to_string(format!("{process}/fdinfo/{}", entry.file_name().display())).unwrap();
-            let flags = about.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
             i32::from_str_radix(flags.trim(), 8).unwrap()
         })
         .collect();
@@ -112,8 +112,8 @@ fn tmpfs_is_served_or_the_error_names_working_modes() {
         let serve = || Serve::new(&scratch).arg(&image).args(["--cache", mode]);
         // Support of O_DIRECT on tmpfs depends on the kernel (6.6 and newer have it).
         if direct && !takes_o_direct(&image) {
-            let said = serve().fails();
-            crate::harness::assert_contains(&said, &["disk.raw", "O_DIRECT", mode, "writeback"]);
+            let stderr = serve().fails();
+            crate::harness::assert_contains(&stderr, &["disk.raw", "O_DIRECT", mode, "writeback"]);
             continue;
         }
         let weir = serve().start();

@@ -29,8 +29,8 @@ struct LimitedBlkioGroup(BlkioGroup);
 
 impl LimitedBlkioGroup {
     /// `None` on a host that has only cgroup v2.
-    fn new(what: &str, scratch: &Scratch) -> Option<Self> {
-        let group = BlkioGroup::new(&format!("explain-{what}"))?;
+    fn new(label: &str, scratch: &Scratch) -> Option<Self> {
+        let group = BlkioGroup::new(&format!("explain-{label}"))?;
         let limit = format!("{} {LIMIT}", disk(&scratch.path("")));
         fs::write(group.directory.join("blkio.throttle.write_bps_device"), limit).expect("a limit");
         Some(Self(group))
@@ -105,14 +105,14 @@ fn disk(directory: &Path) -> String {
     fs::read_to_string(known.join("dev")).expect("a disk has a number").trim().to_owned()
 }
 
-fn of_cause<'a>(answer: &'a Value, cause: &str) -> Vec<&'a Value> {
-    let findings = answer["findings"].as_array().expect("a list");
+fn of_cause<'a>(report: &'a Value, cause: &str) -> Vec<&'a Value> {
+    let findings = report["findings"].as_array().expect("a list");
     findings.iter().filter(|finding| finding["cause"] == cause).collect()
 }
 
 /// The types of I/O of `pid` in the findings with this coverage.
-fn ios(answer: &Value, coverage: &str, pid: u32) -> Vec<String> {
-    let findings = answer["findings"].as_array().expect("a list");
+fn ios(report: &Value, coverage: &str, pid: u32) -> Vec<String> {
+    let findings = report["findings"].as_array().expect("a list");
     let findings = findings.iter().filter(|finding| finding["coverage"] == coverage);
     let acts = findings.flat_map(|finding| finding["io"].as_array().expect("a list"));
     acts.filter(|act| act["pid"] == pid).map(|act| act["io"].as_str().expect("a name").to_owned()).collect()
@@ -127,14 +127,14 @@ fn v1_limit_that_buffered_writes_escape_is_reported() {
 
     let mut dd = group.dd(&buffered, "");
     dd.feed(bytes);
-    let answer = group.explain().arg("--json").json();
-    assert_eq!(answer["verdict"], "missed", "{answer:#}");
-    assert_eq!(ios(&answer, "escapes", dd.child.id()), ["buffered-writes"], "{answer:#}");
-    let told = of_cause(&answer, "version-1")[0];
+    let report = group.explain().arg("--json").json();
+    assert_eq!(report["verdict"], "missed", "{report:#}");
+    assert_eq!(ios(&report, "escapes", dd.child.id()), ["buffered-writes"], "{report:#}");
+    let finding = of_cause(&report, "version-1")[0];
     let file = group.0.directory.join("blkio.throttle.write_bps_device");
     let cited =
-        told["evidence"].as_array().expect("a list").iter().find(|cited| cited["file"] == text(&file));
-    let value = cited.unwrap_or_else(|| panic!("{answer:#}"))["value"].clone();
+        finding["evidence"].as_array().expect("a list").iter().find(|cited| cited["file"] == text(&file));
+    let value = cited.unwrap_or_else(|| panic!("{report:#}"))["value"].clone();
     assert_eq!(value, format!("{} {LIMIT}", disk(&scratch.path(""))));
     dd.end();
     syncfs(fs::File::open(&buffered).expect("written")).expect("a file system");
@@ -144,11 +144,11 @@ fn v1_limit_that_buffered_writes_escape_is_reported() {
     let mut dd = group.dd(&direct, "oflag=direct");
     // The pipe holds 64 KiB, and those it held half-way were not yet limited.
     dd.feed(bytes);
-    let answer = group.explain().arg("--json").json();
+    let report = group.explain().arg("--json").json();
     assert_eq!(
-        (ios(&answer, "escapes", dd.child.id()).len(), &answer["verdict"]),
+        (ios(&report, "escapes", dd.child.id()).len(), &report["verdict"]),
         (0, &"covered".into()),
-        "{answer:#}"
+        "{report:#}"
     );
     dd.end();
     // The kernel admits the first tenth of a second's worth immediately.
@@ -163,37 +163,37 @@ fn measurement_shows_the_limited_paths() {
     let directory = scratch.path("files");
     fs::create_dir(&directory).expect("a directory");
     let measure = ["--measure", "--directory", text(&directory), "--size", "4M", "--seconds", "2", "--json"];
-    let answer = group.explain().args(measure).json();
+    let report = group.explain().args(measure).json();
     assert_eq!(fs::read_dir(&directory).expect("still there").count(), 0, "nothing is left");
-    let paths = answer["measured"]["paths"].as_array().expect("a list");
-    let of = |path: &str, key: &str| {
-        paths.iter().find(|known| known["path"] == path).unwrap_or_else(|| panic!("{answer:#}"))[key].clone()
+    let paths = report["measured"]["paths"].as_array().expect("a list");
+    let value_of = |path: &str, key: &str| {
+        paths.iter().find(|known| known["path"] == path).unwrap_or_else(|| panic!("{report:#}"))[key].clone()
     };
     // I/O submitted by the process is charged and limited; writeback by a kernel worker is not.
-    let number = |path: &str, key: &str| of(path, key).as_f64().unwrap_or_else(|| panic!("{answer:#}"));
+    let number = |path: &str, key: &str| value_of(path, key).as_f64().unwrap_or_else(|| panic!("{report:#}"));
     for path in ["direct-writes", "writes-and-fsync"] {
         // Slices of a tenth of a second: one may pass immediately, and the last one early.
-        let most = LIMIT as f64 * (number(path, "seconds") + 0.2) * 1.05;
-        assert!(number(path, "charged-bytes") <= most, "{path}: {most}: {answer:#}");
+        let max = LIMIT as f64 * (number(path, "seconds") + 0.2) * 1.05;
+        assert!(number(path, "charged-bytes") <= max, "{path}: {max}: {report:#}");
     }
-    assert!(number("direct-writes", "charged-bytes") >= number("direct-writes", "bytes"), "{answer:#}");
+    assert!(number("direct-writes", "charged-bytes") >= number("direct-writes", "bytes"), "{report:#}");
     // A sync(2) of another process may have written part of it.
-    assert!(number("writes-and-fsync", "charged-bytes") > 0.0, "{answer:#}");
-    let charged = of("buffered-writes", "charged-bytes").as_u64();
-    assert!(charged.is_some_and(|bytes| bytes < MIB), "{answer:#}");
+    assert!(number("writes-and-fsync", "charged-bytes") > 0.0, "{report:#}");
+    let charged = value_of("buffered-writes", "charged-bytes").as_u64();
+    assert!(charged.is_some_and(|bytes| bytes < MIB), "{report:#}");
     // A host may be too slow to exceed a limit that is not enforced. The verdict must match the
     // figure in any case.
     for path in ["direct-writes", "buffered-writes", "writes-and-fsync"] {
         let of_limit = number(path, "bps") / LIMIT as f64;
-        let word = match of_limit {
+        let verdict = match of_limit {
             _ if of_limit > 1.25 => "IGNORED",
             _ if of_limit < 0.5 => "not reached",
             _ => "kept",
         };
-        assert_eq!(of(path, "limit-is"), word, "{path}: {answer:#}");
+        assert_eq!(value_of(path, "limit-is"), verdict, "{path}: {report:#}");
     }
-    assert_eq!(of("reads-from-the-page-cache", "limit-is"), "not asked");
-    assert_eq!(of("reads", "limit-is"), "not set");
+    assert_eq!(value_of("reads-from-the-page-cache", "limit-is"), "not asked");
+    assert_eq!(value_of("reads", "limit-is"), "not set");
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn measurement_files_are_removed_on_a_signal() {
     let Some(group) = LimitedBlkioGroup::new("signal", &scratch) else { return };
     let directory = scratch.path("");
     let options = ["--measure", "--directory", text(&directory), "--seconds", "60", "--size", "64M"];
-    for (signal, least) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 1)] {
+    for (signal, min_bytes) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 1)] {
         let mut measuring = Command::new(WEIR)
             .args(["cgroup", "explain", &group.0.name])
             .args(options)
@@ -210,17 +210,17 @@ fn measurement_files_are_removed_on_a_signal() {
             .stderr(Stdio::null())
             .spawn()
             .expect("weir runs");
-        let made = group.0.directory.with_file_name(format!("weir-explain-{}", measuring.id()));
+        let subgroup = group.0.directory.with_file_name(format!("weir-explain-{}", measuring.id()));
         let begin = Instant::now();
-        while written(&made).is_none_or(|bytes| bytes < least) {
-            assert!(begin.elapsed() < DEADLINE, "{} never had a write", made.display());
+        while written(&subgroup).is_none_or(|bytes| bytes < min_bytes) {
+            assert!(begin.elapsed() < DEADLINE, "{} never had a write", subgroup.display());
             thread::yield_now();
         }
         let pid = i32::try_from(measuring.id()).expect("a pid");
         kill(Pid::from_raw(pid), signal).expect("it runs");
         let status = measuring.wait().expect("it ends");
         assert_eq!(status.code(), Some(1), "{signal}");
-        assert!(!made.exists(), "{} is left", made.display());
+        assert!(!subgroup.exists(), "{} is left", subgroup.display());
         let instance = Path::new("/sys/kernel/tracing/instances").join(format!("weir-explain-{pid}"));
         assert!(!instance.exists(), "{} is left", instance.display());
     }
@@ -229,8 +229,8 @@ fn measurement_files_are_removed_on_a_signal() {
 
 #[test]
 fn unreadable_cgroup_is_an_error() {
-    let said = weir(&["cgroup", "explain", "no-such-thing"]).fails();
-    assert_contains(&said, &["weir: cgroup \"no-such-thing\": "]);
+    let stderr = weir(&["cgroup", "explain", "no-such-thing"]).fails();
+    assert_contains(&stderr, &["weir: cgroup \"no-such-thing\": "]);
     let outcome = weir(&["cgroup", "explain", "self", "--size", "1M"]).run();
     assert_eq!(outcome.code(), 2, "{}", outcome.stderr());
     assert_contains(&outcome.stderr(), &["--measure"]);

@@ -6,8 +6,8 @@ use std::{fs, time::Instant};
 use crate::harness::{BlkioGroup, MIB, Scratch, TestClient, assert_contains, text, weir};
 
 fn limit(scratch: &Scratch, group: &str) -> TestClient {
-    let kept = scratch.path("cgroups.json");
-    weir(&["cgroup", "limit", "--limits", text(&kept), "--device", text(&scratch.path("")), group])
+    let limits_file = scratch.path("cgroups.json");
+    weir(&["cgroup", "limit", "--limits", text(&limits_file), "--device", text(&scratch.path("")), group])
 }
 
 #[track_caller]
@@ -21,9 +21,9 @@ fn refused(status: i32, client: TestClient) -> String {
 fn v1_limit_throttles_direct_writes_and_lists_escapes() {
     let Some(group) = BlkioGroup::new("rates") else { return };
     let scratch = Scratch::new();
-    let said = limit(&scratch, &group.name).args(["--bps-write", "2M", "--iops-read", "500"]).succeeds();
+    let stdout = limit(&scratch, &group.name).args(["--bps-write", "2M", "--iops-read", "500"]).succeeds();
     assert_contains(
-        &said,
+        &stdout,
         &[&group.name, "bps-write 2M, iops-read 500", "note: cgroup v1", "buffered writes"],
     );
     assert_contains(&group.read("blkio.throttle.write_bps_device"), &[" 2097152\n"]);
@@ -38,10 +38,10 @@ fn v1_limit_throttles_direct_writes_and_lists_escapes() {
     TestClient::new("sh").args(["-c", &script]).succeeds();
     let seconds = begin.elapsed().as_secs_f64();
     // Slices of a tenth of a second: one may pass immediately, and the last one early.
-    let most = 2.0 * MIB as f64 * (seconds + 0.2) * 1.05;
-    assert!(2 * MIB <= most as u64, "2 MiB in {seconds:.3} s");
-    let said = limit(&scratch, &group.name).args(["--remove", "--json"]).json();
-    assert!(said["bps-write"].is_null() && said["iops-read"].is_null(), "{said}");
+    let max = 2.0 * MIB as f64 * (seconds + 0.2) * 1.05;
+    assert!(2 * MIB <= max as u64, "2 MiB in {seconds:.3} s");
+    let report = limit(&scratch, &group.name).args(["--remove", "--json"]).json();
+    assert!(report["bps-write"].is_null() && report["iops-read"].is_null(), "{report}");
     assert_eq!(group.read("blkio.throttle.write_bps_device"), "");
 }
 
@@ -49,24 +49,24 @@ fn v1_limit_throttles_direct_writes_and_lists_escapes() {
 fn options_without_v1_support_are_rejected() {
     let Some(group) = BlkioGroup::new("refusals") else { return };
     let scratch = Scratch::new();
-    for (asked, what) in [
+    for (options, expect) in [
         (&["--bps-write", "2M", "--bps-write-max", "4M"][..], "bursts"),
         (&["--iops-total", "100"][..], "limits on reads and writes together"),
         (&["--bps-write", "2M", "--watermark", "90"][..], "watermarks"),
         (&["--bps-write", "2M", "--group", "tenant"][..], "groups"),
         (&["--weight", "200"][..], "weights"),
     ] {
-        let said = refused(1, limit(&scratch, &group.name).args(asked));
-        assert_contains(&said, &["weir: ", what, "need cgroup v2"]);
+        let stderr = refused(1, limit(&scratch, &group.name).args(options));
+        assert_contains(&stderr, &["weir: ", expect, "need cgroup v2"]);
         assert_eq!(group.read("blkio.throttle.write_bps_device"), "");
     }
     assert!(!scratch.path("cgroups.json").exists());
-    let said = refused(1, weir(&["cgroup", "watch", "--limits", text(&scratch.path("cgroups.json"))]));
-    assert_contains(&said, &["need cgroup v2", "weir cgroup limit"]);
-    let kept = scratch.path("cgroups.json");
-    let said =
-        refused(1, weir(&["serve", "null:1M", "--nbd", "127.0.0.1:0", "--cgroup-limits", text(&kept)]));
-    assert_contains(&said, &["need cgroup v2"]);
+    let stderr = refused(1, weir(&["cgroup", "watch", "--limits", text(&scratch.path("cgroups.json"))]));
+    assert_contains(&stderr, &["need cgroup v2", "weir cgroup limit"]);
+    let limits_file = scratch.path("cgroups.json");
+    let stderr =
+        refused(1, weir(&["serve", "null:1M", "--nbd", "127.0.0.1:0", "--cgroup-limits", text(&limits_file)]));
+    assert_contains(&stderr, &["need cgroup v2"]);
 }
 
 #[test]

@@ -51,9 +51,9 @@ fn status_streams_and_arguments_are_passed_through() {
     assert_eq!(outcome.code(), 3);
     assert!(outcome.stdout().starts_with("from input\n--json\n"), "{}", outcome.stdout());
     assert_contains(&outcome.stdout(), &[&format!(":/weir/{name}\n")]);
-    let said = outcome.stderr();
-    assert!(said.starts_with("to error\n"), "{said}");
-    assert_contains(&said, &[&format!("weir: /weir/{name} in "), ", status 3\n", "\nwaited for I/O: "]);
+    let stderr = outcome.stderr();
+    assert!(stderr.starts_with("to error\n"), "{stderr}");
+    assert_contains(&stderr, &[&format!("weir: /weir/{name} in "), ", status 3\n", "\nwaited for I/O: "]);
     assert!(!directory(&name).exists());
 
     for (command, status) in [("kill -TERM $$", 143), ("exit 0", 0)] {
@@ -174,10 +174,10 @@ impl Drop for SurvivingProcess {
 fn surviving_processes_keep_the_cgroup_or_are_killed() {
     let scratch = Scratch::new();
     let command = ["--", "sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!"];
-    let kept = name("kept");
-    let outcome = run(&scratch, &kept, &[&["--bps-write", "1M"], &command[..]].concat()).run();
+    let group_name = name("kept");
+    let outcome = run(&scratch, &group_name, &[&["--bps-write", "1M"], &command[..]].concat()).run();
     let pid = outcome.stdout();
-    let directory = directory(&kept);
+    let directory = directory(&group_name);
     let outlived =
         SurvivingProcess { pid: Pid::from_raw(pid.trim().parse().unwrap()), directory: directory.clone() };
     assert_contains(

@@ -35,42 +35,42 @@ fn json_lists_cgroups_devices_and_tasks() {
     let name = name("show");
     let running = writing(&scratch, &name);
     let path = format!("weir/{name}");
-    let look = |options: &[&str]| -> Value {
+    let show = |options: &[&str]| -> Value {
         weir(&["cgroup", "show", &path, "--json"]).args(options).inside(&scratch.path("")).json()
     };
-    let tasks = |answer: &Value| answer["cgroups"][0]["tasks"].as_array().expect("a list").clone();
-    let dd = |answer: &Value| tasks(answer).into_iter().find(|task| task["name"] == "dd");
+    let tasks = |report: &Value| report["cgroups"][0]["tasks"].as_array().expect("a list").clone();
+    let dd = |report: &Value| tasks(report).into_iter().find(|task| task["name"] == "dd");
     let writes = |rated: &Value| rated["rate"]["writes"]["bps"].as_f64().expect("it was measured");
     // The speed depends on the disk; an interval may see no write at all.
     let until = Instant::now() + DEADLINE;
     let mut began = Instant::now();
-    let mut answer = look(&["--device", ".", "--tasks", "--all", "--interval", "300ms"]);
-    while writes(&answer["cgroups"][0]["devices"][0]) == 0.0
-        || dd(&answer).is_none_or(|dd| writes(&dd) == 0.0)
+    let mut report = show(&["--device", ".", "--tasks", "--all", "--interval", "300ms"]);
+    while writes(&report["cgroups"][0]["devices"][0]) == 0.0
+        || dd(&report).is_none_or(|dd| writes(&dd) == 0.0)
     {
-        assert!(Instant::now() < until, "{answer:#}");
+        assert!(Instant::now() < until, "{report:#}");
         began = Instant::now();
-        answer = look(&["--device", ".", "--tasks", "--all", "--interval", "300ms"]);
+        report = show(&["--device", ".", "--tasks", "--all", "--interval", "300ms"]);
     }
     let seconds = began.elapsed().as_secs_f64();
-    let group = &answer["cgroups"][0];
+    let group = &report["cgroups"][0];
     assert_eq!(group["name"], format!("/weir/{name}"));
     let device = &group["devices"][0];
     assert_eq!(device["limits"], serde_json::json!({ "bps-write": 1 << 20 }));
-    let interval = answer["interval-ns"].as_f64().expect("there was one") / 1e9;
+    let interval = report["interval-ns"].as_f64().expect("there was one") / 1e9;
     // At most the limit over the whole time, plus slices of a tenth of a second at both ends.
-    let most = f64::from(1 << 20) * (seconds + 0.2) * 1.05;
-    assert!(writes(device) * interval <= most, "{most} bytes may be: {answer:#}");
-    let dd = dd(&answer).expect("it was there");
-    assert!(dd["writes"]["bytes"].as_u64() > Some(0), "{answer:#}");
-    assert!(tasks(&answer).iter().any(|task| task["name"] == "sh"), "{answer:#}");
-    if answer["task-waits-counted"] == false && group["pressure"].is_null() {
+    let max = f64::from(1 << 20) * (seconds + 0.2) * 1.05;
+    assert!(writes(device) * interval <= max, "{max} bytes may be: {report:#}");
+    let dd = dd(&report).expect("it was there");
+    assert!(dd["writes"]["bytes"].as_u64() > Some(0), "{report:#}");
+    assert!(tasks(&report).iter().any(|task| task["name"] == "sh"), "{report:#}");
+    if report["task-waits-counted"] == false && group["pressure"].is_null() {
         assert_eq!((&dd["waited-ns"], &group["waited-share"]), (&Value::Null, &Value::Null));
     } else {
         let share = group["waited-share"].as_f64().expect("it is counted");
-        assert!((0.0..=1.0).contains(&share), "{answer:#}");
+        assert!((0.0..=1.0).contains(&share), "{report:#}");
     }
-    let totals = look(&["--interval", "0"]);
+    let totals = show(&["--interval", "0"]);
     let group = &totals["cgroups"][0];
     assert_eq!((&totals["interval-ns"], &group["devices"][0]["rate"]), (&Value::Null, &Value::Null));
     assert_eq!(group["tasks"], serde_json::json!([]));
@@ -93,32 +93,32 @@ fn table_shows_limited_or_active_cgroups() {
         "{printed}"
     );
     running.stop();
-    let said = weir(&["cgroup", "show", &format!("weir/{name}")]).fails();
-    assert_contains(&said, &[&name]);
+    let stderr = weir(&["cgroup", "show", &format!("weir/{name}")]).fails();
+    assert_contains(&stderr, &[&name]);
 }
 
 #[test]
 fn appearing_and_disappearing_cgroups_are_no_error() {
     let parent = root().join(name("churn"));
     fs::create_dir(&parent).unwrap();
-    let is_over = AtomicBool::new(false);
+    let stopped = AtomicBool::new(false);
     let children = || (0..20).map(|child| parent.join(child.to_string()));
-    let looks: Vec<_> = thread::scope(|scope| {
+    let outcomes: Vec<_> = thread::scope(|scope| {
         scope.spawn(|| {
-            while !is_over.load(Ordering::Relaxed) {
+            while !stopped.load(Ordering::Relaxed) {
                 children().for_each(|child| drop(fs::create_dir(child)));
                 children().for_each(|child| drop(fs::remove_dir(child)));
             }
         });
         let group = format!("/{}", name("churn"));
-        let looks =
+        let outcomes =
             (0..20).map(|_| weir(&["cgroup", "show", &group, "--all", "--interval", "1ms"]).run()).collect();
-        is_over.store(true, Ordering::Relaxed);
-        looks
+        stopped.store(true, Ordering::Relaxed);
+        outcomes
     });
     fs::remove_dir(&parent).unwrap();
-    for look in looks {
-        assert_eq!((look.code(), look.stderr().as_str()), (0, ""));
+    for outcome in outcomes {
+        assert_eq!((outcome.code(), outcome.stderr().as_str()), (0, ""));
     }
 }
 

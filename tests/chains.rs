@@ -38,7 +38,7 @@ fn serve(scratch: &Scratch, image: &str) -> Serve {
 }
 
 #[test]
-fn a_chain_is_served_and_only_its_top_is_written() {
+fn only_the_top_image_of_a_chain_is_written() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
     // Copies of the lower layers, which must not change.
@@ -77,11 +77,11 @@ fn backing_file_in_use_is_write_locked() {
     chain(&scratch);
     let weir = serve(&scratch, "top.qcow2").start();
     let middle = scratch.path("sub/middle.qcow2");
-    let said = TestClient::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", text(&middle)]).fails();
-    assert_contains(&said, &["lock"]);
-    let said = Serve::new(&scratch).at_given_addresses().arg(&middle).args(["--format", "qcow2", "--nbd"]);
-    let said = said.arg(format!("unix:{}", text(&scratch.socket("other")))).fails();
-    assert_contains(&said, &["middle.qcow2", "locked"]);
+    let stderr = TestClient::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", text(&middle)]).fails();
+    assert_contains(&stderr, &["lock"]);
+    let other = Serve::new(&scratch).at_given_addresses().arg(&middle).args(["--format", "qcow2", "--nbd"]);
+    let stderr = other.arg(format!("unix:{}", text(&scratch.socket("other")))).fails();
+    assert_contains(&stderr, &["middle.qcow2", "locked"]);
     weir.stop();
 }
 
@@ -90,15 +90,15 @@ fn error_names_the_missing_backing_file() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
     // Without an explicit format, a header written by a guest could name files of the host.
-    let said = Serve::new(&scratch).arg(scratch.path("top.qcow2")).fails();
-    assert_contains(&said, &["top.qcow2: looks like qcow2 and names other files", "--format qcow2"]);
+    let stderr = Serve::new(&scratch).arg(scratch.path("top.qcow2")).fails();
+    assert_contains(&stderr, &["top.qcow2: looks like qcow2 and names other files", "--format qcow2"]);
     fs::rename(scratch.path("base.raw"), scratch.path("gone.raw")).unwrap();
-    let said = serve(&scratch, "top.qcow2").fails();
-    assert_contains(&said, &["middle.qcow2: its backing file", "base.raw: no such file"]);
+    let stderr = serve(&scratch, "top.qcow2").fails();
+    assert_contains(&stderr, &["middle.qcow2: its backing file", "base.raw: no such file"]);
     // A chain that contains itself.
     qemu_img(&directory, "rebase -u -f qcow2 -b ../top.qcow2 -F qcow2 DIR/sub/middle.qcow2");
-    let said = serve(&scratch, "top.qcow2").fails();
-    assert_contains(&said, &["middle.qcow2: its backing file", "is already in the chain"]);
+    let stderr = serve(&scratch, "top.qcow2").fails();
+    assert_contains(&stderr, &["middle.qcow2: its backing file", "is already in the chain"]);
 }
 
 #[test]
@@ -107,19 +107,19 @@ fn image_root_confines_names_in_images() {
     let directory = chain(&scratch);
     let inside = |image: &str, root: &str| serve(&scratch, image).arg("--image-root").arg(scratch.path(root));
     inside("top.qcow2", "").start().stop();
-    let said = inside("sub/middle.qcow2", "sub").fails();
-    assert_contains(&said, &["middle.qcow2: its backing file", "lies outside of the image root"]);
-    let said = inside("top.qcow2", "sub").fails();
-    assert_contains(&said, &["top.qcow2: lies outside of the image root"]);
+    let stderr = inside("sub/middle.qcow2", "sub").fails();
+    assert_contains(&stderr, &["middle.qcow2: its backing file", "lies outside of the image root"]);
+    let stderr = inside("top.qcow2", "sub").fails();
+    assert_contains(&stderr, &["top.qcow2: lies outside of the image root"]);
     // A symlink inside of the image root that leads outside.
     symlink(scratch.path("base.raw"), scratch.path("sub/link.raw")).unwrap();
     qemu_img(&directory, "rebase -u -f qcow2 -b link.raw -F raw DIR/sub/middle.qcow2");
-    let said = inside("sub/middle.qcow2", "sub").fails();
-    assert_contains(&said, &["sub/link.raw: lies outside of the image root"]);
+    let stderr = inside("sub/middle.qcow2", "sub").fails();
+    assert_contains(&stderr, &["sub/link.raw: lies outside of the image root"]);
 }
 
 #[test]
-fn a_data_file_is_served_with_its_image() {
+fn data_file_is_served_with_its_image() {
     let scratch = Scratch::new();
     let directory = scratch.path("");
     for raw in ["off", "on"] {
@@ -169,13 +169,13 @@ fn encrypted_images_are_served_with_their_passphrase() {
     let opened = OPENED.replace("DIR", text(&directory));
     harness::qemu_img(["check", "--object", &secret, "--image-opts", &opened]).succeeds();
     encrypted(&scratch, &["read -P 6 100 70000", "read -P 5 1M 1M", "read -P 0 0 100"]);
-    let said = serve(&scratch, "e.qcow2").fails();
-    assert_contains(&said, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
+    let stderr = serve(&scratch, "e.qcow2").fails();
+    assert_contains(&stderr, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
     // A trailing line break is a part of the passphrase.
     let wrong = scratch.file("wrong", "geheim\n");
     fs::set_permissions(&wrong, Permissions::from_mode(0o600)).unwrap();
-    let said = serve(&scratch, "e.qcow2").arg("--secret-file").arg(wrong).fails();
-    assert_contains(&said, &["the passphrase does not unlock any of its 1 key slots", "line break"]);
+    let stderr = serve(&scratch, "e.qcow2").arg("--secret-file").arg(wrong).fails();
+    assert_contains(&stderr, &["the passphrase does not unlock any of its 1 key slots", "line break"]);
     let file = fs::File::open(&key).unwrap();
     // A descriptor that the program inherits; the standard library sets close-on-exec on its own.
     nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
@@ -186,7 +186,7 @@ fn disk(qmp: &mut Qmp) -> Value {
     qmp.command("x-weir-query-status", json!({}))["disks"][0].take()
 }
 
-fn controlled(scratch: &Scratch, serve: Serve) -> (Weir, Qmp) {
+fn start_with_control(scratch: &Scratch, serve: Serve) -> (Weir, Qmp) {
     let socket = scratch.socket("qmp");
     let weir = serve.args(["--qmp", &format!("unix:{}", text(&socket))]).start();
     let qmp = Qmp::negotiated(&socket);
@@ -199,7 +199,7 @@ fn caches_are_sized_counted_and_changed() {
     let directory = scratch.path("");
     qemu_img(&directory, "create -q -f qcow2 -o cluster_size=4k,preallocation=metadata DIR/disk.qcow2 64M");
     let (weir, mut qmp) =
-        controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--l2-cache-size", "16K"]));
+        start_with_control(&scratch, serve(&scratch, "disk.qcow2").args(["--l2-cache-size", "16K"]));
     let uri = weir.uri("disk");
     // 16 KiB of entries cover 8 MiB, so a scan of 64 MiB must evict.
     qemu_io(["-f", "raw"], ["read 0 64M"], &uri);
@@ -215,11 +215,11 @@ fn caches_are_sized_counted_and_changed() {
         (&json!(64 * MIB), &json!(0)),
         "{full}"
     );
-    let (_, said) = qmp.command_error(
+    let (_, message) = qmp.command_error(
         "x-weir-set",
         json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}),
     );
-    assert_contains(&said, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
+    assert_contains(&message, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
     let shown = harness::weir(&["status", "--all", "--qmp"]);
     let shown = shown.arg(format!("unix:{}", text(&scratch.socket("qmp")))).succeeds();
     assert_contains(&shown, &["HITS", "COVERS", "100%"]);
@@ -237,7 +237,7 @@ fn nodes_over_qcow2_are_added_and_deleted() {
          encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
     );
     let serve = Serve::new(&scratch).args(["memory:1M", "--image-root"]).arg(&directory);
-    let (weir, mut qmp) = controlled(&scratch, serve);
+    let (weir, mut qmp) = start_with_control(&scratch, serve);
     let node = |name: &str, image: &str| {
         let file = json!({"driver": "file", "filename": scratch.path(image)});
         json!({"driver": "qcow2", "node-name": name, "file": file})
@@ -257,8 +257,8 @@ fn nodes_over_qcow2_are_added_and_deleted() {
     assert_eq!(inserted["image"]["backing-filename"], "sub/middle.qcow2");
     assert_eq!(inserted["image"]["cluster-size"], 65536);
     assert_eq!(inserted["image"]["format-specific"]["data"]["refcount-bits"], 16);
-    let (_, said) = qmp.command_error("blockdev-add", node("e", "e.qcow2"));
-    assert_contains(&said, &["Could not open", "is encrypted with LUKS"]);
+    let (_, message) = qmp.command_error("blockdev-add", node("e", "e.qcow2"));
+    assert_contains(&message, &["Could not open", "is encrypted with LUKS"]);
     qmp.command("object-add", json!({"qom-type": "secret", "id": "s0", "file": key}));
     let mut e = node("e", "e.qcow2");
     e["encrypt"] = json!({"format": "luks", "key-secret": "s0"});
@@ -282,10 +282,10 @@ fn bitmaps_are_metadata_contexts() {
     qemu_img(&directory, "bitmap --add DIR/disk.qcow2 backup");
     let image = text(&scratch.path("disk.qcow2")).to_owned();
     qemu_io(["-f", "qcow2"], ["write -P 1 1M 128k", "write -P 1 3M 1"], &image);
-    let said = serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "other"]).fails();
-    assert_contains(&said, &["there is no bitmap \"other\""]);
+    let stderr = serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "other"]).fails();
+    assert_contains(&stderr, &["there is no bitmap \"other\""]);
     let (weir, mut qmp) =
-        controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "backup"]));
+        start_with_control(&scratch, serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "backup"]));
     let extents = |export: &str| -> Vec<(u64, u64)> {
         let map = TestClient::new("nbdinfo")
             .args(["--json", "--map=qemu:dirty-bitmap:backup", &weir.uri(export)])
@@ -302,8 +302,8 @@ fn bitmaps_are_metadata_contexts() {
     qmp.command("block-export-add", export);
     assert_eq!(extents("again").len(), 5);
     let export = json!({"type": "nbd", "id": "f", "node-name": "disk", "name": "f", "bitmaps": ["none"]});
-    let (_, said) = qmp.command_error("block-export-add", export);
-    assert_contains(&said, &["there is no bitmap \"none\""]);
+    let (_, message) = qmp.command_error("block-export-add", export);
+    assert_contains(&message, &["there is no bitmap \"none\""]);
     weir.stop();
     // After a read-only open the bitmap is still consistent.
     qemu_img(&directory, "bitmap --disable DIR/disk.qcow2 backup");
@@ -313,11 +313,11 @@ fn bitmaps_are_metadata_contexts() {
 fn qcow2_settings_are_rejected_for_raw() {
     let scratch = Scratch::new();
     let raw = scratch.sparse("disk.raw", MIB);
-    let said =
+    let stderr =
         Serve::new(&scratch).arg(&raw).args(["--format", "raw", "--l2-cache-size", "1M"]).rejects_usage();
-    assert_contains(&said, &["--l2-cache-size", "is for qcow2 images"]);
-    let said = Serve::new(&scratch).arg(&raw).args(["--cache-size", "1M"]).fails();
-    assert_contains(&said, &["--cache-size", "is for qcow2 images"]);
+    assert_contains(&stderr, &["--l2-cache-size", "is for qcow2 images"]);
+    let stderr = Serve::new(&scratch).arg(&raw).args(["--cache-size", "1M"]).fails();
+    assert_contains(&stderr, &["--cache-size", "is for qcow2 images"]);
     let config = scratch.file(
         "weir.toml",
         "[disk.d]\n\
@@ -326,8 +326,8 @@ fn qcow2_settings_are_rejected_for_raw() {
          refcount-cache-size = 1\n\
          cache-size = \"1M\"\n",
     );
-    let said = Serve::new(&scratch).arg("--config").arg(config).fails();
-    assert_contains(&said, &["weir.toml:5: disk.d.cache-size", "may not be set together"]);
+    let stderr = Serve::new(&scratch).arg("--config").arg(config).fails();
+    assert_contains(&stderr, &["weir.toml:5: disk.d.cache-size", "may not be set together"]);
 }
 
 #[test]
@@ -335,13 +335,13 @@ fn modified_backing_file_is_not_read() {
     let scratch = Scratch::new();
     let directory = chain(&scratch);
     let weir = serve(&scratch, "top.qcow2").start();
-    let whole = ["read -P 1 0 1000k", "write -P 4 0 64k", "read -P 3 5M 100k"];
-    qemu_io(["-f", "raw"], whole, weir.uri("top"));
+    let commands = ["read -P 1 0 1000k", "write -P 4 0 64k", "read -P 3 5M 100k"];
+    qemu_io(["-f", "raw"], commands, weir.uri("top"));
     // Locks are advisory, so another process can write nevertheless.
     let base = fs::OpenOptions::new().write(true).open(scratch.path("base.raw")).unwrap();
     std::os::unix::fs::FileExt::write_at(&base, b"other", 512 << 10).unwrap();
-    let said = weir.wait_for_log("was changed by another process");
-    assert_contains(&said, &["base.raw"]);
+    let line = weir.wait_for_log("was changed by another process");
+    assert_contains(&line, &["base.raw"]);
     let uri = weir.uri("top");
     let refused = TestClient::new("qemu-io").args(["-f", "raw", "-c", "read 512k 64k", &uri]).run();
     assert_contains(&refused.stdout(), &["read failed: Input/output error"]);

@@ -30,7 +30,7 @@ fn all_errors_of_a_file_are_reported_together() {
         "8: group.gold.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
         "11: daemon.workers = 0: is out of range; it must be from 1 to 256",
     ];
-    let expect: String = expect.map(|wrong| format!("weir: {}:{wrong}\n", text(&file))).concat();
+    let expect: String = expect.map(|diagnostic| format!("weir: {}:{diagnostic}\n", text(&file))).concat();
     for check in [&["check-config", text(&file)][..], &["serve", "--check", "--config", text(&file)]] {
         let outcome = weir(check).run();
         assert_eq!((outcome.code(), outcome.stderr()), (1, expect.clone()));
@@ -80,8 +80,8 @@ fn check_finds_image_conflicts_of_a_start() {
         write(&[first, disk("b", second.0, second.1)]);
         let started = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
         let started = started.lines().last().and_then(|line| line.strip_prefix("weir: ")).unwrap_or_default();
-        let place = format!("{}:9: disk.b.image = \"{}\": ", text(&file), second.0);
-        assert_contains(started, &[&place, why]);
+        let prefix = format!("{}:9: disk.b.image = \"{}\": ", text(&file), second.0);
+        assert_contains(started, &[&prefix, why]);
         for check in checks {
             let outcome = weir(check).arg(&file).run();
             assert_eq!((outcome.code(), outcome.stderr()), (1, format!("weir: {started}\n")));
@@ -102,7 +102,7 @@ fn check_finds_image_conflicts_of_a_start() {
 }
 
 #[test]
-fn a_config_is_checked_while_it_is_served() {
+fn config_in_use_can_be_checked() {
     let scratch = Scratch::new();
     scratch.sparse("a.raw", MIB);
     let socket = |name: &str| format!("unix:{}", text(&scratch.socket(name)));
@@ -120,16 +120,16 @@ fn a_config_is_checked_while_it_is_served() {
     );
     let file = scratch.file("weir.toml", with_daemon(&scratch, &disks));
     let check = || weir(&["serve", "--check", "--config", text(&file)]);
-    let right = format!("{}: 2 disks, 0 groups, 2 exports: nothing is wrong\n", text(&file));
-    assert_eq!(check().succeeds(), right);
+    let valid = format!("{}: 2 disks, 0 groups, 2 exports: nothing is wrong\n", text(&file));
+    assert_eq!(check().succeeds(), valid);
     let daemon = serve(&scratch, &file);
-    assert_eq!(weir(&["check-config", text(&file)]).succeeds(), right);
+    assert_eq!(weir(&["check-config", text(&file)]).succeeds(), valid);
     // A check of a start finds the locks of the running daemon.
     let outcome = check().run();
     assert_eq!(outcome.code(), 1);
-    let said = outcome.stderr();
+    let stderr = outcome.stderr();
     let pid = daemon.pid();
-    let mut lines = said.lines();
+    let mut lines = stderr.lines();
     for (line, key, why) in [
         (8, "disk.a.image", format!("a.raw: locked for writing by another process (pid {pid}, weir)")),
         (2, "daemon.qmp", "in use: another process listens there".to_owned()),
@@ -137,10 +137,10 @@ fn a_config_is_checked_while_it_is_served() {
         (13, "disk.b.export.listen", "in use: another process listens there".to_owned()),
         (5, "daemon.pid-file", format!("is the pid file of process {pid}, which runs")),
     ] {
-        let place = format!("weir: {}:{line}: {key} = \"", file.display());
-        assert_contains(lines.next().unwrap_or(&said), &[&place, &why]);
+        let prefix = format!("weir: {}:{line}: {key} = \"", file.display());
+        assert_contains(lines.next().unwrap_or(&stderr), &[&prefix, &why]);
     }
-    assert_eq!(lines.next(), None, "{said}");
+    assert_eq!(lines.next(), None, "{stderr}");
     // The check took no locks and made no connections, and the daemon continues.
     assert_eq!(status(&scratch, "0")["disks"][0]["connections"], 0);
     assert!(!daemon.log_text().contains("WARN"), "{}", daemon.log_text());
@@ -173,8 +173,8 @@ fn handover_without_vhost_user_export_is_reported() {
     let file = scratch.file("weir.toml", with_daemon(&scratch, disk));
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_contains(&outcome.stderr(), &["handover", "exported to none (add a vhost-user-blk export"]);
-    let machine = "export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\" }]\n";
-    let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"unix:q\"\n{disk}{machine}"));
+    let export_line = "export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\" }]\n";
+    let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"unix:q\"\n{disk}{export_line}"));
     assert_contains(&weir(&["check-config", text(&file)]).succeeds(), &["1 export: nothing is wrong\n"]);
 }
 
@@ -263,19 +263,19 @@ l2-cache-size = \"1M\"
 fn check_reports_two_servers_at_one_address() {
     let scratch = Scratch::new();
     symlink(scratch.path(""), scratch.path("link")).unwrap();
-    for (one, other) in [
+    for (first_setting, second_setting) in [
         ("nbd = \"127.0.0.1:10977\"", "http = \"127.0.0.1:10977\""),
         ("nbd = \"127.0.0.1:10977\"", "metrics = \"0.0.0.0:10977\""),
         ("nbd = \"unix:s\"", "qmp = \"unix:link/s\""),
         ("metrics = \"unix:s\"", "http = \"unix:link/s\""),
     ] {
-        let text = format!("[daemon]\n{one}\n{other}\n[disk.a]\nimage = \"memory:1M\"\n");
+        let text = format!("[daemon]\n{first_setting}\n{second_setting}\n[disk.a]\nimage = \"memory:1M\"\n");
         let file = scratch.file("weir.toml", text);
         let outcome = weir(&["check-config"]).arg(&file).run();
-        assert_eq!(outcome.code(), 1, "{one} {other}");
-        let said = outcome.stderr();
-        assert_contains(&said, &["this daemon also listens at", "give each server its own address"]);
-        assert_eq!(said.lines().count(), 1, "{said}");
+        assert_eq!(outcome.code(), 1, "{first_setting} {second_setting}");
+        let stderr = outcome.stderr();
+        assert_contains(&stderr, &["this daemon also listens at", "give each server its own address"]);
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
     }
     // A named pipe causes a warning only: a check cannot know whether it will have a reader.
     nix::unistd::mkfifo(&scratch.path("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -304,11 +304,11 @@ fn check_prints_diagnostics_as_json() {
     assert_eq!((code, &found), (1, &expect));
     let (code, found, file) = check("[group.g]\n[disk.a]\nimage = \"none.raw\"\nformat = \"raw\"\n");
     assert_eq!((code, found.as_array().unwrap().len()), (1, 2), "{found}");
-    let place = |found: &Value| ["severity", "file", "line", "key"].map(|key| found[key].clone());
-    assert_eq!(place(&found[0]), [json!("error"), json!(file), json!(3), json!("disk.a.image")]);
+    let location = |found: &Value| ["severity", "file", "line", "key"].map(|key| found[key].clone());
+    assert_eq!(location(&found[0]), [json!("error"), json!(file), json!(3), json!("disk.a.image")]);
     assert_contains(found[0]["message"].as_str().unwrap(), &["no such file"]);
     assert!(!found[0]["message"].as_str().unwrap().contains("disk.a.image"), "{found}");
-    assert_eq!(place(&found[1]), [json!("warning"), json!(file), Value::Null, Value::Null]);
+    assert_eq!(location(&found[1]), [json!("warning"), json!(file), Value::Null, Value::Null]);
     let (code, found, _) = check("[group.g]\n[disk.a]\nimage = \"memory:1M\"\n");
     assert_eq!((code, found.as_array().unwrap().len()), (0, 1), "{found}");
     assert_contains(found[0]["message"].as_str().unwrap(), &["no disk is in this group"]);

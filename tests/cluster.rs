@@ -101,10 +101,10 @@ impl Drop for EtcdServer {
 }
 
 #[track_caller]
-pub(crate) fn until(what: &str, is_so: impl Fn() -> bool) {
+pub(crate) fn until(label: &str, condition: impl Fn() -> bool) {
     let end = Instant::now() + DEADLINE;
-    while !is_so() {
-        assert!(Instant::now() < end, "the condition did not become true: {what}");
+    while !condition() {
+        assert!(Instant::now() < end, "the condition did not become true: {label}");
         pause();
     }
 }
@@ -250,9 +250,9 @@ impl AdmissionBound {
         let passed = hosts.iter().map(ClusterTestHost::admitted).sum::<u64>() - self.before;
         let burst = self.rate / 10;
         // Each host may overrun its bucket by one request.
-        let most =
+        let max =
             self.rate as f64 * self.since.elapsed().as_secs_f64() + (burst + hosts.len() as u64) as f64;
-        assert!(passed as f64 <= most, "{passed} were admitted, at most {most} are permitted");
+        assert!(passed as f64 <= max, "{passed} were admitted, at most {max} are permitted");
         assert!(passed > 0);
     }
 }
@@ -264,8 +264,8 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     let mut etcd = EtcdServer::start(&scratch);
     let mut hosts: Vec<_> = ["a", "b", "c"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("a host leads", || leader_of(&hosts[2]).is_some());
-    let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
-    assert!(said.contains("iops-total: none → 2000, on all hosts"), "{said}");
+    let stdout = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
+    assert!(stdout.contains("iops-total: none → 2000, on all hosts"), "{stdout}");
     until("all have a quota", || hosts.iter().all(|host| host.quota() < 2000));
     let watched = AdmissionBound::begin(&hosts, 2000);
     // A single busy host has nearly all.
@@ -298,7 +298,7 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     etcd.kill();
     until("all use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
     let event =
-        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_partitioned");
+        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|candidate| candidate["kind"] == "cluster_partitioned");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
     hosts[witness].weir().wait_for_log("the fallback share applies");
     assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
@@ -311,13 +311,13 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     until("a busy host has a lease again", || busy.iter().any(|host| hosts[*host].quota() > 100));
     assert!(sum(&hosts) <= 1500);
     // A suspended daemon does not keep more than its lease allows.
-    let sleeper = (witness + 1) % 3;
-    hosts[sleeper].weir().signal(Signal::SIGSTOP);
+    let stopped_host = (witness + 1) % 3;
+    hosts[stopped_host].weir().signal(Signal::SIGSTOP);
     until("other hosts have its quota", || {
-        let others = hosts.iter().enumerate().filter(|(at, _)| *at != sleeper);
-        others.map(|(_, host)| host.quota()).sum::<u64>() > 1000
+        let other_hosts = hosts.iter().enumerate().filter(|(at, _)| *at != stopped_host);
+        other_hosts.map(|(_, host)| host.quota()).sum::<u64>() > 1000
     });
-    hosts[sleeper].weir().signal(Signal::SIGCONT);
+    hosts[stopped_host].weir().signal(Signal::SIGCONT);
     assert!(sum(&hosts) <= 1500);
     watched.end(&hosts);
     stop(first);
@@ -328,19 +328,19 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
 fn errors_are_reported_or_the_fallback_share_holds() {
     let scratch = Scratch::new();
     let etcd = EtcdServer::start(&scratch);
-    let refused = |etcd: &str, more: &str| {
+    let start_error = |etcd: &str, more: &str| {
         let scratch = Scratch::new();
         let file = ClusterTestHost::config(&scratch, "x", etcd, more);
         ClusterTestHost::serve(&scratch, &file, &scratch.socket("control")).fails()
     };
     // A port without a listener, and no known limits of the group.
-    let said = refused("http://127.0.0.1:1", "");
-    assert!(said.contains("group gold: its limits are unknown"), "{said}");
+    let stderr = start_error("http://127.0.0.1:1", "");
+    assert!(stderr.contains("group gold: its limits are unknown"), "{stderr}");
     let certificates = |directory: &str| {
-        let said = refused("https://127.0.0.1:1", &format!("certificates = \"{directory}\""));
+        let stderr = start_error("https://127.0.0.1:1", &format!("certificates = \"{directory}\""));
         // OpenSSL's error strings do not help a user.
-        assert!(!said.contains("routines"), "{said}");
-        said
+        assert!(!stderr.contains("routines"), "{stderr}");
+        stderr
     };
     assert_contains(
         &certificates("/nowhere"),
@@ -348,8 +348,8 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     );
     let keys = scratch.path("keys");
     fs::create_dir(&keys).unwrap();
-    let said = certificates(text(&keys));
-    assert_contains(&said, &["keys/ca-cert.pem: No such file", "the authority of etcd's certificates"]);
+    let stderr = certificates(text(&keys));
+    assert_contains(&stderr, &["keys/ca-cert.pem: No such file", "the authority of etcd's certificates"]);
     fs::write(keys.join("ca-cert.pem"), "garbage").unwrap();
     assert_contains(&certificates(text(&keys)), &["keys/ca-cert.pem: holds no certificate in PEM form"]);
     for (groups, expect) in [
@@ -357,68 +357,68 @@ fn errors_are_reported_or_the_fallback_share_holds() {
         ("[\"a\", \"a\"]", "is given twice"),
         ("[\"silver\"]", ": cluster: control-groups needs cgroup-limits"),
     ] {
-        let said = refused("http://127.0.0.1:1", &format!("control-groups = {groups}"));
-        assert!(said.contains(expect), "{said}");
+        let stderr = start_error("http://127.0.0.1:1", &format!("control-groups = {groups}"));
+        assert!(stderr.contains(expect), "{stderr}");
     }
     // `check-config` reports it before a start.
-    let there = Scratch::new();
+    let host_scratch = Scratch::new();
     let file =
-        ClusterTestHost::config(&there, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
-    let said = weir(&["check-config", text(&file)]).fails();
-    let place = format!("weir: {}:", text(&file));
-    assert!(said.starts_with(&place), "{said}");
-    assert!(said.contains(": cluster: cluster lab: password-file /nowhere"), "{said}");
+        ClusterTestHost::config(&host_scratch, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
+    let stderr = weir(&["check-config", text(&file)]).fails();
+    let prefix = format!("weir: {}:", text(&file));
+    assert!(stderr.starts_with(&prefix), "{stderr}");
+    assert!(stderr.contains(": cluster: cluster lab: password-file /nowhere"), "{stderr}");
     // A value of a newer weir, and garbage.
     for (value, expect) in [("{\"version\":2}", "has version 2"), ("garbage", "is not weir's")] {
         etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();
-        let said = refused(&etcd.url(), "");
-        assert!(said.contains(expect), "{said}");
+        let stderr = start_error(&etcd.url(), "");
+        assert!(stderr.contains(expect), "{stderr}");
     }
     etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
     // Two hosts with one name: the second does not join.
-    let one = ClusterTestHost::start("x", &etcd);
-    until("it has joined", || one.cluster()["joined"] == true);
-    one.run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
+    let host = ClusterTestHost::start("x", &etcd);
+    until("it has joined", || host.cluster()["joined"] == true);
+    host.run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
     let other = ClusterTestHost::start("x", &etcd);
     other.weir().wait_for_log("the name \"x\" is taken in cluster \"lab\"");
     assert_eq!(other.status()["cluster"]["connected"], false);
     assert_eq!(other.quota(), 2000 / 800);
     // Cluster-wide limits cannot be set for a disk or an invalid group name; a probable typo is
     // reported.
-    let set = |name: &str| one.run(&["throttle", name, "--cluster", "--iops-total", "2000"]).run();
+    let set = |name: &str| host.run(&["throttle", name, "--cluster", "--iops-total", "2000"]).run();
     for (name, expect) in [("vm", "vm: is a disk here"), ("..", "the name has a special meaning in paths")] {
-        let said = set(name);
-        assert!(said.status() == Some(1) && said.stderr().contains(expect), "{}", said.stderr());
+        let output = set(name);
+        assert!(output.status() == Some(1) && output.stderr().contains(expect), "{}", output.stderr());
     }
-    let said = set("golf");
-    assert!(said.status() == Some(0) && said.stderr().contains("no host has it"), "{}", said.stderr());
+    let output = set("golf");
+    assert!(output.status() == Some(0) && output.stderr().contains("no host has it"), "{}", output.stderr());
     assert!(!set("gold").stderr().contains("no host has it"), "it is here");
-    one.run(&["throttle", "gold", "--cluster", "--fallback-share", "0.125%"]).succeeds();
-    let shown = || one.run(&["throttle", "gold", "--cluster"]).succeeds();
+    host.run(&["throttle", "gold", "--cluster", "--fallback-share", "0.125%"]).succeeds();
+    let shown = || host.run(&["throttle", "gold", "--cluster"]).succeeds();
     until("it is shown", || {
         shown().ends_with("  iops-total      2000\n  hosts           16\n  fallback-share  0.125%\n")
     });
-    let said = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
-    assert_eq!(said, "gold: fallback-share: 0.125% → default, on all hosts\n");
+    let stdout = host.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
+    assert_eq!(stdout, "gold: fallback-share: 0.125% → default, on all hosts\n");
     // A warning: most of the limit would be reserved for hosts that do not exist.
-    let outcome = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "5%"]).run();
+    let outcome = host.run(&["throttle", "gold", "--cluster", "--fallback-share", "5%"]).run();
     assert_eq!((outcome.status(), &*outcome.stdout()), (Some(0), "gold: fallback-share: 5%, on all hosts\n"));
     assert_contains(
         &outcome.stderr(),
         &["fallback shares reserve 80% of its limits, 5% for each of 16 hosts", "--hosts"],
     );
-    one.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
+    host.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
     until("the defaults are shown", || shown().ends_with("  iops-total  2000\n  hosts       16\n"));
-    let said = one.run(&["throttle", "gold", "--cluster", "--fallback-share", "2"]).run();
-    assert_contains(&said.stderr(), &["such as 2%", "or default"]);
+    let output = host.run(&["throttle", "gold", "--cluster", "--fallback-share", "2"]).run();
+    assert_contains(&output.stderr(), &["such as 2%", "or default"]);
     // Limits of a cluster-wide group cannot be changed on one host alone.
-    let said = one.run(&["throttle", "gold", "--iops-total", "5"]).fails();
-    assert!(said.contains("--cluster"), "{said}");
+    let stderr = host.run(&["throttle", "gold", "--iops-total", "5"]).fails();
+    assert!(stderr.contains("--cluster"), "{stderr}");
     // Garbage among grants and reports does no harm.
     etcd.control(&["put", "/weir/v1/lab/report/y", "garbage"]).succeeds();
     etcd.control(&["put", "/weir/v1/lab/host/x/grant", "garbage"]).succeeds();
-    one.weir().wait_for_log("is not weir's");
-    until("it continues", || one.cluster()["leader"] == "x");
+    host.weir().wait_for_log("is not weir's");
+    until("it continues", || host.cluster()["leader"] == "x");
     drop(etcd);
 }
 
@@ -426,10 +426,10 @@ fn errors_are_reported_or_the_fallback_share_holds() {
 fn check_contacts_etcd_like_a_start() {
     let scratch = Scratch::new();
     let mut etcd = EtcdServer::start(&scratch);
-    let there = Scratch::new();
-    let (state, socket) = (there.path("state"), there.socket("control"));
+    let host_scratch = Scratch::new();
+    let (state, socket) = (host_scratch.path("state"), host_scratch.socket("control"));
     let config = |members: &str, more: &str| {
-        let file = ClusterTestHost::config(&there, "x", "MEMBERS", more);
+        let file = ClusterTestHost::config(&host_scratch, "x", "MEMBERS", more);
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, text.replace("\"MEMBERS\"", members)).unwrap();
         file
@@ -439,33 +439,33 @@ fn check_contacts_etcd_like_a_start() {
     let nobody = "[\"http://127.0.0.1:1\"]";
     let half = format!("[\"http://127.0.0.1:1\", {:?}]", etcd.url());
     // The limits are unknown; the check reports that as a start would.
-    let said = check(&config(nobody, ""));
-    assert_eq!(said.status(), Some(1));
+    let outcome = check(&config(nobody, ""));
+    assert_eq!(outcome.status(), Some(1));
     assert!(
-        said.stderr().starts_with(&format!("weir: {}:", text(&there.path("weir.toml")))),
+        outcome.stderr().starts_with(&format!("weir: {}:", text(&host_scratch.path("weir.toml")))),
         "{}",
-        said.stderr()
+        outcome.stderr()
     );
     let expect = "group gold: its limits are unknown: etcd http://127.0.0.1:1: Connection refused";
-    assert_contains(&said.stderr(), &[": cluster: cluster lab: ", expect]);
+    assert_contains(&outcome.stderr(), &[": cluster: cluster lab: ", expect]);
     // One reachable member is sufficient; the unreachable one is reported as a warning.
-    let said = check(&config(&half, ""));
-    assert_eq!(said.status(), Some(0), "{}", said.stderr());
-    assert_contains(&said.stdout(), &["it would start, with 1 warning"]);
+    let outcome = check(&config(&half, ""));
+    assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
+    assert_contains(&outcome.stdout(), &["it would start, with 1 warning"]);
     let expect = "cluster lab: etcd http://127.0.0.1:1: Connection refused";
-    assert_contains(&said.stderr(), &[expect, "a start uses another member"]);
+    assert_contains(&outcome.stderr(), &[expect, "a start uses another member"]);
     assert_contains(&check(&config(&alive, "")).stdout(), &["nothing is wrong"]);
     assert!(!state.exists(), "a check leaves no trace");
     // Errors of a start: a wrong password, and invalid values in etcd.
-    for words in ["user add root:secret", "user grant-role root root", "auth enable"] {
-        etcd.control(&words.split(' ').collect::<Vec<_>>()).succeeds();
+    for arguments in ["user add root:secret", "user grant-role root root", "auth enable"] {
+        etcd.control(&arguments.split(' ').collect::<Vec<_>>()).succeeds();
     }
-    let password = there.file("password", "wrong\n");
+    let password = host_scratch.file("password", "wrong\n");
     let more = format!("user = \"root\"\npassword-file = \"{}\"", text(&password));
-    let said = check(&config(&half, &more));
-    assert_eq!(said.status(), Some(1));
+    let outcome = check(&config(&half, &more));
+    assert_eq!(outcome.status(), Some(1));
     assert_contains(
-        &said.stderr(),
+        &outcome.stderr(),
         &["rejects the user and password of [cluster]", "127.0.0.1:1: Connection refused"],
     );
     etcd.control(&["--user", "root:secret", "auth", "disable"]).succeeds();
@@ -474,12 +474,12 @@ fn check_contacts_etcd_like_a_start() {
     etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
     // The last known limits are sufficient for a start without etcd.
     let file = config(&alive, "");
-    ClusterTestHost::serve(&there, &file, &socket).start().stop();
+    ClusterTestHost::serve(&host_scratch, &file, &socket).start().stop();
     etcd.kill();
-    let said = check(&file);
-    assert_eq!(said.status(), Some(0), "{}", said.stderr());
+    let outcome = check(&file);
+    assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
     let reason = format!("cluster lab: etcd {}: Connection refused", etcd.url());
-    assert_contains(&said.stderr(), &[&reason, "a start uses the fallback share of the last known limits"]);
+    assert_contains(&outcome.stderr(), &[&reason, "a start uses the fallback share of the last known limits"]);
 }
 
 /// Each host uses its fallback share as soon as it has joined, so the sum of all shares must fit
@@ -509,18 +509,18 @@ fn lost_or_overwritten_keys_are_restored() {
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
     until("both hosts have the group", || hosts.iter().all(|host| host.quota() < 2000));
     hosts[0].run(&["throttle", "vm", "--iops-reservation", "1500"]).succeeds();
-    let there = |etcd: &EtcdServer, key: &str| {
+    let value_of = |etcd: &EtcdServer, key: &str| {
         let key = format!("/weir/v1/lab/{key}");
         etcd.control(&["get", "--print-value-only", &key]).succeeds()
     };
-    until("the reservation is published", || there(&etcd, "all/promise/a").contains("1500"));
-    let limits = there(&etcd, "all/group/gold");
+    until("the reservation is published", || value_of(&etcd, "all/promise/a").contains("1500"));
+    let limits = value_of(&etcd, "all/group/gold");
     for (key, value) in [("all/group/gold", limits.trim()), ("all/promise/a", "1500")] {
         etcd.control(&["del", &format!("/weir/v1/lab/{key}")]).succeeds();
-        until(key, || there(&etcd, key).contains(value));
+        until(key, || value_of(&etcd, key).contains(value));
     }
-    let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).fails();
-    assert!(said.contains("1500"), "{said}");
+    let stderr = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).fails();
+    assert!(stderr.contains("1500"), "{stderr}");
     // Keys without a lease belong to no host, whatever their value.
     for (key, value) in [
         ("all/leader", "garbage"),
@@ -532,7 +532,7 @@ fn lost_or_overwritten_keys_are_restored() {
         ),
     ] {
         etcd.control(&["put", &format!("/weir/v1/lab/{key}"), value]).succeeds();
-        until(value, || there(&etcd, key).trim() != value);
+        until(value, || value_of(&etcd, key).trim() != value);
         until("a host leads", || leader_of(&hosts[0]).is_some_and(|name| name != "ghost"));
         until("both are there", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     }
@@ -543,16 +543,16 @@ fn lost_or_overwritten_keys_are_restored() {
     // A start without etcd, and one with an empty etcd.
     etcd.kill();
     fs::remove_dir_all(&etcd.data).unwrap();
-    for is_away in [true, false] {
+    for etcd_is_down in [true, false] {
         hosts[1].weir.take().unwrap().crash();
         hosts[1].restart();
         assert!(hosts[1].quota() <= 1600);
-        if is_away {
+        if etcd_is_down {
             hosts[1].weir.as_ref().unwrap().wait_for_log("partitioned from cluster");
             etcd.restart();
         }
     }
-    until("etcd has the keys again", || there(&etcd, "all/group/gold").contains("1600"));
+    until("etcd has the keys again", || value_of(&etcd, "all/group/gold").contains("1600"));
     until("quotas are leased", || hosts.iter().all(|host| host.quota() > 1600 / 50));
     assert!(sum(&hosts) <= 1600);
     // The leader restores lost keys. That does not conflict with a concurrent change: none is
@@ -564,12 +564,12 @@ fn lost_or_overwritten_keys_are_restored() {
         fs::remove_dir_all(&etcd.data).unwrap();
         etcd.restart();
         // At the moment when a host leads.
-        let mut is_led = || {
+        let mut has_leader = || {
             let cluster = qmp.command("x-weir-query-status", json!({}))["cluster"].clone();
             cluster["connected"] == true && cluster["leader"].is_string()
         };
         let end = Instant::now() + DEADLINE;
-        while !is_led() {
+        while !has_leader() {
             assert!(Instant::now() < end, "no host leads");
         }
         qmp.command("x-weir-cluster-set", json!({ "group": "gold", "iops-total": 2000 + round }));
@@ -647,9 +647,9 @@ fn removed_group_is_not_restored() {
         &["group none: cluster \"lab\" has no group of this name"],
     );
     // A hint instead of an option that does not exist.
-    let said = hosts[0].run(&["group", "add", "bronze", "--cluster"]).run();
-    assert_eq!(said.status(), Some(2));
-    assert_contains(&said.stderr(), &["add [group.bronze] with cluster = true", "weir reload"]);
+    let outcome = hosts[0].run(&["group", "add", "bronze", "--cluster"]).run();
+    assert_eq!(outcome.status(), Some(2));
+    assert_contains(&outcome.stderr(), &["add [group.bronze] with cluster = true", "weir reload"]);
     // The mistyped group is removed, and no leader restores it.
     assert_eq!(remove(&hosts[0], "golf").succeeds(), "group golf: removed\n");
     assert_contains(&remove(&hosts[0], "golf").fails(), &["has no group of this name"]);
@@ -695,8 +695,8 @@ fn removed_group_is_not_restored() {
         qmp.command("x-weir-cluster-set", json!({ "group": group, "iops-total": 2000 }));
         qmp.command("x-weir-cluster-remove", json!({ "group": group }));
     }
-    let kept = etcd.control(&["get", "--prefix", "/weir/v1/lab/all/group/"]).succeeds();
-    assert_eq!(kept.matches("\"removed\":true").count(), 64);
+    let entries = etcd.control(&["get", "--prefix", "/weir/v1/lab/all/group/"]).succeeds();
+    assert_eq!(entries.matches("\"removed\":true").count(), 64);
     assert_eq!(etcd_value(&etcd, "all/group/slip5"), "");
     assert!(!etcd_value(&etcd, "all/group/slip6").is_empty());
 }
@@ -734,8 +734,8 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
     // A group that is unknown on this host is left alone as well.
     write_to(&etcd, "all/group/new", newer);
     until("it is listed", || hosts[0].cluster()["unreadable-groups"].as_array().map(Vec::len) == Some(2));
-    let said = hosts[0].run(&["throttle", "new", "--cluster", "--iops-total", "1000"]).fails();
-    assert_contains(&said, &["group new: not changed", "has version 99"]);
+    let stderr = hosts[0].run(&["throttle", "new", "--cluster", "--iops-total", "1000"]).fails();
+    assert_contains(&stderr, &["group new: not changed", "has version 99"]);
     for group in ["gold", "new"] {
         assert_eq!(etcd_value(&etcd, &format!("all/group/{group}")), newer);
     }

@@ -28,14 +28,14 @@ fn repository() -> PathBuf {
 }
 
 /// The validator's error for each file; empty if the schema accepts it.
-fn complaints(files: &[&str]) -> Vec<String> {
+fn schema_errors(files: &[&str]) -> Vec<String> {
     let schema = repository().join("docs/reference/config.schema.json");
     let schema = schema.to_str().expect("UTF-8");
     let client = TestClient::new("/usr/bin/python3").args(["-c", VALIDATE, schema]);
     let printed = client.with_stdin(&json!(files).to_string()).succeeds();
-    let complaints: Vec<_> = printed.lines().map(str::to_owned).collect();
-    assert_eq!(complaints.len(), files.len(), "{printed}");
-    complaints
+    let diagnostics: Vec<_> = printed.lines().map(str::to_owned).collect();
+    assert_eq!(diagnostics.len(), files.len(), "{printed}");
+    diagnostics
 }
 
 /// TOML blocks of a document that are config files.
@@ -68,7 +68,7 @@ fn examples_are_valid() {
     files.push((path.clone(), lines.collect::<Vec<_>>().join("\n")));
     files.push((path, shipped));
     let texts: Vec<_> = files.iter().map(|(_, text)| text.as_str()).collect();
-    for ((path, text), complaint) in files.iter().zip(complaints(&texts)) {
+    for ((path, text), complaint) in files.iter().zip(schema_errors(&texts)) {
         assert_eq!(complaint, "", "{}:\n{text}", path.display());
     }
 }
@@ -109,7 +109,7 @@ fn schema_agrees_with_the_parser() {
         ("[disks.a]\nimage = \"a\"\n", false),
     ];
     let files = cases.map(|(text, _)| text);
-    for ((text, is_right), complaint) in cases.into_iter().zip(complaints(&files)) {
+    for ((text, is_right), complaint) in cases.into_iter().zip(schema_errors(&files)) {
         assert_eq!(complaint.is_empty(), is_right, "{complaint}\n{text}");
         let read = settings::config::parse("f", text, Path::new("/"));
         assert_eq!(read.is_ok(), is_right, "{text}: {read:?}");

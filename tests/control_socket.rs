@@ -76,11 +76,11 @@ fn second_daemon_leaves_the_default_socket_to_the_first() {
 
 #[test]
 fn unavailable_default_socket_is_a_warning_unless_required() {
-    let nowhere = Path::new("/nonexistent/qmp.sock");
-    let weir = serve(nowhere).start();
+    let missing = Path::new("/nonexistent/qmp.sock");
+    let weir = serve(missing).start();
     assert_contains(&weir.wait_for_log("control"), &["WARN", "the directory /nonexistent does not exist"]);
     assert_contains(
-        &serve(nowhere).args(["--qmp", "default"]).fails(),
+        &serve(missing).args(["--qmp", "default"]).fails(),
         &["the directory /nonexistent does not exist (create it)"],
     );
     let scratch = Scratch::new();
@@ -93,9 +93,9 @@ fn unavailable_default_socket_is_a_warning_unless_required() {
     assert_contains(&weir.wait_for_log("deprecated"), &["WARN", "--qmp none"]);
     assert!(!socket.exists());
     weir.stop();
-    let (status, said) = serve(nowhere).arg("--control").spawn_unready().wait();
-    assert_eq!(status.code(), Some(1), "{said}");
-    assert_contains(&said, &["--control are deprecated", "the directory /nonexistent does not exist"]);
+    let (status, log) = serve(missing).arg("--control").spawn_unready().wait();
+    assert_eq!(status.code(), Some(1), "{log}");
+    assert_contains(&log, &["--control are deprecated", "the directory /nonexistent does not exist"]);
     let both = ["--qmp", "none", "--qmp", "unix:s"];
     assert_contains(
         &serve(&socket).args(both).rejects_usage(),
@@ -120,13 +120,13 @@ fn socket_option_adds_to_those_of_the_config() {
     assert_eq!((disks(&named), disks(&usual)), (1, 1));
     weir.stop();
     // Keys of the config file.
-    for (qmp, warns) in [
+    for (qmp, is_warning) in [
         (format!("[\"default\", \"unix:{}\"]", text(&named)), false),
         (format!("\"unix:{}\"\ncontrol = true", text(&named)), true),
     ] {
         fs::write(&config, format!("[daemon]\nqmp = {qmp}\n[disk.a]\nimage = \"memory:1M\"\n")).unwrap();
         let weir = serve().start();
         assert_eq!((disks(&named), disks(&usual)), (1, 1));
-        assert_eq!(weir.stop().contains("deprecated"), warns);
+        assert_eq!(weir.stop().contains("deprecated"), is_warning);
     }
 }

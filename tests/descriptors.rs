@@ -63,16 +63,16 @@ os.execv(sys.argv[2], sys.argv[2:])
     assert_eq!(RawNbdClient::negotiated(&socket, "a").1, MIB);
     weir.stop();
     assert!(socket.exists(), "the socket is its maker's");
-    let machine = "vhost-user-blk,id=v,node-name=a,addr.type=fd,addr.str=9";
-    let weir = serve(&[&node[..], &["--export", machine]].concat()).start();
+    let export_option = "vhost-user-blk,id=v,node-name=a,addr.type=fd,addr.str=9";
+    let weir = serve(&[&node[..], &["--export", export_option]].concat()).start();
     features(&mut front_end(&socket));
     weir.stop();
     let weir = serve(&["null:1M", "--name", "a", "--nbd", "fd:9"]).start();
     assert_eq!(RawNbdClient::negotiated(&socket, "a").1, MIB);
     weir.stop();
     for (number, why) in [("10", "fd:10: is no socket"), ("11", "fd:11: no such socket was passed")] {
-        let said = serve(&[&node[..], &["--nbd-server", &server(number)]].concat()).fails();
-        assert_contains(&said, &["--nbd-server addr.type=fd", why]);
+        let stderr = serve(&[&node[..], &["--nbd-server", &server(number)]].concat()).fails();
+        assert_contains(&stderr, &["--nbd-server addr.type=fd", why]);
     }
 }
 
@@ -105,8 +105,8 @@ fn passed_image_is_served_without_access_to_its_path() {
         qmp.command_with_descriptor(open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
     let set = &added["return"]["fdset-id"];
     qmp.command("blockdev-add", node("d", set, &json!({})));
-    let said = qmp.command_error("blockdev-add", node("again", set, &json!({}))).1;
-    assert_contains(&said, &["in use by another disk"]);
+    let message = qmp.command_error("blockdev-add", node("again", set, &json!({}))).1;
+    assert_contains(&message, &["in use by another disk"]);
     let nbd = scratch.socket("nbd");
     let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
     qmp.command("nbd-server-start", json!({ "addr": addr }));
@@ -138,12 +138,12 @@ fn access_mode_of_a_descriptor_is_respected() {
     let added = qmp.command_with_descriptor(open(&image, false), "add-fd", &json!({ "fdset-id": 7 }));
     assert_eq!(added["return"]["fdset-id"], 7);
     let seven = json!(7);
-    let said = qmp.command_error("blockdev-add", node("w", &seven, &json!({}))).1;
-    assert_contains(&said, &["/dev/fdset/7", "no descriptor of the set was opened for reading and writing"]);
+    let message = qmp.command_error("blockdev-add", node("w", &seven, &json!({}))).1;
+    assert_contains(&message, &["/dev/fdset/7", "no descriptor of the set was opened for reading and writing"]);
     qmp.command("blockdev-add", node("r", &seven, &json!({ "read-only": true })));
     qmp.command("blockdev-add", node("a", &seven, &json!({ "auto-read-only": true })));
-    let said = qmp.command_error("blockdev-add", node("n", &json!(8), &json!({}))).1;
-    assert_contains(&said, &["there is no such set"]);
+    let message = qmp.command_error("blockdev-add", node("n", &json!(8), &json!({}))).1;
+    assert_contains(&message, &["there is no such set"]);
     for command in [json!({ "fdset-id": 7, "fd": 9999 }), json!({ "fdset-id": 9 })] {
         assert_contains(
             &qmp.command_error("remove-fd", command).1,
@@ -152,8 +152,8 @@ fn access_mode_of_a_descriptor_is_respected() {
     }
     let directory = File::open(scratch.path("")).expect("it is there");
     qmp.command_with_descriptor(directory, "add-fd", &json!({ "fdset-id": 3 }));
-    let said = qmp.command_error("blockdev-add", node("d", &json!(3), &json!({ "read-only": true }))).1;
-    assert_contains(&said, &["is a directory"]);
+    let message = qmp.command_error("blockdev-add", node("d", &json!(3), &json!({ "read-only": true }))).1;
+    assert_contains(&message, &["is a directory"]);
 }
 
 #[test]
@@ -213,14 +213,14 @@ fn sockets_bound_by_a_client_are_used() {
         &qmp.command_error("nbd-server-start", json!({ "addr": addr })).1,
         &["fd:nbd: no such socket was passed"],
     );
-    let machine = scratch.socket("machine");
+    let vhost_socket = scratch.socket("machine");
     qmp.command_with_descriptor(
-        UnixListener::bind(&machine).expect("it is ours"),
+        UnixListener::bind(&vhost_socket).expect("it is ours"),
         "getfd",
         &json!({ "fdname": "v" }),
     );
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "v" } });
     qmp.command("block-export-add", export);
-    UnixStream::connect(&machine).expect("a listener");
+    UnixStream::connect(&vhost_socket).expect("a listener");
     drop(weir);
 }

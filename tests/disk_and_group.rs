@@ -24,7 +24,7 @@ image = \"memory:1M\"
 ";
 
 /// This process, in the format in which weir names clients.
-fn us() -> String {
+fn client_name_of_this_process() -> String {
     let name = fs::read_to_string("/proc/self/comm").unwrap();
     format!("{} ({})", name.trim_end(), std::process::id())
 }
@@ -44,9 +44,9 @@ fn added_disk_is_served_saved_and_removed() {
     let file = scratch.file("weir.toml", &before);
     let weir = serve(&scratch, &file);
     let image = scratch.sparse("b.raw", 2 * MIB);
-    let said =
+    let stdout =
         run_ok(&scratch, &["group", "add", "silver", "--group", "gold", "--bps-total", "5M", "--save"]);
-    assert_eq!(said, format!("group silver: added\nsilver: saved in {}\n", text(&file)));
+    assert_eq!(stdout, format!("group silver: added\nsilver: saved in {}\n", text(&file)));
     let options =
         ["-f", "raw", "--cache", "none", "--group", "silver", "--iops-total", "70", "--read-only", "--save"];
     run_ok(&scratch, &[&["disk", "add", "b", text(&image)][..], &options].concat());
@@ -82,8 +82,8 @@ fn added_disk_is_served_saved_and_removed() {
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     let (client, _) = RawNbdClient::negotiated(&scratch.socket("nbd"), "b");
     let busy = run_failing(&scratch, &["disk", "remove", "b", "--save"]);
-    let us = format!(" of {} (disconnect it first)", us());
-    assert_contains(&busy, &["export b of disk b: in use: client ", &us]);
+    let used_by = format!(" of {} (disconnect it first)", client_name_of_this_process());
+    assert_contains(&busy, &["export b of disk b: in use: client ", &used_by]);
     assert_eq!(fs::read_to_string(&file).unwrap(), saved);
     drop(client);
     assert_contains(&run_failing(&scratch, &["group", "remove", "silver"]), &["'silver' is in use"]);
@@ -98,9 +98,9 @@ fn added_disk_is_served_saved_and_removed() {
     // A disk or group that is not in the file is removed nevertheless.
     for (kind, more) in [("disk", &["memory:1M"][..]), ("group", &[])] {
         run_ok(&scratch, &[&[kind, "add", "late"], more].concat());
-        let nothing = format!("late: nothing to change in {}, which has no [{kind}.late]\n", text(&file));
-        let said = run_ok(&scratch, &[kind, "remove", "late", "--save"]);
-        assert_eq!(said, format!("{kind} late: removed\n{nothing}"));
+        let not_saved = format!("late: nothing to change in {}, which has no [{kind}.late]\n", text(&file));
+        let stdout = run_ok(&scratch, &[kind, "remove", "late", "--save"]);
+        assert_eq!(stdout, format!("{kind} late: removed\n{not_saved}"));
     }
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
     weir.stop();
@@ -111,42 +111,42 @@ fn exports(scratch: &Scratch, disk: &str) -> Vec<(String, String, bool)> {
     let now = status(scratch, "0");
     let of_disk = now["exports"].as_array().unwrap().iter().filter(|export| export["disk"] == disk);
     let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
-    of_disk.map(|one| (text(&one["id"]), text(&one["address"]), one["read-only"] == true)).collect()
+    of_disk.map(|entry| (text(&entry["id"]), text(&entry["address"]), entry["read-only"] == true)).collect()
 }
 
 #[test]
 fn added_disk_uses_default_or_named_addresses() {
     let scratch = Scratch::new();
-    let [one, two] = ["one", "two"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
+    let [first_address, second_address] = ["one", "two"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
     let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"{}\"\n{CONFIG}", socket(&scratch)));
-    let second = format!("{two},read-only");
+    let second = format!("{second_address},read-only");
     let start = || {
         let weir = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file);
-        weir.args(["--nbd", &one, "--nbd", &second]).start()
+        weir.args(["--nbd", &first_address, "--nbd", &second]).start()
     };
     let weir = start();
     let uri = |disk: &str, at: &str| format!("nbd+unix:///{disk}?socket={}", at.trim_start_matches("unix:"));
     let added = run_json(&scratch, &["disk", "add", "b", "memory:2M", "--save", "--json"]);
     let expect = serde_json::json!({
-        "kind": "disk", "name": "b", "change": "added", "saved": text(&file), "uris": [uri("b", &one), uri("b", &two)],
+        "kind": "disk", "name": "b", "change": "added", "saved": text(&file), "uris": [uri("b", &first_address), uri("b", &second_address)],
     });
     assert_eq!(added, expect);
-    let said = run_ok(&scratch, &["disk", "add", "c", "memory:2M", "--nbd", &second, "--save"]);
-    assert_eq!(said, format!("disk c: added, at {}\nc: saved in {}\n", uri("c", &two), text(&file)));
+    let stdout = run_ok(&scratch, &["disk", "add", "c", "memory:2M", "--nbd", &second, "--save"]);
+    assert_eq!(stdout, format!("disk c: added, at {}\nc: saved in {}\n", uri("c", &second_address), text(&file)));
     let of_c = format!(
         "[disk.c]\n\
          image = \"memory:2097152\"\n\
-         export = [{{ type = \"nbd\", listen = \"{two}\", read-only = true }}]\n"
+         export = [{{ type = \"nbd\", listen = \"{second_address}\", read-only = true }}]\n"
     );
     assert_contains(
         &fs::read_to_string(&file).unwrap(),
         &["[disk.b]\nimage = \"memory:2097152\"\n\n", &of_c],
     );
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
-    let both = [("b".to_owned(), one.clone(), false), (format!("b@{two}"), two.clone(), true)];
+    let both = [("b".to_owned(), first_address.clone(), false), (format!("b@{second_address}"), second_address.clone(), true)];
     let check = || {
         assert_eq!(exports(&scratch, "b"), both);
-        assert_eq!(exports(&scratch, "c"), [("c".to_owned(), two.clone(), true)]);
+        assert_eq!(exports(&scratch, "c"), [("c".to_owned(), second_address.clone(), true)]);
     };
     check();
     weir.stop();
@@ -157,52 +157,52 @@ fn added_disk_uses_default_or_named_addresses() {
 #[test]
 fn address_of_another_disk_must_be_named() {
     let scratch = Scratch::new();
-    let [own, machine] = ["own", "machine"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
+    let [own_address, other_address] = ["own", "machine"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
     let before = format!(
         "[daemon]\n\
          qmp = \"{}\"\n\
          \n\
          [disk.vm1]\n\
          image = \"memory:1M\"\n\
-         export = [{{ type = \"vhost-user-blk\", listen = \"{machine}\" }}, {{ type = \"nbd\", \
-         listen = \"{own}\", read-only = true }}]\n",
+         export = [{{ type = \"vhost-user-blk\", listen = \"{other_address}\" }}, {{ type = \"nbd\", \
+         listen = \"{own_address}\", read-only = true }}]\n",
         socket(&scratch),
     );
     let file = scratch.file("weir.toml", &before);
     let weir = serve(&scratch, &file);
     let add = ["disk", "add", "vm2", "memory:1M", "--save"];
     let expect = format!(
-        "weir: vm2: the daemon has no default NBD address (choose an export: --nbd {own}, or \
+        "weir: vm2: the daemon has no default NBD address (choose an export: --nbd {own_address}, or \
          --vhost-user-blk unix:PATH)\n"
     );
     assert_eq!(run_failing(&scratch, &add), expect);
-    let nowhere = format!("unix:{}", text(&scratch.socket("nowhere")));
+    let unused = format!("unix:{}", text(&scratch.socket("nowhere")));
     let expect = format!(
-        "weir: --nbd {nowhere}: the daemon does not listen there, but at {own} (add a new address \
+        "weir: --nbd {unused}: the daemon does not listen there, but at {own_address} (add a new address \
          in the config file and run `weir reload`)\n"
     );
-    assert_eq!(run_failing(&scratch, &[&add[..], &["--nbd", &nowhere]].concat()), expect);
+    assert_eq!(run_failing(&scratch, &[&add[..], &["--nbd", &unused]].concat()), expect);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
     // Clients of QMP may add a disk and export it later; the export needs an address as well.
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let keys = serde_json::json!({ "image": "memory:1M" });
-    let asked = serde_json::json!({ "name": "later", "keys": keys, "exports": [] });
-    let done = qmp.command("x-weir-add-disk", asked);
+    let new_disk = serde_json::json!({ "name": "later", "keys": keys, "exports": [] });
+    let done = qmp.command("x-weir-add-disk", new_disk);
     assert_eq!(done, serde_json::json!({ "uris": [] }));
     let mut export = serde_json::json!({ "type": "nbd", "id": "later", "node-name": "later" });
     assert_contains(
         &qmp.command_error("block-export-add", export.clone()).1,
-        &["'x-weir-listen' is missing", &own],
+        &["'x-weir-listen' is missing", &own_address],
     );
-    export["x-weir-listen"] = own.clone().into();
+    export["x-weir-listen"] = own_address.clone().into();
     qmp.command("block-export-add", export);
     drop(qmp);
     run_ok(&scratch, &["disk", "remove", "later"]);
-    let named = format!("{own},read-only");
-    let said = run_ok(&scratch, &[&add[..], &["--nbd", &named]].concat());
+    let named = format!("{own_address},read-only");
+    let stdout = run_ok(&scratch, &[&add[..], &["--nbd", &named]].concat());
     let uri = format!("nbd+unix:///vm2?socket={}", text(&scratch.socket("own")));
-    assert_eq!(said, format!("disk vm2: added, at {uri}\nvm2: saved in {}\n", text(&file)));
-    let read_only = [("vm2".to_owned(), own.clone(), true)];
+    assert_eq!(stdout, format!("disk vm2: added, at {uri}\nvm2: saved in {}\n", text(&file)));
+    let read_only = [("vm2".to_owned(), own_address.clone(), true)];
     assert_eq!(exports(&scratch, "vm2"), read_only);
     TestClient::new("nbdinfo").args(["--is", "read-only", &uri]).succeeds();
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
@@ -236,7 +236,7 @@ fn addresses_are_spelled_as_for_weir_serve() {
     );
     let file = scratch.file("etc/weir.toml", &config);
     let weir = serve(&scratch, &file);
-    let whole = format!("unix:{}", text(&scratch.path("run 1/x.sock")));
+    let absolute = format!("unix:{}", text(&scratch.path("run 1/x.sock")));
     let add = |name: &str, inside: &str, address: &str| {
         let client = crate::harness::weir(&["disk", "add", name, "memory:1M", "--save", "--nbd", address]);
         client.args(["--qmp", &socket(&scratch)]).inside(&scratch.path(inside)).succeeds();
@@ -245,11 +245,11 @@ fn addresses_are_spelled_as_for_weir_serve() {
     };
     add("b", "run 1", "unix:x.sock");
     add("c", "etc", "unix:../run 1/x.sock");
-    add("d", "", &whole);
+    add("d", "", &absolute);
     let shown = format!("unix:{}", text(&scratch.path("etc/../run 1/x.sock")));
     assert_eq!(exports(&scratch, "d"), [("d".to_owned(), shown, false)]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
-    let export = serde_json::json!({ "type": "nbd", "id": "e", "node-name": "a", "name": "e", "x-weir-listen": whole });
+    let export = serde_json::json!({ "type": "nbd", "id": "e", "node-name": "a", "name": "e", "x-weir-listen": absolute });
     qmp.command("block-export-add", export);
     weir.stop();
     serve(&scratch, &file).stop();
@@ -263,7 +263,7 @@ fn failed_add_changes_nothing() {
     let weir = serve(&scratch, &file);
     let image = scratch.sparse("b.raw", MIB);
     let image = text(&image);
-    let nowhere = format!("unix:{}/vm", text(&scratch.path("nowhere")));
+    let unused = format!("unix:{}/vm", text(&scratch.path("nowhere")));
     let nbd = format!("unix:{}", text(&scratch.socket("nbd")));
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     for (arguments, expect) in [
@@ -282,10 +282,10 @@ fn failed_add_changes_nothing() {
             &["disk", "add", "b", image, "-f", "raw", "--snapshot", "s"],
             "is for qcow2 images, and this one is raw",
         ),
-        (&["disk", "add", "b", image, "-f", "raw", "--vhost-user-blk", &nowhere], "nowhere/vm"),
+        (&["disk", "add", "b", image, "-f", "raw", "--vhost-user-blk", &unused], "nowhere/vm"),
         // The last step fails, after one export was added.
         (
-            &["disk", "add", "b", image, "-f", "raw", "--nbd", &nbd, "--vhost-user-blk", &nowhere],
+            &["disk", "add", "b", image, "-f", "raw", "--nbd", &nbd, "--vhost-user-blk", &unused],
             "nowhere/vm",
         ),
         (&["disk", "add", "b", image, "--options", "offset=2M"], "choose another offset or size"),
@@ -300,9 +300,9 @@ fn failed_add_changes_nothing() {
         assert_eq!((names("disks"), names("groups"), names("exports")), (1, 1, 1), "{arguments:?}");
         assert_eq!(fs::read_to_string(&file).unwrap(), before);
     }
-    for words in [["--weight", "0"], ["--iops-total-max", "5"]] {
-        let said = run_misused(&scratch, &[&["group", "add", "g"][..], &words].concat());
-        assert_contains(&said, &[&words.join(" ")]);
+    for command_line in [["--weight", "0"], ["--iops-total-max", "5"]] {
+        let stderr = run_misused(&scratch, &[&["group", "add", "g"][..], &command_line].concat());
+        assert_contains(&stderr, &[&command_line.join(" ")]);
     }
     // The failures change nothing and send no events.
     let events = qmp.command("x-weir-query-events", serde_json::json!({}));
@@ -384,9 +384,9 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     let file = scratch.file("weir.toml", &before);
     let weir = serve(&scratch, &file);
     let (image, socket) = (scratch.sparse("c.raw", 2 * MIB), scratch.socket("machine"));
-    let door = format!("unix:{},queues=2,discard=off", text(&socket));
+    let listen_option = format!("unix:{},queues=2,discard=off", text(&socket));
     let add =
-        ["disk", "add", "c", text(&image), "-f", "raw", "--iops-total", "70", "--vhost-user-blk", &door];
+        ["disk", "add", "c", text(&image), "-f", "raw", "--iops-total", "70", "--vhost-user-blk", &listen_option];
     let unused = run_misused(&scratch, &[&add[..], &["--allow", "10.0.0.0/8"]].concat());
     assert_contains(&unused, &["--allow: is not used, because the disk is not exported over NBD"]);
     run_ok(&scratch, &[&add[..], &["--save"]].concat());
@@ -423,19 +423,19 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     qmp.command("block-export-del", serde_json::json!({ "id": ids[1] }));
     qmp.event("BLOCK_EXPORT_DELETED");
     let addr = serde_json::json!({ "type": "unix", "path": text(&socket) });
-    let again = serde_json::json!({ "type": "vhost-user-blk", "id": ids[1], "node-name": "c", "addr": addr });
-    qmp.command("block-export-add", again);
+    let export_arguments = serde_json::json!({ "type": "vhost-user-blk", "id": ids[1], "node-name": "c", "addr": addr });
+    qmp.command("block-export-add", export_arguments);
     let other = serde_json::json!({ "type": "vhost-user-blk", "id": "d@x", "node-name": "c", "addr": addr });
     assert_eq!(qmp.command_error("block-export-add", other).1, "Invalid block export id");
     drop(qmp);
-    let second = ["disk", "add", "d", "memory:1M", "--vhost-user-blk", &door];
+    let second = ["disk", "add", "d", "memory:1M", "--vhost-user-blk", &listen_option];
     assert_contains(&run_failing(&scratch, &second), &["the export c@unix:", "uses this path"]);
     assert!(status(&scratch, "0")["disks"].as_array().unwrap().iter().all(|disk| disk["name"] != "d"));
     run_ok(&scratch, &["disk", "remove", "c"]);
     // Any number of sockets, as for `weir serve`.
     let sockets = ["one", "two"].map(|name| scratch.socket(name));
-    let [one, two] = [&sockets[0], &sockets[1]].map(|socket| format!("unix:{}", text(socket)));
-    let both = ["--vhost-user-blk", &one, "--vhost-user-blk", &two];
+    let [first_address, second_address] = [&sockets[0], &sockets[1]].map(|socket| format!("unix:{}", text(socket)));
+    let both = ["--vhost-user-blk", &first_address, "--vhost-user-blk", &second_address];
     run_ok(&scratch, &[&["disk", "add", "e", "memory:1M"][..], &both].concat());
     sockets.iter().for_each(|socket| drop(front_end(socket)));
     // Sockets can be passed to a daemon only when it starts.
@@ -450,10 +450,10 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
 fn group_changes_are_printed_as_json() {
     let scratch = Scratch::new();
     let weir = serve(&scratch, &scratch.file("weir.toml", config(&scratch)));
-    let told = |change: &str| serde_json::json!({ "kind": "group", "name": "json", "change": change });
+    let report = |change: &str| serde_json::json!({ "kind": "group", "name": "json", "change": change });
     let added = run_json(&scratch, &["group", "add", "json", "--iops-total", "7", "--json"]);
-    assert_eq!(added, told("added"));
-    assert_eq!(run_json(&scratch, &["group", "remove", "json", "--json"]), told("removed"));
+    assert_eq!(added, report("added"));
+    assert_eq!(run_json(&scratch, &["group", "remove", "json", "--json"]), report("removed"));
     weir.stop();
 }
 
@@ -464,7 +464,7 @@ fn failed_detach_is_printed_as_json() {
         .env("WEIR_QMP", socket(&scratch))
         .run();
     assert_eq!(outcome.code(), 1, "{}", outcome.stderr());
-    let told: serde_json::Value = serde_json::from_str(&outcome.stdout()).expect("JSON");
-    assert_eq!((&told[0]["name"], &told[0]["detached"]), (&"nothing-of-this-name".into(), &false.into()));
-    assert_contains(told[0]["error"].as_str().unwrap(), &["not attached (`weir attach --list`"]);
+    let report: serde_json::Value = serde_json::from_str(&outcome.stdout()).expect("JSON");
+    assert_eq!((&report[0]["name"], &report[0]["detached"]), (&"nothing-of-this-name".into(), &false.into()));
+    assert_contains(report[0]["error"].as_str().unwrap(), &["not attached (`weir attach --list`"]);
 }

@@ -50,33 +50,33 @@ impl PluginDaemon {
         let mut stream = self.connect();
         // A request that is rejected early is not read completely.
         let _ = stream.write_all(bytes);
-        let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer);
-        let answer = String::from_utf8(answer).expect("it answers in UTF-8");
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {answer:?}"));
-        let status = head.split(' ').nth(1).and_then(|word| word.parse().ok());
+        let mut reply = Vec::new();
+        let _ = stream.read_to_end(&mut reply);
+        let reply = String::from_utf8(reply).expect("it answers in UTF-8");
+        let (head, body) = reply.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {reply:?}"));
+        let status = head.split(' ').nth(1).and_then(|code| code.parse().ok());
         (status.unwrap_or_else(|| panic!("{head}")), serde_json::from_str(body).expect("it is JSON"))
     }
 
     #[track_caller]
-    fn call(&self, what: &str, body: &Value) -> (u16, Value) {
+    fn call(&self, path: &str, body: &Value) -> (u16, Value) {
         let body = body.to_string();
         let length = body.len();
-        let head = format!("POST /{what} HTTP/1.1\r\nHost: weir\r\nContent-Length: {length}\r\n\r\n");
+        let head = format!("POST /{path} HTTP/1.1\r\nHost: weir\r\nContent-Length: {length}\r\n\r\n");
         self.send((head + &body).as_bytes())
     }
 
     #[track_caller]
-    fn does(&self, what: &str, body: &Value) -> Value {
-        let (status, value) = self.call(&format!("VolumeDriver.{what}"), body);
-        assert_eq!((status, &value["Err"]), (200, &json!("")), "{what} {body}: {value}");
+    fn call_ok(&self, request: &str, body: &Value) -> Value {
+        let (status, value) = self.call(&format!("VolumeDriver.{request}"), body);
+        assert_eq!((status, &value["Err"]), (200, &json!("")), "{request} {body}: {value}");
         value
     }
 
     #[track_caller]
-    fn call_error(&self, what: &str, body: &Value) -> String {
-        let (status, value) = self.call(&format!("VolumeDriver.{what}"), body);
-        assert_ne!(status, 200, "{what} {body}: {value}");
+    fn call_error(&self, request: &str, body: &Value) -> String {
+        let (status, value) = self.call(&format!("VolumeDriver.{request}"), body);
+        assert_ne!(status, 200, "{request} {body}: {value}");
         value["Err"].as_str().expect("it says why").to_owned()
     }
 
@@ -94,15 +94,15 @@ impl PluginDaemon {
     }
 
     fn create(&self) {
-        self.does("Create", &self.created_with(small()));
+        self.call_ok("Create", &self.created_with(small()));
     }
 
     fn remove(&self) {
-        self.does("Remove", &self.named());
+        self.call_ok("Remove", &self.named());
     }
 
     fn mounted_at(&self) -> Value {
-        self.does("Path", &self.named())["Mountpoint"].clone()
+        self.call_ok("Path", &self.named())["Mountpoint"].clone()
     }
 }
 
@@ -118,8 +118,8 @@ fn serve(scratch: &Scratch) -> Serve {
 /// A name derived from the scratch directory, which is unique.
 fn volume_of(scratch: &Scratch) -> String {
     let path = scratch.path("volumes");
-    let own = path.parent().and_then(Path::file_name).expect("it is in its own directory");
-    format!("db-{}", text(Path::new(own)).trim_start_matches("e2e."))
+    let directory = path.parent().and_then(Path::file_name).expect("it is in its own directory");
+    format!("db-{}", text(Path::new(directory)).trim_start_matches("e2e."))
 }
 
 fn small() -> Value {
@@ -127,7 +127,7 @@ fn small() -> Value {
 }
 
 #[test]
-fn a_volume_is_an_image_with_a_file_system() {
+fn volume_is_an_image_with_a_file_system() {
     let plugin = PluginDaemon::start();
     let (status, activated) = plugin.call("Plugin.Activate", &json!({}));
     assert_eq!((status, activated), (200, json!({ "Implements": ["VolumeDriver"] })));
@@ -152,12 +152,12 @@ fn volumes_survive_kill_and_restart_of_the_plugin() {
     plugin.create();
     plugin = plugin.restart(Weir::crash);
     assert_eq!(
-        plugin.does("List", &json!({}))["Volumes"],
+        plugin.call_ok("List", &json!({}))["Volumes"],
         json!([{ "Name": plugin.volume, "Mountpoint": "" }])
     );
     plugin = plugin.restart(|weir| drop(weir.stop()));
     plugin.create();
-    let volume = &plugin.does("Get", &plugin.named())["Volume"];
+    let volume = &plugin.call_ok("Get", &plugin.named())["Volume"];
     assert_eq!(volume["Status"]["options"], small());
     plugin.remove();
     plugin.weir.stop();
@@ -176,14 +176,14 @@ fn invalid_volume_is_rejected_at_creation() {
     let user = json!({ "Name": plugin.volume, "ID": "a" });
     assert_contains(&plugin.call_error("Mount", &user), &["there is no volume db-"]);
     assert_contains(&plugin.call_error("Remove", &plugin.named()), &["there is no volume db-"]);
-    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
+    assert_eq!(plugin.call_ok("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.stop();
 }
 
 #[test]
 fn hostile_requests_do_not_affect_others() {
     let plugin = PluginDaemon::start();
-    let silent: Vec<_> = (0..8).map(|_| plugin.connect()).collect();
+    let silent_clients: Vec<_> = (0..8).map(|_| plugin.connect()).collect();
     let endless = format!("POST / HTTP/1.1\r\nX: {}", "x".repeat(1 << 20));
     assert_eq!(plugin.send(endless.as_bytes()).0, 431);
     assert_eq!(plugin.send(b"POST / HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n").0, 413);
@@ -197,10 +197,10 @@ fn hostile_requests_do_not_affect_others() {
     }
     thread::scope(|scope| {
         for _ in 0..64 {
-            scope.spawn(|| plugin.does("List", &json!({})));
+            scope.spawn(|| plugin.call_ok("List", &json!({})));
         }
     });
-    drop(silent);
+    drop(silent_clients);
     plugin.weir.stop();
 }
 
@@ -235,7 +235,7 @@ fn socket_activation_and_readiness() {
     let length = manager.recv(&mut message).unwrap();
     assert_eq!(message[..length].trim_ascii(), b"READY=1");
     let plugin = PluginDaemon { volume: volume_of(&scratch), scratch, weir };
-    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
+    assert_eq!(plugin.call_ok("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.signal(Signal::SIGTERM);
     assert!(plugin.weir.wait().0.success());
 }
@@ -252,13 +252,13 @@ impl Drop for UnmountOnPanic {
 }
 
 fn mount(plugin: &PluginDaemon, user: &str) -> UnmountOnPanic {
-    let mounted = plugin.does("Mount", &json!({ "Name": plugin.volume, "ID": user }));
+    let mounted = plugin.call_ok("Mount", &json!({ "Name": plugin.volume, "ID": user }));
     UnmountOnPanic(mounted["Mountpoint"].as_str().expect("a path").into())
 }
 
 fn unmount(plugin: &PluginDaemon, user: &str) {
     wait_for_programs();
-    plugin.does("Unmount", &json!({ "Name": plugin.volume, "ID": user }));
+    plugin.call_ok("Unmount", &json!({ "Name": plugin.volume, "ID": user }));
 }
 
 fn is_mounted(path: &Path) -> bool {
@@ -302,8 +302,8 @@ fn lost_mount_is_restored() {
     let at = mount(&plugin, "a");
     weir(&["detach", text(&at.0)]).succeeds();
     assert_eq!(plugin.mounted_at(), "");
-    let again = mount(&plugin, "a");
-    assert!(is_mounted(&again.0));
+    let remounted = mount(&plugin, "a");
+    assert!(is_mounted(&remounted.0));
     unmount(&plugin, "a");
     plugin.remove();
     plugin.weir.stop();
@@ -311,7 +311,7 @@ fn lost_mount_is_restored() {
 
 /// Beside a running daemon in its default sandbox, which creates no devices.
 #[test]
-fn volumes_mount_beside_a_daemon_without_devices() {
+fn daemon_without_devices_does_not_prevent_volumes() {
     need_root("mounts");
     let scratch = Scratch::new();
     let address = format!("unix:{}", text(&scratch.socket("qmp")));
@@ -325,7 +325,7 @@ fn volumes_mount_beside_a_daemon_without_devices() {
     fs::write(at.0.join("file"), "kept").unwrap();
     unmount(&plugin, "a");
     plugin.remove();
-    plugin.does("Create", &plugin.created_with(json!({ "size": "16M", "group": "gold" })));
+    plugin.call_ok("Create", &plugin.created_with(json!({ "size": "16M", "group": "gold" })));
     let user = json!({ "Name": plugin.volume, "ID": "a" });
     let refused = plugin.call_error("Mount", &user);
     assert_contains(&refused, &["makes no devices", "group gold exists only there", "--sandbox off"]);
@@ -369,7 +369,7 @@ impl Podman {
         fs::copy("/bin/busybox", tree.join("bin/sh")).expect("busybox-static is there (run `make deps`)");
         let archive = scratch.path("tree.tar");
         TestClient::new("tar").args(["-C", text(&tree), "-cf", text(&archive), "."]).succeeds();
-        podman.does(&["import", "--quiet", text(&archive), "shell"]);
+        podman.succeeds(&["import", "--quiet", text(&archive), "shell"]);
         podman
     }
 
@@ -379,7 +379,7 @@ impl Podman {
     }
 
     #[track_caller]
-    fn does(&self, arguments: &[&str]) -> String {
+    fn succeeds(&self, arguments: &[&str]) -> String {
         self.client(arguments).succeeds()
     }
 
@@ -389,8 +389,8 @@ impl Podman {
         let volume = format!("--volume={volume}:/data");
         // Podman's default limits exceed those of root in a container.
         let limits = ["--network=none", "--ulimit=nofile=1000:1000", "--ulimit=nproc=1000:1000", &volume];
-        let words = [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
-        self.does(&words);
+        let arguments = [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
+        self.succeeds(&arguments);
     }
 }
 
@@ -400,8 +400,8 @@ fn container_uses_a_volume() {
     let plugin = PluginDaemon::start();
     let podman = Podman::new(&plugin.scratch);
     let volume = plugin.volume.as_str();
-    podman.does(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", volume]);
-    let listed = podman.does(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
+    podman.succeeds(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", volume]);
+    let listed = podman.succeeds(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
     assert_eq!(listed.trim(), format!("weir {volume}"));
     podman.runs(volume, "echo kept > /data/file");
     assert_eq!(plugin.mounted_at(), "", "it is unmounted");
@@ -409,7 +409,7 @@ fn container_uses_a_volume() {
     podman.runs(volume, "read line < /data/file && [ \"$line\" = kept ]");
     let refused = podman.client(&["volume", "create", "--driver=weir", "-o", "size=much", "other"]).fails();
     assert_contains(&refused, &["size=much: is not a size"]);
-    podman.does(&["volume", "rm", volume]);
-    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
+    podman.succeeds(&["volume", "rm", volume]);
+    assert_eq!(plugin.call_ok("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.stop();
 }

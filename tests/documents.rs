@@ -83,7 +83,7 @@ fn typed_commands(lines: &[&str]) -> Vec<String> {
 
 /// The blocks of `document` to run, and the errors in its fences.
 fn blocks(document: &str) -> (Vec<ShellBlock>, Vec<String>) {
-    let (mut blocks, mut complaints) = (Vec::new(), Vec::new());
+    let (mut blocks, mut errors) = (Vec::new(), Vec::new());
     let lines: Vec<&str> = document.lines().map(str::trim_start).collect();
     let fences: Vec<usize> = (0..lines.len()).filter(|&line| lines[line].starts_with("```")).collect();
     for fence in fences.chunks(2) {
@@ -95,12 +95,12 @@ fn blocks(document: &str) -> (Vec<ShellBlock>, Vec<String>) {
             ("sh", _) => inside.join("\n"),
             ("console", _) => typed_commands(inside).join("\n"),
             ("", _) => {
-                complaints.push(format!("{line}: the fence names no language (`text` is for answers)"));
+                errors.push(format!("{line}: the fence names no language (`text` is for answers)"));
                 continue;
             }
             _ => {
                 if inside.iter().any(|line| line.starts_with("$ ") || line.starts_with("# weir")) {
-                    complaints.push(format!("{line}: commands are fenced as `sh` or `console`"));
+                    errors.push(format!("{line}: commands are fenced as `sh` or `console`"));
                 }
                 continue;
             }
@@ -115,7 +115,7 @@ fn blocks(document: &str) -> (Vec<ShellBlock>, Vec<String>) {
         let logs = servers.iter().filter_map(log).collect();
         blocks.push(ShellBlock { line, servers: servers.len(), logs, commands });
     }
-    (blocks, complaints)
+    (blocks, errors)
 }
 
 fn script(name: &str, blocks: &[ShellBlock]) -> String {
@@ -135,19 +135,19 @@ fn script(name: &str, blocks: &[ShellBlock]) -> String {
 /// Runs the blocks of `document`; returns the errors.
 fn errors_of(root: &Path, document: &Path) -> Vec<String> {
     let name = text(document.strip_prefix(root).expect("it lies there"));
-    let (blocks, mut complaints) = blocks(&fs::read_to_string(document).expect("it is a text"));
-    complaints.iter_mut().for_each(|complaint| complaint.insert_str(0, &format!("{name}:")));
+    let (blocks, mut failures) = blocks(&fs::read_to_string(document).expect("it is a text"));
+    failures.iter_mut().for_each(|failure| failure.insert_str(0, &format!("{name}:")));
     if blocks.is_empty() {
-        return complaints;
+        return failures;
     }
     let scratch = Scratch::new();
-    let made = ["tmp", "empty"].map(|name| scratch.path(name));
-    made.iter().for_each(|directory| fs::create_dir(directory).expect("the directory is ours"));
-    let (script, said) =
+    let directories = ["tmp", "empty"].map(|name| scratch.path(name));
+    directories.iter().for_each(|directory| fs::create_dir(directory).expect("the directory is ours"));
+    let (script, output) =
         (scratch.file("script", script_without_foreign_mounts(&script(name, &blocks))), scratch.path("said"));
     let outcome = TestClient::new("unshare")
         .args(["--mount", "--net", "--pid", "--mount-proc", "--kill-child", "bash", text(&script)])
-        .args([text(&made[0]), text(&said), text(&made[1])])
+        .args([text(&directories[0]), text(&output), text(&directories[1])])
         .with_path(Path::new(WEIR).parent().expect("it lies in a directory"))
         .run();
     if outcome.status() != Some(0) {
@@ -155,15 +155,15 @@ fn errors_of(root: &Path, document: &Path) -> Vec<String> {
             text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n")
         };
         let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
-        complaints.push(format!(
+        failures.push(format!(
             "{name}: {}\n{}\nit ended at {}it said:\n{}",
             last(&outcome.stderr()),
             last(&outcome.stdout()),
             read(&scratch.path("said.at")),
-            last(&read(&said))
+            last(&read(&output))
         ));
     }
-    complaints
+    failures
 }
 
 fn markdown_below(directory: &Path) -> Vec<PathBuf> {
@@ -187,12 +187,12 @@ fn every_documented_command_runs() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut documents = markdown_below(&root.join("docs"));
     documents.push(root.join("README.md"));
-    let complaints: Vec<String> = thread::scope(|scope| {
+    let failures: Vec<String> = thread::scope(|scope| {
         let run: Vec<_> =
             documents.iter().map(|document| scope.spawn(|| errors_of(&root, document))).collect();
         run.into_iter().flat_map(|thread| thread.join().expect("it does not panic")).collect()
     });
-    assert!(complaints.is_empty(), "{}", complaints.join("\n\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n\n"));
 }
 
 /// Socket options of QEMU in the code of a document, each with the assignments of its block.
@@ -288,9 +288,9 @@ fn fences_select_executable_blocks() {
     let document = "a\n```sh\nweir serve a \\\n  b & # c\nweir serve d\n```\n  ```console\n  $ \
                     weir \\\n  status\n  DISK\n  ```\n```sh no-run: \
                     why\nfalse\n```\n```\nx\n```\n```text\n$ y\n```\n";
-    let (blocks, complaints) = blocks(document);
+    let (blocks, errors) = blocks(document);
     let found: Vec<_> =
         blocks.iter().map(|block| (block.line, block.commands.as_str(), block.servers)).collect();
     assert_eq!(found, [(2, "weir serve a \\\nb & # c\nweir serve d", 1), (7, "weir \\\nstatus", 0)]);
-    assert_eq!(complaints.len(), 2, "{complaints:?}");
+    assert_eq!(errors.len(), 2, "{errors:?}");
 }

@@ -42,7 +42,7 @@ fn limit(scratch: &Scratch, iops: u32) {
     run_ok(scratch, &["throttle", "a", "--iops-total", &iops.to_string()]);
 }
 
-fn serves(weir: &Weir) {
+fn assert_served(weir: &Weir) {
     weir.nbdsh("b", "h.pwrite(b'x' * 4096, 0)\nassert h.pread(4096, 0) == b'x' * 4096");
 }
 
@@ -119,9 +119,9 @@ fn throttling_and_connections_are_events() {
             crate::harness::nbdsh(script, [uri, text(&done).to_owned()])
         }
     });
-    let came = next(&mut client, "session_started");
+    let started = next(&mut client, "session_started");
     assert_eq!(
-        (&came["disk"], &came["data"]["type"], &came["data"]["export"]),
+        (&started["disk"], &started["data"]["type"], &started["data"]["export"]),
         (&json!("a"), &json!("nbd"), &json!("a"))
     );
     let hit = next(&mut client, "limit_hit");
@@ -129,8 +129,8 @@ fn throttling_and_connections_are_events() {
     assert!(hit["data"]["percent"].as_u64() >= Some(50), "{hit}");
     fs::write(&done, "").unwrap();
     busy.join().unwrap();
-    let went = next(&mut client, "session_ended");
-    assert_eq!(went["data"]["client"], came["data"]["client"]);
+    let ended = next(&mut client, "session_ended");
+    assert_eq!(ended["data"]["client"], started["data"]["client"]);
     let released = next(&mut client, "limit_released");
     assert_eq!((&released["disk"], &released["data"]["limit"]), (&json!("a"), &json!("iops-total")));
     let all = client.command("x-weir-query-events", json!({}));
@@ -212,8 +212,8 @@ fn modified_backing_file_is_one_event() {
     limit(&scratch, 100);
     assert_eq!(next(&mut client, "config_changed")["disk"], "a");
     let all = client.command("x-weir-query-events", json!({}));
-    let told = all.as_array().unwrap().iter().filter(|event| event["kind"] == "backing_file_changed");
-    assert_eq!(told.count(), 1, "{all}");
+    let changes = all.as_array().unwrap().iter().filter(|event| event["kind"] == "backing_file_changed");
+    assert_eq!(changes.count(), 1, "{all}");
 }
 
 /// An executable script.
@@ -254,14 +254,14 @@ fn hook_receives_the_event_on_stdin_inside_the_sandbox() {
     assert_eq!((&event["kind"], &event["disk"]), (&json!("config_changed"), &json!("a")));
     let runner = children(weir.pid()).next().expect("it has one beside it");
     let status = fs::read_to_string(format!("/proc/{runner}/status")).unwrap();
-    let has = |field: &str, value: &str| {
+    let assert_field = |field: &str, value: &str| {
         let found = status.lines().find_map(|line| line.strip_prefix(field)).map(str::trim);
         assert_eq!(found, Some(value), "{field}");
     };
-    has("Seccomp:", "2");
-    has("NoNewPrivs:", "1");
-    has("CapEff:", "0000000000000000");
-    has("Threads:", "1");
+    assert_field("Seccomp:", "2");
+    assert_field("NoNewPrivs:", "1");
+    assert_field("CapEff:", "0000000000000000");
+    assert_field("Threads:", "1");
 }
 
 #[test]
@@ -272,15 +272,15 @@ fn hook_inherits_no_descriptors() {
     fcntl(&passed, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
     let weir = with_command(&scratch, "readlink /proc/$$/fd/* > $1.new; mv $1.new $1");
     drop(passed);
-    let has = |pid: Pid| {
+    let open_files = |pid: Pid| {
         let open = fs::read_dir(format!("/proc/{pid}/fd"))
             .unwrap()
             .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
         open.map(|file| file.display().to_string()).collect::<Vec<_>>().join("\n")
     };
-    assert!(has(weir.pid()).contains("/passed"), "the daemon has it");
+    assert!(open_files(weir.pid()).contains("/passed"), "the daemon has it");
     let runner = children(weir.pid()).next().expect("it has one beside it");
-    assert!(!has(runner).contains("/passed"), "{}", has(runner));
+    assert!(!open_files(runner).contains("/passed"), "{}", open_files(runner));
     limit(&scratch, 100);
     let open = first_line(&scratch.path("out"));
     assert!(open.contains("/dev/null") && !open.contains("/passed"), "{open}");
@@ -300,7 +300,7 @@ fn failing_and_recovered_hook_are_logged_once_each() {
     assert_contains(&weir.wait_for_log("events are delivered again"), &["lost=1"]);
     let limits: Vec<_> = events_in(&scratch.path("out")).iter().map(limit_after).collect();
     assert_eq!(limits, [100, 200]);
-    serves(&weir);
+    assert_served(&weir);
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn hanging_hook_blocks_nothing_and_skips_old_events() {
     for iops in 101..=200 {
         client.command("x-weir-set", json!({"name": "a", "iops-total": iops}));
     }
-    serves(&weir);
+    assert_served(&weir);
     let line = weir.wait_for_log("an event was not delivered");
     assert_contains(&line, &["it did not end within 10 s"]);
     scratch.file("out.ok", "");
@@ -336,9 +336,9 @@ fn missing_hook_is_logged_once() {
         limit(&scratch, 100 + iops);
     }
     weir.wait_for_log("it cannot be started: No such file");
-    serves(&weir);
-    let said = weir.stop();
-    assert_eq!(said.matches("an event was not delivered").count(), 1, "{said}");
+    assert_served(&weir);
+    let log = weir.stop();
+    assert_eq!(log.matches("an event was not delivered").count(), 1, "{log}");
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn endless_hook_is_killed() {
     let weir = with_command(&scratch, "echo $$ > $1; trap '' TERM; while :; do sleep 1; done");
     limit(&scratch, 100);
     let pid = Pid::from_raw(first_line(&scratch.path("out")).trim().parse().unwrap());
-    serves(&weir);
+    assert_served(&weir);
     let line = weir.wait_for_log("an event was not delivered");
     assert_contains(&line, &["it did not end within 10 s, and was killed"]);
     assert!(kill(pid, None).is_err(), "it is gone");
@@ -476,7 +476,7 @@ fn idle_daemon_does_not_wake() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     // After a request and a change of limits.
-    serves(&weir);
+    assert_served(&weir);
     limit(&scratch, 500);
     // Temporary threads end with a short delay. A poll that were left running would wake each
     // second.

@@ -44,9 +44,9 @@ theirs.connect_systemd_socket_activation(arguments[1:])
 #[test]
 fn range_of_a_file_is_a_disk() {
     let scratch = Scratch::new();
-    let whole = pattern(4 * MIB as usize);
+    let content = pattern(4 * MIB as usize);
     for cache in ["writeback", "none"] {
-        let image = scratch.file("disk.raw", &whole);
+        let image = scratch.file("disk.raw", &content);
         let weir =
             Serve::new(&scratch).arg(&image).args(["-o", "offset=1000K,size=2M", "--cache", cache]).start();
         assert_eq!(export_size(&weir.uri("disk")), 2 * MIB);
@@ -56,7 +56,7 @@ fn range_of_a_file_is_a_disk() {
         let served = format!("driver=raw,file.driver=nbd,file.export=disk,file.path={}", text(weir.socket()));
         qemu_img(["compare", "-U", "--image-opts", &part, &served]).succeeds();
         weir.stop();
-        let mut expected = whole.clone();
+        let mut expected = content.clone();
         expected[1000 << 10..][..1000].fill(b'x');
         expected[(1000 << 10) + 2 * MIB as usize - 1000..][..1000].fill(0);
         assert!(fs::read(&image).unwrap() == expected, "{cache}: data around the range has changed");
@@ -68,16 +68,16 @@ fn range_of_a_file_is_a_disk() {
     for (part, format) in
         [("offset=1M", &["-f", "raw"][..]), ("offset=4K,size=1M", &["-f", "raw"]), ("offset=1M", &[])]
     {
-        let said = Serve::new(&scratch).arg(&image).args(["-o", part]).args(format).fails();
+        let stderr = Serve::new(&scratch).arg(&image).args(["-o", part]).args(format).fails();
         let why = "the part given by offset and size, for which the file is taken as raw, is not all inside";
-        assert_contains(&said, &[text(&image), why]);
+        assert_contains(&stderr, &[text(&image), why]);
     }
-    let said = Serve::new(&scratch).arg(&image).args(["-o", "size=4K", "-f", "qcow2"]).rejects_usage();
-    assert_contains(&said, &["--options size=4K: is for raw images"]);
+    let stderr = Serve::new(&scratch).arg(&image).args(["-o", "size=4K", "-f", "qcow2"]).rejects_usage();
+    assert_contains(&stderr, &["--options size=4K: is for raw images"]);
 }
 
 #[test]
-fn a_snapshot_is_served_as_it_was() {
+fn snapshot_is_served_unchanged() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "8M"]).succeeds();
@@ -91,16 +91,16 @@ fn a_snapshot_is_served_as_it_was() {
     let same = "assert ours.pread(8 << 20, 0) == theirs.pread(8 << 20, 0)";
     beside_qemu(&uri, &["-f", "qcow2", "-l", "before"], &image, same);
     weir.stop();
-    let said = Serve::new(&scratch).arg(&image).args(["-f", "qcow2", "--snapshot", "after"]).fails();
+    let stderr = Serve::new(&scratch).arg(&image).args(["-f", "qcow2", "--snapshot", "after"]).fails();
     assert_contains(
-        &said,
+        &stderr,
         &[text(&image), ": has no snapshot \"after\" (`weir image snapshot -l` lists all)"],
     );
-    assert!(!said.contains("damage"), "{said}");
+    assert!(!stderr.contains("damage"), "{stderr}");
 }
 
 #[test]
-fn an_empty_name_is_the_default_export() {
+fn empty_name_is_the_default_export() {
     let weir = Serve::with_own_scratch().args(["memory:1M", "--name", ""]).start();
     let list = TestClient::new("nbdinfo").args(["--list", "--json", &weir.uri("")]).json();
     assert_eq!(list["exports"][0]["export-name"], "");
@@ -109,7 +109,7 @@ fn an_empty_name_is_the_default_export() {
 }
 
 #[test]
-fn the_daemon_ends_with_its_last_client() {
+fn daemon_ends_with_its_last_client() {
     let weir = Serve::with_own_scratch().args(["memory:1M", "--exit-when-idle"]).start();
     // A connection without a handshake does not count as a client.
     drop(UnixStream::connect(weir.socket()).unwrap());
@@ -236,13 +236,13 @@ fn bitmaps_of_backing_images_are_offered() {
     let map = |uri: &[&str]| -> Value {
         TestClient::new("nbdinfo").args(["--json", "--map=qemu:dirty-bitmap:since", "--"]).args(uri).json()
     };
-    let theirs = map(&["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", "since", text(&top), "]"]);
+    let qemu_map = map(&["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", "since", text(&top), "]"]);
     let weir = Serve::new(&scratch).arg(&top).args(["-f", "qcow2", "--bitmap", "since"]).start();
-    assert_eq!(map(&[&weir.uri("top")]), theirs);
-    assert_eq!(theirs[0]["length"], 128 << 10);
+    assert_eq!(map(&[&weir.uri("top")]), qemu_map);
+    assert_eq!(qemu_map[0]["length"], 128 << 10);
     weir.stop();
-    let said = Serve::new(&scratch).arg(&top).args(["-f", "qcow2", "--bitmap", "until"]).fails();
-    assert_contains(&said, &["there is no bitmap \"until\""]);
+    let stderr = Serve::new(&scratch).arg(&top).args(["-f", "qcow2", "--bitmap", "until"]).fails();
+    assert_contains(&stderr, &["there is no bitmap \"until\""]);
 }
 
 #[test]
@@ -257,11 +257,11 @@ fn sockets_are_private_by_default() {
     let weir = serve().args(["--socket-mode", "0660", "--socket-owner", "nobody:nogroup"]).start();
     assert_eq!(mode(weir.socket()), 0o660);
     let as_nobody = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups", "test", "-w"];
-    let about = fs::metadata(weir.socket()).unwrap();
+    let metadata = fs::metadata(weir.socket()).unwrap();
     assert_eq!(
         {
             use std::os::unix::fs::MetadataExt as _;
-            (about.uid(), about.gid())
+            (metadata.uid(), metadata.gid())
         },
         (65534, 65534)
     );
@@ -269,24 +269,24 @@ fn sockets_are_private_by_default() {
     fs::set_permissions(weir.socket().parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     TestClient::new(as_nobody[0]).args(&as_nobody[1..]).arg(weir.socket()).succeeds();
     weir.stop();
-    let said = serve().args(["--socket-owner", "no-such-user"]).fails();
-    assert_contains(&said, &["there is no user \"no-such-user\"", "getent passwd"]);
+    let stderr = serve().args(["--socket-owner", "no-such-user"]).fails();
+    assert_contains(&stderr, &["there is no user \"no-such-user\"", "getent passwd"]);
 }
 
 #[test]
 fn world_readable_keys_are_a_warning() {
     let scratch = Scratch::new();
     let keys = scratch.file("keys.psk", "user:00112233445566778899aabbccddeeff\n");
-    for (mode, warns) in [(0o644, true), (0o640, false)] {
+    for (mode, is_warning) in [(0o644, true), (0o640, false)] {
         fs::set_permissions(&keys, fs::Permissions::from_mode(mode)).unwrap();
         let weir = Serve::new(&scratch).args(["memory:1M", "--tls", "on", "--tls-psk", text(&keys)]).start();
         let log = weir.stop();
-        assert_eq!(log.contains("every user of this host can read the pre-shared keys"), warns, "{log}");
+        assert_eq!(log.contains("every user of this host can read the pre-shared keys"), is_warning, "{log}");
     }
 }
 
 #[test]
-fn a_signal_ends_a_daemon_that_waits_for_a_passphrase() {
+fn signal_ends_a_daemon_waiting_for_a_passphrase() {
     let scratch = Scratch::new();
     let (image, pipe) = (scratch.path("disk.qcow2"), scratch.path("pipe"));
     create_encrypted(&image);
@@ -299,10 +299,10 @@ fn a_signal_ends_a_daemon_that_waits_for_a_passphrase() {
         .spawn()
         .unwrap();
     // The open returns once the daemon reads; the daemon then waits while this end stays open.
-    let silent = File::options().write(true).open(&pipe).unwrap();
+    let writer = File::options().write(true).open(&pipe).unwrap();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     let status = child.wait().unwrap();
-    drop(silent);
+    drop(writer);
     assert_eq!((status.code(), status.signal()), (Some(0), None));
 }
 
@@ -310,23 +310,23 @@ fn a_signal_ends_a_daemon_that_waits_for_a_passphrase() {
 fn secret_file_must_be_in_the_image_root() {
     let scratch = Scratch::new();
     let inside = scratch.file("inside", "abc");
-    let (others, qmp) = (Scratch::new(), scratch.socket("qmp"));
-    let outside = others.file("outside", "abc");
+    let (other, qmp) = (Scratch::new(), scratch.socket("qmp"));
+    let outside = other.file("outside", "abc");
     let _weir = Serve::new(&scratch)
         .args(["memory:1M", "--image-root", text(&scratch.path("")), "--qmp"])
         .arg(format!("unix:{}", text(&qmp)))
         .start();
     let mut client = Qmp::negotiated(&qmp);
     let secret = |file: &Path| json!({"qom-type": "secret", "id": "s", "file": text(file)});
-    let (_, said) = client.command_error("object-add", secret(&outside));
-    assert_contains(&said, &["Unable to read", "lies outside of the image root"]);
+    let (_, message) = client.command_error("object-add", secret(&outside));
+    assert_contains(&message, &["Unable to read", "lies outside of the image root"]);
     client.command("object-add", secret(&inside));
 }
 
 #[test]
 fn every_command_prints_the_version() {
     for command in [&["serve", "--version"][..], &["image", "create", "--version"], &["--version"]] {
-        let said = TestClient::new(WEIR).args(command).succeeds();
-        assert!(said.trim_end().ends_with(env!("CARGO_PKG_VERSION")), "{command:?}: {said}");
+        let stdout = TestClient::new(WEIR).args(command).succeeds();
+        assert!(stdout.trim_end().ends_with(env!("CARGO_PKG_VERSION")), "{command:?}: {stdout}");
     }
 }

@@ -69,8 +69,8 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
     // Still full: the disk stops again.
     let address = format!("unix:{}", control.display());
     for disks in [&["disk"][..], &[]] {
-        let said = weir_command(&[&["resume", "--qmp", &address], disks].concat()).fails();
-        assert_contains(&said, &["disk: stopped again: No space left on device"]);
+        let stderr = weir_command(&[&["resume", "--qmp", &address], disks].concat()).fails();
+        assert_contains(&stderr, &["disk: stopped again: No space left on device"]);
         qmp.event("RESUME");
         await_stop(qmp);
     }
@@ -144,7 +144,7 @@ fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
     need_root("mounts");
     let mount = scratch.path("small");
     fs::create_dir(&mount).unwrap();
-    let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
+    let (control, vhost_socket) = (scratch.path("qmp.sock"), scratch.socket("vm"));
     let weir = Serve::new(&scratch)
         .wrapped_by([
             "unshare",
@@ -155,14 +155,14 @@ fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
             text(&mount),
         ])
         .arg(mount.join("disk.raw"))
-        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&vhost_socket))])
         .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
         .start();
     let mut qmp = Qmp::negotiated(&control);
     // One request at a time, so that exactly one fails.
     let client = Command::new(WEIR)
         .args(["bench", "-q", "-w", "--pattern", "90", "-c", "64", "-d", "1", "-s", "64K", "-f", "raw"])
-        .arg(format!("vhost-user:{}", text(&machine)))
+        .arg(format!("vhost-user:{}", text(&vhost_socket)))
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -178,13 +178,13 @@ fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
 /// A disk over vhost-user-blk all of whose writes fail, with this error policy; and its target for
 /// `weir bench`.
 fn disk_with_failing_writes(scratch: &Scratch, policy: &str) -> (Weir, Qmp, String) {
-    let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
+    let (control, vhost_socket) = (scratch.path("qmp.sock"), scratch.socket("vm"));
     let weir = Serve::new(scratch)
         .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", policy])
-        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&vhost_socket))])
         .args(["--qmp", &format!("unix:{}", control.display())])
         .start();
-    (weir, Qmp::negotiated(&control), format!("vhost-user:{}", text(&machine)))
+    (weir, Qmp::negotiated(&control), format!("vhost-user:{}", text(&vhost_socket)))
 }
 
 #[test]
@@ -201,26 +201,26 @@ fn held_requests_of_a_stopped_disk_stay_unanswered_at_the_end() {
     let (status, log) = weir.wait();
     assert!(status.success(), "{log}");
     let output = client.wait_with_output().expect("it is ours");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("closed the connection") && !said.contains("Input/output error"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("closed the connection") && !stderr.contains("Input/output error"), "{stderr}");
 }
 
 #[test]
 fn error_reported_to_a_guest_is_an_event() {
     let scratch = Scratch::new();
     let (weir, mut qmp, target) = disk_with_failing_writes(&scratch, "report");
-    let said = weir_command(&["bench", "-w", "-c", "1", "-d", "1", "-f", "raw", &target]).fails();
-    assert_contains(&said, &["vhost-user:"]);
-    let told = qmp.event("BLOCK_IO_ERROR");
+    let stderr = weir_command(&["bench", "-w", "-c", "1", "-d", "1", "-f", "raw", &target]).fails();
+    assert_contains(&stderr, &["vhost-user:"]);
+    let error_event = qmp.event("BLOCK_IO_ERROR");
     assert_eq!(
-        (&told["node-name"], &told["operation"], &told["action"], &told["nospace"]),
+        (&error_event["node-name"], &error_event["operation"], &error_event["action"], &error_event["nospace"]),
         (&json!("memory"), &json!("write"), &json!("report"), &json!(false))
     );
     weir.stop();
 }
 
 #[test]
-fn the_end_does_not_wait_for_a_stopped_disk() {
+fn shutdown_does_not_wait_for_a_stopped_disk() {
     let scratch = Scratch::new();
     let control = scratch.path("qmp.sock");
     let weir = Serve::new(&scratch)
@@ -294,12 +294,12 @@ while h.aio_in_flight():
 ",
         weir.uri("memory")
     );
-    let mut victim = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
+    let mut killed_client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
     let mut line = String::new();
-    BufReader::new(victim.stdout.take().expect("piped")).read_line(&mut line).expect("it prints");
+    BufReader::new(killed_client.stdout.take().expect("piped")).read_line(&mut line).expect("it prints");
     assert_eq!(line.trim(), "busy");
-    victim.kill().expect("it is ours");
-    victim.wait().expect("it is ours");
+    killed_client.kill().expect("it is ours");
+    killed_client.wait().expect("it is ours");
     let script = "
 h.pwrite(b'survivor', 0)
 h.flush()

@@ -6,7 +6,7 @@ use std::{fs, os::unix::fs::symlink, path::Path};
 use crate::harness::{MIB, Scratch, Serve, TestClient, WEIR, assert_contains, qemu_img, text};
 
 /// Starts the program in the background with the arguments under test, and ends it.
-const TRY: &str = r#"
+const RUN_ONE_TRIAL: &str = r#"
 rm -f pid "$S"; "$@" || exit
 if [ -e pid ]; then server=$(cat pid); kill "$server" 2>/dev/null; tail -s 0.01 --pid="$server" -f /dev/null; fi
 true
@@ -15,7 +15,7 @@ true
 /// The options of a row, the long form last, and what weir does with them.
 struct OptionRow {
     options: Vec<String>,
-    fate: String,
+    outcome: String,
 }
 
 /// The rows of the table below a heading.
@@ -28,20 +28,20 @@ fn table(heading: &str) -> Vec<OptionRow> {
         let mut cells = line.trim_matches('|').split('|').map(str::trim);
         let options =
             cells.next().unwrap_or_default().split(", ").map(|option| option.trim_matches('`').to_owned());
-        OptionRow { options: options.collect(), fate: cells.next().unwrap_or_default().to_owned() }
+        OptionRow { options: options.collect(), outcome: cells.next().unwrap_or_default().to_owned() }
     });
     rows.collect()
 }
 
 /// The options that QEMU's program lists in its help.
-fn listed(program: &str) -> Vec<String> {
+fn options_in_help(program: &str) -> Vec<String> {
     let help = TestClient::new(program).arg("--help").succeeds();
-    let words = help.lines().filter(|line| line.trim_start().starts_with('-')).flat_map(|line| {
+    let listed_options = help.lines().filter(|line| line.trim_start().starts_with('-')).flat_map(|line| {
         // Drop the suboptions and the description of an option.
         line.trim_start().split("  ").next().unwrap_or_default().split(", ").collect::<Vec<_>>()
     });
-    let name = |word: &str| word.split(['=', ' ', '[']).next().unwrap_or_default().to_owned();
-    let mut names: Vec<_> = words.map(name).filter(|name| name.len() > 1).collect();
+    let name = |option: &str| option.split(['=', ' ', '[']).next().unwrap_or_default().to_owned();
+    let mut names: Vec<_> = listed_options.map(name).filter(|name| name.len() > 1).collect();
     names.sort();
     names.dedup();
     names
@@ -52,7 +52,7 @@ fn listed(program: &str) -> Vec<String> {
 fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device: &[&str]) {
     let rows = table(program);
     let all: Vec<&String> = rows.iter().flat_map(|row| &row.options).collect();
-    for option in listed(program) {
+    for option in options_in_help(program) {
         assert!(all.contains(&&option), "{program} {option}: no row of the table has it");
     }
     let scratch = Scratch::new();
@@ -69,37 +69,37 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
     symlink(WEIR, &link).expect("the directory is ours");
     for row in &rows {
         let option = row.options.last().expect("a row has an option").as_str();
-        let (_, words) = trials
+        let (_, trial) = trials
             .iter()
             .find(|(name, _)| *name == option)
             .unwrap_or_else(|| panic!("{option}: is not tried"));
-        let alone = words.iter().any(|word| ["--help", "--version", "-d", "-L"].contains(word));
+        let alone = trial.iter().any(|argument| ["--help", "--version", "-d", "-L"].contains(argument));
         let complete = if alone { &[] } else { complete };
         let socket = scratch.socket("s");
-        let words = complete.iter().chain(words.iter());
-        let words = words.map(|word| {
-            word.replace("$S", text(&socket))
+        let arguments = complete.iter().chain(trial.iter());
+        let arguments = arguments.map(|argument| {
+            argument.replace("$S", text(&socket))
                 .replace("$N", text(listed.socket()))
                 .replace("$PWD", text(&scratch.path("")))
         });
         let outcome = TestClient::new("env")
             .arg(format!("S={}", text(&socket)))
-            .args(["bash", "-c", TRY, "bash", text(&link)])
-            .args(words)
+            .args(["bash", "-c", RUN_ONE_TRIAL, "bash", text(&link)])
+            .args(arguments)
             .inside(&scratch.path(""))
             .run();
-        let said = outcome.stderr();
-        let refusal = [": not supported (", "unexpected argument"].iter().any(|word| said.contains(word));
-        match row.fate.as_str() {
+        let stderr = outcome.stderr();
+        let refusal = [": not supported (", "unexpected argument"].iter().any(|message| stderr.contains(message));
+        match row.outcome.as_str() {
             "refused" => {
-                assert_eq!(outcome.code(), 1, "{option}: {said}");
-                assert!(refusal, "{option}: {said}");
-                assert_contains(&said, &[option]);
+                assert_eq!(outcome.code(), 1, "{option}: {stderr}");
+                assert!(refusal, "{option}: {stderr}");
+                assert_contains(&stderr, &[option]);
             }
             "works" | "differs" | "no difference" => {
-                assert!(!refusal, "{option}: {said}");
+                assert!(!refusal, "{option}: {stderr}");
                 let works = outcome.code() == 0 || no_device.contains(&option);
-                assert!(works, "{option}: {}: {said}", outcome.code());
+                assert!(works, "{option}: {}: {stderr}", outcome.code());
             }
             other => panic!("{option}: {other:?} is nothing that can become of an option"),
         }
@@ -110,10 +110,10 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
 }
 
 #[test]
-fn options_of_qemu_nbd_do_what_the_table_says() {
+fn options_of_qemu_nbd_match_the_table() {
     let serve = ["--fork", "-t", "--pid-file=pid"];
-    let raw = |words: &[&'static str]| [words, &["-k", "$S", "-f", "raw", "disk.raw"]].concat();
-    let marked = |words: &[&'static str]| [words, &["-k", "$S", "-f", "qcow2", "marked.qcow2"]].concat();
+    let raw = |options: &[&'static str]| [options, &["-k", "$S", "-f", "raw", "disk.raw"]].concat();
+    let marked = |options: &[&'static str]| [options, &["-k", "$S", "-f", "qcow2", "marked.qcow2"]].concat();
     let tls = "tls-creds-psk,id=t,endpoint=server,dir=keys";
     let alice = "authz-simple,id=a,identity=alice";
     let trials: Vec<(&str, Vec<&str>)> = vec![
@@ -153,13 +153,13 @@ fn options_of_qemu_nbd_do_what_the_table_says() {
         ("--help", vec!["--help"]),
         ("--version", vec!["--version"]),
     ];
-    let trials: Vec<_> = trials.iter().map(|(option, words)| (*option, &**words)).collect();
+    let trials: Vec<_> = trials.iter().map(|(option, arguments)| (*option, &**arguments)).collect();
     // The host's kernel may lack the NBD client; tests/guest covers it.
     try_rows("qemu-nbd", &serve, &trials, &["--connect", "--disconnect"]);
 }
 
 #[test]
-fn options_of_qemu_storage_daemon_do_what_the_table_says() {
+fn options_of_qemu_storage_daemon_match_the_table() {
     let serve = ["--daemonize", "--pidfile", "$PWD/pid", "--blockdev", "null-co,node-name=n"];
     let socket = "addr.type=unix,addr.path=$S";
     let chardev = ["--chardev", "socket,id=c,path=$S,server=on,wait=off", "--monitor", "c"];

@@ -12,7 +12,7 @@ use crate::{
 };
 
 const EXERCISE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fsx/exercise.py");
-const LARGEST: u64 = 256 << 10;
+const MAX_FILE_BYTES: u64 = 256 << 10;
 /// Operations of one run of the program. Each run continues with the file of the previous one,
 /// because the harness limits the run time of a client.
 const SLICE: u64 = 10_000;
@@ -32,7 +32,7 @@ fn exercise(scratch: &Scratch, file: &Path) -> Vec<u8> {
         let operations = left.min(SLICE);
         TestClient::new("python3")
             .args([EXERCISE, text(file), "--model-to", text(&model)])
-            .args(["--seed", &(seed + part).to_string(), "--largest", &LARGEST.to_string()])
+            .args(["--seed", &(seed + part).to_string(), "--largest", &MAX_FILE_BYTES.to_string()])
             .args(["--operations", &operations.to_string()])
             .succeeds();
         left -= operations;
@@ -75,21 +75,21 @@ fn file_and_image_are_the_model(format: &str, cache: &str) {
 }
 
 #[test]
-fn a_raw_image_through_the_page_cache() {
+fn raw_image_through_the_page_cache() {
     file_and_image_are_the_model("raw", "writeback");
 }
 
 #[test]
-fn a_raw_image_past_the_page_cache() {
+fn raw_image_past_the_page_cache() {
     file_and_image_are_the_model("raw", "none");
 }
 
 #[test]
-fn a_qcow2_image_through_the_page_cache() {
+fn qcow2_image_through_the_page_cache() {
     file_and_image_are_the_model("qcow2", "writeback");
 }
 
 #[test]
-fn a_qcow2_image_past_the_page_cache() {
+fn qcow2_image_past_the_page_cache() {
     file_and_image_are_the_model("qcow2", "none");
 }

@@ -87,7 +87,7 @@ fn direct() -> OpenOptions {
 }
 
 #[test]
-fn the_file_is_the_disk() {
+fn file_has_the_content_of_the_disk() {
     need_fuse!();
     let scratch = Scratch::new();
     let content = scratch.filled("content.raw", 8 * MIB + 4096);
@@ -206,8 +206,8 @@ fn threads_set_io_flusher() {
     let flags = |thread: fs::DirEntry| {
         let stat = fs::read_to_string(thread.path().join("stat")).expect("it does not end");
         // `flags` is field 9, the seventh after the name, which may contain spaces.
-        let (_, behind) = stat.rsplit_once(") ").expect("a name in parentheses");
-        behind.split(' ').nth(6).and_then(|flags| flags.parse::<u64>().ok()).expect("a number")
+        let (_, fields) = stat.rsplit_once(") ").expect("a name in parentheses");
+        fields.split(' ').nth(6).and_then(|flags| flags.parse::<u64>().ok()).expect("a number")
     };
     let threads = fs::read_dir(format!("/proc/{}/task", weir.pid())).expect("it runs").flatten();
     assert!(threads.map(flags).any(|flags| flags & FLAGS == FLAGS), "no thread has");
@@ -364,7 +364,7 @@ assert os.stat(path).st_size == 5 * mib
 }
 
 #[test]
-fn any_length_in_bytes_and_its_changes() {
+fn file_of_any_length_in_bytes_can_be_resized() {
     need_fuse!();
     let scratch = Scratch::new();
     let (file, control) = (mount_point(&scratch, "file"), scratch.socket("qmp"));
@@ -458,12 +458,12 @@ fn several_openers_and_several_exports() {
     qmp.event("BLOCK_EXPORT_DELETED");
     assert!(!is_mounted(&files[0]) && is_mounted(&files[1]));
     // With QEMU's options.
-    let mut again = json!({ "type": "fuse", "id": "again", "node-name": "one", "mountpoint": text(&files[0]),
+    let mut export_arguments = json!({ "type": "fuse", "id": "again", "node-name": "one", "mountpoint": text(&files[0]),
         "writable": true, "growable": true, "allow-other": "off", "io-uring": true });
-    let (_, refused) = qmp.command_error("block-export-add", again.clone());
+    let (_, refused) = qmp.command_error("block-export-add", export_arguments.clone());
     assert_contains(&refused, &["'io-uring'", "was removed"]);
-    again.as_object_mut().expect("an object").remove("io-uring");
-    qmp.command("block-export-add", again);
+    export_arguments.as_object_mut().expect("an object").remove("io-uring");
+    qmp.command("block-export-add", export_arguments);
     assert_eq!(fs::metadata(&files[0]).expect("it is there").len(), 16 * MIB);
     weir.stop();
     assert!(!is_mounted(&files[0]) && !is_mounted(&files[1]));
@@ -473,11 +473,11 @@ fn several_openers_and_several_exports() {
 fn growth_by_a_program_notifies_the_front_end() {
     need_fuse!();
     let scratch = Scratch::new();
-    let (file, machine) = (mount_point(&scratch, "file"), scratch.socket("machine"));
+    let (file, vhost_socket) = (mount_point(&scratch, "file"), scratch.socket("machine"));
     let image = scratch.sparse("disk.raw", MIB);
-    let door = format!("unix:{}", text(&machine));
+    let listen_option = format!("unix:{}", text(&vhost_socket));
     let _weir =
-        serve(&scratch, &image, &file, ",growable").args(["-f", "raw", "--vhost-user-blk", &door]).start();
+        serve(&scratch, &image, &file, ",growable").args(["-f", "raw", "--vhost-user-blk", &listen_option]).start();
     // A front end that implements only the reads of the configuration space.
     python(
         r#"
@@ -507,7 +507,7 @@ config_change = 2
 assert struct.unpack("=III", receive(news, 12))[0] == config_change
 assert capacity() == 2 << 20
 "#,
-        &[text(&file), text(&machine)],
+        &[text(&file), text(&vhost_socket)],
     );
 }
 
@@ -600,9 +600,9 @@ fn stale_mount_is_removed_by_the_next_daemon() {
     let weir = serve(&scratch, &image, &file, "").start();
     kill_watchers(&weir);
     weir.crash();
-    let dead = fs::metadata(&file).expect_err("no server");
+    let error = fs::metadata(&file).expect_err("no server");
     let errors = [libc::ENOTCONN, libc::ECONNABORTED];
-    assert!(dead.raw_os_error().is_some_and(|errno| errors.contains(&errno)), "{dead}");
+    assert!(error.raw_os_error().is_some_and(|errno| errors.contains(&errno)), "{error}");
     let weir = serve(&scratch, &image, &file, "").start();
     assert!(fs::read(&file).expect("it can be read") == pattern(MIB as usize));
     weir.stop();
@@ -655,11 +655,11 @@ fn file_of_an_unprivileged_user_is_private() {
     let serve = |scratch: &Scratch, image: &Path, file: &Path, options| {
         serve(scratch, image, file, options).env("HOME", scratch.path("")).wrapped_by(as_nobody)
     };
-    for (options, others) in [(",allow-other=off", false), ("", false)] {
+    for (options, allow_other) in [(",allow-other=off", false), ("", false)] {
         let weir = serve(&scratch, &image, &file, options).start();
         let read = TestClient::new("setpriv").args(&as_nobody[1..]).args(["cmp", text(&file), text(&image)]);
         read.succeeds();
-        assert_eq!(fs::metadata(&file).is_ok(), others, "root is another user");
+        assert_eq!(fs::metadata(&file).is_ok(), allow_other, "root is another user");
         weir.stop();
         assert!(!is_mounted(&file));
     }
@@ -667,8 +667,8 @@ fn file_of_an_unprivileged_user_is_private() {
     let weir = serve(&scratch, &image, &file, "").start();
     weir.crash();
     wait_until_unmounted(&file);
-    let said = serve(&scratch, &image, &file, ",allow-other=on").fails();
-    assert_contains(&said, &["user_allow_other", "/etc/fuse.conf"]);
+    let stderr = serve(&scratch, &image, &file, ",allow-other=on").fails();
+    assert_contains(&stderr, &["user_allow_other", "/etc/fuse.conf"]);
 }
 
 /// The device with the mode that udev sets: read-write for all. In a container only root may open
@@ -728,27 +728,27 @@ fn invalid_mount_points_are_named() {
     let file = mount_point(&scratch, "file");
     let _weir = serve(&scratch, &image, &file, "").start();
     let other = Scratch::new();
-    let said = serve(&other, &other.sparse("other.raw", MIB), &file, "").fails();
-    assert_contains(&said, &["is mounted over it already"]);
+    let stderr = serve(&other, &other.sparse("other.raw", MIB), &file, "").fails();
+    assert_contains(&stderr, &["is mounted over it already"]);
 }
 
 #[test]
-fn a_daemon_ends_while_the_file_is_in_use() {
+fn daemon_ends_while_its_file_is_in_use() {
     need_fuse!();
     let scratch = Scratch::new();
     let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     let weir = serve(&scratch, &image, &file, "").args(["--iops-total", "100"]).start();
-    let (begun, has_begun) = mpsc::channel();
+    let (begun_sender, has_begun) = mpsc::channel();
     let readers: Vec<_> = (0..8)
         .map(|_| {
-            let (seen, begun) = (File::open(&file).expect("it is served"), begun.clone());
+            let (seen, begun_sender) = (File::open(&file).expect("it is served"), begun_sender.clone());
             thread::spawn(move || {
                 loop {
                     if let Err(error) = seen.read_at(&mut [0; 4096], 0) {
                         return error.raw_os_error();
                     }
-                    let _ = begun.send(());
+                    let _ = begun_sender.send(());
                 }
             })
         })
@@ -766,7 +766,7 @@ fn a_daemon_ends_while_the_file_is_in_use() {
 }
 
 #[test]
-fn the_image_itself_may_be_mounted_over() {
+fn image_may_be_the_mount_point() {
     need_fuse!();
     let scratch = Scratch::new();
     let (content, image) = (scratch.filled("content.raw", MIB), scratch.path("disk.qcow2"));

@@ -81,8 +81,8 @@ fn image_on_own_export_is_rejected_under_any_name() {
         ("qcow2", &overlay),
         ("qcow2", &split),
     ] {
-        let said = add(&mut qmp, format, path).to_string();
-        assert_contains(&said, &["itself serves", "requests would deadlock"]);
+        let error = add(&mut qmp, format, path).to_string();
+        assert_contains(&error, &["itself serves", "requests would deadlock"]);
     }
     assert_contains(&add(&mut qmp, "raw", device.path()).to_string(), &["itself serves"]);
     drop((device, bound));

@@ -60,10 +60,10 @@ pub(crate) fn pause() {
 
 /// Polls until `look` returns a value; fails at the deadline.
 #[track_caller]
-pub(crate) fn poll_until<T>(look: impl Fn() -> Option<T>) -> T {
+pub(crate) fn poll_until<T>(poll: impl Fn() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
-        match look() {
+        match poll() {
             Some(found) => return found,
             None => assert!(Instant::now() < end, "the condition did not become true"),
         }
@@ -94,9 +94,9 @@ pub(crate) fn children(pid: Pid) -> impl Iterator<Item = Pid> {
 /// it.
 pub(crate) fn wait_for_programs() {
     let program = |pid: Pid| fs::read_link(format!("/proc/{pid}/exe")).ok();
-    let ours = program(Pid::this());
+    let own_program = program(Pid::this());
     for child in children(Pid::this()) {
-        while ours.is_some() && program(child) == ours {
+        while own_program.is_some() && program(child) == own_program {
             thread::yield_now();
         }
     }
@@ -104,9 +104,9 @@ pub(crate) fn wait_for_programs() {
 
 /// Fails unless the tests run as root.
 #[track_caller]
-pub(crate) fn need_root(what: &str) {
+pub(crate) fn need_root(subject: &str) {
     let is_root = nix::unistd::geteuid().is_root();
-    assert!(is_root, "{what} need root (run the tests as root, as `make test` in CI does)");
+    assert!(is_root, "{subject} need root (run the tests as root, as `make test` in CI does)");
 }
 
 /// Fails unless `text` contains each of `parts`; the message shows all of `text`.

@@ -15,16 +15,16 @@ use crate::harness::{
     },
 };
 
-struct ServedFriend {
+struct DaemonWithIdleClient {
     weir: Weir,
-    friend: RawNbdClient,
+    idle_client: RawNbdClient,
 }
 
-impl ServedFriend {
+impl DaemonWithIdleClient {
     fn new() -> Self {
         let weir = Serve::filled(4 * MIB).start();
-        let (friend, _) = RawNbdClient::negotiated(weir.socket(), "disk");
-        Self { weir, friend }
+        let (idle_client, _) = RawNbdClient::negotiated(weir.socket(), "disk");
+        Self { weir, idle_client }
     }
 
     fn greet(&self) -> RawNbdClient {
@@ -37,7 +37,7 @@ impl ServedFriend {
 
     #[track_caller]
     fn assert_served(&mut self) {
-        for client in [&mut self.friend, &mut RawNbdClient::negotiated(self.weir.socket(), "disk").0] {
+        for client in [&mut self.idle_client, &mut RawNbdClient::negotiated(self.weir.socket(), "disk").0] {
             assert_eq!(client.read(4096, 4096).as_deref(), Ok(&pattern(8192)[4096..]));
         }
     }
@@ -45,36 +45,36 @@ impl ServedFriend {
 
 /// Sends the bytes; asserts that only this client is disconnected.
 #[track_caller]
-fn assert_disconnected(party: &mut ServedFriend, mut client: RawNbdClient, said: &[u8]) {
-    client.send(said);
+fn assert_disconnected(daemon: &mut DaemonWithIdleClient, mut client: RawNbdClient, bytes: &[u8]) {
+    client.send(bytes);
     client.wait_for_close();
-    party.assert_served();
+    daemon.assert_served();
 }
 
 #[test]
 fn non_nbd_client_is_disconnected() {
-    let mut party = ServedFriend::new();
+    let mut daemon = DaemonWithIdleClient::new();
     // Before the greeting: another protocol, arbitrary bytes, and flags that do not exist.
     for nonsense in [&b"GET / HTTP/1.1\r\nHost: weir\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4]] {
-        let client = RawNbdClient::connect(party.weir.socket());
-        assert_disconnected(&mut party, client, nonsense);
+        let client = RawNbdClient::connect(daemon.weir.socket());
+        assert_disconnected(&mut daemon, client, nonsense);
     }
     // During option negotiation: a wrong magic number, and an export that does not exist.
     let option = [&(OPTION_MAGIC + 1).to_be_bytes()[..], &[0; 8]].concat();
     let name = [&wire::option_header(OPT_EXPORT_NAME, 4)[..], b"nope"].concat();
     for wrong in [option, name] {
-        let client = party.greet();
-        assert_disconnected(&mut party, client, &wrong);
+        let client = daemon.greet();
+        assert_disconnected(&mut daemon, client, &wrong);
     }
     // During transmission.
-    let client = party.go();
-    assert_disconnected(&mut party, client, &[0xaa; 28]);
+    let client = daemon.go();
+    assert_disconnected(&mut daemon, client, &[0xaa; 28]);
 }
 
 #[test]
 fn invalid_options_are_rejected_and_the_handshake_continues() {
-    let mut party = ServedFriend::new();
-    let mut client = party.greet();
+    let mut daemon = DaemonWithIdleClient::new();
+    let mut client = daemon.greet();
     let refusals = [
         (4242, &b"what is this?"[..], REP_ERR_UNSUP),
         (OPT_LIST, b"data", REP_ERR_INVALID),
@@ -91,58 +91,58 @@ fn invalid_options_are_rejected_and_the_handshake_continues() {
     }
     assert_eq!(client.option(OPT_GO, &wire::go_data("disk")).last().map(|(kind, _)| *kind), Some(REP_ACK));
     assert_eq!(client.read(0, 8).as_deref(), Ok(&pattern(8)[..]));
-    party.assert_served();
+    daemon.assert_served();
 }
 
 #[test]
 fn huge_option_is_skipped_or_ends_the_handshake() {
-    let mut party = ServedFriend::new();
-    let mut client = party.greet();
+    let mut daemon = DaemonWithIdleClient::new();
+    let mut client = daemon.greet();
     assert_eq!(client.option(OPT_GO, &vec![b'x'; 100_000])[0].0, REP_ERR_TOO_BIG);
     client.send(&wire::option_header(OPT_GO, u32::MAX));
     client.wait_for_close();
-    party.assert_served();
+    daemon.assert_served();
 }
 
 #[test]
-fn an_abort_is_acknowledged() {
-    let party = ServedFriend::new();
-    let mut client = party.greet();
+fn abort_is_acknowledged() {
+    let daemon = DaemonWithIdleClient::new();
+    let mut client = daemon.greet();
     assert_eq!(client.option(OPT_ABORT, &[]), [(REP_ACK, vec![])]);
     client.wait_for_close();
 }
 
 #[test]
 fn slow_handshake_is_disconnected() {
-    let mut party = ServedFriend::new();
+    let mut daemon = DaemonWithIdleClient::new();
     let began = Instant::now();
-    let mut silent = RawNbdClient::connect(party.weir.socket());
-    let mut slow = party.greet();
+    let mut silent_client = RawNbdClient::connect(daemon.weir.socket());
+    let mut slow = daemon.greet();
     slow.send(&wire::option_header(OPT_GO, 10)[..7]);
-    silent.wait_for_close();
+    silent_client.wait_for_close();
     slow.wait_for_close();
-    let took = began.elapsed();
-    assert!(took.as_secs() >= 10, "10 s are allowed for a handshake, cut after {took:?}");
-    party.assert_served();
+    let elapsed = began.elapsed();
+    assert!(elapsed.as_secs() >= 10, "10 s are allowed for a handshake, cut after {elapsed:?}");
+    daemon.assert_served();
 }
 
 #[test]
 fn unknown_command_is_rejected_and_the_connection_continues() {
-    let mut party = ServedFriend::new();
-    let mut client = party.go();
+    let mut daemon = DaemonWithIdleClient::new();
+    let mut client = daemon.go();
     client.request(RawNbdRequest { flags: 0, kind: 1000, cookie: 5, offset: 0, length: 512 }, &[]);
     assert_eq!(client.simple_reply(), (EINVAL, 5));
     assert_eq!(client.read(0, 8).as_deref(), Ok(&pattern(8)[..]));
-    party.assert_served();
+    daemon.assert_served();
 }
 
 #[test]
-fn the_payload_of_a_refused_write_is_skipped() {
+fn payload_of_a_rejected_write_is_skipped() {
     let weir = Serve::filled(MIB).arg("--read-only").start();
     let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "disk");
     // The payload looks like requests: if it were not skipped, they would be answered.
-    let bait = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 666, offset: 0, length: 1 }.compact();
-    let payload = bait.repeat(1000);
+    let forged = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 666, offset: 0, length: 1 }.compact();
+    let payload = forged.repeat(1000);
     client.request(
         RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: payload.len() as u64 },
         &payload,
@@ -153,26 +153,26 @@ fn the_payload_of_a_refused_write_is_skipped() {
 
 #[test]
 fn disconnect_at_any_point_leaves_no_state() {
-    let mut party = ServedFriend::new();
+    let mut daemon = DaemonWithIdleClient::new();
     let write = RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: MIB, length: 65_536 }.compact();
-    drop(RawNbdClient::connect(party.weir.socket()));
-    drop(party.greet());
-    drop(party.go());
+    drop(RawNbdClient::connect(daemon.weir.socket()));
+    drop(daemon.greet());
+    drop(daemon.go());
     for bytes in [&write[..13], &write[..], &[&write[..], &[7; 1000]].concat()] {
-        let mut client = party.go();
+        let mut client = daemon.go();
         client.send(bytes);
         drop(client);
     }
     // Half a payload is not written.
     let untouched = &pattern(MIB as usize + 65_536)[MIB as usize..];
-    assert_eq!(party.friend.read(MIB, 65_536).as_deref(), Ok(untouched));
-    party.assert_served();
+    assert_eq!(daemon.idle_client.read(MIB, 65_536).as_deref(), Ok(untouched));
+    daemon.assert_served();
 }
 
 #[test]
 fn half_closed_client_receives_its_replies() {
-    let party = ServedFriend::new();
-    let mut client = party.go();
+    let daemon = DaemonWithIdleClient::new();
+    let mut client = daemon.go();
     for cookie in 0..50 {
         client.request(
             RawNbdRequest { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 },
@@ -197,26 +197,26 @@ fn half_closed_client_receives_its_replies() {
 
 #[test]
 fn client_that_never_reads_is_not_read_from() {
-    let mut party = ServedFriend::new();
-    let mut deaf = party.go();
-    let asked = thread::scope(|scope| {
+    let mut daemon = DaemonWithIdleClient::new();
+    let mut stalled = daemon.go();
+    let sent = thread::scope(|scope| {
         // Sends far more requests than the queues hold; the daemon must stop reading.
         let requests = scope.spawn(|| {
             let read =
                 RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 9, offset: 0, length: 4 * MIB }.compact();
-            deaf.limit_writing();
-            (0..1_000_000_u64).take_while(|_| deaf.try_send(&read)).count()
+            stalled.limit_writing();
+            (0..1_000_000_u64).take_while(|_| stalled.try_send(&read)).count()
         });
         for _ in 0..20 {
-            party.assert_served();
+            daemon.assert_served();
         }
         requests.join().expect("the client only sends")
     });
-    assert!(asked < 1_000_000, "all of 4 TB of replies were promised");
-    let resident = party.weir.resident_bytes();
+    assert!(sent < 1_000_000, "all of 4 TB of replies were promised");
+    let resident = daemon.weir.resident_bytes();
     assert!(resident < 512 * MIB, "{} MiB for one client that does not read", resident / MIB);
-    drop(deaf);
-    party.assert_served();
+    drop(stalled);
+    daemon.assert_served();
 }
 
 #[test]
@@ -237,16 +237,16 @@ fn surplus_clients_wait() {
 
 #[test]
 fn silent_clients_yield_to_active_ones() {
-    for places in [1, 5, 20] {
-        let most = places.to_string();
+    for max in [1, 5, 20] {
+        let max_connections = max.to_string();
         let weir = Serve::with_own_scratch()
             .arg("memory:1M")
-            .args(["--max-connections", &most, "--log", "debug"])
+            .args(["--max-connections", &max_connections, "--log", "debug"])
             .start();
-        let silent: Vec<_> = (0..3 * places).map(|_| RawNbdClient::connect(weir.socket())).collect();
+        let silent_clients: Vec<_> = (0..3 * max).map(|_| RawNbdClient::connect(weir.socket())).collect();
         // Behind three times as many silent clients, each of which could stay for ten seconds.
         assert_eq!(RawNbdClient::negotiated(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));
-        drop(silent);
+        drop(silent_clients);
         let log = weir.stop();
         assert!(log.contains("others wait"), "no silent client was disconnected early:\n{log}");
     }
@@ -259,13 +259,13 @@ fn idle_client_costs_little() {
     drop(RawNbdClient::negotiated(weir.socket(), "memory"));
     let growth = |since: u64| weir.resident_bytes().saturating_sub(since);
     let begin = weir.resident_bytes();
-    let silent: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::greet(weir.socket())).collect();
+    let silent_clients: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::greet(weir.socket())).collect();
     let each = growth(begin) / CLIENTS;
     assert!(each <= 16 << 10, "{each} bytes for a client that has said nothing");
     let idle: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::negotiated(weir.socket(), "memory").0).collect();
     let each = growth(begin) / CLIENTS - each;
     assert!(each <= 16 << 10, "{each} bytes for an idle client");
-    drop((silent, idle));
+    drop((silent_clients, idle));
     for _ in 0..10_000 {
         drop(RawNbdClient::connect(weir.socket()));
     }
@@ -284,10 +284,10 @@ fn clients_that_hold_memory_delay_no_other_disk() {
     let more = ["memory:64M", "--name", "large", "--memory", "192M", "--workers", "1"];
     let weir = operator::start(&scratch, &more);
     let mut other = RawNbdClient::negotiated(weir.socket(), "b").0;
-    let mut rude: Vec<_> = (0..8).map(|_| RawNbdClient::negotiated(weir.socket(), "large").0).collect();
+    let mut stalled: Vec<_> = (0..8).map(|_| RawNbdClient::negotiated(weir.socket(), "large").0).collect();
     let write = RawNbdRequest { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 32 << 20 };
-    rude[0].send(&[write.compact(), vec![1; 16 << 20]].concat());
-    for client in &mut rude[1..] {
+    stalled[0].send(&[write.compact(), vec![1; 16 << 20]].concat());
+    for client in &mut stalled[1..] {
         client.send(&write.compact());
     }
     let bytes = |status: &Value, name: &str| status["memory"][name].as_u64().expect("a number");
@@ -298,7 +298,7 @@ fn clients_that_hold_memory_delay_no_other_disk() {
     let status = operator::status(&scratch, "0");
     assert!(bytes(&status, "requests") <= bytes(&status, "max-requests"), "{status}");
     assert_eq!(bytes(&status, "total"), 192 * MIB);
-    drop(rude);
+    drop(stalled);
     weir.stop();
 }
 
@@ -352,7 +352,7 @@ fn disconnect_cancels_throttled_requests() {
 }
 
 #[test]
-fn a_stop_does_not_wait_for_limits() {
+fn stop_does_not_wait_for_limits() {
     let (weir, _client) = ten_minutes(&[]);
     weir.stop();
 }

@@ -33,8 +33,8 @@ struct HttpResponse {
 }
 
 impl HttpResponse {
-    fn of(whole: &str) -> Self {
-        let (head, body) = whole.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {whole:?}"));
+    fn of(response: &str) -> Self {
+        let (head, body) = response.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {response:?}"));
         let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
         Self { status: status.expect("a status"), head: head.to_owned(), body: body.to_owned() }
     }
@@ -91,9 +91,9 @@ impl HttpDaemon {
              {body}"
         );
         stream.write_all(request.as_bytes()).unwrap();
-        let mut whole = String::new();
-        stream.read_to_string(&mut whole).unwrap();
-        HttpResponse::of(&whole)
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        HttpResponse::of(&response)
     }
 
     fn get(&self, path: &str) -> HttpResponse {
@@ -107,9 +107,9 @@ impl HttpDaemon {
 
     #[track_caller]
     fn overview(&self) -> Value {
-        let answer = self.get("/api/v1/overview");
-        assert_eq!(answer.status, 200, "{answer:?}");
-        answer.json()
+        let response = self.get("/api/v1/overview");
+        assert_eq!(response.status, 200, "{response:?}");
+        response.json()
     }
 
     fn listen(&self) -> EventStream {
@@ -142,9 +142,9 @@ impl EventStream {
     }
 }
 
-fn one<'a>(all: &'a Value, of: &str, name: &str) -> &'a Value {
-    let all = all[of].as_array().unwrap();
-    all.iter().find(|one| one["name"] == name).unwrap_or_else(|| panic!("no {name} in {all:?}"))
+fn entry_named<'a>(overview: &'a Value, list: &str, name: &str) -> &'a Value {
+    let all = overview[list].as_array().unwrap();
+    all.iter().find(|entry| entry["name"] == name).unwrap_or_else(|| panic!("no {name} in {all:?}"))
 }
 
 #[test]
@@ -156,13 +156,13 @@ fn overview_lists_the_running_state() {
     // The overview may be as old as the last sample of the stream.
     let overview = poll_until(|| {
         let overview = daemon.overview();
-        (one(&overview, "disks", "memory")["reads"]["requests"] == 100).then_some(overview)
+        (entry_named(&overview, "disks", "memory")["reads"]["requests"] == 100).then_some(overview)
     });
     assert_eq!(
         (&overview["access"], &overview["daemon"]["version"]),
         (&json!("read"), &json!(env!("CARGO_PKG_VERSION")))
     );
-    let disk = one(&overview, "disks", "memory");
+    let disk = entry_named(&overview, "disks", "memory");
     let known = [
         ("size", json!(16 << 20)),
         ("weight", json!(300)),
@@ -207,10 +207,10 @@ fn totals_without_limits_equal_metrics_and_status() {
     let daemon = HttpDaemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
     daemon.weir.nbdsh("a", "for i in range(25): h.pread(4096, 4096 * i)\nh.pwrite(b'x' * 512, 0)");
     daemon.weir.nbdsh("b", "for i in range(7): h.pread(512, 512 * i)");
-    let counts = |all: &Value, of: &str, name: &str| {
-        let one = one(all, of, name);
+    let counts = |all: &Value, list: &str, name: &str| {
+        let entry = entry_named(all, list, name);
         [["reads", "requests"], ["reads", "bytes"], ["writes", "requests"], ["writes", "bytes"]]
-            .map(|[direction, what]| one[direction][what].as_u64().unwrap())
+            .map(|[direction, counter]| entry[direction][counter].as_u64().unwrap())
     };
     // The sums over both disks.
     let both = [32, 25 * 4096 + 7 * 512, 1, 512];
@@ -219,31 +219,31 @@ fn totals_without_limits_equal_metrics_and_status() {
     let (a, b) = ([25, 25 * 4096, 1, 512], [7, 7 * 512, 0, 0]);
     assert_eq!([counts(&overview, "disks", "a"), counts(&overview, "disks", "b")], [a, b]);
     assert_eq!(counts(&overview, "groups", "inner"), a);
-    let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
-    assert_eq!([counts(&told, "disks", "a"), counts(&told, "disks", "b")], [a, b]);
+    let status = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
+    assert_eq!([counts(&status, "disks", "a"), counts(&status, "disks", "b")], [a, b]);
     let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
     let page = TestClient::new("curl").args(curl).succeeds();
     let families = ["reads", "read_bytes", "writes", "written_bytes"];
-    for (name, all) in [("a", a), ("b", b)] {
-        for (family, count) in families.into_iter().zip(all) {
+    for (name, expected) in [("a", a), ("b", b)] {
+        for (family, count) in families.into_iter().zip(expected) {
             let line = format!("weir_disk_{family}_total{{disk=\"{name}\"}} {count}\n");
             assert!(page.contains(&line), "{line} is not in {page}");
         }
     }
     // A group's rates and latencies are those of its disks.
-    let history = |of: &str| daemon.get(&format!("/api/v1/{of}/history?span=10m")).json();
+    let history = |path: &str| daemon.get(&format!("/api/v1/{path}/history?span=10m")).json();
     poll_until(|| {
         let rates = history("groups/outer")["series"]["read-iops"].as_array()?.clone();
         rates.iter().any(|rate| rate.as_f64() > Some(0.0)).then_some(())
     });
     // The latencies of `b` arrive last.
-    let known = |of: &str| -> Option<Vec<Value>> {
-        let all = history(of)["series"]["latency-p99-ns"].as_array()?.clone();
+    let known = |path: &str| -> Option<Vec<Value>> {
+        let all = history(path)["series"]["latency-p99-ns"].as_array()?.clone();
         Some(all.into_iter().filter(|latency| !latency.is_null()).collect())
     };
     poll_until(|| known("disks/b").filter(|all| !all.is_empty()));
     assert_eq!(known("groups/inner"), known("disks/a"));
-    let [outer, inner] = ["groups/outer", "groups/inner"].map(|of| history(of)["latency-heat"].clone());
+    let [outer, inner] = ["groups/outer", "groups/inner"].map(|path| history(path)["latency-heat"].clone());
     let columns = |heat: &Value| heat["rows"].as_array().unwrap().iter().filter(|row| !row.is_null()).count();
     assert!(columns(&outer) >= columns(&inner) && columns(&inner) > 0, "{outer} and {inner}");
     daemon.weir.stop();
@@ -260,7 +260,7 @@ fn imitated_device_utilization_follows_its_rate() {
         daemon.weir.nbdsh("memory", "for i in range(20): h.pread(512, 1024 * i)");
         reads.set(reads.get() + 20);
         let overview = daemon.overview();
-        let device = one(&overview, "devices", "rate of memory");
+        let device = entry_named(&overview, "devices", "rate of memory");
         (device["busy-ratio"].as_f64() > Some(0.0) && device["read-iops"].as_f64() > Some(0.0)).then_some(())
     });
     let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
@@ -269,11 +269,11 @@ fn imitated_device_utilization_follows_its_rate() {
     // A response is cached for a quarter of a second.
     poll_until(|| {
         let page = TestClient::new("curl").args(curl).succeeds();
-        let of = |family: &str| -> Option<f64> {
+        let counter = |family: &str| -> Option<f64> {
             let name = format!("weir_device_{family}_total{{device=\"rate of memory\"}} ");
             page.lines().find_map(|line| line.strip_prefix(&name))?.parse().ok()
         };
-        (["reads", "read_bytes", "busy_seconds"].map(of) == expected.map(Some)).then_some(())
+        (["reads", "read_bytes", "busy_seconds"].map(counter) == expected.map(Some)).then_some(())
     });
     daemon.weir.stop();
 }
@@ -360,15 +360,15 @@ fn responses_match_the_description() {
 fn vhost_user_export_lists_front_end_and_rings() {
     let scratch = Scratch::new();
     let socket = scratch.socket("vm");
-    let machine = format!("unix:{}", text(&socket));
-    let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--vhost-user-blk", &machine]));
+    let address = format!("unix:{}", text(&socket));
+    let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--vhost-user-blk", &address]));
     let exports = |overview: &Value| {
-        let exports = one(overview, "disks", "memory")["exports"].as_array().unwrap();
-        ["nbd", "vhost-user-blk"].map(|kind| exports.iter().find(|one| one["type"] == kind).unwrap().clone())
+        let exports = entry_named(overview, "disks", "memory")["exports"].as_array().unwrap();
+        ["nbd", "vhost-user-blk"].map(|kind| exports.iter().find(|export| export["type"] == kind).unwrap().clone())
     };
-    let [_, machine] = exports(&daemon.overview());
+    let [_, vhost_export] = exports(&daemon.overview());
     // No front end is connected yet.
-    assert_eq!((&machine["front-end"], &machine["queues"]), (&Value::Null, &json!(0)));
+    assert_eq!((&vhost_export["front-end"], &vhost_export["queues"]), (&Value::Null, &json!(0)));
     let front_end = UnixStream::connect(&socket).unwrap();
     let overview = poll_until(|| {
         let overview = daemon.overview();
@@ -377,10 +377,10 @@ fn vhost_user_export_lists_front_end_and_rings() {
     let described = daemon.get("/api/v1/openapi.json").json();
     let schemas = &described["components"]["schemas"];
     check(&schemas["Overview"], schemas, &overview, "overview");
-    let [nbd, machine] = exports(&overview);
-    assert_eq!(machine["front-end"]["pid"], std::process::id());
+    let [nbd, vhost_export] = exports(&overview);
+    assert_eq!(vhost_export["front-end"]["pid"], std::process::id());
     for count in ["queues", "requests", "in-flight", "kicks", "calls", "copies"] {
-        assert_eq!((&machine[count], &nbd[count]), (&json!(0), &Value::Null), "{count}");
+        assert_eq!((&vhost_export[count], &nbd[count]), (&json!(0), &Value::Null), "{count}");
     }
     drop(front_end);
     poll_until(|| exports(&daemon.overview())[1]["front-end"].is_null().then_some(()));
@@ -394,20 +394,20 @@ fn page_is_served_with_a_strict_policy() {
     for (path, kind) in
         [("/", "text/html"), ("/assets/main.js", "text/javascript"), ("/api/v1/overview", "application/json")]
     {
-        let answer = daemon.get(path);
-        assert_eq!(answer.status, 200, "{answer:?}");
+        let response = daemon.get(path);
+        assert_eq!(response.status, 200, "{response:?}");
         for line in [
             &format!("content-type: {kind}"),
             "content-security-policy: default-src 'none'; script-src 'self';",
             "x-content-type-options: nosniff",
             "referrer-policy: no-referrer",
         ] {
-            assert!(answer.head.contains(line), "{line} is not in {}", answer.head);
+            assert!(response.head.contains(line), "{line} is not in {}", response.head);
         }
         assert!(
-            !answer.head.contains("set-cookie") && !answer.head.contains("access-control"),
+            !response.head.contains("set-cookie") && !response.head.contains("access-control"),
             "{}",
-            answer.head
+            response.head
         );
     }
     assert_eq!(daemon.get("/assets/../Cargo.toml").status, 404);
@@ -421,8 +421,8 @@ fn page_is_served_with_a_strict_policy() {
         loop {
             let mut line = String::new();
             assert!(reader.read_line(&mut line).unwrap() > 0);
-            if let Some(said) = line.strip_prefix("content-length: ") {
-                length = said.trim().parse().unwrap();
+            if let Some(value) = line.strip_prefix("content-length: ") {
+                length = value.trim().parse().unwrap();
             }
             if line == "\r\n" {
                 break;

@@ -43,7 +43,7 @@ impl HungDisk {
     fn new() -> Self {
         let scratch = Scratch::new();
         let fuse = FuseServer::mount(&scratch.path("mount"), BYTES as usize);
-        let (a, h, machine) = (scratch.sparse("a.raw", BYTES), fuse.file(), scratch.socket("machine"));
+        let (a, h, vhost_socket) = (scratch.sparse("a.raw", BYTES), fuse.file(), scratch.socket("machine"));
         let config = format!(
             "[daemon]\n\
              qmp = \"{}\"\n\
@@ -65,7 +65,7 @@ impl HungDisk {
             text(&scratch.socket("metrics")),
             text(&a),
             text(&h),
-            text(&machine),
+            text(&vhost_socket),
         );
         let weir = serve(&scratch, &scratch.file("weir.toml", config));
         Self { fuse, weir, scratch }
@@ -96,7 +96,7 @@ impl HungDisk {
 
     /// Starts requests and commands of every kind on the blocked file system, without awaiting
     /// them.
-    fn use_held_disk(&self) -> (Vec<RawNbdClient>, Vec<Qmp>) {
+    fn send_requests(&self) -> (Vec<RawNbdClient>, Vec<Qmp>) {
         let mut client = self.client("h");
         // Not at either end of the file, which the open has read into the page cache.
         for (kind, offset, length) in
@@ -120,9 +120,9 @@ impl HungDisk {
     fn get(mut stream: impl Read + Write, path: &str) {
         let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).expect("it listens");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).expect("it answers");
-        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+        let mut response = String::new();
+        stream.read_to_string(&mut response).expect("it answers");
+        assert!(response.starts_with("HTTP/1.1 200"), "{path}: {response}");
     }
 }
 
@@ -131,18 +131,18 @@ fn test_beside_hung_requests(held: u32) {
     let line = daemon.weir.wait_for_log("page at=");
     let address = line.split_once("at=").expect("an address").1.split(' ').next().expect("a word");
     let mut other = daemon.client("a");
-    let added = daemon.add_reader("known").answer();
+    let added = daemon.add_reader("known").next_reply();
     assert_eq!(added["return"], json!({}), "{added}");
     daemon.fuse.block_requests(&[held]);
-    let waiting = daemon.use_held_disk();
+    let waiting = daemon.send_requests();
     daemon.fuse.wait_until_blocked(held);
 
     use_all_commands(&mut other);
     use_all_commands(&mut daemon.client("a"));
     let mut control = daemon.control();
     for command in ["query-block", "query-named-block-nodes", "query-blockstats", "x-weir-query-status"] {
-        let answer = control.command_reply(command, json!({}));
-        assert!(answer["return"].to_string().contains("\"h\""), "{command}: {answer}");
+        let reply = control.command_reply(command, json!({}));
+        assert!(reply["return"].to_string().contains("\"h\""), "{command}: {reply}");
     }
     for path in ["/api/v1/overview", "/api/v1/events", "/api/v1/openapi.json", "/api/v1/disks/h/history"] {
         let stream = TcpStream::connect(address).expect("it listens");

@@ -59,8 +59,8 @@ impl HungFileDaemon {
         use_all_commands(&mut RawNbdClient::negotiated(self.weir.socket(), "a").0);
         let mut control = Qmp::negotiated(&self.control());
         for command in ["query-block", "query-named-block-nodes", "query-blockstats", "x-weir-query-status"] {
-            let answer = control.command_reply(command, json!({}));
-            assert!(answer["return"].to_string().contains("\"h\""), "{command}: {answer}");
+            let reply = control.command_reply(command, json!({}));
+            assert!(reply["return"].to_string().contains("\"h\""), "{command}: {reply}");
         }
     }
 }
@@ -82,20 +82,20 @@ pub(crate) fn use_all_commands(client: &mut RawNbdClient) {
 /// Clients of `h` send requests of `kind` with this length, while the file system blocks requests
 /// of kind `held`. Disk `a` and the control socket are used meanwhile.
 fn test_hung_requests(held: u32, kind: u16, length: u64) {
-    let house = HungFileDaemon::new(&[]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    let mut clients = house.clients("h");
-    house.fuse.block_requests(&[held]);
+    let daemon = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
+    let mut clients = daemon.clients("h");
+    daemon.fuse.block_requests(&[held]);
     for (number, client) in (0..).zip(&mut clients) {
-        for turn in 0..REQUESTS {
-            let offset = if kind == CMD_FLUSH { 0 } else { (number * REQUESTS + turn) * 65_536 };
+        for round in 0..REQUESTS {
+            let offset = if kind == CMD_FLUSH { 0 } else { (number * REQUESTS + round) * 65_536 };
             let payload = vec![7; if kind == CMD_WRITE { length as usize } else { 0 }];
             client.request(request(kind, 0, offset, length), &payload);
         }
     }
-    house.fuse.wait_until_blocked(held);
-    house.assert_others_served(&mut other);
-    house.fuse.unblock();
+    daemon.fuse.wait_until_blocked(held);
+    daemon.assert_others_served(&mut other);
+    daemon.fuse.unblock();
     for client in &mut clients {
         for _ in 0..REQUESTS {
             assert_eq!(client.simple_reply().0, 0);
@@ -105,7 +105,7 @@ fn test_hung_requests(held: u32, kind: u16, length: u64) {
         }
     }
     drop((clients, other));
-    house.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
@@ -125,10 +125,10 @@ fn hung_discards_delay_no_other_disk() {
 
 #[test]
 fn hung_flushes_delay_no_other_disk() {
-    let house = HungFileDaemon::new(&[]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    let mut clients = house.clients("h");
-    house.fuse.block_requests(&[FSYNC]);
+    let daemon = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
+    let mut clients = daemon.clients("h");
+    daemon.fuse.block_requests(&[FSYNC]);
     // Writes come first: the kernel blocks writes to a file during its fsync.
     for client in &mut clients {
         client.request(request(CMD_WRITE, 0, 0, 512), &[7; 512]);
@@ -137,86 +137,86 @@ fn hung_flushes_delay_no_other_disk() {
     for client in &mut clients {
         client.request(request(CMD_FLUSH, 0, 0, 0), &[]);
     }
-    house.fuse.wait_until_blocked(FSYNC);
-    house.assert_others_served(&mut other);
-    house.fuse.unblock();
+    daemon.fuse.wait_until_blocked(FSYNC);
+    daemon.assert_others_served(&mut other);
+    daemon.fuse.unblock();
     clients.iter_mut().for_each(|client| assert_eq!(client.simple_reply(), (0, 0)));
     drop((clients, other));
-    house.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
-fn a_flush_fails_after_a_synchronous_write_has_collected_the_error() {
-    let house = HungFileDaemon::new(&[]);
-    let mut client = RawNbdClient::negotiated(house.weir.socket(), "h").0;
+fn flush_fails_although_a_synchronous_write_collected_the_error() {
+    let daemon = HungFileDaemon::new(&[]);
+    let mut client = RawNbdClient::negotiated(daemon.weir.socket(), "h").0;
     client.request(request(CMD_WRITE, 0, 0, 512), &[7; 512]);
     assert_eq!(client.simple_reply(), (0, 0));
-    house.fuse.fail_once(FSYNC);
+    daemon.fuse.fail_once(FSYNC);
     client.request(request(CMD_WRITE, FLAG_FUA, 65_536, 512), &[7; 512]);
     assert_eq!(client.simple_reply(), (EIO, 65_536));
     // The kernel reports a writeback error once, so a later flush must fail too: data may be lost.
     client.request(request(CMD_FLUSH, 0, 0, 0), &[]);
     assert_eq!(client.simple_reply().0, EIO);
     drop(client);
-    let (status, log) = house.weir.wait_signalling(Signal::SIGTERM);
+    let (status, log) = daemon.weir.wait_signalling(Signal::SIGTERM);
     assert!(!status.success() && log.contains("the last flush failed"), "{log}");
 }
 
 #[test]
 fn hung_block_status_delays_no_other_disk() {
-    let house = HungFileDaemon::new(&[]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
+    let daemon = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
     let mut clients: Vec<_> =
-        (0..CLIENTS).map(|_| RawNbdClient::negotiated_extended(house.weir.socket(), "h").0).collect();
-    house.fuse.block_requests(&[LSEEK]);
+        (0..CLIENTS).map(|_| RawNbdClient::negotiated_extended(daemon.weir.socket(), "h").0).collect();
+    daemon.fuse.block_requests(&[LSEEK]);
     for client in &mut clients {
         client.send(&request(CMD_BLOCK_STATUS, 0, 0, MIB).extended());
     }
-    house.fuse.wait_until_blocked(LSEEK);
-    house.assert_others_served(&mut other);
-    house.fuse.unblock();
+    daemon.fuse.wait_until_blocked(LSEEK);
+    daemon.assert_others_served(&mut other);
+    daemon.fuse.unblock();
     for client in &mut clients {
         client.chunk();
     }
     drop((clients, other));
-    house.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
 fn handshake_uses_the_last_known_size_of_a_hung_file() {
-    let house = HungFileDaemon::new(&["--http", "127.0.0.1:0"]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    house.fuse.block_requests(&[GETATTR]);
-    let clients: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::negotiated(house.weir.socket(), "h")).collect();
-    house.fuse.wait_until_blocked(GETATTR);
+    let daemon = HungFileDaemon::new(&["--http", "127.0.0.1:0"]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
+    daemon.fuse.block_requests(&[GETATTR]);
+    let clients: Vec<_> = (0..CLIENTS).map(|_| RawNbdClient::negotiated(daemon.weir.socket(), "h")).collect();
+    daemon.fuse.wait_until_blocked(GETATTR);
     assert!(clients.iter().all(|(_, size)| *size == BYTES));
-    house.assert_others_served(&mut other);
-    house.fuse.unblock();
+    daemon.assert_others_served(&mut other);
+    daemon.fuse.unblock();
     drop((clients, other));
-    house.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
 fn signal_ends_the_daemon_despite_a_hung_file_system() {
-    let house = HungFileDaemon::new(&[]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    let mut client = RawNbdClient::negotiated(house.weir.socket(), "h").0;
-    house.fuse.block_requests(&ALL);
+    let daemon = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
+    let mut client = RawNbdClient::negotiated(daemon.weir.socket(), "h").0;
+    daemon.fuse.block_requests(&ALL);
     // Not at either end of the file, which the open has read into the page cache.
     client.request(request(CMD_READ, 0, BYTES / 2, 4096), &[]);
     client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
-    house.fuse.wait_until_blocked(READ);
+    daemon.fuse.wait_until_blocked(READ);
     other.request(request(CMD_WRITE, 0, 0, 512), &[9; 512]);
     assert_eq!(other.simple_reply(), (0, 0));
-    house.weir.signal(Signal::SIGTERM);
-    house.weir.wait_for_log("the file system does not answer: the disk is abandoned");
-    house.weir.wait_for_log("the last flush failed");
-    house.weir.wait_for_log("stopped");
+    daemon.weir.signal(Signal::SIGTERM);
+    daemon.weir.wait_for_log("the file system does not answer: the disk is abandoned");
+    daemon.weir.wait_for_log("the last flush failed");
+    daemon.weir.wait_for_log("stopped");
     // The kernel delays the exit of a process with requests in flight at its file system.
-    drop(house.fuse);
-    let (status, log) = house.weir.wait();
+    drop(daemon.fuse);
+    let (status, log) = daemon.weir.wait();
     assert!(!status.success(), "{log}");
-    assert_eq!(fs::read(house.scratch.path("a.raw")).expect("it is there")[..512], [9; 512]);
+    assert_eq!(fs::read(daemon.scratch.path("a.raw")).expect("it is there")[..512], [9; 512]);
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn hung_disk_is_removed_and_added_again() {
     use_all_commands(&mut RawNbdClient::negotiated(weir.socket(), "a").0);
     let status = Qmp::negotiated(&control).command_reply("x-weir-query-status", json!({}));
     assert!(status["return"].is_object(), "{status}");
-    assert_eq!(qmp.answer()["return"], json!({}));
+    assert_eq!(qmp.next_reply()["return"], json!({}));
     weir.wait_for_log("the files of a disk that was removed are still open");
     fuse.unblock();
     assert_eq!(qmp.command_reply("blockdev-add", add)["return"], json!({}));
@@ -245,30 +245,30 @@ fn hung_disk_is_removed_and_added_again() {
 }
 
 #[test]
-fn a_disk_is_removed_although_requests_of_a_removed_export_are_in_flight() {
-    let house = HungFileDaemon::new(&[]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    let mut client = RawNbdClient::negotiated(house.weir.socket(), "h").0;
-    house.fuse.block_requests(&ALL);
+fn disk_is_removed_while_requests_of_a_removed_export_are_in_flight() {
+    let daemon = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
+    let mut client = RawNbdClient::negotiated(daemon.weir.socket(), "h").0;
+    daemon.fuse.block_requests(&ALL);
     client.request(request(CMD_READ, 0, BYTES / 2, 4096), &[]);
     client.request(request(CMD_WRITE, 0, 4096, 512), &[7; 512]);
-    house.fuse.wait_until_blocked(READ);
-    let mut qmp = Qmp::negotiated(&house.control());
+    daemon.fuse.wait_until_blocked(READ);
+    let mut qmp = Qmp::negotiated(&daemon.control());
     let exports = qmp.command_reply("query-block-exports", json!({}));
     let of_h = exports["return"].as_array().into_iter().flatten().find(|export| export["node-name"] == "h");
     let id = of_h.unwrap_or_else(|| panic!("{exports}"))["id"].clone();
     assert_eq!(qmp.command_reply("block-export-del", json!({"id": id, "mode": "hard"}))["return"], json!({}));
     qmp.send(r#"{"execute": "x-weir-remove-disk", "arguments": {"name": "h"}}"#);
     use_all_commands(&mut other);
-    let removed = qmp.answer();
+    let removed = qmp.next_reply();
     assert_eq!(removed["return"], json!({}), "{removed}");
-    house.weir.wait_for_log("the file system does not answer: the disk is abandoned");
+    daemon.weir.wait_for_log("the file system does not answer: the disk is abandoned");
     qmp.command_reply("query-block-exports", json!({}));
     assert_eq!(qmp.count_events("BLOCK_EXPORT_DELETED"), 1);
     use_all_commands(&mut other);
-    house.fuse.unblock();
+    daemon.fuse.unblock();
     drop((client, other));
-    house.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
@@ -293,19 +293,19 @@ fn failed_query_is_not_a_backing_file_change() {
 
 #[test]
 fn upgrade_rejects_an_unresponsive_disk() {
-    let house = HungFileDaemon::new(&[]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    house.fuse.block_requests(&[GETATTR, READ]);
-    let control = format!("unix:{}", text(&house.control()));
-    let said = TestClient::new(WEIR)
-        .args(["serve", text(&house.scratch.path("a.raw")), text(&house.fuse.file())])
+    let daemon = HungFileDaemon::new(&[]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
+    daemon.fuse.block_requests(&[GETATTR, READ]);
+    let control = format!("unix:{}", text(&daemon.control()));
+    let stderr = TestClient::new(WEIR)
+        .args(["serve", text(&daemon.scratch.path("a.raw")), text(&daemon.fuse.file())])
         .args(["--format", "raw", "--qmp", &control, "--takeover"])
         .fails();
-    assert!(said.contains("disk h: its size cannot be seen"), "{said}");
-    house.assert_others_served(&mut other);
-    house.fuse.unblock();
+    assert!(stderr.contains("disk h: its size cannot be seen"), "{stderr}");
+    daemon.assert_others_served(&mut other);
+    daemon.fuse.unblock();
     drop(other);
-    house.weir.stop();
+    daemon.weir.stop();
 }
 
 /// Reads the file of a FUSE export.
@@ -321,17 +321,17 @@ fn reader(file: &Path) -> Child {
 fn hung_image_of_a_fuse_export_delays_no_other_disk() {
     let shown = Scratch::new();
     let (a, h) = (shown.file("a", []), shown.file("h", []));
-    let house = HungFileDaemon::new(&["--fuse", text(&a), "--fuse", text(&h)]);
-    let mut other = RawNbdClient::negotiated(house.weir.socket(), "a").0;
-    house.fuse.block_requests(&[READ]);
+    let daemon = HungFileDaemon::new(&["--fuse", text(&a), "--fuse", text(&h)]);
+    let mut other = RawNbdClient::negotiated(daemon.weir.socket(), "a").0;
+    daemon.fuse.block_requests(&[READ]);
     let mut waiting: Vec<_> = (0..CLIENTS).map(|_| reader(&h)).collect();
-    house.fuse.wait_until_blocked(READ);
+    daemon.fuse.wait_until_blocked(READ);
     assert!(reader(&a).wait().expect("it is ours").success());
-    house.assert_others_served(&mut other);
-    house.fuse.unblock();
+    daemon.assert_others_served(&mut other);
+    daemon.fuse.unblock();
     for reader in &mut waiting {
         assert!(reader.wait().expect("it is ours").success());
     }
     drop(other);
-    house.weir.stop();
+    daemon.weir.stop();
 }

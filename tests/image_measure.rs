@@ -24,15 +24,15 @@ const TARGETS: [&[&str]; 11] = [
 
 /// The measured sizes, after a comparison of both programs' JSON and text.
 #[track_caller]
-fn measured_alike(target: &[&str], source: &[&str]) -> Value {
-    let what = format!("{target:?} {source:?}");
-    let words = [&["measure", "-O"][..], target, source].concat();
-    let theirs = qemu_img(&words).arg("--output=json").describing(&what).json();
-    let ours = weir_image(&words).arg("--output=json").describing(&what).json();
-    assert_eq!(ours, theirs, "{what}");
-    let [theirs, ours] = [qemu_img(&words), weir_image(&words)].map(|tool| tool.describing(&what).succeeds());
-    assert_eq!(ours, theirs, "{what}");
-    serde_json::from_str(&qemu_img(&words).arg("--output=json").succeeds()).unwrap()
+fn assert_measured_equally(target: &[&str], source: &[&str]) -> Value {
+    let label = format!("{target:?} {source:?}");
+    let arguments = [&["measure", "-O"][..], target, source].concat();
+    let theirs = qemu_img(&arguments).arg("--output=json").describing(&label).json();
+    let ours = weir_image(&arguments).arg("--output=json").describing(&label).json();
+    assert_eq!(ours, theirs, "{label}");
+    let [theirs, ours] = [qemu_img(&arguments), weir_image(&arguments)].map(|tool| tool.describing(&label).succeeds());
+    assert_eq!(ours, theirs, "{label}");
+    serde_json::from_str(&qemu_img(&arguments).arg("--output=json").succeeds()).unwrap()
 }
 
 /// Writes data, zeroes and holes at offsets derived from `seed`.
@@ -53,7 +53,7 @@ fn empty_disks_are_measured_as_qemu_img_measures_them() {
         for size in ["0", "1000", "64K", "10M", "1.5G", "1T"] {
             // 1 TiB is too large for clusters of 512 bytes.
             if size != "1T" || !target.iter().any(|option| option.starts_with("cluster_size=512")) {
-                measured_alike(target, &["--size", size]);
+                assert_measured_equally(target, &["--size", size]);
             }
         }
     }
@@ -90,7 +90,7 @@ fn images_are_measured_as_qemu_img_measures_them() {
     sources.push(("qcow2", overlay));
     for (form, path) in sources {
         for target in TARGETS {
-            measured_alike(target, &["-f", form, text(&path)]);
+            assert_measured_equally(target, &["-f", form, text(&path)]);
         }
     }
 }
@@ -108,16 +108,16 @@ fn bitmaps_and_snapshots_are_measured_as_qemu_img_measures_them() {
         qemu_img(["bitmap", "--add", "-g", granularity, text(&path), name]).succeeds();
     }
     for target in TARGETS {
-        measured_alike(target, &[text(&path)]);
-        measured_alike(target, &["-l", "before", text(&path)]);
-        measured_alike(target, &["-l", "snapshot.name=before", "-U", text(&path)]);
+        assert_measured_equally(target, &[text(&path)]);
+        assert_measured_equally(target, &["-l", "before", text(&path)]);
+        assert_measured_equally(target, &["-l", "snapshot.name=before", "-U", text(&path)]);
     }
     let overlay = ["qcow2", "-o", "backing_file=disk.qcow2,backing_fmt=qcow2"];
-    measured_alike(&overlay, &["-f", "qcow2", text(&path)]);
+    assert_measured_equally(&overlay, &["-f", "qcow2", text(&path)]);
 }
 
 #[test]
-fn an_encrypted_image_is_measured_without_its_passphrase() {
+fn encrypted_image_is_measured_without_its_passphrase() {
     let scratch = Scratch::new();
     let key = scratch.file("key", "a passphrase");
     let object = format!("secret,id=s,file={}", text(&key));
@@ -129,8 +129,8 @@ fn an_encrypted_image_is_measured_without_its_passphrase() {
         (",encrypt.cipher-mode=cbc,encrypt.ivgen-alg=plain64", 1_441_792, 106_299_392),
     ] {
         let options = format!("encrypt.format=luks,encrypt.key-secret=s{more}");
-        let words = ["measure", "-O", "qcow2", "--object", &object, "-o", &options, "--size", "100M"];
-        let measured = weir_image(&words).arg("--output=json").json();
+        let arguments = ["measure", "-O", "qcow2", "--object", &object, "-o", &options, "--size", "100M"];
+        let measured = weir_image(&arguments).arg("--output=json").json();
         assert_eq!(measured["required"], required, "{more}");
         assert_eq!(measured["fully-allocated"], fully_allocated, "{more}");
     }
@@ -141,24 +141,24 @@ fn an_encrypted_image_is_measured_without_its_passphrase() {
 }
 
 #[test]
-fn a_new_image_is_no_larger_than_was_measured() {
+fn new_image_is_no_larger_than_measured() {
     let scratch = Scratch::new();
     let source = scratch.sparse("source.raw", 9 * MIB);
     scatter(&source, "raw", 9 * MIB, 8);
     for options in ["cluster_size=64K", "cluster_size=4K,refcount_bits=32", "preallocation=full"] {
         let target = scratch.path("target.qcow2");
-        let words = ["-f", "raw", "-O", "qcow2", "-o", options, text(&source)];
-        let measured = weir_image(&["measure", "--json"]).args(words).json();
-        weir_image(&["convert"]).args(words).arg(&target).succeeds();
+        let arguments = ["-f", "raw", "-O", "qcow2", "-o", options, text(&source)];
+        let measured = weir_image(&["measure", "--json"]).args(arguments).json();
+        weir_image(&["convert"]).args(arguments).arg(&target).succeeds();
         let length = fs::metadata(&target).unwrap().len();
-        let [required, most] = ["required", "fully-allocated"].map(|name| measured[name].as_u64().unwrap());
-        assert!(length <= required && required <= most, "{options}: {length} of {required}");
+        let [required, max] = ["required", "fully-allocated"].map(|name| measured[name].as_u64().unwrap());
+        assert!(length <= required && required <= max, "{options}: {length} of {required}");
     }
 }
 
 #[test]
-fn wrong_use_is_refused() {
-    for (words, why) in [
+fn usage_errors_are_rejected() {
+    for (arguments, why) in [
         (&["measure"][..], "no FILE was named"),
         (&["measure", "--size", "1G", "disk.raw"], "cannot be used with"),
         (&["measure", "--size", "1G", "-l", "one"], "apply to FILE"),
@@ -167,7 +167,7 @@ fn wrong_use_is_refused() {
         (&["measure", "--size", "7E", "-O", "qcow2"], "too large"),
         (&["measure", "--size", "1G", "-O", "vmdk"], "vmdk"),
     ] {
-        let refused = weir_image(words).fails();
-        assert!(refused.contains(why), "{words:?}: {refused}");
+        let refused = weir_image(arguments).fails();
+        assert!(refused.contains(why), "{arguments:?}: {refused}");
     }
 }

@@ -9,14 +9,14 @@ use crate::harness::{MIB, Scratch, Serve, assert_contains, qemu_img, qemu_io, te
 fn file_prefix_is_removed_from_names() {
     let scratch = Scratch::new();
     let inside = scratch.path(".");
-    let image = |words: &[&str]| weir_image(words).inside(&inside);
+    let image = |arguments: &[&str]| weir_image(arguments).inside(&inside);
     image(&["create", "-q", "-f", "qcow2", "file:a:b.qcow2", "1M"]).succeeds();
     assert!(scratch.path("a:b.qcow2").exists() && !scratch.path("file:a:b.qcow2").exists());
     let info = image(&["info", "--output=json", "file:a:b.qcow2"]).json();
     assert_eq!(info["virtual-size"], MIB);
     // QEMU rejects the name without the prefix, as weir does.
     qemu_img(["info", "file:a:b.qcow2"]).inside(&inside).succeeds();
-    for words in [
+    for arguments in [
         &["check", "-q", "file:a:b.qcow2"][..],
         &["map", "file:a:b.qcow2"],
         &["measure", "file:a:b.qcow2"],
@@ -31,7 +31,7 @@ fn file_prefix_is_removed_from_names() {
         &["rebase", "-q", "-f", "qcow2", "-b", "file:a:b.qcow2", "-F", "qcow2", "file:top"],
         &["create", "-q", "-f", "raw", "file:nbd:x", "1M"],
     ] {
-        image(words).succeeds();
+        image(arguments).succeeds();
     }
     assert!(scratch.path("nbd:x").exists() && scratch.path("c:d.raw").exists());
     qemu_img(["check", "-q", "top"]).inside(&inside).succeeds();
@@ -48,7 +48,7 @@ fn names_in_images_contact_no_server() {
     for address in [&server.uri("memory")[..], "rbd:pool/image", "json:{}"] {
         let create = ["create", "-q", "-f", "qcow2", "-u", "-b", address, "-F", "raw", "top.qcow2", "1M"];
         weir_image(&create).inside(&inside).succeeds();
-        for words in [
+        for arguments in [
             &["map", "-f", "qcow2", "top.qcow2"][..],
             &["info", "--backing-chain", "top.qcow2"],
             &["convert", "-f", "qcow2", "-O", "raw", "top.qcow2", "copy.raw"],
@@ -56,17 +56,17 @@ fn names_in_images_contact_no_server() {
             &["rebase", "-q", "-f", "qcow2", "-b", "", "top.qcow2"],
             &["create", "-q", "-f", "qcow2", "-b", address, "-F", "raw", "other.qcow2"],
         ] {
-            let refused = weir_image(words).inside(&inside).fails();
-            assert!(refused.contains("only paths are supported"), "{words:?}: {refused}");
+            let refused = weir_image(arguments).inside(&inside).fails();
+            assert!(refused.contains("only paths are supported"), "{arguments:?}: {refused}");
         }
         weir_image(&["info", "top.qcow2"]).inside(&inside).succeeds();
     }
 }
 
 /// Runs a program that writes its results beside its input.
-fn run(program: &str, words: &[&str], scratch: &Scratch) {
-    let status = Command::new(program).args(words).current_dir(scratch.path(".")).status();
-    assert!(status.unwrap_or_else(|error| panic!("{program}: {error}")).success(), "{program} {words:?}");
+fn run(program: &str, arguments: &[&str], scratch: &Scratch) {
+    let status = Command::new(program).args(arguments).current_dir(scratch.path(".")).status();
+    assert!(status.unwrap_or_else(|error| panic!("{program}: {error}")).success(), "{program} {arguments:?}");
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn compressed_image_is_reported_with_its_unpacker() {
         let path = scratch.path(&format!("disk.{form}"));
         qemu_img(["convert", "-f", "qcow2", "-O", form, text(&disk), text(&path)]).succeeds();
     }
-    for (name, what, is_error) in [
+    for (name, expect, is_error) in [
         ("disk.qcow2.gz", "gzip: its bytes are no disk that a guest can boot (convert it: gunzip)", false),
         ("disk.qcow2.xz", "(convert it: unxz)", false),
         ("disk.qcow2.bz2", "(convert it: bunzip2)", false),
@@ -104,9 +104,9 @@ fn compressed_image_is_reported_with_its_unpacker() {
         for command in ["info", "map"] {
             let outcome = weir_image(&[command, text(&path)]).run();
             assert_eq!(outcome.code() != 0, is_error, "{command} {name}: {}", outcome.stderr());
-            assert_contains(&outcome.stderr(), &[name, what]);
-            let given = weir_image(&[command, "-f", "raw", text(&path)]).run();
-            assert_eq!((given.code(), given.stderr().matches(what).count()), (0, 1), "{}", given.stderr());
+            assert_contains(&outcome.stderr(), &[name, expect]);
+            let with_format = weir_image(&[command, "-f", "raw", text(&path)]).run();
+            assert_eq!((with_format.code(), with_format.stderr().matches(expect).count()), (0, 1), "{}", with_format.stderr());
         }
         // With an explicit format it is served as raw data.
         let weir = Serve::new(&scratch).arg(&path).args(["--format", "raw", "--read-only"]).start();
@@ -120,7 +120,7 @@ fn compressed_image_is_reported_with_its_unpacker() {
 }
 
 #[test]
-fn a_guest_may_store_an_archive_on_its_disk() {
+fn guest_may_store_an_archive_on_its_disk() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
     // The format is probed each time.

@@ -25,7 +25,7 @@ fn images() -> Scratch {
 }
 
 /// The fields of `info` that are independent of the way the image was named.
-fn known(mut info: Value) -> Value {
+fn comparable_fields(mut info: Value) -> Value {
     let fields = info.as_object_mut().unwrap();
     fields.retain(|key, _| {
         ["format", "virtual-size", "cluster-size", "format-specific", "backing-filename", "encrypted"]
@@ -61,12 +61,12 @@ fn image_options_match_qemu_img() {
     let inside = scratch.path(".");
     for form in FORMS {
         let both = |command: &[&'static str]| {
-            let words = [command, form].concat();
-            let theirs = qemu_img(&words).inside(&inside).json();
-            (theirs, without_later_fields(weir_image(&words).inside(&inside).json()))
+            let arguments = [command, form].concat();
+            let theirs = qemu_img(&arguments).inside(&inside).json();
+            (theirs, without_later_fields(weir_image(&arguments).inside(&inside).json()))
         };
         let (theirs, ours) = both(&["info", "--output=json"]);
-        assert_eq!(known(ours), known(theirs), "{form:?}");
+        assert_eq!(comparable_fields(ours), comparable_fields(theirs), "{form:?}");
         for command in [&["map", "--output=json"][..], &["measure", "--output=json", "-O", "qcow2"]] {
             let (theirs, ours) = both(command);
             assert_eq!(ours, theirs, "{command:?} {form:?}");
@@ -84,7 +84,7 @@ fn image_options_match_qemu_img() {
 fn invalid_options_are_rejected_by_key() {
     let scratch = images();
     let inside = scratch.path(".");
-    for (words, expect) in [
+    for (arguments, expect) in [
         (
             &["info", "--image-opts", "driver=qcow2,bogus=1,file.filename=top.qcow2"][..],
             "bogus: is not a key",
@@ -122,11 +122,11 @@ fn invalid_options_are_rejected_by_key() {
         ),
         (&["convert", "base.raw", "json:{\"driver\": \"raw\", \"file.filename\": \"x\"}"], "add -n"),
     ] {
-        let refused = weir_image(words).inside(&inside).fails();
-        assert!(refused.contains(expect), "{words:?}: {refused}");
+        let refused = weir_image(arguments).inside(&inside).fails();
+        assert!(refused.contains(expect), "{arguments:?}: {refused}");
         // qemu-img accepts unused objects, and ignores a format beside `json:`.
-        if !words.contains(&"--object") && !words.contains(&"-f") || words.contains(&"--image-opts") {
-            qemu_img(words).inside(&inside).fails();
+        if !arguments.contains(&"--object") && !arguments.contains(&"-f") || arguments.contains(&"--image-opts") {
+            qemu_img(arguments).inside(&inside).fails();
         }
     }
     weir(&["bench", "--image-opts", "driver=raw,bogus=1,file.filename=base.raw"]).inside(&inside).fails();
@@ -137,12 +137,12 @@ fn commands_that_need_no_passphrase_need_no_object() {
     let scratch = images();
     let inside = scratch.path(".");
     let described = "driver=qcow2,encrypt.key-secret=s,file.filename=luks.qcow2";
-    for words in [
+    for arguments in [
         &["info", "--image-opts", described][..],
         &["check", "--image-opts", described],
         &["snapshot", "-l", "--image-opts", described],
     ] {
-        weir_image(words).inside(&inside).succeeds();
+        weir_image(arguments).inside(&inside).succeeds();
     }
     let unreadable = ["info", "--object", "secret,id=s,file=missing", "--image-opts", described];
     assert!(weir_image(&unreadable).inside(&inside).fails().contains("missing"));
@@ -160,7 +160,7 @@ fn names_of_protocols_without_storage_here_are_refused() {
 fn writing_commands_accept_image_options() {
     let scratch = images();
     let inside = scratch.path(".");
-    let image = |words: &[&str]| weir_image(words).inside(&inside);
+    let image = |arguments: &[&str]| weir_image(arguments).inside(&inside);
     let top = "driver=qcow2,file.filename=top.qcow2";
     image(&["check", "-q", "--image-opts", top]).succeeds();
     image(&["snapshot", "-c", "one", "--image-opts", top]).succeeds();
@@ -250,9 +250,9 @@ fn ovirt_measures_images_by_json() {
         r#"json:{"file": {"driver": "file", "filename": "base.raw"}, "driver": "raw"}"#,
         r#"json:{"file": {"driver": "file", "filename": "base.raw"}}"#,
     ] {
-        let words = ["measure", "--output", "json", "-O", "qcow2", node];
-        let theirs = qemu_img(words).inside(&inside).json();
-        assert_eq!(weir_image(&words).inside(&inside).json(), theirs, "{node}");
+        let arguments = ["measure", "--output", "json", "-O", "qcow2", node];
+        let theirs = qemu_img(arguments).inside(&inside).json();
+        assert_eq!(weir_image(&arguments).inside(&inside).json(), theirs, "{node}");
     }
 }
 
@@ -272,7 +272,7 @@ fn ovirt_raises_the_version_of_an_image() {
     for options in ["compat=1.1", "lazy_refcounts=on", "compat=1.1,lazy_refcounts=off"] {
         qemu_img(["amend", "-o", options, "theirs.qcow2"]).inside(&inside).succeeds();
         assert_eq!(weir_image(&["amend", "-o", options, "ours.qcow2"]).inside(&inside).succeeds(), "");
-        assert_eq!(known(info("ours.qcow2")), known(info("theirs.qcow2")), "{options}");
+        assert_eq!(comparable_fields(info("ours.qcow2")), comparable_fields(info("theirs.qcow2")), "{options}");
         qemu_img(["check", "-q", "ours.qcow2"]).inside(&inside).succeeds();
         qemu_img(["compare", "-q", "ours.qcow2", "theirs.qcow2"]).inside(&inside).succeeds();
     }
@@ -288,7 +288,7 @@ fn ovirt_raises_the_version_of_an_image() {
 
 /// In version 2, bit 0 of a mapping is reserved; in version 3 the cluster would be zeroes.
 #[test]
-fn a_damaged_image_keeps_its_version() {
+fn damaged_image_keeps_its_version() {
     let scratch = Scratch::new();
     let image = scratch.path("old.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-o", "compat=0.10"]).arg(&image).arg("1M").succeeds();
@@ -314,14 +314,14 @@ fn proxmox_copies_onto_preallocated_volumes() {
     let inside = scratch.path(".");
     qemu_img(["create", "-q", "-f", "qcow2", "volume.qcow2", "2M"]).inside(&inside).succeeds();
     qemu_io(["-f", "qcow2"], ["write -P 9 0 2M"], scratch.path("volume.qcow2"));
-    let places = || {
+    let allocated_extents = || {
         let map = qemu_img(["map", "--output=json", "-f", "qcow2", "volume.qcow2"]).inside(&inside).json();
         map.as_array().unwrap().iter().filter(|entry| entry["offset"].is_u64()).count()
     };
-    assert_eq!(places(), 1);
+    assert_eq!(allocated_extents(), 1);
     fs::write(scratch.path("empty.raw"), vec![0; 2 * MIB as usize]).unwrap();
     let convert = |target: &str| {
-        let words = [
+        let arguments = [
             "convert",
             "-p",
             "-n",
@@ -333,13 +333,13 @@ fn proxmox_copies_onto_preallocated_volumes() {
             "empty.raw",
             target,
         ];
-        weir_image(&words).inside(&inside).succeeds();
+        weir_image(&arguments).inside(&inside).succeeds();
         qemu_img(["compare", "-q", "empty.raw", "volume.qcow2"]).inside(&inside).succeeds();
     };
     convert("discard-no-unref=true,driver=qcow2,file.driver=file,file.filename=volume.qcow2");
-    assert_eq!(places(), 1, "zeroed clusters are still allocated");
+    assert_eq!(allocated_extents(), 1, "zeroed clusters are still allocated");
     convert("driver=qcow2,file.driver=file,file.filename=volume.qcow2");
-    assert_eq!(places(), 0);
+    assert_eq!(allocated_extents(), 0);
 }
 
 /// The calls of ZStack and CloudStack; the source is on an NBD server.
@@ -356,7 +356,7 @@ fn images_at_nbd_servers_are_described_as_nodes() {
     );
     let info = ["info", "--output=json", "--image-opts", &node];
     let theirs = qemu_img(info).json();
-    assert_eq!(known(weir_image(&info).json()), known(theirs));
+    assert_eq!(comparable_fields(weir_image(&info).json()), comparable_fields(theirs));
     let copy = scratch.path("copy.raw");
     weir_image(&["convert", "--image-opts", "-O", "raw", &node, text(&copy)]).succeeds();
     qemu_io(["-f", "raw"], ["read -P 7 64k 100k", "read -P 0 512k 64k"], &copy);

@@ -36,28 +36,28 @@ fn options_are_accepted_or_rejected_as_by_qemu_img() {
         qemu_img(["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "top2.q"])
             .inside(&inside)
             .succeeds();
-        let words: Vec<_> = line.split(' ').collect();
-        assert_eq!(qemu_img(&words).inside(&inside).run().code() == 0, taken, "qemu-img {line}");
-        let ours = weir_image(&words).inside(&inside).run();
+        let arguments: Vec<_> = line.split(' ').collect();
+        assert_eq!(qemu_img(&arguments).inside(&inside).run().code() == 0, taken, "qemu-img {line}");
+        let ours = weir_image(&arguments).inside(&inside).run();
         assert_eq!(ours.code() == 0, taken, "weir image {line}: {}", ours.stderr());
     }
     assert_eq!(weir_image(&["info", "--json", "empty.raw"]).inside(&inside).json()["virtual-size"], 0);
     assert_contains(&weir_image(&["info", "--version"]).succeeds(), &[env!("CARGO_PKG_VERSION")]);
-    let said = weir_image(&["create", "-f", "qcow2", "-b", "", "a.q", "1M"]).inside(&inside).fails();
-    assert_contains(&said, &["the backing file has no name"]);
+    let stderr = weir_image(&["create", "-f", "qcow2", "-b", "", "a.q", "1M"]).inside(&inside).fails();
+    assert_contains(&stderr, &["the backing file has no name"]);
     // qemu-img would leave ranges that the source does not allocate to the target's backing file.
-    let said = weir_image(&["convert", "-n", "-O", "qcow2", "-f", "qcow2", "-B", "empty.raw", "-F", "raw"])
+    let stderr = weir_image(&["convert", "-n", "-O", "qcow2", "-f", "qcow2", "-B", "empty.raw", "-F", "raw"])
         .args(["top.q", "top2.q"])
         .inside(&inside)
         .fails();
-    assert_contains(&said, &["its backing file is"]);
+    assert_contains(&stderr, &["its backing file is"]);
 }
 
 /// A chain in its own directory: `top` on `middle` on `base`; and the raw content of `top`.
 fn chain(scratch: &Scratch) {
     let inside = scratch.path("");
-    let create = |words: &[&str]| {
-        qemu_img(["create", "-q", "-f", "qcow2"]).args(words).inside(&inside).succeeds();
+    let create = |arguments: &[&str]| {
+        qemu_img(["create", "-q", "-f", "qcow2"]).args(arguments).inside(&inside).succeeds();
     };
     create(&["base", "4M"]);
     qemu_io(["-f", "qcow2"], ["write -P 1 0 4M"], scratch.path("base"));
@@ -79,8 +79,8 @@ fn content_below_a_shorter_image_stays_hidden() {
         qemu_io(["-f", "qcow2"], commands, scratch.path(image));
     }
     qemu_io(["-f", "qcow2"], ["read -P 1 2M 2M"], scratch.path("base"));
-    let said = weir_image(&["commit", "-f", "qcow2", "-b", "../base", "top"]).inside(&inside).fails();
-    assert_contains(&said, &["../base is not in the backing chain"]);
+    let stderr = weir_image(&["commit", "-f", "qcow2", "-b", "../base", "top"]).inside(&inside).fails();
+    assert_contains(&stderr, &["../base is not in the backing chain"]);
 }
 
 #[test]
@@ -93,12 +93,12 @@ fn copy_with_a_backing_file_is_the_same_disk() {
     qemu_io(["-f", "qcow2"], ["write -P 3 1M 64k"], scratch.path("alone"));
     for (source, backing) in [("top", "middle"), ("alone", "base")] {
         let option = format!("backing_file={backing},backing_fmt=qcow2");
-        for how in [["-B", backing, "-F", "qcow2"].as_slice(), &["-o", &option]] {
-            let convert = weir_image(&["convert", "-f", "qcow2", "-O", "qcow2"]).args(how);
+        for backing_options in [["-B", backing, "-F", "qcow2"].as_slice(), &["-o", &option]] {
+            let convert = weir_image(&["convert", "-f", "qcow2", "-O", "qcow2"]).args(backing_options);
             convert.args([source, "copy"]).inside(&inside).succeeds();
             qemu_img(["compare", "-f", "qcow2", "-F", "qcow2", source, "copy"]).inside(&inside).succeeds();
             let bytes = fs::metadata(scratch.path("copy")).unwrap().blocks() * 512;
-            assert!(bytes < MIB / 2, "{source} {how:?}: {bytes} bytes, and it has 64 KiB itself");
+            assert!(bytes < MIB / 2, "{source} {backing_options:?}: {bytes} bytes, and it has 64 KiB itself");
         }
     }
 }
@@ -134,10 +134,10 @@ fn map_reports_holes_below_allocated_clusters() {
     qemu_io(["-f", "qcow2"], ["write -P 5 1M 64k"], scratch.path("image"));
     for output in ["json", "human"] {
         let output = format!("--output={output}");
-        let words = ["map", &output, "-f", "qcow2", "image"];
-        let theirs = qemu_img(words).inside(&inside).succeeds();
+        let arguments = ["map", &output, "-f", "qcow2", "image"];
+        let theirs = qemu_img(arguments).inside(&inside).succeeds();
         // Versions after 7.2 print "compressed" in addition.
-        let ours = weir_image(&words).inside(&inside).succeeds().replace(", \"compressed\": false", "");
+        let ours = weir_image(&arguments).inside(&inside).succeeds().replace(", \"compressed\": false", "");
         assert_eq!(ours.trim(), theirs.trim().replace(", \"compressed\": false", ""));
     }
 }
@@ -150,9 +150,9 @@ fn map_of_an_empty_image_has_one_entry() {
     for format in ["raw", "qcow2"] {
         qemu_img(["create", "-q", "-f", format, "image", "0"]).inside(&inside).succeeds();
         for start in ["0", "1M"] {
-            let words = ["map", "--output=json", "-f", format, "-s", start, "image"];
-            let theirs = qemu_img(words).inside(&inside).succeeds();
-            let ours = weir_image(&words).inside(&inside).succeeds().replace(", \"compressed\": false", "");
+            let arguments = ["map", "--output=json", "-f", format, "-s", start, "image"];
+            let theirs = qemu_img(arguments).inside(&inside).succeeds();
+            let ours = weir_image(&arguments).inside(&inside).succeeds().replace(", \"compressed\": false", "");
             assert_eq!(ours.trim(), theirs.trim().replace(", \"compressed\": false", ""), "{format}");
         }
     }
@@ -169,8 +169,8 @@ fn compressed_clusters_are_not_preallocated() {
             .inside(&inside)
     };
     for preallocation in ["metadata", "falloc", "full"] {
-        let said = convert(preallocation).fails();
-        assert_contains(&said, &["image: -c: compressed clusters cannot be preallocated (leave out"]);
+        let stderr = convert(preallocation).fails();
+        assert_contains(&stderr, &["image: -c: compressed clusters cannot be preallocated (leave out"]);
         assert!(!scratch.path("image").exists());
     }
     convert("off").succeeds();

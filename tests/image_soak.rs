@@ -76,8 +76,8 @@ impl ImageDirectory {
         Self { directory }
     }
 
-    fn execute(&self, weir: bool, words: &[&str]) -> (bool, String) {
-        let client = if weir { weir_image(words) } else { qemu_img(words) };
+    fn execute(&self, weir: bool, arguments: &[&str]) -> (bool, String) {
+        let client = if weir { weir_image(arguments) } else { qemu_img(arguments) };
         let outcome = client.inside(&self.directory).run();
         let code = outcome.code();
         (code == 0, format!("{}{}({code})", outcome.stdout(), outcome.stderr()))
@@ -102,7 +102,7 @@ struct ImageHistory {
     _scratch: Scratch,
     mixed: ImageDirectory,
     qemu: ImageDirectory,
-    said: String,
+    log: String,
     /// The generator's model of the image, so that most commands are possible.
     version: u32,
     cluster: u64,
@@ -132,7 +132,7 @@ impl ImageHistory {
             _scratch: scratch,
             mixed,
             qemu,
-            said: String::new(),
+            log: String::new(),
             version: 3,
             cluster: 65_536,
             size: 0,
@@ -175,37 +175,37 @@ impl ImageHistory {
         from[self.random.usize(..from.len())]
     }
 
-    fn some_size(&mut self) -> u64 {
+    fn random_size(&mut self) -> u64 {
         (1 + self.random.u64(..6)) * (1 << 20) + self.random.u64(..3) * 512
     }
 
-    fn name(&mut self, of: &str) -> String {
+    fn name(&mut self, prefix: &str) -> String {
         self.names += 1;
-        format!("{of}{}", self.names)
+        format!("{prefix}{}", self.names)
     }
 
     /// Runs the command in both directories, in the mixed one by either program; true if it
     /// succeeded.
     #[track_caller]
-    fn both(&mut self, words: &[&str]) -> bool {
+    fn run_on_both(&mut self, arguments: &[&str]) -> bool {
         let weir = self.random.bool();
-        let (mixed, said) = self.mixed.execute(weir, words);
-        let (qemu, their) = self.qemu.execute(false, words);
+        let (mixed, mixed_output) = self.mixed.execute(weir, arguments);
+        let (qemu, qemu_output) = self.qemu.execute(false, arguments);
         let program = if weir { "weir image" } else { "qemu-img" };
         // Writing to a string cannot fail.
         let _ =
-            writeln!(self.said, "{program} {}: {}", words.join(" "), if mixed { "done" } else { "failed" });
-        assert!(mixed == qemu, "{}{program} said:\n{said}\nqemu-img said:\n{their}", self.transcript());
+            writeln!(self.log, "{program} {}: {}", arguments.join(" "), if mixed { "done" } else { "failed" });
+        assert!(mixed == qemu, "{}{program} said:\n{mixed_output}\nqemu-img said:\n{qemu_output}", self.transcript());
         mixed
     }
 
     fn transcript(&self) -> String {
-        format!("seed {} (WEIR_SEED={} WEIR_SEQUENCES=1), so far:\n{}", self.seed, self.seed, self.said)
+        format!("seed {} (WEIR_SEED={} WEIR_SEQUENCES=1), so far:\n{}", self.seed, self.seed, self.log)
     }
 
     /// Writes the same data to both, with qemu-io.
     fn io(&mut self, format: &str, file: &str, commands: &[String]) {
-        let _ = writeln!(self.said, "qemu-io -f {format} {file}: {}", commands.join("; "));
+        let _ = writeln!(self.log, "qemu-io -f {format} {file}: {}", commands.join("; "));
         self.mixed.io(format, file, commands);
         self.qemu.io(format, file, commands);
     }
@@ -213,8 +213,8 @@ impl ImageHistory {
     fn make_bases(&mut self) {
         for base in BASES {
             let format = format_of(base);
-            let size = self.some_size();
-            assert!(self.both(&["create", "-f", format, base, &size.to_string()]), "{}", self.transcript());
+            let size = self.random_size();
+            assert!(self.run_on_both(&["create", "-f", format, base, &size.to_string()]), "{}", self.transcript());
             let commands: Vec<String> = (0..3).map(|_| self.pattern(size)).collect();
             self.io(format, base, &commands);
         }
@@ -262,18 +262,18 @@ impl ImageHistory {
 
     fn create(&mut self) {
         let mut options = self.options();
-        self.size = self.some_size();
+        self.size = self.random_size();
         self.backing = self.random.bool().then(|| self.pick(&BASES));
         if self.backing.is_none() {
             options += self.pick(&["", "", ",preallocation=metadata", ",preallocation=falloc"]);
         }
         let size = self.size.to_string();
-        let mut words = vec!["create", "-f", "qcow2", "-o", &options];
+        let mut arguments = vec!["create", "-f", "qcow2", "-o", &options];
         if let Some(base) = self.backing {
-            words.extend(["-b", base, "-F", format_of(base)]);
+            arguments.extend(["-b", base, "-F", format_of(base)]);
         }
-        words.extend(["image", &size]);
-        assert!(self.both(&words), "{}", self.transcript());
+        arguments.extend(["image", &size]);
+        assert!(self.run_on_both(&arguments), "{}", self.transcript());
     }
 
     fn write(&mut self) {
@@ -297,16 +297,16 @@ impl ImageHistory {
         match (self.random.u32(..4), known) {
             (0, Some(at)) if self.bitmaps.is_empty() => {
                 let name = self.snapshots[at].clone();
-                self.both(&["snapshot", "-a", &name, "image"]);
+                self.run_on_both(&["snapshot", "-a", &name, "image"]);
             }
             (1, Some(at)) => {
                 let name = self.snapshots.remove(at);
-                self.both(&["snapshot", "-d", &name, "image"]);
+                self.run_on_both(&["snapshot", "-d", &name, "image"]);
             }
-            (2, None) => drop(self.both(&["snapshot", "-d", "nothing", "image"])),
+            (2, None) => drop(self.run_on_both(&["snapshot", "-d", "nothing", "image"])),
             _ => {
                 let name = self.name("s");
-                if self.both(&["snapshot", "-c", &name, "image"]) {
+                if self.run_on_both(&["snapshot", "-c", &name, "image"]) {
                     self.snapshots.push(name);
                 }
             }
@@ -316,16 +316,16 @@ impl ImageHistory {
 
     /// Updates the model after a command that may have changed the size.
     fn update_model(&mut self) {
-        let [mixed, qemu] = [&self.mixed, &self.qemu].map(|twin| {
+        let [mixed, qemu] = [&self.mixed, &self.qemu].map(|side| {
             let info = qemu_img(["info", "--output=json", "-f", "qcow2", "image"]);
-            info.inside(&twin.directory).json()["virtual-size"].as_u64().expect("a size")
+            info.inside(&side.directory).json()["virtual-size"].as_u64().expect("a size")
         });
         assert_eq!(mixed, qemu, "{}", self.transcript());
         self.size = qemu;
     }
 
     fn resize(&mut self) {
-        let size = self.some_size();
+        let size = self.random_size();
         if (self.spilled || self.version < 3 && self.backing.is_some()) && size > self.size {
             return;
         }
@@ -333,9 +333,9 @@ impl ImageHistory {
         let is_shorter = size < self.size;
         let size = if is_shorter { size.next_multiple_of(self.cluster) } else { size }.to_string();
         if self.one_in(3) && self.fresh {
-            self.both(&["resize", "-f", "qcow2", "--preallocation=metadata", "image", &size]);
+            self.run_on_both(&["resize", "-f", "qcow2", "--preallocation=metadata", "image", &size]);
         } else {
-            self.both(&["resize", "-f", "qcow2", "--shrink", "image", &size]);
+            self.run_on_both(&["resize", "-f", "qcow2", "--shrink", "image", &size]);
         }
         self.update_model();
     }
@@ -350,18 +350,18 @@ impl ImageHistory {
             options = options.replace("refcount_bits=8", "refcount_bits=32");
         }
         let parallel = format!("{}", 1 + self.random.u32(..8));
-        let mut words = vec!["convert", "-f", "qcow2", "-O", "qcow2", "-o", &options, "-m", &parallel];
+        let mut arguments = vec!["convert", "-f", "qcow2", "-O", "qcow2", "-o", &options, "-m", &parallel];
         if self.random.bool() {
-            words.push("-W");
+            arguments.push("-W");
         }
         if compressed {
-            words.push("-c");
+            arguments.push("-c");
         } else if self.one_in(3) {
-            words.extend(["-S", self.pick(&["0", "512", "64k"])]);
+            arguments.extend(["-S", self.pick(&["0", "512", "64k"])]);
         }
         let backing = self.backing.filter(|_| self.random.bool());
         if let Some(base) = backing {
-            words.extend(["-B", base, "-F", format_of(base)]);
+            arguments.extend(["-B", base, "-F", format_of(base)]);
         }
         let snapshot = if self.snapshots.is_empty() || self.resized || backing.is_some() {
             None
@@ -370,15 +370,15 @@ impl ImageHistory {
             self.one_in(3).then(|| self.snapshots[at].clone())
         };
         if let Some(name) = &snapshot {
-            words.extend(["-l", name]);
+            arguments.extend(["-l", name]);
         }
-        words.extend(["image", "new"]);
-        if !self.both(&words) {
+        arguments.extend(["image", "new"]);
+        if !self.run_on_both(&arguments) {
             (self.version, self.cluster) = from;
             return;
         }
-        for twin in [&self.mixed, &self.qemu] {
-            fs::rename(twin.directory.join("new"), twin.directory.join("image")).expect("both are ours");
+        for side in [&self.mixed, &self.qemu] {
+            fs::rename(side.directory.join("new"), side.directory.join("image")).expect("both are ours");
         }
         self.backing = backing;
         self.leaner |= backing.is_some() && compressed;
@@ -389,34 +389,34 @@ impl ImageHistory {
     }
 
     fn rebase(&mut self) {
-        let may_stand = self.version > 2 || self.backing.is_some();
-        let base = (may_stand && self.random.bool()).then(|| self.pick(&BASES));
-        let mut words = vec!["rebase", "-f", "qcow2", "-b", base.unwrap_or("")];
+        let may_have_base = self.version > 2 || self.backing.is_some();
+        let base = (may_have_base && self.random.bool()).then(|| self.pick(&BASES));
+        let mut arguments = vec!["rebase", "-f", "qcow2", "-b", base.unwrap_or("")];
         if let Some(base) = base {
-            words.extend(["-F", format_of(base)]);
+            arguments.extend(["-F", format_of(base)]);
         }
-        words.push("image");
+        arguments.push("image");
         self.spilled |= self.backing.is_some() && !self.size.is_multiple_of(self.cluster);
-        if self.both(&words) {
+        if self.run_on_both(&arguments) {
             self.backing = base;
         }
     }
 
     fn commit(&mut self) {
-        let mut words = vec!["commit", "-f", "qcow2"];
+        let mut arguments = vec!["commit", "-f", "qcow2"];
         if self.random.bool() {
-            words.push("-d");
+            arguments.push("-d");
         }
-        words.push("image");
-        self.both(&words);
+        arguments.push("image");
+        self.run_on_both(&arguments);
     }
 
     fn repair(&mut self) {
         if !self.snapshots.is_empty() && !self.bitmaps.is_empty() {
             return;
         }
-        let what = self.pick(&["all", "leaks"]);
-        self.both(&["check", "-r", what, "-f", "qcow2", "image"]);
+        let repair = self.pick(&["all", "leaks"]);
+        self.run_on_both(&["check", "-r", repair, "-f", "qcow2", "image"]);
     }
 
     fn bitmap(&mut self) {
@@ -425,16 +425,16 @@ impl ImageHistory {
         match (self.random.u32(..5), known) {
             (0, Some(at)) => {
                 let name = self.bitmaps.remove(at);
-                self.both(&["bitmap", "--remove", "-f", "qcow2", "image", &name]);
+                self.run_on_both(&["bitmap", "--remove", "-f", "qcow2", "image", &name]);
             }
             (action @ 1..4, Some(at)) => {
                 let name = self.bitmaps[at].clone();
                 let action = ["--clear", "--enable", "--disable"][action as usize - 1];
-                self.both(&["bitmap", action, "-f", "qcow2", "image", &name]);
+                self.run_on_both(&["bitmap", action, "-f", "qcow2", "image", &name]);
             }
             _ => {
                 let name = self.name("b");
-                if self.both(&["bitmap", "--add", "-f", "qcow2", "image", &name]) {
+                if self.run_on_both(&["bitmap", "--add", "-f", "qcow2", "image", &name]) {
                     self.bitmaps.push(name);
                 }
             }
@@ -449,10 +449,10 @@ impl ImageHistory {
         let mut commands = vec![vec!["compare", "-f", "qcow2", "-F", "qcow2", mixed, qemu]];
         commands.push(vec!["check", "-f", "qcow2", mixed]);
         for weir in [false, true] {
-            for words in &commands {
-                let (right, said) = self.mixed.execute(weir, words);
+            for arguments in &commands {
+                let (succeeded, output) = self.mixed.execute(weir, arguments);
                 let program = if weir { "weir image" } else { "qemu-img" };
-                assert!(right, "{}{program} {} said:\n{said}", self.transcript(), words.join(" "));
+                assert!(succeeded, "{}{program} {} said:\n{output}", self.transcript(), arguments.join(" "));
             }
         }
         let (ours, theirs) = (self.mixed.bytes(), self.qemu.bytes());

@@ -33,8 +33,8 @@ fn rate_of_a_device_bounds_throughput() {
     let source = scratch.filled("source", 5 * MIB);
     let began = Instant::now();
     TestClient::new("nbdcopy").args([text(&source), &weir.uri("memory")]).succeeds();
-    let took = began.elapsed().as_secs_f64();
-    assert!(took >= 0.5, "5 MiB at 10 MiB a second took {took:.2} s");
+    let seconds = began.elapsed().as_secs_f64();
+    assert!(seconds >= 0.5, "5 MiB at 10 MiB a second took {seconds:.2} s");
 }
 
 #[test]
@@ -61,7 +61,7 @@ assert error_of(h.flush) is None
 }
 
 #[test]
-fn a_bad_sector_fails_its_own_request_alone() {
+fn bad_sector_fails_only_its_own_request() {
     let weir = Serve::with_own_scratch().args(["memory:1M", "--fault", "kind=read,offset=512K-516K"]).start();
     let script = "
 # Adjacent and sent together, so that they are merged.
@@ -91,8 +91,8 @@ fn invalid_device_option_names_key_value_and_rule() {
         ("--fault", "kind=telepathy", &["kind=telepathy", "read, write"]),
         ("--fault", "colour=red", &["colour", "no such key"]),
     ] {
-        let said = Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
-        assert_contains(&said, &[option]);
-        assert_contains(&said, parts);
+        let stderr = Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
+        assert_contains(&stderr, &[option]);
+        assert_contains(&stderr, parts);
     }
 }

@@ -7,7 +7,7 @@ use std::fs;
 
 use crate::harness::{MIB, Scratch, Serve, TestClient, nbdsh, pattern};
 
-const REFUSED: &str = r#"
+const ASSERT_REJECTED: &str = r#"
 import errno
 def refused(name, call, *arguments, **keywords):
     try:
@@ -23,7 +23,7 @@ def refused(name, call, *arguments, **keywords):
 fn script(uri: &str, body: &str) {
     nbdsh(
         &format!(
-            "{REFUSED}\nuri = arguments[0]\nh.add_meta_context('base:allocation')\nh.connect_uri(uri)\n{body}"
+            "{ASSERT_REJECTED}\nuri = arguments[0]\nh.add_meta_context('base:allocation')\nh.connect_uri(uri)\n{body}"
         ),
         [uri],
     );
@@ -50,7 +50,7 @@ for offset in (0, 1, 511, 4097, 123_457, 4 * 1048576 - len(data)):
 }
 
 #[test]
-fn a_write_with_fua_and_a_flush_reach_the_file() {
+fn fua_and_flush_write_to_the_file() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&image).start();
@@ -159,7 +159,7 @@ fn cache_command_is_accepted() {
 }
 
 #[test]
-fn a_read_that_must_not_be_fragmented_is_one_chunk() {
+fn read_with_df_is_one_chunk() {
     let weir = Serve::sparse(4 * MIB).start();
     let body = "
 h.pwrite(b'y' * 4096, 1 << 20)
@@ -174,7 +174,7 @@ assert data[1 << 20:(1 << 20) + 4096] == b'y' * 4096 and not any(data[:1 << 20])
 }
 
 #[test]
-fn the_largest_request_is_served_and_a_larger_one_refused() {
+fn largest_request_is_served_and_a_larger_one_rejected() {
     let weir = Serve::with_own_scratch().arg("memory:80M").start();
     let body = "
 most = h.get_block_size(nbd.SIZE_MAXIMUM)
@@ -228,7 +228,7 @@ assert h.pread(4096, 0) == before, 'what was refused changed nothing, and the co
 }
 
 #[test]
-fn a_read_only_export_refuses_writes_with_eperm() {
+fn read_only_export_rejects_writes_with_eperm() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&image).arg("--read-only").start();
@@ -264,7 +264,7 @@ fn clients_without_structured_replies_are_served() {
     let weir = Serve::filled(MIB).start();
     nbdsh(
         &format!(
-            "{REFUSED}
+            "{ASSERT_REJECTED}
 h.set_request_structured_replies(False)
 h.connect_uri(arguments[0])
 h.set_strict_mode(0)
@@ -346,7 +346,7 @@ assert answered == total, answered
 #[test]
 fn error_messages_reach_the_client() {
     let weir = Serve::filled(MIB).start();
-    let said =
+    let stderr =
         TestClient::new("nbdsh").args(["--connect", &weir.uri("nothing")]).arg("-c").arg("pass").fails();
-    assert!(said.contains("nothing"), "{said}");
+    assert!(stderr.contains("nothing"), "{stderr}");
 }

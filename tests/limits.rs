@@ -20,8 +20,8 @@ fn max_admitted(rate: f64, seconds: f64, request: f64) -> f64 {
 }
 
 #[track_caller]
-fn assert_at_most(passed: f64, most: f64, seconds: f64) {
-    assert!(passed <= most, "{passed} admitted in {seconds:.4} s, {most:.1} permitted");
+fn assert_at_most(passed: f64, max: f64, seconds: f64) {
+    assert!(passed <= max, "{passed} admitted in {seconds:.4} s, {max:.1} permitted");
 }
 
 /// Runs `count` random reads with fio; returns the seconds that they took on fio's clock.
@@ -95,7 +95,7 @@ fn bytes_per_second_are_limited_at_any_size() {
     }
 }
 
-fn configured(scratch: &Scratch, config: &str) -> Weir {
+fn start_with_config(scratch: &Scratch, config: &str) -> Weir {
     let sockets =
         format!("[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n", socket(scratch), text(&scratch.socket("nbd")));
     serve(scratch, &scratch.file("weir.toml", sockets + config))
@@ -113,7 +113,7 @@ fn throttled(scratch: &Scratch, disk: &str) -> u64 {
 fn burst_is_admitted_at_once_then_the_rate_holds() {
     let scratch = Scratch::new();
     let limits = "iops-total = 1000\niops-total-max = 2000\n";
-    let _weir = configured(&scratch, &format!("[disk.a]\nimage = \"memory:16M\"\n{limits}"));
+    let _weir = start_with_config(&scratch, &format!("[disk.a]\nimage = \"memory:16M\"\n{limits}"));
     let [_] = read_at_once([(uri(&scratch, "a"), 2000)]);
     assert_eq!(throttled(&scratch, "a"), 0, "the whole burst is admitted without waiting");
     // The bucket has leaked for an unknown time, at most until it was empty.
@@ -148,9 +148,9 @@ fn disks_without_a_group_have_separate_limits() {
 }
 
 #[test]
-fn the_limits_of_every_level_hold() {
+fn limits_of_every_level_hold() {
     let scratch = Scratch::new();
-    let _weir = configured(
+    let _weir = start_with_config(
         &scratch,
         r#"
         [group.host]
@@ -184,7 +184,7 @@ fn tenant(scratch: &Scratch, limit: &str, settings: [&str; 2]) -> Weir {
     let disk =
         |(name, setting)| format!("[disk.{name}]\nimage = \"memory:16M\"\ngroup = \"tenant\"\n{setting}\n");
     let disks: String = ["a", "b"].into_iter().zip(settings).map(disk).collect();
-    configured(scratch, &format!("[group.tenant]\n{limit}\n{disks}"))
+    start_with_config(scratch, &format!("[group.tenant]\n{limit}\n{disks}"))
 }
 
 /// A counter of the reads of both disks; `requests` counts admitted reads.
@@ -285,13 +285,13 @@ fn small_reads_get_as_many_bytes_as_large_ones() {
 
 /// By weight its share would be one percent. A slow host can only increase it.
 #[test]
-fn a_reservation_is_met_beside_heavier_neighbours() {
+fn reservation_is_met_despite_heavier_neighbours() {
     let scratch = Scratch::new();
     let settings = ["iops-reservation = 30", "weight = 10000"];
     let _weir = tenant(&scratch, "iops-total = 40", settings);
     let _clients = queue(&scratch, [(500, 512); 2]);
     let passed = passed_from_now(&scratch);
     wait_until(&scratch, |status| passed(status).into_iter().sum::<u64>() >= 60);
-    let [promised, heavy] = passed(&status(&scratch, "0"));
-    assert!(promised * 2 >= heavy * 3, "{promised} admitted with a reservation, {heavy} beside them");
+    let [reserved, heavy] = passed(&status(&scratch, "0"));
+    assert!(reserved * 2 >= heavy * 3, "{reserved} admitted with a reservation, {heavy} beside them");
 }

@@ -83,8 +83,8 @@ fn qemu_may_read_an_image_that_is_served_read_only() {
     let image = scratch.sparse("disk.raw", MIB);
     let _weir = Serve::new(&scratch).arg(&image).arg("--read-only").start();
     qemu_io(["-r", "-f", "raw"], ["read 0 4k"], &image);
-    let said = TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
-    assert_contains(&said, &["Failed to get \"write\" lock"]);
+    let stderr = TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
+    assert_contains(&stderr, &["Failed to get \"write\" lock"]);
 }
 
 #[test]
@@ -100,18 +100,18 @@ fn lock_ends_with_the_daemon() {
 }
 
 #[test]
-fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
+fn image_written_by_qemu_is_rejected_by_name() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let qemu = OpenQemuIo::open(&["-f", "raw"], &image);
     let pid = qemu.child.id().to_string();
-    let said = Serve::new(&scratch).arg(&image).fails();
+    let stderr = Serve::new(&scratch).arg(&image).fails();
     assert_contains(
-        &said,
+        &stderr,
         &["disk.raw: locked for writing by another process", &pid, "qemu-io", "--force-share"],
     );
-    let said = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
-    assert_contains(&said, &["locked for writing by another process"]);
+    let stderr = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
+    assert_contains(&stderr, &["locked for writing by another process"]);
     // `--check` checks locks as well.
     let socket = format!("unix:{}", text(&scratch.path("another")));
     let check = || weir(&["serve", "--check", text(&image), "--nbd", &socket]);
@@ -131,9 +131,9 @@ fn snapshot_of_an_image_in_use_is_rejected_with_a_remedy() {
     qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").succeeds();
     let weir = Serve::new(&scratch).arg(&image).args(["--format", "qcow2"]).start();
     for (option, advice) in [("-c", "`weir image convert` from an NBD export"), ("-d", "stop it first")] {
-        let said = weir_image(&["snapshot", option, "one", text(&image)]).fails();
-        assert_contains(&said, &["locked for writing", advice]);
-        assert!(!said.contains("force-share"), "{said}");
+        let stderr = weir_image(&["snapshot", option, "one", text(&image)]).fails();
+        assert_contains(&stderr, &["locked for writing", advice]);
+        assert!(!stderr.contains("force-share"), "{stderr}");
     }
     weir.stop();
 }
@@ -168,7 +168,7 @@ fn force_share_reads_an_image_that_qemu_writes() {
 }
 
 #[test]
-fn an_image_that_is_served_is_resized_by_its_daemon() {
+fn served_image_is_resized_by_its_daemon() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
@@ -183,8 +183,8 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
     let size = || TestClient::new("nbdinfo").args(["--size", &weir.uri("vm1")]).succeeds();
     let resize =
         |options: &[&str]| weir_image(&["resize"]).args(options).arg(&image).env("WEIR_QMP", &address);
-    let said = resize(&[]).arg("+1M").succeeds();
-    assert_contains(&said, &[&format!("by the daemon at {address}, which serves it as vm1")]);
+    let stdout = resize(&[]).arg("+1M").succeeds();
+    assert_contains(&stdout, &[&format!("by the daemon at {address}, which serves it as vm1")]);
     assert_eq!(size().trim(), (2 * MIB).to_string());
     let refused = resize(&[]).arg("1M").run();
     assert_eq!(refused.code(), 2);
@@ -208,7 +208,7 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
 }
 
 #[test]
-fn weir_refuses_to_write_what_qemu_reads() {
+fn image_read_by_qemu_is_not_written() {
     let scratch = Scratch::new();
     // A read-only raw image does not forbid other writers in QEMU, hence qcow2.
     let image = scratch.path("disk.qcow2");
@@ -223,17 +223,17 @@ fn weir_refuses_to_write_what_qemu_reads() {
 }
 
 #[test]
-fn two_weirs_exclude_each_other_unless_both_read() {
+fn two_daemons_share_an_image_only_for_reading() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
     let image = scratch.sparse("disk.raw", MIB);
     let writer = Serve::new(&scratch).arg(&image).start();
-    let said = Serve::new(&other).arg(&image).fails();
+    let stderr = Serve::new(&other).arg(&image).fails();
     assert_contains(
-        &said,
+        &stderr,
         &["disk.raw: locked for writing by another process", &writer.pid().to_string(), "weir"],
     );
-    let said = weir_image(&["resize", "-f", "raw", text(&image), "2M"]).fails();
-    assert_contains(&said, &["disk.raw: locked for writing by another process", "`block_resize`"]);
+    let stderr = weir_image(&["resize", "-f", "raw", text(&image), "2M"]).fails();
+    assert_contains(&stderr, &["disk.raw: locked for writing by another process", "`block_resize`"]);
     writer.stop();
     let first = Serve::new(&scratch).arg(&image).arg("--read-only").start();
     let second = Serve::new(&other).arg(&image).arg("--read-only").start();
@@ -244,16 +244,16 @@ fn two_weirs_exclude_each_other_unless_both_read() {
 
 #[test]
 fn force_share_is_read_only() {
-    let said = Serve::sparse(MIB).arg("--force-share").rejects_usage();
-    assert_contains(&said, &["--force-share", "read-only"]);
+    let stderr = Serve::sparse(MIB).arg("--force-share").rejects_usage();
+    assert_contains(&stderr, &["--force-share", "read-only"]);
 }
 
 /// The message names no process, because no other one is involved.
 #[test]
-fn a_lock_of_the_same_process_is_not_reported_as_that_of_another() {
+fn lock_of_the_same_process_is_not_reported_as_a_foreign_one() {
     let scratch = Scratch::new();
-    let (one, two) = (scratch.path("one.qcow2"), scratch.path("two.qcow2"));
-    for (image, below) in [(&two, &one), (&one, &two)] {
+    let (first, second) = (scratch.path("one.qcow2"), scratch.path("two.qcow2"));
+    for (image, below) in [(&second, &first), (&first, &second)] {
         qemu_img(["create", "-q", "-f", "qcow2", "-u", "-F", "qcow2", "-b", text(below)])
             .args([text(image), "1M"])
             .succeeds();
@@ -263,15 +263,15 @@ fn a_lock_of_the_same_process_is_not_reported_as_that_of_another() {
     fs::hard_link(&raw, &link).unwrap();
     let over = scratch.path("over.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&raw), text(&over)]).succeeds();
-    for (words, expected) in [
-        (vec!["commit", "-f", "qcow2", text(&one)], "which is a loop"),
-        (vec!["commit", "-f", "qcow2", "-b", text(&one), text(&one)], "which is a loop"),
+    for (arguments, expected) in [
+        (vec!["commit", "-f", "qcow2", text(&first)], "which is a loop"),
+        (vec!["commit", "-f", "qcow2", "-b", text(&first), text(&first)], "which is a loop"),
         (vec!["convert", "-f", "raw", text(&raw), text(&link)], "is both source and target"),
         (vec!["convert", "-f", "qcow2", text(&over), text(&raw)], "under another name"),
         (vec!["convert", "-f", "qcow2", "-n", text(&over), text(&link)], "under another name"),
         (vec!["create", "-f", "qcow2", "-F", "raw", "-b", text(&raw), text(&link)], "its own backing file"),
     ] {
-        let said = weir_image(&words).fails();
-        assert!(said.contains(expected) && !said.contains("another process"), "{words:?}: {said}");
+        let stderr = weir_image(&arguments).fails();
+        assert!(stderr.contains(expected) && !stderr.contains("another process"), "{arguments:?}: {stderr}");
     }
 }

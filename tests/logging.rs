@@ -22,10 +22,10 @@ use crate::harness::{
     text, weir,
 };
 
-fn wait_for(what: &str, is_so: impl Fn() -> bool) {
+fn wait_for(label: &str, condition: impl Fn() -> bool) {
     let until = Instant::now() + DEADLINE;
-    while !is_so() {
-        assert!(Instant::now() < until, "deadline exceeded: {what}");
+    while !condition() {
+        assert!(Instant::now() < until, "deadline exceeded: {label}");
         thread::sleep(Duration::from_millis(5));
     }
 }
@@ -92,10 +92,10 @@ fn stalled_log_reader_blocks_nothing_and_drops_are_counted() {
             let count = reader.borrow_mut().read(&mut content).unwrap();
             *text.borrow_mut() += &String::from_utf8_lossy(&content[..count]);
         }
-        text.borrow().contains("were left out left_out=")
+        text.borrow().contains("were left out suppressed=")
     });
     let text = text.into_inner();
-    assert!(!text.lines().next().unwrap().contains("left_out"), "{text}");
+    assert!(!text.lines().next().unwrap().contains("suppressed"), "{text}");
     weir.kill().unwrap();
     weir.wait().unwrap();
 }
@@ -168,7 +168,7 @@ fn hung_close_of_the_log_delays_no_line() {
 }
 
 #[test]
-fn a_daemon_in_the_background_logs_to_its_file_which_can_be_rotated() {
+fn background_daemon_logs_to_a_file_that_can_be_rotated() {
     let scratch = Scratch::new();
     let (socket, log, pid) = (scratch.socket("nbd"), scratch.path("weir.log"), scratch.path("pid"));
     let at = format!("unix:{}", text(&socket));

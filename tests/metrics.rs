@@ -45,11 +45,11 @@ impl MetricsDaemon {
         let mut stream = self.connect();
         let request = format!("{request} HTTP/1.1\r\nHost: weir\r\nAccept: {accept}\r\n\r\n");
         stream.write_all(request.as_bytes()).unwrap();
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).unwrap();
-        let end = answer.windows(4).position(|window| window == b"\r\n\r\n").expect("a head") + 4;
-        let body = answer.split_off(end);
-        let head = String::from_utf8(answer).unwrap();
+        let mut response = Vec::new();
+        stream.read_to_end(&mut response).unwrap();
+        let end = response.windows(4).position(|window| window == b"\r\n\r\n").expect("a head") + 4;
+        let body = response.split_off(end);
+        let head = String::from_utf8(response).unwrap();
         let body = if head.contains("transfer-encoding: chunked\r\n") { unchunked(&body) } else { body };
         (head, body)
     }
@@ -62,8 +62,8 @@ impl MetricsDaemon {
     }
 
     /// Polls for a page that satisfies the predicate; a page may be slightly outdated.
-    fn until(&self, is_so: impl Fn(&MetricsPage) -> bool) -> MetricsPage {
-        poll_until(|| Some(self.page()).filter(&is_so))
+    fn until(&self, condition: impl Fn(&MetricsPage) -> bool) -> MetricsPage {
+        poll_until(|| Some(self.page()).filter(&condition))
     }
 }
 
@@ -99,8 +99,8 @@ impl MetricsPage {
                 .strip_prefix(family)?
                 .strip_prefix("_bucket{le=\"")?
                 .split_once("\",disk=\"memory\",")?;
-            let upto = rest.strip_prefix(&format!("operation=\"{operation}\"}} "))?;
-            Some((bound.replace("+Inf", "inf").parse().ok()?, upto.parse().ok()?))
+            let cumulative = rest.strip_prefix(&format!("operation=\"{operation}\"}} "))?;
+            Some((bound.replace("+Inf", "inf").parse().ok()?, cumulative.parse().ok()?))
         };
         self.0.lines().filter_map(bucket).collect()
     }
@@ -134,18 +134,18 @@ fn metrics_equal_the_figures_of_fio() {
         .arg(format!("--uri={}", daemon.weir.uri("memory")))
         .arg(format!("--aux-path={}", scratch.path("").display()))
         .succeeds();
-    let said: Value = serde_json::from_slice(&fs::read(output).unwrap()).expect("fio speaks JSON");
-    let job = &said["jobs"][0];
+    let report: Value = serde_json::from_slice(&fs::read(output).unwrap()).expect("fio speaks JSON");
+    let job = &report["jobs"][0];
     let page = daemon.page();
     for (operation, requests, bytes, shortest) in
         [("read", "reads", "read_bytes", 0.002), ("write", "writes", "written_bytes", 0.001)]
     {
         let value = |name: &str| page.value(&format!("weir_disk_{name}{{disk=\"memory\"}}"));
-        let of = &job[operation];
-        let total = of["total_ios"].as_f64().unwrap();
+        let figures = &job[operation];
+        let total = figures["total_ios"].as_f64().unwrap();
         assert!(total > 0.0);
         assert_eq!(value(&format!("{requests}_total")), total, "{operation}");
-        assert_eq!(value(&format!("{bytes}_total")), of["io_bytes"].as_f64().unwrap(), "{operation}");
+        assert_eq!(value(&format!("{bytes}_total")), figures["io_bytes"].as_f64().unwrap(), "{operation}");
         let labels = format!("{{disk=\"memory\",operation=\"{operation}\"}}");
         let count = page.value(&format!("weir_disk_request_duration_seconds_count{labels}"));
         assert_eq!(count, total, "{operation}");
@@ -153,23 +153,23 @@ fn metrics_equal_the_figures_of_fio() {
         // So the daemon's time is never longer than fio's, on any machine. It may be shorter,
         // because the daemon reads its clock once a turn.
         let sum = page.value(&format!("weir_disk_request_duration_seconds_sum{labels}"));
-        let (mean, latency) = (sum / count, &of["lat_ns"]);
+        let (mean, latency) = (sum / count, &figures["lat_ns"]);
         let of_client = latency["mean"].as_f64().unwrap() / 1e9;
         assert!(mean > shortest / 2.0 && mean <= of_client, "{mean} s, for fio {of_client} s");
         let buckets = page.buckets("weir_disk_request_duration_seconds", operation);
         assert!(buckets.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1), "{buckets:?}");
         assert_eq!(buckets.last(), Some(&(f64::INFINITY, total)), "{operation}");
-        let (mut least, mut most, mut before) = (0.0, 0.0, (0.0, 0.0));
+        let (mut low, mut high, mut before) = (0.0, 0.0, (0.0, 0.0));
         let mut p99 = None;
         for &(bound, upto) in &buckets {
             let inside = upto - before.1;
-            least += inside * before.0;
-            most += if inside > 0.0 { inside * bound } else { 0.0 };
+            low += inside * before.0;
+            high += if inside > 0.0 { inside * bound } else { 0.0 };
             // The percentile lies above this lower bound.
             p99 = p99.or((upto >= 0.99 * total).then_some(before.0));
             before = (bound, upto);
         }
-        assert!(least <= sum && sum <= most, "{sum} s in all, and {least} s to {most} s by {buckets:?}");
+        assert!(low <= sum && sum <= high, "{sum} s in all, and {low} s to {high} s by {buckets:?}");
         // fio's histogram rounds by up to 1 %.
         let (p99, of_client) = (p99.unwrap(), latency["percentile"]["99.000000"].as_f64().unwrap() / 1e9);
         assert!(p99 <= of_client * 1.01, "more than {p99} s, for fio {of_client} s");
@@ -228,19 +228,19 @@ fn document_lists_exactly_the_metric_families() {
     let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["--config", text(&config)]));
     read_each(&daemon.weir, "a", 25);
     let page = daemon.page();
-    let mut told = BTreeMap::new();
+    let mut families = BTreeMap::new();
     for line in page.0.lines() {
         if let Some(family) = line.strip_prefix("# TYPE ") {
             let (name, kind) = family.split_once(' ').unwrap();
-            told.insert(name.to_owned(), MetricFamilyRow { kind: kind.to_owned(), labels: BTreeSet::new() });
+            families.insert(name.to_owned(), MetricFamilyRow { kind: kind.to_owned(), labels: BTreeSet::new() });
         } else if let Some((name, labels)) = line.split_once('{')
             && !line.starts_with('#')
         {
             let suffixes = ["_total", "_info", "_bucket", "_count", "_sum"];
             let stem = suffixes.iter().find_map(|suffix| {
-                told.contains_key(name.strip_suffix(suffix)?).then(|| name.strip_suffix(suffix))?
+                families.contains_key(name.strip_suffix(suffix)?).then(|| name.strip_suffix(suffix))?
             });
-            let row = told.get_mut(stem.unwrap_or(name)).expect(line);
+            let row = families.get_mut(stem.unwrap_or(name)).expect(line);
             let (labels, _) = labels.rsplit_once('}').unwrap();
             row.labels
                 .extend(labels.split("\",").filter_map(|label| Some(label.split_once('=')?.0.to_owned())));
@@ -248,12 +248,12 @@ fn document_lists_exactly_the_metric_families() {
         }
     }
     let documented = documented();
-    assert_eq!(told.keys().collect::<Vec<_>>(), documented.keys().collect::<Vec<_>>());
-    for (name, row) in &told {
-        let said = &documented[name];
-        assert_eq!(row.kind, said.kind, "{name}");
+    assert_eq!(families.keys().collect::<Vec<_>>(), documented.keys().collect::<Vec<_>>());
+    for (name, row) in &families {
+        let row_in_docs = &documented[name];
+        assert_eq!(row.kind, row_in_docs.kind, "{name}");
         // Labels of optional features (watermark, device) may have no sample.
-        assert!(row.labels.is_subset(&said.labels), "{name}: {:?} and {:?}", row.labels, said.labels);
+        assert!(row.labels.is_subset(&row_in_docs.labels), "{name}: {:?} and {:?}", row.labels, row_in_docs.labels);
     }
     assert_eq!(page.0.lines().last(), Some("# EOF"));
 }
@@ -271,16 +271,16 @@ fn throttled_seconds_name_the_cause() {
     read_each(&daemon.weir, "own", 5);
     read_each(&daemon.weir, "shared", 4);
     let page = daemon.page();
-    let held = |disk: &str, of: &str, limit: &str| {
+    let throttled = |disk: &str, level: &str, limit: &str| {
         page.find(&format!(
-            "weir_disk_throttled_seconds_total{{disk=\"{disk}\",level=\"{of}\",limit=\"{limit}\",operation=\"read\"}}"
+            "weir_disk_throttled_seconds_total{{disk=\"{disk}\",level=\"{level}\",limit=\"{limit}\",operation=\"read\"}}"
         ))
     };
     // One or two are admitted at once, each later one after 250 or 400 ms, less the time that a
     // slow client needs.
-    assert!(held("own", "disk", "iops-read") > Some(0.02));
-    assert!(held("shared", "above", "bps-total") > Some(0.1));
-    assert_eq!((held("own", "above", "bps-total"), held("shared", "disk", "iops-read")), (None, None));
+    assert!(throttled("own", "disk", "iops-read") > Some(0.02));
+    assert!(throttled("shared", "above", "bps-total") > Some(0.1));
+    assert_eq!((throttled("own", "above", "bps-total"), throttled("shared", "disk", "iops-read")), (None, None));
     let of_disk = |name: &str| page.value(&format!("weir_{name}{{disk=\"own\",operation=\"read\"}}"));
     assert_eq!(of_disk("disk_wait_duration_seconds_count"), 5.0);
     assert_eq!(of_disk("disk_admitted_requests_total"), 5.0);
@@ -310,33 +310,33 @@ fn added_disks_have_metrics_and_removed_ones_none() {
 fn vhost_user_exports_have_ring_metrics() {
     let scratch = Scratch::new();
     let socket = scratch.socket("vm");
-    let machine = format!("unix:{}", text(&socket));
+    let address = format!("unix:{}", text(&socket));
     let serve = Serve::new(&scratch).args(["memory:1M", "--name", "a", "--iops-total", "1000"]);
-    let daemon = MetricsDaemon::start(&scratch, serve.args(["--vhost-user-blk", &machine]));
-    let labels = format!("{{export=\"a@{machine}\",disk=\"a\",type=\"vhost-user-blk\"}}");
-    let of = |page: &MetricsPage, family: &str| page.value(&format!("weir_export_{family}{labels}"));
+    let daemon = MetricsDaemon::start(&scratch, serve.args(["--vhost-user-blk", &address]));
+    let labels = format!("{{export=\"a@{address}\",disk=\"a\",type=\"vhost-user-blk\"}}");
+    let value_of = |page: &MetricsPage, family: &str| page.value(&format!("weir_export_{family}{labels}"));
     let target = format!("vhost-user:{}", text(&socket));
 
     bench("-c 100 -d 4 -s 4K", &target).succeeds();
-    let page = daemon.until(|page| of(page, "connections") == 0.0);
-    assert_eq!([of(&page, "queues"), of(&page, "in_flight_requests")], [0.0; 2]);
-    assert!(of(&page, "requests_total") >= 100.0, "{}", page.0);
+    let page = daemon.until(|page| value_of(page, "connections") == 0.0);
+    assert_eq!([value_of(&page, "queues"), value_of(&page, "in_flight_requests")], [0.0; 2]);
+    assert!(value_of(&page, "requests_total") >= 100.0, "{}", page.0);
     for family in ["kicks_total", "calls_total"] {
         assert!(
-            (1.0..=of(&page, "requests_total") + 2.0).contains(&of(&page, family)),
+            (1.0..=value_of(&page, "requests_total") + 2.0).contains(&value_of(&page, family)),
             "{family}: {}",
             page.0
         );
     }
-    assert_eq!(of(&page, "copies_total"), 0.0);
+    assert_eq!(value_of(&page, "copies_total"), 0.0);
     // Exports over NBD have no queues.
     assert_eq!(page.0.matches("\nweir_export_queues{").count(), 1, "{}", page.0);
     assert_eq!(page.0.matches("\nweir_export_connections{").count(), 2, "{}", page.0);
 
     let at_work = started(&["--runtime", "600s", "-d", "4", "-s", "4K", "--jobs", "2", &target]);
-    daemon.until(|page| of(page, "queues") == 2.0 && of(page, "in_flight_requests") > 0.0);
+    daemon.until(|page| value_of(page, "queues") == 2.0 && value_of(page, "in_flight_requests") > 0.0);
     interrupted(at_work);
-    daemon.until(|page| of(page, "queues") == 0.0 && of(page, "in_flight_requests") == 0.0);
+    daemon.until(|page| value_of(page, "queues") == 0.0 && value_of(page, "in_flight_requests") == 0.0);
     daemon.weir.stop();
 }
 
@@ -362,8 +362,8 @@ fn three_formats_on_one_path() {
         "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited";
     let (head, body) = daemon.ask("GET /metrics", messages);
     assert!(head.contains("proto=io.prometheus.client.MetricFamily; encoding=delimited\r\n"), "{head}");
-    let has = |name: &str| body.windows(name.len()).any(|window| window == name.as_bytes());
-    assert!(has("weir_disk_request_duration_seconds") && has("weir_disk_reads_total"));
+    let contains = |name: &str| body.windows(name.len()).any(|window| window == name.as_bytes());
+    assert!(contains("weir_disk_request_duration_seconds") && contains("weir_disk_reads_total"));
     for (request, status) in [
         ("GET /", "200 OK"),
         ("GET /metrics/", "404 Not Found"),
@@ -385,9 +385,9 @@ fn hostile_clients_block_no_other() {
     first.write_all(b"G").unwrap();
     // Half of them send an incomplete request, half never read the response.
     let mut idle: Vec<_> = (0..500).map(|_| daemon.connect()).collect();
-    for (place, stream) in idle.iter_mut().enumerate() {
+    for (index, stream) in idle.iter_mut().enumerate() {
         let sent: &[u8] =
-            if place % 2 == 0 { b"GET /metrics HTTP/1.1\r\nHost:" } else { b"GET /metrics HTTP/1.1\r\n\r\n" };
+            if index % 2 == 0 { b"GET /metrics HTTP/1.1\r\nHost:" } else { b"GET /metrics HTTP/1.1\r\n\r\n" };
         // The connection may be closed already.
         let _ = stream.write_all(sent);
     }
@@ -416,9 +416,9 @@ fn log_names_the_tcp_address() {
     let address = line.split_once("at=").unwrap().1.trim();
     let mut stream = std::net::TcpStream::connect(address).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    assert!(answer.contains("weir_disk_size_bytes{disk=\"memory\"} 1048576\n"), "{answer}");
+    let mut response = String::new();
+    stream.read_to_string(&mut response).unwrap();
+    assert!(response.contains("weir_disk_size_bytes{disk=\"memory\"} 1048576\n"), "{response}");
     let second = Serve::new(&scratch).args(["null:1M", "--metrics", address]).fails();
     assert!(second.contains("metrics: ") && second.contains("the port is in use"), "{second}");
 }
@@ -465,7 +465,7 @@ impl PrometheusServer {
     /// Value of a query, once it has a result.
     fn ask(&self, query: &str) -> f64 {
         let url = format!("http://{}", self.address);
-        let value = |said: String| said.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
+        let value = |output: String| output.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
         poll_until(|| {
             let outcome = TestClient::new("promtool").args(["query", "instant", &url, query]).run();
             (outcome.code() == 0).then(|| outcome.stdout()).and_then(value)
@@ -493,11 +493,11 @@ fn promtool_finds_nothing_wrong() {
         MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M", "--iops-total", "1000"]));
     read_each(&daemon.weir, "memory", 3);
     let (_, body) = daemon.ask("GET /metrics", "*/*");
-    let said = TestClient::new("promtool")
+    let stdout = TestClient::new("promtool")
         .args(["check", "metrics"])
         .with_stdin(&String::from_utf8(body).unwrap())
         .succeeds();
-    assert_eq!(said, "");
+    assert_eq!(stdout, "");
 }
 
 #[test]
@@ -505,18 +505,18 @@ fn alerts_and_dashboard_use_existing_metrics() {
     let families = documented();
     let dashboard = fs::read_to_string(packaged("weir.dashboard.json")).unwrap();
     let _: Value = serde_json::from_str(&dashboard).expect("JSON");
-    let mut asked = BTreeSet::new();
+    let mut names = BTreeSet::new();
     for file in [dashboard, fs::read_to_string(packaged("weir.rules.yml")).unwrap()] {
-        let words = file.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
-        asked.extend(words.filter(|word| word.starts_with("weir_")).map(str::to_owned));
+        let tokens = file.split(|character: char| !character.is_ascii_alphanumeric() && character != '_');
+        names.extend(tokens.filter(|token| token.starts_with("weir_")).map(str::to_owned));
     }
-    assert!(asked.len() > 20, "{asked:?}");
-    for name in asked {
+    assert!(names.len() > 20, "{names:?}");
+    for name in names {
         let suffixes = ["", "_total", "_bucket", "_info"];
-        let is_there = suffixes
+        let is_exported = suffixes
             .iter()
             .any(|suffix| name.strip_suffix(suffix).is_some_and(|stem| families.contains_key(stem)));
-        assert!(is_there, "{name}");
+        assert!(is_exported, "{name}");
     }
 }
 
@@ -558,13 +558,13 @@ fn dashboard_supports_both_kinds_of_histograms() {
         // The query of a heatmap yields a histogram, which has no numeric value.
         let query = if query.contains("histogram_quantile") { query } else { format!("count({query})") };
         for (prometheus, features) in prometheuses.iter().zip(kinds) {
-            let answers = || {
+            let has_result = || {
                 read_each(&weir, "memory", 3);
-                let answer = prometheus.ask(&query);
-                (answer > 0.0 && answer.is_finite()).then_some(())
+                let result = prometheus.ask(&query);
+                (result > 0.0 && result.is_finite()).then_some(())
             };
             println!("{features:?}: {query}");
-            poll_until(answers);
+            poll_until(has_result);
         }
     }
     weir.stop();
@@ -595,11 +595,11 @@ fn prometheus_scrapes_a_daemon_under_load() {
             .arg(format!("--output={}", text(&output)))
             .arg(format!("--uri={}", weir.uri("memory")));
         fio.arg(format!("--aux-path={}", scratch.path("").display())).succeeds();
-        let said: Value = serde_json::from_slice(&fs::read(&output).unwrap()).expect("fio speaks JSON");
-        let of_fio = |name: &str| said["jobs"][0]["read"][name].as_f64().unwrap();
+        let report: Value = serde_json::from_slice(&fs::read(&output).unwrap()).expect("fio speaks JSON");
+        let of_fio = |name: &str| report["jobs"][0]["read"][name].as_f64().unwrap();
         total += of_fio("total_ios");
         bytes += of_fio("io_bytes");
-        latency_ns += of_fio("total_ios") * said["jobs"][0]["read"]["lat_ns"]["mean"].as_f64().unwrap();
+        latency_ns += of_fio("total_ios") * report["jobs"][0]["read"]["lat_ns"]["mean"].as_f64().unwrap();
     }
     // The last scrape may precede the end of the load.
     poll_until(|| (prometheus.ask("weir_disk_reads_total") == total).then_some(()));

@@ -32,10 +32,10 @@ struct MigrationHost {
 
 impl MigrationHost {
     fn start(name: &str, etcd: &EtcdServer, images: &Scratch, more: &str) -> Self {
-        Self::with(name, etcd, images, &format!("[disk.base]\nimage = \"memory:1M\"\n{more}"))
+        Self::start_with(name, etcd, images, &format!("[disk.base]\nimage = \"memory:1M\"\n{more}"))
     }
 
-    fn with(name: &str, etcd: &EtcdServer, images: &Scratch, more: &str) -> Self {
+    fn start_with(name: &str, etcd: &EtcdServer, images: &Scratch, more: &str) -> Self {
         let scratch = Scratch::new();
         let nbd = scratch.socket("nbd");
         let config = format!(
@@ -128,8 +128,8 @@ fn migration_keeps_settings_and_used_burst() {
     let since = Instant::now();
     a.io(&["write -P 7 0 64k"]);
     a.io(&vec!["read 0 512"; 100]);
-    let said = a.move_to("b").succeeds();
-    assert_contains(&said, &["disk vm: moved\n", "vm: b serves it until its daemon ends", "[disk.vm]"]);
+    let stdout = a.move_to("b").succeeds();
+    assert_contains(&stdout, &["disk vm: moved\n", "vm: b serves it until its daemon ends", "[disk.vm]"]);
     assert_eq!(a.disk("vm"), None);
     let after = b.disk("vm").unwrap();
     for key in ["format", "cache", "group", "weight", "limits", "prefetch", "size", "read-only"] {
@@ -140,19 +140,19 @@ fn migration_keeps_settings_and_used_burst() {
     b.io(&vec!["read 0 512"; 20]);
     // A request may overrun the bucket, and clients send requests when they connect and disconnect.
     let passed = 122.0;
-    let most = 101.0 + 5.0 * since.elapsed().as_secs_f64();
-    assert!(passed <= most, "{passed} were admitted, at most {most} are permitted");
+    let max_passed = 101.0 + 5.0 * since.elapsed().as_secs_f64();
+    assert!(passed <= max_passed, "{passed} were admitted, at most {max_passed} are permitted");
     // Move it back, while a client is connected, which will be disconnected.
     let script =
         format!("import sys\nh.connect_uri({:?})\nprint('here', flush=True)\nsys.stdin.read()", b.uri("vm"));
-    let mut held = nbdsh_command(&script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut connected = nbdsh_command(&script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
-    BufReader::new(held.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    BufReader::new(connected.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "here\n");
     let refused = b.move_to("a").fails();
     b.move_to("a").args(["--force"]).succeeds();
-    held.kill().unwrap();
-    held.wait().unwrap();
+    connected.kill().unwrap();
+    connected.wait().unwrap();
     assert_contains(&refused, &["clients use it", "--force"]);
     a.io(&["read -P 7 0 64k"]);
     // `--save` removes the disk's section from the config file.
@@ -168,23 +168,23 @@ fn last_disk_migrates_to_an_empty_host_and_back() {
     let etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
-    let mut a = MigrationHost::with("a", &etcd, &scratch, &section);
-    let b = MigrationHost::with("b", &etcd, &scratch, GROUPS);
-    let mut c = MigrationHost::with("c", &etcd, &scratch, GROUPS);
+    let mut a = MigrationHost::start_with("a", &etcd, &scratch, &section);
+    let b = MigrationHost::start_with("b", &etcd, &scratch, GROUPS);
+    let mut c = MigrationHost::start_with("c", &etcd, &scratch, GROUPS);
     // A host without an NBD listener.
     let config = fs::read_to_string(c.scratch.path("weir.toml")).unwrap();
     c.stop();
     fs::write(c.scratch.path("weir.toml"), config.replacen("nbd = ", "# nbd = ", 1)).unwrap();
     c.restart();
     // The command waits until the host has joined.
-    let said = a.move_to("c").fails();
-    assert_contains(&said, &["c refuses it: it is exported over NBD, and that host has no NBD server"]);
-    let said = a.move_to("c").args(["--nbd", "unix:n.sock"]).fails();
-    assert_contains(&said, &["that host has no NBD server (start weir there with --nbd unix:n.sock)"]);
+    let stderr = a.move_to("c").fails();
+    assert_contains(&stderr, &["c refuses it: it is exported over NBD, and that host has no NBD server"]);
+    let stderr = a.move_to("c").args(["--nbd", "unix:n.sock"]).fails();
+    assert_contains(&stderr, &["that host has no NBD server (start weir there with --nbd unix:n.sock)"]);
     a.io(&["write -P 3 0 4k"]);
-    let said = a.move_to("b").args(["--save"]).succeeds();
+    let stdout = a.move_to("b").args(["--save"]).succeeds();
     assert_contains(
-        &said,
+        &stdout,
         &["vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"],
     );
     b.io(&["read -P 3 0 4k"]);
@@ -210,27 +210,27 @@ fn start_omits_migrated_disks() {
     let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
     let mut a = MigrationHost::start("a", &etcd, &scratch, &section);
     let mut b = MigrationHost::start("b", &etcd, &scratch, GROUPS);
-    let said = a.move_to("b").succeeds();
-    assert_contains(&said, &["add [disk.vm] to the config file there; remove [disk.vm] from the one here"]);
+    let stdout = a.move_to("b").succeeds();
+    assert_contains(&stdout, &["add [disk.vm] to the config file there; remove [disk.vm] from the one here"]);
     // A reload omits the moved disk as well, and applies all remaining changes.
-    let left_out = |a: &MigrationHost| {
+    let assert_omitted = |a: &MigrationHost| {
         let file = a.scratch.path("weir.toml");
-        let had = fs::read_to_string(&file).unwrap();
-        fs::write(&file, had.replace("iops-total = 100\n", "iops-total = 200\n")).unwrap();
-        for words in [&["reload", "--dry-run"][..], &["reload"]] {
-            let said = a.run(words).succeeds();
-            assert_contains(&said, &["iops-total: 100 → 200", "skipped: it was moved to host b"]);
+        let before = fs::read_to_string(&file).unwrap();
+        fs::write(&file, before.replace("iops-total = 100\n", "iops-total = 200\n")).unwrap();
+        for arguments in [&["reload", "--dry-run"][..], &["reload"]] {
+            let stdout = a.run(arguments).succeeds();
+            assert_contains(&stdout, &["iops-total: 100 → 200", "skipped: it was moved to host b"]);
         }
-        fs::write(&file, had).unwrap();
+        fs::write(&file, before).unwrap();
         assert_contains(&a.run(&["reload"]).succeeds(), &["iops-total: 200 → 100"]);
         assert!(a.disk("vm").is_none() && a.disk("base").is_some());
     };
-    left_out(&a);
+    assert_omitted(&a);
     a.stop();
     a.restart();
     a.weir().wait_for_log("disk vm: it has moved to host b, and is not served here");
     assert!(a.disk("vm").is_none() && a.disk("base").is_some());
-    left_out(&a);
+    assert_omitted(&a);
     // The disk is in this host's file and was never in the target's.
     assert!(b.move_to("a").succeeds().contains("vm: a serves it\n"));
     a.stop();
@@ -247,21 +247,21 @@ fn start_omits_migrated_disks() {
     until("the disk belongs to this host", || !keys().contains("host/a/moved/vm"));
     // The target respects that, although its file has the disk by now.
     let file = b.scratch.path("weir.toml");
-    let had = fs::read_to_string(&file).unwrap();
+    let before = fs::read_to_string(&file).unwrap();
     let disk = &section[GROUPS.len()..];
-    fs::write(&file, format!("{had}{disk}")).unwrap();
+    fs::write(&file, format!("{before}{disk}")).unwrap();
     b.restart();
     b.weir().wait_for_log("disk vm: it has moved to host a, and is not served here");
     b.stop();
-    fs::write(&file, had).unwrap();
+    fs::write(&file, before).unwrap();
     b.restart();
     a.move_to("b").succeeds();
     // Without etcd the lock of the image shows that another host serves it; the limits are unknown
     // as well.
     a.stop();
     etcd.kill();
-    let said = a.serve().args(["--log", "error"]).fails();
-    assert_contains(&said, &["locked for writing", "or the disk has moved to another host of the cluster"]);
+    let stderr = a.serve().args(["--log", "error"]).fails();
+    assert_contains(&stderr, &["locked for writing", "or the disk has moved to another host of the cluster"]);
     b.stop();
     a.restart();
     assert!(a.disk("vm").is_some());
@@ -295,8 +295,8 @@ fn failed_migration_keeps_serving() {
     a.run(&["throttle", "vm", "--group", "small", "--iops-reservation", "70"]).succeeds();
     refused("c", &["c refuses it", "iops-reservation"]);
     a.run(&["throttle", "vm", "--group", "none", "--iops-reservation", "0"]).run();
-    let said = a.run(&["disk", "move", "base", "--to", "c"]).fails();
-    assert_contains(&said, &["disk base: its data is in this process's memory"]);
+    let stderr = a.run(&["disk", "move", "base", "--to", "c"]).fails();
+    assert_contains(&stderr, &["disk base: its data is in this process's memory"]);
     // The image does not exist at that path on the target.
     let elsewhere = scratch.path("elsewhere.raw");
     fs::rename(&image, &elsewhere).unwrap();
@@ -313,8 +313,8 @@ fn failed_migration_keeps_serving() {
     etcd.control(&["put", "/weir/v1/lab/host/c/move/last", "garbage"]).succeeds();
     c.weir().wait_for_log("host/c/move/last");
     for key in [r"move/a\tb", "move/.."] {
-        let told = c.weir().log_text().lines().filter(|line| line.contains(key)).count();
-        assert_eq!(told, 1, "{key}");
+        let lines = c.weir().log_text().lines().filter(|line| line.contains(key)).count();
+        assert_eq!(lines, 1, "{key}");
     }
     let offer = json!({
         "version": 1, "from": "ghost", "run": 1, "number": 1, "given": false,
@@ -322,11 +322,11 @@ fn failed_migration_keeps_serving() {
             "doors": [], "filled": null },
     });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/y", &offer.to_string()]).succeeds();
-    let answer = |disk: &str| {
+    let reply = |disk: &str| {
         let key = format!("/weir/v1/lab/host/ghost/moved/{disk}");
         etcd.control(&["get", "--print-value-only", &key]).succeeds()
     };
-    until("it is refused", || answer("y").contains("the offer cannot be parsed"));
+    until("it is refused", || reply("y").contains("the offer cannot be parsed"));
     // An offer that can no longer be claimed, because a later run of the source has started, is
     // rejected without looking for the image. The waiting command receives an answer.
     let mut late = offer;
@@ -334,7 +334,7 @@ fn failed_migration_keeps_serving() {
     late["described"]["keys"] = json!({ "image": scratch.path("nowhere.raw"), "format": "raw" });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/z", &late.to_string()]).succeeds();
     c.weir().wait_for_log("the disk stays on its host: ghost has withdrawn its offer");
-    until("the answer is there", || answer("z").contains("rejoined the cluster (move the disk again)"));
+    until("the answer is there", || reply("z").contains("rejoined the cluster (move the disk again)"));
     assert!(c.disk("z").is_none() && c.disk("y").is_none());
     // A suspended host does not answer; after it resumes, the offer is withdrawn.
     c.weir().signal(Signal::SIGSTOP);
@@ -367,22 +367,22 @@ fn reservation_and_vhost_user_socket_migrate() {
         (MigrationHost::start("b", &etcd, &scratch, &by), MigrationHost::start("c", &etcd, &scratch, GROUPS));
     assert_contains(&a.move_to("c").fails(), &["c refuses it: no socket can be created in the directory of"]);
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    let knows = |host: &MigrationHost| {
+    let has_limit = |host: &MigrationHost| {
         host.run(&["status", "--json", "--interval", "0"]).json()["groups"][0]["limits"]["iops-total"] != 0
     };
-    until("both hosts have the group", || knows(&a) && knows(&b));
+    until("both hosts have the group", || has_limit(&a) && has_limit(&b));
     a.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
-    let promised = |host: &MigrationHost| {
+    let reserved = |host: &MigrationHost| {
         host.run(&["cluster", "status", "--json"]).json()["groups"][0]["reserved"]["iops"].as_u64()
     };
-    until("the second host has the reservation", || promised(&b) == Some(2000));
+    until("the second host has the reservation", || reserved(&b) == Some(2000));
     assert!(UnixStream::connect(&socket).is_ok());
     // During the move the reservation counts once: twice would exceed the limit.
     a.move_to("b").succeeds();
     let disk = b.disk("vm").unwrap();
     assert_eq!((&disk["iops-reservation"], &disk["group"]), (&json!(2000), &json!("gold")));
     until("all hosts have the new owner of the reservation", || {
-        promised(&a) == Some(2000) && promised(&b) == Some(2000)
+        reserved(&a) == Some(2000) && reserved(&b) == Some(2000)
     });
     assert!(UnixStream::connect(&socket).is_ok());
     drop(c);
@@ -394,10 +394,10 @@ fn reservation_and_vhost_user_socket_migrate() {
 }
 
 /// Value of an offer's key, once its `given` has this value.
-fn value(etcd: &EtcdServer, key: &str, given: bool) -> Value {
+fn offer_once(etcd: &EtcdServer, key: &str, is_given: bool) -> Value {
     let read = || etcd.control(&["get", "--print-value-only", key]).succeeds();
-    let is_so = |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == given);
-    until("an offer exists", || is_so(&read()));
+    let condition = |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == is_given);
+    until("an offer exists", || condition(&read()));
     serde_json::from_str(&read()).unwrap()
 }
 
@@ -412,12 +412,12 @@ fn offer_to_ghost(host: &MigrationHost, etcd: &EtcdServer) -> (JoinHandle<TestOu
         let control = format!("unix:{}", text(&host.control()));
         move || weir(&["disk", "move", "vm", "--to", "ghost", "--qmp", &control]).run()
     });
-    let offer = value(etcd, OFFERED, false);
+    let offer = offer_once(etcd, OFFERED, false);
     // A second move of the same disk is rejected.
     assert_contains(&host.move_to("ghost").fails(), &["it is already being migrated"]);
-    let answer = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
-    etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &answer.to_string()]).succeeds();
-    (moving, value(etcd, OFFERED, true))
+    let reply = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
+    etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &reply.to_string()]).succeeds();
+    (moving, offer_once(etcd, OFFERED, true))
 }
 
 #[test]
@@ -429,9 +429,9 @@ fn loss_of_target_or_etcd_during_migration_loses_nothing() {
     let a = MigrationHost::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
     a.io(&["write -P 5 0 4k"]);
     let begin = || {
-        let (moving, given) = offer_to_ghost(&a, &etcd);
-        assert_eq!(given["described"]["keys"]["iops-total"], 1000);
-        assert!(given["described"]["filled"]["levels"].is_array(), "{given}");
+        let (moving, offer) = offer_to_ghost(&a, &etcd);
+        assert_eq!(offer["described"]["keys"]["iops-total"], 1000);
+        assert!(offer["described"]["filled"]["levels"].is_array(), "{offer}");
         // Neither host serves the disk, and its image is unlocked.
         assert_eq!(a.disk("vm"), None);
         qemu_io(["-f", "raw"], &["read -P 5 0 4k"], &image);
@@ -460,20 +460,20 @@ fn offers_of_an_earlier_run_cannot_be_claimed() {
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
     let mut a = MigrationHost::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
-    let (moving, given) = offer_to_ghost(&a, &etcd);
+    let (moving, offer) = offer_to_ghost(&a, &etcd);
     // The revision that the target compares when it claims the disk.
     let run = || {
         let found = etcd.control(&["get", "-w", "json", "/weir/v1/lab/host/a/name"]).json();
         found["kvs"][0]["mod_revision"].as_i64()
     };
-    assert_eq!(run(), given["run"].as_i64());
+    assert_eq!(run(), offer["run"].as_i64());
     a.weir.take().unwrap().kill();
     moving.join().unwrap();
     // The start ends at the lock of the image, after the host's key was rewritten.
     let other = Scratch::new();
     let holder = Serve::new(&other).args([text(&image), "--format", "raw"]).start();
     assert_contains(&a.serve().args(["--log", "error"]).fails(), &["locked for writing"]);
-    assert_ne!(run(), given["run"].as_i64(), "it could still be claimed");
+    assert_ne!(run(), offer["run"].as_i64(), "it could still be claimed");
     holder.stop();
     a.restart();
     assert!(a.disk("vm").is_some());
@@ -519,8 +519,8 @@ fn range_of_an_image_survives_migrations() {
         "file": { "driver": "file", "filename": text(&above) },
     });
     qmp.command("blockdev-add", node);
-    let said = a.run(&["disk", "move", "alone", "--to", "b"]).fails();
-    assert_contains(&said, &["disk alone: backing: cannot be migrated"]);
+    let stderr = a.run(&["disk", "move", "alone", "--to", "b"]).fails();
+    assert_contains(&stderr, &["disk alone: backing: cannot be migrated"]);
     assert!(a.disk("alone").is_some());
 }
 
@@ -543,13 +543,13 @@ fn local_groups_have_separate_bursts() {
         let groups = status["groups"].as_array().unwrap().clone();
         tokens(groups.iter().find(|group| group["name"] == "own").unwrap())
     };
-    let whole = of_group(&b);
+    let before = of_group(&b);
     a.io(&vec!["read 0 512"; 80]);
-    assert!(of_group(&a) <= whole - 40, "it was used");
+    assert!(of_group(&a) <= before - 40, "it was used");
     a.move_to("b").succeeds();
     // The disk has used its own burst; the bursts of the group on that host are unused.
-    assert_eq!(of_group(&b), whole);
-    assert!(tokens(&b.disk("vm").unwrap()) <= whole - 40);
+    assert_eq!(of_group(&b), before);
+    assert!(tokens(&b.disk("vm").unwrap()) <= before - 40);
 }
 
 #[test]

@@ -41,10 +41,10 @@ fn shell_pipe_is_read_as_config() {
 fn serve_without_a_disk_reports_the_missing_arguments() {
     let outcome = weir(&["serve", "--iops-total", "5"]).run();
     assert_eq!(outcome.code(), 2);
-    let said = outcome.stderr();
+    let stderr = outcome.stderr();
     assert_contains(
-        &said,
+        &stderr,
         &["weir: neither an image nor a config file is given (name an IMAGE", "--config FILE)"],
     );
-    assert!(!said.contains("--blockdev"), "{said}");
+    assert!(!stderr.contains("--blockdev"), "{stderr}");
 }

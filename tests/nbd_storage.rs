@@ -46,21 +46,21 @@ impl BackgroundNbdServer {
     fn nbdkit(scratch: &Scratch, socket: &Path, more: &[&str]) -> Self {
         let pid_file = scratch.path("nbdkit.pid");
         let _ = fs::remove_file(socket);
-        let words = ["-U", text(socket), "-P", text(&pid_file)];
-        Self::start("nbdkit", &[&words[..], more].concat(), pid_file.clone())
+        let arguments = ["-U", text(socket), "-P", text(&pid_file)];
+        Self::start("nbdkit", &[&arguments[..], more].concat(), pid_file.clone())
     }
 
     fn qemu_nbd(scratch: &Scratch, socket: &Path, more: &[&str]) -> Self {
         let pid_file = scratch.path("qemu-nbd.pid");
-        let words = ["-t", "--fork", "-k", text(socket), "--pid-file", text(&pid_file)];
-        Self::start("qemu-nbd", &[&words[..], more].concat(), pid_file.clone())
+        let arguments = ["-t", "--fork", "-k", text(socket), "--pid-file", text(&pid_file)];
+        Self::start("qemu-nbd", &[&arguments[..], more].concat(), pid_file.clone())
     }
 
     fn storage_daemon(scratch: &Scratch, socket: &Path, file: &Path) -> Self {
         let pid_file = scratch.path("storage-daemon.pid");
         let node = format!("driver=file,node-name=disk,filename={}", text(file));
         let server = format!("addr.type=unix,addr.path={}", text(socket));
-        let words = [
+        let arguments = [
             "--daemonize",
             "--pidfile",
             text(&pid_file),
@@ -71,7 +71,7 @@ impl BackgroundNbdServer {
             "--export",
             "type=nbd,id=e,node-name=disk,name=disk,writable=on",
         ];
-        Self::start("qemu-storage-daemon", &words, pid_file.clone())
+        Self::start("qemu-storage-daemon", &arguments, pid_file.clone())
     }
 
     /// Kills the server with SIGKILL, by `drop`.
@@ -117,16 +117,16 @@ fn assert_served_through_weir(scratch: &Scratch, server: &str, backing: &str, fi
                   assert h.pread(70000, 1000) == b'\\x07' * 70000\n\
                   assert h.pread(65536, 204800) == bytes(65536)";
     weir.nbdsh("front", script);
-    let there = fs::read(file).unwrap();
-    assert!(there[1000..71_000].iter().all(|&byte| byte == 7), "{server}: it was not written");
-    assert!(there[204_800..270_336].iter().all(|&byte| byte == 0), "{server}: it was not zeroed");
+    let content = fs::read(file).unwrap();
+    assert!(content[1000..71_000].iter().all(|&byte| byte == 7), "{server}: it was not written");
+    assert!(content[204_800..270_336].iter().all(|&byte| byte == 0), "{server}: it was not zeroed");
     // A hole on the server is a hole here.
     let map = TestClient::new("nbdinfo").args(["--map", "--json", &front]).describing(server).json();
     let hole = |entry: &serde_json::Value| entry["type"].as_u64() == Some(3);
     assert!(map.as_array().unwrap().iter().any(hole), "{server}, {export}: {map:#}");
-    let told = status(scratch, "0");
-    let remote = &find(&told, "disks", "front")["server"];
-    assert_eq!((&remote["connected"], &remote["reconnections"]), (&json!(true), &json!(0)), "{told:#}");
+    let reported = status(scratch, "0");
+    let remote = &find(&reported, "disks", "front")["server"];
+    assert_eq!((&remote["connected"], &remote["reconnections"]), (&json!(true), &json!(0)), "{reported:#}");
     weir.stop();
 }
 
@@ -154,14 +154,14 @@ fn disks_of_all_servers_are_served_unchanged() {
                 (Some(BackgroundNbdServer::storage_daemon(&scratch, &at, &file)), None, uri(&at, "disk"))
             }
             "weir" => {
-                let own = Scratch::new();
-                let weir = Serve::owning(own).args(["-f", "raw"]).arg(&file).start();
+                let own_scratch = Scratch::new();
+                let weir = Serve::owning(own_scratch).args(["-f", "raw"]).arg(&file).start();
                 let backing = weir.uri("disk");
                 (None, Some(weir), backing)
             }
             _ => {
-                let words = ["-e", "8", "-f", "raw", text(&file)];
-                (Some(BackgroundNbdServer::qemu_nbd(&scratch, &at, &words)), None, plain)
+                let arguments = ["-e", "8", "-f", "raw", text(&file)];
+                (Some(BackgroundNbdServer::qemu_nbd(&scratch, &at, &arguments)), None, plain)
             }
         };
         assert_served_through_weir(&scratch, kind, &backing, &file, kind);
@@ -186,9 +186,9 @@ fn block_sizes_and_missing_features_are_emulated() {
         &["--filter=nozero", "--filter=fua", "file", "FILE", "zeromode=none", "fuamode=emulate"],
         &["--filter=noextents", "--filter=multi-conn", "file", "FILE", "multi-conn-mode=disable"],
     ] {
-        let words: Vec<_> =
-            filters.iter().map(|word| if *word == "FILE" { text(&file) } else { *word }).collect();
-        let server = BackgroundNbdServer::nbdkit(&scratch, &at, &words);
+        let arguments: Vec<_> =
+            filters.iter().map(|argument| if *argument == "FILE" { text(&file) } else { *argument }).collect();
+        let server = BackgroundNbdServer::nbdkit(&scratch, &at, &arguments);
         let more = ["-f", "raw", "--cache", "writethrough", "--workers", "2"];
         let weir = in_front(&scratch, &uri(&at, ""), &more);
         let script = "for at in (1, 511, 4095, 65000, 1000000):\n    h.pwrite(b'\\x09' * 70001, \
@@ -211,7 +211,7 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Backg
     let more = ["-f", "raw", "--reconnect-delay", "1m"];
     let weir = in_front(&scratch, &uri(&at, ""), &more);
     let writes =
-        |told: &serde_json::Value| find(told, "disks", "front")["writes"]["requests"].as_u64().unwrap_or(0);
+        |status: &serde_json::Value| find(status, "disks", "front")["writes"]["requests"].as_u64().unwrap_or(0);
     thread::scope(|scope| {
         let fio = scope.spawn(|| {
             TestClient::new("fio")
@@ -230,12 +230,12 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Backg
                 .succeeds()
         });
         for round in 1..=3_u64 {
-            wait_until(&scratch, |told| writes(told) > 1500 * round);
+            wait_until(&scratch, |status| writes(status) > 1500 * round);
             server.take().unwrap().crash();
-            wait_until(&scratch, |told| find(told, "disks", "front")["server"]["connected"] == false);
+            wait_until(&scratch, |status| find(status, "disks", "front")["server"]["connected"] == false);
             server = Some(start(&scratch, &at, &file));
-            wait_until(&scratch, |told| {
-                find(told, "disks", "front")["server"]["reconnections"].as_u64() >= Some(round)
+            wait_until(&scratch, |status| {
+                find(status, "disks", "front")["server"]["reconnections"].as_u64() >= Some(round)
             });
         }
         fio.join().expect("every block has its checksum");
@@ -243,8 +243,8 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Backg
     weir.nbdsh("front", "h.flush()");
     let copy = scratch.path("copy.raw");
     TestClient::new("nbdcopy").args([weir.uri("front").as_str(), text(&copy)]).succeeds();
-    let (read, there) = (fs::read(&copy).unwrap(), fs::read(&file).unwrap());
-    assert!(read == there, "{kind}: the disk differs");
+    let (read, stored) = (fs::read(&copy).unwrap(), fs::read(&file).unwrap());
+    assert!(read == stored, "{kind}: the disk differs");
     weir.stop();
 }
 
@@ -265,26 +265,26 @@ fn killed_volatile_server_loses_nothing() {
 #[test]
 fn killed_qemu_nbd_loses_nothing() {
     killed_under_load("qemu-nbd", &|scratch, at, file| {
-        let words = ["-e", "8", "-f", "raw", "--cache=writeback", text(file)];
-        BackgroundNbdServer::qemu_nbd(scratch, at, &words)
+        let arguments = ["-e", "8", "-f", "raw", "--cache=writeback", text(file)];
+        BackgroundNbdServer::qemu_nbd(scratch, at, &arguments)
     });
 }
 
 #[test]
 fn tcp_server_is_reconnected() {
-    let (back, front) = (Scratch::new(), Scratch::new());
-    let file = back.filled("disk.raw", MIB);
-    let server = Serve::new(&back).on_tcp().args(["-f", "raw"]).arg(&file).start();
-    let (place, port) = (server.uri("disk"), server.port());
-    let weir = in_front(&front, &place, &["-f", "raw", "--reconnect-delay", "1m"]);
+    let (back_scratch, front_scratch) = (Scratch::new(), Scratch::new());
+    let file = back_scratch.filled("disk.raw", MIB);
+    let server = Serve::new(&back_scratch).on_tcp().args(["-f", "raw"]).arg(&file).start();
+    let (server_uri, port) = (server.uri("disk"), server.port());
+    let weir = in_front(&front_scratch, &server_uri, &["-f", "raw", "--reconnect-delay", "1m"]);
     weir.nbdsh("front", "h.pwrite(b'a' * 4096, 0)\nassert h.pread(4096, 0) == b'a' * 4096");
     server.crash();
-    let server = Serve::new(&back).at_given_addresses().args(["-f", "raw"]).arg(&file);
+    let server = Serve::new(&back_scratch).at_given_addresses().args(["-f", "raw"]).arg(&file);
     let server = server.arg(format!("--nbd=127.0.0.1:{port}")).start();
     weir.nbdsh("front", "assert h.pread(4096, 0) == b'a' * 4096\nh.pwrite(b'b' * 4096, 0)\nh.flush()");
     assert!(fs::read(&file).unwrap()[..4096].iter().all(|&byte| byte == b'b'));
     // The sandbox blocks connections to any other server.
-    let refused = run_failing(&front, &["disk", "add", "b", "nbd://127.0.0.1:1/x", "-f", "raw"]);
+    let refused = run_failing(&front_scratch, &["disk", "add", "b", "nbd://127.0.0.1:1/x", "-f", "raw"]);
     assert_contains(&refused, &["the sandbox allows connections only to the NBD servers known at the start"]);
     weir.stop();
     server.stop();
@@ -294,27 +294,27 @@ fn tcp_server_is_reconnected() {
 fn unusable_server_is_rejected_by_name() {
     let scratch = Scratch::new();
     let (file, at) = (half_filled(&scratch), scratch.socket("back"));
-    let wrong = |image: &str, more: &[&str], expect: &[&str]| {
-        let said = Serve::new(&scratch).args(["-f", "raw"]).args(more).arg(image).fails();
-        assert_contains(&said, expect);
+    let assert_fails = |image: &str, more: &[&str], expect: &[&str]| {
+        let stderr = Serve::new(&scratch).args(["-f", "raw"]).args(more).arg(image).fails();
+        assert_contains(&stderr, expect);
     };
-    wrong(&uri(&at, ""), &[], &["cannot be connected to: ", "start the server, or check the URI"]);
+    assert_fails(&uri(&at, ""), &[], &["cannot be connected to: ", "start the server, or check the URI"]);
     for (image, more, expect) in [
         ("nbd://h/x?socket=y", &[][..], "takes no parameters"),
         ("nbd:h:port", &[], "is an unknown kind of NBD URI"),
         ("memory:1M", &["--reconnect-delay", "1s"], "is for images at NBD servers"),
         ("memory:1M", &["--open-timeout", "1s"], "is for images at NBD servers"),
     ] {
-        let said = Serve::new(&scratch).args(["-f", "raw"]).args(more).arg(image).rejects_usage();
-        assert_contains(&said, &[expect]);
+        let stderr = Serve::new(&scratch).args(["-f", "raw"]).args(more).arg(image).rejects_usage();
+        assert_contains(&stderr, &[expect]);
     }
     let server = BackgroundNbdServer::nbdkit(&scratch, &at, &["-r", "file", text(&file)]);
-    wrong(&uri(&at, ""), &[], &["the export is read-only at its server", "open it for reading only"]);
+    assert_fails(&uri(&at, ""), &[], &["the export is read-only at its server", "open it for reading only"]);
     in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--read-only"]).stop();
     server.crash();
     let server = BackgroundNbdServer::qemu_nbd(&scratch, &at, &["-f", "raw", "-x", "disk", text(&file)]);
-    wrong(&uri(&at, "other"), &[], &["refused export \"other\"", "check the export's name"]);
-    wrong(&uri(&at, "disk").replace("nbd+", "nbds+"), &[], &["TLS failed"]);
+    assert_fails(&uri(&at, "other"), &[], &["refused export \"other\"", "check the export's name"]);
+    assert_fails(&uri(&at, "disk").replace("nbd+", "nbds+"), &[], &["TLS failed"]);
     server.crash();
     for (greeting, expect) in [
         (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], "it does not send the greeting of an NBD server"),
@@ -325,14 +325,14 @@ fn unusable_server_is_rejected_by_name() {
         let at = scratch.socket("liar");
         let _ = fs::remove_file(&at);
         let listener = UnixListener::bind(&at).unwrap();
-        let liar = thread::spawn(move || {
+        let hostile_server = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let _ = stream.write_all(greeting);
             let _ = stream.shutdown(std::net::Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());
         });
-        wrong(&uri(&at, ""), &[], &[expect]);
-        liar.join().unwrap();
+        assert_fails(&uri(&at, ""), &[], &[expect]);
+        hostile_server.join().unwrap();
     }
 }
 
@@ -378,20 +378,20 @@ fn hostile_or_silent_server_affects_no_other_disk() {
     let scratch = Scratch::new();
     let at = scratch.socket("liar");
     let listener = UnixListener::bind(&at).unwrap();
-    let (silence, quiet) = std::sync::mpsc::channel::<()>();
-    let liar = thread::spawn(move || {
-        for lie in 0..4 {
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let hostile_server = thread::spawn(move || {
+        for fault in 0..4 {
             let (mut stream, _) = listener.accept().unwrap();
             shake_hands(&mut stream);
             let Some(cookie) = request(&mut stream) else { continue };
             let reply = [&0x6744_6698_u32.to_be_bytes()[..], &[0; 4], &cookie].concat();
-            let _ = match lie {
+            let _ = match fault {
                 // Half of the requested data.
                 0 => stream.write_all(&[&reply[..], &[1; 256]].concat()),
                 1 => stream.write_all(&[0xff; 4096]),
                 2 => stream.write_all(&[&reply[..8], &[7; 8]].concat()),
                 // No reply until the test has observed that.
-                _ => quiet.recv().map_err(std::io::Error::other),
+                _ => released.recv().map_err(std::io::Error::other),
             };
         }
     });
@@ -401,10 +401,10 @@ fn hostile_or_silent_server_affects_no_other_disk() {
         .args(["--open-timeout", "1m"])
         .args([uri(&at, "").as_str(), "memory:1M"])
         .start();
-    for lie in 0..3 {
-        wait_until(&scratch, |told| {
-            let remote = &find(told, "disks", "liar")["server"];
-            remote["connected"] == true && remote["reconnections"] == lie
+    for fault in 0..3 {
+        wait_until(&scratch, |status| {
+            let remote = &find(status, "disks", "liar")["server"];
+            remote["connected"] == true && remote["reconnections"] == fault
         });
         weir.nbdsh(
             "liar",
@@ -412,7 +412,7 @@ fn hostile_or_silent_server_affects_no_other_disk() {
         );
         weir.nbdsh("good", "assert h.pread(4096, 0) == bytes(4096)");
     }
-    wait_until(&scratch, |told| find(told, "disks", "liar")["server"]["reconnections"] == 3);
+    wait_until(&scratch, |status| find(status, "disks", "liar")["server"]["reconnections"] == 3);
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             weir.nbdsh(
@@ -422,12 +422,12 @@ fn hostile_or_silent_server_affects_no_other_disk() {
             );
         });
         // The age of the oldest request is reported, and disk `good` is served.
-        wait_until(&scratch, |told| find(told, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000));
+        wait_until(&scratch, |status| find(status, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000));
         weir.nbdsh("good", "assert h.pread(4096, 0) == bytes(4096)");
-        silence.send(()).unwrap();
+        release.send(()).unwrap();
         waiting.join().expect("it fails once the server has gone");
     });
-    liar.join().unwrap();
+    hostile_server.join().unwrap();
     weir.stop();
 }
 
@@ -435,9 +435,9 @@ fn hostile_or_silent_server_affects_no_other_disk() {
 fn tls_with_certificates_and_with_a_pre_shared_key() {
     let scratch = Scratch::new();
     let authority = CertificateAuthority::new(&scratch, "authority");
-    let (back, file) = (Scratch::new(), half_filled(&scratch));
+    let (back_scratch, file) = (Scratch::new(), half_filled(&scratch));
     let certificates = ["--tls", "required", "--tls-certificates", authority.path(), "--tls-verify-peer"];
-    let server = Serve::new(&back).on_tcp().args(certificates).args(["-f", "raw"]).arg(&file).start();
+    let server = Serve::new(&back_scratch).on_tcp().args(certificates).args(["-f", "raw"]).arg(&file).start();
     let port = server.port();
     let place = |host: &str, more: &str| {
         format!("nbds://{host}:{port}/disk?tls-certificates={}{more}", authority.path())
@@ -448,8 +448,8 @@ fn tls_with_certificates_and_with_a_pre_shared_key() {
     let refused = |image: &str| Serve::new(&scratch).args(["-f", "raw"]).arg(image).fails();
     let misnamed = refused(&place("127.0.0.1", "&tls-hostname=other"));
     assert_contains(&misnamed, &["TLS failed", "certificate verify failed: hostname mismatch"]);
-    let stranger = CertificateAuthority::new(&scratch, "stranger");
-    let elsewhere = format!("nbds://127.0.0.1:{port}/disk?tls-certificates={}", stranger.path());
+    let other_authority = CertificateAuthority::new(&scratch, "stranger");
+    let elsewhere = format!("nbds://127.0.0.1:{port}/disk?tls-certificates={}", other_authority.path());
     assert_contains(&refused(&elsewhere), &["TLS failed", "certificate verify failed"]);
     assert_contains(&refused(&format!("nbd://127.0.0.1:{port}/disk")), &["the server requires TLS"]);
     let nameless = place("127.0.0.1", "")
@@ -464,8 +464,8 @@ fn tls_with_certificates_and_with_a_pre_shared_key() {
     assert_contains(&refused(&by_key), &["the server presents a certificate instead of the pre-shared key"]);
     server.stop();
     let at = scratch.socket("back");
-    let words = ["--tls=require", &format!("--tls-psk={}", text(&keys)), "file", text(&file)];
-    let server = BackgroundNbdServer::nbdkit(&scratch, &at, &words);
+    let arguments = ["--tls=require", &format!("--tls-psk={}", text(&keys)), "file", text(&file)];
+    let server = BackgroundNbdServer::nbdkit(&scratch, &at, &arguments);
     let place = format!("nbds+unix://alice@/?socket={}&tls-psk-file={}", text(&at), text(&keys));
     let weir = in_front(&scratch, &place, &["-f", "raw"]);
     weir.nbdsh("front", "assert h.pread(100000, 5) == b's' * 100000");
@@ -482,22 +482,22 @@ fn qcow2_over_nbd_is_read_by_both_tools() {
     let (image, at) = (scratch.path("disk.qcow2"), scratch.socket("back"));
     qemu_img(["create", "-q", "-f", "qcow2", "-o", "preallocation=full", text(&image), "8M"]).succeeds();
     let server = BackgroundNbdServer::qemu_nbd(&scratch, &at, &["-e", "8", "-f", "raw", text(&image)]);
-    let back = uri(&at, "");
-    let weir = in_front(&scratch, &back, &["-f", "qcow2"]);
+    let back_uri = uri(&at, "");
+    let weir = in_front(&scratch, &back_uri, &["-f", "qcow2"]);
     weir.nbdsh(
         "front",
         "h.pwrite(b'q' * 300000, 70000)\nh.flush()\nassert h.pread(300000, 70000) == b'q' * 300000",
     );
     weir.stop();
     let copy = scratch.path("copy.raw");
-    weir_image(&["convert", "-f", "qcow2", "-O", "raw", &back, text(&copy)]).succeeds();
+    weir_image(&["convert", "-f", "qcow2", "-O", "raw", &back_uri, text(&copy)]).succeeds();
     assert!(fs::read(&copy).unwrap()[70_000..370_000].iter().all(|&byte| byte == b'q'));
-    let info = weir_image(&["info", "-f", "qcow2", "--output", "json", &back]).json();
+    let info = weir_image(&["info", "-f", "qcow2", "--output", "json", &back_uri]).json();
     assert_eq!(info["virtual-size"], json!(8 * MIB), "{info:#}");
     assert!(info["actual-size"].is_null(), "{info:#}");
-    let refused = weir_image(&["convert", "-f", "raw", "-O", "raw", text(&copy), &back]).fails();
+    let refused = weir_image(&["convert", "-f", "raw", "-O", "raw", text(&copy), &back_uri]).fails();
     assert_contains(&refused, &["weir cannot create images there (create it first, and add -n)"]);
-    weir_image(&["compare", "-f", "qcow2", "-F", "raw", &back, text(&copy)]).succeeds();
+    weir_image(&["compare", "-f", "qcow2", "-F", "raw", &back_uri, text(&copy)]).succeeds();
     server.crash();
     weir_image(&["check", "-f", "qcow2", text(&image)]).succeeds();
     qemu_img(["check", "-f", "qcow2", text(&image)]).succeeds();
@@ -526,8 +526,8 @@ fn remote_disk_is_added_resized_and_removed_over_qmp() {
     let (_, refused) = qmp.command_error("block_resize", resize(12 * MIB));
     assert_contains(&refused, &["its size at the NBD server is 16777216 bytes"]);
     qmp.command("block_resize", resize(16 * MIB));
-    let told = status(&scratch, "0");
-    assert_eq!(find(&told, "disks", "n")["size"], json!(16 * MIB));
+    let reported = status(&scratch, "0");
+    assert_eq!(find(&reported, "disks", "n")["size"], json!(16 * MIB));
     qmp.command("block-export-del", json!({"id": "n"}));
     qmp.command("blockdev-del", json!({"node-name": "n"}));
     run_ok(

@@ -12,13 +12,13 @@ fn image_survives_a_round_trip() {
         .arg(scratch.sparse("disk.raw", 24 * MIB + 4321))
         .args(["--cache", "none"])
         .start();
-    let back = scratch.path("back");
+    let copied_back = scratch.path("back");
     let copy = |connections: &str, from: &str, to: &str| {
         TestClient::new("nbdcopy").args(["--connections", connections, "--flush", from, to]).succeeds();
     };
     copy("4", original.to_str().unwrap(), &weir.uri("disk"));
-    copy("2", &weir.uri("disk"), back.to_str().unwrap());
-    assert_eq!(fs::read(&back).unwrap(), fs::read(&original).unwrap());
+    copy("2", &weir.uri("disk"), copied_back.to_str().unwrap());
+    assert_eq!(fs::read(&copied_back).unwrap(), fs::read(&original).unwrap());
     weir.stop();
     assert_eq!(fs::read(scratch.path("disk.raw")).unwrap(), fs::read(&original).unwrap());
 }
@@ -42,13 +42,13 @@ fn holes_stay_holes() {
 }
 
 #[test]
-fn a_file_is_copied_into_memory_and_out_again() {
+fn file_survives_a_copy_to_memory_and_back() {
     let scratch = Scratch::new();
     let original = scratch.filled("original", 16 * MIB);
     let weir = Serve::new(&scratch).arg("memory:16M").start();
     let uri = weir.uri("memory");
     TestClient::new("nbdcopy").args(["--requests", "128", original.to_str().unwrap(), &uri]).succeeds();
-    let back = scratch.path("back");
-    TestClient::new("nbdcopy").args(["--request-size", "4096", &uri, back.to_str().unwrap()]).succeeds();
-    assert!(fs::read(back).unwrap() == pattern(16 << 20), "the copy differs");
+    let copied_back = scratch.path("back");
+    TestClient::new("nbdcopy").args(["--request-size", "4096", &uri, copied_back.to_str().unwrap()]).succeeds();
+    assert!(fs::read(copied_back).unwrap() == pattern(16 << 20), "the copy differs");
 }

@@ -27,7 +27,7 @@ fn exports_are_listed_and_chosen_by_name() {
     let weir = two_disks();
     let list = nbdinfo(["--list", "--json", &weir.uri("")]).json();
     let exports = list["exports"].as_array().expect("an array");
-    let about: Vec<_> = exports
+    let descriptions: Vec<_> = exports
         .iter()
         .map(|export| {
             let text = |key: &str| export[key].as_str().unwrap_or_default().to_owned();
@@ -35,7 +35,7 @@ fn exports_are_listed_and_chosen_by_name() {
         })
         .collect();
     assert_eq!(
-        about,
+        descriptions,
         [
             ("a".to_owned(), "the first".to_owned(), Some(4 * MIB)),
             ("b".to_owned(), "the second".to_owned(), Some(8 * MIB))
@@ -44,8 +44,8 @@ fn exports_are_listed_and_chosen_by_name() {
     // The default export is the first one.
     assert_eq!(export_size(&weir.uri("")), 4 * MIB);
     assert_eq!(export_size(&weir.uri("b")), 8 * MIB);
-    let said = nbdinfo(["--size", &weir.uri("c")]).fails();
-    assert_contains(&said, &["server has no export named 'c'"]);
+    let stderr = nbdinfo(["--size", &weir.uri("c")]).fails();
+    assert_contains(&stderr, &["server has no export named 'c'"]);
 }
 
 #[test]
@@ -58,11 +58,11 @@ fn names_may_hold_any_character() {
 #[test]
 fn writable_export_offers_all_commands() {
     let weir = Serve::sparse(MIB).start();
-    let about = nbdinfo(["--json", &weir.uri("disk")]).json();
-    assert_eq!(about["protocol"], "newstyle-fixed");
-    assert_eq!(about["structured"], true);
-    assert_eq!(about["TLS"], false);
-    let export = &about["exports"][0];
+    let info = nbdinfo(["--json", &weir.uri("disk")]).json();
+    assert_eq!(info["protocol"], "newstyle-fixed");
+    assert_eq!(info["structured"], true);
+    assert_eq!(info["TLS"], false);
+    let export = &info["exports"][0];
     assert_eq!(export["is_read_only"], false);
     for can in ["cache", "df", "fast_zero", "flush", "fua", "multi_conn", "trim", "zero"] {
         assert_eq!(export[format!("can_{can}")], true, "can_{can}");
@@ -76,7 +76,7 @@ fn writable_export_offers_all_commands() {
 }
 
 #[test]
-fn a_read_only_export_offers_no_command_that_writes() {
+fn read_only_export_offers_no_command_that_writes() {
     let weir = Serve::sparse(MIB).arg("--read-only").start();
     let uri = weir.uri("disk");
     nbdinfo(["--is", "read-only", &uri]).succeeds();
@@ -88,7 +88,7 @@ fn a_read_only_export_offers_no_command_that_writes() {
 }
 
 #[test]
-fn the_map_shows_data_and_holes() {
+fn map_shows_data_and_holes() {
     let weir = Serve::sparse(4 * MIB).start();
     weir.nbdsh("disk", "h.pwrite(b'x' * 65536, 1 << 20)\nh.flush()");
     let map = nbdinfo(["--map", "--json", &weir.uri("disk")]).json();

@@ -64,16 +64,16 @@ fn files_below(directory: &Path) -> BTreeSet<PathBuf> {
 }
 
 /// Messages of systemd about weir's units in a unit and its dependencies.
-fn complaints(scratch: &Scratch, unit: &str) -> String {
+fn verify_unit(scratch: &Scratch, unit: &str) -> String {
     // The trailing colon appends systemd's own directories.
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
-    let said = TestClient::new("env")
+    let stderr = TestClient::new("env")
         .args([&variable, "systemd-analyze", "verify", "--man=no", "--recursive-errors=yes", unit])
         .run()
         .stderr();
     // Messages about the host's own units are ignored.
-    let ours = ["weir", "srv-db", "mnt-vm"];
-    said.lines().filter(|line| ours.iter().any(|name| line.contains(name))).collect::<Vec<_>>().join("\n")
+    let unit_names = ["weir", "srv-db", "mnt-vm"];
+    stderr.lines().filter(|line| unit_names.iter().any(|name| line.contains(name))).collect::<Vec<_>>().join("\n")
 }
 
 #[test]
@@ -89,12 +89,12 @@ fn systemd_accepts_the_units() {
         "weir-docker-plugin.service",
         "weir-docker-plugin.socket",
     ] {
-        assert_eq!(complaints(&scratch, unit), "", "{unit}");
+        assert_eq!(verify_unit(&scratch, unit), "", "{unit}");
     }
     let path = scratch.path(UNITS).join("weir-docker-plugin.service");
     let unit = fs::read_to_string(&path).unwrap();
     fs::write(&path, unit.replace("KillMode=process", "KillMode=nobody")).unwrap();
-    assert_ne!(complaints(&scratch, "weir-docker-plugin.service"), "", "it would say so");
+    assert_ne!(verify_unit(&scratch, "weir-docker-plugin.service"), "", "it would say so");
 }
 
 #[test]
@@ -104,11 +104,11 @@ fn device_precedes_its_mounts() {
     let mount = fs::read_to_string(scratch.path(UNITS).join("srv-db.mount")).unwrap();
     assert!(mount.contains("After=weir-attach@db.service"), "{mount}");
     // `basic.target` comes after all mounts, and most services after it.
-    assert_eq!(complaints(&scratch, "basic.target"), "");
+    assert_eq!(verify_unit(&scratch, "basic.target"), "");
     let path = scratch.path(UNITS).join("weir-attach@.service");
     let unit = fs::read_to_string(&path).unwrap();
     fs::write(&path, unit.replace("DefaultDependencies=no\n", "")).unwrap();
-    let cycle = complaints(&scratch, "basic.target");
+    let cycle = verify_unit(&scratch, "basic.target");
     assert!(cycle.contains("weir-attach@db.service"), "a cycle must be found: {cycle}");
 }
 
@@ -129,18 +129,18 @@ fn nbd_client_precedes_its_mount() {
     for needed in ["Requires=nbd@nbd0.service", "After=nbd@nbd0.service", "Type=ext4"] {
         assert!(mount.contains(needed), "{needed}: {mount}");
     }
-    assert_eq!(complaints(&scratch, "srv-db.mount"), "");
+    assert_eq!(verify_unit(&scratch, "srv-db.mount"), "");
     fs::write(units.join("srv-db.mount"), mount.replace("nbd@", "nobody@")).unwrap();
-    assert_ne!(complaints(&scratch, "srv-db.mount"), "", "it would say so");
+    assert_ne!(verify_unit(&scratch, "srv-db.mount"), "", "it would say so");
 }
 
 /// Exposure of a service from 0 to 10, as computed by systemd-analyze(1).
 fn exposure(scratch: &Scratch, unit: &str) -> f64 {
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
-    let said = TestClient::new("env")
+    let stdout = TestClient::new("env")
         .args([&variable, "systemd-analyze", "security", "--no-pager", "--offline=true", unit])
         .succeeds();
-    let last = said.lines().find(|line| line.contains("Overall exposure level")).expect("it judges");
+    let last = stdout.lines().find(|line| line.contains("Overall exposure level")).expect("it judges");
     let figure = last.split(": ").nth(1).and_then(|rest| rest.split(' ').next());
     figure.and_then(|figure| figure.parse().ok()).unwrap_or_else(|| panic!("no figure in {last:?}"))
 }
@@ -170,7 +170,7 @@ fn services_have_low_exposure() {
     let text = text.and_then(|rest| rest.split("```").next()).expect("it is there");
     let sandbox = scratch.path(UNITS).join("weir.service.d/10-sandbox.conf");
     fs::write(&sandbox, text).unwrap();
-    assert_eq!(complaints(&scratch, "weir.service"), "");
+    assert_eq!(verify_unit(&scratch, "weir.service"), "");
     assert!(exposure(&scratch, "weir.service") > 8.0, "it is root, and may mount");
     fs::remove_file(sandbox).unwrap();
     assert!(exposure(&scratch, "weir.service") > 9.0, "the sandbox is what makes the difference");
@@ -218,8 +218,8 @@ fn installation_is_repeatable_and_removable() {
     assert_eq!(files_below(&below), found);
     assert_eq!(fs::read_to_string(&config).unwrap(), "# mine\n");
     assert_ne!(fs::read(below.join("usr/local/bin/weir")).unwrap(), b"old");
-    let said = install(&below, &["--uninstall"]).run().stderr();
-    assert!(said.contains("weir.toml was changed and is kept"), "{said}");
+    let stderr = install(&below, &["--uninstall"]).run().stderr();
+    assert!(stderr.contains("weir.toml was changed and is kept"), "{stderr}");
     assert_eq!(files_below(&below), [PathBuf::from("etc/weir/weir.toml")].into());
 
     // If the config file is unchanged, the removal leaves no file of weir.
@@ -234,16 +234,16 @@ fn installation_is_repeatable_and_removable() {
 #[test]
 fn shipped_config_file_is_valid() {
     let shipped = fs::read_to_string(repository().join("packaging/weir.toml")).unwrap();
-    let draft = settings::config::parse("weir.toml", &shipped, Path::new("/etc/weir")).unwrap();
-    assert!(draft.disks.is_empty() && draft.groups.is_empty(), "what it shows is commented out");
+    let parsed = settings::config::parse("weir.toml", &shipped, Path::new("/etc/weir")).unwrap();
+    assert!(parsed.disks.is_empty() && parsed.groups.is_empty(), "what it shows is commented out");
     // A comment after `##` is prose; one after `# ` is a setting or prose.
     let is_setting = |line: &&str| line.starts_with("# [") || line.contains(" = ");
     let lines =
         shipped.lines().map(|line| if is_setting(&line) { line.trim_start_matches("# ") } else { line });
-    let draft =
+    let parsed =
         settings::config::parse("weir.toml", &lines.collect::<Vec<_>>().join("\n"), Path::new("/etc/weir"))
             .unwrap();
-    assert_eq!((draft.disks.len(), draft.groups.len()), (1, 1));
+    assert_eq!((parsed.disks.len(), parsed.groups.len()), (1, 1));
 }
 
 #[test]
@@ -258,9 +258,9 @@ fn manual_pages_are_complete() {
     pages.push(scratch.path("man/man5/weir.toml.5"));
     TestClient::new("mandoc").args(["-Tlint", "-Wwarning"]).args(&pages).succeeds();
     for page in &pages {
-        let said =
+        let stderr =
             TestClient::new("groff").args(["-man", "-ww", "-z", "-Tutf8", "-Kutf8"]).arg(page).run().stderr();
-        assert_eq!(said, "", "{}", page.display());
+        assert_eq!(stderr, "", "{}", page.display());
     }
     let broken = scratch.file("broken.1", ".TH A 1 2026-01-02\n.SH NAME\na \\- b\n.nosuch\n");
     TestClient::new("mandoc").args(["-Tlint", "-Wwarning"]).arg(&broken).fails();
@@ -282,17 +282,17 @@ fn shells_complete_from_the_running_daemon() {
     let bash = text(&scratch.path("bash-completion/completions/weir")).to_owned();
     let fish = text(&scratch.path("fish/vendor_completions.d/weir.fish")).to_owned();
     let offered = |line: &str| {
-        let words: Vec<_> = line.split(' ').collect();
-        let last = words.len() - 1;
+        let arguments: Vec<_> = line.split(' ').collect();
+        let last = arguments.len() - 1;
         let script = format!(
             "source {bash}; COMP_WORDS=({line}''); COMP_CWORD={last}; COMP_TYPE=9; \
              _weir weir \"${{COMP_WORDS[COMP_CWORD]}}\"; \
              echo \"${{COMPREPLY[*]}}\""
         );
-        let said = shell("bash", &script, &qmp, &home);
+        let completions = shell("bash", &script, &qmp, &home);
         let of_fish = shell("fish", &format!("source {fish}; complete -C '{line}'"), &qmp, &home);
         let of_fish: Vec<_> = of_fish.lines().filter_map(|line| line.split('\t').next()).collect();
-        let of_bash: Vec<_> = said.split_whitespace().map(str::to_owned).collect();
+        let of_bash: Vec<_> = completions.split_whitespace().map(str::to_owned).collect();
         assert_eq!(of_bash, of_fish, "{line}");
         of_bash
     };
@@ -300,9 +300,9 @@ fn shells_complete_from_the_running_daemon() {
     assert_eq!(offered("weir throttle vm1 --group "), ["gold"]);
     assert_eq!(offered("weir serve --cache d"), ["directsync"]);
     // Words split as by readline.
-    let cut = |words: &str, last: &str| {
+    let cut = |arguments: &str, last: &str| {
         let script = format!(
-            "source {bash}; COMP_WORDS=({words} '{last}'); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 \
+            "source {bash}; COMP_WORDS=({arguments} '{last}'); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 \
              )); COMP_TYPE=9; _weir weir '{last}'; echo \"${{COMPREPLY[*]}}\""
         );
         shell("bash", &script, &qmp, &home)
@@ -331,15 +331,15 @@ fn shell(shell: &str, script: &str, qmp: &str, home: &Path) -> String {
 fn fstab_lines_match_the_documents() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/containers.md");
     let document = fs::read_to_string(document).expect("it is a text");
-    let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
-    let written: Vec<_> = document.lines().map(words).collect();
-    for line in FSTAB.lines().map(words) {
+    let normalized = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+    let written: Vec<_> = document.lines().map(normalized).collect();
+    for line in FSTAB.lines().map(normalized) {
         assert!(written.contains(&line), "{line}");
     }
 }
 
 #[test]
-fn the_mount_helper_mounts_an_image() {
+fn mount_helper_mounts_an_image() {
     need_root("mounts");
     let scratch = Scratch::new();
     let (helper, directory) = (scratch.path("mount.weir"), scratch.path("directory"));
@@ -350,10 +350,10 @@ fn the_mount_helper_mounts_an_image() {
     // As mount(8) calls it, over FUSE, which every host has.
     let options = format!("rw,noatime,fuse,alone,format=raw,iops-total=100000,name=helper-{}", process::id());
     let mount = |flags: &str| {
-        let words = [text(&helper), text(&image), text(&directory), flags, "-o", &options];
-        let outcome = TestClient::new("env").arg("PATH=/usr/bin:/bin").args(words).run();
-        let said = outcome.stderr();
-        outcome.succeeded() + &said
+        let arguments = [text(&helper), text(&image), text(&directory), flags, "-o", &options];
+        let outcome = TestClient::new("env").arg("PATH=/usr/bin:/bin").args(arguments).run();
+        let stderr = outcome.stderr();
+        outcome.succeeded() + &stderr
     };
     mount("-f");
     assert!(options_of(&directory).is_none(), "it was to do nothing");

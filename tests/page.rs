@@ -16,7 +16,7 @@ fn scenario(name: &str) -> TestClient {
 }
 
 #[test]
-fn it_opens_with_2_100_and_1000_disks() {
+fn page_opens_with_2_100_and_1000_disks() {
     scenario("sizes").succeeds();
 }
 
@@ -57,29 +57,29 @@ fn appearance_and_accessibility() {
 
 /// Numbers as the console formats them; the page must format them equally.
 fn figures() -> Vec<Value> {
-    let given = |how: &str, value: Value, text: String| json!({ "how": how, "value": value, "text": text });
-    let mut told = Vec::new();
+    let given = |formatter: &str, value: Value, text: String| json!({ "how": formatter, "value": value, "text": text });
+    let mut entries = Vec::new();
     for digits in [
         0.0, 0.04, 0.25, 0.4, 1.0, 2.25, 2.5, 5.5, 9.94, 9.96, 42.0, 99.94, 99.96, 512.0, 100.5, 998.4, 999.7,
     ] {
         for scale in [1.0, 1e3, 1e6, 1e9, 1024.0, 1024.0 * 1024.0] {
             let value = digits * scale;
-            told.push(given("count", json!(value), figures::count(value)));
-            told.push(given("bytes", json!(value), figures::bytes(value)));
+            entries.push(given("count", json!(value), figures::count(value)));
+            entries.push(given("bytes", json!(value), figures::bytes(value)));
         }
     }
     for nanoseconds in [0, 999, 1000, 85_000, 999_499, 999_500, 1_234_567, 9_949_999, 31_000_000, 999_600_000]
     {
-        told.push(given("time", json!(nanoseconds), figures::time(nanoseconds)));
+        entries.push(given("time", json!(nanoseconds), figures::time(nanoseconds)));
     }
     for share in [0.0, 0.001, 0.005, 0.015, 0.42, 0.996, 1.0] {
-        told.push(given("share", json!(share), figures::share(share)));
+        entries.push(given("share", json!(share), figures::share(share)));
     }
     for seconds in [0, 9, 59, 60, 700, 3599, 11_100, 86_399, 200_000] {
-        told.push(given("age", json!(seconds * 1000), figures::age(seconds * 1_000_000_000)));
+        entries.push(given("age", json!(seconds * 1000), figures::age(seconds * 1_000_000_000)));
     }
     for size in [0, 1000, 1024, 1536, 10 << 20, 1 << 40, (1 << 40) + 1, 5 << 50] {
-        told.push(given("exactSize", json!(size), settings::exact_size(size)));
+        entries.push(given("exactSize", json!(size), settings::exact_size(size)));
     }
     for limits in [
         &[][..],
@@ -89,7 +89,7 @@ fn figures() -> Vec<Value> {
     ] {
         let limits: figures::SettingValues =
             limits.iter().map(|&(name, value)| (name.to_owned(), value)).collect();
-        told.push(given("limits", json!(limits), figures::limits(&limits)));
+        entries.push(given("limits", json!(limits), figures::limits(&limits)));
     }
-    told
+    entries
 }

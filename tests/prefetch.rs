@@ -28,7 +28,7 @@ fn defaults(changed: Value) -> Value {
 }
 
 #[test]
-fn the_command_line_sets_every_disk() {
+fn command_line_sets_every_disk() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     assert_eq!(settings(&scratch, "a"), defaults(json!({})));
@@ -73,8 +73,8 @@ fn config_sets_each_disk_and_keeps_saved_changes() {
     assert_eq!(settings(&scratch, "b"), defaults(json!({"mode": "off"})));
     assert_eq!(settings(&scratch, "c"), defaults(json!({})));
 
-    let said = run_ok(&scratch, &["prefetch", "a", "auto", "--memory", "1G", "--save"]);
-    assert_contains(&said, &["a: prefetch: on → auto\n", "a: prefetch-memory: 4M → 1G\n", "a: saved in "]);
+    let stdout = run_ok(&scratch, &["prefetch", "a", "auto", "--memory", "1G", "--save"]);
+    assert_contains(&stdout, &["a: prefetch: on → auto\n", "a: prefetch-memory: 4M → 1G\n", "a: saved in "]);
     run_ok(&scratch, &["prefetch", "b", "--streams", "9", "--save"]);
     // Only the changed values differ; comments are kept.
     let expect = before
@@ -94,14 +94,14 @@ fn invalid_settings_fail_the_start() {
     let refused =
         |option: &str, value: &str| Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
     assert_contains(&refused("--prefetch", "yes"), &["--prefetch", "'yes'", "is none of on, off and auto"]);
-    let said = refused("--prefetch-memory", "255K");
-    assert_contains(&said, &["--prefetch-memory 255K: is out of range; it may be from 256K to 1T"]);
-    let said = refused("--prefetch-window-max", "64K");
-    assert_contains(&said, &["--prefetch-window-max 64K: prefetch-window-min (131072) is above"]);
+    let stderr = refused("--prefetch-memory", "255K");
+    assert_contains(&stderr, &["--prefetch-memory 255K: is out of range; it may be from 256K to 1T"]);
+    let stderr = refused("--prefetch-window-max", "64K");
+    assert_contains(&stderr, &["--prefetch-window-max 64K: prefetch-window-min (131072) is above"]);
     let file = scratch.file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\nprefetch-streams = 4097\n");
-    let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
+    let stderr = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
     assert_contains(
-        &said,
+        &stderr,
         &[":3: disk.a.prefetch-streams = 4097: is out of range; it may be from 1 to 4096"],
     );
 }
@@ -110,30 +110,30 @@ fn invalid_settings_fail_the_start() {
 fn live_change_is_atomic() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--iops-total", "500"]);
-    let said = run_ok(&scratch, &["prefetch", "a", "on", "--memory", "8M", "--window-min", "64K"]);
+    let stdout = run_ok(&scratch, &["prefetch", "a", "on", "--memory", "8M", "--window-min", "64K"]);
     let expect = "a: prefetch: auto → on\na: prefetch-memory: 4M → 8M\na: prefetch-window-min: 128K → 64K\n";
-    assert_eq!(said, expect);
+    assert_eq!(stdout, expect);
     let before = defaults(json!({"mode": "on", "memory": 8 << 20, "window-min": 64 << 10}));
     assert_eq!(settings(&scratch, "a"), before);
     assert_eq!(settings(&scratch, "b"), defaults(json!({})), "it is each disk's own");
 
-    let said = run_misused(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
-    assert_contains(&said, &["weir: --memory 4K: is out of range; it may be from 256K to 1T"]);
-    let said = run_failing(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
-    assert_contains(&said, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
+    let stderr = run_misused(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
+    assert_contains(&stderr, &["weir: --memory 4K: is out of range; it may be from 256K to 1T"]);
+    let stderr = run_failing(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
+    assert_contains(&stderr, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
     // An invalid key beside a valid one, in either order.
-    let (_, said) =
+    let (_, message) =
         client.command_error("x-weir-set", json!({"name": "a", "iops-total": 7, "prefetch-streams": 0}));
-    assert_contains(&said, &["prefetch-streams", "(0)", "from 1 to 4096"]);
-    let (_, said) =
+    assert_contains(&message, &["prefetch-streams", "(0)", "from 1 to 4096"]);
+    let (_, message) =
         client.command_error("x-weir-set", json!({"name": "a", "prefetch": "off", "iops-total-max": 7}));
-    assert_contains(&said, &["iops-total-max (7) is below iops-total (500)"]);
-    let (_, said) =
+    assert_contains(&message, &["iops-total-max (7) is below iops-total (500)"]);
+    let (_, message) =
         client.command_error("x-weir-set", json!({"name": "a", "prefetch": "off", "group": "nobody"}));
-    assert_contains(&said, &["nobody"]);
-    let (_, said) = client.command_error("x-weir-set", json!({"name": "a", "prefetch": true}));
-    assert_contains(&said, &["'prefetch', expected: string"]);
+    assert_contains(&message, &["nobody"]);
+    let (_, message) = client.command_error("x-weir-set", json!({"name": "a", "prefetch": true}));
+    assert_contains(&message, &["'prefetch', expected: string"]);
     assert_eq!(settings(&scratch, "a"), before);
     assert_contains(&run_ok(&scratch, &["throttle", "a"]), &["  iops-total  500\n"]);
 
@@ -155,9 +155,9 @@ fn groups_have_no_prefetch_settings() {
     );
     assert_contains(&run_failing(&scratch, &["prefetch", "c"]), &["c: no disk and no group has this name"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
-    let (_, said) =
+    let (_, message) =
         client.command_error("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
-    assert_contains(&said, &["group gold: prefetch is a setting of its disks"]);
+    assert_contains(&message, &["group gold: prefetch is a setting of its disks"]);
     assert_contains(&run_ok(&scratch, &["throttle", "gold"]), &["no own limits"]);
 }
 
@@ -194,10 +194,10 @@ fn added_disks_use_their_prefetch_settings() {
     let memory = |name: &str| json!({"driver": "x-weir-memory", "node-name": name, "size": 1 << 20});
     client.command("blockdev-add", memory("plain"));
     assert_eq!(settings(&scratch, "plain"), defaults(json!({})));
-    let mut told = memory("told");
-    told["x-weir-prefetch"] = json!("on");
-    told["x-weir-prefetch-memory"] = json!(1 << 20);
-    client.command("blockdev-add", told);
+    let mut node = memory("told");
+    node["x-weir-prefetch"] = json!("on");
+    node["x-weir-prefetch-memory"] = json!(1 << 20);
+    client.command("blockdev-add", node);
     let expect = defaults(json!({"mode": "on", "memory": 1 << 20}));
     assert_eq!(settings(&scratch, "told"), expect);
 
@@ -219,8 +219,8 @@ fn added_disks_use_their_prefetch_settings() {
     ] {
         let mut arguments = memory("wrong");
         arguments.as_object_mut().expect("an object").extend(wrong.as_object().expect("an object").clone());
-        let (_, said) = client.command_error("blockdev-add", arguments);
-        assert_contains(&said, &[expected]);
+        let (_, message) = client.command_error("blockdev-add", arguments);
+        assert_contains(&message, &[expected]);
     }
     assert_contains(
         &run_failing(&scratch, &["prefetch", "wrong"]),
@@ -228,8 +228,8 @@ fn added_disks_use_their_prefetch_settings() {
     );
     let inner =
         json!({"driver": "raw", "node-name": "w", "file": {"driver": "null-co", "x-weir-prefetch": "on"}});
-    let (_, said) = client.command_error("blockdev-add", inner);
-    assert_contains(&said, &["Parameter 'file.x-weir-prefetch' is unexpected"]);
+    let (_, message) = client.command_error("blockdev-add", inner);
+    assert_contains(&message, &["Parameter 'file.x-weir-prefetch' is unexpected"]);
 }
 
 /// Reads the image in steps of 4 KiB, through the daemon and directly.

@@ -26,8 +26,8 @@ fn directory_is_measured_and_left_unchanged() {
     assert_eq!(names.len(), 8, "{names:?}");
     assert!(loads.iter().all(|load| load["iops"].is_u64() && load["spread"].is_number()), "{report:#}");
     assert_eq!(fs::read_dir(&directory).unwrap().count(), 0, "nothing is left");
-    if let Some(kept) = report["kept"].as_str() {
-        let record: Value = serde_json::from_str(&fs::read_to_string(kept).unwrap()).unwrap();
+    if let Some(record_path) = report["kept"].as_str() {
+        let record: Value = serde_json::from_str(&fs::read_to_string(record_path).unwrap()).unwrap();
         assert_eq!(record["capacity"], report["capacity"]);
         assert_eq!(record["key"], report["device"]["key"]);
     }
@@ -50,7 +50,7 @@ fn device_is_written_only_on_request() {
 }
 
 #[test]
-fn a_device_in_use_is_not_written_to() {
+fn device_in_use_is_not_written() {
     let scratch = Scratch::new();
     let file = scratch.sparse("device", 16 * MIB);
     let below = LoopDevice::attach(&file, 512);

@@ -11,13 +11,13 @@ fn only_raw_is_served_without_a_format() {
     for (format, name) in [("vmdk", "vmdk"), ("vdi", "vdi"), ("vhdx", "vhdx"), ("qed", "qed")] {
         let image = scratch.path(&format!("disk.{format}"));
         qemu_img(["create", "-q", "-f", format, text(&image), "8M"]).succeeds();
-        let said = Serve::new(&scratch).arg(&image).fails();
-        assert_contains(&said, &[text(&image), &format!("looks like {name}"), "--format raw"]);
+        let stderr = Serve::new(&scratch).arg(&image).fails();
+        assert_contains(&stderr, &[text(&image), &format!("looks like {name}"), "--format raw"]);
     }
 }
 
 #[test]
-fn a_raw_image_that_begins_like_qcow2_needs_its_format() {
+fn raw_image_that_begins_like_qcow2_needs_a_format() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     std::os::unix::fs::FileExt::write_all_at(
@@ -26,8 +26,8 @@ fn a_raw_image_that_begins_like_qcow2_needs_its_format() {
         0,
     )
     .unwrap();
-    let said = Serve::new(&scratch).arg(&image).fails();
-    assert_contains(&said, &["disk.raw: looks like qcow2", "--format raw"]);
+    let stderr = Serve::new(&scratch).arg(&image).fails();
+    assert_contains(&stderr, &["disk.raw: looks like qcow2", "--format raw"]);
     let weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
     weir.nbdsh("disk", "assert h.pread(4, 0) == b'QFI\\xfb'");
 }
@@ -71,6 +71,6 @@ fn explicit_format_permits_any_content() {
 
 #[test]
 fn unsupported_format_is_wrong_usage() {
-    let said = Serve::with_own_scratch().args(["memory:1M", "--format", "vmdk"]).rejects_usage();
-    assert_contains(&said, &["vmdk", "--format"]);
+    let stderr = Serve::with_own_scratch().args(["memory:1M", "--format", "vmdk"]).rejects_usage();
+    assert_contains(&stderr, &["vmdk", "--format"]);
 }

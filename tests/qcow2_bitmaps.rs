@@ -69,7 +69,7 @@ pub(crate) fn map_of(name: &str, uri: &[&str]) -> String {
 
 /// Asserts that QEMU reads the bitmaps of the model, and that `check` finds no errors.
 #[track_caller]
-fn qemu_sees(path: &Path, model: &BitmapModel) {
+fn assert_qemu_reads(path: &Path, model: &BitmapModel) {
     qemu_img(["check", "-q", text(path)]).succeeds();
     for (name, granularity) in BITMAPS {
         let map = map_of(name, &["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, text(path), "]"]);
@@ -120,14 +120,14 @@ fn weir_and_qemu_update_the_same_bitmaps() {
         );
         weir.stop();
         assert_eq!(flags(&path), json!({"off": [], "fine": ["auto"], "coarse": ["auto"]}));
-        qemu_sees(&path, &model);
+        assert_qemu_reads(&path, &model);
 
         qemu_io("qcow2", &["write -P 4 6M 1k"], text(&path));
         model.mark(&[(6144, 1)]);
-        let bench = ["bench", "-q", "-f", "qcow2", "-w", "-c", "10", "-s", "4k", "-o", "7M", "-S", "32k"];
-        harness::weir(&bench).arg(&path).succeeds();
+        let bench_options = ["bench", "-q", "-f", "qcow2", "-w", "-c", "10", "-s", "4k", "-o", "7M", "-S", "32k"];
+        harness::weir(&bench_options).arg(&path).succeeds();
         model.mark(&(0..10).map(|number| (7168 + number * 32, 4)).collect::<Vec<_>>());
-        qemu_sees(&path, &model);
+        assert_qemu_reads(&path, &model);
     }
 }
 
@@ -144,11 +144,11 @@ fn bitmaps_get_the_size_of_the_disk() {
         resize("12M");
         model.mark(&[(3072, 65), (7168, 64)]);
         model.0.resize(12 * 1024, false);
-        qemu_sees(&path, &model);
+        assert_qemu_reads(&path, &model);
         qemu_io("qcow2", &["write 11M 64k"], text(&path));
         resize("5M");
         model.0.truncate(5 * 1024);
-        qemu_sees(&path, &model);
+        assert_qemu_reads(&path, &model);
     }
 }
 
@@ -160,7 +160,7 @@ fn bitmap_in_use_is_not_trusted() {
     qemu_io("raw", &["read 1M 64k", "flush"], &weir.uri("disk"));
     weir.crash();
     // The image has not changed.
-    qemu_sees(&path, &BitmapModel::new());
+    assert_qemu_reads(&path, &BitmapModel::new());
     let weir = served(&scratch, &path).start();
     qemu_io("raw", &["write -P 5 1M 64k", "flush"], &weir.uri("disk"));
     weir.crash();
@@ -169,10 +169,10 @@ fn bitmap_in_use_is_not_trusted() {
     let checked = qemu_img(["check", text(&path)]).run();
     assert!(matches!(checked.code(), 0 | 3), "{}", checked.stdout());
     qemu_io("qcow2", &["read -P 5 1M 64k"], text(&path));
-    let said = served(&scratch, &path).args(["--bitmap", "fine"]).fails();
-    assert_contains(&said, &["bitmap \"fine\" is marked in-use and may be inconsistent"]);
-    let said = served(&scratch, &path).args(["--bitmap", "off"]).fails();
-    assert_contains(&said, &["bitmap \"off\" does not record", "read-only"]);
+    let stderr = served(&scratch, &path).args(["--bitmap", "fine"]).fails();
+    assert_contains(&stderr, &["bitmap \"fine\" is marked in-use and may be inconsistent"]);
+    let stderr = served(&scratch, &path).args(["--bitmap", "off"]).fails();
+    assert_contains(&stderr, &["bitmap \"off\" does not record", "read-only"]);
     // A further start and stop does not make them consistent.
     served(&scratch, &path).start().stop();
     assert_eq!(flags(&path), json!({"off": [], "fine": ["in-use", "auto"], "coarse": ["in-use", "auto"]}));
@@ -187,5 +187,5 @@ fn bitmap_in_use_is_not_trusted() {
     let mut model = BitmapModel::new();
     model.mark(&[(2048, 64)]);
     let _ = TestClient::new("qemu-img").args(["check", "-q", "-r", "leaks", text(&path)]).run();
-    qemu_sees(&path, &model);
+    assert_qemu_reads(&path, &model);
 }

@@ -23,7 +23,7 @@ fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
     create.args([text(&path), "8M"]).succeeds();
     let mut commands = vec!["write -P 1 0 1M", "write -P 2 3M 700k", "write -z 5M 64k", "discard 64k 64k"];
     // QEMU compresses whole clusters, and only into unallocated ones.
-    if !["data_file", "preallocation", "2M"].iter().any(|word| options.contains(word)) {
+    if !["data_file", "preallocation", "2M"].iter().any(|option| options.contains(option)) {
         commands.push("write -c -P 3 6M 128k");
     }
     qemu_io(["-f", "qcow2"], commands, &path);
@@ -31,13 +31,13 @@ fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
 }
 
 #[track_caller]
-fn assert_equal_checks(path: &Path, about: &str) -> (i32, Value) {
+fn assert_equal_checks(path: &Path, label: &str) -> (i32, Value) {
     let theirs = qemu_img(["check", "--output=json", "-f", "qcow2", text(path)]).run();
     let ours = weir(&["check", "--output=json", text(path)]).run();
-    let (their_code, our_code, said) = (theirs.code(), ours.code(), ours.stderr());
+    let (their_code, our_code, stderr) = (theirs.code(), ours.code(), ours.stderr());
     let parse = |printed: String| serde_json::from_str::<Value>(&printed).unwrap_or(Value::Null);
     let (theirs, ours) = (parse(theirs.stdout()), parse(ours.stdout()));
-    assert_eq!((our_code, &ours), (their_code, &theirs), "{about}: weir said:\n{said}");
+    assert_eq!((our_code, &ours), (their_code, &theirs), "{label}: weir said:\n{stderr}");
     (our_code, ours)
 }
 
@@ -80,7 +80,7 @@ fn images_of_qemu_are_checked_equally() {
 }
 
 #[test]
-fn an_encrypted_image_is_checked_without_its_key() {
+fn encrypted_image_is_checked_without_its_key() {
     let scratch = Scratch::new();
     let path = scratch.path("image.qcow2");
     create_encrypted(&path);
@@ -134,13 +134,13 @@ const DAMAGES: [ImageDamage; 8] = [
 #[test]
 fn damage_is_found_equally_and_repairs_satisfy_both() {
     let scratch = Scratch::new();
-    for (what, damage) in DAMAGES {
+    for (label, damage) in DAMAGES {
         let path = image(&scratch, "image.qcow2", "");
         damage(&places(&path));
-        let (code, _) = assert_equal_checks(&path, what);
-        assert!(code == 2 || code == 3, "{what}: {code}");
+        let (code, _) = assert_equal_checks(&path, label);
+        assert!(code == 2 || code == 3, "{label}: {code}");
         weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
-        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: repaired");
+        assert_eq!(assert_equal_checks(&path, label).0, 0, "{label}: repaired");
     }
 }
 
@@ -180,12 +180,12 @@ const LOST_REFCOUNTS: [ImageDamage; 6] = [
 #[test]
 fn lost_refcounts_are_rebuilt() {
     let scratch = Scratch::new();
-    for (what, ruin) in LOST_REFCOUNTS {
+    for (label, damage) in LOST_REFCOUNTS {
         let path = image(&scratch, "image.qcow2", "");
-        ruin(&places(&path));
-        assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2, "{what}");
+        damage(&places(&path));
+        assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2, "{label}");
         weir(&["check", "-q", "--repair", text(&path)]).succeeds();
-        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: repaired");
+        assert_eq!(assert_equal_checks(&path, label).0, 0, "{label}: repaired");
     }
 }
 
@@ -200,24 +200,24 @@ const AMBIGUOUS: [(ImageDamage, u64, u64); 4] = [
 #[test]
 fn ambiguous_content_stays_unless_forced() {
     let scratch = Scratch::new();
-    for ((what, damage), offset, length) in AMBIGUOUS {
+    for ((label, damage), offset, length) in AMBIGUOUS {
         let path = image(&scratch, "image.qcow2", "");
         let at = places(&path);
         damage(&at);
         let entries = [number(&at.file, at.l1), number(&at.file, at.l2), number(&at.file, at.l2 + 8)];
         let refused = weir(&["check", "-r", "all", "--output=json", text(&path)]).run();
-        assert_eq!(refused.code(), 2, "{what}: {}", refused.stderr());
-        assert!(refused.stderr().contains("--force"), "{what}: {}", refused.stderr());
+        assert_eq!(refused.code(), 2, "{label}: {}", refused.stderr());
+        assert!(refused.stderr().contains("--force"), "{label}: {}", refused.stderr());
         let report: Value = serde_json::from_str(&refused.stdout()).unwrap();
         let ranges = serde_json::json!([{ "offset": offset, "length": length }]);
-        assert_eq!(report["ambiguous-ranges"], ranges, "{what}");
+        assert_eq!(report["ambiguous-ranges"], ranges, "{label}");
         let after = [number(&at.file, at.l1), number(&at.file, at.l2), number(&at.file, at.l2 + 8)];
-        assert_eq!(after, entries, "{what}: ambiguous data stays");
+        assert_eq!(after, entries, "{label}: ambiguous data stays");
         let forced = weir(&["check", "-r", "all", "--force", text(&path)]).run();
-        assert_eq!(forced.code(), 0, "{what}: {}", forced.stderr());
+        assert_eq!(forced.code(), 0, "{label}: {}", forced.stderr());
         let lost = format!("Lost: {length} bytes at {offset:#x} of the disk\n");
-        assert!(forced.stderr().contains(&lost), "{what}: {}", forced.stderr());
-        assert_eq!(assert_equal_checks(&path, what).0, 0, "{what}: discarded by force");
+        assert!(forced.stderr().contains(&lost), "{label}: {}", forced.stderr());
+        assert_eq!(assert_equal_checks(&path, label).0, 0, "{label}: discarded by force");
     }
     let refused = weir(&["check", "--force", text(&scratch.path("image.qcow2"))]).run();
     assert_eq!(refused.code(), 2, "--force without a repair");
@@ -265,7 +265,7 @@ fn flags_of_an_empty_l1_entry_are_cleared() {
 }
 
 #[test]
-fn a_dirty_image_is_clean_again() {
+fn repair_clears_the_dirty_mark() {
     let scratch = Scratch::new();
     let path = image(&scratch, "image.qcow2", "lazy_refcounts=on");
     let at = places(&path);
@@ -289,7 +289,7 @@ fn leaks_alone_are_freed_and_raw_images_have_nothing_to_check() {
 
 /// The daemon refuses an image with the corrupt bit, so a check without errors reports the bit too.
 #[test]
-fn a_corrupt_mark_is_named_and_the_repair_clears_it() {
+fn corrupt_mark_is_reported_and_cleared_by_repair() {
     let scratch = Scratch::new();
     let path = image(&scratch, "marked.qcow2", "");
     // Byte 79 is the lowest byte of the incompatible features; bit 1 is the corrupt bit.
@@ -299,6 +299,6 @@ fn a_corrupt_mark_is_named_and_the_repair_clears_it() {
     assert_eq!(found.code(), 0, "{}", found.stderr());
     assert!(found.stderr().contains("it is marked corrupt"), "{}", found.stderr());
     weir(&["check", "-r", "all", text(&path)]).succeeds();
-    let again = weir(&["check", text(&path)]).run();
-    assert_eq!((again.code(), again.stderr()), (0, String::new()));
+    let rechecked = weir(&["check", text(&path)]).run();
+    assert_eq!((rechecked.code(), rechecked.stderr()), (0, String::new()));
 }

@@ -16,7 +16,7 @@ use fastrand::Rng;
 use crate::harness::{MIB, Scratch, Serve, TestClient, qemu_img, qemu_io, text, weir_image};
 
 /// Interval of sampled combinations: coprime to the number of values of each property, so they mix.
-const ONE_OF: usize = 11;
+const SAMPLE_INTERVAL: usize = 11;
 const OPERATIONS: usize = 24;
 /// Cluster sizes, each with its own test.
 const CLUSTERS: [u64; 4] = [512, 4096, 65_536, 2 << 20];
@@ -121,7 +121,7 @@ impl ImageUnderTest {
     fn new(shape: ImageFeatures, seed: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.path("image.qcow2");
-        let mut this = Self {
+        let mut created = Self {
             shape,
             scratch,
             image,
@@ -131,19 +131,19 @@ impl ImageUnderTest {
         let by_weir = seed.is_multiple_of(2);
         let options = shape.options("data.raw");
         if shape.backing {
-            this.make_backing();
+            created.make_backing();
         }
         if shape.compression.is_some() {
-            this.fill_compressed(&options, by_weir);
+            created.fill_compressed(&options, by_weir);
         } else {
             let size = shape.size().to_string();
             let backing: &[&str] = if shape.backing { &["-b", "base.qcow2", "-F", "qcow2"] } else { &[] };
-            this.tool(by_weir, &["create", "-q", "-f", "qcow2", "-o", &options])
+            created.tool(by_weir, &["create", "-q", "-f", "qcow2", "-o", &options])
                 .args(backing)
-                .args([text(&this.image), &size])
+                .args([text(&created.image), &size])
                 .succeeds();
         }
-        this
+        created
     }
 
     /// `weir image` or `qemu-img`, run in the image's directory: names in the image are relative.
@@ -284,7 +284,7 @@ impl ImageUnderTest {
 
     /// Asserts that both programs see the content of the model and find no errors.
     fn check(&self) {
-        let what = format!("{:?}", self.shape);
+        let label = format!("{:?}", self.shape);
         let (image, model) = (text(&self.image), self.scratch.file("model.raw", &self.model));
         for weir in [false, true] {
             self.tool(weir, &["check", "-f", "qcow2", image]).succeeds();
@@ -293,11 +293,11 @@ impl ImageUnderTest {
         self.qemu_io("qcow2", image, &self.readings());
         if !self.shape.extended {
             // QEMU reports offsets of preallocated subclusters that are not allocated.
-            assert_eq!(self.map(true), self.map(false), "{what}");
+            assert_eq!(self.map(true), self.map(false), "{label}");
         }
         if self.shape.data_file == DataFileKind::Raw {
             let data = fs::read(self.scratch.path("data.raw")).unwrap();
-            assert!(data[..self.model.len()] == self.model, "{what}: the data file is not the disk");
+            assert!(data[..self.model.len()] == self.model, "{label}: the data file is not the disk");
         }
     }
 }
@@ -305,23 +305,23 @@ impl ImageUnderTest {
 /// Tests the images of one cluster size; separate tests run in parallel.
 #[track_caller]
 fn test_cluster_size(cluster: u64) {
-    let all = env::var("WEIR_CONFORMANCE").is_ok_and(|wish| wish == "all");
+    let all = env::var("WEIR_CONFORMANCE").is_ok_and(|value| value == "all");
     let shapes = ImageFeatures::all();
     assert!(shapes.len() > 150, "{} combinations", shapes.len());
     let mut tried = 0;
     for (number, shape) in shapes.into_iter().enumerate() {
-        if shape.cluster != cluster || (!all && number % ONE_OF != 3) {
+        if shape.cluster != cluster || (!all && number % SAMPLE_INTERVAL != 3) {
             continue;
         }
         tried += 1;
-        let mut subject = ImageUnderTest::new(shape, number as u64 * 2 + 7 + (number as u64 / 3) % 2);
-        subject.check();
-        subject.through_weir();
-        subject.check();
-        subject.through_qemu();
-        subject.check();
-        subject.through_weir();
-        subject.check();
+        let mut image = ImageUnderTest::new(shape, number as u64 * 2 + 7 + (number as u64 / 3) % 2);
+        image.check();
+        image.through_weir();
+        image.check();
+        image.through_qemu();
+        image.check();
+        image.through_weir();
+        image.check();
     }
     assert!(tried > 1, "{tried} combinations");
 }
@@ -347,14 +347,14 @@ fn images_are_interchangeable_with_clusters_of_2_mib() {
 }
 
 #[test]
-fn a_data_file_ends_where_the_disk_does() {
+fn data_file_has_the_length_of_the_disk() {
     let shape = ImageFeatures { data_file: DataFileKind::Plain, ..ImageFeatures::PLAIN };
-    let mut subject = ImageUnderTest::new(shape, 1);
+    let mut image = ImageUnderTest::new(shape, 1);
     // Writes into the last cluster, which QEMU's data file contains only partly.
-    let offset = subject.model.len() - 700;
-    subject.model[offset..offset + 300].fill(7);
-    let weir = Serve::new(&subject.scratch).arg(&subject.image).args(["--format", "qcow2"]).start();
-    subject.qemu_io("raw", &weir.uri("image"), &[format!("write -P 7 {offset} 300")]);
+    let offset = image.model.len() - 700;
+    image.model[offset..offset + 300].fill(7);
+    let weir = Serve::new(&image.scratch).arg(&image.image).args(["--format", "qcow2"]).start();
+    image.qemu_io("raw", &weir.uri("image"), &[format!("write -P 7 {offset} 300")]);
     weir.stop();
-    subject.check();
+    image.check();
 }

@@ -21,9 +21,9 @@ fn qemu_io(path: &Path, commands: &[&str]) {
 }
 
 #[track_caller]
-fn is_same(one: &Path, other: &Path) {
-    qemu_img(["compare", "-q", text(one), text(other)]).succeeds();
-    weir(&["compare", "-q", text(one), text(other)]).succeeds();
+fn assert_same_content(first: &Path, second: &Path) {
+    qemu_img(["compare", "-q", text(first), text(second)]).succeeds();
+    weir(&["compare", "-q", text(first), text(second)]).succeeds();
 }
 
 /// An image with two bitmaps, one enabled, and the snapshots `1` (named `one`) and `2` (named `1`).
@@ -42,7 +42,7 @@ fn original(scratch: &Scratch) -> PathBuf {
 }
 
 #[test]
-fn a_snapshot_is_converted_as_qemu_converts_it() {
+fn snapshot_conversion_matches_qemu() {
     let scratch = Scratch::new();
     let original = original(&scratch);
     let (ours, theirs) = (scratch.path("ours.raw"), scratch.path("theirs.raw"));
@@ -51,7 +51,7 @@ fn a_snapshot_is_converted_as_qemu_converts_it() {
         for from in [&["-f", "qcow2"][..], &[]] {
             weir(&["convert", "-l", snapshot]).args(from).args([&original, &ours]).succeeds();
             qemu_img(["convert", "-l", snapshot, "-O", "raw"]).args([&original, &theirs]).succeeds();
-            is_same(&ours, &theirs);
+            assert_same_content(&ours, &theirs);
         }
     }
     let raw = ours.clone();
@@ -89,24 +89,24 @@ fn bitmaps_are_copied_as_qemu_copies_them() {
     let scratch = Scratch::new();
     let original = original(&scratch);
     let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
-    let there = bitmaps(&original);
-    assert_eq!(there.1.len(), 2);
+    let expected = bitmaps(&original);
+    assert_eq!(expected.1.len(), 2);
     for more in [&["-o", "cluster_size=512"][..], &["-c"], &["-o", "cluster_size=2M,refcount_bits=64"]] {
         weir(&["convert", "--bitmaps", "-O", "qcow2"]).args(more).args([&original, &ours]).succeeds();
         qemu_img(["convert", "--bitmaps", "-O", "qcow2"]).args(more).args([&original, &theirs]).succeeds();
         qemu_img(["check", "-q", text(&ours)]).succeeds();
         weir(&["check", "-q", text(&ours)]).succeeds();
-        is_same(&ours, &original);
+        assert_same_content(&ours, &original);
         let copied = bitmaps(&ours);
-        assert_eq!(copied, there, "{more:?}");
+        assert_eq!(copied, expected, "{more:?}");
         assert_eq!(copied, bitmaps(&theirs), "{more:?}");
     }
     // Into an existing image without bitmaps.
     qemu_img(["create", "-q", "-f", "qcow2", text(&theirs), "4M"]).succeeds();
     weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).succeeds();
-    assert_eq!(bitmaps(&theirs), there);
-    let again = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
-    assert_contains(&again, &["--bitmaps: the new image already has a bitmap \"records\""]);
+    assert_eq!(bitmaps(&theirs), expected);
+    let stderr = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
+    assert_contains(&stderr, &["--bitmaps: the new image already has a bitmap \"records\""]);
     qemu_img(["create", "-q", "-f", "qcow2", text(&theirs), "5M"]).succeeds();
     let larger = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
     assert_contains(&larger, &["--bitmaps: the new disk has 5242880 bytes"]);
@@ -121,8 +121,8 @@ fn inconsistent_bitmap_fails_the_copy_or_is_skipped() {
     assert!(killed.arg(&original).run().stdout().contains("wrote"));
     qemu_img(["bitmap", "--remove", text(&original), "rests"]).succeeds();
     qemu_img(["bitmap", "--add", text(&original), "new"]).succeeds();
-    let said = weir(&["convert", "--bitmaps", "-O", "qcow2"]).args([&original, &new]).fails();
-    assert_contains(&said, &["bitmap \"records\" is marked in-use", "--skip-broken-bitmaps skips it"]);
+    let stderr = weir(&["convert", "--bitmaps", "-O", "qcow2"]).args([&original, &new]).fails();
+    assert_contains(&stderr, &["bitmap \"records\" is marked in-use", "--skip-broken-bitmaps skips it"]);
     assert!(!new.exists());
     weir(&["convert", "--bitmaps", "--skip-broken-bitmaps", "-O", "qcow2"])
         .args([&original, &new])
@@ -163,7 +163,7 @@ fn compressed_images_are_interchangeable() {
         for image in [&ours, &theirs] {
             let checked = weir(&["check", "--output=json", text(image)]).json();
             assert_eq!(checked["compressed-clusters"], 4, "{kind}: {checked}");
-            is_same(image, &original);
+            assert_same_content(image, &original);
         }
     }
 }
@@ -193,7 +193,7 @@ fn encrypted_images_are_converted_both_ways() {
         qemu_img(["convert", "--object", &object("k", &key), "--image-opts"])
             .args([&by_qemu(&ours, "k"), "-O", "raw", text(&plain)])
             .succeeds();
-        is_same(&plain, &original);
+        assert_same_content(&plain, &original);
         weir(&["check", "-q", text(&ours)]).succeeds();
         let info = qemu_img(["info", text(&ours)]).succeeds();
         assert_contains(&info, &["encrypted: yes"]);
@@ -217,7 +217,7 @@ fn encrypted_images_are_converted_both_ways() {
     weir(&["convert", "-O", "raw", "--secret-file", text(&other)]).args([&theirs, &plain]).succeeds();
     let snapshot = scratch.path("snapshot.raw");
     qemu_img(["convert", "-l", "one", "-O", "raw"]).args([&original, &snapshot]).succeeds();
-    is_same(&plain, &snapshot);
+    assert_same_content(&plain, &snapshot);
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn invalid_encryption_options_are_reported() {
             "passphrases given: 2, encrypted images: 1",
         ),
     ] {
-        let arguments = arguments.iter().map(|word| match *word {
+        let arguments = arguments.iter().map(|argument| match *argument {
             "KEY" => text(&key),
             "WRONG" => text(&wrong),
             other => other,
@@ -255,8 +255,8 @@ fn invalid_encryption_options_are_reported() {
         assert_contains(&weir(&["convert"]).args(arguments).args([source, &new]).fails(), &[why]);
         assert!(!new.exists(), "{why}");
     }
-    let said = weir(&["convert", "-C", text(&original), text(&new)]).fails();
-    assert_contains(&said, &["-C", "cp --reflink"]);
+    let stderr = weir(&["convert", "-C", text(&original), text(&new)]).fails();
+    assert_contains(&stderr, &["-C", "cp --reflink"]);
 }
 
 /// Each image has its own passphrase.
@@ -287,7 +287,7 @@ fn commands_support_chains_of_encrypted_images() {
     // Passphrases are given from the top of the chain down.
     let all = secrets(&[2, 1, 0]);
     weir(&["convert", "-n", "-O", "qcow2"])
-        .args(all.iter().map(|word| word.replace("--secret", "--target-secret")))
+        .args(all.iter().map(|argument| argument.replace("--secret", "--target-secret")))
         .args([&raw, &at(2)])
         .succeeds();
     weir(&["map", "--output=json", "-f", "qcow2"]).args(&all).arg(at(2)).succeeds();
@@ -349,7 +349,7 @@ fn growth_with_preallocation_matches_qemu() {
         (&["FILE", "-1M"], "add --shrink"),
         (&["--shrink", "--preallocation=full", "FILE", "-1M"], "applies only to added space"),
     ] {
-        let arguments = arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word });
+        let arguments = arguments.iter().map(|argument| if *argument == "FILE" { text(&path) } else { argument });
         assert_contains(&weir(&["resize", "-f", "raw"]).args(arguments).fails(), &[why]);
         assert_eq!(fs::metadata(&path).unwrap().len(), 4 * MIB, "{why}");
     }
@@ -373,7 +373,7 @@ fn new_image_is_no_larger_than_qemus() {
 }
 
 #[test]
-fn a_disk_in_a_data_file_grows_in_it() {
+fn disk_with_a_data_file_is_resized() {
     let scratch = Scratch::new();
     for raw in ["off", "on"] {
         let mut maps = Vec::new();
@@ -413,29 +413,29 @@ fn references_are_followed_only_with_an_explicit_format() {
         [&["commit"][..], &["rebase", "-b", ""], &["rebase", "-u", "-b", ""], &["map"], &["resize"]]
     {
         let more = if arguments == ["resize"] { vec!["+1M"] } else { vec![] };
-        let said = weir(arguments).arg(&path).args(more).fails();
-        assert_contains(&said, &["looks like qcow2 and names other files, so its format must be given"]);
+        let stderr = weir(arguments).arg(&path).args(more).fails();
+        assert_contains(&stderr, &["looks like qcow2 and names other files, so its format must be given"]);
         assert!(fs::read(&path).unwrap() == before, "{arguments:?}");
     }
     weir(&["rebase", "-f", "qcow2", "-b", "", text(&path)]).succeeds();
-    is_same(&path, &base);
+    assert_same_content(&path, &base);
     assert_contains(&weir(&["rebase", "-b", "", text(&base)]).fails(), &["raw images have no backing file"]);
 }
 
 #[test]
-fn an_image_is_not_its_own_target_nor_its_own_backing_file() {
+fn image_cannot_be_its_own_target_or_backing_file() {
     let scratch = Scratch::new();
-    let (one, other) = (scratch.path("one.qcow2"), scratch.path("other.qcow2"));
-    weir(&["create", "-q", "-f", "qcow2", text(&one), "1M"]).succeeds();
-    weir(&["create", "-q", "-f", "qcow2", "-b", "one.qcow2", "-F", "qcow2", text(&other)]).succeeds();
-    let said = weir(&["convert", "-O", "qcow2"]).args([&one, &one]).fails();
-    assert_contains(&said, &["is both source and target"]);
+    let (image, overlay) = (scratch.path("one.qcow2"), scratch.path("other.qcow2"));
+    weir(&["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    weir(&["create", "-q", "-f", "qcow2", "-b", "one.qcow2", "-F", "qcow2", text(&overlay)]).succeeds();
+    let stderr = weir(&["convert", "-O", "qcow2"]).args([&image, &image]).fails();
+    assert_contains(&stderr, &["is both source and target"]);
     for backing in ["one.qcow2", "other.qcow2"] {
-        let said = weir(&["rebase", "-b", backing, "-F", "qcow2", text(&one)]).fails();
-        assert_contains(&said, &["would be its own backing file"]);
+        let stderr = weir(&["rebase", "-b", backing, "-F", "qcow2", text(&image)]).fails();
+        assert_contains(&stderr, &["would be its own backing file"]);
     }
-    let nowhere = scratch.path("nowhere").join("new");
-    assert_contains(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is not a directory"]);
+    let missing = scratch.path("nowhere").join("new");
+    assert_contains(&weir(&["convert"]).args([&image, &missing]).fails(), &["is not a directory"]);
 }
 
 /// Data beyond the end of the disk in a raw data file must not change.
@@ -462,7 +462,7 @@ fn raw_data_file_keeps_data_beyond_the_disk() {
 /// A source that ends inside a cluster of a larger target. The rest of that cluster keeps the
 /// target's content.
 #[test]
-fn a_source_that_ends_within_a_cluster_is_compressed_into_a_larger_target() {
+fn source_ending_within_a_cluster_is_compressed_into_a_larger_target() {
     let scratch = Scratch::new();
     let base = scratch.path("base.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&base), "1M"]).succeeds();
@@ -511,7 +511,7 @@ fn sparse_source_is_compressed() {
             let convert = ["convert", "-q", "-f", format, "-O", "qcow2", "-c", "-o", &options];
             weir(&convert).args([path, &target]).succeeds();
             qemu_img(["check", "-q", text(&target)]).succeeds();
-            is_same(path, &target);
+            assert_same_content(path, &target);
         }
     }
 }

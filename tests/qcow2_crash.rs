@@ -30,7 +30,7 @@ const IMAGES: [&str; 4] = [
     "cluster_size=2M",
 ];
 /// Kills per image.
-const KILLS_OF_ONE: usize = 5;
+const KILLS_PER_IMAGE: usize = 5;
 
 /// Permitted contents of a block: the number of a write, 0 for zeroes.
 #[derive(Clone, Debug)]
@@ -106,21 +106,21 @@ impl CrashLedger {
     }
 
     /// Checks the content of the disk, and continues from it.
-    fn check(&mut self, disk: &[u8], what: &str) {
+    fn check(&mut self, disk: &[u8], label: &str) {
         for (index, block) in self.blocks.iter_mut().enumerate() {
             let at = (self.first + index) * BLOCK as usize;
             let bytes = &disk[at..at + BLOCK as usize];
             let allowed = |content: u32| block.flushed.contains(&content) || block.since.contains(&content);
             // Clusters may be smaller than a block, so an unfinished write may be partly present.
-            let mut there = Vec::new();
+            let mut present = Vec::new();
             for word in bytes.chunks(4) {
                 let word = u32::from_le_bytes(word.try_into().unwrap());
-                assert!(allowed(word), "{what}: block at {at} holds {word}; allowed are {block:?}");
-                if !there.contains(&word) {
-                    there.push(word);
+                assert!(allowed(word), "{label}: block at {at} holds {word}; allowed are {block:?}");
+                if !present.contains(&word) {
+                    present.push(word);
                 }
             }
-            *block = CrashBlock { flushed: there, since: Vec::new() };
+            *block = CrashBlock { flushed: present, since: Vec::new() };
         }
     }
 }
@@ -136,18 +136,18 @@ fn number(name: &str, default: usize) -> usize {
     env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}: no number")))
 }
 
-fn check(path: &Path, what: &str) {
+fn check(path: &Path, label: &str) {
     let outcome = qemu_img(["check", "-f", "qcow2"]).arg(path).run();
     // Status 3 of qemu-img: leaked clusters only.
-    assert!([0, 3].contains(&outcome.code()), "{what}: {}", outcome.stderr());
+    assert!([0, 3].contains(&outcome.code()), "{label}: {}", outcome.stderr());
 }
 
 #[test]
 fn kill_under_load_keeps_flushed_data_and_consistency() {
     let kills = number("WEIR_KILLS", 20);
     let scratch = Scratch::new();
-    for (turn, first) in (0..kills).step_by(KILLS_OF_ONE).enumerate() {
-        let options = IMAGES[turn % IMAGES.len()];
+    for (round, first) in (0..kills).step_by(KILLS_PER_IMAGE).enumerate() {
+        let options = IMAGES[round % IMAGES.len()];
         let path = scratch.path("disk.qcow2");
         weir_image(&["create", "-q", "-f", "qcow2", "-o", options])
             .arg(&path)
@@ -155,16 +155,16 @@ fn kill_under_load_keeps_flushed_data_and_consistency() {
             .succeeds();
         let mut ledgers = [0, 1].map(|half| CrashLedger::new(half, (first * 2 + half + 1) as u64));
         let mut numbers = [1_u32, 1 << 30];
-        for kill in first..kills.min(first + KILLS_OF_ONE) {
-            let what = format!("kill {kill} of an image with {options}");
+        for kill in first..kills.min(first + KILLS_PER_IMAGE) {
+            let label = format!("kill {kill} of an image with {options}");
             kill_once(&scratch, &path, &mut ledgers, &mut numbers, kill);
-            check(&path, &what);
+            check(&path, &label);
             let raw = scratch.path("disk.raw");
             let convert = ["convert", "-f", "qcow2", "-O", "raw", text(&path), text(&raw)];
             qemu_img(convert).succeeds();
             let disk = fs::read(&raw).unwrap();
             for ledger in &mut ledgers {
-                ledger.check(&disk, &what);
+                ledger.check(&disk, &label);
             }
         }
     }

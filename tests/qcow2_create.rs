@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::harness::{Scratch, assert_contains, create_encrypted, qemu_img, qemu_io, text, weir_image};
 
 #[track_caller]
-fn describe_alike(path: &Path, more: &[&str]) {
+fn assert_described_equally(path: &Path, more: &[&str]) {
     let theirs = qemu_img(["info", "--output=json"]).args(more).arg(path).json();
     let ours = weir_image(&["info", "--output=json"]).args(more).arg(path).json();
     assert_eq!(ours, theirs);
@@ -35,7 +35,7 @@ fn qemu_opens_created_images() {
         qemu_img(["check", "-q", text(&path)]).succeeds();
         qemu_io(["-f", "qcow2"], ["read -P 0 0 9M", "write -P 5 1M 3M"], &path);
         qemu_img(["check", "-q", text(&path)]).succeeds();
-        describe_alike(&path, &[]);
+        assert_described_equally(&path, &[]);
     }
 }
 
@@ -48,7 +48,7 @@ fn backing_chain_is_described_as_by_qemu() {
     qemu_img(["snapshot", "-c", "one", text(&base)]).succeeds();
     qemu_img(["bitmap", "--add", text(&base), "changes"]).succeeds();
     for more in [&["--backing-chain"][..], &[]] {
-        describe_alike(&top, more);
+        assert_described_equally(&top, more);
     }
     assert_contains(
         &weir_image(&["info", text(&base)]).succeeds(),
@@ -59,11 +59,11 @@ fn backing_chain_is_described_as_by_qemu() {
 }
 
 #[test]
-fn an_encrypted_image_is_described_as_qemu_describes_it() {
+fn description_of_an_encrypted_image_matches_qemu() {
     let scratch = Scratch::new();
     let path = scratch.path("disk.qcow2");
     create_encrypted(&path);
-    describe_alike(&path, &[]);
+    assert_described_equally(&path, &[]);
 }
 
 #[test]
@@ -87,10 +87,10 @@ fn qemu_opens_what_weir_encrypts() {
         qemu_io(["--object", &object, "--image-opts"], commands, &source);
         weir_image(&["check", "-q", text(&path)]).succeeds();
     }
-    let said = weir_image(&["create", "-f", "qcow2", "--object", "secret,id=key,data=abc"])
+    let stderr = weir_image(&["create", "-f", "qcow2", "--object", "secret,id=key,data=abc"])
         .args(["-o", "encrypt.format=luks,encrypt.key-secret=key", text(&path), "4M"])
         .fails();
-    assert_contains(&said, &["every user of this machine can read it"]);
+    assert_contains(&stderr, &["every user of this machine can read it"]);
 }
 
 #[test]
@@ -106,9 +106,9 @@ fn invalid_options_leave_no_file() {
         (&["FILE"], "the size is missing"),
     ] {
         let arguments: Vec<_> =
-            arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word }).collect();
-        let said = weir_image(&["create", "-f", "qcow2"]).args(arguments).fails();
-        assert_contains(&said, &[expect]);
+            arguments.iter().map(|argument| if *argument == "FILE" { text(&path) } else { argument }).collect();
+        let stderr = weir_image(&["create", "-f", "qcow2"]).args(arguments).fails();
+        assert_contains(&stderr, &[expect]);
         assert!(!path.exists(), "{expect}");
     }
 }

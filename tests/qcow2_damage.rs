@@ -47,13 +47,13 @@ use self::images::{BASE, ImageTemplate, KEY, open_arguments, templates};
 use crate::harness::{Scratch, TestClient, qemu_img};
 
 /// Maximum number of bytes of a disk that are read; damage may increase its size.
-const MOST_BYTES: u64 = 512 << 10;
+const MAX_BYTES: u64 = 512 << 10;
 /// Number of parts that QEMU reads one by one if it cannot read the whole disk.
 const SAMPLES: usize = 24;
 /// Interval of images that QEMU reads in any case, and checks after a forced repair as well.
-const THOROUGH: u64 = 8;
+const THOROUGH_INTERVAL: u64 = 8;
 /// Maximum number of failures that are printed.
-const MOST_SHOWN: usize = 20;
+const MAX_SHOWN: usize = 20;
 
 fn setting(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().expect("a number"))
@@ -98,34 +98,34 @@ pub(crate) fn compare(first: u64, many: u64) {
     let templates = templates(&scratch.path("."));
     let next = AtomicU64::new(first);
     let failures: Mutex<Vec<String>> = Mutex::default();
-    let tally: Mutex<DamageTally> = Mutex::default();
+    let totals: Mutex<DamageTally> = Mutex::default();
     let threads = thread::available_parallelism().map_or(1, usize::from) as u64;
     thread::scope(|scope| {
         for number in 0..setting("WEIR_THREADS", threads) {
             let directory = scratch.path(&format!("thread-{number}"));
-            let (templates, next, failures, tally) = (&templates, &next, &failures, &tally);
+            let (templates, next, failures, totals) = (&templates, &next, &failures, &totals);
             scope.spawn(move || {
-                let bench = DamageWorker::new(directory, templates);
+                let worker = DamageWorker::new(directory, templates);
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= first + many {
                         return;
                     }
-                    match bench.run(templates, seed) {
-                        Ok(one) => *tally.lock().expect("no panic holds it") += one,
-                        Err(what) => {
-                            println!("{what}\n");
-                            failures.lock().expect("no panic holds it").push(what);
+                    match worker.run(templates, seed) {
+                        Ok(counts) => *totals.lock().expect("no panic holds it") += counts,
+                        Err(failure) => {
+                            println!("{failure}\n");
+                            failures.lock().expect("no panic holds it").push(failure);
                         }
                     }
                 }
             });
         }
     });
-    let tally = tally.into_inner().expect("all threads have ended");
-    println!("{many} images from seed {first}: {tally:?}");
+    let totals = totals.into_inner().expect("all threads have ended");
+    println!("{many} images from seed {first}: {totals:?}");
     let failures = failures.into_inner().expect("all threads have ended");
-    let shown = failures.iter().take(MOST_SHOWN).cloned().collect::<Vec<_>>().join("\n\n");
+    let shown = failures.iter().take(MAX_SHOWN).cloned().collect::<Vec<_>>().join("\n\n");
     assert!(failures.is_empty(), "{} of {many} images:\n{shown}", failures.len());
 }
 
@@ -164,12 +164,12 @@ impl DamageWorker {
         let mut random = Rng::with_seed(seed);
         let template = &templates[random.usize(..templates.len())];
         let (bytes, damage) = template.damaged(&mut random);
-        let about = format!("seed {seed}: {}: {damage}\n", template.options);
+        let label = format!("seed {seed}: {}: {damage}\n", template.options);
         let data = template.data.as_ref().map(|(_, content)| content.clone());
         let content = DamagedImage { bytes, base: self.base.clone(), data, grain: template.grain };
         // QEMU repeats only some of weir's checks.
-        let is_thorough = seed.is_multiple_of(THOROUGH);
-        self.examine(template, content, &mut random, is_thorough).map_err(|what| about + &what)
+        let is_thorough = seed.is_multiple_of(THOROUGH_INTERVAL);
+        self.examine(template, content, &mut random, is_thorough).map_err(|failure| label + &failure)
     }
 
     fn examine(
@@ -188,13 +188,13 @@ impl DamageWorker {
         }
         let before = disks(&content);
         let is_readable = before.get(&None).is_some_and(|parts| parts.iter().all(Option::is_some));
-        let mut tally = DamageTally::default();
+        let mut counts = DamageTally::default();
         let mut by_qemu = None;
         for repair in [Repair::All, Repair::Forced] {
             let Some((report, bytes)) = repaired(&content, repair) else {
-                return Ok(DamageTally { unusable: 1, ..tally });
+                return Ok(DamageTally { unusable: 1, ..counts });
             };
-            let about = format!("{repair:?}");
+            let label = format!("{repair:?}");
             let after = DamagedImage { bytes, ..content.clone() };
             if repair == Repair::All && !report.lost.is_empty() {
                 return Err(format!("lost without force: {report:#?}"));
@@ -202,7 +202,7 @@ impl DamageWorker {
             let is_changed = after.bytes != content.bytes;
             if is_changed {
                 compare_disks(&before, &disks(&after), template.grain, &report)
-                    .map_err(|what| format!("{about}, read by weir: {what}\n{report:#?}"))?;
+                    .map_err(|failure| format!("{label}, read by weir: {failure}\n{report:#?}"))?;
             }
             if is_changed && !template.is_encrypted && (is_thorough || !is_readable) {
                 let samples =
@@ -210,19 +210,19 @@ impl DamageWorker {
                 let parts: Vec<u64> = samples.keys().copied().collect();
                 let read = self.read(template, &after.bytes, Some(&parts), random);
                 compare_samples(samples, &read, template.grain, &report)
-                    .map_err(|what| format!("{about}, read by QEMU: {what}\n{report:#?}"))?;
-                tally.read_by_qemu += 1;
+                    .map_err(|failure| format!("{label}, read by QEMU: {failure}\n{report:#?}"))?;
+                counts.read_by_qemu += 1;
             }
             if is_clean(&report) && (is_thorough || repair == Repair::All) {
-                self.qemu_finds_nothing(template, &after.bytes, &about, &report)?;
+                self.qemu_finds_nothing(template, &after.bytes, &label, &report)?;
             }
             match (repair, is_clean(&report)) {
-                (Repair::All, true) => return Ok(DamageTally { repaired: 1, ..tally }),
-                (Repair::All, false) => tally.refused += 1,
-                (_, is_clean) => tally.forced += u64::from(is_clean),
+                (Repair::All, true) => return Ok(DamageTally { repaired: 1, ..counts }),
+                (Repair::All, false) => counts.refused += 1,
+                (_, is_clean) => counts.forced += u64::from(is_clean),
             }
         }
-        Ok(tally)
+        Ok(counts)
     }
 
     fn put(&self, bytes: &[u8]) {
@@ -233,21 +233,21 @@ impl DamageWorker {
         &self,
         template: &ImageTemplate,
         bytes: &[u8],
-        about: &str,
+        label: &str,
         report: &CheckReport,
     ) -> Result<(), String> {
         self.put(bytes);
         let check = qemu_img(["check"]).args(open_arguments("image", template.is_encrypted));
         let outcome = check.inside(&self.directory).run();
-        let said = format!("{}{}", outcome.stderr(), outcome.stdout());
+        let output = format!("{}{}", outcome.stderr(), outcome.stdout());
         // The damage changed the name of another file, or enabled the old encryption: then QEMU has
         // checked nothing else.
         let is_about_others = ["No such file", "'encrypt.key-secret' is required"];
-        if outcome.status() == Some(0) || is_about_others.iter().any(|what| said.contains(what)) {
+        if outcome.status() == Some(0) || is_about_others.iter().any(|message| output.contains(message)) {
             return Ok(());
         }
-        let first = said.lines().take(8).collect::<Vec<_>>().join("\n");
-        Err(format!("{about}, and qemu-img check ({:?}) says:\n{first}\nweir: {report:#?}", outcome.status()))
+        let first = output.lines().take(8).collect::<Vec<_>>().join("\n");
+        Err(format!("{label}, and qemu-img check ({:?}) says:\n{first}\nweir: {report:#?}", outcome.status()))
     }
 
     /// Parts that QEMU can read, by number: the whole disk, or single parts if that fails.
@@ -263,11 +263,11 @@ impl DamageWorker {
         let convert = qemu_img(["convert", "-f", "qcow2", "-O", "raw", "image", "disk"]);
         let size =
             u64::from_be_bytes(bytes.get(24..32).map_or([0; 8], |size| size.try_into().expect("eight")));
-        if size <= MOST_BYTES && convert.inside(&self.directory).run().status() == Some(0) {
+        if size <= MAX_BYTES && convert.inside(&self.directory).run().status() == Some(0) {
             let disk = fs::read(self.directory.join("disk")).expect("it was just made");
             return (0..).zip(disk.chunks(grain as usize).map(<[u8]>::to_vec)).collect();
         }
-        let count = size.min(MOST_BYTES) / grain;
+        let count = size.min(MAX_BYTES) / grain;
         let parts = match parts {
             Some(parts) => random_choice(parts.to_vec(), random),
             None => random_choice((0..count).collect(), random),
@@ -338,7 +338,7 @@ fn disks(content: &DamagedImage) -> DiskContents {
 
 async fn read_all(image: &Qcow2Image, grain: u64) -> Vec<Option<Vec<u8>>> {
     let mut read = Vec::new();
-    for part in 0..image.size_bytes().min(MOST_BYTES) / grain {
+    for part in 0..image.size_bytes().min(MAX_BYTES) / grain {
         let mut bytes = vec![0; grain as usize];
         let data = image.read(part * grain, bytes.len()).await.ok();
         read.push(data.map(|data| {

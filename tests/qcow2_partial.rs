@@ -34,7 +34,7 @@ fn second_snapshot(path: &Path) -> u64 {
 }
 
 #[test]
-fn a_damaged_snapshot_leaves_the_others_readable() {
+fn damaged_snapshot_does_not_affect_other_snapshots() {
     let scratch = Scratch::new();
     // An L1 table inside a cluster; more extra data than QEMU accepts, which hides the third entry.
     let damages: [(u64, &[u8], &str, &str); 2] =
@@ -77,7 +77,7 @@ fn a_damaged_snapshot_leaves_the_others_readable() {
 }
 
 #[test]
-fn the_disk_of_an_image_with_too_many_snapshots_can_be_read() {
+fn disk_of_an_image_with_too_many_snapshots_can_be_read() {
     let scratch = Scratch::new();
     let path = image(&scratch, "disk.qcow2", "compat=0.10");
     qemu_io(["-f", "qcow2"], ["write -P 7 0 1M"], &path);
@@ -196,7 +196,7 @@ fn one_damaged_bitmap_is_dropped_and_qemu_reads_the_other() {
     }
     // Find the bitmap directory by its extension, and damage the size of the first table.
     let header = std::fs::read(&path).unwrap();
-    let extension = header.windows(4).position(|word| word == 0x2385_2875_u32.to_be_bytes()).unwrap();
+    let extension = header.windows(4).position(|window| window == 0x2385_2875_u32.to_be_bytes()).unwrap();
     let directory = number(&path, extension as u64 + 24);
     put(&path, directory + 8, &7_u32.to_be_bytes());
     qemu_img(["check", text(&path)]).fails();
@@ -210,6 +210,6 @@ fn one_damaged_bitmap_is_dropped_and_qemu_reads_the_other() {
     assert_contains(&repaired.stderr(), &["\"one\"", "this bitmap is dropped"]);
     qemu_img(["check", "-q", text(&path)]).succeeds();
     let info = qemu_img(["info", "--output=json", text(&path)]).json();
-    let kept = info["format-specific"]["data"]["bitmaps"].as_array().unwrap().clone();
-    assert_eq!(kept.iter().map(|one| &one["name"]).collect::<Vec<_>>(), ["two"]);
+    let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().unwrap().clone();
+    assert_eq!(bitmaps.iter().map(|bitmap| &bitmap["name"]).collect::<Vec<_>>(), ["two"]);
 }

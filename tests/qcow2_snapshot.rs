@@ -13,7 +13,7 @@ fn image(scratch: &Scratch, options: &str) -> PathBuf {
 }
 
 #[track_caller]
-fn is_right(path: &Path) {
+fn assert_valid(path: &Path) {
     qemu_img(["check", "-q", text(path)]).succeeds();
     weir_image(&["check", "-q", text(path)]).succeeds();
 }
@@ -26,13 +26,13 @@ fn snapshots_are_interchangeable_with_qemu() {
         let path = image(&scratch, options);
         qemu_io(["-f", "qcow2"], ["write -P 1 0 3M", "write -c -P 9 6M 64k"], &path);
         weir_image(&["snapshot", "-c", "ours", text(&path)]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         qemu_io(["-f", "qcow2"], ["write -P 2 1M 3M"], &path);
         qemu_img(["snapshot", "-c", "theirs", text(&path)]).succeeds();
         qemu_io(["-f", "qcow2"], ["write -P 3 2M 3M", "write -z 0 64k"], &path);
-        is_right(&path);
+        assert_valid(&path);
         weir_image(&["snapshot", "-a", "theirs", text(&path)]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         qemu_io(
             ["-f", "qcow2"],
             ["read -P 1 0 1M", "read -P 2 1M 3M", "read -P 0 4M 2M", "read -P 9 6M 64k"],
@@ -41,17 +41,17 @@ fn snapshots_are_interchangeable_with_qemu() {
         qemu_img(["snapshot", "-a", "ours", text(&path)]).succeeds();
         qemu_io(["-f", "qcow2"], ["read -P 1 0 3M", "read -P 0 3M 3M", "read -P 9 6M 64k"], &path);
         weir_image(&["snapshot", "-d", "1", text(&path)]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         weir_image(&["snapshot", "-d", "theirs", text(&path)]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         qemu_io(
             ["-f", "qcow2"],
             ["write -P 4 1M 1M", "read -P 1 2M 1M", "read -P 4 1M 1M", "read -P 9 6M 64k"],
             &path,
         );
-        is_right(&path);
-        let said = weir_image(&["snapshot", "-a", "theirs", text(&path)]).fails();
-        assert_contains(&said, &["there is no snapshot \"theirs\""]);
+        assert_valid(&path);
+        let stderr = weir_image(&["snapshot", "-a", "theirs", text(&path)]).fails();
+        assert_contains(&stderr, &["there is no snapshot \"theirs\""]);
     }
 }
 
@@ -65,14 +65,14 @@ fn bitmaps_are_interchangeable_with_qemu() {
     for options in ["cluster_size=64k", "cluster_size=512"] {
         let path = image(&scratch, options);
         weir_image(&["bitmap", "--add", "-g", "64K", text(&path), "ours"]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         // A write by QEMU, which marks the enabled bitmap.
         qemu_io(["-f", "qcow2"], ["write -P 1 1M 1M"], &path);
         qemu_img(["bitmap", "--add", "--disable", "-g", "4k", text(&path), "theirs"]).succeeds();
         weir_image(&["bitmap", "--merge", "ours", text(&path), "theirs"]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         weir_image(&["bitmap", "--disable", "--clear", text(&path), "ours"]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         assert_eq!(
             bitmaps(&path),
             serde_json::json!([
@@ -82,13 +82,13 @@ fn bitmaps_are_interchangeable_with_qemu() {
         );
         weir_image(&["bitmap", "--enable", text(&path), "ours"]).succeeds();
         weir_image(&["bitmap", "--remove", text(&path), "ours"]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         assert_contains(
             &weir_image(&["bitmap", "--add", text(&path), "theirs"]).fails(),
             &["there is a bitmap \"theirs\" already"],
         );
         weir_image(&["bitmap", "--remove", text(&path), "theirs"]).succeeds();
-        is_right(&path);
+        assert_valid(&path);
         assert_eq!(bitmaps(&path), Value::Null);
     }
 }
@@ -98,12 +98,12 @@ fn resize_of_an_old_image_with_snapshots_explains_its_failure() {
     let scratch = Scratch::new();
     let path = image(&scratch, "compat=0.10");
     qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
-    let said = weir_image(&["resize", "-f", "qcow2", text(&path), "16M"]).fails();
+    let stderr = weir_image(&["resize", "-f", "qcow2", text(&path), "16M"]).fails();
     assert_contains(
-        &said,
+        &stderr,
         &["disk.qcow2: its snapshots do not record the size", "compat=1.1", "snapshot -d"],
     );
     qemu_img(["amend", "-f", "qcow2", "-o", "compat=1.1", text(&path)]).succeeds();
     weir_image(&["resize", "-f", "qcow2", text(&path), "16M"]).succeeds();
-    is_right(&path);
+    assert_valid(&path);
 }

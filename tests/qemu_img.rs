@@ -27,10 +27,10 @@ fn image_survives_conversion_both_ways() {
         let uri = weir.uri("disk");
         qemu_img(["convert", "-n", "-f", "raw", "-O", "raw", text(&original), &uri]).succeeds();
         qemu_img(["compare", "-f", "raw", "-F", "raw", text(&original), &uri]).succeeds();
-        let back = scratch.path("back.qcow2");
-        qemu_img(["convert", "-f", "raw", "-O", "qcow2", &uri, text(&back)]).succeeds();
+        let copied_back = scratch.path("back.qcow2");
+        qemu_img(["convert", "-f", "raw", "-O", "qcow2", &uri, text(&copied_back)]).succeeds();
         weir.stop();
-        let same = qemu_img(["compare", "-f", "qcow2", "-F", "raw", text(&back), text(&original)]).succeeds();
+        let same = qemu_img(["compare", "-f", "qcow2", "-F", "raw", text(&copied_back), text(&original)]).succeeds();
         assert_eq!(same.trim(), "Images are identical.", "{cache}");
         assert!(fs::read(&disk).unwrap() == fs::read(&original).unwrap(), "{cache}: the file differs");
     }
@@ -49,7 +49,7 @@ fn compare_finds_the_offset_of_a_difference() {
 }
 
 #[test]
-fn the_map_shows_where_data_is() {
+fn map_shows_where_data_is() {
     let scratch = Scratch::new();
     let original = original(&scratch);
     let weir = Serve::new(&scratch).arg(&original).start();

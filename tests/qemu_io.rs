@@ -63,7 +63,7 @@ fn zeroes_and_discards_read_as_specified() {
 }
 
 #[test]
-fn a_verification_that_should_fail_does() {
+fn verification_of_wrong_data_fails() {
     let weir = Serve::with_own_scratch().arg("memory:1M").start();
     let outcome =
         TestClient::new("qemu-io").args(["-f", "raw", "-c", "read -P 1 0 4k", &weir.uri("memory")]).run();

@@ -10,7 +10,7 @@ use crate::harness::{
 const SERVE: &str = r#"serve() { qemu-nbd --fork -k "$S" --pid-file=pid "$@" || echo "did not start: $?"; }"#;
 
 #[track_caller]
-fn same(script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
+fn compare_script(script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
     peer::compare_with_qemu("qemu-nbd", &format!("{SERVE}\n{script}"), prepare)
 }
 
@@ -28,9 +28,9 @@ serve -t --image-opts driver=raw,offset=8192,size=64k,file.driver=file,file.file
 serve -t -f raw -n --aio=native disk.raw; about; stop
 umask 007; serve -t -f raw --cache=directsync disk.raw; stat -c %a "$S"; stop
 "#;
-    let ran = same(script, filled);
-    assert_contains(&ran.printed, &["\"export-size\": 1048576", "\"export-size\": 1044480", "770"]);
-    assert_eq!(ran.said.lines().filter(|line| line.starts_with("qemu-nbd: ")).count(), 0, "{}", ran.said);
+    let ran = compare_script(script, filled);
+    assert_contains(&ran.stdout, &["\"export-size\": 1048576", "\"export-size\": 1044480", "770"]);
+    assert_eq!(ran.stderr.lines().filter(|line| line.starts_with("qemu-nbd: ")).count(), 0, "{}", ran.stderr);
 }
 
 #[test]
@@ -44,14 +44,14 @@ serve -t -f raw --discard=unmap disk.raw
 nbdsh -u "$uri" -c 'h.trim(131072, 524288)' -c 'h.flush()'; read_at 0 524288 131072; stop
 [ $(($(stat -c %b disk.raw) * 512)) -lt 1048576 ] && echo "a hole"
 "#;
-    let ran = same(script, filled);
-    assert_contains(&ran.printed, &["a hole"]);
-    let kept = 131_072..131_072 + 65_536;
-    assert!(ran.bytes("disk.raw")[kept.clone()] == pattern(MIB as usize)[kept], "a discard was passed on");
+    let ran = compare_script(script, filled);
+    assert_contains(&ran.stdout, &["a hole"]);
+    let discarded = 131_072..131_072 + 65_536;
+    assert!(ran.bytes("disk.raw")[discarded.clone()] == pattern(MIB as usize)[discarded], "a discard was passed on");
 }
 
 #[test]
-fn it_ends_with_its_last_client() {
+fn server_ends_with_its_last_client() {
     let script = r#"
 serve -f raw disk.raw; server=$(cat pid)
 nbdinfo --size "nbd+unix:///other?socket=$S" 2>/dev/null | cat
@@ -62,7 +62,7 @@ wait $server; echo "it ended with $?"
 nbdinfo --size -- [ qemu-nbd -f raw disk.raw ]
 "#;
     // qemu-nbd has no export named `other`. weir's only export is the default, not `other`.
-    assert_contains(&same(script, filled).printed, &["it ended with 0"]);
+    assert_contains(&compare_script(script, filled).stdout, &["it ended with 0"]);
 }
 
 #[test]
@@ -75,7 +75,7 @@ serve -t -f qcow2 -l one base.qcow2; about | grep read_only; read_at 0x33 0 64k;
 serve -t -f qcow2 -l snapshot.name=one base.qcow2; read_at 0x33 0 64k; stop
 qemu-img check -q base.qcow2; echo "checked: $?"
 "#;
-    let ran = same(script, |scratch| {
+    let ran = compare_script(script, |scratch| {
         filled(scratch);
         let base = scratch.path("base.qcow2");
         qemu_img(["create", "-q", "-f", "qcow2", text(&base), "8M"]).succeeds();
@@ -88,7 +88,7 @@ qemu-img check -q base.qcow2; echo "checked: $?"
         }
     });
     assert!(ran.bytes("disk.raw") == pattern(MIB as usize), "the image is unchanged");
-    assert_contains(&ran.printed, &["checked: 0", "\"is_read_only\": true"]);
+    assert_contains(&ran.stdout, &["checked: 0", "\"is_read_only\": true"]);
 }
 
 #[test]
@@ -107,7 +107,7 @@ nbdinfo --size "nbds+unix://alice@/?socket=$S&tls-psk-file=$PWD/keys/keys.psk"
 nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
 "#;
     need("psktool");
-    let ran = same(script, |scratch| {
+    let ran = compare_script(script, |scratch| {
         filled(scratch);
         create_encrypted(&scratch.path("locked.qcow2"));
         let marked = scratch.path("marked.qcow2");
@@ -117,7 +117,7 @@ nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
         }
         TestClient::new("qemu-io").args(["-f", "qcow2"]).run_qemu_io(["write 1M 64k"], &marked);
     });
-    assert_contains(&ran.printed, &["not without it", "dirty"]);
+    assert_contains(&ran.stdout, &["not without it", "dirty"]);
 }
 
 #[test]
@@ -133,11 +133,11 @@ kill $server; ended $server
 "#
     );
     // The programs run consecutively: both use the port.
-    let ran = same(&script, |scratch| {
+    let ran = compare_script(&script, |scratch| {
         filled(scratch);
         scratch.sparse("other.raw", MIB);
     });
-    assert_contains(&ran.printed, &["0\n1048576\nin use: 1"]);
+    assert_contains(&ran.stdout, &["0\n1048576\nin use: 1"]);
 }
 
 #[test]
@@ -165,10 +165,10 @@ fn errors_have_the_same_status() {
     ];
     let line = |case: &&str| format!("timeout 60 qemu-nbd {case}; echo \"$?\"\n");
     let script: String = cases.iter().map(line).collect();
-    let ran = same(&script, filled);
-    assert_eq!(ran.printed, "1\n".repeat(cases.len()));
-    let named = ran.said.lines().filter(|line| line.starts_with("qemu-nbd: ")).count();
-    assert_eq!(named, cases.len(), "each prints one line with the program's name:\n{}", ran.said);
+    let ran = compare_script(&script, filled);
+    assert_eq!(ran.stdout, "1\n".repeat(cases.len()));
+    let named = ran.stderr.lines().filter(|line| line.starts_with("qemu-nbd: ")).count();
+    assert_eq!(named, cases.len(), "each prints one line with the program's name:\n{}", ran.stderr);
 }
 
 #[test]
@@ -185,5 +185,5 @@ fn list_of_another_server_matches() {
          qemu-nbd -L -k {socket}.none; echo $?",
         socket = text(weir.socket())
     );
-    assert_contains(&same(&script, filled).printed, &["exports available: 2", "the first", "1\n1\n1\n"]);
+    assert_contains(&compare_script(&script, filled).stdout, &["exports available: 2", "the first", "1\n1\n1\n"]);
 }

@@ -31,7 +31,7 @@ END
 "#;
 
 #[track_caller]
-fn same(script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
+fn compare_script(script: &str, prepare: impl Fn(&Scratch)) -> ScriptRun {
     peer::compare_with_qemu("qemu-storage-daemon", &format!("{PRELUDE}{script}"), prepare)
 }
 
@@ -53,8 +53,8 @@ serve --blockdev raw,node-name=r,read-only=on,file.driver=file,file.filename="$P
     --nbd-server addr.type=unix,addr.path="$S" --export type=nbd,id=e,node-name=r,name=disk
 about "nbd+unix:///disk?socket=$S"; stop
 "#;
-    let ran = same(script, filled);
-    assert_contains(&ran.printed, &["\"can_multi_conn\": false", "\"can_multi_conn\": true", "about"]);
+    let ran = compare_script(script, filled);
+    assert_contains(&ran.stdout, &["\"can_multi_conn\": false", "\"can_multi_conn\": true", "about"]);
 }
 
 #[test]
@@ -66,15 +66,15 @@ serve --blockdev driver=file,node-name=file,filename=disk.qcow2,aio=threads \
 about; write_at 0x22 4096 4k; stop
 qemu-img compare -f qcow2 -F raw disk.qcow2 disk.raw || qemu-img check -q disk.qcow2 && echo sound
 "#;
-    let ran = same(script, |scratch| {
+    let ran = compare_script(script, |scratch| {
         filled(scratch);
         qemu_img(["create", "-q", "-f", "qcow2", text(&scratch.path("disk.qcow2")), "1M"]).succeeds();
     });
-    assert_contains(&ran.printed, &["Content mismatch at offset 0", "sound"]);
+    assert_contains(&ran.stdout, &["Content mismatch at offset 0", "sound"]);
 }
 
 #[test]
-fn a_monitor_is_a_control_socket() {
+fn monitor_is_a_control_socket() {
     let script = r#"
 serve --chardev socket,path="$PWD/qmp",server=on,wait=off,id=c --monitor chardev=c \
     --blockdev null-co,node-name=n,size=1048576,read-zeroes=on $(nbd "") --export nbd,id=e,node-name=n,name=
@@ -82,7 +82,7 @@ ask query-block-exports; about | grep size; ask nbd-server-stop; ask query-block
 [ ! -e "$S" ] && echo "its socket has gone"; ask nbd-server-stop >/dev/null; ask quit
 ended "$(cat pid 2>/dev/null || echo 1000000000)"
 "#;
-    assert_contains(&same(script, |_| ()).printed, &["\"id\": \"e\"", "its socket has gone"]);
+    assert_contains(&compare_script(script, |_| ()).stdout, &["\"id\": \"e\"", "its socket has gone"]);
 }
 
 #[test]
@@ -105,11 +105,11 @@ serve --object tls-creds-psk,id=t,endpoint=server,dir="$PWD/keys" $(nbd ,tls-cre
 nbdinfo --size "nbds+unix://alice@/?socket=$S&tls-psk-file=$PWD/keys/keys.psk"
 nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
 "#;
-    let ran = same(script, |scratch| {
+    let ran = compare_script(script, |scratch| {
         filled(scratch);
         create_encrypted(&scratch.path("locked.qcow2"));
     });
-    assert_contains(&ran.printed, &["1048576\na socket for a machine", "not without it"]);
+    assert_contains(&ran.stdout, &["1048576\na socket for a machine", "not without it"]);
 }
 
 #[test]
@@ -138,18 +138,18 @@ fn startup_errors_reach_the_parent_process() {
         format!("timeout 60 qemu-storage-daemon --daemonize --pidfile pid {case}; echo \"$?\"\n")
     };
     let script: String = cases.iter().map(line).collect();
-    let ran = same(&(script + "ls pid 2>/dev/null"), filled);
-    assert_eq!(ran.printed, "1\n".repeat(cases.len()));
-    let named = ran.said.lines().filter(|line| line.starts_with("qemu-storage-daemon: ")).count();
-    assert_eq!(named, cases.len(), "each prints one line with the program's name:\n{}", ran.said);
+    let ran = compare_script(&(script + "ls pid 2>/dev/null"), filled);
+    assert_eq!(ran.stdout, "1\n".repeat(cases.len()));
+    let named = ran.stderr.lines().filter(|line| line.starts_with("qemu-storage-daemon: ")).count();
+    assert_eq!(named, cases.len(), "each prints one line with the program's name:\n{}", ran.stderr);
     for case in cases.iter().skip(1).filter(|case| !case.contains('$')) {
         let last = case.rfind("--").expect("an option");
-        assert_contains(&ran.said, &[&format!("qemu-storage-daemon: {}: ", &case[last..])]);
+        assert_contains(&ran.stderr, &[&format!("qemu-storage-daemon: {}: ", &case[last..])]);
     }
 }
 
 #[test]
-fn serve_has_the_same_options_beside_its_own() {
+fn serve_accepts_the_same_options() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
     let weir = Serve::new(&scratch)
@@ -161,11 +161,11 @@ fn serve_has_the_same_options_beside_its_own() {
     let copy = scratch.path("copy");
     TestClient::new("nbdcopy").args([&weir.uri("told"), text(&copy)]).succeeds();
     assert!(std::fs::read(copy).expect("it was copied") == pattern(MIB as usize));
-    let said = Serve::new(&scratch).at_given_addresses().args([
+    let stderr = Serve::new(&scratch).at_given_addresses().args([
         "--nbd",
         "localhost:0",
         "--blockdev",
         "null-co,node-name=a",
     ]);
-    assert_contains(&said.rejects_usage(), &["--nbd localhost:0", "--nbd-server"]);
+    assert_contains(&stderr.rejects_usage(), &["--nbd localhost:0", "--nbd-server"]);
 }

@@ -20,11 +20,11 @@ fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
 
 /// Arguments of `block_set_io_throttle`: the six mandatory rates are zero unless `others` sets
 /// them.
-fn throttle(disk: &str, others: Value) -> Value {
+fn throttle(disk: &str, overrides: Value) -> Value {
     let mut arguments =
         json!({"device": disk, "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
-    if let Value::Object(others) = others {
-        arguments.as_object_mut().expect("an object").extend(others);
+    if let Value::Object(overrides) = overrides {
+        arguments.as_object_mut().expect("an object").extend(overrides);
     }
     arguments
 }
@@ -91,9 +91,9 @@ fn qmp_shell_works() {
                   iops_wr=0 group=gold\n\
                   qom-get path=/objects/gold property=x-iops-total\n\
                   nonsense\n";
-    let said = TestClient::new("qmp-shell").arg(&path).with_stdin(script).succeeds();
+    let stdout = TestClient::new("qmp-shell").arg(&path).with_stdin(script).succeeds();
     assert_contains(
-        &said,
+        &stdout,
         &["{\"return\": {}}", "{\"return\": 700}", "The command nonsense has not been found"],
     );
 }
@@ -128,7 +128,7 @@ fn limits_are_set_shared_and_lifted() {
 }
 
 #[test]
-fn a_change_that_is_refused_changes_nothing() {
+fn rejected_change_has_no_effect() {
     let scratch = Scratch::new();
     let (_weir, path) = serve(&scratch);
     let mut client = Qmp::negotiated(&path);
@@ -231,7 +231,7 @@ fn socket_is_private_to_its_owner() {
         .expect("it is ours");
     let connect =
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(4096))";
-    let stranger = TestClient::new("setpriv").args([
+    let other_user = TestClient::new("setpriv").args([
         "--reuid=65534",
         "--clear-groups",
         "/usr/bin/python3",
@@ -239,14 +239,14 @@ fn socket_is_private_to_its_owner() {
         connect,
     ]);
     assert_contains(
-        &stranger.arg(&path).succeeds(),
+        &other_user.arg(&path).succeeds(),
         &["this socket is for root and the user with the number 0"],
     );
     Qmp::negotiated(&path);
 }
 
 #[test]
-fn a_signal_ends_it_with_an_event() {
+fn signal_ends_the_daemon_with_an_event() {
     let scratch = Scratch::new();
     let (weir, path) = serve(&scratch);
     let mut client = Qmp::negotiated(&path);

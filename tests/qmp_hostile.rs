@@ -17,7 +17,7 @@ fn serve() -> (Weir, PathBuf) {
 }
 
 #[track_caller]
-fn goes_on(path: &Path) {
+fn assert_running(path: &Path) {
     assert_eq!(Qmp::negotiated(path).command("query-status", json!({}))["running"], true);
 }
 
@@ -49,7 +49,7 @@ fn invalid_json_is_answered_and_the_next_line_parsed() {
             assert_eq!(message["error"]["class"], "GenericError", "{nonsense:?}: {message}");
         }
     }
-    goes_on(&path);
+    assert_running(&path);
 }
 
 #[test]
@@ -73,26 +73,26 @@ fn nesting_and_length_are_bounded() {
     assert_eq!(client.message(), json!({"return": {}}));
     let grown = weir.resident_bytes().saturating_sub(before);
     assert!(grown < 16 * MIB, "{grown} bytes more");
-    goes_on(&path);
+    assert_running(&path);
 }
 
 #[test]
 fn client_that_never_reads_delays_no_other() {
     let (weir, path) = serve();
     let before = weir.resident_bytes();
-    let mut deaf = Qmp::connect(&path);
-    deaf.send("{\"execute\":\"qmp_capabilities\"}");
+    let mut stalled = Qmp::connect(&path);
+    stalled.send("{\"execute\":\"qmp_capabilities\"}");
     // More replies than the socket buffers, then more events than the daemon queues for one client.
-    deaf.send("{\"execute\":\"query-commands\"}".repeat(500));
+    stalled.send("{\"execute\":\"query-commands\"}".repeat(500));
     let mut client = Qmp::negotiated(&path);
     for round in 0..10_000 {
         client.command("x-weir-set", json!({"name": "memory", "weight": 1 + round % 2}));
     }
     let grown = weir.resident_bytes().saturating_sub(before);
     assert!(grown < 16 * MIB, "{grown} bytes more");
-    goes_on(&path);
+    assert_running(&path);
     weir.wait_for_log("a QMP client that does not read was disconnected");
-    assert!(deaf.drain() > 0);
+    assert!(stalled.drain() > 0);
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn many_clients_at_once_are_each_answered() {
         client.send(json!({"execute": "query-version", "id": number}).to_string());
     }
     for (number, client) in clients.iter_mut().enumerate().rev() {
-        assert_eq!(client.answer()["id"], number);
+        assert_eq!(client.next_reply()["id"], number);
     }
 }
 
@@ -117,5 +117,5 @@ fn disconnect_within_a_token_leaves_no_state() {
             client.send(cut);
         }
     }
-    goes_on(&path);
+    assert_running(&path);
 }

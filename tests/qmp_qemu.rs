@@ -87,17 +87,17 @@ impl QmpPair {
 /// The members of the only disk's `inserted` that describe limits.
 fn limits(devices: &Value) -> Value {
     let inserted = devices[0]["inserted"].as_object().expect("a disk");
-    let speaks = |key: &str| key.starts_with("bps") || key.starts_with("iops") || key == "group";
-    inserted.iter().filter(|(key, _)| speaks(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
+    let is_limit = |key: &str| key.starts_with("bps") || key.starts_with("iops") || key == "group";
+    inserted.iter().filter(|(key, _)| is_limit(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
 #[test]
 fn device_throttling_matches_qemu() {
     let scratch = Scratch::new();
     let mut pair = QmpPair::machine(&scratch);
-    let rates = |others: Value| {
+    let rates = |overrides: Value| {
         let mut all = json!({"bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
-        all.as_object_mut().expect("an object").extend(others.as_object().expect("an object").clone());
+        all.as_object_mut().expect("an object").extend(overrides.as_object().expect("an object").clone());
         all
     };
     let commands = [
@@ -179,9 +179,9 @@ fn by_name(list: &Value) -> Value {
 fn throttle_group_objects_match_qemu() {
     let scratch = Scratch::new();
     let mut pair = QmpPair::storage_daemon(&scratch);
-    let group = |others: Value| {
+    let group = |overrides: Value| {
         let mut all = json!({"qom-type": "throttle-group", "id": "gold"});
-        all.as_object_mut().expect("an object").extend(others.as_object().expect("an object").clone());
+        all.as_object_mut().expect("an object").extend(overrides.as_object().expect("an object").clone());
         all
     };
     let get = |property: &str| json!({"path": "/objects/gold", "property": property});
@@ -248,7 +248,7 @@ fn invalid_request_has_the_same_class_and_keeps_the_connection() {
     ] {
         pair.ours.send(request);
         pair.theirs.send(request);
-        let (ours, theirs) = (pair.ours.answer(), pair.theirs.answer());
+        let (ours, theirs) = (pair.ours.next_reply(), pair.theirs.next_reply());
         assert_eq!(
             ours["error"]["class"], theirs["error"]["class"],
             "{request}\nweir: {ours}\nQEMU: {theirs}"

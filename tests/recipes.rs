@@ -25,7 +25,7 @@ fn machine(devices: &str) -> String {
 #[test]
 fn libvirt_accepts_the_disks() {
     let scratch = Scratch::new();
-    let judge = |name: &str, devices: &str| {
+    let validate = |name: &str, devices: &str| {
         let file = scratch.file(name, machine(devices));
         TestClient::new("virt-xml-validate").args([text(&file), "domain"]).run()
     };
@@ -38,13 +38,13 @@ fn libvirt_accepts_the_disks() {
         for block in content.split("```xml\n").skip(1).filter_map(|rest| rest.split("```").next()) {
             let from = block.find("<disk ").expect("a disk");
             let to = block.find("</disk>").expect("its end") + "</disk>".len();
-            let outcome = judge(document, &block[from..to].replace(NEWER, ""));
+            let outcome = validate(document, &block[from..to].replace(NEWER, ""));
             assert_eq!(outcome.code(), 0, "{document}: {}{}", outcome.stdout(), outcome.stderr());
             disks += 1;
         }
     }
     assert_eq!(disks, 3, "each document has one");
-    assert_ne!(judge("wrong", "<disk type='network'><bogus/></disk>").code(), 0, "it would say so");
+    assert_ne!(validate("wrong", "<disk type='network'><bogus/></disk>").code(), 0, "it would say so");
 }
 
 /// A disk on a socket with a fixed path, served by one weir process after another.
@@ -161,8 +161,8 @@ fn qemu_continues_after_a_restart_of_weir() {
 /// The pauses of the table in seconds: `WEIR_PAUSES=1,10,60`, or the shortest. The pauses are the
 /// subject of the test, so it sleeps; it asserts no durations.
 fn pauses() -> Vec<Duration> {
-    let said = std::env::var("WEIR_PAUSES").unwrap_or_else(|_| "1".to_owned());
-    said.split(',').map(|text| Duration::from_secs(text.parse().expect("seconds"))).collect()
+    let value = std::env::var("WEIR_PAUSES").unwrap_or_else(|_| "1".to_owned());
+    value.split(',').map(|text| Duration::from_secs(text.parse().expect("seconds"))).collect()
 }
 
 #[test]
@@ -170,19 +170,19 @@ fn pauses_match_the_table() {
     for pause in pauses() {
         let site = RecipeSite::new();
         let weir = site.serve();
-        let (mut patient, mut hasty) =
+        let (mut waiting, mut failing) =
             (QemuIoSession::new(&site, ",reconnect-delay=300"), QemuIoSession::new(&site, ""));
-        assert!(patient.run("write -P 5 0 4k") && hasty.run("read -P 5 0 4k"));
+        assert!(waiting.run("write -P 5 0 4k") && failing.run("read -P 5 0 4k"));
         weir.crash();
-        patient.send("write -P 6 4k 4k");
-        assert!(!hasty.run("read -P 5 0 4k"), "{pause:?}: it does not wait");
+        waiting.send("write -P 6 4k 4k");
+        assert!(!failing.run("read -P 5 0 4k"), "{pause:?}: it does not wait");
         thread::sleep(pause);
-        assert!(!hasty.run("read -P 5 0 4k"), "{pause:?}: no server");
+        assert!(!failing.run("read -P 5 0 4k"), "{pause:?}: no server");
         let weir = site.serve();
-        assert!(patient.succeeded(), "{pause:?}: it has waited, and is sent again");
-        assert!(patient.run("read -P 6 4k 4k"), "{pause:?}");
-        while !hasty.run("read -P 6 4k 4k") {}
-        drop((patient, hasty));
+        assert!(waiting.succeeded(), "{pause:?}: it has waited, and is sent again");
+        assert!(waiting.run("read -P 6 4k 4k"), "{pause:?}");
+        while !failing.run("read -P 6 4k 4k") {}
+        drop((waiting, failing));
         weir.stop();
     }
 }

@@ -30,22 +30,22 @@ use crate::harness::{
 /// A running `weir record`.
 pub(crate) struct RunningRecorder {
     child: Child,
-    said: BufReader<ChildStderr>,
+    stderr: BufReader<ChildStderr>,
     to: PathBuf,
 }
 
 impl RunningRecorder {
     /// Returns once the recording has started.
     #[track_caller]
-    pub(crate) fn begin(scratch: &Scratch, to: &Path, of: &[&str]) -> Self {
+    pub(crate) fn begin(scratch: &Scratch, to: &Path, names: &[&str]) -> Self {
         let mut command = Command::new(WEIR);
-        command.args(["record", "--qmp", &socket(scratch), "--output", text(to)]).args(of);
+        command.args(["record", "--qmp", &socket(scratch), "--output", text(to)]).args(names);
         let mut child = command.stderr(Stdio::piped()).spawn().expect("it was built");
-        let mut said = BufReader::new(child.stderr.take().expect("it is piped"));
+        let mut stderr = BufReader::new(child.stderr.take().expect("it is piped"));
         let mut line = String::new();
-        said.read_line(&mut line).expect("it says something");
+        stderr.read_line(&mut line).expect("it says something");
         assert_contains(&line, &["weir: recording to ", " (stop with Ctrl-C)"]);
-        Self { child, said, to: to.to_owned() }
+        Self { child, stderr, to: to.to_owned() }
     }
 
     fn signal(&self, signal: Signal) {
@@ -54,9 +54,9 @@ impl RunningRecorder {
 
     /// Waits for its end; returns its status and its messages.
     fn wait(mut self) -> (Option<i32>, String) {
-        let mut said = String::new();
-        self.said.read_to_string(&mut said).expect("it speaks UTF-8");
-        (self.child.wait().expect("it is ours").code(), said)
+        let mut output = String::new();
+        self.stderr.read_to_string(&mut output).expect("it speaks UTF-8");
+        (self.child.wait().expect("it is ours").code(), output)
     }
 
     /// Ends the recording with SIGINT; returns its content.
@@ -64,10 +64,10 @@ impl RunningRecorder {
     pub(crate) fn end(self) -> RecordedRequests {
         self.signal(Signal::SIGINT);
         let to = self.to.clone();
-        let (code, said) = self.wait();
-        assert_eq!(code, Some(0), "{said}");
+        let (code, log) = self.wait();
+        assert_eq!(code, Some(0), "{log}");
         let recorded = RecordedRequests::read(&to);
-        assert_contains(&said, &[&format!("weir: {} requests in ", recorded.0.len())]);
+        assert_contains(&log, &[&format!("weir: {} requests in ", recorded.0.len())]);
         recorded
     }
 }
@@ -83,11 +83,11 @@ impl RecordedRequests {
         let csv = fs::read_to_string(&to).expect("it was written");
         let mut lines = csv.lines();
         let header: Vec<_> = lines.next().expect("a header").split(',').collect();
-        let places = ["disk", "op", "bucket"]
+        let columns = ["disk", "op", "bucket"]
             .map(|name| header.iter().position(|column| *column == name).expect("a column"));
         let request = |line: &str| {
             let fields: Vec<_> = line.split(',').collect();
-            places.map(|place| fields[place].to_owned())
+            columns.map(|index| fields[index].to_owned())
         };
         Self(lines.map(request).collect())
     }
@@ -112,8 +112,8 @@ pub(crate) fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
         .succeeds();
     // fio prints a line about the connection first.
     let json = printed.find('{').map(|from| &printed[from..]).expect("an object");
-    let told: Value = serde_json::from_str(json).expect("it is JSON");
-    let job = &told["jobs"][0];
+    let report: Value = serde_json::from_str(json).expect("it is JSON");
+    let job = &report["jobs"][0];
     ["read", "write"].iter().map(|kind| job[kind]["total_ios"].as_u64().expect("a number")).sum()
 }
 
@@ -146,8 +146,8 @@ fn empty_recording_is_reported() {
     assert_eq!(recorder.wait(), (Some(0), "weir: no requests\n".to_owned()));
     weir.stop();
     assert_eq!(self::weir(&["trace", "info", text(&file)]).succeeds(), "no requests\n");
-    let told = self::weir(&["trace", "info", "--json", text(&file)]).json();
-    assert_eq!(told, json!({ "disks": {}, "lost": 0 }));
+    let report = self::weir(&["trace", "info", "--json", text(&file)]).json();
+    assert_eq!(report, json!({ "disks": {}, "lost": 0 }));
 }
 
 #[test]
@@ -159,9 +159,9 @@ fn file_name_selects_the_format() {
     assert_eq!(fio(&weir, "a", "randread", 300), 300);
     for recorder in recorders {
         recorder.signal(Signal::SIGINT);
-        let (status, said) = recorder.wait();
-        assert_eq!(status, Some(0), "{said}");
-        assert_contains(&said, &["300 requests in "]);
+        let (status, log) = recorder.wait();
+        assert_eq!(status, Some(0), "{log}");
+        assert_contains(&log, &["300 requests in "]);
     }
     weir.stop();
     // The text format has the same columns as a recording.
@@ -171,18 +171,18 @@ fn file_name_selects_the_format() {
     assert_eq!(as_recorded.lines().count(), 301);
     assert!(as_recorded.contains(",iops-total\n"), "{as_recorded}");
     assert!(fs::read_to_string(&files[1]).expect("it was written").starts_with("fio version 3 iolog\n"));
-    let told = |file: &Path| {
+    let read_info = |file: &Path| {
         let printed = crate::harness::weir(&["trace", "info", "--json", text(file)]).succeeds();
         serde_json::from_str::<Value>(&printed).expect("it is JSON")["disks"]["a"].clone()
     };
     for file in &files[1..] {
-        assert_eq!(told(file)["requests"], 300);
+        assert_eq!(read_info(file)["requests"], 300);
     }
     // fio keeps 16 in flight at 200 a second; the number of throttled requests depends on the
     // machine.
-    let measured = &told(&files[2])["measured"];
+    let measured = &read_info(&files[2])["measured"];
     let [waited, latency] =
-        ["waited-ns", "latency-ns"].map(|of| measured[of]["mean"].as_f64().expect("a number"));
+        ["waited-ns", "latency-ns"].map(|measure| measured[measure]["mean"].as_f64().expect("a number"));
     assert!(0.0 < waited && waited <= latency, "{measured:#}");
     assert!(measured["held-by"]["iops-total"].as_u64() > Some(0), "{measured:#}");
 }
@@ -222,13 +222,13 @@ fn merged_requests_are_recorded_separately() {
         offset += length;
         [offset - length, length]
     });
-    let asked: Vec<_> = ranges.collect();
+    let expected: Vec<_> = ranges.collect();
     let read = |&[offset, length]: &[u64; 2]| {
         RawNbdRequest { flags: 0, kind: CMD_READ, cookie: length, offset, length }.compact()
     };
     let (mut client, _) = RawNbdClient::negotiated(weir.socket(), "a");
-    client.send(&asked.iter().flat_map(read).collect::<Vec<_>>());
-    for _ in &asked {
+    client.send(&expected.iter().flat_map(read).collect::<Vec<_>>());
+    for _ in &expected {
         let (error, length) = client.simple_reply();
         assert_eq!(error, 0);
         client.receive_many(length as u32);
@@ -237,14 +237,14 @@ fn merged_requests_are_recorded_separately() {
     let csv = fs::read_to_string(file.with_extension("csv")).expect("it was written");
     let mut lines = csv.lines();
     let header: Vec<_> = lines.next().expect("a header").split(',').collect();
-    let places = ["offset", "length"].map(|name| header.iter().position(|column| *column == name));
+    let columns = ["offset", "length"].map(|name| header.iter().position(|column| *column == name));
     let range = |line: &str| {
         let fields: Vec<_> = line.split(',').collect();
-        places.map(|place| fields[place.expect("a column")].parse::<u64>().expect("a number"))
+        columns.map(|index| fields[index.expect("a column")].parse::<u64>().expect("a number"))
     };
     let mut ranges: Vec<_> = lines.map(range).collect();
     ranges.sort_unstable();
-    assert_eq!(ranges, asked);
+    assert_eq!(ranges, expected);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let stats = qmp.command("query-blockstats", json!({}));
     assert!(stats[0]["stats"]["x-weir-merged"].as_u64() > Some(0), "none was merged: {stats:#}");
@@ -276,19 +276,19 @@ fn recording_covers_named_disks_and_groups() {
     assert!(recorded.0.iter().all(|[disk, ..]| disk == "a"), "{:?}", recorded.counts());
 
     let before = fs::read(&file).expect("it is there");
-    let said = run_failing(&scratch, &["record", "a", "--output", text(&file)]);
-    assert_contains(&said, &["a: no disk and no group has this name (`weir status` lists them)"]);
+    let stderr = run_failing(&scratch, &["record", "a", "--output", text(&file)]);
+    assert_contains(&stderr, &["a: no disk and no group has this name (`weir status` lists them)"]);
     assert!(fs::read(&file).expect("it is there") == before, "nothing was touched");
-    let nowhere = scratch.path("nowhere/a");
-    let said = run_failing(&scratch, &["record", "--output", text(&nowhere)]);
-    assert_contains(&said, &["nowhere/a: cannot be written", "No such file or directory"]);
+    let missing = scratch.path("nowhere/a");
+    let stderr = run_failing(&scratch, &["record", "--output", text(&missing)]);
+    assert_contains(&stderr, &["nowhere/a: cannot be written", "No such file or directory"]);
     let pipe = scratch.path("pipe");
     nix::unistd::mkfifo(&pipe, Mode::S_IRUSR | Mode::S_IWUSR).expect("a pipe");
-    let said = run_failing(&scratch, &["record", "--output", text(&pipe)]);
-    assert_contains(&said, &["pipe: this pipe has no reader"]);
+    let stderr = run_failing(&scratch, &["record", "--output", text(&pipe)]);
+    assert_contains(&stderr, &["pipe: this pipe has no reader"]);
     let recorder = RunningRecorder::begin(&scratch, &file, &["b"]);
-    let said = run_failing(&scratch, &["record", "--output", text(&file)]);
-    assert_contains(&said, &["another `weir record` writes to it"]);
+    let stderr = run_failing(&scratch, &["record", "--output", text(&file)]);
+    assert_contains(&stderr, &["another `weir record` writes to it"]);
     fio(&weir, "b", "write", 50);
     assert_eq!(recorder.end().counts().get(&("b", "write")), Some(&50));
     run_misused(&scratch, &["record"]);
@@ -305,7 +305,7 @@ fn wait_for_none(weir: &Weir, scratch: &Scratch) {
 }
 
 #[test]
-fn a_recording_ends_when_its_time_is_over() {
+fn recording_ends_after_its_duration() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let file = scratch.path("short.recording");
@@ -315,11 +315,11 @@ fn a_recording_ends_when_its_time_is_over() {
     let printed = self::weir(&["record", "--for", "10ms", "--output", "-", "--qmp", &socket(&scratch)]).run();
     assert_contains(&printed.stdout(), &["weir recording 2\n"]);
     // Existing content of the output file is kept.
-    let others = scratch.file("others", "before\n");
+    let existing = scratch.file("others", "before\n");
     let script =
-        format!("{WEIR} record --for 10ms --output - --qmp {} >> {}", socket(&scratch), text(&others));
+        format!("{WEIR} record --for 10ms --output - --qmp {} >> {}", socket(&scratch), text(&existing));
     TestClient::new("sh").args(["-c", &script]).succeeds();
-    assert!(fs::read(&others).expect("it is there").starts_with(b"before\n"));
+    assert!(fs::read(&existing).expect("it is there").starts_with(b"before\n"));
     // If the recording cannot begin, no file is left.
     let never = scratch.path("never");
     run_failing(&scratch, &["record", "nobody", "--output", text(&never)]);
@@ -335,20 +335,20 @@ fn end_of_the_daemon_is_reported_and_the_recording_kept() {
     let recorder = RunningRecorder::begin(&scratch, &file, &["a"]);
     fio(&weir, "a", "read", 100);
     weir.stop();
-    let (code, said) = recorder.wait();
+    let (code, log) = recorder.wait();
     assert_eq!(code, Some(1));
-    assert_contains(&said, &["weir: the daemon has ended ("]);
+    assert_contains(&log, &["weir: the daemon has ended ("]);
     assert_eq!(RecordedRequests::read(&file).counts()[&("a", "read")], 100);
 }
 
 #[test]
-fn a_full_disk_ends_a_recording_and_nothing_else() {
+fn full_disk_ends_only_the_recording() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
     let recorder = RunningRecorder::begin(&scratch, Path::new("/dev/full"), &[]);
-    let (code, said) = recorder.wait();
+    let (code, log) = recorder.wait();
     assert_eq!(code, Some(1));
-    assert_contains(&said, &["/dev/full: cannot be written", "No space left on device"]);
+    assert_contains(&log, &["/dev/full: cannot be written", "No space left on device"]);
     wait_for_none(&weir, &scratch);
     assert_eq!(fio(&weir, "a", "read", 100), 100);
     weir.stop();
@@ -366,8 +366,8 @@ fn killed_command_ends_only_its_recording() {
     killed.signal(Signal::SIGKILL);
     assert_eq!(killed.wait().0, None);
     fio(&weir, "a", "read", 100);
-    let said = weir.wait_for_log("a recording has ended");
-    assert_contains(&said, &["its reader has closed it"]);
+    let line = weir.wait_for_log("a recording has ended");
+    assert_contains(&line, &["its reader has closed it"]);
     assert_eq!(qmp.command("x-weir-query-recordings", json!({})).as_array().map(Vec::len), Some(1));
     fio(&weir, "a", "read", 100);
     assert_eq!(other.end().counts()[&("a", "read")], 200);
@@ -424,13 +424,13 @@ fn daemon_records_to_its_directory() {
     assert_eq!(fio(&daemon, "a", "write", 30), 30);
     // A second daemon would delete the files of the first.
     let other = Serve::with_own_scratch().args(["memory:1M", "--record", text(&directory)]);
-    let said = format!(
+    let expect = format!(
         "record: {}: another daemon records there (give each a directory of its own)",
         text(&directory)
     );
     let (status, log) = other.spawn_unready().wait();
     assert_eq!(status.code(), Some(1), "{log}");
-    assert_contains(&log, &[&said]);
+    assert_contains(&log, &[&expect]);
     daemon.stop();
     let mut counts = BTreeMap::<String, u64>::new();
     for file in recording_files(&directory) {
@@ -468,8 +468,8 @@ fn full_directory_suspends_recording() {
         .wrapped_by(["unshare", "--mount", "sh", "-c", &script_without_foreign_mounts(script), text(&mount)])
         .start();
     assert_eq!(fio(&weir, "a", "read", 100), 100);
-    let said = weir.wait_for_log("nothing is recorded until this is fixed");
-    assert_contains(&said, &["No space left on device"]);
+    let line = weir.wait_for_log("nothing is recorded until this is fixed");
+    assert_contains(&line, &["No space left on device"]);
     let pid = weir.pid().to_string();
     let inside = ["--mount", "--target", &pid, "mount", "-o", "remount,size=16M", text(&mount)];
     TestClient::new("nsenter").args(inside).succeeds();
@@ -492,10 +492,10 @@ fn recording_summary_is_printed_as_json() {
     let weir = start(&scratch, &[]);
     let file = scratch.path("a.recording");
     let arguments = ["record", "a", "--for", "1s", "--json", "--output", text(&file)];
-    let told: Value = serde_json::from_str(&run_ok(&scratch, &arguments)).expect("JSON");
+    let report: Value = serde_json::from_str(&run_ok(&scratch, &arguments)).expect("JSON");
     let bytes = fs::metadata(&file).unwrap().len();
-    assert_eq!(told, json!({ "output": text(&file), "requests": 0, "lost": 0, "bytes": bytes }));
-    let said = run_misused(&scratch, &["record", "--json", "--output", "-"]);
-    assert_contains(&said, &["--json: the recording is written to standard output"]);
+    assert_eq!(report, json!({ "output": text(&file), "requests": 0, "lost": 0, "bytes": bytes }));
+    let stderr = run_misused(&scratch, &["record", "--json", "--output", "-"]);
+    assert_contains(&stderr, &["--json: the recording is written to standard output"]);
     weir.stop();
 }

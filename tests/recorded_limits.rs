@@ -13,7 +13,7 @@ use crate::{
 
 /// A disk with its own limit and the limit of a group that it joins and leaves.
 #[test]
-fn a_recording_has_the_limits_that_were_in_force() {
+fn recording_contains_the_limits_in_force() {
     let scratch = Scratch::new();
     let kept = scratch.path("kept");
     fs::create_dir(&kept).expect("it can be made");
@@ -65,13 +65,13 @@ fn limits_in(page: &str) -> (BTreeSet<String>, BTreeSet<String>) {
     let items = page.split("</svg>").skip(1).filter_map(|rest| rest.split("</li>").next());
     let notes = page.split("Above the range shown: ").skip(1).filter_map(|rest| rest.split(".</p>").next());
     let named = items.chain(notes.flat_map(|note| note.split(", ")));
-    let (mut own, mut of_group) = (BTreeSet::new(), BTreeSet::new());
+    let (mut of_disk, mut of_group) = (BTreeSet::new(), BTreeSet::new());
     for values in named.filter_map(|item| item.strip_prefix("iops-total ")) {
         let (values, into) = match values.strip_suffix(" of gold") {
             Some(values) => (values, &mut of_group),
-            None => (values, &mut own),
+            None => (values, &mut of_disk),
         };
         into.extend(values.split(" → ").map(str::to_owned));
     }
-    (own, of_group)
+    (of_disk, of_group)
 }

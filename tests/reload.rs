@@ -69,19 +69,19 @@ impl ReloadedDaemon {
 
     /// Asserts that the reload fails, and that the dry run reports the same errors.
     #[track_caller]
-    fn assert_rejected(&self, disks: &str, said: &[&str]) {
-        self.assert_rejected_on_apply(disks, said);
-        assert_contains(&run_failing(&self.scratch, &["reload", "--dry-run"]), said);
+    fn assert_rejected(&self, disks: &str, expect: &[&str]) {
+        self.assert_rejected_on_apply(disks, expect);
+        assert_contains(&run_failing(&self.scratch, &["reload", "--dry-run"]), expect);
     }
 
     /// Asserts that the reload fails with errors that a dry run cannot detect.
     #[track_caller]
-    fn assert_rejected_on_apply(&self, disks: &str, said: &[&str]) {
+    fn assert_rejected_on_apply(&self, disks: &str, expect: &[&str]) {
         let before = without_counters(status(&self.scratch, "0"));
         self.write(disks);
         let _ = weir(&["reload", "--dry-run", "--qmp", &socket(&self.scratch)]).run();
         assert_eq!(without_counters(status(&self.scratch, "0")), before, "nothing was to change");
-        assert_contains(&run_failing(&self.scratch, &["reload"]), said);
+        assert_contains(&run_failing(&self.scratch, &["reload"]), expect);
         assert_eq!(without_counters(status(&self.scratch, "0")), before, "nothing has changed");
     }
 }
@@ -108,17 +108,17 @@ pub(crate) fn with_daemon(scratch: &Scratch, disks: &str) -> String {
 }
 
 #[test]
-fn the_difference_is_applied_as_one_change() {
-    let party = ReloadedDaemon::new(BEFORE);
-    let uri = format!("nbd+unix:///a?socket={}", text(&party.scratch.socket("nbd")));
-    let (mut wire, _) = RawNbdClient::negotiated(&party.scratch.socket("nbd"), "a");
-    assert_eq!(run_ok(&party.scratch, &["reload", "--dry-run"]), "nothing would change\n");
-    assert_eq!(run_ok(&party.scratch, &["reload"]), "nothing has changed\n");
+fn reload_applies_the_difference_as_one_change() {
+    let daemon = ReloadedDaemon::new(BEFORE);
+    let uri = format!("nbd+unix:///a?socket={}", text(&daemon.scratch.socket("nbd")));
+    let (mut wire, _) = RawNbdClient::negotiated(&daemon.scratch.socket("nbd"), "a");
+    assert_eq!(run_ok(&daemon.scratch, &["reload", "--dry-run"]), "nothing would change\n");
+    assert_eq!(run_ok(&daemon.scratch, &["reload"]), "nothing has changed\n");
     // Reservations are swapped, which does not fit one after another; b is removed and c added,
     // with a new image; a gets a limit; a change that was not saved is undone.
-    run_ok(&party.scratch, &["throttle", "gold", "--weight", "7"]);
-    party.scratch.sparse("c.raw", MIB);
-    party.write(
+    run_ok(&daemon.scratch, &["throttle", "gold", "--weight", "7"]);
+    daemon.scratch.sparse("c.raw", MIB);
+    daemon.write(
         "
 [group.gold]
 iops-total = 1000
@@ -151,35 +151,35 @@ disk    a       iops-read: none → 50
 disk    a       iops-reservation: 600 → 300
 disk    c       added
 ";
-    let before = without_counters(status(&party.scratch, "0"));
-    let foreseen = run_ok(&party.scratch, &["reload", "--dry-run"]);
-    assert_eq!(without_counters(status(&party.scratch, "0")), before, "nothing was to change");
-    let said = run_ok(&party.scratch, &["reload"]);
-    assert_eq!(foreseen, said);
-    assert_contains(&said, &expect.lines().collect::<Vec<_>>());
+    let before = without_counters(status(&daemon.scratch, "0"));
+    let previewed = run_ok(&daemon.scratch, &["reload", "--dry-run"]);
+    assert_eq!(without_counters(status(&daemon.scratch, "0")), before, "nothing was to change");
+    let stdout = run_ok(&daemon.scratch, &["reload"]);
+    assert_eq!(previewed, stdout);
+    assert_contains(&stdout, &expect.lines().collect::<Vec<_>>());
     assert_contains(
-        &said,
+        &stdout,
         &["export  b       removed at unix:", "export  c       added at unix:", "disk    b       removed\n"],
     );
     assert_eq!(
-        (party.names("disks"), party.names("groups")),
+        (daemon.names("disks"), daemon.names("groups")),
         (vec!["a".into(), "c".into()], vec!["gold".into(), "silver".into()])
     );
-    assert_eq!(party.setting("disks", "a", "limits"), json!({ "iops-read": 50 }));
-    assert_eq!(party.setting("disks", "c", "iops-reservation"), 700);
+    assert_eq!(daemon.setting("disks", "a", "limits"), json!({ "iops-read": 50 }));
+    assert_eq!(daemon.setting("disks", "c", "iops-reservation"), 700);
     // Connected clients stay connected, and new ones see the new exports.
     wire.read(0, 512).unwrap();
     drop(wire);
     let list = TestClient::new("nbdinfo").args(["--list", &uri]).succeeds();
     assert!(list.contains("export=\"c\"") && !list.contains("export=\"b\""), "{list}");
-    assert_eq!(run_json(&party.scratch, &["reload", "--json"]), json!([]));
+    assert_eq!(run_json(&daemon.scratch, &["reload", "--json"]), json!([]));
     // Back to the first config, by SIGHUP.
-    party.write(BEFORE);
-    party.weir.signal(Signal::SIGHUP);
-    party.weir.wait_for_log("the config file was read again");
-    assert_eq!(party.names("disks"), ["a", "b"]);
-    assert_eq!(party.setting("disks", "a", "iops-reservation"), 600);
-    let log = party.weir.stop();
+    daemon.write(BEFORE);
+    daemon.weir.signal(Signal::SIGHUP);
+    daemon.weir.wait_for_log("the config file was read again");
+    assert_eq!(daemon.names("disks"), ["a", "b"]);
+    assert_eq!(daemon.setting("disks", "a", "iops-reservation"), 600);
+    let log = daemon.weir.stop();
     assert_contains(&log, &["reloaded"]);
 }
 
@@ -188,9 +188,9 @@ fn random_config(random: &mut fastrand::Rng) -> String {
     let mut text = "\n[group.host]\niops-total = 1000\n".to_owned();
     let groups: Vec<_> = ["gold", "silver", "tin"].into_iter().filter(|_| random.bool()).collect();
     for group in &groups {
-        let (promised, limit) = (random.u32(0..5) * 100, random.u32(1..5) * 200);
+        let (reserved, limit) = (random.u32(0..5) * 100, random.u32(1..5) * 200);
         text += &format!(
-            "\n[group.{group}]\ngroup = \"host\"\niops-reservation = {promised}\niops-total = {limit}\n"
+            "\n[group.{group}]\ngroup = \"host\"\niops-reservation = {reserved}\niops-total = {limit}\n"
         );
     }
     text += "\n[disk.always]\nimage = \"memory:1M\"\n";
@@ -198,7 +198,7 @@ fn random_config(random: &mut fastrand::Rng) -> String {
         if random.bool() {
             continue;
         }
-        let (weight, promised) = (random.u32(1..4) * 100, random.u32(0..4) * 100);
+        let (weight, reserved) = (random.u32(1..4) * 100, random.u32(0..4) * 100);
         let group = groups.get(random.usize(..=groups.len())).unwrap_or(&"host");
         text += &format!(
             "\n\
@@ -206,7 +206,7 @@ fn random_config(random: &mut fastrand::Rng) -> String {
              image = \"memory:1M\"\n\
              group = \"{group}\"\n\
              weight = {weight}\n\
-             iops-reservation = {promised}\n"
+             iops-reservation = {reserved}\n"
         );
         if random.bool() {
             text += "prefetch = false\non-write-error = \"stop\"\nbps-read = \"1M\"\n";
@@ -222,7 +222,7 @@ fn random_config(random: &mut fastrand::Rng) -> String {
 fn reload_and_start_yield_the_same_state() {
     let seed = fastrand::u64(..);
     let mut random = fastrand::Rng::with_seed(seed);
-    let party = ReloadedDaemon::new("\n[disk.always]\nimage = \"memory:1M\"\n");
+    let daemon = ReloadedDaemon::new("\n[disk.always]\nimage = \"memory:1M\"\n");
     let found = |scratch: &Scratch| {
         let mut status = without_counters(status(scratch, "0"));
         for export in status["exports"].as_array_mut().unwrap() {
@@ -234,76 +234,76 @@ fn reload_and_start_yield_the_same_state() {
     };
     for round in 0..10 {
         let disks = random_config(&mut random);
-        let before = found(&party.scratch);
-        party.write(&disks);
+        let before = found(&daemon.scratch);
+        daemon.write(&disks);
         let at = format!("seed {seed}, round {round}: {disks}");
-        let is_right = weir(&["check-config", text(&party.file)]).run().code() == 0;
-        let control = socket(&party.scratch);
-        let foreseen = weir(&["reload", "--dry-run", "--json", "--qmp", &control]).run();
-        assert_eq!(found(&party.scratch), before, "{at}: nothing was to change");
+        let is_right = weir(&["check-config", text(&daemon.file)]).run().code() == 0;
+        let control = socket(&daemon.scratch);
+        let previewed = weir(&["reload", "--dry-run", "--json", "--qmp", &control]).run();
+        assert_eq!(found(&daemon.scratch), before, "{at}: nothing was to change");
         let reloaded = weir(&["reload", "--json", "--qmp", &control]).run();
-        let did = |outcome: &TestOutcome| (outcome.code(), outcome.stdout(), outcome.stderr());
-        assert_eq!(did(&foreseen), did(&reloaded), "{at}");
+        let result_of = |outcome: &TestOutcome| (outcome.code(), outcome.stdout(), outcome.stderr());
+        assert_eq!(result_of(&previewed), result_of(&reloaded), "{at}");
         assert_eq!(reloaded.code() == 0, is_right, "{at}: {}", reloaded.stderr());
         if !is_right {
-            assert_eq!(found(&party.scratch), before, "{at}: nothing has changed");
+            assert_eq!(found(&daemon.scratch), before, "{at}: nothing has changed");
             continue;
         }
         let scratch = Scratch::new();
         let file = scratch.file("weir.toml", with_daemon(&scratch, &disks));
         let _fresh = serve(&scratch, &file);
-        assert_eq!(found(&party.scratch), found(&scratch), "{at}");
+        assert_eq!(found(&daemon.scratch), found(&scratch), "{at}");
     }
-    party.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
 fn invalid_config_is_named_and_changes_nothing() {
-    let party = ReloadedDaemon::new(BEFORE);
+    let daemon = ReloadedDaemon::new(BEFORE);
     let line = |old: &str, new: &str| {
         assert_eq!(BEFORE.matches(old).count(), 1, "{old}");
         // The invalid line comes with a valid change, which must not be applied.
         BEFORE.replace(old, new).replace("iops-total = 1000", "iops-total = 2000")
     };
-    party.assert_rejected(
+    daemon.assert_rejected(
         &line("iops-reservation = 600", "iops-reservatin = 600"),
         &["weir.toml:12: disk.a.iops-reservatin: unknown key"],
     );
-    party.assert_rejected(
+    daemon.assert_rejected(
         &line("iops-reservation = 400", "iops-reservation = 1900"),
         &["weir.toml:17: disk.b.iops-reservation = 1900", "would be reserved"],
     );
-    party.assert_rejected(
+    daemon.assert_rejected(
         &line("iops-reservation = 400", "cache = \"none\""),
         &["weir.toml:14: disk.b: cache: cannot be changed while the disk is served"],
     );
-    party.assert_rejected(
+    daemon.assert_rejected(
         &format!("{}\n[disk.c]\nimage = \"c.raw\"\nformat = \"raw\"\n", line("iops-reservation = 400", "")),
         &["c.raw: no such file (create it first"],
     );
-    let pipe = party.scratch.path("pipe");
+    let pipe = daemon.scratch.path("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let secret = "\n[disk.c]\nimage = \"c.qcow2\"\nformat = \"qcow2\"\nsecret-file = \"pipe\"\n";
-    party.assert_rejected(
+    daemon.assert_rejected(
         &(line("iops-reservation = 400", "") + secret),
         &["disk c: secret-file:", "pipe is no regular file, and only a start waits for a pipe"],
     );
-    for (key, said) in [
+    for (key, expect) in [
         ("workers = 7", "daemon.workers = 7: cannot be changed while weir runs"),
         ("metrics = \"unix:m\"", "daemon.metrics = \"unix:m\": cannot be changed while weir runs"),
         ("on-event = \"/bin/true\"", "daemon.on-event = \"/bin/true\": cannot be changed while weir runs"),
         ("record = { directory = \"nowhere\" }", "daemon.record"),
     ] {
         let file = format!("{key}\n{BEFORE}");
-        party.assert_rejected(&file, &[&format!("weir.toml:5: {said}")]);
+        daemon.assert_rejected(&file, &[&format!("weir.toml:5: {expect}")]);
     }
-    let door = "\n\
+    let export_lines = "\n\
                 [disk.d]\n\
                 image = \"memory:1M\"\n\
                 export = [{ type = \"nbd\", listen = \"unix:other\" }, \
                 { type = \"fuse\", file = \"none\" }]\n";
-    party.assert_rejected(
-        &(line("iops-reservation = 400", "") + door),
+    daemon.assert_rejected(
+        &(line("iops-reservation = 400", "") + export_lines),
         &[
             "weir.toml:21: disk.d.export[1].file",
             "disk d at ",
@@ -311,23 +311,23 @@ fn invalid_config_is_named_and_changes_nothing() {
         ],
     );
     // The last step fails, after an export was removed and two were added.
-    let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
-    let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
-    let door = "\n\
+    let mut qmp = Qmp::negotiated(&daemon.scratch.socket("qmp"));
+    let _taken = UnixListener::bind(daemon.scratch.path("taken")).unwrap();
+    let export_lines = "\n\
                 [disk.d]\n\
                 image = \"memory:1M\"\n\
                 export = [{ type = \"nbd\", listen = \"unix:other\" }, \
                 { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
-    party.assert_rejected_on_apply(
-        &(line("iops-reservation = 400", "description = \"another\"") + door),
+    daemon.assert_rejected_on_apply(
+        &(line("iops-reservation = 400", "description = \"another\"") + export_lines),
         &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
-    assert!(!party.scratch.path("other").exists(), "its socket has gone");
+    assert!(!daemon.scratch.path("other").exists(), "its socket has gone");
     let client = "\n\
                   [disk.d]\n\
                   image = \"memory:1M\"\n\
                   export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\", client = true }]\n";
-    party.assert_rejected(
+    daemon.assert_rejected(
         &(line("iops-reservation = 400", "") + client),
         &[
             "disk d at unix:",
@@ -340,14 +340,14 @@ fn invalid_config_is_named_and_changes_nothing() {
     let kinds = events.as_array().unwrap().iter().map(|event| event["kind"].as_str().unwrap());
     let kinds: Vec<_> = kinds.filter(|kind| kind.contains("added") || kind.contains("changed")).collect();
     assert!(kinds.is_empty(), "no event was sent: {kinds:?}");
-    let (busy, _) = RawNbdClient::negotiated(&party.scratch.socket("nbd"), "b");
+    let (busy, _) = RawNbdClient::negotiated(&daemon.scratch.socket("nbd"), "b");
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
-    party.assert_rejected(
+    daemon.assert_rejected(
         without_b,
         &["export b of disk b: in use: client ", &format!("({})", std::process::id())],
     );
     drop(busy);
-    party.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
@@ -358,13 +358,13 @@ fn rolled_back_exports_are_unchanged() {
         let exports = listens.join(", ") + last;
         format!("{BEFORE}[disk.d]\nimage = \"memory:1M\"\n{more}\nexport = [{exports}]\n")
     };
-    let party = ReloadedDaemon::new(&disk("", ""));
-    let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
-    party.assert_rejected_on_apply(
+    let daemon = ReloadedDaemon::new(&disk("", ""));
+    let _taken = UnixListener::bind(daemon.scratch.path("taken")).unwrap();
+    daemon.assert_rejected_on_apply(
         &disk("description = \"another\"", ", { type = \"vhost-user-blk\", listen = \"unix:taken\" }"),
         &["taken: a socket is there already"],
     );
-    party.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
@@ -373,10 +373,10 @@ fn change_of_an_export_in_use_is_rejected_with_line_and_keys() {
         let export = format!("export = {{ type = \"vhost-user-blk\", listen = \"unix:vm\"{more} }}");
         format!("\n[disk.b]\nimage = \"memory:1M\"\n\n[disk.a]\nimage = \"memory:1M\"\n{export}\n")
     };
-    let party = ReloadedDaemon::new(&disk(""));
-    let mut machine = front_end(&party.scratch.path("vm"));
-    features(&mut machine);
-    party.assert_rejected(
+    let daemon = ReloadedDaemon::new(&disk(""));
+    let mut stream = front_end(&daemon.scratch.path("vm"));
+    features(&mut stream);
+    daemon.assert_rejected(
         &disk(", queues = 4, discard = false"),
         &[
             "disk.a.export",
@@ -384,8 +384,8 @@ fn change_of_an_export_in_use_is_rejected_with_line_and_keys() {
             &format!("({}) (disconnect it first)", std::process::id()),
         ],
     );
-    drop(machine);
-    party.weir.stop();
+    drop(stream);
+    daemon.weir.stop();
 }
 
 #[test]
@@ -419,39 +419,39 @@ fn disk_without_export_and_listener_is_reported() {
 #[test]
 fn exports_follow_their_listeners() {
     let disk = "\n[disk.a]\nimage = \"memory:1M\"\n";
-    let party = ReloadedDaemon::new(disk);
-    let other = party.scratch.path("other");
-    let address = format!("unix:{}", text(&party.scratch.socket("nbd")));
+    let daemon = ReloadedDaemon::new(disk);
+    let other = daemon.scratch.path("other");
+    let address = format!("unix:{}", text(&daemon.scratch.socket("nbd")));
     let both = format!(
         "export = [{{ type = \"nbd\", listen = \"{address}\" }}, {{ type = \"nbd\", listen = \
          \"unix:other\", name = \"x\" }}]\n"
     );
     let second = "\n[disk.b]\nimage = \"memory:1M\"\n";
-    party.write(&format!("{disk}{both}{second}"));
-    assert_contains(&run_ok(&party.scratch, &["reload"]), &["export  x     added at unix:"]);
+    daemon.write(&format!("{disk}{both}{second}"));
+    assert_contains(&run_ok(&daemon.scratch, &["reload"]), &["export  x     added at unix:"]);
     let size = |uri: &str| TestClient::new("nbdinfo").args(["--size", uri]).succeeds();
     assert_eq!(size(&format!("nbd+unix:///x?socket={}", text(&other))), "1048576\n");
-    party.write(&format!("{disk}description = \"the first\"\n{second}"));
-    let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
-    let said = run_ok(&party.scratch, &["reload"]);
-    let gone = [(); 2].map(|()| qmp.event("BLOCK_EXPORT_DELETED"));
-    assert_eq!(gone, [json!({ "id": "a" }), json!({ "id": "x" })]);
+    daemon.write(&format!("{disk}description = \"the first\"\n{second}"));
+    let mut qmp = Qmp::negotiated(&daemon.scratch.socket("qmp"));
+    let stdout = run_ok(&daemon.scratch, &["reload"]);
+    let deleted = [(); 2].map(|()| qmp.event("BLOCK_EXPORT_DELETED"));
+    assert_eq!(deleted, [json!({ "id": "a" }), json!({ "id": "x" })]);
     assert_contains(
-        &said,
+        &stdout,
         &["export  x     removed at unix:", "export  a     removed at unix:", "export  a     added at unix:"],
     );
     assert!(!other.exists(), "no listener");
     let list = TestClient::new("nbdinfo")
-        .args(["--list", &format!("nbd+unix:///?socket={}", text(&party.scratch.socket("nbd")))])
+        .args(["--list", &format!("nbd+unix:///?socket={}", text(&daemon.scratch.socket("nbd")))])
         .succeeds();
     assert_contains(&list, &["the first"]);
-    party.weir.stop();
+    daemon.weir.stop();
 }
 
 #[test]
 fn config_adopts_a_disk_added_over_qmp() {
-    let party = ReloadedDaemon::new("\n[disk.a]\nimage = \"memory:1M\"\n");
-    let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
+    let daemon = ReloadedDaemon::new("\n[disk.a]\nimage = \"memory:1M\"\n");
+    let mut qmp = Qmp::negotiated(&daemon.scratch.socket("qmp"));
     qmp.command(
         "blockdev-add",
         json!({ "driver": "x-weir-memory", "size": MIB, "node-name": "b", "discard": "ignore" }),
@@ -460,14 +460,14 @@ fn config_adopts_a_disk_added_over_qmp() {
         |keys: &str| format!("\n[disk.a]\nimage = \"memory:1M\"\n\n[disk.b]\nimage = \"memory:1M\"\n{keys}");
     let refused = |keys: &str, why: &str| {
         let rule = format!("disk.b: {why}: cannot be changed while the disk is served");
-        party.assert_rejected(&with(keys), &[&rule]);
+        daemon.assert_rejected(&with(keys), &[&rule]);
     };
     refused("", "discard");
     refused("detect-zeroes = \"on\"\ndelay = \"read=1ms\"\n", "discard, detect-zeroes, delay");
     refused("discard = \"ignore\"\noptions = \"size=512\"\n", "options");
-    party.write(&with("discard = \"ignore\"\n"));
-    assert_contains(&run_ok(&party.scratch, &["reload"]), &["export  b     added at unix:"]);
-    party.weir.stop();
+    daemon.write(&with("discard = \"ignore\"\n"));
+    assert_contains(&run_ok(&daemon.scratch, &["reload"]), &["export  b     added at unix:"]);
+    daemon.weir.stop();
 }
 
 #[test]
@@ -476,7 +476,7 @@ fn service_manager_is_notified_of_a_reload() {
     let notify = scratch.socket("notify");
     let socket = UnixDatagram::bind(&notify).unwrap();
     socket.set_read_timeout(Some(DEADLINE)).unwrap();
-    let heard = || {
+    let notification = || {
         let mut message = [0; 256];
         let length = socket.recv(&mut message).expect("a message in time");
         String::from_utf8_lossy(&message[..length]).into_owned()
@@ -488,20 +488,20 @@ fn service_manager_is_notified_of_a_reload() {
         .arg(&file)
         .env("NOTIFY_SOCKET", &notify)
         .start();
-    assert_eq!(heard().trim_end(), "READY=1");
+    assert_eq!(notification().trim_end(), "READY=1");
     // A mistake in the file does not stop the daemon.
     fs::write(&file, "[disk.a]\n").unwrap();
-    for said in ["nothing has changed: ", "nothing has changed: "] {
+    for expect in ["nothing has changed: ", "nothing has changed: "] {
         weir.signal(Signal::SIGHUP);
-        assert_contains(&heard(), &["RELOADING=1", "MONOTONIC_USEC="]);
-        assert_eq!(heard().trim_end(), "READY=1");
-        assert_contains(&weir.wait_for_log(said), &["weir.toml:1: disk.a: no image"]);
+        assert_contains(&notification(), &["RELOADING=1", "MONOTONIC_USEC="]);
+        assert_eq!(notification().trim_end(), "READY=1");
+        assert_contains(&weir.wait_for_log(expect), &["weir.toml:1: disk.a: no image"]);
     }
     weir.stop();
 }
 
 #[test]
-fn without_a_file_there_is_nothing_to_reload() {
+fn reload_without_a_config_file_is_rejected() {
     let scratch = Scratch::new();
     let weir = operator::start(&scratch, &[]);
     assert_contains(&run_failing(&scratch, &["reload"]), &["started without a config file", "--config FILE"]);
@@ -510,10 +510,10 @@ fn without_a_file_there_is_nothing_to_reload() {
 
 #[test]
 fn commands_wait_for_the_end_of_a_reload() {
-    let party = ReloadedDaemon::new("sandbox = \"off\"\n[disk.a]\nimage = \"memory:1M\"\n");
-    let server = UnixListener::bind(party.scratch.socket("back")).unwrap();
-    let image = format!("nbd+unix:///?socket={}", text(&party.scratch.socket("back")));
-    party.write(&format!(
+    let daemon = ReloadedDaemon::new("sandbox = \"off\"\n[disk.a]\nimage = \"memory:1M\"\n");
+    let server = UnixListener::bind(daemon.scratch.socket("back")).unwrap();
+    let image = format!("nbd+unix:///?socket={}", text(&daemon.scratch.socket("back")));
+    daemon.write(&format!(
         "sandbox = \"off\"\n\
          [disk.b]\n\
          image = \"{image}\"\n\
@@ -522,7 +522,7 @@ fn commands_wait_for_the_end_of_a_reload() {
          image = \"memory:2M\"\n\
          [group.g]\n"
     ));
-    let path = party.scratch.socket("qmp");
+    let path = daemon.scratch.socket("qmp");
     let mut clients = [(); 4].map(|()| Qmp::negotiated(&path));
     let [reload, disk, node, group] = &mut clients;
     let send = |client: &mut Qmp, command: &str, arguments: Value| {
@@ -530,7 +530,7 @@ fn commands_wait_for_the_end_of_a_reload() {
     };
     send(reload, "x-weir-reload", json!({}));
     // The reload has begun, and opens its images.
-    let opening = server.accept().unwrap();
+    let connection = server.accept().unwrap();
     send(disk, "x-weir-add-disk", json!({ "name": "c", "keys": { "image": "memory:4M" } }));
     send(
         node,
@@ -539,18 +539,18 @@ fn commands_wait_for_the_end_of_a_reload() {
     );
     send(group, "x-weir-add-group", json!({ "name": "g", "keys": { "iops-total": 9 } }));
     // Status queries do not wait for the reload.
-    assert_eq!(party.names("disks"), ["a"]);
-    assert_eq!(party.names("groups"), [""; 0]);
-    drop((opening, server));
-    let changes = reload.answer();
+    assert_eq!(daemon.names("disks"), ["a"]);
+    assert_eq!(daemon.names("groups"), [""; 0]);
+    drop((connection, server));
+    let changes = reload.next_reply();
     assert!(changes["return"].is_array(), "{changes}");
     for client in [disk, node, group] {
-        let refused = client.answer();
+        let refused = client.next_reply();
         assert!(refused["error"]["desc"].is_string(), "{refused}");
     }
-    assert_eq!(party.names("disks"), ["c"]);
-    let status = status(&party.scratch, "0");
+    assert_eq!(daemon.names("disks"), ["c"]);
+    let status = status(&daemon.scratch, "0");
     assert_eq!(find(&status, "disks", "c")["size"], 2 << 20);
     assert_ne!(find(&status, "groups", "g")["limits"]["iops-total"], 9);
-    party.weir.stop();
+    daemon.weir.stop();
 }

@@ -14,7 +14,7 @@ use crate::harness::{Scratch, TestClient, assert_contains, text, weir};
 ///
 /// `outside` are labels that leave their chart, `touching` labels that overlap others of the same
 /// chart: neither can be read.
-const MEASURING: &str = r##"<!DOCTYPE html><html><body>
+const MEASURING_PAGE: &str = r##"<!DOCTYPE html><html><body>
 <iframe src="page.html" style="width:1200px;height:900px;border:0"></iframe>
 <iframe src="page.html" style="width:360px;height:800px;border:0"></iframe>
 <iframe src="page.html" style="width:360px;height:800px;border:0;color-scheme:dark"></iframe>
@@ -153,13 +153,13 @@ fn chromium(directory: &Path, page: &str, options: &[&str]) -> TestClient {
     TestClient::new("chromium").args(always).args(options).arg(address)
 }
 
-fn photograph(directory: &Path, file: &str, size: &str, options: &[&str]) {
+fn take_screenshot(directory: &Path, file: &str, size: &str, options: &[&str]) {
     let picture = format!("--screenshot={}", directory.join(file).display());
     let outcome =
         chromium(directory, "page.html", &[&picture, &format!("--window-size={size}")]).args(options).run();
-    let said = outcome.stderr();
+    let stderr = outcome.stderr();
     outcome.succeeded();
-    assert!(!said.contains("CONSOLE"), "{said}");
+    assert!(!stderr.contains("CONSOLE"), "{stderr}");
 }
 
 /// The measurements of [`MEASURING`].
@@ -179,10 +179,10 @@ fn page_is_readable_on_desktop_phone_and_in_dark_colours() {
     let page = scratch.path("page.html");
     weir(&["report", &a, "--report", text(&page)]).succeeds();
     let directory = page.parent().expect("it lies in a directory");
-    photograph(directory, "wide.png", "1200,900", &[]);
-    photograph(directory, "phone.png", "360,800", &[]);
-    photograph(directory, "dark.png", "1200,900", &["--blink-settings=preferredColorScheme=0"]);
-    scratch.file("measuring.html", MEASURING);
+    take_screenshot(directory, "wide.png", "1200,900", &[]);
+    take_screenshot(directory, "phone.png", "360,800", &[]);
+    take_screenshot(directory, "dark.png", "1200,900", &["--blink-settings=preferredColorScheme=0"]);
+    scratch.file("measuring.html", MEASURING_PAGE);
     let found = measured(directory);
     let frames = found["frames"].as_array().expect("a list");
     assert_eq!(frames.len(), 3, "{found:#}");
@@ -195,7 +195,7 @@ fn page_is_readable_on_desktop_phone_and_in_dark_colours() {
         assert_eq!(frame["scripts"], 0, "{frame:#}");
         assert_eq!((&frame["stacked"], &frame["cut"]), (&json!(20), &json!([])), "{frame:#}");
         let colours =
-            ["ground", "ink", "letters", "line"].map(|what| frame[what].as_str().unwrap_or_default());
+            ["ground", "ink", "letters", "line"].map(|part| frame[part].as_str().unwrap_or_default());
         let expected = if dark {
             ["rgb(23, 25, 29)", "rgb(228, 232, 237)", "rgb(201, 209, 220)", "rgb(43, 143, 214)"]
         } else {
@@ -213,7 +213,7 @@ fn page_is_readable_on_desktop_phone_and_in_dark_colours() {
 }
 
 #[test]
-fn a_page_can_be_printed() {
+fn page_can_be_printed() {
     let scratch = Scratch::new();
     let a = keep(&scratch, "a.json", &result(1.0));
     let page = scratch.path("page.html");
@@ -235,7 +235,7 @@ fn a_page_can_be_printed() {
 }
 
 #[test]
-fn a_result_is_shown_as_tables() {
+fn result_is_shown_as_tables() {
     let scratch = Scratch::new();
     let a = keep(&scratch, "a.json", &result(1.0));
     let printed = weir(&["report", &a]).succeeds();
@@ -250,9 +250,9 @@ fn a_result_is_shown_as_tables() {
             "Charts, which --report FILE.html and --charts DIR draw: IOPS over time; Latency; All\n",
         ],
     );
-    let told = weir(&["report", &a, "--json"]).json();
-    assert_eq!(told["measures"][0]["estimate"]["median"], 20_000.0, "{told:#}");
-    assert_eq!(told["partial"], "it was interrupted", "{told:#}");
+    let report = weir(&["report", &a, "--json"]).json();
+    assert_eq!(report["measures"][0]["estimate"]["median"], 20_000.0, "{report:#}");
+    assert_eq!(report["partial"], "it was interrupted", "{report:#}");
 }
 
 #[test]
@@ -315,9 +315,9 @@ fn two_results_are_compared() {
     assert_eq!(weir(&["report", &slower, &a, "--fail-on-worse"]).run().code(), 0, "better is not worse");
     let printed = weir(&["report", &a, &same, "--fail-on-worse"]).succeeds();
     assert_contains(&printed, &["No real difference: none of 3 measures differs by more than noise.\n"]);
-    let told = weir(&["report", &a, &slower, "--json"]).json();
-    assert_eq!((&told["worse"], &told["better"]), (&json!(1), &json!(0)), "{told:#}");
-    assert_eq!(told["measures"][0]["verdict"], "worse", "{told:#}");
+    let report = weir(&["report", &a, &slower, "--json"]).json();
+    assert_eq!((&report["worse"], &report["better"]), (&json!(1), &json!(0)), "{report:#}");
+    assert_eq!(report["measures"][0]["verdict"], "worse", "{report:#}");
 }
 
 /// The recording of a disk limited to 50 IOPS, made by a simulation.
@@ -337,7 +337,7 @@ fn recording(scratch: &Scratch) -> String {
 }
 
 #[test]
-fn a_recording_is_drawn_with_its_limits() {
+fn recording_is_drawn_with_its_limits() {
     let scratch = Scratch::new();
     let recording = recording(&scratch);
     let page = scratch.path("day.html");
@@ -393,8 +393,8 @@ fn report_and_trace_info_have_equal_figures() {
         row.split_whitespace().map(str::to_owned).collect()
     };
     let reported = row(&report, "held by (of requests)");
-    let held = row(&info, "HELD BY (OF REQUESTS)");
-    assert_eq!(reported[reported.len() - 2..], held[held.len() - 2..], "{report}{info}");
+    let held_by = row(&info, "HELD BY (OF REQUESTS)");
+    assert_eq!(reported[reported.len() - 2..], held_by[held_by.len() - 2..], "{report}{info}");
     let amounts = row(&info, "BYTES/S");
     assert_eq!(reported[2..4], amounts[amounts.len() - 2..], "{report}{info}");
 }
@@ -409,20 +409,20 @@ fn recording_page_is_readable_on_desktop_and_phone() {
         let name = format!("customer-17-database-volume-{disk}-of-a-long-name");
         let at_ns = number * 10_000_000;
         let (admitted_ns, completed_ns) = (at_ns + 5_000_000, at_ns + 7_000_000);
-        let held = format!("iops-total@tenants-of-the-{disk}-building");
-        trace += &format!("{at_ns},{name},read,{},4096,{admitted_ns},{completed_ns},{held}\n", number * 4096);
+        let held_by = format!("iops-total@tenants-of-the-{disk}-building");
+        trace += &format!("{at_ns},{name},read,{},4096,{admitted_ns},{completed_ns},{held_by}\n", number * 4096);
     }
     let (trace, recording) = (scratch.file("trace.csv", trace), scratch.path("day.recording"));
     weir(&["trace", "convert", text(&trace), text(&recording)]).succeeds();
     let page = scratch.path("page.html");
     let printed = weir(&["report", text(&recording), "-o", text(&page)]).succeeds();
-    let places = ["-b-of-a-long-name", "-a-of-a-long-name"].map(|name| printed.find(name).expect("a disk"));
-    assert!(places[0] < places[1], "the busiest disk comes first: {printed}");
+    let positions = ["-b-of-a-long-name", "-a-of-a-long-name"].map(|name| printed.find(name).expect("a disk"));
+    assert!(positions[0] < positions[1], "the busiest disk comes first: {printed}");
     let directory = page.parent().expect("it lies in a directory");
-    photograph(directory, "wide.png", "1200,900", &[]);
-    photograph(directory, "phone.png", "360,800", &[]);
-    photograph(directory, "dark.png", "360,800", &["--blink-settings=preferredColorScheme=0"]);
-    scratch.file("measuring.html", MEASURING);
+    take_screenshot(directory, "wide.png", "1200,900", &[]);
+    take_screenshot(directory, "phone.png", "360,800", &[]);
+    take_screenshot(directory, "dark.png", "360,800", &["--blink-settings=preferredColorScheme=0"]);
+    scratch.file("measuring.html", MEASURING_PAGE);
     for (frame, wide) in
         measured(directory)["frames"].as_array().expect("a list").iter().zip([1200, 360, 360])
     {
@@ -434,7 +434,7 @@ fn recording_page_is_readable_on_desktop_and_phone() {
 }
 
 #[test]
-fn a_single_run_has_no_interval() {
+fn single_run_has_no_confidence_interval() {
     let scratch = Scratch::new();
     let with = |value: f64| {
         let mut result = result(1.0);
@@ -446,9 +446,9 @@ fn a_single_run_has_no_interval() {
     let (a, b) = (keep(&scratch, "a.json", &with(1.5)), keep(&scratch, "b.json", &with(1.6)));
     assert_contains(&weir(&["report", &a]).succeeds(), &["startup    1.5s  one run             1\n"]);
     assert_contains(&weir(&["report", &a, &b]).succeeds(), &["one run  1.5s (one run)  1.6s (one run)\n"]);
-    let told = weir(&["report", &a, "--json"]).json();
+    let report = weir(&["report", &a, "--json"]).json();
     let expected = json!({ "median": 1.5, "low": null, "high": null });
-    assert_eq!(told["measures"][0]["estimate"], expected, "{told:#}");
+    assert_eq!(report["measures"][0]["estimate"], expected, "{report:#}");
 }
 
 #[test]

@@ -29,7 +29,7 @@ fn of_threads(weir: &Weir, field: &str) -> Vec<String> {
     values
 }
 
-fn is_served(weir: &Weir, export: &str) {
+fn assert_served(weir: &Weir, export: &str) {
     let script = "h.pwrite(b'x' * 65536, 4096)\nh.flush()\nassert h.pread(65536, 4096) == b'x' * 65536";
     weir.nbdsh(export, script);
 }
@@ -41,20 +41,20 @@ fn all_threads_are_sandboxed_and_outside_files_rejected_by_name() {
     let image = scratch.sparse("a.raw", MIB);
     let serve = Serve::new(&scratch).arg(&image).args(["--format", "raw", "--qmp", &socket(&scratch)]);
     let weir = serve.args(["--sandbox", "require"]).start();
-    is_served(&weir, "a");
+    assert_served(&weir, "a");
     assert_eq!(of_threads(&weir, "Seccomp"), ["2"]);
     assert_eq!(of_threads(&weir, "NoNewPrivs"), ["1"]);
     // DAC_OVERRIDE, DAC_READ_SEARCH and NET_BIND_SERVICE.
     assert_eq!(of_threads(&weir, "CapEff"), ["0000000000000406"]);
     assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000406"]);
-    let (beside, outside) = (scratch.sparse("b.raw", MIB), other.sparse("c.raw", MIB));
-    run_ok(&scratch, &["disk", "add", "b", text(&beside), "-f", "raw"]);
-    is_served(&weir, "b");
+    let (inside, outside) = (scratch.sparse("b.raw", MIB), other.sparse("c.raw", MIB));
+    run_ok(&scratch, &["disk", "add", "b", text(&inside), "-f", "raw"]);
+    assert_served(&weir, "b");
     let refused = run_failing(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
     assert_contains(&refused, &["c.raw: the sandbox allows images only in ", "--image-root"]);
-    let (image, machine) = (scratch.sparse("d.raw", MIB), format!("unix:{}", text(&other.path("vm"))));
-    let add = ["disk", "add", "d", text(&image), "-f", "raw", "--vhost-user-blk", &machine];
-    let expect = format!("{machine}: the sandbox allows sockets only in ");
+    let (image, vhost_address) = (scratch.sparse("d.raw", MIB), format!("unix:{}", text(&other.path("vm"))));
+    let add = ["disk", "add", "d", text(&image), "-f", "raw", "--vhost-user-blk", &vhost_address];
+    let expect = format!("{vhost_address}: the sandbox allows sockets only in ");
     assert_contains(
         &run_failing(&scratch, &add),
         &[&expect, text(image.parent().unwrap()), "(choose one of these, "],
@@ -63,18 +63,18 @@ fn all_threads_are_sandboxed_and_outside_files_rejected_by_name() {
     let (pipe, stale) = (scratch.path("pipe"), scratch.socket("stale"));
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     drop(UnixListener::bind(&stale).unwrap());
-    let machine = json!({"type": "unix", "path": stale});
+    let stale_address = json!({"type": "unix", "path": stale});
     for (command, arguments, expect) in [
         (
             "block-export-add",
-            json!({"type": "fuse", "id": "f", "node-name": "b", "mountpoint": beside}),
+            json!({"type": "fuse", "id": "f", "node-name": "b", "mountpoint": inside}),
             "the sandbox does not let this daemon create devices and mounts on this host",
         ),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": "/etc/shadow"}), "ermission denied"),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": pipe}), "is a named pipe, not a file"),
         (
             "block-export-add",
-            json!({"type": "vhost-user-blk", "id": "v", "node-name": "b", "addr": machine}),
+            json!({"type": "vhost-user-blk", "id": "v", "node-name": "b", "addr": stale_address}),
             "a sandboxed daemon cannot check whether a process listens there (remove it if none does",
         ),
     ] {
@@ -93,7 +93,7 @@ fn unprivileged_user_serves_files_opened_by_root() {
     let pid_file = scratch.socket("pid");
     let serve = Serve::new(&scratch).arg(&image).args(["--format", "raw", "--qmp", &qmp, "--user", "nobody"]);
     let weir = serve.arg("--pid-file").arg(&pid_file).start();
-    is_served(&weir, "a");
+    assert_served(&weir, "a");
     let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap().uid;
     assert_eq!(of_threads(&weir, "Uid"), [[nobody; 4].map(|uid| uid.to_string()).join("\t")]);
     assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000000"]);
@@ -110,16 +110,16 @@ fn unprivileged_user_serves_files_opened_by_root() {
 fn invalid_user_is_named() {
     let scratch = Scratch::new();
     let serve = |more: &[&str]| Serve::new(&scratch).arg("memory:1M").args(more);
-    let said = serve(&["--user", "no-such-user"]).fails();
+    let stderr = serve(&["--user", "no-such-user"]).fails();
     assert_contains(
-        &said,
+        &stderr,
         &["user: there is no user \"no-such-user\" (create it with `useradd --system no-such-user`)"],
     );
-    let said = serve(&["--user", ":root"]).rejects_usage();
-    assert_contains(&said, &["'--user <USER[:GROUP]>': has no user"]);
+    let stderr = serve(&["--user", ":root"]).rejects_usage();
+    assert_contains(&stderr, &["'--user <USER[:GROUP]>': has no user"]);
     let file = scratch.sparse("file", 0);
-    let said = serve(&["--user", "nobody", "--fuse", text(&file)]).fails();
-    assert_contains(&said, &["needs root while the daemon runs (leave one of them out)"]);
+    let stderr = serve(&["--user", "nobody", "--fuse", text(&file)]).fails();
+    assert_contains(&stderr, &["needs root while the daemon runs (leave one of them out)"]);
     assert_contains(&serve(&["--sandbox", "maybe"]).rejects_usage(), &["(on, require, off)"]);
 }
 
@@ -127,7 +127,7 @@ fn invalid_user_is_named() {
 fn sandbox_off_restricts_nothing() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).arg("memory:1M").args(["--name", "a", "--sandbox", "off"]).start();
-    is_served(&weir, "a");
+    assert_served(&weir, "a");
     assert_eq!(of_threads(&weir, "NoNewPrivs"), ["0"]);
     assert_eq!(TestClient::new("nbdinfo").args(["--size", &weir.uri("a")]).succeeds(), format!("{MIB}\n"));
     weir.stop();
@@ -145,6 +145,6 @@ fn earlier_connections_are_accepted_after_the_sandbox() {
     let weir = serve.args(["memory:1M", "--vhost-user-blk", "fd:3"]).start();
     weir.wait_for_log("a front end has connected");
     let log = weir.stop();
-    let at = |words: &str| log.find(words).unwrap_or_else(|| panic!("{words}: {log}"));
+    let at = |text_in_log: &str| log.find(text_in_log).unwrap_or_else(|| panic!("{text_in_log}: {log}"));
     assert!(at("sandboxed") < at("a front end has connected"), "{log}");
 }

@@ -95,7 +95,7 @@ fn two_simultaneous_signals_count_once() {
 }
 
 #[test]
-fn a_second_signal_does_not_wait() {
+fn second_signal_ends_the_daemon_immediately() {
     let scratch = Scratch::new();
     for second in [Signal::SIGTERM, Signal::SIGINT] {
         let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=1000s"]).start();
@@ -115,15 +115,15 @@ fn idle_client_does_not_delay_the_end() {
     let weir = Serve::with_own_scratch().arg("memory:1M").start();
     let mut idle = RawNbdClient::negotiated(weir.socket(), "memory").0;
     let mut greeted = RawNbdClient::greet(weir.socket());
-    let mut silent = RawNbdClient::connect(weir.socket());
+    let mut silent_client = RawNbdClient::connect(weir.socket());
     weir.stop();
-    for client in [&mut idle, &mut greeted, &mut silent] {
+    for client in [&mut idle, &mut greeted, &mut silent_client] {
         client.wait_for_close();
     }
 }
 
 #[test]
-fn sigint_ends_it_as_sigterm_does_and_sighup_does_not() {
+fn sigint_and_sigterm_end_the_daemon_and_sighup_does_not() {
     let weir = Serve::with_own_scratch().arg("memory:1M").start();
     weir.signal(Signal::SIGHUP);
     weir.wait_for_log("SIGHUP");
@@ -148,10 +148,10 @@ fn flushed_data_survives_a_crash() {
 #[test]
 fn client_that_does_not_read_does_not_delay_the_end() {
     let weir = Serve::with_own_scratch().arg("memory:64M").start();
-    let (mut deaf, _) = RawNbdClient::negotiated(weir.socket(), "memory");
-    deaf.limit_writing();
+    let (mut stalled, _) = RawNbdClient::negotiated(weir.socket(), "memory");
+    stalled.limit_writing();
     let read = RawNbdRequest { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();
     // More requests than the daemon receives, so that some are pending when it is stopped.
-    while deaf.try_send(&read) {}
+    while stalled.try_send(&read) {}
     weir.stop();
 }

@@ -68,20 +68,20 @@ fn simulated(scratch: &Scratch, requests: &[TimedRequest], limits: &[&str]) -> V
 /// Sends each request at its time, regardless of earlier completions; returns the completion times.
 fn replayed(socket: &Path, requests: &[TimedRequest]) -> Vec<Duration> {
     let mut stream = connected(socket);
-    let mut answers = stream.try_clone().unwrap();
+    let mut replies = stream.try_clone().unwrap();
     thread::scope(|scope| {
         let clock = Instant::now();
         let reader = scope.spawn(move || {
             let mut done = vec![Duration::ZERO; requests.len()];
             for _ in requests {
                 let mut reply = [0; 16];
-                answers.read_exact(&mut reply).unwrap();
+                replies.read_exact(&mut reply).unwrap();
                 let at = clock.elapsed();
                 assert_eq!(reply[4..8], [0; 4], "no error");
                 let number = u64::from_be_bytes(reply[8..].try_into().unwrap()) as usize;
                 done[number] = at;
                 if !requests[number].write {
-                    answers.read_exact(&mut vec![0; requests[number].length as usize]).unwrap();
+                    replies.read_exact(&mut vec![0; requests[number].length as usize]).unwrap();
                 }
             }
             done
@@ -124,7 +124,7 @@ fn connected(socket: &Path) -> UnixStream {
 /// the simulation, and on no host is it ahead. The size of the lag is a row of `make bench`,
 /// `simulate-agrees`.
 #[test]
-fn a_daemon_is_never_ahead_of_what_was_simulated() {
+fn daemon_is_never_faster_than_the_simulation() {
     let scratch = Scratch::new();
     let requests = requests();
     // One limit at a time: with a shared limit the order could depend on a microsecond.
@@ -154,7 +154,7 @@ fn a_daemon_is_never_ahead_of_what_was_simulated() {
 
 /// The heading names the settings that only one of the two runs has.
 #[test]
-fn a_comparison_names_what_differs() {
+fn comparison_names_the_differing_settings() {
     let run = |options: &[&str]| {
         let workload = ["simulate", "--workload", "sequential:seconds=1", "--delay", "read=1ms"];
         weir(&[&workload[..], options].concat()).succeeds()
@@ -178,8 +178,8 @@ fn sweep_of_an_unknown_name_suggests_options() {
     assert_eq!(outcome.code(), 2);
     let advice = "(add --config FILE with this disk or group, or --group backup, or leave --sweep-of out)";
     assert_contains(&outcome.stderr(), &["--sweep-of backup: without --config", advice]);
-    let judged = ["--group", "backup", "--p99", "5ms", "--p99-of", "vm9"];
-    let outcome = weir(&[&sweep[..], &judged].concat()).run();
+    let criterion = ["--group", "backup", "--p99", "5ms", "--p99-of", "vm9"];
+    let outcome = weir(&[&sweep[..], &criterion].concat()).run();
     assert_contains(&outcome.stderr(), &["--p99-of vm9: there are no requests"]);
 }
 
@@ -200,15 +200,15 @@ fn effect_of_limits_is_printed_before_and_after() {
 
 /// All limits are keys of the config file.
 #[test]
-fn limits_beside_a_config_file_are_refused() {
+fn limits_in_addition_to_a_config_file_are_rejected() {
     let scratch = Scratch::new();
     let trace = scratch.file("trace.csv", csv(&requests()));
     let config = scratch.file("weir.toml", "[disk.null]\nimage = \"null:1G\"\n");
     for setting in policy::throttle::LimitSetting::ALL {
         let option = format!("--{}", setting.name());
-        let said = weir(&["simulate", text(&trace), "--config", text(&config), &option, "1"]).run();
-        assert_eq!(said.code(), 2, "{option}");
-        assert_contains(&said.stderr(), &["'--config <FILE>' cannot be used with", &option]);
+        let outcome = weir(&["simulate", text(&trace), "--config", text(&config), &option, "1"]).run();
+        assert_eq!(outcome.code(), 2, "{option}");
+        assert_contains(&outcome.stderr(), &["'--config <FILE>' cannot be used with", &option]);
     }
 }
 
@@ -248,12 +248,12 @@ fn sweep_judges_the_named_disk() {
         &printed,
         &["None of these keeps 99 of 100 requests of backup below 1.0ms (larger ones do not help: "],
     );
-    let said = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "dbb"]].concat()).run();
-    assert_contains(&said.stderr(), &["--p99-of dbb: there are no requests of a disk or group of this name"]);
+    let outcome = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "dbb"]].concat()).run();
+    assert_contains(&outcome.stderr(), &["--p99-of dbb: there are no requests of a disk or group of this name"]);
 }
 
 #[test]
-fn the_two_streams_of_2009_are_simulated_in_all_eight_cases() {
+fn two_streams_of_2009_are_simulated_in_all_eight_cases() {
     let printed = weir(&["simulate", "--workload", "two-streams"]).succeeds();
     assert_contains(&printed, &["STREAM 1", "2009", "4 and 2 MB/s from 90 % on", "writeback"]);
     assert_eq!(printed.lines().filter(|line| line.contains("direct")).count(), 4, "{printed}");
@@ -261,7 +261,7 @@ fn the_two_streams_of_2009_are_simulated_in_all_eight_cases() {
 
 #[test]
 fn cluster_is_simulated_and_invalid_ones_rejected() {
-    let cluster = |words: &[&str]| weir(&[&["simulate", "--cluster"], words].concat());
+    let cluster = |arguments: &[&str]| weir(&[&["simulate", "--cluster"], arguments].concat());
     let printed =
         cluster(&["hosts=20,disks=2,seconds=20,leader-deaths=1", "--iops-total", "4000"]).succeeds();
     assert_contains(
@@ -275,10 +275,10 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
         &["- stands where demand was never steady, ", "- stands where no host was busy, so none waited"],
     );
     assert!(!printed.contains("coincided with a fault"), "{printed}");
-    let told = cluster(&["hosts=20,disks=2,seconds=20", "--seed", "2", "--json"]).json();
-    assert_eq!(told["limits"]["iops-total"], 2000, "{told}");
-    assert!(told["violation"].is_null() && told["all"]["asked"].as_f64() > Some(0.0), "{told}");
-    for (words, why) in [
+    let report = cluster(&["hosts=20,disks=2,seconds=20", "--seed", "2", "--json"]).json();
+    assert_eq!(report["limits"]["iops-total"], 2000, "{report}");
+    assert!(report["violation"].is_null() && report["all"]["asked"].as_f64() > Some(0.0), "{report}");
+    for (arguments, why) in [
         (&["hosts=0"][..], "hosts=0 is not between 1 and 10000"),
         (&["hosts=3", "--iops-write", "5"], "its clients only read"),
         (&["hosts=3", "--weight", "5"], "--weight: is not for --cluster"),
@@ -292,6 +292,6 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
             "reserved in total, more than the limit of 100",
         ),
     ] {
-        assert_contains(&cluster(words).fails(), &[why]);
+        assert_contains(&cluster(arguments).fails(), &[why]);
     }
 }

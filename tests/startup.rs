@@ -22,9 +22,9 @@ use crate::{
 fn invalid_images_are_named() {
     let scratch = Scratch::new();
     let missing = scratch.path("nothing.raw");
-    let said = Serve::new(&scratch).arg(&missing).fails();
-    assert_contains(&said, &[&format!("weir: {}: ", text(&missing)), "no such file"]);
-    assert!(said.ends_with(')'), "what to do comes last: {said}");
+    let stderr = Serve::new(&scratch).arg(&missing).fails();
+    assert_contains(&stderr, &[&format!("weir: {}: ", text(&missing)), "no such file"]);
+    assert!(stderr.ends_with(')'), "what to do comes last: {stderr}");
     let (directory, empty) = (scratch.path(""), scratch.sparse("empty.raw", 0));
     for (image, why) in [
         (text(&directory), "directory"),
@@ -42,8 +42,8 @@ fn permissions_are_named() {
     let image = scratch.sparse("disk.raw", MIB);
     fs::set_permissions(&image, fs::Permissions::from_mode(0o400)).unwrap();
     // Root passes permission checks, unless it drops these capabilities.
-    let given_up = "-dac_override,-dac_read_search";
-    let without = ["setpriv", "--bounding-set", given_up, "--inh-caps", given_up];
+    let dropped_capabilities = "-dac_override,-dac_read_search";
+    let without = ["setpriv", "--bounding-set", dropped_capabilities, "--inh-caps", dropped_capabilities];
     let root = nix::unistd::geteuid().is_root();
     let serve = || if root { Serve::new(&scratch).wrapped_by(without) } else { Serve::new(&scratch) };
     assert_contains(&serve().arg(&image).fails(), &[text(&image), "ermission", "--read-only"]);
@@ -53,19 +53,19 @@ fn permissions_are_named() {
 }
 
 #[test]
-fn a_port_in_use_is_named() {
-    let theirs = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = theirs.local_addr().unwrap().to_string();
-    let said = Serve::with_own_scratch().at_given_addresses().args(["memory:1M", "--nbd", &address]).fails();
-    assert_contains(&said, &[&address, "the port is in use", "ss -ltnp"]);
+fn port_in_use_is_named() {
+    let other_listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other_listener.local_addr().unwrap().to_string();
+    let stderr = Serve::with_own_scratch().at_given_addresses().args(["memory:1M", "--nbd", &address]).fails();
+    assert_contains(&stderr, &[&address, "the port is in use", "ss -ltnp"]);
 }
 
 #[test]
 fn socket_in_use_is_kept_and_a_stale_one_replaced() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).arg("memory:1M").start();
-    let said = Serve::new(&scratch).arg("memory:2M").fails();
-    assert_contains(&said, &[text(weir.socket()), "in use"]);
+    let stderr = Serve::new(&scratch).arg("memory:2M").fails();
+    assert_contains(&stderr, &[text(weir.socket()), "in use"]);
     assert_eq!(export_size(&weir.uri("memory")), MIB, "the first still serves");
     let socket = weir.socket().to_owned();
     weir.crash();
@@ -97,23 +97,23 @@ fn usage_errors_have_status_2() {
     ] {
         assert_contains(&Serve::new(&scratch).args(arguments).rejects_usage(), parts);
     }
-    let nothing = weir(&[]).run();
-    assert_eq!(nothing.code(), 2);
+    let outcome = weir(&[]).run();
+    assert_eq!(outcome.code(), 2);
     // The list of commands, without those that weir runs internally.
-    assert_contains(&nothing.stderr(), &["Usage: weir <COMMAND>", "\n  serve ", "\n  status "]);
-    assert!(!nothing.stderr().contains("attach-keeper"), "{}", nothing.stderr());
+    assert_contains(&outcome.stderr(), &["Usage: weir <COMMAND>", "\n  serve ", "\n  status "]);
+    assert!(!outcome.stderr().contains("attach-keeper"), "{}", outcome.stderr());
     let version = weir(&["--version"]).succeeds();
     assert_eq!(version, concat!("weir ", env!("CARGO_PKG_VERSION"), "\n"));
 }
 
 #[test]
-fn a_config_error_names_file_line_key_value_and_rule() {
+fn config_error_names_file_line_key_value_and_rule() {
     let scratch = Scratch::new();
     let check = |config: &str, parts: &[&str]| {
         let path = scratch.file("weir.toml", config);
-        let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&path).fails();
-        assert_contains(&said, &["weir: ", text(&path)]);
-        assert_contains(&said, parts);
+        let stderr = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&path).fails();
+        assert_contains(&stderr, &["weir: ", text(&path)]);
+        assert_contains(&stderr, parts);
     };
     let disk = "[disk.vm1]\nimage = \"memory:1M\"\n";
     check(
@@ -138,25 +138,25 @@ fn a_config_error_names_file_line_key_value_and_rule() {
 }
 
 #[test]
-fn a_config_file_without_disks_is_refused() {
+fn config_file_without_disks_is_rejected() {
     let scratch = Scratch::new();
     let config = scratch.file("weir.toml", "[group.gold]\niops-total = 1000\n");
-    let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(config).fails();
-    assert_contains(&said, &["there is nothing to serve", "[disk.NAME]"]);
+    let stderr = Serve::new(&scratch).at_given_addresses().arg("--config").arg(config).fails();
+    assert_contains(&stderr, &["there is nothing to serve", "[disk.NAME]"]);
 }
 
 #[test]
 fn config_file_selects_addresses() {
     let scratch = Scratch::new();
     scratch.filled("vm1.raw", 2 * MIB);
-    let (one, two) = (scratch.socket("one"), scratch.socket("two"));
+    let (first, second) = (scratch.socket("one"), scratch.socket("two"));
     let config = scratch.file(
         "weir.toml",
         format!(
             r#"
 [daemon]
 workers = 2
-nbd = "unix:{two}"
+nbd = "unix:{second}"
 
 [group.gold]
 iops-total = 6000
@@ -167,26 +167,26 @@ iops-total-max-length = 30
 image = "vm1.raw"       # beside this file
 cache = "none"
 group = "gold"
-export = [{{ type = "nbd", listen = "unix:{one}" }}, {{ type = "nbd", listen = "unix:{two}", name = "first" }}]
+export = [{{ type = "nbd", listen = "unix:{first}" }}, {{ type = "nbd", listen = "unix:{second}", name = "first" }}]
 
 [disk.vm2]
 image = "memory:3M"
 description = "scratch space"
 "#,
-            one = text(&one),
-            two = text(&two),
+            first = text(&first),
+            second = text(&second),
         ),
     );
     let weir = Serve::new(&scratch).at_given_addresses().arg("--config").arg(config).start();
     let size = |socket: &std::path::Path, export: &str| {
         export_size(&format!("nbd+unix:///{export}?socket={}", text(socket)))
     };
-    assert_eq!(size(&one, "vm1"), 2 * MIB);
-    assert_eq!(size(&two, "first"), 2 * MIB);
-    assert_eq!(size(&two, "vm2"), 3 * MIB);
-    assert_contains(weir.ready_line(), &["vm1", "first", "vm2", text(&one), text(&two)]);
+    assert_eq!(size(&first, "vm1"), 2 * MIB);
+    assert_eq!(size(&second, "first"), 2 * MIB);
+    assert_eq!(size(&second, "vm2"), 3 * MIB);
+    assert_contains(weir.ready_line(), &["vm1", "first", "vm2", text(&first), text(&second)]);
     weir.stop();
-    assert!(!one.exists() && !two.exists(), "the sockets go with the daemon");
+    assert!(!first.exists() && !second.exists(), "the sockets go with the daemon");
 }
 
 #[test]
@@ -222,19 +222,19 @@ fn socket_activation_and_readiness() {
         .start();
     let uri = format!("nbd+unix:///null?socket={}", text(&path).replace(' ', "%20"));
     assert!(weir.ready_line().ends_with(&uri), "{}", weir.ready_line());
-    let told = || {
+    let notification = || {
         let mut message = [0; 64];
         let length = manager.recv(&mut message).unwrap();
         String::from_utf8_lossy(&message[..length]).trim().to_owned()
     };
-    assert_eq!(told(), "READY=1");
+    assert_eq!(notification(), "READY=1");
     assert_eq!(RawNbdClient::negotiated(&path, "null").1, MIB);
     let at = format!("unix:{}", text(&path));
     let add = ["disk", "add", "another", "null:2M", "--nbd", &at, "--qmp", &control];
     crate::harness::weir(&add).succeeds();
     assert_eq!(RawNbdClient::negotiated(&path, "another").1, 2 * MIB);
     weir.signal(Signal::SIGTERM);
-    assert_eq!(told(), "STOPPING=1");
+    assert_eq!(notification(), "STOPPING=1");
     assert!(weir.wait().0.success());
     assert!(path.exists(), "the socket is its maker's");
     drop(UnixStream::connect(&path).unwrap());
@@ -259,41 +259,41 @@ os.environ.update(LISTEN_FDS='2', LISTEN_FDNAMES='clients:vm1', LISTEN_PID=str(o
 os.execv(program[0], program)
 ";
     let scratch = Scratch::new();
-    let [clients, machine] = ["clients", "machine"].map(|name| scratch.socket(name));
+    let [clients, vhost_socket] = ["clients", "machine"].map(|name| scratch.socket(name));
     let start = |name: &str| {
-        for path in [&clients, &machine] {
+        for path in [&clients, &vhost_socket] {
             let _ = fs::remove_file(path);
         }
         let export = format!("export = [{{ type = \"vhost-user-blk\", listen = \"fd:{name}\" }}]");
         let disks = format!("[disk.a]\nimage = \"null:1M\"\n[disk.b]\nimage = \"null:2M\"\n{export}\n");
         let config = scratch.file("weir.toml", disks);
-        let manager = ["python3", "-c", MANAGER, text(&clients), text(&machine)];
+        let manager = ["python3", "-c", MANAGER, text(&clients), text(&vhost_socket)];
         Serve::new(&scratch).at_given_addresses().wrapped_by(manager).arg("--config").arg(config)
     };
     // Also by number; the remaining socket is used for NBD.
     for name in ["vm1", "4"] {
         let weir = start(name).start();
-        bench_json("-c 1", format!("vhost-user:{}", text(&machine)));
+        bench_json("-c 1", format!("vhost-user:{}", text(&vhost_socket)));
         assert_eq!(RawNbdClient::negotiated(&clients, "a").1, MIB);
         weir.stop();
-        assert!(machine.exists(), "the socket is its maker's");
+        assert!(vhost_socket.exists(), "the socket is its maker's");
     }
     // One disk uses both sockets by name, also after an upgrade.
-    for path in [&clients, &machine] {
+    for path in [&clients, &vhost_socket] {
         fs::remove_file(path).unwrap();
     }
     let control = format!("unix:{}", text(&scratch.socket("control")));
     let both = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:clients,read-only", "--qmp", &control];
-    let manager = ["python3", "-c", MANAGER, text(&clients), text(&machine)];
+    let manager = ["python3", "-c", MANAGER, text(&clients), text(&vhost_socket)];
     let weir = Serve::new(&scratch).at_given_addresses().wrapped_by(manager).args(both).start();
-    let (nbd, vhost) = (format!("null?socket={}", text(&clients)), format!("vhost-user:{}", text(&machine)));
+    let (nbd, vhost) = (format!("null?socket={}", text(&clients)), format!("vhost-user:{}", text(&vhost_socket)));
     assert_contains(weir.ready_line(), &[&nbd, &vhost]);
     let next = Serve::new(&scratch).at_given_addresses().args(both).arg("--takeover").start();
     assert!(weir.wait().0.success());
     bench_json("-c 1", &vhost);
     assert_eq!(RawNbdClient::negotiated(&clients, "null").1, MIB);
     next.stop();
-    assert!(machine.exists() && clients.exists(), "they are their maker's");
+    assert!(vhost_socket.exists() && clients.exists(), "they are their maker's");
     let taken = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:vm1"];
     assert_contains(
         &Serve::new(&scratch).at_given_addresses().args(taken).rejects_usage(),
@@ -313,7 +313,7 @@ fn log_is_json_on_request() {
 }
 
 #[test]
-fn a_thousand_disks_start_and_answer() {
+fn daemon_with_1000_disks_starts_and_replies() {
     let scratch = Scratch::new();
     let socket = scratch.socket("nbd");
     let mut config = format!("[daemon]\nnbd = \"unix:{}\"\n", text(&socket));
@@ -362,7 +362,7 @@ fn pid_file_exists_while_the_daemon_runs() {
 }
 
 #[test]
-fn a_pid_file_belongs_to_one_daemon() {
+fn pid_file_belongs_to_one_daemon() {
     let scratch = Scratch::new();
     let (file, other) = (scratch.path("pid"), format!("unix:{}", text(&scratch.socket("other"))));
     let second = || {
@@ -398,19 +398,19 @@ fn oversized_memory_disk_is_a_warning() {
 #[test]
 fn reservation_above_its_limit_is_rejected() {
     let scratch = Scratch::new();
-    let promise = ["memory:1M", "--iops-reservation", "500", "--iops-total", "10"];
+    let arguments = ["memory:1M", "--iops-reservation", "500", "--iops-total", "10"];
     for more in [&[][..], &["--group", "g"]] {
-        let said = Serve::new(&scratch).args(promise).args(more).rejects_usage();
+        let stderr = Serve::new(&scratch).args(arguments).args(more).rejects_usage();
         assert_contains(
-            &said,
+            &stderr,
             &["--iops-reservation 500: 500 IOPS would be reserved, 490 more than the limit of 10"],
         );
-        assert!(!said.contains("no effect"), "{said}");
+        assert!(!stderr.contains("no effect"), "{stderr}");
     }
     let file = scratch
         .file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\niops-total = 10\niops-reservation = 500\n");
-    let said = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
-    assert_contains(&said, &[":4: disk.a.iops-reservation = 500: 500 IOPS would be reserved"]);
+    let stderr = Serve::new(&scratch).at_given_addresses().arg("--config").arg(&file).fails();
+    assert_contains(&stderr, &[":4: disk.a.iops-reservation = 500: 500 IOPS would be reserved"]);
 }
 
 #[test]
@@ -423,9 +423,9 @@ fn errors_are_complete_and_without_errno() {
     let below_a_file = format!("{image}/x");
     let serving = |more: &[&str]| -> Vec<String> {
         let line = ["serve", "memory:1M", "--nbd", &socket];
-        line.iter().chain(more).map(|word| (*word).to_owned()).collect()
+        line.iter().chain(more).map(|argument| (*argument).to_owned()).collect()
     };
-    let line = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let line = |arguments: &[&str]| arguments.iter().map(|argument| (*argument).to_owned()).collect::<Vec<_>>();
     let mut lines = vec![
         serving(&["--image-root", lost]),
         serving(&["--pid-file", lost]),
@@ -450,21 +450,21 @@ fn errors_are_complete_and_without_errno() {
         ["serve", "bench", "image info", "image check", "image map", "probe", "tune", "simulate", "report"]
     {
         for path in [lost, &below_a_file, "/proc/self/mem"] {
-            let mut words: Vec<_> = command.split(' ').collect();
-            words.push(path);
-            lines.push(line(&words));
+            let mut arguments: Vec<_> = command.split(' ').collect();
+            arguments.push(path);
+            lines.push(line(&arguments));
         }
     }
-    for words in lines {
-        let words: Vec<_> = words.iter().map(String::as_str).collect();
-        let said = weir(&words).fails();
-        let first = said.lines().next().unwrap_or_default();
-        assert!(first.starts_with("weir: "), "{words:?}: {said}");
-        assert!(!first.contains("os error"), "{words:?}: {said}");
+    for arguments in lines {
+        let arguments: Vec<_> = arguments.iter().map(String::as_str).collect();
+        let stderr = weir(&arguments).fails();
+        let first = stderr.lines().next().unwrap_or_default();
+        assert!(first.starts_with("weir: "), "{arguments:?}: {stderr}");
+        assert!(!first.contains("os error"), "{arguments:?}: {stderr}");
         let mut parts: Vec<_> = first.split([':', '(', ')']).map(str::trim).collect();
         parts.retain(|part| !part.is_empty());
         parts.sort_unstable();
-        assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{words:?} repeats a text: {said}");
+        assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{arguments:?} repeats a text: {stderr}");
     }
 }
 
@@ -479,9 +479,9 @@ fn bitmaps_that_do_not_fit_into_memory_are_refused() {
     for (granularity, name) in [("64K", "coarse"), ("512", "fine")] {
         weir(&["image", "bitmap", "--add", "-g", granularity, text(&image), name]).succeeds();
     }
-    let said = serve().fails();
+    let stderr = serve().fails();
     assert_contains(
-        &said,
+        &stderr,
         &["bitmaps that record writes: 256 MiB are required", "of the 128 MiB", "--memory"],
     );
     serve().arg("--read-only").start().stop();

@@ -15,10 +15,10 @@ use crate::harness::{DEADLINE, Scratch, WEIR, text};
 
 /// A command whose standard error is this file, announced as the journal by `JOURNAL_STREAM`.
 fn logging_to(log: &File) -> Command {
-    let about = log.metadata().expect("it is a file of ours");
+    let metadata = log.metadata().expect("it is a file of ours");
     let mut command = Command::new(WEIR);
     command
-        .env("JOURNAL_STREAM", format!("{}:{}", about.st_dev(), about.st_ino()))
+        .env("JOURNAL_STREAM", format!("{}:{}", metadata.st_dev(), metadata.st_ino()))
         .env_remove("RUST_LOG")
         .stdin(Stdio::null())
         .stderr(log.try_clone().expect("it is open"));
@@ -28,8 +28,8 @@ fn logging_to(log: &File) -> Command {
 #[test]
 fn watchdog_is_notified_and_journal_lines_have_priorities() {
     let scratch = Scratch::new();
-    let (heard, log) = (scratch.socket("notify"), scratch.path("log"));
-    let socket = UnixDatagram::bind(&heard).unwrap();
+    let (notify_path, log) = (scratch.socket("notify"), scratch.path("log"));
+    let socket = UnixDatagram::bind(&notify_path).unwrap();
     socket.set_read_timeout(Some(DEADLINE)).unwrap();
     let next = || {
         let mut text = [0; 256];
@@ -39,7 +39,7 @@ fn watchdog_is_notified_and_journal_lines_have_priorities() {
     let mut weir = logging_to(&File::create(&log).unwrap())
         .args(["serve", "null:1M", "--workers", "2", "--qmp", "none", "--nbd"])
         .arg(format!("unix:{}", text(&scratch.socket("nbd"))))
-        .env("NOTIFY_SOCKET", &heard)
+        .env("NOTIFY_SOCKET", &notify_path)
         .env("WATCHDOG_USEC", "50000")
         .spawn()
         .expect("cargo built the program");
@@ -47,7 +47,7 @@ fn watchdog_is_notified_and_journal_lines_have_priorities() {
     assert_eq!(next(), "WATCHDOG=1");
     assert_eq!(next(), "WATCHDOG=1");
     kill(Pid::from_raw(weir.id().cast_signed()), Signal::SIGTERM).unwrap();
-    let last = std::iter::repeat_with(next).find(|said| said != "WATCHDOG=1");
+    let last = std::iter::repeat_with(next).find(|message| message != "WATCHDOG=1");
     assert_eq!(last.unwrap(), "STOPPING=1");
     assert!(weir.wait().unwrap().success());
     let log = fs::read_to_string(&log).unwrap();
@@ -64,10 +64,10 @@ fn error_priority_is_only_in_the_journal() {
     let mut weir = logging_to(&File::create(&log).unwrap());
     weir.args(["serve", text(&scratch.path("nowhere.raw"))]);
     assert!(!weir.status().unwrap().success());
-    let said = fs::read_to_string(&log).unwrap();
-    assert!(said.starts_with("<3>weir: "), "{said}");
+    let logged = fs::read_to_string(&log).unwrap();
+    assert!(logged.starts_with("<3>weir: "), "{logged}");
     // A child of a service inherits the variable, but may have a different standard error.
     let output = weir.stderr(Stdio::piped()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.starts_with("weir: "), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.starts_with("weir: "), "{stderr}");
 }

@@ -21,8 +21,8 @@ fn assert_limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
     let rate = &find(&status, "disks", disk)["rate"];
     let interval = rate["interval-ns"].as_f64().expect("a time") / 1e9;
     let passed = rate["reads"]["iops"].as_f64().expect("a rate") * interval;
-    let most = limit * seconds + limit / 10.0 + 1.0;
-    assert!(passed <= most, "{passed} reads in {seconds} s, {most} permitted: {status:#}");
+    let max = limit * seconds + limit / 10.0 + 1.0;
+    assert!(passed <= max, "{passed} reads in {seconds} s, {max} permitted: {status:#}");
     let share = rate["limited"].as_f64().expect("a share");
     assert!((0.0..=1.0).contains(&share), "{status:#}");
     status
@@ -51,8 +51,8 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
         let [p50, p99, max] =
             ["p50", "p99", "max"].map(|key| disk["throttle"]["wait-ns"][key].as_u64().expect("it waited"));
         assert!(p50 <= p99 && p99 <= max && max > 0, "{disk:#}");
-        for of in [&disk["latency-ns"], &disk["rate"]["latency-ns"]] {
-            let [p50, p99] = ["p50", "p99"].map(|key| of[key].as_u64().expect("some were answered"));
+        for latency in [&disk["latency-ns"], &disk["rate"]["latency-ns"]] {
+            let [p50, p99] = ["p50", "p99"].map(|key| latency[key].as_u64().expect("some were answered"));
             assert!(0 < p50 && p50 <= p99, "{disk:#}");
         }
         let wait_p99 = disk["rate"]["wait-ns"]["p99"].as_u64().expect("it waited");
@@ -68,8 +68,8 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
             &["last ", "DISK", "WAIT P99 (", "HELD BY", "iops 500"],
         );
 
-        let said = run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
-        assert_eq!(said, "a: iops-total: 500 → 1500\n");
+        let stdout = run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
+        assert_eq!(stdout, "a: iops-total: 500 → 1500\n");
         assert_limited(&scratch, "a", 1500.0);
         // A rate close to zero and one close to unlimited: requests are throttled at once, and
         // admitted at once.
@@ -85,17 +85,17 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
 }
 
 #[test]
-fn a_refused_change_changes_nothing() {
+fn rejected_change_has_no_effect() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &["--iops-total", "500"]);
     let before = run_ok(&scratch, &["throttle", "a"]);
     assert_contains(&before, &["disk a\n", "  iops-total  500\n"]);
-    let said = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--iops-total-max", "20"]);
-    assert_contains(&said, &["iops-total-max", "20", "500"]);
-    let said = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--group", "absent"]);
-    assert_contains(&said, &["weir: a: there is no group \"absent\" (`weir status` lists them; "]);
-    let said = run_failing(&scratch, &["throttle", "a", "--group", "b"]);
-    assert_contains(&said, &["weir: a: \"b\" is a disk, not a group"]);
+    let stderr = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--iops-total-max", "20"]);
+    assert_contains(&stderr, &["iops-total-max", "20", "500"]);
+    let stderr = run_failing(&scratch, &["throttle", "a", "--weight", "7", "--group", "absent"]);
+    assert_contains(&stderr, &["weir: a: there is no group \"absent\" (`weir status` lists them; "]);
+    let stderr = run_failing(&scratch, &["throttle", "a", "--group", "b"]);
+    assert_contains(&stderr, &["weir: a: \"b\" is a disk, not a group"]);
     assert_eq!(run_ok(&scratch, &["throttle", "a"]), before);
     assert_contains(&run_failing(&scratch, &["throttle", "aa"]), &["aa: no disk and no group has this name"]);
     assert_contains(&run_failing(&scratch, &["status", "c"]), &["c: no disk and no group has this name"]);
@@ -142,7 +142,7 @@ fn config(scratch: &Scratch) -> String {
 }
 
 #[test]
-fn a_saved_change_holds_after_the_next_start() {
+fn saved_change_persists_across_a_restart() {
     let scratch = Scratch::new();
     let before = config(&scratch);
     let file = scratch.file("weir.toml", &before);
@@ -170,22 +170,22 @@ fn change_that_cannot_be_saved_is_not_applied() {
     let _weir = serve(&scratch, &file);
     let before = run_ok(&scratch, &["throttle", "gold"]);
     let other = scratch.file("other.toml", "[disk.a]\nimage = \"memory:1M\"\n");
-    let said =
+    let stderr =
         run_failing(&scratch, &["throttle", "gold", "--iops-total", "9", "--save", "--config", text(&other)]);
-    assert_contains(&said, &["other.toml: has no [group.gold]"]);
+    assert_contains(&stderr, &["other.toml: has no [group.gold]"]);
     // Rejected by the daemon only, after the new file was prepared.
-    let said = run_failing(&scratch, &["throttle", "gold", "--group", "a", "--save"]);
-    assert_contains(&said, &["group"]);
+    let stderr = run_failing(&scratch, &["throttle", "gold", "--group", "a", "--save"]);
+    assert_contains(&stderr, &["group"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), config(&scratch));
     assert_eq!(run_ok(&scratch, &["throttle", "gold"]), before);
 }
 
 #[test]
-fn a_daemon_without_a_config_file_has_nothing_to_save_to() {
+fn save_without_a_config_file_is_rejected() {
     let scratch = Scratch::new();
     let _weir = start(&scratch, &[]);
-    let said = run_failing(&scratch, &["throttle", "a", "--iops-total", "9", "--save"]);
-    assert_contains(&said, &["started without a config file", "--config FILE"]);
+    let stderr = run_failing(&scratch, &["throttle", "a", "--iops-total", "9", "--save"]);
+    assert_contains(&stderr, &["started without a config file", "--config FILE"]);
     assert!(!run_ok(&scratch, &["throttle", "a"]).contains("iops-total"), "nothing was changed");
 }
 

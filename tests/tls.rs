@@ -44,17 +44,17 @@ impl CertificateAuthority {
         text(&self.0)
     }
 
-    fn issue(&self, who: &str, extensions: &str) {
-        self.sign(who, &format!("/CN={who}"), extensions);
+    fn issue(&self, name: &str, extensions: &str) {
+        self.sign(name, &format!("/CN={name}"), extensions);
     }
 
     /// Issues a client certificate with this subject.
-    pub(crate) fn issue_client(&self, who: &str, subject: &str) {
-        self.sign(who, subject, "extendedKeyUsage=clientAuth\n");
+    pub(crate) fn issue_client(&self, name: &str, subject: &str) {
+        self.sign(name, subject, "extendedKeyUsage=clientAuth\n");
     }
 
-    fn sign(&self, who: &str, subject: &str, extensions: &str) {
-        let file = |kind: &str| self.file(&format!("{who}-{kind}.pem"));
+    fn sign(&self, name: &str, subject: &str, extensions: &str) {
+        let file = |kind: &str| self.file(&format!("{name}-{kind}.pem"));
         fs::write(file("ext"), extensions).unwrap();
         TestClient::new("openssl")
             .args(["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"])
@@ -91,11 +91,11 @@ fn uri_with_certificates(weir: &Weir, directory: &Path) -> String {
 
 /// Copies data to the server by one URI, and back by another.
 #[track_caller]
-fn assert_round_trip(scratch: &Scratch, there: &str, back: &str) {
+fn assert_round_trip(scratch: &Scratch, write_uri: &str, read_uri: &str) {
     let original = scratch.filled("original", 4 * MIB);
     let copy = scratch.path("back");
-    TestClient::new("nbdcopy").args([text(&original), there]).succeeds();
-    TestClient::new("nbdcopy").args([back, text(&copy)]).succeeds();
+    TestClient::new("nbdcopy").args([text(&original), write_uri]).succeeds();
+    TestClient::new("nbdcopy").args([read_uri, text(&copy)]).succeeds();
     assert!(fs::read(&copy).unwrap() == fs::read(&original).unwrap(), "the copy differs");
 }
 
@@ -142,7 +142,7 @@ fn qemu_uses_tls_with_certificates() {
 }
 
 #[test]
-fn a_client_without_a_certificate_is_served_unless_peers_are_verified() {
+fn client_without_a_certificate_is_served_unless_peers_are_verified() {
     let scratch = Scratch::new();
     let authority = CertificateAuthority::new(&scratch, "authority");
     let anonymous = authority.without_client(&scratch, "anonymous");
@@ -155,32 +155,32 @@ fn a_client_without_a_certificate_is_served_unless_peers_are_verified() {
 }
 
 #[test]
-fn a_client_of_another_authority_is_refused() {
+fn client_of_another_authority_is_rejected() {
     let scratch = Scratch::new();
-    let ours = CertificateAuthority::new(&scratch, "ours");
-    let theirs = CertificateAuthority::new(&scratch, "theirs");
-    let weir = ours.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
+    let authority = CertificateAuthority::new(&scratch, "ours");
+    let other_authority = CertificateAuthority::new(&scratch, "theirs");
+    let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
     // Trusts weir's server, and presents a certificate of another authority.
-    let impostor = ours.without_client(&scratch, "impostor");
+    let impostor = authority.without_client(&scratch, "impostor");
     for name in ["client-cert.pem", "client-key.pem"] {
-        fs::copy(theirs.file(name), impostor.join(name)).unwrap();
+        fs::copy(other_authority.file(name), impostor.join(name)).unwrap();
     }
     size(&uri_with_certificates(&weir, &impostor)).fails();
     weir.wait_for_log("certificate");
     // A client that does not trust this authority rejects the server.
-    size(&uri_with_certificates(&weir, &theirs.0)).fails();
-    size(&uri_with_certificates(&weir, &ours.0)).succeeds();
+    size(&uri_with_certificates(&weir, &other_authority.0)).fails();
+    size(&uri_with_certificates(&weir, &authority.0)).succeeds();
 }
 
 #[test]
-fn where_tls_is_required_plain_clients_are_refused() {
+fn plain_clients_are_rejected_if_tls_is_required() {
     let scratch = Scratch::new();
     let authority = CertificateAuthority::new(&scratch, "authority");
     let weir = authority.serve(&scratch, &["--tls", "required"]);
-    let said = size(&weir.uri("disk")).fails();
-    assert_contains(&said, &["TLS"]);
-    let said = qemu_img(["info", "-f", "raw", &weir.uri("disk")]).fails();
-    assert_contains(&said, &["TLS"]);
+    let stderr = size(&weir.uri("disk")).fails();
+    assert_contains(&stderr, &["TLS"]);
+    let stderr = qemu_img(["info", "-f", "raw", &weir.uri("disk")]).fails();
+    assert_contains(&stderr, &["TLS"]);
 }
 
 #[test]
@@ -211,11 +211,11 @@ fn handshake_waits_for_memory() {
         .args(["--memory", "128M", "--max-connections", "0"])
         .start();
     // Unfinished handshakes hold the memory of TLS.
-    let mut silent = Vec::new();
+    let mut silent_clients = Vec::new();
     while !weir.log_text().contains("memory is used up") {
         let mut client = RawNbdClient::greet(weir.socket());
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
-        silent.push(client);
+        silent_clients.push(client);
     }
     let unix =
         format!("nbds+unix:///memory?socket={}&tls-certificates={}", text(weir.socket()), authority.path());
@@ -227,7 +227,7 @@ fn handshake_waits_for_memory() {
         }
         pause();
     }
-    drop(silent);
+    drop(silent_clients);
     assert_eq!(client.join().expect("it is served"), format!("{MIB}\n"));
     weir.stop();
 }
@@ -242,24 +242,24 @@ fn waiting_handshakes_block_no_worker() {
         .args(["--memory", "128M", "--max-connections", "0"])
         .start();
     let (mut served, _) = RawNbdClient::negotiated(weir.socket(), "memory");
-    let mut silent = Vec::new();
+    let mut silent_clients = Vec::new();
     while !weir.log_text().contains("memory is used up") {
         let mut client = RawNbdClient::greet(weir.socket());
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
-        silent.push(client);
+        silent_clients.push(client);
     }
     // These wait for memory and stay silent as well.
     for _ in 0..3 {
         let mut client = RawNbdClient::greet(weir.socket());
         client.send(&option_header(OPT_STARTTLS, 0));
-        silent.push(client);
+        silent_clients.push(client);
     }
     // Several times the time that a handshake may take while other clients wait.
     let until = Instant::now() + Duration::from_secs(4);
     while Instant::now() < until {
         served.read(0, 4096).expect("memory");
     }
-    drop(silent);
+    drop(silent_clients);
     served.read(0, 4096).expect("memory");
     weir.stop();
 }
@@ -327,11 +327,11 @@ fn reload_reads_renewed_credentials_and_keeps_connections() {
         ),
     );
     let weir = Serve::new(&scratch).on_tcp().arg("--config").arg(config).start();
-    let mine = old.without_client(&scratch, "mine");
+    let client_directory = old.without_client(&scratch, "mine");
     for name in ["client-cert.pem", "client-key.pem"] {
-        fs::copy(old.file(name), mine.join(name)).unwrap();
+        fs::copy(old.file(name), client_directory.join(name)).unwrap();
     }
-    let (by_old, by_new) = (uri_with_certificates(&weir, &mine), uri_with_certificates(&weir, &new.0));
+    let (by_old, by_new) = (uri_with_certificates(&weir, &client_directory), uri_with_certificates(&weir, &new.0));
     size(&by_old).succeeds();
     size(&by_new).fails();
     let reload = || TestClient::new(WEIR).args(["reload", "--qmp", &control]);
@@ -368,13 +368,13 @@ fn credentials_that_are_missing_or_unused_are_named() {
     let empty = scratch.path("empty");
     fs::create_dir(&empty).unwrap();
     let serve = |arguments: &[&str]| Serve::new(&scratch).arg("memory:1M").args(arguments);
-    let said = serve(&["--tls", "on", "--tls-certificates", text(&empty)]).fails();
+    let stderr = serve(&["--tls", "on", "--tls-certificates", text(&empty)]).fails();
     assert_contains(
-        &said,
+        &stderr,
         &[text(&empty.join("server-cert.pem")), "No such file", "the server's certificate"],
     );
-    let said = serve(&["--tls", "on", "--tls-psk", text(&empty.join("keys"))]).fails();
-    assert_contains(&said, &["weir: TLS: ", text(&empty.join("keys")), "No such file", "psktool"]);
+    let stderr = serve(&["--tls", "on", "--tls-psk", text(&empty.join("keys"))]).fails();
+    assert_contains(&stderr, &["weir: TLS: ", text(&empty.join("keys")), "No such file", "psktool"]);
     assert_contains(&serve(&["--tls", "required"]).rejects_usage(), &["no credentials", "tls-certificates"]);
     assert_contains(&serve(&["--tls-psk", "keys"]).rejects_usage(), &["--tls-psk", "tls is off"]);
 }

@@ -73,7 +73,7 @@ fn blocks(document: &str, from: &str, to: &str) -> Vec<String> {
 }
 
 #[test]
-fn two_disks_with_one_limit_leave_the_terminal_to_the_reader() {
+fn readme_example_of_two_disks_with_one_limit() {
     let scratch = Scratch::new();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let readme = fs::read_to_string(root.join("README.md")).expect("it is a text");
@@ -99,7 +99,7 @@ expect("read: " in screen, "the first client has not written its results")
 }
 
 #[test]
-fn a_job_in_the_background_draws_nothing_before_it_is_in_the_foreground() {
+fn background_job_draws_only_in_the_foreground() {
     let scratch = Scratch::new();
     let script = r#"
 enter("weir serve memory:16M --nbd unix:n --iops-total 1000 2> log &")

@@ -32,7 +32,7 @@ fn directory(scratch: &Scratch) -> PathBuf {
 }
 
 #[track_caller]
-fn is_empty(directory: &Path) {
+fn assert_empty(directory: &Path) {
     let left: Vec<_> = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.is_empty(), "left behind: {left:?}");
 }
@@ -60,8 +60,8 @@ fn tuned(arguments: &[&str]) -> String {
 fn recommendations_are_accepted_by_other_programs() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
-    let kept = scratch.path("tune.json");
-    let arguments = [text(&directory), "--size", "16M", "--result", text(&kept), "--disk", "1G"];
+    let result_file = scratch.path("tune.json");
+    let arguments = [text(&directory), "--size", "16M", "--result", text(&result_file), "--disk", "1G"];
     let printed = tuned(&arguments);
     for goal in ["throughput", "latency", "integrity", "balanced"] {
         assert_contains(&printed, &[&format!("\nFor {goal}: ")]);
@@ -70,8 +70,8 @@ fn recommendations_are_accepted_by_other_programs() {
         &printed,
         &["CONFIGURATION", "Safety: survives a power failure", "fewest changes to it, least memory"],
     );
-    is_empty(&directory);
-    let result = json(&kept);
+    assert_empty(&directory);
+    let result = json(&result_file);
     assert_eq!(result["partial"], "it was interrupted");
     assert!(most_samples(&result) >= 1);
 
@@ -80,19 +80,19 @@ fn recommendations_are_accepted_by_other_programs() {
     let integrity = tables.iter().find(|table| table["title"].as_str().unwrap().starts_with("For integrity"));
     let rows = integrity.unwrap()["rows"].as_array().unwrap();
     let image = scratch.path("made.qcow2");
-    let line = |what: &str| {
-        let row = rows.iter().find(|row| row[0] == what).unwrap();
+    let line = |name: &str| {
+        let row = rows.iter().find(|row| row[0] == name).unwrap();
         row[1].as_str().unwrap().replace("DISK", text(&image))
     };
     let create = line("image");
-    let words: Vec<_> = create.split(' ').skip(1).collect();
-    qemu_img(["create", "-q"].into_iter().chain(words[1..].iter().copied())).succeeds();
+    let create_arguments: Vec<_> = create.split(' ').skip(1).collect();
+    qemu_img(["create", "-q"].into_iter().chain(create_arguments[1..].iter().copied())).succeeds();
     let blockdev = line("or");
     let options = blockdev.split(' ').nth(1).unwrap();
     qemu_io(["--image-opts"], ["write 0 4k", "read 0 4k"], options);
     let serve = line("weir");
-    let words: Vec<_> = serve.split(' ').skip(2).map(str::to_owned).collect();
-    Serve::new(&scratch).args(words).start().stop();
+    let serve_arguments: Vec<_> = serve.split(' ').skip(2).map(str::to_owned).collect();
+    Serve::new(&scratch).args(serve_arguments).start().stop();
     let driver = line("libvirt");
     nbdsh(
         "
@@ -114,14 +114,14 @@ fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
         .stderr(Stdio::piped())
         .spawn()
         .expect("it was built");
-    let mut said = BufReader::new(child.stderr.take().expect("it is a pipe")).lines().map(Result::unwrap);
+    let mut lines = BufReader::new(child.stderr.take().expect("it is a pipe")).lines().map(Result::unwrap);
     let mut before = Vec::new();
     while !before.last().is_some_and(|line: &String| line.contains(mark)) {
-        before.push(said.next().unwrap_or_else(|| panic!("{mark:?} never came: {before:#?}")));
+        before.push(lines.next().unwrap_or_else(|| panic!("{mark:?} never came: {before:#?}")));
     }
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();
     // Both pipes are read to their ends before the wait: a full pipe would block the child.
-    let rest: Vec<_> = said.collect();
+    let rest: Vec<_> = lines.collect();
     let mut printed = String::new();
     child.stdout.take().expect("it is a pipe").read_to_string(&mut printed).unwrap();
     let status = child.wait().unwrap();
@@ -132,30 +132,30 @@ fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
 fn interrupted_run_leaves_no_image_and_can_be_resumed() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
-    let kept = scratch.path("tune.json");
-    let printed = tuned(&[text(&directory), "--size", "16M", "--result", text(&kept)]);
+    let result_file = scratch.path("tune.json");
+    let printed = tuned(&[text(&directory), "--size", "16M", "--result", text(&result_file)]);
     assert_contains(&printed, &["\nFor balanced: "]);
-    is_empty(&directory);
-    let first = json(&kept);
+    assert_empty(&directory);
+    let first = json(&result_file);
     assert_eq!(first["partial"], "it was interrupted");
     assert!(most_samples(&first) >= 1);
 
-    let resume = [text(&directory), "--result", text(&kept), "--resume", text(&kept)];
-    let again = [&resume[..], &["--budget", NEVER_SPENT]].concat();
-    let (status, printed) = interrupted_at("round 3 ", &again);
+    let resume = [text(&directory), "--result", text(&result_file), "--resume", text(&result_file)];
+    let resume_again = [&resume[..], &["--budget", NEVER_SPENT]].concat();
+    let (status, printed) = interrupted_at("round 3 ", &resume_again);
     assert_eq!(status, 1, "{printed}");
     assert!(
-        most_samples(&json(&kept)) > most_samples(&first),
+        most_samples(&json(&result_file)) > most_samples(&first),
         "it continued with the samples of the first run"
     );
-    is_empty(&directory);
+    assert_empty(&directory);
 
     // A second suffices, because every configuration has samples already.
     let printed = weir(&["tune"]).args(resume).args(["--budget", "1s"]).succeeds();
     assert_contains(&printed, &["\nFor balanced: "]);
-    assert_eq!(json(&kept)["partial"], Value::Null);
-    is_empty(&directory);
-    let elsewhere = weir(&["tune", text(kept.parent().unwrap()), "--resume", text(&kept)]).fails();
+    assert_eq!(json(&result_file)["partial"], Value::Null);
+    assert_empty(&directory);
+    let elsewhere = weir(&["tune", text(result_file.parent().unwrap()), "--resume", text(&result_file)]).fails();
     assert_contains(&elsewhere, &["the samples to continue with belong to", text(&directory)]);
 }
 
@@ -165,7 +165,7 @@ fn interrupt_while_writing_images_leaves_none() {
     let directory = directory(&scratch);
     let (status, _) = interrupted_at("writing base.raw", &[text(&directory), "--size", "64M"]);
     assert_eq!(status, 1);
-    is_empty(&directory);
+    assert_empty(&directory);
 }
 
 /// Tunes a tmpfs of 200 MiB at `$0`, which is filled up once the first image is being written.
@@ -180,7 +180,7 @@ fn full_disk_is_reported_and_images_removed() {
     need_root("mounts");
     let scratch = Scratch::new();
     let mount = directory(&scratch);
-    let kept = scratch.path("tune.json");
+    let result_file = scratch.path("tune.json");
     let printed = TestClient::new("unshare")
         .args([
             "--mount",
@@ -189,26 +189,26 @@ fn full_disk_is_reported_and_images_removed() {
             &script_without_foreign_mounts(ON_A_DISK_THAT_FILLS_UP),
             text(&mount),
             WEIR,
-            text(&kept),
+            text(&result_file),
         ])
         .run()
         .stdout();
     assert_contains(&printed, &["cannot be measured to the end", "No space left on device"]);
     // Only the test's own file is left.
     assert_eq!(printed.lines().last(), Some("others"), "{printed}");
-    assert_contains(json(&kept)["partial"].as_str().unwrap(), &["it failed: ", "No space left on device"]);
+    assert_contains(json(&result_file)["partial"].as_str().unwrap(), &["it failed: ", "No space left on device"]);
 }
 
 #[test]
 fn insufficient_space_is_rejected_before_writing() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
-    let said = weir(&["tune", text(&directory), "--size", "100T"]).fails();
+    let stderr = weir(&["tune", text(&directory), "--size", "100T"]).fails();
     assert_contains(
-        &said,
+        &stderr,
         &["needs ", " bytes for images of 100T, and ", "(make room, or give a smaller --size)"],
     );
-    is_empty(&directory);
+    assert_empty(&directory);
 }
 
 #[test]
@@ -257,7 +257,7 @@ fn image_is_read_and_unchanged() {
 }
 
 #[test]
-fn a_published_table_is_measured_and_each_conclusion_is_judged() {
+fn conclusions_of_a_published_table_are_verified() {
     let scratch = Scratch::new();
     let directory = directory(&scratch);
     let arguments = [text(&directory), "--size", "16M", "--preset", "cache-modes"];
@@ -271,7 +271,7 @@ fn a_published_table_is_measured_and_each_conclusion_is_judged() {
             "none has much better writes",
         ],
     );
-    is_empty(&directory);
+    assert_empty(&directory);
     let image = scratch.filled("a.raw", 16 * MIB);
     let refused = weir(&["tune", text(&image), "--format", "raw", "--preset", "pcache"]).run();
     assert_eq!(refused.code(), 2, "{}", refused.stderr());

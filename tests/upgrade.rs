@@ -45,11 +45,11 @@ use crate::{
 /// Version of the message format.
 const FORMAT: u64 = 8;
 /// Log message of the old process after a failed upgrade.
-const CONTINUES: &str = "the upgrade failed, this process continues";
+const UPGRADE_FAILED: &str = "the upgrade failed, this process continues";
 
 /// Limit in bytes a second, and the maximum overrun: the longest I/O that requests are merged into.
 const LIMIT: f64 = 40e6;
-const LONGEST: f64 = 2e6;
+const MAX_OVERRUN: f64 = 2e6;
 
 /// A daemon that is upgraded repeatedly, always with the same arguments.
 struct UpgradedDaemon {
@@ -86,18 +86,18 @@ impl UpgradedDaemon {
     /// A new process that fails: each is killed one step later than the previous one; then some
     /// disconnect.
     #[track_caller]
-    fn fail_at(&self, turn: usize) {
-        let strangers: [&[&str]; 3] = [&[], &["prepared"], &["prepared", "nonsense"]];
-        let turn = turn % (UpgradeStep::ALL.len() + strangers.len());
-        let Some(words) = turn.checked_sub(UpgradeStep::ALL.len()).map(|at| strangers[at]) else {
-            return self.kill_new_process(UpgradeStep::ALL[turn]);
+    fn fail_at(&self, number: usize) {
+        let scripts: [&[&str]; 3] = [&[], &["prepared"], &["prepared", "nonsense"]];
+        let number = number % (UpgradeStep::ALL.len() + scripts.len());
+        let Some(messages) = number.checked_sub(UpgradeStep::ALL.len()).map(|at| scripts[at]) else {
+            return self.kill_new_process(UpgradeStep::ALL[number]);
         };
-        let mut stranger = UpgradePeer::ask(&self.control(), FORMAT).expect("it may");
-        stranger.receive();
-        for word in words {
-            stranger.send(word);
-            if *word == "prepared" {
-                stranger.receive();
+        let mut peer = UpgradePeer::connect(&self.control(), FORMAT).expect("it may");
+        peer.receive();
+        for message in messages {
+            peer.send(message);
+            if *message == "prepared" {
+                peer.receive();
             }
         }
     }
@@ -150,25 +150,25 @@ for at in range(BLOCKS):
 print(disconnected)
 ";
 /// Offset of its blocks, beyond those of all loads with fio.
-const OF_TLS: u64 = 32 * MIB;
+const TLS_OFFSET: u64 = 32 * MIB;
 
-fn tls_client(weir: &Weir, house: &UpgradedDaemon) -> Child {
-    let (keys, stop) = (house.scratch.path(KEYS), house.scratch.path("stop"));
-    let (uri, mark) = (weir.uri("disk"), if house.on_tcp { "?" } else { "&" });
+fn tls_client(weir: &Weir, fixture: &UpgradedDaemon) -> Child {
+    let (keys, stop) = (fixture.scratch.path(KEYS), fixture.scratch.path("stop"));
+    let (uri, mark) = (weir.uri("disk"), if fixture.on_tcp { "?" } else { "&" });
     let uri = uri.replacen("nbd", "nbds", 1).replacen("://", "://alice@", 1);
     let uri = format!("{uri}{mark}tls-psk-file={}", keys.display());
-    let arguments = format!("arguments = [{uri:?}, {:?}, {:?}]\n", OF_TLS.to_string(), text(&stop));
+    let arguments = format!("arguments = [{uri:?}, {:?}, {:?}]\n", TLS_OFFSET.to_string(), text(&stop));
     let mut client = nbdsh_command(&format!("{arguments}{TLS_CLIENT}"));
     client.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nbdsh was found")
 }
 
 /// Stops the client; returns the number of its disconnects.
 #[track_caller]
-fn end_tls_client(client: Child, house: &UpgradedDaemon) -> usize {
-    house.scratch.file("stop", "");
+fn end_tls_client(client: Child, fixture: &UpgradedDaemon) -> usize {
+    fixture.scratch.file("stop", "");
     let output = client.wait_with_output().expect("it is ours");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "the client with TLS: {said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "the client with TLS: {stderr}");
     String::from_utf8_lossy(&output.stdout).trim().parse().unwrap_or_else(|_| panic!("no number: {output:?}"))
 }
 
@@ -197,16 +197,16 @@ fn load(uri: String, scratch: &Scratch, offset: u64, seed: usize) -> thread::Joi
 #[test]
 fn recording_continues_after_an_upgrade() {
     let scratch = Scratch::new();
-    let (disk, kept) = (scratch.filled("disk.raw", MIB), scratch.path("kept"));
-    fs::create_dir(&kept).expect("it can be made");
-    let house = UpgradedDaemon::new(scratch, &[text(&disk), "--record", text(&kept)]);
+    let (disk, directory) = (scratch.filled("disk.raw", MIB), scratch.path("kept"));
+    fs::create_dir(&directory).expect("it can be made");
+    let fixture = UpgradedDaemon::new(scratch, &[text(&disk), "--record", text(&directory)]);
     let read = |weir: &Weir| weir.nbdsh("disk", "for i in range(10): h.pread(4096, 0)");
-    let first = house.serve().start();
+    let first = fixture.serve().start();
     read(&first);
-    let (second, _) = house.upgrade(first);
+    let (second, _) = fixture.upgrade(first);
     read(&second);
     second.stop();
-    let files = fs::read_dir(&kept).expect("it is there").map(|file| file.expect("it can be read").path());
+    let files = fs::read_dir(&directory).expect("it is there").map(|file| file.expect("it can be read").path());
     let info = TestClient::new(crate::harness::WEIR).args(["trace", "info", "--json"]).args(files).json();
     assert_eq!(info["disks"]["disk"]["reads"], 20, "{info:#}");
 }
@@ -215,8 +215,8 @@ fn recording_continues_after_an_upgrade() {
 fn connection_and_negotiated_features_survive() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", MIB);
-    let house = UpgradedDaemon::new(scratch, &[disk.to_str().unwrap()]);
-    let first = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &[disk.to_str().unwrap()]);
+    let first = fixture.serve().start();
     let script = "\
 import sys
 def step(): print('there', flush=True); sys.stdin.readline()
@@ -240,69 +240,69 @@ h.shutdown()
     let mut client = nbdsh_command(&format!("arguments = [{:?}]\n{script}", first.uri("disk")));
     client.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut client = client.spawn().expect("nbdsh was found");
-    let mut said = client.stdout.take().expect("piped");
-    let mut heard = move || said.read_exact(&mut [0; 6]).expect("the client connects");
-    heard();
-    let status = |house: &UpgradedDaemon| weir(&["status", "--json"]).env("WEIR_QMP", control(house)).json();
-    let before = status(&house)["disks"][0].clone();
-    let (second, _) = house.upgrade(first);
-    let after = status(&house)["disks"][0].clone();
+    let mut stdout = client.stdout.take().expect("piped");
+    let mut wait_for_line = move || stdout.read_exact(&mut [0; 6]).expect("the client connects");
+    wait_for_line();
+    let status = |fixture: &UpgradedDaemon| weir(&["status", "--json"]).env("WEIR_QMP", control(fixture)).json();
+    let before = status(&fixture)["disks"][0].clone();
+    let (second, _) = fixture.upgrade(first);
+    let after = status(&fixture)["disks"][0].clone();
     for counted in ["reads", "writes", "read-bytes", "written-bytes"] {
         assert_eq!(after[counted], before[counted], "{counted}: {after}");
     }
-    let go_on = |client: &mut Child| {
+    let finish = |client: &mut Child| {
         client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
     };
-    go_on(&mut client);
-    heard();
-    let (_third, _) = house.upgrade(second);
-    go_on(&mut client);
+    finish(&mut client);
+    wait_for_line();
+    let (_third, _) = fixture.upgrade(second);
+    finish(&mut client);
     assert!(client.wait().expect("it is ours").success());
 }
 
-fn control(house: &UpgradedDaemon) -> String {
-    format!("unix:{}", house.control().display())
+fn control(fixture: &UpgradedDaemon) -> String {
+    format!("unix:{}", fixture.control().display())
 }
 
 #[test]
 fn untransferable_state_is_named_and_the_old_process_continues() {
     let scratch = Scratch::new();
-    let (one, two) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
-    let (one, two) = (one.to_str().unwrap().to_owned(), two.to_str().unwrap().to_owned());
-    let house = UpgradedDaemon::new(scratch, &[&one, &two]);
+    let (first_image, second_image) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
+    let (first_image, second_image) = (first_image.to_str().unwrap().to_owned(), second_image.to_str().unwrap().to_owned());
+    let fixture = UpgradedDaemon::new(scratch, &[&first_image, &second_image]);
     let refused = |arguments: &[&str], expect: &str| {
-        let newcomer = Serve::new(&house.scratch).args(arguments).arg("--takeover");
-        let said = newcomer.env("WEIR_QMP", control(&house)).fails();
-        assert!(said.contains(expect), "{said}");
+        let new_process = Serve::new(&fixture.scratch).args(arguments).arg("--takeover");
+        let stderr = new_process.env("WEIR_QMP", control(&fixture)).fails();
+        assert!(stderr.contains(expect), "{stderr}");
     };
-    refused(&[&one], "no process listens there (start without --takeover)");
-    let first = house.serve().start();
-    refused(&[&one], "disk two: it runs, and is not in this config");
-    refused(&[&one, &two, "--cache", "none"], "has it open with cache=writeback, writethrough or unsafe");
-    refused(&[&one, &two, "--read-only"], "one.raw: locked for writing by another process");
-    refused(&[&one, "/nonexistent"], "/nonexistent: no such file");
+    refused(&[&first_image], "no process listens there (start without --takeover)");
+    let first = fixture.serve().start();
+    refused(&[&first_image], "disk two: it runs, and is not in this config");
+    refused(&[&first_image, &second_image, "--cache", "none"], "has it open with cache=writeback, writethrough or unsafe");
+    refused(&[&first_image, &second_image, "--read-only"], "one.raw: locked for writing by another process");
+    refused(&[&first_image, "/nonexistent"], "/nonexistent: no such file");
     first.nbdsh("one", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
-    let memory = UpgradedDaemon::new(house.scratch, &["memory:1M"]);
+    let memory = UpgradedDaemon::new(fixture.scratch, &["memory:1M"]);
     let first = memory.serve().start();
-    let said = memory.new_process().fails();
+    let stderr = memory.new_process().fails();
     assert!(
-        said.contains(
+        stderr.contains(
             "disk memory: cannot be taken over (remove it with `weir disk remove`, or restart \
              weir): its data is in memory"
         ),
-        "{said}"
+        "{stderr}"
     );
     first.nbdsh("memory", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
     if can_mount() {
-        let spot = memory.scratch.file("spot", "");
-        let files = UpgradedDaemon::new(memory.scratch, &[&one, "--fuse", text(&spot)]);
+        let mounted_file = memory.scratch.file("spot", "");
+        let files = UpgradedDaemon::new(memory.scratch, &[&first_image, "--fuse", text(&mounted_file)]);
         let first = files.serve().start();
-        let other = Serve::new(&files.scratch).args([&one, "--takeover"]).env("WEIR_QMP", control(&files));
-        let said = other.fails();
-        assert!(said.contains("spot runs, and is not in this config"), "{said}");
-        assert_eq!(fs::metadata(&spot).unwrap().len(), MIB);
+        let other = Serve::new(&files.scratch).args([&first_image, "--takeover"]).env("WEIR_QMP", control(&files));
+        let stderr = other.fails();
+        assert!(stderr.contains("spot runs, and is not in this config"), "{stderr}");
+        assert_eq!(fs::metadata(&mounted_file).unwrap().len(), MIB);
         first.stop();
     }
 }
@@ -315,43 +315,43 @@ fn fuse_export_survives() {
         return;
     }
     let scratch = Scratch::new();
-    let (disk, spot) = (scratch.sparse("disk.raw", 16 * MIB), scratch.file("spot", ""));
-    let house = UpgradedDaemon::new(scratch, &[text(&disk), "--fuse", text(&spot), "--iops-total", "3000"]);
-    let mut current = house.serve().start();
-    fs::set_permissions(&spot, fs::Permissions::from_mode(0o640)).unwrap();
-    let open = fs::OpenOptions::new().read(true).write(true).open(&spot).unwrap();
+    let (disk, mounted_file) = (scratch.sparse("disk.raw", 16 * MIB), scratch.file("spot", ""));
+    let fixture = UpgradedDaemon::new(scratch, &[text(&disk), "--fuse", text(&mounted_file), "--iops-total", "3000"]);
+    let mut current = fixture.serve().start();
+    fs::set_permissions(&mounted_file, fs::Permissions::from_mode(0o640)).unwrap();
+    let open = fs::OpenOptions::new().read(true).write(true).open(&mounted_file).unwrap();
     let load = TestClient::new("fio")
         .args(["--name=file", "--ioengine=libaio", "--direct=1", "--iodepth=16", "--size=16M"])
         .args(["--rw=randrw", "--bsrange=512-60k", "--blockalign=512", "--serialize_overlap=1"])
         .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--fsync=50"])
-        .arg(format!("--filename={}", text(&spot)))
-        .arg(format!("--aux-path={}", house.scratch.path("").display()));
+        .arg(format!("--filename={}", text(&mounted_file)))
+        .arg(format!("--aux-path={}", fixture.scratch.path("").display()));
     let load = thread::spawn(move || drop(load.succeeds()));
     let mut failed = 0;
     while !load.is_finished() || failed < UpgradeStep::ALL.len() {
-        house.fail_at(failed);
+        fixture.fail_at(failed);
         failed += 1;
-        current.wait_for_log(CONTINUES);
-        current = house.upgrade(current).0;
+        current.wait_for_log(UPGRADE_FAILED);
+        current = fixture.upgrade(current).0;
     }
     load.join().expect("the load was not disturbed");
     open.write_all_at(b"weir", 8192).unwrap();
     open.sync_all().unwrap();
-    assert_eq!(fs::metadata(&spot).unwrap().permissions().mode() & 0o777, 0o640);
-    let modified = fs::metadata(&spot).unwrap().modified().unwrap();
-    let current = house.upgrade(current).0;
-    assert_eq!(fs::metadata(&spot).unwrap().modified().unwrap(), modified);
+    assert_eq!(fs::metadata(&mounted_file).unwrap().permissions().mode() & 0o777, 0o640);
+    let modified = fs::metadata(&mounted_file).unwrap().modified().unwrap();
+    let current = fixture.upgrade(current).0;
+    assert_eq!(fs::metadata(&mounted_file).unwrap().modified().unwrap(), modified);
     let mut read = [0; 4];
     open.read_exact_at(&mut read, 8192).unwrap();
     assert_eq!(&read, b"weir");
-    let told = Qmp::negotiated(&house.control()).command_reply("x-weir-query-status", json!({}));
-    let exports = told["return"]["exports"].as_array().expect("a list");
+    let status = Qmp::negotiated(&fixture.control()).command_reply("x-weir-query-status", json!({}));
+    let exports = status["return"]["exports"].as_array().expect("a list");
     let file = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");
     assert_eq!(file["openers"], 1, "{file}");
     drop(open);
     // The watcher of the first process also watches the last one.
     current.kill();
-    while fs::metadata(&spot).is_err() || fs::metadata(&spot).unwrap().len() > 0 {
+    while fs::metadata(&mounted_file).is_err() || fs::metadata(&mounted_file).unwrap().len() > 0 {
         pause();
     }
 }
@@ -361,10 +361,10 @@ fn fuse_export_survives() {
 fn virtqueues_survive() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.sparse("disk.raw", 4 * MIB), scratch.socket("machine"));
-    let door = format!("unix:{},queues=2", text(&socket));
-    let arguments = [text(&disk), "--vhost-user-blk", &door, "--iops-total", "3000"];
-    let house = UpgradedDaemon::new(scratch, &arguments);
-    let mut current = house.serve().start();
+    let listen_option = format!("unix:{},queues=2", text(&socket));
+    let arguments = [text(&disk), "--vhost-user-blk", &listen_option, "--iops-total", "3000"];
+    let fixture = UpgradedDaemon::new(scratch, &arguments);
+    let mut current = fixture.serve().start();
     let target = format!("vhost-user:{}", text(&socket));
     // Writes each block once.
     let load = move || bench("-w --pattern 90 -c 2048 -d 24 -s 2K --flush-interval 100", &target).succeeds();
@@ -372,33 +372,33 @@ fn virtqueues_survive() {
     let mut upgrades = 0;
     while !load.is_finished() {
         if upgrades % 3 == 1 {
-            let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
-            assert_eq!(stranger.receive()["machines"][0]["disk"], "disk");
-            stranger.send("prepared");
+            let mut peer = UpgradePeer::connect(&fixture.control(), FORMAT).expect("it may");
+            assert_eq!(peer.receive()["machines"][0]["disk"], "disk");
+            peer.send("prepared");
             // The virtqueues are suspended; they resume after the failure.
-            let state = stranger.receive();
-            let machines = state["still"]["machines"].as_array();
-            assert!(machines.is_some_and(|machines| machines.len() <= 1), "{state}");
-            drop(stranger);
-            current.wait_for_log(CONTINUES);
+            let state = peer.receive();
+            let front_ends = state["still"]["machines"].as_array();
+            assert!(front_ends.is_some_and(|machines| machines.len() <= 1), "{state}");
+            drop(peer);
+            current.wait_for_log(UPGRADE_FAILED);
         }
-        current = house.upgrade(current).0;
+        current = fixture.upgrade(current).0;
         upgrades += 1;
     }
     load.join().expect("the front end was not disturbed");
     assert!(fs::read(&disk).unwrap().iter().all(|byte| *byte == 90), "{upgrades} upgrades");
     // A front end that connects after the upgrades is accepted, a second one beside it is not.
-    let mut machine = front_end(&socket);
-    features(&mut machine);
-    let current = house.upgrade(current).0;
-    features(&mut machine);
+    let mut stream = front_end(&socket);
+    features(&mut stream);
+    let current = fixture.upgrade(current).0;
+    features(&mut stream);
     let (status, log) = {
-        let other = Serve::new(&house.scratch).args([text(&disk), "--takeover"]);
-        (other.env("WEIR_QMP", format!("unix:{}", house.control().display())).fails(), current)
+        let other = Serve::new(&fixture.scratch).args([text(&disk), "--takeover"]);
+        (other.env("WEIR_QMP", format!("unix:{}", fixture.control().display())).fails(), current)
     };
     assert!(status.contains("it runs, and is not in this config"), "{status}");
-    features(&mut machine);
-    drop(machine);
+    features(&mut stream);
+    drop(stream);
     log.stop();
     assert!(!socket.exists(), "the last process removes the socket");
 }
@@ -407,23 +407,23 @@ fn virtqueues_survive() {
 struct UpgradePeer(UnixStream);
 
 impl UpgradePeer {
-    fn ask(control: &Path, format: u64) -> Result<Self, String> {
-        Self::ask_as(control, format, "0.0.0")
+    fn connect(control: &Path, format: u64) -> Result<Self, String> {
+        Self::connect_as(control, format, "0.0.0")
     }
 
-    fn ask_as(control: &Path, format: u64, version: &str) -> Result<Self, String> {
-        let (ours, theirs) = UnixStream::pair().unwrap();
+    fn connect_as(control: &Path, format: u64, version: &str) -> Result<Self, String> {
+        let (local, remote) = UnixStream::pair().unwrap();
         let mut qmp = Qmp::negotiated(control);
         let arguments = json!({ "format": format, "version": version });
-        let answer = qmp.command_with_descriptor(&theirs, "x-weir-takeover", &arguments);
-        match answer["error"]["desc"].as_str() {
+        let reply = qmp.command_with_descriptor(&remote, "x-weir-takeover", &arguments);
+        match reply["error"]["desc"].as_str() {
             Some(why) => Err(why.to_owned()),
-            None => Ok(Self(ours)),
+            None => Ok(Self(local)),
         }
     }
 
-    fn send(&mut self, word: &str) {
-        let text = format!("{word:?}");
+    fn send(&mut self, message: &str) {
+        let text = format!("{message:?}");
         let lengths = [text.len() as u64, 0, 0].map(u64::to_le_bytes).concat();
         self.0.write_all(&[lengths.as_slice(), text.as_bytes()].concat()).unwrap();
     }
@@ -440,12 +440,12 @@ impl UpgradePeer {
 }
 
 /// Waits until clients have read from this number of disks.
-fn until_all_are_read(house: &UpgradedDaemon, count: usize) {
-    let mut qmp = Qmp::negotiated(&house.control());
+fn until_all_are_read(fixture: &UpgradedDaemon, count: usize) {
+    let mut qmp = Qmp::negotiated(&fixture.control());
     let is_read = |disk: &Value| disk["stats"]["rd_operations"].as_u64() > Some(0);
     loop {
-        let told = qmp.command_reply("query-blockstats", json!({}));
-        let disks = told["return"].as_array().expect("a list");
+        let reply = qmp.command_reply("query-blockstats", json!({}));
+        let disks = reply["return"].as_array().expect("a list");
         if disks.iter().filter(|disk| is_read(disk)).count() == count {
             return;
         }
@@ -465,50 +465,50 @@ fn failure_at_any_step_changes_nothing() {
         socket = scratch.socket("nbd").display()
     );
     let config = scratch.file("weir.toml", config);
-    let mut house = UpgradedDaemon::new(scratch, &["--config", config.to_str().unwrap()]);
-    house.arguments.extend(["--log".to_owned(), "debug".to_owned()]);
+    let mut fixture = UpgradedDaemon::new(scratch, &["--config", config.to_str().unwrap()]);
+    fixture.arguments.extend(["--log".to_owned(), "debug".to_owned()]);
     let serve = |takeover: bool| {
-        let serve = house.serve().at_given_addresses();
+        let serve = fixture.serve().at_given_addresses();
         if takeover { serve.arg("--takeover") } else { serve }
     };
     let daemon = serve(false).start();
-    let uri = |export: &str| format!("nbd+unix:///{export}?socket={}", house.scratch.socket("nbd").display());
-    let loads = ["raw", "qcow2"].map(|export| load(uri(export), &house.scratch, 0, 1));
+    let uri = |export: &str| format!("nbd+unix:///{export}?socket={}", fixture.scratch.socket("nbd").display());
+    let loads = ["raw", "qcow2"].map(|export| load(uri(export), &fixture.scratch, 0, 1));
 
-    until_all_are_read(&house, 2);
-    let why = UpgradePeer::ask(&house.control(), 999).err().expect("another format");
+    until_all_are_read(&fixture, 2);
+    let why = UpgradePeer::connect(&fixture.control(), 999).err().expect("another format");
     assert!(why.contains("uses upgrade format 999") && why.contains("(restart it)"), "{why}");
     // Each disconnects after sending these messages.
     let steps: [&[&str]; 5] =
         [&[], &["prepared"], &["prepared", "refused"], &["prepared", "ready?"], &["ready"]];
-    for (number, words) in steps.into_iter().enumerate() {
-        let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
-        let offer = stranger.receive();
+    for (number, messages) in steps.into_iter().enumerate() {
+        let mut peer = UpgradePeer::connect(&fixture.control(), FORMAT).expect("it may");
+        let offer = peer.receive();
         assert_eq!(offer["disks"].as_array().map(Vec::len), Some(2), "{offer}");
-        for word in words {
-            stranger.send(word);
-            if *word == "prepared" {
-                let state = stranger.receive();
+        for message in messages {
+            peer.send(message);
+            if *message == "prepared" {
+                let state = peer.receive();
                 assert!(state["still"]["clients"].is_array(), "{state}");
             }
         }
         // A disconnect without a message is noticed too.
-        drop(stranger);
-        daemon.wait_for_logs(CONTINUES, number + 1);
+        drop(peer);
+        daemon.wait_for_logs(UPGRADE_FAILED, number + 1);
     }
     for (number, step) in UpgradeStep::ALL.into_iter().enumerate() {
-        kill_new_process(serve(false), &house.control(), &house.scratch.socket("between"), step);
-        daemon.wait_for_logs(CONTINUES, steps.len() + number + 1);
+        kill_new_process(serve(false), &fixture.control(), &fixture.scratch.socket("between"), step);
+        daemon.wait_for_logs(UPGRADE_FAILED, steps.len() + number + 1);
     }
     for load in loads {
         load.join().expect("the load was not disturbed");
     }
-    let successor = serve(true).start();
+    let new_daemon = serve(true).start();
     let (status, log) = daemon.wait();
     assert!(status.success(), "{log}");
-    successor.stop();
+    new_daemon.stop();
     qemu_img(["check", "-q"]).arg(&qcow2).succeeds();
-    assert!(!house.control().exists(), "the last process has removed its files");
+    assert!(!fixture.control().exists(), "the last process has removed its files");
 }
 
 #[test]
@@ -517,8 +517,8 @@ fn tls_connection_is_closed_cleanly_and_can_reconnect() {
     let disk = scratch.sparse("disk.raw", MIB);
     let keys = make_keys(&scratch);
     let arguments = [disk.to_str().unwrap(), "--tls", "required", "--tls-psk", keys.to_str().unwrap()];
-    let house = UpgradedDaemon::new(scratch, &arguments);
-    let first = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &arguments);
+    let first = fixture.serve().start();
     let uri = format!(
         "nbds+unix://alice@/disk?socket={}&tls-psk-file={}",
         first.socket().display(),
@@ -545,37 +545,37 @@ else:
     client.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut client = client.spawn().expect("nbdsh was found");
     client.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("the client connects");
-    let (_second, _) = house.upgrade(first);
+    let (_second, _) = fixture.upgrade(first);
     client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
     assert!(client.wait().expect("it is ours").success());
 }
 
 #[test]
-fn service_manager_is_told_the_new_main_pid() {
+fn service_manager_is_notified_of_the_new_main_pid() {
     let scratch = Scratch::new();
     let (disk, pid_file) = (scratch.sparse("disk.raw", MIB), scratch.path("pid"));
-    let heard = scratch.socket("notify");
-    let manager = UnixDatagram::bind(&heard).unwrap();
-    let (told, telling) = mpsc::channel();
+    let notify_path = scratch.socket("notify");
+    let manager = UnixDatagram::bind(&notify_path).unwrap();
+    let (sender, notifications) = mpsc::channel();
     // The old process exits only after its last notification was read.
     thread::spawn(move || {
         let mut text = [0; 256];
         while let Ok(length) = manager.recv(&mut text)
-            && told.send(String::from_utf8_lossy(&text[..length]).trim().to_owned()).is_ok()
+            && sender.send(String::from_utf8_lossy(&text[..length]).trim().to_owned()).is_ok()
         {}
     });
-    let next = |wanted: &str| loop {
-        let said = telling.recv_timeout(DEADLINE).expect("it is not silent");
-        if said.starts_with(wanted) {
-            return said;
+    let next = |prefix: &str| loop {
+        let notification = notifications.recv_timeout(DEADLINE).expect("it is not silent");
+        if notification.starts_with(prefix) {
+            return notification;
         }
     };
     let arguments = [disk.to_str().unwrap(), "--pid-file", pid_file.to_str().unwrap()];
-    let house = UpgradedDaemon::new(scratch, &arguments);
+    let fixture = UpgradedDaemon::new(scratch, &arguments);
     // Only the first process has the watchdog in its environment.
-    let first = house.serve().env("NOTIFY_SOCKET", &heard).env("WATCHDOG_USEC", "50000").start();
+    let first = fixture.serve().env("NOTIFY_SOCKET", &notify_path).env("WATCHDOG_USEC", "50000").start();
     next("WATCHDOG=1");
-    let second = house.new_process().env("NOTIFY_SOCKET", &heard).start();
+    let second = fixture.new_process().env("NOTIFY_SOCKET", &notify_path).start();
     let (status, log) = first.wait();
     assert!(status.success(), "{log}");
     assert_eq!(next("MAINPID="), format!("MAINPID={}", second.pid()));
@@ -598,13 +598,13 @@ fn upgrade_grants_no_new_burst() {
     let limits = ["--iops-total", "1", "--iops-total-max", &burst];
     let mut arguments = vec![text(&disk), "--group", "gold"];
     arguments.extend(limits);
-    let house = UpgradedDaemon::new(scratch, &arguments);
-    let mut current = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &arguments);
+    let mut current = fixture.serve().start();
     let start = Instant::now();
     let target = current.uri("disk");
     let load = thread::spawn(move || bench("-c 2000 -d 64 -s 512", &target).succeeds());
     let reads = || {
-        let status = weir(&["status", "--json"]).env("WEIR_QMP", control(&house)).json();
+        let status = weir(&["status", "--json"]).env("WEIR_QMP", control(&fixture)).json();
         status["disks"][0]["reads"]["requests"].as_u64().expect("a number")
     };
     // The burst is used up, and all further requests wait.
@@ -612,11 +612,11 @@ fn upgrade_grants_no_new_burst() {
         pause();
     }
     for _ in 0..UPGRADES {
-        current = house.upgrade(current).0;
+        current = fixture.upgrade(current).0;
     }
     let (passed, seconds) = (reads(), start.elapsed().as_secs());
     assert!(passed <= BURST + seconds + 2, "{passed} in {seconds} s, after {UPGRADES} upgrades");
-    weir(&["throttle", "gold", "--iops-total", "0"]).env("WEIR_QMP", control(&house)).succeeds();
+    weir(&["throttle", "gold", "--iops-total", "0"]).env("WEIR_QMP", control(&fixture)).succeeds();
     load.join().expect("the load was not disturbed");
     assert_eq!(reads(), 2000);
     current.stop();
@@ -642,33 +642,33 @@ fn clients_notice_neither_upgrades_nor_failures() {
         let arguments = [text(&image), "-f", format, "--cache", cache, "--bps-total", &limit];
         let arguments = [&arguments[..], &["--prefetch", "on", "--tls", "on", "--tls-psk", text(&keys)]];
         let arguments = arguments.concat().into_iter().map(str::to_owned).collect();
-        let house = UpgradedDaemon { scratch, arguments, on_tcp: round % 4 >= 2 };
-        let mut current = house.serve().start();
+        let fixture = UpgradedDaemon { scratch, arguments, on_tcp: round % 4 >= 2 };
+        let mut current = fixture.serve().start();
         let start = Instant::now();
-        let with_tls = tls_client(&current, &house);
-        let loads = [0, 16 * MIB].map(|offset| load(current.uri("disk"), &house.scratch, offset, round));
+        let with_tls = tls_client(&current, &fixture);
+        let loads = [0, 16 * MIB].map(|offset| load(current.uri("disk"), &fixture.scratch, offset, round));
         let before = pauses.len();
         while !loads.iter().all(thread::JoinHandle::is_finished) {
             // Successive new processes fail at successive steps.
             if pauses.len() % 3 == 1 {
-                house.fail_at(failed);
+                fixture.fail_at(failed);
                 failed += 1;
-                current.wait_for_log(CONTINUES);
+                current.wait_for_log(UPGRADE_FAILED);
             }
-            let (next, pause) = house.upgrade(current);
+            let (next, pause) = fixture.upgrade(current);
             current = next;
             pauses.push(pause);
         }
         for load in loads {
             load.join().expect("the load was not disturbed");
         }
-        let told = Qmp::negotiated(&house.control()).command_reply("query-blockstats", json!({}));
-        let stats = &told["return"][0]["stats"];
+        let reply = Qmp::negotiated(&fixture.control()).command_reply("query-blockstats", json!({}));
+        let stats = &reply["return"][0]["stats"];
         let moved = ["rd_bytes", "wr_bytes"].map(|name| stats[name].as_f64().expect("a number"));
         // The burst, a tenth of a second's worth, counts once.
-        let allowed = LIMIT * (0.1 + start.elapsed().as_secs_f64()) + LONGEST;
+        let allowed = LIMIT * (0.1 + start.elapsed().as_secs_f64()) + MAX_OVERRUN;
         assert!(moved[0] + moved[1] <= allowed, "{moved:?} of {allowed} after {} upgrades", pauses.len());
-        let times = end_tls_client(with_tls, &house);
+        let times = end_tls_client(with_tls, &fixture);
         assert!(times <= pauses.len() - before, "it was disconnected {times} times");
         disconnected += times;
         current.stop();

@@ -45,7 +45,7 @@ fn verify(scratch: &Scratch, more: &[&str]) -> TestOutcome {
     TestClient::new(WEIR).args(["verify", "--qmp", &socket(scratch)]).args(more).run()
 }
 
-fn waits(scratch: &Scratch, disk: &str) -> bool {
+fn has_waiting_requests(scratch: &Scratch, disk: &str) -> bool {
     let status = ["status", disk, "--json", "--interval", "0", "--qmp", &socket(scratch)];
     let status = TestClient::new(WEIR).args(status).json();
     status["disks"][0]["throttle"]["waiting"]["reads"].as_u64() > Some(0)
@@ -53,11 +53,11 @@ fn waits(scratch: &Scratch, disk: &str) -> bool {
 
 /// Promise, name and verdict of each line.
 fn verdicts(outcome: &TestOutcome) -> Vec<[String; 3]> {
-    let told: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
-    let word = |value: &Value| value.as_str().expect("a word").to_owned();
-    let lines = told["guarantees"].as_array().expect("a list").iter();
-    let name = |line: &Value| word(line.get("disk").unwrap_or(&line["group"]));
-    lines.map(|line| [word(&line["guarantee"]), name(line), word(&line["verdict"])]).collect()
+    let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
+    let string = |value: &Value| value.as_str().expect("a word").to_owned();
+    let lines = report["guarantees"].as_array().expect("a list").iter();
+    let name = |line: &Value| string(line.get("disk").unwrap_or(&line["group"]));
+    lines.map(|line| [string(&line["guarantee"]), name(line), string(&line["verdict"])]).collect()
 }
 
 #[test]
@@ -71,19 +71,19 @@ fn limits_and_shares_hold_under_load_and_waits_are_reported() {
     // of a second.
     let loads = ["a", "b"].map(|disk| RandomReadLoad::on(&weir, disk, 64));
     let end = Instant::now() + DEADLINE;
-    while ["a", "b"].iter().any(|disk| !waits(&scratch, disk)) {
+    while ["a", "b"].iter().any(|disk| !has_waiting_requests(&scratch, disk)) {
         assert!(Instant::now() < end, "they do not wait");
         pause();
     }
     let outcome = verify(&scratch, &["--for", "6s", "--json"]);
-    let line = |promise: &str, name: &str| [promise, name, "held"].map(str::to_owned);
-    let held = verdicts(&outcome);
+    let line = |guarantee: &str, name: &str| [guarantee, name, "held"].map(str::to_owned);
+    let verdicts_held = verdicts(&outcome);
     for expected in [line("iops-total", "gold"), line("share", "a"), line("share", "b")] {
-        assert!(held.contains(&expected), "{expected:?} is not in {held:?}");
+        assert!(verdicts_held.contains(&expected), "{expected:?} is not in {verdicts_held:?}");
     }
     assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
-    let whole: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
-    let gold = whole["guarantees"].as_array().expect("a list").iter().find(|line| line["group"] == "gold");
+    let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
+    let gold = report["guarantees"].as_array().expect("a list").iter().find(|line| line["group"] == "gold");
     let figures = &gold.expect("a line")["figures"];
     assert_eq!((figures["rate"].as_f64(), figures["burst"].as_f64()), (Some(100.0), Some(10.0)));
     assert!(figures["passed"].as_f64() > Some(75.0), "{figures:#}");
@@ -92,8 +92,8 @@ fn limits_and_shares_hold_under_load_and_waits_are_reported() {
     assert_contains(&outcome.stderr(), &["1 of ", " guarantees did not hold"]);
     assert!(!outcome.stdout().contains("gold"), "{}", outcome.stdout());
     // 64 in flight at 75 a second: no reply within a millisecond, all within a minute.
-    for (most, status, verdict) in [("1ms", 1, "broken"), ("60s", 0, "held")] {
-        let outcome = verify(&scratch, &["a", "--for", "2s", "--latency-p99", most, "--json"]);
+    for (limit, status, verdict) in [("1ms", 1, "broken"), ("60s", 0, "held")] {
+        let outcome = verify(&scratch, &["a", "--for", "2s", "--latency-p99", limit, "--json"]);
         assert_eq!(outcome.status(), Some(status), "{}", outcome.stdout());
         assert!(verdicts(&outcome).contains(&["latency-p99", "a", verdict].map(str::to_owned)));
     }
@@ -190,8 +190,8 @@ fn interrupted_run_prints_its_results() {
         assert!(Instant::now() < end, "it does not await signals");
         pause();
     }
-    let [printed, said] = interrupted(child);
-    assert_contains(&said, &["interrupted: the results are of the first "]);
+    let [printed, stderr] = interrupted(child);
+    assert_contains(&stderr, &["interrupted: the results are of the first "]);
     assert!(printed.contains("iops-total") && printed.contains("not asked"), "{printed}");
     weir.stop();
 }

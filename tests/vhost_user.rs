@@ -34,10 +34,10 @@ pub(crate) fn features(front_end: &mut UnixStream) -> u64 {
 /// Sends a request without payload; returns the 64-bit payload of the reply.
 fn number(front_end: &mut UnixStream, code: u32) -> u64 {
     front_end.write_all(&[code, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");
-    let mut answer = [0; 20];
-    front_end.read_exact(&mut answer).expect("an answer in time");
-    assert_eq!(answer[..12], [code, 5, 8].map(u32::to_le_bytes).concat());
-    u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
+    let mut reply = [0; 20];
+    front_end.read_exact(&mut reply).expect("an answer in time");
+    assert_eq!(reply[..12], [code, 5, 8].map(u32::to_le_bytes).concat());
+    u64::from_le_bytes(reply[12..].try_into().expect("eight bytes"))
 }
 
 /// Sends a message with numbers as its payload, and a file descriptor.
@@ -50,9 +50,9 @@ pub(crate) fn send_with_descriptor(
     let payload: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
     let message = [[code, 1, payload.len() as u32].map(u32::to_le_bytes).concat(), payload].concat();
     let descriptors = [file.as_raw_fd()];
-    let beside = [ControlMessage::ScmRights(&descriptors)];
+    let control = [ControlMessage::ScmRights(&descriptors)];
     let bytes = [IoSlice::new(&message)];
-    let sent = sendmsg::<()>(front_end.as_raw_fd(), &bytes, &beside, MsgFlags::MSG_NOSIGNAL, None)?;
+    let sent = sendmsg::<()>(front_end.as_raw_fd(), &bytes, &control, MsgFlags::MSG_NOSIGNAL, None)?;
     assert_eq!(sent, message.len());
     Ok(())
 }
@@ -65,10 +65,10 @@ pub(crate) fn front_end(path: &Path) -> UnixStream {
 
 /// True if the next front end receives a reply.
 fn is_accepted(path: &Path) -> bool {
-    let mut machine = front_end(path);
+    let mut stream = front_end(path);
     // The connection may be closed already.
-    let _ = machine.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat());
-    matches!(machine.read(&mut [0]), Ok(1..))
+    let _ = stream.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat());
+    matches!(stream.read(&mut [0]), Ok(1..))
 }
 
 /// True if the daemon has closed the connection.
@@ -82,7 +82,7 @@ fn exports(qmp: &mut Qmp) -> Vec<Value> {
 }
 
 /// A daemon with a disk, and a client of its control socket.
-fn controlled(scratch: &Scratch) -> (Weir, Qmp) {
+fn start_with_control(scratch: &Scratch) -> (Weir, Qmp) {
     let control = scratch.path("qmp");
     let weir = Serve::new(scratch)
         .arg(scratch.sparse("disk.raw", MIB))
@@ -95,13 +95,13 @@ fn controlled(scratch: &Scratch) -> (Weir, Qmp) {
 /// Bytes of the device's configuration space, starting at `offset`.
 fn configuration(front_end: &mut UnixStream, offset: u32, count: u32) -> Vec<u8> {
     // VHOST_USER_SET_PROTOCOL_FEATURES, with CONFIG; then VHOST_USER_GET_CONFIG.
-    let ask = [16_u32.to_le_bytes(), 1_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat();
-    front_end.write_all(&[ask, (1_u64 << 9).to_le_bytes().to_vec()].concat()).expect("it reads");
-    let words = [24, 1, 12 + count, offset, count, 0].map(u32::to_le_bytes).concat();
-    front_end.write_all(&[words, vec![0; count as usize]].concat()).expect("it reads");
-    let mut answer = vec![0; 24 + count as usize];
-    front_end.read_exact(&mut answer).expect("an answer in time");
-    answer.split_off(24)
+    let set_features = [16_u32.to_le_bytes(), 1_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat();
+    front_end.write_all(&[set_features, (1_u64 << 9).to_le_bytes().to_vec()].concat()).expect("it reads");
+    let get_config = [24, 1, 12 + count, offset, count, 0].map(u32::to_le_bytes).concat();
+    front_end.write_all(&[get_config, vec![0; count as usize]].concat()).expect("it reads");
+    let mut reply = vec![0; 24 + count as usize];
+    front_end.read_exact(&mut reply).expect("an answer in time");
+    reply.split_off(24)
 }
 
 const READ_ONLY: u64 = 1 << 5;
@@ -112,7 +112,7 @@ const WRITE_ZEROES: u64 = 1 << 14;
 fn export_options_over_qmp_reach_the_front_end() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
-    let (weir, mut qmp) = controlled(&scratch);
+    let (weir, mut qmp) = start_with_control(&scratch);
     let add = |more: Value| {
         let mut add = json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "writable": true,
             "addr": {"type": "unix", "path": text(&socket)}});
@@ -126,37 +126,37 @@ fn export_options_over_qmp_reach_the_front_end() {
         [(json!({}), DISCARD | WRITE_ZEROES, 126_u32, 512_u32, 1), (less, 0, 62, 4096, 0)]
     {
         qmp.command("block-export-add", add(more));
-        let mut machine = front_end(&socket);
-        assert_eq!(features(&mut machine) & (DISCARD | WRITE_ZEROES), offered);
-        assert_eq!(configuration(&mut machine, segments.0, segments.1), most_segments.to_le_bytes());
-        assert_eq!(configuration(&mut machine, block.0, block.1), block_bytes.to_le_bytes());
-        assert_eq!(configuration(&mut machine, cache.0, cache.1), [write_cache]);
+        let mut stream = front_end(&socket);
+        assert_eq!(features(&mut stream) & (DISCARD | WRITE_ZEROES), offered);
+        assert_eq!(configuration(&mut stream, segments.0, segments.1), most_segments.to_le_bytes());
+        assert_eq!(configuration(&mut stream, block.0, block.1), block_bytes.to_le_bytes());
+        assert_eq!(configuration(&mut stream, cache.0, cache.1), [write_cache]);
         qmp.command("block-export-del", json!({"id": "e", "mode": "hard"}));
         qmp.event("BLOCK_EXPORT_DELETED");
     }
     let nbd = json!({"type": "nbd", "id": "n", "node-name": "disk", "name": "n", "writethrough": true});
-    let (_, said) = qmp.command_error("block-export-add", nbd);
-    assert_contains(&said, &["writethrough", "cache = \"writethrough\""]);
-    let (_, said) = qmp.command_error("block-export-add", add(json!({"logical-block-size": 8192})));
-    assert_contains(&said, &["logical-block-size", "512, 1024, 2048 or 4096"]);
-    let (_, said) = qmp.command_error("block-export-add", add(json!({"iothread": "io0"})));
-    assert_contains(&said, &["iothread \"io0\" not found", "--workers"]);
+    let (_, message) = qmp.command_error("block-export-add", nbd);
+    assert_contains(&message, &["writethrough", "cache = \"writethrough\""]);
+    let (_, message) = qmp.command_error("block-export-add", add(json!({"logical-block-size": 8192})));
+    assert_contains(&message, &["logical-block-size", "512, 1024, 2048 or 4096"]);
+    let (_, message) = qmp.command_error("block-export-add", add(json!({"iothread": "io0"})));
+    assert_contains(&message, &["iothread \"io0\" not found", "--workers"]);
     // `client` makes weir connect to the front end, which this sandbox does not permit.
-    let (_, said) = qmp.command_error("block-export-add", add(json!({"client": true})));
-    assert_contains(&said, &["does not let this daemon call a virtual machine"]);
+    let (_, message) = qmp.command_error("block-export-add", add(json!({"client": true})));
+    assert_contains(&message, &["does not let this daemon call a virtual machine"]);
     weir.stop();
 }
 
 #[test]
-fn a_machine_is_served_beside_other_clients() {
+fn front_end_is_served_in_addition_to_nbd_clients() {
     let scratch = Scratch::new();
     let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
     // A stale socket of a killed daemon.
     drop(UnixListener::bind(&socket).expect("the directory is ours"));
-    let machine = format!("unix:{},queues=2,discard=off,serial=one", text(&socket));
+    let listen_option = format!("unix:{},queues=2,discard=off,serial=one", text(&socket));
     let weir = Serve::new(&scratch)
         .arg(scratch.sparse("disk.raw", MIB))
-        .args(["--vhost-user-blk", &machine, "--qmp", &format!("unix:{}", text(&control))])
+        .args(["--vhost-user-blk", &listen_option, "--qmp", &format!("unix:{}", text(&control))])
         .start();
     let mut qmp = Qmp::negotiated(&control);
     let kinds: Vec<_> = exports(&mut qmp).iter().map(|export| export["type"].clone()).collect();
@@ -191,16 +191,16 @@ fn too_many_queues_are_reported() {
     const QUEUES: u32 = 17;
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
-    let machine = format!("unix:{},queues=2", text(&socket));
+    let listen_option = format!("unix:{},queues=2", text(&socket));
     let weir = Serve::new(&scratch)
         .arg(scratch.sparse("disk.raw", MIB))
-        .args(["--vhost-user-blk", &machine])
+        .args(["--vhost-user-blk", &listen_option])
         .start();
     let mut more = front_end(&socket);
     assert_eq!(number(&mut more, QUEUES), 2);
     drop(more);
-    let said = weir.wait_for_log("asking for the number of queues");
-    assert_contains(&said, &["WARN", "queues=2", "probably has more", "(give this export as many"]);
+    let line = weir.wait_for_log("asking for the number of queues");
+    assert_contains(&line, &["WARN", "queues=2", "probably has more", "(give this export as many"]);
     let log = weir.stop();
     assert_eq!(log.matches("the number of queues").count(), 1, "{log}");
 }
@@ -211,23 +211,23 @@ fn exported_disk_is_resized_in_whole_blocks() {
     let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
     let disk = scratch.sparse("disk.raw", MIB);
     let serve = || {
-        let machine = format!("unix:{},logical-block-size=4096", text(&socket));
-        let serve = Serve::new(&scratch).arg(&disk).args(["--format", "raw", "--vhost-user-blk", &machine]);
+        let listen_option = format!("unix:{},logical-block-size=4096", text(&socket));
+        let serve = Serve::new(&scratch).arg(&disk).args(["--format", "raw", "--vhost-user-blk", &listen_option]);
         serve.args(["--qmp", &format!("unix:{}", text(&control))])
     };
     let weir = serve().start();
     let mut qmp = Qmp::negotiated(&control);
     let resize = |size: u64| json!({"node-name": "disk", "size": size});
-    let (_, said) = qmp.command_error("block_resize", resize(MIB + 512));
+    let (_, message) = qmp.command_error("block_resize", resize(MIB + 512));
     let sizes = "has blocks of 4096 bytes (make it 1048576 or 1052672)";
-    assert_contains(&said, &["cannot be: export disk@unix:", sizes]);
+    assert_contains(&message, &["cannot be: export disk@unix:", sizes]);
     for (size, why) in [
         ("1049088", ["disk.raw: 1049088 bytes cannot be: export disk@unix:", sizes]),
         ("+1", ["disk.raw: the size 1048577 is not a multiple of 512", "1048576 or 1049088"]),
     ] {
         let resize = weir_image(&["resize", "-f", "raw", text(&disk), size]);
-        let said = resize.env("WEIR_QMP", format!("unix:{}", text(&control))).fails();
-        assert_contains(&said, &why);
+        let stderr = resize.env("WEIR_QMP", format!("unix:{}", text(&control))).fails();
+        assert_contains(&stderr, &why);
     }
     assert_eq!(fs::metadata(&disk).expect("it is there").len(), MIB);
     qmp.command("block_resize", resize(MIB + 4096));
@@ -240,23 +240,23 @@ fn exported_disk_is_resized_in_whole_blocks() {
 fn exports_are_added_and_removed_over_qmp() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
-    let (weir, mut qmp) = controlled(&scratch);
+    let (weir, mut qmp) = start_with_control(&scratch);
     let address = json!({"type": "unix", "path": text(&socket)});
     let add =
         json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "addr": address, "num-queues": 4});
     qmp.command("block-export-add", add.clone());
-    let (_, said) = qmp.command_error("block-export-add", add);
-    assert_eq!(said, "Block export id 'e' is already in use");
+    let (_, message) = qmp.command_error("block-export-add", add);
+    assert_eq!(message, "Block export id 'e' is already in use");
     let listed = qmp.command("query-block-exports", json!({}));
     let listed = listed.as_array().expect("a list").iter().find(|export| export["id"] == "e");
     assert_eq!(listed.expect("it is there")["type"], "vhost-user-blk");
-    let mut machine = front_end(&socket);
-    assert_ne!(features(&mut machine) & READ_ONLY, 0, "writable is false unless it is said");
-    let (_, said) = qmp.command_error("block-export-del", json!({"id": "e"}));
-    assert_contains(&said, &["still in use: ", &format!("({})", std::process::id())]);
+    let mut stream = front_end(&socket);
+    assert_ne!(features(&mut stream) & READ_ONLY, 0, "writable is false unless it is said");
+    let (_, message) = qmp.command_error("block-export-del", json!({"id": "e"}));
+    assert_contains(&message, &["still in use: ", &format!("({})", std::process::id())]);
     qmp.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     assert_eq!(qmp.event("BLOCK_EXPORT_DELETED"), json!({"id": "e"}));
-    assert!(is_rejected(machine));
+    assert!(is_rejected(stream));
     assert!(!socket.exists());
 
     for (wrong, expect) in [
@@ -266,8 +266,8 @@ fn exports_are_added_and_removed_over_qmp() {
         (json!({"type": "unix", "path": scratch.path("no/where")}), "the directory"),
     ] {
         let add = json!({"type": "vhost-user-blk", "id": "f", "node-name": "disk", "addr": wrong});
-        let (_, said) = qmp.command_error("block-export-add", add);
-        assert_contains(&said, &[expect]);
+        let (_, message) = qmp.command_error("block-export-add", add);
+        assert_contains(&message, &[expect]);
     }
     weir.stop();
 }
@@ -276,12 +276,12 @@ fn exports_are_added_and_removed_over_qmp() {
 fn front_end_connections_are_events_with_processes() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
-    let (weir, mut qmp) = controlled(&scratch);
+    let (weir, mut qmp) = start_with_control(&scratch);
     let add = json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "writable": true,
         "addr": {"type": "unix", "path": text(&socket)}});
     qmp.command("block-export-add", add);
     let qmp = RefCell::new(qmp);
-    let of_machines = || {
+    let vhost_events = || {
         let all = qmp.borrow_mut().command("x-weir-query-events", json!({}));
         let is_of_one = |event: &&Value| event["data"]["type"] == "vhost-user-blk";
         all.as_array().expect("a list").iter().filter(is_of_one).cloned().collect::<Vec<_>>()
@@ -292,13 +292,13 @@ fn front_end_connections_are_events_with_processes() {
     for _ in 0..2 {
         bench("-c 10 -s 4K", format!("vhost-user:{}", text(&socket))).succeeds();
     }
-    let events = poll_until(|| Some(of_machines()).filter(|events| events.len() == 4));
+    let events = poll_until(|| Some(vhost_events()).filter(|events| events.len() == 4));
     assert_eq!(kinds(&events), ["session_started", "session_ended", "session_started", "session_ended"]);
     for pair in events.chunks(2) {
-        let [came, went] = [&pair[0], &pair[1]].map(|event| &event["data"]);
-        assert_eq!((&came["export"], &pair[0]["disk"]), (&json!("e"), &json!("disk")));
-        assert_eq!((&came["front-end"]["name"], &came["seconds"]), (&json!("weir"), &Value::Null));
-        assert!(went["front-end"] == came["front-end"] && went["seconds"].is_u64(), "{pair:?}");
+        let [started, ended] = [&pair[0], &pair[1]].map(|event| &event["data"]);
+        assert_eq!((&started["export"], &pair[0]["disk"]), (&json!("e"), &json!("disk")));
+        assert_eq!((&started["front-end"]["name"], &started["seconds"]), (&json!("weir"), &Value::Null));
+        assert!(ended["front-end"] == started["front-end"] && ended["seconds"].is_u64(), "{pair:?}");
     }
     assert_ne!(events[0]["data"]["front-end"]["pid"], events[2]["data"]["front-end"]["pid"]);
 
@@ -308,49 +308,49 @@ fn front_end_connections_are_events_with_processes() {
     assert!(is_rejected(front_end(&socket)));
     first.write_all(&[0xff; 12]).expect("it reads");
     assert!(is_rejected(first));
-    let events = poll_until(|| Some(of_machines().split_off(4)).filter(|events| events.len() >= 2));
+    let events = poll_until(|| Some(vhost_events().split_off(4)).filter(|events| events.len() >= 2));
     assert_eq!(kinds(&events), ["client_rejected", "client_disconnected"]);
-    let ours = json!(std::process::id());
-    let [away, fault] = [&events[0]["data"], &events[1]["data"]];
+    let own_pid = json!(std::process::id());
+    let [rejected, fault] = [&events[0]["data"], &events[1]["data"]];
     assert_eq!(
-        [&away["front-end"]["pid"], &away["connected"]["pid"], &fault["front-end"]["pid"]],
-        [&ours; 3]
+        [&rejected["front-end"]["pid"], &rejected["connected"]["pid"], &fault["front-end"]["pid"]],
+        [&own_pid; 3]
     );
     assert_contains(fault["reason"].as_str().expect("why"), &["not a message"]);
     let log = weir.stop();
-    for said in ["was turned away from disk disk", "was disconnected from disk disk"] {
-        assert_eq!(log.matches(said).count(), 1, "a line for each: {log}");
+    for expect in ["was turned away from disk disk", "was disconnected from disk disk"] {
+        assert_eq!(log.matches(expect).count(), 1, "a line for each: {log}");
     }
 }
 
 #[test]
 fn invalid_vhost_user_exports_fail_the_start() {
     let scratch = Scratch::new();
-    let [one, two] = ["one.raw", "two.raw"].map(|name| scratch.sparse(name, MIB));
-    let serve = || Serve::new(&scratch).at_given_addresses().arg(&one);
+    let [first, second] = ["one.raw", "two.raw"].map(|name| scratch.sparse(name, MIB));
+    let serve = || Serve::new(&scratch).at_given_addresses().arg(&first);
     let socket = format!("unix:{}", text(&scratch.path("vm")));
-    let said = serve().arg(&two).args(["--vhost-user-blk", &socket]).rejects_usage();
-    assert_contains(&said, &["--vhost-user-blk: times given: 1, images: 2"]);
+    let stderr = serve().arg(&second).args(["--vhost-user-blk", &socket]).rejects_usage();
+    assert_contains(&stderr, &["--vhost-user-blk: times given: 1, images: 2"]);
     let both = ["--vhost-user-blk", &socket, "--vhost-user-blk", &socket];
-    let said = serve().arg(&two).args(both).rejects_usage();
-    assert_contains(&said, &["another export has the same address"]);
-    let said = serve().args(["--vhost-user-blk", &socket, "--nbd", &socket]).rejects_usage();
-    assert_contains(&said, &["another export has the same address"]);
-    let said = serve().args(["--vhost-user-blk", &socket, "--qmp", &socket]).rejects_usage();
-    assert_contains(&said, &["disks are exported at this socket"]);
-    let said = serve().args(["--vhost-user-blk", "localhost:1"]).rejects_usage();
-    assert_contains(&said, &["is not a Unix socket"]);
+    let stderr = serve().arg(&second).args(both).rejects_usage();
+    assert_contains(&stderr, &["another export has the same address"]);
+    let stderr = serve().args(["--vhost-user-blk", &socket, "--nbd", &socket]).rejects_usage();
+    assert_contains(&stderr, &["another export has the same address"]);
+    let stderr = serve().args(["--vhost-user-blk", &socket, "--qmp", &socket]).rejects_usage();
+    assert_contains(&stderr, &["disks are exported at this socket"]);
+    let stderr = serve().args(["--vhost-user-blk", "localhost:1"]).rejects_usage();
+    assert_contains(&stderr, &["is not a Unix socket"]);
     let file = scratch.file("file", "precious");
-    let said = serve().args(["--vhost-user-blk", &format!("unix:{}", text(&file))]).fails();
-    assert_contains(&said, &["a file that is not a socket exists there"]);
+    let stderr = serve().args(["--vhost-user-blk", &format!("unix:{}", text(&file))]).fails();
+    assert_contains(&stderr, &["a file that is not a socket exists there"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
 
     let odd = scratch.sparse("odd.raw", MIB + 1012);
     for check in [&[][..], &["--check"]] {
         let serve = Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &socket]);
-        let said = serve.args(check).fails();
+        let stderr = serve.args(check).fails();
         assert_contains(
-            &said,
+            &stderr,
             &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"],
         );
     }
@@ -358,28 +358,28 @@ fn invalid_vhost_user_exports_fail_the_start() {
 
     let odd = scratch.sparse("odd.raw", MIB + 512);
     let large = format!("{socket},logical-block-size=4096");
-    let said = Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &large]).fails();
-    assert_contains(&said, &["no multiple of 4096", "the last 512", "weir image resize", "1052672"]);
+    let stderr = Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &large]).fails();
+    assert_contains(&stderr, &["no multiple of 4096", "the last 512", "weir image resize", "1052672"]);
 
     let config = |export: &str| {
         let text = format!("[disk.one]\nimage = \"one.raw\"\nformat = \"raw\"\nexport = {{ {export} }}\n");
         Serve::new(&scratch).at_given_addresses().arg("--config").arg(scratch.file("weir.toml", text))
     };
-    let said = config("type = \"vhost-user-blk\"").fails();
-    assert_contains(&said, &["weir.toml:4", "no socket"]);
-    let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 0").fails();
-    assert_contains(&said, &["is not a number of queues"]);
-    let said = config("type = \"vhost-user-blk\", listen = \"unix:vm,queues=4\"").fails();
-    assert_contains(&said, &["weir.toml:4", "has a comma", "are keys here"]);
-    let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", name = \"x\"").fails();
-    assert_contains(&said, &["name"]);
+    let stderr = config("type = \"vhost-user-blk\"").fails();
+    assert_contains(&stderr, &["weir.toml:4", "no socket"]);
+    let stderr = config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 0").fails();
+    assert_contains(&stderr, &["is not a number of queues"]);
+    let stderr = config("type = \"vhost-user-blk\", listen = \"unix:vm,queues=4\"").fails();
+    assert_contains(&stderr, &["weir.toml:4", "has a comma", "are keys here"]);
+    let stderr = config("type = \"vhost-user-blk\", listen = \"unix:vm\", name = \"x\"").fails();
+    assert_contains(&stderr, &["name"]);
     let keys = "queues = 4, logical-block-size = 2048, read-only = true";
     let weir = config(&format!("type = \"vhost-user-blk\", listen = \"unix:vm\", {keys}")).start();
     let path = scratch.path("vm");
     assert!(fs::metadata(&path).expect("it is there").file_type().is_socket());
-    let mut machine = front_end(&path);
-    assert_ne!(features(&mut machine) & READ_ONLY, 0);
-    assert_eq!(configuration(&mut machine, 20, 4), 2048_u32.to_le_bytes());
+    let mut stream = front_end(&path);
+    assert_ne!(features(&mut stream) & READ_ONLY, 0);
+    assert_eq!(configuration(&mut stream, 20, 4), 2048_u32.to_le_bytes());
     weir.stop();
 }
 
@@ -392,8 +392,8 @@ fn backup_over_nbd_shares_the_disks_limits() {
         .args(["--vhost-user-blk", &format!("unix:{}", text(&socket))])
         .args(["--qmp", &format!("unix:{}", text(&control))])
         .start();
-    let mut machine = front_end(&socket);
-    features(&mut machine);
+    let mut stream = front_end(&socket);
+    features(&mut stream);
     let mut qmp = Qmp::negotiated(&control);
     let add = json!({"type": "nbd", "id": "backup", "node-name": "disk", "name": "backup"});
     qmp.command("block-export-add", add);
@@ -404,11 +404,11 @@ fn backup_over_nbd_shares_the_disks_limits() {
     TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
     let disk = &qmp.command("x-weir-query-status", json!({}))["disks"][0];
     assert!(disk["reads"]["bytes"].as_u64() >= Some(MIB), "counted as any other: {disk}");
-    let machine_of =
+    let vhost_export =
         |qmp: &mut Qmp| exports(qmp).into_iter().find(|export| export["type"] == "vhost-user-blk");
-    let seen = machine_of(&mut qmp).expect("it is there");
+    let seen = vhost_export(&mut qmp).expect("it is there");
     assert_eq!(seen["front-end"]["pid"], json!(std::process::id()));
-    features(&mut machine);
+    features(&mut stream);
     weir.stop();
 }
 
@@ -429,31 +429,31 @@ fn handover_image_is_unlocked_without_a_front_end() {
         TestClient::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
     }
     let mut qmp = Qmp::negotiated(&scratches[0].path("qmp"));
-    let (_, said) = qmp.command_error("block_resize", json!({"node-name": "disk", "size": 2 * MIB}));
-    assert_contains(&said, &["only while a machine uses it, and none does (start the machine first"]);
+    let (_, message) = qmp.command_error("block_resize", json!({"node-name": "disk", "size": 2 * MIB}));
+    assert_contains(&message, &["only while a machine uses it, and none does (start the machine first"]);
     drop(qmp);
     weirs.into_iter().for_each(|weir| _ = weir.stop());
 
     let [scratch, _] = scratches;
-    let said = serve(&scratch, &image, &["--read-only"]).rejects_usage();
-    assert_contains(&said, &["--handover: is for writable disks only"]);
-    let said = serve(&scratch, Path::new("memory:1M"), &[]).rejects_usage();
-    assert_contains(&said, &["--handover: is for images in files"]);
+    let stderr = serve(&scratch, &image, &["--read-only"]).rejects_usage();
+    assert_contains(&stderr, &["--handover: is for writable disks only"]);
+    let stderr = serve(&scratch, Path::new("memory:1M"), &[]).rejects_usage();
+    assert_contains(&stderr, &["--handover: is for images in files"]);
 }
 
 #[test]
 fn weir_connects_to_a_listening_front_end() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
-    let machine = format!("unix:{},client", text(&socket));
+    let listen_option = format!("unix:{},client", text(&socket));
     let weir = Serve::new(&scratch)
         .at_given_addresses()
         .arg(scratch.sparse("disk.raw", MIB))
-        .args(["--vhost-user-blk", &machine])
+        .args(["--vhost-user-blk", &listen_option])
         .start();
     assert_contains(weir.ready_line(), &[",client"]);
-    let said = weir.wait_for_log("cannot connect to a front end");
-    assert_contains(&said, &["export=disk", text(&socket), "No such file or directory"]);
+    let line = weir.wait_for_log("cannot connect to a front end");
+    assert_contains(&line, &["export=disk", text(&socket), "No such file or directory"]);
     // A different error is logged, once.
     drop(UnixListener::bind(&socket).expect("the directory is ours"));
     assert_contains(&weir.wait_for_log("Connection refused"), &["export=disk"]);
@@ -474,13 +474,13 @@ fn too_low_memory_limit_is_reported_with_a_sufficient_one() {
     let scratch = Scratch::new();
     let serve = |limit: &str| {
         let limit = format!("--nofile={limit}:{limit}");
-        let machine = format!("unix:{},queues=200", text(&scratch.socket("machine")));
+        let listen_option = format!("unix:{},queues=200", text(&scratch.socket("machine")));
         let serve = Serve::new(&scratch).wrapped_by(["prlimit", &limit]).arg("memory:1M");
-        serve.args(["--vhost-user-blk", &machine])
+        serve.args(["--vhost-user-blk", &listen_option])
     };
-    let said = serve("200").fails();
+    let stderr = serve("200").fails();
     assert_contains(
-        &said,
+        &stderr,
         &[
             "descriptors: 217 are reserved for virtual machines with 200 queues, which leaves ",
             " of the 200 that this process may have",
@@ -490,26 +490,26 @@ fn too_low_memory_limit_is_reported_with_a_sufficient_one() {
     );
     let checked = serve("200").at_given_addresses().arg("--check").fails();
     assert_contains(&checked, &["descriptors: 217 are reserved for virtual machines with 200 queues"]);
-    let enough = said.split_once("it needs ").and_then(|(_, rest)| rest.split(' ').next());
+    let enough = stderr.split_once("it needs ").and_then(|(_, rest)| rest.split(' ').next());
     serve(enough.expect("a number")).start().stop();
-    let said = serve("9").fails();
-    assert_contains(&said, &["a worker cannot be started: Too many open files", "LimitNOFILE="]);
+    let stderr = serve("9").fails();
+    assert_contains(&stderr, &["a worker cannot be started: Too many open files", "LimitNOFILE="]);
 }
 
 #[test]
 fn nbd_and_vhost_user_confusion_is_reported() {
     let scratch = Scratch::new();
-    let (machine, nbd) = (scratch.socket("machine"), scratch.socket("nbd"));
+    let (vhost_socket, nbd) = (scratch.socket("machine"), scratch.socket("nbd"));
     let at = |path: &Path| format!("unix:{}", text(path));
     let weir = Serve::new(&scratch)
         .at_given_addresses()
-        .args(["memory:1M", "--vhost-user-blk", &at(&machine), "--nbd", &at(&nbd)])
+        .args(["memory:1M", "--vhost-user-blk", &at(&vhost_socket), "--nbd", &at(&nbd)])
         .start();
     // A client of NBD waits for the server's greeting.
-    let client = UnixStream::connect(&machine).expect("it listens");
-    let said = weir.wait_for_log("has sent nothing for 10 s");
+    let client = UnixStream::connect(&vhost_socket).expect("it listens");
+    let line = weir.wait_for_log("has sent nothing for 10 s");
     let process = format!("process={}", std::process::id());
-    assert_contains(&said, &["is it an NBD client? (this socket is for vhost-user-blk", &process]);
+    assert_contains(&line, &["is it an NBD client? (this socket is for vhost-user-blk", &process]);
     drop(client);
     let mut front_end = front_end(&nbd);
     front_end.write_all(&[1, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");

@@ -21,7 +21,7 @@ fn disk() -> Weir {
     Serve::filled(2 * MIB).start()
 }
 
-fn ask(wire: &mut RawNbdClient, flags: u16, kind: u16, offset: u64, length: u64) {
+fn send_request(wire: &mut RawNbdClient, flags: u16, kind: u16, offset: u64, length: u64) {
     wire.send(&RawNbdRequest { flags, kind, cookie: 77, offset, length }.extended());
 }
 
@@ -43,11 +43,11 @@ fn reads_and_writes_have_64_bit_headers() {
     let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
     assert_eq!(size, 2 * MIB);
 
-    ask(&mut wire, FLAG_PAYLOAD_LEN | FLAG_FUA, CMD_WRITE, 1000, 5);
+    send_request(&mut wire, FLAG_PAYLOAD_LEN | FLAG_FUA, CMD_WRITE, 1000, 5);
     wire.send(b"hello");
     assert_done(&mut wire);
 
-    ask(&mut wire, 0, CMD_READ, 998, 9);
+    send_request(&mut wire, 0, CMD_READ, 998, 9);
     let chunk = wire.chunk();
     let original = pattern(2 << 20);
     let expected = [&original[998..1000], b"hello", &original[1005..1007]].concat();
@@ -57,27 +57,27 @@ fn reads_and_writes_have_64_bit_headers() {
     );
     assert_eq!(chunk.payload[8..], expected);
 
-    ask(&mut wire, 0, CMD_FLUSH, 0, 0);
+    send_request(&mut wire, 0, CMD_FLUSH, 0, 0);
     assert_done(&mut wire);
 }
 
 #[test]
-fn a_whole_disk_is_zeroed_and_described_in_one_request() {
+fn one_request_zeroes_or_describes_a_whole_disk() {
     let weir = Serve::sparse(6 << 30).start();
     let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
     assert_eq!(size, 6 << 30);
 
-    ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 5 << 30, 4);
+    send_request(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 5 << 30, 4);
     wire.send(b"data");
     assert_done(&mut wire);
-    ask(&mut wire, 0, CMD_WRITE_ZEROES, 0, 6 << 30);
+    send_request(&mut wire, 0, CMD_WRITE_ZEROES, 0, 6 << 30);
     assert_done(&mut wire);
-    ask(&mut wire, 0, CMD_READ, 5 << 30, 4);
+    send_request(&mut wire, 0, CMD_READ, 5 << 30, 4);
     assert_eq!(wire.chunk().payload[8..], [0; 4]);
-    ask(&mut wire, 0, CMD_TRIM, 0, 6 << 30);
+    send_request(&mut wire, 0, CMD_TRIM, 0, 6 << 30);
     assert_done(&mut wire);
 
-    ask(&mut wire, FLAG_REQ_ONE, CMD_BLOCK_STATUS, 0, 6 << 30);
+    send_request(&mut wire, FLAG_REQ_ONE, CMD_BLOCK_STATUS, 0, 6 << 30);
     let chunk = wire.chunk();
     assert_eq!((chunk.kind, chunk.done), (BLOCK_STATUS_EXT, true));
     let number = |at: usize| u64::from_be_bytes(chunk.payload[at..at + 8].try_into().expect("eight bytes"));
@@ -90,39 +90,39 @@ fn a_whole_disk_is_zeroed_and_described_in_one_request() {
 }
 
 #[test]
-fn wrong_requests_are_refused_in_extended_chunks() {
+fn invalid_requests_are_rejected_in_extended_chunks() {
     let weir = disk();
     let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
 
-    ask(&mut wire, 0, CMD_READ, size - 1, 2);
+    send_request(&mut wire, 0, CMD_READ, size - 1, 2);
     assert_eq!(error(&mut wire), (EINVAL, "the range ends beyond the export".to_owned()));
-    ask(&mut wire, 0, CMD_TRIM, 1, u64::MAX);
+    send_request(&mut wire, 0, CMD_TRIM, 1, u64::MAX);
     assert_eq!(error(&mut wire).0, EINVAL, "an overflowing sum is beyond the end");
-    ask(&mut wire, 0, 99, 0, 512);
+    send_request(&mut wire, 0, 99, 0, 512);
     assert_eq!(error(&mut wire), (EINVAL, "unknown command".to_owned()));
     // None of them had a payload, so the stream is in step.
-    ask(&mut wire, 0, CMD_READ, 0, 1);
+    send_request(&mut wire, 0, CMD_READ, 0, 1);
     assert_eq!(wire.chunk().payload.len(), 9);
 }
 
 /// QEMU's client negotiates extended headers and omits the flag.
 #[test]
-fn a_write_without_the_flag_for_its_payload_is_carried_out() {
+fn write_without_the_payload_flag_is_performed() {
     let weir = disk();
     let (mut wire, size) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
-    ask(&mut wire, FLAG_FUA, CMD_WRITE, 1000, 5);
+    send_request(&mut wire, FLAG_FUA, CMD_WRITE, 1000, 5);
     wire.send(b"hello");
     assert_done(&mut wire);
-    ask(&mut wire, 0, CMD_READ, 1000, 5);
+    send_request(&mut wire, 0, CMD_READ, 1000, 5);
     assert_eq!(wire.chunk().payload[8..], *b"hello");
 
     // The payload of a rejected request is skipped, even if it looks like a request.
     let zeroes = RawNbdRequest { flags: 0, kind: CMD_WRITE_ZEROES, cookie: 78, offset: 0, length: size };
     let payload = zeroes.extended();
-    ask(&mut wire, 0, CMD_WRITE, size, payload.len() as u64);
+    send_request(&mut wire, 0, CMD_WRITE, size, payload.len() as u64);
     wire.send(&payload);
     assert_eq!(error(&mut wire).0, ENOSPC);
-    ask(&mut wire, 0, CMD_READ, 1000, 5);
+    send_request(&mut wire, 0, CMD_READ, 1000, 5);
     assert_eq!(wire.chunk().payload[8..], *b"hello");
 }
 
@@ -130,28 +130,28 @@ fn a_write_without_the_flag_for_its_payload_is_carried_out() {
 #[test]
 fn export_may_be_read_only() {
     let scratch = Scratch::new();
-    let (machine, socket) = (scratch.socket("vm.sock"), scratch.socket("backup.sock"));
+    let (vhost_socket, socket) = (scratch.socket("vm.sock"), scratch.socket("backup.sock"));
     let nbd = format!("unix:{},read-only", text(&socket));
     let weir = Serve::new(&scratch)
         .at_given_addresses()
         .args(["memory:1M", "--name", "disk", "--nbd", &nbd])
-        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&vhost_socket))])
         .start();
     let (mut wire, _) = RawNbdClient::negotiated_extended(&socket, "disk");
-    ask(&mut wire, 0, CMD_WRITE, 0, 5);
+    send_request(&mut wire, 0, CMD_WRITE, 0, 5);
     wire.send(b"hello");
     assert_eq!(error(&mut wire), (EPERM, "the export is read-only".to_owned()));
-    ask(&mut wire, 0, CMD_READ, 0, 5);
+    send_request(&mut wire, 0, CMD_READ, 0, 5);
     let chunk = wire.chunk();
     assert!(chunk.done && chunk.kind != ERROR, "{chunk:?}");
     drop(weir);
 }
 
 #[test]
-fn a_payload_too_long_to_skip_ends_the_connection() {
+fn payload_too_long_to_skip_ends_the_connection() {
     let weir = disk();
     let (mut wire, _) = RawNbdClient::negotiated_extended(weir.socket(), "disk");
-    ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 0, 1 << 40);
+    send_request(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 0, 1 << 40);
     wire.wait_for_close();
 }
 

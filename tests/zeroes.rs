@@ -29,7 +29,7 @@ fn check(before: &[u8], after: &[u8]) {
 
 #[test]
 fn zeroes_free_space_of_a_raw_image_on_request() {
-    for (mode, given_back) in [("off", 0), ("on", 0), ("unmap", 2 * MIB)] {
+    for (mode, freed) in [("off", 0), ("on", 0), ("unmap", 2 * MIB)] {
         let scratch = Scratch::new();
         let file = scratch.filled("disk.raw", 8 * MIB);
         let (bytes, before) = (fs::read(&file).unwrap(), allocated(&file));
@@ -37,16 +37,16 @@ fn zeroes_free_space_of_a_raw_image_on_request() {
         weir.nbdsh("disk", SCRIPT);
         weir.stop();
         check(&bytes, &fs::read(&file).unwrap());
-        assert_eq!(before - allocated(&file), given_back, "{mode}");
+        assert_eq!(before - allocated(&file), freed, "{mode}");
     }
 }
 
 /// The extents of an image that are zero and have no data, according to QEMU.
 fn zeroes(image: &Path) -> Vec<(u64, u64)> {
     let map = qemu_img(["map", "--output=json", text(image)]).json();
-    let of = |extent: &Value| (extent["start"].as_u64().unwrap(), extent["length"].as_u64().unwrap());
+    let range_of = |extent: &Value| (extent["start"].as_u64().unwrap(), extent["length"].as_u64().unwrap());
     let is_zero = |extent: &&Value| extent["zero"] == true && extent["data"] == false;
-    map.as_array().unwrap().iter().filter(is_zero).map(of).collect()
+    map.as_array().unwrap().iter().filter(is_zero).map(range_of).collect()
 }
 
 #[test]
@@ -83,18 +83,18 @@ fn zero_detection_is_set_per_node() {
     let storage = json!({"driver": "file", "filename": text(&file)});
     let mut node = json!({"driver": "raw", "node-name": "d", "file": storage,
         "detect-zeroes": "unmap", "discard": "ignore"});
-    let (_, said) = client.command_error("blockdev-add", node.clone());
-    assert!(said.contains("'detect-zeroes' cannot be 'unmap'"), "{said}");
+    let (_, message) = client.command_error("blockdev-add", node.clone());
+    assert!(message.contains("'detect-zeroes' cannot be 'unmap'"), "{message}");
     node["discard"] = json!("unmap");
     client.command("blockdev-add", node);
     client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "d", "writable": true}));
     let blocks = client.command("query-block", json!({}));
-    let of = |name: &str| {
+    let detect_zeroes_of = |name: &str| {
         let all = blocks.as_array().unwrap();
         let block = all.iter().find(|block| block["inserted"]["node-name"] == name).unwrap();
         block["inserted"]["detect_zeroes"].clone()
     };
-    assert_eq!((of("d"), of("memory")), (json!("unmap"), json!("off")));
+    assert_eq!((detect_zeroes_of("d"), detect_zeroes_of("memory")), (json!("unmap"), json!("off")));
     weir.nbdsh("d", SCRIPT);
     weir.stop();
     check(&bytes, &fs::read(&file).unwrap());
@@ -105,8 +105,8 @@ fn zero_detection_is_set_per_node() {
 fn reserved_space_is_not_freed_by_zeroes() {
     let scratch = Scratch::new();
     let file = scratch.filled("disk.raw", MIB);
-    let said = Serve::new(&scratch).arg(&file).args(["--discard", "ignore", "--detect-zeroes", "unmap"]);
-    let said = said.rejects_usage();
+    let serve = Serve::new(&scratch).arg(&file).args(["--discard", "ignore", "--detect-zeroes", "unmap"]);
+    let stderr = serve.rejects_usage();
     let expect = "--detect-zeroes unmap: frees space, and --discard ignore keeps it (use on instead)";
-    assert!(said.contains(expect), "{said}");
+    assert!(stderr.contains(expect), "{stderr}");
 }

@@ -25,39 +25,39 @@ fn killed_attach_leaves_all_or_nothing() {
     need_root("devices of this host");
     let name = name("gone");
     for _ in 0..5 {
-        let mut asking = Command::new(WEIR)
+        let mut child = Command::new(WEIR)
             .args(["attach", "--fuse", "--alone", "--name", &name, "--format", "raw"])
             .arg(&image)
             .spawn()
             .expect("weir can be run");
-        asking.kill().expect("it can be killed");
-        asking.wait().expect("it has ended");
+        child.kill().expect("it can be killed");
+        child.wait().expect("it has ended");
         // Its keeper may be starting, finished, or undoing it: the result must be nothing or a
         // complete attachment, and a new attachment must succeed.
-        let attached = Attachment { name: name.clone(), said: Value::Null };
-        if let Ok(lock) = File::open(attached.place().join("lock"))
-            && attached.place().join("attached.json").exists()
+        let attached = Attachment { name: name.clone(), report: Value::Null };
+        if let Ok(lock) = File::open(attached.directory().join("lock"))
+            && attached.directory().join("attached.json").exists()
         {
             drop(lock);
             attached.detach().run();
         }
         attached.wait_until_gone_or_whole();
     }
-    let whole = Attachment { said: command(&name, &image, &[]).json(), name };
-    whole.detach().succeeds();
-    whole.is_gone();
+    let reattached = Attachment { report: command(&name, &image, &[]).json(), name };
+    reattached.detach().succeeds();
+    reattached.assert_removed();
 }
 
 impl Attachment {
     /// Waits for a keeper whose command was killed.
     fn wait_until_gone_or_whole(&self) {
-        while let Ok(lock) = File::open(self.place().join("lock")) {
-            if self.place().join("attached.json").exists() {
+        while let Ok(lock) = File::open(self.directory().join("lock")) {
+            if self.directory().join("attached.json").exists() {
                 self.detach().run();
                 continue;
             }
             let _kept = Flock::lock(lock, FlockArg::LockShared);
-            if self.place().exists() && !self.place().join("attached.json").exists() {
+            if self.directory().exists() && !self.directory().join("attached.json").exists() {
                 // Killed half-way: the next attachment removes the leftovers.
                 return;
             }
@@ -71,13 +71,13 @@ fn killed_server_ends_the_attachment() {
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("killed", &image, &[]);
     let device = attached.device();
-    let made = disk_sequence(&device);
+    let sequence = disk_sequence(&device);
     kill(attached.server(), Signal::SIGKILL).expect("it runs");
     attached.wait_until_gone();
-    wait_until_removed(&device, &made);
-    let again = attach("killed", &image, &[]);
-    again.detach().succeeds();
-    again.is_gone();
+    wait_until_removed(&device, &sequence);
+    let reattached = attach("killed", &image, &[]);
+    reattached.detach().succeeds();
+    reattached.assert_removed();
 }
 
 /// Number of mounts at this very directory, including covered ones.
@@ -100,12 +100,12 @@ fn killed_server_leaves_no_writable_mount() {
     kill(attached.server(), Signal::SIGKILL).expect("it runs");
     attached.wait_until_gone();
     assert!(!is_mounted(&directory) && !is_mounted(&also));
-    let again = attach("inside", &image, &["--mount", text(&directory)]);
+    let reattached = attach("inside", &image, &["--mount", text(&directory)]);
     assert_eq!(mounts_at(&directory), 1);
     fs::write(directory.join("new"), "content").expect("it can be written to");
     drop((inside, inside_also));
-    again.detach().succeeds();
-    again.is_gone();
+    reattached.detach().succeeds();
+    reattached.assert_removed();
     assert!(!is_mounted(&directory));
     TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
@@ -117,20 +117,20 @@ fn stale_mount_is_not_covered() {
     let options = ["--mount", text(&directory)];
     let attached = attach("over", &image, &options);
     let inside = File::create(directory.join("open")).expect("it can be made");
-    let (keeper, server) = (attached.said["keeper"].as_i64().expect("it has one"), attached.server());
+    let (keeper, server) = (attached.report["keeper"].as_i64().expect("it has one"), attached.server());
     for process in [Pid::from_raw(keeper as i32), server] {
         kill(process, Signal::SIGKILL).expect("it runs");
     }
-    let lock = File::open(attached.place().join("lock")).expect("it is left");
+    let lock = File::open(attached.directory().join("lock")).expect("it is left");
     drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
     // With the same options, the attachment is continued.
-    let again =
-        Attachment { name: attached.name.clone(), said: command(&attached.name, &image, &options).json() };
+    let recovered =
+        Attachment { name: attached.name.clone(), report: command(&attached.name, &image, &options).json() };
     assert_eq!(mounts_at(&directory), 1);
     fs::write(directory.join("new"), "content").expect("it can be written to");
     drop(inside);
-    again.detach().succeeds();
-    again.is_gone();
+    recovered.detach().succeeds();
+    recovered.assert_removed();
     assert!(!is_mounted(&directory));
 }
 
@@ -139,16 +139,16 @@ fn leftovers_of_a_killed_keeper_are_removed() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("keeper", &image, &[]);
-    let keeper = attached.said["keeper"].as_i64().expect("it has one");
+    let keeper = attached.report["keeper"].as_i64().expect("it has one");
     kill(Pid::from_raw(keeper as i32), Signal::SIGKILL).expect("it runs");
-    let lock = File::open(attached.place().join("lock")).expect("it is left");
+    let lock = File::open(attached.directory().join("lock")).expect("it is left");
     drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
     // Its server is still running.
     File::open(attached.device()).expect("it can be opened");
-    let again = command(&attached.name, &image, &["--iops-total", "5"]).fails();
-    assert_contains(&again, &["its keeper process was killed", "--recover"]);
+    let stderr = command(&attached.name, &image, &["--iops-total", "5"]).fails();
+    assert_contains(&stderr, &["its keeper process was killed", "--recover"]);
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
 }
 
 #[test]
@@ -157,16 +157,16 @@ fn leftovers_of_killed_keeper_and_server_are_removed() {
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("both", &image, &[]);
     let (device, server) = (attached.device(), attached.server());
-    let made = disk_sequence(&device);
-    let keeper = attached.said["keeper"].as_i64().expect("it has one");
+    let sequence = disk_sequence(&device);
+    let keeper = attached.report["keeper"].as_i64().expect("it has one");
     for process in [Pid::from_raw(keeper as i32), server] {
         kill(process, Signal::SIGKILL).expect("it runs");
     }
     // As a watcher would do shortly: the file below the loop device becomes unreachable.
-    TestClient::new("umount").args(["-l", text(&attached.place().join("disk"))]).run();
+    TestClient::new("umount").args(["-l", text(&attached.directory().join("disk"))]).run();
     attached.detach().succeeds();
-    attached.is_gone();
-    wait_until_removed(&device, &made);
+    attached.assert_removed();
+    wait_until_removed(&device, &sequence);
 }
 
 /// Delays after which a process is killed: from zero to longer than the operation takes.
@@ -182,7 +182,7 @@ fn spin_until(instant: Instant) {
 }
 
 /// Names in a directory, for messages.
-fn left(place: &Path) -> Vec<std::ffi::OsString> {
+fn remaining_files(place: &Path) -> Vec<std::ffi::OsString> {
     fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.file_name()).collect()
 }
 
@@ -192,53 +192,53 @@ fn keeper_killed_at_any_time_leaves_removable_state() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let name = name("half");
-    let attached = Attachment { name: name.clone(), said: Value::Null };
+    let attached = Attachment { name: name.clone(), report: Value::Null };
     for after in moments(32, Duration::from_millis(160)) {
-        let mut asking = Command::new(WEIR)
+        let mut child = Command::new(WEIR)
             .args(["attach", "--fuse", "--alone", "--format", "raw", "--name", &name])
             .args([&image, Path::new("--mount"), &directory])
             .stderr(Stdio::null())
             .stdout(Stdio::null())
             .spawn()
             .expect("weir can be run");
-        let asker = Pid::from_raw(asking.id().cast_signed());
+        let requester = Pid::from_raw(child.id().cast_signed());
         let keeper = loop {
-            if let Some(keeper) = children(asker).next() {
+            if let Some(keeper) = children(requester).next() {
                 break keeper;
             }
-            if asking.try_wait().expect("it is ours").is_some() {
+            if child.try_wait().expect("it is ours").is_some() {
                 // It was finished before it could be observed.
-                let whole = fs::read(attached.place().join("attached.json")).expect("it has attached");
-                let whole: Value = serde_json::from_slice(&whole).expect("it is JSON");
-                break Pid::from_raw(whole["keeper"].as_i64().expect("it has one") as i32);
+                let record = fs::read(attached.directory().join("attached.json")).expect("it has attached");
+                let record: Value = serde_json::from_slice(&record).expect("it is JSON");
+                break Pid::from_raw(record["keeper"].as_i64().expect("it has one") as i32);
             }
             std::hint::spin_loop();
         };
         spin_until(Instant::now() + after);
         // A child is not reaped before its parent ends, so the PID is not reused.
         kill(keeper, Signal::SIGKILL).expect("it is there");
-        asking.wait().expect("it is ours");
-        if let Ok(lock) = File::open(attached.place().join("lock")) {
+        child.wait().expect("it is ours");
+        if let Ok(lock) = File::open(attached.directory().join("lock")) {
             drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
         }
-        let is_there = attached.place().exists();
-        let is_whole = attached.place().join("attached.json").exists();
+        let exists = attached.directory().exists();
+        let is_whole = attached.directory().join("attached.json").exists();
         let listed = weir(&["attach", "--list", "--json"]).json();
         let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == name.as_str());
-        assert_eq!(row.is_some(), is_there, "{after:?}: {:?}: {listed}", left(&attached.place()));
+        assert_eq!(row.is_some(), exists, "{after:?}: {:?}: {listed}", remaining_files(&attached.directory()));
         if let Some(row) = row {
             assert_eq!(row.get("broken"), (!is_whole).then_some(&json!(true)), "{after:?}: {row}");
             attached.detach().succeeds();
         }
-        attached.is_gone();
+        attached.assert_removed();
         assert!(!is_mounted(&directory), "{after:?}");
         // The image is not locked any more.
         TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 63M 512", text(&image)]).succeeds();
     }
     TestClient::new("e2fsck").args(["-fy", text(&image)]).run();
-    let whole = Attachment { said: command(&name, &image, &[]).json(), name };
-    whole.detach().succeeds();
-    whole.is_gone();
+    let reattached = Attachment { report: command(&name, &image, &[]).json(), name };
+    reattached.detach().succeeds();
+    reattached.assert_removed();
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn killed_detach_can_be_repeated() {
     let (image, directory) = mountable(&scratch);
     for (index, after) in moments(24, Duration::from_millis(120)).enumerate() {
         let attached = attach("undone", &image, &["--mount", text(&directory)]);
-        let keeper = attached.said["keeper"].as_i64().expect("it has one");
+        let keeper = attached.report["keeper"].as_i64().expect("it has one");
         let mut detaching = Command::new(WEIR)
             .args(["detach", &attached.name])
             .stderr(Stdio::null())
@@ -263,15 +263,15 @@ fn killed_detach_can_be_repeated() {
             detaching.kill().expect("it is ours");
         }
         detaching.wait().expect("it is ours");
-        while attached.place().exists() {
+        while attached.directory().exists() {
             attached.detach().run();
-            if let Ok(lock) = File::open(attached.place().join("lock"))
-                && !attached.place().join("attached.json").exists()
+            if let Ok(lock) = File::open(attached.directory().join("lock"))
+                && !attached.directory().join("attached.json").exists()
             {
                 drop(Flock::lock(lock, FlockArg::LockShared));
             }
         }
-        attached.is_gone();
+        attached.assert_removed();
         assert!(!is_mounted(&directory), "{after:?}");
     }
     TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();

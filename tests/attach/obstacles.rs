@@ -13,7 +13,7 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use super::{Attachment, attach, command, name, place};
+use super::{Attachment, attach, command, name, attachment_directory};
 use crate::harness::{
     MIB, Scratch, TestClient, WEIR, assert_contains, need_root, script_without_foreign_mounts, text, weir,
 };
@@ -23,20 +23,20 @@ fn stopped_keeper_is_named_and_killed_by_force() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("still", &image, &[]);
-    let keeper = Pid::from_raw(attached.said["keeper"].as_i64().expect("it has one") as i32);
+    let keeper = Pid::from_raw(attached.report["keeper"].as_i64().expect("it has one") as i32);
     kill(keeper, Signal::SIGSTOP).expect("it runs");
-    let names_it = format!("{}: its keeper, process {keeper} (weir), is stopped", attached.name);
-    let helps = [format!("kill -CONT {keeper}"), format!("weir detach --force {}", attached.name)];
-    let [goes_on, ends] = helps.each_ref();
-    assert_contains(&attached.detach().fails(), &[&names_it, goes_on, ends]);
-    assert_contains(&command(&attached.name, &image, &[]).fails(), &[&names_it, goes_on, ends]);
+    let diagnosis = format!("{}: its keeper, process {keeper} (weir), is stopped", attached.name);
+    let remedies = [format!("kill -CONT {keeper}"), format!("weir detach --force {}", attached.name)];
+    let [continue_remedy, force_remedy] = remedies.each_ref();
+    assert_contains(&attached.detach().fails(), &[&diagnosis, continue_remedy, force_remedy]);
+    assert_contains(&command(&attached.name, &image, &[]).fails(), &[&diagnosis, continue_remedy, force_remedy]);
     fs::File::open(attached.device()).expect("nothing is undone");
     weir(&["detach", "--force", &attached.name]).succeeds();
-    attached.is_gone();
+    attached.assert_removed();
 }
 
 /// A search path with a losetup(8) that stops its parent once, while a marker file exists.
-fn stopping(scratch: &Scratch) -> (String, PathBuf) {
+fn losetup_that_stops_its_parent(scratch: &Scratch) -> (String, PathBuf) {
     let directory = scratch.path("stopping");
     fs::create_dir(&directory).expect("it can be made");
     let script = "#!/bin/sh\nrm \"${0%/*}/once\" 2>/dev/null && kill -STOP $PPID\n\
@@ -52,8 +52,8 @@ fn stopping(scratch: &Scratch) -> (String, PathBuf) {
 fn keeper_stopped_during_attach_leaves_nothing() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
-    let (path, once) = stopping(&scratch);
-    let attached = Attachment { name: name("begun"), said: Value::Null };
+    let (path, once) = losetup_that_stops_its_parent(&scratch);
+    let attached = Attachment { name: name("begun"), report: Value::Null };
     for is_forced in [false, true] {
         fs::write(&once, "").expect("it can be written");
         let refused = command(&attached.name, &image, &[]).env("PATH", &path).fails();
@@ -61,11 +61,11 @@ fn keeper_stopped_during_attach_leaves_nothing() {
         let named = attached.detach().fails();
         let stopped = "(weir), is stopped";
         assert_contains(&named, &[&attached.name, stopped, "--force"]);
-        let again = command(&attached.name, &image, &[]).fails();
-        assert_contains(&again, &[&attached.name, stopped, "--force"]);
+        let stderr = command(&attached.name, &image, &[]).fails();
+        assert_contains(&stderr, &[&attached.name, stopped, "--force"]);
         if is_forced {
             weir(&["detach", "--force", &attached.name]).succeeds();
-            attached.is_gone();
+            attached.assert_removed();
         } else {
             let keeper = named.split_once("kill -CONT ").and_then(|(_, rest)| rest.split_once('`'));
             let keeper = keeper.and_then(|(keeper, _)| keeper.parse().ok()).expect("it is named");
@@ -93,15 +93,15 @@ fn unresponsive_daemon_is_named_and_skipped() {
         &[&does_not, "by a private process", "the group gold consists of this disk only"],
     );
     let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
-    let attached = Attachment { said, name };
-    assert_eq!(attached.said["daemon"], json!(false));
+    let attached = Attachment { report: said, name };
+    assert_eq!(attached.report["daemon"], json!(false));
     attached.detach().succeeds();
-    attached.is_gone();
+    attached.assert_removed();
 }
 
 /// Whichever step is the first to run out of space.
 #[test]
-fn a_full_file_system_is_named_and_nothing_is_left() {
+fn full_file_system_is_named_and_no_files_remain() {
     need_root("a mount namespace of its own");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
@@ -145,11 +145,11 @@ fn too_low_descriptor_limit_is_reported_with_a_remedy() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let name = name("few");
-    for most in ["5", "9", "10", "12", "24"] {
+    for max_files in ["5", "9", "10", "12", "24"] {
         let script = r#"ulimit -n "$1"; exec "$2" attach --fuse --alone --name "$3" -f raw "$4""#;
-        let attach = ["-c", script, "sh", most, WEIR, &name, text(&image)];
+        let attach = ["-c", script, "sh", max_files, WEIR, &name, text(&image)];
         let refused = TestClient::new("sh").args(attach).fails();
         assert_contains(&refused, &["Too many open files", "`ulimit -n`", "LimitNOFILE="]);
-        assert!(!Path::exists(&place(&name)), "{most}: something is left");
+        assert!(!Path::exists(&attachment_directory(&name)), "{max_files}: something is left");
     }
 }

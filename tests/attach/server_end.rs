@@ -22,9 +22,9 @@ fn writes_survive_a_clean_end_of_the_server() {
     kill(attached.server(), Signal::SIGTERM).expect("it runs");
     attached.wait_until_gone();
     assert!(!is_mounted(&directory));
-    let again = attach("ended-alone", &image, &options);
+    let reattached = attach("ended-alone", &image, &options);
     assert_eq!(fs::read(directory.join("file")).expect("it is there"), content());
-    again.detach().succeeds();
+    reattached.detach().succeeds();
     TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
@@ -40,21 +40,21 @@ fn attachment_survives_an_upgrade_of_the_daemon() {
     let name = name("taken-over");
     let options = ["attach", "--fuse", "--json", "--format", "raw", "--mount", text(&directory)];
     let said = weir(&options).args(["--name", &name, "--qmp", &address]).arg(&image).json();
-    let attached = Attachment { said, name };
-    for turn in ["first", "second"] {
-        fs::write(directory.join(turn), content()).expect("there is room");
+    let attached = Attachment { report: said, name };
+    for round in ["first", "second"] {
+        fs::write(directory.join(round), content()).expect("there is room");
         let next = serve().arg("--takeover").start();
         let (status, log) = daemon.wait();
         assert!(status.success(), "{log}");
         daemon = next;
         fs::write(directory.join("after"), content()).expect("it is still mounted");
-        assert_eq!(fs::read(directory.join(turn)).expect("it is there"), content());
+        assert_eq!(fs::read(directory.join(round)).expect("it is there"), content());
     }
     let listed = weir(&["attach", "--list"]).succeeds();
     assert_contains(&listed, &[&attached.name, text(&directory)]);
     // By its image, which must be identified as before; the keeper still watches the new process.
     weir(&["detach", text(&image)]).succeeds();
-    attached.is_gone();
+    attached.assert_removed();
     daemon.stop();
     TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }

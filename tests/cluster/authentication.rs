@@ -12,10 +12,10 @@ fn changed_password_is_reported_and_reloaded() {
     let scratch = Scratch::new();
     let mut etcd = EtcdServer::start(&scratch);
     let change = |etcd: &EtcdServer, password: &str| {
-        let words = ["--user", "root:secret", "user", "passwd", "weir", "--interactive=false"];
-        etcd.control(&words).with_stdin(password).succeeds();
+        let arguments = ["--user", "root:secret", "user", "passwd", "weir", "--interactive=false"];
+        etcd.control(&arguments).with_stdin(password).succeeds();
     };
-    for words in [
+    for arguments in [
         "role add lab",
         "role grant-permission lab readwrite --prefix /weir/v1/lab/",
         "user add weir:first",
@@ -28,25 +28,25 @@ fn changed_password_is_reported_and_reloaded() {
         "user grant-role root root",
         "auth enable",
     ] {
-        etcd.control(&words.split(' ').collect::<Vec<_>>()).succeeds();
+        etcd.control(&arguments.split(' ').collect::<Vec<_>>()).succeeds();
     }
-    let place = Scratch::new();
-    let password = place.file("password", "first\n");
+    let host_scratch = Scratch::new();
+    let password = host_scratch.file("password", "first\n");
     let reader = format!("user = \"reader\"\npassword-file = \"{}\"", text(&password));
-    let file = ClusterTestHost::config(&place, "x", &etcd.url(), &reader);
+    let file = ClusterTestHost::config(&host_scratch, "x", &etcd.url(), &reader);
     assert_contains(
         &TestClient::new(WEIR).args(["check-config", text(&file)]).fails(),
         &["permission denied", "a role that reads and writes /weir/v1/lab/"],
     );
     assert_contains(
-        &ClusterTestHost::serve(&place, &file, &place.socket("control")).fails(),
+        &ClusterTestHost::serve(&host_scratch, &file, &host_scratch.socket("control")).fails(),
         &["permission denied"],
     );
     let more = format!("user = \"weir\"\npassword-file = \"{}\"", text(&password));
-    let file = ClusterTestHost::config(&place, "x", &etcd.url(), &more);
-    let socket = place.socket("control");
-    let weir = Some(ClusterTestHost::serve(&place, &file, &socket).start());
-    let host = ClusterTestHost { scratch: place, weir, control: socket };
+    let file = ClusterTestHost::config(&host_scratch, "x", &etcd.url(), &more);
+    let socket = host_scratch.socket("control");
+    let weir = Some(ClusterTestHost::serve(&host_scratch, &file, &socket).start());
+    let host = ClusterTestHost { scratch: host_scratch, weir, control: socket };
     until("it has joined", || host.cluster()["joined"] == true);
     // The first error is different: etcd is unreachable.
     host.weir().signal(Signal::SIGSTOP);
@@ -55,12 +55,12 @@ fn changed_password_is_reported_and_reloaded() {
     host.weir().signal(Signal::SIGCONT);
     host.weir().wait_for_log("partitioned from cluster lab");
     etcd.child = EtcdServer::spawn(&etcd.data, etcd.ports);
-    let said = "rejects the user and password of [cluster]: etcdserver: authentication failed";
-    host.weir().wait_for_log(said);
+    let expect = "rejects the user and password of [cluster]: etcdserver: authentication failed";
+    host.weir().wait_for_log(expect);
     until("it is shown", || {
-        host.status()["cluster"]["reason"].as_str().is_some_and(|why| why.contains(said))
+        host.status()["cluster"]["reason"].as_str().is_some_and(|why| why.contains(expect))
     });
-    assert_eq!(host.weir().log_text().matches(said).count(), 1, "it is retried, and log_text once");
+    assert_eq!(host.weir().log_text().matches(expect).count(), 1, "it is retried, and log_text once");
     // A reload reads the file again, although nothing else has changed.
     replace_file(&password, "second\n");
     assert_eq!(host.run(&["reload"]).succeeds(), "nothing has changed\n");
@@ -72,28 +72,28 @@ fn changed_password_is_reported_and_reloaded() {
 
 #[test]
 fn members_of_two_etcd_clusters_are_rejected() {
-    let (one, two) = (Scratch::new(), Scratch::new());
-    let (one, two) = (EtcdServer::start(&one), EtcdServer::start(&two));
-    let place = Scratch::new();
-    let file = ClusterTestHost::config(&place, "x", &format!("{}\", \"{}", one.url(), two.url()), "");
+    let (first, second) = (Scratch::new(), Scratch::new());
+    let (first, second) = (EtcdServer::start(&first), EtcdServer::start(&second));
+    let host_scratch = Scratch::new();
+    let file = ClusterTestHost::config(&host_scratch, "x", &format!("{}\", \"{}", first.url(), second.url()), "");
     let text = fs::read_to_string(&file).unwrap();
     let lines = text.lines().map(|line| match line.strip_prefix("etcd = ") {
         Some(urls) => format!("etcd = [{urls}]\n"),
         None => format!("{line}\n"),
     });
     fs::write(&file, lines.collect::<String>()).unwrap();
-    let said = ["belong to different clusters", "etcdctl member list"];
-    assert_contains(&TestClient::new(WEIR).args(["check-config", self::text(&file)]).fails(), &said);
-    let control = place.socket("control");
-    let weir = Some(ClusterTestHost::serve(&place, &file, &control).start());
-    let host = ClusterTestHost { scratch: place, weir, control };
+    let expect = ["belong to different clusters", "etcdctl member list"];
+    assert_contains(&TestClient::new(WEIR).args(["check-config", self::text(&file)]).fails(), &expect);
+    let control = host_scratch.socket("control");
+    let weir = Some(ClusterTestHost::serve(&host_scratch, &file, &control).start());
+    let host = ClusterTestHost { scratch: host_scratch, weir, control };
     host.weir().wait_for_log("belong to different clusters");
     assert_ne!(host.cluster()["joined"], true);
 }
 
 /// Replaces a file by renaming a new one, as programs that renew credentials do.
 fn replace_file(file: &Path, text: &str) {
-    let beside = file.with_extension("new");
-    fs::write(&beside, text).unwrap();
-    fs::rename(beside, file).unwrap();
+    let replacement = file.with_extension("new");
+    fs::write(&replacement, text).unwrap();
+    fs::rename(replacement, file).unwrap();
 }

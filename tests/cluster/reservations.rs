@@ -17,39 +17,39 @@ fn reservations_of_all_hosts_fit_the_limit() {
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     until("both hosts have the group", || hosts.iter().all(|host| host.quota() < 3000));
     hosts[0].run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
-    let promised = |host: &ClusterTestHost| host.cluster()["groups"][0]["reserved"]["iops"].as_u64();
-    until("the second host has the reservation", || promised(&hosts[1]) == Some(2000));
+    let reserved = |host: &ClusterTestHost| host.cluster()["groups"][0]["reserved"]["iops"].as_u64();
+    until("the second host has the reservation", || reserved(&hosts[1]) == Some(2000));
     until("and for the remaining quota", || {
-        let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
-        said.status() == Some(1)
-            && said.stderr().contains("more than the 1000 that the reservations of other hosts leave")
+        let outcome = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
+        outcome.status() == Some(1)
+            && outcome.stderr().contains("more than the 1000 that the reservations of other hosts leave")
     });
     hosts[1].run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
-    until("all reservations are published", || promised(&hosts[0]) == Some(3000));
+    until("all reservations are published", || reserved(&hosts[0]) == Some(3000));
     // The limit cannot be lowered below the sum.
-    let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
-    assert!(said.contains("3000 is reserved on its hosts"), "{said}");
+    let stderr = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
+    assert!(stderr.contains("3000 is reserved on its hosts"), "{stderr}");
     // Of two concurrent reservations one is rejected.
-    let promise = |host: &ClusterTestHost, iops: &str| {
+    let reserve = |host: &ClusterTestHost, iops: &str| {
         host.run(&["throttle", "vm", "--iops-reservation", iops]).run().status() == Some(0)
     };
     for round in 0..5 {
         for host in &hosts {
-            assert!(promise(host, "0"));
+            assert!(reserve(host, "0"));
         }
-        until("no reservation is published", || hosts.iter().all(|host| promised(host).is_none()));
+        until("no reservation is published", || hosts.iter().all(|host| reserved(host).is_none()));
         let done: Vec<_> = thread::scope(|scope| {
-            let both: Vec<_> = hosts.iter().map(|host| scope.spawn(move || promise(host, "2900"))).collect();
-            both.into_iter().map(|one| one.join().unwrap()).collect()
+            let both: Vec<_> = hosts.iter().map(|host| scope.spawn(move || reserve(host, "2900"))).collect();
+            both.into_iter().map(|handle| handle.join().unwrap()).collect()
         });
         assert!(done[0] != done[1], "round {round}: {done:?}");
-        until("one reservation is published", || hosts.iter().all(|host| promised(host) == Some(2900)));
+        until("one reservation is published", || hosts.iter().all(|host| reserved(host) == Some(2900)));
     }
     // A reservation is published in etcd before it is in force.
-    assert!(hosts.iter().all(|host| promise(host, "0")));
+    assert!(hosts.iter().all(|host| reserve(host, "0")));
     let at_etcd = || etcd.control(&["get", "--print-value-only", "/weir/v1/lab/all/promise/b"]).succeeds();
     until("no reservation is published", || {
-        !at_etcd().contains("2900") && hosts.iter().all(|host| promised(host).is_none())
+        !at_etcd().contains("2900") && hosts.iter().all(|host| reserved(host).is_none())
     });
     let mut qmp = Qmp::negotiated(&hosts[1].control);
     let inner = json!({ "qom-type": "throttle-group", "id": "inner", "x-weir-parent": "gold", "x-weir-iops-reservation": 600 });
@@ -64,8 +64,8 @@ fn reservations_of_all_hosts_fit_the_limit() {
     fs::write(&file, format!("{config}iops-reservation = 2900\n")).unwrap();
     hosts[1].run(&["reload"]).succeeds();
     assert!(at_etcd().contains("[2900,0]"), "{}", at_etcd());
-    let said = hosts[0].run(&["cluster", "forget", "b", "--json"]).fails();
-    assert!(said.contains("host b: is running"), "{said}");
+    let stderr = hosts[0].run(&["cluster", "forget", "b", "--json"]).fails();
+    assert!(stderr.contains("host b: is running"), "{stderr}");
     // The leader logs a sum that exceeds the limit nevertheless.
     let ghost = "{\"version\":1,\"groups\":{\"gold\":[600,0]},\"capacity\":[0,0]}";
     etcd.control(&["put", "/weir/v1/lab/all/promise/ghost", ghost]).succeeds();
@@ -74,8 +74,8 @@ fn reservations_of_all_hosts_fit_the_limit() {
     leader.weir().wait_for_log("its hosts reserve 3500, more than the limit of 3000");
     let shown = hosts[0].cluster();
     assert_eq!(shown["groups"][0]["overcommitted"]["iops"], 500);
-    let said = hosts[1].run(&["cluster", "status"]).succeeds();
-    assert!(said.contains("500 IOPS more than available"), "{said}");
+    let stdout = hosts[1].run(&["cluster", "status"]).succeeds();
+    assert!(stdout.contains("500 IOPS more than available"), "{stdout}");
 }
 
 /// The reservation of a host's disk in force, and the part that does not fit.
@@ -134,9 +134,9 @@ fn start_succeeds_with_an_unmet_reservation() {
     // Once there is room, the reservation comes into force without a command.
     let mut events = Qmp::negotiated(&b.control);
     a.run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
-    let made =
-        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "reservation_in_force");
-    assert_eq!(made.unwrap()["data"]["iops-reservation"], 1500);
+    let in_force =
+        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|event| event["kind"] == "reservation_in_force");
+    assert_eq!(in_force.unwrap()["data"]["iops-reservation"], 1500);
     assert_eq!(reservation_of(&b), (Some(1500), None));
     assert!(at_etcd("b").contains("[1500,0]"));
     // A reservation that was set by a command is kept.

@@ -12,7 +12,7 @@ fn changed_limits_and_unreachable_hosts_are_reported() {
     let hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
-    let by = |who| format!("group gold was changed on all hosts by {who}");
+    let by = |origin| format!("group gold was changed on all hosts by {origin}");
     hosts[0].weir().wait_for_log(&by("process "));
     hosts[1].weir().wait_for_log(&by("another host: iops-total 3000 (was 0)"));
     assert!(!hosts[0].weir().log_text().contains(&by("another")), "log_text once, with the client");

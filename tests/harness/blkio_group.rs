@@ -19,13 +19,13 @@ pub(crate) struct BlkioGroup {
 
 impl BlkioGroup {
     /// `None` on a host that has only cgroup v2, which the tests in the guest cover.
-    pub(crate) fn new(what: &str) -> Option<Self> {
+    pub(crate) fn new(label: &str) -> Option<Self> {
         // The root has one of these files, depending on the kernel's version.
-        let has = |file: &str| Path::new(BLKIO).join(file).is_file();
-        if !has("blkio.throttle.write_bps_device") && !has("blkio.throttle.io_service_bytes") {
+        let has_file = |file: &str| Path::new(BLKIO).join(file).is_file();
+        if !has_file("blkio.throttle.write_bps_device") && !has_file("blkio.throttle.io_service_bytes") {
             return None;
         }
-        let name = format!("weir-test-{what}-{}", process::id());
+        let name = format!("weir-test-{label}-{}", process::id());
         let directory = Path::new(BLKIO).join(&name);
         fs::create_dir(&directory).expect("root may make control groups");
         Some(Self { name, directory })

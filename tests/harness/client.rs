@@ -55,14 +55,14 @@ const ETCD: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../etcd/bin");
 pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
 /// Maximum run time of a client in seconds, generous enough for a host that stalls at times.
-const MOST_SECONDS: &str = "900";
+const TIMEOUT_SECONDS: &str = "900";
 
 /// QEMU's error when it creates a LUKS image and the kernel has accounted no CPU time for it: on
 /// some hosts every third call.
-const NO_PROCESSOR_TIME: &str = "Unable to get accurate CPU usage";
+const CPU_USAGE_ERROR: &str = "Unable to get accurate CPU usage";
 
 /// Maximum number of runs of a client that fails with [`NO_PROCESSOR_TIME`].
-const MOST_ATTEMPTS: u32 = 30;
+const MAX_ATTEMPTS: u32 = 30;
 
 /// Debian's own directories come first: nbdsh needs the `python3` that its modules are built for,
 /// and losetup is in a directory that only root's path contains.
@@ -117,7 +117,7 @@ impl TestClient {
         need("timeout");
         // timeout(1) signals the whole process group, so children of the program end as well.
         let mut command = Command::new("timeout");
-        command.args(["--kill-after=5", MOST_SECONDS, program]);
+        command.args(["--kill-after=5", TIMEOUT_SECONDS, program]);
         // libnbd's and QEMU's messages are compared in English.
         command
             .env("LC_ALL", "C.UTF-8")
@@ -148,8 +148,8 @@ impl TestClient {
     }
 
     /// Describes the test case, for messages of failures.
-    pub(crate) fn describing(self, what: &str) -> Self {
-        Self { name: format!("{what}: {}", self.name), ..self }
+    pub(crate) fn describing(self, description: &str) -> Self {
+        Self { name: format!("{description}: {}", self.name), ..self }
     }
 
     pub(crate) fn inside(mut self, directory: &Path) -> Self {
@@ -174,8 +174,8 @@ impl TestClient {
     #[track_caller]
     pub(crate) fn run(mut self) -> TestOutcome {
         let mut output = self.output();
-        for _ in 1..MOST_ATTEMPTS {
-            if !String::from_utf8_lossy(&output.stderr).contains(NO_PROCESSOR_TIME) {
+        for _ in 1..MAX_ATTEMPTS {
+            if !String::from_utf8_lossy(&output.stderr).contains(CPU_USAGE_ERROR) {
                 break;
             }
             output = self.output();
@@ -185,14 +185,14 @@ impl TestClient {
 
     #[track_caller]
     fn output(&mut self) -> Output {
-        let again = |file: &mut File| file.rewind().and_then(|()| file.try_clone());
-        let input = self.input.as_mut().map(|file| again(file).expect("a file of ours"));
+        let rewound = |file: &mut File| file.rewind().and_then(|()| file.try_clone());
+        let input = self.input.as_mut().map(|file| rewound(file).expect("a file of ours"));
         let output = self.command.stdin(input.map_or_else(Stdio::null, Stdio::from)).output();
         let output = output.expect("`timeout` was found");
         // Status 124: the deadline has passed; 137: SIGKILL five seconds later.
         assert!(
             !matches!(output.status.code(), Some(124 | 137)),
-            "{}: took more than {MOST_SECONDS} s; it said:\n{}",
+            "{}: took more than {TIMEOUT_SECONDS} s; it said:\n{}",
             self.name,
             String::from_utf8_lossy(&output.stderr)
         );
@@ -226,7 +226,7 @@ impl TestClient {
         // qemu-io prints errors of its commands on stdout and exits with 0.
         let wrong = ["failed", "error", "not support"];
         assert!(
-            !wrong.iter().any(|word| printed.to_lowercase().contains(word)),
+            !wrong.iter().any(|pattern| printed.to_lowercase().contains(pattern)),
             "{name} printed:\n{printed}"
         );
         printed
@@ -236,13 +236,13 @@ impl TestClient {
     #[track_caller]
     pub(crate) fn fails(self) -> String {
         let outcome = self.run();
-        let said = outcome.stderr();
+        let stderr = outcome.stderr();
         assert!(
             outcome.output.status.code().is_some_and(|code| code != 0),
-            "{} should have failed; {said}",
+            "{} should have failed; {stderr}",
             outcome.name
         );
-        said
+        stderr
     }
 }
 

@@ -28,7 +28,7 @@ use super::{DEADLINE, Scratch, client, log::LogCollector, pause, scratch::text};
 enum ListenMode {
     Unix(PathBuf),
     Tcp,
-    Said,
+    Explicit,
 }
 
 pub(crate) struct Serve {
@@ -66,7 +66,7 @@ impl Serve {
     /// A different command that serves, with addresses in its arguments.
     pub(crate) fn subcommand(subcommand: &'static str) -> Self {
         let serve = Self::with_own_scratch();
-        Self { subcommand, listen: ListenMode::Said, ..serve }
+        Self { subcommand, listen: ListenMode::Explicit, ..serve }
     }
 
     pub(crate) fn owning(scratch: Scratch) -> Self {
@@ -108,7 +108,7 @@ impl Serve {
     }
 
     pub(crate) fn at_given_addresses(self) -> Self {
-        Self { listen: ListenMode::Said, ..self }
+        Self { listen: ListenMode::Explicit, ..self }
     }
 
     pub(crate) fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
@@ -146,7 +146,7 @@ impl Serve {
                 // Port 0: the kernel chooses a free port, which the ready line contains.
                 command.args(["--nbd", "127.0.0.1:0"]);
             }
-            ListenMode::Said => {}
+            ListenMode::Explicit => {}
         }
         let input = self.input.take().map_or_else(Stdio::null, Stdio::from);
         command.stdin(input).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -214,10 +214,10 @@ impl Serve {
 
     #[track_caller]
     fn ends_with(self, expected: i32) -> String {
-        let (status, said) = self.run();
-        assert_eq!(status.code(), Some(expected), "exit status; weir said:\n{said}");
-        assert!(said.starts_with("weir: "), "an error begins with the program's name:\n{said}");
-        said
+        let (status, outcome) = self.run();
+        assert_eq!(status.code(), Some(expected), "exit status; weir said:\n{outcome}");
+        assert!(outcome.starts_with("weir: "), "an error begins with the program's name:\n{outcome}");
+        outcome
     }
 }
 
@@ -235,14 +235,14 @@ impl Weir {
     pub(crate) fn socket(&self) -> &Path {
         match &self.listen {
             ListenMode::Unix(path) => path,
-            ListenMode::Tcp | ListenMode::Said => panic!("this daemon has no socket of the harness"),
+            ListenMode::Tcp | ListenMode::Explicit => panic!("this daemon has no socket of the harness"),
         }
     }
 
     /// The port on 127.0.0.1, from the line that reports readiness.
     pub(crate) fn port(&self) -> u16 {
-        let behind = self.ready.split("127.0.0.1:").nth(1).unwrap_or_default();
-        let digits: String = behind.chars().take_while(char::is_ascii_digit).collect();
+        let after = self.ready.split("127.0.0.1:").nth(1).unwrap_or_default();
+        let digits: String = after.chars().take_while(char::is_ascii_digit).collect();
         digits.parse().unwrap_or_else(|_| panic!("no port in {:?}", self.ready))
     }
 
@@ -250,7 +250,7 @@ impl Weir {
         match &self.listen {
             ListenMode::Unix(path) => format!("nbd+unix:///{export}?socket={}", text(path)),
             ListenMode::Tcp => format!("nbd://127.0.0.1:{}/{export}", self.port()),
-            ListenMode::Said => panic!("the test knows where it listens"),
+            ListenMode::Explicit => panic!("the test knows where it listens"),
         }
     }
 
@@ -276,9 +276,9 @@ impl Weir {
     }
 
     #[track_caller]
-    pub(crate) fn wait_for_log(&self, what: &str) -> String {
-        let line = self.log.wait_for(DEADLINE, |line| line.contains(what));
-        line.unwrap_or_else(|| panic!("{what:?} is missing in the log:\n{}", self.log.text()))
+    pub(crate) fn wait_for_log(&self, text_in_line: &str) -> String {
+        let line = self.log.wait_for(DEADLINE, |line| line.contains(text_in_line));
+        line.unwrap_or_else(|| panic!("{text_in_line:?} is missing in the log:\n{}", self.log.text()))
     }
 
     /// The log so far.
@@ -288,14 +288,14 @@ impl Weir {
 
     /// Waits until `count` lines of the log contain the text.
     #[track_caller]
-    pub(crate) fn wait_for_logs(&self, what: &str, count: usize) {
+    pub(crate) fn wait_for_logs(&self, text_in_line: &str, count: usize) {
         let seen = std::cell::Cell::new(0);
         let is_last = |line: &str| {
-            seen.set(seen.get() + usize::from(line.contains(what)));
+            seen.set(seen.get() + usize::from(line.contains(text_in_line)));
             seen.get() >= count
         };
         let line = self.log.wait_for(DEADLINE, is_last);
-        assert!(line.is_some(), "{what:?} is not there {count} times:\n{}", self.log.text());
+        assert!(line.is_some(), "{text_in_line:?} is not there {count} times:\n{}", self.log.text());
     }
 
     pub(crate) fn signal(&self, signal: Signal) {

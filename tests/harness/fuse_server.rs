@@ -48,7 +48,7 @@ const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
 const HEADER_BYTES: usize = 40;
-const MOST_WRITE: u32 = 128 << 10;
+const MAX_WRITE: u32 = 128 << 10;
 const EIO: i32 = 5;
 const ENOENT: i32 = 2;
 const ENOSYS: i32 = 38;
@@ -123,9 +123,9 @@ impl FuseServer {
     }
 
     #[track_caller]
-    fn wait_while(&self, kind: u32, is_so: impl FnMut(&mut FuseServerState) -> bool) {
+    fn wait_while(&self, kind: u32, condition: impl FnMut(&mut FuseServerState) -> bool) {
         let state = self.shared.lock();
-        let waited = self.shared.changed.wait_timeout_while(state, DEADLINE, is_so);
+        let waited = self.shared.changed.wait_timeout_while(state, DEADLINE, condition);
         let (_state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         assert!(!waited.timed_out(), "no request of kind {kind} came");
     }
@@ -140,7 +140,7 @@ impl FuseServer {
         let mut state = self.shared.lock();
         state.stopped.clear();
         for request in std::mem::take(&mut state.held) {
-            self.shared.answer(&mut state, &request);
+            self.shared.handle(&mut state, &request);
         }
     }
 }
@@ -178,7 +178,7 @@ impl FuseServerShared {
     }
 
     fn serve(&self) {
-        let mut buffer = vec![0; HEADER_BYTES + MOST_WRITE as usize + 4096];
+        let mut buffer = vec![0; HEADER_BYTES + MAX_WRITE as usize + 4096];
         loop {
             match (&self.device).read(&mut buffer) {
                 Ok(length) => {
@@ -187,7 +187,7 @@ impl FuseServerShared {
                     if state.stopped.contains(&opcode(request)) {
                         state.held.push(request.to_vec());
                     } else {
-                        self.answer(&mut state, request);
+                        self.handle(&mut state, request);
                     }
                     self.changed.notify_all();
                 }
@@ -199,19 +199,19 @@ impl FuseServerShared {
         }
     }
 
-    fn answer(&self, state: &mut FuseServerState, request: &[u8]) {
+    fn handle(&self, state: &mut FuseServerState, request: &[u8]) {
         let (kind, unique, node) = (opcode(request), read_u64(request, 8), read_u64(request, 16));
         let body = &request[HEADER_BYTES..];
         let size = state.data.len() as u64;
         let done = Ok(Vec::new());
-        let answer = match kind {
+        let result = match kind {
             FORGET | BATCH_FORGET | INTERRUPT => return,
             _ if state.failing.remove(&kind) => Err(EIO),
             INIT => {
                 let version = u32_bytes(&[7, 31, read_u32(body, 8), POSIX_LOCKS]);
                 // max_background and congestion_threshold of fuse_init_out.
                 let limits = [64_u16, 48].into_iter().flat_map(u16::to_ne_bytes).collect();
-                Ok([version, limits, u32_bytes(&[MOST_WRITE, 1, 0]), vec![0; 28]].concat())
+                Ok([version, limits, u32_bytes(&[MAX_WRITE, 1, 0]), vec![0; 28]].concat())
             }
             LOOKUP if body == b"h\0" => Ok([u64_bytes(&[2, 0, 0, 0, 0]), attributes(2, size)].concat()),
             LOOKUP => Err(ENOENT),
@@ -239,7 +239,7 @@ impl FuseServerShared {
             RELEASE | FSYNC | FLUSH | RELEASEDIR | SETLK | FALLOCATE => done,
             _ => Err(ENOSYS),
         };
-        let (error, body) = answer.map_or_else(|error| (-error, Vec::new()), |body| (0, body));
+        let (error, body) = result.map_or_else(|error| (-error, Vec::new()), |body| (0, body));
         let length = (16 + body.len()) as u32;
         let reply = [u32_bytes(&[length, error.cast_unsigned()]), u64_bytes(&[unique]), body].concat();
         // Fails if the request was aborted.

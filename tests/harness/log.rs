@@ -21,13 +21,13 @@ pub(super) struct LogCollector(Arc<(Mutex<LogLines>, Condvar)>);
 impl LogCollector {
     pub(super) fn gather(source: impl Read + Send + 'static) -> Self {
         let log = Self::default();
-        let ours = log.clone();
+        let collector = log.clone();
         thread::spawn(move || {
             for line in BufReader::new(source).split(b'\n') {
                 let Ok(line) = line else { break };
-                ours.change(|lines| lines.text.push(String::from_utf8_lossy(&line).into_owned()));
+                collector.change(|lines| lines.text.push(String::from_utf8_lossy(&line).into_owned()));
             }
-            ours.change(|lines| lines.ended = true);
+            collector.change(|lines| lines.ended = true);
         });
         log
     }
@@ -42,12 +42,12 @@ impl LogCollector {
     }
 
     /// The first matching line, including earlier ones; `None` if the log ends or the time is up.
-    pub(super) fn wait_for(&self, within: Duration, wanted: impl Fn(&str) -> bool) -> Option<String> {
+    pub(super) fn wait_for(&self, within: Duration, matches: impl Fn(&str) -> bool) -> Option<String> {
         let until = Instant::now() + within;
         let mut lines = self.lock();
         let mut seen = 0;
         loop {
-            if let Some(line) = lines.text[seen..].iter().find(|line| wanted(line)) {
+            if let Some(line) = lines.text[seen..].iter().find(|line| matches(line)) {
                 return Some(line.clone());
             }
             seen = lines.text.len();

@@ -51,10 +51,10 @@ pub(crate) fn run_misused(scratch: &Scratch, arguments: &[&str]) -> String {
 #[track_caller]
 fn refused(scratch: &Scratch, arguments: &[&str], code: i32) -> String {
     let outcome = command(scratch, arguments).run();
-    let said = outcome.stderr();
-    assert_eq!(outcome.code(), code, "weir {arguments:?}: {said}");
-    assert!(said.starts_with("weir: "), "{said}");
-    said
+    let stderr = outcome.stderr();
+    assert_eq!(outcome.code(), code, "weir {arguments:?}: {stderr}");
+    assert!(stderr.starts_with("weir: "), "{stderr}");
+    stderr
 }
 
 /// `weir status --json` of everything, with rates over `interval`.
@@ -70,9 +70,9 @@ pub(crate) fn find<'a>(status: &'a Value, list: &str, name: &str) -> &'a Value {
 }
 
 #[track_caller]
-pub(crate) fn wait_until(scratch: &Scratch, is_so: impl Fn(&Value) -> bool) {
+pub(crate) fn wait_until(scratch: &Scratch, condition: impl Fn(&Value) -> bool) {
     let until = Instant::now() + DEADLINE;
-    while !is_so(&status(scratch, "0")) {
+    while !condition(&status(scratch, "0")) {
         assert!(Instant::now() < until, "{:#}", status(scratch, "0"));
         pause();
     }

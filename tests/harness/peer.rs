@@ -29,8 +29,8 @@ write_at() { qemu-io -f raw -c "write -P $1 $2 $3" -c flush "$uri" | grep -c '^w
 
 pub(crate) struct ScriptRun {
     code: i32,
-    pub(crate) printed: String,
-    pub(crate) said: String,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
     files: PathBuf,
     _scratch: Scratch,
 }
@@ -58,8 +58,8 @@ fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> S
         client.describing(if ours { "weir" } else { "QEMU" }).inside(&files).with_path(&programs).run();
     ScriptRun {
         code: outcome.code(),
-        printed: outcome.stdout(),
-        said: outcome.stderr(),
+        stdout: outcome.stdout(),
+        stderr: outcome.stderr(),
         files,
         _scratch: scratch,
     }
@@ -74,13 +74,13 @@ pub(crate) fn compare_with_qemu(program: &str, script: &str, prepare: impl Fn(&S
     }
     let [ours, theirs] = [true, false].map(|ours| run(program, script, ours, &prepare));
     assert_eq!(
-        (ours.code, &ours.printed),
-        (theirs.code, &theirs.printed),
+        (ours.code, &ours.stdout),
+        (theirs.code, &theirs.stdout),
         "weir said:\n{}\nQEMU said:\n{}",
-        ours.said,
-        theirs.said
+        ours.stderr,
+        theirs.stderr
     );
-    assert!(!ours.printed.is_empty() && !ours.said.contains("panicked"), "{}", ours.said);
+    assert!(!ours.stdout.is_empty() && !ours.stderr.contains("panicked"), "{}", ours.stderr);
     let disk = Path::new("disk.raw");
     if ours.files.join(disk).exists() {
         assert!(ours.bytes("disk.raw") == theirs.bytes("disk.raw"), "the images differ");

@@ -36,14 +36,14 @@ impl Qmp {
         let mut client = Self::connect(path);
         let greeting = client.message();
         assert!(greeting["QMP"]["version"]["qemu"]["major"].is_u64(), "{greeting}");
-        let mut answer = client.command_reply("qmp_capabilities", json!({}));
+        let mut reply = client.command_reply("qmp_capabilities", json!({}));
         let by_weir =
             greeting["QMP"]["version"]["package"].as_str().is_some_and(|name| name.starts_with("weir"));
-        if answer.get("QMP").is_some() && !by_weir {
+        if reply.get("QMP").is_some() && !by_weir {
             // On a busy host qemu-storage-daemon 7.2 was observed to send its greeting twice.
-            answer = client.answer();
+            reply = client.next_reply();
         }
-        assert_eq!(answer["return"], json!({}), "{answer}");
+        assert_eq!(reply["return"], json!({}), "{reply}");
         client
     }
 
@@ -65,7 +65,7 @@ impl Qmp {
     }
 
     #[track_caller]
-    pub(crate) fn answer(&mut self) -> Value {
+    pub(crate) fn next_reply(&mut self) -> Value {
         loop {
             let message = self.message();
             if message.get("event").is_none() {
@@ -94,7 +94,7 @@ impl Qmp {
     #[track_caller]
     pub(crate) fn command_reply(&mut self, command: &str, arguments: Value) -> Value {
         self.send(json!({ "execute": command, "arguments": arguments }).to_string());
-        self.answer()
+        self.next_reply()
     }
 
     /// Sends a command with a descriptor; returns the reply.
@@ -107,26 +107,26 @@ impl Qmp {
     ) -> Value {
         let line = json!({ "execute": command, "arguments": arguments }).to_string();
         let descriptors = [descriptor.as_fd().as_raw_fd()];
-        let beside = [ControlMessage::ScmRights(&descriptors)];
+        let control = [ControlMessage::ScmRights(&descriptors)];
         let bytes = [IoSlice::new(line.as_bytes())];
-        let sent = sendmsg::<()>(self.descriptor(), &bytes, &beside, MsgFlags::empty(), None);
+        let sent = sendmsg::<()>(self.descriptor(), &bytes, &control, MsgFlags::empty(), None);
         assert_eq!(sent, Ok(line.len()));
-        self.answer()
+        self.next_reply()
     }
 
     #[track_caller]
     pub(crate) fn command(&mut self, command: &str, arguments: Value) -> Value {
-        let mut answer = self.command_reply(command, arguments);
-        assert!(answer.get("return").is_some(), "{command}: {answer}");
-        answer["return"].take()
+        let mut reply = self.command_reply(command, arguments);
+        assert!(reply.get("return").is_some(), "{command}: {reply}");
+        reply["return"].take()
     }
 
     /// Asserts that the command fails; returns class and description of the error.
     #[track_caller]
     pub(crate) fn command_error(&mut self, command: &str, arguments: Value) -> (String, String) {
-        let answer = self.command_reply(command, arguments);
-        let text = |key: &str| answer["error"][key].as_str().unwrap_or_default().to_owned();
-        assert!(answer.get("error").is_some(), "{command} should have failed: {answer}");
+        let reply = self.command_reply(command, arguments);
+        let text = |key: &str| reply["error"][key].as_str().unwrap_or_default().to_owned();
+        assert!(reply.get("error").is_some(), "{command} should have failed: {reply}");
         (text("class"), text("desc"))
     }
 

@@ -28,13 +28,13 @@ use super::{DEADLINE, WEIR};
 struct ScreenContents {
     text: String,
     /// True while the program uses the alternate screen.
-    is_own: bool,
+    is_alternate: bool,
 }
 
 #[derive(Default)]
 struct RecordedScreens {
     screens: Vec<ScreenContents>,
-    is_over: bool,
+    ended: bool,
 }
 
 const ROWS: NonZero<u16> = NonZero::new(24).unwrap();
@@ -61,38 +61,38 @@ impl Terminal {
         let drawn = Arc::new((Mutex::new(RecordedScreens::default()), Condvar::new()));
         let screen = File::from(master);
         let keys = screen.try_clone().expect("there are descriptors");
-        let gathered = Arc::clone(&drawn);
-        thread::spawn(move || gather(screen, &gathered));
+        let collected = Arc::clone(&drawn);
+        thread::spawn(move || gather(screen, &collected));
         Self { child, keys, drawn }
     }
 
     #[track_caller]
-    pub(crate) fn wait_for(&self, what: &str) {
-        self.wait_until(&format!("{what:?} was not drawn"), |shown| shown.text.contains(what));
+    pub(crate) fn wait_for(&self, expected: &str) {
+        self.wait_until(&format!("{expected:?} was not drawn"), |shown| shown.text.contains(expected));
     }
 
     #[track_caller]
     pub(crate) fn wait_until_restored(&self) {
-        self.wait_until("the screen was not restored", |shown| !shown.is_own);
+        self.wait_until("the screen was not restored", |shown| !shown.is_alternate);
     }
 
     #[track_caller]
-    fn wait_until(&self, complaint: &str, is_wanted: impl Fn(&ScreenContents) -> bool) {
+    fn wait_until(&self, failure: &str, is_wanted: impl Fn(&ScreenContents) -> bool) {
         let until = Instant::now() + DEADLINE;
         let (drawn, changed) = &*self.drawn;
         let mut drawn = drawn.lock().expect("no holder panics");
         loop {
-            if let Some(place) = drawn.screens.iter().position(&is_wanted) {
-                drawn.screens.drain(..place);
+            if let Some(index) = drawn.screens.iter().position(&is_wanted) {
+                drawn.screens.drain(..index);
                 return;
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || drawn.is_over {
+            if left.is_zero() || drawn.ended {
                 let screens = mem::take(&mut drawn.screens);
                 // Release the mutex first: a panic would poison it for the reader thread.
                 drop(drawn);
                 let last = screens.last().map(|shown| shown.text.as_str()).unwrap_or_default();
-                panic!("{complaint} on {} screens, of which this is the last:\n{last}", screens.len());
+                panic!("{failure} on {} screens, of which this is the last:\n{last}", screens.len());
             }
             drawn = changed.wait_timeout(drawn, left).expect("no holder panics").0;
         }
@@ -138,13 +138,13 @@ fn gather(mut screen: File, drawn: &(Mutex<RecordedScreens>, Condvar)) {
         terminal.process(&buffer[..read]);
         let shown = ScreenContents {
             text: terminal.screen().contents(),
-            is_own: terminal.screen().alternate_screen(),
+            is_alternate: terminal.screen().alternate_screen(),
         };
-        let mut gathered = drawn.0.lock().expect("no holder panics");
-        if gathered.screens.last() != Some(&shown) {
-            gathered.screens.push(shown);
+        let mut recorded = drawn.0.lock().expect("no holder panics");
+        if recorded.screens.last() != Some(&shown) {
+            recorded.screens.push(shown);
         }
-        gathered.is_over = read == 0;
+        recorded.ended = read == 0;
         drawn.1.notify_all();
         if read == 0 {
             return;

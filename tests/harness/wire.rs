@@ -60,7 +60,7 @@ const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 const CLIENT_FLAGS: u32 = 3;
 /// Maximum size of a reply.
-const MOST_BYTES: u32 = 64 << 20;
+const MAX_BYTES: u32 = 64 << 20;
 
 /// The header of a request; all fields may be invalid.
 #[derive(Clone, Copy)]
@@ -142,21 +142,21 @@ impl RawNbdClient {
         // Metadata contexts require extended headers (or structured replies) first.
         assert_eq!(wire.option(OPT_EXTENDED_HEADERS, &[]), [(REP_ACK, vec![])]);
         let query = [string(export), 1_u32.to_be_bytes().to_vec(), string("base:allocation")].concat();
-        let answers = wire.option(OPT_SET_META_CONTEXT, &query);
-        assert_eq!(answers.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [REP_META_CONTEXT, REP_ACK]);
+        let replies = wire.option(OPT_SET_META_CONTEXT, &query);
+        assert_eq!(replies.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [REP_META_CONTEXT, REP_ACK]);
         let size = wire.start(export);
         (wire, size)
     }
 
     #[track_caller]
     fn start(&mut self, export: &str) -> u64 {
-        let answers = self.option(OPT_GO, &go_data(export));
-        let (last, information) = answers.split_last().expect("an option has an answer");
+        let replies = self.option(OPT_GO, &go_data(export));
+        let (last, information) = replies.split_last().expect("an option has an answer");
         assert_eq!(last.0, REP_ACK, "GO: {}", String::from_utf8_lossy(&last.1));
         // NBD_INFO_EXPORT is type 0: size and flags.
-        let about = information.iter().find(|(kind, data)| *kind == REP_INFO && data[..2] == [0, 0]);
-        let (_, about) = about.expect("GO describes the export");
-        u64::from_be_bytes(about[2..10].try_into().expect("eight bytes"))
+        let export_info = information.iter().find(|(kind, data)| *kind == REP_INFO && data[..2] == [0, 0]);
+        let (_, export_info) = export_info.expect("GO describes the export");
+        u64::from_be_bytes(export_info[2..10].try_into().expect("eight bytes"))
     }
 
     /// Sends an option; returns all replies, the last of which is an ACK or an error.
@@ -263,7 +263,7 @@ impl RawNbdClient {
 
     #[track_caller]
     pub(crate) fn receive_many(&mut self, length: u32) -> Vec<u8> {
-        assert!(length <= MOST_BYTES, "a reply of {length} bytes");
+        assert!(length <= MAX_BYTES, "a reply of {length} bytes");
         let mut bytes = vec![0; length as usize];
         self.0.read_exact(&mut bytes).expect("the daemon answers");
         bytes

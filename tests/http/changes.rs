@@ -14,19 +14,19 @@ fn changes_are_atomic_and_need_the_token() {
     let daemon = HttpDaemon::with_token(&scratch, serve);
     assert_eq!(daemon.overview()["access"], "change");
     let (of_group, of_disk) = ("/api/v1/groups/gold/limits", "/api/v1/disks/memory/limits");
-    let limits = || one(&daemon.overview(), "groups", "gold")["limits"].clone();
-    let answer =
+    let limits = || entry_named(&daemon.overview(), "groups", "gold")["limits"].clone();
+    let response =
         daemon.change(of_group, TOKEN, &json!({"iops-total": "2048", "bps-read": "4K", "weight": 200}));
     assert_eq!(
-        (answer.status, &answer.json()["limits"]),
+        (response.status, &response.json()["limits"]),
         (200, &json!({"iops-total": 2048, "bps-read": 4096}))
     );
-    assert_eq!(answer.json()["weight"], 200);
+    assert_eq!(response.json()["weight"], 200);
     let line = daemon.weir.wait_for_log("changed over HTTP");
     assert!(line.contains("by=127.0.0.1") && line.contains("gold"), "{line}");
     let changed = poll_until(|| {
-        let told = daemon.get("/api/v1/events").json();
-        told.as_array().unwrap().iter().find(|event| event["kind"] == "config_changed").cloned()
+        let events = daemon.get("/api/v1/events").json();
+        events.as_array().unwrap().iter().find(|event| event["kind"] == "config_changed").cloned()
     });
     let by = &changed["data"]["by"];
     assert_eq!(by["kind"], "http");
@@ -45,8 +45,8 @@ fn changes_are_atomic_and_need_the_token() {
         (json!({"group": "gold"}), "cannot be set here"),
         (json!([1]), "not a JSON object"),
     ] {
-        let said = daemon.change(of_group, TOKEN, &body).error(422);
-        assert!(said.starts_with("weir: ") && said.contains(why), "{said}");
+        let message = daemon.change(of_group, TOKEN, &body).error(422);
+        assert!(message.starts_with("weir: ") && message.contains(why), "{message}");
     }
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
     assert!(daemon.send("PATCH", of_group, &head, "{\"iops").error(422).contains("not a JSON object"));
@@ -55,8 +55,8 @@ fn changes_are_atomic_and_need_the_token() {
     assert!(
         daemon.change("/api/v1/groups/memory/limits", TOKEN, &json!({})).error(404).contains("group memory")
     );
-    let said = daemon.send("PATCH", of_group, "", "{\"iops-total\": 1}").error(401);
-    assert!(said.contains("a token is required"), "{said}");
+    let message = daemon.send("PATCH", of_group, "", "{\"iops-total\": 1}").error(401);
+    assert!(message.contains("a token is required"), "{message}");
     assert!(daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).error(403).contains("is wrong"));
     assert_eq!(limits(), before);
     // An empty change succeeds, which verifies the token.
@@ -65,12 +65,12 @@ fn changes_are_atomic_and_need_the_token() {
 }
 
 #[test]
-fn without_a_token_nothing_can_be_changed() {
+fn changes_without_a_token_are_rejected() {
     let scratch = Scratch::new();
     let daemon = HttpDaemon::start(Serve::new(&scratch).arg("memory:1M"));
-    let said = daemon.change("/api/v1/disks/memory/limits", TOKEN, &json!({"iops-total": 1})).error(403);
-    assert!(said.contains("start weir with --http-token-file"), "{said}");
-    assert_eq!(one(&daemon.overview(), "disks", "memory")["limits"], json!({}));
+    let message = daemon.change("/api/v1/disks/memory/limits", TOKEN, &json!({"iops-total": 1})).error(403);
+    assert!(message.contains("start weir with --http-token-file"), "{message}");
+    assert_eq!(entry_named(&daemon.overview(), "disks", "memory")["limits"], json!({}));
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn stream_shows_changes_of_other_clients() {
     let qmp = format!("unix:{}", text(&control));
     let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--qmp", &qmp]));
     let mut events = daemon.listen();
-    assert_eq!(one(&events.next("overview"), "disks", "memory")["limits"], json!({}));
+    assert_eq!(entry_named(&events.next("overview"), "disks", "memory")["limits"], json!({}));
     Qmp::negotiated(&control).command("x-weir-set", json!({"name": "memory", "iops-total": 500}));
     let limits = loop {
         let delta = events.next("delta");
@@ -122,7 +122,7 @@ fn upgraded_daemon_serves_the_page() {
     let (status, log) = old.wait();
     assert!(status.success(), "{log}");
     let daemon = HttpDaemon { weir: new, address: page };
-    assert_eq!(one(&daemon.overview(), "disks", "disk")["size"], 1 << 20);
+    assert_eq!(entry_named(&daemon.overview(), "disks", "disk")["size"], 1 << 20);
     daemon.weir.stop();
 }
 
@@ -152,13 +152,13 @@ fn config_is_checked_and_later_changes_are_named() {
     assert!(checked.status.success(), "{checked:?}");
     let weir = Serve::new(&scratch).at_given_addresses().args(["--config", text(&file)]).start();
     config("\"three\"");
-    let (_, said) = Qmp::negotiated(&control).command_error("x-weir-reload", json!({}));
-    assert!(said.contains("weir.toml:4: daemon.http-name = \"three\": cannot be changed"), "{said}");
+    let (_, message) = Qmp::negotiated(&control).command_error("x-weir-reload", json!({}));
+    assert!(message.contains("weir.toml:4: daemon.http-name = \"three\": cannot be changed"), "{message}");
     weir.stop();
     fs::remove_file(&token).unwrap();
     let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
-    let said = String::from_utf8(checked.stderr).unwrap();
-    assert!(!checked.status.success() && said.contains("http-token-file"), "{said}");
+    let stderr = String::from_utf8(checked.stderr).unwrap();
+    assert!(!checked.status.success() && stderr.contains("http-token-file"), "{stderr}");
     config("\"http://wrong\"");
     let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
     assert!(String::from_utf8(checked.stderr).unwrap().contains("is not a host name"));
@@ -166,7 +166,7 @@ fn config_is_checked_and_later_changes_are_named() {
 
 #[test]
 fn previews_are_serialized_and_change_nothing() {
-    let (scratch, begun) = (Scratch::new(), Instant::now());
+    let (scratch, begin) = (Scratch::new(), Instant::now());
     let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2000"]);
     let daemon = HttpDaemon::with_token(&scratch, serve);
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
@@ -175,27 +175,27 @@ fn previews_are_serialized_and_change_nothing() {
     assert_eq!((&none["requests"], &none["now"], &none["then"]), (&json!(0), &json!(null), &json!(null)));
     daemon.weir.nbdsh("memory", "for i in range(1000): h.pread(4096, 4096 * i)");
     // The recorder processes the requests with a delay.
-    let said =
-        poll_until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
+    let prediction =
+        poll_until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|prediction| prediction["requests"] == 1000));
     // The reported period is not longer than the daemon has run.
-    let (seconds, most) = (said["seconds"].as_f64().unwrap(), begun.elapsed().as_secs_f64());
-    assert!(seconds > 0.0 && seconds <= most * 1.001, "{seconds} of {most}");
+    let (seconds, max) = (prediction["seconds"].as_f64().unwrap(), begin.elapsed().as_secs_f64());
+    assert!(seconds > 0.0 && seconds <= max * 1.001, "{seconds} of {max}");
     // Sequential requests, so the rate is that of the limit.
-    let rate = said["then"]["iops"].as_f64().unwrap();
-    assert!((rate / 10.0 - 1.0).abs() < 0.1, "{said}");
+    let rate = prediction["then"]["iops"].as_f64().unwrap();
+    assert!((rate / 10.0 - 1.0).abs() < 0.1, "{prediction}");
     assert!(preview("{\"iops-total-max\": 1}").error(422).contains("is below iops-total (2000)"));
     assert_eq!(daemon.send("POST", "/api/v1/disks/memory/preview", "", "{}").status, 401);
     let statuses = thread::scope(|scope| {
         let all: Vec<_> = (1..=8)
             .map(|rate| scope.spawn(move || preview(&format!("{{\"iops-total\": {rate}}}")).status))
             .collect();
-        all.into_iter().map(|one| one.join().unwrap()).collect::<Vec<_>>()
+        all.into_iter().map(|handle| handle.join().unwrap()).collect::<Vec<_>>()
     });
     assert!(
         statuses.iter().all(|status| [200, 409].contains(status)) && statuses.contains(&200),
         "{statuses:?}"
     );
-    assert_eq!(one(&daemon.overview(), "disks", "memory")["limits"], json!({"iops-total": 2000}));
+    assert_eq!(entry_named(&daemon.overview(), "disks", "memory")["limits"], json!({"iops-total": 2000}));
     daemon.weir.stop();
 }
 
@@ -223,20 +223,20 @@ fn preview_predicts_the_waits() {
         load(name, "600");
         let (path, body) = (format!("/api/v1/disks/{name}"), json!({ "iops-total": limit }));
         let preview = || daemon.send("POST", &format!("{path}/preview"), &head, &body.to_string()).json();
-        let said = poll_until(|| Some(preview()).filter(|said| said["requests"] == 600));
+        let prediction = poll_until(|| Some(preview()).filter(|said| said["requests"] == 600));
         assert_eq!(daemon.change(&format!("{path}/limits"), TOKEN, &body).status, 200);
         load(name, count);
         // Only requests that the limit applied to are counted here.
-        let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
-        let felt = &one(&told, "disks", name)["throttle"]["wait-ns"];
+        let status = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
+        let measured = &entry_named(&status, "disks", name)["throttle"]["wait-ns"];
         for (part, of_said) in [("p50", "wait-p50-ns"), ("p99", "wait-p99-ns")] {
-            let (felt, said) = (felt[part].as_f64().unwrap(), said["then"][of_said].as_f64().unwrap());
+            let (measured, predicted) = (measured[part].as_f64().unwrap(), prediction["then"][of_said].as_f64().unwrap());
             assert!(
-                said / 4.0 < felt && felt < said * 4.0,
-                "{name}, {part}: {felt} measured, {said} predicted"
+                predicted / 4.0 < measured && measured < predicted * 4.0,
+                "{name}, {part}: {measured} measured, {predicted} predicted"
             );
         }
-        waits.push((said["then"]["wait-p50-ns"].as_u64(), felt["p50"].as_u64()));
+        waits.push((prediction["then"]["wait-p50-ns"].as_u64(), measured["p50"].as_u64()));
     }
     // The order is the same: a quarter of the limit is four times the wait.
     assert!(waits.windows(2).all(|pair| pair[0].0 > pair[1].0 && pair[0].1 > pair[1].1), "{waits:?}");

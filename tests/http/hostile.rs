@@ -12,8 +12,8 @@ fn cross_origin_requests_are_rejected() {
         HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--http-name", "weir.example.org"]));
     let path = "/api/v1/overview";
     for host in ["evil.example.org", "weir.example.org.evil", ""] {
-        let said = daemon.send("GET", path, &format!("Host: {host}\r\n"), "").error(421);
-        assert!(said.contains("--http-name"), "{said}");
+        let message = daemon.send("GET", path, &format!("Host: {host}\r\n"), "").error(421);
+        assert!(message.contains("--http-name"), "{message}");
     }
     for host in ["weir.example.org", "localhost:1", "[::1]:9", "192.0.2.7"] {
         assert_eq!(daemon.send("GET", path, &format!("Host: {host}\r\n"), "").status, 200, "{host}");
@@ -50,8 +50,8 @@ fn wrong_tokens_are_logged_once() {
         loop {
             let mut line = String::new();
             reader.read_line(&mut line).unwrap();
-            if let Some(said) = line.strip_prefix("content-length: ") {
-                length = said.trim().parse().unwrap();
+            if let Some(value) = line.strip_prefix("content-length: ") {
+                length = value.trim().parse().unwrap();
             }
             if line == "\r\n" {
                 break;
@@ -87,7 +87,7 @@ fn many_listeners_or_silent_clients_block_no_other() {
         .collect();
     // New clients are answered, and earlier listeners still receive events.
     let overview = daemon.overview();
-    assert_eq!(one(&overview, "disks", "disk")["size"], 1 << 20);
+    assert_eq!(entry_named(&overview, "disks", "disk")["size"], 1 << 20);
     daemon.weir.nbdsh("disk", "h.pread(512, 0)");
     while first.next("delta")["disks"][0]["reads"]["requests"] != 1 {}
     let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.weir.pid())).unwrap().count();
@@ -104,8 +104,8 @@ fn streams_per_address_are_limited() {
     let daemon = HttpDaemon::start(Serve::new(&scratch).arg("memory:1M"));
     let mut streams: Vec<_> = (0..64).map(|_| daemon.listen()).collect();
     streams.iter_mut().for_each(|stream| drop(stream.next("overview")));
-    let said = daemon.get("/api/v1/stream").error(429);
-    assert!(said.starts_with("weir: 64 pages are open from your address"), "{said}");
+    let message = daemon.get("/api/v1/stream").error(429);
+    assert!(message.starts_with("weir: 64 pages are open from your address"), "{message}");
     // All loopback addresses of this host count as one; closing a stream makes room.
     let url = format!("http://{}/api/v1/stream", daemon.address);
     let head = ["--silent", "--show-error", "--fail", "--head", "--interface", "127.0.0.2", &url];
@@ -144,29 +144,29 @@ fn endless_head_or_body_is_disconnected() {
          \r\n\
          {{"
     ));
-    let mut said = String::new();
-    bodies.read_to_string(&mut said).unwrap();
-    assert!(said.starts_with("HTTP/1.1 408 "), "{said}");
+    let mut response = String::new();
+    bodies.read_to_string(&mut response).unwrap();
+    assert!(response.starts_with("HTTP/1.1 408 "), "{response}");
     let mut rest = Vec::new();
     heads.read_to_end(&mut rest).unwrap();
     daemon.overview();
 }
 
 #[test]
-fn a_token_is_not_sent_over_a_network_in_plain_text() {
+fn tokens_require_a_loopback_address_and_a_private_file() {
     let scratch = Scratch::new();
     let token = token_file(&scratch);
     let serve = || Serve::new(&scratch).arg("memory:1M");
-    let said = serve().args(["--http", "0.0.0.0:0", "--http-token-file", text(&token)]).rejects_usage();
-    assert!(said.contains("would be sent over the network in plain text to 0.0.0.0:0"), "{said}");
+    let stderr = serve().args(["--http", "0.0.0.0:0", "--http-token-file", text(&token)]).rejects_usage();
+    assert!(stderr.contains("would be sent over the network in plain text to 0.0.0.0:0"), "{stderr}");
     let weir = serve().args(["--http", "0.0.0.0:0"]).start();
     weir.wait_for_log("others on the network can read names and activity of disks");
     weir.stop();
     fs::set_permissions(&token, fs::Permissions::from_mode(0o644)).unwrap();
-    let said = serve().args(["--http", "127.0.0.1:0", "--http-token-file", text(&token)]).fails();
-    assert!(said.contains("mode 0644 makes it accessible to others (chmod 600"), "{said}");
-    let said = serve().args(["--http-token-file", text(&token)]).rejects_usage();
-    assert!(said.contains("there is no page (set http too)"), "{said}");
+    let stderr = serve().args(["--http", "127.0.0.1:0", "--http-token-file", text(&token)]).fails();
+    assert!(stderr.contains("mode 0644 makes it accessible to others (chmod 600"), "{stderr}");
+    let stderr = serve().args(["--http-token-file", text(&token)]).rejects_usage();
+    assert!(stderr.contains("there is no page (set http too)"), "{stderr}");
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn https_uses_the_certificates_of_nbd() {
     let overview = TestClient::new("curl")
         .args(["--silent", "--show-error", "--fail", "--cacert", &certificate, &url])
         .json();
-    assert_eq!(one(&overview, "disks", "memory")["size"], 1 << 20);
+    assert_eq!(entry_named(&overview, "disks", "memory")["size"], 1 << 20);
     // A plain-text client is not answered.
     let mut stream = daemon.connect();
     stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();

@@ -7,15 +7,15 @@ use super::{BackgroundNbdServer, uri};
 use crate::harness::{MIB, Scratch, assert_contains, qemu_img, text, weir, weir_image};
 
 #[test]
-fn a_relative_name_in_an_image_on_an_export_is_refused() {
+fn relative_name_in_an_image_on_an_export_is_rejected() {
     let scratch = Scratch::new();
     let inside = scratch.path(".");
     let (disk, socket) = (scratch.sparse("disk.raw", 8 * MIB), scratch.path("nbd.sock"));
     let (base, source) = (scratch.sparse("base.raw", MIB), scratch.sparse("source.raw", MIB));
     let _server = BackgroundNbdServer::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
     let image = &uri(&socket, "");
-    let refuses = |words: &[&str]| {
-        let refused = weir(words).inside(&inside).fails();
+    let refuses = |arguments: &[&str]| {
+        let refused = weir(arguments).inside(&inside).fails();
         assert_contains(&refused, &["base.raw", "is relative", "absolute path"]);
     };
     let create = ["image", "create", "-q", "-f", "qcow2"];
@@ -49,7 +49,7 @@ fn a_relative_name_in_an_image_on_an_export_is_refused() {
 }
 
 #[test]
-fn a_new_raw_image_leaves_no_header_of_an_earlier_one() {
+fn new_raw_image_overwrites_the_header_of_an_earlier_one() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.path("disk.qcow2"), scratch.path("nbd.sock"));
     qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "1M"]).succeeds();

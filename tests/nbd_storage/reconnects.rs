@@ -23,11 +23,11 @@ use crate::harness::{
 
 const READ: u16 = 0;
 const WRITE: u16 = 1;
-const LEAVE: u16 = 2;
+const CMD_DISC: u16 = 2;
 const FLUSH: u16 = 3;
 const ZEROES: u16 = 6;
 /// Flags of an export: flush, FUA and write zeroes.
-const USUAL: u16 = 1 | 4 | 8 | 1 << 6;
+const DEFAULT_FLAGS: u16 = 1 | 4 | 8 | 1 << 6;
 const WITH_FLUSH: u16 = 4;
 const READ_ONLY: u16 = 2;
 const MULTI_CONN: u16 = 1 << 8;
@@ -48,8 +48,8 @@ struct ScriptedServerBehaviour {
     breaks: Option<u16>,
 }
 
-const ORDINARY: ScriptedServerBehaviour = ScriptedServerBehaviour {
-    flags: USUAL,
+const DEFAULT_BEHAVIOUR: ScriptedServerBehaviour = ScriptedServerBehaviour {
+    flags: DEFAULT_FLAGS,
     size: MIB,
     blocks: [1, 4096, 32 << 20],
     refuses: None,
@@ -66,9 +66,9 @@ struct ScriptedServerState {
     /// Number of the connection whose request is held.
     held: Option<usize>,
     may_answer: bool,
-    is_over: bool,
+    stopped: bool,
     /// Number of requests, except the last one of each connection.
-    asked: u64,
+    request_count: u64,
 }
 
 #[derive(Default)]
@@ -84,9 +84,9 @@ impl ScriptedServerShared {
 
     fn wait_until(
         &self,
-        mut is_so: impl FnMut(&mut ScriptedServerState) -> bool,
+        mut condition: impl FnMut(&mut ScriptedServerState) -> bool,
     ) -> MutexGuard<'_, ScriptedServerState> {
-        let waiting = self.changed.wait_timeout_while(self.lock(), DEADLINE, |state| !is_so(state));
+        let waiting = self.changed.wait_timeout_while(self.lock(), DEADLINE, |state| !condition(state));
         let (state, waited) = waiting.unwrap();
         assert!(!waited.timed_out(), "the condition did not become true");
         state
@@ -101,22 +101,22 @@ struct ScriptedNbdServer {
 }
 
 impl ScriptedNbdServer {
-    fn start(at: &Path, disk: Vec<u8>, ways: ScriptedServerBehaviour) -> Self {
+    fn start(at: &Path, disk: Vec<u8>, behaviour: ScriptedServerBehaviour) -> Self {
         let _ = fs::remove_file(at);
         let listener = UnixListener::bind(at).unwrap();
         let shared = Arc::new(ScriptedServerShared {
             state: Mutex::new(ScriptedServerState { disk, ..ScriptedServerState::default() }),
             ..ScriptedServerShared::default()
         });
-        let there = Arc::clone(&shared);
+        let thread_shared = Arc::clone(&shared);
         let listening = thread::spawn(move || {
             let mut serving = Vec::new();
             while let Ok((stream, _)) = listener.accept() {
-                if there.lock().is_over {
+                if thread_shared.lock().stopped {
                     break;
                 }
-                let there = Arc::clone(&there);
-                serving.push(thread::spawn(move || drop(serve(stream, &there, ways))));
+                let session_shared = Arc::clone(&thread_shared);
+                serving.push(thread::spawn(move || drop(serve(stream, &session_shared, behaviour))));
             }
             drop(listener);
             serving.into_iter().for_each(|serving| serving.join().expect("its client follows the protocol"));
@@ -128,7 +128,7 @@ impl ScriptedNbdServer {
     fn stop(self) -> Vec<u8> {
         {
             let mut state = self.shared.lock();
-            state.is_over = true;
+            state.stopped = true;
             state.streams.iter().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
         }
         self.shared.changed.notify_all();
@@ -143,7 +143,7 @@ impl ScriptedNbdServer {
 fn serve(
     mut stream: UnixStream,
     shared: &ScriptedServerShared,
-    ways: ScriptedServerBehaviour,
+    behaviour: ScriptedServerBehaviour,
 ) -> std::io::Result<()> {
     stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
     stream.read_exact(&mut [0; 4])?;
@@ -160,8 +160,8 @@ fn serve(
             stream.write_all(&reply(0x8000_0001, &[]))?;
             continue;
         }
-        let export = [&[0, 0][..], &ways.size.to_be_bytes(), &ways.flags.to_be_bytes()].concat();
-        let blocks = [&[0, 3][..], &ways.blocks.map(u32::to_be_bytes).concat()].concat();
+        let export = [&[0, 0][..], &behaviour.size.to_be_bytes(), &behaviour.flags.to_be_bytes()].concat();
+        let blocks = [&[0, 3][..], &behaviour.blocks.map(u32::to_be_bytes).concat()].concat();
         stream.write_all(&[reply(3, &export), reply(3, &blocks), reply(1, &[])].concat())?;
         break;
     }
@@ -173,16 +173,16 @@ fn serve(
         number
     };
     shared.changed.notify_all();
-    let outcome = answer(&mut stream, shared, ways, number);
+    let outcome = serve_requests(&mut stream, shared, behaviour, number);
     shared.lock().streams.retain(|(other, _)| *other != number);
     shared.changed.notify_all();
     outcome
 }
 
-fn answer(
+fn serve_requests(
     stream: &mut UnixStream,
     shared: &ScriptedServerShared,
-    ways: ScriptedServerBehaviour,
+    behaviour: ScriptedServerBehaviour,
     number: usize,
 ) -> std::io::Result<()> {
     loop {
@@ -191,32 +191,32 @@ fn answer(
         let command = u16::from_be_bytes(header[6..8].try_into().unwrap());
         let offset = u64::from_be_bytes(header[16..24].try_into().unwrap()) as usize;
         let length = u32::from_be_bytes(header[24..].try_into().unwrap()) as usize;
-        if command == LEAVE || ways.breaks == Some(command) {
+        if command == CMD_DISC || behaviour.breaks == Some(command) {
             return Ok(());
         }
         let mut data = vec![0; if command == WRITE { length } else { 0 }];
         stream.read_exact(&mut data)?;
         let range = offset..offset + length;
-        let is_too_long = command < LEAVE && length > ways.blocks[2] as usize;
-        let error = match ways.refuses {
+        let is_too_long = command < CMD_DISC && length > behaviour.blocks[2] as usize;
+        let error = match behaviour.refuses {
             _ if is_too_long => 22,
             Some((refused, error)) if refused == command => error,
             _ => 0,
         };
         let mut state = shared.lock();
-        state.asked += 1;
+        state.request_count += 1;
         match command {
             _ if error != 0 => {}
             READ => data = state.disk[range].to_vec(),
             WRITE => state.disk[range].copy_from_slice(&std::mem::take(&mut data)),
             ZEROES => state.disk[range].fill(0),
-            FLUSH => assert_ne!(ways.flags & WITH_FLUSH, 0, "it knows no flush"),
+            FLUSH => assert_ne!(behaviour.flags & WITH_FLUSH, 0, "it knows no flush"),
             _ => {}
         }
-        if ways.holds == Some(command) && state.held.is_none() {
+        if behaviour.holds == Some(command) && state.held.is_none() {
             state.held = Some(number);
             shared.changed.notify_all();
-            state = shared.changed.wait_while(state, |state| !state.may_answer && !state.is_over).unwrap();
+            state = shared.changed.wait_while(state, |state| !state.may_answer && !state.stopped).unwrap();
         }
         drop(state);
         let head = [0x6744_6698, error].map(u32::to_be_bytes).concat();
@@ -225,11 +225,11 @@ fn answer(
     }
 }
 
-fn is_connected(scratch: &Scratch, is_so: bool) {
-    wait_until(scratch, |told| find(told, "disks", "front")["server"]["connected"] == is_so);
+fn is_connected(scratch: &Scratch, expected: bool) {
+    wait_until(scratch, |status| find(status, "disks", "front")["server"]["connected"] == expected);
 }
 
-fn waiting(scratch: &Scratch, at: &Path, more: &[&str]) -> Weir {
+fn start_in_front(scratch: &Scratch, at: &Path, more: &[&str]) -> Weir {
     in_front(scratch, &uri(at, ""), &[&["-f", "raw", "--reconnect-delay", "1m"], more].concat())
 }
 
@@ -237,24 +237,24 @@ fn waiting(scratch: &Scratch, at: &Path, more: &[&str]) -> Weir {
 fn rejected_after_reconnect(command: u16, errno: u32, request: &str, name: &str) {
     let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
-    let ways = ScriptedServerBehaviour { flags: USUAL | FAST_ZERO, ..ORDINARY };
+    let behaviour = ScriptedServerBehaviour { flags: DEFAULT_FLAGS | FAST_ZERO, ..DEFAULT_BEHAVIOUR };
     let first =
-        ScriptedNbdServer::start(&at, empty, ScriptedServerBehaviour { holds: Some(command), ..ways });
-    let weir = waiting(&scratch, &at, &[]);
+        ScriptedNbdServer::start(&at, empty, ScriptedServerBehaviour { holds: Some(command), ..behaviour });
+    let weir = start_in_front(&scratch, &at, &[]);
     let script = format!(
         "import errno\nh.flush()\ntry:\n    {request}\n    raise SystemExit('it was not refused')\n\
          except nbd.Error as e:\n    assert e.errnum == errno.{name}, e\nh.flush()"
     );
     let second = thread::scope(|scope| {
-        let asking = scope.spawn(|| weir.nbdsh("front", &script));
+        let client = scope.spawn(|| weir.nbdsh("front", &script));
         drop(first.shared.wait_until(|state| state.held.is_some()));
         let disk = first.stop();
         let second = ScriptedNbdServer::start(
             &at,
             disk,
-            ScriptedServerBehaviour { refuses: Some((command, errno)), ..ways },
+            ScriptedServerBehaviour { refuses: Some((command, errno)), ..behaviour },
         );
-        asking.join().expect("only this request fails");
+        client.join().expect("only this request fails");
         second
     });
     weir.nbdsh("front", "h.flush()");
@@ -273,11 +273,11 @@ fn request_that_breaks_every_connection_fails() {
     let (scratch, disk) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
     let server =
-        ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { breaks: Some(READ), ..ORDINARY });
+        ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { breaks: Some(READ), ..DEFAULT_BEHAVIOUR });
     let weir = in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--reconnect-delay", "2s"]);
-    let refused = "import errno\ntry:\n    h.pread(4096, 0)\n    raise SystemExit('it was answered')\n\
+    let expect_error = "import errno\ntry:\n    h.pread(4096, 0)\n    raise SystemExit('it was answered')\n\
                    except nbd.Error as e:\n    assert e.errnum == errno.EIO, e";
-    weir.nbdsh("front", refused);
+    weir.nbdsh("front", expect_error);
     // Reconnects after 0.2, 0.4, and then 0.5 s each.
     let connections = server.shared.lock().next_number;
     assert!(connections <= 8, "{connections} connections");
@@ -290,16 +290,16 @@ fn request_that_breaks_every_connection_fails() {
 fn eshutdown_reconnects_to_the_next_server() {
     let (scratch, disk) = (Scratch::new(), vec![7; MIB as usize]);
     let at = scratch.socket("back");
-    let leaving = ScriptedNbdServer::start(
+    let shutting_down = ScriptedNbdServer::start(
         &at,
         disk,
-        ScriptedServerBehaviour { refuses: Some((READ, 108)), ..ORDINARY },
+        ScriptedServerBehaviour { refuses: Some((READ, 108)), ..DEFAULT_BEHAVIOUR },
     );
-    let weir = waiting(&scratch, &at, &[]);
+    let weir = start_in_front(&scratch, &at, &[]);
     let second = thread::scope(|scope| {
         let reading = scope.spawn(|| weir.nbdsh("front", "assert h.pread(4096, 0) == b'\\x07' * 4096"));
         weir.wait_for_log("the server is shutting down");
-        let second = ScriptedNbdServer::start(&at, leaving.stop(), ORDINARY);
+        let second = ScriptedNbdServer::start(&at, shutting_down.stop(), DEFAULT_BEHAVIOUR);
         reading.join().expect("it waits for the server");
         second
     });
@@ -311,19 +311,19 @@ fn eshutdown_reconnects_to_the_next_server() {
 fn acknowledged_writes_wait_for_a_server_that_accepts_them() {
     let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
-    let first = ScriptedNbdServer::start(&at, empty.clone(), ORDINARY);
-    let weir = waiting(&scratch, &at, &[]);
+    let first = ScriptedNbdServer::start(&at, empty.clone(), DEFAULT_BEHAVIOUR);
+    let weir = start_in_front(&scratch, &at, &[]);
     weir.nbdsh("front", "h.pwrite(b'a' * 4096, 0)");
     first.stop();
     let second = ScriptedNbdServer::start(
         &at,
         empty.clone(),
-        ScriptedServerBehaviour { refuses: Some((WRITE, 28)), ..ORDINARY },
+        ScriptedServerBehaviour { refuses: Some((WRITE, 28)), ..DEFAULT_BEHAVIOUR },
     );
     weir.wait_for_log("it rejects the replay of unflushed writes that it had acknowledged");
     is_connected(&scratch, false);
     second.stop();
-    let third = ScriptedNbdServer::start(&at, empty, ORDINARY);
+    let third = ScriptedNbdServer::start(&at, empty, DEFAULT_BEHAVIOUR);
     weir.nbdsh("front", "assert h.pread(4096, 0) == b'a' * 4096\nh.flush()");
     weir.stop();
     assert!(third.stop()[..4096].iter().all(|&byte| byte == b'a'));
@@ -333,16 +333,16 @@ fn acknowledged_writes_wait_for_a_server_that_accepts_them() {
 fn smaller_maximum_after_a_reconnect_splits_requests() {
     let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
-    let first = ScriptedNbdServer::start(&at, empty.clone(), ORDINARY);
-    let weir = waiting(&scratch, &at, &[]);
+    let first = ScriptedNbdServer::start(&at, empty.clone(), DEFAULT_BEHAVIOUR);
+    let weir = start_in_front(&scratch, &at, &[]);
     weir.nbdsh("front", "h.pwrite(b'a' * 262144, 4096)");
     first.stop();
     // The second server has an empty disk, and does not support write zeroes.
-    let flags = USUAL & !(1 << 6);
+    let flags = DEFAULT_FLAGS & !(1 << 6);
     let second = ScriptedNbdServer::start(
         &at,
         empty,
-        ScriptedServerBehaviour { flags, blocks: [1, 4096, 64 << 10], ..ORDINARY },
+        ScriptedServerBehaviour { flags, blocks: [1, 4096, 64 << 10], ..DEFAULT_BEHAVIOUR },
     );
     weir.nbdsh(
         "front",
@@ -364,48 +364,48 @@ fn incompatible_server_is_not_used_after_a_reconnect() {
     let (scratch, mut disk) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
     // The first server has more features than the later ones need to have.
-    let mut server = ScriptedNbdServer::start(&at, disk.clone(), ORDINARY);
-    let weir = waiting(&scratch, &at, &[]);
-    for (byte, ways, why) in [
+    let mut server = ScriptedNbdServer::start(&at, disk.clone(), DEFAULT_BEHAVIOUR);
+    let weir = start_in_front(&scratch, &at, &[]);
+    for (byte, behaviour, why) in [
         (
             'a',
-            ScriptedServerBehaviour { flags: USUAL & !WITH_FLUSH, ..ORDINARY },
+            ScriptedServerBehaviour { flags: DEFAULT_FLAGS & !WITH_FLUSH, ..DEFAULT_BEHAVIOUR },
             "it no longer supports flushes",
         ),
         (
             'b',
-            ScriptedServerBehaviour { flags: USUAL | READ_ONLY, ..ORDINARY },
+            ScriptedServerBehaviour { flags: DEFAULT_FLAGS | READ_ONLY, ..DEFAULT_BEHAVIOUR },
             "the export is read-only now",
         ),
         (
             'c',
-            ScriptedServerBehaviour { size: MIB - 4096, ..ORDINARY },
+            ScriptedServerBehaviour { size: MIB - 4096, ..DEFAULT_BEHAVIOUR },
             "the export has 1044480 bytes now, but the disk has 1048576",
         ),
         (
             'd',
-            ScriptedServerBehaviour { blocks: [512, 4096, 1 << 20], ..ORDINARY },
+            ScriptedServerBehaviour { blocks: [512, 4096, 1 << 20], ..DEFAULT_BEHAVIOUR },
             "its minimum block is 512 bytes now",
         ),
     ] {
         weir.nbdsh("front", &format!("h.pwrite(b'{byte}' * 4096, 0)"));
         // A server like the first one, without the data that was not flushed.
         server.stop();
-        let unfit = ScriptedNbdServer::start(&at, disk.clone(), ways);
+        let unfit = ScriptedNbdServer::start(&at, disk.clone(), behaviour);
         weir.wait_for_log(why);
         is_connected(&scratch, false);
-        assert_eq!(unfit.shared.lock().asked, 0, "{why}");
+        assert_eq!(unfit.shared.lock().request_count, 0, "{why}");
         unfit.stop();
         server = ScriptedNbdServer::start(
             &at,
             disk.clone(),
-            ScriptedServerBehaviour { size: 2 * MIB, ..ORDINARY },
+            ScriptedServerBehaviour { size: 2 * MIB, ..DEFAULT_BEHAVIOUR },
         );
         server.shared.lock().disk.resize(2 * MIB as usize, 0);
         weir.nbdsh("front", &format!("assert h.pread(4096, 0) == b'{byte}' * 4096\nh.flush()"));
         disk = server.stop();
         disk.truncate(MIB as usize);
-        server = ScriptedNbdServer::start(&at, disk.clone(), ORDINARY);
+        server = ScriptedNbdServer::start(&at, disk.clone(), DEFAULT_BEHAVIOUR);
         is_connected(&scratch, true);
     }
     weir.nbdsh("front", "assert h.pread(4096, 0) == b'd' * 4096");
@@ -417,24 +417,24 @@ fn incompatible_server_is_not_used_after_a_reconnect() {
 fn late_replies_of_an_old_connection_are_ignored() {
     let scratch = Scratch::new();
     let at = scratch.socket("back");
-    let ways = ScriptedServerBehaviour { flags: USUAL | MULTI_CONN, holds: Some(ZEROES), ..ORDINARY };
-    let server = ScriptedNbdServer::start(&at, vec![0; MIB as usize], ways);
-    let weir = waiting(&scratch, &at, &["--workers", "2"]);
+    let behaviour = ScriptedServerBehaviour { flags: DEFAULT_FLAGS | MULTI_CONN, holds: Some(ZEROES), ..DEFAULT_BEHAVIOUR };
+    let server = ScriptedNbdServer::start(&at, vec![0; MIB as usize], behaviour);
+    let weir = start_in_front(&scratch, &at, &["--workers", "2"]);
     // Clients of both workers, each of which then has a connection. Then zeroes over unflushed
     // data.
     let script = "clients = [nbd.NBD() for _ in range(6)]\nfor c in clients:\n    \
                   c.connect_uri(arguments[0])\n    c.pread(512, 0)\nh.pwrite(b'w' * 4096, \
                   0)\nh.zero(4096, 0)\nassert h.pread(4096, 0) == bytes(4096)\nh.flush()";
     thread::scope(|scope| {
-        let asking = scope.spawn(|| weir.nbdsh("front", script));
+        let client = scope.spawn(|| weir.nbdsh("front", script));
         let holder = {
             let state = server.shared.wait_until(|state| state.held.is_some() && state.streams.len() > 1);
             let holder = state.held.unwrap();
-            let others = state.streams.iter().filter(|(number, _)| *number != holder);
-            others.for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
+            let other_streams = state.streams.iter().filter(|(number, _)| *number != holder);
+            other_streams.for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
             holder
         };
-        wait_until(&scratch, |told| find(told, "disks", "front")["server"]["reconnections"] == json!(1));
+        wait_until(&scratch, |status| find(status, "disks", "front")["server"]["reconnections"] == json!(1));
         {
             let mut state = server.shared.lock();
             assert!(state.disk[..4096].iter().all(|&byte| byte == b'w'), "it was written again");
@@ -442,7 +442,7 @@ fn late_replies_of_an_old_connection_are_ignored() {
             state.may_answer = true;
         }
         server.shared.changed.notify_all();
-        asking.join().expect("the zeroes are there");
+        client.join().expect("the zeroes are there");
     });
     weir.stop();
     assert!(server.stop()[..4096].iter().all(|&byte| byte == 0));
@@ -452,19 +452,19 @@ fn late_replies_of_an_old_connection_are_ignored() {
 fn tiny_maximum_is_rejected_and_a_small_one_is_cheap() {
     let scratch = Scratch::new();
     let at = scratch.socket("back");
-    for most in [1, 512, 2048] {
+    for max_block in [1, 512, 2048] {
         let server = ScriptedNbdServer::start(
             &at,
             vec![0; MIB as usize],
-            ScriptedServerBehaviour { blocks: [1, 1, most], ..ORDINARY },
+            ScriptedServerBehaviour { blocks: [1, 1, max_block], ..DEFAULT_BEHAVIOUR },
         );
-        let said = Serve::new(&scratch).args(["-f", "raw"]).arg(uri(&at, "")).fails();
-        assert_contains(&said, &["its maximum payload is smaller than 4096 bytes"]);
+        let stderr = Serve::new(&scratch).args(["-f", "raw"]).arg(uri(&at, "")).fails();
+        assert_contains(&stderr, &["its maximum payload is smaller than 4096 bytes"]);
         server.stop();
     }
-    let ways = ScriptedServerBehaviour { size: 64 * MIB, blocks: [1, 4096, 4096], ..ORDINARY };
-    let server = ScriptedNbdServer::start(&at, vec![7; 64 * MIB as usize], ways);
-    let weir = waiting(&scratch, &at, &["--memory", "128M"]);
+    let behaviour = ScriptedServerBehaviour { size: 64 * MIB, blocks: [1, 4096, 4096], ..DEFAULT_BEHAVIOUR };
+    let server = ScriptedNbdServer::start(&at, vec![7; 64 * MIB as usize], behaviour);
+    let weir = start_in_front(&scratch, &at, &["--memory", "128M"]);
     let before = weir.resident_bytes();
     weir.nbdsh("front", "assert h.pread(32 << 20, 4096) == b'\\x07' * (32 << 20)");
     assert!(weir.resident_bytes() < before + 160 * MIB, "{} bytes", weir.resident_bytes());
@@ -476,9 +476,9 @@ fn tiny_maximum_is_rejected_and_a_small_one_is_cheap() {
 fn requests_of_other_workers_end_when_the_only_connection_breaks() {
     let scratch = Scratch::new();
     let (file, at) = (half_filled(&scratch), scratch.socket("back"));
-    let words = ["--filter=multi-conn", "file", text(&file), "multi-conn-mode=disable"];
-    let mut server = Some(BackgroundNbdServer::nbdkit(&scratch, &at, &words));
-    let weir = waiting(&scratch, &at, &["--workers", "3"]);
+    let arguments = ["--filter=multi-conn", "file", text(&file), "multi-conn-mode=disable"];
+    let mut server = Some(BackgroundNbdServer::nbdkit(&scratch, &at, &arguments));
+    let weir = start_in_front(&scratch, &at, &["--workers", "3"]);
     let stop = scratch.path("stop");
     let script = format!(
         "import os\nwhile not os.path.exists({:?}):\n    for at in range(64):\n        \
@@ -487,13 +487,13 @@ fn requests_of_other_workers_end_when_the_only_connection_breaks() {
     );
     thread::scope(|scope| {
         let clients: Vec<_> = (0..6).map(|_| scope.spawn(|| weir.nbdsh("front", &script))).collect();
-        let writes = |told: &serde_json::Value| find(told, "disks", "front")["writes"]["requests"].as_u64();
+        let writes = |status: &serde_json::Value| find(status, "disks", "front")["writes"]["requests"].as_u64();
         for round in 1..=6_u64 {
-            wait_until(&scratch, |told| writes(told) > Some(1000 * round));
+            wait_until(&scratch, |status| writes(status) > Some(1000 * round));
             server.take().unwrap().crash();
-            server = Some(BackgroundNbdServer::nbdkit(&scratch, &at, &words));
-            wait_until(&scratch, |told| {
-                find(told, "disks", "front")["server"]["reconnections"].as_u64() >= Some(round)
+            server = Some(BackgroundNbdServer::nbdkit(&scratch, &at, &arguments));
+            wait_until(&scratch, |status| {
+                find(status, "disks", "front")["server"]["reconnections"].as_u64() >= Some(round)
             });
         }
         fs::write(&stop, "").unwrap();
@@ -530,9 +530,9 @@ fn removal_reports_pending_writes() {
     let server = ScriptedNbdServer::start(
         &at,
         vec![0; MIB as usize],
-        ScriptedServerBehaviour { holds: Some(FLUSH), ..ORDINARY },
+        ScriptedServerBehaviour { holds: Some(FLUSH), ..DEFAULT_BEHAVIOUR },
     );
-    let weir = waiting(&scratch, &at, &["memory:1M", "--name", "back"]);
+    let weir = start_in_front(&scratch, &at, &["memory:1M", "--name", "back"]);
     weir.nbdsh("back", "h.pwrite(b'a' * 4096, 0)");
     let remove = |disk: &str| {
         let mut command = Command::new(WEIR);
@@ -541,14 +541,14 @@ fn removal_reports_pending_writes() {
     };
     let mut removing = remove("back");
     drop(server.shared.wait_until(|state| state.held.is_some()));
-    let mut said = String::new();
-    BufReader::new(removing.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
+    let mut line = String::new();
+    BufReader::new(removing.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
     let expect = format!("back: waiting until {} is closed (Ctrl-C ends only this command", uri(&at, ""));
-    assert_contains(&said, &[&expect]);
+    assert_contains(&line, &[&expect]);
     // Removing a different disk prints nothing and does not wait.
-    let others = remove("front").wait_with_output().unwrap();
-    assert_eq!((others.status.code(), &*others.stderr), (Some(0), &b""[..]));
-    wait_until(&scratch, |told| told["disks"].as_array().is_some_and(Vec::is_empty));
+    let output = remove("front").wait_with_output().unwrap();
+    assert_eq!((output.status.code(), &*output.stderr), (Some(0), &b""[..]));
+    wait_until(&scratch, |status| status["disks"].as_array().is_some_and(Vec::is_empty));
     removing.kill().unwrap();
     removing.wait().unwrap();
     server.shared.lock().may_answer = true;

@@ -20,18 +20,18 @@ use crate::harness::{
 /// A daemon with a local disk, and a disk on a server that accepts connections and sends nothing.
 struct DaemonWithUnavailableDisk {
     scratch: Scratch,
-    silent: UnixListener,
+    silent_listener: UnixListener,
     weir: Weir,
 }
 
 impl DaemonWithUnavailableDisk {
     fn new() -> Self {
         let scratch = Scratch::new();
-        let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+        let silent_listener = UnixListener::bind(scratch.socket("back")).unwrap();
         scratch.sparse("near.raw", MIB);
         let file = write(&scratch, &unavailable_disk(&scratch, "iops-total = 1000"));
         let weir = serve(&scratch, &file);
-        Self { scratch, silent, weir }
+        Self { scratch, silent_listener, weir }
     }
 }
 
@@ -60,10 +60,10 @@ fn at(scratch: &Scratch, name: &str) -> String {
 
 #[test]
 fn unavailable_disk_opens_later_with_the_current_config() {
-    let DaemonWithUnavailableDisk { scratch, silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
     TestClient::new("qemu-io").args(["-f", "raw", "-c", "write -P 1 0 4k", &at(&scratch, "near")]).succeeds();
-    let told = status(&scratch, "0");
-    assert!(find(&told, "unavailable", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
+    let reported = status(&scratch, "0");
+    assert!(find(&reported, "unavailable", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{reported:#}");
     assert_contains(&run_ok(&scratch, &["status", "far"]), &["UNAVAILABLE", "far", "no response yet"]);
     assert_contains(
         &weir.wait_for_log("disk_unavailable"),
@@ -91,15 +91,15 @@ fn unavailable_disk_opens_later_with_the_current_config() {
     let file = half_filled(&scratch);
     drop(silent);
     let server = BackgroundNbdServer::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
-    wait_until(&scratch, |told| told["unavailable"].is_null());
-    wait_until(&scratch, |told| {
-        told["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
+    wait_until(&scratch, |reported| reported["unavailable"].is_null());
+    wait_until(&scratch, |reported| {
+        reported["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
     });
     TestClient::new("qemu-io")
         .args(["-f", "raw", "-c", "write -P 7 0 4k", "-c", "flush", &at(&scratch, "far")])
         .succeeds();
-    let told = status(&scratch, "0");
-    let disk = find(&told, "disks", "far");
+    let reported = status(&scratch, "0");
+    let disk = find(&reported, "disks", "far");
     assert_eq!((&disk["limits"]["iops-total"], &disk["group"]), (&json!(2000), &json!("gold")));
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
     weir.wait_for_log("disk_added");
@@ -110,7 +110,7 @@ fn unavailable_disk_opens_later_with_the_current_config() {
 
 #[test]
 fn unavailable_disk_can_be_removed_or_replaced() {
-    let DaemonWithUnavailableDisk { scratch, silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
     run_ok(&scratch, &["disk", "remove", "far"]);
     // The retries end, including the attempt in progress.
     silent.set_nonblocking(true).unwrap();
@@ -130,7 +130,7 @@ fn unavailable_disk_can_be_removed_or_replaced() {
 
 #[test]
 fn changed_image_of_an_unavailable_disk_is_opened() {
-    let DaemonWithUnavailableDisk { scratch, silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
     let elsewhere = Scratch::new();
     let other = elsewhere.sparse("other.raw", MIB);
     write(
@@ -157,9 +157,9 @@ fn changed_image_of_an_unavailable_disk_is_opened() {
     }
     write(&scratch, "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n");
     assert_contains(&run_ok(&scratch, &["reload"]), &["far", "its image is not available yet"]);
-    wait_until(&scratch, |told| told["unavailable"].is_null());
-    wait_until(&scratch, |told| {
-        told["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
+    wait_until(&scratch, |reported| reported["unavailable"].is_null());
+    wait_until(&scratch, |reported| {
+        reported["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
     });
     TestClient::new("qemu-io").args(["-f", "raw", "-c", "read -P 0 0 4k", &at(&scratch, "far")]).succeeds();
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
@@ -200,8 +200,8 @@ fn default_export_is_the_first_disk_even_if_unavailable() {
     size_of("").fails();
     assert_eq!(size_of("other").succeeds().trim(), MIB.to_string());
     let server = BackgroundNbdServer::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
-    wait_until(&scratch, |told| told["unavailable"].is_null());
-    wait_until(&scratch, |told| told["exports"].as_array().unwrap().len() == 2);
+    wait_until(&scratch, |status| status["unavailable"].is_null());
+    wait_until(&scratch, |status| status["exports"].as_array().unwrap().len() == 2);
     assert_eq!(size_of("").succeeds().trim(), size.to_string());
     weir.stop();
     server.crash();
@@ -227,16 +227,16 @@ fn unavailable_disk_opens_with_all_exports_in_its_position() {
     let config = boot_first(&scratch, &exports);
     let weir = serve(&scratch, &config);
     // Another process listens at the address of one of its exports.
-    let squatter = UnixListener::bind(&taken).unwrap();
+    let other_listener = UnixListener::bind(&taken).unwrap();
     let server = BackgroundNbdServer::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
     weir.wait_for_logs("cannot be opened, retrying", 2);
     let size_of = |name: &str| TestClient::new("nbdinfo").args(["--size", &at(&scratch, name)]);
     size_of("boot").fails();
     size_of("").fails();
     size_of("other").succeeds();
-    drop(squatter);
+    drop(other_listener);
     fs::remove_file(&taken).unwrap();
-    wait_until(&scratch, |told| told["exports"].as_array().unwrap().len() == 3);
+    wait_until(&scratch, |status| status["exports"].as_array().unwrap().len() == 3);
     assert_eq!(size_of("").succeeds(), size_of("boot").succeeds());
     weir.stop();
     server.crash();
@@ -246,7 +246,7 @@ fn unavailable_disk_opens_with_all_exports_in_its_position() {
 fn reload_does_not_wait_for_an_unavailable_disk() {
     let scratch = Scratch::new();
     scratch.sparse("near.raw", MIB);
-    let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+    let silent_listener = UnixListener::bind(scratch.socket("back")).unwrap();
     let file = write(&scratch, "");
     // In the sandbox the daemon may connect only to servers known at the start.
     let at_start = fs::read_to_string(&file).unwrap().replace("sandbox = \"require\"", "sandbox = \"off\"");
@@ -266,7 +266,7 @@ fn reload_does_not_wait_for_an_unavailable_disk() {
     assert_contains(&run_ok(&scratch, &["reload"]), &["removed"]);
     assert!(status(&scratch, "0")["unavailable"].is_null());
     weir.stop();
-    drop(silent);
+    drop(silent_listener);
 }
 
 #[test]
@@ -274,14 +274,14 @@ fn reservation_of_an_unavailable_disk_blocks_no_other() {
     let scratch = Scratch::new();
     let file = half_filled(&scratch);
     scratch.sparse("near.raw", MIB);
-    let promised = unavailable_disk(&scratch, "iops-reservation = 250")
+    let config = unavailable_disk(&scratch, "iops-reservation = 250")
         .replace("[group.gold]", "group = \"gold\"\n[group.gold]\niops-total = 1000");
-    let weir = serve(&scratch, &write(&scratch, &promised));
+    let weir = serve(&scratch, &write(&scratch, &config));
     run_ok(&scratch, &["throttle", "near", "--iops-reservation", "900"]);
     let server = BackgroundNbdServer::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
     weir.wait_for_log("reservation_unmet");
-    let left_out = |told: &serde_json::Value| find(told, "disks", "far")["unmet-reservation"].clone();
-    assert_eq!(left_out(&status(&scratch, "0"))["iops-reservation"], 250);
+    let unmet = |reported: &serde_json::Value| find(reported, "disks", "far")["unmet-reservation"].clone();
+    assert_eq!(unmet(&status(&scratch, "0"))["iops-reservation"], 250);
     // The reservation comes into force as soon as there is room.
     run_ok(&scratch, &["throttle", "near", "--iops-reservation", "100"]);
     weir.wait_for_log("reservation_in_force");
@@ -293,49 +293,49 @@ fn reservation_of_an_unavailable_disk_blocks_no_other() {
 #[test]
 fn single_disk_is_waited_for_until_a_signal() {
     let scratch = Scratch::new();
-    let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+    let silent_listener = UnixListener::bind(scratch.socket("back")).unwrap();
     let image = uri(&scratch.socket("back"), "");
     let weir = Serve::new(&scratch).args(["-f", "raw", "--open-timeout", "1m", &image]).spawn_unready();
     weir.wait_for_log("its image is still being opened");
-    let (status, said) = weir.wait_signalling(Signal::SIGTERM);
-    assert!(status.success(), "{said}");
-    assert_contains(&said, &["stopping before all disks are open"]);
-    drop(silent);
+    let (status, log) = weir.wait_signalling(Signal::SIGTERM);
+    assert!(status.success(), "{log}");
+    assert_contains(&log, &["stopping before all disks are open"]);
+    drop(silent_listener);
 }
 
 #[test]
 fn shutdown_does_not_wait_for_a_disk_being_added() {
     let scratch = Scratch::new();
-    let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+    let silent_listener = UnixListener::bind(scratch.socket("back")).unwrap();
     let weir = Serve::new(&scratch)
         .args(["memory:1M", "--name", "near", "--sandbox", "off", "--qmp", &socket(&scratch)])
         .start();
     let image = uri(&scratch.socket("back"), "");
-    let words = ["disk", "add", "far", &image, "-f", "raw", "--open-timeout", "10m", "--qmp"];
+    let arguments = ["disk", "add", "far", &image, "-f", "raw", "--open-timeout", "10m", "--qmp"];
     let mut adding =
-        Command::new(WEIR).args(words).arg(socket(&scratch)).stderr(Stdio::null()).spawn().unwrap();
-    let connection = silent.accept().unwrap();
+        Command::new(WEIR).args(arguments).arg(socket(&scratch)).stderr(Stdio::null()).spawn().unwrap();
+    let connection = silent_listener.accept().unwrap();
     weir.signal(Signal::SIGTERM);
-    let (status, said) = weir.wait();
-    assert!(status.success(), "{said}");
-    assert_contains(&said, &["ending while commands of clients are still running", "stopped"]);
+    let (status, log) = weir.wait();
+    assert!(status.success(), "{log}");
+    assert_contains(&log, &["ending while commands of clients are still running", "stopped"]);
     assert!(!adding.wait().unwrap().success());
     drop(connection);
 }
 
 #[test]
 fn upgrade_continues_without_an_unavailable_disk() {
-    let DaemonWithUnavailableDisk { scratch, silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
     let file = scratch.path("weir.toml");
     let new = Serve::new(&scratch).at_given_addresses().arg("--takeover").arg("--config").arg(file).start();
-    let (status, said) = weir.wait();
-    assert!(status.success(), "{said}");
-    wait_until(&scratch, |told| told["unavailable"][0]["name"] == "far");
+    let (status, log) = weir.wait();
+    assert!(status.success(), "{log}");
+    wait_until(&scratch, |reported| reported["unavailable"][0]["name"] == "far");
     TestClient::new("qemu-io").args(["-f", "raw", "-c", "read -P 0 0 4k", &at(&scratch, "near")]).succeeds();
     let file = half_filled(&scratch);
     drop(silent);
     let server = BackgroundNbdServer::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
-    wait_until(&scratch, |told| told["unavailable"].is_null());
+    wait_until(&scratch, |reported| reported["unavailable"].is_null());
     new.stop();
     server.crash();
 }

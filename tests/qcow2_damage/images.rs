@@ -81,7 +81,7 @@ impl ImageTemplate {
         let cluster = number(options.strip_prefix("cluster_size=").expect("the first option"));
         let is_extended = options.contains("extended_l2");
         let size: u64 = if cluster == 512 { 96 << 10 } else { (256 << 10).max(cluster * 8) };
-        let words = options.replace("ENCRYPT", LUKS);
+        let create_options = options.replace("ENCRYPT", LUKS);
         let is_encrypted = has.contains('e');
         let command = ["create", "-q", "-f", "qcow2"];
         // QEMU benchmarks the key derivation, which takes a varying time.
@@ -93,7 +93,7 @@ impl ImageTemplate {
         if is_encrypted {
             create = create.args(["--object", SECRET]);
         }
-        create.args(["-o", &words, "image", &size.to_string()]).succeeds();
+        create.args(["-o", &create_options, "image", &size.to_string()]).succeeds();
         let mut random = Rng::with_seed(seed);
         let mut write = |many: usize| {
             let grain = if is_extended { cluster / 32 } else { cluster };
@@ -140,40 +140,40 @@ impl ImageTemplate {
         template
     }
 
-    fn word(&self, at: usize) -> u64 {
+    fn read_u64(&self, at: usize) -> u64 {
         let bytes = self.content.get(at..at + 8).map_or([0; 8], |bytes| bytes.try_into().expect("eight"));
         u64::from_be_bytes(bytes)
     }
 
-    fn half(&self, at: usize) -> usize {
-        (self.word(at) >> 32) as usize
+    fn read_u32(&self, at: usize) -> usize {
+        (self.read_u64(at) >> 32) as usize
     }
 
     /// Finds all metadata that the header leads to.
     fn find_tables(&mut self) {
         let cluster = self.cluster as usize;
         let mut tables = vec![0..112, 112..cluster.min(512)];
-        let mut l1_tables = vec![(self.word(40) as usize, self.half(36))];
-        let (blocks, refcount_bytes) = (self.word(48) as usize, self.half(56) * cluster);
+        let mut l1_tables = vec![(self.read_u64(40) as usize, self.read_u32(36))];
+        let (blocks, refcount_bytes) = (self.read_u64(48) as usize, self.read_u32(56) * cluster);
         tables.push(blocks..blocks + refcount_bytes.min(64));
         for at in (blocks..blocks + refcount_bytes).step_by(8) {
-            let block = self.word(at) as usize;
+            let block = self.read_u64(at) as usize;
             if block != 0 {
                 tables.push(block..block + cluster.min(self.content.len() / cluster * 2 + 8));
             }
         }
-        let mut at = self.word(64) as usize;
+        let mut at = self.read_u64(64) as usize;
         let start = at;
-        for _ in 0..self.half(60) {
-            l1_tables.push((self.word(at) as usize, self.half(at + 8)));
-            let names = self.half(at + 12);
-            at += (40 + self.half(at + 36) + (names >> 16) + (names & 0xffff)).next_multiple_of(8);
+        for _ in 0..self.read_u32(60) {
+            l1_tables.push((self.read_u64(at) as usize, self.read_u32(at + 8)));
+            let names = self.read_u32(at + 12);
+            at += (40 + self.read_u32(at + 36) + (names >> 16) + (names & 0xffff)).next_multiple_of(8);
         }
         tables.push(start..at);
         for (offset, entries) in l1_tables {
             tables.push(offset..offset + entries * 8);
             for at in (offset..offset + entries * 8).step_by(8) {
-                let table = (self.word(at) & OFFSET) as usize;
+                let table = (self.read_u64(at) & OFFSET) as usize;
                 if table != 0 {
                     // A disk of this size uses only the first part of the table.
                     tables.push(table..table + cluster.min(1024));
@@ -182,14 +182,14 @@ impl ImageTemplate {
         }
         let extension = 0x2385_2875_0000_0018_u64.to_be_bytes();
         if let Some(at) = self.content[..cluster].windows(8).position(|window| window == extension) {
-            let (length, offset) = (self.word(at + 16) as usize, self.word(at + 24) as usize);
+            let (length, offset) = (self.read_u64(at + 16) as usize, self.read_u64(at + 24) as usize);
             tables.push(offset..offset + length);
-            let table = self.word(offset) as usize;
-            tables.push(table..table + self.half(offset + 8) * 8);
+            let table = self.read_u64(offset) as usize;
+            tables.push(table..table + self.read_u32(offset + 8) * 8);
         }
         let extension = 0x0537_be77_0000_0010_u64.to_be_bytes();
         if let Some(at) = self.content[..cluster].windows(8).position(|window| window == extension) {
-            let (offset, length) = (self.word(at + 8) as usize, self.word(at + 16) as usize);
+            let (offset, length) = (self.read_u64(at + 8) as usize, self.read_u64(at + 16) as usize);
             self.keys = offset..offset + length;
         }
         tables.retain(|table| !table.is_empty() && table.end <= self.content.len());
@@ -199,22 +199,22 @@ impl ImageTemplate {
     /// A damaged copy, and a description of the damage.
     pub(super) fn damaged(&self, random: &mut Rng) -> (Vec<u8>, String) {
         let mut content = self.content.clone();
-        let mut said = String::new();
+        let mut description = String::new();
         for _ in 0..[1, 1, 1, 2, 3][random.usize(..5)] {
-            said += &self.damage(&mut content, random);
-            said += "; ";
+            description += &self.damage(&mut content, random);
+            description += "; ";
         }
         let end = self.keys.end.min(content.len());
         let keys = self.keys.start.min(end)..end;
         content[keys.clone()].copy_from_slice(&self.content[keys]);
-        (content, said)
+        (content, description)
     }
 
     fn damage(&self, content: &mut Vec<u8>, random: &mut Rng) -> String {
         let table = self.tables[random.usize(..self.tables.len())].clone();
         let in_table = |random: &mut Rng| {
-            let words = table.len() / 8;
-            table.start + random.usize(..words.max(1)) * 8
+            let entries = table.len() / 8;
+            table.start + random.usize(..entries.max(1)) * 8
         };
         match random.u32(..20) {
             0 => {
@@ -254,16 +254,16 @@ impl ImageTemplate {
                 let mut at = in_table(random);
                 // Prefer entries in use.
                 for _ in 0..8 {
-                    if word_at(content, at) != 0 {
+                    if u64_at(content, at) != 0 {
                         break;
                     }
                     at = in_table(random);
                 }
-                let old = word_at(content, at);
-                let other = word_at(content, in_table(random));
-                let new = self.another(old, other, content.len(), random);
-                if let Some(place) = content.get_mut(at..at + 8) {
-                    place.copy_from_slice(&new.to_be_bytes());
+                let old = u64_at(content, at);
+                let other = u64_at(content, in_table(random));
+                let new = self.wrong_entry(old, other, content.len(), random);
+                if let Some(entry) = content.get_mut(at..at + 8) {
+                    entry.copy_from_slice(&new.to_be_bytes());
                 }
                 format!("{old:#x} at {at:#x} is {new:#x}")
             }
@@ -271,8 +271,8 @@ impl ImageTemplate {
     }
 
     /// A wrong value for an entry.
-    fn another(&self, old: u64, other: u64, length: usize, random: &mut Rng) -> u64 {
-        let place = |offset: u64| old & !OFFSET | offset;
+    fn wrong_entry(&self, old: u64, other: u64, length: usize, random: &mut Rng) -> u64 {
+        let with_offset = |offset: u64| old & !OFFSET | offset;
         match random.u32(..16) {
             0..4 => old ^ 1 << random.u32(..64),
             4 => old | 0x200,
@@ -282,28 +282,28 @@ impl ImageTemplate {
             8 => old | 1,
             9 => old ^ COMPRESSED,
             10 => old.wrapping_add(self.cluster),
-            11 => place((length as u64 & !(self.cluster - 1)) + random.u64(..4) * self.cluster),
+            11 => with_offset((length as u64 & !(self.cluster - 1)) + random.u64(..4) * self.cluster),
             12 => other,
-            13 => place(self.tables[random.usize(..self.tables.len())].start as u64 & !(self.cluster - 1)),
-            14 => place(random.u64(..length as u64) & !(self.cluster - 1)),
+            13 => with_offset(self.tables[random.usize(..self.tables.len())].start as u64 & !(self.cluster - 1)),
+            14 => with_offset(random.u64(..length as u64) & !(self.cluster - 1)),
             _ => random.u64(..),
         }
     }
 }
 
-fn word_at(content: &[u8], at: usize) -> u64 {
+fn u64_at(content: &[u8], at: usize) -> u64 {
     content.get(at..at + 8).map_or(0, |bytes| u64::from_be_bytes(bytes.try_into().expect("eight")))
 }
 
 /// Arguments by which QEMU's programs open an image.
 pub(super) fn open_arguments(name: &str, is_encrypted: bool) -> Vec<String> {
-    let words: Vec<&str> =
+    let arguments: Vec<&str> =
         if is_encrypted { vec!["--object", SECRET, "--image-opts"] } else { vec!["-f", "qcow2"] };
-    let mut words: Vec<String> = words.into_iter().map(str::to_owned).collect();
-    words.push(if is_encrypted {
+    let mut arguments: Vec<String> = arguments.into_iter().map(str::to_owned).collect();
+    arguments.push(if is_encrypted {
         format!("driver=qcow2,file.driver=file,file.filename={name},encrypt.key-secret=key")
     } else {
         name.to_owned()
     });
-    words
+    arguments
 }

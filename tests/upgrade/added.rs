@@ -13,28 +13,28 @@ use crate::{
     vhost_user::{features, front_end},
 };
 
-fn prints(house: &UpgradedDaemon, arguments: &[&str]) -> String {
-    weir(arguments).env("WEIR_QMP", control(house)).succeeds()
+fn stdout_of(fixture: &UpgradedDaemon, arguments: &[&str]) -> String {
+    weir(arguments).env("WEIR_QMP", control(fixture)).succeeds()
 }
 
 /// These keys of all entries of a list, without counters.
-fn known(house: &UpgradedDaemon, list: &str, keys: &[&str]) -> Vec<Value> {
-    let status = Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
+fn entries_with_keys(fixture: &UpgradedDaemon, list: &str, keys: &[&str]) -> Vec<Value> {
+    let status = Qmp::negotiated(&fixture.control()).command("x-weir-query-status", json!({}));
     let entries = status[list].as_array().expect("a list").clone();
     let keep = |entry: Value| keys.iter().map(|key| ((*key).to_owned(), entry[key].clone())).collect();
     entries.into_iter().map(keep).collect()
 }
 
-const OF_DISKS: [&str; 9] =
+const DISK_KEYS: [&str; 9] =
     ["name", "image", "cache", "limits", "group", "weight", "prefetch", "on-write-error", "read-only"];
-const OF_GROUPS: [&str; 5] = ["name", "limits", "weight", "group", "watermark"];
-const OF_EXPORTS: [&str; 6] = ["id", "name", "type", "disk", "address", "read-only"];
+const GROUP_KEYS: [&str; 5] = ["name", "limits", "weight", "group", "watermark"];
+const EXPORT_KEYS: [&str; 6] = ["id", "name", "type", "disk", "address", "read-only"];
 
-fn all(house: &UpgradedDaemon) -> [Vec<Value>; 3] {
+fn all_entries(fixture: &UpgradedDaemon) -> [Vec<Value>; 3] {
     [
-        known(house, "disks", &OF_DISKS),
-        known(house, "groups", &OF_GROUPS),
-        known(house, "exports", &OF_EXPORTS),
+        entries_with_keys(fixture, "disks", &DISK_KEYS),
+        entries_with_keys(fixture, "groups", &GROUP_KEYS),
+        entries_with_keys(fixture, "exports", &EXPORT_KEYS),
     ]
 }
 
@@ -50,14 +50,14 @@ fn added_disks_groups_and_exports_are_transferred() {
         File::create(raw).unwrap().set_len(4 * MIB).unwrap();
     }
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&layered).succeeds();
-    let house = UpgradedDaemon::new(scratch, &[text(&first)]);
-    let mut current = house.serve().start();
-    let (used, unused) = (house.scratch.socket("used"), house.scratch.socket("unused"));
-    prints(&house, &["group", "add", "gold", "--iops-total", "4000", "--iops-total-max", "9000"]);
-    prints(&house, &["group", "add", "inner", "--group", "gold", "--weight", "300"]);
+    let fixture = UpgradedDaemon::new(scratch, &[text(&first)]);
+    let mut current = fixture.serve().start();
+    let (used, unused) = (fixture.scratch.socket("used"), fixture.scratch.socket("unused"));
+    stdout_of(&fixture, &["group", "add", "gold", "--iops-total", "4000", "--iops-total-max", "9000"]);
+    stdout_of(&fixture, &["group", "add", "inner", "--group", "gold", "--weight", "300"]);
     let added = ["--group", "inner", "--bps-total", "40M", "--prefetch", "on", "--on-write-error", "stop"];
-    prints(&house, &[&["disk", "add", VOLUME, text(&plain), "-f", "raw"][..], &added].concat());
-    let mut qmp = Qmp::negotiated(&house.control());
+    stdout_of(&fixture, &[&["disk", "add", VOLUME, text(&plain), "-f", "raw"][..], &added].concat());
+    let mut qmp = Qmp::negotiated(&fixture.control());
     // A node on another node, which closes the file of the lower one.
     let file = json!({"driver": "file", "node-name": "f0", "filename": text(&layered)});
     qmp.command("blockdev-add", file);
@@ -75,9 +75,9 @@ fn added_disks_groups_and_exports_are_transferred() {
         "description": "added", "x-weir-deny": ["10.0.0.0/8"]});
     qmp.command("block-export-add", export);
     drop(qmp);
-    let before = all(&house);
-    let mut machine = front_end(&used);
-    let offered = features(&mut machine);
+    let before = all_entries(&fixture);
+    let mut stream = front_end(&used);
+    let offered = features(&mut stream);
     // This connection survives all upgrades.
     let script = "h.connect_uri(arguments[0])\nimport sys\nfor turn in range(3):\n \
                   h.pwrite(bytes([65 + turn]) * 512, 512 * turn)\n print('there', flush=True)\n \
@@ -85,13 +85,13 @@ fn added_disks_groups_and_exports_are_transferred() {
     let uri = current.uri("of%20t0");
     let mut client = nbdsh_command(&format!("arguments = [{uri:?}]\n{script}h.flush()\nh.shutdown()\n"));
     let mut client = client.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
-    let mut said = std::io::BufReader::new(client.stdout.take().expect("piped"));
-    for turn in 0..3 {
+    let mut stdout = std::io::BufReader::new(client.stdout.take().expect("piped"));
+    for round in 0..3 {
         let mut line = String::new();
-        std::io::BufRead::read_line(&mut said, &mut line).unwrap();
-        assert_eq!(line, "there\n", "turn {turn}");
-        if turn < 2 {
-            current = house.upgrade(current).0;
+        std::io::BufRead::read_line(&mut stdout, &mut line).unwrap();
+        assert_eq!(line, "there\n", "turn {round}");
+        if round < 2 {
+            current = fixture.upgrade(current).0;
             let line = current.wait_for_log("transferred although no config has it");
             assert_contains(
                 &line,
@@ -100,16 +100,16 @@ fn added_disks_groups_and_exports_are_transferred() {
             // The ready line of the new process lists them for waiting programs.
             let sockets = [&used, &unused].map(|socket| format!("vhost-user:{}", text(socket)));
             assert_contains(current.ready_line(), &["of%20t0", &sockets[0], &sockets[1]]);
-            assert_eq!(all(&house), before);
-            assert_eq!(features(&mut machine), offered);
+            assert_eq!(all_entries(&fixture), before);
+            assert_eq!(features(&mut stream), offered);
         }
         client.stdin.as_mut().expect("piped").write_all(b"\n").unwrap();
     }
     assert!(client.wait().expect("it is ours").success());
     assert_eq!(features(&mut front_end(&unused)) & offered, offered & !(1 << 5) | offered & (1 << 5));
     // Nodes on top can be removed as before the upgrade.
-    let mut qmp = Qmp::negotiated(&house.control());
-    drop(machine);
+    let mut qmp = Qmp::negotiated(&fixture.control());
+    drop(stream);
     for (command, arguments) in
         [("block-export-del", json!({"id": "n"})), ("block-export-del", json!({"id": "x2", "mode": "hard"}))]
     {
@@ -119,9 +119,9 @@ fn added_disks_groups_and_exports_are_transferred() {
     for node in ["t0", "q0", "f0"] {
         qmp.command("blockdev-del", json!({"node-name": node}));
     }
-    let current = house.upgrade(current).0;
+    let current = fixture.upgrade(current).0;
     assert!(!current.log_text().contains("disk t0"), "it is gone");
-    prints(&house, &["disk", "remove", VOLUME]).clear();
+    stdout_of(&fixture, &["disk", "remove", VOLUME]).clear();
     current.stop();
     let written =
         TestClient::new("qemu-io").args(["-r", "-f", "qcow2", "-c", "read -P 67 1024 512"]).arg(&layered);
@@ -133,19 +133,19 @@ fn added_disks_groups_and_exports_are_transferred() {
 fn added_disks_with_access_rules_and_groups_with_names_of_a_config_are_transferred() {
     let scratch = Scratch::new();
     let [first, second] = ["first.raw", "second.raw"].map(|name| scratch.sparse(name, MIB));
-    let house =
+    let fixture =
         UpgradedDaemon { on_tcp: true, ..UpgradedDaemon::new(scratch, &[text(&first), "--format", "raw"]) };
-    let current = house.serve().start();
+    let current = fixture.serve().start();
     // Unlike identifiers of QEMU, which begin with a letter.
-    prints(&house, &["group", "add", "7-gold", "--iops-total", "4000"]);
+    stdout_of(&fixture, &["group", "add", "7-gold", "--iops-total", "4000"]);
     let added = ["-f", "raw", "--group", "7-gold", "--allow", "127.0.0.0/8", "--description", "second"];
-    prints(&house, &[&["disk", "add", "second", text(&second)][..], &added].concat());
-    let before = all(&house);
-    let current = house.upgrade(current).0;
-    assert_eq!(all(&house), before);
+    stdout_of(&fixture, &[&["disk", "add", "second", text(&second)][..], &added].concat());
+    let before = all_entries(&fixture);
+    let current = fixture.upgrade(current).0;
+    assert_eq!(all_entries(&fixture), before);
     qemu_io(["-f", "raw"], &["write -P 1 0 4k", "read -P 1 0 4k"], current.uri("second"));
-    let current = house.upgrade(current).0;
-    assert_eq!(all(&house), before);
+    let current = fixture.upgrade(current).0;
+    assert_eq!(all_entries(&fixture), before);
     current.stop();
 }
 
@@ -155,23 +155,23 @@ fn untransferable_additions_are_named_with_a_remedy() {
     let (first, locked) = (scratch.sparse("first.raw", MIB), scratch.path("locked.qcow2"));
     create_encrypted(&locked);
     let key = scratch.file("key", "abc");
-    let house = UpgradedDaemon::new(scratch, &[text(&first)]);
-    let daemon = house.serve().start();
-    prints(&house, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
-    let said = house.new_process().fails();
+    let fixture = UpgradedDaemon::new(scratch, &[text(&first)]);
+    let daemon = fixture.serve().start();
+    stdout_of(&fixture, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
+    let stderr = fixture.new_process().fails();
     assert_contains(
-        &said,
+        &stderr,
         &[
             "disk locked",
             "cannot be transferred: only the old process has its passphrase",
             "add it to this command line",
         ],
     );
-    daemon.wait_for_log(super::CONTINUES);
-    prints(&house, &["disk", "remove", "locked"]);
-    let mut qmp = Qmp::negotiated(&house.control());
+    daemon.wait_for_log(super::UPGRADE_FAILED);
+    stdout_of(&fixture, &["disk", "remove", "locked"]);
+    let mut qmp = Qmp::negotiated(&fixture.control());
     let passed = File::options().read(true).write(true).open(&first).unwrap();
-    let other = tempfile::tempfile_in(house.scratch.path("")).unwrap();
+    let other = tempfile::tempfile_in(fixture.scratch.path("")).unwrap();
     other.set_len(MIB).unwrap();
     drop(passed);
     let set = qmp.command_with_descriptor(&other, "add-fd", &json!({"fdset-id": 1}));
@@ -180,7 +180,7 @@ fn untransferable_additions_are_named_with_a_remedy() {
     qmp.command("blockdev-add", node);
     drop(qmp);
     assert_contains(
-        &house.new_process().fails(),
+        &fixture.new_process().fails(),
         &["disk f", "its file was passed to the old process by add-fd"],
     );
     daemon.stop();
@@ -190,36 +190,36 @@ fn untransferable_additions_are_named_with_a_remedy() {
 #[test]
 fn saved_additions_use_the_config() {
     let scratch = Scratch::new();
-    let (one, two) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
+    let (first_image, second_image) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
     let (nbd, socket) = (scratch.socket("nbd"), scratch.socket("machine"));
     let config =
-        format!("[daemon]\nnbd = \"unix:{}\"\n[disk.one]\nimage = {one:?}\nformat = \"raw\"\n", text(&nbd));
+        format!("[daemon]\nnbd = \"unix:{}\"\n[disk.one]\nimage = {first_image:?}\nformat = \"raw\"\n", text(&nbd));
     let config = scratch.file("weir.toml", config);
-    let house = UpgradedDaemon::new(scratch, &["--config", text(&config)]);
-    let serve = || house.serve().at_given_addresses();
+    let fixture = UpgradedDaemon::new(scratch, &["--config", text(&config)]);
+    let serve = || fixture.serve().at_given_addresses();
     let first = serve().start();
-    prints(&house, &["disk", "add", "two", text(&two), "-f", "raw", "--iops-total", "500", "--save"]);
+    stdout_of(&fixture, &["disk", "add", "two", text(&second_image), "-f", "raw", "--iops-total", "500", "--save"]);
     let addr = json!({"type": "unix", "path": text(&socket)});
     let export = json!({"type": "vhost-user-blk", "id": "by-hand", "node-name": "two", "addr": addr});
-    Qmp::negotiated(&house.control()).command("block-export-add", export);
-    let mut machine = front_end(&socket);
-    features(&mut machine);
+    Qmp::negotiated(&fixture.control()).command("block-export-add", export);
+    let mut stream = front_end(&socket);
+    features(&mut stream);
     // With another ID at the same address.
-    let text_of = std::fs::read_to_string(&config).unwrap();
-    let door = format!(
+    let config_text = std::fs::read_to_string(&config).unwrap();
+    let listen_option = format!(
         "{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 1, read-only = true }}",
         text(&socket)
     );
     let nbd = format!("{{ type = \"nbd\", listen = \"unix:{}\" }}", text(&nbd));
-    std::fs::write(&config, format!("{text_of}export = [{nbd}, {door}]\n")).unwrap();
+    std::fs::write(&config, format!("{config_text}export = [{nbd}, {listen_option}]\n")).unwrap();
     let second = serve().arg("--takeover").start();
     let (status, log) = first.wait();
     assert!(status.success(), "{log}");
-    features(&mut machine);
+    features(&mut stream);
     assert!(!second.log_text().contains("transferred although no config has it"), "{}", second.log_text());
-    let exports = known(&house, "exports", &["id", "disk"]);
+    let exports = entries_with_keys(&fixture, "exports", &["id", "disk"]);
     assert!(exports.iter().all(|export| export["id"] != "by-hand"), "{exports:?}");
-    drop(machine);
+    drop(stream);
     second.stop();
 }
 
@@ -227,40 +227,40 @@ fn saved_additions_use_the_config() {
 fn node_above_an_added_disk_is_transferred_except_to_older_versions() {
     let scratch = Scratch::new();
     let (first, second) = (scratch.sparse("first.raw", MIB), scratch.sparse("second.raw", MIB));
-    let house = UpgradedDaemon::new(scratch, &[text(&first)]);
-    let daemon = house.serve().start();
-    prints(&house, &["disk", "add", "second", text(&second), "-f", "raw", "--iops-total", "500"]);
-    let refused = super::UpgradePeer::ask_as(&house.control(), super::FORMAT, "0.1.0").err().expect("older");
-    let own = env!("CARGO_PKG_VERSION");
+    let fixture = UpgradedDaemon::new(scratch, &[text(&first)]);
+    let daemon = fixture.serve().start();
+    stdout_of(&fixture, &["disk", "add", "second", text(&second), "-f", "raw", "--iops-total", "500"]);
+    let refused = super::UpgradePeer::connect_as(&fixture.control(), super::FORMAT, "0.1.0").err().expect("older");
+    let own_version = env!("CARGO_PKG_VERSION");
     assert_contains(
         &refused,
-        &["disk second", &format!("weir 0.1.0 cannot take over from weir {own}"), "stop this weir and start"],
+        &["disk second", &format!("weir 0.1.0 cannot take over from weir {own_version}"), "stop this weir and start"],
     );
-    let mut qmp = Qmp::negotiated(&house.control());
+    let mut qmp = Qmp::negotiated(&fixture.control());
     qmp.command("block-export-del", json!({ "id": "second" }));
     qmp.event("BLOCK_EXPORT_DELETED");
     qmp.command("blockdev-add", json!({ "driver": "raw", "node-name": "over", "file": "second" }));
     let export = json!({ "type": "nbd", "id": "e", "node-name": "over", "name": "over", "writable": true });
     qmp.command("block-export-add", export);
     drop(qmp);
-    prints(&house, &["throttle", "over", "--bps-total", "7M"]);
-    let before = all(&house);
+    stdout_of(&fixture, &["throttle", "over", "--bps-total", "7M"]);
+    let before = all_entries(&fixture);
     let mut current = daemon;
     for byte in ["1", "2"] {
         let write = format!("write -P {byte} 0 4k");
         qemu_io(["-f", "raw"], &[&write], current.uri("over"));
-        current = house.upgrade(current).0;
-        assert_eq!(all(&house), before);
+        current = fixture.upgrade(current).0;
+        assert_eq!(all_entries(&fixture), before);
         qemu_io(["-f", "raw"], &[&format!("read -P {byte} 0 4k")], current.uri("over"));
     }
-    let mut qmp = Qmp::negotiated(&house.control());
+    let mut qmp = Qmp::negotiated(&fixture.control());
     qmp.command("block-export-del", json!({ "id": "e" }));
     qmp.event("BLOCK_EXPORT_DELETED");
     qmp.command("blockdev-del", json!({ "node-name": "over" }));
     drop(qmp);
-    let disks = known(&house, "disks", &["name", "limits"]);
+    let disks = entries_with_keys(&fixture, "disks", &["name", "limits"]);
     let second = disks.iter().find(|disk| disk["name"] == "second").expect("a disk again");
     let limits = &second["limits"];
     assert_eq!([&limits["iops-total"], &limits["bps-total"]], [&json!(500), &json!(7 << 20)]);
-    house.upgrade(current).0.stop();
+    fixture.upgrade(current).0.stop();
 }

@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::{CONTINUES, UpgradedDaemon, proxy::UpgradeStep};
+use super::{UPGRADE_FAILED, UpgradedDaemon, proxy::UpgradeStep};
 use crate::{
     harness::{Scratch, Serve, TestClient, nbdsh_command, qemu_img, text, weir_image},
     qcow2_bitmaps::map_of,
@@ -18,7 +18,7 @@ use crate::{
 
 const DISK_BYTES: u64 = 1 << 30;
 /// Granularity of `fine`; that of `coarse` is sixteen times as large.
-const FINE: u64 = 4096;
+const FINE_GRANULARITY: u64 = 4096;
 
 /// Small random writes, zeroes and discards, several in flight, until a file exists. From time to
 /// time and at the end, the bitmap on this connection is compared with the changes. Prints the
@@ -98,14 +98,14 @@ fn marked(map: &str, granule: u64) -> BTreeSet<u64> {
 
 /// Asserts the content of the bitmaps according to QEMU, and that `check` finds no errors.
 #[track_caller]
-fn qemu_sees(path: &Path, fine: &BTreeSet<u64>) {
+fn assert_qemu_reads(path: &Path, fine: &BTreeSet<u64>) {
     qemu_img(["check", "-q", text(path)]).succeeds();
     let sees =
         |name: &str| map_of(name, &["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, text(path), "]"]);
-    assert!(marked(&sees("fine"), FINE) == *fine, "fine");
+    assert!(marked(&sees("fine"), FINE_GRANULARITY) == *fine, "fine");
     let coarse = fine.iter().map(|granule| granule / 16).collect();
-    assert!(marked(&sees("coarse"), 16 * FINE) == coarse, "coarse");
-    assert!(marked(&sees("off"), 16 * FINE).is_empty(), "it is disabled");
+    assert!(marked(&sees("coarse"), 16 * FINE_GRANULARITY) == coarse, "coarse");
+    assert!(marked(&sees("off"), 16 * FINE_GRANULARITY).is_empty(), "it is disabled");
 }
 
 fn flags(path: &Path) -> Value {
@@ -135,31 +135,31 @@ fn exactly_the_written_granules_are_marked() {
     let scratch = Scratch::new();
     let path = image(&scratch);
     let stop = scratch.path("stop");
-    let house = UpgradedDaemon::new(scratch, &[&arguments(&path)[..], &["--iops-total", "600"]].concat());
-    let mut current = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &[&arguments(&path)[..], &["--iops-total", "600"]].concat());
+    let mut current = fixture.serve().start();
     let client = connected(CLIENT, &[&current.uri("disk"), text(&stop)]);
     // A new process fails at each step, upgrades succeed in between, and requests are waiting every
     // time.
     for failed in 0..UpgradeStep::ALL.len() + 3 {
-        house.fail_at(failed);
-        current.wait_for_logs(CONTINUES, failed % 3 + 1);
+        fixture.fail_at(failed);
+        current.wait_for_logs(UPGRADE_FAILED, failed % 3 + 1);
         if failed % 3 == 2 {
-            current = house.upgrade(current).0;
+            current = fixture.upgrade(current).0;
         }
     }
-    house.scratch.file("stop", "");
+    fixture.scratch.file("stop", "");
     let fine: Vec<u64> = serde_json::from_str(printed(client).trim()).unwrap();
     let fine = BTreeSet::from_iter(fine);
-    let current = house.upgrade(current).0;
+    let current = fixture.upgrade(current).0;
     for (name, granule, expected) in [
-        ("fine", FINE, fine.clone()),
-        ("coarse", 16 * FINE, fine.iter().map(|granule| granule / 16).collect()),
+        ("fine", FINE_GRANULARITY, fine.clone()),
+        ("coarse", 16 * FINE_GRANULARITY, fine.iter().map(|granule| granule / 16).collect()),
     ] {
         assert!(marked(&map_of(name, &[&current.uri("disk")]), granule) == expected, "{name}");
     }
     current.stop();
     assert_eq!(flags(&path), json!({"off": [], "fine": ["auto"], "coarse": ["auto"]}));
-    qemu_sees(&path, &fine);
+    assert_qemu_reads(&path, &fine);
 }
 
 /// Between an upgrade and the next write the bitmaps in the file are complete; after that they are
@@ -168,32 +168,32 @@ fn exactly_the_written_granules_are_marked() {
 fn crash_after_an_upgrade_leaves_consistent_or_flagged_bitmaps() {
     let scratch = Scratch::new();
     let path = image(&scratch);
-    let house = UpgradedDaemon::new(scratch, &arguments(&path));
+    let fixture = UpgradedDaemon::new(scratch, &arguments(&path));
     let good = json!({"off": [], "fine": ["auto"], "coarse": ["auto"]});
     let in_use = json!({"off": [], "fine": ["in-use", "auto"], "coarse": ["in-use", "auto"]});
     for fails in [false, true] {
-        let mut current = house.serve().start();
+        let mut current = fixture.serve().start();
         current.nbdsh("disk", "h.pwrite(b'x' * 512, 8192)\nh.flush()");
         assert_eq!(flags(&path), in_use);
         if fails {
-            house.kill_new_process(UpgradeStep::Ready);
-            current.wait_for_log(CONTINUES);
+            fixture.kill_new_process(UpgradeStep::Ready);
+            current.wait_for_log(UPGRADE_FAILED);
         } else {
-            current = house.upgrade(current).0;
+            current = fixture.upgrade(current).0;
         }
         assert_eq!(flags(&path), good);
         current.crash();
         // Leaked clusters are permitted.
         let _ = TestClient::new("qemu-img").args(["check", "-q", "-r", "leaks", text(&path)]).run();
-        qemu_sees(&path, &BTreeSet::from([2]));
+        assert_qemu_reads(&path, &BTreeSet::from([2]));
     }
-    let current = house.serve().start();
-    let current = house.upgrade(current).0;
+    let current = fixture.serve().start();
+    let current = fixture.upgrade(current).0;
     current.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\nh.flush()");
     assert_eq!(flags(&path), in_use);
     current.crash();
-    let said = Serve::new(&house.scratch).args(arguments(&path)).fails();
-    assert!(said.contains("bitmap \"fine\" is marked in-use and may be inconsistent"), "{said}");
+    let stderr = Serve::new(&fixture.scratch).args(arguments(&path)).fails();
+    assert!(stderr.contains("bitmap \"fine\" is marked in-use and may be inconsistent"), "{stderr}");
 }
 
 /// Metadata contexts stay, including those of a read-only image and of a bitmap of its backing
@@ -227,12 +227,12 @@ assert shown() == before, shown()
     let on_top = [text(&over), "--format", "qcow2", "--bitmap", "fine", "--bitmap", "own"];
     let of_base = [&arguments(&path)[..], &["--read-only"]].concat();
     for (arguments, name, bitmaps) in [(&of_base[..], "disk", "1"), (&on_top, "over", "2")] {
-        let house = UpgradedDaemon::new(Scratch::new(), arguments);
-        let current = house.serve().start();
+        let fixture = UpgradedDaemon::new(Scratch::new(), arguments);
+        let current = fixture.serve().start();
         let mut client = connected(script, &[&current.uri(name), bitmaps]);
-        house.kill_new_process(UpgradeStep::Ready);
-        current.wait_for_log(CONTINUES);
-        let current = house.upgrade(current).0;
+        fixture.kill_new_process(UpgradeStep::Ready);
+        current.wait_for_log(UPGRADE_FAILED);
+        let current = fixture.upgrade(current).0;
         client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
         printed(client);
         current.stop();

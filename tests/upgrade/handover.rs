@@ -16,7 +16,7 @@ use nix::{
     libc,
 };
 
-use super::{CONTINUES, UpgradedDaemon, control, proxy::UpgradeStep};
+use super::{UPGRADE_FAILED, UpgradedDaemon, control, proxy::UpgradeStep};
 use crate::{
     bench::bench,
     harness::{MIB, Scratch, Serve, qemu_img, text},
@@ -46,34 +46,34 @@ fn lock_of_a_handover_image_in_use_is_kept() {
     let scratch = Scratch::new();
     let (disk, socket) = (scratch.path("disk.qcow2"), scratch.socket("machine"));
     image(&disk);
-    let door = format!("unix:{},queues=2", text(&socket));
-    let arguments = [text(&disk), "-f", "qcow2", "--handover", "--vhost-user-blk", &door];
-    let house = UpgradedDaemon::new(scratch, &[&arguments[..], &["--iops-total", "1000"]].concat());
-    let mut current = house.serve().start();
+    let listen_option = format!("unix:{},queues=2", text(&socket));
+    let arguments = [text(&disk), "-f", "qcow2", "--handover", "--vhost-user-blk", &listen_option];
+    let fixture = UpgradedDaemon::new(scratch, &[&arguments[..], &["--iops-total", "1000"]].concat());
+    let mut current = fixture.serve().start();
     let file = File::options().read(true).write(true).open(&disk).unwrap();
     assert!(!is_locked(&file), "no machine runs");
-    current = house.upgrade(current).0;
+    current = fixture.upgrade(current).0;
     assert!(!is_locked(&file), "nor now");
-    let is_over = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::new(AtomicBool::new(false));
     let load = {
-        let (target, is_over) = (format!("vhost-user:{}", text(&socket)), Arc::clone(&is_over));
+        let (target, stopped) = (format!("vhost-user:{}", text(&socket)), Arc::clone(&stopped));
         thread::spawn(move || {
             bench("-w --pattern 90 -c 2048 -d 24 -s 2K --flush-interval 100", &target).succeeds();
-            is_over.store(true, SeqCst);
+            stopped.store(true, SeqCst);
         })
     };
     while !is_locked(&file) {
         thread::yield_now();
     }
     let watch = {
-        let is_over = Arc::clone(&is_over);
+        let stopped = Arc::clone(&stopped);
         // True if the image was unlocked while the front end ran: it is locked again, or the load
         // continues.
         thread::spawn(move || {
             while is_locked(&file) {
                 thread::yield_now();
             }
-            while !is_over.load(SeqCst) {
+            while !stopped.load(SeqCst) {
                 if is_locked(&file) {
                     return true;
                 }
@@ -82,12 +82,12 @@ fn lock_of_a_handover_image_in_use_is_kept() {
             false
         })
     };
-    let mut turn = 0;
-    while !is_over.load(SeqCst) || turn < UpgradeStep::ALL.len() {
-        house.fail_at(turn);
-        current.wait_for_log(CONTINUES);
-        current = house.upgrade(current).0;
-        turn += 1;
+    let mut round = 0;
+    while !stopped.load(SeqCst) || round < UpgradeStep::ALL.len() {
+        fixture.fail_at(round);
+        current.wait_for_log(UPGRADE_FAILED);
+        current = fixture.upgrade(current).0;
+        round += 1;
     }
     load.join().expect("the front end was not disturbed");
     assert!(!watch.join().unwrap(), "the image was unlocked for a moment");
@@ -97,9 +97,9 @@ fn lock_of_a_handover_image_in_use_is_kept() {
         thread::yield_now();
     }
     qemu_img(["check", "-q", text(&disk)]).succeeds();
-    let copy = house.scratch.path("copy.raw");
+    let copy = fixture.scratch.path("copy.raw");
     qemu_img(["convert", "-O", "raw", text(&disk), text(&copy)]).succeeds();
-    assert!(std::fs::read(copy).unwrap() == vec![90; 4 * MIB as usize], "{turn} upgrades");
+    assert!(std::fs::read(copy).unwrap() == vec![90; 4 * MIB as usize], "{round} upgrades");
     let info = qemu_img(["info", "--output=json", text(&disk)]).json();
     let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
     assert_eq!(bitmap["flags"], serde_json::json!(["auto"]), "{info}");
@@ -116,13 +116,13 @@ fn lock_of_a_handover_image_in_use_is_kept() {
 fn handover_must_match_in_both_processes() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
-    let door = format!("unix:{}", text(&scratch.socket("machine")));
-    let arguments = [text(&disk), "-f", "raw", "--vhost-user-blk", &door];
-    let house = UpgradedDaemon::new(scratch, &arguments);
-    let first = house.serve().start();
-    let newcomer = Serve::new(&house.scratch).args(arguments).args(["--handover", "--takeover"]);
-    let said = newcomer.env("WEIR_QMP", control(&house)).fails();
-    assert!(said.contains("disk disk: it runs without handover (give it the same, or restart)"), "{said}");
+    let listen_option = format!("unix:{}", text(&scratch.socket("machine")));
+    let arguments = [text(&disk), "-f", "raw", "--vhost-user-blk", &listen_option];
+    let fixture = UpgradedDaemon::new(scratch, &arguments);
+    let first = fixture.serve().start();
+    let new_process = Serve::new(&fixture.scratch).args(arguments).args(["--handover", "--takeover"]);
+    let stderr = new_process.env("WEIR_QMP", control(&fixture)).fails();
+    assert!(stderr.contains("disk disk: it runs without handover (give it the same, or restart)"), "{stderr}");
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
 }

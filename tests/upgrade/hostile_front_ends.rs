@@ -13,10 +13,10 @@ use crate::{
 };
 
 /// Shares `memory` as the first MiB of guest memory (`VHOST_USER_SET_MEM_TABLE`).
-fn set_mem_table(machine: &mut UnixStream, memory: &File) {
-    send_with_descriptor(machine, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("it reads");
+fn set_mem_table(stream: &mut UnixStream, memory: &File) {
+    send_with_descriptor(stream, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("it reads");
     // The reply proves that the message before it was processed.
-    features(machine);
+    features(stream);
 }
 
 #[test]
@@ -25,32 +25,32 @@ fn hostile_front_end_does_not_prevent_an_upgrade() {
     let names = ["half", "gone", "good"];
     let disks = names.map(|name| text(&scratch.sparse(&format!("{name}.raw"), MIB)).to_owned());
     let sockets = names.map(|name| scratch.socket(name));
-    let doors = sockets.each_ref().map(|socket| format!("unix:{}", text(socket)));
+    let endpoints = sockets.each_ref().map(|socket| format!("unix:{}", text(socket)));
     let mut arguments: Vec<&str> = disks.iter().map(String::as_str).collect();
-    for (name, door) in names.iter().zip(&doors) {
-        arguments.extend(["--name", name, "--vhost-user-blk", door]);
+    for (name, endpoint) in names.iter().zip(&endpoints) {
+        arguments.extend(["--name", name, "--vhost-user-blk", endpoint]);
     }
-    let house = UpgradedDaemon::new(scratch, &arguments);
-    let old = house.serve().start();
-    let [mut half, mut gone, mut good] = sockets.each_ref().map(|socket| front_end(socket));
+    let fixture = UpgradedDaemon::new(scratch, &arguments);
+    let old = fixture.serve().start();
+    let [mut half, mut disconnected, mut good] = sockets.each_ref().map(|socket| front_end(socket));
     let memory = [(); 2].map(|()| tempfile::tempfile_in("/dev/shm").expect("a file in memory"));
-    for (machine, memory) in [&mut gone, &mut good].into_iter().zip(&memory) {
+    for (stream, memory) in [&mut disconnected, &mut good].into_iter().zip(&memory) {
         memory.set_len(MIB).expect("its length");
-        set_mem_table(machine, memory);
+        set_mem_table(stream, memory);
     }
     memory[0].set_len(0).expect("its length");
     features(&mut half);
     let question = [1_u32, 1, 0].map(u32::to_le_bytes).concat();
     half.write_all(&question[..7]).expect("it reads");
 
-    let (new, _) = house.upgrade(old);
+    let (new, _) = fixture.upgrade(old);
     half.write_all(&question[7..]).expect("it reads");
     half.read_exact(&mut [0; 20]).expect("its request is answered");
     features(&mut good);
-    assert_eq!(gone.read(&mut [0]).expect("it is closed"), 0);
+    assert_eq!(disconnected.read(&mut [0]).expect("it is closed"), 0);
     let line = new.wait_for_log("its virtual machine is disconnected");
     assert!(line.contains("export=\"gone@") && line.contains("of a file of 0 bytes"), "{line}");
-    let told = new.wait_for_log("kind=\"taken_over\"");
-    assert!(told.contains("with 2 clients"), "{told}");
+    let taken_over = new.wait_for_log("kind=\"taken_over\"");
+    assert!(taken_over.contains("with 2 clients"), "{taken_over}");
     features(&mut front_end(&sockets[1]));
 }

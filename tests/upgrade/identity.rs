@@ -16,15 +16,15 @@ fn different_disk_is_rejected_by_name() {
     let (a, b, q, over) = (text(&a), text(&b), text(&q), text(&over));
     let mut scratch = Some(scratch);
     let mut refused = |old: &[&str], new: &[&str], why: &str| {
-        let house = UpgradedDaemon::new(scratch.take().expect("it comes back"), old);
-        let daemon = house.serve().args(["--name", "disk"]).start();
-        let newcomer = Serve::new(&house.scratch).args(new).args(["--name", "disk", "--takeover"]);
-        let said = newcomer.env("WEIR_QMP", control(&house)).fails();
-        assert!(said.contains(&format!("disk disk: it runs {why}")), "{old:?}, {new:?}: {said}");
+        let fixture = UpgradedDaemon::new(scratch.take().expect("it comes back"), old);
+        let daemon = fixture.serve().args(["--name", "disk"]).start();
+        let new_process = Serve::new(&fixture.scratch).args(new).args(["--name", "disk", "--takeover"]);
+        let stderr = new_process.env("WEIR_QMP", control(&fixture)).fails();
+        assert!(stderr.contains(&format!("disk disk: it runs {why}")), "{old:?}, {new:?}: {stderr}");
         daemon.nbdsh("disk", "h.pread(512, 0)\n");
         daemon.wait_for_log("the upgrade failed, this process continues");
         daemon.stop();
-        scratch = Some(house.scratch);
+        scratch = Some(fixture.scratch);
     };
     refused(&[a], &[b], &format!("with another image: {a}, not {b}"));
     refused(&[a], &[q], &format!("with another image: {a}, not {q}"));
@@ -37,12 +37,12 @@ fn different_disk_is_rejected_by_name() {
     refused(&[q, "--read-only"], &[q, "--read-only", "--snapshot", "s1"], "with another internal snapshot");
     refused(&["null:1M"], &["null:2M"], "with another image: null");
     // The backing file was renamed meanwhile.
-    let house = UpgradedDaemon::new(scratch.take().expect("it came back"), &[over, "-f", "qcow2"]);
-    let daemon = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch.take().expect("it came back"), &[over, "-f", "qcow2"]);
+    let daemon = fixture.serve().start();
     fs::rename(a, b).unwrap();
-    let said = house.new_process().fails();
+    let stderr = fixture.new_process().fails();
     let expect = format!("disk over: it runs with another backing file: {b} was replaced since");
-    assert!(said.contains(&expect), "{said}");
+    assert!(stderr.contains(&expect), "{stderr}");
     daemon.nbdsh("over", "assert h.pread(512, 0) == bytes(512)\n");
     daemon.stop();
 }
@@ -52,13 +52,13 @@ fn permitted_differences_and_other_paths_of_a_file() {
     let scratch = Scratch::new();
     let (disk, other) = (scratch.sparse("disk.raw", MIB), scratch.path("other.raw"));
     fs::hard_link(&disk, &other).unwrap();
-    let house = UpgradedDaemon::new(scratch, &[text(&disk)]);
-    let first = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &[text(&disk)]);
+    let first = fixture.serve().start();
     // Another process has extended the image.
     fs::File::options().write(true).open(&disk).unwrap().set_len(2 * MIB).unwrap();
     let differing = ["--name", "disk", "--iops-total", "1000", "--prefetch", "on", "--delay", "read=1us"];
-    let newcomer = Serve::new(&house.scratch).arg(text(&other)).args(differing).arg("--takeover");
-    let second = newcomer.env("WEIR_QMP", control(&house)).start();
+    let new_process = Serve::new(&fixture.scratch).arg(text(&other)).args(differing).arg("--takeover");
+    let second = new_process.env("WEIR_QMP", control(&fixture)).start();
     assert!(first.wait().0.success());
     second.nbdsh("disk", "assert h.get_size() == 2 << 20\n");
     second.stop();

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use crate::harness::{DEADLINE, Qmp, Serve};
 
 /// Maximum number of descriptors that accompany one byte.
-const AT_ONCE: usize = 250;
+const MAX_DESCRIPTORS: usize = 250;
 
 /// The step of an upgrade at which the new process is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,74 +60,74 @@ impl UpgradeStep {
 /// Starts a new process and kills it at this step. The daemon sees the disconnect once this
 /// returns. `place` is a path for a socket.
 #[track_caller]
-pub(super) fn kill_new_process(serve: Serve, control: &Path, place: &Path, step: UpgradeStep) {
-    let listener = UnixListener::bind(place).unwrap();
+pub(super) fn kill_new_process(serve: Serve, control: &Path, socket_path: &Path, step: UpgradeStep) {
+    let listener = UnixListener::bind(socket_path).unwrap();
     // The new process takes this socket for the daemon's control socket.
-    let newcomer = serve.arg(format!("--takeover=unix:{}", place.display())).spawn_unready();
-    let (its, daemons) = ask(&listener.accept().unwrap().0, control);
-    pass_until(step, &its, &daemons);
-    newcomer.kill();
+    let new_process = serve.arg(format!("--takeover=unix:{}", socket_path.display())).spawn_unready();
+    let (upgrading, serving) = forward_request(&listener.accept().unwrap().0, control);
+    forward_until(step, &upgrading, &serving);
+    new_process.kill();
     // The rest of its messages, then the end; a reset if it had unread data.
-    match (&its).read_to_end(&mut Vec::new()) {
+    match (&upgrading).read_to_end(&mut Vec::new()) {
         Ok(_) => {}
         Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{step:?}"),
     }
-    fs::remove_file(place).unwrap();
+    fs::remove_file(socket_path).unwrap();
 }
 
-fn pass_until(step: UpgradeStep, its: &UnixStream, daemons: &UnixStream) {
-    let said = |message: &ProxiedMessage, what: &str| assert_eq!(message.text, what.as_bytes(), "{step:?}");
-    let offer = receive_message(daemons);
+fn forward_until(step: UpgradeStep, upgrading: &UnixStream, serving: &UnixStream) {
+    let assert_text = |message: &ProxiedMessage, expected: &str| assert_eq!(message.text, expected.as_bytes(), "{step:?}");
+    let offer = receive_message(serving);
     if step == UpgradeStep::OfferCutShort {
-        return send_half(its, &offer);
+        return send_half(upgrading, &offer);
     }
-    send_message(its, &offer);
+    send_message(upgrading, &offer);
     if step == UpgradeStep::Offered {
         return;
     }
-    let prepared = receive_message(its);
-    said(&prepared, "\"prepared\"");
+    let prepared = receive_message(upgrading);
+    assert_text(&prepared, "\"prepared\"");
     if step == UpgradeStep::Prepared {
         return;
     }
-    send_message(daemons, &prepared);
+    send_message(serving, &prepared);
     if step == UpgradeStep::Suspended {
         return;
     }
-    let state = receive_message(daemons);
+    let state = receive_message(serving);
     if step == UpgradeStep::StateCutShort {
-        return send_half(its, &state);
+        return send_half(upgrading, &state);
     }
-    send_message(its, &state);
+    send_message(upgrading, &state);
     if step == UpgradeStep::Ready {
-        said(&receive_message(its), "\"ready\"");
+        assert_text(&receive_message(upgrading), "\"ready\"");
     }
 }
 
 /// Forwards the request of a new process at `socket` to the daemon; returns the sockets to both.
-fn ask(socket: &UnixStream, control: &Path) -> (UnixStream, UnixStream) {
-    let answer = |message: Value| writeln!(&*socket, "{message}").unwrap();
+fn forward_request(socket: &UnixStream, control: &Path) -> (UnixStream, UnixStream) {
+    let reply = |message: Value| writeln!(&*socket, "{message}").unwrap();
     socket.set_read_timeout(Some(DEADLINE)).unwrap();
     // Acts as the control socket: greeting, capabilities, and one command with a descriptor.
-    answer(json!({ "QMP": {} }));
+    reply(json!({ "QMP": {} }));
     let mut line = String::new();
     BufReader::new(socket.take(1 << 10)).read_line(&mut line).unwrap();
     assert!(line.contains("qmp_capabilities"), "{line}");
-    answer(json!({ "return": {} }));
+    reply(json!({ "return": {} }));
     let mut command = [0; 1 << 10];
     let (length, mut descriptors) = receive(socket, &mut command);
     let command: Value = serde_json::from_slice(&command[..length]).unwrap();
     // The new process passes one end of its socket pair; the daemon gets an end of another pair.
-    let its = UnixStream::from(descriptors.remove(0));
-    let (daemons, passed) = UnixStream::pair().unwrap();
+    let upgrading = UnixStream::from(descriptors.remove(0));
+    let (serving, passed) = UnixStream::pair().unwrap();
     let name = command["execute"].as_str().unwrap();
-    let said = Qmp::negotiated(control).command_with_descriptor(&passed, name, &command["arguments"]);
-    assert!(said.get("return").is_some(), "{said}");
-    answer(said);
-    for socket in [&its, &daemons] {
+    let response = Qmp::negotiated(control).command_with_descriptor(&passed, name, &command["arguments"]);
+    assert!(response.get("return").is_some(), "{response}");
+    reply(response);
+    for socket in [&upgrading, &serving] {
         socket.set_read_timeout(Some(DEADLINE)).unwrap();
     }
-    (its, daemons)
+    (upgrading, serving)
 }
 
 struct ProxiedMessage {
@@ -157,22 +157,22 @@ fn receive_message(mut socket: &UnixStream) -> ProxiedMessage {
     let mut descriptors = Vec::new();
     // One byte carries at most `AT_ONCE` descriptors.
     while count > 0 {
-        let (length, some) = receive(socket, &mut [0]);
+        let (length, received) = receive(socket, &mut [0]);
         assert_eq!(length, 1);
-        count -= some.len();
-        descriptors.push(some);
+        count -= received.len();
+        descriptors.push(received);
     }
     ProxiedMessage { text, bytes, descriptors }
 }
 
 fn send_message(mut socket: &UnixStream, message: &ProxiedMessage) {
     socket.write_all(&[message.head(), message.text.clone(), message.bytes.clone()].concat()).unwrap();
-    for some in &message.descriptors {
-        let some: Vec<_> = some.iter().map(|descriptor| descriptor.as_fd()).collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
-        let mut beside = SendAncillaryBuffer::new(&mut space);
-        assert!(beside.push(SendAncillaryMessage::ScmRights(&some)));
-        assert_eq!(sendmsg(socket, &[IoSlice::new(b".")], &mut beside, SendFlags::empty()), Ok(1));
+    for chunk in &message.descriptors {
+        let borrowed: Vec<_> = chunk.iter().map(|descriptor| descriptor.as_fd()).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&borrowed)));
+        assert_eq!(sendmsg(socket, &[IoSlice::new(b".")], &mut control, SendFlags::empty()), Ok(1));
     }
 }
 
@@ -183,11 +183,11 @@ fn send_half(mut socket: &UnixStream, message: &ProxiedMessage) {
 }
 
 fn receive(socket: &UnixStream, bytes: &mut [u8]) -> (usize, Vec<OwnedFd>) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
-    let mut beside = RecvAncillaryBuffer::new(&mut space);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC;
-    let received = recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut beside, flags).unwrap();
-    let descriptors = beside.drain().flat_map(|message| match message {
+    let received = recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, flags).unwrap();
+    let descriptors = control.drain().flat_map(|message| match message {
         RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
         _ => Vec::new(),
     });

@@ -11,14 +11,14 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{CONTINUES, FORMAT, UpgradePeer, UpgradedDaemon, control, load, proxy::UpgradeStep};
+use super::{UPGRADE_FAILED, FORMAT, UpgradePeer, UpgradedDaemon, control, load, proxy::UpgradeStep};
 use crate::harness::{MIB, Scratch, Serve, TestClient, need, pause, qemu_img, text, weir};
 
 #[test]
 fn remote_disk_changes_its_connection() {
     for format in ["raw", "qcow2"] {
-        let (behind, scratch) = (Scratch::new(), Scratch::new());
-        let image = behind.path("image");
+        let (server_scratch, scratch) = (Scratch::new(), Scratch::new());
+        let image = server_scratch.path("image");
         qemu_img(["create", "-q", "-f", format, text(&image), "17M"]).succeeds();
         let grown = format == "qcow2";
         if grown {
@@ -26,17 +26,17 @@ fn remote_disk_changes_its_connection() {
             let file = fs::File::options().write(true).open(&image).unwrap();
             file.set_len(32 * MIB).unwrap();
         }
-        let server = Serve::new(&behind).args(["-f", "raw", "--name", "back", text(&image)]).start();
+        let server = Serve::new(&server_scratch).args(["-f", "raw", "--name", "back", text(&image)]).start();
         let arguments = [&server.uri("back"), "--name", "disk", "-f", format, "--iops-total", "2000"];
-        let house = UpgradedDaemon::new(scratch, &arguments);
-        let mut current = house.serve().start();
-        let load = load(current.uri("disk"), &house.scratch, 0, 1);
-        let mut turn = 0;
-        while !load.is_finished() || turn < UpgradeStep::ALL.len() {
-            house.fail_at(turn);
-            current.wait_for_log(CONTINUES);
-            current = house.upgrade(current).0;
-            turn += 1;
+        let fixture = UpgradedDaemon::new(scratch, &arguments);
+        let mut current = fixture.serve().start();
+        let load = load(current.uri("disk"), &fixture.scratch, 0, 1);
+        let mut round = 0;
+        while !load.is_finished() || round < UpgradeStep::ALL.len() {
+            fixture.fail_at(round);
+            current.wait_for_log(UPGRADE_FAILED);
+            current = fixture.upgrade(current).0;
+            round += 1;
         }
         load.join().expect("the load was not disturbed");
         current.nbdsh("disk", "h.pwrite(b'x' * 512, 16 << 20)");
@@ -56,10 +56,10 @@ struct NbdkitServer {
 }
 
 impl NbdkitServer {
-    fn start(scratch: &Scratch, words: &[&str]) -> Self {
+    fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
         need("nbdkit");
         let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
-        TestClient::new("nbdkit").args(["-U", text(&at), "-P", text(&pid)]).args(words).succeeds();
+        TestClient::new("nbdkit").args(["-U", text(&at), "-P", text(&pid)]).args(arguments).succeeds();
         // Written by the background process, possibly after the starter has exited.
         let process = loop {
             match fs::read_to_string(&pid).ok().filter(|text| text.ends_with('\n')) {
@@ -79,45 +79,45 @@ impl Drop for NbdkitServer {
 
 #[test]
 fn server_without_multi_conn_prevents_the_upgrade() {
-    let (behind, scratch) = (Scratch::new(), Scratch::new());
-    let back =
-        Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();
+    let (server_scratch, scratch) = (Scratch::new(), Scratch::new());
+    let back_server =
+        Serve::new(&server_scratch).args(["-f", "raw", "--name", "back"]).arg(server_scratch.sparse("image", MIB)).start();
     // Without a flush, another connection need not see an acknowledged write.
     for cache in ["unsafe", "writeback"] {
-        let server = back.uri("back");
-        let house =
+        let server = back_server.uri("back");
+        let fixture =
             UpgradedDaemon::new(Scratch::new(), &[&server, "--name", "disk", "-f", "raw", "--cache", cache]);
-        let first = house.serve().start();
+        let first = fixture.serve().start();
         first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
         if cache == "unsafe" {
-            let said = house.new_process().fails();
+            let stderr = fixture.new_process().fails();
             assert!(
-                said.contains(
+                stderr.contains(
                     "disk disk: cannot be taken over (remove it with `weir disk remove`, or \
                      restart weir): its image is at an NBD server"
                 ),
-                "{said}"
+                "{stderr}"
             );
             first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512\n");
             first.stop();
         } else {
-            house.upgrade(first).0.stop();
+            fixture.upgrade(first).0.stop();
         }
     }
     let server =
         NbdkitServer::start(&scratch, &["--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"]);
-    let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
-    let first = house.serve().start();
-    let said = house.new_process().fails();
-    assert!(said.contains("at an NBD server without CAN_MULTI_CONN"), "{said}");
+    let fixture = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
+    let first = fixture.serve().start();
+    let stderr = fixture.new_process().fails();
+    assert!(stderr.contains("at an NBD server without CAN_MULTI_CONN"), "{stderr}");
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
 }
 
 /// A server with an image of 1 MiB, and the path of a pipe: while it exists, a flush waits until
 /// the pipe is opened for writing.
-fn holding(scratch: &Scratch) -> (NbdkitServer, PathBuf) {
-    let (image, held) = (scratch.sparse("image", MIB), scratch.path("held"));
+fn server_with_blockable_flush(scratch: &Scratch) -> (NbdkitServer, PathBuf) {
+    let (image, pipe) = (scratch.sparse("image", MIB), scratch.path("held"));
     let plugin = scratch.file(
         "plugin",
         format!(
@@ -129,75 +129,75 @@ case "$1" in
     can_fua) echo emulate ;;
     pread) dd if={image} iflag=skip_bytes,count_bytes skip="$4" count="$3" status=none ;;
     pwrite) dd of={image} oflag=seek_bytes conv=notrunc seek="$4" status=none ;;
-    flush) [ ! -p {held} ] || cat {held} >/dev/null ;;
+    flush) [ ! -p {pipe} ] || cat {pipe} >/dev/null ;;
     *) exit 2 ;;
 esac
 "#,
             image = text(&image),
-            held = text(&held)
+            pipe = text(&pipe)
         ),
     );
     fs::set_permissions(&plugin, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    (NbdkitServer::start(scratch, &["sh", text(&plugin)]), held)
+    (NbdkitServer::start(scratch, &["sh", text(&plugin)]), pipe)
 }
 
-fn hold(held: &Path) {
-    nix::unistd::mkfifo(held, nix::sys::stat::Mode::S_IRWXU).unwrap();
+fn create_pipe(pipe: &Path) {
+    nix::unistd::mkfifo(pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
 }
 
 /// Releases the waiting flush; later ones do not wait.
-fn release_flush(held: &Path) {
-    let held_up = fs::File::options().write(true).open(held).unwrap();
-    fs::remove_file(held).unwrap();
-    drop(held_up);
+fn release_flush(pipe: &Path) {
+    let writer = fs::File::options().write(true).open(pipe).unwrap();
+    fs::remove_file(pipe).unwrap();
+    drop(writer);
 }
 
 #[test]
 fn blocked_flush_delays_no_other_client() {
     let scratch = Scratch::new();
-    let (server, held) = holding(&scratch);
-    let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
-    let first = house.serve().start();
+    let (server, pipe) = server_with_blockable_flush(&scratch);
+    let fixture = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
+    let first = fixture.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)");
-    hold(&held);
+    create_pipe(&pipe);
     std::thread::scope(|scope| {
-        let newcomer = scope.spawn(|| house.new_process().args(["--log", "warn"]).fails());
+        let new_process = scope.spawn(|| fixture.new_process().args(["--log", "warn"]).fails());
         first.wait_for_log("an upgrade to a new process begins");
         first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
-        let said = newcomer.join();
-        release_flush(&held);
-        let said = said.unwrap();
-        assert!(said.contains("disk disk: its storage takes too long to write buffered data"), "{said}");
+        let stderr = new_process.join();
+        release_flush(&pipe);
+        let stderr = stderr.unwrap();
+        assert!(stderr.contains("disk disk: its storage takes too long to write buffered data"), "{stderr}");
     });
     first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
-    house.upgrade(first).0.stop();
+    fixture.upgrade(first).0.stop();
 }
 
 /// The disk is in no list any more; its unwritten data would be lost with the old process.
 #[test]
-fn a_disk_that_is_being_removed_is_closed_first() {
+fn disk_being_removed_is_closed_before_the_upgrade() {
     let scratch = Scratch::new();
-    let (server, held) = holding(&scratch);
+    let (server, pipe) = server_with_blockable_flush(&scratch);
     let plain = scratch.sparse("plain.raw", MIB);
-    let house = UpgradedDaemon::new(scratch, &[text(&plain), "--sandbox", "off"]);
-    let first = house.serve().start();
-    let ask = |words: &[&str]| weir(words).env("WEIR_QMP", control(&house));
-    ask(&["disk", "add", "held", &server.uri, "-f", "raw"]).succeeds();
+    let fixture = UpgradedDaemon::new(scratch, &[text(&plain), "--sandbox", "off"]);
+    let first = fixture.serve().start();
+    let command = |arguments: &[&str]| weir(arguments).env("WEIR_QMP", control(&fixture));
+    command(&["disk", "add", "held", &server.uri, "-f", "raw"]).succeeds();
     first.nbdsh("held", "h.pwrite(b'x' * 512, 0)");
-    hold(&held);
+    create_pipe(&pipe);
     std::thread::scope(|scope| {
-        let removal = scope.spawn(|| ask(&["disk", "remove", "held"]).succeeds());
-        let is_listed = || ask(&["status", "--interval", "0"]).succeeds().contains("held");
+        let removal = scope.spawn(|| command(&["disk", "remove", "held"]).succeeds());
+        let is_listed = || command(&["status", "--interval", "0"]).succeeds().contains("held");
         while is_listed() {
             pause();
         }
-        let said = house.new_process().args(["--log", "warn"]).fails();
-        release_flush(&held);
-        assert!(said.contains("disk held is being removed at this moment"), "{said}");
+        let stderr = fixture.new_process().args(["--log", "warn"]).fails();
+        release_flush(&pipe);
+        assert!(stderr.contains("disk held is being removed at this moment"), "{stderr}");
         first.wait_for_log("upgrade rejected, this process continues");
         removal.join().unwrap();
     });
-    house.upgrade(first).0.stop();
+    fixture.upgrade(first).0.stop();
 }
 
 #[test]
@@ -212,51 +212,51 @@ fn unreadable_image_after_a_failed_upgrade_is_retried() {
     let fails = ["error-pread=EIO", "error-pread-rate=100%", &while_bad];
     let server =
         NbdkitServer::start(&scratch, &[&["--filter=error", "file", text(&image)], &fails[..]].concat());
-    let house = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "qcow2"]);
-    let first = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "qcow2"]);
+    let first = fixture.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 65536, 0)");
-    let mut stranger = UpgradePeer::ask(&house.control(), FORMAT).expect("it may");
-    stranger.receive();
-    stranger.send("prepared");
+    let mut peer = UpgradePeer::connect(&fixture.control(), FORMAT).expect("it may");
+    peer.receive();
+    peer.send("prepared");
     // The daemon is suspended.
-    stranger.receive();
+    peer.receive();
     fs::write(&bad, "").unwrap();
-    drop(stranger);
+    drop(peer);
     first.wait_for_log("cannot be read again after the takeover that failed");
     first.nbdsh("disk", "h.pwrite(b'y' * 512, 512)");
     fs::remove_file(&bad).unwrap();
     first.wait_for_log("its image can be read again");
     let read = "assert h.pread(1024, 0) == b'x' * 512 + b'y' * 512";
     first.nbdsh("disk", read);
-    let (second, _) = house.upgrade(first);
+    let (second, _) = fixture.upgrade(first);
     second.nbdsh("disk", read);
     second.stop();
 }
 
 #[test]
 fn new_process_ends_after_the_old_one_gives_up() {
-    let (behind, scratch) = (Scratch::new(), Scratch::new());
-    let back =
-        Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();
-    let near = scratch.sparse("near.raw", MIB);
+    let (server_scratch, scratch) = (Scratch::new(), Scratch::new());
+    let back_server =
+        Serve::new(&server_scratch).args(["-f", "raw", "--name", "back"]).arg(server_scratch.sparse("image", MIB)).start();
+    let local_image = scratch.sparse("near.raw", MIB);
     let config = scratch.file(
         "weir.toml",
         format!(
             "[disk.far]\nimage = \"{}\"\nformat = \"raw\"\nopen-timeout = \"1h\"\nreconnect-delay = \"1h\"\n\
              [disk.near]\nimage = \"{}\"\nformat = \"raw\"\n",
-            back.uri("back"),
-            text(&near)
+            back_server.uri("back"),
+            text(&local_image)
         ),
     );
-    let house = UpgradedDaemon::new(scratch, &["--config", text(&config)]);
-    let old = house.serve().start();
-    back.crash();
-    let new = house.new_process().spawn_unready();
+    let fixture = UpgradedDaemon::new(scratch, &["--config", text(&config)]);
+    let old = fixture.serve().start();
+    back_server.crash();
+    let new = fixture.new_process().spawn_unready();
     old.wait_for_log("an upgrade to a new process begins");
     new.wait_for_log("still being opened, and waited for");
     // As after its time limit of a minute: the channel to the new process is closed.
     old.crash();
-    let (status, said) = new.wait();
-    assert_eq!(status.code(), Some(1), "{said}");
-    assert!(said.contains("the old process ended or gave up the upgrade"), "{said}");
+    let (status, log) = new.wait();
+    assert_eq!(status.code(), Some(1), "{log}");
+    assert!(log.contains("the old process ended or gave up the upgrade"), "{log}");
 }

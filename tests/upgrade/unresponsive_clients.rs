@@ -25,25 +25,25 @@ impl SteppingClient {
     }
 
     #[track_caller]
-    fn go_on(mut self) {
+    fn finish(mut self) {
         self.0.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
         assert!(self.0.wait().expect("it is ours").success());
     }
 }
 
 /// ID and type of each event.
-fn events(house: &UpgradedDaemon) -> Vec<(u64, String)> {
-    let told = Qmp::negotiated(&house.control()).command_reply("x-weir-query-events", json!({}));
-    let of = |event: &Value| Some((event["id"].as_u64()?, event["kind"].as_str()?.to_owned()));
-    told["return"].as_array().expect("a list").iter().map(|event| of(event).expect("an event")).collect()
+fn events(fixture: &UpgradedDaemon) -> Vec<(u64, String)> {
+    let reply = Qmp::negotiated(&fixture.control()).command_reply("x-weir-query-events", json!({}));
+    let id_and_kind = |event: &Value| Some((event["id"].as_u64()?, event["kind"].as_str()?.to_owned()));
+    reply["return"].as_array().expect("a list").iter().map(|event| id_and_kind(event).expect("an event")).collect()
 }
 
 #[test]
 fn only_a_client_that_does_not_read_is_disconnected() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", 4 * MIB);
-    let house = UpgradedDaemon::new(scratch, &[text(&disk)]);
-    let first = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &[text(&disk)]);
+    let first = fixture.serve().start();
     let reads = SteppingClient::start(
         &first.uri("disk"),
         "h.connect_uri(uri)\nh.pwrite(b'x' * 512, 0)\nstep()\nassert h.pread(512, 0) == b'x' * 512\n",
@@ -55,8 +55,8 @@ fn only_a_client_that_does_not_read_is_disconnected() {
          try:\n    while h.aio_in_flight(): h.poll(-1)\n    h.pread(512, 0)\n\
          except nbd.Error: pass\nelse: raise AssertionError('it is still connected')\n",
     );
-    let before = events(&house);
-    let second = house.new_process().start();
+    let before = events(&fixture);
+    let second = fixture.new_process().start();
     let (status, log) = first.wait();
     assert!(status.success() && log.contains("a new process has taken over"), "{log}");
     let named = "it does not read replies, so it cannot be transferred client=\"client 2 at export disk\"";
@@ -64,18 +64,18 @@ fn only_a_client_that_does_not_read_is_disconnected() {
     // A transferred client has not disconnected.
     assert!(!log.contains("client 1 has left"), "{log}");
     second.wait_for_log("kind=\"taken_over\"");
-    let mut after = events(&house);
+    let mut after = events(&fixture);
     let known = after.iter().filter(|event| before.contains(event)).count();
     assert_eq!(known, before.len(), "earlier events are known: {after:?}");
     let last = before.last().expect("two came").0;
     // The old process may report the disconnect of the second client; the new one reports neither.
-    let gone = after.iter().filter(|(id, kind)| *id > last && kind == "session_ended").count();
-    assert!(gone <= 1, "{after:?}");
+    let ended = after.iter().filter(|(id, kind)| *id > last && kind == "session_ended").count();
+    assert!(ended <= 1, "{after:?}");
     after.retain(|(id, kind)| *id > last && kind != "session_ended");
     assert!(after.iter().all(|(_, kind)| kind != "session_started" && kind != "session_ended"), "{after:?}");
     assert!(after.iter().any(|(_, kind)| kind == "taken_over"), "{after:?}");
-    reads.go_on();
-    does_not.go_on();
+    reads.finish();
+    does_not.finish();
     second.stop();
 }
 
@@ -83,12 +83,12 @@ fn only_a_client_that_does_not_read_is_disconnected() {
 fn unresponsive_image_is_named_before_suspending() {
     let scratch = Scratch::new();
     let (disk, slow) = (scratch.sparse("disk.raw", MIB), scratch.sparse("slow.raw", MIB));
-    let house = UpgradedDaemon::new(scratch, &[text(&disk), text(&slow), "--delay", "read=3600s"]);
-    let first = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &[text(&disk), text(&slow), "--delay", "read=3600s"]);
+    let first = fixture.serve().start();
     // The log has started by then.
-    let said = house.new_process().args(["--log", "warn"]).fails();
+    let stderr = fixture.new_process().args(["--log", "warn"]).fails();
     let why = "disk disk: its image has not answered a read for 5 s, so requests in flight would not end";
-    assert!(said.contains(&format!("the old process continues: {why}")), "{said}");
+    assert!(stderr.contains(&format!("the old process continues: {why}")), "{stderr}");
     first.wait_for_log(why);
     first.stop();
 }
@@ -100,8 +100,8 @@ fn too_low_descriptor_limit_is_reported() {
     let disk = scratch.sparse("disk.raw", MIB);
     // The numbers of threads and their descriptors must not depend on the host.
     let arguments = [text(&disk), "--max-connections", "0", "--workers", "1"];
-    let house = UpgradedDaemon::new(scratch, &arguments);
-    let first = house.serve().start();
+    let fixture = UpgradedDaemon::new(scratch, &arguments);
+    let first = fixture.serve().start();
     let clients = SteppingClient::start(
         &first.uri("disk"),
         &format!(
@@ -110,11 +110,11 @@ fn too_low_descriptor_limit_is_reported() {
              for client in clients: client.pread(512, 0)\n"
         ),
     );
-    let newcomer = Serve::new(&house.scratch).wrapped_by(["prlimit", "--nofile=75:75"]).args(arguments);
-    let said = newcomer.arg("--takeover").env("WEIR_QMP", control(&house)).fails();
-    assert!(said.contains("`ulimit -n` or LimitNOFILE= must be larger"), "{said}");
-    let (second, _) = house.upgrade(first);
-    clients.go_on();
+    let new_process = Serve::new(&fixture.scratch).wrapped_by(["prlimit", "--nofile=75:75"]).args(arguments);
+    let stderr = new_process.arg("--takeover").env("WEIR_QMP", control(&fixture)).fails();
+    assert!(stderr.contains("`ulimit -n` or LimitNOFILE= must be larger"), "{stderr}");
+    let (second, _) = fixture.upgrade(first);
+    clients.finish();
     second.stop();
 }
 
@@ -123,7 +123,7 @@ fn daemon_of_another_user_is_not_trusted() {
     need_root("sockets of other users");
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
-    let house = UpgradedDaemon::new(scratch, &[text(&disk)]);
+    let fixture = UpgradedDaemon::new(scratch, &[text(&disk)]);
     let script = "\
 import os, socket
 listener = socket.socket(socket.AF_UNIX)
@@ -132,8 +132,8 @@ os.seteuid(65534)
 listener.listen()
 step()
 ";
-    let evil = SteppingClient::start(text(&house.control()), script);
-    let said = house.new_process().fails();
-    assert!(said.contains("the daemon there runs as another user, 65534"), "{said}");
-    evil.go_on();
+    let stalled = SteppingClient::start(text(&fixture.control()), script);
+    let stderr = fixture.new_process().fails();
+    assert!(stderr.contains("the daemon there runs as another user, 65534"), "{stderr}");
+    stalled.finish();
 }

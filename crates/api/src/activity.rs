@@ -43,14 +43,14 @@ pub struct Delta {
     pub devices: Vec<ActivityObject>,
     /// Names of removed objects.
     #[serde(rename = "removed")]
-    pub gone: RemovedNames,
+    pub removed: RemovedNames,
 }
 
 impl Delta {
     /// True if nothing changed.
     pub fn is_empty(&self) -> bool {
         // Destructured, so that a new field cannot be forgotten here.
-        let Self { time_ms: _, disks, groups, devices, gone } = self;
+        let Self { time_ms: _, disks, groups, devices, removed: gone } = self;
         [disks, groups, devices].iter().all(|changed| changed.is_empty()) && *gone == RemovedNames::default()
     }
 }
@@ -154,7 +154,7 @@ pub struct MemberActivity {
 pub struct ThrottleCause {
     /// `disk`, `group` for the group of the disk, or `above` for a group around that.
     #[serde(rename = "level")]
-    pub of: &'static str,
+    pub level: &'static str,
     /// Name of the disk or group that has the limit.
     pub name: String,
     /// The limit.
@@ -241,7 +241,7 @@ pub struct PrefetchActivity {
     pub streams: u64,
     /// True if reading ahead is suspended, because little of the data was used.
     #[serde(rename = "suspended")]
-    pub closed: bool,
+    pub suspended: bool,
 }
 
 /// L2 cache of a qcow2 image.

@@ -37,7 +37,7 @@ pub struct ClusterReport {
     pub groups: Vec<ClusterGroup>,
     /// Sum of the reservations on all hosts.
     #[serde(rename = "reserved")]
-    pub promised: ReservedRates,
+    pub reserved: ReservedRates,
     /// Lowest capacity that a host measured below its disks; 0 is unknown.
     pub capacity: ReservedRates,
     /// Groups in etcd that this version cannot read.
@@ -45,7 +45,7 @@ pub struct ClusterReport {
     pub unreadable_groups: Vec<UnreadableGroup>,
     /// The groups of the cluster on the host that reports.
     #[serde(rename = "local-groups")]
-    pub here: Vec<LocalQuota>,
+    pub local_groups: Vec<LocalQuota>,
 }
 
 /// A host of a cluster.
@@ -64,7 +64,7 @@ pub struct ClusterHost {
     pub pid: Option<u32>,
     /// Age of its last report; known to the leader alone.
     #[serde(rename = "last-report-ms-ago", skip_serializing_if = "Option::is_none")]
-    pub heard_ms_ago: Option<u64>,
+    pub last_report_ms_ago: Option<u64>,
 }
 
 /// A group whose limits several hosts share.
@@ -79,25 +79,25 @@ pub struct ClusterGroup {
     pub limits: LimitValues,
     /// Number of hosts that fallback shares are computed for.
     #[serde(rename = "max-hosts")]
-    pub most_hosts: u32,
+    pub max_hosts: u32,
     /// Fallback share of each host, by the limit's name.
     #[serde(rename = "fallback-share")]
-    pub safe_share: LimitValues,
+    pub fallback_share: LimitValues,
     /// Fallback share of each host in millionths, where it is configured.
     #[serde(rename = "fallback-share-ppm", skip_serializing_if = "Option::is_none")]
-    pub safe_share_ppm: Option<u32>,
+    pub fallback_share_ppm: Option<u32>,
     /// Sum of the reservations in the group on all hosts.
     #[serde(rename = "reserved")]
-    pub promised: ReservedRates,
+    pub reserved: ReservedRates,
     /// Reservations in the group by host.
     #[serde(rename = "reserved-by")]
-    pub promised_by: BTreeMap<String, ReservedRates>,
+    pub reserved_by: BTreeMap<String, ReservedRates>,
     /// Largest sum of reservations that the limits admit.
     #[serde(rename = "reservable")]
-    pub promisable: ReservedRates,
+    pub reservable: ReservedRates,
     /// The part of the reservations that exceeds it.
     #[serde(rename = "overcommitted")]
-    pub overpromised: ReservedRates,
+    pub overcommitted: ReservedRates,
     /// Hosts that have disks in the group.
     pub hosts: Vec<ClusterMember>,
 }
@@ -118,12 +118,12 @@ pub struct ClusterMember {
     pub in_force: LimitValues,
     /// Its fallback share.
     #[serde(rename = "fallback-share")]
-    pub safe_share: LimitValues,
+    pub fallback_share: LimitValues,
     /// Quota of the last grant.
     pub granted: LimitValues,
     /// Its reservations.
     #[serde(rename = "reserved")]
-    pub promised: ReservedRates,
+    pub reserved: ReservedRates,
 }
 
 /// Rate that the disks of a host would use.

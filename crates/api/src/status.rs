@@ -35,7 +35,7 @@ pub struct DaemonStatus {
     pub disks: Vec<DiskStatus>,
     /// Disks of the config whose storage has not answered yet.
     #[serde(rename = "unavailable", skip_serializing_if = "Vec::is_empty")]
-    pub unopened: Vec<UnavailableDisk>,
+    pub unavailable: Vec<UnavailableDisk>,
     /// All groups, also those without disks.
     pub groups: Vec<GroupStatus>,
     /// Physical devices below the disks.
@@ -203,7 +203,7 @@ pub struct ExportCounters {
     pub survives: Option<bool>,
     /// Memory of a ublk device for the data of requests.
     #[serde(rename = "buffer-bytes", skip_serializing_if = "Option::is_none")]
-    pub lent_bytes: Option<u64>,
+    pub buffer_bytes: Option<u64>,
     /// True if a ublk device uses zero copy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero_copy: Option<bool>,
@@ -395,7 +395,7 @@ pub struct MemoryStatus {
     pub requests: u64,
     /// The largest value of `requests` since the start.
     #[serde(rename = "max-requests")]
-    pub most_requests: u64,
+    pub max_requests: u64,
     /// Number of requests that wait for memory.
     pub waiting: u64,
 }
@@ -452,7 +452,7 @@ pub struct PrefetchStatus {
     pub streams: u64,
     /// True if reading ahead is suspended, because little of the data was used.
     #[serde(rename = "suspended")]
-    pub closed: bool,
+    pub suspended: bool,
     /// Share of reads that were answered from memory, wholly or in part, 0 to 1. Absent before the
     /// first read.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -570,7 +570,7 @@ pub struct UnmetReservation {
     pub bps_reservation: Option<u64>,
     /// Reason.
     #[serde(rename = "reason")]
-    pub why: String,
+    pub reason: String,
 }
 
 /// Settings of prefetching.
@@ -628,7 +628,7 @@ pub struct ThrottleStatus {
     pub limited_ns: u64,
     /// The limit that requests waited for last.
     #[serde(rename = "throttle-cause", skip_serializing_if = "Option::is_none")]
-    pub binding: Option<String>,
+    pub throttle_cause: Option<String>,
     /// Operations or bytes that each limit admits at once, by the limit's name.
     pub tokens: LimitValues,
     /// Bucket of each limit, by the limit's name.
@@ -747,12 +747,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_of_another_version_is_read() {
-        let answer = json!({
+    fn status_of_another_version_is_read() {
+        let response = json!({
             "version": "9.9", "a-new-key": { "x": 1 },
             "disks": [{ "name": "vm1", "weight": 100, "a-new-key": true }],
         });
-        let status: DaemonStatus = serde_json::from_value(answer).unwrap();
+        let status: DaemonStatus = serde_json::from_value(response).unwrap();
         assert_eq!((status.disks[0].name.as_str(), status.disks[0].settings.weight), ("vm1", Some(100)));
         assert_eq!((status.servers.len(), status.cluster), (0, None));
     }
@@ -766,7 +766,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn status_survives_serialization() {
         let counters = ExportCounters { queues: Some(2), kicks: Some(7), ..ExportCounters::default() };
         let export = ExportStatus { kind: "vhost-user-blk".into(), counters, ..ExportStatus::default() };
         let prefetch = PrefetchSettings { mode: "on".into(), numbers: [("memory".into(), 1 << 20)].into() };
@@ -776,9 +776,9 @@ mod tests {
             disks: vec![DiskStatus { settings, ..DiskStatus::default() }],
             ..DaemonStatus::default()
         };
-        let answer = serde_json::to_value(&status).unwrap();
-        assert_eq!(answer["exports"][0]["kicks"], 7);
-        assert_eq!(answer["disks"][0]["prefetch"]["memory"], 1 << 20);
-        assert_eq!(serde_json::from_value::<DaemonStatus>(answer).unwrap(), status);
+        let response = serde_json::to_value(&status).unwrap();
+        assert_eq!(response["exports"][0]["kicks"], 7);
+        assert_eq!(response["disks"][0]["prefetch"]["memory"], 1 << 20);
+        assert_eq!(serde_json::from_value::<DaemonStatus>(response).unwrap(), status);
     }
 }

@@ -254,18 +254,18 @@ impl Device {
     /// The statistics cannot be read; the device may be gone.
     pub fn utilization(&self, now: Instant) -> io::Result<u32> {
         // The result and the meters are replaced together.
-        let mut lately = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_for = |meter: &UtilizationMeter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
-        let is_old = is_for(&lately.older, MAX_AVERAGING_INTERVAL);
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_older_than = |meter: &UtilizationMeter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
+        let is_old = is_older_than(&recent.older, MAX_AVERAGING_INTERVAL);
         // The older meter covers at least `AVERAGING_INTERVAL`, unless it is too old to be recent.
-        let mut meter = if is_old { lately.newer } else { lately.older };
+        let mut meter = if is_old { recent.newer } else { recent.older };
         if let Some(used) = meter.measure(self, now)? {
-            lately.utilization = used;
+            recent.utilization = used;
         }
-        if is_for(&lately.newer, AVERAGING_INTERVAL) {
-            (lately.older, lately.newer) = (lately.newer, meter);
+        if is_older_than(&recent.newer, AVERAGING_INTERVAL) {
+            (recent.older, recent.newer) = (recent.newer, meter);
         }
-        Ok(lately.utilization)
+        Ok(recent.utilization)
     }
 
     /// Counters of the kernel, or of an imitated device: those begin when it was created, and it is
@@ -389,8 +389,8 @@ fn capacity_share(capacity: &MeasuredCapacity, done: &DeviceStatistics, elapsed:
     capacity.utilization(rates).map(|used| u32::try_from(used).unwrap_or(u32::MAX).min(MAX_UTILIZATION))
 }
 
-fn thousandths(part: u128, whole: u128) -> u32 {
-    u32::try_from(part * 1000 / whole.max(1)).unwrap_or(u32::MAX).min(MAX_UTILIZATION)
+fn thousandths(part: u128, total: u128) -> u32 {
+    u32::try_from(part * 1000 / total.max(1)).unwrap_or(u32::MAX).min(MAX_UTILIZATION)
 }
 
 #[cfg(test)]

@@ -129,8 +129,8 @@ impl AdmissionTimes {
 
 impl AdmissionPermit {
     /// Attaches a cancel token: if the disk stops, the request waits only until it is cancelled.
-    pub fn with_cancel_token(self, patience: &Arc<CancelToken>) -> Self {
-        Self { cancel_token: Some(Arc::clone(patience)), ..self }
+    pub fn with_cancel_token(self, cancel_token: &Arc<CancelToken>) -> Self {
+        Self { cancel_token: Some(Arc::clone(cancel_token)), ..self }
     }
 }
 
@@ -256,7 +256,7 @@ impl Disk {
     /// # Errors
     /// [`OutOfBudget`]; the previous reservation stays in force.
     pub fn reserve_memory(&self) -> std::result::Result<(), OutOfBudget> {
-        let bytes = self.image.most_cache_bytes() + self.prefetch.max_bytes();
+        let bytes = self.image.max_cache_bytes() + self.prefetch.max_bytes();
         self.memory.reserve("its metadata caches and read-ahead", bytes)
     }
 
@@ -310,8 +310,8 @@ impl Disk {
 
     /// Adds the counters of another process that served the disk before.
     pub fn add_totals(&self, totals: &DiskTotals) {
-        let add = |counter: &AtomicU64, more: u64| {
-            let _ = counter.fetch_add(more, Ordering::Relaxed);
+        let add = |counter: &AtomicU64, amount: u64| {
+            let _ = counter.fetch_add(amount, Ordering::Relaxed);
         };
         add(&self.counters.reads, totals.reads);
         add(&self.counters.writes, totals.writes);
@@ -329,11 +329,11 @@ impl Disk {
         let (requests, arrived) = (cost.requests(), self.clock());
         // Lengths are copied only for a recording or a measurement.
         let lengths = arrived.and_then(|_| cost.lengths()).map(Box::from);
-        let held = self.member.admit(direction, cost).await;
+        let cause = self.member.admit(direction, cost).await;
         let times = arrived.map(|arrived| AdmissionTimes {
             arrived,
             admitted: reactor::coarse_now(),
-            throttle_cause: held,
+            throttle_cause: cause,
         });
         AdmissionPermit { requests, cancel_token: None, times, lengths }
     }
@@ -353,51 +353,51 @@ impl Disk {
     /// Reads `length` bytes at `offset`; bytes that were read ahead are copied from memory. If
     /// merged requests fail together, it is unknown which of them did: retry each by
     /// [`Disk::retry_read`].
-    pub async fn read(&self, pass: AdmissionPermit, offset: u64, length: usize) -> Result<Segments> {
-        self.read_to(pass, offset, ReadTarget::Anywhere(length)).await
+    pub async fn read(&self, permit: AdmissionPermit, offset: u64, length: usize) -> Result<Segments> {
+        self.read_to(permit, offset, ReadTarget::Anywhere(length)).await
     }
 
     /// As [`Disk::read`], into `target`. If that is guest memory, the guest may reuse it only after
     /// the future has completed: a dropped future leaves reads in flight that still write there.
-    pub async fn read_to(&self, pass: AdmissionPermit, offset: u64, target: ReadTarget) -> Result<Segments> {
+    pub async fn read_to(&self, permit: AdmissionPermit, offset: u64, target: ReadTarget) -> Result<Segments> {
         if self.may_wait() {
             // Boxed: the unusual path must not enlarge the future of every read.
-            return Box::pin(self.read_until_done(pass, offset, target, true)).await;
+            return Box::pin(self.read_until_done(permit, offset, target, true)).await;
         }
         let length = target.len() as u64;
-        let result = self.prefetched(&pass, offset, target).await;
-        self.finish_once(DiskOperation::Read, (offset, length), &pass, result)
+        let result = self.prefetched(&permit, offset, target).await;
+        self.finish_once(DiskOperation::Read, (offset, length), &permit, result)
     }
 
     /// Reads one of the merged requests after [`Disk::read`] has failed for all.
-    pub async fn retry_read(&self, pass: AdmissionPermit, offset: u64, length: usize) -> Result<Segments> {
-        self.retry_read_to(pass, offset, ReadTarget::Anywhere(length)).await
+    pub async fn retry_read(&self, permit: AdmissionPermit, offset: u64, length: usize) -> Result<Segments> {
+        self.retry_read_to(permit, offset, ReadTarget::Anywhere(length)).await
     }
 
     /// As [`Disk::retry_read`], for [`Disk::read_to`].
     pub async fn retry_read_to(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         target: ReadTarget,
     ) -> Result<Segments> {
-        self.read_until_done(pass, offset, target, false).await
+        self.read_until_done(permit, offset, target, false).await
     }
 
     /// Attempts a read until its result can be returned, with or without the prefetch cache.
     async fn read_until_done(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         target: ReadTarget,
         with_prefetch: bool,
     ) -> Result<Segments> {
         let range = (offset, target.len() as u64);
         let attempt = async || match with_prefetch {
-            true => self.prefetched(&pass, offset, target.again()).await,
-            false => self.image.read_to(offset, target.again()).await,
+            true => self.prefetched(&permit, offset, target.duplicate()).await,
+            false => self.image.read_to(offset, target.duplicate()).await,
         };
-        self.run_until_done(DiskOperation::Read, range, &pass, attempt).await
+        self.run_until_done(DiskOperation::Read, range, &permit, attempt).await
     }
 
     /// True if its image may support zero copy: see [`Disk::read_registered`].
@@ -409,20 +409,20 @@ impl Disk {
     /// was read ahead, or the image or the buffer does not support it.
     pub async fn read_registered(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         buffer: &RegisteredData,
     ) -> Result<()> {
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
-            let may = |ahead: &ReadAhead, given_back| self.member.try_read_ahead(&ahead.cost(), given_back);
-            self.prefetch.read_registered(offset, buffer, pass.requests, may).await
+            let may = |ahead: &ReadAhead, refund| self.member.try_read_ahead(&ahead.cost(), refund);
+            self.prefetch.read_registered(offset, buffer, permit.requests, may).await
         };
         if self.may_wait() {
-            return Box::pin(self.run_until_done(DiskOperation::Read, range, &pass, attempt)).await;
+            return Box::pin(self.run_until_done(DiskOperation::Read, range, &permit, attempt)).await;
         }
         let result = attempt().await;
-        self.finish_once(DiskOperation::Read, range, &pass, result)
+        self.finish_once(DiskOperation::Read, range, &permit, result)
     }
 
     /// As [`Disk::write`], from the registered buffer of a ublk request.
@@ -431,7 +431,7 @@ impl Disk {
     /// As [`Disk::write`].
     pub async fn write_registered(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         buffer: &RegisteredData,
         durability: Durability,
@@ -440,7 +440,7 @@ impl Disk {
         if self.detect_zeroes != DetectZeroes::Off {
             // Detection must read the data, so it needs a copy.
             let data = buffer.copy_out()?.into();
-            return Box::pin(self.write(pass, offset, data, durability)).await;
+            return Box::pin(self.write(permit, offset, data, durability)).await;
         }
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
@@ -448,10 +448,10 @@ impl Disk {
             self.prefetch.change(range.0, range.1, writing).await
         };
         if self.may_wait() {
-            return Box::pin(self.run_until_done(DiskOperation::Write, range, &pass, attempt)).await;
+            return Box::pin(self.run_until_done(DiskOperation::Write, range, &permit, attempt)).await;
         }
         let result = attempt().await;
-        self.finish_once(DiskOperation::Write, range, &pass, result)
+        self.finish_once(DiskOperation::Write, range, &permit, result)
     }
 
     /// True if reads and writes wait for nothing but limits: see [`Disk::read_now`].
@@ -467,11 +467,11 @@ impl Disk {
     pub fn try_admit_batch(
         &self,
         requests: impl Iterator<Item = (Direction, RequestCost)>,
-        mut answer: impl FnMut(Option<AdmissionPermit>),
+        mut on_decision: impl FnMut(Option<AdmissionPermit>),
     ) {
         let times = self.clock().map(AdmissionTimes::at);
-        self.member.try_admit_batch(requests, |cost, passes| {
-            answer(passes.then(|| AdmissionPermit {
+        self.member.try_admit_batch(requests, |cost, is_admitted| {
+            on_decision(is_admitted.then(|| AdmissionPermit {
                 requests: cost.requests(),
                 cancel_token: None,
                 times,
@@ -481,30 +481,30 @@ impl Disk {
     }
 
     /// As [`Disk::read_to`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
-    pub fn read_now(&self, pass: &AdmissionPermit, offset: u64, into: &[GuestBytes]) -> Option<Result<()>> {
+    pub fn read_now(&self, permit: &AdmissionPermit, offset: u64, into: &[GuestBytes]) -> Option<Result<()>> {
         let length = into.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
         let result = self.image.read_now(offset, into)?;
-        Some(self.finish_once(DiskOperation::Read, (offset, length), pass, result))
+        Some(self.finish_once(DiskOperation::Read, (offset, length), permit, result))
     }
 
     /// As [`Disk::write`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
-    pub fn write_now(&self, pass: &AdmissionPermit, offset: u64, from: &[GuestBytes]) -> Option<Result<()>> {
+    pub fn write_now(&self, permit: &AdmissionPermit, offset: u64, from: &[GuestBytes]) -> Option<Result<()>> {
         let length = from.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
         // The change begins before the write and ends after it, so that no reader caches old data.
         let change = self.prefetch.begin_change(offset, length);
         let result = self.image.write_now(offset, from);
         self.prefetch.end_change(change);
-        Some(self.finish_once(DiskOperation::Write, (offset, length), pass, result?))
+        Some(self.finish_once(DiskOperation::Write, (offset, length), permit, result?))
     }
 
     fn prefetched(
         &self,
-        pass: &AdmissionPermit,
+        permit: &AdmissionPermit,
         offset: u64,
         target: ReadTarget,
     ) -> impl Future<Output = Result<Segments>> {
-        let may = |ahead: &ReadAhead, given_back| self.member.try_read_ahead(&ahead.cost(), given_back);
-        self.prefetch.read(offset, target, pass.requests, may)
+        let may = |ahead: &ReadAhead, refund| self.member.try_read_ahead(&ahead.cost(), refund);
+        self.prefetch.read(offset, target, permit.requests, may)
     }
 
     /// True if [`Disk::will_need`] has an effect.
@@ -514,7 +514,7 @@ impl Disk {
 
     /// Hints that `length` bytes at `offset` will be read soon; the storage may read them ahead.
     pub async fn will_need(&self, _: AdmissionPermit, offset: u64, length: u64) {
-        let Ok(_inside) = self.enter().await else { return };
+        let Ok(_guard) = self.enter().await else { return };
         self.image.advise_willneed(offset, length).await;
     }
 
@@ -524,7 +524,7 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn write(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         data: Segments,
         durability: Durability,
@@ -532,20 +532,20 @@ impl Disk {
         self.check_writable()?;
         let length = data.len() as u64;
         if self.detect_zeroes != DetectZeroes::Off && data.is_zero() {
-            return Box::pin(self.write_detected_zeroes(&pass, (offset, length), durability)).await;
+            return Box::pin(self.write_detected_zeroes(&permit, (offset, length), durability)).await;
         }
         if !self.may_wait() {
             let change = self.prefetch.begin_change(offset, length);
             let result = self.image.write(offset, data, durability).await;
             self.prefetch.end_change(change);
-            return self.finish_once(DiskOperation::Write, (offset, length), &pass, result);
+            return self.finish_once(DiskOperation::Write, (offset, length), &permit, result);
         }
         // The data is kept (`again`) for a retry after the disk is resumed.
         let write = async || {
-            let writing = self.image.write(offset, data.again(), durability);
+            let writing = self.image.write(offset, data.duplicate(), durability);
             self.prefetch.change(offset, length, writing).await
         };
-        Box::pin(self.run_until_done(DiskOperation::Write, (offset, length), &pass, write)).await
+        Box::pin(self.run_until_done(DiskOperation::Write, (offset, length), &permit, write)).await
     }
 
     /// Makes all completed writes durable. Not throttled: it transfers no data.
@@ -564,9 +564,9 @@ impl Disk {
             return Ok(());
         }
         let times = self.clock().map(AdmissionTimes::at);
-        let pass = AdmissionPermit { requests: 1, cancel_token: patience.cloned(), times, lengths: None };
+        let permit = AdmissionPermit { requests: 1, cancel_token: patience.cloned(), times, lengths: None };
         let flush = async || self.image.flush().await;
-        self.run_until_done(DiskOperation::Flush, (0, 0), &pass, flush).await
+        self.run_until_done(DiskOperation::Flush, (0, 0), &permit, flush).await
     }
 
     /// See [`Image::has_volatile_writes`].
@@ -581,14 +581,14 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn write_zeroes(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         length: u64,
         options: ZeroOptions,
     ) -> Result<()> {
         self.check_writable()?;
         let options = ZeroOptions { may_unmap: self.may_unmap(options.may_unmap), ..options };
-        self.zero(DiskOperation::WriteZeroes, &pass, (offset, length), options).await
+        self.zero(DiskOperation::WriteZeroes, &permit, (offset, length), options).await
     }
 
     /// Discards `length` bytes at `offset`, which read as undefined content afterwards.
@@ -597,7 +597,7 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn discard(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         length: u64,
         durability: Durability,
@@ -607,11 +607,11 @@ impl Disk {
             Discards::Unmap => self.prefetch.change(offset, length, self.image.discard(offset, length)).await,
             Discards::Ignore => Ok(()),
         };
-        self.run_until_done(DiskOperation::Discard, (offset, length), &pass, discard).await?;
+        self.run_until_done(DiskOperation::Discard, (offset, length), &permit, discard).await?;
         // Storage has no durable discard: a flush follows instead.
         match durability {
             Durability::Cached => Ok(()),
-            Durability::Synchronous => self.flush_for(pass.cancel_token.as_ref()).await,
+            Durability::Synchronous => self.flush_for(permit.cancel_token.as_ref()).await,
         }
     }
 
@@ -619,7 +619,7 @@ impl Disk {
     /// `length` bytes. One permit for a read of zero bytes covers all calls for a client's query,
     /// since only metadata is read.
     pub async fn block_status(&self, _: &AdmissionPermit, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        let _inside = self.enter().await?;
+        let _guard = self.enter().await?;
         self.image.block_status(offset, length).await
     }
 
@@ -631,7 +631,7 @@ impl Disk {
         offset: u64,
         length: u64,
     ) -> Result<Vec<ChainDepthRun>> {
-        let _inside = self.enter().await?;
+        let _guard = self.enter().await?;
         self.image.allocation_depth(offset, length).await
     }
 
@@ -650,16 +650,16 @@ impl Disk {
         &self,
         operation: DiskOperation,
         range: (u64, u64),
-        pass: &AdmissionPermit,
+        permit: &AdmissionPermit,
         attempt: impl AsyncFnMut() -> Result<T>,
     ) -> Result<T> {
-        let _inside = self.enter().await?;
-        let request = self.request(operation, range, pass);
+        let _guard = self.enter().await?;
+        let request = self.request(operation, range, permit);
         // A retry does not recover writes that the page cache has lost: the client must see the
         // error.
         let may_hold = || !self.image.storage().has_lost_writes();
         let result = self.failures.run_until_done(request, may_hold, attempt).await;
-        self.record(&request, pass, result.is_err());
+        self.record(&request, permit, result.is_err());
         let result = result?;
         self.count(&request);
         Ok(result)
@@ -670,15 +670,15 @@ impl Disk {
         &self,
         operation: DiskOperation,
         range: (u64, u64),
-        pass: &AdmissionPermit,
+        permit: &AdmissionPermit,
         result: Result<T>,
     ) -> Result<T> {
-        let request = self.request(operation, range, pass);
+        let request = self.request(operation, range, permit);
         match &result {
             Ok(_) => self.count(&request),
             Err(error) => self.failures.report(&request, *error),
         }
-        self.record(&request, pass, result.is_err());
+        self.record(&request, permit, result.is_err());
         result
     }
 
@@ -686,10 +686,10 @@ impl Disk {
         &'a self,
         operation: DiskOperation,
         (offset, length): (u64, u64),
-        pass: &'a AdmissionPermit,
+        permit: &'a AdmissionPermit,
     ) -> RequestInfo<'a> {
-        let patience = pass.cancel_token.as_deref();
-        RequestInfo { disk: &self.name, operation, offset, length, requests: pass.requests, patience }
+        let cancel_token = permit.cancel_token.as_deref();
+        RequestInfo { disk: &self.name, operation, offset, length, requests: permit.requests, cancel_token }
     }
 
     fn count(&self, request: &RequestInfo<'_>) {
@@ -698,10 +698,10 @@ impl Disk {
         }
     }
 
-    fn record(&self, request: &RequestInfo<'_>, pass: &AdmissionPermit, has_failed: bool) {
+    fn record(&self, request: &RequestInfo<'_>, permit: &AdmissionPermit, has_failed: bool) {
         // Merged reads that failed are retried one by one, and each retry is recorded.
-        let is_tried_again = has_failed && request.operation == DiskOperation::Read && request.requests > 1;
-        let (Some(times), false) = (pass.times, is_tried_again) else { return };
+        let is_retried = has_failed && request.operation == DiskOperation::Read && request.requests > 1;
+        let (Some(times), false) = (permit.times, is_retried) else { return };
         let (recorded, measures) = (self.recording.get(), self.measures.get());
         let finished = RequestRecord {
             disk: recorded.unwrap_or_default(),
@@ -713,7 +713,7 @@ impl Disk {
             arrived: times.arrived,
             admitted: times.admitted,
             throttle_cause: times.throttle_cause,
-            ended: reactor::coarse_now(),
+            completed: reactor::coarse_now(),
         };
         // The measurement counts a merged request with its number of requests; the recording lists
         // each.
@@ -723,7 +723,7 @@ impl Disk {
         if recorded.is_none() {
             return;
         }
-        match &pass.lengths {
+        match &permit.lengths {
             None => recorder::record(finished, &self.recording),
             Some(lengths) => {
                 let mut offset = request.offset;
@@ -740,8 +740,8 @@ impl Disk {
 
     /// Current time, if the disk is recorded or measured.
     fn clock(&self) -> Option<Instant> {
-        let is_asked = self.recording.get().is_some() || self.measures.get().is_some();
-        is_asked.then(reactor::coarse_now)
+        let is_timed = self.recording.get().is_some() || self.measures.get().is_some();
+        is_timed.then(reactor::coarse_now)
     }
 
     /// True if a request that begins now may have to wait in the middle, so that it must keep its
@@ -757,12 +757,12 @@ impl Disk {
 
 impl DiskCounters {
     fn count(&self, direction: Direction, requests: u64, bytes: u64) {
-        let (of_requests, of_bytes) = match direction {
+        let (request_counter, byte_counter) = match direction {
             Direction::Read => (&self.reads, &self.read_bytes),
             Direction::Write => (&self.writes, &self.written_bytes),
         };
-        of_requests.fetch_add(requests, Ordering::Relaxed);
-        of_bytes.fetch_add(bytes, Ordering::Relaxed);
+        request_counter.fetch_add(requests, Ordering::Relaxed);
+        byte_counter.fetch_add(bytes, Ordering::Relaxed);
         if requests > 1 {
             self.merged_requests.fetch_add(requests - 1, Ordering::Relaxed);
         }

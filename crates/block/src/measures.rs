@@ -102,8 +102,8 @@ impl Histogram {
 
     fn add(&self, took_ns: u64, times: u64) {
         // Bounds are inclusive: a value equal to a bound is in the bucket that ends there.
-        let place = BOUNDS.partition_point(|bound| bound.at_most_ns < took_ns);
-        self.counts()[place].fetch_add(times, Relaxed);
+        let bucket = BOUNDS.partition_point(|bound| bound.at_most_ns < took_ns);
+        self.counts()[bucket].fetch_add(times, Relaxed);
         // Zero waits are the usual case and save an atomic operation.
         if took_ns > 0 {
             self.sum_ns.fetch_add(took_ns.saturating_mul(times), Relaxed);
@@ -111,11 +111,11 @@ impl Histogram {
     }
 
     /// Adds another process's counts. Counts beyond the last bucket are added to it.
-    fn count_on(&self, spread: &HistogramSnapshot) {
-        for (place, more) in spread.counts.iter().enumerate().filter(|(_, more)| **more > 0) {
-            self.counts()[place.min(BOUNDS.len())].fetch_add(*more, Relaxed);
+    fn count_on(&self, snapshot: &HistogramSnapshot) {
+        for (bucket, count) in snapshot.counts.iter().enumerate().filter(|(_, more)| **more > 0) {
+            self.counts()[bucket.min(BOUNDS.len())].fetch_add(*count, Relaxed);
         }
-        self.sum_ns.fetch_add(spread.sum_ns, Relaxed);
+        self.sum_ns.fetch_add(snapshot.sum_ns, Relaxed);
     }
 
     /// Snapshot of the counts.
@@ -141,25 +141,25 @@ impl HistogramSnapshot {
 
     /// Quantile `part`, from 0 to 1, of counts by bucket, in nanoseconds: the middle of its bucket,
     /// with a relative error of at most a tenth. `None` without counts.
-    pub fn quantile_ns(counts: &[u64], part: f64) -> Option<u64> {
+    pub fn quantile_ns(counts: &[u64], quantile: f64) -> Option<u64> {
         let sum: u64 = counts.iter().sum();
         // Nearest rank: the first bucket that includes at least this part of the counts.
-        let rank = ((sum as f64 * part).ceil() as u64).clamp(1, sum.max(1));
-        let mut seen = 0;
-        let place = counts.iter().position(|count| {
-            seen += count;
-            seen >= rank
+        let rank = ((sum as f64 * quantile).ceil() as u64).clamp(1, sum.max(1));
+        let mut cumulative = 0;
+        let bucket = counts.iter().position(|count| {
+            cumulative += count;
+            cumulative >= rank
         })?;
         // The last bucket has no upper bound; its lower bound is the best estimate.
-        let (above_ns, at_most_ns) = Self::bounds_ns(place);
+        let (above_ns, at_most_ns) = Self::bounds_ns(bucket);
         Some(above_ns.midpoint(at_most_ns.unwrap_or(above_ns)))
     }
 
     /// Bounds of a bucket: exclusive lower and inclusive upper bound; the last has no upper bound.
-    pub fn bounds_ns(place: usize) -> (u64, Option<u64>) {
-        let bound = |place: usize| BOUNDS.get(place).map(|bound| bound.at_most_ns);
-        let before = place.checked_sub(1).map(|before| before.min(BOUNDS.len() - 1));
-        (before.and_then(bound).unwrap_or(0), bound(place))
+    pub fn bounds_ns(bucket: usize) -> (u64, Option<u64>) {
+        let bound = |bucket: usize| BOUNDS.get(bucket).map(|bound| bound.at_most_ns);
+        let before = bucket.checked_sub(1).map(|before| before.min(BOUNDS.len() - 1));
+        (before.and_then(bound).unwrap_or(0), bound(bucket))
     }
 
     /// Total count.
@@ -176,8 +176,8 @@ impl HistogramSnapshot {
     /// As [`HistogramSnapshot::round_counts`], for counts by bucket.
     pub fn round_of(counts: &[u64]) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
         let mut sums = [0; ROUND_BOUNDS_NS.len() + 1];
-        for (place, count) in counts.iter().enumerate() {
-            let at_most_ns = BOUNDS.get(place).map_or(u64::MAX, |bound| bound.at_most_ns);
+        for (bucket, count) in counts.iter().enumerate() {
+            let at_most_ns = BOUNDS.get(bucket).map_or(u64::MAX, |bound| bound.at_most_ns);
             sums[ROUND_BOUNDS_NS.partition_point(|&bound| bound < at_most_ns)] += count;
         }
         sums
@@ -188,9 +188,9 @@ impl HistogramSnapshot {
     /// smaller values, the last all larger ones.
     pub fn native_counts(&self) -> Vec<(i32, u64)> {
         let mut buckets: Vec<(i32, u64)> = Vec::new();
-        for (place, &count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
-            let past = || EXPONENTS.end() * (1 << SCHEMA) + 1;
-            let index = BOUNDS.get(place).map_or_else(past, |bound| bound.index);
+        for (bucket, &count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let overflow = || EXPONENTS.end() * (1 << SCHEMA) + 1;
+            let index = BOUNDS.get(bucket).map_or_else(overflow, |bound| bound.index);
             match buckets.last_mut() {
                 Some((last, sum)) if *last == index => *sum += count,
                 _ => buckets.push((index, count)),
@@ -297,10 +297,10 @@ impl Measures {
     pub fn count_on(&self, measured: &MeasuresSnapshot) {
         let MeasuresSnapshot { latency, waits, waiting_ns, held_ns } = measured;
         let histograms = self.latency.iter().chain(&self.waits).zip(latency.iter().chain(waits));
-        histograms.for_each(|(own, more)| own.count_on(more));
-        let own = self.waiting.iter().chain(self.throttled.as_flattened().as_flattened());
-        for (own, more) in own.zip(waiting_ns.iter().chain(held_ns.as_flattened().as_flattened())) {
-            own.sum_ns.fetch_add(*more, Relaxed);
+        histograms.for_each(|(histogram, added)| histogram.count_on(added));
+        let sums = self.waiting.iter().chain(self.throttled.as_flattened().as_flattened());
+        for (sum, added) in sums.zip(waiting_ns.iter().chain(held_ns.as_flattened().as_flattened())) {
+            sum.sum_ns.fetch_add(*added, Relaxed);
         }
     }
 
@@ -311,7 +311,7 @@ impl Measures {
             requests,
             arrived,
             admitted,
-            ended,
+            completed: ended,
             throttle_cause: held,
             has_failed,
             ..
@@ -337,8 +337,8 @@ impl Measures {
     }
 
     /// Latencies of successful requests, from arrival to completion.
-    pub fn latency(&self, of: OperationClass) -> HistogramSnapshot {
-        self.latency[of as usize].snapshot()
+    pub fn latency(&self, class: OperationClass) -> HistogramSnapshot {
+        self.latency[class as usize].snapshot()
     }
 
     /// Waits of requests for admission, including zero waits.
@@ -352,8 +352,8 @@ impl Measures {
     }
 
     /// As [`Measures::waiting_ns`], for requests whose last throttle cause was this limit.
-    pub fn throttled_ns(&self, whose: CauseLevel, kind: LimitKind, direction: Direction) -> u64 {
-        self.throttled[whose as usize][kind.index()][direction.index()].sum_ns.load(Relaxed)
+    pub fn throttled_ns(&self, level: CauseLevel, kind: LimitKind, direction: Direction) -> u64 {
+        self.throttled[level as usize][kind.index()][direction.index()].sum_ns.load(Relaxed)
     }
 }
 
@@ -379,18 +379,18 @@ mod tests {
             arrived: at(arrived_us),
             admitted: at(admitted_us),
             throttle_cause: waits.then_some(LevelCause { level: 1, kind: LimitKind::IopsTotal }),
-            ended: at(ended_us),
+            completed: at(ended_us),
         }
     }
 
     #[test]
     fn a_value_at_a_bound_is_in_the_bucket_that_ends_there() {
-        for (place, bound) in ROUND_BOUNDS_NS.into_iter().enumerate() {
+        for (bucket, bound) in ROUND_BOUNDS_NS.into_iter().enumerate() {
             let histogram = Histogram::default();
             histogram.add(bound, 1);
             histogram.add(bound + 1, 10);
             let round = histogram.snapshot().round_counts();
-            assert_eq!((round[place], round[place + 1]), (1, 10), "{bound} ns");
+            assert_eq!((round[bucket], round[bucket + 1]), (1, 10), "{bound} ns");
         }
     }
 
@@ -414,11 +414,11 @@ mod tests {
         for ns in 1..=1000 {
             histogram.add(ns * 100_000, 1);
         }
-        let spread = histogram.snapshot();
-        for part in [0.01, 0.5, 0.9, 0.99, 1.0] {
-            let ns = HistogramSnapshot::quantile_ns(spread.counts(), part).unwrap() as f64;
-            let exact = part * 1e8;
-            assert!((ns / exact - 1.0).abs() < 0.1, "{part}: {ns} instead of {exact}");
+        let snapshot = histogram.snapshot();
+        for quantile in [0.01, 0.5, 0.9, 0.99, 1.0] {
+            let ns = HistogramSnapshot::quantile_ns(snapshot.counts(), quantile).unwrap() as f64;
+            let exact = quantile * 1e8;
+            assert!((ns / exact - 1.0).abs() < 0.1, "{quantile}: {ns} instead of {exact}");
         }
         assert_eq!(HistogramSnapshot::quantile_ns(&[0; 3], 0.5), None);
         assert_eq!(HistogramSnapshot::quantile_ns(&[], 0.5), None);
@@ -428,10 +428,10 @@ mod tests {
     fn both_kinds_of_buckets_have_all() {
         let histogram = Histogram::default();
         (0..64).for_each(|power| histogram.add(1 << power, 2));
-        let spread = histogram.snapshot();
-        assert_eq!(spread.count(), 128);
-        assert_eq!(spread.round_counts().iter().sum::<u64>(), 128);
-        assert_eq!(spread.native_counts().iter().map(|(_, count)| count).sum::<u64>(), 128);
+        let snapshot = histogram.snapshot();
+        assert_eq!(snapshot.count(), 128);
+        assert_eq!(snapshot.round_counts().iter().sum::<u64>(), 128);
+        assert_eq!(snapshot.native_counts().iter().map(|(_, count)| count).sum::<u64>(), 128);
     }
 
     #[test]
@@ -440,10 +440,10 @@ mod tests {
         for finished in [read(0, 10, 12), read(5, 20, 25), read(30, 30, 31), read(40, 45, 50)] {
             measures.count(&finished);
         }
-        let held = |whose, kind| measures.throttled_ns(whose, kind, Direction::Read);
-        assert_eq!(held(CauseLevel::Group, LimitKind::IopsTotal), 25_000);
-        assert_eq!(held(CauseLevel::Disk, LimitKind::IopsTotal), 0);
-        assert_eq!(held(CauseLevel::Group, LimitKind::BpsTotal), 0);
+        let throttled_ns = |level, kind| measures.throttled_ns(level, kind, Direction::Read);
+        assert_eq!(throttled_ns(CauseLevel::Group, LimitKind::IopsTotal), 25_000);
+        assert_eq!(throttled_ns(CauseLevel::Disk, LimitKind::IopsTotal), 0);
+        assert_eq!(throttled_ns(CauseLevel::Group, LimitKind::BpsTotal), 0);
         assert_eq!(measures.waiting_ns(Direction::Read), 25_000);
         let (latency, waits) = (measures.latency(OperationClass::Read), measures.waits(Direction::Read));
         assert_eq!((latency.count(), latency.sum_ns), (4, 43_000));
@@ -458,17 +458,17 @@ mod tests {
             other.count(&finished);
         }
         other.count_on(&one.snapshot());
-        for (counts, twice) in [
+        for (counts, doubled) in [
             (one.latency(OperationClass::Read), other.latency(OperationClass::Read)),
             (one.waits(Direction::Read), other.waits(Direction::Read)),
         ] {
-            assert!(counts.counts().iter().zip(twice.counts()).all(|(one, two)| 2 * one == *two));
-            assert_eq!((2 * counts.count(), 2 * counts.sum_ns), (twice.count(), twice.sum_ns));
+            assert!(counts.counts().iter().zip(doubled.counts()).all(|(one, two)| 2 * one == *two));
+            assert_eq!((2 * counts.count(), 2 * counts.sum_ns), (doubled.count(), doubled.sum_ns));
         }
-        let held = |measures: &Measures| {
+        let throttled_ns = |measures: &Measures| {
             measures.throttled_ns(CauseLevel::Group, LimitKind::IopsTotal, Direction::Read)
         };
-        assert_eq!((held(&one), held(&other)), (20_000, 40_000));
+        assert_eq!((throttled_ns(&one), throttled_ns(&other)), (20_000, 40_000));
         assert_eq!(other.waiting_ns(Direction::Read), 40_000);
     }
 

@@ -68,7 +68,7 @@ pub struct RequestRecord {
     /// Throttle cause: the limit that it waited for last, if any.
     pub throttle_cause: Option<LevelCause>,
     /// Completion.
-    pub ended: Instant,
+    pub completed: Instant,
 }
 
 /// Recording state of a disk.
@@ -116,7 +116,7 @@ impl RecordingSwitch {
 }
 
 thread_local! {
-    static TAP: RefCell<Option<RecordProducer>> = const { RefCell::new(None) };
+    static PRODUCER: RefCell<Option<RecordProducer>> = const { RefCell::new(None) };
 }
 
 /// Rings of the current collector; its number, 0 for none.
@@ -142,24 +142,24 @@ pub fn record(finished: RequestRecord, recorded: &RecordingSwitch) {
     if !HAS_COLLECTOR.load(Ordering::Relaxed) {
         return;
     }
-    TAP.with_borrow_mut(|tap| {
+    PRODUCER.with_borrow_mut(|producer| {
         let collector = COLLECTOR.load(Ordering::Relaxed);
         // A new collector: the ring belongs to the previous one, so this thread creates another.
-        if tap.as_ref().is_none_or(|tap| tap.collector != collector) {
-            *tap = Some(RecordProducer::new(collector));
+        if producer.as_ref().is_none_or(|producer| producer.collector != collector) {
+            *producer = Some(RecordProducer::new(collector));
         }
-        let tap = tap.as_mut().expect("it was made");
-        if tap.ring.push(finished).is_err() {
+        let producer = producer.as_mut().expect("it was made");
+        if producer.ring.push(finished).is_err() {
             recorded.dropped.add(finished.requests.max(1).into());
             // Release: a collector that sees the flag sees the count.
-            tap.has_lost.store(true, Ordering::Release);
+            producer.has_lost.store(true, Ordering::Release);
         }
     });
 }
 
 impl RecordProducer {
     fn new(collector: u64) -> Self {
-        let (ours, ring) = RingBuffer::new(RING);
+        let (producer, ring) = RingBuffer::new(RING);
         let has_lost = Arc::new(AtomicBool::new(false));
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
         // Another collector may have begun meanwhile. Then this ring is not registered, and the
@@ -167,7 +167,7 @@ impl RecordProducer {
         if COLLECTOR.load(Ordering::Relaxed) == collector {
             rings.push(RecordRing { ring, has_lost: Arc::clone(&has_lost) });
         }
-        Self { collector, ring: ours, has_lost }
+        Self { collector, ring: producer, has_lost }
     }
 }
 
@@ -237,16 +237,16 @@ mod tests {
             arrived: Instant::ZERO,
             admitted: Instant::ZERO,
             throttle_cause: None,
-            ended: Instant::ZERO,
+            completed: Instant::ZERO,
         };
         for _ in 0..RING + 5 {
             record(merged, &full);
         }
-        let mut kept = 0;
-        assert!(collector.take(|_| kept += 1));
-        assert_eq!((kept, full.dropped().take(), other.dropped().take()), (RING, 15, 0));
+        let mut received = 0;
+        assert!(collector.take(|_| received += 1));
+        assert_eq!((received, full.dropped().take(), other.dropped().take()), (RING, 15, 0));
         record(merged, &other);
-        assert!(!collector.take(|_| kept += 1));
-        assert_eq!((kept, full.dropped().take()), (RING + 1, 0));
+        assert!(!collector.take(|_| received += 1));
+        assert_eq!((received, full.dropped().take()), (RING + 1, 0));
     }
 }

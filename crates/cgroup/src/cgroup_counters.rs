@@ -95,16 +95,16 @@ impl CgroupFiguresReader {
     /// All figures, and the waiting time of each control group. Empty if the limits file is
     /// unreadable, which `watch` reports.
     pub fn read(&self) -> (Vec<CgroupFigures>, Vec<CgroupPressure>) {
-        let Ok(kept) = LimitsFile::load(&self.path) else { return Default::default() };
+        let Ok(limits_file) = LimitsFile::load(&self.path) else { return Default::default() };
         let Ok(hierarchy) = CgroupHierarchy::discover(self.roots.clone()) else { return Default::default() };
         // Copied, so that the lock is not held while files are read.
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut reading =
             CgroupFilesCache { hierarchy: &hierarchy, cgroups: HashMap::new(), devices: HashMap::new() };
         let mut figures = Vec::new();
-        for entry in kept.limits.iter().take(MAX_FIGURES) {
+        for entry in limits_file.limits.iter().take(MAX_FIGURES) {
             // An entry that is invalid by itself is skipped; `watch` reports it.
-            let shared = kept.limits_of(entry);
+            let shared = limits_file.limits_of(entry);
             let (Ok(number), Ok(limits), Ok(watermark)) =
                 (entry.device(), shared.limits(), shared.watermark())
             else {
@@ -215,7 +215,7 @@ mod tests {
     fn figures_have_limits_counters_and_pressure() {
         let machine = FakeMachine::v2("io");
         machine.disk("254:0", "vda");
-        let mut kept = LimitsFile::default();
+        let mut limits_file = LimitsFile::default();
         for (name, group) in [("a", None), ("b", Some("tenant".to_owned())), ("gone", None)] {
             let limited = machine.group(name);
             let change = LimitsChange {
@@ -223,7 +223,7 @@ mod tests {
                 watermark: Some(80),
                 ..LimitsChange::of(&[("iops-read", 100), ("bps-total", 4096)])
             };
-            kept.change(&limited, DISK, &change).unwrap();
+            limits_file.change(&limited, DISK, &change).unwrap();
         }
         std::fs::remove_dir(machine.root().join("gone")).unwrap();
         for name in ["a", "b"] {
@@ -239,13 +239,13 @@ mod tests {
                         full avg10=0.00 avg60=0.00 avg300=0.00 total=1500000\n";
         machine.write("a", "io.pressure", pressure);
         let path = machine.path("cgroups.json");
-        settings::state::atomic_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+        settings::state::atomic_file::write(&path, &serde_json::to_vec(&limits_file).unwrap(), false).unwrap();
         let known = KnownEnforcement::default();
         let scaled = Enforcement::Scaled(LimitScale::from_thousandths(2000));
         known.lock().unwrap().insert(("a".into(), DISK.0), scaled);
 
         let (figures, stalled) = CgroupFiguresReader::new(&path, machine.roots(), known).read();
-        let [a, b, gone] = &figures[..] else { panic!("{figures:?}") };
+        let [a, b, removed] = &figures[..] else { panic!("{figures:?}") };
         assert_eq!((&*a.cgroup, &*a.device, &*a.group, a.watermark), ("a", "/dev/vda", "", 80));
         assert_eq!((a.limits.limit(LimitKind::IopsRead).rate, a.enforcement), (100, Some(scaled)));
         assert_eq!(a.kernel_limits.iops, [Some(50), None]);
@@ -259,7 +259,7 @@ mod tests {
         };
         assert_eq!(a.counters, Some(done));
         assert_eq!((&*b.group, b.enforcement), ("tenant", None));
-        assert_eq!((&*gone.cgroup, gone.counters, gone.kernel_limits), ("gone", None, IoMaxRates::NONE));
+        assert_eq!((&*removed.cgroup, removed.counters, removed.kernel_limits), ("gone", None, IoMaxRates::NONE));
         assert_eq!(stalled, [CgroupPressure { cgroup: "a".into(), some_us: 2_500_000, full_us: 1_500_000 }]);
     }
 }

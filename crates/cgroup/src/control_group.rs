@@ -138,9 +138,9 @@ impl ControlGroup {
         if self.version == Version::V1 {
             return Ok(());
         }
-        let has = self.controllers().with_context(|| self.read_context(CONTROLLERS_FILE))?;
+        let available = self.controllers().with_context(|| self.read_context(CONTROLLERS_FILE))?;
         // Without a write if nothing is missing: an unprivileged user may then set limits, too.
-        if controllers.iter().all(|wanted| has.iter().any(|name| name == wanted)) {
+        if controllers.iter().all(|wanted| available.iter().any(|name| name == wanted)) {
             return Ok(());
         }
         let mut above: Vec<_> = std::iter::successors(self.parent(), Self::parent).collect();
@@ -154,17 +154,17 @@ impl ControlGroup {
     }
 
     fn enable_in_subtree(&self, controllers: &[&str]) -> anyhow::Result<()> {
-        let has = self.controllers().with_context(|| self.read_context(CONTROLLERS_FILE))?;
-        let hands_down =
+        let available = self.controllers().with_context(|| self.read_context(CONTROLLERS_FILE))?;
+        let enabled =
             words(&self.read(SUBTREE_CONTROL_FILE).with_context(|| self.read_context(SUBTREE_CONTROL_FILE))?);
         let mut change = Vec::new();
         for &wanted in controllers {
             // Repeating `+io` would be harmless, but fails with EBUSY in a cgroup that has
             // processes.
-            if hands_down.iter().any(|name| name == wanted) {
+            if enabled.iter().any(|name| name == wanted) {
                 continue;
             }
-            if !has.iter().any(|name| name == wanted) {
+            if !available.iter().any(|name| name == wanted) {
                 bail!(
                     "cgroup {}: it has no {wanted} controller (the kernel lacks it, or it is bound \
                      to cgroup v1: see /proc/cgroups)",
@@ -182,7 +182,7 @@ impl ControlGroup {
 
     /// Source: cgroup-v2.rst, "No Internal Process Constraint" and "Threads".
     fn describe_refusal(&self, change: &str, error: &io::Error) -> anyhow::Error {
-        let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
+        let remedy = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
             Some(nix::errno::Errno::EBUSY) => {
                 "it has processes itself, and only the root may have both: move them into a child cgroup"
             }
@@ -195,7 +195,7 @@ impl ControlGroup {
             _ => "see the kernel's log",
         };
         anyhow!(
-            "cgroup {}: {SUBTREE_CONTROL_FILE} refuses \"{change}\": {error} ({mend})",
+            "cgroup {}: {SUBTREE_CONTROL_FILE} refuses \"{change}\": {error} ({remedy})",
             self.name.display()
         )
     }

@@ -50,8 +50,8 @@ fn cgroup_is_created_and_removed() {
     let group = ControlGroup::create(&parent, "weir-1").expect("made");
     assert_eq!(group, machine.group("/a/weir-1"));
     assert!(group.exists());
-    let again = ControlGroup::create(&parent, "weir-1").expect_err("there already");
-    assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
+    let duplicate_error = ControlGroup::create(&parent, "weir-1").expect_err("there already");
+    assert_eq!(duplicate_error.kind(), io::ErrorKind::AlreadyExists);
     group.clone().remove().expect("empty");
     assert!(!group.exists());
     assert_eq!(group.remove().expect_err("gone").kind(), io::ErrorKind::NotFound);
@@ -86,7 +86,7 @@ fn missing_controllers_are_enabled_at_every_level() {
 }
 
 #[test]
-fn a_cgroup_that_has_the_controllers_is_left_alone() {
+fn enabled_controllers_are_not_written_again() {
     let (machine, group) = levels("");
     machine.write("/a/b/c", CONTROLLERS_FILE, "cpu io\n");
     group.enable_controllers(&["io"]).expect("there already");

@@ -166,7 +166,7 @@ fn next_path(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
 
 /// A notice for a Btrfs on several devices, of which mountinfo names only one.
 fn btrfs_devices_notice(roots: &KernelRoots, text: &str, number: DeviceNumber) -> Option<String> {
-    let own = device_name(roots, number)?;
+    let device = device_name(roots, number)?;
     // sysfs lists the devices of each Btrfs by its UUID; the right one contains this device.
     let systems = fs::read_dir(roots.sys.join("fs/btrfs")).ok()?;
     let devices = systems.flatten().find_map(|system| {
@@ -175,13 +175,13 @@ fn btrfs_devices_notice(roots: &KernelRoots, text: &str, number: DeviceNumber) -
             // sysfs replaces the slashes in names such as `cciss/c0d0`.
             links.flatten().map(|link| link.file_name().to_string_lossy().replace('!', "/")).collect();
         names.sort();
-        names.contains(&own).then_some(names)
+        names.contains(&device).then_some(names)
     })?;
     let others: Vec<_> =
-        devices.iter().filter(|name| **name != own).map(|name| format!("/dev/{name}")).collect();
+        devices.iter().filter(|name| **name != device).map(|name| format!("/dev/{name}")).collect();
     (!others.is_empty()).then(|| {
         format!(
-            "{text} is on a Btrfs of several devices; limits are for /dev/{own} only, not for {}",
+            "{text} is on a Btrfs of several devices; limits are for /dev/{device} only, not for {}",
             others.join(", ")
         )
     })

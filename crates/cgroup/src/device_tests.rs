@@ -11,9 +11,9 @@ fn machine() -> FakeMachine {
 }
 
 /// Mounts a different file system, given as type, source and options, on `/proc`.
-fn mounted(what: &str) -> FakeMachine {
+fn mounted(file_system: &str) -> FakeMachine {
     let machine = machine();
-    fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {what}\n")).expect("written");
+    fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {file_system}\n")).expect("written");
     machine
 }
 
@@ -31,7 +31,7 @@ fn refused(machine: &FakeMachine, text: &str, expect: &str) {
 }
 
 #[test]
-fn a_number_is_a_disk_and_a_partition_s_that_of_its_disk() {
+fn partition_number_resolves_to_its_disk() {
     let machine = machine();
     check(&machine, "254:16", "/dev/vdb", &[]);
     check(
@@ -60,7 +60,7 @@ fn non_disk_is_rejected() {
 
 #[test]
 fn path_without_a_local_disk_is_rejected_with_a_remedy() {
-    for (what, expect) in [
+    for (file_system, expect) in [
         (
             "nfs4 server:/home rw",
             "/proc is on another machine (nfs4, server:/home), not on a disk of this one",
@@ -83,12 +83,12 @@ fn path_without_a_local_disk_is_rejected_with_a_remedy() {
         ("btrfs /dev/no-such-disk rw", "/dev/no-such-disk: No such file or directory"),
         ("btrfs /dev/null rw", "/dev/null is a character device"),
     ] {
-        refused(&mounted(what), "/proc/self/stat", expect);
+        refused(&mounted(file_system), "/proc/self/stat", expect);
     }
 }
 
 #[test]
-fn a_path_is_on_the_disk_of_its_file_system_also_below_an_overlay() {
+fn path_resolves_to_its_disk_even_below_an_overlay() {
     let upper = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     let number = DeviceNumber::unpack(fs::metadata(upper.path()).expect("there").dev());
     // File systems such as overlay have no device number that a fake machine could have.
@@ -125,17 +125,17 @@ fn mount_is_found_by_device_number_before_path() {
 #[test]
 fn multi_device_btrfs_is_limited_on_one_device_with_a_warning() {
     let machine = machine();
-    let of = |minor| btrfs_devices_notice(&machine.roots(), "/srv", DeviceNumber { major: 254, minor });
-    assert_eq!(of(0), None, "no Btrfs is known");
+    let notice = |minor| btrfs_devices_notice(&machine.roots(), "/srv", DeviceNumber { major: 254, minor });
+    assert_eq!(notice(0), None, "no Btrfs is known");
     for device in ["vda1", "vdb"] {
         fs::create_dir_all(machine.path("sys/fs/btrfs/4a-uuid/devices").join(device)).expect("made");
     }
     fs::create_dir_all(machine.path("sys/fs/btrfs/features")).expect("made");
-    assert_eq!(of(0), None, "this one lies on others");
+    assert_eq!(notice(0), None, "this one lies on others");
     let expect = "/srv is on a Btrfs of several devices; limits are for /dev/vda1 only, not for /dev/vdb";
-    assert_eq!(of(1).as_deref(), Some(expect));
+    assert_eq!(notice(1).as_deref(), Some(expect));
     fs::remove_dir(machine.path("sys/fs/btrfs/4a-uuid/devices/vdb")).expect("removed");
-    assert_eq!(of(1), None);
+    assert_eq!(notice(1), None);
 }
 
 #[test]

@@ -72,25 +72,25 @@ pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), CommandFailure> {
     let group = target::resolve(&hierarchy, &arguments.cgroup)?;
     let subject = ExplainSubject {
         group,
-        only: arguments.cgroup.parse().ok(),
+        pid: arguments.cgroup.parse().ok(),
         limits: arguments.limits_file.path().to_owned(),
     };
     let facts = facts::collect(&hierarchy, &subject)?;
     let findings = findings::find(&facts);
-    let wish = MeasureOptions {
+    let options = MeasureOptions {
         directory: arguments.directory.as_deref(),
         max_bytes: arguments.size,
         time: Duration::from_secs(arguments.seconds),
         quiet: arguments.json,
     };
     // A closure: the measurement takes seconds, and the text's verdict is printed before it starts.
-    let measure = || measure::measure(&hierarchy, &subject.group, &facts, &wish);
+    let measure = || measure::measure(&hierarchy, &subject.group, &facts, &options);
     if arguments.json {
-        let mut answer = json::json(&facts, &findings);
+        let mut report = json::json(&facts, &findings);
         if arguments.measure {
-            answer["measured"] = measure::json(&measure()?);
+            report["measured"] = measure::json(&measure()?);
         }
-        return Ok(print_json(&answer)?);
+        return Ok(print_json(&report)?);
     }
     print(&text::text(&facts, &findings))?;
     if arguments.measure {

@@ -75,11 +75,11 @@ impl FakeMachine {
     }
 
     /// Adds a mount: directory `root` of a file system given as type, source and options.
-    pub(crate) fn mount(&self, point: &Path, root: &str, what: &str) {
+    pub(crate) fn mount(&self, point: &Path, root: &str, file_system: &str) {
         fs::create_dir_all(point).expect("made");
         let path = self.path("proc/self/mountinfo");
         let text = fs::read_to_string(&path).expect("there");
-        let line = format!("30 25 0:26 {root} {} rw,nosuid shared:9 - {what}\n", point.display());
+        let line = format!("30 25 0:26 {root} {} rw,nosuid shared:9 - {file_system}\n", point.display());
         fs::write(path, text + &line).expect("written");
     }
 

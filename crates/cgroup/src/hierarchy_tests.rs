@@ -12,7 +12,7 @@ fn version_2_limits_block_io_where_its_root_has_the_controller() {
 }
 
 #[test]
-fn version_1_does_where_it_has_blkio() {
+fn v1_is_used_where_it_has_blkio() {
     let machine = FakeMachine::v1();
     let hierarchy = machine.hierarchy();
     assert_eq!((hierarchy.version(), hierarchy.root()), (Some(Version::V1), Some(machine.root().as_path())));
@@ -66,7 +66,7 @@ fn a_process_is_in_the_cgroup_of_the_hierarchy_that_limits() {
 }
 
 #[test]
-fn the_root_is_a_cgroup_too() {
+fn root_is_a_cgroup() {
     let machine = FakeMachine::v2("io");
     machine.process(2, "0::/\n");
     let group = machine.hierarchy().group_of_pid(2).expect("there");
@@ -74,7 +74,7 @@ fn the_root_is_a_cgroup_too() {
 }
 
 #[test]
-fn a_process_that_has_no_cgroup_here_is_an_error_that_says_why() {
+fn process_without_a_cgroup_is_an_error_with_reason() {
     #[track_caller]
     fn check(machine: &FakeMachine, expect: &str) {
         let error = format!("{:#}", machine.hierarchy().group_of_pid(7).expect_err("none"));
@@ -106,7 +106,7 @@ fn container_without_cgroup_namespace_hides_the_host_prefix() {
 }
 
 #[test]
-fn systemd_is_there_if_it_says_so() {
+fn systemd_is_detected_by_its_runtime_directory() {
     let machine = FakeMachine::v2("io");
     assert!(!machine.hierarchy().has_systemd());
     fs::create_dir_all(machine.path("run/systemd/system")).expect("made");

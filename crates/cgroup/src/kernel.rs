@@ -45,12 +45,12 @@ pub(crate) struct UnknownFormat {
 }
 
 impl UnknownFormat {
-    pub(crate) fn new(what: &'static str, line: &str) -> Self {
-        let mut kept: String = line.chars().take(MAX_LINE_CHARS).collect();
-        if kept.len() < line.len() {
-            kept.push('…');
+    pub(crate) fn new(file: &'static str, line: &str) -> Self {
+        let mut truncated: String = line.chars().take(MAX_LINE_CHARS).collect();
+        if truncated.len() < line.len() {
+            truncated.push('…');
         }
-        Self { what, line: kept }
+        Self { what: file, line: truncated }
     }
 }
 

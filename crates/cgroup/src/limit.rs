@@ -57,19 +57,19 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
         (Ok(group), Ok(device)) => (group, device),
         // A removal must work even if the cgroup or the disk no longer exists: then only the file
         // is changed.
-        (Err(why), device) if arguments.remove => {
+        (Err(resolve_error), device) if arguments.remove => {
             let known = device.ok().map(|device| device.identity.number());
-            return remove_stale_entries(&hierarchy, &arguments, known, why);
+            return remove_stale_entries(&hierarchy, &arguments, known, resolve_error);
         }
-        (_, Err(why)) if arguments.remove => return remove_stale_entries(&hierarchy, &arguments, None, why),
-        (Err(why), _) | (_, Err(why)) => return Err(why.into()),
+        (_, Err(resolve_error)) if arguments.remove => return remove_stale_entries(&hierarchy, &arguments, None, resolve_error),
+        (Err(resolve_error), _) | (_, Err(resolve_error)) => return Err(resolve_error.into()),
     };
     let mut outcome = if arguments.remove {
-        remove_limits(&hierarchy, arguments.kept.path(), &group, &device.identity)?
+        remove_limits(&hierarchy, arguments.limits_file.path(), &group, &device.identity)?
     } else if change.is_empty() {
-        current_limits(arguments.kept.path(), &group, &device.identity)?
+        current_limits(arguments.limits_file.path(), &group, &device.identity)?
     } else {
-        set_limits(&hierarchy, arguments.kept.path(), &group, &device.identity, &change)?
+        set_limits(&hierarchy, arguments.limits_file.path(), &group, &device.identity, &change)?
     };
     // Notices about the device come first.
     outcome.notices.splice(0..0, device.notices);
@@ -89,10 +89,10 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
 
 /// The limits in force in the kernel, and those in the limits file.
 fn current_limits(file: &Path, group: &ControlGroup, device: &DeviceIdentity) -> anyhow::Result<LimitReport> {
-    let kept = LimitsFile::load(file)?;
-    let asked = ConfiguredLimits::of(&kept, &group.name, device.number());
-    let told = write::read_limits(group, device.number())?;
-    Ok(LimitReport::new(group, device, told, asked, Vec::new()))
+    let limits_file = LimitsFile::load(file)?;
+    let configured = ConfiguredLimits::of(&limits_file, &group.name, device.number());
+    let kernel_rates = write::read_limits(group, device.number())?;
+    Ok(LimitReport::new(group, device, kernel_rates, configured, Vec::new()))
 }
 
 /// Changes the limits of a control group on a device and stores them; rolls back on an error.
@@ -107,7 +107,7 @@ pub(crate) fn set_limits(
         bail!("the root cgroup has no limits (limit a cgroup below it, or several with --group)");
     }
     let mut locked = LockedLimitsFile::open(file)?;
-    let before = locked.kept.clone();
+    let before = locked.limits_file.clone();
     let place = (device.number(), device.key());
     let is_new = before.entry(group, device.number()).is_none();
     // Without the io controller the cgroup has no limits file.
@@ -123,15 +123,15 @@ pub(crate) fn set_limits(
             .push(format!("its limits that another program had set are replaced by those of group {name}"));
     } else if found != IoMaxRates::NONE {
         // Unnamed limits stay in force, even if another program set them.
-        locked.kept.change(group, place, &LimitsChange::of_rates(found))?;
+        locked.limits_file.change(group, place, &LimitsChange::of_rates(found))?;
         notices.push(
             "another program had set limits: weir keeps and manages those that were not given".to_owned(),
         );
     }
-    locked.kept.change(group, place, change)?;
-    let entry = locked.kept.entry(group, device.number()).context("a change keeps its entry")?;
+    locked.limits_file.change(group, place, change)?;
+    let entry = locked.limits_file.entry(group, device.number()).context("a change keeps its entry")?;
     if group.version == Version::V1 {
-        reject_unsupported_on_v1(&locked.kept.limits_of(entry).limits()?, change)?;
+        reject_unsupported_on_v1(&locked.limits_file.limits_of(entry).limits()?, change)?;
         notices.push(V1.to_owned());
     } else {
         // The controllers must be enabled before the first limit is written.
@@ -140,28 +140,28 @@ pub(crate) fn set_limits(
     // Planned before anything is written: an invalid weight must not leave half of a change.
     let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
     // The kernel first, the file last: an error up to here leaves the file unchanged.
-    let rates = settling::apply_change(hierarchy, &before, &locked.kept, Some((group, device.number())))?;
-    let told = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose();
-    match told.and_then(|notice| locked.save().map(|()| notice)) {
+    let rates = settling::apply_change(hierarchy, &before, &locked.limits_file, Some((group, device.number())))?;
+    let weight_result = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose();
+    match weight_result.and_then(|notice| locked.save().map(|()| notice)) {
         Ok(notice) => notices.extend(notice),
         Err(error) => {
             // Best effort: the kernel accepted these values a moment ago. The first error is
             // reported.
-            let _ = settling::apply_change(hierarchy, &locked.kept, &before, None);
+            let _ = settling::apply_change(hierarchy, &locked.limits_file, &before, None);
             if is_new {
-                let place = (device.number(), device.node());
-                let telling = LimitWrite { group: group.clone(), device: place, rates: found, before: found };
-                let _ = write::write_all(hierarchy, &[telling]);
+                let device_and_node = (device.number(), device.node());
+                let limit_write = LimitWrite { group: group.clone(), device: device_and_node, rates: found, before: found };
+                let _ = write::write_all(hierarchy, &[limit_write]);
             }
             return Err(error);
         }
     }
-    add_notices(&before, &locked.kept, file, (group, device.number()), &mut notices)?;
+    add_notices(&before, &locked.limits_file, file, (group, device.number()), &mut notices)?;
     if hierarchy.has_systemd() && write::is_user_unit(group) {
         notices.push("it is a unit of a user's systemd, which may undo this change at any time".to_owned());
     }
-    let asked = ConfiguredLimits::of(&locked.kept, &group.name, device.number());
-    Ok(LimitReport::new(group, device, rates.unwrap_or(IoMaxRates::NONE), asked, notices))
+    let configured = ConfiguredLimits::of(&locked.limits_file, &group.name, device.number());
+    Ok(LimitReport::new(group, device, rates.unwrap_or(IoMaxRates::NONE), configured, notices))
 }
 
 /// Removes all limits of a control group on a device, in the kernel and in the limits file.
@@ -172,37 +172,37 @@ pub(crate) fn remove_limits(
     device: &DeviceIdentity,
 ) -> anyhow::Result<LimitReport> {
     let mut locked = LockedLimitsFile::open(file)?;
-    let before = locked.kept.clone();
+    let before = locked.limits_file.clone();
     // Only a weight that weir set is reset.
     let weighted = before.entry(group, device.number()).and_then(CgroupEntry::given_weight);
-    let told = write::read_limits(group, device.number())?;
-    if !locked.kept.remove(group, device.number()) && told == IoMaxRates::NONE {
+    let kernel_rates = write::read_limits(group, device.number())?;
+    if !locked.limits_file.remove(group, device.number()) && kernel_rates == IoMaxRates::NONE {
         bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
     }
-    let place = (device.number(), device.node());
+    let device_and_node = (device.number(), device.node());
     // Roll back to the settled rates: the present value may be a burst of `watch`.
     let settled = settling::settled_rates(hierarchy, &before)?.into_iter();
     let mut settled = settled.filter(|(other, number, _)| other == group && *number == device.number());
-    let before_rates = settled.next().map_or(told, |(.., rates)| rates);
-    let telling =
-        LimitWrite { group: group.clone(), device: place, rates: IoMaxRates::NONE, before: before_rates };
+    let before_rates = settled.next().map_or(kernel_rates, |(.., rates)| rates);
+    let limit_write =
+        LimitWrite { group: group.clone(), device: device_and_node, rates: IoMaxRates::NONE, before: before_rates };
     // Stored first: `watch` would otherwise write the old limits again until it reads the change.
     locked.save()?;
-    let removed = write::write_all(hierarchy, &[telling])
-        .and_then(|()| settling::apply_change(hierarchy, &before, &locked.kept, None))
+    let removed = write::write_all(hierarchy, &[limit_write])
+        .and_then(|()| settling::apply_change(hierarchy, &before, &locked.limits_file, None))
         .and_then(|_| match weighted {
-            Some(_) => weight::reset(hierarchy, group, device, &locked.kept),
+            Some(_) => weight::reset(hierarchy, group, device, &locked.limits_file),
             None => Ok(()),
         });
     if let Err(error) = removed {
         // Roll back: the old limits are in force and stored again. Best effort; the first error is
         // reported.
-        let after = std::mem::replace(&mut locked.kept, before);
-        let place = (device.number(), device.node());
-        let telling =
-            LimitWrite { group: group.clone(), device: place, rates: before_rates, before: before_rates };
-        let _ = write::write_all(hierarchy, &[telling]);
-        let _ = settling::apply_change(hierarchy, &after, &locked.kept, None);
+        let after = std::mem::replace(&mut locked.limits_file, before);
+        let device_and_node = (device.number(), device.node());
+        let limit_write =
+            LimitWrite { group: group.clone(), device: device_and_node, rates: before_rates, before: before_rates };
+        let _ = write::write_all(hierarchy, &[limit_write]);
+        let _ = settling::apply_change(hierarchy, &after, &locked.limits_file, None);
         if let Ok(Some(weight)) = weight::plan(hierarchy, group, device, weighted, true) {
             let _ = weight.write(hierarchy, group, &device.node());
         }
@@ -218,47 +218,47 @@ fn remove_stale_entries(
     hierarchy: &CgroupHierarchy,
     arguments: &CgroupLimitArgs,
     known: Option<DeviceNumber>,
-    why: anyhow::Error,
+    resolve_error: anyhow::Error,
 ) -> Result<(), CommandFailure> {
     let (cgroup, device) = (arguments.cgroup.as_str(), arguments.device.as_str());
-    let mut locked = LockedLimitsFile::open(arguments.kept.path())?;
-    let before = locked.kept.clone();
+    let mut locked = LockedLimitsFile::open(arguments.limits_file.path())?;
+    let before = locked.limits_file.clone();
     let is_gone = |entry: &CgroupEntry| {
-        let there = hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
-        !there
+        let group_exists = hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
+        !group_exists
             || entry
                 .device()
                 .is_ok_and(|number| !hierarchy.roots.sys.join(format!("dev/block/{number}")).exists())
     };
     // A name can only be guessed: the cgroup or the disk no longer exists to resolve it.
-    let forgotten = locked.kept.remove_where(|entry| {
+    let forgotten = locked.limits_file.remove_where(|entry| {
         is_gone(entry)
             && target::could_have_named(hierarchy, cgroup, &entry.cgroup)
             && entry.could_be_on(device, known)
     });
     if forgotten.is_empty() {
-        return Err(why.into());
+        return Err(resolve_error.into());
     }
     // Several entries could be meant, and removing the wrong one cannot be undone.
     if forgotten.len() > 1 {
-        let fit = |entry: &CgroupEntry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
-        let all: Vec<String> = forgotten.iter().map(fit).collect();
-        let what = anyhow!(
+        let describe = |entry: &CgroupEntry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
+        let all: Vec<String> = forgotten.iter().map(describe).collect();
+        let error = anyhow!(
             "cgroup {cgroup:?} on {device:?}: ambiguous, {} removed ones match: {} (give the path \
              of one, and its disk's number)",
             all.len(),
             all.join(", ")
         );
-        return Err(what.into());
+        return Err(error.into());
     }
     locked.save()?;
-    settling::apply_change(hierarchy, &before, &locked.kept, None)?;
-    let forgotten: Vec<String> = forgotten.iter().map(|entry| entry.cgroup.display().to_string()).collect();
+    settling::apply_change(hierarchy, &before, &locked.limits_file, None)?;
+    let names: Vec<String> = forgotten.iter().map(|entry| entry.cgroup.display().to_string()).collect();
     if arguments.json {
-        return Ok(print_json(&serde_json::json!({ "forgotten": forgotten }))?);
+        return Ok(print_json(&serde_json::json!({ "forgotten": names }))?);
     }
     let line = |cgroup: &String| format!("{cgroup} does not exist, and its limits were removed\n");
-    Ok(print(&forgotten.iter().map(line).collect::<String>())?)
+    Ok(print(&names.iter().map(line).collect::<String>())?)
 }
 
 const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes escape it \
@@ -269,7 +269,7 @@ fn reject_unsupported_on_v1(limits: &Limits, change: &LimitsChange) -> anyhow::R
     // The same decision as in `watch`: bursts and totals need steering.
     let mut pool = policy::steering::SteeringPool::new(limits, Instant::ZERO);
     pool.add(policy::steering::SteeredMember::new(limits_file::DEFAULT_WEIGHT));
-    let what = if pool.is_steered() {
+    let features = if pool.is_steered() {
         "bursts and limits on reads and writes together"
     } else if change.watermark.is_some_and(|percent| percent > 0) {
         "watermarks"
@@ -281,7 +281,7 @@ fn reject_unsupported_on_v1(limits: &Limits, change: &LimitsChange) -> anyhow::R
         return Ok(());
     };
     bail!(
-        "{what} need cgroup v2, and this machine limits block I/O with v1 (set --bps-read, \
+        "{features} need cgroup v2, and this machine limits block I/O with v1 (set --bps-read, \
          --bps-write, --iops-read and --iops-write alone)"
     )
 }
@@ -298,39 +298,39 @@ fn enable_controllers(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow
 
 fn add_notices(
     before: &LimitsFile,
-    kept: &LimitsFile,
+    limits_file: &LimitsFile,
     file: &Path,
     (group, device): (&ControlGroup, DeviceNumber),
     notices: &mut Vec<String>,
 ) -> anyhow::Result<()> {
     // The group that this entry belongs to now.
-    let mine = |entry: &CgroupEntry| {
+    let is_own = |entry: &CgroupEntry| {
         entry.cgroup == group.name && entry.device().is_ok_and(|number| number == device)
     };
-    let sharing = LimitPool::all(kept)?.into_iter().find(|sharing| sharing.members.iter().any(mine));
-    let Some(sharing) = sharing else { return Ok(()) };
-    let joined = kept.entry(group, device).and_then(|entry| entry.group.as_ref());
+    let pool = LimitPool::all(limits_file)?.into_iter().find(|sharing| sharing.members.iter().any(is_own));
+    let Some(pool) = pool else { return Ok(()) };
+    let group_name = limits_file.entry(group, device).and_then(|entry| entry.group.as_ref());
     let alone_before = before.entry(group, device).filter(|entry| entry.group.is_none());
-    if let (Some(name), Some(alone)) = (joined, alone_before)
+    if let (Some(name), Some(alone)) = (group_name, alone_before)
         && !before.limits_of(alone).limits()?.is_unlimited()
     {
         notices.push(format!("its own limits are replaced by those of group {name}"));
     }
-    let weighted = notices.iter().any(|notice| notice.contains("to enforce"));
-    if sharing.limits.is_unlimited() && weighted && sharing.watermark == Watermark::ALWAYS {
+    let has_weight_notice = notices.iter().any(|notice| notice.contains("to enforce"));
+    if pool.limits.is_unlimited() && has_weight_notice && pool.watermark == Watermark::ALWAYS {
         // A weight alone is enforced by the kernel, without limits.
-    } else if let Some(name) = joined.filter(|_| sharing.cluster && sharing.limits.is_unlimited()) {
+    } else if let Some(name) = group_name.filter(|_| pool.cluster && pool.limits.is_unlimited()) {
         notices.push(format!(
             "the cluster has no limits for group {name} yet, or they have not come here yet (set \
              them: `weir throttle {name} --cluster --bps-write 20M`)"
         ));
-    } else if sharing.limits.is_unlimited() {
-        let who = joined.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));
+    } else if pool.limits.is_unlimited() {
+        let subject = group_name.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));
         notices.push(format!(
-            "{who} has no limits yet: a watermark, a weight or a group has no effect without one \
+            "{subject} has no limits yet: a watermark, a weight or a group has no effect without one \
              (set one, such as --bps-write 20M)"
         ));
-    } else if sharing.needs_watch() && !WatchLock::is_taken(file) {
+    } else if pool.needs_watch() && !WatchLock::is_taken(file) {
         notices.push(
             "bursts, watermarks, totals and groups need `weir cgroup watch`, which is not running: \
              until then limits are enforced without bursts, totals in equal halves, and groups by \

@@ -53,9 +53,9 @@ pub(crate) fn merged(files: &[LimitFile]) -> BTreeMap<DeviceNumber, IoMaxRates> 
 }
 
 /// Merges the rates from another file of the same device.
-pub(crate) fn merge_rates(rates: &mut IoMaxRates, more: IoMaxRates) {
-    let of = |index: usize| (rates.bps[index].or(more.bps[index]), rates.iops[index].or(more.iops[index]));
-    let ((read_bps, read_iops), (write_bps, write_iops)) = (of(0), of(1));
+pub(crate) fn merge_rates(rates: &mut IoMaxRates, other: IoMaxRates) {
+    let merged_at = |index: usize| (rates.bps[index].or(other.bps[index]), rates.iops[index].or(other.iops[index]));
+    let ((read_bps, read_iops), (write_bps, write_iops)) = (merged_at(0), merged_at(1));
     *rates = IoMaxRates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
 }
 

@@ -64,47 +64,47 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
     let parent = arguments.parent.as_ref().map(|parent| target::resolve(&hierarchy, parent)).transpose()?;
     // Blocked before anything needs cleaning up: from here on no signal kills weir.
     let signals = ForwardedSignals::block().context("signals cannot be awaited")?;
-    let place = CommandCgroup::make(&hierarchy, parent, arguments.name.as_deref())?;
-    let places = CommandPaths { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
+    let cgroup = CommandCgroup::make(&hierarchy, parent, arguments.name.as_deref())?;
+    let paths = CommandPaths { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
     // In force before the command starts, so that its first request is throttled as well.
-    let held = command_limits::apply_limits(&hierarchy, place.group(), disk, &change, &places)?;
+    let limits_in_force = command_limits::apply_limits(&hierarchy, cgroup.group(), disk, &change, &paths)?;
     // Before the command's own output begins.
     let notices = device.iter().flat_map(|device| &device.notices);
-    for notice in notices.chain(&held.notices) {
+    for notice in notices.chain(&limits_in_force.notices) {
         print_notice(notice);
     }
 
-    let ran = run_command(place.group(), &arguments.command, &signals, &hierarchy)?;
-    let asked = ConfiguredLimits {
+    let finished = run_command(cgroup.group(), &arguments.command, &signals, &hierarchy)?;
+    let configured = ConfiguredLimits {
         limits,
         watermark: change.watermark.unwrap_or(0),
         weight: change.weight,
         group: change.group.filter(|name| !name.is_empty()),
     };
     let mut summary = CommandSummary {
-        cgroup: place.group().name.clone(),
-        status: ran.ended.status,
-        wall: ran.wall,
+        cgroup: cgroup.group().name.clone(),
+        status: finished.end.status,
+        wall: finished.wall,
         limited: disk.map(DeviceIdentity::number),
-        asked,
-        devices: device_usage(&ran, disk.map(DeviceIdentity::number)),
-        waited: time_waited(&ran, &hierarchy),
-        dirty_bytes: dirty_bytes(place.group()),
-        left: None,
+        configured,
+        devices: device_usage(&finished, disk.map(DeviceIdentity::number)),
+        waited: time_waited(&finished, &hierarchy),
+        dirty_bytes: dirty_bytes(cgroup.group()),
+        remaining: None,
     };
     // Limits are removed only if no process needs them any more.
-    let outlived = place.end(arguments.kill);
+    let outlived = cgroup.end(arguments.kill);
     if outlived.is_empty() {
-        drop(held);
+        drop(limits_in_force);
     } else {
-        held.leave();
+        limits_in_force.leave();
     }
-    summary.left = place.remove(outlived);
+    summary.remaining = cgroup.remove(outlived);
     if let Err(error) = write_summary(&arguments, &summary) {
         // The command's status is returned even if the report cannot be written.
         print_error(&error);
     }
-    match ran.ended.status {
+    match finished.end.status {
         0 => Ok(()),
         status => Err(CommandFailure::Found(status)),
     }
@@ -113,7 +113,7 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
 struct FinishedCommand {
     before: CgroupReading,
     after: CgroupReading,
-    ended: CommandEnd,
+    end: CommandEnd,
     wall: Duration,
 }
 
@@ -126,15 +126,15 @@ fn run_command(
     let began = Instant::now();
     let before = read_cgroup(group)?;
     let mut child = command::start(group, command)?;
-    let ended = signals.await_end(&mut child, &hierarchy.roots.proc);
-    let ended = ended.context("the command cannot be awaited")?;
+    let end = signals.await_end(&mut child, &hierarchy.roots.proc);
+    let end = end.context("the command cannot be awaited")?;
     let wall = began.elapsed();
     // The command's status is returned even if the command removed its cgroup.
     let after = read_cgroup(group).unwrap_or_else(|error| {
         print_error(&error);
         before.clone()
     });
-    Ok(FinishedCommand { before, after, ended, wall })
+    Ok(FinishedCommand { before, after, end, wall })
 }
 
 /// Usage of each device, always including the limited one; `None` for a device whose counters fell.
@@ -148,17 +148,17 @@ fn device_usage(
     // The limited device comes first.
     let others = after.devices.keys().copied().filter(|&number| Some(number) != limited);
     let numbers: Vec<DeviceNumber> = limited.into_iter().chain(others).collect();
-    let of = |number| (number, reading::node(number), usage(after, number).since(&usage(before, number)));
+    let row = |number| (number, reading::node(number), usage(after, number).since(&usage(before, number)));
     numbers
         .into_iter()
-        .map(of)
+        .map(row)
         // Other devices only if the command used them.
         .filter(|(number, _, done)| Some(*number) == limited || *done != Some(CgroupIoUsage::default()))
         .collect()
 }
 
 fn time_waited(
-    FinishedCommand { before, after, ended, .. }: &FinishedCommand,
+    FinishedCommand { before, after, end: ended, .. }: &FinishedCommand,
     hierarchy: &CgroupHierarchy,
 ) -> IoWait {
     let pressure = before.pressure.zip(after.pressure).and_then(|(before, after)| {

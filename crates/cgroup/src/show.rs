@@ -37,7 +37,7 @@ pub(crate) fn show(arguments: ShowArgs) -> Result<(), CommandFailure> {
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     let survey = CgroupSurvey::new(
         hierarchy,
-        arguments.kept.path(),
+        arguments.limits_file.path(),
         &arguments.groups,
         arguments.device.as_deref(),
         arguments.all,
@@ -50,21 +50,21 @@ pub(crate) fn show(arguments: ShowArgs) -> Result<(), CommandFailure> {
         Some(earlier)
     };
     let later = survey.snapshot(arguments.tasks)?;
-    let missing = if arguments.groups.is_empty() { survey.missing(&later.kept) } else { Vec::new() };
+    let missing = if arguments.groups.is_empty() { survey.missing(&later.limits_file) } else { Vec::new() };
     for notice in survey.notices.iter().chain(&missing) {
         print_notice(notice);
     }
-    for said in &later.wrong {
-        print_error(&anyhow!("{said}"));
+    for error in &later.errors {
+        print_error(&anyhow!("{error}"));
     }
-    let mut rows = rows(earlier.as_ref(), &later, survey.wish());
+    let mut rows = rows(earlier.as_ref(), &later, survey.row_options());
     for row in &mut rows {
         row.tasks.retain(|task| arguments.tasks && (arguments.all || task.has_io()));
     }
     if arguments.json {
         let interval = earlier.map(|earlier| later.at.saturating_sub(earlier.at));
-        return Ok(print_json(&json::json(&rows, interval, survey.wish()))?);
+        return Ok(print_json(&json::json(&rows, interval, survey.row_options()))?);
     }
     let bold = stdout().is_terminal();
-    Ok(print(&text::render(&rows, survey.wish(), bold))?)
+    Ok(print(&text::render(&rows, survey.row_options(), bold))?)
 }

@@ -143,7 +143,7 @@ fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
 fn only_match(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
     // In cgroup v1 a unit has a cgroup only in the hierarchies that its settings require
     // (systemd.resource-control(5)).
-    let mend = match version {
+    let remedy = match version {
         Version::V1 => {
             "units and containers have a cgroup while they run, and on cgroup v1 a unit has one \
              for block I/O after `systemctl set-property --runtime UNIT IOAccounting=yes`"
@@ -156,7 +156,7 @@ fn only_match(text: &str, version: Version, mut found: Vec<ControlGroup>) -> any
     match (found.pop(), found.len()) {
         (Some(only), 0) => Ok(only),
         (None, _) => bail!(
-            "cgroup {text:?}: no cgroup, unit, container or process with this name ({mend}; `weir \
+            "cgroup {text:?}: no cgroup, unit, container or process with this name ({remedy}; `weir \
              cgroup show` lists all)"
         ),
         (Some(last), others) => {
@@ -189,11 +189,11 @@ fn is_id(text: &str) -> bool {
 
 fn is_container(name: &str, id: &str) -> bool {
     let name = name.strip_suffix(".scope").unwrap_or(name);
-    let (runtime, whole) = name.rsplit_once('-').unwrap_or(("", name));
+    let (runtime, full_id) = name.rsplit_once('-').unwrap_or(("", name));
     // `libpod-conmon-ID.scope` contains the monitor of the container, not the container.
-    let watcher = runtime.ends_with("conmon");
+    let is_monitor = runtime.ends_with("conmon");
     // Names in the hierarchy have the whole id; the user may give its beginning.
-    whole.len() == ID_DIGITS && is_id(whole) && whole.starts_with(id) && !watcher
+    full_id.len() == ID_DIGITS && is_id(full_id) && full_id.starts_with(id) && !is_monitor
 }
 
 #[cfg(test)]

@@ -35,10 +35,10 @@ fn refused(machine: &FakeMachine, text: &str, expect: &str) {
 }
 
 #[test]
-fn a_path_is_from_the_root_of_either_tree() {
+fn path_is_relative_to_host_or_cgroup_root() {
     let machine = server();
-    let whole = machine.root().join("system.slice/nginx.service");
-    check(&machine, whole.to_str().expect("UTF-8"), "/system.slice/nginx.service");
+    let full_path = machine.root().join("system.slice/nginx.service");
+    check(&machine, full_path.to_str().expect("UTF-8"), "/system.slice/nginx.service");
     for text in
         ["/system.slice/nginx.service", "system.slice/nginx.service", "/system.slice//nginx.service/", "weir"]
     {
@@ -64,7 +64,7 @@ fn invalid_path_is_rejected() {
 }
 
 #[test]
-fn a_path_in_a_hierarchy_that_does_not_limit_is_refused() {
+fn path_in_another_hierarchy_is_rejected() {
     let machine = FakeMachine::v1();
     let wrong = machine.path("sys/fs/cgroup/memory/x");
     std::fs::create_dir(&wrong).expect("made");
@@ -90,7 +90,7 @@ fn a_process_is_in_its_cgroup() {
 }
 
 #[test]
-fn a_unit_is_found_wherever_it_is() {
+fn unit_is_found_at_any_depth() {
     let machine = server();
     for text in ["nginx", "nginx.service"] {
         check(&machine, text, "/system.slice/nginx.service");
@@ -107,7 +107,7 @@ fn a_unit_is_found_wherever_it_is() {
 }
 
 #[test]
-fn a_unit_of_several_is_refused_with_their_list() {
+fn ambiguous_unit_is_rejected_with_candidates() {
     let machine = server();
     refused(
         &machine,
@@ -181,7 +181,7 @@ fn container_monitor_is_not_the_container() {
 }
 
 #[test]
-fn a_beginning_of_several_ids_is_refused_with_their_list() {
+fn ambiguous_id_prefix_is_rejected_with_candidates() {
     let machine = server();
     machine.group(&format!("/docker/{ID}"));
     machine.group(&format!("/docker/{OTHER_ID}"));
@@ -228,20 +228,20 @@ fn removed_cgroup_is_matched_by_name() {
     let machine = server();
     let hierarchy = machine.hierarchy();
     let root = machine.root();
-    let means = |text: &str, name: &str| could_have_named(&hierarchy, text, Path::new(name));
+    let matches = |text: &str, name: &str| could_have_named(&hierarchy, text, Path::new(name));
     let service = "/system.slice/nginx.service";
     let below = root.join("system.slice/nginx.service");
     for text in ["nginx", "nginx.service", service, "system.slice/nginx.service", below.to_str().unwrap()] {
-        assert!(means(text, service), "{text}");
+        assert!(matches(text, service), "{text}");
     }
     // A path must match completely, and an empty text matches nothing.
     for text in ["", "/", "/nginx.service", "ginx", "slice/nginx.service"] {
-        assert!(!means(text, service), "{text}");
+        assert!(!matches(text, service), "{text}");
     }
     let id = "4f2e91d0c7aa".repeat(6)[..64].to_owned();
     let container = format!("/system.slice/docker-{id}.scope");
     for text in [&id, &id[..12], &format!("docker://{id}")] {
-        assert!(means(text, &container), "{text}");
+        assert!(matches(text, &container), "{text}");
     }
-    assert!(!means(&id[..11], &container) && !means(&id[1..20], &container));
+    assert!(!matches(&id[..11], &container) && !matches(&id[1..20], &container));
 }

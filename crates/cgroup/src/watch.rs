@@ -89,7 +89,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const FEW_LIMITS: usize = 200;
 
 pub(crate) fn run(arguments: WatchArgs) -> Result<(), CommandFailure> {
-    let path = arguments.kept.path();
+    let path = arguments.limits_file.path();
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     if arguments.settle {
         // Settling while another process steers would end its bursts.
@@ -100,16 +100,16 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), CommandFailure> {
             )
             .into());
         };
-        let kept = LimitsFile::load(path)?;
-        let weighted = weight::restore_weights(&hierarchy, &kept, |_| true);
-        return Ok(settling::settle_latest(&hierarchy, path, &kept).and(weighted)?);
+        let limits_file = LimitsFile::load(path)?;
+        let weight_result = weight::restore_weights(&hierarchy, &limits_file, |_| true);
+        return Ok(settling::settle_latest(&hierarchy, path, &limits_file).and(weight_result)?);
     }
     let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
     logging::start(&LogSettings { filter, format: LogFormat::Text, file: None })?;
     let signals = BlockedSignals::block_for_daemon().context("signals cannot be blocked")?;
     let watch = CgroupWatch::claim(hierarchy, path, CapacityStore::new(arguments.state.as_deref()))?;
     let (stop, stopped) = mpsc::channel();
-    let hear = move |request| match request {
+    let handle_signal = move |request| match request {
         SignalRequest::End(signal) => {
             tracing::info!(signal, "ending");
             stop.send(()).is_ok()
@@ -120,7 +120,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), CommandFailure> {
         | SignalRequest::ReopenLog
         | SignalRequest::Meaningless(_) => true,
     };
-    signals.forward(hear).context("the thread that waits for signals")?;
+    signals.forward(handle_signal).context("the thread that waits for signals")?;
     tracing::info!(limits = %path.display(), "ready");
     // Fails without a service manager, which is no error.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
@@ -137,26 +137,26 @@ struct CgroupWatch {
     hierarchy: CgroupHierarchy,
     path: PathBuf,
     /// Proof that no other process steers, and the guard that revokes grants; `None` in tests.
-    alone: Option<(WatchLock, SettlingGuard)>,
+    lock_and_guard: Option<(WatchLock, SettlingGuard)>,
     /// True if it ends as soon as another process claims these limits.
     gives_way: bool,
     /// Next time to check the file, to sample the devices, and to save levels.
     file_at: Instant,
     sample_at: Instant,
-    keep_at: Instant,
+    save_at: Instant,
     /// Version of the file that was adopted, and of the last one that was rejected with its error.
-    stamp: FileVersion,
-    refused: Option<(FileVersion, String)>,
-    kept: LimitsFile,
-    present: RecreatedGroups,
-    steered: Vec<SteeredPool>,
+    file_version: FileVersion,
+    rejected: Option<(FileVersion, String)>,
+    limits_file: LimitsFile,
+    recreated_groups: RecreatedGroups,
+    steered_pools: Vec<SteeredPool>,
     /// Index of the next pool to verify.
     verified: usize,
     unsteered: UnsteeredPools,
     systemd: SystemdUpdates,
     disks: WatermarkDisks,
     buffer: Vec<u8>,
-    pace: ReadBudget,
+    read_budget: ReadBudget,
     /// Enforcement by watermarks, for metrics.
     known: KnownEnforcement,
     /// Quota leased by the daemon's cluster.
@@ -168,7 +168,7 @@ struct CgroupWatch {
 impl CgroupWatch {
     fn claim(hierarchy: CgroupHierarchy, path: &Path, store: CapacityStore) -> anyhow::Result<Self> {
         check(&hierarchy)?;
-        Self::claim_soon(&hierarchy, path, &store)?.ok_or_else(|| {
+        Self::try_claim(&hierarchy, path, &store)?.ok_or_else(|| {
             anyhow!(
                 "{}: another process already watches these limits (`weir cgroup watch` or `weir serve`)",
                 path.display()
@@ -177,18 +177,18 @@ impl CgroupWatch {
     }
 
     /// Returns `None` if another process still steers after a few seconds and does not give way.
-    fn claim_soon(
+    fn try_claim(
         hierarchy: &CgroupHierarchy,
         path: &Path,
         store: &CapacityStore,
     ) -> anyhow::Result<Option<Self>> {
-        let Some(watched) = WatchLock::claim(path)? else { return Ok(None) };
+        let Some(watch_lock) = WatchLock::claim(path)? else { return Ok(None) };
         let guard = SettlingGuard::start(path)?;
-        Self::start_with(hierarchy.clone(), path, store.clone(), Some((watched, guard))).map(Some)
+        Self::start_with(hierarchy.clone(), path, store.clone(), Some((watch_lock, guard))).map(Some)
     }
 
     /// A watch that gives way; `None` if another process steers or claims these limits.
-    fn stand_in(
+    fn stand_by(
         hierarchy: &CgroupHierarchy,
         path: &Path,
         store: &CapacityStore,
@@ -197,9 +197,9 @@ impl CgroupWatch {
         if WatchLock::is_wanted(path) {
             return Ok(None);
         }
-        let Some(watched) = WatchLock::take(path)? else { return Ok(None) };
+        let Some(watch_lock) = WatchLock::take(path)? else { return Ok(None) };
         let guard = SettlingGuard::start(path)?;
-        let watch = Self::start_with(hierarchy.clone(), path, store.clone(), Some((watched, guard)))?;
+        let watch = Self::start_with(hierarchy.clone(), path, store.clone(), Some((watch_lock, guard)))?;
         Ok(Some(Self { gives_way: true, ..watch }))
     }
 
@@ -208,7 +208,7 @@ impl CgroupWatch {
         hierarchy: CgroupHierarchy,
         path: &Path,
         store: CapacityStore,
-        alone: Option<(WatchLock, SettlingGuard)>,
+        lock_and_guard: Option<(WatchLock, SettlingGuard)>,
     ) -> anyhow::Result<Self> {
         // Before the file is read: a change in between is then seen as a change.
         let stamp = FileVersion::of(path);
@@ -224,22 +224,22 @@ impl CgroupWatch {
         let now = now();
         let mut watch = Self {
             path: path.to_owned(),
-            alone,
+            lock_and_guard,
             gives_way: false,
             file_at: now + FILE_CHECK_INTERVAL,
             sample_at: now,
-            keep_at: now + SAVE_INTERVAL,
-            stamp,
-            refused: None,
-            kept: LimitsFile::default(),
-            present: RecreatedGroups::default(),
-            steered: Vec::new(),
+            save_at: now + SAVE_INTERVAL,
+            file_version: stamp,
+            rejected: None,
+            limits_file: LimitsFile::default(),
+            recreated_groups: RecreatedGroups::default(),
+            steered_pools: Vec::new(),
             verified: 0,
             unsteered: UnsteeredPools::new(hierarchy.clone()),
             systemd: SystemdUpdates::default(),
             disks: WatermarkDisks::new(store),
             buffer: Vec::new(),
-            pace: ReadBudget::new(now, cpu_now()),
+            read_budget: ReadBudget::new(now, cpu_now()),
             known: KnownEnforcement::default(),
             leases: None,
             last_lease_error: None,
@@ -278,19 +278,19 @@ impl CgroupWatch {
         }
         // Leased quota is put into the pools before the round, and acknowledged after the kernel
         // has it.
-        let lent = self.apply_leases(now);
+        let due_leases = self.apply_leases(now);
         self.round(now);
-        self.acknowledge_leases(lent, now);
-        if now >= self.keep_at {
+        self.acknowledge_leases(due_leases, now);
+        if now >= self.save_at {
             self.save_and_verify(now);
-            self.keep_at = now + SAVE_INTERVAL;
+            self.save_at = now + SAVE_INTERVAL;
         }
         // Sleeps until the earliest of all events.
-        let due = self.steered.iter().map(SteeredPool::due).min();
+        let due = self.steered_pools.iter().map(SteeredPool::due).min();
         let next =
-            self.file_at.min(self.keep_at).min(due.unwrap_or(Instant::MAX).max(now + MIN_ROUND_INTERVAL));
-        let lent = self.leases.as_ref().and_then(|lending| lending.next(now));
-        let next = lent.map_or(next, |lent| next.min(lent));
+            self.file_at.min(self.save_at).min(due.unwrap_or(Instant::MAX).max(now + MIN_ROUND_INTERVAL));
+        let next_lease = self.leases.as_ref().and_then(|leases| leases.next(now));
+        let next = next_lease.map_or(next, |lease_at| next.min(lease_at));
         if self.disks.is_empty() { next } else { next.min(self.sample_at) }
     }
 
@@ -299,35 +299,35 @@ impl CgroupWatch {
     /// # Errors
     /// Fails if a group of this name has local limits, or the guard would end together with the
     /// daemon.
-    fn begin_leasing(&mut self, lending: CgroupLeases) -> anyhow::Result<()> {
+    fn begin_leasing(&mut self, leases: CgroupLeases) -> anyhow::Result<()> {
         guard::check(&self.hierarchy)?;
         // Local limits would be overwritten by the cluster's.
-        let own = |name: &&String| self.kept.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
-        if let Some(name) = lending.fallback_shares().keys().find(own) {
+        let has_own_limits = |name: &&String| self.limits_file.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
+        if let Some(name) = leases.fallback_shares().keys().find(has_own_limits) {
             return Err(anyhow!(
                 "{}: group {name} has limits of its own there, and [cluster] names it in \
                  control-groups (give one of them another name)",
                 self.path.display()
             ));
         }
-        self.leases = Some(lending);
+        self.leases = Some(leases);
         Ok(())
     }
 
     /// Puts leased quota into the pools. Returns nothing to acknowledge while the fallback shares
     /// are not in the file, or while the guard is unreachable.
     fn apply_leases(&mut self, now: Instant) -> Vec<leases::DueLimits> {
-        let Some(lending) = self.leases.clone() else { return Vec::new() };
-        let (mut due, safe) = (lending.due(now), lending.fallback_shares());
-        let published = self.publish_fallback_shares(&safe, now);
+        let Some(leases) = self.leases.clone() else { return Vec::new() };
+        let (mut due, fallback) = (leases.due(now), leases.fallback_shares());
+        let published = self.publish_fallback_shares(&fallback, now);
         // The guard must have the deadline before the kernel has the quota.
-        let guarded = self.set_guard_deadline(lending.guard_deadline(&due));
+        let guarded = self.set_guard_deadline(leases.guard_deadline(&due));
         if guarded.is_err() {
-            due = CgroupLeases::to_fallback(due, &safe);
+            due = CgroupLeases::to_fallback(due, &fallback);
         }
         for due in &due {
-            if let Some(steered) = self.steered_of(&due.group) {
-                steered.set_limits(&due.limits, now);
+            if let Some(pool) = self.steered_pool(&due.group) {
+                pool.set_limits(&due.limits, now);
             }
         }
         match guarded.and(published) {
@@ -339,7 +339,7 @@ impl CgroupWatch {
             Err(error) => {
                 // Rate-limited by time, not by text: it is retried many times a second, and file
                 // names in the message differ.
-                if self.last_lease_error.is_none_or(|told| now >= told + LOG_INTERVAL) {
+                if self.last_lease_error.is_none_or(|logged_at| now >= logged_at + LOG_INTERVAL) {
                     tracing::error!("{error:#}; control groups lease no more quota meanwhile");
                     self.last_lease_error = Some(now);
                 }
@@ -348,13 +348,13 @@ impl CgroupWatch {
         }
     }
 
-    fn set_guard_deadline(&mut self, takes_back_at: Option<Instant>) -> anyhow::Result<()> {
-        self.alone.as_mut().map_or(Ok(()), |(_, guard)| guard.set_revocation(takes_back_at))
+    fn set_guard_deadline(&mut self, revokes_at: Option<Instant>) -> anyhow::Result<()> {
+        self.lock_and_guard.as_mut().map_or(Ok(()), |(_, guard)| guard.set_revocation(revokes_at))
     }
 
-    fn steered_of(&mut self, group: &str) -> Option<&mut SteeredPool> {
-        self.steered.iter_mut().find(|steered| {
-            steered.sharing.cluster && steered.sharing.name.strip_prefix("group ") == Some(group)
+    fn steered_pool(&mut self, group: &str) -> Option<&mut SteeredPool> {
+        self.steered_pools.iter_mut().find(|pool| {
+            pool.limit_pool.cluster && pool.limit_pool.name.strip_prefix("group ") == Some(group)
         })
     }
 
@@ -362,16 +362,16 @@ impl CgroupWatch {
     /// would fall back to them.
     fn publish_fallback_shares(
         &mut self,
-        safe: &BTreeMap<String, Limits>,
+        fallback_shares: &BTreeMap<String, Limits>,
         now: Instant,
     ) -> anyhow::Result<bool> {
-        let mut kept = self.kept.clone();
-        kept.replace_cluster_groups(safe);
-        if kept == self.kept {
+        let mut limits_file = self.limits_file.clone();
+        limits_file.replace_cluster_groups(fallback_shares);
+        if limits_file == self.limits_file {
             return Ok(true);
         }
         let Some(mut locked) = LockedLimitsFile::try_open(&self.path)? else { return Ok(false) };
-        locked.kept.replace_cluster_groups(safe);
+        locked.limits_file.replace_cluster_groups(fallback_shares);
         locked.save()?;
         drop(locked);
         // Adopted at once, so that the own change is not taken for one by another process.
@@ -379,13 +379,13 @@ impl CgroupWatch {
         Ok(true)
     }
 
-    fn acknowledge_leases(&mut self, lent: Vec<leases::DueLimits>, now: Instant) {
-        let Some(lending) = self.leases.clone() else { return };
-        for due in lent {
-            let steered = self.steered_of(&due.group);
-            let is_in_force = steered.as_ref().is_none_or(|steered| steered.is_in_force());
-            let doing = steered.map(|steered| steered.demand(now));
-            lending.acknowledge(&due, is_in_force, doing);
+    fn acknowledge_leases(&mut self, due_leases: Vec<leases::DueLimits>, now: Instant) {
+        let Some(leases) = self.leases.clone() else { return };
+        for due in due_leases {
+            let pool = self.steered_pool(&due.group);
+            let is_in_force = pool.as_ref().is_none_or(|pool| pool.is_in_force());
+            let demand = pool.map(|pool| pool.demand(now));
+            leases.acknowledge(&due, is_in_force, demand);
         }
     }
 
@@ -395,47 +395,47 @@ impl CgroupWatch {
         self.round(now());
         self.save_and_verify(now());
         // Closes their files: settling needs some descriptors.
-        self.steered.clear();
+        self.steered_pools.clear();
         // On failure the guard stays and tries as well.
-        settling::settle_latest(&self.hierarchy, &self.path, &self.kept)?;
-        if let Some((_watched, guard)) = self.alone {
+        settling::settle_latest(&self.hierarchy, &self.path, &self.limits_file)?;
+        if let Some((_watched, guard)) = self.lock_and_guard {
             guard.dismiss();
         }
         Ok(())
     }
 
     /// Adopts a changed file; retries one that was rejected before only with `again`.
-    fn check_file(&mut self, now: Instant, again: bool) {
-        let stamp = FileVersion::of(&self.path);
-        let was_refused = self.refused.as_ref().is_some_and(|(refused, _)| *refused == stamp);
-        if stamp == self.stamp || (was_refused && !again) {
+    fn check_file(&mut self, now: Instant, retry: bool) {
+        let file_version = FileVersion::of(&self.path);
+        let was_refused = self.rejected.as_ref().is_some_and(|(refused, _)| *refused == file_version);
+        if file_version == self.file_version || (was_refused && !retry) {
             return;
         }
-        match self.load_changed_file(stamp, now) {
-            Ok(()) => self.refused = None,
+        match self.load_changed_file(file_version, now) {
+            Ok(()) => self.rejected = None,
             Err(error) => {
                 let text = format!("{error:#}");
-                if self.refused.as_ref().is_none_or(|(_, said)| *said != text) {
+                if self.rejected.as_ref().is_none_or(|(_, logged)| *logged != text) {
                     tracing::error!("{text}; the previous limits stay in force");
                 }
-                self.refused = Some((stamp, text));
+                self.rejected = Some((file_version, text));
             }
         }
     }
 
-    fn load_changed_file(&mut self, mut stamp: FileVersion, now: Instant) -> anyhow::Result<()> {
-        if stamp == FileVersion::NONE && self.kept != LimitsFile::default() {
+    fn load_changed_file(&mut self, mut file_version: FileVersion, now: Instant) -> anyhow::Result<()> {
+        if file_version == FileVersion::NONE && self.limits_file != LimitsFile::default() {
             let path = self.path.display();
-            locks::restore(&self.path, &self.kept).with_context(|| format!("{path}: was removed"))?;
+            locks::restore(&self.path, &self.limits_file).with_context(|| format!("{path}: was removed"))?;
             tracing::warn!(
                 "{path}: was removed, and is written again (remove limits with `weir cgroup limit --remove`)"
             );
-            stamp = FileVersion::of(&self.path);
+            file_version = FileVersion::of(&self.path);
         }
-        let kept = LimitsFile::load(&self.path)?;
-        let left = self.saved_levels(now);
-        self.adopt(kept, &left, now)?;
-        self.stamp = stamp;
+        let limits_file = LimitsFile::load(&self.path)?;
+        let saved = self.saved_levels(now);
+        self.adopt(limits_file, &saved, now)?;
+        self.file_version = file_version;
         Ok(())
     }
 
@@ -443,41 +443,41 @@ impl CgroupWatch {
     /// `left`.
     fn adopt(
         &mut self,
-        kept: LimitsFile,
-        left: &BTreeMap<String, SavedBursts>,
+        limits_file: LimitsFile,
+        saved: &BTreeMap<String, SavedBursts>,
         now: Instant,
     ) -> anyhow::Result<()> {
-        let all = LimitPool::all(&kept)?;
-        let asked: HashMap<&str, &LimitPool> =
-            all.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
-        let steered: HashMap<&str, &LimitPool> =
-            self.steered.iter().map(|steered| (steered.sharing.name.as_str(), &steered.sharing)).collect();
+        let all = LimitPool::all(&limits_file)?;
+        let configured: HashMap<&str, &LimitPool> =
+            all.iter().map(|limit_pool| (limit_pool.name.as_str(), limit_pool)).collect();
+        let current: HashMap<&str, &LimitPool> =
+            self.steered_pools.iter().map(|pool| (pool.limit_pool.name.as_str(), &pool.limit_pool)).collect();
         let mut fresh = HashMap::new();
-        for sharing in all.iter().filter(|sharing| sharing.needs_watch()) {
-            if steered.get(sharing.name.as_str()) != Some(&sharing) {
-                let steered = SteeredPool::new(&self.hierarchy, sharing, left.get(&sharing.name), now)?;
-                fresh.insert(sharing.name.clone(), steered);
+        for limit_pool in all.iter().filter(|sharing| sharing.needs_watch()) {
+            if current.get(limit_pool.name.as_str()) != Some(&limit_pool) {
+                let pool = SteeredPool::new(&self.hierarchy, limit_pool, saved.get(&limit_pool.name), now)?;
+                fresh.insert(limit_pool.name.clone(), pool);
             }
         }
         // All fresh pools exist: an error above left the old pools in force.
-        let (same, replaced): (Vec<_>, Vec<_>) = std::mem::take(&mut self.steered)
+        let (same, replaced): (Vec<_>, Vec<_>) = std::mem::take(&mut self.steered_pools)
             .into_iter()
-            .partition(|steered| asked.get(steered.sharing.name.as_str()) == Some(&&steered.sharing));
-        self.steered = same;
-        self.steered.extend(fresh.into_values());
-        self.revoke_grants(&replaced, &kept);
-        let told = self.unsteered.adopt(all);
-        self.systemd.add(told);
-        self.disks.adopt(&self.hierarchy, &kept)?;
-        if kept.limits.len() > FEW_LIMITS {
+            .partition(|pool| configured.get(pool.limit_pool.name.as_str()) == Some(&&pool.limit_pool));
+        self.steered_pools = same;
+        self.steered_pools.extend(fresh.into_values());
+        self.revoke_grants(&replaced, &limits_file);
+        let restored = self.unsteered.adopt(all);
+        self.systemd.add(restored);
+        self.disks.adopt(&self.hierarchy, &limits_file)?;
+        if limits_file.limits.len() > FEW_LIMITS {
             // Only if needed: a command started by this process would inherit the limit.
             descriptors::raise_limit();
         }
-        let unknown = self.present.adopt(&self.hierarchy, &kept);
+        let unknown = self.recreated_groups.adopt(&self.hierarchy, &limits_file);
         self.systemd.add(unknown);
-        self.kept = kept;
+        self.limits_file = limits_file;
         tracing::info!(
-            pools = self.steered.len(),
+            pools = self.steered_pools.len(),
             devices = self.disks.len(),
             "limits of control groups are watched"
         );
@@ -486,16 +486,16 @@ impl CgroupWatch {
 
     /// Revokes grants of control groups that are no longer steered; the grants may be newer than
     /// the change of the file.
-    fn revoke_grants(&self, replaced: &[SteeredPool], kept: &LimitsFile) {
-        let settled = settling::settled_rates(&self.hierarchy, kept).unwrap_or_default();
+    fn revoke_grants(&self, replaced: &[SteeredPool], limits_file: &LimitsFile) {
+        let settled = settling::settled_rates(&self.hierarchy, limits_file).unwrap_or_default();
         for (group, device) in replaced.iter().flat_map(SteeredPool::members) {
-            let steered =
-                self.steered.iter().any(|steered| steered.members().any(|member| member == (group, device)));
-            if steered || !group.exists() {
+            let is_steered =
+                self.steered_pools.iter().any(|pool| pool.members().any(|member| member == (group, device)));
+            if is_steered || !group.exists() {
                 continue;
             }
-            let own = settled.iter().find(|(other, number, _)| other == group && *number == device);
-            let rates = own.map_or(IoMaxRates::NONE, |(.., rates)| *rates);
+            let own_rates = settled.iter().find(|(other, number, _)| other == group && *number == device);
+            let rates = own_rates.map_or(IoMaxRates::NONE, |(.., rates)| *rates);
             if let Err(error) = settling::write_if_different(group, device, rates) {
                 tracing::warn!("{error:#}");
             }
@@ -504,103 +504,103 @@ impl CgroupWatch {
 
     fn sample(&mut self, now: Instant) {
         let mut consumed: HashMap<DeviceNumber, DeviceConsumption> = HashMap::new();
-        for steered in
-            self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
+        for pool in
+            self.steered_pools.iter_mut().filter(|pool| pool.limit_pool.watermark != Watermark::ALWAYS)
         {
-            let Some(taken) = steered.taken() else { continue };
+            let Some(consumption) = pool.consumption() else { continue };
             let mut added = Vec::new();
-            for device in steered.devices() {
+            for device in pool.devices() {
                 if !added.contains(&device) {
-                    consumed.entry(device).or_default().add(&taken);
+                    consumed.entry(device).or_default().add(&consumption);
                     added.push(device);
                 }
             }
         }
         let busy = self.disks.observe(now, &consumed);
-        for steered in
-            self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
+        for pool in
+            self.steered_pools.iter_mut().filter(|pool| pool.limit_pool.watermark != Watermark::ALWAYS)
         {
-            if steered.devices().any(|device| busy.contains(&device)) {
+            if pool.devices().any(|device| busy.contains(&device)) {
                 // Idle members may now use the device: their use must be known once limits are
                 // enforced.
-                steered.make_all_due(now);
+                pool.make_all_due(now);
             }
-            let says = self.disks.enforcement(steered.devices(), steered.sharing.watermark);
-            steered.enforce(says, now, &mut self.buffer);
+            let enforcement = self.disks.enforcement(pool.devices(), pool.limit_pool.watermark);
+            pool.enforce(enforcement, now, &mut self.buffer);
         }
     }
 
     /// Reads due members within the CPU budget, and writes changed rates.
     fn round(&mut self, now: Instant) {
-        let mut left = self.pace.allowed(now);
-        let mut looks = 0;
-        let due = |(index, steered): (usize, &SteeredPool)| {
-            let key = if steered.is_urgent(now) { Instant::ZERO } else { steered.due() };
-            (steered.due() <= now).then_some((key, index))
+        let mut allowed = self.read_budget.allowed(now);
+        let mut reads = 0;
+        let due = |(index, pool): (usize, &SteeredPool)| {
+            let key = if pool.is_urgent(now) { Instant::ZERO } else { pool.due() };
+            (pool.due() <= now).then_some((key, index))
         };
-        let mut order: Vec<(Instant, usize)> = self.steered.iter().enumerate().filter_map(due).collect();
+        let mut order: Vec<(Instant, usize)> = self.steered_pools.iter().enumerate().filter_map(due).collect();
         let urgent = order.iter().filter(|(key, _)| *key == Instant::ZERO).count();
         // The longest overdue come first. Only as many as the budget allows are sorted: with a
         // thousand always due, sorting all would cost more than reading them.
-        if order.len() > left + urgent {
-            order.select_nth_unstable(left + urgent);
-            order.truncate(left + urgent);
+        if order.len() > allowed + urgent {
+            order.select_nth_unstable(allowed + urgent);
+            order.truncate(allowed + urgent);
         }
         order.sort_unstable();
         for (_, index) in order {
-            let round = self.steered[index].round(now, left, &mut self.buffer);
-            left = left.saturating_sub(round.looks);
-            looks += round.looks;
+            let round = self.steered_pools[index].round(now, allowed, &mut self.buffer);
+            allowed = allowed.saturating_sub(round.reads);
+            reads += round.reads;
         }
-        self.pace.spent(cpu_now(), looks);
+        self.read_budget.charge(cpu_now(), reads);
     }
 
     fn saved_levels(&self, now: Instant) -> BTreeMap<String, SavedBursts> {
-        let left =
-            |steered: &'_ SteeredPool| Some((steered.sharing.name.clone(), steered.saved_bursts(now)?));
-        self.steered.iter().filter_map(left).collect()
+        let saved =
+            |pool: &'_ SteeredPool| Some((pool.limit_pool.name.clone(), pool.saved_bursts(now)?));
+        self.steered_pools.iter().filter_map(saved).collect()
     }
 
     /// Publishes the enforcement of limits with a watermark.
     fn publish_enforcement(&self) {
-        let watched = self.steered.iter().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS);
-        let told = watched.flat_map(|steered| {
-            let enforcement = steered.enforcement();
-            steered.members().map(move |(group, device)| ((group.name.clone(), device), enforcement))
+        let with_watermark = self.steered_pools.iter().filter(|pool| pool.limit_pool.watermark != Watermark::ALWAYS);
+        let enforcements = with_watermark.flat_map(|pool| {
+            let enforcement = pool.enforcement();
+            pool.members().map(move |(group, device)| ((group.name.clone(), device), enforcement))
         });
-        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = told.collect();
+        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = enforcements.collect();
     }
 
     fn save_and_verify(&mut self, now: Instant) {
-        let kept = if self.steered.iter().any(SteeredPool::has_spent) {
+        let save_result = if self.steered_pools.iter().any(SteeredPool::has_spent) {
             levels::save(&self.path, &self.saved_levels(now))
         } else {
             Ok(())
         };
-        let guarded = self.alone.as_mut().map_or(Ok(()), |(_, guard)| guard.heartbeat());
-        for result in [kept, guarded] {
+        let guarded = self.lock_and_guard.as_mut().map_or(Ok(()), |(_, guard)| guard.heartbeat());
+        for result in [save_result, guarded] {
             if let Err(error) = result {
                 tracing::warn!("{error:#}");
             }
         }
-        self.steered.iter_mut().for_each(SteeredPool::mark_saved);
+        self.steered_pools.iter_mut().for_each(SteeredPool::mark_saved);
         self.publish_enforcement();
-        for index in round_robin(&mut self.verified, self.steered.len(), VERIFIED_POOLS) {
-            self.steered[index].verify();
+        for index in round_robin(&mut self.verified, self.steered_pools.len(), VERIFIED_POOLS) {
+            self.steered_pools[index].verify();
         }
-        self.disks.retry_missing(&self.hierarchy, &self.kept);
+        self.disks.retry_missing(&self.hierarchy, &self.limits_file);
         // First: a limit that was just removed must not be restored below.
         self.check_file(now, true);
-        let new = self.present.new_groups(&self.hierarchy);
-        let told = self.unsteered.verify(&new);
+        let new = self.recreated_groups.new_groups(&self.hierarchy);
+        let restored = self.unsteered.verify(&new);
         if let Err(error) =
-            weight::restore_weights(&self.hierarchy, &self.kept, |cgroup| new.contains(cgroup))
+            weight::restore_weights(&self.hierarchy, &self.limits_file, |cgroup| new.contains(cgroup))
         {
             tracing::warn!("{error:#}");
         }
-        self.systemd.add(told);
+        self.systemd.add(restored);
         self.systemd.add(new);
-        self.systemd.start_update(&self.hierarchy, &self.path, &self.kept);
+        self.systemd.start_update(&self.hierarchy, &self.path, &self.limits_file);
     }
 }
 

@@ -122,8 +122,8 @@ mod tests {
                 }))
             };
             let both = [change(1), change(2)];
-            for one in both {
-                one.await;
+            for task in both {
+                task.await;
             }
             assert_eq!(
                 (current_actor(), ChangeOrigin::reload_for_current()),

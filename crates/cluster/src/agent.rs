@@ -71,7 +71,7 @@ pub(super) struct EtcdAgent {
     /// Limits that the file had at the start.
     pub(super) recalled: BTreeMap<String, StoredGroup>,
     pub(super) inbox: (Sender<AgentInput>, Receiver<AgentInput>),
-    pub(super) words: Sender<AgentMessage>,
+    pub(super) messages: Sender<AgentMessage>,
     pub(super) timing: Timing,
 }
 
@@ -93,17 +93,17 @@ impl EtcdAgent {
                 self.recalled.clone(),
             ),
             instance: 0,
-            own_promises: None,
+            own_reservations: None,
             reports: None,
             kept_at: Instant::ZERO,
             campaign_at: None,
             leading: None,
-            told_silent: None,
+            reported_silent: None,
             silence: StallDetector::new(self.timing.lease / 2),
             answered: None,
-            strange: BTreeSet::new(),
+            logged_keys: BTreeSet::new(),
             keeper: LimitSaver::default(),
-            told_slow: None,
+            slow_logged_at: None,
         };
         // A random first member: if one stalls, few hosts have to find another.
         let (mut member, mut pause) =
@@ -112,36 +112,36 @@ impl EtcdAgent {
             // A session that worked for long ended normally: the member was stopped, or a proxy
             // closed an idle watch. If the next member answers, nothing is reported.
             let mut has_lasted = false;
-            let ended = match EtcdClient::connect(&self.terms, member).await {
+            let result = match EtcdClient::connect(&self.terms, member).await {
                 Ok(mut etcd) => {
                     member = etcd.at() + 1;
                     let began = now();
-                    let ended = session.run(&mut etcd).await;
+                    let result = session.run(&mut etcd).await;
                     // Without a pause after a working session: leases run while no member is
                     // connected.
                     let has_worked = session.known.joined.is_some();
                     pause = if has_worked { Duration::ZERO } else { FIRST_PAUSE };
                     has_lasted = has_worked && now() - began >= MIN_NORMAL_SESSION;
-                    if matches!(ended, Ok(SessionEnd::Stopped)) {
+                    if matches!(result, Ok(SessionEnd::Stopped)) {
                         session.leave(&mut etcd).await;
                         return;
                     }
                     session.keeper.save_if_due(&self.file, &session.known.groups, Instant::MAX);
-                    ended
+                    result
                 }
                 Err(error) => Err(error),
             };
             session.end();
-            let (why, lasts) = match ended {
+            let (why, is_permanent) = match result {
                 Ok(SessionEnd::Stopped) => return,
                 Ok(SessionEnd::Broken(why)) => (why, false),
                 Err(error) => (error.to_string(), matches!(error, EtcdError::Refused(_))),
             };
-            if has_lasted && !lasts {
+            if has_lasted && !is_permanent {
                 tracing::info!("cluster: etcd: {why}: trying the next member");
             } else if self
-                .words
-                .send(AgentMessage::Disconnected { why: why.clone(), is_permanent: lasts })
+                .messages
+                .send(AgentMessage::Disconnected { why: why.clone(), is_permanent })
                 .await
                 .is_err()
             {
@@ -164,15 +164,15 @@ impl EtcdAgent {
             match input {
                 Ok(AgentInput::Stop) | Err(_) => return true,
                 // The main thread judges by the last known reservations of other hosts.
-                Ok(AgentInput::ReserveIfFits(_, answer)) => drop(answer.try_send(Ok(()))),
-                Ok(AgentInput::Change(_, answer) | AgentInput::Forget(_, answer)) => {
-                    let _ = answer.try_send(Err(format!("etcd is unreachable: {why}")));
+                Ok(AgentInput::ReserveIfFits(_, sender)) => drop(sender.try_send(Ok(()))),
+                Ok(AgentInput::Change(_, sender) | AgentInput::Forget(_, sender)) => {
+                    let _ = sender.try_send(Err(format!("etcd is unreachable: {why}")));
                 }
-                Ok(AgentInput::Move(_, answer)) => {
-                    let _ = answer.try_send(StepOutcome::Disconnected(why.to_owned()));
+                Ok(AgentInput::Move(_, sender)) => {
+                    let _ = sender.try_send(StepOutcome::Disconnected(why.to_owned()));
                 }
-                Ok(AgentInput::Status(answer)) => {
-                    let _ = answer.try_send(status::last_known(&session.known, session.answered, why));
+                Ok(AgentInput::Status(sender)) => {
+                    let _ = sender.try_send(status::last_known(&session.known, session.answered, why));
                 }
                 Ok(
                     AgentInput::Reports(_)
@@ -196,20 +196,20 @@ pub(super) struct EtcdSession<'a> {
     pub(super) known: SessionState,
     /// Number of this run in its last registration.
     instance: u64,
-    pub(super) own_promises: Option<HostReservations>,
+    pub(super) own_reservations: Option<HostReservations>,
     reports: Option<HostReports>,
     kept_at: Instant,
     campaign_at: Option<Instant>,
     pub(super) leading: Option<LeaderTerm>,
-    told_silent: Option<BTreeSet<String>>,
+    reported_silent: Option<BTreeSet<String>>,
     pub(super) silence: StallDetector,
     /// Time of etcd's last answer.
     answered: Option<Instant>,
     /// Keys that were logged as foreign or unreadable.
-    pub(super) strange: BTreeSet<String>,
+    pub(super) logged_keys: BTreeSet<String>,
     /// Stores the limits for the next start.
     pub(super) keeper: LimitSaver,
-    told_slow: Option<Instant>,
+    slow_logged_at: Option<Instant>,
 }
 
 impl EtcdSession<'_> {
@@ -219,9 +219,9 @@ impl EtcdSession<'_> {
         (self.known.joined, self.campaign_at) = (None, None);
     }
 
-    pub(super) async fn send(&self, word: AgentMessage) -> Result<(), EtcdError> {
-        let gone = |_| EtcdError::Unreachable(anyhow::anyhow!("the daemon ends"));
-        self.agent.words.send(word).await.map_err(gone)
+    pub(super) async fn send(&self, message: AgentMessage) -> Result<(), EtcdError> {
+        let stopped_error = |_| EtcdError::Unreachable(anyhow::anyhow!("the daemon ends"));
+        self.agent.messages.send(message).await.map_err(stopped_error)
     }
 
     async fn run(&mut self, etcd: &mut EtcdClient) -> Result<SessionEnd, EtcdError> {
@@ -238,29 +238,29 @@ impl EtcdSession<'_> {
             watching.push(forward(watch, self.known.number, self.agent.inbox.0.clone()));
         }
         (self.known.leader, self.known.foreign_leader_revision) = (None, None);
-        self.known.promises.clear();
+        self.known.reservations.clear();
         self.known.unreadable_groups.clear();
         // 0 marks limits as absent in etcd until the read below finds them; the leader writes lost
         // ones.
         self.known.groups.values_mut().for_each(|stored| stored.changed = 0);
-        self.known.promises_at = revision;
+        self.known.reservations_revision = revision;
         self.silence = StallDetector::new(self.agent.timing.lease / 2);
         // The own name and grant come last: joining needs the leader, and a grant needs the
         // limits.
-        let (mut own, mut granted) = (None, None);
+        let (mut own_value, mut grant_value) = (None, None);
         for value in found.into_iter().flatten() {
             self.silence.note_value(&value);
             match self.known.keys.parse(&value.key) {
-                Some(EtcdKey::Host(name)) if name == host => own = Some(value),
-                Some(EtcdKey::Grant(name)) if name == host => granted = Some(value),
+                Some(EtcdKey::Host(name)) if name == host => own_value = Some(value),
+                Some(EtcdKey::Grant(name)) if name == host => grant_value = Some(value),
                 _ => self.on_put(&value).await?,
             }
         }
         // A removal is remembered in etcd only. If etcd lost it, the name is free.
         self.known.groups.retain(|_, stored| stored.changed != 0 || !stored.group.removed);
         self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
-        self.send(AgentMessage::Reservations(self.known.promises.clone())).await?;
-        self.join(etcd, own.as_ref()).await?;
+        self.send(AgentMessage::Reservations(self.known.reservations.clone())).await?;
+        self.join(etcd, own_value.as_ref()).await?;
         // A former leadership continues only if its key survived the change of the member.
         let leads = |leading: &LeaderTerm| {
             self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term())
@@ -271,7 +271,7 @@ impl EtcdSession<'_> {
         {
             self.leading = Some(leading);
         }
-        if let Some(value) = granted {
+        if let Some(value) = grant_value {
             self.on_put(&value).await?;
         }
         if self.known.leader.is_none() {
@@ -306,29 +306,29 @@ impl EtcdSession<'_> {
                     }
                     self.reports = Some(reports);
                 }
-                Ok(AgentInput::Reservations(promises)) => {
-                    self.own_promises = Some(promises);
+                Ok(AgentInput::Reservations(reservations)) => {
+                    self.own_reservations = Some(reservations);
                     self.write_reservations(etcd).await?;
                 }
-                Ok(AgentInput::ReserveIfFits(promises, answer)) => {
-                    let done = self.reserve_if_fits(etcd, promises).await?;
-                    let _ = answer.try_send(done);
+                Ok(AgentInput::ReserveIfFits(reservations, sender)) => {
+                    let result = self.reserve_if_fits(etcd, reservations).await?;
+                    let _ = sender.try_send(result);
                 }
-                Ok(AgentInput::Change(change, answer)) => {
-                    let done = self.change(etcd, &change).await?;
-                    let _ = answer.try_send(done);
+                Ok(AgentInput::Change(change, sender)) => {
+                    let result = self.change(etcd, &change).await?;
+                    let _ = sender.try_send(result);
                 }
-                Ok(AgentInput::Forget(host, answer)) => {
-                    let done = changes::forget_host(&self.known, etcd, &host).await?;
-                    let _ = answer.try_send(done);
+                Ok(AgentInput::Forget(host, sender)) => {
+                    let result = changes::forget_host(&self.known, etcd, &host).await?;
+                    let _ = sender.try_send(result);
                 }
-                Ok(AgentInput::Move(step, answer)) => {
-                    let done = migration::perform_step(&self.known, etcd, *step).await?;
-                    let _ = answer.try_send(done);
+                Ok(AgentInput::Move(step, sender)) => {
+                    let result = migration::perform_step(&self.known, etcd, *step).await?;
+                    let _ = sender.try_send(result);
                 }
-                Ok(AgentInput::Status(answer)) => {
-                    let shown = status::current(&self.known, self.leading.as_ref(), etcd).await?;
-                    let _ = answer.try_send(shown);
+                Ok(AgentInput::Status(sender)) => {
+                    let report = status::current(&self.known, self.leading.as_ref(), etcd).await?;
+                    let _ = sender.try_send(report);
                 }
             }
         }
@@ -346,7 +346,7 @@ impl EtcdSession<'_> {
     /// Performs the actions that are due: renews leases, campaigns, leads.
     async fn perform_due(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
         self.keeper.save_if_due(&self.agent.file, &self.known.groups, now());
-        if let Some(HostLeases { name, promises }) = self.known.joined
+        if let Some(HostLeases { name, reservations: promises }) = self.known.joined
             && now() >= self.kept_at + KEEP_NAME
         {
             self.kept_at = now();
@@ -356,15 +356,15 @@ impl EtcdSession<'_> {
                 self.known.joined = None;
                 // The lease expired, perhaps during a suspend. Another host may have the name by
                 // now.
-                let own =
+                let own_value =
                     etcd.read_one(self.known.keys.single(EtcdKey::Host(&self.agent.cluster.host))).await?;
-                self.join(etcd, own.as_ref()).await?;
+                self.join(etcd, own_value.as_ref()).await?;
             }
         }
         let has_ended = |value: &mut EtcdKeyValue| {
-            let own = identity::own_identity(&self.agent.machine_id, 0);
+            let own_identity = identity::own_identity(&self.agent.machine_id, 0);
             etcd_values::read::<HostIdentity>(&value.value)
-                .is_ok_and(|other| identity::has_ended(&other, &own))
+                .is_ok_and(|other| identity::has_ended(&other, &own_identity))
         };
         if let Some(value) = self.known.namesake.take_if(has_ended) {
             self.join(etcd, Some(&value)).await?;
@@ -407,10 +407,10 @@ impl EtcdSession<'_> {
         {
             self.leading = None;
         }
-        let silent = self.leading.as_ref().map(|leading| leading.silent_hosts(&self.known));
-        if silent != self.told_silent {
-            self.told_silent.clone_from(&silent);
-            self.send(AgentMessage::Silent(silent)).await?;
+        let silent_hosts = self.leading.as_ref().map(|leading| leading.silent_hosts(&self.known));
+        if silent_hosts != self.reported_silent {
+            self.reported_silent.clone_from(&silent_hosts);
+            self.send(AgentMessage::Silent(silent_hosts)).await?;
         }
         self.log_slow_requests(etcd);
         Ok(())
@@ -418,12 +418,12 @@ impl EtcdSession<'_> {
 
     /// Logs slow requests: a report and its grant are several requests within one lease.
     fn log_slow_requests(&mut self, etcd: &mut EtcdClient) {
-        let took = etcd.take_slowest();
-        if took > SLOW_REQUEST && self.told_slow.is_none_or(|told| now() >= told + SLOW_LOG_INTERVAL) {
-            self.told_slow = Some(now());
+        let slowest = etcd.take_slowest();
+        if slowest > SLOW_REQUEST && self.slow_logged_at.is_none_or(|logged_at| now() >= logged_at + SLOW_LOG_INTERVAL) {
+            self.slow_logged_at = Some(now());
             tracing::warn!(
                 etcd = etcd.member(),
-                took_ms = took.as_millis() as u64,
+                took_ms = slowest.as_millis() as u64,
                 "cluster: etcd is slow: quota leases may expire before they are renewed; the \
                  fallback share applies then"
             );
@@ -440,27 +440,27 @@ impl EtcdSession<'_> {
     pub(super) async fn join(
         &mut self,
         etcd: &mut EtcdClient,
-        taken: Option<&EtcdKeyValue>,
+        existing: Option<&EtcdKeyValue>,
     ) -> Result<(), EtcdError> {
         let host = self.agent.cluster.host.clone();
         let key = self.known.keys.key(EtcdKey::Host(&host));
         self.known.namesake = None;
-        let own = identity::own_identity(&self.agent.machine_id, 0);
-        let other = taken.map(|value| etcd_values::read::<HostIdentity>(&value.value));
-        let has_lease = taken.is_some_and(|value| value.lease != 0);
+        let own_identity = identity::own_identity(&self.agent.machine_id, 0);
+        let other = existing.map(|value| etcd_values::read::<HostIdentity>(&value.value));
+        let has_lease = existing.is_some_and(|value| value.lease != 0);
         let before = match &other {
             None => 0,
             // Without a lease it is no host's: a host always attaches one.
             Some(_) if !has_lease => 0,
             Some(Ok(other))
                 if (other.pid, other.start_ticks, &other.machine)
-                    == (own.pid, own.start_ticks, &own.machine) =>
+                    == (own_identity.pid, own_identity.start_ticks, &own_identity.machine) =>
             {
                 0
             }
-            Some(Ok(other)) if identity::has_ended(other, &own) => other.instance,
+            Some(Ok(other)) if identity::has_ended(other, &own_identity) => other.instance,
             Some(Ok(other)) => {
-                self.known.namesake = taken.cloned();
+                self.known.namesake = existing.cloned();
                 return self.report_name_taken(&format!("process {} of another daemon", other.pid)).await;
             }
             Some(Err(why)) => return self.report_name_taken(&format!("a value that {why}")).await,
@@ -471,24 +471,24 @@ impl EtcdSession<'_> {
             reports.groups.values().map(etcd_values::ReportValue::instance).max().unwrap_or(0)
         });
         let instance = match self.instance {
-            own if own >= reported.max(before) && own > 0 => own,
+            current if current >= reported.max(before) && current > 0 => current,
             // The clock is a hint: if etcd lost the earlier run's number, the new one is still
             // larger.
             _ => environment::wall_clock_ns().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
         };
         let lease = etcd.grant_lease(NAME_TTL).await?;
-        let promises = etcd.grant_lease(PROMISE_TTL).await?;
-        let compare = match taken {
+        let reservations_lease = etcd.grant_lease(PROMISE_TTL).await?;
+        let compare = match existing {
             None => TransactionCondition::Absent(key.clone()),
             Some(value) => TransactionCondition::Changed(key.clone(), value.mod_revision),
         };
         let value = etcd_values::write(&identity::own_identity(&self.agent.machine_id, instance));
-        let done = etcd.transact(&[compare], &[EtcdOperation::put(&key, &value, Some(lease))]).await?;
-        if !done.succeeded {
+        let result = etcd.transact(&[compare], &[EtcdOperation::put(&key, &value, Some(lease))]).await?;
+        if !result.succeeded {
             // Another process was faster. The watch reports it.
             return Ok(());
         }
-        let leases = HostLeases { name: lease, promises };
+        let leases = HostLeases { name: lease, reservations: reservations_lease };
         (self.instance, self.known.joined, self.kept_at) = (instance, Some(leases), now());
         // The main thread then records its reservations again: other hosts may have made some
         // since.
@@ -506,21 +506,21 @@ impl EtcdSession<'_> {
 
     /// Writes this host's reservations, unless a reservation of another host is not yet known here.
     pub(super) async fn write_reservations(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
-        let (Some(own), Some(HostLeases { promises: lease, .. })) = (&self.own_promises, self.known.joined)
+        let (Some(own_reservations), Some(HostLeases { reservations: lease, .. })) = (&self.own_reservations, self.known.joined)
         else {
             return Ok(());
         };
         let key = self.known.keys.key(EtcdKey::Reservation(&self.agent.cluster.host));
-        let put = EtcdOperation::put(&key, &etcd_values::write(own), Some(lease));
-        let all = self.known.keys.promises();
+        let put = EtcdOperation::put(&key, &etcd_values::write(own_reservations), Some(lease));
+        let range = self.known.keys.reservations();
         for _ in 0..3 {
             // Fails if any reservation changed after the revision by which this one was judged.
-            let compare = TransactionCondition::UnchangedSince(all.clone(), self.known.promises_at);
-            let done = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;
-            if done.succeeded {
+            let compare = TransactionCondition::UnchangedSince(range.clone(), self.known.reservations_revision);
+            let result = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;
+            if result.succeeded {
                 return Ok(());
             }
-            self.read_promises(etcd).await?;
+            self.read_reservations(etcd).await?;
         }
         // The reservations are in force already. The leader reports an overbooked limit.
         etcd.transact(&[], &[put]).await.map(drop)
@@ -531,29 +531,29 @@ impl EtcdSession<'_> {
     async fn reserve_if_fits(
         &mut self,
         etcd: &mut EtcdClient,
-        own: HostReservations,
+        own_reservations: HostReservations,
     ) -> Result<Result<(), ReservationRefusal>, EtcdError> {
         // Reservations are recorded when the host joins.
-        let Some(HostLeases { promises: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
+        let Some(HostLeases { reservations: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
         let host = self.agent.cluster.host.clone();
         let put = EtcdOperation::put(
             &self.known.keys.key(EtcdKey::Reservation(&host)),
-            &etcd_values::write(&own),
+            &etcd_values::write(&own_reservations),
             Some(lease),
         );
-        let all = self.known.keys.promises();
+        let range = self.known.keys.reservations();
         for _ in 0..5 {
             let limits = |group: &str| self.known.groups.get(group).map(|stored| *stored.spec.limits());
-            if let Some(refusal) = reservations::check(&self.known.promises, (&host, &own), limits) {
+            if let Some(refusal) = reservations::check(&self.known.reservations, (&host, &own_reservations), limits) {
                 return Ok(Err(refusal));
             }
-            let compare = TransactionCondition::UnchangedSince(all.clone(), self.known.promises_at);
+            let compare = TransactionCondition::UnchangedSince(range.clone(), self.known.reservations_revision);
             if etcd.transact(&[compare], std::slice::from_ref(&put)).await?.succeeded {
-                self.known.promises.insert(host, own.clone());
-                self.own_promises = Some(own);
+                self.known.reservations.insert(host, own_reservations.clone());
+                self.own_reservations = Some(own_reservations);
                 return Ok(Ok(()));
             }
-            self.read_promises(etcd).await?;
+            self.read_reservations(etcd).await?;
         }
         Ok(Err(ReservationRefusal::busy()))
     }
@@ -574,28 +574,28 @@ impl EtcdSession<'_> {
         let before = version(&self.known);
         if change.removes {
             // A host may have left just now; the watch may lag behind.
-            self.read_promises(etcd).await?;
+            self.read_reservations(etcd).await?;
         }
         for _ in 0..5 {
             match changes::change_group(&self.known, etcd, change).await? {
                 Some(Ok(stored)) => {
-                    let shown = changes::change_report(&self.known, &change.group, &stored.group);
+                    let report = changes::change_report(&self.known, &change.group, &stored.group);
                     self.on_limits(change.group.clone(), stored, change.by.clone()).await?;
                     if change.removes {
                         changes::delete_old_removal_marks(&self.known, etcd).await?;
                     }
-                    return Ok(Ok(shown));
+                    return Ok(Ok(report));
                 }
                 Some(Err(why)) => return Ok(Err(why)),
                 None => {}
             }
-            self.read_promises(etcd).await?;
-            let there = etcd.read_one(self.known.keys.single(EtcdKey::Group(&change.group))).await?;
-            let number = there
+            self.read_reservations(etcd).await?;
+            let found = etcd.read_one(self.known.keys.single(EtcdKey::Group(&change.group))).await?;
+            let number = found
                 .as_ref()
                 .and_then(|value| etcd_values::read::<GroupValue>(&value.value).ok())
                 .map(|group| group.number);
-            match (there, self.known.groups.get_mut(&change.group)) {
+            match (found, self.known.groups.get_mut(&change.group)) {
                 // An older number is the leader's restored copy: the change is retried on top of
                 // it.
                 (Some(value), Some(known)) if number.is_some_and(|number| number < known.group.number) => {
@@ -617,8 +617,8 @@ impl EtcdSession<'_> {
     }
 
     /// Reads the reservations from etcd, independent of the watch.
-    pub(super) async fn read_promises(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
-        let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
+    pub(super) async fn read_reservations(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+        let (revision, found) = etcd.read(&[self.known.keys.reservations()]).await?;
         let keys = &self.known.keys;
         let names: BTreeSet<_> = found
             .iter()
@@ -628,14 +628,14 @@ impl EtcdSession<'_> {
                 _ => None,
             })
             .collect();
-        self.known.promises.retain(|name, _| names.contains(name.as_str()));
+        self.known.reservations.retain(|name, _| names.contains(name.as_str()));
         for value in found.iter().flatten() {
             if matches!(self.known.keys.parse(&value.key), Some(EtcdKey::Reservation(_))) {
                 self.on_put(value).await?;
             }
         }
-        self.known.promises_at = revision;
-        self.send(AgentMessage::Reservations(self.known.promises.clone())).await
+        self.known.reservations_revision = revision;
+        self.send(AgentMessage::Reservations(self.known.reservations.clone())).await
     }
 
     /// Releases the name and the leadership. No quota is in force on this host any more.
@@ -644,23 +644,23 @@ impl EtcdSession<'_> {
             leading.resign(etcd).await;
         }
         let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
-        if let Some(HostLeases { name, promises: lease }) = self.known.joined.take() {
+        if let Some(HostLeases { name, reservations: lease }) = self.known.joined.take() {
             // Reservations stay for the next run, until their lease expires.
-            let waits = self.own_promises.as_ref().filter(|own| !own.groups.is_empty()).map(|own| {
+            let remaining = self.own_reservations.as_ref().filter(|own_reservations| !own_reservations.groups.is_empty()).map(|own| {
                 let groups = own.groups.clone();
                 HostReservations { groups, capacity: [0; 2], members: Some(BTreeSet::new()) }
             });
-            let promise = EtcdKey::Reservation(host);
-            let promise = match waits {
-                Some(waits) => {
-                    EtcdOperation::put(&keys.key(promise), &etcd_values::write(&waits), Some(lease))
+            let reservation_key = EtcdKey::Reservation(host);
+            let operation = match remaining {
+                Some(remaining) => {
+                    EtcdOperation::put(&keys.key(reservation_key), &etcd_values::write(&remaining), Some(lease))
                 }
-                None => EtcdOperation::Delete(keys.single(promise)),
+                None => EtcdOperation::Delete(keys.single(reservation_key)),
             };
             let report = EtcdOperation::Delete(keys.single(EtcdKey::Report(host)));
             // The name is revoked last: until then no other run can take it and see stale keys.
             // Best effort: leases expire without this as well.
-            let _ = etcd.transact(&[], &[report, promise]).await;
+            let _ = etcd.transact(&[], &[report, operation]).await;
             let _ = etcd.revoke_lease(name).await;
         }
         self.keeper.finish(&self.agent.file, &self.known.groups).await;

@@ -32,7 +32,7 @@ use super::{
 pub(super) struct StartState {
     pub(super) specs: BTreeMap<String, ClusterGroupLimits>,
     pub(super) removed: BTreeSet<String>,
-    pub(super) promises: BTreeMap<String, HostReservations>,
+    pub(super) reservations: BTreeMap<String, HostReservations>,
     pub(super) moved: BTreeMap<String, String>,
     /// Id of the etcd cluster, and the member that returned it.
     cluster: Option<(String, String)>,
@@ -49,10 +49,10 @@ pub(super) struct StartQuery {
 impl StartQuery {
     pub(super) fn of(plan: &DesiredState, cluster: &settings::ClusterConfig) -> io::Result<Self> {
         let here = path::absolute(".")?;
-        let image = |disk: &settings::PlacedDisk| disk.image.clone().relative_to(&here).to_string();
-        let own = plan.groups.iter().filter(|group| group.cluster);
+        let image = |disk: &settings::DiskWithOrigins| disk.image.clone().relative_to(&here).to_string();
+        let cluster_groups = plan.groups.iter().filter(|group| group.cluster);
         Ok(Self {
-            groups: own.map(|group| group.name.clone()).collect(),
+            groups: cluster_groups.map(|group| group.name.clone()).collect(),
             host: cluster.host.clone(),
             disks: plan.disks.iter().map(|disk| (disk.name.clone(), image(disk))).collect(),
         })
@@ -78,25 +78,25 @@ impl StartState {
 pub async fn check_start(plan: &DesiredState) -> anyhow::Result<()> {
     let Some(cluster) = &plan.process.cluster else { return Ok(()) };
     let name = &cluster.name;
-    let (settings, own) = (cluster.clone(), StartQuery::of(plan, cluster)?);
-    let asked = reactor::run_blocking(move || {
+    let (settings, query) = (cluster.clone(), StartQuery::of(plan, cluster)?);
+    let task = reactor::run_blocking(move || {
         let terms = EtcdParameters::new(&settings)?;
-        anyhow::Ok(read_from_all(EtcdKeys::new(&settings.name), own, terms)?)
+        anyhow::Ok(read_from_all(EtcdKeys::new(&settings.name), query, terms)?)
     });
-    let answers = asked.await.with_context(|| format!("cluster {name}"))?;
+    let results = task.await.with_context(|| format!("cluster {name}"))?;
     let (mut errors, mut first) = (Vec::new(), None);
-    for answer in answers {
-        match answer {
-            Ok(answer) => {
+    for result in results {
+        match result {
+            Ok(state) => {
                 // Members of two clusters would each divide the whole limit among their hosts.
-                let of = |first: &StartState| first.cluster.clone();
-                if let (Some((one, member)), Some((other, beside))) =
-                    (first.as_ref().and_then(of), of(&answer))
+                let cluster_of = |first: &StartState| first.cluster.clone();
+                if let (Some((one, member)), Some((other, other_member))) =
+                    (first.as_ref().and_then(cluster_of), cluster_of(&state))
                     && one != other
                 {
-                    bail!("cluster {name}: {}", etcd::different_clusters(&member, &beside));
+                    bail!("cluster {name}: {}", etcd::different_clusters(&member, &other_member));
                 }
-                first = first.or(Some(answer));
+                first = first.or(Some(state));
             }
             Err(error) => errors.push(error),
         }
@@ -104,7 +104,7 @@ pub async fn check_start(plan: &DesiredState) -> anyhow::Result<()> {
     let has_answer = first.is_some();
     let specs = first.iter().flat_map(|first| &first.specs);
     for (group, _) in specs.filter(|(_, spec)| !spec.limits().is_unlimited()) {
-        if plan.groups.iter().any(|own| own.name == *group && !own.cluster) {
+        if plan.groups.iter().any(|configured| configured.name == *group && !configured.cluster) {
             warn_of_local_group(group, name);
         }
     }
@@ -131,14 +131,14 @@ pub async fn check_start(plan: &DesiredState) -> anyhow::Result<()> {
 /// Reads etcd on a temporary runtime, before threads are confined.
 pub(super) fn read_start_state(
     keys: &EtcdKeys,
-    own: &StartQuery,
+    query: &StartQuery,
     terms: &EtcdParameters,
 ) -> Result<StartState, EtcdError> {
     let runtime = runtime().map_err(|error| EtcdError::Unreachable(anyhow!(error)))?;
     runtime.block_on(async {
         let mut last = EtcdError::unknown_member();
         for member in 0..EtcdClient::members(terms) {
-            match read_from_member(terms, member, keys, own).await {
+            match read_from_member(terms, member, keys, query).await {
                 Ok(first) => return Ok(first),
                 Err(error) => last = last.prefer_refusal(error),
             }
@@ -150,21 +150,21 @@ pub(super) fn read_start_state(
 /// Answers of all members, queried in parallel: takes as long as the slowest.
 fn read_from_all(
     keys: EtcdKeys,
-    own: StartQuery,
+    query: StartQuery,
     terms: EtcdParameters,
 ) -> io::Result<Vec<Result<StartState, EtcdError>>> {
-    let asked = Arc::new((keys, own, terms));
+    let shared = Arc::new((keys, query, terms));
     Ok(runtime()?.block_on(async {
-        let ask = |member| {
-            let asked = Arc::clone(&asked);
-            tokio::spawn(async move { read_from_member(&asked.2, member, &asked.0, &asked.1).await })
+        let read_member = |member| {
+            let shared = Arc::clone(&shared);
+            tokio::spawn(async move { read_from_member(&shared.2, member, &shared.0, &shared.1).await })
         };
-        let asking: Vec<_> = (0..EtcdClient::members(&asked.2)).map(ask).collect();
-        let mut answers = Vec::new();
-        for answer in asking {
-            answers.push(answer.await.unwrap_or_else(|error| Err(EtcdError::Unreachable(anyhow!(error)))));
+        let tasks: Vec<_> = (0..EtcdClient::members(&shared.2)).map(read_member).collect();
+        let mut results = Vec::new();
+        for task in tasks {
+            results.push(task.await.unwrap_or_else(|error| Err(EtcdError::Unreachable(anyhow!(error)))));
         }
-        answers
+        results
     }))
 }
 
@@ -177,13 +177,13 @@ async fn read_from_member(
     terms: &EtcdParameters,
     member: usize,
     keys: &EtcdKeys,
-    own: &StartQuery,
+    query: &StartQuery,
 ) -> Result<StartState, EtcdError> {
     let mut etcd = EtcdClient::connect_to(terms, member).await?;
     // Before any image is opened: a missing right must fail the start, not the first report.
     etcd.check_rights().await?;
-    let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
-    let moved = migration::moved_disks(keys, &mut etcd, &own.host, &own.disks).await?;
+    let (_, found) = etcd.read(&[keys.groups(), keys.reservations()]).await?;
+    let moved = migration::moved_disks(keys, &mut etcd, &query.host, &query.disks).await?;
     let cluster = etcd.cluster().map(|cluster| (cluster.to_owned(), etcd.member()));
     let mut first = StartState { moved, cluster, ..StartState::default() };
     for value in found.iter().flatten() {
@@ -193,7 +193,7 @@ async fn read_from_member(
                 match read.and_then(|group| Ok((group.removed, group.spec()?))) {
                     Ok((true, _)) => drop(first.removed.insert(name.to_owned())),
                     Ok((false, spec)) => drop(first.specs.insert(name.to_owned(), spec)),
-                    Err(why) if own.groups.iter().any(|own| own == name) => {
+                    Err(why) if query.groups.iter().any(|own| own == name) => {
                         let why = format!("group {name}: the value at {} in etcd {why}", value.key);
                         return Err(EtcdError::Refused(why));
                     }
@@ -202,8 +202,8 @@ async fn read_from_member(
                 }
             }
             Some(EtcdKey::Reservation(name)) => {
-                if let Ok(promises) = etcd_values::read(&value.value) {
-                    first.promises.insert(name.to_owned(), promises);
+                if let Ok(reservations) = etcd_values::read(&value.value) {
+                    first.reservations.insert(name.to_owned(), reservations);
                 }
             }
             _ => {}
@@ -224,8 +224,8 @@ pub(super) fn stored_start_state(file: &Path, plan: &DesiredState, why: &str) ->
         let spec = group.spec().map_err(|rule| anyhow!("{}: group {name}: {rule}", file.display()))?;
         specs.insert(name, spec);
     }
-    let bare = limit_file::without_limits(file);
-    let is_unknown = |name: &&String| !specs.contains_key(*name) && !bare.contains(*name);
+    let unlimited = limit_file::without_limits(file);
+    let is_unknown = |name: &&String| !specs.contains_key(*name) && !unlimited.contains(*name);
     let of_disks = plan.groups.iter().filter(|group| group.cluster).map(|group| &group.name);
     let of_control_groups = plan.process.cluster.iter().flat_map(|cluster| &cluster.control_groups);
     if let Some(group) = of_disks.chain(of_control_groups).find(is_unknown) {

@@ -50,7 +50,7 @@ pub(super) async fn change_group(
         Ok(spec) => spec,
         Err(why) => return Ok(Some(Err(why))),
     };
-    if let Some(why) = overbooked_error(&known.promises, &change.group, spec.limits()) {
+    if let Some(why) = overbooked_error(&known.reservations, &change.group, spec.limits()) {
         return Ok(Some(Err(why)));
     }
     let compare = [
@@ -59,7 +59,7 @@ pub(super) async fn change_group(
             changed => TransactionCondition::Changed(key.clone(), changed),
         },
         // Reservations made since the check above may exceed the new limits.
-        TransactionCondition::UnchangedSince(known.keys.promises(), known.promises_at),
+        TransactionCondition::UnchangedSince(known.keys.reservations(), known.reservations_revision),
     ];
     let done =
         etcd.transact(&compare, &[EtcdOperation::put(&key, &etcd_values::write(&group), None)]).await?;
@@ -68,22 +68,22 @@ pub(super) async fn change_group(
 
 /// Result of a change, for the client.
 pub(super) fn change_report(known: &SessionState, name: &String, group: &GroupValue) -> Value {
-    let mut shown = json!({
+    let mut report = json!({
         "group": name,
         "change": group.number,
         "limits": group.limits,
         "hosts": group.hosts,
-        "used": known.promises.values().any(|promises| has_group(promises, name)),
+        "used": known.reservations.values().any(|reservations| has_group(reservations, name)),
     });
     if let Some(ppm) = group.safe_share_ppm {
-        shown["fallback-share-ppm"] = ppm.into();
+        report["fallback-share-ppm"] = ppm.into();
     }
-    shown
+    report
 }
 
 /// An older weir does not list its groups: it counts as taking part.
-fn has_group(promises: &HostReservations, group: &str) -> bool {
-    promises.members.as_ref().is_none_or(|all| all.contains(group))
+fn has_group(reservations: &HostReservations, group: &str) -> bool {
+    reservations.members.as_ref().is_none_or(|all| all.contains(group))
 }
 
 /// Value that marks a group as removed.
@@ -98,11 +98,11 @@ fn removal_mark(known: &SessionState, name: &str, before: Option<&GroupValue>) -
         ));
     };
     // Reservations of a stopped host wait for its next run.
-    let has = |promises: &HostReservations| has_group(promises, name) || promises.groups.contains_key(name);
-    let has: Vec<_> = known.promises.iter().filter(|(_, promises)| has(promises)).collect();
-    if !has.is_empty() {
-        let hosts: Vec<_> = has.iter().map(|(host, _)| host.as_str()).take(MAX_NAMED_HOSTS).collect();
-        let more = match has.len() - hosts.len() {
+    let uses_group = |reservations: &HostReservations| has_group(reservations, name) || reservations.groups.contains_key(name);
+    let users: Vec<_> = known.reservations.iter().filter(|(_, reservations)| uses_group(reservations)).collect();
+    if !users.is_empty() {
+        let hosts: Vec<_> = users.iter().map(|(host, _)| host.as_str()).take(MAX_NAMED_HOSTS).collect();
+        let more = match users.len() - hosts.len() {
             0 => String::new(),
             more => format!(" and {more} more hosts"),
         };
@@ -178,10 +178,10 @@ pub(super) fn overbooked_error(
     let promised =
         promised.fold([0_u64; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])));
     for (unit, name) in [(0, "iops"), (1, "bps")] {
-        if let Some(there) = max_reservable(limits, unit).filter(|there| promised[unit] > *there) {
+        if let Some(max_rate) = max_reservable(limits, unit).filter(|there| promised[unit] > *there) {
             return Some(format!(
                 "group {group}: {name}-reservation: {} is reserved on its hosts, more than the \
-                 limit of {there} (lower reservations, or set a higher limit)",
+                 limit of {max_rate} (lower reservations, or set a higher limit)",
                 promised[unit]
             ));
         }
@@ -196,20 +196,20 @@ pub(super) async fn forget_host(
     host: &str,
 ) -> Result<ChangeResult, EtcdError> {
     let report = known.keys.key(EtcdKey::Report(host));
-    let left = [EtcdKey::Report(host), EtcdKey::Reservation(host)].map(|key| known.keys.single(key));
-    let (_, found) = etcd.read(&left).await?;
+    let ranges = [EtcdKey::Report(host), EtcdKey::Reservation(host)].map(|key| known.keys.single(key));
+    let (_, found) = etcd.read(&ranges).await?;
     if found.iter().all(Vec::is_empty) {
         return Ok(Err(format!(
             "host {host}: cluster {:?} has no host of this name (`weir cluster status` lists them)",
             known.cluster.name
         )));
     }
-    let gone = left.into_iter().chain([known.keys.below_host(host)]).map(EtcdOperation::Delete);
-    let gone: Vec<_> = gone.collect();
+    let deletions = ranges.into_iter().chain([known.keys.below_host(host)]).map(EtcdOperation::Delete);
+    let deletions: Vec<_> = deletions.collect();
     // The host must not be running: its keys would be deleted while it uses its quota.
     let absent = TransactionCondition::Absent(known.keys.key(EtcdKey::Host(host)));
-    let done = etcd.transact(&[absent], &gone).await?;
-    Ok(match done.succeeded {
+    let result = etcd.transact(&[absent], &deletions).await?;
+    Ok(match result.succeeded {
         true => Ok(json!({ "host": host, "key": report })),
         false => Err(format!(
             "host {host}: is running (stop weir on it; after a crash its name is released within a minute)"
@@ -242,18 +242,18 @@ mod tests {
         let [burst, length] = [LimitPart::BurstRate, LimitPart::BurstLength]
             .map(|part| LimitSetting::Limit(LimitKind::IopsTotal, part));
         let bursting = changed_group(Some(&second), &of(&[(burst, 20_000), (length, 5)]), None).unwrap();
-        for gone in [burst, IOPS] {
+        for setting in [burst, IOPS] {
             // As on one host: settings that need the removed one are removed as well.
-            let without = changed_group(Some(&bursting), &of(&[(gone, 0)]), None).unwrap();
+            let without = changed_group(Some(&bursting), &of(&[(setting, 0)]), None).unwrap();
             assert_eq!(
                 without.limits,
-                if gone == IOPS { third.limits.clone() } else { second.limits.clone() }
+                if setting == IOPS { third.limits.clone() } else { second.limits.clone() }
             );
         }
-        let gone = GroupValue { removed: true, ..second.clone() };
-        let anew = changed_group(Some(&gone), &of(&[(IOPS, 500)]), None).unwrap();
+        let removed_group = GroupValue { removed: true, ..second.clone() };
+        let anew = changed_group(Some(&removed_group), &of(&[(IOPS, 500)]), None).unwrap();
         assert_eq!((anew.number, anew.hosts, anew.removed), (3, INITIAL_HOSTS, false));
-        assert!(changed_group(Some(&gone), &hosts, None).unwrap().limits.is_empty());
+        assert!(changed_group(Some(&removed_group), &hosts, None).unwrap().limits.is_empty());
         let share = |ppm| GroupLimitChange { safe_share_ppm: Some(ppm), ..of(&[]) };
         let fourth = changed_group(Some(&second), &share(Some(700)), None).unwrap();
         assert_eq!(fourth.safe_share_ppm, Some(700));
@@ -270,11 +270,11 @@ mod tests {
                 .unwrap_err()
                 .contains("hosts")
         );
-        let said = changed_group(None, &of(&[(IOPS, 5)]), None).unwrap_err();
-        assert!(said.starts_with("iops-total: 5 is too low") && said.contains("at least 16"), "{said}");
+        let message = changed_group(None, &of(&[(IOPS, 5)]), None).unwrap_err();
+        assert!(message.starts_with("iops-total: 5 is too low") && message.contains("at least 16"), "{message}");
         assert!(changed_group(None, &of(&[(IOPS, 16)]), None).is_ok());
-        let said = changed_group(None, &of(&[(IOPS, 500)]), Some(100_000)).unwrap_err();
-        assert!(said.contains("fallback-share: 10 %") && said.contains("at most 6.25 %"), "{said}");
+        let message = changed_group(None, &of(&[(IOPS, 500)]), Some(100_000)).unwrap_err();
+        assert!(message.contains("fallback-share: 10 %") && message.contains("at most 6.25 %"), "{message}");
         assert!(changed_group(None, &of(&[(IOPS, 500)]), Some(62_500)).is_ok());
     }
 }

@@ -105,7 +105,7 @@ impl EtcdCredentials {
     /// # Errors
     /// Fails if a file is unreadable or has the wrong content.
     pub fn read(cluster: &ClusterConfig) -> anyhow::Result<Self> {
-        let is_tls = cluster.etcd.iter().any(|said| said.tls);
+        let is_tls = cluster.etcd.iter().any(|endpoint| endpoint.tls);
         let tls = is_tls.then(|| EtcdTls::new(cluster.certificates.as_deref())).transpose()?;
         let user = match cluster.login() {
             Some((user, file)) => {
@@ -132,16 +132,16 @@ impl EtcdParameters {
     pub(super) fn new(cluster: &ClusterConfig) -> anyhow::Result<Self> {
         let mut members = Vec::new();
         let mut unknown = None;
-        for said in &cluster.etcd {
-            match (said.host.as_str(), said.port).to_socket_addrs() {
-                Ok(found) => members.push(EtcdMember { config: said.clone(), addresses: found.collect() }),
+        for endpoint in &cluster.etcd {
+            match (endpoint.host.as_str(), endpoint.port).to_socket_addrs() {
+                Ok(found) => members.push(EtcdMember { config: endpoint.clone(), addresses: found.collect() }),
                 // Skipped for good: the sandbox forbids resolving it later.
                 Err(error) => {
                     tracing::warn!(
-                        etcd = %said, %error,
+                        etcd = %endpoint, %error,
                         "the name cannot be resolved: the member is ignored until a restart"
                     );
-                    unknown = Some(anyhow!("{said}: {error}"));
+                    unknown = Some(anyhow!("{endpoint}: {error}"));
                 }
             }
         }
@@ -210,15 +210,15 @@ impl EtcdClient {
     pub(super) async fn connect(terms: &EtcdParameters, first: usize) -> Result<Self, EtcdError> {
         let count = terms.members.len();
         let mut last = EtcdError::unknown_member();
-        let (mut next, mut asked) = ((0..count).map(|step| (first + step) % count), JoinSet::new());
+        let (mut next, mut attempts) = ((0..count).map(|step| (first + step) % count), JoinSet::new());
         loop {
             match next.next() {
-                Some(at) => drop(asked.spawn(Self::connect_and_probe(terms.clone(), at))),
-                None if asked.is_empty() => return Err(last),
+                Some(at) => drop(attempts.spawn(Self::connect_and_probe(terms.clone(), at))),
+                None if attempts.is_empty() => return Err(last),
                 None => {}
             }
-            let patience = if next.len() > 0 { PARALLEL_CONNECT_DELAY } else { Duration::MAX };
-            match tokio::time::timeout(patience, asked.join_next()).await {
+            let timeout = if next.len() > 0 { PARALLEL_CONNECT_DELAY } else { Duration::MAX };
+            match tokio::time::timeout(timeout, attempts.join_next()).await {
                 Ok(Some(Ok(Ok(mut etcd)))) => {
                     etcd.check_others().await?;
                     return Ok(etcd);
@@ -239,18 +239,18 @@ impl EtcdClient {
         if self.is_checked {
             return Ok(());
         }
-        let mut asked = JoinSet::new();
+        let mut requests = JoinSet::new();
         for at in (0..self.terms.members.len()).filter(|at| *at != self.at) {
-            asked.spawn(Self::cluster_of(self.terms.clone(), at));
+            requests.spawn(Self::cluster_of(self.terms.clone(), at));
         }
         let check = async {
             let mut have_all_answered = true;
-            while let Some(answer) = asked.join_next().await {
-                let Ok(Some((member, cluster))) = answer else {
+            while let Some(result) = requests.join_next().await {
+                let Ok(Some((member, cluster))) = result else {
                     have_all_answered = false;
                     continue;
                 };
-                if self.cluster.as_ref().is_some_and(|own| *own != cluster) {
+                if self.cluster.as_ref().is_some_and(|own_cluster| *own_cluster != cluster) {
                     return Err(EtcdError::Refused(different_clusters(&self.member(), &member)));
                 }
             }
@@ -263,8 +263,8 @@ impl EtcdClient {
     /// Name of a member and the id of its cluster, which needs no login.
     async fn cluster_of(terms: EtcdParameters, at: usize) -> Option<(String, String)> {
         let mut connection = terms.open(at).await.ok()?;
-        let (_, answer) = connection.request("/v3/maintenance/status", &json!({}), None).await.ok()?;
-        Some((terms.members[at].config.to_string(), answer["header"]["cluster_id"].as_str()?.to_owned()))
+        let (_, reply) = connection.request("/v3/maintenance/status", &json!({}), None).await.ok()?;
+        Some((terms.members[at].config.to_string(), reply["header"]["cluster_id"].as_str()?.to_owned()))
     }
 
     /// Connects, and requires one answer: the kernel accepts connections for a stalled process as
@@ -321,10 +321,10 @@ impl EtcdClient {
     async fn authenticate(&mut self) -> Result<(), EtcdError> {
         let Some((name, password)) = self.terms.credentials().user else { return Ok(()) };
         self.token = None;
-        let answer = self.post_once(AUTHENTICATE, json!({ "name": name, "password": password })).await;
-        match answer {
-            Ok(answer) => {
-                self.token = answer["token"].as_str().map(str::to_owned);
+        let result = self.post_once(AUTHENTICATE, json!({ "name": name, "password": password })).await;
+        match result {
+            Ok(reply) => {
+                self.token = reply["token"].as_str().map(str::to_owned);
                 Ok(())
             }
             // Without users in etcd the password is superfluous and harmless.
@@ -345,24 +345,24 @@ impl EtcdClient {
     }
 
     async fn post_once(&mut self, path: &str, body: Value) -> Result<Value, EtcdError> {
-        let asked = self.connection.request(path, &body, self.token.as_deref());
-        let patience = if path == AUTHENTICATE { LOGIN_TIMEOUT } else { REQUEST_TIMEOUT };
+        let request = self.connection.request(path, &body, self.token.as_deref());
+        let timeout = if path == AUTHENTICATE { LOGIN_TIMEOUT } else { REQUEST_TIMEOUT };
         let began = Instant::now();
-        let asked = tokio::time::timeout(patience, asked).await;
+        let result = tokio::time::timeout(timeout, request).await;
         // Measured for failures as well: a timeout is the slowest request.
         self.slowest = self.slowest.max(began.elapsed());
         let member = || self.terms.members[self.at].config.to_string();
-        match asked {
-            Ok(Ok((status, answer))) if status.is_success() => {
-                self.cluster = answer["header"]["cluster_id"].as_str().map(str::to_owned);
-                Ok(answer)
+        match result {
+            Ok(Ok((status, reply))) if status.is_success() => {
+                self.cluster = reply["header"]["cluster_id"].as_str().map(str::to_owned);
+                Ok(reply)
             }
-            Ok(Ok((_, answer))) => {
-                Err(refusal_error(&member(), &self.terms.prefix, (self.token.is_some(), &answer)))
+            Ok(Ok((_, reply))) => {
+                Err(refusal_error(&member(), &self.terms.prefix, (self.token.is_some(), &reply)))
             }
             Ok(Err(error)) => Err(error),
             Err(_) => {
-                Err(EtcdError::Unreachable(anyhow!("{}: no answer in {} s", member(), patience.as_secs())))
+                Err(EtcdError::Unreachable(anyhow!("{}: no answer in {} s", member(), timeout.as_secs())))
             }
         }
     }
@@ -373,8 +373,8 @@ impl EtcdClient {
         ranges: &[KeyRange],
     ) -> Result<(i64, Vec<Vec<EtcdKeyValue>>), EtcdError> {
         let operations: Vec<_> = ranges.iter().cloned().map(EtcdOperation::Get).collect();
-        let done = self.transact(&[], &operations).await?;
-        Ok((done.revision, done.found))
+        let result = self.transact(&[], &operations).await?;
+        Ok((result.revision, result.found))
     }
 
     /// Reads the keys without their values.
@@ -399,16 +399,16 @@ impl EtcdClient {
             "compare": compare.iter().map(TransactionCondition::body).collect::<Vec<_>>(),
             "success": then.iter().map(EtcdOperation::body).collect::<Vec<_>>(),
         });
-        let answer = self.post("/v3/kv/txn", body).await?;
-        let revision = message::number(&answer["header"]["revision"]).unwrap_or(0);
-        let held = answer["succeeded"].as_bool().unwrap_or(false);
+        let reply = self.post("/v3/kv/txn", body).await?;
+        let revision = message::number(&reply["header"]["revision"]).unwrap_or(0);
+        let succeeded = reply["succeeded"].as_bool().unwrap_or(false);
         let mut found = Vec::new();
-        for response in answer["responses"].as_array().into_iter().flatten() {
+        for response in reply["responses"].as_array().into_iter().flatten() {
             if let Some(range) = response.get("response_range") {
                 found.push(EtcdKeyValue::all(&range["kvs"]));
             }
         }
-        Ok(TransactionResult { succeeded: held, revision, found })
+        Ok(TransactionResult { succeeded, revision, found })
     }
 
     /// Fails if the user may not write the cluster's keys. Writes nothing: etcd checks the rights
@@ -426,8 +426,8 @@ impl EtcdClient {
 
     /// Creates a lease.
     pub(super) async fn grant_lease(&mut self, seconds: u64) -> Result<i64, EtcdError> {
-        let answer = self.post("/v3/lease/grant", json!({ "TTL": seconds.to_string() })).await?;
-        let id = message::number(&answer["ID"]);
+        let reply = self.post("/v3/lease/grant", json!({ "TTL": seconds.to_string() })).await?;
+        let id = message::number(&reply["ID"]);
         // Other software, or an older etcd with other paths, answers without an id.
         id.ok_or_else(|| {
             EtcdError::Unreachable(anyhow!("etcd: its answer has no lease (is this etcd 3.4 or newer?)"))
@@ -436,8 +436,8 @@ impl EtcdClient {
 
     /// Renews a lease. False if it has expired.
     pub(super) async fn keep_lease(&mut self, lease: i64) -> Result<bool, EtcdError> {
-        let answer = self.post("/v3/lease/keepalive", json!({ "ID": lease.to_string() })).await?;
-        Ok(message::number(&answer["result"]["TTL"]).is_some_and(|seconds| seconds > 0))
+        let reply = self.post("/v3/lease/keepalive", json!({ "ID": lease.to_string() })).await?;
+        Ok(message::number(&reply["result"]["TTL"]).is_some_and(|seconds| seconds > 0))
     }
 
     /// Revokes a lease and deletes its keys.
@@ -458,9 +458,9 @@ fn is_token_error(why: &str) -> bool {
 }
 
 /// Message for two members of different clusters.
-pub(super) fn different_clusters(member: &str, beside: &str) -> String {
+pub(super) fn different_clusters(member: &str, other_member: &str) -> String {
     format!(
-        "etcd {member} and {beside} belong to different clusters (list members of one in etcd of [cluster]; \
+        "etcd {member} and {other_member} belong to different clusters (list members of one in etcd of [cluster]; \
          `etcdctl member list` shows them)"
     )
 }
@@ -470,7 +470,7 @@ fn refusal_error(member: &str, prefix: &str, (has_user, answer): (bool, &Value))
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
     let text: String = sanitize(text).chars().take(200).collect();
     // No quorum, a member that starts or stops, or overload.
-    let passing = [
+    let transient = [
         "no leader",
         "timed out",
         "leader changed",
@@ -479,13 +479,13 @@ fn refusal_error(member: &str, prefix: &str, (has_user, answer): (bool, &Value))
         "too many requests",
         "not ready",
     ];
-    let said = format!("etcd {member}: {text}");
-    if passing.iter().any(|word| text.contains(word)) {
-        return EtcdError::Unreachable(anyhow!(said));
+    let message = format!("etcd {member}: {text}");
+    if transient.iter().any(|phrase| text.contains(phrase)) {
+        return EtcdError::Unreachable(anyhow!(message));
     }
-    if !has_user && ["permission denied", "user name is empty"].iter().any(|word| text.contains(word)) {
+    if !has_user && ["permission denied", "user name is empty"].iter().any(|phrase| text.contains(phrase)) {
         let advice = "etcd has users: set user and password-file of [cluster]";
-        return EtcdError::Refused(format!("{said} ({advice})"));
+        return EtcdError::Refused(format!("{message} ({advice})"));
     }
     if text.contains("authentication failed") || text.contains("user name") {
         return EtcdError::Refused(format!(
@@ -493,15 +493,15 @@ fn refusal_error(member: &str, prefix: &str, (has_user, answer): (bool, &Value))
              restart weir; or correct password-file, and run `weir reload`)"
         ));
     }
-    let of_role = format!("give the user of [cluster] a role that reads and writes {prefix}");
+    let role_advice = format!("give the user of [cluster] a role that reads and writes {prefix}");
     let advice = match () {
-        () if text.contains("permission denied") => &of_role,
+        () if text.contains("permission denied") => &role_advice,
         () if text.contains("database space exceeded") => {
             "compact and defragment etcd, then disarm its alarm"
         }
         () => "is this etcd 3.4 or newer?",
     };
-    EtcdError::Refused(format!("{said} ({advice})"))
+    EtcdError::Refused(format!("{message} ({advice})"))
 }
 
 #[cfg(test)]
@@ -510,17 +510,17 @@ mod tests {
 
     #[test]
     fn a_missing_right_names_the_key_prefix() {
-        let answer = json!({ "message": "etcdserver: permission denied" });
-        let said = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
-        assert!(said.ends_with("a role that reads and writes /weir/v1/lab/)"), "{said}");
-        let answer = json!({ "message": "etcdserver: authentication failed, invalid user ID or password" });
-        let said = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
+        let reply = json!({ "message": "etcdserver: permission denied" });
+        let message = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &reply)).to_string();
+        assert!(message.ends_with("a role that reads and writes /weir/v1/lab/)"), "{message}");
+        let reply = json!({ "message": "etcdserver: authentication failed, invalid user ID or password" });
+        let message = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &reply)).to_string();
         assert!(
-            said.starts_with("etcd http://e:2379 rejects the user and password of [cluster]: "),
-            "{said}"
+            message.starts_with("etcd http://e:2379 rejects the user and password of [cluster]: "),
+            "{message}"
         );
-        let answer = json!({ "error": "\x1b[2J\u{202e}" });
-        let said = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
-        assert!(said.starts_with("etcd http://e:2379: ?[2J? ("), "{said}");
+        let reply = json!({ "error": "\x1b[2J\u{202e}" });
+        let message = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &reply)).to_string();
+        assert!(message.starts_with("etcd http://e:2379: ?[2J? ("), "{message}");
     }
 }

@@ -400,9 +400,9 @@ mod tests {
                 released_capacity: [0; 6],
                 demand: wants,
             };
-            let there =
+            let written =
                 HostReports { groups: BTreeMap::from([("group".to_owned(), ReportValue::from(&report))]) };
-            assert_eq!(cluster_values::length(StoreValue::Report(&report)), write(&there).len() as u64);
+            assert_eq!(cluster_values::length(StoreValue::Report(&report)), write(&written).len() as u64);
         }
         let spec = ClusterGroupLimits::new(7 << 32 | 5, limits(1000), 16, None).unwrap();
         let grant = cluster::QuotaGrant {
@@ -414,9 +414,9 @@ mod tests {
             leased: by_kind,
             credit: by_kind,
         };
-        let there =
+        let written =
             HostGrants { groups: BTreeMap::from([("group".to_owned(), GrantValue::of(&grant, None))]) };
-        assert_eq!(cluster_values::length(StoreValue::Grant(&grant)), write(&there).len() as u64);
+        assert_eq!(cluster_values::length(StoreValue::Grant(&grant)), write(&written).len() as u64);
     }
 
     proptest! {
@@ -432,14 +432,14 @@ mod tests {
                 instance, report_number: number, followed_term: leads.then_some(term), seq, leased: by_kind, version: nonce,
                 fallback: by_kind, released_capacity: by_kind, demand: wants,
             };
-            let there = HostReports { groups: BTreeMap::from([("g".to_owned(), ReportValue::from(&report))]) };
-            let back = read::<HostReports>(&write(&there)).unwrap();
-            prop_assert_eq!(cluster::HostReport::from(&back.groups["g"]), report);
+            let written = HostReports { groups: BTreeMap::from([("g".to_owned(), ReportValue::from(&report))]) };
+            let parsed = read::<HostReports>(&write(&written)).unwrap();
+            prop_assert_eq!(cluster::HostReport::from(&parsed.groups["g"]), report);
             let spec = ClusterGroupLimits::new(7 << 32 | 5, limits(1000), 16, Some(99)).unwrap();
             let grant = cluster::QuotaGrant { term, instance, report_number: answers, seq, spec, leased: by_kind, credit: by_kind };
-            let there = HostGrants { groups: BTreeMap::from([("g".to_owned(), GrantValue::of(&grant, Some(99)))]) };
-            let back = read::<HostGrants>(&write(&there)).unwrap();
-            prop_assert_eq!(back.groups["g"].read(), Ok(grant));
+            let written = HostGrants { groups: BTreeMap::from([("g".to_owned(), GrantValue::of(&grant, Some(99)))]) };
+            let parsed = read::<HostGrants>(&write(&written)).unwrap();
+            prop_assert_eq!(parsed.groups["g"].read(), Ok(grant));
         }
 
         #[test]

@@ -22,8 +22,8 @@ const ALL: ReportedDemand =
 pub fn etcd_values(bytes: &[u8]) {
     value(bytes);
     for event in parse_events(bytes).into_iter().flatten() {
-        if let EtcdEvent::Put(put) = event {
-            value(&put.value);
+        if let EtcdEvent::Put(key_value) = event {
+            value(&key_value.value);
         }
     }
 }
@@ -70,8 +70,8 @@ fn check_leader(reports: Vec<(&str, cluster::HostReport)>) {
             let LeaderAction::Write(grants) = action else { panic!("it is elected still") };
             // Reports may claim more in total than the limits have; each grant must not.
             for (host, grant) in grants {
-                let told = LimitKind::ALL.map(|kind| (grant.leased[kind.index()], limits.limit(kind).rate));
-                assert!(told.iter().all(|(leased, whole)| leased <= whole), "{host}: {told:?}");
+                let rates = LimitKind::ALL.map(|kind| (grant.leased[kind.index()], limits.limit(kind).rate));
+                assert!(rates.iter().all(|(leased, limit)| leased <= limit), "{host}: {rates:?}");
             }
         }
     }
@@ -85,8 +85,8 @@ fn check_host(grant: &cluster::QuotaGrant) {
     host.on_grant(&cluster::QuotaGrant { report_number: 1, ..*grant }, now, |_, _, _| [0; 6]);
     let parts = |host: &HostQuota| LimitKind::ALL.map(|kind| host.limits().limit(kind).rate);
     for (part, kind) in parts(&host).into_iter().zip(LimitKind::ALL) {
-        let (safe, whole) = (host.fallback_limits().limit(kind).rate, host.spec().limits().limit(kind).rate);
-        assert!((safe..=whole.max(safe)).contains(&part), "{part} of {whole}");
+        let (fallback, limit) = (host.fallback_limits().limit(kind).rate, host.spec().limits().limit(kind).rate);
+        assert!((fallback..=limit.max(fallback)).contains(&part), "{part} of {limit}");
     }
     host.expire_lease(Instant::MAX, |_, _, _| [0; 6]);
     assert_eq!(parts(&host), LimitKind::ALL.map(|kind| host.fallback_limits().limit(kind).rate));

@@ -34,9 +34,9 @@ pub(super) fn own_identity(machine_id: &str, instance: u64) -> HostIdentity {
 pub(super) fn has_ended(other: &HostIdentity, own: &HostIdentity) -> bool {
     if other.machine != own.machine {
         // The same machine after a reboot.
-        let mut words = (other.machine.split(' '), own.machine.split(' '));
-        let (id, own_id) = (words.0.next(), words.1.next());
-        let (boot, own_boot) = (words.0.next(), words.1.next());
+        let mut fields = (other.machine.split(' '), own.machine.split(' '));
+        let (id, own_id) = (fields.0.next(), fields.1.next());
+        let (boot, own_boot) = (fields.0.next(), fields.1.next());
         return id == own_id && id.is_some_and(|id| !id.is_empty()) && boot != own_boot;
     }
     start_ticks(other.pid) != Some(other.start_ticks)
@@ -80,8 +80,8 @@ mod tests {
         child.wait().unwrap();
         let other = HostIdentity { machine: "other boot pid:[1]".to_owned(), pid: u32::MAX, ..own.clone() };
         assert!(!has_ended(&other, &own));
-        let this = HostIdentity { machine: "m now pid:[1]".to_owned(), ..own.clone() };
-        let before = HostIdentity { machine: "m before pid:[1]".to_owned(), ..own };
-        assert!(has_ended(&before, &this));
+        let current = HostIdentity { machine: "m now pid:[1]".to_owned(), ..own.clone() };
+        let earlier = HostIdentity { machine: "m before pid:[1]".to_owned(), ..own };
+        assert!(has_ended(&earlier, &current));
     }
 }

@@ -78,7 +78,7 @@ impl EtcdKeys {
         KeyRange::Prefix(self.key(EtcdKey::Group("")))
     }
 
-    pub(super) fn promises(&self) -> KeyRange {
+    pub(super) fn reservations(&self) -> KeyRange {
         KeyRange::Prefix(self.key(EtcdKey::Reservation("")))
     }
 

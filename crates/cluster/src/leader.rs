@@ -35,7 +35,7 @@ pub(super) struct LeaderTerm {
     keys: EtcdKeys,
     value: Vec<u8>,
     lease: i64,
-    asked: Instant,
+    lease_requested_at: Instant,
     kept_at: Instant,
     leaders: BTreeMap<String, QuotaLeader>,
     /// Earliest instant since which no other leader can have existed: the election, or the last
@@ -46,7 +46,7 @@ pub(super) struct LeaderTerm {
     /// Last reports, for groups whose limits appear later.
     reports: BTreeMap<String, BTreeMap<String, ReportValue>>,
     /// Last report of each host, and whether this leader received it; for older hosts the election.
-    heard: BTreeMap<String, (Instant, bool)>,
+    last_reports: BTreeMap<String, (Instant, bool)>,
     grants: BTreeMap<String, HostGrants>,
     changed: BTreeSet<String>,
     /// Groups with more hosts than their limits can be divided among; logged once.
@@ -68,33 +68,33 @@ impl LeaderTerm {
     ) -> Result<Option<Self>, EtcdError> {
         let (timing, keys) = (known.timing, known.keys.clone());
         let key = keys.key(EtcdKey::Leader);
-        let asked = now();
+        let requested_at = now();
         // Rounded up to seconds: etcd must not end the lease before this leader does.
         let lease = timing.term_lease();
         let lease = etcd.grant_lease(lease.as_secs().max(1) + u64::from(lease.subsec_nanos() > 0)).await?;
         let leader = etcd_values::LeaderValue { host: known.cluster.host.clone(), nonce: random() };
         let value = etcd_values::write(&leader);
         let put = EtcdOperation::put(&key, &value, Some(lease));
-        let done = etcd.transact(&[TransactionCondition::Absent(key)], &[put]).await?;
-        if !done.succeeded {
+        let result = etcd.transact(&[TransactionCondition::Absent(key)], &[put]).await?;
+        if !result.succeeded {
             etcd.revoke_lease(lease).await?;
             return Ok(None);
         }
         let alone = now();
-        let term = Term { revision: done.revision.cast_unsigned(), nonce: leader.nonce };
+        let term = Term { revision: result.revision.cast_unsigned(), nonce: leader.nonce };
         let (reports_at, found, watching) = read_reports(known, etcd).await?;
         let mut leading = Self {
             term,
             keys,
             value,
             lease,
-            asked,
-            kept_at: asked,
+            lease_requested_at: requested_at,
+            kept_at: requested_at,
             leaders: BTreeMap::new(),
             sole_since: alone,
             dropped: BTreeMap::new(),
             reports: BTreeMap::new(),
-            heard: BTreeMap::new(),
+            last_reports: BTreeMap::new(),
             grants: BTreeMap::new(),
             changed: BTreeSet::new(),
             too_many: BTreeSet::new(),
@@ -106,7 +106,7 @@ impl LeaderTerm {
         };
         found.iter().for_each(|(host, reports)| leading.on_reports(host, reports));
         // The age of reports from before the election is unknown.
-        leading.heard.values_mut().for_each(|(_, by_this_one)| *by_this_one = false);
+        leading.last_reports.values_mut().for_each(|(_, by_this_one)| *by_this_one = false);
         leading.follow_limits(known);
         tracing::info!(cluster = %known.cluster.name, "this host leads the cluster and divides its limits");
         Ok(Some(leading))
@@ -126,7 +126,7 @@ impl LeaderTerm {
         let known: BTreeSet<String> = self.reports.values().flat_map(BTreeMap::keys).cloned().collect();
         // Hosts that left between the two watches.
         // Removed first, then re-added by the reports that were found.
-        for host in known.iter().filter(|host| found.iter().all(|(there, _)| there != *host)) {
+        for host in known.iter().filter(|host| found.iter().all(|(reporting, _)| reporting != *host)) {
             self.on_report_deleted(host);
         }
         found.iter().for_each(|(host, reports)| self.on_reports(host, reports));
@@ -136,16 +136,16 @@ impl LeaderTerm {
     /// Renews the lease of the key. False if it expired.
     async fn keep_alive(&mut self, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
         self.kept_at = now();
-        let asked = self.kept_at;
+        let requested_at = self.kept_at;
         if !etcd.keep_lease(self.lease).await? {
             return Ok(false);
         }
-        if asked >= self.asked + policy::cluster::Timing::DEFAULT.term_lease() {
+        if requested_at >= self.lease_requested_at + policy::cluster::Timing::DEFAULT.term_lease() {
             // The process slept. Meanwhile another leader may have been elected and lost its key.
             self.sole_since = now();
         }
-        self.asked = asked;
-        self.leaders.values_mut().for_each(|leader| leader.on_key_renewed(asked));
+        self.lease_requested_at = requested_at;
+        self.leaders.values_mut().for_each(|leader| leader.on_key_renewed(requested_at));
         Ok(true)
     }
 
@@ -160,27 +160,27 @@ impl LeaderTerm {
 
     /// Time of a host's last report to this leader.
     pub(super) fn last_report_at(&self, host: &str) -> Option<Instant> {
-        self.heard.get(host).filter(|(_, by_this_one)| *by_this_one).map(|(at, _)| *at)
+        self.last_reports.get(host).filter(|(_, by_this_one)| *by_this_one).map(|(at, _)| *at)
     }
 
     /// Hosts that are overdue with a report: they have groups and did not sign off.
     pub(super) fn silent_hosts(&self, known: &SessionState) -> BTreeSet<String> {
         let long_ago = 2 * policy::cluster::Timing::DEFAULT.lease;
         let at = now();
-        let silent = self.heard.iter().filter(|(_, (since, _))| at >= *since + long_ago);
+        let silent_hosts = self.last_reports.iter().filter(|(_, (since, _))| at >= *since + long_ago);
         let takes_part =
-            |promises: &HostReservations| promises.members.as_ref().is_none_or(|all| !all.is_empty());
-        let silent = silent.filter(|(host, _)| known.promises.get(*host).is_some_and(takes_part));
-        silent.map(|(host, _)| host.clone()).collect()
+            |reservations: &HostReservations| reservations.members.as_ref().is_none_or(|all| !all.is_empty());
+        let silent_hosts = silent_hosts.filter(|(host, _)| known.reservations.get(*host).is_some_and(takes_part));
+        silent_hosts.map(|(host, _)| host.clone()).collect()
     }
 
     pub(super) fn next(&self) -> Instant {
         let leaders = self.leaders.values().map(QuotaLeader::next);
-        leaders.chain(self.sweep_at).fold(self.kept_at + self.keep(), Instant::min)
+        leaders.chain(self.sweep_at).fold(self.kept_at + self.renewal_interval(), Instant::min)
     }
 
     /// Interval at which the lease of the key is renewed. Policy takes the same lease for its own.
-    fn keep(&self) -> core::time::Duration {
+    fn renewal_interval(&self) -> core::time::Duration {
         policy::cluster::Timing::DEFAULT.key_renewal_interval()
     }
 
@@ -190,7 +190,7 @@ impl LeaderTerm {
         let is_known =
             |(group, report)| self.reports.get(group).and_then(|all| all.get(host)) == Some(report);
         if reports.groups.is_empty() || !reports.groups.iter().all(is_known) {
-            self.heard.insert(host.to_owned(), (at, true));
+            self.last_reports.insert(host.to_owned(), (at, true));
         }
         for (group, report) in &reports.groups {
             if let Some(leader) = self.leaders.get_mut(group) {
@@ -202,7 +202,7 @@ impl LeaderTerm {
 
     /// Handles the deletion of a host's report. Its grants expire by themselves.
     pub(super) fn on_report_deleted(&mut self, host: &str) {
-        self.heard.remove(host);
+        self.last_reports.remove(host);
         self.reports.values_mut().for_each(|hosts| {
             hosts.remove(host);
         });
@@ -217,11 +217,11 @@ impl LeaderTerm {
         let is_understood = |name: &String| !known.unreadable_groups.contains_key(name);
         let dropped = &mut self.dropped;
         self.leaders.retain(|name, _| {
-            let stays = known.groups.contains_key(name) && is_understood(name);
-            if !stays {
+            let is_followed = known.groups.contains_key(name) && is_understood(name);
+            if !is_followed {
                 dropped.insert(name.clone(), at);
             }
-            stays
+            is_followed
         });
         for (name, stored) in known.groups.iter().filter(|(name, _)| is_understood(name)) {
             if let Some(leader) = self.leaders.get_mut(name) {
@@ -231,7 +231,7 @@ impl LeaderTerm {
             // Limits created after the election need not wait for grants of an earlier leader:
             // there are none. Otherwise hosts would stay at their fallback share meanwhile.
             let since = self.dropped.remove(name).map_or(self.sole_since, |at| at.max(self.sole_since));
-            let mut leader = QuotaLeader::new(self.term, stored.spec, known.timing, self.asked, since);
+            let mut leader = QuotaLeader::new(self.term, stored.spec, known.timing, self.lease_requested_at, since);
             for (host, report) in self.reports.get(name).into_iter().flatten() {
                 leader.on_report(host, report.into(), at);
             }
@@ -245,7 +245,7 @@ impl LeaderTerm {
         known: &SessionState,
         etcd: &mut EtcdClient,
     ) -> Result<bool, EtcdError> {
-        if now() >= self.kept_at + self.keep() && !self.keep_alive(etcd).await? {
+        if now() >= self.kept_at + self.renewal_interval() && !self.keep_alive(etcd).await? {
             return Ok(self.log_lost());
         }
         self.follow_limits(known);
@@ -274,8 +274,8 @@ impl LeaderTerm {
             // way.
             let value = self.value.clone();
             let key = self.keys.key(EtcdKey::Leader);
-            let mine = EtcdOperation::Delete(self.keys.single(EtcdKey::Leader));
-            etcd.transact(&[TransactionCondition::Value(key, value)], &[mine]).await?;
+            let deletion = EtcdOperation::Delete(self.keys.single(EtcdKey::Leader));
+            etcd.transact(&[TransactionCondition::Value(key, value)], &[deletion]).await?;
             return Ok(self.log_lost());
         }
         self.restore_limits(known, etcd).await?;
@@ -303,9 +303,9 @@ impl LeaderTerm {
         let changed = std::mem::take(&mut self.changed).into_iter();
         let values = changed
             .map(|host| (self.keys.key(EtcdKey::Grant(&host)), etcd_values::write(&self.grants[&host])));
-        for parcel in split_transactions(values.collect()) {
+        for batch in split_transactions(values.collect()) {
             let puts: Vec<_> =
-                parcel.iter().map(|(key, value)| EtcdOperation::put(key, value, None)).collect();
+                batch.iter().map(|(key, value)| EtcdOperation::put(key, value, None)).collect();
             if !etcd.transact(&self.fencing_conditions(), &puts).await?.succeeded {
                 return Ok(false);
             }
@@ -365,10 +365,10 @@ impl LeaderTerm {
             let key = self.keys.key(EtcdKey::Group(&name));
             let mut compare = self.fencing_conditions().to_vec();
             compare.push(TransactionCondition::Changed(key.clone(), *changed));
-            let done = etcd
+            let result = etcd
                 .transact(&compare, &[EtcdOperation::put(&key, &etcd_values::write(&more), None)])
                 .await?;
-            if done.succeeded {
+            if result.succeeded {
                 tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
                 if more.safe_share_ppm != group.safe_share_ppm {
                     let percent = more.safe_share_ppm.map(|ppm| f64::from(ppm) / 10_000.0);
@@ -396,31 +396,31 @@ impl LeaderTerm {
         }
         self.sweep_at = None;
         let found = etcd.keys(&[self.keys.below_all_hosts(), self.keys.reports()]).await?;
-        let (mut there, mut grants) = (BTreeSet::new(), Vec::new());
+        let (mut present, mut grants) = (BTreeSet::new(), Vec::new());
         for value in found.iter().flatten() {
             match self.keys.parse(&value.key) {
-                Some(EtcdKey::Host(host) | EtcdKey::Report(host)) => drop(there.insert(host)),
+                Some(EtcdKey::Host(host) | EtcdKey::Report(host)) => drop(present.insert(host)),
                 Some(EtcdKey::Grant(host)) => grants.push((host, value)),
                 _ => {}
             }
         }
-        grants.retain(|(host, _)| !there.contains(host));
+        grants.retain(|(host, _)| !present.contains(host));
         let at = now();
         let may_hold = |host: &str| self.leaders.values().any(|leader| leader.may_have_lease(host, at));
-        let (held, over): (Vec<_>, Vec<_>) = grants.into_iter().partition(|(host, _)| may_hold(host));
-        for (host, value) in over.iter().take(MAX_DELETED_GRANTS) {
+        let (leased, stale): (Vec<_>, Vec<_>) = grants.into_iter().partition(|(host, _)| may_hold(host));
+        for (host, value) in stale.iter().take(MAX_DELETED_GRANTS) {
             let mut compare = self.fencing_conditions().to_vec();
             // The host may have returned: neither its keys nor a new grant may exist.
             let absent = [EtcdKey::Host(host), EtcdKey::Report(host)]
                 .map(|key| TransactionCondition::Absent(self.keys.key(key)));
             compare.extend(absent);
             compare.push(TransactionCondition::Changed(value.key.clone(), value.mod_revision));
-            let gone = EtcdOperation::Delete(self.keys.single(EtcdKey::Grant(host)));
-            if etcd.transact(&compare, &[gone]).await?.succeeded {
+            let deletion = EtcdOperation::Delete(self.keys.single(EtcdKey::Grant(host)));
+            if etcd.transact(&compare, &[deletion]).await?.succeeded {
                 self.grants.remove(*host);
             }
         }
-        if over.len() > MAX_DELETED_GRANTS || !held.is_empty() {
+        if stale.len() > MAX_DELETED_GRANTS || !leased.is_empty() {
             self.sweep_at = Some(now() + known.timing.lease);
         }
         Ok(())

@@ -121,7 +121,7 @@ pub trait ClusterHooks {
 
     /// Reports that the host joined the cluster, or, with the reason in `apart`, that it is
     /// disconnected: once leases have expired, its fallback share applies.
-    fn report_connection(&self, cluster: &str, host: &str, apart: Option<&str>);
+    fn report_connection(&self, cluster: &str, host: &str, reason: Option<&str>);
 
     /// Puts unmet reservations in force again, as far as the known reservations leave room.
     fn restore_reservations(&self);
@@ -142,11 +142,11 @@ pub trait ClusterHooks {
 
     /// Reports that a host stopped reporting, or (with `silent` false) that it reports again or
     /// left. Only the leader calls this.
-    fn report_silent_host(&self, cluster: &str, host: &str, silent: bool);
+    fn report_silent_host(&self, cluster: &str, host: &str, is_silent: bool);
 
     /// Reports that the reservations of a group exceed its limit: `promised` is their sum and the
     /// limit, in `unit` per second.
-    fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, promised: [u64; 2]);
+    fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, reserved: [u64; 2]);
 }
 
 /// This daemon's membership in its cluster. Belongs to the main thread.
@@ -156,7 +156,7 @@ pub struct ClusterMembership {
     hosts: RefCell<LocalGroups>,
     specs: RefCell<BTreeMap<String, ClusterGroupLimits>>,
     /// Hosts that stopped reporting; `None` unless this host leads.
-    silent: RefCell<Option<BTreeSet<String>>>,
+    silent_hosts: RefCell<Option<BTreeSet<String>>>,
     /// Groups without limits in etcd when etcd was last read.
     without_limits: BTreeSet<String>,
     file: PathBuf,
@@ -183,13 +183,13 @@ pub struct ClusterMembership {
     /// Shared with the agent, for renewed credentials.
     terms: EtcdParameters,
     /// Quotas of control groups.
-    lending: Option<CgroupLeases>,
+    cgroup_leases: Option<CgroupLeases>,
 }
 
 /// The agent thread and the main thread's task. Dropping it leaves the cluster.
 pub struct AgentHandle {
     input: Sender<AgentInput>,
-    ended: mpsc::Receiver<()>,
+    stopped: mpsc::Receiver<()>,
     _task: reactor::JoinHandle<()>,
 }
 
@@ -197,7 +197,7 @@ impl Drop for AgentHandle {
     fn drop(&mut self) {
         if self.input.try_send(AgentInput::Stop).is_ok() {
             // Without an answer of etcd the leases expire.
-            let _ = self.ended.recv_timeout(LEAVE_TIMEOUT);
+            let _ = self.stopped.recv_timeout(LEAVE_TIMEOUT);
         }
     }
 }
@@ -214,25 +214,25 @@ impl ClusterMembership {
         make_directory(&file, plan)
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
         let settings = cluster.clone();
-        let own = StartQuery::of(plan, &cluster)?;
-        let groups = own.groups.clone();
+        let query = StartQuery::of(plan, &cluster)?;
+        let groups = query.groups.clone();
         // Before the sandbox: certificates are readable and names can be resolved only now.
-        let asked = reactor::run_blocking(move || {
+        let task = reactor::run_blocking(move || {
             let terms = EtcdParameters::new(&settings)?;
-            let first = read_start_state(&EtcdKeys::new(&settings.name), &own, &terms);
+            let first = read_start_state(&EtcdKeys::new(&settings.name), &query, &terms);
             anyhow::Ok((terms, first))
         });
-        let (terms, first) = asked.await.with_context(|| format!("cluster {}", cluster.name))?;
+        let (terms, first) = task.await.with_context(|| format!("cluster {}", cluster.name))?;
         let mut reason = String::new();
         let recalled = limit_file::load_for_session(&file);
         let first = match first {
             Ok(mut first) => {
                 first.add_stored_limits(&recalled);
-                let bare = groups.into_iter().filter(|name| !first.specs.contains_key(name));
-                let bare: Vec<_> = bare.collect();
-                if !bare.is_empty() {
+                let unlimited = groups.into_iter().filter(|name| !first.specs.contains_key(name));
+                let unlimited: Vec<_> = unlimited.collect();
+                if !unlimited.is_empty() {
                     let file = file.clone();
-                    reactor::run_blocking(move || limit_file::save_without_limits(&file, bare)).await;
+                    reactor::run_blocking(move || limit_file::save_without_limits(&file, unlimited)).await;
                 }
                 first
             }
@@ -246,10 +246,10 @@ impl ClusterMembership {
             }
         };
         let (to_agent, inbox) = async_channel::bounded(QUEUE_LENGTH);
-        let (to_main, words) = async_channel::bounded(QUEUE_LENGTH);
+        let (to_main, messages) = async_channel::bounded(QUEUE_LENGTH);
         let timing = Timing::DEFAULT;
         let mut hosts = LocalGroups::new(&cluster.host, timing);
-        let _ = hosts.handle_message(AgentMessage::Reservations(first.promises), reactor::now());
+        let _ = hosts.handle_message(AgentMessage::Reservations(first.reservations), reactor::now());
         let control_groups = cluster.control_groups.clone();
         let lending = CgroupLeases::new(control_groups.iter().map(String::as_str));
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
@@ -263,7 +263,7 @@ impl ClusterMembership {
             file: file.clone(),
             recalled,
             inbox,
-            words: to_main,
+            messages: to_main,
             timing,
         };
         let cluster = Self {
@@ -271,7 +271,7 @@ impl ClusterMembership {
             host,
             hosts: RefCell::new(hosts),
             specs: RefCell::new(first.specs),
-            silent: RefCell::default(),
+            silent_hosts: RefCell::default(),
             without_limits: limit_file::without_limits(&file),
             file,
             moved: RefCell::new(first.moved),
@@ -285,15 +285,15 @@ impl ClusterMembership {
             offers: async_channel::bounded(QUEUE_LENGTH),
             answer_senders: RefCell::default(),
             input: to_agent,
-            messages: words,
+            messages,
             agent: RefCell::new(Some(agent)),
             terms: known_terms,
-            lending: (!control_groups.is_empty()).then_some(lending),
+            cgroup_leases: (!control_groups.is_empty()).then_some(lending),
         };
         for group in &control_groups {
             let spec = cluster.spec(group)?;
-            if let Some(lending) = &cluster.lending {
-                cluster.hosts.borrow_mut().add_control_groups(lending.lender(group), spec);
+            if let Some(leases) = &cluster.cgroup_leases {
+                cluster.hosts.borrow_mut().add_control_groups(leases.lessor(group), spec);
             }
         }
         Ok(Some(Rc::new(cluster)))
@@ -348,8 +348,8 @@ impl ClusterMembership {
     }
 
     /// Quotas of this host's control groups, if the config names any.
-    pub fn lending(&self) -> Option<CgroupLeases> {
-        self.lending.clone()
+    pub fn cgroup_leases(&self) -> Option<CgroupLeases> {
+        self.cgroup_leases.clone()
     }
 
     /// Removes a group, which then has no quota on this host.
@@ -364,9 +364,9 @@ impl ClusterMembership {
 
     /// Starts the agent thread, with the rights that the sandbox leaves, and the main thread's
     /// task.
-    pub fn start(self: &Rc<Self>, around: Weak<dyn ClusterHooks>) -> anyhow::Result<AgentHandle> {
+    pub fn start(self: &Rc<Self>, hooks: Weak<dyn ClusterHooks>) -> anyhow::Result<AgentHandle> {
         let agent = self.agent.take().context("the cluster runs already")?;
-        let (end, ended) = mpsc::channel();
+        let (end, stopped) = mpsc::channel();
         let thread = thread::Builder::new().name("cluster".to_owned()).spawn(move || {
             if let Err(error) = agent.run() {
                 tracing::error!(
@@ -383,10 +383,10 @@ impl ClusterMembership {
             let mut next = reactor::now();
             loop {
                 let now = reactor::now();
-                let word = match next - now {
+                let message = match next - now {
                     Duration::ZERO => None,
                     left => match reactor::timeout(left, cluster.messages.recv()).await {
-                        Ok(Ok(word)) => Some(word),
+                        Ok(Ok(message)) => Some(message),
                         // The agent ended. Ticks go on, so that leases expire.
                         Ok(Err(_)) => {
                             reactor::sleep_until(next).await;
@@ -395,34 +395,34 @@ impl ClusterMembership {
                         Err(_) => None,
                     },
                 };
-                let Some(around) = around.upgrade() else { return };
-                match word {
-                    Some(word) => cluster.handle_message(word, &*around),
+                let Some(hooks) = hooks.upgrade() else { return };
+                match message {
+                    Some(message) => cluster.handle_message(message, &*hooks),
                     None => {
-                        cluster.tick(&around);
+                        cluster.tick(&hooks);
                         next = reactor::now() + Timing::DEFAULT.tick;
                     }
                 }
             }
         });
-        Ok(AgentHandle { input: self.input.clone(), ended, _task: task })
+        Ok(AgentHandle { input: self.input.clone(), stopped, _task: task })
     }
 
-    fn tick(self: &Rc<Self>, around: &Rc<dyn ClusterHooks>) {
-        self.record_reservations(around);
+    fn tick(self: &Rc<Self>, hooks: &Rc<dyn ClusterHooks>) {
+        self.record_reservations(hooks);
         if self.is_leader() && self.is_connected.get() {
             // Only the leader reports an overbooked limit, or each host would.
-            let over = self.hosts.borrow().overbooked(&self.specs.borrow());
-            let before = self.overbooked.replace(over.clone());
-            for ((group, unit), promised) in over {
+            let overbooked = self.hosts.borrow().overbooked(&self.specs.borrow());
+            let before = self.overbooked.replace(overbooked.clone());
+            for ((group, unit), reserved) in overbooked {
                 if !before.contains_key(&(group.clone(), unit)) {
-                    around.report_overbooked(&self.name, &group, ["iops", "bps"][unit], promised);
+                    hooks.report_overbooked(&self.name, &group, ["iops", "bps"][unit], reserved);
                 }
             }
         }
-        self.warn_of_namesakes(&**around);
+        self.warn_of_namesakes(&**hooks);
         let reports = self.hosts.borrow_mut().tick(reactor::now());
-        around.quota_changed();
+        hooks.quota_changed();
         if let Some(reports) = reports {
             let _ = self.input.try_send(AgentInput::Reports(reports));
         }
@@ -430,15 +430,15 @@ impl ClusterMembership {
     // The tick also drops expired leases, so it has to run without any word from the agent.
 
     /// Calls [`warn_of_local_group`] once for each group.
-    fn warn_of_namesakes(&self, around: &dyn ClusterHooks) {
-        let mut told = self.warned_namesakes.borrow_mut();
+    fn warn_of_namesakes(&self, hooks: &dyn ClusterHooks) {
+        let mut warned = self.warned_namesakes.borrow_mut();
         for (group, spec) in &*self.specs.borrow() {
             let is_namesake =
-                !spec.limits().is_unlimited() && !self.has_group(group) && around.has_group(group);
-            if is_namesake && told.insert(group.clone()) {
+                !spec.limits().is_unlimited() && !self.has_group(group) && hooks.has_group(group);
+            if is_namesake && warned.insert(group.clone()) {
                 warn_of_local_group(group, &self.name);
             } else if !is_namesake {
-                told.remove(group);
+                warned.remove(group);
             }
         }
     }
@@ -446,38 +446,38 @@ impl ClusterMembership {
     /// Records this host's reservations in etcd after a start, a change or an outage.
     ///
     /// Refused reservations become unmet. Disks do not wait for the answer.
-    fn record_reservations(self: &Rc<Self>, around: &Rc<dyn ClusterHooks>) {
+    fn record_reservations(self: &Rc<Self>, hooks: &Rc<dyn ClusterHooks>) {
         if self.is_recording.get() {
             return;
         }
         if self.is_connected.get() {
-            around.restore_reservations();
+            hooks.restore_reservations();
         }
-        let Some(promised) = self.changed_reservations(&**around) else {
-            around.report_reservations();
+        let Some(reservations) = self.changed_reservations(&**hooks) else {
+            hooks.report_reservations();
             return;
         };
         self.is_recording.set(true);
-        let (cluster, around) = (Rc::clone(self), Rc::clone(around));
+        let (cluster, hooks) = (Rc::clone(self), Rc::clone(hooks));
         reactor::spawn(async move {
-            if let Err(refusal) = cluster.record_and_wait(promised).await {
-                around.suspend_reservations(&refusal);
+            if let Err(refusal) = cluster.record_and_wait(reservations).await {
+                hooks.suspend_reservations(&refusal);
                 cluster.hosts.borrow_mut().resend_reservations();
             }
             cluster.is_recording.set(false);
         });
     }
 
-    fn handle_silent_hosts(&self, silent: Option<BTreeSet<String>>, around: &dyn ClusterHooks) {
-        let before = self.silent.replace(silent.clone()).unwrap_or_default();
+    fn handle_silent_hosts(&self, silent_hosts: Option<BTreeSet<String>>, hooks: &dyn ClusterHooks) {
+        let before = self.silent_hosts.replace(silent_hosts.clone()).unwrap_or_default();
         // Only the leader receives reports. The next leader starts with an empty set.
-        let Some(silent) = silent else { return };
-        silent.difference(&before).for_each(|host| around.report_silent_host(&self.name, host, true));
-        before.difference(&silent).for_each(|host| around.report_silent_host(&self.name, host, false));
+        let Some(silent_hosts) = silent_hosts else { return };
+        silent_hosts.difference(&before).for_each(|host| hooks.report_silent_host(&self.name, host, true));
+        before.difference(&silent_hosts).for_each(|host| hooks.report_silent_host(&self.name, host, false));
     }
 
-    fn handle_message(&self, word: AgentMessage, around: &dyn ClusterHooks) {
-        let word = match word {
+    fn handle_message(&self, message: AgentMessage, hooks: &dyn ClusterHooks) {
+        let message = match message {
             AgentMessage::Offered(offered) => {
                 // A full queue drops the offer; its host withdraws it after a timeout.
                 let _ = self.offers.0.try_send(*offered);
@@ -487,20 +487,20 @@ impl ClusterMembership {
                 self.handle_answer(disk, answer);
                 return;
             }
-            AgentMessage::Silent(silent) => {
-                self.handle_silent_hosts(silent, around);
+            AgentMessage::Silent(silent_hosts) => {
+                self.handle_silent_hosts(silent_hosts, hooks);
                 return;
             }
-            word => word,
+            message => message,
         };
-        if let AgentMessage::Group { name, spec, by } = &word {
+        if let AgentMessage::Group { name, spec, by } = &message {
             let before = self.specs.borrow_mut().insert(name.clone(), *spec);
             let none = Limits::default();
             let limits = [before.as_ref().map_or(&none, ClusterGroupLimits::limits), spec.limits()];
             // A change made by a client of this host is reported even if no local group uses the
             // limit.
             if limits[0] != limits[1] && (by.is_some() || self.has_group(name)) {
-                around.report_limits(
+                hooks.report_limits(
                     &self.name,
                     name,
                     limits,
@@ -508,29 +508,29 @@ impl ClusterMembership {
                 );
             }
         }
-        let (turn, reports) = self.hosts.borrow_mut().handle_message(word, reactor::now());
-        around.quota_changed();
+        let (event, reports) = self.hosts.borrow_mut().handle_message(message, reactor::now());
+        hooks.quota_changed();
         if let Some(reports) = reports {
             let _ = self.input.try_send(AgentInput::Reports(reports));
         }
-        match turn {
+        match event {
             Some(MembershipEvent::Joined) if !self.is_connected.replace(true) => {
                 self.reason.borrow_mut().clear();
                 self.reported_reasons.borrow_mut().clear();
-                around.report_connection(&self.name, &self.host, None);
+                hooks.report_connection(&self.name, &self.host, None);
             }
-            Some(MembershipEvent::Apart { why, lasts }) => {
+            Some(MembershipEvent::Disconnected { why, lasts }) => {
                 self.reason.replace(why.clone());
                 self.is_connected.set(false);
-                let mut told = self.reported_reasons.borrow_mut();
+                let mut reported = self.reported_reasons.borrow_mut();
                 // The agent retries all members in turn. Each may fail for another reason.
-                let is_new = lasts && told.len() < MAX_REPORTED_REASONS && !told.contains(&why);
-                if told.is_empty() || is_new {
-                    around.report_connection(&self.name, &self.host, Some(&why));
-                    told.insert(why);
+                let is_new = lasts && reported.len() < MAX_REPORTED_REASONS && !reported.contains(&why);
+                if reported.is_empty() || is_new {
+                    hooks.report_connection(&self.name, &self.host, Some(&why));
+                    reported.insert(why);
                 }
             }
-            Some(MembershipEvent::Led(leader)) => drop(self.leader.replace(leader)),
+            Some(MembershipEvent::LeaderChanged(leader)) => drop(self.leader.replace(leader)),
             Some(MembershipEvent::Joined) | None => {}
         }
     }
@@ -559,30 +559,30 @@ impl ClusterMembership {
 
     /// Number of hosts that stopped reporting; `None` unless this host is the leader.
     pub fn unreachable_hosts(&self) -> Option<usize> {
-        self.silent.borrow().as_ref().map(BTreeSet::len)
+        self.silent_hosts.borrow().as_ref().map(BTreeSet::len)
     }
 
     /// State of each local group that belongs to a cluster-wide limit.
     pub fn group_states(&self) -> Vec<LocalGroupState> {
-        self.hosts.borrow().standings()
+        self.hosts.borrow().states()
     }
 
     /// Report for `weir cluster status`. Waits up to `PATIENCE` for etcd.
     pub async fn status(&self) -> ClusterReport {
-        let (answer, answered) = async_channel::bounded(1);
-        let report = match self.send(AgentInput::Status(answer)) {
-            Ok(()) => match reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await {
-                Ok(Ok(shown)) => shown,
+        let (sender, receiver) = async_channel::bounded(1);
+        let report = match self.send(AgentInput::Status(sender)) {
+            Ok(()) => match reactor::timeout(REQUEST_TIMEOUT, receiver.recv()).await {
+                Ok(Ok(received)) => received,
                 _ => status::unavailable("etcd does not answer in time"),
             },
             Err(why) => status::unavailable(why),
         };
         let quota =
-            |standing: LocalGroupState| LocalQuota { name: standing.group, leased: standing.is_leased };
+            |state: LocalGroupState| LocalQuota { name: state.group, leased: state.is_leased };
         ClusterReport {
             name: self.name.clone(),
             host: self.host.clone(),
-            here: self.group_states().into_iter().map(quota).collect(),
+            local_groups: self.group_states().into_iter().map(quota).collect(),
             ..report
         }
     }
@@ -602,11 +602,11 @@ impl ClusterMembership {
         }
         // Taken here, not in the agent: the actor is known on the main thread, during the poll.
         let change = GroupLimitChange { by: actor::current_actor(), ..change };
-        let mut done = self.request(|answer| AgentInput::Change(change, answer)).await?;
+        let mut response = self.request(|sender| AgentInput::Change(change, sender)).await?;
         if is_here {
-            done["used"] = json!(true);
+            response["used"] = json!(true);
         }
-        Ok(done)
+        Ok(response)
     }
 
     /// Records this host's reservations in etcd, if all hosts' reservations then fit.
@@ -614,34 +614,34 @@ impl ClusterMembership {
     /// # Errors
     /// Returns the reason of a refusal; the caller undoes its change. Without etcd the last known
     /// reservations of all hosts decide.
-    pub async fn record_reservations_now(&self, around: &dyn ClusterHooks) -> Result<(), String> {
-        match self.changed_reservations(around) {
-            Some(promised) => self.record_and_wait(promised).await.map_err(|refusal| refusal.why),
+    pub async fn record_reservations_now(&self, hooks: &dyn ClusterHooks) -> Result<(), String> {
+        match self.changed_reservations(hooks) {
+            Some(reservations) => self.record_and_wait(reservations).await.map_err(|refusal| refusal.why),
             None => Ok(()),
         }
     }
 
-    async fn record_and_wait(&self, promised: HostReservations) -> Result<(), ReservationRefusal> {
-        let (answer, answered) = async_channel::bounded(1);
-        if self.send(AgentInput::ReserveIfFits(promised, answer)).is_err() {
+    async fn record_and_wait(&self, reservations: HostReservations) -> Result<(), ReservationRefusal> {
+        let (sender, receiver) = async_channel::bounded(1);
+        if self.send(AgentInput::ReserveIfFits(reservations, sender)).is_err() {
             return Ok(());
         }
         // After a timeout the next session records them again.
-        match reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await {
-            Ok(Ok(done)) => done,
+        match reactor::timeout(REQUEST_TIMEOUT, receiver.recv()).await {
+            Ok(Ok(result)) => result,
             _ => Ok(()),
         }
     }
 
     /// This host's reservations, if they changed since the last call.
-    fn changed_reservations(&self, around: &dyn ClusterHooks) -> Option<HostReservations> {
-        let capacity = around.capacity(&|group| self.has_group(group));
-        self.hosts.borrow_mut().promised(capacity)
+    fn changed_reservations(&self, hooks: &dyn ClusterHooks) -> Option<HostReservations> {
+        let capacity = hooks.capacity(&|group| self.has_group(group));
+        self.hosts.borrow_mut().update_reservations(capacity)
     }
 
     /// Reservations of other hosts in a group, as text for a message; empty without any.
     pub fn reservations_elsewhere(&self, group: &str) -> String {
-        self.hosts.borrow().elsewhere(group)
+        self.hosts.borrow().reserved_elsewhere(group)
     }
 
     /// Name of the host that a disk moved to.
@@ -686,7 +686,7 @@ impl ClusterMembership {
     /// # Errors
     /// Returns the reason as a message.
     pub async fn forget_host(&self, host: String) -> Result<Value, String> {
-        self.request(|answer| AgentInput::Forget(host, answer)).await
+        self.request(|sender| AgentInput::Forget(host, sender)).await
     }
 
     /// Name of this host.
@@ -702,9 +702,9 @@ impl ClusterMembership {
     /// Answers to the offer of this number, until the receiver is dropped.
     pub fn await_answers(&self, number: u64) -> Receiver<MigrationAnswer> {
         let (sender, receiver) = async_channel::bounded(4);
-        let mut awaited = self.answer_senders.borrow_mut();
-        awaited.retain(|_, sender| !sender.is_closed());
-        awaited.insert(number, sender);
+        let mut senders = self.answer_senders.borrow_mut();
+        senders.retain(|_, sender| !sender.is_closed());
+        senders.insert(number, sender);
         receiver
     }
 
@@ -721,18 +721,18 @@ impl ClusterMembership {
 
     /// Performs one step of a migration. `None` if the outcome is unknown.
     pub async fn step(&self, step: MigrationStep) -> Option<StepOutcome> {
-        let (answer, answered) = async_channel::bounded(1);
-        if let Err(why) = self.send(AgentInput::Move(Box::new(step), answer)) {
+        let (sender, receiver) = async_channel::bounded(1);
+        if let Err(why) = self.send(AgentInput::Move(Box::new(step), sender)) {
             return Some(StepOutcome::Disconnected(why.to_owned()));
         }
-        reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await.ok()?.ok()
+        reactor::timeout(REQUEST_TIMEOUT, receiver.recv()).await.ok()?.ok()
     }
 
     /// Records lower reservations in etcd before any later step.
-    pub fn record_lowered_reservations(&self, around: &dyn ClusterHooks) {
+    pub fn record_lowered_reservations(&self, hooks: &dyn ClusterHooks) {
         // With a full queue the next session records them.
-        if let Some(promised) = self.changed_reservations(around) {
-            let _ = self.input.try_send(AgentInput::Reservations(promised));
+        if let Some(reservations) = self.changed_reservations(hooks) {
+            let _ = self.input.try_send(AgentInput::Reservations(reservations));
         }
     }
 
@@ -748,10 +748,10 @@ impl ClusterMembership {
         &self,
         input: impl FnOnce(Sender<Result<Value, String>>) -> AgentInput,
     ) -> Result<Value, String> {
-        let (answer, answered) = async_channel::bounded(1);
-        self.send(input(answer))?;
-        match reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await {
-            Ok(Ok(done)) => done,
+        let (sender, receiver) = async_channel::bounded(1);
+        self.send(input(sender))?;
+        match reactor::timeout(REQUEST_TIMEOUT, receiver.recv()).await {
+            Ok(Ok(result)) => result,
             _ => Err(
                 "etcd does not answer in time; the change may have been made (check `weir cluster status`)"
                     .to_owned(),

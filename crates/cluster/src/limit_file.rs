@@ -62,8 +62,8 @@ impl LimitSaver {
 
     /// Time of the next write. `None` while one is in flight, or if nothing changed.
     pub(super) fn due(&self) -> Option<Instant> {
-        let is_kept = self.keeping.as_ref().is_some_and(|keeping| !keeping.is_finished());
-        (self.changed && !is_kept).then(|| self.kept_at + SAVE_INTERVAL)
+        let is_saving = self.keeping.as_ref().is_some_and(|keeping| !keeping.is_finished());
+        (self.changed && !is_saving).then(|| self.kept_at + SAVE_INTERVAL)
     }
 
     /// Starts a write that is due at `by`.
@@ -103,16 +103,16 @@ pub(super) fn file(state: Option<&Path>, cluster: &str) -> PathBuf {
 /// # Errors
 /// Fails if the file is unreadable or has another format.
 pub(super) fn load(file: &Path) -> io::Result<BTreeMap<String, GroupValue>> {
-    known(file).map(|known| known.groups)
+    read_stored_limits(file).map(|known| known.groups)
 }
 
 /// Groups that had no limits in etcd, or were removed.
 pub(super) fn without_limits(file: &Path) -> BTreeSet<String> {
-    let known = known(file).unwrap_or_default();
+    let known = read_stored_limits(file).unwrap_or_default();
     known.without_limits.into_iter().chain(known.removed).collect()
 }
 
-fn known(file: &Path) -> io::Result<StoredLimitsFile> {
+fn read_stored_limits(file: &Path) -> io::Result<StoredLimitsFile> {
     let Some(bytes) = atomic_file::read(file, MAX_FILE_BYTES)? else {
         return Ok(StoredLimitsFile::default());
     };
@@ -154,9 +154,9 @@ pub(super) fn save_without_limits(file: &Path, groups: impl IntoIterator<Item = 
 
 fn change(file: &Path, change: impl FnOnce(StoredLimitsFile) -> StoredLimitsFile) {
     let _writing = WRITING.lock();
-    let content = etcd_values::write(&change(known(file).unwrap_or_default()));
+    let content = etcd_values::write(&change(read_stored_limits(file).unwrap_or_default()));
     // Unchanged content: saves an fsync.
-    if atomic_file::read(file, MAX_FILE_BYTES).is_ok_and(|there| there.as_ref() == Some(&content)) {
+    if atomic_file::read(file, MAX_FILE_BYTES).is_ok_and(|existing| existing.as_ref() == Some(&content)) {
         return;
     }
     if let Err(error) = atomic_file::write(file, &content, true) {
@@ -185,16 +185,16 @@ mod tests {
         assert_eq!(load(&path).unwrap(), BTreeMap::from([("gold".to_owned(), group.clone())]));
         // Groups without limits stay recorded until they get some.
         save_without_limits(&path, ["bare".to_owned(), "later".to_owned()]);
-        let bare = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>();
-        assert_eq!(without_limits(&path), bare(&["bare", "later"]));
+        let to_set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>();
+        assert_eq!(without_limits(&path), to_set(&["bare", "later"]));
         let stored = StoredGroup { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
         save(&path, &["gold", "later"].map(|name| (name.to_owned(), stored.clone())).into());
-        assert_eq!((without_limits(&path), load(&path).unwrap().len()), (bare(&["bare"]), 2));
+        assert_eq!((without_limits(&path), load(&path).unwrap().len()), (to_set(&["bare"]), 2));
         // A removed group has no limits, and is not restored in etcd.
-        let gone = GroupValue { removed: true, ..group.clone() };
-        let gone = StoredGroup { spec: gone.spec().unwrap(), group: gone, changed: 2 };
-        save(&path, &[("gold", gone), ("later", stored)].map(|(name, one)| (name.to_owned(), one)).into());
-        assert_eq!(without_limits(&path), bare(&["bare", "gold"]));
+        let removed_group = GroupValue { removed: true, ..group.clone() };
+        let removed_group = StoredGroup { spec: removed_group.spec().unwrap(), group: removed_group, changed: 2 };
+        save(&path, &[("gold", removed_group), ("later", stored)].map(|(name, entry)| (name.to_owned(), entry)).into());
+        assert_eq!(without_limits(&path), to_set(&["bare", "gold"]));
         assert!(load_for_session(&path).keys().eq(["later"]));
         std::fs::write(&path, "{").unwrap();
         assert!(load(&path).is_err());
@@ -206,8 +206,8 @@ mod tests {
         let path = directory.path().join("lab.json");
         let group = GroupValue::of(&Limits::default(), 16, None, 1, 1);
         let known = |count: usize| -> BTreeMap<String, StoredGroup> {
-            let one = StoredGroup { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
-            (0..count).map(|number| (format!("g{number}"), one.clone())).collect()
+            let stored = StoredGroup { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
+            (0..count).map(|number| (format!("g{number}"), stored.clone())).collect()
         };
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut keeper = LimitSaver::default();

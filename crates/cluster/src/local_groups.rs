@@ -38,7 +38,7 @@ impl QuotaTarget {
     fn name(&self) -> &str {
         match self {
             Self::Disks(group) => group.name(),
-            Self::ControlGroups(lender) => lender.name(),
+            Self::ControlGroups(lessor) => lessor.name(),
         }
     }
 
@@ -46,42 +46,42 @@ impl QuotaTarget {
     fn stats(&self) -> Option<ThrottleStats> {
         match self {
             Self::Disks(group) => Some(group.stats()),
-            Self::ControlGroups(lender) => lender.demand().map(|doing| doing.stats),
+            Self::ControlGroups(lessor) => lessor.demand().map(|doing| doing.stats),
         }
     }
 
-    fn wanted(&self) -> MemberDemands {
+    fn demand(&self) -> MemberDemands {
         match self {
             Self::Disks(group) => group.demand(),
-            Self::ControlGroups(lender) => {
-                let weight = lender.demand().map_or(0, |doing| doing.weight);
+            Self::ControlGroups(lessor) => {
+                let weight = lessor.demand().map_or(0, |doing| doing.weight);
                 // The kernel has no reservations, and does not report waiting time.
                 MemberDemands { weight, reserved: [0; 2], waiting_ns: 0 }
             }
         }
     }
 
-    fn promised(&self) -> [u64; 2] {
+    fn reserved(&self) -> [u64; 2] {
         match self {
             Self::Disks(group) => group.reserved(),
             Self::ControlGroups(_) => [0; 2],
         }
     }
 
-    fn extend_lease(&self, lent: QuotaLease) {
+    fn extend_lease(&self, lease: QuotaLease) {
         match self {
-            Self::Disks(group) => group.renew_lease(lent),
-            Self::ControlGroups(lender) => lender.renew(&lent.fallback, cgroup_instant(lent.until)),
+            Self::Disks(group) => group.renew_lease(lease),
+            Self::ControlGroups(lessor) => lessor.renew(&lease.fallback, cgroup_instant(lease.until)),
         }
     }
 
     /// Applies limits. Returns the burst capacity that was given up; control groups have none.
-    fn divide(&self, limits: Limits, credit: ByKind, lent: QuotaLease, at: Instant) -> ByKind {
+    fn divide(&self, limits: Limits, credit: ByKind, lease: QuotaLease, at: Instant) -> ByKind {
         match self {
             // Parts of valid limits are valid.
-            Self::Disks(group) => group.set_quota(limits, credit, lent, at).unwrap_or_default(),
-            Self::ControlGroups(lender) => {
-                lender.lease(&limits, &lent.fallback, cgroup_instant(lent.until));
+            Self::Disks(group) => group.set_quota(limits, credit, lease, at).unwrap_or_default(),
+            Self::ControlGroups(lessor) => {
+                lessor.lease(&limits, &lease.fallback, cgroup_instant(lease.until));
                 [0; 6]
             }
         }
@@ -91,7 +91,7 @@ impl QuotaTarget {
     fn is_in_force(&self) -> bool {
         match self {
             Self::Disks(_) => true,
-            Self::ControlGroups(lender) => lender.is_in_force(),
+            Self::ControlGroups(lessor) => lessor.is_in_force(),
         }
     }
 }
@@ -121,11 +121,11 @@ pub(crate) enum MembershipEvent {
     /// The host has its quotas again.
     Joined,
     /// The host is disconnected, for this reason. `lasts`: an administrator has to act.
-    Apart {
+    Disconnected {
         why: String,
         lasts: bool,
     },
-    Led(Option<String>),
+    LeaderChanged(Option<String>),
 }
 
 /// All local groups that belong to cluster-wide limits.
@@ -136,8 +136,8 @@ pub(super) struct LocalGroups {
     is_joined: bool,
     term: Option<Term>,
     members: BTreeMap<String, LocalGroup>,
-    promises: BTreeMap<String, HostReservations>,
-    own: HostReservations,
+    reservations: BTreeMap<String, HostReservations>,
+    own_reservations: HostReservations,
     /// True if reservations have to be sent again: etcd may not have received the last ones.
     resend: bool,
     /// Time spent in suspend at the last look.
@@ -161,7 +161,7 @@ impl LocalGroup {
         QuotaLease {
             until,
             fallback: host.fallback_limits(),
-            whole: *host.spec().limits(),
+            cluster_limits: *host.spec().limits(),
             reservation_bounds: left,
         }
     }
@@ -182,10 +182,10 @@ impl LocalGroup {
     /// Ends expired leases; with `has_slept` all of them.
     fn run_out(&mut self, now: Instant, has_slept: bool) {
         let Self { group, host: Some(host), left, .. } = self else { return };
-        let lent = Self::lease(host, Instant::MAX, *left);
+        let lease = Self::lease(host, Instant::MAX, *left);
         let was_leased = host.is_leased();
         let at_least = if has_slept { Instant::MAX } else { now };
-        host.expire_lease(at_least, |limits, credit, at| group.divide(limits, credit, lent, at.min(now)));
+        host.expire_lease(at_least, |limits, credit, at| group.divide(limits, credit, lease, at.min(now)));
         if was_leased && !host.is_leased() {
             tracing::debug!(group = %group.name(), "the lease has expired: the fallback share applies");
         }
@@ -196,19 +196,19 @@ impl LocalGroup {
         let Self { group, host: Some(host), left, .. } = self else { return };
         // An unexpected grant (stale, or of another leader) has no lease and is ignored.
         let Some(until) = host.lease_end_of(grant) else { return };
-        let lent = QuotaLease {
+        let lease = QuotaLease {
             until,
             fallback: HostQuota::new(0, grant.spec, Timing::DEFAULT).fallback_limits(),
-            whole: *grant.spec.limits(),
+            cluster_limits: *grant.spec.limits(),
             reservation_bounds: *left,
         };
-        host.on_grant(grant, now, |limits, credit, at| group.divide(limits, credit, lent, at));
+        host.on_grant(grant, now, |limits, credit, at| group.divide(limits, credit, lease, at));
         // Needed for an equal grant as well: its lease ends later.
         group.extend_lease(Self::lease(host, host.lease_end(), *left));
     }
 
     fn measure(&mut self, now: Instant) {
-        let wanted = self.group.wanted();
+        let wanted = self.group.demand();
         self.wants = ReportedDemand {
             demand: self.observe(now),
             waiting_ns: wanted.waiting_ns,
@@ -245,8 +245,8 @@ impl LocalGroups {
             is_joined: false,
             term: None,
             members: BTreeMap::new(),
-            promises: BTreeMap::new(),
-            own: HostReservations::default(),
+            reservations: BTreeMap::new(),
+            own_reservations: HostReservations::default(),
             resend: false,
             slept: environment::suspended_time(),
         }
@@ -258,8 +258,8 @@ impl LocalGroups {
     }
 
     /// Adds control groups, as [`add`](Self::add).
-    pub(super) fn add_control_groups(&mut self, lender: CgroupLessor, spec: Option<ClusterGroupLimits>) {
-        self.place(QuotaTarget::ControlGroups(lender), spec);
+    pub(super) fn add_control_groups(&mut self, lessor: CgroupLessor, spec: Option<ClusterGroupLimits>) {
+        self.place(QuotaTarget::ControlGroups(lessor), spec);
     }
 
     fn place(&mut self, group: QuotaTarget, spec: Option<ClusterGroupLimits>) {
@@ -269,11 +269,11 @@ impl LocalGroups {
         member.left = self.reservable(&name, spec.as_ref().map(ClusterGroupLimits::limits));
         if spec.is_none() {
             // The cluster owns the limits: local changes stay rejected until there are some.
-            let (safe, whole) = (Limits::default(), Limits::default());
+            let (safe, full_limits) = (Limits::default(), Limits::default());
             member.group.extend_lease(QuotaLease {
                 until: Instant::MAX,
                 fallback: safe,
-                whole,
+                cluster_limits: full_limits,
                 reservation_bounds: [None; 2],
             });
         }
@@ -294,22 +294,22 @@ impl LocalGroups {
         self.members.contains_key(name)
     }
 
-    pub(super) fn standings(&self) -> Vec<LocalGroupState> {
-        let standing = |(name, member): (&String, &LocalGroup)| {
+    pub(super) fn states(&self) -> Vec<LocalGroupState> {
+        let state = |(name, member): (&String, &LocalGroup)| {
             let host = member.host.as_ref()?;
             Some(LocalGroupState { group: name.clone(), is_leased: host.is_leased() })
         };
-        self.members.iter().filter_map(standing).collect()
+        self.members.iter().filter_map(state).collect()
     }
 
     /// Rate of a group that this host may reserve, beside the reservations of all hosts.
-    fn reservable(&self, group: &str, whole: Option<&Limits>) -> ReservableRates {
-        reservations::reservable(&self.promises, (&self.name, &self.own), group, whole)
+    fn reservable(&self, group: &str, limits: Option<&Limits>) -> ReservableRates {
+        reservations::reservable(&self.reservations, (&self.name, &self.own_reservations), group, limits)
     }
 
     /// Reservations of other hosts in a group, as text for a message; empty without any.
-    pub(super) fn elsewhere(&self, group: &str) -> String {
-        reservations::reservations_elsewhere(&self.promises, &self.name, group)
+    pub(super) fn reserved_elsewhere(&self, group: &str) -> String {
+        reservations::reservations_elsewhere(&self.reservations, &self.name, group)
     }
 
     fn update_reservable(&mut self) {
@@ -317,8 +317,8 @@ impl LocalGroups {
             .members
             .iter()
             .map(|(name, member)| {
-                let whole = member.host.as_ref().map(|host| *host.spec().limits());
-                (name.clone(), self.reservable(name, whole.as_ref()))
+                let limits = member.host.as_ref().map(|host| *host.spec().limits());
+                (name.clone(), self.reservable(name, limits.as_ref()))
             })
             .collect();
         for (name, left) in left {
@@ -331,17 +331,17 @@ impl LocalGroups {
     }
 
     /// This host's reservations, if they changed since the last call.
-    pub(super) fn promised(&mut self, capacity: [u64; 2]) -> Option<HostReservations> {
-        let promised = self.members.iter().map(|(name, member)| (name.clone(), member.group.promised()));
-        let groups = promised.filter(|(_, promised)| *promised != [0; 2]).collect();
+    pub(super) fn update_reservations(&mut self, capacity: [u64; 2]) -> Option<HostReservations> {
+        let reserved = self.members.iter().map(|(name, member)| (name.clone(), member.group.reserved()));
+        let groups = reserved.filter(|(_, reserved)| *reserved != [0; 2]).collect();
         let members = Some(self.members.keys().cloned().collect());
-        let own = HostReservations { groups, capacity, members };
-        if !std::mem::take(&mut self.resend) && own == self.own {
+        let reservations = HostReservations { groups, capacity, members };
+        if !std::mem::take(&mut self.resend) && reservations == self.own_reservations {
             return None;
         }
-        self.own = own.clone();
+        self.own_reservations = reservations.clone();
         self.update_reservable();
-        Some(own)
+        Some(reservations)
     }
 
     /// Makes the next call of [`promised`](Self::promised) return the reservations again.
@@ -355,18 +355,18 @@ impl LocalGroups {
         &self,
         specs: &BTreeMap<String, ClusterGroupLimits>,
     ) -> BTreeMap<(String, usize), [u64; 2]> {
-        let mut over = BTreeMap::new();
-        for (name, promised) in reservations::sums(self.promises.values()) {
+        let mut excess = BTreeMap::new();
+        for (name, reserved) in reservations::sums(self.reservations.values()) {
             let Some(spec) = specs.get(name) else { continue };
             for unit in [0, 1] {
                 if let Some(there) =
-                    max_reservable(spec.limits(), unit).filter(|there| promised[unit] > *there)
+                    max_reservable(spec.limits(), unit).filter(|max| reserved[unit] > *max)
                 {
-                    over.insert((name.to_owned(), unit), [promised[unit], there]);
+                    excess.insert((name.to_owned(), unit), [reserved[unit], there]);
                 }
             }
         }
-        over
+        excess
     }
 
     /// Ends expired leases. Has to run before anything else looks at a lease.
@@ -404,12 +404,12 @@ impl LocalGroups {
     /// Handles a message. Returns its effect, and reports that cannot wait for the next tick.
     pub(super) fn handle_message(
         &mut self,
-        word: AgentMessage,
+        message: AgentMessage,
         now: Instant,
     ) -> (Option<MembershipEvent>, Option<HostReports>) {
         self.run_out(now);
-        let mut turn = None;
-        match word {
+        let mut event = None;
+        match message {
             AgentMessage::Joined { instance } => {
                 (self.is_joined, self.resend) = (true, true);
                 if instance != self.instance {
@@ -421,16 +421,16 @@ impl LocalGroups {
                     }
                     self.follow();
                 }
-                turn = Some(MembershipEvent::Joined);
+                event = Some(MembershipEvent::Joined);
             }
             AgentMessage::Disconnected { why, is_permanent: lasts } => {
                 self.is_joined = false;
-                turn = Some(MembershipEvent::Apart { why, lasts });
+                event = Some(MembershipEvent::Disconnected { why, lasts });
             }
             AgentMessage::LeaderChanged { leader } => {
                 self.term = leader.as_ref().map(|(term, _)| *term);
                 self.follow();
-                turn = Some(MembershipEvent::Led(leader.map(|(_, host)| host)));
+                event = Some(MembershipEvent::LeaderChanged(leader.map(|(_, host)| host)));
             }
             AgentMessage::Group { name, spec, .. } => {
                 let left = self.reservable(&name, Some(spec.limits()));
@@ -456,14 +456,14 @@ impl LocalGroups {
             }
             // No effect on limits.
             AgentMessage::Offered(_) | AgentMessage::Answered { .. } | AgentMessage::Silent(_) => {}
-            AgentMessage::Reservations(promises) => {
-                self.promises = promises;
+            AgentMessage::Reservations(reservations) => {
+                self.reservations = reservations;
                 self.update_reservable();
             }
         }
         let is_urgent =
             self.members.values().any(|member| member.host.as_ref().is_some_and(HostQuota::is_urgent));
-        (turn, if is_urgent { self.report(now) } else { None })
+        (event, if is_urgent { self.report(now) } else { None })
     }
 
     fn follow(&mut self) {

@@ -42,9 +42,9 @@ pub(super) async fn perform_step(
         ));
     };
     match step {
-        MigrationStep::Offer { to, disk, offer } => ask(known, etcd, lease, (&to, &disk), *offer).await,
+        MigrationStep::Offer { to, disk, offer } => offer_disk(known, etcd, lease, (&to, &disk), *offer).await,
         MigrationStep::Release { to, disk, offer, revision } => {
-            let own = known.keys.key(EtcdKey::Host(&known.cluster.host));
+            let own_key = known.keys.key(EtcdKey::Host(&known.cluster.host));
             let host = etcd.read_one(known.keys.single(EtcdKey::Host(&known.cluster.host))).await?;
             let run = host.map_or(0, |value| value.mod_revision);
             let (key, number) = (known.keys.key(EtcdKey::Move(&to, &disk)), offer.number);
@@ -54,19 +54,19 @@ pub(super) async fn perform_step(
                 Some(lease),
             );
             let compare =
-                [TransactionCondition::Changed(key, revision), TransactionCondition::Changed(own, run)];
-            let done = etcd.transact(&compare, &[put]).await?;
-            Ok(match done.succeeded {
-                true => StepOutcome::Done(done.revision),
+                [TransactionCondition::Changed(key, revision), TransactionCondition::Changed(own_key, run)];
+            let result = etcd.transact(&compare, &[put]).await?;
+            Ok(match result.succeeded {
+                true => StepOutcome::Done(result.revision),
                 false => {
                     // An earlier attempt may have succeeded and its answer was lost.
-                    let there = etcd.read_one(known.keys.single(EtcdKey::Move(&to, &disk))).await?;
-                    let there =
-                        there.and_then(|value| etcd_values::read::<MigrationOffer>(&value.value).ok());
-                    match there.is_some_and(|there| {
-                        there.is_released && (there.number, there.host_revision) == (number, run)
+                    let stored = etcd.read_one(known.keys.single(EtcdKey::Move(&to, &disk))).await?;
+                    let stored =
+                        stored.and_then(|value| etcd_values::read::<MigrationOffer>(&value.value).ok());
+                    match stored.is_some_and(|stored| {
+                        stored.is_released && (stored.number, stored.host_revision) == (number, run)
                     }) {
-                        true => StepOutcome::Done(done.revision),
+                        true => StepOutcome::Done(result.revision),
                         false => StepOutcome::Lost(
                             "the offer was deleted from etcd (move the disk again)".to_owned(),
                         ),
@@ -75,19 +75,19 @@ pub(super) async fn perform_step(
             })
         }
         MigrationStep::Withdraw { to, disk, number } => withdraw(known, etcd, (&to, &disk), number).await,
-        MigrationStep::Reply { offered, said } => {
+        MigrationStep::Reply { offered, said: migration_reply } => {
             let unchanged = unchanged(known, &offered);
-            let put = reply(known, &offered, said, Some(lease));
-            let done = etcd.transact(&[unchanged], &[put]).await?;
-            Ok(match done.succeeded {
-                true => StepOutcome::Done(done.revision),
+            let put = reply(known, &offered, migration_reply, Some(lease));
+            let result = etcd.transact(&[unchanged], &[put]).await?;
+            Ok(match result.succeeded {
+                true => StepOutcome::Done(result.revision),
                 false => StepOutcome::Lost("the offer was withdrawn".to_owned()),
             })
         }
         MigrationStep::Check { offered } => {
-            let done = etcd.transact(&claimable(known, &offered), &[]).await?;
-            Ok(match done.succeeded {
-                true => StepOutcome::Done(done.revision),
+            let result = etcd.transact(&claimable(known, &offered), &[]).await?;
+            Ok(match result.succeeded {
+                true => StepOutcome::Done(result.revision),
                 false => lost_outcome(&offered),
             })
         }
@@ -102,8 +102,8 @@ pub(super) async fn perform_step(
             Ok(StepOutcome::Done(0))
         }
         MigrationStep::Reclaim { disk } => {
-            let gone = EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, &disk)));
-            Ok(StepOutcome::Done(etcd.transact(&[], &[gone]).await?.revision))
+            let deletion = EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, &disk)));
+            Ok(StepOutcome::Done(etcd.transact(&[], &[deletion]).await?.revision))
         }
     }
 }
@@ -131,10 +131,10 @@ fn lost_outcome(offered: &ReceivedOffer) -> StepOutcome {
 fn reply(
     known: &SessionState,
     ReceivedOffer { disk, offer, .. }: &ReceivedOffer,
-    said: MigrationReply,
+    migration_reply: MigrationReply,
     lease: Option<i64>,
 ) -> EtcdOperation {
-    let answer = answer(known, offer, said);
+    let answer = answer(known, offer, migration_reply);
     EtcdOperation::put(
         &known.keys.key(EtcdKey::Moved(&offer.from, disk)),
         &etcd_values::write(&answer),
@@ -142,24 +142,24 @@ fn reply(
     )
 }
 
-fn answer(known: &SessionState, offer: &MigrationOffer, said: MigrationReply) -> MigrationAnswer {
+fn answer(known: &SessionState, offer: &MigrationOffer, reply: MigrationReply) -> MigrationAnswer {
     let by = known.cluster.host.clone();
-    MigrationAnswer { by, number: offer.number, said, image: None, listed: None, settled: false }
+    MigrationAnswer { by, number: offer.number, said: reply, image: None, listed: None, settled: false }
 }
 
-async fn ask(
+async fn offer_disk(
     known: &SessionState,
     etcd: &mut EtcdClient,
     lease: i64,
     (to, disk): (&str, &str),
     offer: MigrationOffer,
 ) -> Result<StepOutcome, EtcdError> {
-    let own = known.keys.key(EtcdKey::Host(&known.cluster.host));
+    let own_key = known.keys.key(EtcdKey::Host(&known.cluster.host));
     let names = [known.keys.single(EtcdKey::Host(to)), known.keys.single(EtcdKey::Host(&known.cluster.host))];
     let (_, found) = etcd.read(&names).await?;
-    let of = |key: &str| found.iter().flatten().find(|value| value.key == key).cloned();
-    let there = known.keys.key(EtcdKey::Host(to));
-    let (Some(_), Some(EtcdKeyValue { mod_revision: run, .. })) = (of(&there), of(&own)) else {
+    let value_of = |key: &str| found.iter().flatten().find(|value| value.key == key).cloned();
+    let target_key = known.keys.key(EtcdKey::Host(to));
+    let (Some(_), Some(EtcdKeyValue { mod_revision: run, .. })) = (value_of(&target_key), value_of(&own_key)) else {
         return Ok(StepOutcome::Absent(format!(
             "no running host of cluster {:?} is called {to:?} (`weir cluster status` lists them)",
             known.cluster.name
@@ -167,12 +167,12 @@ async fn ask(
     };
     let key = known.keys.key(EtcdKey::Move(to, disk));
     let offer = MigrationOffer { host_revision: run, ..offer };
-    let compare = [TransactionCondition::Absent(key.clone()), TransactionCondition::Changed(own, run)];
+    let compare = [TransactionCondition::Absent(key.clone()), TransactionCondition::Changed(own_key, run)];
     let earlier = EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk)));
     let put = EtcdOperation::put(&key, &etcd_values::write(&offer), Some(lease));
-    let done = etcd.transact(&compare, &[earlier, put]).await?;
-    Ok(match done.succeeded {
-        true => StepOutcome::Done(done.revision),
+    let result = etcd.transact(&compare, &[earlier, put]).await?;
+    Ok(match result.succeeded {
+        true => StepOutcome::Done(result.revision),
         false => StepOutcome::Lost(format!(
             "a disk of this name is already being moved to {to} (try again in a minute, or check \
              which host it comes from)"
@@ -197,16 +197,16 @@ async fn withdraw(
     loop {
         let (_, found) = etcd.read(std::slice::from_ref(&range)).await?;
         match offer_number(&found) {
-            Some((of, revision)) if of == number => {
+            Some((current, revision)) if current == number => {
                 let compare =
                     TransactionCondition::Changed(known.keys.key(EtcdKey::Move(to, disk)), revision);
                 // The answer to this offer is obsolete.
-                let answer = known.keys.single(EtcdKey::Moved(&known.cluster.host, disk));
-                let gone = [range.clone(), answer].map(EtcdOperation::Delete);
-                let done = etcd.transact(&[compare], &gone).await?;
-                if done.succeeded {
+                let moved_range = known.keys.single(EtcdKey::Moved(&known.cluster.host, disk));
+                let deletions = [range.clone(), moved_range].map(EtcdOperation::Delete);
+                let result = etcd.transact(&[compare], &deletions).await?;
+                if result.succeeded {
                     // Claimed or changed meanwhile: read again.
-                    return Ok(StepOutcome::Done(done.revision));
+                    return Ok(StepOutcome::Done(result.revision));
                 }
             }
             // Claimed, or the lease expired: then it cannot be claimed any more.
@@ -230,11 +230,11 @@ async fn invalidate_earlier_offers(
 ) -> Result<(), EtcdError> {
     let key = keys.key(EtcdKey::Host(host));
     loop {
-        let Some(own) = etcd.read_one(keys.single(EtcdKey::Host(host))).await? else { return Ok(()) };
-        let lease = (own.lease != 0).then_some(own.lease);
-        let put = EtcdOperation::put(&key, &own.value, lease);
+        let Some(own_value) = etcd.read_one(keys.single(EtcdKey::Host(host))).await? else { return Ok(()) };
+        let lease = (own_value.lease != 0).then_some(own_value.lease);
+        let put = EtcdOperation::put(&key, &own_value.value, lease);
         if etcd
-            .transact(&[TransactionCondition::Changed(key.clone(), own.mod_revision)], &[put])
+            .transact(&[TransactionCondition::Changed(key.clone(), own_value.mod_revision)], &[put])
             .await?
             .succeeded
         {
@@ -266,25 +266,25 @@ pub(super) async fn moved_disks(
             _ => {}
         }
     }
-    let (mut gone, mut back) = (BTreeMap::new(), Vec::new());
+    let (mut moved_away, mut returned) = (BTreeMap::new(), Vec::new());
     for (&(_, disk), answer) in moved.iter().filter(|((from, _), _)| *from == host) {
         let Some(image) = disks.get(disk) else { continue };
         if answer.image.as_ref().is_some_and(|moved| moved != image) {
             continue;
         }
-        let (mut by, mut passed) = (&*answer.by, BTreeSet::from([host]));
+        let (mut by, mut visited) = (&*answer.by, BTreeSet::from([host]));
         // Follows further moves. `passed` ends a cycle.
-        while passed.insert(by)
+        while visited.insert(by)
             && let Some(next) = moved.get(&(by, disk))
         {
             by = &next.by;
         }
         match by != host && members.contains(by) {
-            true => drop(gone.insert(disk.to_owned(), by.to_owned())),
-            false => back.push((disk, by, image)),
+            true => drop(moved_away.insert(disk.to_owned(), by.to_owned())),
+            false => returned.push((disk, by, image)),
         }
     }
-    for (disk, by, image) in back {
+    for (disk, by, image) in returned {
         let mut then = vec![EtcdOperation::Delete(keys.single(EtcdKey::Moved(host, disk)))];
         let mut compare = Vec::new();
         if by != host {
@@ -306,11 +306,11 @@ pub(super) async fn moved_disks(
             compare.push(TransactionCondition::Absent(keys.key(EtcdKey::Host(by))));
         }
         if !etcd.transact(&compare, &then).await?.succeeded {
-            gone.insert(disk.to_owned(), by.to_owned());
+            moved_away.insert(disk.to_owned(), by.to_owned());
         }
     }
     delete_moved_records(keys, etcd, host, found.iter().flatten(), |disk| disks.contains_key(disk)).await?;
-    Ok(gone)
+    Ok(moved_away)
 }
 
 /// Deletes the record of moved disks once no host needs it. A record is needed:
@@ -326,7 +326,7 @@ async fn delete_moved_records(
     of_hosts: impl Iterator<Item = &EtcdKeyValue>,
     is_listed: impl Fn(&str) -> bool,
 ) -> Result<(), EtcdError> {
-    let (mut settled, mut came) = (Vec::new(), BTreeSet::new());
+    let (mut settled, mut arrived) = (Vec::new(), BTreeSet::new());
     for value in of_hosts {
         let (Some(EtcdKey::Moved(from, disk)), Some(answer)) =
             (keys.parse(&value.key), parse_taken(&value.value))
@@ -336,12 +336,12 @@ async fn delete_moved_records(
         if from == host && answer.settled && !is_listed(disk) {
             settled.push((disk, value));
         } else if answer.by == host {
-            came.insert(disk);
+            arrived.insert(disk);
         }
     }
-    for (_, value) in settled.iter().filter(|(disk, _)| !came.contains(disk)) {
-        let gone = EtcdOperation::Delete(KeyRange::Key(value.key.clone()));
-        etcd.transact(&[TransactionCondition::Changed(value.key.clone(), value.mod_revision)], &[gone])
+    for (_, value) in settled.iter().filter(|(disk, _)| !arrived.contains(disk)) {
+        let deletion = EtcdOperation::Delete(KeyRange::Key(value.key.clone()));
+        etcd.transact(&[TransactionCondition::Changed(value.key.clone(), value.mod_revision)], &[deletion])
             .await?;
     }
     Ok(())
@@ -354,9 +354,9 @@ async fn settle(
     offered: &ReceivedOffer,
 ) -> Result<StepOutcome, EtcdError> {
     let key = known.keys.key(EtcdKey::Moved(&offered.offer.from, &offered.disk));
-    let there = etcd.read_one(KeyRange::Key(key.clone())).await?;
+    let stored = etcd.read_one(KeyRange::Key(key.clone())).await?;
     let Some((revision, answer)) =
-        there.and_then(|value| Some((value.mod_revision, parse_taken(&value.value)?)))
+        stored.and_then(|value| Some((value.mod_revision, parse_taken(&value.value)?)))
     else {
         return Ok(StepOutcome::Done(0));
     };
@@ -408,10 +408,10 @@ async fn claim(
         // An old record would say that the disk left this host.
         then.push(EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk))));
     }
-    let done = etcd.transact(&claimable(known, offered), &then).await?;
+    let result = etcd.transact(&claimable(known, offered), &then).await?;
     // An earlier claim may have succeeded and its answer was lost.
-    if done.succeeded || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {
-        return Ok(StepOutcome::Done(done.revision));
+    if result.succeeded || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {
+        return Ok(StepOutcome::Done(result.revision));
     }
     Ok(lost_outcome(offered))
 }

@@ -51,9 +51,9 @@ pub(super) fn max_reservable(limits: &Limits, unit: usize) -> Option<u64> {
 }
 
 /// Measured capacity below all hosts: the lowest that a host reports, 0 if none does.
-pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a HostReservations>) -> [u64; 2] {
-    promises.fold([0; 2], |least, promises| {
-        [0, 1].map(|unit| match (least[unit], promises.capacity[unit]) {
+pub(super) fn capacity<'a>(reservations: impl Iterator<Item = &'a HostReservations>) -> [u64; 2] {
+    reservations.fold([0; 2], |lowest, reservations| {
+        [0, 1].map(|unit| match (lowest[unit], reservations.capacity[unit]) {
             // 0 is unknown, not a lowest value.
             (0, one) | (one, 0) => one,
             (one, other) => one.min(other),
@@ -62,9 +62,9 @@ pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a HostReservations>)
 }
 
 /// Sum of the reservations of each group over these hosts.
-pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a HostReservations>) -> BTreeMap<&'a str, [u64; 2]> {
+pub(super) fn sums<'a>(reservations: impl Iterator<Item = &'a HostReservations>) -> BTreeMap<&'a str, [u64; 2]> {
     let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
-    for (name, more) in promises.flat_map(|promises| &promises.groups) {
+    for (name, more) in reservations.flat_map(|reservations| &reservations.groups) {
         let sum = sums.entry(name).or_default();
         *sum = [0, 1].map(|unit| sum[unit].saturating_add(more[unit]));
     }
@@ -83,22 +83,22 @@ pub(super) fn reservable(
     group: &str,
     limits: Option<&Limits>,
 ) -> ReservableRates {
-    let others = || all.iter().filter(|(name, _)| *name != host).map(|(_, promises)| promises);
-    let there = capacity(others().chain([own]));
+    let others = || all.iter().filter(|(name, _)| *name != host).map(|(_, reservations)| reservations);
+    let pool = capacity(others().chain([own]));
     [0, 1].map(|unit| {
         let sum = |sum: u64, more: &[u64; 2]| sum.saturating_add(more[unit]);
-        let of_group = others().filter_map(|promises| promises.groups.get(group)).fold(0, sum);
-        let own_others = own.groups.iter().filter(|(name, _)| *name != group).map(|(_, promised)| promised);
-        let of_all = others().flat_map(|promises| promises.groups.values()).chain(own_others).fold(0, sum);
+        let of_group = others().filter_map(|reservations| reservations.groups.get(group)).fold(0, sum);
+        let own_others = own.groups.iter().filter(|(name, _)| *name != group).map(|(_, rates)| rates);
+        let of_all = others().flat_map(|reservations| reservations.groups.values()).chain(own_others).fold(0, sum);
         let of_limit =
-            limits.and_then(|limits| max_reservable(limits, unit)).map(|most| most.saturating_sub(of_group));
-        let of_pool = (there[unit] > 0).then(|| there[unit].saturating_sub(of_all));
+            limits.and_then(|limits| max_reservable(limits, unit)).map(|max| max.saturating_sub(of_group));
+        let of_pool = (pool[unit] > 0).then(|| pool[unit].saturating_sub(of_all));
         let all_of_them =
             [of_limit.zip(Some(ReservationBound::Cluster)), of_pool.zip(Some(ReservationBound::Pool))];
         let (left, bound) = all_of_them.into_iter().flatten().min_by_key(|(left, _)| *left)?;
         // A stored reservation is never refused to its owner, or a restart could lose it.
-        let stands = all.get(host).and_then(|before| before.groups.get(group)).map_or(0, |had| had[unit]);
-        Some((left.max(stands), bound))
+        let recorded = all.get(host).and_then(|before| before.groups.get(group)).map_or(0, |had| had[unit]);
+        Some((left.max(recorded), bound))
     })
 }
 
@@ -108,20 +108,20 @@ pub(super) fn check(
     (host, own): (&str, &HostReservations),
     limits: impl Fn(&str) -> Option<Limits>,
 ) -> Option<ReservationRefusal> {
-    own.groups.iter().find_map(|(group, asked)| {
+    own.groups.iter().find_map(|(group, requested)| {
         let left = reservable(all, (host, own), group, limits(group).as_ref());
-        let too_much = |unit: usize| Some((unit, left[unit].filter(|(left, _)| asked[unit] > *left)?));
+        let too_much = |unit: usize| Some((unit, left[unit].filter(|(left, _)| requested[unit] > *left)?));
         let (unit, (room, bound)) = (0..2).find_map(too_much)?;
         let name = ["iops", "bps"][unit];
-        let (of, remedy) = match bound {
+        let (note, remedy) = match bound {
             ReservationBound::Pool => (measured_capacity_note(all, (host, own), unit), bound.remedy()),
             _ => (String::new(), "set a higher limit"),
         };
         let why = format!(
             "group {group}: {name}-reservation: {} would be reserved on {host}, but only {room} is \
-             available{of}{} (lower a reservation on any host, or {remedy}; `weir cluster forget \
+             available{note}{} (lower a reservation on any host, or {remedy}; `weir cluster forget \
              HOST` removes those of a host that will not return)",
-            asked[unit],
+            requested[unit],
             reservations_elsewhere(all, host, group)
         );
         Some(ReservationRefusal { group: Some((group.clone(), left.map(|left| Some(left?.0)))), why })
@@ -135,10 +135,10 @@ fn measured_capacity_note(
     unit: usize,
 ) -> String {
     let others =
-        all.iter().filter(|(name, _)| *name != host).map(|(name, promises)| (name.as_str(), promises));
-    let known = others.chain([(host, own)]).map(|(name, promises)| (promises.capacity[unit], name));
-    let least = known.filter(|(there, _)| *there > 0).min();
-    least.map_or_else(String::new, |(there, name)| {
+        all.iter().filter(|(name, _)| *name != host).map(|(name, reservations)| (name.as_str(), reservations));
+    let known = others.chain([(host, own)]).map(|(name, reservations)| (reservations.capacity[unit], name));
+    let lowest = known.filter(|(measured, _)| *measured > 0).min();
+    lowest.map_or_else(String::new, |(there, name)| {
         format!(" of the {there} that `weir probe` measured below {name}")
     })
 }
@@ -151,24 +151,24 @@ pub(super) fn reservations_elsewhere(
     group: &str,
 ) -> String {
     let others = all.iter().filter(|(name, _)| *name != host);
-    let promised = |(name, promises): (&String, &HostReservations)| {
-        let [iops, bps] = *promises.groups.get(group)?;
+    let describe = |(name, reservations): (&String, &HostReservations)| {
+        let [iops, bps] = *reservations.groups.get(group)?;
         let amounts =
             [(iops, "IOPS"), (bps, "bytes per second")].into_iter().filter(|(amount, _)| *amount > 0);
         let amounts: Vec<_> = amounts.map(|(amount, unit)| format!("{amount} {unit}")).collect();
         (!amounts.is_empty()).then(|| format!("{name} {}", amounts.join(" and ")))
     };
-    let mut named: Vec<_> = others.filter_map(promised).collect();
+    let mut named: Vec<_> = others.filter_map(describe).collect();
     if named.is_empty() {
         return String::new();
     }
     let more = named.len().saturating_sub(MAX_NAMED_HOSTS);
     named.truncate(MAX_NAMED_HOSTS);
-    let mut said = format!("; reserved in group {group} on other hosts: {}", named.join(", "));
+    let mut text = format!("; reserved in group {group} on other hosts: {}", named.join(", "));
     if more > 0 {
-        let _ = write!(said, " and {more} more hosts");
+        let _ = write!(text, " and {more} more hosts");
     }
-    said
+    text
 }
 
 #[cfg(test)]
@@ -192,35 +192,35 @@ mod tests {
     }
 
     fn all(hosts: &[(&str, HostReservations)]) -> BTreeMap<String, HostReservations> {
-        hosts.iter().map(|(host, promises)| ((*host).to_owned(), promises.clone())).collect()
+        hosts.iter().map(|(host, reservations)| ((*host).to_owned(), reservations.clone())).collect()
     }
 
     #[test]
     fn stored_reservations_stay_and_more_is_refused() {
-        let there = all(&[("a", of(&[("gold", 600)])), ("b", of(&[("gold", 700)]))]);
-        let judge = |host: &str, iops| check(&there, (host, &of(&[("gold", iops)])), |_| Some(limits(LIMIT)));
-        assert_eq!(judge("a", 600), None, "though all together is too much");
-        assert_eq!(judge("a", 100), None);
-        let refusal = judge("a", 601).unwrap();
+        let stored = all(&[("a", of(&[("gold", 600)])), ("b", of(&[("gold", 700)]))]);
+        let try_reserve = |host: &str, iops| check(&stored, (host, &of(&[("gold", iops)])), |_| Some(limits(LIMIT)));
+        assert_eq!(try_reserve("a", 600), None, "though all together is too much");
+        assert_eq!(try_reserve("a", 100), None);
+        let refusal = try_reserve("a", 601).unwrap();
         assert_eq!(refusal.group, Some(("gold".to_owned(), [Some(600), None])));
         for expect in
             ["601 would be reserved on a, but only 600 is available", "on other hosts: b 700 IOPS ("]
         {
             assert!(refusal.why.contains(expect), "{}", refusal.why);
         }
-        assert!(judge("c", 1).unwrap().why.contains("a 600 IOPS, b 700 IOPS"));
+        assert!(try_reserve("c", 1).unwrap().why.contains("a 600 IOPS, b 700 IOPS"));
     }
 
     #[test]
     fn the_pool_bounds_the_sum_of_all_groups() {
         let measured = HostReservations { capacity: [2000, 0], ..of(&[("silver", 900)]) };
-        let there = all(&[("a", measured)]);
-        let own = of(&[("gold", 500), ("silver", 200)]);
+        let stored = all(&[("a", measured)]);
+        let own_reservations = of(&[("gold", 500), ("silver", 200)]);
         let of_pool = |amount| [Some((amount, ReservationBound::Pool)), None];
-        assert_eq!(reservable(&there, ("b", &own), "gold", None), of_pool(900));
-        assert_eq!(reservable(&there, ("b", &own), "gold", Some(&limits(LIMIT))), of_pool(900));
-        assert_eq!(reservable(&there, ("b", &own), "silver", None), of_pool(600));
-        let refused = check(&there, ("b", &of(&[("gold", 1200)])), |_| None).unwrap();
+        assert_eq!(reservable(&stored, ("b", &own_reservations), "gold", None), of_pool(900));
+        assert_eq!(reservable(&stored, ("b", &own_reservations), "gold", Some(&limits(LIMIT))), of_pool(900));
+        assert_eq!(reservable(&stored, ("b", &own_reservations), "silver", None), of_pool(600));
+        let refused = check(&stored, ("b", &of(&[("gold", 1200)])), |_| None).unwrap();
         for expect in [
             "1100 is available of the 2000 that `weir probe` measured below a (",
             "measure again with `weir probe`",
@@ -233,8 +233,8 @@ mod tests {
     #[test]
     fn only_some_hosts_are_named() {
         let many = (0..20).map(|host| (format!("h{host:02}"), of(&[("gold", 7)]))).collect();
-        let said = reservations_elsewhere(&many, "h00", "gold");
-        assert!(said.ends_with("h08 7 IOPS and 11 more hosts"), "{said}");
+        let message = reservations_elsewhere(&many, "h00", "gold");
+        assert!(message.ends_with("h08 7 IOPS and 11 more hosts"), "{message}");
         assert_eq!(reservations_elsewhere(&many, "h00", "silver"), "");
     }
 
@@ -265,35 +265,35 @@ mod tests {
     /// Model of etcd: reservations, and the revision of the last change.
     #[derive(Default)]
     struct EtcdModel {
-        promises: BTreeMap<String, HostReservations>,
+        reservations: BTreeMap<String, HostReservations>,
         revision: u64,
     }
 
     impl EtcdModel {
         /// True if the reservation was written, judged by the state at the revision in `seen`.
-        fn ask(
+        fn reserve(
             &mut self,
             host: &str,
             iops: u64,
             seen: &mut (BTreeMap<String, HostReservations>, u64),
         ) -> bool {
-            let own = of(&[("gold", iops)]);
+            let reservations = of(&[("gold", iops)]);
             loop {
-                if check(&seen.0, (host, &own), |_| Some(limits(LIMIT))).is_some() {
+                if check(&seen.0, (host, &reservations), |_| Some(limits(LIMIT))).is_some() {
                     return false;
                 }
                 if seen.1 >= self.revision {
                     self.revision += 1;
-                    self.promises.insert(host.to_owned(), own.clone());
-                    *seen = (self.promises.clone(), self.revision);
+                    self.reservations.insert(host.to_owned(), reservations.clone());
+                    *seen = (self.reservations.clone(), self.revision);
                     return true;
                 }
-                *seen = (self.promises.clone(), self.revision);
+                *seen = (self.reservations.clone(), self.revision);
             }
         }
 
-        fn promised(&self, host: &str) -> u64 {
-            self.promises.get(host).map_or(0, |promises| promises.groups["gold"][0])
+        fn reserved(&self, host: &str) -> u64 {
+            self.reservations.get(host).map_or(0, |reservations| reservations.groups["gold"][0])
         }
     }
 
@@ -306,33 +306,33 @@ mod tests {
             let mut seen: [(BTreeMap<String, HostReservations>, u64); 3] = Default::default();
             for step in steps {
                 match step {
-                    ReservationStep::Look(at) => seen[at] = (store.promises.clone(), store.revision),
+                    ReservationStep::Look(at) => seen[at] = (store.reservations.clone(), store.revision),
                     ReservationStep::Ask(at, iops) => {
-                        let before = store.promised(HOSTS[at]);
-                        let others: u64 = HOSTS.iter().map(|host| store.promised(host)).sum::<u64>() - before;
-                        let done = store.ask(HOSTS[at], iops, &mut seen[at]);
+                        let before = store.reserved(HOSTS[at]);
+                        let others: u64 = HOSTS.iter().map(|host| store.reserved(host)).sum::<u64>() - before;
+                        let done = store.reserve(HOSTS[at], iops, &mut seen[at]);
                         prop_assert!(!done || others + iops <= LIMIT);
                         // Refused by stale state. The host learns of ended reservations by its
                         // watch.
                         let known = |host: &str| {
-                            seen[at].0.get(host).map_or(0, |promises| promises.groups["gold"][0])
+                            seen[at].0.get(host).map_or(0, |reservations| reservations.groups["gold"][0])
                         };
                         let seen_others: u64 = HOSTS.iter().map(|host| known(host)).sum();
-                        let own = known(HOSTS[at]);
-                        prop_assert!(done || seen_others - own + iops > LIMIT);
+                        let own_rate = known(HOSTS[at]);
+                        prop_assert!(done || seen_others - own_rate + iops > LIMIT);
                     }
                     ReservationStep::Restart(at) => {
-                        let had = store.promised(HOSTS[at]);
-                        seen[at] = (store.promises.clone(), store.revision);
-                        prop_assert!(store.ask(HOSTS[at], had, &mut seen[at]));
+                        let reserved = store.reserved(HOSTS[at]);
+                        seen[at] = (store.reservations.clone(), store.revision);
+                        prop_assert!(store.reserve(HOSTS[at], reserved, &mut seen[at]));
                     }
                     ReservationStep::Expire(at) => {
-                        store.promises.remove(HOSTS[at]);
+                        store.reservations.remove(HOSTS[at]);
                         // It joins anew, which reads everything.
-                        seen[at] = (store.promises.clone(), store.revision);
+                        seen[at] = (store.reservations.clone(), store.revision);
                     }
                 }
-                let sum: u64 = HOSTS.iter().map(|host| store.promised(host)).sum();
+                let sum: u64 = HOSTS.iter().map(|host| store.reserved(host)).sum();
                 prop_assert!(sum <= LIMIT, "{sum} is promised");
             }
         }

@@ -16,7 +16,7 @@ pub(super) struct HostLeases {
     /// Lease of its name.
     pub(super) name: i64,
     /// Lease of its reservations, which outlives a run.
-    pub(super) promises: i64,
+    pub(super) reservations: i64,
 }
 
 /// State of a session. All but the limits and settings is read anew with each member.
@@ -32,9 +32,9 @@ pub(super) struct SessionState {
     /// Groups with an unreadable value in etcd, with the reason. The value is not changed, and
     /// hosts keep their fallback share.
     pub(super) unreadable_groups: BTreeMap<String, String>,
-    pub(super) promises: BTreeMap<String, HostReservations>,
+    pub(super) reservations: BTreeMap<String, HostReservations>,
     /// Revision up to which reservations are known.
-    pub(super) promises_at: i64,
+    pub(super) reservations_revision: i64,
     pub(super) leader: Option<(Term, String)>,
     /// Revision of a value at the leader's key that is no leader's and has to be deleted.
     pub(super) foreign_leader_revision: Option<i64>,
@@ -59,8 +59,8 @@ impl SessionState {
             number: 0,
             groups,
             unreadable_groups: BTreeMap::new(),
-            promises: BTreeMap::new(),
-            promises_at: 0,
+            reservations: BTreeMap::new(),
+            reservations_revision: 0,
             leader: None,
             foreign_leader_revision: None,
             joined: None,

@@ -74,14 +74,14 @@ fn assemble(
         }
     }
     // A stopped host is listed while its reservations wait for its next run.
-    let waiting = known.promises.iter().filter(|(_, promises)| !promises.groups.is_empty());
+    let waiting = known.reservations.iter().filter(|(_, reservations)| !reservations.groups.is_empty());
     let waiting = waiting.map(|(host, _)| &**host);
     let mut names: Vec<&str> = hosts.keys().chain(reports.keys()).copied().chain(waiting).collect();
     names.sort_unstable();
     names.dedup();
     let age = |host: &str| {
-        let heard = leading?.last_report_at(host)?;
-        u64::try_from((now() - heard).as_millis()).ok()
+        let reported_at = leading?.last_report_at(host)?;
+        u64::try_from((now() - reported_at).as_millis()).ok()
     };
     let lease_ms = u64::try_from(known.timing.lease.as_millis()).unwrap_or(u64::MAX);
     // A lease ends before the name does: a host that was silent for a lease has no quota.
@@ -93,50 +93,50 @@ fn assemble(
             present: hosts.contains_key(name),
             weir: identity.map(|identity| identity.weir.clone()),
             pid: identity.map(|identity| identity.pid),
-            heard_ms_ago: age(name),
+            last_report_ms_ago: age(name),
         }
     };
-    let there = known.groups.iter().filter(|(_, stored)| !stored.group.removed);
-    let groups = there.map(|(name, stored)| {
+    let existing_groups = known.groups.iter().filter(|(_, stored)| !stored.group.removed);
+    let groups = existing_groups.map(|(name, stored)| {
         let member = |host: &&str| {
             let report = reports.get(host)?.groups.get(name)?;
             let granted =
                 grants.get(host).and_then(|grants| grants.groups.get(name)).map(|grant| grant.leased);
-            let promised = known.promises.get(*host).and_then(|promises| promises.groups.get(name));
+            let reserved = known.reservations.get(*host).and_then(|reservations| reservations.groups.get(name));
             Some(ClusterMember {
                 host: (*host).to_owned(),
                 demand: demand(report),
                 waiting_ns: report.waiting_ns(),
                 weight: report.weight(),
                 in_force: in_force(report, may_have_lease(host)),
-                safe_share: by_kind(report.safe),
+                fallback_share: by_kind(report.safe),
                 granted: by_kind(granted.unwrap_or_default()),
-                promised: promised.copied().unwrap_or_default().into(),
+                reserved: reserved.copied().unwrap_or_default().into(),
             })
         };
-        let promised = known.promises.iter().filter_map(|(host, one)| Some((host, *one.groups.get(name)?)));
-        let by: BTreeMap<String, [u64; 2]> = promised.map(|(host, one)| ((*host).clone(), one)).collect();
+        let reserved = known.reservations.iter().filter_map(|(host, one)| Some((host, *one.groups.get(name)?)));
+        let by: BTreeMap<String, [u64; 2]> = reserved.map(|(host, rates)| ((*host).clone(), rates)).collect();
         let committed = add(by.values());
         let limits = *stored.spec.limits();
         ClusterGroup {
             name: name.clone(),
             change: stored.group.number,
             limits: stored.group.limits.clone(),
-            most_hosts: stored.group.hosts,
-            safe_share: by_kind(stored.spec.fallback_share()),
-            safe_share_ppm: stored.group.safe_share_ppm,
-            promised: committed.into(),
-            promised_by: by.into_iter().map(|(host, promised)| (host, promised.into())).collect(),
-            promisable: [0, 1].map(|unit| max_reservable(&limits, unit).unwrap_or(0)).into(),
-            overpromised: [0, 1]
+            max_hosts: stored.group.hosts,
+            fallback_share: by_kind(stored.spec.fallback_share()),
+            fallback_share_ppm: stored.group.safe_share_ppm,
+            reserved: committed.into(),
+            reserved_by: by.into_iter().map(|(host, promised)| (host, promised.into())).collect(),
+            reservable: [0, 1].map(|unit| max_reservable(&limits, unit).unwrap_or(0)).into(),
+            overcommitted: [0, 1]
                 .map(|unit| {
-                    max_reservable(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there))
+                    max_reservable(&limits, unit).map_or(0, |max| committed[unit].saturating_sub(max))
                 })
                 .into(),
             hosts: names.iter().filter_map(member).collect(),
         }
     });
-    let all = add(known.promises.values().flat_map(|promises| promises.groups.values()));
+    let all = add(known.reservations.values().flat_map(|reservations| reservations.groups.values()));
     let unreadable =
         |(group, why): (&String, &String)| UnreadableGroup { group: group.clone(), reason: why.clone() };
     ClusterReport {
@@ -145,15 +145,15 @@ fn assemble(
         leader: known.leader.as_ref().map(|(_, leader)| leader.clone()),
         hosts: names.iter().map(host).collect(),
         groups: groups.collect(),
-        promised: all.into(),
-        capacity: ReservedRates::from(capacity(known.promises.values())),
+        reserved: all.into(),
+        capacity: ReservedRates::from(capacity(known.reservations.values())),
         unreadable_groups: known.unreadable_groups.iter().map(unreadable).collect(),
         ..ClusterReport::default()
     }
 }
 
-fn add<'a>(promises: impl Iterator<Item = &'a [u64; 2]>) -> [u64; 2] {
-    promises.fold([0; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])))
+fn add<'a>(rates: impl Iterator<Item = &'a [u64; 2]>) -> [u64; 2] {
+    rates.fold([0; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])))
 }
 
 /// Values by the limits' names, without zeros.

@@ -41,11 +41,11 @@ impl EtcdSession<'_> {
                     }
                     Some(EtcdKey::Reservation(host)) => {
                         self.on_put(&value).await?;
-                        self.send(AgentMessage::Reservations(self.known.promises.clone())).await?;
-                        let known = self.known.promises.get(host);
+                        self.send(AgentMessage::Reservations(self.known.reservations.clone())).await?;
+                        let known = self.known.reservations.get(host);
                         // Lost or changed by another run: this host's reservations are written
                         // again.
-                        if host == self.agent.cluster.host && known != self.own_promises.as_ref() {
+                        if host == self.agent.cluster.host && known != self.own_reservations.as_ref() {
                             self.write_reservations(etcd).await?;
                         }
                     }
@@ -56,7 +56,7 @@ impl EtcdSession<'_> {
                     Some(EtcdKey::Move(..)) => {
                         // The reservation on the source host is free by now, but its key belongs to
                         // another watch, which may lag behind.
-                        self.read_promises(etcd).await?;
+                        self.read_reservations(etcd).await?;
                         self.on_put(&value).await?;
                     }
                     _ => self.on_put(&value).await?,
@@ -72,8 +72,8 @@ impl EtcdSession<'_> {
                     self.on_own_host(etcd, None).await?;
                 }
                 Some(EtcdKey::Reservation(name)) => {
-                    self.known.promises.remove(name);
-                    self.send(AgentMessage::Reservations(self.known.promises.clone())).await?;
+                    self.known.reservations.remove(name);
+                    self.send(AgentMessage::Reservations(self.known.reservations.clone())).await?;
                     if name == self.agent.cluster.host {
                         self.write_reservations(etcd).await?;
                     }
@@ -130,7 +130,7 @@ impl EtcdSession<'_> {
                 match read {
                     Ok((spec, group)) => {
                         self.known.unreadable_groups.remove(name);
-                        self.strange.remove(&value.key);
+                        self.logged_keys.remove(&value.key);
                         let known = self.known.groups.get(name).map_or(0, |known| known.group.number);
                         // A restored backup. etcd decides: all hosts have to follow the same
                         // limits.
@@ -160,9 +160,9 @@ impl EtcdSession<'_> {
                 }
             }
             Some(EtcdKey::Reservation(name)) => match etcd_values::read::<HostReservations>(&value.value) {
-                Ok(promises) => {
-                    self.known.promises.insert(name.to_owned(), promises);
-                    self.known.promises_at = self.known.promises_at.max(value.mod_revision);
+                Ok(reservations) => {
+                    self.known.reservations.insert(name.to_owned(), reservations);
+                    self.known.reservations_revision = self.known.reservations_revision.max(value.mod_revision);
                 }
                 Err(why) => self.log_skipped(value, &why),
             },
@@ -232,7 +232,7 @@ impl EtcdSession<'_> {
     /// True for the first message about this key. Bounded, since a foreign writer may create any
     /// number.
     fn is_first_message(&mut self, value: &EtcdKeyValue) -> bool {
-        self.strange.len() < MAX_LOGGED_KEYS && self.strange.insert(value.key.clone())
+        self.logged_keys.len() < MAX_LOGGED_KEYS && self.logged_keys.insert(value.key.clone())
     }
 
     pub(super) async fn on_limits(
@@ -254,10 +254,10 @@ impl EtcdSession<'_> {
     ) -> Result<(), EtcdError> {
         let read = value.and_then(|value| etcd_values::read::<HostIdentity>(&value.value).ok());
         let is_own = read.is_some_and(|identity| {
-            let own = identity::own_identity(&self.agent.machine_id, identity.instance);
+            let own_identity = identity::own_identity(&self.agent.machine_id, identity.instance);
             self.known.joined.is_some()
                 && (identity.pid, identity.start_ticks, &identity.machine)
-                    == (own.pid, own.start_ticks, &own.machine)
+                    == (own_identity.pid, own_identity.start_ticks, &own_identity.machine)
         });
         // Deleted or replaced: joins again, or reports that another process has the name.
         if !is_own {

@@ -56,8 +56,8 @@ pub(super) struct StallDetector {
 }
 
 impl StallDetector {
-    pub(super) const fn new(patience: Duration) -> Self {
-        Self { limit: patience, due: None, seen: BTreeMap::new(), missing: Vec::new() }
+    pub(super) const fn new(limit: Duration) -> Self {
+        Self { limit, due: None, seen: BTreeMap::new(), missing: Vec::new() }
     }
 
     pub(super) const fn due(&self) -> Option<Instant> {
@@ -81,11 +81,11 @@ impl StallDetector {
 
     /// Compares the values in etcd with those seen. True if a watch has stalled.
     pub(super) fn check<'a>(&mut self, found: impl Iterator<Item = &'a EtcdKeyValue>, now: Instant) -> bool {
-        let told = |key: &str, revision: i64| self.seen.get(key).is_some_and(|seen| *seen >= revision);
-        if self.missing.iter().any(|(key, revision)| !told(key, *revision)) {
+        let was_seen = |key: &str, revision: i64| self.seen.get(key).is_some_and(|seen| *seen >= revision);
+        if self.missing.iter().any(|(key, revision)| !was_seen(key, *revision)) {
             return true;
         }
-        let missing = found.filter(|value| !told(&value.key, value.mod_revision));
+        let missing = found.filter(|value| !was_seen(&value.key, value.mod_revision));
         self.missing = missing.map(|value| (value.key.clone(), value.mod_revision)).collect();
         self.due = (!self.missing.is_empty()).then(|| now + self.limit);
         false

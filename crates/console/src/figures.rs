@@ -21,8 +21,8 @@ pub fn count(value: f64) -> String {
 }
 
 /// Number with a noun, which is passed in the singular: `1 client`, `2 clients`.
-pub fn counted(number: u64, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+pub fn counted(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 /// Measured bytes, with powers of 1024: `0`, `512`, `9.8M`.
@@ -121,12 +121,12 @@ pub fn full_burst(kind: LimitKind, limit: RateLimit) -> Option<String> {
 
 /// Text shortened to `most` characters. The ellipsis replaces the middle, because names often
 /// differ at their ends.
-pub fn elided(text: &str, most: usize) -> String {
+pub fn elided(text: &str, max_chars: usize) -> String {
     let count = text.chars().count();
-    if count <= most {
+    if count <= max_chars {
         return text.to_owned();
     }
-    let kept = most.saturating_sub(1);
+    let kept = max_chars.saturating_sub(1);
     // The ellipsis is one of the `most` characters; of an odd rest the start gets one more.
     let start: String = text.chars().take(kept.div_ceil(2)).collect();
     let end: String = text.chars().skip(count - kept / 2).collect();
@@ -190,8 +190,8 @@ mod tests {
         assert_eq!(counts, ["0", "0.4", "9", "998", "1.0K", "12.3K", "123K", "1.0T", "1000000T"]);
         let sizes = [512.0, 1024.0, 10_485_760.0, 1_073_741_824.0].map(bytes);
         assert_eq!(sizes, ["512", "1.0K", "10.0M", "1.0G"]);
-        let told = [0, 1, 33, 1023, 10_035].map(sized);
-        assert_eq!(told, ["0 bytes", "1 byte", "33 bytes", "1023 bytes", "9.8K"]);
+        let exact_sizes = [0, 1, 33, 1023, 10_035].map(sized);
+        assert_eq!(exact_sizes, ["0 bytes", "1 byte", "33 bytes", "1023 bytes", "9.8K"]);
         let times = [0, 999, 85_000, 1_234_567, 31_000_000, 999_600_000, 4_100_000_000].map(time);
         assert_eq!(times, ["0ns", "999ns", "85us", "1.2ms", "31ms", "1.0s", "4.1s"]);
         assert_eq!([0.0, 0.001, 0.42, 1.0].map(share), ["0%", "<1%", "42%", "100%"]);

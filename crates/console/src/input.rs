@@ -25,29 +25,29 @@ pub enum TerminalEvent {
 ///
 /// # Errors
 /// Fails if the signals cannot be blocked or a thread cannot be started.
-pub fn listen(hear: impl Fn(TerminalEvent) -> bool + Clone + Send + 'static) -> io::Result<()> {
+pub fn listen(on_event: impl Fn(TerminalEvent) -> bool + Clone + Send + 'static) -> io::Result<()> {
     let set: SigSet =
         [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGTSTP].into_iter().collect();
     // Before the threads start, because they inherit the mask.
     set.thread_block()?;
-    let hear_signals = hear.clone();
+    let on_signal = on_event.clone();
     let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
         thread::Builder::new().name(name.to_owned()).spawn(run).map(drop)
     };
-    spawn("signals", Box::new(move || await_signals(set, hear_signals)))?;
-    spawn("keys", Box::new(move || await_keys(hear)))
+    spawn("signals", Box::new(move || await_signals(set, on_signal)))?;
+    spawn("keys", Box::new(move || await_keys(on_event)))
 }
 
-fn await_signals(set: SigSet, hear: impl Fn(TerminalEvent) -> bool) {
+fn await_signals(set: SigSet, on_event: impl Fn(TerminalEvent) -> bool) {
     while let Ok(signal) = set.wait() {
         let input = if signal == Signal::SIGTSTP { TerminalEvent::Stop } else { TerminalEvent::End };
-        if !hear(input) {
+        if !on_event(input) {
             return;
         }
     }
 }
 
-fn await_keys(hear: impl Fn(TerminalEvent) -> bool) {
+fn await_keys(on_event: impl Fn(TerminalEvent) -> bool) {
     loop {
         let input = match event::read() {
             // Terminals with the kitty keyboard protocol also report releases.
@@ -57,7 +57,7 @@ fn await_keys(hear: impl Fn(TerminalEvent) -> bool) {
             Err(_) => TerminalEvent::End,
         };
         let is_end = matches!(input, TerminalEvent::End);
-        if !hear(input) || is_end {
+        if !on_event(input) || is_end {
             return;
         }
     }

@@ -79,7 +79,7 @@ impl ListKey {
 
 /// Element of `all` that follows `current`; the first follows the last.
 pub fn next<T: Copy + PartialEq>(all: &[T], current: T) -> T {
-    let index = all.iter().position(|&one| one == current).unwrap_or(0);
+    let index = all.iter().position(|&value| value == current).unwrap_or(0);
     all[(index + 1) % all.len()]
 }
 
@@ -111,11 +111,11 @@ impl SelectedRow {
 
     /// Adjusts the selection to a new list. If the selected row was removed, the row at its old
     /// position is selected. Without `stays` it is the first row.
-    pub fn update(&mut self, names: &[&str], stays: bool) {
-        if stays && names.contains(&self.name.as_str()) {
+    pub fn update(&mut self, names: &[&str], keeps_selection: bool) {
+        if keeps_selection && names.contains(&self.name.as_str()) {
             return;
         }
-        let place = if stays { self.place.min(names.len().saturating_sub(1)) } else { 0 };
+        let place = if keeps_selection { self.place.min(names.len().saturating_sub(1)) } else { 0 };
         self.select_at(names, place);
     }
 
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn columns_follow_each_other_round() {
         let all = ['a', 'b', 'c'];
-        assert_eq!(all.map(|one| next(&all, one)), ['b', 'c', 'a']);
+        assert_eq!(all.map(|current| next(&all, current)), ['b', 'c', 'a']);
     }
 
     #[test]

@@ -165,11 +165,11 @@ impl<S: Subscriber> Layer<S> for WarningCounter {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         if *event.metadata().level() == Level::WARN {
             WARNINGS.fetch_add(1, Relaxed);
-            let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(kept) = kept.as_mut().filter(|kept| kept.len() < MAX_KEPT_WARNINGS) {
+            let mut warnings = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(warnings) = warnings.as_mut().filter(|kept| kept.len() < MAX_KEPT_WARNINGS) {
                 let mut text = WarningText::default();
                 event.record(&mut text);
-                kept.push(text.message + &text.fields);
+                warnings.push(text.message + &text.fields);
             }
         }
     }

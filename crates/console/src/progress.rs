@@ -36,7 +36,7 @@ fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
 /// Progress of a command in steps.
 #[derive(Debug)]
 pub struct StepProgress {
-    how: ProgressMode,
+    mode: ProgressMode,
     bar: RefCell<Option<ProgressBar>>,
 }
 
@@ -50,18 +50,18 @@ enum ProgressMode {
 impl StepProgress {
     /// Draws nothing with `json`: the output is for a program.
     pub fn new(json: bool) -> Self {
-        let how = match (json, stderr().is_terminal()) {
+        let mode = match (json, stderr().is_terminal()) {
             (true, _) => ProgressMode::Silent,
             (false, true) => ProgressMode::Bars,
             (false, false) => ProgressMode::Lines,
         };
-        Self { how, bar: RefCell::default() }
+        Self { mode, bar: RefCell::default() }
     }
 
     /// Begins a step of this number of bytes.
-    pub fn begin(&self, what: &str, bytes: u64) {
+    pub fn begin(&self, label: &str, bytes: u64) {
         let template = "{msg} {wide_bar} {bytes}/{total_bytes}";
-        self.show(what, || ProgressBar::new(bytes), template);
+        self.show(label, || ProgressBar::new(bytes), template);
     }
 
     /// Sets the number of bytes completed in this step.
@@ -72,8 +72,8 @@ impl StepProgress {
     }
 
     /// Begins a step of unknown length; only the elapsed time is shown.
-    pub fn step(&self, what: &str) {
-        self.show(what, ProgressBar::new_spinner, SPINNER);
+    pub fn step(&self, label: &str) {
+        self.show(label, ProgressBar::new_spinner, SPINNER);
     }
 
     /// Ends the step and removes its bar.
@@ -83,14 +83,14 @@ impl StepProgress {
         }
     }
 
-    fn show(&self, what: &str, bar: impl Fn() -> ProgressBar, template: &str) {
-        match self.how {
+    fn show(&self, label: &str, bar: impl Fn() -> ProgressBar, template: &str) {
+        match self.mode {
             ProgressMode::Silent => {}
             ProgressMode::Lines => {
-                let _ = writeln!(stderr(), "{what}");
+                let _ = writeln!(stderr(), "{label}");
             }
             ProgressMode::Bars => {
-                let bar = styled(bar(), template).with_message(what.to_owned());
+                let bar = styled(bar(), template).with_message(label.to_owned());
                 // A separate thread draws: the command may block in a system call.
                 bar.enable_steady_tick(TICK);
                 *self.bar.borrow_mut() = Some(bar);
@@ -115,7 +115,7 @@ impl ActivitySpinner {
     }
 
     /// Replaces the text. `text` is called only if there is a terminal.
-    pub fn say(&self, text: impl FnOnce() -> String) {
+    pub fn set_message(&self, text: impl FnOnce() -> String) {
         if let Some(bar) = &self.0 {
             bar.set_message(text());
         }
@@ -138,23 +138,23 @@ pub struct DelayedNotice(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl DelayedNotice {
     /// Starts the delay.
-    pub fn say(text: String) -> Self {
-        let (end, ended) = channel();
+    pub fn start(text: String) -> Self {
+        let (end, cancelled) = channel();
         // A thread, because the caller blocks in the operation that it waits for.
-        let telling = thread::spawn(move || {
-            if ended.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {
+        let printer = thread::spawn(move || {
+            if cancelled.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {
                 print_notice(&text);
             }
         });
-        Self(Some((end, telling)))
+        Self(Some((end, printer)))
     }
 }
 
 impl Drop for DelayedNotice {
     fn drop(&mut self) {
-        let Some((end, telling)) = self.0.take() else { return };
+        let Some((end, printer)) = self.0.take() else { return };
         drop(end);
         // So that a notice that is being printed precedes the caller's next output.
-        let _ = telling.join();
+        let _ = printer.join();
     }
 }

@@ -20,19 +20,19 @@ impl SignalCleanup {
     /// # Errors
     /// Fails if the signals cannot be awaited or no thread can be started.
     pub fn start() -> anyhow::Result<Self> {
-        let this = Self::default();
-        let made = this.clone();
+        let cleanup = Self::default();
+        let shared = cleanup.clone();
         let signals = BlockedSignals::block().context("signals cannot be awaited")?;
-        let hear = move |_| {
+        let on_signal = move |_| {
             // The lock is held until the process ends: `with_cleanup` cannot add a step that would
             // not be undone.
-            let steps = made.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let steps = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
             steps.iter().rev().for_each(|step| step());
             print_notice("interrupted: all changes were undone (run the command again)");
             logging::exit(1)
         };
-        signals.forward(hear).context("no thread can be started")?;
-        Ok(this)
+        signals.forward(on_signal).context("no thread can be started")?;
+        Ok(cleanup)
     }
 
     /// Runs `make` and registers its cleanup. A signal in between waits for the registration. The
@@ -45,8 +45,8 @@ impl SignalCleanup {
         // Held during `make`: a signal must not end the process between the change and its
         // registration.
         let mut steps = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (made, how) = make()?;
-        steps.push(Box::new(how));
-        Ok(made)
+        let (value, undo) = make()?;
+        steps.push(Box::new(undo));
+        Ok(value)
     }
 }

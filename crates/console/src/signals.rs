@@ -84,12 +84,12 @@ impl BlockedSignals {
     ///
     /// # Errors
     /// Fails if the thread cannot be started.
-    pub fn forward(self, hear: impl Fn(SignalRequest) -> bool + Send + 'static) -> io::Result<()> {
+    pub fn forward(self, on_request: impl Fn(SignalRequest) -> bool + Send + 'static) -> io::Result<()> {
         let wait = move || {
-            let mut wishes = SignalInterpreter { is_daemon: self.is_daemon, first: None };
+            let mut interpreter = SignalInterpreter { is_daemon: self.is_daemon, first: None };
             while let Ok(signal) = self.set.wait() {
-                let Some(request) = wishes.interpret(signal, Instant::now()) else { continue };
-                if !hear(request) {
+                let Some(request) = interpreter.interpret(signal, Instant::now()) else { continue };
+                if !on_request(request) {
                     return;
                 }
             }
@@ -107,7 +107,7 @@ impl BlockedSignals {
         Ok(SignalStream {
             signals,
             readable,
-            wishes: SignalInterpreter { is_daemon: self.is_daemon, first: None },
+            interpreter: SignalInterpreter { is_daemon: self.is_daemon, first: None },
         })
     }
 }
@@ -116,7 +116,7 @@ impl BlockedSignals {
 pub struct SignalStream {
     signals: SignalFd,
     readable: Fd,
-    wishes: SignalInterpreter,
+    interpreter: SignalInterpreter,
 }
 
 impl SignalStream {
@@ -127,10 +127,10 @@ impl SignalStream {
     pub async fn next(&mut self) -> io::Result<SignalRequest> {
         loop {
             // Nonblocking: drains all pending signals before it waits for the descriptor again.
-            while let Some(told) = self.signals.read_signal()? {
+            while let Some(info) = self.signals.read_signal()? {
                 let signal =
-                    i32::try_from(told.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
-                let request = signal.and_then(|signal| self.wishes.interpret(signal, Instant::now()));
+                    i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
+                let request = signal.and_then(|signal| self.interpreter.interpret(signal, Instant::now()));
                 if let Some(request) = request {
                     return Ok(request);
                 }
@@ -163,8 +163,8 @@ impl SignalInterpreter {
             self.first = Some(now);
             return Some(SignalRequest::End(signal.as_str()));
         };
-        let again = now.saturating_duration_since(first) >= SECOND_SIGNAL_DELAY;
-        again.then_some(SignalRequest::EndAtOnce(signal.as_str()))
+        let is_second = now.saturating_duration_since(first) >= SECOND_SIGNAL_DELAY;
+        is_second.then_some(SignalRequest::EndAtOnce(signal.as_str()))
     }
 }
 
@@ -176,11 +176,11 @@ mod tests {
 
     #[test]
     fn signals_shortly_after_the_first_are_ignored() {
-        let meant = |is_daemon, signals: &[(u64, Signal)]| {
-            let mut wishes = SignalInterpreter { is_daemon, first: None };
+        let requests = |is_daemon, signals: &[(u64, Signal)]| {
+            let mut interpreter = SignalInterpreter { is_daemon, first: None };
             let start = Instant::now();
-            let hear = |&(at, signal)| wishes.interpret(signal, start + Duration::from_millis(at));
-            signals.iter().map(hear).collect::<Vec<_>>()
+            let interpret = |&(at, signal)| interpreter.interpret(signal, start + Duration::from_millis(at));
+            signals.iter().map(interpret).collect::<Vec<_>>()
         };
         let end = |name| Some(SignalRequest::End(name));
         let at_once = |name| Some(SignalRequest::EndAtOnce(name));
@@ -209,7 +209,7 @@ mod tests {
             (false, &[(0, SIGHUP), (1, SIGTERM)], vec![end("SIGHUP"), None]),
             (false, &[(0, SIGINT), (1000, SIGHUP)], vec![end("SIGINT"), at_once("SIGHUP")]),
         ] {
-            assert_eq!(meant(is_daemon, signals), expect, "{signals:?}");
+            assert_eq!(requests(is_daemon, signals), expect, "{signals:?}");
         }
     }
 }

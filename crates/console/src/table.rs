@@ -15,9 +15,9 @@ pub enum ColumnAlignment {
 }
 
 /// Columns for text, followed by columns for numbers.
-pub fn columns<'a>(words: &[&'a str], numbers: &[&'a str]) -> Vec<(&'a str, ColumnAlignment)> {
-    let words = words.iter().map(|&word| (word, ColumnAlignment::Left));
-    words.chain(numbers.iter().map(|&number| (number, ColumnAlignment::Right))).collect()
+pub fn columns<'a>(texts: &[&'a str], numbers: &[&'a str]) -> Vec<(&'a str, ColumnAlignment)> {
+    let text_columns = texts.iter().map(|&name| (name, ColumnAlignment::Left));
+    text_columns.chain(numbers.iter().map(|&number| (number, ColumnAlignment::Right))).collect()
 }
 
 /// Rows under a heading.

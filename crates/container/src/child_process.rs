@@ -31,10 +31,10 @@ const MAX_STDERR_BYTES: u64 = 16 << 10;
 /// Returns its error message, or the reason why it could not be run.
 pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let mut said = tempfile::tempfile().context("a temporary file cannot be created")?;
-    let errors = said.try_clone().context("a temporary file cannot be created")?;
+    let mut stderr_file = tempfile::tempfile().context("a temporary file cannot be created")?;
+    let stderr = stderr_file.try_clone().context("a temporary file cannot be created")?;
     // No terminal: a program that asks a question fails instead of waiting.
-    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn();
+    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn();
     let mut child = child.map_err(|error| match error.kind() {
         ErrorKind::NotFound => anyhow!("{name}: is not installed"),
         _ => anyhow!("{name}: cannot be started: {error}"),
@@ -51,7 +51,7 @@ pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> 
     if status.success() {
         return Ok(());
     }
-    match error_line(&read(&mut said)) {
+    match error_line(&read(&mut stderr_file)) {
         Some(line) => bail!("{line}"),
         None => bail!("{name}: failed ({status}) without a message"),
     }
@@ -60,27 +60,27 @@ pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> 
 /// Waits without reaping the child, so that its pid cannot be reused before `kill`.
 fn exits_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
     let pid = Pid::from_raw(child.id().cast_signed());
-    let (ended, is_ended) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     thread::Builder::new().name("child".to_owned()).spawn(move || {
         let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
-        let _ = ended.send(());
+        let _ = sender.send(());
     })?;
-    Ok(is_ended.recv_timeout(limit).is_ok())
+    Ok(receiver.recv_timeout(limit).is_ok())
 }
 
-fn read(said: &mut File) -> String {
+fn read(stderr_file: &mut File) -> String {
     let mut bytes = Vec::new();
     let read =
-        said.seek(SeekFrom::Start(0)).and_then(|_| said.take(MAX_STDERR_BYTES).read_to_end(&mut bytes));
+        stderr_file.seek(SeekFrom::Start(0)).and_then(|_| stderr_file.take(MAX_STDERR_BYTES).read_to_end(&mut bytes));
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Line of the error message: weir's last one; of another program the first that is not its name
 /// and version.
-fn error_line(said: &str) -> Option<&str> {
+fn error_line(stderr: &str) -> Option<&str> {
     // weir logs warnings before the error.
-    let own = said.lines().rev().find_map(|line| line.strip_prefix("weir: "));
-    own.or_else(|| said.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with("mke2fs ")))
+    let weir_error = stderr.lines().rev().find_map(|line| line.strip_prefix("weir: "));
+    weir_error.or_else(|| stderr.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with("mke2fs ")))
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ impl VolumeFileSystem {
     pub(crate) fn check_size(self, bytes: u64) -> Result<(), String> {
         // ext4 needs space for a journal. The least sizes of the rest are those of mkfs.xfs(8) and
         // mkfs.btrfs(8).
-        let (least, text) = match self {
+        let (min_bytes, text) = match self {
             Self::Ext4 => (4 << 20, "4M"),
             Self::Xfs => (300 << 20, "300M"),
             Self::Btrfs => (114 << 20, "114M"),
@@ -54,7 +54,7 @@ impl VolumeFileSystem {
         // The largest file on ext4 with blocks of 4 KiB, where the image may be stored.
         const MAX_FILE_BYTES: u64 = 16 << 40;
         match bytes {
-            bytes if bytes < least => Err(format!("is too small; {} needs at least {text}", self.name())),
+            bytes if bytes < min_bytes => Err(format!("is too small; {} needs at least {text}", self.name())),
             // Not equal either: the image has metadata besides the data.
             bytes if bytes >= MAX_FILE_BYTES => {
                 Err("is too large; a volume must be smaller than 16T".to_owned())

@@ -133,7 +133,7 @@ pub fn run(arguments: PluginArgs) -> Result<(), CommandFailure> {
 /// process at once.
 fn until_ended(signals: BlockedSignals) -> anyhow::Result<&'static str> {
     let (sender, requests) = mpsc::channel();
-    let hear = move |request| match request {
+    let handle_signal = move |request| match request {
         SignalRequest::EndAtOnce(signal) => {
             console::print_notice(&format!(
                 "{signal} again: ending at once; requests in progress are abandoned"
@@ -142,7 +142,7 @@ fn until_ended(signals: BlockedSignals) -> anyhow::Result<&'static str> {
         }
         request => sender.send(request).is_ok(),
     };
-    signals.forward(hear).context("a thread cannot be started")?;
+    signals.forward(handle_signal).context("a thread cannot be started")?;
     let signal = requests.iter().find_map(|request| match request {
         SignalRequest::End(signal) => Some(signal),
         _ => None,

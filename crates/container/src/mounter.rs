@@ -25,7 +25,7 @@ const CHILD_TIMEOUT: Duration = Duration::from_secs(100);
 pub(crate) trait ImageMounter: Send + Sync {
     /// Mounts the file system in `image` at the directory `at`, with these options of
     /// `weir attach`.
-    fn attach(&self, image: &Path, words: &[String], at: &Path) -> anyhow::Result<()>;
+    fn attach(&self, image: &Path, arguments: &[String], at: &Path) -> anyhow::Result<()>;
     /// Unmounts it. The image is unused when this returns.
     fn detach(&self, at: &Path) -> anyhow::Result<()>;
     /// True if a file system is mounted at `at`.
@@ -40,9 +40,9 @@ pub(crate) struct CommandMounter {
 }
 
 impl ImageMounter for CommandMounter {
-    fn attach(&self, image: &Path, words: &[String], at: &Path) -> anyhow::Result<()> {
+    fn attach(&self, image: &Path, arguments: &[String], at: &Path) -> anyhow::Result<()> {
         let mut command = Command::new(&self.program);
-        command.arg("attach").arg(image).arg("--mount").arg(at).args(words);
+        command.arg("attach").arg(image).arg("--mount").arg(at).args(arguments);
         if let Some(qmp) = &self.qmp {
             command.args(["--qmp", qmp]);
         }

@@ -47,19 +47,19 @@ impl VolumeOptions {
     /// Checks the options. Fails with the key, the value and the rule.
     pub(crate) fn read(given: OptionValues) -> Result<Self, String> {
         let disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new("the options"));
-        let mut draft = VolumeOptionsDraft { size: None, format: None, file_system: None, disk };
+        let mut builder = VolumeOptionsBuilder { size: None, format: None, file_system: None, disk };
         for (key, value) in &given {
-            draft.set(key, value)?;
+            builder.set(key, value)?;
         }
         // Rules between options, such as a burst rate below its rate.
-        draft.disk.into_checked().map_err(|wrong| wrong.to_string())?;
-        let size_bytes = draft.size.ok_or("size: is missing (set the size of the volume: -o size=10G)")?;
-        let format = draft.format.unwrap_or(ImageFormat::Qcow2);
+        builder.disk.into_checked().map_err(|error| error.to_string())?;
+        let size_bytes = builder.size.ok_or("size: is missing (set the size of the volume: -o size=10G)")?;
+        let format = builder.format.unwrap_or(ImageFormat::Qcow2);
         // `weir attach` would reject it only at the first mount.
         if let (Some(value), ImageFormat::Raw) = (given.get(L2_CACHE_SIZE), format) {
             return Err(format!("{L2_CACHE_SIZE}={value}: raw images have no L2 cache (remove the option)"));
         }
-        let file_system = draft.file_system.unwrap_or_default();
+        let file_system = builder.file_system.unwrap_or_default();
         file_system.check_size(size_bytes).map_err(|rule| match given.get(SIZE) {
             Some(value) => format!("{SIZE}={value}: {rule}"),
             None => rule,
@@ -74,48 +74,48 @@ impl VolumeOptions {
 
     /// Arguments of `weir attach` besides image and mount point.
     pub(crate) fn attach_arguments(&self) -> Vec<String> {
-        let mut words =
+        let mut arguments =
             vec![format!("--format={}", self.format.name()), format!("--fstype={}", self.file_system.name())];
         for (key, value) in &self.given {
             match key.as_str() {
-                DEVICE => words.push(format!("--{value}")),
+                DEVICE => arguments.push(format!("--{value}")),
                 // The image has its size already; the two further ones are above.
                 SIZE | FORMAT | FILE_SYSTEM => {}
-                key => words.push(format!("--{key}={value}")),
+                key => arguments.push(format!("--{key}={value}")),
             }
         }
-        words
+        arguments
     }
 }
 
 /// Options read so far.
-struct VolumeOptionsDraft {
+struct VolumeOptionsBuilder {
     size: Option<u64>,
     format: Option<ImageFormat>,
     file_system: Option<VolumeFileSystem>,
     disk: ConfigWithOrigins<DiskConfig>,
 }
 
-impl VolumeOptionsDraft {
+impl VolumeOptionsBuilder {
     fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
-        let place = Origin::new(format!("{name}={value}"));
-        let wrong = |rule: String| place.error(rule).to_string();
+        let origin = Origin::new(format!("{name}={value}"));
+        let to_error = |rule: String| origin.error(rule).to_string();
         match name {
-            SIZE => self.size = Some(settings::size(value).map_err(wrong)?),
-            FORMAT => self.format = Some(settings::parse(value).map_err(wrong)?),
-            FILE_SYSTEM => self.file_system = Some(VolumeFileSystem::from_name(value).map_err(wrong)?),
-            MOUNT_OPTIONS => check_mount_options(value).map_err(wrong)?,
+            SIZE => self.size = Some(settings::size(value).map_err(to_error)?),
+            FORMAT => self.format = Some(settings::parse(value).map_err(to_error)?),
+            FILE_SYSTEM => self.file_system = Some(VolumeFileSystem::from_name(value).map_err(to_error)?),
+            MOUNT_OPTIONS => check_mount_options(value).map_err(to_error)?,
             DEVICE if DEVICES.contains(&value) => {}
-            DEVICE => return Err(wrong("is not one of ublk, nbd and fuse".to_owned())),
+            DEVICE => return Err(to_error("is not one of ublk, nbd and fuse".to_owned())),
             _ => {
                 let Some(key) = DiskConfig::key(name).filter(|key| is_attach_option(key)) else {
-                    return Err(wrong(unknown_option(name)));
+                    return Err(to_error(unknown_option(name)));
                 };
                 if name == GROUP {
-                    check_group(value).map_err(wrong)?;
+                    check_group(value).map_err(to_error)?;
                 }
-                let set = self.disk.set(key, value, Path::new(""), place);
-                set.map_err(|wrong| wrong.to_string())?;
+                let set = self.disk.set(key, value, Path::new(""), origin);
+                set.map_err(|error| error.to_string())?;
             }
         }
         Ok(())
@@ -123,8 +123,8 @@ impl VolumeOptionsDraft {
 }
 
 fn unknown_option(name: &str) -> String {
-    let handed_on = DiskConfig::keys().iter().filter(|key| is_attach_option(key)).map(|key| key.name);
-    match suggest::nearest(name, VOLUME_KEYS.into_iter().chain(handed_on)) {
+    let attach_options = DiskConfig::keys().iter().filter(|key| is_attach_option(key)).map(|key| key.name);
+    match suggest::nearest(name, VOLUME_KEYS.into_iter().chain(attach_options)) {
         Some(other) => format!("is not a volume option (did you mean {other}?)"),
         None => "is not a volume option (`weir docker-plugin --help` lists them)".to_owned(),
     }
@@ -236,8 +236,8 @@ mod tests {
             &[("size", "1G"), ("format", "raw"), ("l2-cache-size", "1M")],
             "l2-cache-size=1M: raw images have no L2 cache (remove the option)",
         );
-        let crossed = read(&[("size", "1G"), ("iops-total", "1000"), ("iops-total-max", "500")]).unwrap_err();
-        assert!(crossed.starts_with("iops-total-max=500: "), "{crossed}");
+        let error = read(&[("size", "1G"), ("iops-total", "1000"), ("iops-total-max", "500")]).unwrap_err();
+        assert!(error.starts_with("iops-total-max=500: "), "{error}");
         let small = read(&[("size", "100M"), ("fstype", "xfs")]).unwrap_err();
         assert!(small.starts_with("size=100M: "), "{small}");
     }
@@ -245,8 +245,8 @@ mod tests {
     #[test]
     fn options_are_found_by_name() {
         for key in VOLUME_KEYS.into_iter().chain([GROUP, L2_CACHE_SIZE, "weight", "iops-total"]) {
-            let said = read(&[("size", "1G"), (key, "\u{1}")]).unwrap_err();
-            assert!(!said.contains("not a volume option"), "{said}");
+            let error = read(&[("size", "1G"), (key, "\u{1}")]).unwrap_err();
+            assert!(!error.contains("not a volume option"), "{error}");
         }
     }
 }

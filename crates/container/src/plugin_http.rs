@@ -41,19 +41,19 @@ pub(crate) struct PluginResponse {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum PluginRequestError {
     /// The client disconnected.
-    Gone,
+    Disconnected,
     /// Status and message of the response.
-    Answer(u16, &'static str),
+    Rejected(u16, &'static str),
 }
 
 /// Stream with a timeout for reads.
 pub(crate) trait ReadTimeout: Read {
     /// Sets the timeout of later reads; not zero.
-    fn let_wait(&self, time: Duration) -> io::Result<()>;
+    fn set_timeout(&self, time: Duration) -> io::Result<()>;
 }
 
 impl ReadTimeout for UnixStream {
-    fn let_wait(&self, time: Duration) -> io::Result<()> {
+    fn set_timeout(&self, time: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(time))
     }
 }
@@ -68,14 +68,14 @@ pub(crate) fn read(
         if let Some(head) = head(&bytes)? {
             // Pipelining is not supported: a response closes the connection.
             if bytes.len() - head.bytes > head.body_bytes {
-                return Err(PluginRequestError::Answer(400, "the request is longer than its Content-Length"));
+                return Err(PluginRequestError::Rejected(400, "the request is longer than its Content-Length"));
             }
             if bytes.len() - head.bytes == head.body_bytes {
                 return Ok(PluginRequest { path: head.path, body: bytes.split_off(head.bytes) });
             }
         // Checked only while the head is incomplete; the body has its own bound.
         } else if bytes.len() >= MAX_HEAD_BYTES {
-            return Err(PluginRequestError::Answer(431, "the header of the request is too long"));
+            return Err(PluginRequestError::Rejected(431, "the header of the request is too long"));
         }
         read_more(stream, &mut bytes, deadline)?;
     }
@@ -88,24 +88,24 @@ fn read_more(
     deadline: Instant,
 ) -> Result<(), PluginRequestError> {
     const TOO_SLOW: PluginRequestError =
-        PluginRequestError::Answer(408, "the request did not arrive in time");
-    let left = deadline.saturating_duration_since(Instant::now());
+        PluginRequestError::Rejected(408, "the request did not arrive in time");
+    let remaining = deadline.saturating_duration_since(Instant::now());
     // A zero timeout would mean none to the kernel.
-    if left.is_zero() {
+    if remaining.is_zero() {
         return Err(TOO_SLOW);
     }
-    let mut some = [0; 4096];
-    let received = stream.let_wait(left).and_then(|()| stream.read(&mut some));
+    let mut chunk = [0; 4096];
+    let received = stream.set_timeout(remaining).and_then(|()| stream.read(&mut chunk));
     match received {
-        Ok(0) => Err(PluginRequestError::Gone),
+        Ok(0) => Err(PluginRequestError::Disconnected),
         Ok(count) => {
-            bytes.extend_from_slice(&some[..count]);
+            bytes.extend_from_slice(&chunk[..count]);
             Ok(())
         }
         // The caller's loop checks the deadline again.
         Err(error) if error.kind() == ErrorKind::Interrupted => Ok(()),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => Err(TOO_SLOW),
-        Err(_) => Err(PluginRequestError::Gone),
+        Err(_) => Err(PluginRequestError::Disconnected),
     }
 }
 
@@ -124,12 +124,12 @@ fn head(bytes: &[u8]) -> Result<Option<RequestHead>, PluginRequestError> {
         Ok(httparse::Status::Partial) => return Ok(None),
         Ok(httparse::Status::Complete(length)) if length <= MAX_HEAD_BYTES => length,
         Ok(_) | Err(httparse::Error::TooManyHeaders) => {
-            return Err(PluginRequestError::Answer(431, "the header of the request is too long"));
+            return Err(PluginRequestError::Rejected(431, "the header of the request is too long"));
         }
-        Err(_) => return Err(PluginRequestError::Answer(400, "the request is not HTTP")),
+        Err(_) => return Err(PluginRequestError::Rejected(400, "the request is not HTTP")),
     };
     if request.method != Some("POST") {
-        return Err(PluginRequestError::Answer(405, "the plugin protocol uses POST only"));
+        return Err(PluginRequestError::Rejected(405, "the plugin protocol uses POST only"));
     }
     let named = |name: &'static str| {
         let headers = request.headers.iter();
@@ -137,7 +137,7 @@ fn head(bytes: &[u8]) -> Result<Option<RequestHead>, PluginRequestError> {
     };
     // Chunked bodies are not supported; neither Docker nor Podman sends them.
     if named("transfer-encoding").next().is_some() {
-        return Err(PluginRequestError::Answer(
+        return Err(PluginRequestError::Rejected(
             411,
             "the length of the request is unknown (send Content-Length)",
         ));
@@ -148,7 +148,7 @@ fn head(bytes: &[u8]) -> Result<Option<RequestHead>, PluginRequestError> {
         (Some(text), None) => length_of(text)?,
         // Two lengths are an attack or a bug (RFC 9112, section 6.3).
         (Some(_), Some(_)) => {
-            return Err(PluginRequestError::Answer(400, "the request has more than one Content-Length"));
+            return Err(PluginRequestError::Rejected(400, "the request has more than one Content-Length"));
         }
     };
     let path = request.path.unwrap_or_default().to_owned();
@@ -158,17 +158,17 @@ fn head(bytes: &[u8]) -> Result<Option<RequestHead>, PluginRequestError> {
 fn length_of(text: &[u8]) -> Result<usize, PluginRequestError> {
     // `parse` would accept a plus sign.
     if text.is_empty() || !text.iter().all(u8::is_ascii_digit) {
-        return Err(PluginRequestError::Answer(400, "Content-Length is not a number"));
+        return Err(PluginRequestError::Rejected(400, "Content-Length is not a number"));
     }
     let length = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
     // A number that does not fit a usize is too long as well.
     let length = length.filter(|&length| length <= MAX_BODY_BYTES);
-    length.ok_or(PluginRequestError::Answer(413, "the request is too long"))
+    length.ok_or(PluginRequestError::Rejected(413, "the request is too long"))
 }
 
 /// Sends the response. A client that disconnected does not receive it.
-pub(crate) fn send(stream: &mut UnixStream, answer: &PluginResponse) -> io::Result<()> {
-    let PluginResponse { status, body } = answer;
+pub(crate) fn send(stream: &mut UnixStream, response: &PluginResponse) -> io::Result<()> {
+    let PluginResponse { status, body } = response;
     let length = body.len();
     stream.set_write_timeout(Some(RESPONSE_TIMEOUT))?;
     stream.write_all(
@@ -228,7 +228,7 @@ mod tests {
     }
 
     impl ReadTimeout for ScriptedStream {
-        fn let_wait(&self, time: Duration) -> io::Result<()> {
+        fn set_timeout(&self, time: Duration) -> io::Result<()> {
             assert!(!time.is_zero());
             Ok(())
         }
@@ -238,15 +238,15 @@ mod tests {
         Instant::now() + Duration::from_secs(60)
     }
 
-    fn said(pieces: &[&[u8]]) -> Result<PluginRequest, PluginRequestError> {
+    fn read_pieces(pieces: &[&[u8]]) -> Result<PluginRequest, PluginRequestError> {
         let pieces = pieces.iter().map(|piece| piece.to_vec()).collect();
         read(&mut ScriptedStream { pieces, then: None }, later())
     }
 
     #[track_caller]
     fn refused(text: &[u8], expect: u16) {
-        match said(&[text]) {
-            Err(PluginRequestError::Answer(status, _)) => assert_eq!(status, expect),
+        match read_pieces(&[text]) {
+            Err(PluginRequestError::Rejected(status, _)) => assert_eq!(status, expect),
             other => panic!("{other:?}"),
         }
     }
@@ -256,10 +256,10 @@ mod tests {
         let text = b"POST /VolumeDriver.List HTTP/1.1\r\nHost: plugin\r\ncontent-length: 2\r\n\r\n{}";
         let expect = PluginRequest { path: "/VolumeDriver.List".to_owned(), body: b"{}".to_vec() };
         for cut in 1..text.len() {
-            assert_eq!(said(&[&text[..cut], &text[cut..]]).as_ref(), Ok(&expect), "{cut}");
+            assert_eq!(read_pieces(&[&text[..cut], &text[cut..]]).as_ref(), Ok(&expect), "{cut}");
         }
-        let bare = said(&[b"POST /Plugin.Activate HTTP/1.1\r\n\r\n"]).unwrap();
-        assert_eq!((bare.path.as_str(), bare.body.len()), ("/Plugin.Activate", 0));
+        let request = read_pieces(&[b"POST /Plugin.Activate HTTP/1.1\r\n\r\n"]).unwrap();
+        assert_eq!((request.path.as_str(), request.body.len()), ("/Plugin.Activate", 0));
     }
 
     #[test]
@@ -282,24 +282,24 @@ mod tests {
     fn the_longest_body_is_accepted() {
         let body = vec![b'x'; MAX_BODY_BYTES];
         let head = format!("POST / HTTP/1.1\r\nContent-Length: {MAX_BODY_BYTES}\r\n\r\n");
-        assert_eq!(said(&[head.as_bytes(), &body]).unwrap().body, body);
+        assert_eq!(read_pieces(&[head.as_bytes(), &body]).unwrap().body, body);
     }
 
     #[test]
     fn the_deadline_ends_slow_requests() {
         let half = b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{".to_vec();
         let mut quiet = ScriptedStream { pieces: vec![half.clone()], then: Some(ErrorKind::WouldBlock) };
-        assert!(matches!(read(&mut quiet, later()), Err(PluginRequestError::Answer(408, _))));
+        assert!(matches!(read(&mut quiet, later()), Err(PluginRequestError::Rejected(408, _))));
         // One byte at a time, still incomplete at the deadline.
         let mut slow = ScriptedStream { pieces: vec![b"P".to_vec()], then: None };
-        assert!(matches!(read(&mut slow, Instant::now()), Err(PluginRequestError::Answer(408, _))));
-        assert_eq!(said(&[&half]), Err(PluginRequestError::Gone));
+        assert!(matches!(read(&mut slow, Instant::now()), Err(PluginRequestError::Rejected(408, _))));
+        assert_eq!(read_pieces(&[&half]), Err(PluginRequestError::Disconnected));
     }
 
     proptest! {
         #[test]
         fn no_bytes_are_too_much(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
-            let _ = said(&[&bytes]);
+            let _ = read_pieces(&[&bytes]);
         }
 
         #[test]
@@ -307,7 +307,7 @@ mod tests {
                                           ([A-Za-z-]{0,20}: ?[ -~]{0,20}\r\n\
                                           ){0,40}\r\n\
                                           .{0,8}") {
-            let _ = said(&[text.as_bytes()]);
+            let _ = read_pieces(&[text.as_bytes()]);
         }
     }
 }

@@ -69,16 +69,16 @@ pub(crate) fn perform<D: ImageMounter>(
         Ok(value) => Some(PluginResponse { status: 200, body: value.to_string() }),
         Err(CallError::Disconnected) => None,
         Err(CallError::Rejected(status, error)) => {
-            let what = format!("{error:#}");
-            tracing::info!(request = %request.path, error = %what, "refused");
-            Some(error_response(status, &what))
+            let message = format!("{error:#}");
+            tracing::info!(request = %request.path, error = %message, "refused");
+            Some(error_response(status, &message))
         }
     }
 }
 
 /// Error response.
-pub(crate) fn error_response(status: u16, what: &str) -> PluginResponse {
-    PluginResponse { status, body: json!({ "Err": what }).to_string() }
+pub(crate) fn error_response(status: u16, message: &str) -> PluginResponse {
+    PluginResponse { status, body: json!({ "Err": message }).to_string() }
 }
 
 enum CallError {
@@ -103,32 +103,32 @@ struct PluginCall<'a, D> {
 impl<D: ImageMounter> PluginCall<'_, D> {
     fn create(&self) -> CallResult {
         let CreateRequest { name, opts } = self.read()?;
-        let held = self.lock(&name)?;
-        self.volumes.create(&held, opts.unwrap_or_default())?;
+        let lock = self.lock(&name)?;
+        self.volumes.create(&lock, opts.unwrap_or_default())?;
         tracing::info!(volume = name, "created");
         Ok(json!({ "Err": "" }))
     }
 
     fn remove(&self) -> CallResult {
         let NameRequest { name } = self.read()?;
-        let held = self.lock(&name)?;
-        self.volumes.remove(&held)?;
+        let lock = self.lock(&name)?;
+        self.volumes.remove(&lock)?;
         tracing::info!(volume = name, "removed");
         Ok(json!({ "Err": "" }))
     }
 
     fn mount(&self) -> CallResult {
         let MountRequest { name, id } = self.read()?;
-        let held = self.lock(&name)?;
-        let at = self.volumes.mount(&held, &id)?;
+        let lock = self.lock(&name)?;
+        let at = self.volumes.mount(&lock, &id)?;
         tracing::info!(volume = name, user = id, "mounted");
         Ok(json!({ "Mountpoint": at, "Err": "" }))
     }
 
     fn unmount(&self) -> CallResult {
         let MountRequest { name, id } = self.read()?;
-        let held = self.lock(&name)?;
-        self.volumes.unmount(&held, &id)?;
+        let lock = self.lock(&name)?;
+        self.volumes.unmount(&lock, &id)?;
         tracing::info!(volume = name, user = id, "unmounted");
         Ok(json!({ "Err": "" }))
     }
@@ -159,9 +159,9 @@ impl<D: ImageMounter> PluginCall<'_, D> {
     }
 
     fn lock(&self, name: &str) -> Result<VolumeLock<'_>, CallError> {
-        let held = self.volumes.lock(parse_name(name)?);
+        let lock = self.volumes.lock(parse_name(name)?);
         // Checked after the wait for the lock, which may take minutes.
-        if (self.is_gone)() { Err(CallError::Disconnected) } else { Ok(held) }
+        if (self.is_gone)() { Err(CallError::Disconnected) } else { Ok(lock) }
     }
 
     fn read<T: DeserializeOwned>(&self) -> Result<T, CallError> {
@@ -171,7 +171,7 @@ impl<D: ImageMounter> PluginCall<'_, D> {
 }
 
 fn parse_name(name: &str) -> Result<VolumeName, CallError> {
-    VolumeName::read(name).map_err(|what| CallError::Rejected(400, anyhow!(what)))
+    VolumeName::read(name).map_err(|rule| CallError::Rejected(400, anyhow!(rule)))
 }
 
 /// Path of the mount point; empty while unmounted, as Docker requires. UTF-8, as the volumes'
@@ -199,30 +199,30 @@ mod tests {
 
     fn send(volumes: &Volumes<FakeMounter>, path: &str, body: impl Into<Vec<u8>>) -> (u16, Value) {
         let request = PluginRequest { path: path.to_owned(), body: body.into() };
-        let answer = perform(&request, volumes, &|| false).expect("the client waits");
-        (answer.status, serde_json::from_str(&answer.body).expect("it is JSON"))
+        let response = perform(&request, volumes, &|| false).expect("the client waits");
+        (response.status, serde_json::from_str(&response.body).expect("it is JSON"))
     }
 
-    fn call(volumes: &Volumes<FakeMounter>, what: &str, body: Value) -> (u16, Value) {
-        send(volumes, &format!("/VolumeDriver.{what}"), body.to_string())
+    fn call(volumes: &Volumes<FakeMounter>, operation: &str, body: Value) -> (u16, Value) {
+        send(volumes, &format!("/VolumeDriver.{operation}"), body.to_string())
     }
 
     #[track_caller]
-    fn done(volumes: &Volumes<FakeMounter>, what: &str, body: Value) -> Value {
-        let (status, value) = call(volumes, what, body);
+    fn done(volumes: &Volumes<FakeMounter>, operation: &str, body: Value) -> Value {
+        let (status, value) = call(volumes, operation, body);
         assert_eq!((status, &value["Err"]), (200, &json!("")), "{value}");
         value
     }
 
     #[track_caller]
-    fn fails(volumes: &Volumes<FakeMounter>, what: &str, body: Value, expect: u16) -> String {
-        let (status, value) = call(volumes, what, body);
+    fn fails(volumes: &Volumes<FakeMounter>, operation: &str, body: Value, expect: u16) -> String {
+        let (status, value) = call(volumes, operation, body);
         assert_eq!(status, expect, "{value}");
         value["Err"].as_str().expect("it says why").to_owned()
     }
 
     #[test]
-    fn the_life_of_a_volume() {
+    fn volume_life_cycle() {
         let (directory, volumes) = start();
         let (status, activated) = send(&volumes, "/Plugin.Activate", "");
         assert_eq!((status, activated), (200, json!({ "Implements": ["VolumeDriver"] })));
@@ -256,23 +256,23 @@ mod tests {
         assert!(create(Value::Null).starts_with("size: is missing"));
         assert!(create(json!({ "size": "much" })).starts_with("size=much: is not a size"));
         for name in ["", "..", "../../etc", "a/b", "/etc"] {
-            let said = fails(&volumes, "Create", json!({ "Name": name, "Opts": small() }), 400);
-            assert!(said.contains("is not a volume name"), "{said}");
+            let error = fails(&volumes, "Create", json!({ "Name": name, "Opts": small() }), 400);
+            assert!(error.contains("is not a volume name"), "{error}");
         }
-        for (body, what) in
+        for (body, expected) in
             [("", "EOF"), ("{", "EOF"), ("[]", "Name"), ("{}", "Name"), ("{\"Name\": 1}", "string")]
         {
             let (status, value) = send(&volumes, "/VolumeDriver.Mount", body);
-            let said = value["Err"].as_str().unwrap();
-            assert!(status == 400 && said.starts_with("the request is malformed: "), "{said}");
-            assert!(body == "[]" || said.contains(what), "{said}");
+            let error = value["Err"].as_str().unwrap();
+            assert!(status == 400 && error.starts_with("the request is malformed: "), "{error}");
+            assert!(body == "[]" || error.contains(expected), "{error}");
         }
         let opts = json!({ "Name": "v", "Opts": { "size": 10 } });
         assert!(fails(&volumes, "Create", opts, 400).contains("expected a string"));
         assert_eq!(send(&volumes, "/VolumeDriver.Destroy", "{}").0, 404);
         assert_eq!(send(&volumes, "/", "{}").0, 404);
-        let deep = "[".repeat(60_000);
-        assert_eq!(send(&volumes, "/VolumeDriver.Create", deep).0, 400);
+        let nested = "[".repeat(60_000);
+        assert_eq!(send(&volumes, "/VolumeDriver.Create", nested).0, 400);
     }
 
     #[test]

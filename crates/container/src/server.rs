@@ -52,12 +52,12 @@ const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 /// Slots of connections, and the state of the shutdown.
 #[derive(Default)]
 struct ConnectionGate {
-    state: Mutex<ConnectionPlaces>,
+    state: Mutex<PluginConnectionSlots>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct ConnectionPlaces {
+struct PluginConnectionSlots {
     connections: usize,
     /// Connections whose requests are still arriving, by number, oldest first.
     arriving: BTreeMap<u64, ArrivingRequest>,
@@ -79,7 +79,7 @@ struct ArrivingRequest {
 
 /// Server of the socket, with its threads.
 pub(crate) struct PluginServer {
-    door: Arc<ConnectionGate>,
+    gate: Arc<ConnectionGate>,
 }
 
 impl PluginServer {
@@ -88,17 +88,17 @@ impl PluginServer {
         listener: UnixListener,
         volumes: Volumes<D>,
     ) -> anyhow::Result<Self> {
-        let door = Arc::<ConnectionGate>::default();
-        let (keeper, volumes) = (Arc::clone(&door), Arc::new(volumes));
+        let gate = Arc::<ConnectionGate>::default();
+        let (thread_gate, volumes) = (Arc::clone(&gate), Arc::new(volumes));
         let accept = move || {
             loop {
                 // A slot is freed only once a client waits.
                 let _ = poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
-                keeper.acquire_place();
+                thread_gate.acquire_slot();
                 match listener.accept() {
-                    Ok((stream, _)) => serve(stream, &keeper, &volumes),
+                    Ok((stream, _)) => serve(stream, &thread_gate, &volumes),
                     Err(error) => {
-                        keeper.change(|state| state.connections -= 1);
+                        thread_gate.change(|state| state.connections -= 1);
                         if !is_client_error(error.kind()) {
                             tracing::error!(%error, "connections cannot be accepted; retrying");
                             thread::sleep(ACCEPT_RETRY);
@@ -111,14 +111,14 @@ impl PluginServer {
             .name("accept".to_owned())
             .spawn(accept)
             .context("a thread cannot be started")?;
-        Ok(Self { door })
+        Ok(Self { gate })
     }
 
     /// Rejects new requests and waits for those in progress.
     pub(crate) fn end(&self) {
-        self.door.change(|state| state.is_ending = true);
+        self.gate.change(|state| state.is_ending = true);
         // Without a timeout: a mount in progress must be recorded.
-        drop(self.door.wait_while(|state| state.in_progress > 0));
+        drop(self.gate.wait_while(|state| state.in_progress > 0));
     }
 }
 
@@ -128,12 +128,12 @@ fn is_client_error(kind: ErrorKind) -> bool {
 }
 
 impl ConnectionGate {
-    fn wait_while(&self, is_so: impl Fn(&ConnectionPlaces) -> bool) -> MutexGuard<'_, ConnectionPlaces> {
+    fn wait_while(&self, condition: impl Fn(&PluginConnectionSlots) -> bool) -> MutexGuard<'_, PluginConnectionSlots> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        self.changed.wait_while(state, |state| is_so(state)).unwrap_or_else(PoisonError::into_inner)
+        self.changed.wait_while(state, |state| condition(state)).unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn change(&self, change: impl FnOnce(&mut ConnectionPlaces)) {
+    fn change(&self, change: impl FnOnce(&mut PluginConnectionSlots)) {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_all();
     }
@@ -142,7 +142,7 @@ impl ConnectionGate {
     ///
     /// If requests are still arriving, the oldest loses its slot after [`MIN_ARRIVAL_TIME`].
     /// Displaced connections with a complete request have precedence.
-    fn acquire_place(&self) {
+    fn acquire_slot(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while state.connections >= MAX_CONNECTIONS || !state.returning.is_empty() {
             // A returning connection takes the slot first, or no further one may be displaced.
@@ -188,7 +188,7 @@ impl ConnectionGate {
     }
 
     /// Waits for a slot for a displaced connection, behind those that already wait.
-    fn reacquire_place(&self, number: u64) {
+    fn reacquire_slot(&self, number: u64) {
         self.change(|state| state.returning.push_back(number));
         let mut state = self.wait_while(|state| {
             state.connections >= MAX_CONNECTIONS || state.returning.front() != Some(&number)
@@ -210,28 +210,28 @@ impl ConnectionGate {
 
 fn serve<D: ImageMounter + 'static>(
     stream: UnixStream,
-    door: &Arc<ConnectionGate>,
+    gate: &Arc<ConnectionGate>,
     volumes: &Arc<Volumes<D>>,
 ) {
-    let (keeper, volumes) = (Arc::clone(door), Arc::clone(volumes));
+    let (thread_gate, volumes) = (Arc::clone(gate), Arc::clone(volumes));
     let number = match stream.try_clone() {
         // A second descriptor, by which another thread can shut the stream down.
-        Ok(again) => door.register_arriving(again),
+        Ok(duplicate) => gate.register_arriving(duplicate),
         Err(error) => {
             tracing::error!(%error, "connection closed: out of file descriptors");
-            return door.change(|state| state.connections -= 1);
+            return gate.change(|state| state.connections -= 1);
         }
     };
     let work = move || {
-        if serve_client(stream, number, &keeper, &volumes) {
-            keeper.change(|state| state.connections -= 1);
+        if serve_client(stream, number, &thread_gate, &volumes) {
+            thread_gate.change(|state| state.connections -= 1);
         }
     };
     if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
         tracing::error!(%error, "connection closed: a thread cannot be started");
         // Exactly one of the two counters has this connection.
-        let has_place = door.unregister_arriving(number);
-        door.change(|state| if has_place { state.connections -= 1 } else { state.displaced -= 1 });
+        let has_slot = gate.unregister_arriving(number);
+        gate.change(|state| if has_slot { state.connections -= 1 } else { state.displaced -= 1 });
     }
 }
 
@@ -239,35 +239,35 @@ fn serve<D: ImageMounter + 'static>(
 fn serve_client<D: ImageMounter>(
     mut stream: UnixStream,
     number: u64,
-    door: &ConnectionGate,
+    gate: &ConnectionGate,
     volumes: &Volumes<D>,
 ) -> bool {
     let request = plugin_http::read(&mut stream, Instant::now() + REQUEST_TIMEOUT);
-    if !door.unregister_arriving(number) {
+    if !gate.unregister_arriving(number) {
         if request.is_err() {
-            door.change(|state| state.displaced -= 1);
+            gate.change(|state| state.displaced -= 1);
             return false;
         }
         // The request was complete, but this thread read it late.
-        door.reacquire_place(number);
+        gate.reacquire_slot(number);
     }
-    let answer = match request {
+    let send_result = match request {
         Ok(request) => {
-            if !door.begin() {
+            if !gate.begin() {
                 return true;
             }
             // Counted as in progress until the response is sent, so that the end waits for it.
-            let answer = protocol::perform(&request, volumes, &|| is_gone(&stream));
-            let sent = answer.map(|answer| plugin_http::send(&mut stream, &answer));
-            door.change(|state| state.in_progress -= 1);
+            let response = protocol::perform(&request, volumes, &|| is_gone(&stream));
+            let sent = response.map(|response| plugin_http::send(&mut stream, &response));
+            gate.change(|state| state.in_progress -= 1);
             sent
         }
-        Err(PluginRequestError::Answer(status, what)) => {
-            Some(plugin_http::send(&mut stream, &protocol::error_response(status, what)))
+        Err(PluginRequestError::Rejected(status, message)) => {
+            Some(plugin_http::send(&mut stream, &protocol::error_response(status, message)))
         }
-        Err(PluginRequestError::Gone) => None,
+        Err(PluginRequestError::Disconnected) => None,
     };
-    if let Some(Err(error)) = answer {
+    if let Some(Err(error)) = send_result {
         tracing::info!(%error, "a client has not read its answer");
     }
     true
@@ -311,16 +311,16 @@ mod tests {
 
     fn ask(mut stream: UnixStream) -> String {
         stream.write_all(ACTIVATE).unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
     }
 
     #[test]
     fn a_request_is_answered_and_the_connection_closed() {
         let (directory, _server) = start();
-        let answer = ask(connect(&directory));
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let response = ask(connect(&directory));
+        let (head, body) = response.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains("Connection: close"), "{head}");
         assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
         assert_eq!(body, r#"{"Implements":["VolumeDriver"]}"#);
@@ -331,66 +331,66 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = VolumeStore::open(&directory.path().join("volumes")).unwrap();
         let volumes = Volumes::new(store, FakeMounter::default(), Path::new("/nonexistent"));
-        let door = ConnectionGate::default();
+        let gate = ConnectionGate::default();
         let (mut client, served) = UnixStream::pair().unwrap();
         client.write_all(ACTIVATE).unwrap();
-        let number = door.register_arriving(served.try_clone().unwrap());
-        door.change(|state| {
+        let number = gate.register_arriving(served.try_clone().unwrap());
+        gate.change(|state| {
             // Another client waits, and this connection's thread has not run yet.
             let reassigned = state.arriving.remove(&number).unwrap();
             reassigned.stream.shutdown(Shutdown::Read).unwrap();
             state.displaced += 1;
         });
-        assert!(serve_client(served, number, &door, &volumes), "it has a place");
-        let mut answer = String::new();
-        client.read_to_string(&mut answer).unwrap();
-        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
-        assert_eq!(door.wait_while(|_| false).connections, 1);
+        assert!(serve_client(served, number, &gate, &volumes), "it has a place");
+        let mut response = String::new();
+        client.read_to_string(&mut response).unwrap();
+        assert!(response.starts_with("HTTP/1.1 200 OK\r\n"), "{response}");
+        assert_eq!(gate.wait_while(|_| false).connections, 1);
     }
 
     #[test]
     fn displaced_connections_receive_places_in_order_and_before_new_ones() {
-        let door = Arc::<ConnectionGate>::default();
-        door.change(|state| (state.connections, state.displaced) = (MAX_CONNECTIONS, 2));
-        let (sender, places) = std::sync::mpsc::channel();
-        let wait = |name: &'static str, take: fn(&ConnectionGate)| {
-            let (door, sender) = (Arc::clone(&door), sender.clone());
+        let gate = Arc::<ConnectionGate>::default();
+        gate.change(|state| (state.connections, state.displaced) = (MAX_CONNECTIONS, 2));
+        let (sender, admitted) = std::sync::mpsc::channel();
+        let wait = |name: &'static str, acquire: fn(&ConnectionGate)| {
+            let (gate, sender) = (Arc::clone(&gate), sender.clone());
             thread::spawn(move || {
-                take(&door);
+                acquire(&gate);
                 sender.send(name).unwrap();
             })
         };
-        let mut threads = vec![wait("first", |door| door.reacquire_place(9))];
-        drop(door.wait_while(|state| state.returning.is_empty()));
-        threads.push(wait("second", |door| door.reacquire_place(3)));
-        drop(door.wait_while(|state| state.returning.len() < 2));
-        threads.push(wait("new", ConnectionGate::acquire_place));
+        let mut threads = vec![wait("first", |gate| gate.reacquire_slot(9))];
+        drop(gate.wait_while(|state| state.returning.is_empty()));
+        threads.push(wait("second", |gate| gate.reacquire_slot(3)));
+        drop(gate.wait_while(|state| state.returning.len() < 2));
+        threads.push(wait("new", ConnectionGate::acquire_slot));
         for name in ["first", "second", "new"] {
-            door.change(|state| state.connections -= 1);
-            assert_eq!(places.recv(), Ok(name));
+            gate.change(|state| state.connections -= 1);
+            assert_eq!(admitted.recv(), Ok(name));
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        let state = door.wait_while(|_| false);
+        let state = gate.wait_while(|_| false);
         assert_eq!((state.connections, state.displaced), (MAX_CONNECTIONS, 0));
     }
 
     #[test]
     fn displaced_connections_are_bounded() {
-        let door = Arc::<ConnectionGate>::default();
+        let gate = Arc::<ConnectionGate>::default();
         let (_client, served) = UnixStream::pair().unwrap();
-        let number = door.register_arriving(served);
-        door.change(|state| {
+        let number = gate.register_arriving(served);
+        gate.change(|state| {
             (state.connections, state.displaced) = (MAX_CONNECTIONS, MAX_DISPLACED);
             state.arriving.get_mut(&number).unwrap().since -= MIN_ARRIVAL_TIME;
         });
-        let newcomer = thread::spawn({
-            let door = Arc::clone(&door);
-            move || door.acquire_place()
+        let waiting = thread::spawn({
+            let gate = Arc::clone(&gate);
+            move || gate.acquire_slot()
         });
         // An answered request frees a slot.
-        door.change(|state| state.connections -= 1);
-        newcomer.join().unwrap();
-        let state = door.wait_while(|_| false);
+        gate.change(|state| state.connections -= 1);
+        waiting.join().unwrap();
+        let state = gate.wait_while(|_| false);
         assert_eq!((state.connections, state.displaced), (MAX_CONNECTIONS, MAX_DISPLACED));
         assert!(state.arriving.contains_key(&number));
     }
@@ -398,9 +398,9 @@ mod tests {
     #[test]
     fn silent_clients_are_bounded_and_the_next_waits() {
         let (directory, _server) = start();
-        let silent: Vec<_> = (0..MAX_CONNECTIONS).map(|_| connect(&directory)).collect();
+        let silent_clients: Vec<_> = (0..MAX_CONNECTIONS).map(|_| connect(&directory)).collect();
         let next = connect(&directory);
-        drop(silent);
+        drop(silent_clients);
         assert!(ask(next).starts_with("HTTP/1.1 200 OK\r\n"));
     }
 
@@ -415,21 +415,21 @@ mod tests {
             })
             .collect();
         assert!(ask(connect(&directory)).starts_with("HTTP/1.1 200 OK\r\n"));
-        let mut answer = Vec::new();
-        let ended = (&half[0]).read_to_end(&mut answer);
+        let mut response = Vec::new();
+        let result = (&half[0]).read_to_end(&mut response);
         // No response about a timeout: other clients would have waited for that long.
-        assert!(ended.is_ok() && answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+        assert!(result.is_ok() && response.is_empty(), "{}", String::from_utf8_lossy(&response));
         drop(half);
     }
 
     #[test]
     fn a_closed_client_differs_from_a_half_closed_one() {
-        let (mine, theirs) = UnixStream::pair().unwrap();
-        assert!(!is_gone(&mine));
-        theirs.shutdown(Shutdown::Write).unwrap();
-        assert!(!is_gone(&mine), "it waits for its answer");
-        drop(theirs);
-        assert!(is_gone(&mine));
+        let (server, client) = UnixStream::pair().unwrap();
+        assert!(!is_gone(&server));
+        client.shutdown(Shutdown::Write).unwrap();
+        assert!(!is_gone(&server), "it waits for its answer");
+        drop(client);
+        assert!(is_gone(&server));
     }
 
     #[test]
@@ -438,8 +438,8 @@ mod tests {
         let mut early = connect(&directory);
         early.write_all(&ACTIVATE[..10]).unwrap();
         server.end();
-        let mut answer = String::new();
+        let mut response = String::new();
         early.write_all(&ACTIVATE[10..]).unwrap();
-        assert!(early.read_to_string(&mut answer).is_ok() && answer.is_empty(), "{answer}");
+        assert!(early.read_to_string(&mut response).is_ok() && response.is_empty(), "{response}");
     }
 }

@@ -47,16 +47,16 @@ pub(crate) struct VolumeName(String);
 impl VolumeName {
     /// Parses a name. Fails with the rule.
     pub(crate) fn read(text: &str) -> Result<Self, String> {
-        const MOST_BYTES: usize = 128;
+        const MAX_BYTES: usize = 128;
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
         // Excludes `.`, `..` and hidden files, such as the lock.
         let begins = text.starts_with(|c: char| c.is_ascii_alphanumeric());
-        if begins && text.len() <= MOST_BYTES && text.chars().all(is_plain) {
+        if begins && text.len() <= MAX_BYTES && text.chars().all(is_plain) {
             return Ok(Self(text.to_owned()));
         }
-        let shown: String = text.chars().take(MOST_BYTES).collect();
+        let shown: String = text.chars().take(MAX_BYTES).collect();
         Err(format!(
-            "{shown:?}: is not a volume name; use 1 to {MOST_BYTES} characters of a-z, A-Z, 0-9, \
+            "{shown:?}: is not a volume name; use 1 to {MAX_BYTES} characters of a-z, A-Z, 0-9, \
              _, . and -, the first a letter or a digit"
         ))
     }
@@ -66,16 +66,16 @@ impl VolumeName {
     /// Name of its disk while mounted. A name that is too long for `weir attach` (31 bytes) is cut
     /// and completed by a hash.
     pub(crate) fn disk_name(&self) -> String {
-        const MOST_BYTES: usize = 31;
+        const MAX_BYTES: usize = 31;
         let name = format!("volume-{}", self.0);
-        if name.len() <= MOST_BYTES {
+        if name.len() <= MAX_BYTES {
             return name;
         }
         // FNV-1a, 64 bits: equal in each process.
         let fold = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
         let number = self.0.bytes().fold(0xcbf2_9ce4_8422_2325, fold);
         let number = format!("-{number:016x}");
-        format!("{}{number}", &name[..MOST_BYTES - number.len()])
+        format!("{}{number}", &name[..MAX_BYTES - number.len()])
     }
 }
 
@@ -97,7 +97,7 @@ pub(crate) struct VolumeRecord {
 impl VolumeRecord {
     /// Options, which were valid when the record was written.
     pub(crate) fn checked(&self) -> anyhow::Result<VolumeOptions> {
-        VolumeOptions::read(self.options.clone()).map_err(|what| anyhow!("{what}"))
+        VolumeOptions::read(self.options.clone()).map_err(|rule| anyhow!("{rule}"))
     }
 }
 
@@ -189,9 +189,9 @@ impl VolumeStore {
     pub(crate) fn create_directories(&self, name: &VolumeName) -> anyhow::Result<()> {
         let make = |path: PathBuf| {
             // The mode of `create_dir` is subject to the umask.
-            let made = fs::create_dir(&path)
+            let result = fs::create_dir(&path)
                 .and_then(|()| fs::set_permissions(&path, Permissions::from_mode(DIRECTORY_MODE)));
-            made.with_context(|| path.display().to_string())
+            result.with_context(|| path.display().to_string())
         };
         make(self.directory(name))?;
         make(self.mount_point(name))

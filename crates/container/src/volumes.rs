@@ -39,21 +39,21 @@ pub(crate) struct Volumes<D> {
     devices: D,
     /// Path of this program, which creates images.
     weir: PathBuf,
-    held: Mutex<HashSet<VolumeName>>,
-    let_go: Condvar,
+    locked: Mutex<HashSet<VolumeName>>,
+    released: Condvar,
 }
 
 /// Lock of a volume.
 pub(crate) struct VolumeLock<'a> {
     name: VolumeName,
-    held: &'a Mutex<HashSet<VolumeName>>,
-    let_go: &'a Condvar,
+    locked: &'a Mutex<HashSet<VolumeName>>,
+    released: &'a Condvar,
 }
 
 impl Drop for VolumeLock<'_> {
     fn drop(&mut self) {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
-        self.let_go.notify_all();
+        self.locked.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
+        self.released.notify_all();
     }
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct VolumeState {
 
 impl<D: ImageMounter> Volumes<D> {
     pub(crate) fn new(store: VolumeStore, devices: D, weir: &Path) -> Self {
-        Self { store, devices, weir: weir.to_owned(), held: Mutex::default(), let_go: Condvar::new() }
+        Self { store, devices, weir: weir.to_owned(), locked: Mutex::default(), released: Condvar::new() }
     }
 
     /// Cleans up after an earlier process, as described above. Failures are logged.
@@ -85,31 +85,31 @@ impl<D: ImageMounter> Volumes<D> {
         Ok(())
     }
 
-    fn recover_one(&self, held: &VolumeLock<'_>) -> anyhow::Result<()> {
-        match self.store.read(&held.name)? {
+    fn recover_one(&self, lock: &VolumeLock<'_>) -> anyhow::Result<()> {
+        match self.store.read(&lock.name)? {
             Some(record) => {
-                let (record, is_mounted) = self.reconcile_record(held, record)?;
+                let (record, is_mounted) = self.reconcile_record(lock, record)?;
                 if is_mounted && record.users.is_empty() {
-                    self.devices.detach(&self.store.mount_point(&held.name))?;
+                    self.devices.detach(&self.store.mount_point(&lock.name))?;
                 }
                 Ok(())
             }
-            None => self.store.remove(&held.name),
+            None => self.store.remove(&lock.name),
         }
     }
 
     /// Waits for the lock of a volume.
     pub(crate) fn lock(&self, name: VolumeName) -> VolumeLock<'_> {
-        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = self.let_go.wait_while(held, |held| held.contains(&name));
+        let locked = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = self.released.wait_while(locked, |held| held.contains(&name));
         free.unwrap_or_else(PoisonError::into_inner).insert(name.clone());
-        VolumeLock { name, held: &self.held, let_go: &self.let_go }
+        VolumeLock { name, locked: &self.locked, released: &self.released }
     }
 
     /// Creates a volume, or succeeds if it exists with the same options.
-    pub(crate) fn create(&self, held: &VolumeLock<'_>, given: OptionValues) -> anyhow::Result<()> {
-        let name = &held.name;
-        let options = VolumeOptions::read(given).map_err(|what| anyhow!("{what}"))?;
+    pub(crate) fn create(&self, lock: &VolumeLock<'_>, given: OptionValues) -> anyhow::Result<()> {
+        let name = &lock.name;
+        let options = VolumeOptions::read(given).map_err(|rule| anyhow!("{rule}"))?;
         if let Some(record) = self.store.read(name)? {
             // Docker repeats a request after a lost response.
             if record.options == *options.given() {
@@ -133,31 +133,31 @@ impl<D: ImageMounter> Volumes<D> {
     }
 
     /// Removes a volume. Fails while it has users.
-    pub(crate) fn remove(&self, held: &VolumeLock<'_>) -> anyhow::Result<()> {
-        let (record, is_mounted) = self.reconcile_record(held, self.existing_record(held)?)?;
+    pub(crate) fn remove(&self, lock: &VolumeLock<'_>) -> anyhow::Result<()> {
+        let (record, is_mounted) = self.reconcile_record(lock, self.existing_record(lock)?)?;
         if !record.users.is_empty() {
             let count = record.users.len();
-            let who =
+            let users =
                 if count == 1 { "one container is using it" } else { "several containers are using it" };
-            bail!("is mounted: {who} ({}) (stop them first)", abbreviate(&record.users));
+            bail!("is mounted: {users} ({}) (stop them first)", abbreviate(&record.users));
         }
         if is_mounted {
-            self.devices.detach(&self.store.mount_point(&held.name))?;
+            self.devices.detach(&self.store.mount_point(&lock.name))?;
         }
-        self.store.remove(&held.name)
+        self.store.remove(&lock.name)
     }
 
     /// Mounts a volume for `user`; idempotent for the same user. Returns the mount point.
-    pub(crate) fn mount(&self, held: &VolumeLock<'_>, user: &str) -> anyhow::Result<PathBuf> {
+    pub(crate) fn mount(&self, lock: &VolumeLock<'_>, user: &str) -> anyhow::Result<PathBuf> {
         check_user(user)?;
-        let (mut record, is_mounted) = self.reconcile_record(held, self.existing_record(held)?)?;
-        let at = self.store.mount_point(&held.name);
+        let (mut record, is_mounted) = self.reconcile_record(lock, self.existing_record(lock)?)?;
+        let at = self.store.mount_point(&lock.name);
         if !is_mounted {
             let options = record.checked()?;
-            let mut words = options.attach_arguments();
+            let mut arguments = options.attach_arguments();
             // A stable name, so that limits and events can be assigned to the volume.
-            words.push(format!("--name={}", held.name.disk_name()));
-            self.devices.attach(&self.store.image(&held.name, options.format), &words, &at)?;
+            arguments.push(format!("--name={}", lock.name.disk_name()));
+            self.devices.attach(&self.store.image(&lock.name, options.format), &arguments, &at)?;
         }
         if record.users.contains(user) {
             return Ok(at);
@@ -167,7 +167,7 @@ impl<D: ImageMounter> Volumes<D> {
         }
         // Recorded after the mount: a crash leaves a mount without users, which recovery undoes.
         record.users.insert(user.to_owned());
-        self.store.write(&held.name, &record).inspect_err(|_| {
+        self.store.write(&lock.name, &record).inspect_err(|_| {
             if !is_mounted {
                 let _ = self.devices.detach(&at);
             }
@@ -176,15 +176,15 @@ impl<D: ImageMounter> Volumes<D> {
     }
 
     /// Removes `user`, and unmounts the volume after the last one. Unknown users have no effect.
-    pub(crate) fn unmount(&self, held: &VolumeLock<'_>, user: &str) -> anyhow::Result<()> {
-        let (mut record, is_mounted) = self.reconcile_record(held, self.existing_record(held)?)?;
-        let was_there = record.users.remove(user);
+    pub(crate) fn unmount(&self, lock: &VolumeLock<'_>, user: &str) -> anyhow::Result<()> {
+        let (mut record, is_mounted) = self.reconcile_record(lock, self.existing_record(lock)?)?;
+        let was_user = record.users.remove(user);
         if is_mounted && record.users.is_empty() {
-            self.devices.detach(&self.store.mount_point(&held.name))?;
+            self.devices.detach(&self.store.mount_point(&lock.name))?;
         }
         // After the unmount: a crash leaves users of an unmounted volume, which `reconcile_record`
         // removes.
-        if was_there { self.store.write(&held.name, &record) } else { Ok(()) }
+        if was_user { self.store.write(&lock.name, &record) } else { Ok(()) }
     }
 
     /// State of a volume; `None` if it does not exist.
@@ -205,29 +205,29 @@ impl<D: ImageMounter> Volumes<D> {
     /// All volumes. Unreadable ones are logged and skipped.
     pub(crate) fn list(&self) -> anyhow::Result<Vec<VolumeState>> {
         let names = self.store.names()?.into_iter();
-        let look = |name| {
+        let read_state = |name| {
             self.state(&name).unwrap_or_else(|error| {
                 tracing::warn!(volume = %name, error = format!("{error:#}"), "the volume is not listed");
                 None
             })
         };
-        Ok(names.filter_map(look).collect())
+        Ok(names.filter_map(read_state).collect())
     }
 
-    fn existing_record(&self, held: &VolumeLock<'_>) -> anyhow::Result<VolumeRecord> {
-        self.store.read(&held.name)?.with_context(|| unknown_volume(&held.name))
+    fn existing_record(&self, lock: &VolumeLock<'_>) -> anyhow::Result<VolumeRecord> {
+        self.store.read(&lock.name)?.with_context(|| unknown_volume(&lock.name))
     }
 
     /// Corrects the record by the kernel's mounts; returns it, and true if the volume is mounted.
     fn reconcile_record(
         &self,
-        held: &VolumeLock<'_>,
+        lock: &VolumeLock<'_>,
         mut record: VolumeRecord,
     ) -> anyhow::Result<(VolumeRecord, bool)> {
-        let is_mounted = self.devices.is_mounted(&self.store.mount_point(&held.name))?;
+        let is_mounted = self.devices.is_mounted(&self.store.mount_point(&lock.name))?;
         if !is_mounted && !record.users.is_empty() {
             record.users.clear();
-            self.store.write(&held.name, &record)?;
+            self.store.write(&lock.name, &record)?;
         }
         Ok((record, is_mounted))
     }

@@ -90,49 +90,49 @@ fn users(volumes: &Volumes<FakeMounter>) -> Vec<String> {
 #[test]
 fn a_volume_is_mounted_once_for_all_and_unmounted_after_the_last() {
     let (_directory, devices, volumes) = one();
-    let held = hold(&volumes, "v");
-    let at = volumes.mount(&held, "a").unwrap();
-    assert_eq!(volumes.mount(&held, "b").unwrap(), at);
-    assert_eq!(volumes.mount(&held, "a").unwrap(), at, "again, as after an answer that was lost");
+    let lock = hold(&volumes, "v");
+    let at = volumes.mount(&lock, "a").unwrap();
+    assert_eq!(volumes.mount(&lock, "b").unwrap(), at);
+    assert_eq!(volumes.mount(&lock, "a").unwrap(), at, "again, as after an answer that was lost");
     assert_eq!((devices.attached(), users(&volumes)), (1, vec!["a".to_owned(), "b".to_owned()]));
-    volumes.unmount(&held, "a").unwrap();
-    volumes.unmount(&held, "a").unwrap();
+    volumes.unmount(&lock, "a").unwrap();
+    volumes.unmount(&lock, "a").unwrap();
     assert!(devices.is_mounted(&at).unwrap(), "b has it");
-    volumes.unmount(&held, "b").unwrap();
+    volumes.unmount(&lock, "b").unwrap();
     assert!(!devices.is_mounted(&at).unwrap());
-    volumes.unmount(&held, "b").unwrap();
-    volumes.mount(&held, "c").unwrap();
+    volumes.unmount(&lock, "b").unwrap();
+    volumes.mount(&lock, "c").unwrap();
     assert_eq!(devices.attached(), 2);
 }
 
 #[test]
 fn creating_twice_is_idempotent() {
     let (_directory, _, volumes) = one();
-    let held = hold(&volumes, "v");
-    volumes.create(&held, small()).unwrap();
+    let lock = hold(&volumes, "v");
+    volumes.create(&lock, small()).unwrap();
     let mut other = small();
     other.insert("group".to_owned(), "gold".to_owned());
-    let error = volumes.create(&held, other).unwrap_err().to_string();
+    let error = volumes.create(&lock, other).unwrap_err().to_string();
     assert_eq!(error, "volume v exists with other options (remove it, or choose another name)");
 }
 
 #[test]
 fn volumes_with_users_are_not_removed() {
     let (_directory, _, volumes) = one();
-    let held = hold(&volumes, "v");
-    volumes.mount(&held, "0123456789abcdef").unwrap();
+    let lock = hold(&volumes, "v");
+    volumes.mount(&lock, "0123456789abcdef").unwrap();
     assert_eq!(
-        volumes.remove(&held).unwrap_err().to_string(),
+        volumes.remove(&lock).unwrap_err().to_string(),
         "is mounted: one container is using it (0123456789ab) (stop them first)"
     );
-    volumes.unmount(&held, "0123456789abcdef").unwrap();
-    volumes.remove(&held).unwrap();
+    volumes.unmount(&lock, "0123456789abcdef").unwrap();
+    volumes.remove(&lock).unwrap();
     assert_eq!(volumes.state(&name("v")).unwrap(), None);
     assert_eq!(volumes.list().unwrap(), []);
     for error in [
-        volumes.remove(&held).unwrap_err(),
-        volumes.mount(&held, "a").unwrap_err(),
-        volumes.unmount(&held, "a").unwrap_err(),
+        volumes.remove(&lock).unwrap_err(),
+        volumes.mount(&lock, "a").unwrap_err(),
+        volumes.unmount(&lock, "a").unwrap_err(),
     ] {
         assert!(error.to_string().starts_with("there is no volume v ("), "{error}");
     }
@@ -141,17 +141,17 @@ fn volumes_with_users_are_not_removed() {
 #[test]
 fn failures_change_nothing() {
     let (_directory, devices, volumes) = one();
-    let held = hold(&volumes, "v");
+    let lock = hold(&volumes, "v");
     devices.set_broken(true);
-    assert_eq!(volumes.mount(&held, "a").unwrap_err().to_string(), "no device");
+    assert_eq!(volumes.mount(&lock, "a").unwrap_err().to_string(), "no device");
     assert_eq!(users(&volumes), Vec::<String>::new());
     devices.set_broken(false);
-    volumes.mount(&held, "a").unwrap();
+    volumes.mount(&lock, "a").unwrap();
     devices.set_broken(true);
-    assert_eq!(volumes.unmount(&held, "a").unwrap_err().to_string(), "busy");
+    assert_eq!(volumes.unmount(&lock, "a").unwrap_err().to_string(), "busy");
     assert_eq!(users(&volumes), ["a"], "it has the volume until that is unmounted");
     devices.set_broken(false);
-    volumes.unmount(&held, "a").unwrap();
+    volumes.unmount(&lock, "a").unwrap();
 }
 
 #[test]
@@ -240,20 +240,20 @@ fn a_broken_record_hides_no_other_volume() {
 #[test]
 fn user_ids_are_bounded() {
     let (_directory, _, volumes) = one();
-    let held = hold(&volumes, "v");
-    assert!(volumes.mount(&held, "").unwrap_err().to_string().starts_with("ID: is empty"));
+    let lock = hold(&volumes, "v");
+    assert!(volumes.mount(&lock, "").unwrap_err().to_string().starts_with("ID: is empty"));
     let long = "x".repeat(MAX_USER_BYTES + 1);
-    assert!(volumes.mount(&held, &long).unwrap_err().to_string().starts_with("ID: is 257 bytes long"));
+    assert!(volumes.mount(&lock, &long).unwrap_err().to_string().starts_with("ID: is 257 bytes long"));
     let record = VolumeRecord { options: small(), users: (0..MAX_USERS).map(|id| id.to_string()).collect() };
-    volumes.mount(&held, "0").unwrap();
-    volumes.store.write(&held.name, &record).unwrap();
-    volumes.mount(&held, "0").unwrap();
-    let error = volumes.mount(&held, "one more").unwrap_err().to_string();
+    volumes.mount(&lock, "0").unwrap();
+    volumes.store.write(&lock.name, &record).unwrap();
+    volumes.mount(&lock, "0").unwrap();
+    let error = volumes.mount(&lock, "one more").unwrap_err().to_string();
     assert_eq!(error, "has 1000 users, the maximum (unmount some)");
 }
 
 #[test]
-fn many_at_a_time_mount_it_once() {
+fn concurrent_mounts_mount_once() {
     let (_directory, devices, volumes) = one();
     thread::scope(|scope| {
         for user in 0..16 {

@@ -15,7 +15,7 @@ use image::{Image, Secret};
 use reactor::regular_file;
 use serde_json::{Map, Value};
 use settings::{
-    CheckedDisk, ConfigError, Diagnostics, ExportConfig, PlacedDisk, SecretSource, TlsConfig, config,
+    CheckedDisk, ConfigError, Diagnostics, ExportConfig, DiskWithOrigins, SecretSource, TlsConfig, config,
 };
 use storage::PassedFiles;
 
@@ -59,7 +59,7 @@ impl NewDisk {
         let _arrival = registry.begin_adding(&name)?;
         // Without the lock: the answer of a storage server may take any time.
         let image = open_image(registry, &planned.disk, None).await?;
-        let _turn = registry.lock_structure().await?;
+        let _guard = registry.lock_structure().await?;
         list_disk(registry, &planned.disk, image)?;
         match book_and_export(registry, &planned, sockets).await {
             Ok(exports) => export_uris(registry, &exports),
@@ -95,7 +95,7 @@ impl NewDisk {
     fn checked(self, registry: &Registry) -> anyhow::Result<CheckedDisk> {
         let Self { name, mut keys, exports, sockets: _ } = self;
         ensure!(!keys.contains_key("export"), "export: belongs in `exports`, not in `keys` (move it there)");
-        let standard = match &exports {
+        let default_servers = match &exports {
             None => registry.exports.default_servers(),
             Some(_) => Vec::new(),
         };
@@ -103,18 +103,18 @@ impl NewDisk {
             // The parser of the config file expects exports as a key of the disk's table.
             keys.insert("export".to_owned(), exports.into());
         }
-        let mistakes = Diagnostics::default();
-        let Some(mut disk) = config::disk_from_json(&name, &keys, Path::new(""), &mistakes) else {
-            return Err(mistakes.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no disk")));
+        let diagnostics = Diagnostics::default();
+        let Some(mut disk) = config::disk_from_json(&name, &keys, Path::new(""), &diagnostics) else {
+            return Err(diagnostics.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no disk")));
         };
-        resolve_servers(registry, &mut disk, &mistakes);
+        resolve_servers(registry, &mut disk, &diagnostics);
         // Standard servers are the defaults of a config file; explicit exports replace them.
-        let standard: Vec<_> = standard
+        let default_endpoints: Vec<_> = default_servers
             .iter()
             .filter_map(|serving| Some((serving.endpoint.clone(), serving.default_for_disks.get()?)))
             .collect();
         let tls = registry.exports.endpoint_parameters().map_or(TlsConfig::Off, |terms| terms.tls.clone());
-        let planned = CheckedDisk::new(disk, &standard, &tls, mistakes).map_err(|all| joined_errors(&all))?;
+        let planned = CheckedDisk::new(disk, &default_endpoints, &tls, diagnostics).map_err(|all| joined_errors(&all))?;
         if planned.disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
             let rule = "shared=NAME is for disks of the config file (leave it out, or write the \
                         disk there and `weir reload`)";
@@ -135,20 +135,20 @@ impl NewDisk {
 
 /// Replaces addresses of NBD servers, which have several spellings, by the endpoints of the running
 /// servers.
-fn resolve_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagnostics) {
+fn resolve_servers(registry: &Registry, disk: &mut DiskWithOrigins, diagnostics: &Diagnostics) {
     let servers = registry.exports.servers();
     for index in 0..disk.exports.len() {
         let ExportConfig::Nbd(export) = &disk.exports[index] else { continue };
         let listen = export.listen.clone();
         let found = registry.exports.server_at(&listen);
         // By spelling first, which is a map lookup; comparing paths reads the file system.
-        let found = found.or_else(|| servers.iter().find(|one| one.listens_at(&listen.to_string())).cloned());
+        let found = found.or_else(|| servers.iter().find(|server| server.listens_at(&listen.to_string())).cloned());
         let Some(serving) = found else {
             let known: Vec<_> = servers.iter().map(|serving| serving.address()).collect();
             let known =
                 if known.is_empty() { "nowhere".to_owned() } else { format!("at {}", known.join(", ")) };
-            let place = disk.item_origin("export", index, "").unwrap_or(disk.own_origin());
-            mistakes.report(place.error(format!(
+            let origin = disk.item_origin("export", index, "").unwrap_or(disk.own_origin());
+            diagnostics.report(origin.error(format!(
                 "the daemon does not listen there for NBD, but {known} (a new address is for the \
                  config file and `weir reload`)"
             )));
@@ -163,7 +163,7 @@ fn resolve_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagno
 /// Opens the image of a disk that is not in the config file.
 async fn open_image(
     registry: &Registry,
-    disk: &PlacedDisk,
+    disk: &DiskWithOrigins,
     passed: Option<PassedFiles>,
 ) -> anyhow::Result<Image> {
     registry.check_image(&disk.image).await?;
@@ -173,21 +173,21 @@ async fn open_image(
             secrets.push(passphrase(registry, path).await.map_err(|why| disk.error("secret-file", why))?);
         }
     }
-    let mut opening =
+    let mut request =
         DiskAssembly::for_registry(registry).with_passed_files(passed).open_request_with(disk, secrets)?;
     if let Some(path) = disk.image.path() {
         // A path in `/dev/fdset` is opened by its passed descriptor, not by name.
         let descriptor = registry.objects.descriptors.descriptor_at(path, disk.read_only);
-        opening.options.storage.descriptor = descriptor.map_err(anyhow::Error::msg)?;
+        request.options.storage.descriptor = descriptor.map_err(anyhow::Error::msg)?;
     }
     // The time limit covers files only: the timeouts of an NBD server are set by the disk's keys.
-    let trial = ImageOpenAttempt::begin(opening, disk.image.path().is_none());
-    match trial.outcome().await {
+    let attempt = ImageOpenAttempt::begin(request, disk.image.path().is_none());
+    match attempt.outcome().await {
         Ok(opened) => opened.map_err(|error| registry.with_holder_if_lock_error(error, [])),
         Err(UnavailableImage { state: UnavailableImageState::Failed(error), .. }) => {
             Err(registry.with_holder_if_lock_error(error, []))
         }
-        Err(silent) => bail!("{}: {silent} (restore its file system, and add the disk again)", disk.image),
+        Err(unavailable) => bail!("{}: {unavailable} (restore its file system, and add the disk again)", disk.image),
     }
 }
 
@@ -209,7 +209,7 @@ pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secre
     reactor::run_blocking(read).await
 }
 
-fn list_disk(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Result<()> {
+fn list_disk(registry: &Rc<Registry>, disk: &DiskWithOrigins, image: Image) -> anyhow::Result<()> {
     let group = disk.group.as_deref().map(|group| registry.groups.get(group)).transpose()?;
     let mut running = assemble::build_disk(disk, group.as_ref(), image)?;
     running.is_added = true;
@@ -234,13 +234,13 @@ async fn book_and_export(
         cluster.forget_moved(name);
     }
     let mut exports = Vec::new();
-    for wanted in PlannedExport::of_new_disk(planned) {
+    for planned_export in PlannedExport::of_new_disk(planned) {
         // The daemon keeps one socket passed at run time, for the next export that is added.
-        if let Some(at) = sockets.iter().position(|(name, _)| wanted.uses_passed_socket(name)) {
+        if let Some(at) = sockets.iter().position(|(name, _)| planned_export.uses_passed_socket(name)) {
             let (name, socket) = sockets.swap_remove(at);
             registry.exports.endpoint_parameters()?.inherited.borrow_mut().add(&name, socket);
         }
-        let export = wanted.add(registry).await?;
+        let export = planned_export.add(registry).await?;
         export.is_added.set(true);
         exports.push(export);
     }
@@ -272,9 +272,9 @@ pub(crate) async fn add_group(
     name: &str,
     keys: &Map<String, Value>,
 ) -> anyhow::Result<()> {
-    let mistakes = Diagnostics::default();
-    let Some(group) = config::group_from_json(name, keys, &mistakes) else {
-        return Err(mistakes.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no group")));
+    let diagnostics = Diagnostics::default();
+    let Some(group) = config::group_from_json(name, keys, &diagnostics) else {
+        return Err(diagnostics.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no group")));
     };
     if group.cluster {
         let rule = "is a key of the config file: each host of the cluster has the group there";
@@ -373,16 +373,16 @@ mod tests {
             // The new process of an upgrade builds an equal disk from the transferred keys.
             let transferred = Value::Object(running.transferred_keys());
             new_disk("again", &transferred, Some(Vec::new())).add(&registry).await.expect("a disk");
-            let mut again = registry.disks.get("again").expect("it was added").current_config();
-            again.name = "d".to_owned();
-            assert_eq!(again, running.current_config());
+            let mut rebuilt = registry.disks.get("again").expect("it was added").current_config();
+            rebuilt.name = "d".to_owned();
+            assert_eq!(rebuilt, running.current_config());
         });
     }
 
     #[test]
     fn failed_addition_leaves_nothing() {
         with_registry(async |registry| {
-            let nowhere = Some(vec![json!({ "type": "nbd", "listen": "unix:/nowhere" })]);
+            let unserved_exports = Some(vec![json!({ "type": "nbd", "listen": "unix:/nowhere" })]);
             for (keys, exports, expect) in [
                 (json!({ "image": "null:1M", "cach": "none", "weight": 0 }), None, "cach: unknown key"),
                 (
@@ -395,7 +395,7 @@ mod tests {
                 (json!({ "image": "null:1M", "tls-authz": ["a"] }), None, "because tls is off"),
                 (
                     json!({ "image": "null:1M" }),
-                    nowhere,
+                    unserved_exports,
                     "the daemon does not listen there for NBD, but nowhere",
                 ),
                 (json!({ "image": "null:1M", "export": [] }), None, "belongs in `exports`"),

@@ -48,51 +48,51 @@ impl DiskAssembly {
     }
 
     /// Opens the image of a disk.
-    pub(crate) async fn open(&mut self, planned: &settings::PlacedDisk) -> anyhow::Result<Image> {
+    pub(crate) async fn open(&mut self, planned: &settings::DiskWithOrigins) -> anyhow::Result<Image> {
         self.open_request(planned).await?.open().await
     }
 
     /// Returns everything that opening the image of a disk needs, including its passphrases.
     pub(crate) async fn open_request(
         &mut self,
-        planned: &settings::PlacedDisk,
+        planned: &settings::DiskWithOrigins,
     ) -> anyhow::Result<ImageOpenRequest> {
-        let own = match &*planned.qcow2.secrets {
+        let secrets = match &*planned.qcow2.secrets {
             [] => Vec::new(),
             sources => self.read_secrets(sources).await.with_context(|| format!("disk {}", planned.name))?,
         };
-        self.open_request_with(planned, own)
+        self.open_request_with(planned, secrets)
     }
 
     /// As the opening of an assembly, with passphrases that were already read.
     pub(crate) fn open_request_with(
         &self,
-        planned: &settings::PlacedDisk,
+        planned: &settings::DiskWithOrigins,
         secrets: Vec<Secret>,
     ) -> anyhow::Result<ImageOpenRequest> {
         let mut options = image_options(planned, &self.budgets, self.root.clone(), secrets);
         options.storage.passed_files = self.passed_files.clone();
-        let (name, said) = (planned.name.clone(), planned.first_qcow2_key().cloned());
-        Ok(ImageOpenRequest { name, spec: planned.image.to_spec()?, options, qcow2_key_origin: said })
+        let (name, key_origin) = (planned.name.clone(), planned.first_qcow2_key().cloned());
+        Ok(ImageOpenRequest { name, spec: planned.image.to_spec()?, options, qcow2_key_origin: key_origin })
     }
 
     async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
         // The cache moves to the blocking thread and back; it must outlive this call, as another
         // disk may use the same source.
         let (sources, mut secrets) = (sources.to_vec(), std::mem::take(&mut self.secrets));
-        let own;
+        let disk_secrets;
         // On another thread: a read of a pipe blocks until its writer closes it.
-        (self.secrets, own) = reactor::run_blocking(move || {
+        (self.secrets, disk_secrets) = reactor::run_blocking(move || {
             for source in &sources {
                 if let SecretSource::File(path) = source {
                     warn_if_world_readable("passphrase", path);
                 }
             }
-            let own = sources.iter().map(|source| secrets.get(source)).collect();
-            (secrets, own)
+            let disk_secrets = sources.iter().map(|source| secrets.get(source)).collect();
+            (secrets, disk_secrets)
         })
         .await;
-        own
+        disk_secrets
     }
 }
 
@@ -127,10 +127,10 @@ fn without_reservations(settings: ThrottleConfig) -> ThrottleConfig {
 }
 
 /// Copy of a disk's config without reservations, which are booked in a later step.
-pub(crate) fn without_disk_reservations(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
-    let mut bare = planned.clone();
-    bare.settings = without_reservations(planned.settings);
-    bare
+pub(crate) fn without_disk_reservations(planned: &settings::DiskWithOrigins) -> settings::DiskWithOrigins {
+    let mut disk = planned.clone();
+    disk.settings = without_reservations(planned.settings);
+    disk
 }
 
 /// Books the reservations of a group or disk of a cluster's limits, as far as capacity allows.
@@ -147,19 +147,19 @@ pub(crate) fn book_reservations(
 
 /// True for images that are opened inside the sandbox: librbd starts threads, and threads that
 /// start after the sandbox have no additional rights. All remaining images are opened before.
-pub fn opens_in_sandbox(disk: &settings::PlacedDisk) -> bool {
+pub fn opens_in_sandbox(disk: &settings::DiskWithOrigins) -> bool {
     disk.image.is_rbd()
 }
 
 /// Logs a warning if every user of the host can read a secret file.
-fn warn_if_world_readable(what: &str, path: &Path) {
+fn warn_if_world_readable(contents: &str, path: &Path) {
     // Unreadable files are skipped here; the reader reports the error.
     let mode = path.metadata().ok().filter(Metadata::is_file).map(|file| file.mode() & 0o777);
     if let Some(mode) = mode.filter(|mode| mode & 0o004 != 0) {
         let file = path.display();
         tracing::warn!(
             %file, mode = format!("{mode:04o}"),
-            "every user of this host can read the {what} (chmod o= {file})"
+            "every user of this host can read the {contents} (chmod o= {file})"
         );
     }
 }
@@ -178,7 +178,7 @@ pub fn open_image_root(path: &Path) -> anyhow::Result<Root> {
 /// The image is raw but the config has a qcow2 key; the limits, the prefetch settings or the memory
 /// reservation are not accepted.
 pub fn build_disk(
-    planned: &settings::PlacedDisk,
+    planned: &settings::DiskWithOrigins,
     group: Option<&Arc<ThrottleGroup>>,
     image: Image,
 ) -> anyhow::Result<RunningDisk> {
@@ -198,7 +198,7 @@ pub fn build_disk(
 }
 
 fn image_options(
-    disk: &settings::PlacedDisk,
+    disk: &settings::DiskWithOrigins,
     budgets: &RateBudgets,
     root: Option<Root>,
     secrets: Vec<Secret>,
@@ -231,9 +231,9 @@ pub fn nbd_server_terms(service: &ProcessSpec, events: &EventLog) -> nbd::NbdSer
     nbd::NbdServerTerms {
         // Saturates: a larger count can never be reached.
         max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
-        max_of_one_address: service.max_connections_per_address.map(|most| most as usize),
+        max_of_one_address: service.max_connections_per_address.map(|max| max as usize),
         access: service.access.clone(),
-        visited: Some(Arc::new(events.clone())),
+        observer: Some(Arc::new(events.clone())),
         ..nbd::NbdServerTerms::default()
     }
 }

@@ -40,9 +40,9 @@ async fn find_topmost(image: &Image, name: &str) -> Result<BitmapView, BitmapVie
     for image in image.chain() {
         let Image::Qcow2(qcow2) = image else { continue };
         match qcow2.view_bitmap(name).await {
-            Err(BitmapViewError::NotThere(_)) => {}
+            Err(BitmapViewError::NotFound(_)) => {}
             found => return found,
         }
     }
-    Err(BitmapViewError::NotThere(name.to_owned()))
+    Err(BitmapViewError::NotFound(name.to_owned()))
 }

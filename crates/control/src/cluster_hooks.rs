@@ -21,16 +21,16 @@ impl ClusterHooks for Registry {
                     .any(|group| is_shared(group.name()))
             })
         };
-        let below = self.devices().into_iter().filter(|listed| listed.disks.iter().any(takes_part));
-        let known = below.filter_map(|listed| listed.device.capacity());
-        known.fold([0; 2], |sum: [u64; 2], capacity| {
+        let member_devices = self.devices().into_iter().filter(|listed| listed.disks.iter().any(takes_part));
+        let capacities = member_devices.filter_map(|listed| listed.device.capacity());
+        capacities.fold([0; 2], |sum: [u64; 2], capacity| {
             let figures =
                 [[capacity.read_iops, capacity.write_iops], [capacity.read_bps, capacity.write_bps]];
             // The smaller of the read and write capacity: a reservation does not distinguish
             // directions, so all of its requests may be of the slower kind.
             [0, 1].map(|unit| {
-                let least = figures[unit].into_iter().filter(|figure| *figure > 0).min().unwrap_or(0);
-                sum[unit].saturating_add(least)
+                let smaller = figures[unit].into_iter().filter(|figure| *figure > 0).min().unwrap_or(0);
+                sum[unit].saturating_add(smaller)
             })
         })
     }
@@ -39,8 +39,8 @@ impl ClusterHooks for Registry {
         self.groups.get(name).is_ok()
     }
 
-    fn report_connection(&self, cluster: &str, host: &str, apart: Option<&str>) {
-        let (kind, message) = match apart {
+    fn report_connection(&self, cluster: &str, host: &str, partition_reason: Option<&str>) {
+        let (kind, message) = match partition_reason {
             None => (
                 Kind::ClusterJoined,
                 format!("this host ({host}) has its quota of cluster {cluster}'s limits"),
@@ -53,8 +53,8 @@ impl ClusterHooks for Registry {
                 ),
             ),
         };
-        let news = NewEvent::new(kind, message).with("cluster", cluster).with("host", host);
-        self.events.record(news.with("reason", apart));
+        let event = NewEvent::new(kind, message).with("cluster", cluster).with("host", host);
+        self.events.record(event.with("reason", partition_reason));
     }
 
     fn quota_changed(&self) {
@@ -80,13 +80,13 @@ impl ClusterHooks for Registry {
     fn report_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &ChangeOrigin) {
         let changes =
             MemberSettingValues::of_limits(after).changes_since(&MemberSettingValues::of_limits(before));
-        let what = format!("group {group} was changed on all hosts by {}", by.shown());
-        let news = SettingChange::changed_event(&what, &changes).of_group(group).with("cluster", cluster);
-        self.events.record(news.with("by", by.to_json()));
+        let message = format!("group {group} was changed on all hosts by {}", by.shown());
+        let event = SettingChange::changed_event(&message, &changes).of_group(group).with("cluster", cluster);
+        self.events.record(event.with("by", by.to_json()));
     }
 
-    fn report_silent_host(&self, cluster: &str, host: &str, silent: bool) {
-        let (kind, message) = match silent {
+    fn report_silent_host(&self, cluster: &str, host: &str, is_unreachable: bool) {
+        let (kind, message) = match is_unreachable {
             true => (
                 Kind::ClusterHostSilent,
                 format!(
@@ -104,7 +104,7 @@ impl ClusterHooks for Registry {
             "group {group}: {unit}-reservation: its hosts reserve {promised}, more than the limit \
              of {there} (lower reservations, or set a higher limit)"
         );
-        let news = NewEvent::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
-        self.events.record(news.with("unit", unit).with("reserved", promised).with("limit", there));
+        let event = NewEvent::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
+        self.events.record(event.with("unit", unit).with("reserved", promised).with("limit", there));
     }
 }

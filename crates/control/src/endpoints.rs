@@ -151,7 +151,7 @@ pub struct ExportEndpoint {
     /// Server, for a device or file of this host.
     host: Option<HostEndpoint>,
     /// The serving task, until [`ExportEndpoint::accept`] starts it.
-    opening: Cell<Option<LocalFuture<'static, io::Result<()>>>>,
+    unstarted_task: Cell<Option<LocalFuture<'static, io::Result<()>>>>,
     /// Completes after the server has stopped.
     serving: RefCell<Option<JoinHandle<()>>>,
     closed: Cell<bool>,
@@ -165,24 +165,24 @@ pub struct ExportEndpoint {
 /// Opens an endpoint. Creating a device waits for the kernel. Clients are accepted only after
 /// [`ExportEndpoint::accept`].
 pub(crate) async fn open_endpoint(
-    door: &ExportTarget,
+    target: &ExportTarget,
     terms: &EndpointOptions<'_>,
 ) -> anyhow::Result<Rc<ExportEndpoint>> {
-    let is_device = !matches!(door, ExportTarget::VhostUserBlk(_));
+    let is_device = !matches!(target, ExportTarget::VhostUserBlk(_));
     ensure!(
         !(is_device && terms.disk.disk.has_handover()),
         "disk {}: handover is for virtual machines, and {} is on this host (leave it out)",
         terms.disk.disk.name(),
-        door.address()
+        target.address()
     );
-    check_size(&terms.disk.disk, door)?;
-    let entrance = match door {
+    check_size(&terms.disk.disk, target)?;
+    let endpoint = match target {
         ExportTarget::VhostUserBlk(settings) => vhost_user_blk::open(settings, terms)?,
         ExportTarget::Ublk(settings) => ublk::open(settings, terms).await?,
         ExportTarget::Fuse(settings) => fuse::open(settings, terms).await?,
         ExportTarget::NbdDevice(settings) => nbd_device::open(settings, terms).await?,
     };
-    Ok(Rc::new(ExportEndpoint { block_bytes: door.logical_block().map(|(bytes, _)| bytes), ..entrance }))
+    Ok(Rc::new(ExportEndpoint { block_bytes: target.logical_block().map(|(bytes, _)| bytes), ..endpoint }))
 }
 
 impl ExportEndpoint {
@@ -203,7 +203,7 @@ impl ExportEndpoint {
             server,
             vhost_user: None,
             host: None,
-            opening: Cell::new(Some(Box::pin(serving))),
+            unstarted_task: Cell::new(Some(Box::pin(serving))),
             serving: RefCell::default(),
             closed: Cell::new(false),
             held_resource: RefCell::default(),
@@ -222,22 +222,22 @@ impl ExportEndpoint {
     }
 
     /// Holds a resource until the endpoint closes.
-    fn holding(self, kept: impl Any) -> Self {
-        self.held_resource.replace(Some(Box::new(kept)));
+    fn with_resource(self, resource: impl Any) -> Self {
+        self.held_resource.replace(Some(Box::new(resource)));
         self
     }
 
     /// Starts accepting clients. Calls `ended` if serving ends before the endpoint is closed: with
     /// an error, or with `Ok` if the device was removed externally.
-    pub(crate) fn accept(self: &Rc<Self>, ended: impl FnOnce(io::Result<()>) + 'static) {
+    pub(crate) fn accept(self: &Rc<Self>, on_end: impl FnOnce(io::Result<()>) + 'static) {
         // Idempotent: an accepting endpoint is unchanged.
-        let Some(serving) = self.opening.take() else { return };
-        let entrance = Rc::downgrade(self);
+        let Some(task) = self.unstarted_task.take() else { return };
+        let endpoint = Rc::downgrade(self);
         *self.serving.borrow_mut() = Some(reactor::spawn_joinable(async move {
-            let result = serving.await;
+            let result = task.await;
             // An orderly close ends the task as well, and is no event.
-            if entrance.upgrade().is_some_and(|entrance| !entrance.closed.get()) {
-                ended(result);
+            if endpoint.upgrade().is_some_and(|endpoint| !endpoint.closed.get()) {
+                on_end(result);
             }
         }));
     }
@@ -274,7 +274,7 @@ impl ExportEndpoint {
     pub(crate) fn close(&self) {
         self.closed.set(true);
         // Drops the serving task if it never ran, with everything it owns.
-        self.opening.take();
+        self.unstarted_task.take();
         self.held_resource.take();
         self.server.close();
     }
@@ -344,11 +344,11 @@ pub enum HostEndpoint {
 
 impl HostEndpoint {
     /// Quiesces the server. Returns false if its requests do not complete in time.
-    pub(crate) async fn quiesce(&self, patience: Duration) -> bool {
+    pub(crate) async fn quiesce(&self, timeout: Duration) -> bool {
         match self {
-            Self::Ublk(server) => server.quiesce(patience).await,
-            Self::NbdDevice(server) => server.quiesce(patience).await,
-            Self::Fuse(server) => server.quiesce(patience).await,
+            Self::Ublk(server) => server.quiesce(timeout).await,
+            Self::NbdDevice(server) => server.quiesce(timeout).await,
+            Self::Fuse(server) => server.quiesce(timeout).await,
         }
     }
 
@@ -373,23 +373,23 @@ fn data_identity(running: &RunningDisk) -> anyhow::Result<String> {
 }
 
 /// Fails if this host lacks the driver, device or file of an endpoint. Changes nothing. Blocking.
-pub fn check_host_support(door: &ExportTarget) -> anyhow::Result<()> {
-    let there = |path: &Path, remedy: &str| match path.exists() {
+pub fn check_host_support(target: &ExportTarget) -> anyhow::Result<()> {
+    let check_exists = |path: &Path, remedy: &str| match path.exists() {
         true => Ok(()),
         false => Err(anyhow!("{}: does not exist ({remedy})", path.display())),
     };
-    match door {
+    match target {
         ExportTarget::VhostUserBlk(_) => Ok(()),
         ExportTarget::Ublk(_) => {
-            there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1")
+            check_exists(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1")
         }
         ExportTarget::NbdDevice(device) => {
             let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
-            there(&path, "`modprobe nbd`")
+            check_exists(&path, "`modprobe nbd`")
         }
         ExportTarget::Fuse(fuse) => {
-            there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
-            there(&fuse.file, "create an empty file: the disk is seen in its place")?;
+            check_exists(Path::new("/dev/fuse"), "`modprobe fuse`")?;
+            check_exists(&fuse.file, "create an empty file: the disk is seen in its place")?;
             ensure!(
                 fuse.file.is_file(),
                 "{}: is no regular file (name one, it may be empty: the disk is seen in its place)",
@@ -402,14 +402,14 @@ pub fn check_host_support(door: &ExportTarget) -> anyhow::Result<()> {
 
 /// Fails if the disk's size is not a multiple of the endpoint's block size: the client could not
 /// reach the bytes after the last whole block.
-pub fn check_size(disk: &Disk, door: &ExportTarget) -> anyhow::Result<()> {
-    let Some((block_bytes, who)) = door.logical_block() else { return Ok(()) };
+pub fn check_size(disk: &Disk, target: &ExportTarget) -> anyhow::Result<()> {
+    let Some((block_bytes, client)) = target.logical_block() else { return Ok(()) };
     let (size, block) = (disk.size_bytes(), u64::from(block_bytes));
-    let (whole, rest) = (size.next_multiple_of(block), size % block);
+    let (rounded_up, rest) = (size.next_multiple_of(block), size % block);
     ensure!(
         rest == 0,
-        "disk {}: has {size} bytes, which is no multiple of {block}, and {who} would not see the \
-         last {rest} (make that {whole}: `weir image resize`, or size= where it is a part of its \
+        "disk {}: has {size} bytes, which is no multiple of {block}, and {client} would not see the \
+         last {rest} (make that {rounded_up}: `weir image resize`, or size= where it is a part of its \
          image)",
         disk.name()
     );

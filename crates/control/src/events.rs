@@ -66,8 +66,8 @@ struct EventLogShared {
 
 struct EventRing {
     next: u64,
-    kept: VecDeque<Arc<RecordedEvent>>,
-    gates: Vec<SharedEventRateLimit>,
+    events: VecDeque<Arc<RecordedEvent>>,
+    rate_limits: Vec<SharedEventRateLimit>,
     /// By event type: recorded events, and events that the rate limit dropped.
     counts: Vec<[u64; 2]>,
 }
@@ -76,14 +76,14 @@ impl EventRing {
     /// Evicts the oldest event among the types that exceed [`PROTECTED_PER_TYPE`], so that frequent
     /// connections cannot evict a rare image error.
     fn evict(&mut self) {
-        if self.kept.len() < RING_CAPACITY {
+        if self.events.len() < RING_CAPACITY {
             return;
         }
         let mut of_kind = [0; Kind::ALL.len()];
-        self.kept.iter().for_each(|event| of_kind[event.kind as usize] += 1);
+        self.events.iter().for_each(|event| of_kind[event.kind as usize] += 1);
         // Linear in the capacity, which is constant, and only in a full ring.
-        let oldest = self.kept.iter().position(|event| of_kind[event.kind as usize] > PROTECTED_PER_TYPE);
-        self.kept.remove(oldest.unwrap_or(0));
+        let oldest = self.events.iter().position(|event| of_kind[event.kind as usize] > PROTECTED_PER_TYPE);
+        self.events.remove(oldest.unwrap_or(0));
     }
 }
 
@@ -98,8 +98,8 @@ impl EventLog {
     fn starting_at(next: u64) -> Self {
         let ring = EventRing {
             next: next.max(1),
-            kept: VecDeque::new(),
-            gates: vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()],
+            events: VecDeque::new(),
+            rate_limits: vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()],
             counts: vec![[0; 2]; Kind::ALL.len()],
         };
         Self(Arc::new(EventLogShared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
@@ -121,17 +121,17 @@ impl EventLog {
     ) {
         let mut ring = self.lock_ring();
         // Ids stay sorted in the ring, which `since` relies on for its binary search.
-        let first = ring.kept.front().map_or(ring.next, |event| event.id);
+        let first = ring.events.front().map_or(ring.next, |event| event.id);
         for event in events.into_iter().rev().filter(|event| event.id < first) {
             // Both rings together may exceed the capacity; the oldest events are dropped.
-            if ring.kept.len() < RING_CAPACITY {
-                ring.kept.push_front(Arc::new(event));
+            if ring.events.len() < RING_CAPACITY {
+                ring.events.push_front(Arc::new(event));
             }
         }
-        for (kind, [told, left_out]) in counts {
-            let [own, own_left_out] = &mut ring.counts[kind as usize];
-            *own = own.saturating_add(told);
-            *own_left_out = own_left_out.saturating_add(left_out);
+        for (kind, [recorded, dropped]) in counts {
+            let [own_recorded, own_dropped] = &mut ring.counts[kind as usize];
+            *own_recorded = own_recorded.saturating_add(recorded);
+            *own_dropped = own_dropped.saturating_add(dropped);
         }
     }
 
@@ -140,15 +140,15 @@ impl EventLog {
     }
 
     /// Records an event now. Callable from any thread; takes microseconds.
-    pub fn record(&self, news: NewEvent) {
-        self.record_at(reactor::real_time(), SystemTime::now(), news);
+    pub fn record(&self, event: NewEvent) {
+        self.record_at(reactor::real_time(), SystemTime::now(), event);
     }
 
-    fn record_at(&self, now: Instant, time: SystemTime, news: NewEvent) {
+    fn record_at(&self, now: Instant, time: SystemTime, event: NewEvent) {
         let mut ring = self.lock_ring();
-        let kind = news.kind as usize;
+        let kind = event.kind as usize;
         // Checked before a number is assigned: dropped events leave no gap in the numbers.
-        let Some(left_out) = ring.gates[kind].admit(news.disk.as_ref(), now) else {
+        let Some(dropped) = ring.rate_limits[kind].admit(event.disk.as_ref(), now) else {
             ring.counts[kind][1] += 1;
             return;
         };
@@ -156,7 +156,7 @@ impl EventLog {
         let id = ring.next;
         ring.next += 1;
         ring.evict();
-        ring.kept.push_back(Arc::new(news.recorded_at(id, time, left_out)));
+        ring.events.push_back(Arc::new(event.recorded_at(id, time, dropped)));
         // Woken after the lock is released, so that listeners do not run into it.
         drop(ring);
         self.0.woken.notify(usize::MAX);
@@ -165,8 +165,8 @@ impl EventLog {
     /// Events after this number, oldest first. Events that were evicted leave a gap. 0 returns all.
     pub fn since(&self, id: u64) -> Vec<Arc<RecordedEvent>> {
         let ring = self.lock_ring();
-        let first = ring.kept.partition_point(|event| event.id <= id);
-        ring.kept.range(first..).cloned().collect()
+        let first = ring.events.partition_point(|event| event.id <= id);
+        ring.events.range(first..).cloned().collect()
     }
 
     /// Number of the latest event; one less than the first number if there is none yet.
@@ -215,7 +215,7 @@ impl fmt::Debug for EventLog {
 mod tests {
     use super::*;
 
-    fn news(kind: Kind) -> NewEvent {
+    fn new_event(kind: Kind) -> NewEvent {
         NewEvent::new(kind, "it has happened")
     }
 
@@ -227,13 +227,13 @@ mod tests {
     fn transferred_events_precede_own_events() {
         let before = EventLog::starting_at(1);
         // More than the ring holds, slowly enough to pass the rate limit.
-        (0..2000_u64).for_each(|s| before.record_at(at(s * 1000), UNIX_EPOCH, news(Kind::DiskAdded)));
+        (0..2000_u64).for_each(|s| before.record_at(at(s * 1000), UNIX_EPOCH, new_event(Kind::DiskAdded)));
         let events = EventLog::starting_at(1500);
         events.continue_after(before.last());
-        events.record_at(at(0), UNIX_EPOCH, news(Kind::DiskStopped));
-        let told =
+        events.record_at(at(0), UNIX_EPOCH, new_event(Kind::DiskStopped));
+        let transferred =
             before.since(0).iter().filter_map(|event| RecordedEvent::from_json(&event.to_json())).collect();
-        events.merge_transferred(told, before.counts().into_iter());
+        events.merge_transferred(transferred, before.counts().into_iter());
         let known: Vec<_> = events.since(0).iter().map(|event| event.id).collect();
         assert!(known.is_sorted() && known.len() == RING_CAPACITY, "{known:?}");
         assert_eq!(
@@ -249,7 +249,7 @@ mod tests {
         let events = EventLog::starting_at(5);
         assert_eq!((events.last(), events.since(0).len()), (4, 0));
         for ms in 0..3000_u64 {
-            events.record_at(at(ms * 1000), UNIX_EPOCH, news(Kind::DiskAdded));
+            events.record_at(at(ms * 1000), UNIX_EPOCH, new_event(Kind::DiskAdded));
         }
         let all = events.since(0);
         assert_eq!((all.len(), all[0].id, events.last()), (RING_CAPACITY, 3005 - RING_CAPACITY as u64, 3004));
@@ -262,15 +262,15 @@ mod tests {
     fn rate_limit_drops_and_counts_per_event_type() {
         let events = EventLog::starting_at(0);
         for _ in 0..10_000 {
-            events.record_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn));
+            events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::ClientIn));
         }
-        events.record_at(at(1000), UNIX_EPOCH, news(Kind::ImageError));
+        events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::ImageError));
         assert_eq!(events.since(0).len(), BURST as usize + 1);
-        events.record_at(at(1200), UNIX_EPOCH, news(Kind::ClientIn));
+        events.record_at(at(1200), UNIX_EPOCH, new_event(Kind::ClientIn));
         let last = events.since(0).pop().unwrap();
         assert_eq!(last.data["suppressed"], 10_000 - BURST);
-        let of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
-        assert_eq!((of(Kind::ClientIn), of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
+        let counts_of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
+        assert_eq!((counts_of(Kind::ClientIn), counts_of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
     }
 
     #[test]
@@ -278,7 +278,7 @@ mod tests {
         let events = EventLog::starting_at(0);
         let came = |disk: &str| {
             let before = events.last();
-            events.record_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn).of_disk(disk));
+            events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::ClientIn).of_disk(disk));
             events.last() > before
         };
         // Half of the common burst includes the disk's own share.
@@ -291,30 +291,30 @@ mod tests {
         let events = EventLog::starting_at(0);
         for ms in 0..5000_u64 {
             let kinds = [Kind::ClientIn, Kind::ClientOut, Kind::LimitHit, Kind::LimitReleased];
-            kinds.into_iter().for_each(|kind| events.record_at(at(ms * 100), UNIX_EPOCH, news(kind)));
+            kinds.into_iter().for_each(|kind| events.record_at(at(ms * 100), UNIX_EPOCH, new_event(kind)));
             if ms % 100 == 0 {
-                events.record_at(at(ms * 100), UNIX_EPOCH, news(Kind::ImageError));
+                events.record_at(at(ms * 100), UNIX_EPOCH, new_event(Kind::ImageError));
             }
         }
         let all = events.since(0);
-        let of = |wanted: Kind| all.iter().filter(|event| event.kind == wanted).count();
-        assert_eq!((all.len(), of(Kind::ImageError)), (RING_CAPACITY, PROTECTED_PER_TYPE));
-        assert!(of(Kind::ClientIn) >= PROTECTED_PER_TYPE && of(Kind::ClientOut) >= PROTECTED_PER_TYPE);
+        let count_of = |wanted: Kind| all.iter().filter(|event| event.kind == wanted).count();
+        assert_eq!((all.len(), count_of(Kind::ImageError)), (RING_CAPACITY, PROTECTED_PER_TYPE));
+        assert!(count_of(Kind::ClientIn) >= PROTECTED_PER_TYPE && count_of(Kind::ClientOut) >= PROTECTED_PER_TYPE);
         assert!(all.is_sorted_by_key(|event| event.id));
     }
 
     #[test]
     fn new_process_continues_with_larger_numbers() {
         let (old, new) = (EventLog::starting_at(7), EventLog::starting_at(7));
-        let tell = |events: &EventLog| events.record_at(at(0), UNIX_EPOCH, news(Kind::ClientOut));
-        (0..3).for_each(|_| tell(&old));
+        let record = |events: &EventLog| events.record_at(at(0), UNIX_EPOCH, new_event(Kind::ClientOut));
+        (0..3).for_each(|_| record(&old));
         new.continue_after(old.last());
-        (0..3).for_each(|_| tell(&old));
-        tell(&new);
+        (0..3).for_each(|_| record(&old));
+        record(&new);
         assert!(new.last() > old.last(), "{} and {}", new.last(), old.last());
         let last = new.last();
         new.continue_after(1);
-        tell(&new);
+        record(&new);
         assert_eq!(new.last(), last + 1);
     }
 
@@ -324,14 +324,14 @@ mod tests {
 
         let events = EventLog::starting_at(0);
         let woken = events.listen();
-        let (told, heard) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let waiting = std::thread::spawn(move || {
             event_listener::Listener::wait(woken);
-            told.send(()).unwrap();
+            sender.send(()).unwrap();
         });
-        assert!(heard.try_recv().is_err());
-        events.record_at(at(0), UNIX_EPOCH, news(Kind::ClientIn));
-        heard.recv().unwrap();
+        assert!(receiver.try_recv().is_err());
+        events.record_at(at(0), UNIX_EPOCH, new_event(Kind::ClientIn));
+        receiver.recv().unwrap();
         waiting.join().unwrap();
     }
 }

@@ -50,21 +50,21 @@ impl RunningEndpoint {
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Nbd(..) => "nbd",
-            Self::Separate(entrance) => entrance.kind(),
+            Self::Separate(endpoint) => endpoint.kind(),
         }
     }
 
     pub(crate) fn address(&self) -> String {
         match self {
             Self::Nbd(serving, _) => serving.address(),
-            Self::Separate(entrance) => entrance.address().to_owned(),
+            Self::Separate(endpoint) => endpoint.address().to_owned(),
         }
     }
 
     fn connections(&self) -> usize {
         match self {
             Self::Nbd(serving, number) => serving.server.connections_of(*number),
-            Self::Separate(entrance) => entrance.server.connections(),
+            Self::Separate(endpoint) => endpoint.server.connections(),
         }
     }
 
@@ -74,14 +74,14 @@ impl RunningEndpoint {
     pub(super) fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
         match self {
             Self::Nbd(serving, number) => serving.server.remove(*number, removal),
-            Self::Separate(entrance) => match (removal, entrance.server.connections()) {
+            Self::Separate(endpoint) => match (removal, endpoint.server.connections()) {
                 // A device counts as a connection while it exists, so its count says nothing about
                 // its openers.
-                (Removal::IfUnused, connections @ 1..) if entrance.device().is_none() => {
+                (Removal::IfUnused, connections @ 1..) if endpoint.device().is_none() => {
                     Err(NotRemoved::InUse { connections })
                 }
                 _ => {
-                    entrance.close();
+                    endpoint.close();
                     Ok(())
                 }
             },
@@ -91,7 +91,7 @@ impl RunningEndpoint {
     pub(super) async fn wait_until_unused(&self) {
         match self {
             Self::Nbd(serving, number) => serving.server.wait_until_unused(*number).await,
-            Self::Separate(entrance) => entrance.stop().await,
+            Self::Separate(endpoint) => endpoint.stop().await,
         }
     }
 }
@@ -100,7 +100,7 @@ impl RunningExport {
     /// The endpoint, unless the export is at an NBD server.
     pub(crate) fn own_endpoint(&self) -> Option<&Rc<ExportEndpoint>> {
         match &self.endpoint {
-            RunningEndpoint::Separate(entrance) => Some(entrance),
+            RunningEndpoint::Separate(endpoint) => Some(endpoint),
             RunningEndpoint::Nbd(..) => None,
         }
     }
@@ -118,7 +118,7 @@ impl RunningExport {
     pub(crate) fn block_bytes(&self) -> Option<u32> {
         match &self.endpoint {
             RunningEndpoint::Nbd(..) => None,
-            RunningEndpoint::Separate(entrance) => entrance.block_bytes(),
+            RunningEndpoint::Separate(endpoint) => endpoint.block_bytes(),
         }
     }
 
@@ -126,7 +126,7 @@ impl RunningExport {
     pub(crate) fn clients_text(&self) -> String {
         match &self.endpoint {
             RunningEndpoint::Nbd(serving, number) => serving.server.clients_of(*number),
-            RunningEndpoint::Separate(entrance) => match entrance.server.counters().front_end {
+            RunningEndpoint::Separate(endpoint) => match endpoint.server.counters().front_end {
                 Some(process) => process.to_string(),
                 // The process id is unknown if the front end is in another PID namespace.
                 None => "a virtual machine".to_owned(),
@@ -139,7 +139,7 @@ impl RunningExport {
         let (id, disk) = (&self.id, self.disk.disk.name());
         // Only devices have openers; sockets count their connections.
         let device = match &self.endpoint {
-            RunningEndpoint::Separate(entrance) => entrance.device().map(Path::to_owned),
+            RunningEndpoint::Separate(endpoint) => endpoint.device().map(Path::to_owned),
             RunningEndpoint::Nbd(..) => None,
         };
         let Some(device) = device else {

@@ -103,8 +103,8 @@ impl DescriptorSets {
         })?;
         // In order of preference; a write-only descriptor never suffices, as images are read as
         // well.
-        let wanted = if read_only { [OFlags::RDONLY, OFlags::RDWR] } else { [OFlags::RDWR; 2] };
-        let has = |member: &&SetDescriptor, mode| {
+        let modes = if read_only { [OFlags::RDONLY, OFlags::RDWR] } else { [OFlags::RDWR; 2] };
+        let matches_mode = |member: &&SetDescriptor, mode| {
             // An error counts as O_PATH, which permits no I/O.
             let flags = fcntl_getfl(&*member.descriptor).unwrap_or(OFlags::PATH);
             // A write through O_APPEND lands at the end of the file, whatever its offset.
@@ -112,7 +112,7 @@ impl DescriptorSets {
             !flags.contains(OFlags::PATH) && flags & OFlags::RWMODE == mode && !goes_elsewhere
         };
         let fitting =
-            wanted.into_iter().flat_map(|mode| members.iter().filter(move |member| has(member, mode)));
+            modes.into_iter().flat_map(|mode| members.iter().filter(move |member| matches_mode(member, mode)));
         let fitting: Vec<_> = fitting.map(|member| &member.descriptor).collect();
         if fitting.is_empty() {
             let how = if read_only { "for reading" } else { "for reading and writing, without O_APPEND" };
@@ -196,9 +196,9 @@ mod tests {
     fn writable_descriptor_serves_one_disk() {
         let sets = DescriptorSets::default();
         let open = |path: &str| sets.descriptor_at(Path::new(path), false);
-        let one = descriptor(true);
-        let again = PassedFd::from(one.as_fd().try_clone_to_owned().expect("a descriptor"));
-        let (_, _) = (sets.add(Some(0), one, None), sets.add(Some(1), again, None));
+        let passed = descriptor(true);
+        let duplicate = PassedFd::from(passed.as_fd().try_clone_to_owned().expect("a descriptor"));
+        let (_, _) = (sets.add(Some(0), passed, None), sets.add(Some(1), duplicate, None));
         let being_opened = open("/dev/fdset/0").expect("it is free").expect("is there");
         assert!(open("/dev/fdset/0").unwrap_err().contains("in use by another disk"));
         // As an open image locks its file.

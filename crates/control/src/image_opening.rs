@@ -31,7 +31,7 @@ pub(super) type ImageOpenTask = JoinHandle<anyhow::Result<Image>>;
 
 /// Attempt to open an image.
 pub(crate) struct ImageOpenAttempt {
-    opening: ImageOpenRequest,
+    request: ImageOpenRequest,
     opened: ImageOpenTask,
     began_at: Instant,
     has_no_deadline: bool,
@@ -40,7 +40,7 @@ pub(crate) struct ImageOpenAttempt {
 /// Image whose storage does not answer, or that the lock of a dead process still protects.
 pub(crate) struct UnavailableImage {
     /// For retries.
-    pub(super) opening: ImageOpenRequest,
+    pub(super) request: ImageOpenRequest,
     pub(super) since: Instant,
     pub(super) state: UnavailableImageState,
 }
@@ -78,9 +78,9 @@ impl ImageOpenRequest {
 
 impl ImageOpenAttempt {
     /// Starts an attempt. With `is_awaited` there is no time limit, and transient errors are final.
-    pub(crate) fn begin(opening: ImageOpenRequest, is_awaited: bool) -> Self {
-        let opened = reactor::spawn_joinable(opening.clone().open());
-        Self { opening, opened, began_at: reactor::now(), has_no_deadline: is_awaited }
+    pub(crate) fn begin(open_request: ImageOpenRequest, is_awaited: bool) -> Self {
+        let opened = reactor::spawn_joinable(open_request.clone().open());
+        Self { request: open_request, opened, began_at: reactor::now(), has_no_deadline: is_awaited }
     }
 
     /// The image, or the error that opening it met.
@@ -93,7 +93,7 @@ impl ImageOpenAttempt {
         let state = match reactor::timeout(left, &mut self.opened).await {
             Err(_) if self.has_no_deadline => {
                 tracing::warn!(
-                    disk = self.opening.name,
+                    disk = self.request.name,
                     "its image is still being opened: its storage has not answered yet"
                 );
                 return Ok(self.opened.await);
@@ -105,7 +105,7 @@ impl ImageOpenAttempt {
             }
             Ok(opened) => return Ok(opened),
         };
-        Err(UnavailableImage { opening: self.opening.without_passed_files(), since: self.began_at, state })
+        Err(UnavailableImage { request: self.request.without_passed_files(), since: self.began_at, state })
     }
 }
 

@@ -208,27 +208,27 @@ pub enum AddressConflictRule {
 
 /// Reports what would prevent listening at this address, as far as that is known without listening.
 /// A process that listens there does not notice the check.
-pub fn check(address: &ListenAddress, others: AddressConflictRule) -> anyhow::Result<()> {
+pub fn check(address: &ListenAddress, conflict_rule: AddressConflictRule) -> anyhow::Result<()> {
     match address {
-        ListenAddress::Unix(path) => unix::check(path, others).with_context(|| address.to_string()),
-        ListenAddress::Tcp { host, port } if others == AddressConflictRule::Tolerated => {
+        ListenAddress::Unix(path) => unix::check(path, conflict_rule).with_context(|| address.to_string()),
+        ListenAddress::Tcp { host, port } if conflict_rule == AddressConflictRule::Tolerated => {
             resolve(address, host, *port).map(drop)
         }
-        ListenAddress::Tcp { host, port } => for_each_address(address, host, *port, |one| {
-            bind_without_listening(one)?;
-            Ok((one.port(), ()))
+        ListenAddress::Tcp { host, port } => for_each_address(address, host, *port, |socket_address| {
+            bind_without_listening(socket_address)?;
+            Ok((socket_address.port(), ()))
         })
         .map(drop),
     }
 }
 
 /// As [`check`], for a control socket, whose directory may not exist yet.
-pub fn check_control(place: &ControlSocketLocation, others: AddressConflictRule) -> anyhow::Result<()> {
+pub fn check_control(place: &ControlSocketLocation, conflict_rule: AddressConflictRule) -> anyhow::Result<()> {
     let parent = directory_of(&place.path);
     let is_made = place.directory_mode.is_some() && !parent.exists();
     // Checks that the missing directory can be created.
     let path = if is_made { parent } else { &place.path };
-    unix::check(path, others).with_context(|| ListenAddress::Unix(place.path.clone()).to_string())
+    unix::check(path, conflict_rule).with_context(|| ListenAddress::Unix(place.path.clone()).to_string())
 }
 
 /// Checks that the user and the group of sockets exist.
@@ -278,8 +278,8 @@ fn bind(address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<Bo
 }
 
 fn bind_tcp(address: &ListenAddress, host: &str, port: u16) -> anyhow::Result<Vec<BoundListener>> {
-    for_each_address(address, host, port, |one| {
-        let listener = TcpListener::bind(one)?;
+    for_each_address(address, host, port, |socket_address| {
+        let listener = TcpListener::bind(socket_address)?;
         let port = listener.local_addr()?.port();
         let authority = UriAuthority::of_tcp(host, port);
         Ok((port, BoundListener { socket: listener.into(), authority, file: None }))
@@ -298,12 +298,12 @@ fn for_each_address<T>(
     // A free port (0) is chosen once, so that all addresses of the name share it.
     let mut chosen = port;
     let mut absent = None;
-    for mut one in addresses {
-        one.set_port(chosen);
-        match retry_while_in_use(|| bind(one)) {
-            Ok((port, one)) => {
+    for mut socket_address in addresses {
+        socket_address.set_port(chosen);
+        match retry_while_in_use(|| bind(socket_address)) {
+            Ok((port, listener)) => {
                 chosen = port;
-                bound.push(one);
+                bound.push(listener);
             }
             // A name may resolve to IPv6 on a host without IPv6; its other addresses suffice.
             Err(error) if is_absent(&error) => absent = Some(error),
@@ -412,10 +412,10 @@ mod tests {
         drop(listener);
         drop(control_listener(&place, None).unwrap());
         assert_eq!(mode(path.parent().unwrap()), 0o750);
-        let nowhere =
+        let in_missing_directory =
             ControlSocketLocation { directory_mode: None, path: root.path().join("other/qmp.sock") };
         assert!(
-            format!("{:#}", control_listener(&nowhere, None).unwrap_err())
+            format!("{:#}", control_listener(&in_missing_directory, None).unwrap_err())
                 .contains("does not exist (create it)")
         );
     }

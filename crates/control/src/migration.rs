@@ -36,6 +36,6 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// True if the current config file contains the disk; `None` if the file cannot be read.
 async fn is_in_config_file(registry: &Registry, disk: &str) -> Option<bool> {
     let file = registry.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
-    let draft = reactor::run_blocking(move || config::load(&file)).await.ok()?;
-    Some(draft.disks.iter().any(|said| said.name == disk))
+    let file_config = reactor::run_blocking(move || config::load(&file)).await.ok()?;
+    Some(file_config.disks.iter().any(|listed| listed.name == disk))
 }

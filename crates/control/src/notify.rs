@@ -33,7 +33,7 @@ struct ServiceManager {
     socket: Fd,
     /// Messages that the socket had no space for, in order.
     waiting: Mutex<VecDeque<Vec<u8>>>,
-    told: Event,
+    sent: Event,
 }
 
 /// Connects to the service manager; logs a failure.
@@ -62,7 +62,7 @@ fn connect() -> io::Result<Option<Arc<ServiceManager>>> {
 ///
 /// # Panics
 /// If no reactor runs on this thread.
-pub fn tell(states: &[NotifyState<'_>]) {
+pub fn send(states: &[NotifyState<'_>]) {
     if let Some(Some(manager)) = MANAGER.get() {
         manager.send(states);
     }
@@ -72,17 +72,17 @@ pub fn tell(states: &[NotifyState<'_>]) {
 pub(crate) async fn until_sent() {
     let Some(Some(manager)) = MANAGER.get() else { return };
     loop {
-        let told = manager.told.listen();
+        let sent = manager.sent.listen();
         if manager.lock_queue().is_empty() {
             return;
         }
-        told.await;
+        sent.await;
     }
 }
 
 impl ServiceManager {
     fn new(socket: UnixDatagram) -> Arc<Self> {
-        Arc::new(Self { socket: socket.into(), waiting: Mutex::default(), told: Event::new() })
+        Arc::new(Self { socket: socket.into(), waiting: Mutex::default(), sent: Event::new() })
     }
 
     fn lock_queue(&self) -> MutexGuard<'_, VecDeque<Vec<u8>>> {
@@ -127,7 +127,7 @@ impl ServiceManager {
             }
             // Removed after the send: `until_sent` waits until the queue is empty.
             self.lock_queue().pop_front();
-            self.told.notify(usize::MAX);
+            self.sent.notify(usize::MAX);
         }
     }
 }
@@ -144,8 +144,8 @@ mod tests {
 
     #[test]
     fn slow_service_manager_receives_all_messages_in_order() {
-        let heard = reactor::run(PollingMode::Off, async {
-            let (theirs, ours) = UnixDatagram::pair().unwrap();
+        let result = reactor::run(PollingMode::Off, async {
+            let (peer, ours) = UnixDatagram::pair().unwrap();
             let manager = ServiceManager::new(ours);
             let mut sent = 0;
             // Fills the socket's queue until the first message is queued here.
@@ -155,18 +155,18 @@ mod tests {
             }
             manager.send(&[NotifyState::Watchdog]);
             manager.send(&[NotifyState::MainPid(7), NotifyState::Ready]);
-            let theirs = Fd::from(theirs);
-            let mut heard = String::new();
-            while !heard.contains("READY") {
-                operation::readable(&theirs).await.unwrap();
+            let peer = Fd::from(peer);
+            let mut received = String::new();
+            while !received.contains("READY") {
+                operation::readable(&peer).await.unwrap();
                 let mut bytes = [0; 64];
-                let length = nix::unistd::read(&theirs, &mut bytes).unwrap();
-                heard.push_str(std::str::from_utf8(&bytes[..length]).unwrap());
+                let length = nix::unistd::read(&peer, &mut bytes).unwrap();
+                received.push_str(std::str::from_utf8(&bytes[..length]).unwrap());
             }
             let all: String = (0..sent).map(|number| format!("STATUS={number}\n")).collect();
-            (heard, all + "MAINPID=7\nREADY=1\n")
+            (received, all + "MAINPID=7\nREADY=1\n")
         });
-        let (heard, all) = heard.unwrap();
-        assert_eq!(heard, all);
+        let (received, all) = result.unwrap();
+        assert_eq!(received, all);
     }
 }

@@ -219,8 +219,8 @@ impl DeviceOpeners {
                 self.nodes.iter().any(|node| node.number == number)
             })
         };
-        let inmates = self.processes_with(|process| process_links(process).any(is_inside));
-        self.processes.extend(inmates);
+        let processes = self.processes_with(|process| process_links(process).any(is_inside));
+        self.processes.extend(processes);
         self.processes.sort_by_key(|process| process.pid);
         self.processes.dedup();
         self
@@ -266,12 +266,12 @@ impl DeviceOpeners {
     }
 
     fn loops_over(&self, file: &Path) -> Vec<String> {
-        let is_over = |name: &String| {
+        let is_backed_by = |name: &String| {
             let backing = fs::read(self.sysfs_path(name).join("loop/backing_file")).unwrap_or_default();
             backing.strip_suffix(b"\n").unwrap_or(&backing) == file.as_os_str().as_bytes()
         };
         let mut names = entry_names(&self.root.join("sys/class/block"));
-        names.retain(|name| name.starts_with("loop") && is_over(name));
+        names.retain(|name| name.starts_with("loop") && is_backed_by(name));
         names
     }
 
@@ -317,7 +317,7 @@ pub fn is_mount_point(directory: &Path) -> io::Result<bool> {
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state follows the name, which may contain spaces: proc_pid_stat(5).
-    stat.rsplit_once(") ").is_some_and(|(_, behind)| behind.starts_with(['T', 't']))
+    stat.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with(['T', 't']))
 }
 
 /// Links in a process's directory in /proc: working directory, root, executable and open files.
@@ -338,11 +338,11 @@ fn entry_names(directory: &Path) -> Vec<String> {
 fn unescaped(text: &[u8]) -> PathBuf {
     let mut plain = Vec::with_capacity(text.len());
     let mut rest = text;
-    while let Some((&first, behind)) = rest.split_first() {
-        let digits = behind.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
+    while let Some((&first, tail)) = rest.split_first() {
+        let digits = tail.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
         let escaped = digits.filter(|_| first == b'\\').and_then(|digits| u8::from_str_radix(digits, 8).ok());
         plain.push(escaped.unwrap_or(first));
-        rest = if escaped.is_some() { &behind[3..] } else { behind };
+        rest = if escaped.is_some() { &tail[3..] } else { tail };
     }
     PathBuf::from(std::ffi::OsString::from_vec(plain))
 }
@@ -357,8 +357,8 @@ impl fmt::Display for DeviceOpeners {
             open.push(format!("{more} more"));
         }
         let uses = [("mounted at", mounts), ("held by", self.holders.clone()), ("open in", open)];
-        let uses = uses.iter().filter(|(_, who)| !who.is_empty());
-        let mut uses: Vec<_> = uses.map(|(how, who)| format!("{how} {}", who.join(", "))).collect();
+        let uses = uses.iter().filter(|(_, users)| !users.is_empty());
+        let mut uses: Vec<_> = uses.map(|(how, users)| format!("{how} {}", users.join(", "))).collect();
         if self.claimed && uses.is_empty() {
             uses.push(
                 "claimed by the kernel, such as a file system that is still being unmounted".to_owned(),

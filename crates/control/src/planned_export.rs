@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context as _, bail};
 use policy::access::AccessRules;
 use settings::{
-    CheckedDisk, DesiredState, ExportSpec, ExportTarget, ListenEndpoint, NbdServerSpec, PlacedDisk,
+    CheckedDisk, DesiredState, ExportSpec, ExportTarget, ListenEndpoint, NbdServerSpec, DiskWithOrigins,
     TlsConfig, VhostUserBlkConfig, VhostUserSocket,
 };
 
@@ -25,7 +25,7 @@ pub struct PlannedExport {
     /// Name of the disk.
     pub disk: String,
     pub(crate) read_only: bool,
-    pub(crate) way: PlannedEndpoint,
+    pub(crate) endpoint: PlannedEndpoint,
 }
 
 /// Planned endpoint.
@@ -55,72 +55,72 @@ impl PlannedExport {
 
     /// Exports of a disk that is added.
     pub(crate) fn of_new_disk(planned: &CheckedDisk) -> Vec<Self> {
-        let CheckedDisk { disk, servers, exports: doors } = planned;
-        Self::of(std::slice::from_ref(disk), servers, doors, |_| true)
+        let CheckedDisk { disk, servers, exports: export_specs } = planned;
+        Self::of(std::slice::from_ref(disk), servers, export_specs, |_| true)
     }
 
     /// True if a client passed the socket of this export under the name.
     pub(crate) fn uses_passed_socket(&self, name: &str) -> bool {
-        let PlannedEndpoint::Separate(ExportTarget::VhostUserBlk(export)) = &self.way else { return false };
+        let PlannedEndpoint::Separate(ExportTarget::VhostUserBlk(export)) = &self.endpoint else { return false };
         matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
     }
 
     /// Exports of the disks whose index satisfies `is_wanted`.
     fn of(
-        disks: &[PlacedDisk],
+        disks: &[DiskWithOrigins],
         servers: &[NbdServerSpec],
-        doors: &[ExportSpec],
+        export_specs: &[ExportSpec],
         is_wanted: impl Fn(usize) -> bool + Copy,
     ) -> Vec<Self> {
-        let of_disk = |index: usize, read_only, way| {
+        let of_disk = |index: usize, read_only, planned_endpoint| {
             let disk = &disks[index];
-            Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, way }
+            Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, endpoint: planned_endpoint }
         };
         let nbd = servers.iter().flat_map(|server| {
             server.exports.iter().filter(move |export| is_wanted(export.disk)).map(|export| {
                 let disk = &disks[export.disk];
-                let way = PlannedEndpoint::Nbd {
+                let planned_endpoint = PlannedEndpoint::Nbd {
                     endpoint: server.endpoint.clone(),
                     name: export.name.clone(),
                     description: disk.description.clone(),
                     access: disk.access.clone(),
                     bitmaps: disk.qcow2.bitmaps.clone(),
                 };
-                of_disk(export.disk, export.read_only, way)
+                of_disk(export.disk, export.read_only, planned_endpoint)
             })
         });
-        let own = doors.iter().filter(|export| is_wanted(export.disk));
-        let own = own.map(|ExportSpec { target: door, disk }| {
+        let separate = export_specs.iter().filter(|export| is_wanted(export.disk));
+        let separate = separate.map(|ExportSpec { target: door, disk }| {
             of_disk(*disk, false, PlannedEndpoint::Separate(door.clone()))
         });
-        nbd.chain(own).collect()
+        nbd.chain(separate).collect()
     }
 
     /// True if the running export is this one and is not ending.
     fn matches(&self, export: &RunningExport) -> bool {
-        let is_there = match (&self.way, &export.endpoint) {
+        let is_same_endpoint = match (&self.endpoint, &export.endpoint) {
             (PlannedEndpoint::Nbd { endpoint, name, .. }, registry::RunningEndpoint::Nbd(serving, _)) => {
                 serving.endpoint == *endpoint && export.name == *name
             }
-            (PlannedEndpoint::Separate(door), registry::RunningEndpoint::Separate(..)) => {
-                export.endpoint_config.as_ref() == Some(door)
+            (PlannedEndpoint::Separate(target), registry::RunningEndpoint::Separate(..)) => {
+                export.endpoint_config.as_ref() == Some(target)
             }
             _ => false,
         };
-        is_there && !export.is_ending()
+        is_same_endpoint && !export.is_ending()
     }
 
     /// True if both exports have the same name at the same server, or the same endpoint.
     pub(crate) fn has_same_endpoint(&self, other: &Self) -> bool {
-        match (&self.way, &other.way) {
+        match (&self.endpoint, &other.endpoint) {
             (
                 PlannedEndpoint::Nbd { endpoint, name, .. },
                 PlannedEndpoint::Nbd { endpoint: other_endpoint, name: other_name, .. },
             ) => (endpoint, name) == (other_endpoint, other_name),
             (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
                 // Devices without an address, such as automatically numbered ones, never coincide.
-                let place = (door.path(), door.inherited_name());
-                place != (None, None) && place == (other.path(), other.inherited_name())
+                let address = (door.path(), door.inherited_name());
+                address != (None, None) && address == (other.path(), other.inherited_name())
             }
             _ => false,
         }
@@ -132,7 +132,7 @@ impl PlannedExport {
         let mut add = |key: &str, differs: bool| keys.extend(differs.then(|| key.to_owned()));
         add("disk", self.disk != other.disk);
         add("read-only", self.read_only != other.read_only);
-        match (&self.way, &other.way) {
+        match (&self.endpoint, &other.endpoint) {
             (
                 PlannedEndpoint::Nbd { description, access, bitmaps, .. },
                 PlannedEndpoint::Nbd {
@@ -146,14 +146,14 @@ impl PlannedExport {
                 add("allow, deny, tls-authz", access != other_access);
                 add("bitmap", bitmaps != other_bitmaps);
             }
-            (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
+            (PlannedEndpoint::Separate(target), PlannedEndpoint::Separate(other)) => {
                 // Compared in the syntax of the command line: the address, then each non-default
                 // key.
-                let said =
-                    |door: &ExportTarget| door.to_string().split(',').skip(1).map(str::to_owned).collect();
-                let (one, other): (BTreeSet<_>, BTreeSet<_>) = (said(door), said(other));
-                for word in one.symmetric_difference(&other) {
-                    let key = word.split('=').next().unwrap_or_default().to_owned();
+                let options_of =
+                    |target: &ExportTarget| target.to_string().split(',').skip(1).map(str::to_owned).collect();
+                let (one, other): (BTreeSet<_>, BTreeSet<_>) = (options_of(target), options_of(other));
+                for option in one.symmetric_difference(&other) {
+                    let key = option.split('=').next().unwrap_or_default().to_owned();
                     if !keys.contains(&key) {
                         keys.push(key);
                     }
@@ -166,13 +166,13 @@ impl PlannedExport {
 
     /// Adds it to the running state, at a running server or at its own endpoint.
     pub async fn add(&self, registry: &Rc<Registry>) -> anyhow::Result<Rc<RunningExport>> {
-        let id = match &self.way {
+        let id = match &self.endpoint {
             PlannedEndpoint::Nbd { endpoint, name, .. } => {
                 // An export may have the empty name, but no export the empty id.
                 let name = if name.is_empty() { &self.disk } else { name };
                 registry.exports.free_id(name, &require_server(registry, endpoint)?.address())
             }
-            PlannedEndpoint::Separate(door) => registry.exports.free_id(&self.disk, &door.address()),
+            PlannedEndpoint::Separate(target) => registry.exports.free_id(&self.disk, &target.address()),
         };
         self.add_with_id(registry, id).await
     }
@@ -184,7 +184,7 @@ impl PlannedExport {
         id: String,
     ) -> anyhow::Result<Rc<RunningExport>> {
         let disk = registry.disks.get(&self.disk)?;
-        match &self.way {
+        match &self.endpoint {
             PlannedEndpoint::Nbd { endpoint, name, description, access, bitmaps } => {
                 let new = NewNbdExport {
                     id: id.clone(),
@@ -197,8 +197,8 @@ impl PlannedExport {
                 };
                 registry.add_export(&require_server(registry, endpoint)?, new)?;
             }
-            PlannedEndpoint::Separate(door) => {
-                registry.add_endpoint(id.clone(), disk, self.read_only, door, None).await?;
+            PlannedEndpoint::Separate(target) => {
+                registry.add_endpoint(id.clone(), disk, self.read_only, target, None).await?;
             }
         }
         Ok(registry.exports.get(&id)?)
@@ -211,20 +211,20 @@ impl PlannedExport {
         id: String,
         taken: TransferredEndpoint,
     ) -> anyhow::Result<String> {
-        let PlannedEndpoint::Separate(door) = &self.way else { bail!("it has no door of its own") };
-        registry.add_endpoint(id, registry.disks.get(&self.disk)?, self.read_only, door, Some(taken)).await
+        let PlannedEndpoint::Separate(target) = &self.endpoint else { bail!("it has no door of its own") };
+        registry.add_endpoint(id, registry.disks.get(&self.disk)?, self.read_only, target, Some(taken)).await
     }
 
     /// True if clients of the endpoint cannot write.
     pub(crate) fn is_read_only(&self, registry: &Registry) -> anyhow::Result<bool> {
-        let of_door = matches!(&self.way, PlannedEndpoint::Separate(door) if door.read_only());
+        let of_door = matches!(&self.endpoint, PlannedEndpoint::Separate(door) if door.read_only());
         Ok(self.read_only || of_door || registry.disks.get(&self.disk)?.disk.image().is_read_only())
     }
 
     /// Export name and address for reports; for a separate endpoint, the disk's name and the
     /// address.
     pub fn name_and_address(&self, registry: &Registry) -> (String, String) {
-        match &self.way {
+        match &self.endpoint {
             PlannedEndpoint::Nbd { endpoint, name, .. } => {
                 let address = match endpoint {
                     ListenEndpoint::Address(address) => address.to_string(),
@@ -234,7 +234,7 @@ impl PlannedExport {
                 };
                 (name.clone(), address)
             }
-            PlannedEndpoint::Separate(door) => (self.disk.clone(), door.address()),
+            PlannedEndpoint::Separate(target) => (self.disk.clone(), target.address()),
         }
     }
 }
@@ -251,32 +251,32 @@ impl RunningExportIndex {
         Self(of_disks)
     }
 
-    pub(crate) fn find(&self, wanted: &PlannedExport) -> Option<Rc<RunningExport>> {
-        let of_disk = self.0.get(&wanted.disk)?;
-        of_disk.iter().find(|export| wanted.matches(export)).cloned()
+    pub(crate) fn find(&self, planned: &PlannedExport) -> Option<Rc<RunningExport>> {
+        let of_disk = self.0.get(&planned.disk)?;
+        of_disk.iter().find(|export| planned.matches(export)).cloned()
     }
 }
 
 /// URIs by which clients reach a running export.
 pub fn export_uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
-    let entrance = match &export.endpoint {
+    let endpoint = match &export.endpoint {
         registry::RunningEndpoint::Nbd(serving, _) => {
             // The config's TLS mode applies to servers of the config only.
             let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
             return serving.uris(&export.name, if is_plain { &TlsConfig::Off } else { tls });
         }
-        registry::RunningEndpoint::Separate(entrance) => entrance,
+        registry::RunningEndpoint::Separate(endpoint) => endpoint,
     };
-    let address = entrance.address();
+    let address = endpoint.address();
     vec![match &export.endpoint_config {
         // The front end listens, and only weir connects: there is no URI for clients.
-        Some(ExportTarget::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
+        Some(ExportTarget::VhostUserBlk(config)) if config.client => format!("{address},client"),
         Some(ExportTarget::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Path(_), .. })) => {
             address.replacen("unix:", "vhost-user:", 1)
         }
         // The path of a passed socket is known to the kernel only.
         Some(ExportTarget::VhostUserBlk(_)) => {
-            match entrance.vhost_user().and_then(VhostUserEndpoint::listening_path) {
+            match endpoint.vhost_user().and_then(VhostUserEndpoint::listening_path) {
                 Some(path) => format!("vhost-user:{}", path.display()),
                 None => address.to_owned(),
             }

@@ -84,10 +84,10 @@ pub async fn execute_json(
 /// The error that a client would receive.
 pub async fn add_transferred_disk(
     registry: &Rc<Registry>,
-    told: &[Map<String, Value>],
+    creation_commands: &[Map<String, Value>],
     passed: PassedFiles,
 ) -> Result<(), String> {
-    commands::block::add_transferred(registry, told, passed).await.map_err(|error| error.to_string())
+    commands::block::add_transferred(registry, creation_commands, passed).await.map_err(|error| error.to_string())
 }
 
 /// Settings after changes in the form of `x-weir-set`, by the same rules. Changes nothing.

@@ -40,7 +40,7 @@ use policy::throttle::NodeShare;
 pub(crate) use roll_back::CompletedStep;
 use roll_back::apply_config;
 use serde_json::Value;
-use settings::{DesiredState, DiskConfig, ListenEndpoint, PlacedDisk};
+use settings::{DesiredState, DiskConfig, ListenEndpoint, DiskWithOrigins};
 use source::StartSource;
 use storage::rate::RateBudgets;
 
@@ -97,17 +97,17 @@ impl<'a> Reconciliation<'a> {
         budgets: RateBudgets,
     ) -> Self {
         let assembly = DiskAssembly::new(registry.image_root().cloned(), budgets);
-        let (done, set, told, silent, uris) = Default::default();
+        let (steps, names, change_reports, unavailable_disks, uris) = Default::default();
         Self {
             registry,
             occasion,
             plan,
             tls,
             assembly,
-            completed: done,
-            changed_names: set,
-            reports: told,
-            unavailable: silent,
+            completed: steps,
+            changed_names: names,
+            reports: change_reports,
+            unavailable: unavailable_disks,
             uris,
         }
     }
@@ -126,8 +126,8 @@ impl<'a> Reconciliation<'a> {
     /// Puts the new disks whose storage did not answer into the retry queue, with their configs in
     /// `plan`.
     pub fn retry_later(&mut self, plan: &Rc<DesiredState>) {
-        for (name, silent) in std::mem::take(&mut self.unavailable) {
-            self.registry.retry_later((&name, Rc::clone(plan)), silent);
+        for (name, image) in std::mem::take(&mut self.unavailable) {
+            self.registry.retry_later((&name, Rc::clone(plan)), image);
         }
     }
 }
@@ -203,15 +203,15 @@ impl Reconciliation<'_> {
             return Ok(());
         }
         let running = RunningExportIndex::of(self.registry);
-        for wanted in &difference.old_exports {
-            let Some(export) = running.find(wanted) else { continue };
-            let told = wanted.name_and_address(self.registry);
+        for planned in &difference.old_exports {
+            let Some(export) = running.find(planned) else { continue };
+            let name_and_address = planned.name_and_address(self.registry);
             // A client may have connected while images were opened.
             export.check_unused().await?;
-            let gone = self.registry.begin_removal(&export.id, Removal::IfUnused)?.await;
-            let (wanted, id) = (Box::new(wanted.clone()), export.id.clone());
-            self.reports.push(change_report::export_report(told, &wanted.disk, "removed"));
-            self.completed.push(CompletedStep::ExportRemoved { wanted, id, gone });
+            let change = self.registry.begin_removal(&export.id, Removal::IfUnused)?.await;
+            let (planned, id) = (Box::new(planned.clone()), export.id.clone());
+            self.reports.push(change_report::export_report(name_and_address, &planned.disk, "removed"));
+            self.completed.push(CompletedStep::ExportRemoved { planned, id, deletion: change });
         }
         Ok(())
     }
@@ -221,43 +221,43 @@ impl Reconciliation<'_> {
         difference: &PlanDifference,
         source: &dyn StartSource,
     ) -> anyhow::Result<()> {
-        let silent: HashSet<_> = self.unavailable.iter().map(|(disk, _)| disk.as_str()).collect();
-        for wanted in difference.new_exports.iter().filter(|wanted| !silent.contains(&*wanted.disk)) {
-            let told = wanted.name_and_address(self.registry);
+        let unavailable: HashSet<_> = self.unavailable.iter().map(|(disk, _)| disk.as_str()).collect();
+        for planned in difference.new_exports.iter().filter(|wanted| !unavailable.contains(&*wanted.disk)) {
+            let name_and_address = planned.name_and_address(self.registry);
             // Reported as if it were open: the old process still serves it.
-            if source.opens_later(wanted, self.registry) {
-                self.uris.push(told.1);
+            if source.opens_later(planned, self.registry) {
+                self.uris.push(name_and_address.1);
                 continue;
             }
             let export =
-                wanted.add(self.registry).await.map_err(|error| self.with_export_place(wanted, error))?;
+                planned.add(self.registry).await.map_err(|error| self.with_export_origin(planned, error))?;
             self.uris.extend(planned_export::export_uris(&export, &self.plan.process.tls));
             self.completed.push(CompletedStep::ExportAdded(export.id.clone()));
-            self.reports.push(change_report::export_report(told, &wanted.disk, "added"));
+            self.reports.push(change_report::export_report(name_and_address, &planned.disk, "added"));
         }
         Ok(())
     }
 
     /// Fails if the sandbox would prevent an endpoint from opening. Runs before any step.
-    fn check_doors(&self, difference: &PlanDifference) -> anyhow::Result<()> {
+    fn check_sandbox(&self, difference: &PlanDifference) -> anyhow::Result<()> {
         let Some(sandbox) = self.registry.sandbox() else { return Ok(()) };
-        for wanted in &difference.new_exports {
-            if let PlannedEndpoint::Separate(door) = &wanted.way {
-                sandbox.check_export(door).map_err(|error| self.with_export_place(wanted, error))?;
+        for planned in &difference.new_exports {
+            if let PlannedEndpoint::Separate(target) = &planned.endpoint {
+                sandbox.check_export(target).map_err(|error| self.with_export_origin(planned, error))?;
             }
         }
         Ok(())
     }
 
     /// Adds the export's place in the config file and its disk to an error.
-    fn with_export_place(&self, wanted: &PlannedExport, error: anyhow::Error) -> anyhow::Error {
+    fn with_export_origin(&self, planned: &PlannedExport, error: anyhow::Error) -> anyhow::Error {
         if !self.has_config_file() {
             return error;
         }
-        let place = difference::export_origin(self.plan, wanted);
-        let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
-        let address = match &wanted.way {
-            PlannedEndpoint::Separate(door) => door.address(),
+        let origin = difference::export_origin(self.plan, planned);
+        let origin = origin.map(|place| format!("{place}: ")).unwrap_or_default();
+        let address = match &planned.endpoint {
+            PlannedEndpoint::Separate(target) => target.address(),
             PlannedEndpoint::Nbd { endpoint, .. } => endpoint.to_string(),
         };
         // Not named twice if the error already begins with the address.
@@ -265,17 +265,17 @@ impl Reconciliation<'_> {
             true => String::new(),
             false => format!(" at {address}"),
         };
-        error.context(format!("{place}disk {}{at}", wanted.disk))
+        error.context(format!("{origin}disk {}{at}", planned.disk))
     }
 
     /// Place in the config of the first export at a server that does not run yet.
-    fn first_export_place(&self, server: &settings::NbdServerSpec) -> String {
+    fn first_export_origin(&self, server: &settings::NbdServerSpec) -> String {
         let disk = server.exports.first().map(|export| &self.plan.disks[export.disk]);
         let Some(disk) = disk else { return "daemon".to_owned() };
         if !disk.exports.is_empty() {
             let export = disk.nbd_exports().find(|(_, export)| export.listen == server.endpoint);
-            let place = export.and_then(|(index, _)| disk.item_origin("export", index, ""));
-            return format!("{}: disk {}", place.unwrap_or_else(|| disk.origin("name")), disk.name);
+            let origin = export.and_then(|(index, _)| disk.item_origin("export", index, ""));
+            return format!("{}: disk {}", origin.unwrap_or_else(|| disk.origin("name")), disk.name);
         }
         if !self.plan.process.nbd.is_empty() {
             return "daemon.nbd".to_owned();
@@ -320,7 +320,7 @@ impl Reconciliation<'_> {
             let listeners = open(planned);
             let listeners = match self.occasion {
                 ReconcileReason::Start => listeners?,
-                _ => listeners.with_context(|| self.first_export_place(planned))?,
+                _ => listeners.with_context(|| self.first_export_origin(planned))?,
             };
             let server = nbd::NbdServer::new(
                 self.tls.clone(),
@@ -361,7 +361,7 @@ impl Reconciliation<'_> {
         images: Vec<(usize, Image)>,
     ) -> anyhow::Result<()> {
         let groups = self.add_groups(difference)?;
-        let mut seats = Vec::new();
+        let mut member_placements = Vec::new();
         for (index, group) in groups {
             let planned = &self.plan.groups[index];
             if self.leaves_unmet(Some(&group)) {
@@ -369,18 +369,18 @@ impl Reconciliation<'_> {
                 continue;
             }
             let now = MemberPlacement::current(&GroupOrDisk::Group(group));
-            seats.push(MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now });
+            member_placements.push(MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let node = GroupOrDisk::Disk(Arc::clone(&self.registry.disks.get(&planned.name)?.disk));
-            seats.push(MemberPlacement {
+            member_placements.push(MemberPlacement {
                 node,
                 settings: self.disk_settings(planned),
                 group: self.group_of(planned)?,
             });
         }
-        self.apply_placements(difference, seats)?;
+        self.apply_placements(difference, member_placements)?;
         for (index, image) in images {
             self.list_disk(&self.plan.disks[index], image)?;
         }
@@ -388,7 +388,7 @@ impl Reconciliation<'_> {
         if self.occasion == ReconcileReason::Retry { Ok(()) } else { self.registry.check_devices() }
     }
 
-    fn list_disk(&mut self, planned: &PlacedDisk, image: Image) -> anyhow::Result<()> {
+    fn list_disk(&mut self, planned: &DiskWithOrigins, image: Image) -> anyhow::Result<()> {
         let group = self.group_of(planned)?;
         let group = group.as_ref();
         let leaves_unmet = self.leaves_unmet(group);
@@ -410,7 +410,7 @@ impl Reconciliation<'_> {
         self.occasion == ReconcileReason::Start && self.registry.shared_group(group).is_some()
     }
 
-    fn group_of(&self, planned: &PlacedDisk) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
+    fn group_of(&self, planned: &DiskWithOrigins) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
         Ok(planned.group.as_ref().map(|group| self.registry.groups.get(group)).transpose()?)
     }
 
@@ -418,7 +418,7 @@ impl Reconciliation<'_> {
         self.registry.config.is_some()
     }
 
-    fn group_settings(&self, planned: &settings::PlacedGroup, now: &GroupSettings) -> GroupSettings {
+    fn group_settings(&self, planned: &settings::GroupWithOrigins, now: &GroupSettings) -> GroupSettings {
         let mut settings = planned.settings.to_group_settings();
         settings.share = self.without_unmet(&planned.name, settings.share);
         if planned.cluster {
@@ -428,7 +428,7 @@ impl Reconciliation<'_> {
         settings
     }
 
-    fn disk_settings(&self, planned: &PlacedDisk) -> GroupSettings {
+    fn disk_settings(&self, planned: &DiskWithOrigins) -> GroupSettings {
         let mut settings = planned.settings.to_group_settings();
         settings.share = self.without_unmet(&planned.name, settings.share);
         settings
@@ -450,9 +450,9 @@ impl Reconciliation<'_> {
         for &index in &difference.new_groups {
             let planned = &self.plan.groups[index];
             let wanted = planned.settings.to_group_settings();
-            let bare = GroupSettings { share: without_reservation(wanted.share), ..wanted };
+            let unreserved = GroupSettings { share: without_reservation(wanted.share), ..wanted };
             let parent = planned.group.as_ref().map(|parent| self.registry.groups.get(parent)).transpose()?;
-            let group = ThrottleGroup::new(&planned.name, bare, parent.as_ref())
+            let group = ThrottleGroup::new(&planned.name, unreserved, parent.as_ref())
                 .with_context(|| format!("group {}", planned.name))?;
             self.registry.add_group(&group)?;
             if let Some(cluster) = self.registry.cluster().filter(|_| planned.cluster) {
@@ -473,32 +473,32 @@ impl Reconciliation<'_> {
     fn apply_placements(
         &mut self,
         difference: &PlanDifference,
-        seats: Vec<MemberPlacement>,
+        member_placements: Vec<MemberPlacement>,
     ) -> anyhow::Result<()> {
         let new_groups = difference.new_groups.iter().map(|&index| self.plan.groups[index].name.as_str());
         let new_groups: HashSet<_> = new_groups.collect();
-        let (mut before, mut after, mut told) = (Vec::new(), Vec::new(), Vec::new());
-        for seat in seats {
-            let (kind, name) = seat.kind_and_name();
-            let now = MemberPlacement::current(&seat.node);
+        let (mut before, mut after, mut reports) = (Vec::new(), Vec::new(), Vec::new());
+        for placement in member_placements {
+            let (kind, name) = placement.kind_and_name();
+            let now = MemberPlacement::current(&placement.node);
             let differences: Vec<_> =
-                change_report::setting_reports(kind, &name, now.values(), seat.values()).collect();
+                change_report::setting_reports(kind, &name, now.values(), placement.values()).collect();
             if !differences.is_empty() {
-                told.extend(differences.into_iter().filter(|_| !new_groups.contains(&*name)));
+                reports.extend(differences.into_iter().filter(|_| !new_groups.contains(&*name)));
                 before.push(now);
-                after.push(seat);
+                after.push(placement);
             }
         }
-        self.changed_names.extend(after.iter().map(|seat| seat.kind_and_name().1));
+        self.changed_names.extend(after.iter().map(|placement| placement.kind_and_name().1));
         // Objects that will be removed give up their reservations for those that stay.
-        for seat in self.removed_placements(difference)? {
-            after.push(seat.clone().without_reservations());
-            before.push(seat);
+        for placement in self.removed_placements(difference)? {
+            after.push(placement.clone().without_reservations());
+            before.push(placement);
         }
         // Pushed first: `seats::put` may fail halfway, and putting the previous seats undoes it.
         self.completed.push(CompletedStep::MembersPlaced(before));
         placements::apply_all(&after)?;
-        self.reports.extend(told);
+        self.reports.extend(reports);
         Ok(())
     }
 

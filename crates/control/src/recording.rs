@@ -55,7 +55,7 @@ pub struct RunningRecording {
     /// Counters of the recording.
     pub progress: Arc<RecordingProgress>,
     /// Closed after the recording has ended.
-    ended: async_channel::Receiver<Infallible>,
+    end_signal: async_channel::Receiver<Infallible>,
 }
 
 /// Checks that this daemon, with its current rights, can record in the directory, and that no other
@@ -65,11 +65,11 @@ pub struct RunningRecording {
 /// # Errors
 /// The directory is unusable, with a remedy.
 pub fn check_directory(record: &RecordingConfig, own: Option<&RecordingConfig>) -> anyhow::Result<()> {
-    let cannot = || unusable_directory(record);
-    directory::check(&record.directory).with_context(cannot)?;
+    let unusable = || unusable_directory(record);
+    directory::check(&record.directory).with_context(unusable)?;
     let own = own.map(|own| &*own.directory);
     ensure!(
-        directory::is_free(&record.directory, own).with_context(cannot)?,
+        directory::is_free(&record.directory, own).with_context(unusable)?,
         "record: {}: another daemon records there (give each a directory of its own)",
         record.directory.display()
     );
@@ -127,23 +127,23 @@ impl Recordings {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub(crate) async fn begin(self: &Rc<Self>, of: Vec<String>, file: OwnedFd) -> anyhow::Result<u64> {
+    pub(crate) async fn begin(self: &Rc<Self>, targets: Vec<String>, file: OwnedFd) -> anyhow::Result<u64> {
         let progress = Arc::default();
         let sink = RecordingSink::new(file, reactor::now(), Arc::clone(&progress));
         let sink = sink.context("the recording cannot be begun")?;
-        let id = self.add(Box::new(sink), |ended| RunningRecording {
-            names: of,
+        let id = self.add(Box::new(sink), |signal| RunningRecording {
+            names: targets,
             directory: None,
             is_listed: true,
             progress,
-            ended,
+            end_signal: signal,
         })?;
-        let (told, heard) = async_channel::bounded(1);
+        let (sender, receiver) = async_channel::bounded(1);
         // The orders before it include the assignment of disks, so no request is missed from here
         // on.
-        self.with_engine(|engine| engine.confirm(told));
+        self.with_engine(|engine| engine.confirm(sender));
         // Completes when the engine drops the sender; no value is ever sent.
-        let _ = heard.recv().await;
+        let _ = receiver.recv().await;
         Ok(id)
     }
 
@@ -155,12 +155,12 @@ impl Recordings {
         let path = record.directory.clone();
         let directory = RecordingDirectory::new(record.clone());
         let progress = Arc::clone(directory.progress());
-        let running = |ended| RunningRecording {
+        let running = |signal| RunningRecording {
             names: Vec::new(),
             directory: Some(path.clone()),
             is_listed: true,
             progress,
-            ended,
+            end_signal: signal,
         };
         self.add(Box::new(directory), running).map(drop)
     }
@@ -169,17 +169,17 @@ impl Recordings {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn remember(self: &Rc<Self>) -> anyhow::Result<Arc<RecentRequests>> {
+    pub fn record_recent(self: &Rc<Self>) -> anyhow::Result<Arc<RecentRequests>> {
         let recent = Arc::<RecentRequests>::default();
-        let keeping = RecentOutput::new(Arc::clone(&recent), reactor::real_time());
-        let running = |ended| RunningRecording {
+        let output = RecentOutput::new(Arc::clone(&recent), reactor::real_time());
+        let running = |signal| RunningRecording {
             names: Vec::new(),
             directory: None,
             is_listed: false,
             progress: Arc::default(),
-            ended,
+            end_signal: signal,
         };
-        self.add(Box::new(keeping), running).map(|_| recent)
+        self.add(Box::new(output), running).map(|_| recent)
     }
 
     fn add(
@@ -191,9 +191,9 @@ impl Recordings {
             *self.engine.borrow_mut() = Some(RecordingEngine::start().context("no thread can be started")?);
         }
         let id = self.next.replace(self.next.get() + 1);
-        let (told, ended) = async_channel::bounded(1);
-        self.with_engine(|engine| engine.add(id, output, told));
-        let running = running(ended.clone());
+        let (sender, receiver) = async_channel::bounded(1);
+        self.with_engine(|engine| engine.add(id, output, sender));
+        let running = running(receiver.clone());
         if running.is_listed {
             tracing::info!(id, of = running.names.join(" "), "a recording has begun");
         }
@@ -202,7 +202,7 @@ impl Recordings {
         let this = Rc::downgrade(self);
         reactor::spawn(async move {
             // Completes when the output is dropped; no value is ever sent.
-            let _ = ended.recv().await;
+            let _ = receiver.recv().await;
             if let Some(this) = this.upgrade() {
                 this.remove_ended(id);
             }
@@ -234,7 +234,7 @@ impl Recordings {
         let running = self.running.borrow().get(&id).cloned()?;
         self.with_engine(|engine| engine.end(id));
         // Returns an error when the engine drops the sender, which is the signal.
-        let _ = running.ended.recv().await;
+        let _ = running.end_signal.recv().await;
         self.remove_ended(id);
         Some(running)
     }
@@ -296,9 +296,9 @@ impl Recordings {
         self.with_engine(|engine| engine.change_limits(OwnerLimits::of_group(group), now));
     }
 
-    fn with_engine(&self, what: impl FnOnce(&RecordingEngine)) {
+    fn with_engine(&self, action: impl FnOnce(&RecordingEngine)) {
         if let Some(engine) = &*self.engine.borrow() {
-            what(engine);
+            action(engine);
         }
     }
 

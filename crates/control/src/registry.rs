@@ -289,9 +289,9 @@ impl Registry {
         let sizes = watch_size(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
         let mut watches = vec![reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
         let storage = disk.disk.image().storage();
-        if let Some(bell) = storage.resize_notifier() {
-            let (bell, every) = (Arc::clone(bell), storage.poll_interval());
-            let changes = watch_image_changes(Rc::downgrade(self), name.clone(), bell, every);
+        if let Some(notifier) = storage.resize_notifier() {
+            let (notifier, every) = (Arc::clone(notifier), storage.poll_interval());
+            let changes = watch_image_changes(Rc::downgrade(self), name.clone(), notifier, every);
             // Only images in a Ceph cluster have a notifier.
             watches.push(reactor::spawn_joinable(changes));
         }
@@ -321,8 +321,8 @@ impl Registry {
         // Before `tell`, whose listeners book unmet reservations, and before the image is closed,
         // which may take long.
         let (member, before) = (disk.disk.throttle(), disk.disk.throttle().settings());
-        let bare = DiskSettings { share: before.share.with_reservation(0, 0), ..before };
-        log_unreleased(name, member.configure_and_move(bare, member.group().as_ref()));
+        let unreserved = DiskSettings { share: before.share.with_reservation(0, 0), ..before };
+        log_unreleased(name, member.configure_and_move(unreserved, member.group().as_ref()));
         self.notify(&RegistryChange::Listed { name: name.to_owned() });
         let _closing = self.disks.mark_closing(name);
         disk.close().await;
@@ -335,13 +335,13 @@ impl Registry {
 
     /// Removes an unused disk and returns it, for use as a node below another disk.
     pub(crate) fn take_out_disk(self: &Rc<Self>, name: &str) -> Result<RunningDisk, RegistryError> {
-        let kept = match Rc::try_unwrap(self.remove_from_list(name)?) {
+        let busy = match Rc::try_unwrap(self.remove_from_list(name)?) {
             // A request in flight holds a reference; the disk is listed again and reported as busy.
             Ok(disk) if Arc::strong_count(&disk.disk) == 1 => return Ok(disk),
             Ok(disk) => Rc::new(disk),
             Err(disk) => disk,
         };
-        self.list_disk(name.to_owned(), kept);
+        self.list_disk(name.to_owned(), busy);
         Err(RegistryError::Busy(name.to_owned()))
     }
 
@@ -391,8 +391,8 @@ impl Registry {
         }
         self.groups.remove(name);
         let before = group.settings();
-        let bare = GroupSettings { share: before.share.with_reservation(0, 0), ..before };
-        log_unreleased(name, group.set(bare));
+        let unreserved = GroupSettings { share: before.share.with_reservation(0, 0), ..before };
+        log_unreleased(name, group.set(unreserved));
         if let Some(cluster) = self.cluster() {
             cluster.remove_group(name);
         }
@@ -432,11 +432,11 @@ impl Registry {
         if self.lifecycle.delays_clients.get() {
             return Ok(None);
         }
-        let turn = self.lifecycle.structure_lock.lock_shared().await;
+        let guard = self.lifecycle.structure_lock.lock_shared().await;
         if self.lifecycle.is_upgrading.get() {
             return Err(RegistryError::TakenOver);
         }
-        Ok(Some(turn))
+        Ok(Some(guard))
     }
 
     pub(crate) fn check_name(&self, name: &str) -> Result<(), RegistryError> {

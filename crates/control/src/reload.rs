@@ -44,9 +44,9 @@ use super::{
 /// step. Nothing has changed then.
 pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     let reloading = async {
-        let told = reload_locked(registry).await;
+        let result = reload_locked(registry).await;
         registry.notify(&RegistryChange::Reloaded);
-        told
+        result
     };
     ChangeOrigin::reload_for_current().attribute(reloading).await
 }
@@ -56,18 +56,18 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 /// # Errors
 /// Reason for which a reload would fail, as far as that is visible before its effects.
 pub(crate) async fn dry_run(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
-    let _turn = registry.lock_structure().await?;
+    let _guard = registry.lock_structure().await?;
     let loaded = loaded_config(registry)?;
-    let (draft, plan, moved, unopened) = read_plan(registry, &loaded, true).await?;
-    let difference = PlanDifference::find(registry, &loaded.plan, (&draft, &plan)).await?;
-    let recorded = recording_changes(&loaded.plan, (&draft, &plan)).await?;
+    let (parsed, plan, moved, unopened) = read_plan(registry, &loaded, true).await?;
+    let difference = PlanDifference::find(registry, &loaded.plan, (&parsed, &plan)).await?;
+    let recorded = recording_changes(&loaded.plan, (&parsed, &plan)).await?;
     let renewed = RenewedCredentials::read(&plan).await?;
-    let mut told = new_reconciliation(registry, &loaded, &plan).dry_run(&difference).await?;
-    told.extend(renewed.reports());
-    told.extend(recorded);
-    told.extend(moved);
-    told.extend(unopened.reports(registry));
-    Ok(told)
+    let mut reports = new_reconciliation(registry, &loaded, &plan).dry_run(&difference).await?;
+    reports.extend(renewed.reports());
+    reports.extend(recorded);
+    reports.extend(moved);
+    reports.extend(unopened.reports(registry));
+    Ok(reports)
 }
 
 fn new_reconciliation<'a>(
@@ -101,10 +101,10 @@ async fn recording_changes(
 ) -> anyhow::Result<Vec<Value>> {
     let (before, after) = (before.process.record.as_ref(), after.process.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
-        let place = draft.daemon.origin_of_given("record").map(ToString::to_string);
+        let origin = draft.daemon.origin_of_given("record").map(ToString::to_string);
         let own = before.cloned();
         let checked = reactor::run_blocking(move || recording::check_directory(&wanted, own.as_ref())).await;
-        checked.with_context(|| place.unwrap_or_default())?;
+        checked.with_context(|| origin.unwrap_or_default())?;
     }
     let values =
         |record: Option<&RecordingConfig>| vec![("record", json!(record.map(RecordingConfig::to_string)))];
@@ -112,29 +112,29 @@ async fn recording_changes(
 }
 
 async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
-    let _turn = registry.lifecycle.structure_lock.lock().await;
+    let _guard = registry.lifecycle.structure_lock.lock().await;
     let loaded = loaded_config(registry)?;
-    let (draft, plan, moved, unopened) = read_plan(registry, &loaded, false).await?;
-    let difference = PlanDifference::find(registry, &loaded.plan, (&draft, &plan)).await?;
-    let recorded = recording_changes(&loaded.plan, (&draft, &plan)).await?;
+    let (parsed, plan, moved, unopened) = read_plan(registry, &loaded, false).await?;
+    let difference = PlanDifference::find(registry, &loaded.plan, (&parsed, &plan)).await?;
+    let recorded = recording_changes(&loaded.plan, (&parsed, &plan)).await?;
     let renewed = RenewedCredentials::read(&plan).await?;
     let mut work = new_reconciliation(registry, &loaded, &plan);
     work.reconcile(&difference, &mut FreshStart).await?;
     // From here on nothing is rolled back, so withheld events are sent.
     for done in std::mem::take(&mut work.completed) {
-        if let CompletedStep::ExportRemoved { gone: Some(gone), .. } = done {
+        if let CompletedStep::ExportRemoved { deletion: Some(gone), .. } = done {
             registry.notify(&gone);
         }
     }
     for name in std::mem::take(&mut work.changed_names) {
         registry.notify(&RegistryChange::SettingsChanged { name });
     }
-    let mut of_unopened = unopened.reports(registry);
+    let mut unavailable_reports = unopened.reports(registry);
     // First: unavailable disks may still refer to groups that are removed below.
-    let whole = unopened.apply(registry);
-    for (name, silent) in std::mem::take(&mut work.unavailable) {
-        of_unopened.push(change_report::object_report("disk", &name, "unavailable"));
-        registry.retry_later((&name, Rc::clone(&whole)), silent);
+    let full_plan = unopened.apply(registry);
+    for (name, image) in std::mem::take(&mut work.unavailable) {
+        unavailable_reports.push(change_report::object_report("disk", &name, "unavailable"));
+        registry.retry_later((&name, Rc::clone(&full_plan)), image);
         registry.report_unavailable_disk(&name);
     }
     work.remove_old(&difference, &loaded.plan).await;
@@ -145,21 +145,21 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
             registry.forget_unmet(name);
         }
     }
-    let mut told = work.reports;
-    told.extend(renewed.reports());
+    let mut reports = work.reports;
+    reports.extend(renewed.reports());
     renewed.apply(registry, &loaded);
     if !recorded.is_empty() {
         registry.recordings.change_directory(plan.process.record.as_ref()).await;
-        told.extend(recorded);
+        reports.extend(recorded);
     }
-    told.extend(moved);
-    told.extend(of_unopened);
+    reports.extend(moved);
+    reports.extend(unavailable_reports);
     if let Some(cluster) = registry.cluster() {
         for &index in &difference.new_disks {
             cluster.forget_moved(&plan.disks[index].name);
         }
     }
-    assemble::log_remarks(&whole);
+    assemble::log_remarks(&full_plan);
     // Includes servers without a config entry that only exports of clients keep open.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
     for (endpoint, standard) in
@@ -176,11 +176,11 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
         file,
         options,
         inherited,
-        plan: whole,
+        plan: full_plan,
         tls,
         budgets,
     })));
-    Ok(told)
+    Ok(reports)
 }
 
 /// Reads the file. The plan excludes disks that are on other hosts, returned as reports, and
@@ -195,16 +195,16 @@ async fn read_plan(
         // A pipe or device would block every later reload.
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
         ensure!(is_file, "{}: is no regular file (put the config file back there)", file.display());
-        let mistakes = Diagnostics::default();
-        let draft = config::load_with_options(&file, &options, &mistakes);
-        let draft = mistakes.finish_first(draft)?;
-        let plan = DesiredState::new(draft.clone(), inherited)?;
-        anyhow::Ok((draft, plan))
+        let diagnostics = Diagnostics::default();
+        let parsed = config::load_with_options(&file, &options, &diagnostics);
+        let parsed = diagnostics.finish_first(parsed)?;
+        let plan = DesiredState::new(parsed.clone(), inherited)?;
+        anyhow::Ok((parsed, plan))
     });
-    let (draft, mut plan) = reading.await?;
+    let (parsed, mut plan) = reading.await?;
     let moved = exclude_moved(registry, &mut plan).await;
     let unopened = unavailable::exclude_unavailable(registry, loaded, &mut plan, is_dry_run).await?;
-    Ok((draft, plan, moved, unopened))
+    Ok((parsed, plan, moved, unopened))
 }
 
 /// Excludes disks that other hosts of the cluster have taken, as a start does, and reports their

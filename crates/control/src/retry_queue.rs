@@ -22,7 +22,7 @@ use anyhow::{anyhow, ensure};
 use api::UnavailableDisk;
 use image::Image;
 use policy::time::Duration;
-use settings::{DesiredState, PlacedDisk};
+use settings::{DesiredState, DiskWithOrigins};
 use storage::rate::RateBudgets;
 
 use super::{
@@ -42,29 +42,29 @@ impl Registry {
     pub(crate) fn retry_later(
         self: &Rc<Self>,
         (name, plan): (&str, Rc<DesiredState>),
-        silent: UnavailableImage,
+        image: UnavailableImage,
     ) {
-        let UnavailableImage { opening, since, state } = silent;
-        let one = Rc::new(UnavailableDiskEntry::new(name, since, plan));
+        let UnavailableImage { request: opening, since, state } = image;
+        let entry = Rc::new(UnavailableDiskEntry::new(name, since, plan));
         let first = match state {
             UnavailableImageState::Opening(opened) => Some(opened),
             UnavailableImageState::Failed(error) => {
-                one.reported_reason.replace(Some(format!("{error:#}")));
+                entry.reported_reason.replace(Some(format!("{error:#}")));
                 None
             }
         };
-        self.start_retry(name, one, (opening, first));
+        self.start_retry(name, entry, (opening, first));
     }
 
     fn start_retry(
         self: &Rc<Self>,
         name: &str,
-        one: Rc<UnavailableDiskEntry>,
-        way: (ImageOpenRequest, Option<ImageOpenTask>),
+        entry: Rc<UnavailableDiskEntry>,
+        attempt: (ImageOpenRequest, Option<ImageOpenTask>),
     ) {
-        let task = bring_up(Rc::downgrade(self), name.to_owned(), Rc::clone(&one), way);
-        one.task.replace(Some(reactor::spawn_joinable(task)));
-        if let Some(before) = self.disks.unavailable.borrow_mut().insert(name.to_owned(), one) {
+        let task = open_with_retries(Rc::downgrade(self), name.to_owned(), Rc::clone(&entry), attempt);
+        entry.task.replace(Some(reactor::spawn_joinable(task)));
+        if let Some(before) = self.disks.unavailable.borrow_mut().insert(name.to_owned(), entry) {
             before.cancel();
         }
     }
@@ -76,33 +76,33 @@ impl Registry {
     }
 
     pub(super) fn report_unavailable_disk(&self, name: &str) {
-        let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
-        let why = one.reported_reason.borrow().clone();
-        let image = one.config().image.to_string();
+        let Some(entry) = self.disks.unavailable.borrow().get(name).cloned() else { return };
+        let why = entry.reported_reason.borrow().clone();
+        let image = entry.config().image.to_string();
         let message = match &why {
             None => format!("disk {name}: {image} does not answer; everything else is served meanwhile"),
             Some(why) => {
                 format!("disk {name}: cannot be opened, retrying every {} s: {why}", RETRY_INTERVAL.as_secs())
             }
         };
-        let news = NewEvent::new(Kind::DiskUnopened, message).of_disk(name);
-        self.events.record(news.with("image", image).with("reason", why));
+        let event = NewEvent::new(Kind::DiskUnopened, message).of_disk(name);
+        self.events.record(event.with("image", image).with("reason", why));
     }
 
     /// True if this attempt is still the current one for the name.
-    fn is_current_attempt(&self, name: &str, one: &Rc<UnavailableDiskEntry>) -> bool {
-        self.disks.unavailable.borrow().get(name).is_some_and(|known| Rc::ptr_eq(known, one))
+    fn is_current_attempt(&self, name: &str, entry: &Rc<UnavailableDiskEntry>) -> bool {
+        self.disks.unavailable.borrow().get(name).is_some_and(|known| Rc::ptr_eq(known, entry))
     }
 
     /// Lists a disk whose image is now open, with its exports. Atomic.
     async fn list_available(
         self: &Rc<Self>,
         name: &str,
-        one: &Rc<UnavailableDiskEntry>,
+        entry: &Rc<UnavailableDiskEntry>,
         image: Image,
     ) -> anyhow::Result<()> {
         ensure!(!self.lifecycle.is_upgrading.get(), "an upgrade is in progress");
-        let (planned, plan) = (one.config(), one.plan());
+        let (planned, plan) = (entry.config(), entry.plan());
         let difference = PlanDifference::of_disk(&plan, name);
         // Without a difference the config no longer contains the disk; dropping the image closes
         // it.
@@ -112,7 +112,7 @@ impl Registry {
         self.disks.unavailable.borrow_mut().remove(name);
         let mut work = Reconciliation::new(ReconcileReason::Retry, self, &plan, None, RateBudgets::default());
         if let Err(error) = work.apply(&difference, images, &mut FreshStart).await {
-            self.requeue_unavailable(name, one, &mut work).await;
+            self.requeue_unavailable(name, entry, &mut work).await;
             return Err(error);
         }
         // Booked after listing, with failure tolerated: the disk was part of a start that
@@ -121,7 +121,7 @@ impl Registry {
         if let Some(cluster) = self.cluster() {
             cluster.record_lowered_reservations(&**self);
         }
-        tracing::info!(disk = name, after_s = one.age(reactor::now()).as_secs(), "its image is open now");
+        tracing::info!(disk = name, after_s = entry.age(reactor::now()).as_secs(), "its image is open now");
         Ok(())
     }
 
@@ -130,30 +130,30 @@ impl Registry {
     async fn requeue_unavailable(
         self: &Rc<Self>,
         name: &str,
-        one: &Rc<UnavailableDiskEntry>,
+        entry: &Rc<UnavailableDiskEntry>,
         work: &mut Reconciliation<'_>,
     ) {
-        let place = |export: Rc<RunningExport>| match &export.endpoint {
+        let position = |export: Rc<RunningExport>| match &export.endpoint {
             RunningEndpoint::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
             RunningEndpoint::Separate(..) => None,
         };
-        let places: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(place).collect();
+        let positions: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(position).collect();
         // First, so that the server keeps the export's position for the next attempt.
-        places.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
+        positions.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
         work.roll_back().await;
         if self.disks.get(name).is_ok() {
             tracing::error!(
                 "disk {name}: could not be added completely, and its remains could not be removed"
             );
-            places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
+            positions.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
             return;
         }
-        self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(one));
+        self.disks.unavailable.borrow_mut().insert(name.to_owned(), Rc::clone(entry));
     }
 
     /// Configs of all unavailable disks.
-    pub(super) fn unavailable_configs(&self) -> Vec<PlacedDisk> {
-        self.disks.unavailable.borrow().values().map(|one| one.config()).collect()
+    pub(super) fn unavailable_configs(&self) -> Vec<DiskWithOrigins> {
+        self.disks.unavailable.borrow().values().map(|entry| entry.config()).collect()
     }
 
     /// Applies a new config to an unavailable disk. An opening with other options (`way`, with its
@@ -162,25 +162,25 @@ impl Registry {
         self: &Rc<Self>,
         name: &str,
         plan: Rc<DesiredState>,
-        way: Option<(ImageOpenRequest, Option<ImageOpenTask>)>,
+        attempt: Option<(ImageOpenRequest, Option<ImageOpenTask>)>,
     ) {
-        let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
+        let Some(entry) = self.disks.unavailable.borrow().get(name).cloned() else { return };
         // Positions of exports that the new plan lacks are released before the plan is replaced.
-        let wanted = PlannedExport::of_disk(&plan, name);
-        self.release_reserved_names(name, &one, |old| !wanted.contains(old));
-        match way {
-            None => one.replace_config(plan),
-            Some(way) => {
-                self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, one.since, plan)), way);
+        let planned = PlannedExport::of_disk(&plan, name);
+        self.release_reserved_names(name, &entry, |old| !planned.contains(old));
+        match attempt {
+            None => entry.replace_config(plan),
+            Some(attempt) => {
+                self.start_retry(name, Rc::new(UnavailableDiskEntry::new(name, entry.since, plan)), attempt);
             }
         }
     }
 
     /// Abandons an unavailable disk. Returns false if there is none with this name.
     pub(crate) fn abandon_unavailable(&self, name: &str) -> bool {
-        let Some(one) = self.disks.unavailable.borrow_mut().remove(name) else { return false };
-        one.cancel();
-        self.release_reserved_names(name, &one, |_| true);
+        let Some(entry) = self.disks.unavailable.borrow_mut().remove(name) else { return false };
+        entry.cancel();
+        self.release_reserved_names(name, &entry, |_| true);
         true
     }
 
@@ -188,11 +188,11 @@ impl Registry {
     fn release_reserved_names(
         &self,
         name: &str,
-        one: &UnavailableDiskEntry,
+        entry: &UnavailableDiskEntry,
         is_gone: impl Fn(&PlannedExport) -> bool,
     ) {
-        for export in PlannedExport::of_disk(&one.plan(), name).iter().filter(|export| is_gone(export)) {
-            if let PlannedEndpoint::Nbd { endpoint, name, .. } = &export.way
+        for export in PlannedExport::of_disk(&entry.plan(), name).iter().filter(|export| is_gone(export)) {
+            if let PlannedEndpoint::Nbd { endpoint, name, .. } = &export.endpoint
                 && let Some(serving) = planned_export::find_server(self, endpoint)
             {
                 serving.server.release_reserved(name);
@@ -203,15 +203,15 @@ impl Registry {
     /// Unavailable disks, for `weir status`.
     pub(super) fn unavailable_disks(&self) -> Vec<UnavailableDisk> {
         let now = reactor::now();
-        self.disks.unavailable.borrow().values().map(|one| one.to_status(now)).collect()
+        self.disks.unavailable.borrow().values().map(|entry| entry.to_status(now)).collect()
     }
 }
 
 /// Opens the image, retrying as long as necessary, and lists its disk.
-async fn bring_up(
+async fn open_with_retries(
     registry: Weak<Registry>,
     name: String,
-    one: Rc<UnavailableDiskEntry>,
+    entry: Rc<UnavailableDiskEntry>,
     (opening, mut first): (ImageOpenRequest, Option<ImageOpenTask>),
 ) {
     loop {
@@ -227,23 +227,23 @@ async fn bring_up(
         let Some(registry) = registry.upgrade() else { return };
         // The lock is released before the sleep below; a reload may run between two attempts.
         let listed = {
-            let _turn = registry.lifecycle.structure_lock.lock().await;
-            if registry.lifecycle.is_ending.get() || !registry.is_current_attempt(&name, &one) {
+            let _guard = registry.lifecycle.structure_lock.lock().await;
+            if registry.lifecycle.is_ending.get() || !registry.is_current_attempt(&name, &entry) {
                 return;
             }
             match opened {
-                Ok(image) => registry.list_available(&name, &one, image).await,
+                Ok(image) => registry.list_available(&name, &entry, image).await,
                 Err(error) => Err(error),
             }
         };
         let Err(error) = listed else { return };
-        if !registry.is_current_attempt(&name, &one) {
+        if !registry.is_current_attempt(&name, &entry) {
             return;
         }
         let why = format!("{error:#}");
         // Reported once per reason, not once per attempt.
-        if one.reported_reason.borrow().as_ref() != Some(&why) {
-            one.reported_reason.replace(Some(why));
+        if entry.reported_reason.borrow().as_ref() != Some(&why) {
+            entry.reported_reason.replace(Some(why));
             registry.report_unavailable_disk(&name);
         }
         drop(registry);

@@ -78,14 +78,14 @@ impl RunningDisk {
     /// Current values of the keys that differ from their defaults and that `which` selects, with
     /// absolute paths. Excludes a probed format: the image, opened as explicitly raw, would accept
     /// the header of another format from its guest.
-    pub(crate) fn current_keys(&self, which: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
+    pub(crate) fn current_keys(&self, is_selected: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
         let mut config = self.current_config();
         if let Ok(here) = absolute(".") {
             config.image = config.image.relative_to(&here);
         }
         config.read_only = self.disk.image().is_read_only();
         let is_set = |key: &&ConfigKey<DiskConfig>| self.has_key(key.name) && !key.is_default(&config);
-        let keys = DiskConfig::keys().iter().filter(is_set).filter(|key| which(key));
+        let keys = DiskConfig::keys().iter().filter(is_set).filter(|key| is_selected(key));
         keys.filter_map(|key| Some((key.name.to_owned(), Value::from(&key.write(&config)?)))).collect()
     }
 

@@ -102,8 +102,8 @@ impl RunningServer {
 
     /// True if this server listens at the address, for any spelling of a socket's path.
     pub(crate) fn listens_at(&self, address: &str) -> bool {
-        let is_there = |at: &str| listen::is_same_address(at, address);
-        is_there(&self.address()) || self.config_address().as_deref().is_some_and(is_there)
+        let listens = |at: &str| listen::is_same_address(at, address);
+        listens(&self.address()) || self.config_address().as_deref().is_some_and(listens)
     }
 
     /// Accepting sockets, with the paths of the socket files that weir created.

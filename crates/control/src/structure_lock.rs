@@ -55,8 +55,8 @@ impl StructureLock {
         loop {
             // Registered before the attempt, or a release in between would be missed.
             let freed = self.freed.listen();
-            if let Some(turn) = self.try_lock() {
-                return turn;
+            if let Some(guard) = self.try_lock() {
+                return guard;
             }
             freed.await;
         }
@@ -103,19 +103,19 @@ mod tests {
     #[test]
     fn exclusive_lock_precedes_later_shared_locks() {
         sim::run(1, async {
-            let turns = Rc::new(StructureLock::default());
-            let (first, second) = (turns.lock_shared().await, turns.lock_shared().await);
-            assert!(turns.try_lock().is_none() && !turns.is_exclusively_locked());
-            let waiting = Rc::clone(&turns);
+            let lock = Rc::new(StructureLock::default());
+            let (first, second) = (lock.lock_shared().await, lock.lock_shared().await);
+            assert!(lock.try_lock().is_none() && !lock.is_exclusively_locked());
+            let waiting = Rc::clone(&lock);
             let reload = reactor::spawn_joinable(async move {
-                let turn = waiting.lock().await;
+                let guard = waiting.lock().await;
                 reactor::yield_now().await;
-                drop(turn);
+                drop(guard);
                 waiting.shared.get()
             });
             reactor::yield_now().await;
             // The reload has run, and is blocked by both guards.
-            let waiting = Rc::clone(&turns);
+            let waiting = Rc::clone(&lock);
             let command = reactor::spawn_joinable(async move { drop(waiting.lock_shared().await) });
             reactor::yield_now().await;
             drop(first);
@@ -124,22 +124,22 @@ mod tests {
             drop(second);
             assert_eq!(reload.await, 0, "the command has waited");
             command.await;
-            assert!(turns.try_lock().is_some());
+            assert!(lock.try_lock().is_some());
         });
     }
 
     #[test]
     fn cancelled_exclusive_waiter_does_not_block_shared_locks() {
         sim::run(1, async {
-            let turns = Rc::new(StructureLock::default());
-            let turn = turns.lock_shared().await;
-            let waiting = Rc::clone(&turns);
+            let lock = Rc::new(StructureLock::default());
+            let guard = lock.lock_shared().await;
+            let waiting = Rc::clone(&lock);
             let reload = reactor::spawn_joinable(async move { drop(waiting.lock().await) });
             reactor::yield_now().await;
             reload.cancel().await;
-            drop(turns.lock_shared().await);
-            drop(turn);
-            assert!(turns.try_lock().is_some());
+            drop(lock.lock_shared().await);
+            drop(guard);
+            assert!(lock.try_lock().is_some());
         });
     }
 }

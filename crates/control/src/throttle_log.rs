@@ -28,7 +28,7 @@ impl ThrottleLog {
     /// Starts the first interval now; earlier throttling is not logged.
     pub(super) fn starting_now(registry: &Registry) -> Self {
         let last = ThrottleLogCounters::of(registry);
-        let limited_ns = last.0.values().fold(0, |sum: u64, seen| sum.saturating_add(seen.limited_ns));
+        let limited_ns = last.0.values().fold(0, |sum: u64, growth| sum.saturating_add(growth.limited_ns));
         Self { last, interval_began: reactor::now(), limited_ns }
     }
 
@@ -72,7 +72,7 @@ impl ThrottleGrowth {
 
     /// Growth since `before`; zero if a counter fell, because the name belongs to another object.
     fn growth_since(self, before: Self) -> Self {
-        let counters = |seen: Self| [seen.throttled, seen.waited_ns, seen.limited_ns];
+        let counters = |growth: Self| [growth.throttled, growth.waited_ns, growth.limited_ns];
         let [throttled, waited_ns, limited_ns] =
             counter::growths(&counters(before), &counters(self)).unwrap_or_default();
         Self { throttled, waited_ns, limited_ns }
@@ -83,13 +83,13 @@ impl ThrottleGrowth {
 struct CurrentThrottleStats {
     name: String,
     stats: ThrottleStats,
-    above: Vec<Arc<ThrottleGroup>>,
+    ancestors: Vec<Arc<ThrottleGroup>>,
 }
 
 impl CurrentThrottleStats {
     fn new(name: &str, stats: ThrottleStats, group: Option<Arc<ThrottleGroup>>) -> Self {
-        let above = std::iter::successors(group, |group| group.parent().cloned());
-        Self { name: name.to_owned(), stats, above: above.collect() }
+        let ancestors = std::iter::successors(group, |group| group.parent().cloned());
+        Self { name: name.to_owned(), stats, ancestors: ancestors.collect() }
     }
 }
 
@@ -113,12 +113,12 @@ impl ThrottleLogCounters {
         let disks = disks.iter().map(|running| of_disk(&running.disk));
         let now: HashMap<_, _> =
             disks.chain(groups.iter().map(of_group)).map(|now| (now.name.clone(), now)).collect();
-        for one in now.values() {
-            if let Some(seen) = throttle_growth(&one.stats, self.previous(&one.name)) {
-                let above = one.above.iter().filter_map(|group| now.get(group.name()));
-                let above: Vec<_> = above.map(|group| (&*group.name, &group.stats)).collect();
-                let seen = self.limited_by(seen, one.stats.waiting != [0, 0], &above);
-                log_throttling(&one.name, &one.stats, seen, elapsed, &above);
+        for current in now.values() {
+            if let Some(growth) = throttle_growth(&current.stats, self.previous(&current.name)) {
+                let ancestors = current.ancestors.iter().filter_map(|group| now.get(group.name()));
+                let ancestors: Vec<_> = ancestors.map(|group| (&*group.name, &group.stats)).collect();
+                let growth = self.limited_by(growth, current.stats.waiting != [0, 0], &ancestors);
+                log_throttling(&current.name, &current.stats, growth, elapsed, &ancestors);
             }
         }
         self.0 = now.into_iter().map(|(name, now)| (name, ThrottleGrowth::of(&now.stats))).collect();
@@ -131,53 +131,53 @@ impl ThrottleLogCounters {
     /// Time limited, with the share of the groups, by the same rule as `weir status`.
     fn limited_by(
         &self,
-        seen: ThrottleGrowth,
+        growth: ThrottleGrowth,
         still_waits: bool,
-        above: &[(&str, &ThrottleStats)],
+        ancestors: &[(&str, &ThrottleStats)],
     ) -> ThrottleGrowth {
-        let of_groups = above
+        let of_groups = ancestors
             .iter()
             .map(|(name, stats)| ThrottleGrowth::of(stats).growth_since(self.previous(name)).limited_ns);
         // A disk waits for its group's limit too, but the group alone counts that time.
-        let limited_ns = throttled_with_groups_ns(seen.limited_ns, of_groups, seen.waited_ns, still_waits);
-        ThrottleGrowth { limited_ns, ..seen }
+        let limited_ns = throttled_with_groups_ns(growth.limited_ns, of_groups, growth.waited_ns, still_waits);
+        ThrottleGrowth { limited_ns, ..growth }
     }
 }
 
 /// Growth since `before`; `None` if nothing was throttled and nothing waits.
 fn throttle_growth(stats: &ThrottleStats, before: ThrottleGrowth) -> Option<ThrottleGrowth> {
-    let seen = ThrottleGrowth::of(stats).growth_since(before);
-    (seen != ThrottleGrowth::default() || stats.waiting != [0, 0]).then_some(seen)
+    let growth = ThrottleGrowth::of(stats).growth_since(before);
+    (growth != ThrottleGrowth::default() || stats.waiting != [0, 0]).then_some(growth)
 }
 
 /// The limit that requests wait for, its own or the nearest ancestor's: `tenant: iops-total`.
-fn throttle_cause(stats: &ThrottleStats, above: &[(&str, &ThrottleStats)]) -> Option<String> {
+fn throttle_cause(stats: &ThrottleStats, ancestors: &[(&str, &ThrottleStats)]) -> Option<String> {
     let limit = |stats: &ThrottleStats| {
         stats.throttle_cause.map(|kind| LimitSetting::Limit(kind, LimitPart::Rate).name())
     };
-    let of_group = || above.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
+    let of_group = || ancestors.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
     limit(stats).map(str::to_owned).or_else(of_group)
 }
 
 fn log_throttling(
     name: &str,
     stats: &ThrottleStats,
-    seen: ThrottleGrowth,
+    growth: ThrottleGrowth,
     elapsed: Duration,
-    above: &[(&str, &ThrottleStats)],
+    ancestors: &[(&str, &ThrottleStats)],
 ) {
     let [waiting_reads, waiting_writes] = stats.waiting;
     tracing::debug!(
         target: TARGET,
         name,
-        throttled = seen.throttled,
-        waited_ms = milliseconds(seen.waited_ns),
-        limited_percent = seen.limited_ns.saturating_mul(100) / elapsed.as_nanos() as u64,
+        throttled = growth.throttled,
+        waited_ms = milliseconds(growth.waited_ns),
+        limited_percent = growth.limited_ns.saturating_mul(100) / elapsed.as_nanos() as u64,
         // Percentiles cover the last ten to twenty seconds.
         wait_p50_ms = milliseconds(stats.recent_waits.p50_ns),
         wait_p99_ms = milliseconds(stats.recent_waits.p99_ns),
         wait_max_ms = milliseconds(stats.recent_waits.max_ns),
-        binding = throttle_cause(stats, above),
+        binding = throttle_cause(stats, ancestors),
         waiting_reads,
         waiting_writes,
         "throttled by limits"
@@ -217,8 +217,8 @@ mod tests {
         assert_eq!(throttle_growth(&stats(0, [0, 0]), ThrottleGrowth::default()), None);
         let before = ThrottleGrowth::of(&stats(3, [0, 0]));
         assert_eq!(throttle_growth(&stats(3, [0, 0]), before), None);
-        let seen = ThrottleGrowth { throttled: 2, waited_ns: 20, limited_ns: 10 };
-        assert_eq!(throttle_growth(&stats(5, [0, 0]), before), Some(seen));
+        let growth = ThrottleGrowth { throttled: 2, waited_ns: 20, limited_ns: 10 };
+        assert_eq!(throttle_growth(&stats(5, [0, 0]), before), Some(growth));
     }
 
     #[test]
@@ -233,18 +233,18 @@ mod tests {
     fn disk_waiting_for_its_group_counts_the_groups_time() {
         let group =
             ThrottleStats { throttled_ns: 7, throttle_cause: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
-        let above = [("tenant", &group)];
+        let ancestors = [("tenant", &group)];
         // Unlimited itself, with a request that waits for the group's limit.
         let disk = ThrottleStats { throttled_ns: 0, ..stats(2, [0, 1]) };
-        let seen = throttle_growth(&disk, ThrottleGrowth::default()).unwrap();
+        let growth = throttle_growth(&disk, ThrottleGrowth::default()).unwrap();
         let last = ThrottleLogCounters(HashMap::from([(
             "tenant".to_owned(),
             ThrottleGrowth { limited_ns: 3, ..ThrottleGrowth::default() },
         )]));
-        assert_eq!(last.limited_by(seen, true, &above).limited_ns, 4);
-        assert_eq!(last.limited_by(ThrottleGrowth { waited_ns: 3, ..seen }, false, &above).limited_ns, 3);
-        assert_eq!(throttle_cause(&disk, &above).as_deref(), Some("tenant: iops-total"));
-        assert_eq!(last.limited_by(seen, true, &[]).limited_ns, 0);
+        assert_eq!(last.limited_by(growth, true, &ancestors).limited_ns, 4);
+        assert_eq!(last.limited_by(ThrottleGrowth { waited_ns: 3, ..growth }, false, &ancestors).limited_ns, 3);
+        assert_eq!(throttle_cause(&disk, &ancestors).as_deref(), Some("tenant: iops-total"));
+        assert_eq!(last.limited_by(growth, true, &[]).limited_ns, 0);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::{
 use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
-use settings::{DesiredState, ListenEndpoint, PlacedDisk};
+use settings::{DesiredState, ListenEndpoint, DiskWithOrigins};
 
 pub struct UnavailableDiskEntry {
     name: String,
@@ -60,7 +60,7 @@ impl UnavailableDiskEntry {
         self.plan.replace(plan);
     }
 
-    pub(super) fn config(&self) -> PlacedDisk {
+    pub(super) fn config(&self) -> DiskWithOrigins {
         let plan = self.plan.borrow();
         plan.disks.iter().find(|disk| disk.name == self.name).expect("the plan has it").clone()
     }
@@ -98,11 +98,11 @@ impl ReservedEndpoint {
     fn of_disk_exports(plan: &DesiredState, disk: &str) -> Vec<Self> {
         let index = plan.disks.iter().position(|planned| planned.name == disk);
         let names = plan.servers.iter().flat_map(|server| {
-            let own = server.exports.iter().filter(|export| Some(export.disk) == index);
-            own.map(|export| Self::NbdExportName(server.endpoint.clone(), export.name.clone()))
+            let served = server.exports.iter().filter(|export| Some(export.disk) == index);
+            served.map(|export| Self::NbdExportName(server.endpoint.clone(), export.name.clone()))
         });
-        let doors = plan.exports.iter().filter(|export| Some(export.disk) == index);
-        let paths = doors.filter_map(|export| path::absolute(export.target.path()?).ok());
+        let exports = plan.exports.iter().filter(|export| Some(export.disk) == index);
+        let paths = exports.filter_map(|export| path::absolute(export.target.path()?).ok());
         names.chain(paths.map(Self::EndpointPath)).collect()
     }
 }

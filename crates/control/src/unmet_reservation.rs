@@ -27,7 +27,7 @@ impl UnmetReservationEntry {
     /// Form in `weir status`.
     pub(crate) fn to_status(&self) -> UnmetReservation {
         let [iops, bps] = self.wanted.map(|amount| (amount > 0).then_some(amount));
-        UnmetReservation { iops_reservation: iops, bps_reservation: bps, why: self.why.clone() }
+        UnmetReservation { iops_reservation: iops, bps_reservation: bps, reason: self.why.clone() }
     }
 }
 

@@ -34,13 +34,13 @@ impl Registry {
     /// The reservation does not fit regardless of other hosts.
     pub(crate) fn book_at_start(&self, name: &str, wanted: [u64; 2]) -> anyhow::Result<()> {
         let node = self.group_or_disk(name).context("what is not listed")?;
-        let promised = placement_with_reservation(&node, wanted).apply();
-        let Err(ThrottleError::Overbooked(overbooked)) = &promised else {
-            return promised.context(kind_and_name(&node));
+        let booked = placement_with_reservation(&node, wanted).apply();
+        let Err(ThrottleError::Overbooked(overbooked)) = &booked else {
+            return booked.context(kind_and_name(&node));
         };
         // Only a bound of the cluster can change by actions of other hosts.
         if !overbooked.bound.is_shared() {
-            return promised.context(kind_and_name(&node));
+            return booked.context(kind_and_name(&node));
         }
         let why = format!("{overbooked}{}", self.reservations_elsewhere(&node));
         self.record_unmet(name, wanted, why);
@@ -63,10 +63,10 @@ impl Registry {
     pub fn book_when_possible(self: &Rc<Self>) {
         let registry = Rc::downgrade(self);
         self.listen(move |change| {
-            let may_leave_room =
+            let may_free_capacity =
                 matches!(change, RegistryChange::Listed { .. } | RegistryChange::SettingsChanged { .. });
             if let Some(registry) = registry.upgrade()
-                && may_leave_room
+                && may_free_capacity
                 && registry.cluster().is_none()
             {
                 registry.book_unmet();
@@ -78,8 +78,8 @@ impl Registry {
     /// Text about reservations on other hosts in the same cluster-wide limit.
     fn reservations_elsewhere(&self, node: &GroupOrDisk) -> String {
         let shared = self.shared_group_of(node);
-        let said = shared.and_then(|group| Some(self.cluster()?.reservations_elsewhere(group.name())));
-        said.unwrap_or_default()
+        let text = shared.and_then(|group| Some(self.cluster()?.reservations_elsewhere(group.name())));
+        text.unwrap_or_default()
     }
 
     fn shared_group_of(&self, node: &GroupOrDisk) -> Option<Arc<ThrottleGroup>> {
@@ -90,17 +90,17 @@ impl Registry {
     }
 
     fn record_unmet(&self, name: &str, wanted: [u64; 2], why: String) {
-        let mut left_out = self.groups.unmet.borrow_mut();
-        let was_told = matches!(
-            left_out.get(name),
+        let mut unmet = self.groups.unmet.borrow_mut();
+        let was_reported = matches!(
+            unmet.get(name),
             Some(UnmetReservationEntry {
                 state: UnmetReservationState::Reported | UnmetReservationState::BookedAgain(true),
                 ..
             })
         );
         let state =
-            if was_told { UnmetReservationState::Reported } else { UnmetReservationState::Unreported };
-        left_out.insert(name.to_owned(), UnmetReservationEntry { wanted, why, state });
+            if was_reported { UnmetReservationState::Reported } else { UnmetReservationState::Unreported };
+        unmet.insert(name.to_owned(), UnmetReservationEntry { wanted, why, state });
     }
 
     fn group_or_disk(&self, name: &str) -> Option<GroupOrDisk> {
@@ -146,8 +146,8 @@ impl Registry {
         });
         for node in &nodes {
             // Read again for each member: the previous removal has changed it.
-            let promised = shared.reserved();
-            let fits = |unit: usize| left[unit].is_none_or(|left| promised[unit] <= left);
+            let reserved = shared.reserved();
+            let fits = |unit: usize| left[unit].is_none_or(|left| reserved[unit] <= left);
             if fits(0) && fits(1) {
                 return;
             }
@@ -168,18 +168,18 @@ impl Registry {
 
     /// Reports the changes since the last report.
     pub(super) fn report_unmet(&self) {
-        let mut told = Vec::new();
-        self.groups.unmet.borrow_mut().retain(|name, one| {
+        let mut changed = Vec::new();
+        self.groups.unmet.borrow_mut().retain(|name, entry| {
             // `Tried(false)` was never reported as unmet, so being met is no news.
-            let was = std::mem::replace(&mut one.state, UnmetReservationState::Reported);
+            let was = std::mem::replace(&mut entry.state, UnmetReservationState::Reported);
             if matches!(was, UnmetReservationState::Unreported | UnmetReservationState::BookedAgain(true)) {
-                told.push((name.clone(), was, one.clone()));
+                changed.push((name.clone(), was, entry.clone()));
             }
             !matches!(was, UnmetReservationState::BookedAgain(_))
         });
-        for (name, was, UnmetReservationEntry { wanted, why, .. }) in told {
+        for (name, was, UnmetReservationEntry { wanted, why, .. }) in changed {
             let amounts = || named_reservations(wanted);
-            let news = if was == UnmetReservationState::Unreported {
+            let event = if was == UnmetReservationState::Unreported {
                 let amounts: Vec<_> = amounts().map(|(key, amount)| format!("{key} {amount}")).collect();
                 let amounts = amounts.join(" and ");
                 let message = format!("{name}: served without its {amounts} until capacity is free: {why}");
@@ -187,9 +187,9 @@ impl Registry {
             } else {
                 NewEvent::new(Kind::PromiseMade, format!("{name}: its reservation is in force now"))
             };
-            let news =
-                if self.groups.get(&name).is_ok() { news.of_group(&name) } else { news.of_disk(&name) };
-            self.events.record(amounts().fold(news, |news, (key, amount)| news.with(key, amount)));
+            let event =
+                if self.groups.get(&name).is_ok() { event.of_group(&name) } else { event.of_disk(&name) };
+            self.events.record(amounts().fold(event, |event, (key, amount)| event.with(key, amount)));
         }
     }
 
@@ -200,14 +200,14 @@ impl Registry {
 
     /// True if exactly this reservation is unmet.
     pub(super) fn is_unmet(&self, name: &str, share: NodeShare) -> bool {
-        self.groups.unmet.borrow().get(name).is_some_and(|one| one.wanted == reservation_of(share))
+        self.groups.unmet.borrow().get(name).is_some_and(|entry| entry.wanted == reservation_of(share))
     }
 }
 
 fn placement_with_reservation(node: &GroupOrDisk, [iops, bps]: [u64; 2]) -> MemberPlacement {
-    let mut seat = MemberPlacement::current(node);
-    seat.settings.share = seat.settings.share.with_reservation(iops, bps);
-    seat
+    let mut placement = MemberPlacement::current(node);
+    placement.settings.share = placement.settings.share.with_reservation(iops, bps);
+    placement
 }
 
 fn kind_and_name(node: &GroupOrDisk) -> String {

@@ -52,21 +52,21 @@ fn endpoint_name(endpoint: &ListenEndpoint) -> String {
 }
 
 /// Name of the endpoint of an HTTP service, `metrics` or `http`.
-pub fn http_endpoint_name(what: &str, address: &ListenAddress) -> String {
-    format!("{what} at {address}")
+pub fn http_endpoint_name(kind: &str, address: &ListenAddress) -> String {
+    format!("{kind} at {address}")
 }
 
 /// Text about an object of the old process that is missing here, with the remedy.
-fn missing_text<T>(what: String, origin: &ObjectOrigin<T>, registry: &Registry) -> String {
+fn missing_text<T>(subject: String, origin: &ObjectOrigin<T>, registry: &Registry) -> String {
     let why = match origin {
         ObjectOrigin::NotTransferable(why) => format!(", and cannot be transferred: {why}"),
         ObjectOrigin::Config | ObjectOrigin::Added(_) => String::new(),
     };
-    let place = match &registry.config {
+    let config = match &registry.config {
         Some(file) => file.display().to_string(),
         None => "this command line".to_owned(),
     };
-    format!("{what}{why} (add it to {place}, or remove it first)")
+    format!("{subject}{why} (add it to {config}, or remove it first)")
 }
 
 /// Releases a disk with handover that was held during the pause so that its image stayed open. By
@@ -98,12 +98,12 @@ mod tests {
 
     #[test]
     fn endpoint_name_is_independent_of_the_directory() {
-        let called =
+        let name_of =
             |path: std::path::PathBuf| endpoint_name(&ListenEndpoint::Address(ListenAddress::Unix(path)));
         let here = std::env::current_dir().unwrap();
-        let whole = called(here.join("w.sock"));
-        assert_eq!(called("w.sock".into()), whole);
-        assert_eq!(called("./w.sock".into()), whole);
-        assert_ne!(called("v.sock".into()), whole);
+        let absolute = name_of(here.join("w.sock"));
+        assert_eq!(name_of("w.sock".into()), absolute);
+        assert_eq!(name_of("./w.sock".into()), absolute);
+        assert_ne!(name_of("v.sock".into()), absolute);
     }
 }

@@ -64,27 +64,27 @@ pub fn watch_registry(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> Join
         }
     });
     let registry = Rc::downgrade(registry);
-    let look = move || Some(watch.borrow_mut().sample(&*Weak::upgrade(&registry)?));
+    let sample = move || Some(watch.borrow_mut().sample(&*Weak::upgrade(&registry)?));
     reactor::spawn_joinable(async move {
-        let _gone: Option<Infallible> = sample_while_active(look).await;
+        let _gone: Option<Infallible> = sample_while_active(sample).await;
     })
 }
 
 /// Samples until `look` returns `None`; `look` returns true if no condition can change by time
 /// alone.
-async fn sample_while_active(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
+async fn sample_while_active(mut sample: impl FnMut() -> Option<bool>) -> Option<Infallible> {
     loop {
         reactor::sleep_until(reactor::now() + SECOND).await;
-        let looked = reactor::now();
+        let sampled_at = reactor::now();
         // Created before the sample: a wake-up during the sample must not be missed.
-        let somebody_wakes = reactor::next_wake_up();
-        if !look()? {
+        let wake_up = reactor::next_wake_up();
+        if !sample()? {
             continue;
         }
-        somebody_wakes.await;
-        if reactor::now() - looked > SECOND {
+        wake_up.await;
+        if reactor::now() - sampled_at > SECOND {
             // Activity that begins now is measured from this sample on.
-            look()?;
+            sample()?;
         }
     }
 }
@@ -104,10 +104,10 @@ impl MemberKind {
         }
     }
 
-    fn with_subject(self, name: &str, news: NewEvent) -> NewEvent {
+    fn with_subject(self, name: &str, event: NewEvent) -> NewEvent {
         match self {
-            Self::Disk => news.of_disk(name),
-            Self::Group => news.of_group(name),
+            Self::Disk => event.of_disk(name),
+            Self::Group => event.of_group(name),
         }
     }
 }
@@ -146,8 +146,8 @@ impl DeviceInUse {
     }
 
     fn end_event(&self, export: &str, connections: usize, now: Instant) -> NewEvent {
-        let news = self.use_event(Kind::ClientOut, export).with("connections", connections);
-        news.with("seconds", (now - self.since).as_secs())
+        let event = self.use_event(Kind::ClientOut, export).with("connections", connections);
+        event.with("seconds", (now - self.since).as_secs())
     }
 }
 
@@ -184,10 +184,10 @@ impl EventWatch {
             }
         }
         self.report_device_use(registry);
-        let all_is_told = self.report_unanswered(registry);
+        let is_all_reported = self.report_unanswered(registry);
         let limited_ns = self.conditions.limited_ns();
         self.throttle_log.log_if_due(registry, limited_ns, now);
-        let is_told = all_is_told && self.throttle_log.is_unchanged(limited_ns);
+        let is_told = is_all_reported && self.throttle_log.is_unchanged(limited_ns);
         self.conditions.is_idle() && self.devices.is_idle() && is_told
     }
 
@@ -200,26 +200,26 @@ impl EventWatch {
             // Only storage at a server or in a Ceph cluster tracks the age of its requests.
             let Some(age) = storage.oldest_request().filter(|_| storage.is_remote()) else { continue };
             let name = running.disk.name().to_string();
-            let was_told = before.remove(&name).unwrap_or(false);
+            let was_reported = before.remove(&name).unwrap_or(false);
             // After a report, other requests of the disk may still be pending.
             let is_late = age >= UNANSWERED_TIMEOUT;
-            if is_late && !was_told {
+            if is_late && !was_reported {
                 let seconds = age.as_secs();
                 let message =
                     format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
-                let news =
+                let event =
                     NewEvent::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
                 let connected = storage.remote_status().map(|remote| remote.is_connected);
-                registry.events.record(news.with("connected", connected));
-            } else if was_told && !is_late {
+                registry.events.record(event.with("connected", connected));
+            } else if was_reported && !is_late {
                 registry.events.record(storage_answers_event(&name));
             }
             self.unanswered.insert(name, is_late);
         }
-        for (name, _) in before.into_iter().filter(|(_, was_told)| *was_told) {
+        for (name, _) in before.into_iter().filter(|(_, was_reported)| *was_reported) {
             registry.events.record(storage_answers_event(&name));
         }
-        self.unanswered.values().all(|is_told| *is_told)
+        self.unanswered.values().all(|is_reported| *is_reported)
     }
 
     /// Reports changes in the use of devices and files. A use shorter than the sampling interval is
@@ -228,23 +228,23 @@ impl EventWatch {
         let now = reactor::now();
         let mut before = std::mem::take(&mut self.used);
         for export in registry.exports.all() {
-            let RunningEndpoint::Separate(entrance) = &export.endpoint else { continue };
-            let clients = entrance.server.connections();
-            if entrance.device().is_none() || clients == 0 {
+            let RunningEndpoint::Separate(endpoint) = &export.endpoint else { continue };
+            let clients = endpoint.server.connections();
+            if endpoint.device().is_none() || clients == 0 {
                 continue;
             }
-            let (disk, kind) = (export.disk.disk.name().to_string(), entrance.kind());
-            let seen =
+            let (disk, kind) = (export.disk.disk.name().to_string(), endpoint.kind());
+            let before_use =
                 before.remove(&export.id).unwrap_or(DeviceInUse { disk, kind, clients: 0, since: now });
             // The flag is consumed even if no event follows.
-            if clients > seen.clients && !self.in_use_before.remove(&export.id) {
+            if clients > before_use.clients && !self.in_use_before.remove(&export.id) {
                 registry
                     .events
-                    .record(seen.use_event(Kind::ClientIn, &export.id).with("connections", clients));
-            } else if clients < seen.clients {
-                registry.events.record(seen.end_event(&export.id, clients, now));
+                    .record(before_use.use_event(Kind::ClientIn, &export.id).with("connections", clients));
+            } else if clients < before_use.clients {
+                registry.events.record(before_use.end_event(&export.id, clients, now));
             }
-            self.used.insert(export.id.clone(), DeviceInUse { clients, ..seen });
+            self.used.insert(export.id.clone(), DeviceInUse { clients, ..before_use });
         }
         for (id, seen) in before {
             registry.events.record(seen.end_event(&id, 0, now));
@@ -261,9 +261,9 @@ impl EventWatch {
             RegistryChange::Listed { name } => self.report_listed(registry, name),
             RegistryChange::SettingsChanged { name } => self.report_settings(registry, name),
             RegistryChange::Reloaded => {
-                let mut told = BTreeSet::new();
+                let mut reported = BTreeSet::new();
                 for name in std::mem::take(&mut self.reload_changes) {
-                    if !told.insert(name.clone()) {
+                    if !reported.insert(name.clone()) {
                         continue;
                     }
                     match self.known.contains_key(&name) == Self::find(registry, &name).is_some() {
@@ -281,9 +281,9 @@ impl EventWatch {
     fn report_listed(&mut self, registry: &Registry, name: &str) {
         let now = Self::find(registry, name);
         let before = self.known.remove(name);
-        let (kind, of) = match (&before, &now) {
-            (None, Some((of, _))) => (added_event_type(*of), *of),
-            (Some((of, _)), None) => (removed_event_type(*of), *of),
+        let (kind, member_kind) = match (&before, &now) {
+            (None, Some((member_kind, _))) => (added_event_type(*member_kind), *member_kind),
+            (Some((member_kind, _)), None) => (removed_event_type(*member_kind), *member_kind),
             // Removed and added again, for example by a roll-back: no event.
             _ => {
                 self.known.extend(now.map(|now| (name.to_owned(), now)));
@@ -294,8 +294,8 @@ impl EventWatch {
         // A later disk of this name starts in the running state.
         self.stopped.remove(name);
         let verb = if before.is_none() { "added" } else { "removed" };
-        let news = with_actor(NewEvent::new(kind, format!("{} {name} was {verb}", of.name())));
-        registry.events.record(of.with_subject(name, news));
+        let event = with_actor(NewEvent::new(kind, format!("{} {name} was {verb}", member_kind.name())));
+        registry.events.record(member_kind.with_subject(name, event));
     }
 
     fn find(registry: &Registry, name: &str) -> Option<(MemberKind, MemberSettingValues)> {
@@ -306,15 +306,15 @@ impl EventWatch {
     }
 
     fn report_settings(&mut self, registry: &Registry, name: &str) {
-        let Some((of, now)) = Self::find(registry, name) else { return };
-        let Some((_, before)) = self.known.insert(name.to_owned(), (of, now.clone())) else { return };
+        let Some((member_kind, now)) = Self::find(registry, name) else { return };
+        let Some((_, before)) = self.known.insert(name.to_owned(), (member_kind, now.clone())) else { return };
         let changes = now.changes_since(&before);
         if changes.is_empty() {
             return;
         }
-        let who = actor::current_actor().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
-        let news = SettingChange::changed_event(&format!("{} {name} was changed{who}", of.name()), &changes);
-        registry.events.record(of.with_subject(name, with_actor(news)));
+        let author = actor::current_actor().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
+        let event = SettingChange::changed_event(&format!("{} {name} was changed{author}", member_kind.name()), &changes);
+        registry.events.record(member_kind.with_subject(name, with_actor(event)));
     }
 
     fn report_failure(&mut self, registry: &Registry, disk: &str, failure: &RequestFailure) {
@@ -324,40 +324,40 @@ impl EventWatch {
         };
         let reason = failure.error.to_string();
         let message = format!("the device failed a {operation} of disk {disk}: {reason}");
-        let news = NewEvent::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
-        registry.events.record(news.with("reason", reason.as_str()));
+        let event = NewEvent::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
+        registry.events.record(event.with("reason", reason.as_str()));
         let is_stopped =
             registry.disks.get(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
         if failure.stops && is_stopped && self.stopped.insert(disk.to_owned()) {
             let message = format!("disk {disk} has stopped at an error: {reason} (`weir resume` resumes it)");
-            let news = NewEvent::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
-            registry.events.record(news.with("reason", reason));
+            let event = NewEvent::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
+            registry.events.record(event.with("reason", reason));
         }
     }
 
     fn report_resumed(&mut self, registry: &Registry) {
-        let goes_on = |name: &String| {
+        let is_running = |name: &String| {
             registry.disks.get(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
         };
         let (resumed, stopped): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.stopped).into_iter().partition(goes_on);
+            std::mem::take(&mut self.stopped).into_iter().partition(is_running);
         self.stopped.extend(stopped);
         for name in resumed {
-            let news = with_actor(NewEvent::new(Kind::DiskResumed, format!("disk {name} was resumed")));
-            registry.events.record(news.of_disk(&name));
+            let event = with_actor(NewEvent::new(Kind::DiskResumed, format!("disk {name} was resumed")));
+            registry.events.record(event.of_disk(&name));
         }
     }
 }
 
-const fn added_event_type(of: MemberKind) -> Kind {
-    match of {
+const fn added_event_type(kind: MemberKind) -> Kind {
+    match kind {
         MemberKind::Disk => Kind::DiskAdded,
         MemberKind::Group => Kind::GroupAdded,
     }
 }
 
-const fn removed_event_type(of: MemberKind) -> Kind {
-    match of {
+const fn removed_event_type(kind: MemberKind) -> Kind {
+    match kind {
         MemberKind::Disk => Kind::DiskRemoved,
         MemberKind::Group => Kind::GroupRemoved,
     }
@@ -369,7 +369,7 @@ fn is_reload() -> bool {
 }
 
 /// Adds the actor of the current change, or the daemon itself.
-fn with_actor(news: NewEvent) -> NewEvent {
-    let who = actor::current_actor().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
-    news.with("by", who)
+fn with_actor(event: NewEvent) -> NewEvent {
+    let author = actor::current_actor().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
+    event.with("by", author)
 }

@@ -63,7 +63,7 @@ pub(crate) struct EventRunner {
 /// # Errors
 /// Returns a message with the remedy.
 pub(crate) fn check(target: &EventCommand) -> anyhow::Result<()> {
-    command::check(&target.words[0])
+    command::check(&target.arguments[0])
 }
 
 impl EventRunner {
@@ -78,11 +78,11 @@ impl EventRunner {
 
     fn spawn(target: &EventCommand, service: &ProcessSpec) -> anyhow::Result<Self> {
         check(target)?;
-        let (ours, theirs) = UnixStream::pair()?;
+        let (ours, runner_end) = UnixStream::pair()?;
         // /proc/self/exe is this very program, even if its file was replaced.
         process::Command::new("/proc/self/exe")
             .arg(COMMAND)
-            .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
+            .stdin(Stdio::from(std::os::fd::OwnedFd::from(runner_end)))
             .stdout(Stdio::null())
             .stderr(if env::var_os(IN_BACKGROUND).is_some() { Stdio::null() } else { Stdio::inherit() })
             .env_remove("NOTIFY_SOCKET")
@@ -110,7 +110,7 @@ impl EventRunner {
 
 /// The program without its arguments, which may contain secrets.
 fn shown(target: &EventCommand) -> &str {
-    &target.words[0]
+    &target.arguments[0]
 }
 
 /// Sends a text as one line.
@@ -166,7 +166,7 @@ pub fn run() -> Result<(), CommandFailure> {
 fn prepare(orders: &RunnerOrders) -> anyhow::Result<command::OnEventCommand> {
     let target: EventCommand = orders.target.parse().map_err(anyhow::Error::msg)?;
     let user = orders.user.as_deref().map(str::parse::<FileOwner>).transpose().map_err(anyhow::Error::msg)?;
-    let command = command::OnEventCommand::new(&target.words)?;
+    let command = command::OnEventCommand::new(&target.arguments)?;
     sandbox::runner::confine(user.as_ref(), orders.sandboxed)?;
     Ok(command)
 }

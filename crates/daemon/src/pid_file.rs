@@ -118,8 +118,8 @@ impl ClaimedPidFile {
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        let ours = fs::read_to_string(&self.path).is_ok_and(|text| text.trim() == process::id().to_string());
-        if ours && fs::remove_file(&self.path).is_err() {
+        let is_own = fs::read_to_string(&self.path).is_ok_and(|text| text.trim() == process::id().to_string());
+        if is_own && fs::remove_file(&self.path).is_err() {
             let _ = self.file.set_len(0);
         }
     }
@@ -156,9 +156,9 @@ fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
         }
         let is_free = lock(&file).context("cannot be locked")?;
         // The lock is on the inode; the path must still refer to it.
-        let still_there = fs::symlink_metadata(path)
+        let is_in_place = fs::symlink_metadata(path)
             .is_ok_and(|now| (now.dev(), now.ino()) == (metadata.dev(), metadata.ino()));
-        if !still_there {
+        if !is_in_place {
             continue;
         }
         let mut text = Vec::new();
@@ -187,14 +187,14 @@ fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
 /// True if the lock was acquired. QEMU's tools use the same lock, so they and weir exclude each
 /// other.
 fn lock(file: &File) -> nix::Result<bool> {
-    let whole = libc::flock {
+    let full_range = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: 0,
         l_len: 0,
         l_pid: 0,
     };
-    match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&full_range)) {
         Ok(_) => Ok(true),
         Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
         Err(errno) => Err(errno),
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_is_there_while_the_process_serves() {
+    fn file_exists_while_the_process_serves() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("pid");
         PidFile::check(&path).unwrap();
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn that_of_a_running_process_is_refused() {
+    fn file_of_a_running_process_is_rejected() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("pid");
         let first = PidFile::write(&path).unwrap();
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_not_followed_and_the_mode_is_0644() {
+    fn symlinks_are_not_followed_and_the_mode_is_0644() {
         let directory = tempfile::tempdir().unwrap();
         let (target, link) = (directory.path().join("precious"), directory.path().join("pid"));
         fs::write(&target, "precious").unwrap();
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_written_is_named() {
+    fn error_names_a_file_that_cannot_be_written() {
         let error = PidFile::write(Path::new("/nonexistent/pid")).unwrap_err();
         let text = format!("{error:#}");
         assert!(text.starts_with("pid file /nonexistent/pid: cannot be written: No such file"), "{text}");

@@ -64,7 +64,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let file = arguments.config.clone();
     let is_checked = arguments.check;
     let takeover = arguments.takeover.take();
-    let ServeInput { options, draft, mistakes } = ServeInput::read(arguments, monitors)?;
+    let ServeInput { options, parsed: draft, diagnostics: mistakes } = ServeInput::read(arguments, monitors)?;
     if is_checked {
         let inherited = inherited.unused();
         let plan = match &file {
@@ -75,7 +75,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     }
     let draft = mistakes.finish_first(draft)?;
     let before = takeover.map(|control| connect_to_old(control, &draft)).transpose()?;
-    let regrets = before.as_ref().map(NewProcess::failure_reporter).transpose()?;
+    let reporter = before.as_ref().map(NewProcess::failure_reporter).transpose()?;
     let passed =
         before.as_ref().and_then(StartSource::inherited_sockets).unwrap_or_else(|| inherited.unused());
     let plan = plan(&draft, file.is_some(), passed)?;
@@ -96,8 +96,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
         let file = file.map(|file| (file, options));
         let start = start::DaemonStart { plan, steps, file, inherited, old: before, signals, runner };
         let started = Daemon::start(start).await;
-        if let (Err(error), Some(regrets)) = (&started, regrets) {
-            regrets.report(error);
+        if let (Err(error), Some(reporter)) = (&started, reporter) {
+            reporter.report(error);
         }
         match started? {
             Some(daemon) => {
@@ -113,21 +113,21 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
 
 /// Connects to the daemon to be replaced: at this control socket, at the first one of the config,
 /// or at the default one.
-fn connect_to_old(control: Option<PathBuf>, draft: &ParsedConfig) -> Result<NewProcess, CommandFailure> {
+fn connect_to_old(control: Option<PathBuf>, parsed: &ParsedConfig) -> Result<NewProcess, CommandFailure> {
     descriptors::raise_limit();
-    let user = draft.daemon.user.as_ref().and_then(|owner| owner.user.as_deref());
+    let user = parsed.daemon.user.as_ref().and_then(|owner| owner.user.as_deref());
     if let Some(control) = control {
         return Ok(NewProcess::request(&control, user)?);
     }
-    for disk in &draft.disks {
+    for disk in &parsed.disks {
         let address = disk.image.path().and_then(Path::to_str).filter(|path| path.starts_with("unix:"));
         if let Some(address) = address {
-            let place = Origin::option("takeover", address);
+            let origin = Origin::option("takeover", address);
             let rule = format!("is parsed as an image (write --takeover={address})");
-            return Err(CommandFailure::Usage(place.error(rule).into()));
+            return Err(CommandFailure::Usage(origin.error(rule).into()));
         }
     }
-    let control = match draft.daemon.qmp.first() {
+    let control = match parsed.daemon.qmp.first() {
         Some(socket) => socket.clone(),
         None => ControlSocketLocation::for_commands().map_err(|rule| anyhow!("control socket: {rule}"))?.path,
     };
@@ -138,36 +138,36 @@ struct ServeInput {
     /// Options of the command line.
     options: ConfigWithOrigins<DaemonConfig>,
     /// Options and config file together, as far as they are valid.
-    draft: ParsedConfig,
+    parsed: ParsedConfig,
     /// Mistakes in the config file.
-    mistakes: Diagnostics,
+    diagnostics: Diagnostics,
 }
 
 impl ServeInput {
     fn read(arguments: ServeArgs, monitors: Vec<(PathBuf, Origin)>) -> Result<Self, CommandFailure> {
         let config = arguments.config.clone();
-        let mut draft = arguments.into_draft().map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
-        for (socket, place) in monitors {
-            let index = draft.daemon.qmp.len();
-            draft.daemon.record_origin(format!("qmp[{index}]"), place);
-            draft.daemon.qmp.push(socket);
+        let mut parsed = arguments.into_parsed_config().map_err(|error| CommandFailure::Usage(error.into()))?;
+        for (socket, origin) in monitors {
+            let index = parsed.daemon.qmp.len();
+            parsed.daemon.record_origin(format!("qmp[{index}]"), origin);
+            parsed.daemon.qmp.push(socket);
         }
-        let options = draft.daemon.clone();
-        let mistakes = Diagnostics::default();
-        let draft = config.map_or(draft, |path| config::load_with_options(&path, &options, &mistakes));
-        Ok(Self { options, draft, mistakes })
+        let options = parsed.daemon.clone();
+        let diagnostics = Diagnostics::default();
+        let parsed = config.map_or(parsed, |path| config::load_with_options(&path, &options, &diagnostics));
+        Ok(Self { options, parsed, diagnostics })
     }
 }
 
 /// Desired state, with this number of sockets from the service manager.
-fn plan(draft: &ParsedConfig, is_of_a_file: bool, inherited: usize) -> Result<DesiredState, CommandFailure> {
+fn plan(parsed: &ParsedConfig, is_of_a_file: bool, inherited: usize) -> Result<DesiredState, CommandFailure> {
     // Without disks and file, only steps in qemu-storage-daemon's syntax were given.
-    let plan = match draft.disks.is_empty() && !is_of_a_file {
-        true => DesiredState::without_disks(draft.clone()),
-        false => DesiredState::new(draft.clone(), inherited),
+    let plan = match parsed.disks.is_empty() && !is_of_a_file {
+        true => DesiredState::without_disks(parsed.clone()),
+        false => DesiredState::new(parsed.clone(), inherited),
     };
     plan.map_err(
-        |wrong| if is_of_a_file { CommandFailure::from(wrong) } else { CommandFailure::Usage(wrong.into()) },
+        |error| if is_of_a_file { CommandFailure::from(error) } else { CommandFailure::Usage(error.into()) },
     )
 }
 

@@ -66,8 +66,8 @@ impl<R: Mergeable> MergeBatch<R> {
     /// ones.
     pub(crate) fn start<F, G, H>(
         &mut self,
-        launcher: &mut TaskSpawner<F>,
-        one: impl Fn(R) -> F,
+        spawner: &mut TaskSpawner<F>,
+        single: impl Fn(R) -> F,
         reads: impl Fn(Vec<R>) -> G,
         writes: impl Fn(Vec<R>) -> H,
     ) where
@@ -80,11 +80,11 @@ impl<R: Mergeable> MergeBatch<R> {
         }
         if let Some(only) = self.take_only() {
             // The common case at low queue depths: no planning, no allocation.
-            return launcher.spawn(one(only));
+            return spawner.spawn(single(only));
         }
         for joined in self.take_merged() {
             match joined {
-                MergedRequest::One(only) => launcher.spawn(one(only)),
+                MergedRequest::One(only) => spawner.spawn(single(only)),
                 MergedRequest::Reads(parts) => reactor::spawn(reads(parts)),
                 MergedRequest::Writes(parts) => reactor::spawn(writes(parts)),
             }

@@ -40,8 +40,8 @@ mod tests {
 
     #[test]
     fn peer_process_has_pid_and_name() {
-        let (here, _there) = UnixStream::pair().unwrap();
-        let process = PeerProcess::of_peer(&here).expect("it is ours");
+        let (socket, _there) = UnixStream::pair().unwrap();
+        let process = PeerProcess::of_peer(&socket).expect("it is ours");
         let name = fs::read_to_string("/proc/self/comm").unwrap();
         assert_eq!((process.pid, &*process.name), (std::process::id(), name.trim_end()));
         assert_eq!(process.to_string(), format!("{} ({})", name.trim_end(), std::process::id()));

@@ -11,23 +11,23 @@ pub(crate) fn chance(percent: u32) -> bool {
 }
 
 /// Sleeps for a random time up to `most`, distributed evenly over its logarithm.
-pub(crate) async fn sleep_randomly(most: Duration) {
+pub(crate) async fn sleep_randomly(max_duration: Duration) {
     let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
-    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
+    sleep_until(now() + Duration::from_nanos((max_duration.as_nanos() as f64 * share) as u64)).await;
 }
 
 /// Random limits: on requests in `of_requests` per cent of cases, on bytes in 30 per cent.
-pub(crate) fn limits(of_requests: u32) -> Limits {
+pub(crate) fn limits(iops_chance: u32) -> Limits {
     let mut limits = Limits::default();
-    let mut draw = |kind: LimitKind, least: f64| {
+    let mut draw = |kind: LimitKind, min_rate: f64| {
         *limits.limit_mut(kind) = sim::random(|random| {
-            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            let rate = (min_rate * 10_f64.powf(2.0 * random.f64())) as u64;
             // Half of the limits have no burst rate.
             let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
             RateLimit { rate, burst_rate, burst_length_s: 1 }
         });
     };
-    if chance(of_requests) {
+    if chance(iops_chance) {
         draw(LimitKind::IopsTotal, 100.0);
     }
     if chance(30) {

@@ -19,8 +19,8 @@ pub(crate) async fn first<A, B>(
 ) -> FirstReady<A, B> {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|context| {
-        if let Poll::Ready(one) = one.as_mut().poll(context) {
-            return Poll::Ready(FirstReady::One(one));
+        if let Poll::Ready(output) = one.as_mut().poll(context) {
+            return Poll::Ready(FirstReady::One(output));
         }
         other.as_mut().poll(context).map(FirstReady::Other)
     })

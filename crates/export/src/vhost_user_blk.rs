@@ -63,4 +63,4 @@ pub use features::VhostUserOffer;
 pub use front_ends::FrontEnds;
 pub use server::{Threads, VhostUserServer, VhostUserStatistics};
 pub use session::{Effect, EventKind, RequestRejection, SessionMessage, SessionOutput, VhostUserSession};
-pub use vring::{RingPlaces, RingSettings, VringFault};
+pub use vring::{RingAreas, RingSettings, VringFault};

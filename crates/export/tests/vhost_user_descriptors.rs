@@ -21,7 +21,7 @@ fn count() -> usize {
 
 /// Sends one message with this number of descriptors, then disconnects.
 async fn one_message(code: u32, flags: u32, payload: usize, descriptors: usize) {
-    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let (back_end, front_end) = UnixStream::pair().expect("sockets");
     let file = File::open("/dev/null").expect("it is there");
     let descriptors: Vec<BorrowedFd<'_>> = (0..descriptors).map(|_| file.as_fd()).collect();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
@@ -29,10 +29,10 @@ async fn one_message(code: u32, flags: u32, payload: usize, descriptors: usize) 
     assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
     let mut bytes = [code, flags, payload as u32].map(u32::to_ne_bytes).concat();
     bytes.resize(12 + payload, 0);
-    sendmsg(&theirs, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).expect("there is room");
-    drop(theirs);
+    sendmsg(&front_end, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).expect("there is room");
+    drop(front_end);
     let session = VhostUserSession::new(VhostUserOffer { queues: 2, ..VhostUserOffer::default() });
-    let mut connection = VhostUserConnection::new("vm1".into(), ours.into(), session);
+    let mut connection = VhostUserConnection::new("vm1".into(), back_end.into(), session);
     while connection.next().await.is_ok() {}
 }
 
@@ -43,12 +43,12 @@ fn every_descriptor_is_closed() {
         fastrand::seed(seed);
         let length = fastrand::usize(..300);
         // In every second conversation all messages are generated, so that it lasts longer.
-        let least = if seed % 2 == 0 { 0 } else { 48 };
-        let data: Vec<u8> = (0..length).map(|_| fastrand::u8(least..)).collect();
+        let min_byte = if seed % 2 == 0 { 0 } else { 48 };
+        let data: Vec<u8> = (0..length).map(|_| fastrand::u8(min_byte..)).collect();
         fuzzing::vhost_user_session(&data);
         assert_eq!(count(), before, "seed {seed}");
     }
-    let left = reactor::run(PollingMode::Off, async move {
+    let leaked = reactor::run(PollingMode::Off, async move {
         one_message(3, 1, 0, 0).await;
         let before = count();
         for code in 0..46 {
@@ -67,5 +67,5 @@ fn every_descriptor_is_closed() {
         }
         count() as i64 - before as i64
     });
-    assert_eq!(left.expect("io_uring works on a test machine"), 0);
+    assert_eq!(leaked.expect("io_uring works on a test machine"), 0);
 }

@@ -112,8 +112,8 @@ impl AccessGuard {
             .filter(|_| !is_doubtful)
             .ok_or((StatusCode::BAD_REQUEST, "Host: is missing or given twice"))?;
         // The request target may have an authority as well, as from a proxy.
-        let said = uri.authority().map(Authority::as_str);
-        if !self.is_known_host(host) || !said.is_none_or(|said| self.is_known_host(said)) {
+        let uri_authority = uri.authority().map(Authority::as_str);
+        if !self.is_known_host(host) || !uri_authority.is_none_or(|said| self.is_known_host(said)) {
             let why = "Host: is not a name of this page (use an address, or allow the name with --http-name)";
             return Err((StatusCode::MISDIRECTED_REQUEST, why));
         }
@@ -135,14 +135,14 @@ impl AccessGuard {
     /// Error response to a change without a valid token.
     fn reject_change(&self, peer: HttpPeer, headers: &HeaderMap) -> Option<Response> {
         let (status, why) = self.check_bearer(peer, headers, Instant::now()).err()?;
-        let mut answer = error_response(status, why);
+        let mut response = error_response(status, why);
         let line = match status {
             StatusCode::TOO_MANY_REQUESTS => Some((RETRY_AFTER, "1")),
             StatusCode::UNAUTHORIZED => Some((WWW_AUTHENTICATE, "Bearer realm=\"weir\"")),
             _ => None,
         };
-        answer.headers_mut().extend(line.map(|(name, value)| (name, HeaderValue::from_static(value))));
-        Some(answer)
+        response.headers_mut().extend(line.map(|(name, value)| (name, HeaderValue::from_static(value))));
+        Some(response)
     }
 
     fn check_bearer(
@@ -155,10 +155,10 @@ impl AccessGuard {
             let why = "changes are disabled (start weir with --http-token-file)";
             return Err((StatusCode::FORBIDDEN, why));
         };
-        let said = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
+        let authorization = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
         // Any scheme but Bearer is treated as a missing token.
-        let bearer = said.and_then(|said| {
-            let (scheme, token) = said.split_at_checked(7)?;
+        let bearer = authorization.and_then(|authorization| {
+            let (scheme, token) = authorization.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
         });
         let why =
@@ -188,7 +188,7 @@ impl WrongTokens {
     }
 
     fn is_blocked(&self, peer: HttpPeer, now: Instant) -> bool {
-        let known = self.by_peer.iter().find(|(of, ..)| *of == peer.bound_key());
+        let known = self.by_peer.iter().find(|(key, ..)| *key == peer.bound_key());
         known.is_some_and(|&(_, count, as_of)| Self::decayed(count, as_of, now).0 >= MAX_WRONG_TOKENS)
     }
 
@@ -197,7 +197,7 @@ impl WrongTokens {
         if is_compared {
             let key = peer.bound_key();
             // Moved to the end, as the most recent.
-            let at = self.by_peer.iter().position(|(of, ..)| *of == key);
+            let at = self.by_peer.iter().position(|(known, ..)| *known == key);
             let before = at.and_then(|at| self.by_peer.remove(at));
             let (count, as_of) = match before {
                 Some((_, count, as_of)) => Self::decayed(count, as_of, now),
@@ -211,7 +211,7 @@ impl WrongTokens {
             self.by_peer.push_back((key, count + 1, as_of));
         }
         self.unlogged += 1;
-        if self.logged_at.is_none_or(|said| now.saturating_duration_since(said) >= LOG_INTERVAL) {
+        if self.logged_at.is_none_or(|last| now.saturating_duration_since(last) >= LOG_INTERVAL) {
             tracing::warn!(
                 wrong_tokens = self.unlogged,
                 from = %peer,
@@ -224,13 +224,13 @@ impl WrongTokens {
 
 /// Middleware for all requests.
 pub(super) async fn check(State(guard): State<Arc<AccessGuard>>, request: Request, next: Next) -> Response {
-    let mut answer = match guard.check(request.uri(), request.headers()) {
+    let mut response = match guard.check(request.uri(), request.headers()) {
         Ok(()) => next.run(request).await,
         Err((status, why)) => error_response(status, why),
     };
     let headers = HEADERS.map(|(name, value)| (name, HeaderValue::from_static(value)));
-    answer.headers_mut().extend(headers);
-    answer
+    response.headers_mut().extend(headers);
+    response
 }
 
 /// Middleware for changes and previews.
@@ -256,12 +256,12 @@ mod tests {
         AccessGuard::new(vec!["weir.example.org".to_owned()], Some(b"0123456789abcdef"))
     }
 
-    fn headers(said: &[(HeaderName, &str)]) -> HeaderMap {
-        said.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect()
+    fn headers(pairs: &[(HeaderName, &str)]) -> HeaderMap {
+        pairs.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect()
     }
 
-    fn status(said: &[(HeaderName, &str)]) -> Option<u16> {
-        guard().check(&Uri::from_static("/"), &headers(said)).err().map(|(status, _)| status.as_u16())
+    fn status(pairs: &[(HeaderName, &str)]) -> Option<u16> {
+        guard().check(&Uri::from_static("/"), &headers(pairs)).err().map(|(status, _)| status.as_u16())
     }
 
     #[test]
@@ -315,19 +315,19 @@ mod tests {
     fn a_token_is_right_wrong_or_missing() {
         let (guard, now) = (guard(), Instant::now());
         let peer = HttpPeer::User(None);
-        let judge = |said: &str| {
+        let check = |authorization: &str| {
             guard
-                .check_bearer(peer, &headers(&[(AUTHORIZATION, said)]), now)
+                .check_bearer(peer, &headers(&[(AUTHORIZATION, authorization)]), now)
                 .err()
                 .map(|(status, _)| status.as_u16())
         };
-        assert_eq!(judge("Bearer 0123456789abcdef"), None);
-        assert_eq!(judge("bearer  0123456789abcdef "), None);
+        assert_eq!(check("Bearer 0123456789abcdef"), None);
+        assert_eq!(check("bearer  0123456789abcdef "), None);
         for wrong in ["Bearer 0123456789abcde", "Bearer 0123456789abcdeff", "Bearer "] {
-            assert_eq!(judge(wrong), Some(403), "{wrong:?}");
+            assert_eq!(check(wrong), Some(403), "{wrong:?}");
         }
-        assert_eq!(judge("Basic 0123456789abcdef"), Some(401));
-        assert_eq!(judge("Bear"), Some(401));
+        assert_eq!(check("Basic 0123456789abcdef"), Some(401));
+        assert_eq!(check("Bear"), Some(401));
         let none = AccessGuard::new(Vec::new(), None);
         let refused = none.check_bearer(peer, &headers(&[(AUTHORIZATION, "Bearer x")]), now);
         assert_eq!(refused.unwrap_err().0, StatusCode::FORBIDDEN);
@@ -337,22 +337,22 @@ mod tests {
     fn wrong_tokens_block_only_their_sender() {
         let (guard, now) = (guard(), Instant::now());
         let peer = |last| HttpPeer::Address(IpAddr::from([192, 0, 2, last]));
-        let judge = |peer, token: &str, at| {
-            let said = headers(&[(AUTHORIZATION, &format!("Bearer {token}"))]);
-            guard.check_bearer(peer, &said, at).err().map(|(status, _)| status.as_u16())
+        let check = |peer, token: &str, at| {
+            let sent = headers(&[(AUTHORIZATION, &format!("Bearer {token}"))]);
+            guard.check_bearer(peer, &sent, at).err().map(|(status, _)| status.as_u16())
         };
         let right = "0123456789abcdef";
         for _ in 0..MAX_WRONG_TOKENS {
-            assert_eq!(judge(peer(1), "wrong", now), Some(403));
+            assert_eq!(check(peer(1), "wrong", now), Some(403));
         }
         for _ in 0..10_000 {
-            assert_eq!(judge(peer(1), "wrong", now), Some(429));
+            assert_eq!(check(peer(1), "wrong", now), Some(429));
         }
-        assert_eq!(judge(peer(1), right, now), Some(429));
-        assert_eq!(judge(peer(2), right, now), None);
-        assert_eq!(judge(peer(1), right, now + DECAY_INTERVAL), None);
-        assert_eq!(judge(peer(1), "wrong", now + DECAY_INTERVAL), Some(403));
-        assert_eq!(judge(peer(1), "wrong", now + DECAY_INTERVAL), Some(429));
+        assert_eq!(check(peer(1), right, now), Some(429));
+        assert_eq!(check(peer(2), right, now), None);
+        assert_eq!(check(peer(1), right, now + DECAY_INTERVAL), None);
+        assert_eq!(check(peer(1), "wrong", now + DECAY_INTERVAL), Some(403));
+        assert_eq!(check(peer(1), "wrong", now + DECAY_INTERVAL), Some(429));
         // All but the one in the log message.
         assert_eq!(guard.wrong.lock().unwrap().unlogged, u64::from(MAX_WRONG_TOKENS) + 10_000 + 2 + 1 - 1);
     }
@@ -362,8 +362,8 @@ mod tests {
         let (guard, now) = (guard(), Instant::now());
         for number in 0..10_000_u32 {
             let peer = HttpPeer::Address(IpAddr::from(number.to_be_bytes()));
-            let said = headers(&[(AUTHORIZATION, "Bearer wrong")]);
-            let _ = guard.check_bearer(peer, &said, now);
+            let sent = headers(&[(AUTHORIZATION, "Bearer wrong")]);
+            let _ = guard.check_bearer(peer, &sent, now);
         }
         assert_eq!(guard.wrong.lock().unwrap().by_peer.len(), MAX_PEERS);
     }

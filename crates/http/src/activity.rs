@@ -59,8 +59,8 @@ pub(super) struct DaemonDescription {
 }
 
 pub(super) struct ActivityWatch {
-    desk: Arc<MainThread>,
-    about: DaemonDescription,
+    main_thread: Arc<MainThread>,
+    daemon: DaemonDescription,
     events: EventLog,
     /// Begin of the count of seconds, since the Epoch. Independent of later changes of the clock.
     began_ms: u64,
@@ -99,12 +99,12 @@ pub(super) struct WatchState {
 }
 
 impl ActivityWatch {
-    pub(super) fn new(desk: Arc<MainThread>, about: DaemonDescription, events: EventLog) -> Arc<Self> {
+    pub(super) fn new(main_thread: Arc<MainThread>, daemon: DaemonDescription, events: EventLog) -> Arc<Self> {
         let began_ms = milliseconds(SystemTime::now());
         let (began, listened) = (boot_time(), Notify::new());
         // Events from before the start of the page are not sent.
         let state = Mutex::new(WatchState { event: events.last(), ..WatchState::default() });
-        Arc::new(Self { desk, about, events, began_ms, began, state, listened })
+        Arc::new(Self { main_thread, daemon, events, began_ms, began, state, listened })
     }
 
     /// Runs until the runtime ends.
@@ -135,7 +135,7 @@ impl ActivityWatch {
         let mut state = self.state.lock().await;
         if state.looked.is_none_or(|looked| looked.elapsed() >= age) {
             let began = Instant::now();
-            let snapshot = self.desk.figures(MIN_INTERVAL.min(age)).await?;
+            let snapshot = self.main_thread.figures(MIN_INTERVAL.min(age)).await?;
             let counted = self.monotonic_time();
             let second = self.began_ms / 1000 + counted.as_secs();
             let counted_ms =
@@ -169,11 +169,11 @@ impl ActivityWatch {
     pub(super) async fn overview_json(&self) -> Result<Bytes, NoAnswer> {
         let age = self.state.lock().await.age;
         let mut state = self.refresh(age).await?;
-        if let Some(told) = &state.overview {
-            return Ok(told.clone());
+        if let Some(body) = &state.overview {
+            return Ok(body.clone());
         }
-        let told = stream::json(&self.overview(&state.objects));
-        Ok(state.overview.insert(told).clone())
+        let body = stream::json(&self.overview(&state.objects));
+        Ok(state.overview.insert(body).clone())
     }
 
     /// Overview of these objects.
@@ -183,9 +183,9 @@ impl ActivityWatch {
             daemon: DaemonIdentity {
                 version: env!("CARGO_PKG_VERSION"),
                 started_ms: objects.started_ms,
-                name: &self.about.name,
+                name: &self.daemon.name,
             },
-            access: if self.about.has_token { "change" } else { "read" },
+            access: if self.daemon.has_token { "change" } else { "read" },
             disks: objects.disks.values().collect(),
             groups: objects.groups.values().collect(),
             devices: objects.devices.values().collect(),
@@ -217,12 +217,12 @@ impl WatchState {
     /// Adds a second to all histories. Histories of removed objects are dropped.
     fn add_to_histories(&mut self, objects: &ActivityObjects) {
         let Self { before, disks, groups, second, .. } = self;
-        for (of, all, histories) in
+        for (kind, all, histories) in
             [(ObjectKind::Disk, &objects.disks, disks), (ObjectKind::Group, &objects.groups, groups)]
         {
             histories.retain(|name, _| all.contains_key(name));
             for (name, object) in all {
-                let latencies = before.latencies(of, name);
+                let latencies = before.latencies(kind, name);
                 let history = histories.entry(Arc::clone(name)).or_insert_with(ObjectHistory::new);
                 history.add(*second, &sample(object), latencies, drawn_limits(object, &objects.groups));
             }
@@ -232,7 +232,7 @@ impl WatchState {
     /// Sends the changes to all listeners; returns the number of bytes for each.
     fn send_changes(&mut self, objects: ActivityObjects) -> usize {
         let now = Instant::now();
-        let is_time = self.last_message_at.is_none_or(|said| now.duration_since(said) >= HEARTBEAT);
+        let is_time = self.last_message_at.is_none_or(|last| now.duration_since(last) >= HEARTBEAT);
         let delta = self.delta(&objects);
         let is_empty = delta.is_empty();
         // Replaced also if nothing is sent: the times in it changed.
@@ -275,8 +275,8 @@ impl WatchState {
         let (disks, gone_disks) = changes(&self.objects.disks, &objects.disks);
         let (groups, gone_groups) = changes(&self.objects.groups, &objects.groups);
         let (devices, gone_devices) = changes(&self.objects.devices, &objects.devices);
-        let gone = RemovedNames { disks: gone_disks, groups: gone_groups, devices: gone_devices };
-        Delta { time_ms: objects.time_ms, disks, groups, devices, gone }
+        let removed = RemovedNames { disks: gone_disks, groups: gone_groups, devices: gone_devices };
+        Delta { time_ms: objects.time_ms, disks, groups, devices, removed }
     }
 }
 
@@ -312,8 +312,8 @@ fn changes(
         changed.insert("name".to_owned(), name.as_ref().into());
         Some(changed)
     });
-    let gone = before.keys().filter(|name| !after.contains_key(*name)).map(ToString::to_string);
-    (changed.collect(), gone.collect())
+    let removed = before.keys().filter(|name| !after.contains_key(*name)).map(ToString::to_string);
+    (changed.collect(), removed.collect())
 }
 
 #[cfg(test)]

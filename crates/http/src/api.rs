@@ -36,19 +36,19 @@ pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {
     let changes = Router::new()
         .route(
             "/api/v1/disks/{name}/limits",
-            patch(async |at, by, of, body| change::change(at, ObjectKind::Disk, by, of, body).await),
+            patch(async |page, peer, of, body| change::change(page, ObjectKind::Disk, peer, of, body).await),
         )
         .route(
             "/api/v1/groups/{name}/limits",
-            patch(async |at, by, of, body| change::change(at, ObjectKind::Group, by, of, body).await),
+            patch(async |page, peer, of, body| change::change(page, ObjectKind::Group, peer, of, body).await),
         )
         .route(
             "/api/v1/disks/{name}/preview",
-            post(async |at, by, of, body| preview::preview(at, ObjectKind::Disk, by, of, body).await),
+            post(async |page, peer, of, body| preview::preview(page, ObjectKind::Disk, peer, of, body).await),
         )
         .route(
             "/api/v1/groups/{name}/preview",
-            post(async |at, by, of, body| preview::preview(at, ObjectKind::Group, by, of, body).await),
+            post(async |page, peer, of, body| preview::preview(page, ObjectKind::Group, peer, of, body).await),
         )
         // Only the routes above: those below are readable without a token.
         .route_layer(middleware::from_fn_with_state(Arc::clone(&guard), access::check_token));
@@ -61,11 +61,11 @@ pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {
         .route("/api/v1/openapi.json", get(openapi))
         .route(
             "/api/v1/disks/{name}/history",
-            get(async |at, of, uri| history(at, ObjectKind::Disk, of, uri).await),
+            get(async |page, of, uri| history(page, ObjectKind::Disk, of, uri).await),
         )
         .route(
             "/api/v1/groups/{name}/history",
-            get(async |at, of, uri| history(at, ObjectKind::Group, of, uri).await),
+            get(async |page, of, uri| history(page, ObjectKind::Group, of, uri).await),
         )
         .fallback(async || {
             error_response(StatusCode::NOT_FOUND, "there is no such path (see /api/v1/openapi.json)")
@@ -97,7 +97,7 @@ async fn events(State(site): State<Arc<PageState>>, uri: Uri) -> Response {
 
 async fn overview(State(site): State<Arc<PageState>>) -> Response {
     match site.watch.overview_json().await {
-        Ok(told) => serialized_response(told),
+        Ok(body) => serialized_response(body),
         Err(why) => unavailable_response(why),
     }
 }
@@ -133,14 +133,14 @@ async fn stream(
 
 async fn history(
     State(site): State<Arc<PageState>>,
-    of: ObjectKind,
+    kind: ObjectKind,
     Path(name): Path<String>,
     uri: Uri,
 ) -> Response {
-    let asked = query_value(&uri, "span");
-    let span = match asked {
+    let requested = query_value(&uri, "span");
+    let span = match requested {
         None => Some(HistorySpan::TenMinutes),
-        Some(asked) => HistorySpan::ALL.into_iter().find(|(known, _)| *known == asked).map(|(_, span)| span),
+        Some(requested) => HistorySpan::ALL.into_iter().find(|(known, _)| *known == requested).map(|(_, span)| span),
     };
     let Some(span) = span else {
         return error_response(StatusCode::BAD_REQUEST, "span: is not 10m, 2h or 2d");
@@ -150,13 +150,13 @@ async fn history(
     };
     match site.watch.refresh(MAX_INTERVAL).await {
         Ok(state) => {
-            let histories = match of {
+            let histories = match kind {
                 ObjectKind::Disk => &state.disks,
                 ObjectKind::Group => &state.groups,
             };
             match histories.get(&*name) {
-                Some(history) => json_response(&history.tell(span, since_ms, state.clock_step_s)),
-                None => error_response(StatusCode::NOT_FOUND, &change::unknown_object(of, &name)),
+                Some(history) => json_response(&history.report(span, since_ms, state.clock_step_s)),
+                None => error_response(StatusCode::NOT_FOUND, &change::unknown_object(kind, &name)),
             }
         }
         Err(why) => unavailable_response(why),

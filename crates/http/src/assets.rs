@@ -66,10 +66,10 @@ fn answer(kind: &'static str, content: &'static [u8], headers: &HeaderMap) -> Re
     let known = headers.get_all(IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
     // If-None-Match may have a list (RFC 9110, section 13.1.2).
     let is_known = known.flat_map(|list| list.split(',')).any(|known| known.trim() == tag);
-    let kept = [(CACHE_CONTROL, "no-cache".to_owned()), (ETAG, tag)];
+    let caching = [(CACHE_CONTROL, "no-cache".to_owned()), (ETAG, tag)];
     match is_known {
-        true => (StatusCode::NOT_MODIFIED, kept).into_response(),
-        false => (kept, [(CONTENT_TYPE, kind)], content).into_response(),
+        true => (StatusCode::NOT_MODIFIED, caching).into_response(),
+        false => (caching, [(CONTENT_TYPE, kind)], content).into_response(),
     }
 }
 

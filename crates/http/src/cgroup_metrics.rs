@@ -44,9 +44,9 @@ impl CgroupMetrics {
         )?;
         self.limits(to)?;
         self.done(to)?;
-        let stalled = self.stalled.iter().flat_map(|one| {
-            [("some", one.some_us), ("all", one.full_us)].map(|(tasks, us)| {
-                let labels = [("cgroup", &*one.cgroup), ("tasks", tasks)];
+        let stalled = self.stalled.iter().flat_map(|pressure| {
+            [("some", pressure.some_us), ("all", pressure.full_us)].map(|(tasks, us)| {
+                let labels = [("cgroup", &*pressure.cgroup), ("tasks", tasks)];
                 (labels, Duration::from_micros(us).as_secs_f64())
             })
         });
@@ -91,11 +91,11 @@ impl CgroupMetrics {
             to.gauges(&format!("weir_cgroup_burst_limit_{rates}"), help, burst)?;
             let allowed = self.figures.iter().flat_map(|figure| {
                 // The kernel's limit may be below the configured one, after division among cgroups.
-                let told = if bytes { figure.kernel_limits.bps } else { figure.kernel_limits.iops };
+                let kernel_rates = if bytes { figure.kernel_limits.bps } else { figure.kernel_limits.iops };
                 Direction::ALL.into_iter().filter_map(move |direction| {
                     let [cgroup, device] = labels(figure);
                     let labels = [cgroup, device, ("operation", direction_label(direction))];
-                    Some((labels, told[direction.index()]?))
+                    Some((labels, kernel_rates[direction.index()]?))
                 })
             });
             let help = "Limit that the kernel enforces now.";
@@ -107,15 +107,15 @@ impl CgroupMetrics {
     fn done(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         type Get = fn(&CgroupIoCounters) -> u64;
         let families: [(&str, &str, Get); 6] = [
-            ("reads", "Reads of a control group that a device completed.", |done| done.reads),
-            ("writes", "Writes of a control group that a device completed.", |done| done.writes),
-            ("read_bytes", "Bytes of those reads.", |done| done.read_bytes),
-            ("written_bytes", "Bytes of those writes.", |done| done.written_bytes),
-            ("discards", "Discards of a control group.", |done| done.discards),
-            ("discarded_bytes", "Bytes of those discards.", |done| done.discarded_bytes),
+            ("reads", "Reads of a control group that a device completed.", |counters| counters.reads),
+            ("writes", "Writes of a control group that a device completed.", |counters| counters.writes),
+            ("read_bytes", "Bytes of those reads.", |counters| counters.read_bytes),
+            ("written_bytes", "Bytes of those writes.", |counters| counters.written_bytes),
+            ("discards", "Discards of a control group.", |counters| counters.discards),
+            ("discarded_bytes", "Bytes of those discards.", |counters| counters.discarded_bytes),
         ];
         for (name, help, get) in families {
-            let rows = self.figures.iter().filter_map(|one| Some((labels(one), get(one.counters.as_ref()?))));
+            let rows = self.figures.iter().filter_map(|figures| Some((labels(figures), get(figures.counters.as_ref()?))));
             to.counters(&format!("weir_cgroup_{name}"), help, rows)?;
         }
         Ok(())
@@ -165,18 +165,18 @@ mod tests {
         let mut page = String::new();
         text::encode(&mut page, &registry).unwrap();
         let samples: Vec<_> = page.lines().filter(|line| !line.starts_with('#')).collect();
-        let of = r#"{cgroup="/a\"\n",device="/dev/vda""#;
+        let device_labels = r#"{cgroup="/a\"\n",device="/dev/vda""#;
         assert_eq!(
             samples,
             [
-                format!(r#"weir_cgroup_info{of},group=""}} 1"#),
-                format!(r#"weir_cgroup_limit_operations_per_second{of},limit="iops-read"}} 100"#),
-                format!(r#"weir_cgroup_allowed_operations_per_second{of},operation="read"}} 50"#),
+                format!(r#"weir_cgroup_info{device_labels},group=""}} 1"#),
+                format!(r#"weir_cgroup_limit_operations_per_second{device_labels},limit="iops-read"}} 100"#),
+                format!(r#"weir_cgroup_allowed_operations_per_second{device_labels},operation="read"}} 50"#),
                 r#"weir_cgroup_stalled_seconds_total{cgroup="/b",tasks="some"} 1.5"#.to_owned(),
                 r#"weir_cgroup_stalled_seconds_total{cgroup="/b",tasks="all"} 0.0"#.to_owned(),
-                format!("weir_cgroup_watermark_ratio{of}}} 0.8"),
-                format!("weir_cgroup_limits_enforced{of}}} 1"),
-                format!("weir_cgroup_limits_scale_ratio{of}}} 1.5"),
+                format!("weir_cgroup_watermark_ratio{device_labels}}} 0.8"),
+                format!("weir_cgroup_limits_enforced{device_labels}}} 1"),
+                format!("weir_cgroup_limits_scale_ratio{device_labels}}} 1.5"),
             ]
         );
     }

@@ -25,16 +25,16 @@ use super::{
 
 pub(super) async fn change(
     State(site): State<Arc<PageState>>,
-    of: ObjectKind,
+    kind: ObjectKind,
     Extension(peer): Extension<HttpPeer>,
     Path(name): Path<String>,
     body: Body,
 ) -> Response {
-    let wanted = match settings_body::read(of, name.clone(), peer, body).await {
-        Ok(wanted) => wanted,
+    let request = match settings_body::read(kind, name.clone(), peer, body).await {
+        Ok(request) => request,
         Err(refused) => return refused,
     };
-    match site.desk.change(wanted).await {
+    match site.main_thread.change(request).await {
         Err(why) => return unavailable_response(why),
         Ok(Err(ChangeError::Unknown(why))) => return error_response(StatusCode::NOT_FOUND, &why),
         Ok(Err(ChangeError::Rejected(why))) => return error_response(StatusCode::UNPROCESSABLE_ENTITY, &why),
@@ -42,55 +42,55 @@ pub(super) async fn change(
     }
     // Collected anew, so that the response shows the change.
     match site.watch.refresh(Duration::ZERO).await {
-        Ok(state) => match find(&state.objects, of, &name) {
+        Ok(state) => match find(&state.objects, kind, &name) {
             Some(object) => json_response(&object),
             // Removed since the change.
-            None => error_response(StatusCode::NOT_FOUND, &unknown_object(of, &name)),
+            None => error_response(StatusCode::NOT_FOUND, &unknown_object(kind, &name)),
         },
         Err(why) => unavailable_response(why),
     }
 }
 
-fn find(objects: &ActivityObjects, of: ObjectKind, name: &str) -> Option<Value> {
-    let all = match of {
+fn find(objects: &ActivityObjects, kind: ObjectKind, name: &str) -> Option<Value> {
+    let all = match kind {
         ObjectKind::Disk => &objects.disks,
         ObjectKind::Group => &objects.groups,
     };
     all.get(name).cloned().map(Value::Object)
 }
 
-pub(super) fn unknown_object(of: ObjectKind, name: &str) -> String {
-    let of = match of {
+pub(super) fn unknown_object(kind: ObjectKind, name: &str) -> String {
+    let noun = match kind {
         ObjectKind::Disk => "disk",
         ObjectKind::Group => "group",
     };
-    format!("{of} {name}: does not exist (`weir status` lists them)")
+    format!("{noun} {name}: does not exist (`weir status` lists them)")
 }
 
 /// Performs a change on the main thread, as a command of the control socket.
 ///
 /// # Errors
 /// Returns the command's error; nothing has changed then.
-pub(super) async fn apply(registry: &Rc<Registry>, wanted: SettingsRequest) -> Result<(), ChangeError> {
-    let SettingsRequest { of, name, mut settings, client: who } = wanted;
+pub(super) async fn apply(registry: &Rc<Registry>, request: SettingsRequest) -> Result<(), ChangeError> {
+    let SettingsRequest { kind: of, name, mut settings, client: who } = request;
     // An empty change checks the name and, before, the token.
-    let there = match of {
+    let lookup = match of {
         ObjectKind::Disk => registry.disks.get(&name).map(drop),
         ObjectKind::Group => registry.groups.get(&name).map(drop),
     };
     // Separate from the command's errors, for the status code.
-    there.map_err(|refused| ChangeError::Unknown(refused.to_string()))?;
+    lookup.map_err(|refused| ChangeError::Unknown(refused.to_string()))?;
     if settings.is_empty() {
         return Ok(());
     }
-    let said = Value::Object(settings.clone()).to_string();
+    let changes = Value::Object(settings.clone()).to_string();
     settings.insert("name".to_owned(), json!(name));
     let by = ChangeOrigin::Http { client: who.clone() };
     // `by.run` attributes the event of this change to the HTTP client.
-    let done = by.attribute(qmp::execute_json(registry, "x-weir-set", settings)).await;
-    match &done {
-        Ok(()) => tracing::info!(name, %said, by = %who, "changed over HTTP"),
-        Err(error) => tracing::info!(name, %said, by = %who, %error, "not changed over HTTP"),
+    let result = by.attribute(qmp::execute_json(registry, "x-weir-set", settings)).await;
+    match &result {
+        Ok(()) => tracing::info!(name, %changes, by = %who, "changed over HTTP"),
+        Err(error) => tracing::info!(name, %changes, by = %who, %error, "not changed over HTTP"),
     }
-    done.map_err(ChangeError::Rejected)
+    result.map_err(ChangeError::Rejected)
 }

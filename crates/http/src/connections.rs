@@ -33,7 +33,7 @@ impl ConnectionHandle {
 
 /// Open connections, oldest first.
 pub(super) struct ConnectionSlots {
-    most: usize,
+    max: usize,
     open: Mutex<VecDeque<(AbortHandle, ConnectionHandle)>>,
 }
 
@@ -44,8 +44,8 @@ pub(super) struct FreeSlot<'a> {
 }
 
 impl ConnectionSlots {
-    pub(super) fn new(most: usize) -> Self {
-        Self { most, open: Mutex::default() }
+    pub(super) fn new(max: usize) -> Self {
+        Self { max, open: Mutex::default() }
     }
 
     fn open(&self) -> MutexGuard<'_, VecDeque<(AbortHandle, ConnectionHandle)>> {
@@ -58,7 +58,7 @@ impl ConnectionSlots {
         let mut open = self.open();
         // Ended connections free their slots here, at the next accept.
         open.retain(|(task, _)| !task.is_finished());
-        if open.len() >= self.most {
+        if open.len() >= self.max {
             // Streams are bounded separately (`stream::MAX_STREAMS`).
             let oldest = open.iter().position(|(_, connection)| !connection.is_stream.load(Relaxed))?;
             open.remove(oldest).inspect(|(task, _)| task.abort());

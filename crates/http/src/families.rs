@@ -78,7 +78,7 @@ impl MetricFamilies {
         to.counters("weir_thread_cpu_seconds", "CPU time of a permanent thread.", threads)?;
         let rings = || snapshot.workers.iter().map(|(name, totals)| ([("thread", &**name)], totals));
         let help = "Iterations of a worker's event loop.";
-        to.counters("weir_worker_iterations", help, rings().map(|(labels, totals)| (labels, totals.turns)))?;
+        to.counters("weir_worker_iterations", help, rings().map(|(labels, totals)| (labels, totals.iterations)))?;
         let help = "Times that a worker went to sleep because it had no work.";
         to.counters("weir_worker_sleeps", help, rings().map(|(labels, totals)| (labels, totals.sleeps)))?;
         let help = "Operations of a worker's io_uring that the kernel accepted.";
@@ -106,11 +106,11 @@ impl MetricFamilies {
         ];
         let owners = owners.map(|(owner, bytes)| ([("owner", owner)], bytes));
         to.gauges("weir_memory_used_bytes", "Memory used for data.", owners)?;
-        let most = [([], memory.max_requests)];
+        let limit = [([], memory.max_requests)];
         to.gauges(
             "weir_memory_requests_limit_bytes",
             "Part of the memory budget that requests may use.",
-            most,
+            limit,
         )?;
         let waiting = [([], memory.waiting)];
         to.gauges("weir_memory_waiting_requests", "Requests that wait for memory.", waiting)
@@ -119,7 +119,7 @@ impl MetricFamilies {
     fn events(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let DaemonSnapshot { events, deliveries, .. } = &*self.snapshot;
         let counts =
-            |which: usize| events.iter().map(move |(kind, counts)| ([("kind", kind.name())], counts[which]));
+            |index: usize| events.iter().map(move |(kind, counts)| ([("kind", kind.name())], counts[index]));
         to.counters("weir_events", "Events reported.", counts(0))?;
         let help = "Events not reported because there were too many of the kind.";
         to.counters("weir_events_suppressed", help, counts(1))?;
@@ -132,56 +132,56 @@ impl MetricFamilies {
     fn recordings(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let each = |get: fn(&RecordingFigures) -> u64| {
             let recordings = self.snapshot.recordings.iter();
-            recordings.map(move |one| ([("directory", &*one.directory)], get(one)))
+            recordings.map(move |recording| ([("directory", &*recording.directory)], get(recording)))
         };
         let help = "Requests in the daemon's continuous recording.";
-        to.counters("weir_record_requests", help, each(|one| one.requests))?;
+        to.counters("weir_record_requests", help, each(|recording| recording.requests))?;
         let help = "Requests missing in that recording.";
-        to.counters("weir_record_lost_requests", help, each(|one| one.lost))?;
+        to.counters("weir_record_lost_requests", help, each(|recording| recording.lost))?;
         to.counters(
             "weir_record_written_bytes",
             "Bytes written to the files of that recording.",
-            each(|one| one.bytes),
+            each(|recording| recording.bytes),
         )
     }
 
     fn cluster(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let cluster = self.snapshot.cluster.as_ref();
-        let one = |is: Option<bool>| is.map(|is| ([], u64::from(is)));
+        let gauge = |flag: Option<bool>| flag.map(|is| ([], u64::from(is)));
         to.gauges(
             "weir_cluster_connected",
             "1 while this host holds its leases of the cluster's limits.",
-            one(cluster.map(|cluster| cluster.is_connected)),
+            gauge(cluster.map(|cluster| cluster.is_connected)),
         )?;
         to.gauges(
             "weir_cluster_leader",
             "1 while this host leads the cluster and divides its limits.",
-            one(cluster.map(|cluster| cluster.is_leader)),
+            gauge(cluster.map(|cluster| cluster.is_leader)),
         )?;
         to.gauges(
             "weir_cluster_unreachable_hosts",
             "Hosts whose reports are overdue; only on the leader.",
-            cluster.and_then(|cluster| cluster.silent).map(|silent| ([], silent as u64)),
+            cluster.and_then(|cluster| cluster.unreachable_hosts).map(|hosts| ([], hosts as u64)),
         )?;
         to.gauges(
             "weir_cluster_unmet_reservations",
             "Disks and groups that are served without their reservations.",
-            cluster.map(|cluster| ([], cluster.left_out as u64)),
+            cluster.map(|cluster| ([], cluster.unmet_reservations as u64)),
         )?;
         let leases = cluster.into_iter().flat_map(|cluster| &cluster.leases);
-        let rows = leases.map(|(group, is)| ([("group", &**group)], u64::from(*is)));
+        let rows = leases.map(|(group, is_leased)| ([("group", &**group)], u64::from(*is_leased)));
         to.gauges(
             "weir_cluster_leased",
             "1 while a group has a quota lease, and so more than its fallback share.",
             rows,
         )?;
         for (bytes, unit) in [(false, "operations"), (true, "bytes")] {
-            let lent = self
+            let leased_groups = self
                 .snapshot
                 .groups
                 .iter()
                 .filter_map(|group| Some((&*group.name, &group.cluster_limits.as_ref()?.0)));
-            let rows = lent.flat_map(|(group, limits)| {
+            let rows = leased_groups.flat_map(|(group, limits)| {
                 let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == bytes);
                 let set = kinds.map(|kind| (kind, limits.limit(kind).rate)).filter(|(_, rate)| *rate > 0);
                 set.map(move |(kind, rate)| ([("group", group), ("limit", limit_label(kind))], rate))
@@ -244,29 +244,29 @@ impl MetricFamilies {
                 })
             })
         };
-        let rows = known(|can| can.read_iops, |can| can.write_iops);
+        let rows = known(|capacity| capacity.read_iops, |can| can.write_iops);
         to.gauges("weir_device_capacity_operations_per_second", "Measured capacity of a device.", rows)?;
-        let rows = known(|can| can.read_bps, |can| can.write_bps);
+        let rows = known(|capacity| capacity.read_bps, |can| can.write_bps);
         to.gauges("weir_device_capacity_bytes_per_second", "Measured capacity of a device.", rows)?;
-        let done = || {
+        let completed = || {
             devices
                 .iter()
                 .filter_map(|device| Some(([("device", &*device.name)], device.statistics.as_ref()?)))
         };
         let help = "Reads that a device completed since the machine started.";
-        to.counters("weir_device_reads", help, done().map(|(labels, done)| (labels, done.reads)))?;
+        to.counters("weir_device_reads", help, completed().map(|(labels, counters)| (labels, counters.reads)))?;
         let help = "Writes that a device completed since the machine started.";
-        to.counters("weir_device_writes", help, done().map(|(labels, done)| (labels, done.writes)))?;
+        to.counters("weir_device_writes", help, completed().map(|(labels, counters)| (labels, counters.writes)))?;
         let help = "Bytes of a device's reads.";
-        to.counters("weir_device_read_bytes", help, done().map(|(labels, done)| (labels, done.read_bytes)))?;
+        to.counters("weir_device_read_bytes", help, completed().map(|(labels, counters)| (labels, counters.read_bytes)))?;
         let help = "Bytes of a device's writes.";
-        let rows = done().map(|(labels, done)| (labels, done.written_bytes));
+        let rows = completed().map(|(labels, counters)| (labels, counters.written_bytes));
         to.counters("weir_device_written_bytes", help, rows)?;
         let help = "Time during which a device was busy.";
-        let rows = done().map(|(labels, done)| (labels, done.busy_ms as f64 / 1000.0));
+        let rows = completed().map(|(labels, counters)| (labels, counters.busy_ms as f64 / 1000.0));
         to.counters("weir_device_busy_seconds", help, rows)?;
         let help = "Sum of the times that requests were in flight at a device.";
-        let rows = done().map(|(labels, done)| (labels, done.queued_ms as f64 / 1000.0));
+        let rows = completed().map(|(labels, counters)| (labels, counters.queued_ms as f64 / 1000.0));
         to.counters("weir_device_queue_seconds", help, rows)
     }
 }
@@ -331,13 +331,13 @@ fn remote_storage(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Resu
 /// response.
 fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let latencies = disks.iter().flat_map(|disk| {
-        OperationClass::ALL.map(|of| {
-            let operation = match of {
+        OperationClass::ALL.map(|class| {
+            let operation = match class {
                 OperationClass::Read => "read",
                 OperationClass::Write => "write",
                 OperationClass::Flush => "flush",
             };
-            ([("disk", &*disk.name), ("operation", operation)], disk.measures.latency(of))
+            ([("disk", &*disk.name), ("operation", operation)], disk.measures.latency(class))
         })
     });
     // Histograms are by far the largest families.
@@ -363,19 +363,19 @@ fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     });
     let help = "Time during which at least one request was throttled.";
     to.counters("weir_disk_waiting_seconds", help, waiting)?;
-    let held = disks.iter().flat_map(|disk| {
-        CauseLevel::ALL.into_iter().flat_map(move |whose| {
+    let throttled = disks.iter().flat_map(|disk| {
+        CauseLevel::ALL.into_iter().flat_map(move |level| {
             LimitKind::ALL.into_iter().flat_map(move |kind| {
                 // A write limit never throttles reads.
                 let applies = move |direction: &Direction| LimitKind::applying_to(*direction).contains(&kind);
                 Direction::ALL.into_iter().filter(applies).filter_map(move |direction| {
-                    let ns = disk.measures.throttled_ns(whose, kind, direction);
+                    let ns = disk.measures.throttled_ns(level, kind, direction);
                     // A set limit has a sample from the start, so that `rate()` sees the first
                     // increase.
-                    let is_set = whose == CauseLevel::Disk && disk.throttle.limits.limit(kind).rate > 0;
+                    let is_set = level == CauseLevel::Disk && disk.throttle.limits.limit(kind).rate > 0;
                     let labels = [
                         ("disk", &*disk.name),
-                        ("level", owner_label(whose)),
+                        ("level", owner_label(level)),
                         ("limit", limit_label(kind)),
                         ("operation", direction_label(direction)),
                     ];
@@ -385,7 +385,7 @@ fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
         })
     });
     let help = "Time during which at least one request was throttled, by the limit that throttled it.";
-    to.counters("weir_disk_throttled_seconds", help, held)
+    to.counters("weir_disk_throttled_seconds", help, throttled)
 }
 
 /// Families that disks and groups share.
@@ -421,19 +421,19 @@ fn throttle_families(
     to.gauges(&name("waiting_requests"), "Requests that are throttled now.", waiting)?;
     limits(to, key, all)?;
     to.gauges(&name("weight"), "Weight among its siblings.", each(|one| one.share.weight().into()))?;
-    let promised = |get: fn(&ThrottleFigures) -> u64| each(get).filter(|&(_, promised)| promised > 0);
+    let reserved = |get: fn(&ThrottleFigures) -> u64| each(get).filter(|&(_, promised)| promised > 0);
     let help = "Reserved operations per second.";
-    let rows = promised(|one| one.share.iops_reservation());
+    let rows = reserved(|one| one.share.iops_reservation());
     to.gauges(&name("reservation_operations_per_second"), help, rows)?;
     let help = "Reserved bytes per second.";
-    to.gauges(&name("reservation_bytes_per_second"), help, promised(|one| one.share.bps_reservation()))?;
+    to.gauges(&name("reservation_bytes_per_second"), help, reserved(|one| one.share.bps_reservation()))?;
     // Only members with a reservation have these counters.
-    let kept = || all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.stats.reservation?)));
+    let reservations = || all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.stats.reservation?)));
     let help = "Time during which requests waited and the reservation was met.";
-    let rows = kept().map(|(labels, kept)| (labels, seconds(kept.met_ns)));
+    let rows = reservations().map(|(labels, reservation)| (labels, seconds(reservation.met_ns)));
     to.counters(&name("reservation_met_seconds"), help, rows)?;
     let help = "Time during which requests waited and the reservation was missed.";
-    let rows = kept().map(|(labels, kept)| (labels, seconds(kept.missed_ns)));
+    let rows = reservations().map(|(labels, reservation)| (labels, seconds(reservation.missed_ns)));
     to.counters(&name("reservation_missed_seconds"), help, rows)?;
     // Without a watermark limits are always enforced.
     let watched = || all.iter().filter(|(_, throttle)| throttle.watermark > 0);
@@ -472,7 +472,7 @@ fn limits(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleF
     let burst: Get<u64> = |one, kind| Some(one.limits.limit(kind).burst_rate).filter(|&rate| rate > 0);
     let level: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.units);
     let capacity: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.capacity);
-    let room: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.free_units());
+    let free: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.free_units());
     let ratio: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.ratio());
     let empty: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| seconds(level.empty_in_ns));
     for (bytes, unit, rates) in
@@ -487,7 +487,7 @@ fn limits(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleF
         let help = "Capacity of a limit's bucket: the burst rate times the burst length.";
         to.gauges(&name(&format!("bucket_capacity_{unit}")), help, rows(all, key, Some(bytes), capacity))?;
         let help = "Free capacity of a limit's bucket: capacity minus level.";
-        to.gauges(&name(&format!("bucket_free_{unit}")), help, rows(all, key, Some(bytes), room))?;
+        to.gauges(&name(&format!("bucket_free_{unit}")), help, rows(all, key, Some(bytes), free))?;
     }
     let help = "Level of a limit's bucket divided by its capacity.";
     to.gauges(&name("bucket_level_ratio"), help, rows(all, key, None, ratio))?;
@@ -521,9 +521,9 @@ fn prefetches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
         ("used", "Bytes prefetched and then read.", |stats| stats.used_bytes),
         ("wasted", "Bytes prefetched and dropped unread.", |stats| stats.wasted_bytes),
     ];
-    for (what, help, get) in bytes {
+    for (category, help, get) in bytes {
         let rows = all().map(|(labels, stats)| (labels, get(stats)));
-        to.counters(&format!("weir_disk_prefetch_{what}_bytes"), help, rows)?;
+        to.counters(&format!("weir_disk_prefetch_{category}_bytes"), help, rows)?;
     }
     let rows = all().map(|(labels, stats)| (labels, stats.memory_bytes));
     to.gauges("weir_disk_prefetch_memory_bytes", "Memory of prefetched data.", rows)?;

@@ -71,14 +71,14 @@ impl<'a> FamilyWriter<'a> {
         help: &str,
         kind: MetricType,
         rows: impl IntoIterator<Item = (SampleLabels<'r, N>, V)>,
-        tell: impl Fn(&mut MetricEncoder<'_>, V) -> fmt::Result,
+        encode_value: impl Fn(&mut MetricEncoder<'_>, V) -> fmt::Result,
     ) -> fmt::Result {
         let (stem, unit) = with_unit(name);
         let mut family = self.0.encode_descriptor(stem, help, unit.as_ref(), kind)?;
         for (labels, value) in rows {
             match N {
-                0 => tell(&mut family, value)?,
-                _ => tell(&mut family.encode_family(&labels)?, value)?,
+                0 => encode_value(&mut family, value)?,
+                _ => encode_value(&mut family.encode_family(&labels)?, value)?,
             }
         }
         Ok(())

@@ -53,19 +53,19 @@ impl HistorySpan {
 /// Ring buffer that is allocated at its full size.
 struct HistoryRing<T> {
     values: VecDeque<T>,
-    most: usize,
+    capacity: usize,
 }
 
 impl<T> HistoryRing<T> {
-    fn new(most: usize) -> Self {
+    fn new(capacity: usize) -> Self {
         let mut values = VecDeque::new();
-        values.reserve_exact(most);
-        Self { values, most }
+        values.reserve_exact(capacity);
+        Self { values, capacity }
     }
 
     /// Appends a value; returns the oldest one if the ring was full.
     fn push(&mut self, value: T) -> Option<T> {
-        let oldest = (self.values.len() >= self.most).then(|| self.values.pop_front()).flatten();
+        let oldest = (self.values.len() >= self.capacity).then(|| self.values.pop_front()).flatten();
         self.values.push_back(value);
         oldest
     }
@@ -96,9 +96,9 @@ impl ObjectHistory {
     pub(super) fn new() -> Self {
         let [_, (ten, _), (minute, _)] = LEVELS;
         Self {
-            levels: LEVELS.map(|(_, most)| HistoryRing::new(most)),
-            leaving: [ten, minute / ten].map(|most| Vec::with_capacity(most as usize)),
-            heat: COLUMNS.map(|(seconds, most)| LatencyColumns::new(seconds, most)),
+            levels: LEVELS.map(|(_, capacity)| HistoryRing::new(capacity)),
+            leaving: [ten, minute / ten].map(|capacity| Vec::with_capacity(capacity as usize)),
+            heat: COLUMNS.map(|(seconds, capacity)| LatencyColumns::new(seconds, capacity)),
             lines: LimitLines::default(),
             second: 0,
         }
@@ -163,22 +163,22 @@ impl ObjectHistory {
     /// Times in and out are by the wall clock, which was set forward by `set_s` seconds since
     /// counting began; values from before that step are converted to the new time as well. Limits
     /// of the whole span are returned, since a limit may begin before `since_ms` and continue.
-    pub(super) fn tell(&self, span: HistorySpan, since_ms: u64, set_s: i64) -> ActivityHistory {
+    pub(super) fn report(&self, span: HistorySpan, since_ms: u64, set_s: i64) -> ActivityHistory {
         // To the internal clock.
         let since_ms = since_ms.saturating_add_signed(set_s.saturating_mul(-1000));
         let clock_ms = |seconds: u64| seconds.saturating_add_signed(set_s) * 1000;
         let level = span as usize;
         let step = LEVELS[level].0;
         let (steps, of_last) = self.steps(level);
-        let most = (span.seconds() / step) as usize;
+        let max_steps = (span.seconds() / step) as usize;
         // Begin of the newest step.
         let newest = (self.second + 1).saturating_sub(of_last);
         // Number of steps that begin after it, including the newest.
         let wanted = newest.saturating_sub(since_ms.div_ceil(1000)) / step + 1;
         let wanted = if newest * 1000 < since_ms { 0 } else { wanted };
-        let most = most.min(usize::try_from(wanted).unwrap_or(most));
+        let max_steps = max_steps.min(usize::try_from(wanted).unwrap_or(max_steps));
         let steps: Vec<_> =
-            steps[steps.len().saturating_sub(most)..].iter().map(ActivitySample::unpack).collect();
+            steps[steps.len().saturating_sub(max_steps)..].iter().map(ActivitySample::unpack).collect();
         let start = (newest + step).saturating_sub(step * steps.len() as u64);
         let series = |get: &dyn Fn(&ActivitySample) -> Option<f64>| -> Vec<Option<Number>> {
             steps.iter().map(|sample| get(sample).map(rounded)).collect()
@@ -199,7 +199,7 @@ impl ObjectHistory {
                 ("read-ahead-hit-rate", series(&|sample| sample.ratios[2])),
                 ("l2-cache-hit-rate", series(&|sample| sample.ratios[3])),
             ]),
-            latency_heat: self.heat[level].tell(since_ms, clock_ms),
+            latency_heat: self.heat[level].report(since_ms, clock_ms),
             limits: self.lines.intervals(self.second.saturating_sub(span.seconds()), clock_ms),
         }
     }
@@ -219,17 +219,17 @@ impl ObjectHistory {
 }
 
 impl LatencyColumns {
-    fn new(seconds: u64, most: usize) -> Self {
-        Self { columns: HistoryRing::new(most), counts: [0; ROWS], number: 0, seconds }
+    fn new(seconds: u64, capacity: usize) -> Self {
+        Self { columns: HistoryRing::new(capacity), counts: [0; ROWS], number: 0, seconds }
     }
 
     fn add(&mut self, second: u64, latencies: Option<&Latencies>) {
         let number = second / self.seconds;
         if number != self.number {
-            let begun = self.number;
-            if begun != 0 {
+            let previous = self.number;
+            if previous != 0 {
                 // Columns without any second are stored as empty.
-                let missed = (number - begun - 1).min(self.columns.most as u64);
+                let missed = (number - previous - 1).min(self.columns.capacity as u64);
                 self.columns.push(column(&self.counts));
                 for _ in 0..missed {
                     self.columns.push(column(&[0; ROWS]));
@@ -246,7 +246,7 @@ impl LatencyColumns {
     ///
     /// A row has the share of the column's requests in each latency bucket, the last one above all
     /// bounds; null without requests.
-    fn tell(&self, since_ms: u64, clock_ms: impl Fn(u64) -> u64) -> LatencyHeat {
+    fn report(&self, since_ms: u64, clock_ms: impl Fn(u64) -> u64) -> LatencyHeat {
         let newest = column(&self.counts);
         let columns: Vec<_> = self.columns.values.iter().chain([&newest]).collect();
         let start = (self.number + 1).saturating_sub(columns.len() as u64) * self.seconds;
@@ -303,8 +303,8 @@ mod tests {
     }
 
     /// Value, begin and end of each line.
-    fn lines(told: &ActivityHistory) -> Vec<(u64, u64, Option<u64>)> {
-        told.limits.iter().map(|line| (line.value, line.start_ms, line.end_ms)).collect()
+    fn lines(report: &ActivityHistory) -> Vec<(u64, u64, Option<u64>)> {
+        report.limits.iter().map(|line| (line.value, line.start_ms, line.end_ms)).collect()
     }
 
     #[test]
@@ -316,7 +316,7 @@ mod tests {
             history.add(second, &of_rate(second as f64), Some(&counts), Vec::new());
         }
         assert_eq!(history.size_bytes(), empty);
-        assert_eq!(history.levels.each_ref().map(|ring| ring.values.len()), LEVELS.map(|(_, most)| most));
+        assert_eq!(history.levels.each_ref().map(|ring| ring.values.len()), LEVELS.map(|(_, capacity)| capacity));
     }
 
     #[test]
@@ -327,9 +327,9 @@ mod tests {
             history.add(second, &of_rate((second - begin + 1) as f64), None, Vec::new());
         }
         for (name, span) in HistorySpan::ALL {
-            let told = history.tell(span, 0, 0);
-            let (step, start) = (told.step_ms / 1000, told.start_ms / 1000);
-            let rates = &told.series["read-iops"];
+            let report = history.report(span, 0, 0);
+            let (step, start) = (report.step_ms / 1000, report.start_ms / 1000);
+            let rates = &report.series["read-iops"];
             let seconds = span.seconds().min(end - begin);
             assert!((rates.len() as u64 * step).abs_diff(seconds) <= step, "{name}: {} steps", rates.len());
             assert!(
@@ -356,10 +356,10 @@ mod tests {
         for second in [100, 101, 104, 104, 103, 105] {
             history.add(second, &of_rate(64.0), None, Vec::new());
         }
-        let told = history.tell(HistorySpan::TenMinutes, 0, 0);
-        let known: Vec<_> = told.series["write-bps"].iter().map(Option::is_some).collect();
+        let report = history.report(HistorySpan::TenMinutes, 0, 0);
+        let known: Vec<_> = report.series["write-bps"].iter().map(Option::is_some).collect();
         assert_eq!(known, [true, true, false, false, true, true]);
-        assert_eq!(told.start_ms, 100_000);
+        assert_eq!(report.start_ms, 100_000);
     }
 
     #[test]
@@ -370,7 +370,7 @@ mod tests {
             // A second that was added already is ignored.
             history.add(second, &ActivitySample::default(), None, limited(5));
         }
-        let values = |span| lines(&history.tell(span, 0, 0)).iter().map(|line| line.0).collect::<Vec<_>>();
+        let values = |span| lines(&history.report(span, 0, 0)).iter().map(|line| line.0).collect::<Vec<_>>();
         assert_eq!(values(HistorySpan::TenMinutes), [1009]);
         assert_eq!(values(HistorySpan::TwoHours), (1002..=1009).collect::<Vec<_>>());
         assert_eq!(values(HistorySpan::TwoDays), (1001..=1009).collect::<Vec<_>>());
@@ -386,7 +386,7 @@ mod tests {
             history.add(second, &ActivitySample::default(), (second < 165).then_some(&counts), Vec::new());
         }
         let LatencyHeat { step_ms, start_ms, bounds_ns, rows } =
-            history.tell(HistorySpan::TenMinutes, 0, 0).latency_heat;
+            history.report(HistorySpan::TenMinutes, 0, 0).latency_heat;
         assert_eq!((start_ms, step_ms), (150_000, 15_000));
         assert_eq!((rows.len(), &rows[1]), (2, &None));
         let row: Vec<_> = rows[0].iter().flatten().filter_map(Number::as_f64).collect();
@@ -405,16 +405,16 @@ mod tests {
         }
         for set_s in [-7200, -1, 0, 3, 10_800] {
             let now_ms = 100_000_u64.saturating_add_signed(set_s) * 1000;
-            let told = history.tell(HistorySpan::TenMinutes, 0, set_s);
-            assert_eq!(told.start_ms, now_ms);
-            let heat = told.latency_heat.start_ms;
+            let report = history.report(HistorySpan::TenMinutes, 0, set_s);
+            assert_eq!(report.start_ms, now_ms);
+            let heat = report.latency_heat.start_ms;
             assert_eq!(heat, 99_990_u64.saturating_add_signed(set_s) * 1000);
             let change_ms = now_ms + 50_000;
-            assert_eq!(lines(&told), [(7, now_ms, Some(change_ms)), (8, change_ms, None)]);
+            assert_eq!(lines(&report), [(7, now_ms, Some(change_ms)), (8, change_ms, None)]);
             // Query by a program that has the wall clock's time of the last five seconds.
-            let told = history.tell(HistorySpan::TenMinutes, now_ms + 95_000, set_s);
-            let last = told.series["read-iops"].len();
-            assert_eq!((told.start_ms, last), (now_ms + 95_000, 5), "{set_s}");
+            let report = history.report(HistorySpan::TenMinutes, now_ms + 95_000, set_s);
+            let last = report.series["read-iops"].len();
+            assert_eq!((report.start_ms, last), (now_ms + 95_000, 5), "{set_s}");
         }
     }
 
@@ -432,11 +432,11 @@ mod tests {
             (199_000, 199, 1),
             (199_001, 200, 0),
         ] {
-            let told = history.tell(HistorySpan::TenMinutes, since_ms, 0);
-            let all = &told.series["read-iops"];
-            assert_eq!((told.start_ms, all.len()), (start * 1000, steps), "since {since_ms}");
+            let report = history.report(HistorySpan::TenMinutes, since_ms, 0);
+            let all = &report.series["read-iops"];
+            assert_eq!((report.start_ms, all.len()), (start * 1000, steps), "since {since_ms}");
             // A limit's begin is reported even if it precedes the queried time.
-            assert_eq!(lines(&told), [(1, 150_000, None)], "since {since_ms}");
+            assert_eq!(lines(&report), [(1, 150_000, None)], "since {since_ms}");
         }
     }
 }

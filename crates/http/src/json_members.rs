@@ -50,8 +50,8 @@ pub(super) fn parse_number(key: &str, value: Value) -> Result<Value, String> {
     let text = match value {
         Value::String(text) => text,
         Value::Number(number) if number.is_f64() => {
-            let whole = number.as_f64().and_then(qmp::whole_number);
-            return Ok(whole.map_or(Value::Number(number), |whole| json!(whole)));
+            let integer = number.as_f64().and_then(qmp::whole_number);
+            return Ok(integer.map_or(Value::Number(number), |integer| json!(integer)));
         }
         other => return Ok(other),
     };
@@ -67,15 +67,15 @@ mod tests {
 
     #[test]
     fn counts_take_no_units_and_no_fractions() {
-        let said = |key, text: &str| parse_number(key, json!(text));
+        let parsed = |key, text: &str| parse_number(key, json!(text));
         for key in ["iops-total", "iops-total-max-length", "weight", "iops-reservation", "watermark"] {
-            assert_eq!(said(key, "300"), Ok(json!(300)), "{key}");
+            assert_eq!(parsed(key, "300"), Ok(json!(300)), "{key}");
             for text in ["1.5", "8M", "7KB"] {
-                let rule = said(key, text).unwrap_err();
+                let rule = parsed(key, text).unwrap_err();
                 assert!(rule.contains("a count takes no suffix and no fraction"), "{rule}");
             }
             for text in ["0.4", "-1", "lots", ""] {
-                let rule = said(key, text).unwrap_err();
+                let rule = parsed(key, text).unwrap_err();
                 assert!(rule.ends_with("is not a whole number of 0 or more"), "{rule}");
             }
         }
@@ -83,15 +83,15 @@ mod tests {
 
     #[test]
     fn whole_floats_are_integers() {
-        for (said, expected) in
+        for (value, expected) in
             [(json!(10.0), json!(10)), (json!(1e3), json!(1000)), (json!(-1.0), json!(-1))]
         {
-            assert_eq!(parse_number("iops-total", said), Ok(expected));
+            assert_eq!(parse_number("iops-total", value), Ok(expected));
         }
-        for said in [json!(0.4), json!(1e30), json!(true)] {
+        for value in [json!(0.4), json!(1e30), json!(true)] {
             assert_eq!(
-                parse_number("iops-total", said.clone()),
-                Ok(said),
+                parse_number("iops-total", value.clone()),
+                Ok(value),
                 "the value itself is refused later"
             );
         }

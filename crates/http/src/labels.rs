@@ -13,8 +13,8 @@ pub(super) fn direction_label(direction: Direction) -> &'static str {
     }
 }
 
-pub(super) fn owner_label(whose: CauseLevel) -> &'static str {
-    match whose {
+pub(super) fn owner_label(level: CauseLevel) -> &'static str {
+    match level {
         CauseLevel::Disk => "disk",
         CauseLevel::Group => "group",
         CauseLevel::Above => "above",

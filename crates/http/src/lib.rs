@@ -104,12 +104,12 @@ pub struct PageEndpoint {
 /// Binds an address; `what` is the option's name in errors. Requests are accepted after
 /// [`HttpServer::start`].
 pub fn bind(
-    what: &'static str,
+    label: &'static str,
     address: &ListenAddress,
     access: &SocketAccess,
 ) -> anyhow::Result<Vec<BoundListener>> {
     let endpoint = ListenEndpoint::Address(address.clone());
-    listen::open_listeners(&endpoint, access, &mut InheritedSockets::empty()).context(what)
+    listen::open_listeners(&endpoint, access, &mut InheritedSockets::empty()).context(label)
 }
 
 impl HttpEndpoints {
@@ -123,65 +123,65 @@ impl HttpServer {
     /// Starts the thread, which inherits the rights of the caller's thread, and enables measuring
     /// of disks.
     pub fn start(
-        doors: HttpEndpoints,
+        endpoints: HttpEndpoints,
         registry: &Rc<Registry>,
         workers: &Rc<Vec<ReactorWorker>>,
         cgroups: Option<cgroup::cgroup_counters::CgroupFiguresReader>,
     ) -> anyhow::Result<Self> {
         enable_measuring(registry);
         // Bounded: further requests wait at their sender, which times them out (`desk`).
-        let (ask, asked) = async_channel::bounded::<MainRequest>(1);
-        let remembering = Rc::clone(registry);
+        let (sender, receiver) = async_channel::bounded::<MainRequest>(1);
+        let page_registry = Rc::clone(registry);
         let (registry, workers) = (Rc::clone(registry), Rc::clone(workers));
-        let answering = reactor::spawn_joinable(async move {
-            while let Ok(asked) = asked.recv().await {
+        let main_task = reactor::spawn_joinable(async move {
+            while let Ok(request) = receiver.recv().await {
                 // Sends fail if the requesting task timed out.
-                match asked {
-                    MainRequest::Figures(answer) => {
-                        drop(answer.send(DaemonSnapshot::take(&registry, &workers)));
+                match request {
+                    MainRequest::Figures(reply) => {
+                        drop(reply.send(DaemonSnapshot::take(&registry, &workers)));
                     }
-                    MainRequest::PreviewInput(wanted, answer) => {
-                        drop(answer.send(preview::preview_input(&registry, wanted)));
+                    MainRequest::PreviewInput(settings, reply) => {
+                        drop(reply.send(preview::preview_input(&registry, settings)));
                     }
-                    MainRequest::Change(wanted, answer) => {
-                        drop(answer.send(change::apply(&registry, wanted).await));
+                    MainRequest::Change(settings, reply) => {
+                        drop(reply.send(change::apply(&registry, settings).await));
                     }
                 }
             }
         });
-        let desk = MainThread::new(ask);
-        let mut places = Vec::new();
-        if let Some(listeners) = doors.metrics {
+        let main_thread = MainThread::new(sender);
+        let mut services = Vec::new();
+        if let Some(listeners) = endpoints.metrics {
             tracing::info!(at = %addresses(&listeners), "metrics");
-            places.push(HttpListeners {
+            services.push(HttpListeners {
                 listeners,
-                router: metrics::router(Arc::clone(&desk), cgroups),
+                router: metrics::router(Arc::clone(&main_thread), cgroups),
                 kind: HttpServiceKind::Metrics,
             });
         }
-        let page = doors.page.map(|page| -> anyhow::Result<_> {
+        let page = endpoints.page.map(|page| -> anyhow::Result<_> {
             let recent =
-                remembering.recordings.remember().context("the latest requests cannot be recorded")?;
-            Ok(page.into_listeners(desk, recent, remembering.events.clone()))
+                page_registry.recordings.record_recent().context("the latest requests cannot be recorded")?;
+            Ok(page.into_listeners(main_thread, recent, page_registry.events.clone()))
         });
-        let (place, watch) = page.transpose()?.unzip();
-        places.extend(place);
+        let (service, watch) = page.transpose()?.unzip();
+        services.extend(service);
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let thread = thread::Builder::new().name("http".to_owned()).spawn(move || {
             let begin = || drop(watch.map(|watch| tokio::spawn(watch.run())));
-            if let Err(error) = server::run(places, begin, stopped) {
+            if let Err(error) = server::run(services, begin, stopped) {
                 tracing::error!(%error, "the HTTP server has failed (restart weir)");
             }
         });
         let thread = thread.context("the HTTP thread cannot be started")?;
-        Ok(Self { stop: Some(stop), thread: Some(thread), _answering: answering })
+        Ok(Self { stop: Some(stop), thread: Some(thread), _answering: main_task })
     }
 }
 
 impl PageEndpoint {
     fn into_listeners(
         self,
-        desk: Arc<MainThread>,
+        main_thread: Arc<MainThread>,
         recent: Arc<RecentRequests>,
         events: EventLog,
     ) -> (HttpListeners, Arc<ActivityWatch>) {
@@ -191,10 +191,10 @@ impl PageEndpoint {
         tracing::info!(at = %addresses(&listeners), scheme, may, "page");
         let name = names.first().cloned().unwrap_or_else(host_name);
         let guard = AccessGuard::new(names, token.as_ref().map(ChangeToken::bytes));
-        let about = DaemonDescription { name, has_token: guard.has_token() };
-        let watch = ActivityWatch::new(Arc::clone(&desk), about, events.clone());
+        let daemon = DaemonDescription { name, has_token: guard.has_token() };
+        let watch = ActivityWatch::new(Arc::clone(&main_thread), daemon, events.clone());
         let site = Arc::new(page_state::PageState {
-            desk,
+            main_thread,
             previews: Previews::new(recent),
             watch: Arc::clone(&watch),
             events,

@@ -23,7 +23,7 @@ const OPEN_END: u64 = u64::MAX;
 pub(super) struct DrawnLimit {
     setting: LimitSetting,
     /// Group above that has the limit; `None` for the object's own.
-    of: Option<Arc<str>>,
+    group: Option<Arc<str>>,
     value: u64,
 }
 
@@ -57,7 +57,7 @@ pub(super) fn drawn_limits(
         let mut each = holders.iter().map(move |(of, limits)| (of, limits.iter().filter(is_of_unit)));
         let nearest = each.find(|(_, limits)| limits.clone().next().is_some());
         nearest.into_iter().flat_map(|(of, limits)| {
-            limits.map(move |&(_, setting, value)| DrawnLimit { setting, of: of.cloned(), value })
+            limits.map(move |&(_, setting, value)| DrawnLimit { setting, group: of.cloned(), value })
         })
     };
     [false, true].into_iter().flat_map(of_unit).collect()
@@ -115,8 +115,8 @@ impl LimitLines {
 
     /// Lines that end after that second, converted by `clock_ms`.
     pub(super) fn intervals(&self, after: u64, clock_ms: impl Fn(u64) -> u64) -> Vec<LimitInterval> {
-        let told = self.0.iter().filter(|line| line.until > after).map(|line| {
-            let DrawnLimit { setting, of, value } = &line.drawn;
+        let intervals = self.0.iter().filter(|line| line.until > after).map(|line| {
+            let DrawnLimit { setting, group: of, value } = &line.drawn;
             LimitInterval {
                 name: setting.name(),
                 group: of.as_deref().map(str::to_owned),
@@ -125,7 +125,7 @@ impl LimitLines {
                 end_ms: (line.until != OPEN_END).then(|| clock_ms(line.until)),
             }
         });
-        told.collect()
+        intervals.collect()
     }
 
     /// Maximum of the allocation of all lines, in bytes.
@@ -154,7 +154,7 @@ mod tests {
     }
 
     /// Name, value, begin and end, in seconds.
-    fn told(lines: &LimitLines) -> Vec<(&'static str, u64, u64, Option<u64>)> {
+    fn shown_lines(lines: &LimitLines) -> Vec<(&'static str, u64, u64, Option<u64>)> {
         let all = lines.intervals(0, |second| second).into_iter();
         all.map(|line| (line.name, line.value, line.start_ms, line.end_ms)).collect()
     }
@@ -163,7 +163,7 @@ mod tests {
     fn a_line_ends_when_its_limit_changes() {
         let mut lines = LimitLines::default();
         lines.add(10, of(json!({ "iops-total": 2000, "iops-total-max": 3000, "iops-size": 4096 })));
-        let one = lines.size_bytes();
+        let size = lines.size_bytes();
         (11..1000).for_each(|second| {
             lines.add(second, of(json!({ "iops-total": 2000, "iops-total-max": 3000, "iops-size": 8192 })));
         });
@@ -171,14 +171,14 @@ mod tests {
         lines.add(1001, of(json!({})));
         let line = |name, value, from, until| (name, value, from, Some(until));
         assert_eq!(
-            told(&lines),
+            shown_lines(&lines),
             [
                 line("iops-total", 2000, 10, 1000),
                 line("iops-total-max", 3000, 10, 1001),
                 line("iops-total", 500, 1000, 1001),
             ]
         );
-        assert_eq!(lines.size_bytes(), one);
+        assert_eq!(lines.size_bytes(), size);
         // Lines that ended before that time are omitted.
         assert_eq!(lines.intervals(1000, |second| second).len(), 2);
     }
@@ -193,15 +193,15 @@ mod tests {
         let disk = object(json!({ "group": "inner", "limits": { "bps-total-max-length": 5 } }));
         let mut lines = LimitLines::default();
         lines.add(1, drawn_limits(&disk, &groups));
-        let own = object(json!({ "group": "inner", "limits": { "iops-total": 3 } }));
-        lines.add(2, drawn_limits(&own, &groups));
+        let limited_disk = object(json!({ "group": "inner", "limits": { "iops-total": 3 } }));
+        lines.add(2, drawn_limits(&limited_disk, &groups));
         let groups = lines.intervals(0, |second| second).into_iter().map(|line| line.group);
-        let all: Vec<_> = groups.zip(told(&lines)).collect();
-        let of = |group: &str| Some(group.to_owned());
+        let all: Vec<_> = groups.zip(shown_lines(&lines)).collect();
+        let in_group = |group: &str| Some(group.to_owned());
         let expected = [
-            (of("inner"), ("iops-write", 7, 1, Some(2))),
-            (of("inner"), ("iops-write-max", 70, 1, Some(2))),
-            (of("outer"), ("bps-read", 9, 1, None)),
+            (in_group("inner"), ("iops-write", 7, 1, Some(2))),
+            (in_group("inner"), ("iops-write-max", 70, 1, Some(2))),
+            (in_group("outer"), ("bps-read", 9, 1, None)),
             (None, ("iops-total", 3, 2, None)),
         ];
         assert_eq!(all, expected);
@@ -214,11 +214,11 @@ mod tests {
             lines.add(second, of(json!({ "iops-total": second, "bps-total": 5 })));
             assert!(lines.0.len() <= MAX_LINES && lines.size_bytes() <= LimitLines::MAX_BYTES);
         }
-        let told = told(&lines);
-        assert_eq!(told.len(), MAX_LINES);
-        assert!(told.contains(&("bps-total", 5, 100, None)));
+        let shown = shown_lines(&lines);
+        assert_eq!(shown.len(), MAX_LINES);
+        assert!(shown.contains(&("bps-total", 5, 100, None)));
         // The oldest known line is extended over those that were dropped.
-        let first = told.iter().find(|(name, ..)| *name == "iops-total").unwrap();
+        let first = shown.iter().find(|(name, ..)| *name == "iops-total").unwrap();
         assert_eq!((first.1, first.2, first.3), (9_977, 100, Some(9_978)));
     }
 }

@@ -34,7 +34,7 @@ pub(super) enum MainRequest {
 /// Requested settings of a disk or a group.
 #[derive(Debug)]
 pub(super) struct SettingsRequest {
-    pub(super) of: ObjectKind,
+    pub(super) kind: ObjectKind,
     pub(super) name: String,
     /// Settings in the form of `x-weir-set`.
     pub(super) settings: Map<String, Value>,
@@ -70,50 +70,50 @@ pub(super) enum ChangeError {
 /// Access to the main thread.
 #[derive(Debug)]
 pub(super) struct MainThread {
-    ask: async_channel::Sender<MainRequest>,
-    kept: Mutex<Option<Arc<DaemonSnapshot>>>,
+    requests: async_channel::Sender<MainRequest>,
+    cached: Mutex<Option<Arc<DaemonSnapshot>>>,
 }
 
 impl MainThread {
-    pub(super) fn new(ask: async_channel::Sender<MainRequest>) -> Arc<Self> {
-        Arc::new(Self { ask, kept: Mutex::default() })
+    pub(super) fn new(requests: async_channel::Sender<MainRequest>) -> Arc<Self> {
+        Arc::new(Self { requests, cached: Mutex::default() })
     }
 
     /// Figures that are no older than `age`.
     pub(super) async fn figures(&self, age: Duration) -> Result<Arc<DaemonSnapshot>, NoAnswer> {
         // The lock is held while the main thread answers: clients that wait for it share the
         // result.
-        let mut kept = self.kept.lock().await;
-        if let Some(snapshot) = &*kept
+        let mut cached = self.cached.lock().await;
+        if let Some(snapshot) = &*cached
             && snapshot.taken.elapsed() < age
         {
             return Ok(Arc::clone(snapshot));
         }
         let snapshot = self.request(MainRequest::Figures).await?;
-        Ok(Arc::clone(kept.insert(Arc::new(snapshot))))
+        Ok(Arc::clone(cached.insert(Arc::new(snapshot))))
     }
 
     /// Performs a change, all or nothing.
-    pub(super) async fn change(&self, wanted: SettingsRequest) -> Result<Result<(), ChangeError>, NoAnswer> {
-        self.request(|answer| MainRequest::Change(wanted, answer)).await
+    pub(super) async fn change(&self, settings: SettingsRequest) -> Result<Result<(), ChangeError>, NoAnswer> {
+        self.request(|reply| MainRequest::Change(settings, reply)).await
     }
 
     /// Settings after that change, without making it.
     pub(super) async fn preview_input(
         &self,
-        wanted: SettingsRequest,
+        settings: SettingsRequest,
     ) -> Result<Result<PreviewInput, ChangeError>, NoAnswer> {
-        self.request(|answer| MainRequest::PreviewInput(wanted, answer)).await
+        self.request(|reply| MainRequest::PreviewInput(settings, reply)).await
     }
 
-    async fn request<T>(&self, asked: impl FnOnce(oneshot::Sender<T>) -> MainRequest) -> Result<T, NoAnswer> {
-        let (answer, answered) = oneshot::channel();
-        let answer = async {
+    async fn request<T>(&self, make_request: impl FnOnce(oneshot::Sender<T>) -> MainRequest) -> Result<T, NoAnswer> {
+        let (sender, receiver) = oneshot::channel();
+        let reply = async {
             // Sending waits as well, while the main thread is busy with an earlier request.
-            self.ask.send(asked(answer)).await.ok()?;
-            answered.await.ok()
+            self.requests.send(make_request(sender)).await.ok()?;
+            receiver.await.ok()
         };
-        let answered = timeout(ANSWER_TIMEOUT, answer).await.map_err(|_| "the daemon is busy (try again)")?;
+        let answered = timeout(ANSWER_TIMEOUT, reply).await.map_err(|_| "the daemon is busy (try again)")?;
         answered.ok_or("the daemon is ending")
     }
 }

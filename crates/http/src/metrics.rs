@@ -45,15 +45,15 @@ const INDEX: &str = "weir: metrics for Prometheus are at /metrics\n";
 
 /// Routes of `--metrics`.
 pub(super) fn router(desk: Arc<MainThread>, cgroups: Option<CgroupFiguresReader>) -> Router {
-    let page = MetricsPage { desk, cgroups, given: Default::default() };
+    let page = MetricsPage { main_thread: desk, cgroups, recent: Default::default() };
     Router::new().route("/", get(async || INDEX)).route("/metrics", get(metrics)).with_state(Arc::new(page))
 }
 
 struct MetricsPage {
-    desk: Arc<MainThread>,
+    main_thread: Arc<MainThread>,
     cgroups: Option<CgroupFiguresReader>,
     /// Recent responses by [`MetricsFormat`]. Locked while a response is written.
-    given: [Arc<Mutex<RecentResponses>>; 3],
+    recent: [Arc<Mutex<RecentResponses>>; 3],
 }
 
 async fn metrics(State(page): State<Arc<MetricsPage>>, headers: HeaderMap) -> Response {
@@ -69,17 +69,17 @@ impl MetricsPage {
     async fn answer(self: &Arc<Self>, form: MetricsFormat) -> Result<ResponsePieces, NoAnswer> {
         // The lock is owned by the writing thread, so that concurrent clients wait for this
         // response.
-        let mut given = Arc::clone(&self.given[form as usize]).lock_owned().await;
-        if let Some(written) = given.reusable() {
+        let mut recent = Arc::clone(&self.recent[form as usize]).lock_owned().await;
+        if let Some(written) = recent.reusable() {
             return Ok(written.into());
         }
-        let snapshot = self.desk.figures(FRESH).await?;
+        let snapshot = self.main_thread.figures(FRESH).await?;
         let page = Arc::clone(self);
-        let (mut sheet, pieces) = streamed_response::response_channel();
+        let (mut writer, pieces) = streamed_response::response_channel();
         spawn_blocking(move || {
             // Formatting is work of milliseconds, too long for the thread that serves connections.
-            if form.write(snapshot, page.cgroups.as_ref(), &mut sheet).is_some() {
-                given.keep(sheet.finish());
+            if form.write(snapshot, page.cgroups.as_ref(), &mut writer).is_some() {
+                recent.keep(writer.finish());
             } else {
                 tracing::error!(?form, "the metrics cannot be written (request another format)");
             }
@@ -216,7 +216,7 @@ impl fmt::Write for TextFormatConverter<'_> {
         }
         self.line.push_str(piece);
         if self.line.ends_with('\n') {
-            self.tell()?;
+            self.write_line()?;
             self.line.clear();
         }
         Ok(())
@@ -224,20 +224,20 @@ impl fmt::Write for TextFormatConverter<'_> {
 }
 
 impl TextFormatConverter<'_> {
-    fn tell(&mut self) -> fmt::Result {
+    fn write_line(&mut self) -> fmt::Result {
         if self.line.starts_with("# HELP ") {
             // Kept until the TYPE line with the suffix.
             mem::swap(&mut self.help, &mut self.line);
-        } else if let Some(of) = self.line.strip_prefix("# TYPE ") {
-            let (name, kind) = of.trim_end().rsplit_once(' ').unwrap_or((of, ""));
+        } else if let Some(declaration) = self.line.strip_prefix("# TYPE ") {
+            let (name, kind) = declaration.trim_end().rsplit_once(' ').unwrap_or((declaration, ""));
             let (suffix, kind) = match kind {
                 "counter" => ("_total", kind),
                 "info" => ("_info", "gauge"),
                 _ => ("", kind),
             };
-            let said =
+            let help_text =
                 self.help.strip_prefix("# HELP ").and_then(|help| help.strip_prefix(name)).unwrap_or("\n");
-            writeln!(self.to, "# HELP {name}{suffix}{said}# TYPE {name}{suffix} {kind}")?;
+            writeln!(self.to, "# HELP {name}{suffix}{help_text}# TYPE {name}{suffix} {kind}")?;
         }
         Ok(())
     }
@@ -249,28 +249,28 @@ mod tests {
 
     #[test]
     fn slow_readers_share_few_answers() {
-        let mut given = RecentResponses::default();
-        let mut ask = |number: usize| {
-            given.0.iter_mut().for_each(|(at, _)| *at -= FRESH);
-            let again = given.reusable();
-            again.unwrap_or_else(|| {
+        let mut recent = RecentResponses::default();
+        let mut respond = |number: usize| {
+            recent.0.iter_mut().for_each(|(at, _)| *at -= FRESH);
+            let reusable = recent.reusable();
+            reusable.unwrap_or_else(|| {
                 let written = vec![Bytes::from(vec![0; number]), Bytes::from(vec![0; 1])];
-                given.keep(written.clone());
+                recent.keep(written.clone());
                 written
             })
         };
-        let mut readers: Vec<_> = (1..=16).map(&mut ask).collect();
+        let mut readers: Vec<_> = (1..=16).map(&mut respond).collect();
         let length = |pieces: &Vec<Bytes>| pieces[0].len();
         let lengths: Vec<_> = readers.iter().map(length).collect();
         assert_eq!(lengths[..4], [1, 2, 3, 3]);
         assert!(lengths[3..].iter().all(|length| *length == 3));
         // The first client has read a part, then all: there is room for another.
         readers[0].pop();
-        assert_eq!(length(&ask(16)), 3);
+        assert_eq!(length(&respond(16)), 3);
         readers.remove(0);
-        assert_eq!((length(&ask(17)), length(&ask(18))), (17, 17));
+        assert_eq!((length(&respond(17)), length(&respond(18))), (17, 17));
         readers.clear();
-        assert_eq!(length(&ask(19)), 19);
+        assert_eq!(length(&respond(19)), 19);
     }
 
     #[test]
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_older_format_names_counters_as_their_samples() {
+    fn text_format_names_counters_as_their_samples() {
         let open = [
             ["# HELP ", "weir_disk_read", "_bytes", " Bytes.", "\n"].as_slice(),
             &["# TYPE weir_disk_read_bytes counter\n", "# UNIT weir_disk_read_bytes", " bytes\n"],
@@ -309,9 +309,9 @@ mod tests {
                       weir_build_info{version=\"1\"} 1\n\
                       # HELP weir_disk_size_bytes Size.\n\
                       # TYPE weir_disk_size_bytes gauge\n";
-        let (mut sheet, _reader) = streamed_response::response_channel();
-        let mut older = TextFormatConverter { to: &mut sheet, line: String::new(), help: String::new() };
+        let (mut writer, _reader) = streamed_response::response_channel();
+        let mut older = TextFormatConverter { to: &mut writer, line: String::new(), help: String::new() };
         open.concat().into_iter().try_for_each(|piece| older.write_str(piece)).unwrap();
-        assert_eq!(sheet.finish().concat(), expect.as_bytes());
+        assert_eq!(writer.finish().concat(), expect.as_bytes());
     }
 }

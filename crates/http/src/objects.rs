@@ -73,7 +73,7 @@ struct DiskReadings {
 #[derive(Debug, Default)]
 struct GroupReadings {
     limited: RecentCounters<1>,
-    took: SecondLatencies,
+    latencies: SecondLatencies,
     wait_p99_ns: Option<u64>,
 }
 
@@ -85,22 +85,22 @@ struct SecondReadings {
     /// Requests by bucket of throttle wait.
     waits: Vec<u32>,
     /// Throttled time by owner, limit and direction.
-    held: Option<[u64; CAUSES]>,
-    took: SecondLatencies,
+    throttled_ns: Option<[u64; CAUSES]>,
+    latencies: SecondLatencies,
     wait_p99_ns: Option<u64>,
-    held_longest: Option<(CauseLevel, LimitKind)>,
+    longest_cause: Option<(CauseLevel, LimitKind)>,
 }
 
 /// Growth of a disk's counts in the last second, by bucket of latency and of wait.
 #[derive(Clone, Debug, Default)]
 struct LastSecondCounts {
-    took: Vec<u64>,
+    latency_counts: Vec<u64>,
     waited: Vec<u64>,
 }
 
 impl LastSecondCounts {
     fn add(&mut self, other: &Self) {
-        for (sums, more) in [(&mut self.took, &other.took), (&mut self.waited, &other.waited)] {
+        for (sums, more) in [(&mut self.latency_counts, &other.latency_counts), (&mut self.waited, &other.waited)] {
             sums.resize(more.len(), 0);
             sums.iter_mut().zip(more).for_each(|(sum, more)| *sum = sum.saturating_add(*more));
         }
@@ -148,18 +148,18 @@ impl PreviousReadings {
             let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
             let (activity, passed) = disk(figures, exports, &groups, before, snapshot.taken);
             objects.disks.insert(Arc::clone(&figures.name), object(&activity));
-            let own = groups.get(&*figures.group).copied();
+            let innermost = groups.get(&*figures.group).copied();
             // A disk counts for its group and for all groups above it.
-            for group in std::iter::successors(own, |group| groups.get(group.parent.as_deref()?).copied()) {
+            for group in std::iter::successors(innermost, |group| groups.get(group.parent.as_deref()?).copied()) {
                 of_groups.entry(&group.name).or_default().add(&passed, grown.as_ref());
             }
         }
         for figures in &snapshot.groups {
             let name: Arc<str> = figures.name.as_str().into();
             let before = self.groups.entry(Arc::clone(&name)).or_default();
-            let MemberTotals { passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
+            let MemberTotals { served: passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
             if is_another {
-                before.took = SecondLatencies::of(grown.as_ref().map(|grown| &*grown.took));
+                before.latencies = SecondLatencies::of(grown.as_ref().map(|grown| &*grown.latency_counts));
                 before.wait_p99_ns = grown.as_ref().and_then(|grown| wait_p99_ns(&grown.waited));
             }
             objects.groups.insert(name, object(&group(figures, &passed, before, snapshot.taken)));
@@ -189,7 +189,7 @@ struct ServedRequests {
     totals: DiskTotals,
     per_second: [f64; 4],
     /// Share of the last second during which some request was throttled.
-    held: f64,
+    wait_ratio: f64,
 }
 
 impl ServedRequests {
@@ -206,20 +206,20 @@ impl ServedRequests {
         }
         self.per_second.iter_mut().zip(other.per_second).for_each(|(sum, more)| *sum += more);
         // A lower bound: whether two disks were throttled at the same time is unknown.
-        self.held = self.held.max(other.held);
+        self.wait_ratio = self.wait_ratio.max(other.wait_ratio);
     }
 }
 
 /// Requests of the disks in and below a group.
 #[derive(Debug, Default)]
 struct MemberTotals {
-    passed: ServedRequests,
+    served: ServedRequests,
     grown: Option<LastSecondCounts>,
 }
 
 impl MemberTotals {
-    fn add(&mut self, passed: &ServedRequests, grown: Option<&LastSecondCounts>) {
-        self.passed.add(passed);
+    fn add(&mut self, served: &ServedRequests, grown: Option<&LastSecondCounts>) {
+        self.served.add(served);
         if let Some(grown) = grown {
             self.grown.get_or_insert_default().add(grown);
         }
@@ -270,18 +270,18 @@ fn disk(
     // A wait is counted when it ends. A longer one shows as waiting requests without progress.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let held = if is_stuck { 1.0 } else { waited };
-    let passed = ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), held };
+    let served = ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), wait_ratio: held };
     let latencies = LatencyPercentiles {
-        latency_p50_ns: before.last.took.p50_ns,
-        latency_p99_ns: before.last.took.p99_ns,
+        latency_p50_ns: before.last.latencies.p50_ns,
+        latency_p99_ns: before.last.latencies.p99_ns,
         wait_p99_ns: before.last.wait_p99_ns,
     };
-    let cause = throttle_cause(figures, groups, before.last.held_longest);
+    let cause = throttle_cause(figures, groups, before.last.longest_cause);
     let group = (!figures.group.is_empty()).then(|| figures.group.clone());
     let covered = |covered_bytes: u64| (covered_bytes as f64 / figures.size_bytes.max(1) as f64).min(1.0);
     let activity = DiskActivity {
         name: figures.name.to_string(),
-        member: member_activity(group, latencies, cause, &passed, &figures.throttle),
+        member: member_activity(group, latencies, cause, &served, &figures.throttle),
         format: figures.format,
         cache: figures.cache,
         size: figures.size_bytes,
@@ -298,7 +298,7 @@ fn disk(
             hit_rate: growth.and_then(|growth| growth.ratio(6, 7)).map(ratio),
             memory: stats.memory_bytes,
             streams: stats.streams.into(),
-            closed: stats.is_gate_closed,
+            suspended: stats.is_gate_closed,
         }),
         l2_cache: l2.map(|l2| CacheActivity {
             hit_rate: growth.and_then(|growth| growth.ratio(8, 9)).map(ratio),
@@ -306,7 +306,7 @@ fn disk(
         }),
         memory: DiskMemory { reserved: figures.reserved_bytes, requests: figures.requests_bytes },
     };
-    (activity, passed)
+    (activity, served)
 }
 
 fn export(figures: &ExportFigures) -> ExportActivity {
@@ -316,32 +316,32 @@ fn export(figures: &ExportFigures) -> ExportActivity {
 
 fn group(
     figures: &GroupFigures,
-    passed: &ServedRequests,
+    served: &ServedRequests,
     before: &mut GroupReadings,
     now: Instant,
 ) -> GroupActivity {
     let growth = before.limited.add_reading(now, [figures.throttle.stats.throttled_ns]);
     let throttled = growth.map_or(0.0, |growth| growth.share_of_time(0));
-    let passed = ServedRequests { held: passed.held.max(throttled), ..*passed };
+    let served = ServedRequests { wait_ratio: served.wait_ratio.max(throttled), ..*served };
     let latencies = LatencyPercentiles {
-        latency_p50_ns: before.took.p50_ns,
-        latency_p99_ns: before.took.p99_ns,
+        latency_p50_ns: before.latencies.p50_ns,
+        latency_p99_ns: before.latencies.p99_ns,
         wait_p99_ns: before.wait_p99_ns,
     };
     // `binding` keeps the last cause, so it is shown only if time was added in this second.
     let has_waited = growth.is_some_and(|growth| growth.by[0] > 0);
     let cause = figures.throttle.stats.throttle_cause.filter(|_| has_waited).map(|kind| ThrottleCause {
-        of: "group",
+        level: "group",
         name: figures.name.clone(),
         limit: limit_name(kind),
     });
     GroupActivity {
         name: figures.name.clone(),
-        member: member_activity(figures.parent.clone(), latencies, cause, &passed, &figures.throttle),
+        member: member_activity(figures.parent.clone(), latencies, cause, &served, &figures.throttle),
         cluster: figures
             .cluster_limits
             .as_ref()
-            .map(|(whole, is_leased)| ClusterLimits { limits: set_limits(whole), leased: *is_leased }),
+            .map(|(cluster_limits, is_leased)| ClusterLimits { limits: set_limits(cluster_limits), leased: *is_leased }),
     }
 }
 
@@ -369,16 +369,16 @@ fn member_activity(
     group: Option<String>,
     latencies: LatencyPercentiles,
     throttle_cause: Option<ThrottleCause>,
-    passed: &ServedRequests,
+    served: &ServedRequests,
     figures: &ThrottleFigures,
 ) -> MemberActivity {
     let ThrottleFigures { stats, limits, share, watermark, enforcement } = figures;
-    let (word, scale) = match enforcement {
+    let (state, scale) = match enforcement {
         Enforcement::Enforced => ("enforced", None),
         Enforcement::Lifted => ("lifted", None),
         Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths() as f64 / 1000.0)),
     };
-    let (has_watermark, totals) = (*watermark > 0, &passed.totals);
+    let (has_watermark, totals) = (*watermark > 0, &served.totals);
     let reserved = |amount: u64| (amount > 0).then_some(amount);
     // A limit that no disk has counts nothing, so totals are those of the disks.
     let totals_of = |requests, bytes, counters: &AdmissionCounters| ThrottledTotals {
@@ -389,17 +389,17 @@ fn member_activity(
     MemberActivity {
         group,
         latencies,
-        wait_ratio: ratio(passed.held),
+        wait_ratio: ratio(served.wait_ratio),
         throttle_cause,
         reads: totals_of(totals.reads, totals.read_bytes, &stats.reads),
         writes: totals_of(totals.writes, totals.written_bytes, &stats.writes),
-        rates: rates(passed.per_second),
+        rates: rates(served.per_second),
         limits: set_limits(limits),
         weight: share.weight(),
         iops_reservation: reserved(share.iops_reservation()),
         bps_reservation: reserved(share.bps_reservation()),
         watermark: has_watermark.then_some(*watermark),
-        enforcement: has_watermark.then_some(word),
+        enforcement: has_watermark.then_some(state),
         scale: scale.filter(|_| has_watermark).map(ratio),
         waiting_requests: stats.waiting.iter().sum(),
         bucket_level_ratio: bucket_level(stats).map(ratio),
@@ -441,13 +441,13 @@ const CAUSES: usize = CauseLevel::ALL.len() * LimitKind::ALL.len() * Direction::
 /// Throttled time by owner, limit and direction.
 fn throttled_ns(figures: &DiskFigures) -> [u64; CAUSES] {
     let mut all = [0; CAUSES];
-    let each = CauseLevel::ALL.into_iter().flat_map(|whose| {
+    let each = CauseLevel::ALL.into_iter().flat_map(|level| {
         LimitKind::ALL
             .into_iter()
-            .flat_map(move |kind| Direction::ALL.into_iter().map(move |direction| (whose, kind, direction)))
+            .flat_map(move |kind| Direction::ALL.into_iter().map(move |direction| (level, kind, direction)))
     });
-    for (place, (whose, kind, direction)) in all.iter_mut().zip(each) {
-        *place = figures.measures.throttled_ns(whose, kind, direction);
+    for (place, (level, kind, direction)) in all.iter_mut().zip(each) {
+        *place = figures.measures.throttled_ns(level, kind, direction);
     }
     all
 }
@@ -458,9 +458,9 @@ fn throttle_cause(
     groups: &HashMap<&str, &GroupFigures>,
     longest: Option<(CauseLevel, LimitKind)>,
 ) -> Option<ThrottleCause> {
-    let above = |whose: CauseLevel| {
+    let above = |level: CauseLevel| {
         let group = groups.get(&*figures.group).copied();
-        match whose {
+        match level {
             CauseLevel::Disk => None,
             CauseLevel::Group => group,
             CauseLevel::Above => {
@@ -473,17 +473,17 @@ fn throttle_cause(
             }
         }
     };
-    let tell = |whose: CauseLevel, kind: LimitKind| {
-        let name = above(whose).map_or(&*figures.name, |group| &*group.name);
-        let of = match whose {
+    let cause = |level: CauseLevel, kind: LimitKind| {
+        let name = above(level).map_or(&*figures.name, |group| &*group.name);
+        let owner = match level {
             CauseLevel::Disk => "disk",
             CauseLevel::Group => "group",
             CauseLevel::Above => "above",
         };
-        ThrottleCause { of, name: name.to_owned(), limit: limit_name(kind) }
+        ThrottleCause { level: owner, name: name.to_owned(), limit: limit_name(kind) }
     };
-    if let Some((whose, kind)) = longest {
-        return Some(tell(whose, kind));
+    if let Some((level, kind)) = longest {
+        return Some(cause(level, kind));
     }
     let waits =
         |stats: &ThrottleStats| stats.throttle_cause.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
@@ -491,11 +491,11 @@ fn throttle_cause(
         return None;
     }
     if let Some(kind) = waits(&figures.throttle.stats) {
-        return Some(tell(CauseLevel::Disk, kind));
+        return Some(cause(CauseLevel::Disk, kind));
     }
-    for whose in [CauseLevel::Group, CauseLevel::Above] {
-        if let Some(kind) = above(whose).and_then(|group| waits(&group.throttle.stats)) {
-            return Some(tell(whose, kind));
+    for level in [CauseLevel::Group, CauseLevel::Above] {
+        if let Some(kind) = above(level).and_then(|group| waits(&group.throttle.stats)) {
+            return Some(cause(level, kind));
         }
     }
     None
@@ -505,16 +505,16 @@ impl SecondReadings {
     /// Growth since the previous call; `None` for the first.
     fn update(&mut self, figures: &DiskFigures) -> Option<LastSecondCounts> {
         let measures = &figures.measures;
-        let took = growth_of_both(
+        let latencies = growth_of_both(
             &mut self.counts,
-            [OperationClass::Read, OperationClass::Write].map(|of| measures.latency(of)),
+            [OperationClass::Read, OperationClass::Write].map(|class| measures.latency(class)),
         );
         let waited =
             growth_of_both(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
-        self.took = SecondLatencies::of(took.as_deref());
+        self.latencies = SecondLatencies::of(latencies.as_deref());
         self.wait_p99_ns = waited.as_deref().and_then(wait_p99_ns);
         let now = throttled_ns(figures);
-        self.held_longest = self.held.replace(now).and_then(|before| {
+        self.longest_cause = self.throttled_ns.replace(now).and_then(|before| {
             let grown = counter::growths(&before, &now)?;
             let (place, ns) = grown.into_iter().enumerate().max_by_key(|(_, ns)| *ns)?;
             // The index counts directions fastest, then limits, then owners.
@@ -524,7 +524,7 @@ impl SecondReadings {
                 LimitKind::ALL[place % LimitKind::ALL.len()],
             ))
         });
-        Some(LastSecondCounts { took: took?, waited: waited? })
+        Some(LastSecondCounts { latency_counts: latencies?, waited: waited? })
     }
 }
 
@@ -567,12 +567,12 @@ impl SecondLatencies {
 
 impl PreviousReadings {
     /// Latencies of a disk's or group's requests in the last second.
-    pub(super) fn latencies(&self, of: ObjectKind, name: &str) -> Option<&Latencies> {
-        let took = match of {
-            ObjectKind::Disk => self.disks.get(name).map(|disk| &disk.last.took),
-            ObjectKind::Group => self.groups.get(name).map(|group| &group.took),
+    pub(super) fn latencies(&self, kind: ObjectKind, name: &str) -> Option<&Latencies> {
+        let latencies = match kind {
+            ObjectKind::Disk => self.disks.get(name).map(|disk| &disk.last.latencies),
+            ObjectKind::Group => self.groups.get(name).map(|group| &group.latencies),
         };
-        took?.latencies.as_ref()
+        latencies?.latencies.as_ref()
     }
 }
 
@@ -628,9 +628,9 @@ mod tests {
     #[test]
     fn waits_are_of_the_last_second() {
         let buckets = Measures::default().latency(OperationClass::Read).counts().len();
-        let spread = |of: &[(usize, u64)]| {
+        let spread = |points: &[(usize, u64)]| {
             let mut counts = vec![0; buckets];
-            of.iter().for_each(|&(place, count)| counts[place] = count);
+            points.iter().for_each(|&(place, count)| counts[place] = count);
             HistogramSnapshot::new(counts, 0)
         };
         let (short, long) = (40, 80);
@@ -662,7 +662,7 @@ mod tests {
             counts[place] = count;
             counts
         };
-        let grown = |took| LastSecondCounts { took, waited: vec![0; buckets] };
+        let grown = |took| LastSecondCounts { latency_counts: took, waited: vec![0; buckets] };
         let mut of_disks = MemberTotals::default();
         // The growth of a new disk is unknown.
         of_disks.add(&ServedRequests::default(), None);
@@ -670,9 +670,9 @@ mod tests {
         let (short, long) = (20, 60);
         of_disks.add(&ServedRequests::default(), Some(&grown(counts(short, 900))));
         of_disks.add(&ServedRequests::default(), Some(&grown(counts(long, 100))));
-        let took = SecondLatencies::of(Some(&of_disks.grown.unwrap().took));
+        let latencies = SecondLatencies::of(Some(&of_disks.grown.unwrap().latency_counts));
         let alone = |place| HistogramSnapshot::quantile_ns(&counts(place, 1), 0.5);
-        assert_eq!((took.p50_ns, took.p99_ns), (alone(short), alone(long)));
-        assert_eq!(took.latencies.unwrap().iter().sum::<u32>(), 1000);
+        assert_eq!((latencies.p50_ns, latencies.p99_ns), (alone(short), alone(long)));
+        assert_eq!(latencies.latencies.unwrap().iter().sum::<u32>(), 1000);
     }
 }

@@ -7,7 +7,7 @@ use control::events::EventLog;
 use super::{activity::ActivityWatch, main_thread::MainThread, preview_thread::Previews};
 
 pub(super) struct PageState {
-    pub(super) desk: Arc<MainThread>,
+    pub(super) main_thread: Arc<MainThread>,
     pub(super) previews: Previews,
     pub(super) watch: Arc<ActivityWatch>,
     pub(super) events: EventLog,

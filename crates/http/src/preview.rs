@@ -40,27 +40,27 @@ const PREVIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) async fn preview(
     State(site): State<Arc<PageState>>,
-    of: ObjectKind,
+    kind: ObjectKind,
     Extension(peer): Extension<HttpPeer>,
     Path(name): Path<String>,
     body: Body,
 ) -> Response {
-    let wanted = match settings_body::read(of, name, peer, body).await {
-        Ok(wanted) => wanted,
+    let request = match settings_body::read(kind, name, peer, body).await {
+        Ok(request) => request,
         Err(refused) => return refused,
     };
-    let then = match site.desk.preview_input(wanted).await {
+    let then = match site.main_thread.preview_input(request).await {
         Err(why) => return unavailable_response(why),
         Ok(Err(ChangeError::Unknown(why))) => return error_response(StatusCode::NOT_FOUND, &why),
         Ok(Err(ChangeError::Rejected(why))) => return error_response(StatusCode::UNPROCESSABLE_ENTITY, &why),
         Ok(Ok(then)) => then,
     };
-    let mut asked = match site.previews.begin(then) {
-        Ok(asked) => asked,
+    let mut handle = match site.previews.begin(then) {
+        Ok(handle) => handle,
         Err(error) => return error_response(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
     };
-    let PreviewOutcome { past, recorded: was, simulated: would } =
-        match timeout(PREVIEW_TIMEOUT, asked.result()).await {
+    let PreviewOutcome { past: interval, recorded: was, simulated: would } =
+        match timeout(PREVIEW_TIMEOUT, handle.result()).await {
             Err(_) => {
                 return unavailable_response(
                     "the preview takes too long (try again when the host is less busy)",
@@ -73,7 +73,7 @@ pub(super) async fn preview(
             Ok(None) => return error_response(StatusCode::CONFLICT, "another preview has replaced this one"),
         };
     json_response(&Preview {
-        seconds: rounded(past.as_secs_f64()),
+        seconds: rounded(interval.as_secs_f64()),
         requests: was.requests(),
         now: figures(&was),
         then: figures(&would),
@@ -81,15 +81,15 @@ pub(super) async fn preview(
 }
 
 /// Figures of a result; `None` without requests.
-fn figures(felt: &PreviewResult) -> Option<PreviewFigures> {
-    (felt.requests() > 0).then(|| PreviewFigures {
-        iops: rounded(felt.operations_per_second()),
-        bps: rounded(felt.bytes_per_second()),
-        latency_p50_ns: Some(felt.latency_ns(0.5)),
-        latency_p99_ns: Some(felt.latency_ns(0.99)),
-        wait_p50_ns: Some(felt.wait_ns(0.5)),
-        wait_p99_ns: Some(felt.wait_ns(0.99)),
-        waiting_ratio: rounded(felt.waiting_ratio()),
+fn figures(result: &PreviewResult) -> Option<PreviewFigures> {
+    (result.requests() > 0).then(|| PreviewFigures {
+        iops: rounded(result.operations_per_second()),
+        bps: rounded(result.bytes_per_second()),
+        latency_p50_ns: Some(result.latency_ns(0.5)),
+        latency_p99_ns: Some(result.latency_ns(0.99)),
+        wait_p50_ns: Some(result.wait_ns(0.5)),
+        wait_p99_ns: Some(result.wait_ns(0.99)),
+        waiting_ratio: rounded(result.waiting_ratio()),
     })
 }
 
@@ -99,9 +99,9 @@ fn figures(felt: &PreviewResult) -> Option<PreviewFigures> {
 /// Returns the errors of the change itself.
 pub(super) fn preview_input(
     registry: &Registry,
-    wanted: SettingsRequest,
+    request: SettingsRequest,
 ) -> Result<PreviewInput, ChangeError> {
-    let SettingsRequest { of, name, settings, .. } = wanted;
+    let SettingsRequest { kind: of, name, settings, .. } = request;
     let unknown = |refused: control::registry::RegistryError| ChangeError::Unknown(refused.to_string());
     let changed = |before| qmp::settings_after(before, settings).map_err(ChangeError::Rejected);
     let disks = registry.disks.all();
@@ -185,7 +185,7 @@ impl GroupTree {
                 None => return None,
             };
             let (name, settings) = (disk.name().to_string(), disk.throttle().settings());
-            Some(PreviewDisk { name, settings, group, past: Vec::new() })
+            Some(PreviewDisk { name, settings, group, recording: Vec::new() })
         };
         let disks: Vec<_> = disks.iter().filter_map(then).collect();
         let groups = self.0.iter().map(|(group, parent)| PreviewGroup {

@@ -59,13 +59,13 @@ pub(super) struct PreviewOutcome {
 /// Handle of a requested preview. Dropping it cancels the preview.
 pub(super) struct PreviewHandle {
     stop: Arc<AtomicBool>,
-    told: oneshot::Receiver<anyhow::Result<PreviewOutcome>>,
+    receiver: oneshot::Receiver<anyhow::Result<PreviewOutcome>>,
 }
 
 impl PreviewHandle {
     /// Result; `None` if a newer preview replaced this one.
     pub(super) async fn result(&mut self) -> Option<anyhow::Result<PreviewOutcome>> {
-        (&mut self.told).await.ok()
+        (&mut self.receiver).await.ok()
     }
 }
 
@@ -85,13 +85,13 @@ impl Previews {
     pub(super) fn begin(&self, then: PreviewInput) -> anyhow::Result<PreviewHandle> {
         self.start()?;
         let stop = Arc::new(AtomicBool::new(false));
-        let (tell, told) = oneshot::channel();
+        let (sender, receiver) = oneshot::channel();
         let mut next = self.desk.next();
         // Relaxed: the flag guards no data. The job polls it.
         next.stop.store(true, Relaxed);
-        next.job = Some(PreviewJob { then, stop: Arc::clone(&stop), sender: tell });
+        next.job = Some(PreviewJob { then, stop: Arc::clone(&stop), sender });
         self.desk.changed.notify_one();
-        Ok(PreviewHandle { stop, told })
+        Ok(PreviewHandle { stop, receiver })
     }
 
     fn start(&self) -> anyhow::Result<()> {
@@ -148,25 +148,25 @@ impl PreviewQueue {
         let names: Vec<Arc<str>> = then.disks.iter().map(|disk| disk.name.as_str().into()).collect();
         let now = reactor::real_time();
         // Copied here: the recording continues meanwhile.
-        let (since, past) = self.recent.latest(&names, now, MAX_REQUESTS);
-        let mut was = PreviewResult::default();
-        for (place, (disk, past)) in then.disks.iter_mut().zip(past).enumerate() {
+        let (since, histories) = self.recent.latest(&names, now, MAX_REQUESTS);
+        let mut recorded = PreviewResult::default();
+        for (place, (disk, history)) in then.disks.iter_mut().zip(histories).enumerate() {
             if then.of.contains(&place) {
-                was.add(&PreviewResult::of_recorded(&past));
+                recorded.add(&PreviewResult::of_recorded(&history));
             }
-            disk.past = past;
+            disk.recording = history;
         }
-        let felt = match replay(&then.groups, &then.disks, &stop) {
-            Ok(Some(felt)) => Ok(felt),
+        let results = match replay(&then.groups, &then.disks, &stop) {
+            Ok(Some(results)) => Ok(results),
             // Cancelled: the dropped sender is the answer.
             Ok(None) => return,
             Err(error) => Err(error),
         };
         // The client may have disconnected.
-        let _ = tell.send(felt.map(|felt| {
-            let mut would = PreviewResult::default();
-            then.of.iter().filter_map(|place| felt.get(*place)).for_each(|felt| would.add(felt));
-            PreviewOutcome { past: now - since, recorded: was, simulated: would }
+        let _ = tell.send(results.map(|results| {
+            let mut simulated = PreviewResult::default();
+            then.of.iter().filter_map(|place| results.get(*place)).for_each(|felt| simulated.add(felt));
+            PreviewOutcome { past: now - since, recorded, simulated }
         }));
     }
 }
@@ -190,14 +190,14 @@ mod tests {
     #[test]
     fn the_last_of_many_previews_wins_on_one_thread() {
         let previews = Previews::new(Arc::default());
-        let nothing = || PreviewInput { groups: Vec::new(), of: Vec::new(), disks: Vec::new() };
-        let mut asked: Vec<_> = (0..50).map(|_| previews.begin(nothing()).unwrap()).collect();
+        let empty_input = || PreviewInput { groups: Vec::new(), of: Vec::new(), disks: Vec::new() };
+        let mut handles: Vec<_> = (0..50).map(|_| previews.begin(empty_input()).unwrap()).collect();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let told = runtime.block_on(asked.last_mut().unwrap().result()).unwrap().unwrap();
-        assert_eq!(told.simulated.requests(), 0);
+        let outcome = runtime.block_on(handles.last_mut().unwrap().result()).unwrap().unwrap();
+        assert_eq!(outcome.simulated.requests(), 0);
         // All replaced previews end.
-        for asked in &mut asked[..49] {
-            let _ = runtime.block_on(asked.result());
+        for handle in &mut handles[..49] {
+            let _ = runtime.block_on(handle.result());
         }
         let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
         let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());

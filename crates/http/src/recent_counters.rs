@@ -17,12 +17,12 @@ const MAX_READINGS: usize = 16;
 #[derive(Clone, Debug)]
 pub(super) struct RecentCounters<const N: usize> {
     /// Oldest first.
-    looks: VecDeque<(Instant, [u64; N])>,
+    readings: VecDeque<(Instant, [u64; N])>,
 }
 
 impl<const N: usize> Default for RecentCounters<N> {
     fn default() -> Self {
-        Self { looks: VecDeque::new() }
+        Self { readings: VecDeque::new() }
     }
 }
 
@@ -32,19 +32,19 @@ impl<const N: usize> RecentCounters<N> {
     pub(super) fn add_reading(&mut self, at: Instant, counts: [u64; N]) -> Option<CounterGrowth<N>> {
         let has_fallen = |(_, before): &(Instant, [u64; N])| counter::growths(before, &counts).is_none();
         // A counter decreased: another disk of the same name. Older readings are meaningless.
-        if self.looks.back().is_some_and(has_fallen) {
-            self.looks.clear();
+        if self.readings.back().is_some_and(has_fallen) {
+            self.readings.clear();
         }
         // Keeps one reading that is at least a second old.
-        while self.looks.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= PERIOD)
-            || self.looks.len() >= MAX_READINGS
+        while self.readings.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= PERIOD)
+            || self.readings.len() >= MAX_READINGS
         {
-            self.looks.pop_front();
+            self.readings.pop_front();
         }
-        let growth = self.looks.front().and_then(|(then, before)| {
+        let growth = self.readings.front().and_then(|(then, before)| {
             CounterGrowth::between(before, &counts, at.saturating_duration_since(*then))
         });
-        self.looks.push_back((at, counts));
+        self.readings.push_back((at, counts));
         growth
     }
 }
@@ -90,6 +90,6 @@ mod tests {
         for step in 0..10_000 {
             lately.add_reading(begin + Duration::from_millis(step), [step]);
         }
-        assert!(lately.looks.len() <= MAX_READINGS && lately.looks.capacity() <= 2 * MAX_READINGS);
+        assert!(lately.readings.len() <= MAX_READINGS && lately.readings.capacity() <= 2 * MAX_READINGS);
     }
 }

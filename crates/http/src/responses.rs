@@ -38,18 +38,18 @@ pub(super) fn error_response(status: StatusCode, why: &str) -> Response {
 
 /// Response if the main thread does not answer in time.
 pub(super) fn unavailable_response(why: NoAnswer) -> Response {
-    let again = [(RETRY_AFTER, "5")];
-    (again, error_response(StatusCode::SERVICE_UNAVAILABLE, why)).into_response()
+    let retry_after = [(RETRY_AFTER, "5")];
+    (retry_after, error_response(StatusCode::SERVICE_UNAVAILABLE, why)).into_response()
 }
 
 /// Converts the framework's plain-text rejections, such as of a name that is not UTF-8, to JSON.
-pub(super) async fn unify_errors(answer: Response) -> Response {
+pub(super) async fn unify_errors(response: Response) -> Response {
     let is_text = |kind: &HeaderValue| kind.as_bytes().starts_with(b"text/plain");
     // Only the framework answers in plain text.
-    if !answer.status().is_client_error() || !answer.headers().get(CONTENT_TYPE).is_some_and(is_text) {
-        return answer;
+    if !response.status().is_client_error() || !response.headers().get(CONTENT_TYPE).is_some_and(is_text) {
+        return response;
     }
-    let (head, body) = answer.into_parts();
+    let (head, body) = response.into_parts();
     let why = to_bytes(body, MAX_REASON_BYTES).await.unwrap_or_default();
     error_response(head.status, &String::from_utf8_lossy(&why))
 }

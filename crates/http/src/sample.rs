@@ -62,14 +62,14 @@ pub(super) type PackedSample = [u8; 9];
 /// Logarithmic scale from `least` to `most`, with codes for zero and unknown.
 struct LogScale {
     bits: u32,
-    least: f64,
-    most: f64,
+    min: f64,
+    max: f64,
 }
 
-const OPERATIONS: LogScale = LogScale { bits: 9, least: 0.5, most: 2e7 };
-const BYTES: LogScale = LogScale { bits: 9, least: 256.0, most: 1e12 };
-const LATENCY: LogScale = LogScale { bits: 7, least: 1e3, most: 1e12 };
-const WAITING: LogScale = LogScale { bits: 6, least: 1.0, most: 1e6 };
+const OPERATIONS: LogScale = LogScale { bits: 9, min: 0.5, max: 2e7 };
+const BYTES: LogScale = LogScale { bits: 9, min: 256.0, max: 1e12 };
+const LATENCY: LogScale = LogScale { bits: 7, min: 1e3, max: 1e12 };
+const WAITING: LogScale = LogScale { bits: 6, min: 1.0, max: 1e6 };
 /// Values of a ratio; one more code is unknown.
 const RATIOS: [f64; 15] = [0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0];
 const UNKNOWN_RATIO: u128 = RATIOS.len() as u128;
@@ -88,10 +88,10 @@ impl LogScale {
     fn code(&self, value: Option<f64>) -> u128 {
         let Some(value) = value else { return 0 };
         // Nearer to 0 than to `least`.
-        if value < self.least / 2.0 {
+        if value < self.min / 2.0 {
             return 1;
         }
-        let part = (value / self.least).ln() / (self.most / self.least).ln();
+        let part = (value / self.min).ln() / (self.max / self.min).ln();
         2 + (part.clamp(0.0, 1.0) * self.steps()).round() as u128
     }
 
@@ -101,7 +101,7 @@ impl LogScale {
             1 => Some(0.0),
             code => {
                 let part = (code - 2) as f64 / self.steps();
-                Some(self.least * (self.most / self.least).powf(part))
+                Some(self.min * (self.max / self.min).powf(part))
             }
         }
     }
@@ -109,7 +109,7 @@ impl LogScale {
 
 fn code_of_ratio(value: Option<f64>) -> u128 {
     let Some(value) = value else { return UNKNOWN_RATIO };
-    let distance = |of: &f64| (of - value).abs();
+    let distance = |ratio: &f64| (ratio - value).abs();
     let nearest =
         RATIOS.iter().enumerate().min_by(|(_, one), (_, other)| distance(one).total_cmp(&distance(other)));
     nearest.map_or(0, |(place, _)| place as u128)
@@ -185,25 +185,25 @@ impl ActivitySample {
 mod tests {
     use super::*;
 
-    fn again(sample: ActivitySample) -> ActivitySample {
+    fn round_trip(sample: ActivitySample) -> ActivitySample {
         ActivitySample::unpack(&sample.pack())
     }
 
     #[test]
     fn unknown_differs_from_zero() {
-        assert_eq!(again(ActivitySample::default()), ActivitySample::default());
-        let nothing = ActivitySample {
+        assert_eq!(round_trip(ActivitySample::default()), ActivitySample::default());
+        let zero = ActivitySample {
             rates: [Some(0.0); 4],
             latency_ns: [Some(0.0); 2],
             waiting: Some(0.0),
             ratios: [Some(0.0); 4],
         };
-        assert_eq!(again(nothing), nothing);
+        assert_eq!(round_trip(zero), zero);
         assert_eq!(SCALES.iter().map(|scale| scale.bits).sum::<u32>() + 4 * RATIO_BITS, 72);
     }
 
     #[test]
-    fn numbers_come_back_within_half_a_step() {
+    fn numbers_round_trip_within_half_a_step() {
         for (rate, bytes) in [(1.0, 512.0), (17.0, 4096.0), (2000.0, 8_192_000.0), (1.5e6, 3e10)] {
             for (latency, waiting) in [(3_800.0, 1.0), (81_000.0, 7.0), (4e9, 25_000.0)] {
                 let sample = ActivitySample {
@@ -212,18 +212,18 @@ mod tests {
                     waiting: Some(waiting),
                     ratios: [Some(0.0), Some(0.333), Some(0.998), None],
                 };
-                let back = again(sample);
-                let near = |one: Option<f64>, other: Option<f64>, part: f64| {
+                let decoded = round_trip(sample);
+                let is_near = |one: Option<f64>, other: Option<f64>, part: f64| {
                     (one.unwrap() / other.unwrap() - 1.0).abs() <= part
                 };
                 for (place, part) in [(0, 0.018), (1, 0.018), (2, 0.023), (3, 0.023)] {
-                    assert!(near(back.rates[place], sample.rates[place], part), "{back:?}");
+                    assert!(is_near(decoded.rates[place], sample.rates[place], part), "{decoded:?}");
                 }
                 for place in 0..2 {
-                    assert!(near(back.latency_ns[place], sample.latency_ns[place], 0.09), "{back:?}");
+                    assert!(is_near(decoded.latency_ns[place], sample.latency_ns[place], 0.09), "{decoded:?}");
                 }
-                assert!(near(back.waiting, sample.waiting, 0.13), "{back:?}");
-                assert_eq!(back.ratios, [Some(0.0), Some(0.3), Some(1.0), None]);
+                assert!(is_near(decoded.waiting, sample.waiting, 0.13), "{decoded:?}");
+                assert_eq!(decoded.ratios, [Some(0.0), Some(0.3), Some(1.0), None]);
             }
         }
     }
@@ -235,13 +235,13 @@ mod tests {
             waiting: Some(f64::INFINITY),
             ..ActivitySample::default()
         };
-        let back = again(sample);
+        let decoded = round_trip(sample);
         assert!(
-            (back.rates[0].unwrap() / 2e7 - 1.0).abs() < 1e-6
-                && (back.waiting.unwrap() / 1e6 - 1.0).abs() < 1e-6
+            (decoded.rates[0].unwrap() / 2e7 - 1.0).abs() < 1e-6
+                && (decoded.waiting.unwrap() / 1e6 - 1.0).abs() < 1e-6
         );
         assert_eq!(
-            again(ActivitySample { waiting: Some(f64::NAN), ..ActivitySample::default() }).waiting,
+            round_trip(ActivitySample { waiting: Some(f64::NAN), ..ActivitySample::default() }).waiting,
             Some(1.0)
         );
     }

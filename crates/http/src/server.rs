@@ -69,7 +69,7 @@ pub(super) enum HttpServiceKind {
 
 /// Serves until `stopped` is sent or its sender is dropped. Calls `begin` on the runtime.
 pub(super) fn run(
-    places: Vec<HttpListeners>,
+    services: Vec<HttpListeners>,
     begin: impl FnOnce(),
     stopped: oneshot::Receiver<()>,
 ) -> io::Result<()> {
@@ -79,14 +79,14 @@ pub(super) fn run(
     runtime.block_on(async {
         // Dropping a handle removes the socket's file.
         let mut files = Vec::new();
-        for HttpListeners { listeners, router, kind } in places {
-            let most = match &kind {
+        for HttpListeners { listeners, router, kind } in services {
+            let max = match &kind {
                 HttpServiceKind::Metrics => MAX_SCRAPERS,
                 HttpServiceKind::Page(_) => MAX_PAGE_CONNECTIONS,
             };
             // With few descriptors allowed, the page yields to disks.
-            let most = most.min(connection_bound());
-            let door = Arc::new(HttpService { router, kind, connections: ConnectionSlots::new(most) });
+            let max = max.min(connection_bound());
+            let service = Arc::new(HttpService { router, kind, connections: ConnectionSlots::new(max) });
             for BoundListener { socket, authority, file } in listeners {
                 files.push(file);
                 let socket = match authority {
@@ -101,7 +101,7 @@ pub(super) fn run(
                         HttpSocket::Unix(UnixListener::from_std(socket)?)
                     }
                 };
-                tokio::spawn(accept(socket, Arc::clone(&door)));
+                tokio::spawn(accept(socket, Arc::clone(&service)));
             }
         }
         begin();
@@ -148,22 +148,22 @@ impl HttpSocket {
     }
 }
 
-async fn accept(socket: HttpSocket, door: Arc<HttpService>) {
-    let mut has_said = false;
+async fn accept(socket: HttpSocket, service: Arc<HttpService>) {
+    let mut has_logged = false;
     loop {
         match socket.next().await {
             Ok((stream, peer)) => {
-                has_said = false;
+                has_logged = false;
                 // Without a free slot the stream is dropped, which closes the connection.
-                if let Some(place) = door.connections.enter() {
-                    let (door, connection) = (Arc::clone(&door), place.connection());
-                    let serving = tokio::spawn(async move { door.serve(stream, peer, connection).await });
-                    place.occupy(serving.abort_handle());
+                if let Some(slot) = service.connections.enter() {
+                    let (service, connection) = (Arc::clone(&service), slot.connection());
+                    let task = tokio::spawn(async move { service.serve(stream, peer, connection).await });
+                    slot.occupy(task.abort_handle());
                 }
             }
             Err(error) => {
                 // Logged once until an accept succeeds.
-                if !std::mem::replace(&mut has_said, true) {
+                if !std::mem::replace(&mut has_logged, true) {
                     tracing::warn!(%error, "HTTP connections cannot be accepted now");
                 }
                 sleep(ACCEPT_RETRY).await;
@@ -186,9 +186,9 @@ impl HttpService {
     async fn serve(&self, stream: Box<dyn HttpStream>, peer: HttpPeer, connection: ConnectionHandle) {
         match &self.kind {
             HttpServiceKind::Metrics => {
-                let whole = self.serve_http(stream, false, peer, connection);
+                let session = self.serve_http(stream, false, peer, connection);
                 // After the timeout the connection is closed; the response may be incomplete.
-                let _ = timeout(SCRAPE_TIMEOUT, whole).await;
+                let _ = timeout(SCRAPE_TIMEOUT, session).await;
             }
             HttpServiceKind::Page(None) => self.serve_http(stream, true, peer, connection).await,
             HttpServiceKind::Page(Some(keys)) => {

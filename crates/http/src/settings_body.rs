@@ -35,29 +35,29 @@ const OTHER_SETTINGS: [&str; 4] = ["weight", "iops-reservation", "bps-reservatio
 /// # Errors
 /// Returns the error response.
 pub(super) async fn read(
-    of: ObjectKind,
+    kind: ObjectKind,
     name: String,
     peer: HttpPeer,
     body: Body,
 ) -> Result<SettingsRequest, Response> {
     match numbers(body).await {
-        Ok(settings) => Ok(SettingsRequest { of, name, settings, client: peer.to_string() }),
+        Ok(settings) => Ok(SettingsRequest { kind, name, settings, client: peer.to_string() }),
         Err((status, why)) => Err(error_response(status, &why)),
     }
 }
 
 /// Reads the settings as numbers.
 async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)> {
-    let whole = timeout(BODY_TIMEOUT, to_bytes(body, MAX_BODY_BYTES)).await;
-    let whole =
-        whole.map_err(|_| (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned()))?;
-    let whole = whole.map_err(|_| {
+    let bytes = timeout(BODY_TIMEOUT, to_bytes(body, MAX_BODY_BYTES)).await;
+    let bytes =
+        bytes.map_err(|_| (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned()))?;
+    let bytes = bytes.map_err(|_| {
         (
             StatusCode::PAYLOAD_TOO_LARGE,
             format!("the body is incomplete, or longer than {MAX_BODY_BYTES} bytes"),
         )
     })?;
-    parse(&whole).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
+    parse(&bytes).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
 }
 
 /// Names of all settings.
@@ -100,9 +100,9 @@ mod tests {
         let changes = &described["components"]["schemas"]["Changes"];
         let mut names: Vec<_> = setting_names().collect();
         names.sort_unstable();
-        let mut told: Vec<_> = changes["properties"].as_object().unwrap().keys().collect();
-        told.sort_unstable();
-        assert_eq!(told, names);
+        let mut listed: Vec<_> = changes["properties"].as_object().unwrap().keys().collect();
+        listed.sort_unstable();
+        assert_eq!(listed, names);
         assert_eq!(changes["additionalProperties"], false);
     }
 

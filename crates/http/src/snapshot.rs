@@ -72,9 +72,9 @@ pub(super) struct ClusterFigures {
     /// Groups, each with true if its quota exceeds the fallback share.
     pub(super) leases: Vec<(String, bool)>,
     /// Number of hosts that stopped reporting; `None` unless this host is the leader.
-    pub(super) silent: Option<usize>,
+    pub(super) unreachable_hosts: Option<usize>,
     /// Number of disks and groups with unmet reservations.
-    pub(super) left_out: usize,
+    pub(super) unmet_reservations: usize,
 }
 
 #[derive(Debug)]
@@ -180,9 +180,9 @@ impl DaemonSnapshot {
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
-                leases: cluster.group_states().into_iter().map(|one| (one.group, one.is_leased)).collect(),
-                silent: cluster.unreachable_hosts(),
-                left_out: registry.groups.unmet.borrow().len(),
+                leases: cluster.group_states().into_iter().map(|state| (state.group, state.is_leased)).collect(),
+                unreachable_hosts: cluster.unreachable_hosts(),
+                unmet_reservations: registry.groups.unmet.borrow().len(),
             }),
         }
     }
@@ -243,7 +243,7 @@ fn group(group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
         name: group.name().to_owned(),
         parent: group.parent().map(|parent| parent.name().to_owned()),
         // Limits that differ from the fallback share are leased.
-        cluster_limits: group.quota_lease().map(|lent| (lent.whole, limits != lent.fallback)),
+        cluster_limits: group.quota_lease().map(|lease| (lease.cluster_limits, limits != lease.fallback)),
         throttle: ThrottleFigures {
             stats: group.stats(),
             limits,
@@ -269,13 +269,13 @@ fn exports(registry: &Registry, servers: &[Rc<RunningServer>]) -> Vec<ExportFigu
     // By pointer: a server has no other key, and several exports share one.
     let of_servers: HashMap<_, _> =
         servers.iter().map(|serving| (Rc::as_ptr(serving), serving.server.connections_by_export())).collect();
-    let connections = |door: &RunningEndpoint| match door {
+    let connections = |endpoint: &RunningEndpoint| match endpoint {
         RunningEndpoint::Nbd(serving, number) => of_servers
             .get(&Rc::as_ptr(serving))
             .and_then(|of_server| of_server.get(number))
             .copied()
             .unwrap_or_default(),
-        RunningEndpoint::Separate(entrance) => entrance.server.connections(),
+        RunningEndpoint::Separate(running) => running.server.connections(),
     };
     let export = |export: &control::registry::RunningExport| ExportFigures {
         id: export.id.clone(),
@@ -283,7 +283,7 @@ fn exports(registry: &Registry, servers: &[Rc<RunningServer>]) -> Vec<ExportFigu
         disk: Arc::clone(export.disk.disk.name()),
         connections: connections(&export.endpoint),
         counters: match &export.endpoint {
-            RunningEndpoint::Separate(entrance) => entrance.server.counters(),
+            RunningEndpoint::Separate(running) => running.server.counters(),
             RunningEndpoint::Nbd(..) => ExportCounters::default(),
         },
     };

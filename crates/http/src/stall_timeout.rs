@@ -43,8 +43,8 @@ impl StallTimeout {
             self.until = None;
             return sent;
         }
-        let patience = self.limit;
-        let until = self.until.get_or_insert_with(|| Box::pin(sleep(patience)));
+        let limit = self.limit;
+        let until = self.until.get_or_insert_with(|| Box::pin(sleep(limit)));
         ready!(until.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }

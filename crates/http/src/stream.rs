@@ -68,17 +68,17 @@ impl StreamListeners {
         // Disconnected listeners are noticed here or at the next message.
         self.0.retain(|(_, listener)| !listener.is_closed());
         let source = peer.bound_key();
-        if self.0.iter().filter(|(of, _)| *of == source).count() >= MAX_STREAMS_PER_PEER {
+        if self.0.iter().filter(|(known, _)| *known == source).count() >= MAX_STREAMS_PER_PEER {
             return Err(StreamRejection::TooManyOfPeer);
         }
         // After the check of the peer, whose error tells the client what to do.
         if self.0.len() >= MAX_STREAMS {
             return Err(StreamRejection::TooManyListeners);
         }
-        let (sender, news) = mpsc::channel(MAX_LAG);
+        let (sender, messages) = mpsc::channel(MAX_LAG);
         self.0.push((source, sender));
         let retry = Bytes::from(format!("retry: {RECONNECT_MS}\n\n"));
-        Ok(EventStream { first: std::iter::once(retry).chain(before).collect(), news })
+        Ok(EventStream { first: std::iter::once(retry).chain(before).collect(), messages })
     }
 
     /// Sends a message to all, and drops those that lag too far behind.
@@ -91,7 +91,7 @@ impl StreamListeners {
 /// Response body of a listener.
 pub(super) struct EventStream {
     first: VecDeque<Bytes>,
-    news: mpsc::Receiver<Bytes>,
+    messages: mpsc::Receiver<Bytes>,
 }
 
 impl Body for EventStream {
@@ -103,7 +103,7 @@ impl Body for EventStream {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         if self.first.is_empty() {
-            match self.news.poll_recv(context) {
+            match self.messages.poll_recv(context) {
                 Poll::Ready(Some(message)) => self.first.push_back(message),
                 Poll::Ready(None) => return Poll::Ready(None),
                 Poll::Pending => return Poll::Pending,

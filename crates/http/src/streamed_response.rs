@@ -137,7 +137,7 @@ mod tests {
         frame.map(|frame| frame.map(|frame| frame.map(|frame| frame.into_data().unwrap())))
     }
 
-    fn whole(mut pieces: ResponsePieces) -> Vec<u8> {
+    fn collect_bytes(mut pieces: ResponsePieces) -> Vec<u8> {
         let mut all = Vec::new();
         while let Poll::Ready(Some(piece)) = next(&mut pieces) {
             all.extend(piece.unwrap());
@@ -147,33 +147,33 @@ mod tests {
 
     #[test]
     fn pieces_are_sent_while_written_and_shared_later() {
-        let (mut sheet, mut pieces) = response_channel();
+        let (mut writer, mut pieces) = response_channel();
         let line = "x".repeat(1000) + "\n";
         let mut expect = String::new();
         while expect.len() < PIECE_BYTES {
-            assert!(next(&mut pieces).is_pending() && sheet.is_at_line());
+            assert!(next(&mut pieces).is_pending() && writer.is_at_line());
             for part in [&line[..999], &line[999..]] {
-                sheet.write_str(part).unwrap();
+                writer.write_str(part).unwrap();
                 expect.push_str(part);
             }
         }
         // Pieces end at a line end, so that the writer can recognize the beginning of a line.
         assert!(matches!(next(&mut pieces), Poll::Ready(Some(Ok(piece))) if piece == expect));
-        assert!(next(&mut pieces).is_pending() && sheet.is_at_line());
-        sheet.write_str("the last").unwrap();
-        assert!(!sheet.is_at_line());
-        let written = sheet.finish();
-        assert_eq!(whole(pieces), b"the last");
-        let again = ResponsePieces::from(written);
-        assert_eq!(again.size_hint().exact(), Some(expect.len() as u64 + 8));
-        assert_eq!(whole(again), (expect + "the last").into_bytes());
+        assert!(next(&mut pieces).is_pending() && writer.is_at_line());
+        writer.write_str("the last").unwrap();
+        assert!(!writer.is_at_line());
+        let written = writer.finish();
+        assert_eq!(collect_bytes(pieces), b"the last");
+        let shared = ResponsePieces::from(written);
+        assert_eq!(shared.size_hint().exact(), Some(expect.len() as u64 + 8));
+        assert_eq!(collect_bytes(shared), (expect + "the last").into_bytes());
     }
 
     #[test]
     fn a_truncated_response_is_an_error() {
-        let (mut sheet, mut pieces) = response_channel();
-        sheet.add("half");
-        drop(sheet);
+        let (mut writer, mut pieces) = response_channel();
+        writer.add("half");
+        drop(writer);
         assert!(matches!(next(&mut pieces), Poll::Ready(Some(Ok(_)))));
         assert!(matches!(next(&mut pieces), Poll::Ready(Some(Err(_)))));
     }

@@ -27,8 +27,8 @@ impl ChangeToken {
     /// Fails if the file is readable by users other than its owner, or if its line cannot be sent
     /// as a token.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
-        let about = || format!("http-token-file {}", path.display());
-        Self::of(path).with_context(about)
+        let context = || format!("http-token-file {}", path.display());
+        Self::of(path).with_context(context)
     }
 
     fn of(path: &Path) -> anyhow::Result<Self> {

@@ -42,7 +42,7 @@ Options of qcow2 that can be amended:
 #[derive(Debug, Args)]
 pub struct AmendArgs {
     #[command(flatten)]
-    subject: ImageArg,
+    image: ImageArg,
     /// Options to change, such as compat=1.1,lazy_refcounts=on; help lists all
     #[arg(short, value_name = "OPTIONS", required = true)]
     options: Vec<String>,
@@ -50,23 +50,23 @@ pub struct AmendArgs {
     #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
     #[command(flatten)]
-    talk: ProgressArgs,
+    progress: ProgressArgs,
 }
 
 pub(crate) fn run(arguments: AmendArgs) -> Result<(), CommandFailure> {
     if FormatOptions::ask_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
     }
-    let image = arguments.subject.named()?;
+    let image = arguments.image.named()?;
     let name = image.name();
-    let usage = |what: String| CommandFailure::Usage(anyhow!("{name}: {what}"));
+    let usage = |message: String| CommandFailure::Usage(anyhow!("{name}: {message}"));
     let options = AmendOptions::read(&arguments.options).map_err(usage)?;
     if image.format()? != ImageFormat::Qcow2 {
         return Err(usage("raw images have no options to amend".to_owned()));
     }
     let storage = image.storage(OpenMode { write: true, cache: arguments.cache, ..OpenMode::default() })?;
     on_reactor(async move { Ok(amend(storage, options).await.with_context(|| name)?) })?;
-    arguments.talk.progress("amending", 1).end();
+    arguments.progress.progress("amending", 1).end();
     Ok(())
 }
 

@@ -94,7 +94,7 @@ pub struct BitmapArgs {
 impl FromArgMatches for BitmapArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let options = BitmapOptions::from_arg_matches(matches)?;
-        let plain = [
+        let flags = [
             ("add", BitmapAction::Add),
             ("remove", BitmapAction::Remove),
             ("clear", BitmapAction::Clear),
@@ -104,14 +104,14 @@ impl FromArgMatches for BitmapArgs {
         // The order of actions is significant, so clap's indices restore the order of the command
         // line.
         let mut actions: Vec<(usize, BitmapAction)> = Vec::new();
-        for (name, action) in plain {
+        for (name, action) in flags {
             if matches.get_count(name) > 0 {
                 actions.extend(matches.indices_of(name).into_iter().flatten().map(|at| (at, action.clone())));
             }
         }
         let merges = matches.get_many::<String>("merge").into_iter().flatten();
-        let places = matches.indices_of("merge").into_iter().flatten();
-        actions.extend(places.zip(merges).map(|(at, source)| (at, BitmapAction::Merge(source.clone()))));
+        let indices = matches.indices_of("merge").into_iter().flatten();
+        actions.extend(indices.zip(merges).map(|(at, source)| (at, BitmapAction::Merge(source.clone()))));
         actions.sort_by_key(|(at, _)| *at);
         Ok(Self { options, actions: actions.into_iter().map(|(_, action)| action).collect() })
     }
@@ -136,7 +136,7 @@ pub(crate) fn run(arguments: BitmapArgs) -> Result<(), CommandFailure> {
     let BitmapArgs { options, actions } = arguments;
     let objects = options.naming.objects()?;
     let image = options.naming.named(&options.file, options.format, &objects)?;
-    objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
+    objects.check_used().map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
     // As in qemu-img, --image-opts applies to FILE only.
     let source = options.source_file.as_ref();
     let source = source.map(|file| named(file, options.source_format, false, &objects)).transpose()?;

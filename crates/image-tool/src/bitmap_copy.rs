@@ -58,14 +58,14 @@ impl BitmapCopier {
         if qcow2.header().version < 3 {
             bail!("--bitmaps: images of version 2 have no bitmaps (use compat=1.1)");
         }
-        let (ours, theirs) = (qcow2.size_bytes(), self.source.size_bytes());
+        let (target_bytes, source_bytes) = (qcow2.size_bytes(), self.source.size_bytes());
         // The granules of a bitmap are counted from the start of the disk, up to its end.
-        if ours != theirs {
-            bail!("--bitmaps: the new disk has {ours} bytes, and the bitmaps of the source cover {theirs}");
+        if target_bytes != source_bytes {
+            bail!("--bitmaps: the new disk has {target_bytes} bytes, and the bitmaps of the source cover {source_bytes}");
         }
         // With `-n` the target may have bitmaps already.
-        let there = qcow2.bitmaps().await?;
-        match self.bitmaps.iter().find(|entry| there.iter().any(|other| other.name == entry.name)) {
+        let existing = qcow2.bitmaps().await?;
+        match self.bitmaps.iter().find(|entry| existing.iter().any(|other| other.name == entry.name)) {
             Some(entry) => {
                 bail!("--bitmaps: the new image already has a bitmap {:?} (remove it)", entry.name())
             }

@@ -44,7 +44,7 @@ enum RepairScope {
 #[derive(Debug, Args)]
 pub struct ImageCheckArgs {
     #[command(flatten)]
-    subject: ImageArg,
+    image: ImageArg,
     #[command(flatten)]
     output: ImageOutputArgs,
     /// Repair the image: leaks, or all
@@ -68,7 +68,7 @@ pub struct ImageCheckArgs {
 }
 
 pub(crate) fn run(arguments: ImageCheckArgs) -> Result<(), CommandFailure> {
-    let image = arguments.subject.named()?;
+    let image = arguments.image.named()?;
     let name = image.name();
     let format = image.format()?;
     if format == ImageFormat::Raw {
@@ -91,13 +91,13 @@ pub(crate) fn run(arguments: ImageCheckArgs) -> Result<(), CommandFailure> {
             "{name}: a repair while another process writes would corrupt the image (leave out -U)"
         )));
     }
-    let how = OpenMode {
+    let mode = OpenMode {
         write,
         force_share: arguments.force_share,
         cache: arguments.cache.unwrap_or_default(),
         ..OpenMode::default()
     };
-    let storage = image.storage(how)?;
+    let storage = image.storage(mode)?;
     let (report, is_marked) = on_reactor(async move {
         let report = check(&storage, repair).await;
         // The mark is read after the repair, which clears it on success.
@@ -109,8 +109,8 @@ pub(crate) fn run(arguments: ImageCheckArgs) -> Result<(), CommandFailure> {
         for finding in &report.findings {
             eprint(&format!("{}\n", sanitize(&finding.to_string())));
         }
-        if report.unsaid > 0 {
-            eprint(&format!("and {} more\n", report.unsaid));
+        if report.unreported > 0 {
+            eprint(&format!("and {} more\n", report.unreported));
         }
         // Findings go to standard error, so that standard output is the report alone.
         eprint(&unknown_leaks_reason(&report));
@@ -165,21 +165,21 @@ fn remaining_errors(report: &CheckReport, name: &str, repair: Repair) -> String 
 /// image is marked corrupt.
 fn next_steps(report: &CheckReport, is_marked: bool, name: &str) -> String {
     let mut text = String::new();
-    let mut say = |what: &str| text += &format!("weir: {}: {what}\n", sanitize(name));
+    let mut add_line = |message: &str| text += &format!("weir: {}: {message}\n", sanitize(name));
     let is_damaged = report.corruptions + report.check_errors > 0;
     match (is_damaged, is_marked) {
-        (true, _) => say(
+        (true, _) => add_line(
             "it is damaged (`weir image check -r all` repairs damage that has exactly one correct repair)",
         ),
-        (false, true) => say("it is marked corrupt, though no error was found, and opens read-only at most \
+        (false, true) => add_line("it is marked corrupt, though no error was found, and opens read-only at most \
              (`weir image check -r all` clears the mark)"),
         (false, false) if report.leaks > 0 => {
-            say("clusters are leaked (`weir image check -r leaks` frees them)");
+            add_line("clusters are leaked (`weir image check -r leaks` frees them)");
         }
         (false, false) => {}
     }
     if !report.ambiguous.is_empty() {
-        say("the ambiguous ranges stay unchanged in that repair (`-r all --force` gives their content up; \
+        add_line("the ambiguous ranges stay unchanged in that repair (`-r all --force` gives their content up; \
              copy the disk with `weir image convert --salvage` first)");
     }
     text
@@ -288,14 +288,14 @@ fn text(report: &CheckReport) -> String {
     if report.check_errors > 0 {
         text += &format!("\n{} internal errors have occurred during the check.\n", report.check_errors);
     }
-    let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
+    let percent = |part: u64, total: u64| part as f64 * 100.0 / total as f64;
     if report.total_clusters > 0 && report.allocated_clusters > 0 {
-        let (all, there) = (report.total_clusters, report.allocated_clusters);
+        let (total_clusters, allocated_clusters) = (report.total_clusters, report.allocated_clusters);
         text += &format!(
-            "{there}/{all} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters\n",
-            percent(there, all),
-            percent(report.fragmented_clusters, there),
-            percent(report.compressed_clusters, there)
+            "{allocated_clusters}/{total_clusters} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters\n",
+            percent(allocated_clusters, total_clusters),
+            percent(report.fragmented_clusters, allocated_clusters),
+            percent(report.compressed_clusters, allocated_clusters)
         );
     }
     if report.image_end_offset > 0 {

@@ -37,7 +37,7 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct CommitArgs {
     #[command(flatten)]
-    subject: ImageArg,
+    image: ImageArg,
     /// Image of the backing chain to commit to, together with the images between, relative to the
     /// image's directory; implies -d [default: the backing file]
     #[arg(short, long, value_name = "FILE")]
@@ -54,21 +54,21 @@ pub struct CommitArgs {
     #[command(flatten)]
     keys: PassphraseArgs,
     #[command(flatten)]
-    talk: ProgressArgs,
+    progress: ProgressArgs,
 }
 
 const TASKS: usize = 8;
 const UNIT: u64 = 1 << 20;
 
 pub(crate) fn run(arguments: CommitArgs) -> Result<(), CommandFailure> {
-    let subject = arguments.subject.named()?;
-    subject.check_backing()?;
-    let keys = with_secrets(arguments.keys.read()?, &[&subject])?;
+    let image = arguments.image.named()?;
+    image.check_backing()?;
+    let keys = with_secrets(arguments.keys.read()?, &[&image])?;
     on_reactor(async move {
-        let name = subject.name();
-        let layers = layers(&subject, &arguments).await?;
-        commit(&subject, &layers, &arguments, keys).await.with_context(|| name)?;
-        if !arguments.talk.quiet {
+        let name = image.name();
+        let layers = layers(&image, &arguments).await?;
+        commit(&image, &layers, &arguments, keys).await.with_context(|| name)?;
+        if !arguments.progress.quiet {
             print("Image committed.\n")?;
         }
         Ok(())
@@ -85,9 +85,9 @@ async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();
-        let backing = below(&path, format).await?;
+        let backing = backing_file(&path, format).await?;
         let Some((below, below_format)) = backing else {
-            let what = match &arguments.base {
+            let reason = match &arguments.base {
                 Some(base) => {
                     format!(
                         "{base} is not in the backing chain (`weir image info --backing-chain` \
@@ -96,7 +96,7 @@ async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<
                 }
                 None => "has no backing file (there is nothing to commit to)".to_owned(),
             };
-            bail!("{name}: {what}");
+            bail!("{name}: {reason}");
         };
         // Compared by file, not by name: the chain may name it differently.
         let is_base = base.as_ref().is_none_or(|base| opening::is_same(&below, base));
@@ -112,7 +112,7 @@ async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<
 }
 
 /// Backing file of an image.
-async fn below(path: &Path, format: ImageFormat) -> anyhow::Result<Option<ChainLayer>> {
+async fn backing_file(path: &Path, format: ImageFormat) -> anyhow::Result<Option<ChainLayer>> {
     match format {
         ImageFormat::Raw => Ok(None),
         ImageFormat::Qcow2 => opening::backing_in(path, &opening::header_of(path).await?),
@@ -134,7 +134,7 @@ async fn check_end(layers: &[ChainLayer]) -> anyhow::Result<()> {
                     path.display()
                 );
             }
-            next = if is_last && seen.len() < MAX_CHAIN { below(&path, format).await? } else { None };
+            next = if is_last && seen.len() < MAX_CHAIN { backing_file(&path, format).await? } else { None };
             seen.push(path);
         }
     }
@@ -142,13 +142,13 @@ async fn check_end(layers: &[ChainLayer]) -> anyhow::Result<()> {
 }
 
 async fn commit(
-    subject: &NamedImage,
+    named_image: &NamedImage,
     layers: &[ChainLayer],
     arguments: &CommitArgs,
     mut keys: PassphraseSet,
 ) -> anyhow::Result<()> {
     let Some(((base_path, base_format), above)) = layers.split_last() else { bail!("there is no image") };
-    let how = OpenMode {
+    let mode = OpenMode {
         cache: arguments.cache,
         write: true,
         rate_bps: arguments.rate_limit,
@@ -158,11 +158,11 @@ async fn commit(
     for (index, (path, format)) in above.iter().enumerate() {
         // Only the first image is written to. All are opened without backing files: each
         // contributes its own content.
-        let how = OpenMode { write: index == 0, alone: true, rate_bps: None, ..how };
-        let how = if index == 0 { subject.how(how)? } else { how };
-        sources.push((path.display().to_string(), disk::open(path, Some(*format), how, &mut keys).await?));
+        let mode = OpenMode { write: index == 0, alone: true, rate_bps: None, ..mode };
+        let mode = if index == 0 { named_image.open_mode(mode)? } else { mode };
+        sources.push((path.display().to_string(), disk::open(path, Some(*format), mode, &mut keys).await?));
     }
-    let base = disk::open(base_path, Some(*base_format), how, &mut keys).await?;
+    let base = disk::open(base_path, Some(*base_format), mode, &mut keys).await?;
     keys.check_used()?;
     let size = sources.iter().map(|(_, image)| image.size_bytes()).max().unwrap_or(0);
     let base_bytes = base.size_bytes();
@@ -172,13 +172,13 @@ async fn commit(
     }
     // Each layer is walked completely.
     let total = size * sources.len() as u64;
-    let progress = Arc::new(arguments.talk.progress("committing", total));
+    let progress = Arc::new(arguments.progress.progress("committing", total));
     // From the lowest image upwards, so that newer content overwrites older. Beyond the end of the
     // image below, each hides the content of the target.
     let mut below_bytes = base_bytes;
     for source in sources.iter().rev() {
         let layer = CopySource::new([source.clone()]).layer_on(below_bytes);
-        let copied = copy::copy(layer, Arc::clone(&base), how_to_copy(), Arc::clone(&progress)).await;
+        let copied = copy::copy(layer, Arc::clone(&base), copy_options(), Arc::clone(&progress)).await;
         copied.with_context(|| format!("{}: committing to it failed", base_path.display()))?;
         below_bytes = source.1.size_bytes();
     }
@@ -195,7 +195,7 @@ async fn commit(
     Ok(())
 }
 
-fn how_to_copy() -> copy::CopyOptions {
+fn copy_options() -> copy::CopyOptions {
     copy::CopyOptions {
         hides_backing: false,
         tasks: TASKS,

@@ -58,7 +58,7 @@ pub struct CompareArgs {
     #[arg(short, long)]
     strict: bool,
     #[command(flatten)]
-    talk: ProgressArgs,
+    progress: ProgressArgs,
     /// Read the images even if another process writes to them
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -78,21 +78,21 @@ pub(crate) fn run(arguments: CompareArgs) -> Result<(), CommandFailure> {
     let objects = arguments.naming.objects()?;
     let first = arguments.naming.named(&arguments.first, arguments.format, &objects)?;
     let second = arguments.naming.named(&arguments.second, arguments.second_format, &objects)?;
-    objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
+    objects.check_used().map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
     let mut keys = with_secrets(arguments.keys.read()?, &[&first, &second])?;
     on_reactor(async move {
-        let how =
+        let mode =
             OpenMode { cache: arguments.cache, force_share: arguments.force_share, ..OpenMode::default() };
         let mut sources = Vec::new();
         for named in [first, second] {
-            let image = named.open(how, &mut keys).await;
+            let image = named.open(mode, &mut keys).await;
             let image = image.map_err(|error| failed(&error, NOT_OPENED))?;
             sources.push(CopySource::new([(named.name(), image)]));
         }
         keys.check_used()?;
-        let outcome = ImageComparison::of(&sources, arguments.strict, arguments.talk).await;
+        let outcome = ImageComparison::compare_images(&sources, arguments.strict, arguments.progress).await;
         let verdict = outcome.map_err(|error| failed(&error, NOT_READ))?;
-        if !arguments.talk.quiet {
+        if !arguments.progress.quiet {
             print(&verdict.text())?;
         }
         if verdict.is_same() { Ok(()) } else { Err(CommandFailure::Found(DIFFERENT)) }
@@ -146,7 +146,7 @@ struct ImageComparison {
     /// Offset of the first difference so far: tasks take pieces in order and complete them.
     different: Cell<Option<u64>>,
     failed: RefCell<Option<anyhow::Error>>,
-    work: RefCell<VecDeque<ComparedRange>>,
+    queue: RefCell<VecDeque<ComparedRange>>,
 }
 
 /// A range in which each image has one kind; beyond the end of an image that is
@@ -159,7 +159,7 @@ struct ComparedRange {
 }
 
 impl ImageComparison {
-    async fn of(sources: &[CopySource], strict: bool, talk: ProgressArgs) -> anyhow::Result<CompareVerdict> {
+    async fn compare_images(sources: &[CopySource], strict: bool, progress_args: ProgressArgs) -> anyhow::Result<CompareVerdict> {
         let [first, second] = sources else { unreachable!("two images were opened") };
         let sizes = [first.size_bytes(), second.size_bytes()];
         let sizes_differ = sizes[0] != sizes[1];
@@ -168,30 +168,30 @@ impl ImageComparison {
             return Ok(CompareVerdict::Size);
         }
         let total = sizes[0].max(sizes[1]);
-        let progress = talk.progress("comparing", total);
-        let this = Rc::new(Self {
+        let progress = progress_args.progress("comparing", total);
+        let comparison = Rc::new(Self {
             sources: [first.clone(), second.clone()],
             progress,
             different: Cell::new(None),
             failed: RefCell::new(None),
-            work: RefCell::default(),
+            queue: RefCell::default(),
         });
         // Block status is queried in batches; a batch is compared before the next query.
-        let mut walk = ExtentWalk::new(&this.sources);
+        let mut walk = ExtentWalk::new(&comparison.sources);
         let mut status = None;
         while let Some(pieces) = walk.next().await? {
             status = pieces
                 .iter()
                 .find(|piece| strict && piece.kinds[0] != piece.kinds[1])
                 .map(|piece| piece.offset);
-            this.compare(pieces).await?;
+            comparison.compare(pieces).await?;
             // Later batches cannot contain an earlier difference.
-            if status.is_some() || this.different.get().is_some() {
+            if status.is_some() || comparison.different.get().is_some() {
                 break;
             }
         }
-        this.progress.end();
-        Ok(match (this.different.get(), status) {
+        comparison.progress.end();
+        Ok(match (comparison.different.get(), status) {
             // A mismatch of status precedes a difference of content at the same offset, as in
             // qemu-img.
             (Some(at), Some(status)) if status <= at => CompareVerdict::Status { at: status },
@@ -202,7 +202,7 @@ impl ImageComparison {
     }
 
     async fn compare(self: &Rc<Self>, pieces: Vec<ComparedRange>) -> anyhow::Result<()> {
-        self.work.borrow_mut().extend(pieces);
+        self.queue.borrow_mut().extend(pieces);
         let tasks: Vec<_> = (0..TASKS).map(|_| spawn_joinable(Rc::clone(self).task())).collect();
         for task in tasks {
             task.await;
@@ -213,27 +213,27 @@ impl ImageComparison {
 
     async fn task(self: Rc<Self>) {
         loop {
-            let next = self.work.borrow_mut().pop_front();
+            let next = self.queue.borrow_mut().pop_front();
             let Some(piece) = next else { return };
-            match self.piece(piece).await {
+            match self.first_difference(piece).await {
                 Ok(None) => self.progress.advance(piece.length),
                 Ok(Some(at)) => {
                     let earlier = self.different.get().unwrap_or(u64::MAX);
                     self.different.set(Some(earlier.min(at)));
                     // Pieces after a difference are dropped; those in progress may still find an
                     // earlier one.
-                    self.work.borrow_mut().clear();
+                    self.queue.borrow_mut().clear();
                 }
                 Err(error) => {
                     self.failed.borrow_mut().get_or_insert(error);
-                    self.work.borrow_mut().clear();
+                    self.queue.borrow_mut().clear();
                 }
             }
         }
     }
 
     /// Offset of the first difference in a piece.
-    async fn piece(&self, piece: ComparedRange) -> anyhow::Result<Option<u64>> {
+    async fn first_difference(&self, piece: ComparedRange) -> anyhow::Result<Option<u64>> {
         let length = piece.length as usize;
         let mut data = Vec::new();
         for (source, kind) in self.sources.iter().zip(piece.kinds) {
@@ -287,13 +287,13 @@ impl<'a> ExtentWalk<'a> {
             // The block status of the two images rarely ends at the same offset: the shorter
             // length counts.
             let kinds = [one.1, other.1];
-            let whole = one.0.min(other.0);
+            let common = one.0.min(other.0);
             // Data is limited to one read, aligned to it; ranges without data are compared as a
             // whole.
             let length = if kinds.contains(&ExtentKind::Data) {
-                whole.min(STEP_BYTES - self.at % STEP_BYTES)
+                common.min(STEP_BYTES - self.at % STEP_BYTES)
             } else {
-                whole
+                common
             };
             pieces.push(ComparedRange { offset: self.at, length, kinds });
             self.at += length;
@@ -335,7 +335,7 @@ mod tests {
                 let image = disk::open(path, Some(ImageFormat::Raw), OpenMode::default(), &mut keys).await?;
                 sources.push(CopySource::new([(String::new(), image)]));
             }
-            Ok(ImageComparison::of(&sources, strict, ProgressArgs::default()).await?)
+            Ok(ImageComparison::compare_images(&sources, strict, ProgressArgs::default()).await?)
         })
         .unwrap()
     }

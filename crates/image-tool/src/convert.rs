@@ -125,7 +125,7 @@ pub struct ImageConvertArgs {
     #[arg(long, requires = "no_create", conflicts_with = "output_format")]
     target_image_opts: bool,
     #[command(flatten)]
-    talk: ProgressArgs,
+    progress: ProgressArgs,
 }
 
 #[derive(Debug, Args)]
@@ -156,12 +156,12 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
     }
     let Some((target, sources)) = arguments.files.split_last().filter(|(_, sources)| !sources.is_empty())
     else {
-        let what =
+        let message =
             anyhow!("two files are required, a source and a target (weir image convert --help has examples)");
-        return Err(CommandFailure::Usage(what));
+        return Err(CommandFailure::Usage(message));
     };
     let options = FormatOptions::read(&arguments.options);
-    let options = options.map_err(|what| CommandFailure::Usage(anyhow!("{}: {what}", target.display())))?;
+    let options = options.map_err(|message| CommandFailure::Usage(anyhow!("{}: {message}", target.display())))?;
     // Both forms of the option: only then do unallocated ranges of the source stay unallocated.
     let has_backing = arguments.backing.is_some() || options.has("backing_file");
     let objects = arguments.naming.objects()?;
@@ -174,31 +174,31 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
         (None, false) => ImageFormat::Raw,
         // Not probed: a guest may have written the header.
         (None, true) => {
-            let what = "the format of the target is missing (add driver=raw or driver=qcow2)";
-            return Err(CommandFailure::Usage(anyhow!("{}: {what}", target.display())));
+            let message = "the format of the target is missing (add driver=raw or driver=qcow2)";
+            return Err(CommandFailure::Usage(anyhow!("{}: {message}", target.display())));
         }
     };
     check(&arguments, output_format, &sources, has_backing).map_err(CommandFailure::Usage)?;
     let is_file = !opening::is_remote_or_null(&target_image.path) && target_image.path == *target;
     if !arguments.no_create && !is_file {
-        let what =
+        let message =
             anyhow!("{}: weir cannot create images there (create it first, and add -n)", target.display());
-        return Err(CommandFailure::Usage(what));
+        return Err(CommandFailure::Usage(message));
     }
     let target = &target_image.path;
     // Writing to the source would destroy it before it is read.
     if sources.iter().any(|source| opening::is_same(&source.path, target)) {
-        let what =
+        let message =
             anyhow!("{}: is both source and target (give the new image another name)", target.display());
-        return Err(CommandFailure::Usage(what));
+        return Err(CommandFailure::Usage(message));
     }
     // From here on signals remove the unfinished file.
-    let undo = SignalCleanup::start()?;
-    let (source, carry) = open_sources(sources, has_backing, &arguments)?;
+    let cleanup = SignalCleanup::start()?;
+    let (source, bitmap_copier) = open_sources(sources, has_backing, &arguments)?;
     let target_keys =
         keys::read(&arguments.target_keys.target_secret_file, &arguments.target_keys.target_secret_fd)?;
     if arguments.no_create {
-        objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
+        objects.check_used().map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
         let target_keys = with_secrets(target_keys, &[&target_image])?;
         let target = ConvertTarget {
             name: target.clone(),
@@ -206,19 +206,19 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
             format: output_format,
             is_zero: arguments.target_is_zero,
         };
-        return on_reactor(copy_into(source, carry, target, target_keys, arguments));
+        return on_reactor(copy_into(source, bitmap_copier, target, target_keys, arguments));
     }
     // The target is written under a temporary name, so a failure leaves the previous file.
-    let place = UnfinishedFile::new(target, &undo)?;
+    let place = UnfinishedFile::new(target, &cleanup)?;
     let target_keys = (&target_keys, &objects);
-    let made = make(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
+    let created = create_target(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
     let target = ConvertTarget {
         image: NamedImage::plain(place.path().to_owned(), Some(output_format)),
         name: target.clone(),
         format: output_format,
-        is_zero: place.is_new() && !made.has_backing,
+        is_zero: place.is_new() && !created.has_backing,
     };
-    on_reactor(copy_into(source, carry, target, made.keys, arguments))?;
+    on_reactor(copy_into(source, bitmap_copier, target, created.keys, arguments))?;
     Ok(place.finish()?)
 }
 
@@ -264,27 +264,27 @@ fn open_sources(
     has_backing: bool,
     arguments: &ImageConvertArgs,
 ) -> Result<(CopySource, Option<BitmapCopier>), CommandFailure> {
-    let how =
+    let mode =
         OpenMode { cache: arguments.source_cache, force_share: arguments.force_share, ..OpenMode::default() };
-    let pick = arguments.snapshot.clone();
+    let selector = arguments.snapshot.clone();
     let bitmaps = arguments.bitmaps;
     let skip_broken = arguments.skip_broken_bitmaps;
     let mut keys = with_secrets(arguments.keys.read()?, &sources.iter().collect::<Vec<_>>())?;
     on_reactor(async move {
         let mut images = Vec::new();
         for source in sources {
-            let image = source.open_at(how, &mut keys, pick.as_ref()).await?;
+            let image = source.open_at(mode, &mut keys, selector.as_ref()).await?;
             images.push((source.name(), image));
         }
         keys.check_used()?;
-        let carry = match &images[..] {
+        let bitmap_copier = match &images[..] {
             [(name, image)] if bitmaps => Some(BitmapCopier::of(image, name, skip_broken).await?),
             _ => None,
         };
         // Unallocated ranges stay unallocated: the new image reads them from its own backing file.
         let below_bytes = images.first().and_then(|(_, image)| image.backing()).map_or(0, Image::size_bytes);
         let source = CopySource::new(images);
-        Ok((if has_backing { source.layer_on(below_bytes) } else { source }, carry))
+        Ok((if has_backing { source.layer_on(below_bytes) } else { source }, bitmap_copier))
     })
 }
 
@@ -293,7 +293,7 @@ struct CreatedTarget {
     keys: PassphraseSet,
 }
 
-fn make(
+fn create_target(
     place: &UnfinishedFile,
     target: &Path,
     size: u64,
@@ -320,29 +320,29 @@ fn make(
         }
         ImageFormat::Qcow2 => {
             let backing = (arguments.backing.clone(), arguments.backing_format);
-            let mut wish = create::qcow2_options(&mut options, backing).map_err(usage)?;
+            let mut create_options = create::qcow2_options(&mut options, backing).map_err(usage)?;
             let encryption = Encryption::take(&mut options, keys.first(), objects);
             let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
             // With a backing file the passphrase may be meant for that one.
-            if encryption.is_none() && wish.backing.is_none() && keys.first().is_some() {
-                let what = "a passphrase was given without encrypt.format=luks";
-                return Err(usage(what.to_owned()));
+            if encryption.is_none() && create_options.backing.is_none() && keys.first().is_some() {
+                let message = "a passphrase was given without encrypt.format=luks";
+                return Err(usage(message.to_owned()));
             }
-            if arguments.compress && wish.preallocation != Preallocation::Off {
-                let what = "-c: compressed clusters cannot be preallocated (leave out preallocation, or -c)";
-                return Err(usage(what.to_owned()));
+            if arguments.compress && create_options.preallocation != Preallocation::Off {
+                let message = "-c: compressed clusters cannot be preallocated (leave out preallocation, or -c)";
+                return Err(usage(message.to_owned()));
             }
-            wish.size_bytes = size;
-            let mut wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            create_options.size_bytes = size;
+            let mut create_options = create_options.checked().map_err(|rule| usage(rule.to_string()))?;
             if let Some(encryption) = &encryption {
-                wish.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
+                create_options.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
             }
-            create::create_qcow2(place.path(), &wish, &name)?;
-            let own = encryption.filter(|_| keys.first().is_none()).map(|own| PassphraseSet::one(own.secret));
+            create::create_qcow2(place.path(), &create_options, &name)?;
+            let own_keys = encryption.filter(|_| keys.first().is_none()).map(|own| PassphraseSet::one(own.secret));
             Ok(CreatedTarget {
-                has_backing: wish.backing.is_some(),
-                keys: own.unwrap_or_else(|| keys.clone()),
+                has_backing: create_options.backing.is_some(),
+                keys: own_keys.unwrap_or_else(|| keys.clone()),
             })
         }
     }
@@ -357,45 +357,45 @@ struct ConvertTarget {
 
 async fn copy_into(
     source: CopySource,
-    carry: Option<BitmapCopier>,
+    bitmap_copier: Option<BitmapCopier>,
     target: ConvertTarget,
     mut keys: PassphraseSet,
     arguments: ImageConvertArgs,
 ) -> Result<(), CommandFailure> {
     let name = target.name.display().to_string();
-    let how = OpenMode {
+    let mode = OpenMode {
         cache: arguments.cache,
         write: true,
         rate_bps: arguments.rate_limit,
         ..OpenMode::default()
     };
     let path = &target.image.path;
-    let image = disk::open(path, Some(target.format), target.image.how(how)?, &mut keys).await?;
+    let image = disk::open(path, Some(target.format), target.image.open_mode(mode)?, &mut keys).await?;
     keys.check_used()?;
-    let (size, room) = (source.size_bytes(), image.size_bytes());
-    if room < size {
-        return Err(anyhow!("{name}: has {room} bytes, and the source {size} (resize it first)").into());
+    let (size, available) = (source.size_bytes(), image.size_bytes());
+    if available < size {
+        return Err(anyhow!("{name}: has {available} bytes, and the source {size} (resize it first)").into());
     }
     let hides_backing = check_target(&image, path, &arguments).with_context(|| name.clone())?;
-    if let Some(carry) = &carry {
-        carry.check_target(&image).await.with_context(|| name.clone())?;
+    if let Some(bitmap_copier) = &bitmap_copier {
+        bitmap_copier.check_target(&image).await.with_context(|| name.clone())?;
     }
-    let progress = Arc::new(arguments.talk.progress(&format!("copying to {name}"), size));
-    let how = copy::CopyOptions {
+    let progress = Arc::new(arguments.progress.progress(&format!("copying to {name}"), size));
+    let copy_options = copy::CopyOptions {
         hides_backing,
         may_unmap: !target.image.keeps_place,
         ..how_to_copy(&image, &arguments, target.is_zero)
     };
-    copy::copy(source, Arc::clone(&image), how, Arc::clone(&progress))
+    copy::copy(source, Arc::clone(&image), copy_options, Arc::clone(&progress))
         .await
         .with_context(|| format!("{name}: copying failed"))?;
     // Flushed before the file gets its name, so that the name never refers to incomplete data.
     image.flush().await.with_context(|| format!("{name}: cannot be completed"))?;
     image.close().await.with_context(|| format!("{name}: cannot be completed"))?;
     drop(image);
-    if let Some(carry) = &carry {
+    if let Some(bitmap_copier) = &bitmap_copier {
         // After the disk: storing a bitmap opens the closed image again.
-        carry.store(path).await.with_context(|| format!("{name}: --bitmaps"))?;
+        bitmap_copier.store(path).await.with_context(|| format!("{name}: --bitmaps"))?;
     }
     progress.end();
     Ok(())
@@ -405,22 +405,22 @@ async fn copy_into(
 fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> anyhow::Result<bool> {
     let Image::Qcow2(qcow2) = target else { return Ok(false) };
     let header = qcow2.header();
-    let mut is_given_later = false;
+    let mut is_attached_later = false;
     if let (true, Some(backing)) = (arguments.no_create, &arguments.backing) {
         opening::check_name(path, backing)?;
-        let own = header.backing.as_ref().map(|own| opening::referenced_path(path, &own.name));
-        match own {
-            Some(own) if opening::is_same(&own, &opening::referenced_path(path, backing)) => {}
-            Some(own) => bail!(
+        let current = header.backing.as_ref().map(|own| opening::referenced_path(path, &own.name));
+        match current {
+            Some(current) if opening::is_same(&current, &opening::referenced_path(path, backing)) => {}
+            Some(current) => bail!(
                 "-B {backing}: its backing file is {}, where data of {backing} would be missing \
                  (leave -B out, or name {backing} with `weir image rebase -u` first)",
-                own.display()
+                current.display()
             ),
             None if arguments.target_is_zero => bail!(
                 "--target-is-zero: zeroes must be written to hide the content of {backing} (leave it out)"
             ),
             None => {
-                is_given_later = true;
+                is_attached_later = true;
                 console::print_notice(&format!(
                     "{}: -B {backing}: it has no backing file yet (name {backing} with `weir image \
                      rebase -u`; until then, data of {backing} reads as zeroes)",
@@ -438,7 +438,7 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
     if arguments.target_is_zero && header.backing.is_some() {
         bail!("--target-is-zero: the image has a backing file, so it may not read as zeroes (leave it out)");
     }
-    Ok(is_given_later)
+    Ok(is_attached_later)
 }
 
 fn how_to_copy(target: &Image, arguments: &ImageConvertArgs, target_is_zero: bool) -> copy::CopyOptions {
@@ -461,6 +461,6 @@ fn how_to_copy(target: &Image, arguments: &ImageConvertArgs, target_is_zero: boo
         align,
         unit,
         salvage: arguments.salvage,
-        quiet: arguments.talk.quiet,
+        quiet: arguments.progress.quiet,
     }
 }

@@ -65,9 +65,9 @@ pub(super) struct CopyOptions {
 struct ImageCopy {
     source: CopySource,
     target: Arc<Image>,
-    how: CopyOptions,
+    options: CopyOptions,
     progress: Arc<CommandProgress>,
-    turns: WriteOrder,
+    write_order: WriteOrder,
     failed: Mutex<Option<anyhow::Error>>,
 }
 
@@ -85,11 +85,11 @@ pub(super) async fn copy(
         .collect::<Result<Vec<_>, _>>()
         .context(console::NO_RING)?;
     let failed = Mutex::new(None);
-    let copy = Arc::new(ImageCopy { source, target, how, progress, turns: WriteOrder::default(), failed });
+    let copy = Arc::new(ImageCopy { source, target, options: how, progress, write_order: WriteOrder::default(), failed });
     // Bounded: the scout waits when it is far ahead of the tasks.
     let (items, incoming) = async_channel::bounded(2 * how.tasks);
     // Bounded by the number of tasks, so that sending the end never waits.
-    let (end, ends) = async_channel::bounded::<()>(how.tasks);
+    let (end, task_ends) = async_channel::bounded::<()>(how.tasks);
     for number in 0..how.tasks {
         let (copy, incoming, end) = (Arc::clone(&copy), incoming.clone(), end.clone());
         workers[number % threads].spawn(move || async move {
@@ -99,30 +99,30 @@ pub(super) async fn copy(
     }
     // The receivers live in the tasks only, so that `scout` notices when all of them have ended.
     drop((incoming, end));
-    let scouted = copy.scout(items).await;
+    let scan_result = copy.scan_source(items).await;
     // Also after an error: workers must not stop while a task has a request in flight.
     for _ in 0..how.tasks {
-        let _ = ends.recv().await;
+        let _ = task_ends.recv().await;
     }
     for worker in workers {
         worker.stop().context("a worker ended with an error")?;
     }
     let failed = copy.failed.lock().unwrap_or_else(PoisonError::into_inner).take();
-    failed.map_or(scouted, Err)
+    failed.map_or(scan_result, Err)
 }
 
 impl ImageCopy {
     /// Walks through the source and sends items. Ends early if all tasks have ended.
-    async fn scout(&self, items: Sender<(u64, CopyItem)>) -> anyhow::Result<()> {
+    async fn scan_source(&self, items: Sender<(u64, CopyItem)>) -> anyhow::Result<()> {
         let size = self.source.size_bytes();
-        let mut planner = plan::CopyPlanner::new(size, self.how.align, self.how.unit);
-        let (mut at, mut number, mut told) = (0, 0, 0);
+        let mut planner = plan::CopyPlanner::new(size, self.options.align, self.options.unit);
+        let (mut at, mut number, mut reported) = (0, 0, 0);
         let mut ready = Vec::new();
         while at < size {
             // Three cases: a full copy of one layer, a full copy of the disk, and the usual copy
             // without zeroes.
             if let Some(below_bytes) = self.source.below_bytes()
-                && self.how.sparse == 0
+                && self.options.sparse == 0
             {
                 // Data of the layer, and its zeroes where they hide data below. Ranges of the
                 // backing file are left to it.
@@ -134,9 +134,9 @@ impl ImageCopy {
                     }
                     at = end;
                 }
-            } else if self.how.sparse == 0 {
-                let end = size.min(at + self.how.unit);
-                planner.piece(at..end, ExtentKind::Data, &mut ready);
+            } else if self.options.sparse == 0 {
+                let end = size.min(at + self.options.unit);
+                planner.add_piece(at..end, ExtentKind::Data, &mut ready);
                 at = end;
             } else {
                 for (length, kind) in self.source.status(at, size - at).await? {
@@ -149,10 +149,10 @@ impl ImageCopy {
             }
             for item in ready.drain(..) {
                 // Ranges that no item covers, such as those of a backing file, count as done.
-                self.progress.advance(item.range.start - told);
-                told = item.range.end;
+                self.progress.advance(item.range.start - reported);
+                reported = item.range.end;
                 // Nothing to do: the target already reads as zeroes there.
-                if item.kind == ExtentKind::Zero && self.how.target_is_zero {
+                if item.kind == ExtentKind::Zero && self.options.target_is_zero {
                     self.progress.advance(item.range.end - item.range.start);
                     continue;
                 }
@@ -162,7 +162,7 @@ impl ImageCopy {
                 number += 1;
             }
         }
-        self.progress.advance(size - told);
+        self.progress.advance(size - reported);
         Ok(())
     }
 
@@ -176,14 +176,14 @@ impl ImageCopy {
         ready: &mut Vec<CopyItem>,
     ) {
         // A partial cluster cannot become a zero cluster: its other part is data or belongs below.
-        let whole = match kind {
-            ExtentKind::Zero if self.how.hides_backing => self.whole_clusters(range.clone()),
+        let aligned = match kind {
+            ExtentKind::Zero if self.options.hides_backing => self.whole_clusters(range.clone()),
             _ => range.clone(),
         };
-        let (before, behind) = (range.start..whole.start, whole.end..range.end);
-        for (range, kind) in [(before, ExtentKind::Data), (whole, kind), (behind, ExtentKind::Data)] {
+        let (before, after) = (range.start..aligned.start, aligned.end..range.end);
+        for (range, kind) in [(before, ExtentKind::Data), (aligned, kind), (after, ExtentKind::Data)] {
             if !range.is_empty() {
-                planner.piece(range, kind, ready);
+                planner.add_piece(range, kind, ready);
             }
         }
     }
@@ -194,7 +194,7 @@ impl ImageCopy {
                 self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                 // Stops the scout and all tasks, including those that wait to write.
                 incoming.close();
-                self.turns.end();
+                self.write_order.end();
                 return;
             }
         }
@@ -207,17 +207,17 @@ impl ImageCopy {
             ExtentKind::Zero | ExtentKind::Below => None,
         };
         // The turn comes after the read: reads overlap, writes do not.
-        if self.how.in_order && !self.turns.wait(number).await {
+        if self.options.in_order && !self.write_order.wait(number).await {
             return Ok(());
         }
         match data {
             None => self.zero(start, end - start).await?,
-            Some(data) if self.how.sparse == 0 => self.write(start, data).await?,
+            Some(data) if self.options.sparse == 0 => self.write(start, data).await?,
             Some(data) => self.write_parts(start, data).await?,
         }
         self.progress.advance(end - start);
-        if self.how.in_order {
-            self.turns.advance();
+        if self.options.in_order {
+            self.write_order.advance();
         }
         Ok(())
     }
@@ -226,7 +226,7 @@ impl ImageCopy {
         let read = self.source.read(offset, length).await;
         match read {
             Ok(data) => Ok(data),
-            Err(_) if self.how.salvage => Ok(self.read_sector_wise(offset, length).await),
+            Err(_) if self.options.salvage => Ok(self.read_sector_wise(offset, length).await),
             Err(error) => Err(error),
         }
     }
@@ -238,7 +238,7 @@ impl ImageCopy {
             let at = offset + (number * SALVAGED_BYTES) as u64;
             match self.source.read(at, part.len()).await {
                 Ok(read) => part.copy_from_slice(&read),
-                Err(_) if self.how.quiet => {}
+                Err(_) if self.options.quiet => {}
                 Err(error) => console::print_error(&anyhow::anyhow!("{error:#} (zeroes are written there)")),
             }
         }
@@ -247,14 +247,14 @@ impl ImageCopy {
 
     async fn write_parts(&self, offset: u64, mut data: IoBuffer) -> anyhow::Result<()> {
         // The source may store zeroes as data, which its block status does not show.
-        let parts = zero::parts(&data, offset, self.how.grain, self.how.sparse);
+        let parts = zero::parts(&data, offset, self.options.grain, self.options.sparse);
         let mut at = offset;
         for (range, is_data) in parts {
             let rest = data.split_off(range.len());
             let length = range.len() as u64;
             if is_data {
                 self.write(at, data).await?;
-            } else if !self.how.target_is_zero {
+            } else if !self.options.target_is_zero {
                 self.zero(at, length).await?;
             }
             data = rest;
@@ -267,7 +267,7 @@ impl ImageCopy {
         let length = data.len();
         let range = offset..offset + length as u64;
         // Only whole clusters can be compressed. The source may end inside a cluster.
-        let written = if self.how.compressed && self.whole_clusters(range.clone()) == range {
+        let written = if self.options.compressed && self.whole_clusters(range.clone()) == range {
             super::disk::write_compressed(&self.target, offset, data.into()).await
         } else {
             self.target.write(offset, data.into(), Durability::Cached).await
@@ -279,11 +279,11 @@ impl ImageCopy {
     /// possible, data otherwise.
     async fn write_persistent_zeroes(&self, offset: u64, length: u64) -> anyhow::Result<()> {
         let end = offset + length;
-        let whole = self.whole_clusters(offset..end);
+        let aligned = self.whole_clusters(offset..end);
         let hidden = match &*self.target {
-            Image::Qcow2(qcow2) if !whole.is_empty() => {
-                match qcow2.hide(whole.start, whole.end - whole.start).await {
-                    Ok(()) => whole,
+            Image::Qcow2(qcow2) if !aligned.is_empty() => {
+                match qcow2.write_zero_clusters(aligned.start, aligned.end - aligned.start).await {
+                    Ok(()) => aligned,
                     // Version 2 has no zero clusters.
                     Err(Error::UNSUPPORTED) => end..end,
                     Err(error) => {
@@ -302,7 +302,7 @@ impl ImageCopy {
     /// Blocks of [`CopyOptions::align`] bytes that are inside a range. The last block of the target
     /// may be shorter.
     fn whole_clusters(&self, range: Range<u64>) -> Range<u64> {
-        let (end, align) = (range.end, self.how.align);
+        let (end, align) = (range.end, self.options.align);
         let last = if end == self.target.size_bytes() { end } else { end - end % align };
         let first = range.start.next_multiple_of(align).min(end);
         first..last.max(first)
@@ -312,7 +312,7 @@ impl ImageCopy {
     async fn write_zero_data(&self, range: Range<u64>) -> anyhow::Result<()> {
         let mut at = range.start;
         while at < range.end {
-            let next = range.end.min((at + 1).next_multiple_of(self.how.unit));
+            let next = range.end.min((at + 1).next_multiple_of(self.options.unit));
             self.write(at, IoBuffer::zeroed((next - at) as usize)).await?;
             at = next;
         }
@@ -320,30 +320,30 @@ impl ImageCopy {
     }
 
     async fn zero(&self, offset: u64, length: u64) -> anyhow::Result<()> {
-        if self.how.hides_backing {
+        if self.options.hides_backing {
             return self.write_persistent_zeroes(offset, length).await;
         }
-        let may_unmap = self.how.may_unmap;
-        let mut how = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
-        let what = || format!("zeroing {length} bytes at {offset}");
-        if self.how.compressed {
+        let may_unmap = self.options.may_unmap;
+        let mut options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
+        let context = || format!("zeroing {length} bytes at {offset}");
+        if self.options.compressed {
             // Whole clusters of zeroes that must be written are compressed.
-            how.only_if_fast = true;
-            match self.target.write_zeroes(offset, length, how).await {
-                Err(Error::UNSUPPORTED) => how.only_if_fast = false,
-                done => return done.with_context(what),
+            options.only_if_fast = true;
+            match self.target.write_zeroes(offset, length, options).await {
+                Err(Error::UNSUPPORTED) => options.only_if_fast = false,
+                done => return done.with_context(context),
             }
             let end = offset + length;
-            let whole = self.whole_clusters(offset..end);
-            self.write_zero_data(whole.clone()).await?;
-            for part in [offset..whole.start, whole.end..end] {
+            let aligned = self.whole_clusters(offset..end);
+            self.write_zero_data(aligned.clone()).await?;
+            for part in [offset..aligned.start, aligned.end..end] {
                 if !part.is_empty() {
                     let length = part.end - part.start;
-                    self.target.write_zeroes(part.start, length, how).await.with_context(what)?;
+                    self.target.write_zeroes(part.start, length, options).await.with_context(context)?;
                 }
             }
             return Ok(());
         }
-        self.target.write_zeroes(offset, length, how).await.with_context(what)
+        self.target.write_zeroes(offset, length, options).await.with_context(context)
     }
 }

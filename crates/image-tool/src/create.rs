@@ -128,12 +128,12 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
             options.finish("raw").map_err(usage)?;
             let size = size.ok_or_else(|| usage("the size is missing (add one: 20G)".to_owned()))?;
             create_raw(&path, size, preallocation, &name)?;
-            say(&arguments, format_args!("Formatting '{name}', fmt=raw size={size}"))
+            print_unless_quiet(&arguments, format_args!("Formatting '{name}', fmt=raw size={size}"))
         }
         ImageFormat::Qcow2 => {
             let size = size(&mut options, &arguments).map_err(usage)?;
             let backing = (arguments.backing.clone(), arguments.backing_format);
-            let mut wish = qcow2_options(&mut options, backing).map_err(usage)?;
+            let mut create_options = qcow2_options(&mut options, backing).map_err(usage)?;
             let secret = arguments.secret.read()?;
             if secret.is_some() {
                 options.set_missing("encrypt.format", "luks");
@@ -142,21 +142,21 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
             let encryption = Encryption::take(&mut options, secret.as_ref(), &objects);
             let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
-            wish.size_bytes = match (size, backing_size(&wish, &arguments, &path)?) {
+            create_options.size_bytes = match (size, backing_size(&create_options, &arguments, &path)?) {
                 (Some(size), _) | (None, Some(size)) => size,
                 (None, None) => return Err(usage("the size is missing (add one: 20G)".to_owned())),
             };
-            let mut wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            let mut create_options = create_options.checked().map_err(|rule| usage(rule.to_string()))?;
             if let Some(encryption) = encryption {
-                wish.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
+                create_options.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
             }
-            create_qcow2(&path, &wish, &name)?;
-            say(&arguments, format_args!("{}", formatting(&name, &wish)))
+            create_qcow2(&path, &create_options, &name)?;
+            print_unless_quiet(&arguments, format_args!("{}", formatting(&name, &create_options)))
         }
     }
 }
 
-fn say(arguments: &CreateArgs, line: std::fmt::Arguments<'_>) -> Result<(), CommandFailure> {
+fn print_unless_quiet(arguments: &CreateArgs, line: std::fmt::Arguments<'_>) -> Result<(), CommandFailure> {
     if arguments.quiet { Ok(()) } else { Ok(print(&format!("{line}\n"))?) }
 }
 
@@ -250,11 +250,11 @@ pub(super) fn qcow2_options(
 
 /// Size of the backing file's disk; `None` without a backing file, or if it must not be opened.
 fn backing_size(
-    wish: &CreateOptions,
+    options: &CreateOptions,
     arguments: &CreateArgs,
     path: &Path,
 ) -> Result<Option<u64>, CommandFailure> {
-    let Some(backing) = &wish.backing else { return Ok(None) };
+    let Some(backing) = &options.backing else { return Ok(None) };
     if arguments.unsafe_backing {
         opening::check_name(path, &backing.name)?;
         return Ok(None);
@@ -262,8 +262,8 @@ fn backing_size(
     // Relative to the image, as every later open resolves it.
     let place = opening::resolve_backing(path, &backing.name)?;
     if opening::is_same(&place, path) {
-        let what = anyhow!("{}: would be its own backing file (choose another)", path.display());
-        return Err(CommandFailure::Usage(what));
+        let error = anyhow!("{}: would be its own backing file (choose another)", path.display());
+        return Err(CommandFailure::Usage(error));
     }
     let format = opening::format_named(backing.format.as_deref())
         .with_context(|| format!("{}: is the backing file", place.display()))?;
@@ -293,8 +293,8 @@ impl NewFile {
         }
         let name = path.display();
         // `create_new` tells a new file, which is removed after a failure, from an existing one.
-        let made = OpenOptions::new().write(true).create_new(true).open(path);
-        let is_new = match made {
+        let created = OpenOptions::new().write(true).create_new(true).open(path);
+        let is_new = match created {
             Ok(file) => {
                 // Storage rejects a file without a size.
                 file.set_len(MIN_FILE).with_context(|| format!("{name}: cannot be created"))?;
@@ -303,7 +303,7 @@ impl NewFile {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
             Err(error) => return Err(anyhow!("{name}: cannot be created: {error} (check the directory)")),
         };
-        let this = Self { path: path.to_owned(), is_new };
+        let new_file = Self { path: path.to_owned(), is_new };
         let metadata = fs::metadata(path).with_context(|| format!("{name}: cannot be read"))?;
         // An existing empty file, such as one of mktemp(1).
         if metadata.is_file() && metadata.len() == 0 {
@@ -312,7 +312,7 @@ impl NewFile {
                 .with_context(|| format!("{name}: cannot be created"))?;
         }
         let storage = opening::storage(path, OpenMode { write: true, ..OpenMode::default() })?;
-        Ok((this, storage))
+        Ok((new_file, storage))
     }
 
     fn finish(mut self) {
@@ -334,11 +334,11 @@ const MIN_FILE: u64 = 512;
 const HEADER_BYTES: u64 = 512;
 
 /// Creates the file and its metadata. Messages refer to the image as `name`.
-pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), CommandFailure> {
+pub(super) fn create_qcow2(path: &Path, options: &CreateOptions, name: &str) -> Result<(), CommandFailure> {
     let (file, storage) = NewFile::open(path)?;
     // The image's lock is taken first, so that two commands for one image do not share a data
     // file.
-    let data = match &wish.data_file {
+    let data = match &options.data_file {
         None => None,
         Some(data) => {
             let place = opening::resolve_backing(path, data)?;
@@ -351,7 +351,7 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
         }
     };
     let is_file = is_regular(path)?;
-    let wish = wish.clone();
+    let options = options.clone();
     let (data_file, data) = data.unzip();
     let work = async move {
         // Only after the locks are taken: an image in use must not be truncated.
@@ -361,7 +361,7 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
         if let Some(data) = &data {
             empty(data).await?;
         }
-        Ok(qcow2::create::create(&storage, data.as_ref(), &wish).await)
+        Ok(qcow2::create::create(&storage, data.as_ref(), &options).await)
     };
     on_reactor(work)?.with_context(|| name.to_owned())?;
     // Complete: from now on a drop leaves the file.
@@ -386,8 +386,8 @@ async fn empty(storage: &Storage) -> anyhow::Result<()> {
     if storage.size_bytes() <= MIN_FILE {
         return Ok(());
     }
-    let least = u64::from(storage.block_size().minimum).max(MIN_FILE);
-    match storage.resize(least).await {
+    let min_bytes = u64::from(storage.block_size().minimum).max(MIN_FILE);
+    match storage.resize(min_bytes).await {
         Ok(()) | Err(storage::ResizeError::BlockDevice { .. }) => Ok(()),
         Err(error) => Err(error).context("cannot be emptied"),
     }
@@ -467,34 +467,34 @@ fn named(failure: CommandFailure, name: &str) -> CommandFailure {
 }
 
 /// The line that qemu-img prints.
-fn formatting(name: &str, wish: &CreateOptions) -> String {
+fn formatting(name: &str, options: &CreateOptions) -> String {
     let switch = |is_on: bool| if is_on { "on" } else { "off" };
-    let compression = match wish.compression {
+    let compression = match options.compression {
         CompressionType::Zlib => "zlib",
         CompressionType::Zstd => "zstd",
     };
     let mut line = format!(
         "Formatting '{name}', fmt=qcow2 cluster_size={} extended_l2={} \
          compression_type={compression} size={}",
-        wish.cluster_bytes,
-        switch(wish.extended_l2),
-        wish.size_bytes
+        options.cluster_bytes,
+        switch(options.extended_l2),
+        options.size_bytes
     );
-    if wish.version < 3 {
+    if options.version < 3 {
         line += " compat=0.10";
     }
-    if let Some(BackingReference { name, format }) = &wish.backing {
+    if let Some(BackingReference { name, format }) = &options.backing {
         line += &format!(" backing_file={name}");
         if let Some(format) = format {
             line += &format!(" backing_fmt={format}");
         }
     }
-    if let Some(data) = &wish.data_file {
-        line += &format!(" data_file={data} data_file_raw={}", switch(wish.data_file_raw));
+    if let Some(data) = &options.data_file {
+        line += &format!(" data_file={data} data_file_raw={}", switch(options.data_file_raw));
     }
-    if wish.luks.is_some() {
+    if options.luks.is_some() {
         line += " encrypt.format=luks";
     }
-    line += &format!(" lazy_refcounts={} refcount_bits={}", switch(wish.lazy_refcounts), wish.refcount_bits);
+    line += &format!(" lazy_refcounts={} refcount_bits={}", switch(options.lazy_refcounts), options.refcount_bits);
     sanitize(&line)
 }

@@ -25,35 +25,35 @@ use super::{
 pub(super) async fn open(
     path: &Path,
     format: Option<ImageFormat>,
-    how: OpenMode,
+    mode: OpenMode,
     keys: &mut PassphraseSet,
 ) -> anyhow::Result<Arc<Image>> {
-    open_at(path, format, how, keys, None).await
+    open_at(path, format, mode, keys, None).await
 }
 
 /// Opens an image like [`open`], or one of its internal snapshots.
 pub(super) async fn open_at(
     path: &Path,
     format: Option<ImageFormat>,
-    how: OpenMode,
+    mode: OpenMode,
     keys: &mut PassphraseSet,
-    pick: Option<&SnapshotSelector>,
+    selector: Option<&SnapshotSelector>,
 ) -> anyhow::Result<Arc<Image>> {
     opening::warn_if_container(path);
-    let snapshot = match pick {
-        Some(pick) => Some(pick.id(path, format, how).await?),
+    let snapshot = match selector {
+        Some(selector) => Some(selector.id(path, format, mode).await?),
         None => None,
     };
-    let secrets = keys.of(path, format, how.alone).await?;
+    let secrets = keys.assign_to(path, format, mode.alone).await?;
     let options = ImageOptions {
-        storage: OpenOptions { format, ..opening::options(how)? },
-        backing: if how.alone { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+        storage: OpenOptions { format, ..opening::options(mode)? },
+        backing: if mode.alone { BackingChoice::Nothing } else { BackingChoice::AsInImage },
         secrets,
         snapshot,
-        caches: how.of_user.caches,
+        caches: mode.described.caches,
     };
     let opened = image::open::open(&opening::spec(path)?, options).await;
-    Ok(Arc::new(opened.map_err(|error| how.refused(error))?))
+    Ok(Arc::new(opened.map_err(|error| mode.adapt_remedy(error))?))
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -101,9 +101,9 @@ pub(super) async fn layer(
         return Ok(vec![(length, ExtentKind::Data)]);
     };
     let (mut at, mut kinds) = (offset, Vec::new());
-    for MappedRun { length, what } in qcow2.map(offset, length).await? {
+    for MappedRun { length, mapping } in qcow2.map(offset, length).await? {
         let below = below_bytes.saturating_sub(at).min(length);
-        match what {
+        match mapping {
             // Beyond the end of the layers below there is nothing to read: zeroes.
             GuestMapping::Unallocated => {
                 kinds.extend([(below, ExtentKind::Below), (length - below, ExtentKind::Zero)]);

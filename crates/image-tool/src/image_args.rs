@@ -43,7 +43,7 @@ impl ImageArg {
     pub(super) fn named(&self) -> Result<NamedImage, CommandFailure> {
         let objects = self.naming.objects()?;
         let image = self.naming.named(&self.file, self.format, &objects)?;
-        objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
+        objects.check_used().map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
         Ok(image)
     }
 }
@@ -61,7 +61,7 @@ pub(super) struct NamingArgs {
 
 impl NamingArgs {
     pub(super) fn objects(&self) -> Result<SecretObjects, CommandFailure> {
-        SecretObjects::read(&self.object).map_err(|what| CommandFailure::Usage(anyhow!(what)))
+        SecretObjects::read(&self.object).map_err(|message| CommandFailure::Usage(anyhow!(message)))
     }
 
     /// Returns the image that `file` names; `format` is the value of -f or -F.
@@ -83,8 +83,8 @@ pub(super) fn named(
     objects: &SecretObjects,
 ) -> Result<NamedImage, CommandFailure> {
     if has_options && format.is_some() {
-        let what = "--image-opts cannot be combined with a format option (add driver=FORMAT to the options)";
-        return Err(CommandFailure::Usage(anyhow!("{}: {what}", file.display())));
+        let message = "--image-opts cannot be combined with a format option (add driver=FORMAT to the options)";
+        return Err(CommandFailure::Usage(anyhow!("{}: {message}", file.display())));
     }
     let is_json = file.as_os_str().as_encoded_bytes().starts_with(b"json:");
     if !has_options && !is_json {
@@ -112,7 +112,7 @@ pub(super) struct NamedImage {
     read_only: bool,
     /// True if clusters that become zeroes keep their host cluster in the file.
     pub(super) keeps_place: bool,
-    how: OpenMode,
+    mode: OpenMode,
     /// Passphrase, or the reason why it is missing, for commands that need it.
     secret: Option<Result<Secret, String>>,
 }
@@ -120,7 +120,7 @@ pub(super) struct NamedImage {
 impl NamedImage {
     /// An image at a path or an address, without further options.
     pub(super) fn plain(path: PathBuf, format: Option<ImageFormat>) -> Self {
-        Self { path, format, read_only: false, keeps_place: false, how: OpenMode::default(), secret: None }
+        Self { path, format, read_only: false, keeps_place: false, mode: OpenMode::default(), secret: None }
     }
 
     fn described(
@@ -157,22 +157,22 @@ impl NamedImage {
                 given.name()
             );
         }
-        let how = OpenMode {
+        let mode = OpenMode {
             force_share,
             alone: no_backing,
-            of_user: opening::DescribedOptions { part, cache, caches, reconnect_delay, open_timeout },
+            described: opening::DescribedOptions { part, cache, caches, reconnect_delay, open_timeout },
             ..OpenMode::default()
         };
         let secret = match key_secret {
             None => None,
             // A missing secret is an error only for commands that decrypt.
             Some(id) => Some(match objects.find(&id) {
-                Ok(_) => Ok(objects.secret(&id).map_err(|what| anyhow!(what))?),
+                Ok(_) => Ok(objects.secret(&id).map_err(|message| anyhow!(message))?),
                 Err(missing) => Err(missing),
             }),
         };
         let keeps_place = discard_no_unref || discard == Some(Discards::Ignore);
-        Ok(Self { path, format: own_format.or(format), read_only, keeps_place, how, secret })
+        Ok(Self { path, format: own_format.or(format), read_only, keeps_place, mode, secret })
     }
 
     /// Name of the image for messages.
@@ -182,7 +182,7 @@ impl NamedImage {
 
     /// Offset of the disk's first byte in the file.
     pub(super) fn offset(&self) -> u64 {
-        self.how.of_user.part.map_or(0, |part| part.offset)
+        self.mode.described.part.map_or(0, |part| part.offset)
     }
 
     /// Format given by the user, or else that of the signature.
@@ -194,15 +194,15 @@ impl NamedImage {
     ///
     /// # Errors
     /// Fails if the command writes and `read-only=on` was given.
-    pub(super) fn how(&self, how: OpenMode) -> anyhow::Result<OpenMode> {
-        if how.write && self.read_only {
+    pub(super) fn open_mode(&self, mode: OpenMode) -> anyhow::Result<OpenMode> {
+        if mode.write && self.read_only {
             bail!("{}: read-only=on, and this command writes to the image (leave it out)", self.name());
         }
         Ok(OpenMode {
-            force_share: how.force_share || self.how.force_share,
-            alone: how.alone || self.how.alone,
-            of_user: self.how.of_user,
-            ..how
+            force_share: mode.force_share || self.mode.force_share,
+            alone: mode.alone || self.mode.alone,
+            described: self.mode.described,
+            ..mode
         })
     }
 
@@ -225,40 +225,40 @@ impl NamedImage {
 
     /// Fails if the image is to be opened without its backing file, which the command needs.
     pub(super) fn check_backing(&self) -> Result<(), CommandFailure> {
-        match self.how.alone {
+        match self.mode.alone {
             true => {
-                let what = "backing: is empty, and this command works on the backing file (leave it out)";
-                Err(CommandFailure::Usage(anyhow!("{}: {what}", self.name())))
+                let message = "backing: is empty, and this command works on the backing file (leave it out)";
+                Err(CommandFailure::Usage(anyhow!("{}: {message}", self.name())))
             }
             false => Ok(()),
         }
     }
 
     /// Opens the file of the image as storage.
-    pub(super) fn storage(&self, how: OpenMode) -> anyhow::Result<Storage> {
-        opening::storage(&self.path, self.how(how)?)
+    pub(super) fn storage(&self, mode: OpenMode) -> anyhow::Result<Storage> {
+        opening::storage(&self.path, self.open_mode(mode)?)
     }
 
     /// Opens the disk inside the image.
-    pub(super) async fn open(&self, how: OpenMode, keys: &mut PassphraseSet) -> anyhow::Result<Arc<Image>> {
-        self.open_at(how, keys, None).await
+    pub(super) async fn open(&self, mode: OpenMode, keys: &mut PassphraseSet) -> anyhow::Result<Arc<Image>> {
+        self.open_at(mode, keys, None).await
     }
 
     /// Opens the disk inside the image, or one of its internal snapshots.
     pub(super) async fn open_at(
         &self,
-        how: OpenMode,
+        mode: OpenMode,
         keys: &mut PassphraseSet,
-        pick: Option<&SnapshotSelector>,
+        selector: Option<&SnapshotSelector>,
     ) -> anyhow::Result<Arc<Image>> {
-        disk::open_at(&self.path, self.format, self.how(how)?, keys, pick).await
+        disk::open_at(&self.path, self.format, self.open_mode(mode)?, keys, selector).await
     }
 }
 
 /// The passphrases of `keys`, followed by those of the images' descriptions, in their order.
 pub(super) fn with_secrets(mut keys: PassphraseSet, images: &[&NamedImage]) -> anyhow::Result<PassphraseSet> {
     for secret in images.iter().filter_map(|image| image.secret.as_ref()) {
-        keys.add(secret.clone().map_err(|what| anyhow!(what))?)?;
+        keys.add(secret.clone().map_err(|message| anyhow!(message))?)?;
     }
     Ok(keys)
 }

@@ -48,7 +48,7 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct ImageInfoArgs {
     #[command(flatten)]
-    subject: ImageArg,
+    image: ImageArg,
     #[command(flatten)]
     output: ImageOutputArgs,
     /// Show the backing files as well
@@ -60,15 +60,15 @@ pub struct ImageInfoArgs {
 }
 
 pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
-    let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
-    let image = arguments.subject.named()?;
+    let mode = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
+    let image = arguments.image.named()?;
     let file = &image.path;
-    let mut shown = vec![show(file, image.format, image.how(how)?)?];
+    let mut shown = vec![show(file, image.format, image.open_mode(mode)?)?];
     if arguments.backing_chain {
         let mut seen = HashSet::from([identity(file)?]);
-        let mut of = file.clone();
+        let mut overlay = file.clone();
         while let Some((name, format)) = shown.last().and_then(|last| last.backing.clone()) {
-            let path = opening::resolve_backing(&of, &name)?;
+            let path = opening::resolve_backing(&overlay, &name)?;
             // Files are compared, not names: a loop may use several names of one file.
             if !seen.insert(identity(&path)?) {
                 bail_in(
@@ -83,8 +83,8 @@ pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
                      commit` or `rebase`)",
                 )?;
             }
-            shown.push(show(&path, format, how)?);
-            of = path;
+            shown.push(show(&path, format, mode)?);
+            overlay = path;
         }
     }
     let text = match (arguments.output.kind(), arguments.backing_chain) {
@@ -96,8 +96,8 @@ pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-fn bail_in(path: &Path, what: &str) -> anyhow::Result<()> {
-    bail!("{}: {what}", path.display())
+fn bail_in(path: &Path, message: &str) -> anyhow::Result<()> {
+    bail!("{}: {message}", path.display())
 }
 
 /// Identity of an image, to detect a loop in a chain.
@@ -128,7 +128,7 @@ struct ImageReport {
     backing: Option<(String, Option<ImageFormat>)>,
 }
 
-fn show(path: &Path, format: Option<ImageFormat>, how: OpenMode) -> Result<ImageReport, CommandFailure> {
+fn show(path: &Path, format: Option<ImageFormat>, mode: OpenMode) -> Result<ImageReport, CommandFailure> {
     let format = opening::format(path, format)?;
     let mut json = json!({
         "filename": path.display().to_string(),
@@ -139,7 +139,7 @@ fn show(path: &Path, format: Option<ImageFormat>, how: OpenMode) -> Result<Image
         // st_blocks counts units of 512 bytes (inode(7)).
         json["actual-size"] = (metadata.blocks() * 512).into();
     }
-    let storage = opening::storage(path, how)?;
+    let storage = opening::storage(path, mode)?;
     let mut backing = None;
     let mut listed = Vec::new();
     match format {
@@ -241,15 +241,15 @@ impl ImageReport {
     /// Lines as printed by qemu-img.
     fn text(&self) -> String {
         let json = &self.json;
-        let word = |key: &str| json[key].as_str().unwrap_or_default().to_owned();
+        let string = |key: &str| json[key].as_str().unwrap_or_default().to_owned();
         let size = |key: &str| json[key].as_u64().unwrap_or(0);
         let mut text = String::new();
         let mut line = |name: &str, value: String| {
             let value = sanitize(&value);
             let _ = writeln!(text, "{name}: {value}");
         };
-        line("image", word("filename"));
-        line("file format", word("format"));
+        line("image", string("filename"));
+        line("file format", string("format"));
         line("virtual size", format!("{} ({} bytes)", human(size("virtual-size")), size("virtual-size")));
         let is_known = json["actual-size"].is_u64();
         line("disk size", if is_known { human(size("actual-size")) } else { "unavailable".to_owned() });
@@ -263,12 +263,12 @@ impl ImageReport {
             line("cleanly shut down", "no".into());
         }
         if json["backing-filename"].is_string() {
-            let (name, full) = (word("backing-filename"), word("full-backing-filename"));
+            let (name, full) = (string("backing-filename"), string("full-backing-filename"));
             let actual = if name == full { String::new() } else { format!(" (actual path: {full})") };
             line("backing file", name + &actual);
         }
         if json["backing-filename-format"].is_string() {
-            line("backing file format", word("backing-filename-format"));
+            line("backing file format", string("backing-filename-format"));
         }
         text.push_str(&snapshot::list(&self.snapshots));
         if let Some(data) = json["format-specific"]["data"].as_object() {

@@ -76,7 +76,7 @@ impl PassphraseSet {
     }
 
     /// Passphrases of the image at `path` and of its backing chain, unless it is opened `alone`.
-    pub(super) async fn of(
+    pub(super) async fn assign_to(
         &mut self,
         path: &Path,
         format: Option<ImageFormat>,
@@ -89,11 +89,11 @@ impl PassphraseSet {
         let count = encrypted(path, format, alone).await?;
         let first = self.next;
         self.next += count;
-        if let [one] = &self.given[..] {
-            return Ok(if count > 0 { vec![one.clone()] } else { Vec::new() });
+        if let [single] = &self.given[..] {
+            return Ok(if count > 0 { vec![single.clone()] } else { Vec::new() });
         }
         match self.given.get(first..self.next) {
-            Some(own) => Ok(own.to_vec()),
+            Some(secrets) => Ok(secrets.to_vec()),
             None => bail!(
                 "{}: there are {} passphrases, and more encrypted images (give one for each in the \
                  order of the images and from the top of each chain, or one for all)",

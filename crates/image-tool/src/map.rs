@@ -34,7 +34,7 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct MapArgs {
     #[command(flatten)]
-    subject: ImageArg,
+    image: ImageArg,
     #[command(flatten)]
     output: ImageOutputArgs,
     /// Offset of the first byte to show
@@ -51,18 +51,18 @@ pub struct MapArgs {
 }
 
 pub(crate) fn run(arguments: MapArgs) -> Result<(), CommandFailure> {
-    let subject = arguments.subject.named()?;
-    let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
+    let named_image = arguments.image.named()?;
+    let mut keys = with_secrets(arguments.keys.read()?, &[&named_image])?;
     on_reactor(async move {
-        let name = subject.name();
-        let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
-        let image = subject.open(how, &mut keys).await?;
+        let name = named_image.name();
+        let mode = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
+        let image = named_image.open(mode, &mut keys).await?;
         keys.check_used()?;
         let size = image.size_bytes();
         let start = arguments.start_offset.min(size);
         let end = arguments.max_length.and_then(|length| start.checked_add(length)).unwrap_or(size).min(size);
         let mut map = ImageMap::default();
-        map.add(&image, subject.offset(), start, end)
+        map.add(&image, named_image.offset(), start, end)
             .await
             .with_context(|| format!("{name}: the allocation cannot be read"))?;
         if start == end {
@@ -70,7 +70,7 @@ pub(crate) fn run(arguments: MapArgs) -> Result<(), CommandFailure> {
             let name = disk::data_file(&image);
             map.0.push(MappedExtent {
                 zero: false,
-                ..MappedExtent::nothing(arguments.start_offset, 0, 0, name)
+                ..MappedExtent::unallocated(arguments.start_offset, 0, 0, name)
             });
         }
         print(&match arguments.output.kind() {
@@ -163,7 +163,7 @@ impl ImageMap {
                     zero,
                     data: !zero,
                     offset: Some(offset + start),
-                    ..MappedExtent::nothing(start, length, depth, disk::data_file(image))
+                    ..MappedExtent::unallocated(start, length, depth, disk::data_file(image))
                 });
                 start += length;
             }
@@ -185,24 +185,24 @@ impl ImageMap {
         let mut at = start;
         // A shorter backing file provides nothing beyond its end.
         let below_end = qcow2.backing().map_or(0, Image::size_bytes);
-        for MappedRun { length, what } in qcow2.map(start, end - start).await? {
-            let nothing = MappedExtent::nothing(at, length, depth, file.to_owned());
+        for MappedRun { length, mapping } in qcow2.map(start, end - start).await? {
+            let unallocated = MappedExtent::unallocated(at, length, depth, file.to_owned());
             at += length;
-            let entry = match what {
-                GuestMapping::Unallocated if nothing.start < below_end => {
+            let entry = match mapping {
+                GuestMapping::Unallocated if unallocated.start < below_end => {
                     let end = at.min(below_end);
-                    return Ok((end, Some((nothing.start, end))));
+                    return Ok((end, Some((unallocated.start, end))));
                 }
-                GuestMapping::Unallocated => nothing,
-                GuestMapping::Zero { host } => MappedExtent { present: true, offset: host, ..nothing },
+                GuestMapping::Unallocated => unallocated,
+                GuestMapping::Zero { host } => MappedExtent { present: true, offset: host, ..unallocated },
                 // No offset: the bytes in the file are not those of the guest.
                 GuestMapping::Data { .. } if encrypted => {
-                    MappedExtent { present: true, zero: false, data: true, ..nothing }
+                    MappedExtent { present: true, zero: false, data: true, ..unallocated }
                 }
                 GuestMapping::Data { host, .. } => {
                     // Holes of the file, as in preallocated clusters, are zeroes.
-                    for (into, length, zero) in in_file(qcow2.storage(), host, length).await? {
-                        let start = nothing.start + into;
+                    for (into, length, zero) in extents_in_file(qcow2.storage(), host, length).await? {
+                        let start = unallocated.start + into;
                         let offset = Some(host + into);
                         self.push(MappedExtent {
                             start,
@@ -211,13 +211,13 @@ impl ImageMap {
                             zero,
                             data: true,
                             offset,
-                            ..nothing.clone()
+                            ..unallocated.clone()
                         });
                     }
                     continue;
                 }
                 GuestMapping::Compressed { .. } => {
-                    MappedExtent { present: true, zero: false, data: true, compressed: true, ..nothing }
+                    MappedExtent { present: true, zero: false, data: true, compressed: true, ..unallocated }
                 }
             };
             self.push(entry);
@@ -249,15 +249,15 @@ impl ImageMap {
 
 /// Pieces of a range of the file, which may extend beyond its end: offset in the range, length,
 /// and true if the piece is zeroes.
-pub(super) async fn in_file(
+pub(super) async fn extents_in_file(
     storage: &Storage,
     offset: u64,
     length: u64,
 ) -> anyhow::Result<Vec<(u64, u64, bool)>> {
-    let there = storage.size_bytes().saturating_sub(offset).min(length);
+    let available = storage.size_bytes().saturating_sub(offset).min(length);
     let (mut at, mut pieces) = (0, Vec::new());
-    while at < there {
-        for extent in storage.block_status(offset + at, there - at).await? {
+    while at < available {
+        for extent in storage.block_status(offset + at, available - at).await? {
             pieces.push((at, extent.length, extent.zero));
             at += extent.length;
         }
@@ -270,7 +270,7 @@ pub(super) async fn in_file(
 }
 
 impl MappedExtent {
-    fn nothing(start: u64, length: u64, depth: u32, file: String) -> Self {
+    fn unallocated(start: u64, length: u64, depth: u32, file: String) -> Self {
         Self {
             start,
             length,

@@ -82,7 +82,7 @@ pub(crate) fn run(arguments: MeasureArgs) -> Result<(), CommandFailure> {
     if FormatOptions::ask_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);
     }
-    let usage = |what: String| CommandFailure::Usage(anyhow!(what));
+    let usage = |message: String| CommandFailure::Usage(anyhow!(message));
     let objects = arguments.naming.objects()?;
     let file = arguments.file.as_ref();
     let file = file.map(|file| arguments.naming.named(file, arguments.format, &objects)).transpose()?;
@@ -91,17 +91,17 @@ pub(crate) fn run(arguments: MeasureArgs) -> Result<(), CommandFailure> {
     let measured = match (file, arguments.size) {
         (Some(file), _) => measure_file(file, target, &arguments)?,
         (None, Some(size)) => {
-            let of_file = arguments.format.is_some() || arguments.snapshot.is_some();
-            if of_file || arguments.force_share || arguments.naming.image_opts {
-                let what = "-f, -l, -U and --image-opts apply to FILE, not to --size";
-                return Err(CommandFailure::Usage(anyhow!(what)));
+            let has_file_options = arguments.format.is_some() || arguments.snapshot.is_some();
+            if has_file_options || arguments.force_share || arguments.naming.image_opts {
+                let message = "-f, -l, -U and --image-opts apply to FILE, not to --size";
+                return Err(CommandFailure::Usage(anyhow!(message)));
             }
             arguments.keys.read()?.check_used()?;
             target.measure(size, &MeasuredContents::default())?
         }
         (None, None) => {
-            let what = "no FILE was named and no --size given (weir image measure --help has examples)";
-            return Err(CommandFailure::Usage(anyhow!(what)));
+            let message = "no FILE was named and no --size given (weir image measure --help has examples)";
+            return Err(CommandFailure::Usage(anyhow!(message)));
         }
     };
     print(&match arguments.output.kind() {
@@ -116,11 +116,11 @@ fn measure_file(
     target: MeasureTarget,
     arguments: &MeasureArgs,
 ) -> Result<MeasuredSize, CommandFailure> {
-    let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
-    let pick = arguments.snapshot.clone();
+    let mode = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
+    let selector = arguments.snapshot.clone();
     let mut keys = with_secrets(arguments.keys.read()?, &[&file])?;
     on_reactor(async move {
-        let image = file.open_at(how, &mut keys, pick.as_ref()).await?;
+        let image = file.open_at(mode, &mut keys, selector.as_ref()).await?;
         keys.check_used()?;
         let bitmaps = match &*image {
             Image::Qcow2(qcow2) if qcow2.header().version >= 3 => {
@@ -179,10 +179,10 @@ async fn data_in_file(image: &Image, range: Range<u64>) -> anyhow::Result<Vec<Ra
     let Image::Qcow2(qcow2) = image else { return Ok(vec![range]) };
     let (mut at, mut data) = (range.start, Vec::new());
     while at < range.end {
-        for MappedRun { length, what } in qcow2.map(at, range.end - at).await? {
-            match what {
+        for MappedRun { length, mapping } in qcow2.map(at, range.end - at).await? {
+            match mapping {
                 GuestMapping::Data { host, .. } => {
-                    let parts = map::in_file(qcow2.storage(), host, length).await?;
+                    let parts = map::extents_in_file(qcow2.storage(), host, length).await?;
                     let parts = parts.into_iter().filter(|(.., is_zero)| !is_zero);
                     data.extend(parts.map(|(into, length, _)| at + into..at + into + length));
                 }
@@ -230,12 +230,12 @@ impl MeasureTarget {
                 Ok(Self::Raw)
             }
             ImageFormat::Qcow2 => {
-                let mut wish = create::qcow2_options(&mut options, (None, None))?;
+                let mut create_options = create::qcow2_options(&mut options, (None, None))?;
                 let luks_bytes = encrypt::luks_bytes(&mut options, objects)?;
                 options.finish("qcow2")?;
                 // Only the length of the LUKS header matters.
-                wish.luks = luks_bytes.map(|bytes| vec![0; usize::try_from(bytes).unwrap_or(0)]);
-                Ok(Self::Qcow2(Box::new(wish)))
+                create_options.luks = luks_bytes.map(|bytes| vec![0; usize::try_from(bytes).unwrap_or(0)]);
+                Ok(Self::Qcow2(Box::new(create_options)))
             }
         }
     }
@@ -248,26 +248,26 @@ impl MeasureTarget {
     }
 
     fn measure(&self, size: u64, contents: &MeasuredContents) -> anyhow::Result<MeasuredSize> {
-        let Self::Qcow2(wish) = self else {
+        let Self::Qcow2(options) = self else {
             let size = size.checked_next_multiple_of(512).context("sizes are below 8E")?;
             return Ok(MeasuredSize { required: size, fully_allocated: size, bitmaps: None });
         };
-        let mut wish = wish.checked()?;
-        wish.size_bytes = size;
-        let wish = wish.checked()?;
-        let cluster_bytes = wish.cluster_bytes;
-        let metadata = wish.metadata_bytes()?;
-        let fully_allocated = metadata + wish.size_bytes.next_multiple_of(cluster_bytes);
-        let is_allocated = matches!(wish.preallocation, Preallocation::Falloc | Preallocation::Full);
+        let mut options = options.checked()?;
+        options.size_bytes = size;
+        let options = options.checked()?;
+        let cluster_bytes = options.cluster_bytes;
+        let metadata = options.metadata_bytes()?;
+        let fully_allocated = metadata + options.size_bytes.next_multiple_of(cluster_bytes);
+        let is_allocated = matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full);
         // It is unknown which zeroes would have to hide data of the backing file, so all clusters
         // count.
-        let is_overlay = wish.backing.is_some() && contents.is_of_image;
+        let is_overlay = options.backing.is_some() && contents.is_of_image;
         let required = match is_allocated || is_overlay {
             true => fully_allocated,
             false => metadata + contents.data_clusters * cluster_bytes,
         };
         // Version 2 has no bitmaps; qemu-img then prints no size for them.
-        let bitmaps = contents.bitmaps.as_ref().filter(|_| wish.version >= 3);
+        let bitmaps = contents.bitmaps.as_ref().filter(|_| options.version >= 3);
         let bitmaps = bitmaps.map(|bitmaps| bitmap::copied_bytes(bitmaps, size, cluster_bytes));
         Ok(MeasuredSize { required, fully_allocated, bitmaps })
     }
@@ -312,8 +312,8 @@ mod tests {
     }
 
     fn measured(line: &str, contents: &MeasuredContents) -> MeasuredSize {
-        let words = ["measure"].into_iter().chain(line.split(' '));
-        let MeasureTestLine { arguments } = clap::Parser::try_parse_from(words).expect(line);
+        let tokens = ["measure"].into_iter().chain(line.split(' '));
+        let MeasureTestLine { arguments } = clap::Parser::try_parse_from(tokens).expect(line);
         let target = MeasureTarget::read(&arguments, &SecretObjects::default()).expect(line);
         target.measure(arguments.size.unwrap(), contents).expect(line)
     }

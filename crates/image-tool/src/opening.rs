@@ -140,7 +140,7 @@ pub(super) struct OpenMode {
     pub(super) rate_bps: Option<u64>,
     /// True to open it without its backing file.
     pub(super) alone: bool,
-    pub(super) of_user: DescribedOptions,
+    pub(super) described: DescribedOptions,
 }
 
 /// Options from the user's description of one image; they do not apply to files behind it.
@@ -156,7 +156,7 @@ pub(super) struct DescribedOptions {
 
 impl OpenMode {
     /// Replaces the remedy of a lock conflict by one for commands that change an image.
-    pub(super) fn refused(self, mut error: OpenError) -> OpenError {
+    pub(super) fn adapt_remedy(self, mut error: OpenError) -> OpenError {
         if self.write && error.why.starts_with("locked") && !error.held_here {
             let is_weir = error.holder.as_deref().is_some_and(|name| name.starts_with("weir"));
             let or = if is_weir { ", or take the disk from it with `weir disk remove`" } else { "" };
@@ -204,8 +204,8 @@ fn warn_of_container(path: &Path, probed: Probed) {
     }
 }
 
-pub(super) fn storage(path: &Path, how: OpenMode) -> anyhow::Result<Storage> {
-    Ok(open_storage(&spec(path)?, options(how)?).map_err(|error| how.refused(error))?)
+pub(super) fn storage(path: &Path, mode: OpenMode) -> anyhow::Result<Storage> {
+    Ok(open_storage(&spec(path)?, options(mode)?).map_err(|error| mode.adapt_remedy(error))?)
 }
 
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
@@ -219,20 +219,20 @@ fn is_json(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().starts_with(b"json:")
 }
 
-pub(super) fn options(how: OpenMode) -> anyhow::Result<OpenOptions> {
-    let rate = match how.rate_bps {
+pub(super) fn options(mode: OpenMode) -> anyhow::Result<OpenOptions> {
+    let rate = match mode.rate_bps {
         Some(rate) => {
             Some(format!("bytes={rate}").parse().with_context(|| format!("{rate} bytes per second"))?)
         }
         None => None,
     };
     Ok(OpenOptions {
-        cache: how.of_user.cache.unwrap_or(how.cache),
-        part: how.of_user.part,
-        reconnect_delay: how.of_user.reconnect_delay,
-        open_timeout: how.of_user.open_timeout,
-        read_only: !how.write,
-        force_share: how.force_share,
+        cache: mode.described.cache.unwrap_or(mode.cache),
+        part: mode.described.part,
+        reconnect_delay: mode.described.reconnect_delay,
+        open_timeout: mode.described.open_timeout,
+        read_only: !mode.write,
+        force_share: mode.force_share,
         may_be_empty: true,
         rate,
         ..OpenOptions::default()
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_leads_to_files_alone() {
+    fn backing_names_refer_to_local_files() {
         let path = |image: &str, name: &str| {
             resolve_backing(Path::new(image), name).map(|path| path.display().to_string())
         };

@@ -126,11 +126,11 @@ mod tests {
     }
 
     #[test]
-    fn help_may_stand_behind_other_options() {
-        for (text, asks) in
+    fn help_may_follow_other_options() {
+        for (text, expected) in
             [("help", true), ("size=1M,help", true), ("?", true), ("backing_file=help", false)]
         {
-            assert_eq!(FormatOptions::ask_for_help(&[text.to_owned()]), asks, "{text}");
+            assert_eq!(FormatOptions::ask_for_help(&[text.to_owned()]), expected, "{text}");
         }
     }
 
@@ -148,10 +148,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_ignored() {
+    fn unused_and_invalid_options_are_rejected() {
         assert_eq!(read("a").unwrap_err(), "a: has no value (write a=…)");
         assert!(read("a=1").unwrap().finish("raw").unwrap_err().starts_with("a=1: is not an option of raw"));
-        let said = read("lazy_refcounts=maybe").unwrap().take_switch("lazy_refcounts").unwrap_err();
-        assert_eq!(said, "lazy_refcounts=maybe: is neither on nor off");
+        let message = read("lazy_refcounts=maybe").unwrap().take_switch("lazy_refcounts").unwrap_err();
+        assert_eq!(message, "lazy_refcounts=maybe: is neither on nor off");
     }
 }

@@ -31,22 +31,22 @@ pub(super) struct ProgressArgs {
 }
 
 impl ProgressArgs {
-    pub(super) fn progress(self, what: &str, total: u64) -> CommandProgress {
-        let how = match (stderr().is_terminal(), self.progress) {
+    pub(super) fn progress(self, label: &str, total: u64) -> CommandProgress {
+        let output = match (stderr().is_terminal(), self.progress) {
             _ if self.quiet => ProgressOutput::Silent,
-            (true, _) => ProgressOutput::Bar(bar(TEMPLATE, total).with_message(what.to_owned())),
+            (true, _) => ProgressOutput::Bar(bar(TEMPLATE, total).with_message(label.to_owned())),
             (false, true) => {
                 print(0);
                 ProgressOutput::Lines(Mutex::new(0))
             }
             (false, false) => ProgressOutput::Silent,
         };
-        CommandProgress { how, total, done: AtomicU64::new(0) }
+        CommandProgress { output, total, done: AtomicU64::new(0) }
     }
 }
 
 pub(super) struct CommandProgress {
-    how: ProgressOutput,
+    output: ProgressOutput,
     total: u64,
     done: AtomicU64,
 }
@@ -66,7 +66,7 @@ impl fmt::Debug for CommandProgress {
 impl CommandProgress {
     pub(super) fn advance(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        match &self.how {
+        match &self.output {
             ProgressOutput::Bar(bar) => bar.set_position(done),
             ProgressOutput::Lines(printed) => {
                 let step = (u128::from(done) * u128::from(STEPS) / u128::from(self.total.max(1))) as u64;
@@ -81,7 +81,7 @@ impl CommandProgress {
     }
 
     pub(super) fn end(&self) {
-        match &self.how {
+        match &self.output {
             ProgressOutput::Bar(bar) => bar.finish_and_clear(),
             ProgressOutput::Lines(_) => {
                 print(STEPS);

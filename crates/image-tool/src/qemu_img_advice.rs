@@ -6,7 +6,7 @@ use clap::{
 };
 
 // Subcommand (or "" for any), unsupported option or command, and the advice.
-const INSTEAD: [(&str, &str, &str); 3] = [
+const ADVICE: [(&str, &str, &str); 3] = [
     (
         "convert",
         "-C",
@@ -17,30 +17,30 @@ const INSTEAD: [(&str, &str, &str); 3] = [
 ];
 
 /// Adds the advice to an error about a command line that consists of these words.
-pub fn advise(error: &mut clap::Error, words: &[String]) {
-    let [image, subcommand, ..] = words else { return };
+pub fn advise(error: &mut clap::Error, arguments: &[String]) {
+    let [image, subcommand, ..] = arguments else { return };
     if image != "image" {
         return;
     }
     let unknown =
         error.get(ContextKind::InvalidArg).or_else(|| error.get(ContextKind::InvalidSubcommand)).cloned();
     let Some(ContextValue::String(unknown)) = unknown else { return };
-    let instead = INSTEAD
+    let advice = ADVICE
         .iter()
-        .find(|(of, what, _)| (of.is_empty() || of == subcommand) && *what == unknown)
-        .map(|(.., instead)| StyledStr::from(*instead));
-    let instead = instead.or_else(|| repair_without_equals(subcommand, words));
-    if let Some(instead) = instead {
+        .find(|(scope, name, _)| (scope.is_empty() || scope == subcommand) && *name == unknown)
+        .map(|(.., advice)| StyledStr::from(*advice));
+    let advice = advice.or_else(|| repair_without_equals(subcommand, arguments));
+    if let Some(advice) = advice {
         error.remove(ContextKind::SuggestedSubcommand);
-        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![instead]));
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![advice]));
     }
 }
 
 /// Advice for `--repair WHAT`: the value is optional, so it needs an equals sign.
-fn repair_without_equals(subcommand: &str, words: &[String]) -> Option<StyledStr> {
-    let what = words.iter().skip_while(|word| *word != "--repair").nth(1)?;
-    let is_meant = subcommand == "check" && ["all", "leaks"].contains(&&**what);
-    is_meant.then(|| format!("write --repair={what}, or -r {what}").into())
+fn repair_without_equals(subcommand: &str, arguments: &[String]) -> Option<StyledStr> {
+    let scope = arguments.iter().skip_while(|argument| *argument != "--repair").nth(1)?;
+    let is_repair = subcommand == "check" && ["all", "leaks"].contains(&&**scope);
+    is_repair.then(|| format!("write --repair={scope}, or -r {scope}").into())
 }
 
 #[cfg(test)]
@@ -59,26 +59,26 @@ mod tests {
         Serve,
     }
 
-    fn said(line: &str) -> String {
-        let words: Vec<_> = line.split(' ').map(str::to_owned).collect();
-        let mut error = TestCommandLine::try_parse_from(&words).unwrap_err();
-        super::advise(&mut error, &words[1..]);
+    fn rendered_error(line: &str) -> String {
+        let arguments: Vec<_> = line.split(' ').map(str::to_owned).collect();
+        let mut error = TestCommandLine::try_parse_from(&arguments).unwrap_err();
+        super::advise(&mut error, &arguments[1..]);
         error.render().to_string()
     }
 
     #[test]
     fn qemu_img_options_are_rejected_with_advice() {
-        for (line, instead) in [
+        for (line, advice) in [
             ("weir image convert -C a b", "cp --reflink"),
             ("weir image convert -s one a b", "-l SNAPSHOT"),
             ("weir image dd if=a of=b", "dd(1)"),
             ("weir image check --repair all a", "--repair=all"),
             ("weir image check a --repair leaks", "--repair=leaks"),
         ] {
-            let said = said(line);
-            assert!(said.contains(instead), "{line}: {said}");
-            assert!(!said.contains("as a value"), "{line}: {said}");
+            let message = rendered_error(line);
+            assert!(message.contains(advice), "{line}: {message}");
+            assert!(!message.contains("as a value"), "{line}: {message}");
         }
-        assert!(!said("weir serve -C a").contains("reflink"));
+        assert!(!rendered_error("weir serve -C a").contains("reflink"));
     }
 }

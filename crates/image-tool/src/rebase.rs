@@ -45,7 +45,7 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct RebaseArgs {
     #[command(flatten)]
-    subject: ImageArg,
+    image: ImageArg,
     /// New backing file, relative to the image's directory; '' for none
     #[arg(short, long, value_name = "FILE")]
     backing: String,
@@ -68,63 +68,63 @@ pub struct RebaseArgs {
     #[command(flatten)]
     keys: PassphraseArgs,
     #[command(flatten)]
-    talk: ProgressArgs,
+    progress: ProgressArgs,
 }
 
 // The largest cluster: smaller pieces could not become zero clusters as a whole.
 const STEP_BYTES: u64 = 2 << 20;
 
 pub(crate) fn run(arguments: RebaseArgs) -> Result<(), CommandFailure> {
-    let subject = arguments.subject.named()?;
-    subject.check_backing()?;
-    let name = subject.name();
+    let image = arguments.image.named()?;
+    image.check_backing()?;
+    let name = image.name();
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {
         ("", _) => None,
         (_, None) => {
-            let what = "the format of the new backing file is missing (-F raw or -F qcow2)";
-            return Err(CommandFailure::Usage(anyhow!("{name}: {what}")));
+            let message = "the format of the new backing file is missing (-F raw or -F qcow2)";
+            return Err(CommandFailure::Usage(anyhow!("{name}: {message}")));
         }
         (backing, Some(format)) => Some((backing.to_owned(), format)),
     };
-    let keys = with_secrets(arguments.keys.read()?, &[&subject])?;
+    let keys = with_secrets(arguments.keys.read()?, &[&image])?;
     on_reactor(async move {
-        if subject.format_of_chain().await? == ImageFormat::Raw {
+        if image.format_of_chain().await? == ImageFormat::Raw {
             return Err(CommandFailure::Usage(anyhow!("{name}: raw images have no backing file")));
         }
-        Ok(rebase(&subject, &arguments, backing, keys).await.with_context(|| name)?)
+        Ok(rebase(&image, &arguments, backing, keys).await.with_context(|| name)?)
     })
 }
 
 async fn rebase(
-    subject: &NamedImage,
+    named_image: &NamedImage,
     arguments: &RebaseArgs,
     backing: Option<(String, ImageFormat)>,
     mut keys: PassphraseSet,
 ) -> anyhow::Result<()> {
-    let how = OpenMode { cache: arguments.cache, write: true, ..OpenMode::default() };
-    let file = &subject.path;
-    let named = backing
+    let mode = OpenMode { cache: arguments.cache, write: true, ..OpenMode::default() };
+    let file = &named_image.path;
+    let reference = backing
         .clone()
         .map(|(name, format)| BackingReference { name, format: Some(format.name().to_owned()) });
     if arguments.unsafe_backing {
         if let Some((name, _)) = &backing {
             opening::check_name(file, name)?;
         }
-        let qcow2 = Qcow2Image::open_for_maintenance(subject.storage(how)?).await?;
-        qcow2.set_backing(named).await.context("its header cannot be changed")?;
+        let qcow2 = Qcow2Image::open_for_maintenance(named_image.storage(mode)?).await?;
+        qcow2.set_backing(reference).await.context("its header cannot be changed")?;
         return Ok(qcow2.close().await?);
     }
     if let Some((name, format)) = &backing {
         check_no_loop(file, opening::resolve_backing(file, name)?, *format).await?;
     }
-    let image = disk::open(file, Some(ImageFormat::Qcow2), subject.how(how)?, &mut keys).await?;
+    let image = disk::open(file, Some(ImageFormat::Qcow2), named_image.open_mode(mode)?, &mut keys).await?;
     let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
     let sources = BackingPair::open(file, arguments, backing.as_ref(), &mut keys).await?;
     keys.check_used()?;
     // The header changes last: until then the image still reads from the old backing file.
     sources.copy_differences(qcow2, arguments).await?;
     qcow2.flush().await?;
-    qcow2.set_backing(named).await.context("its header cannot be changed")?;
+    qcow2.set_backing(reference).await.context("its header cannot be changed")?;
     Ok(qcow2.close().await?)
 }
 
@@ -158,13 +158,13 @@ impl BackingPair {
         new: Option<&(String, ImageFormat)>,
         keys: &mut PassphraseSet,
     ) -> anyhow::Result<Self> {
-        let how = OpenMode {
+        let mode = OpenMode {
             cache: arguments.source_cache,
             force_share: arguments.force_share,
             ..OpenMode::default()
         };
         let source = async |path: &Path, format, keys: &mut PassphraseSet| -> anyhow::Result<CopySource> {
-            let image = disk::open(path, Some(format), how, keys).await?;
+            let image = disk::open(path, Some(format), mode, keys).await?;
             Ok(CopySource::new([(path.display().to_string(), image)]))
         };
         let header = opening::header_of(file).await?;
@@ -187,13 +187,13 @@ impl BackingPair {
     async fn copy_differences(&self, image: &Qcow2Image, arguments: &RebaseArgs) -> anyhow::Result<()> {
         let size = image.size_bytes();
         let blocks = AllocationUnits::of(image);
-        let progress = arguments.talk.progress("rebasing", size);
+        let progress = arguments.progress.progress("rebasing", size);
         let mut at = 0;
         while at < size {
-            for MappedRun { length, what } in image.map(at, size - at).await? {
+            for MappedRun { length, mapping } in image.map(at, size - at).await? {
                 let end = at + length;
                 // Only unallocated ranges read from the backing file, so only they can change.
-                while what == GuestMapping::Unallocated && at < end {
+                while mapping == GuestMapping::Unallocated && at < end {
                     let next = end.min((at / STEP_BYTES + 1) * STEP_BYTES);
                     self.copy_range(image, at, next, blocks).await?;
                     progress.advance(next - at);
@@ -228,12 +228,12 @@ impl BackingPair {
         while at < length {
             let (next, offset) = (end_of_block(start, at, length, blocks.cluster), start + at as u64);
             // The disk's last cluster may be shorter.
-            let whole = offset.is_multiple_of(blocks.cluster)
+            let is_whole_cluster = offset.is_multiple_of(blocks.cluster)
                 && ((next - at) as u64 == blocks.cluster || start + next as u64 == size);
             let cluster = at..next;
             let differs = old[cluster.clone()] != new[cluster.clone()];
-            if differs && whole && image.header().version >= 3 && is_zero(&old[cluster.clone()]) {
-                let hidden = image.hide(offset, cluster.len() as u64).await;
+            if differs && is_whole_cluster && image.header().version >= 3 && is_zero(&old[cluster.clone()]) {
+                let hidden = image.write_zero_clusters(offset, cluster.len() as u64).await;
                 hidden.with_context(|| format!("hiding {} bytes at {offset}", cluster.len()))?;
             } else if differs {
                 // Equal subclusters stay unallocated.
@@ -278,10 +278,10 @@ fn end_of_block(start: u64, at: usize, end: usize, block: u64) -> usize {
 async fn content(source: Option<&CopySource>, start: u64, length: usize) -> anyhow::Result<Option<IoBuffer>> {
     let Some(source) = source else { return Ok(None) };
     // A backing file may be shorter than the image.
-    let there = source.size_bytes().saturating_sub(start).min(length as u64);
+    let available = source.size_bytes().saturating_sub(start).min(length as u64);
     let (mut at, mut data) = (0, false);
-    while at < there && !data {
-        for (length, kind) in source.status(start + at, there - at).await? {
+    while at < available && !data {
+        for (length, kind) in source.status(start + at, available - at).await? {
             at += length;
             data |= kind == ExtentKind::Data;
         }
@@ -290,6 +290,6 @@ async fn content(source: Option<&CopySource>, start: u64, length: usize) -> anyh
         return Ok(None);
     }
     let mut bytes = IoBuffer::zeroed(length);
-    bytes[..there as usize].copy_from_slice(&source.read(start, there as usize).await?);
+    bytes[..available as usize].copy_from_slice(&source.read(start, available as usize).await?);
     Ok(Some(bytes))
 }

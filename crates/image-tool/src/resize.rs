@@ -40,7 +40,7 @@ Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct ResizeArgs {
     #[command(flatten)]
-    subject: ImageArg,
+    image: ImageArg,
     /// New size, a multiple of 512 bytes; with + or -, the difference to the current size
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = parse_size_change)]
     size: SizeChange,
@@ -93,20 +93,20 @@ const SECTOR: u64 = 512;
 /// Runs the command. After a failure the size is unchanged, unless restoring it failed too.
 pub(crate) fn run(
     arguments: ResizeArgs,
-    serving: fn(&Path) -> Option<ServedDisk>,
+    find_served_disk: fn(&Path) -> Option<ServedDisk>,
 ) -> Result<(), CommandFailure> {
-    let subject = arguments.subject.named()?;
-    let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
+    let named_image = arguments.image.named()?;
+    let mut keys = with_secrets(arguments.keys.read()?, &[&named_image])?;
     on_reactor(async move {
-        let name = subject.name();
-        let how = OpenMode { write: true, ..OpenMode::default() };
-        let image = match subject.open(how, &mut keys).await {
+        let name = named_image.name();
+        let mode = OpenMode { write: true, ..OpenMode::default() };
+        let image = match named_image.open(mode, &mut keys).await {
             Ok(image) => image,
             Err(error) if error.is::<OpenError>() => {
                 // Any failure to open may be a lock of the daemon, which is queried before the
                 // error is reported.
-                let served = serving(&subject.path).ok_or_else(|| advise_control_socket(error))?;
-                return resize_served(served, &subject, &arguments);
+                let served = find_served_disk(&named_image.path).ok_or_else(|| advise_control_socket(error))?;
+                return resize_served(served, &named_image, &arguments);
             }
             Err(error) => return Err(error.into()),
         };
@@ -119,17 +119,17 @@ pub(crate) fn run(
         image.resize(size).await.with_context(|| name.clone())?;
         // Preallocation follows the resize, so if it fails the old size is restored.
         let filled = preallocate_added(&image, old, size, arguments.preallocation).await;
-        let undone = match &filled {
+        let is_restored = match &filled {
             Ok(()) => true,
             Err(_) => image.resize(old).await.is_ok(),
         };
         // Closed also after a failure: closing writes the metadata of the old size.
         let closed = image.close().await;
-        let what = match (&filled, undone && closed.is_ok()) {
+        let message = match (&filled, is_restored && closed.is_ok()) {
             (Err(_), true) => "no space for the added part; the size is unchanged",
             _ => "has the new size, but its metadata could not be completed",
         };
-        filled.and(closed).with_context(|| format!("{name}: {what}"))?;
+        filled.and(closed).with_context(|| format!("{name}: {message}"))?;
         if !arguments.quiet {
             print("Image resized.\n")?;
         }
@@ -140,13 +140,13 @@ pub(crate) fn run(
 /// Resizes the disk in the daemon that serves it.
 fn resize_served(
     served: ServedDisk,
-    subject: &NamedImage,
+    image: &NamedImage,
     arguments: &ResizeArgs,
 ) -> Result<(), CommandFailure> {
     let ServedDisk { name, daemon, format, size_bytes: old, resize } = served;
-    let of = subject.name();
-    let usage = |what: String| CommandFailure::Usage(anyhow!("{of}: {what}"));
-    if let Some(given) = subject.format.filter(|given| given.name() != format) {
+    let image_name = image.name();
+    let usage = |message: String| CommandFailure::Usage(anyhow!("{image_name}: {message}"));
+    if let Some(given) = image.format.filter(|given| given.name() != format) {
         return Err(usage(format!(
             "the daemon at {daemon} serves it as {format}, not as {} (leave -f out)",
             given.name()
@@ -157,9 +157,9 @@ fn resize_served(
             "the daemon at {daemon} serves it and cannot preallocate (leave --preallocation out)"
         )));
     }
-    let size = new_size(arguments.size, old).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
-    check_loss(old, size, arguments.shrink).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
-    resize(size).with_context(|| of.clone())?;
+    let size = new_size(arguments.size, old).with_context(|| image_name.clone()).map_err(CommandFailure::Usage)?;
+    check_loss(old, size, arguments.shrink).with_context(|| image_name.clone()).map_err(CommandFailure::Usage)?;
+    resize(size).with_context(|| image_name.clone())?;
     if !arguments.quiet {
         print(&format!("Image resized by the daemon at {daemon}, which serves it as {name}.\n"))?;
     }
@@ -257,14 +257,14 @@ mod tests {
         assert_eq!(new_size(SizeChange::Increase(512), 1000).unwrap(), 1536, "from the end of a sector on");
         assert_eq!(new_size(SizeChange::Decrease(512), 1000).unwrap(), 512);
         assert_eq!(new_size(SizeChange::Absolute(1024), 1000).unwrap(), 1024);
-        for (change, size, others) in [
+        for (change, size, suggestion) in [
             (SizeChange::Decrease(1), 1023, "512 or 1024"),
             (SizeChange::Increase(1000), 2024, "1536 or 2048"),
             (SizeChange::Absolute(1), 1, "512"),
         ] {
             assert_eq!(
                 new_size(change, 1024).unwrap_err().to_string(),
-                format!("the size {size} is not a multiple of 512 bytes (use {others})")
+                format!("the size {size} is not a multiple of 512 bytes (use {suggestion})")
             );
         }
         assert!(new_size(SizeChange::Decrease(1024), 1024).is_err());

@@ -70,7 +70,7 @@ pub struct SnapshotArgs {
 pub(crate) fn run(arguments: SnapshotArgs) -> Result<(), CommandFailure> {
     let objects = arguments.naming.objects()?;
     let image = arguments.naming.named(&arguments.file, None, &objects)?;
-    objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
+    objects.check_used().map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
     let path = &image.path;
     let name = image.name();
     if image.format()? != ImageFormat::Qcow2 {
@@ -86,11 +86,11 @@ pub(crate) fn run(arguments: SnapshotArgs) -> Result<(), CommandFailure> {
     ];
     if let Some(action) = action.into_iter().flatten().next() {
         let storage = image.storage(OpenMode { write: true, ..OpenMode::default() });
-        let storage = storage.map_err(|error| in_use(error, &action))?;
+        let storage = storage.map_err(|error| adapt_remedy(error, &action))?;
         return on_reactor(apply_action(storage, action, name));
     }
-    let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
-    let (storage, at) = (image.storage(how)?, path.clone());
+    let mode = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
+    let (storage, at) = (image.storage(mode)?, path.clone());
     let text = list(&on_reactor(async move { Ok(opening::snapshots_in(&storage, &at).await?) })?);
     if !arguments.quiet {
         print(&text)?;
@@ -105,7 +105,7 @@ enum SnapshotAction {
 }
 
 /// Replaces the remedy of a lock conflict: an image in use cannot be changed from outside.
-fn in_use(mut error: anyhow::Error, action: &SnapshotAction) -> anyhow::Error {
+fn adapt_remedy(mut error: anyhow::Error, action: &SnapshotAction) -> anyhow::Error {
     let locked = error.downcast_mut::<OpenError>().filter(|error| error.why.starts_with("locked"));
     if let Some(locked) = locked {
         locked.remedy = match action {

@@ -40,13 +40,13 @@ impl SnapshotSelector {
         &self,
         path: &Path,
         format: Option<ImageFormat>,
-        how: OpenMode,
+        mode: OpenMode,
     ) -> anyhow::Result<String> {
         let name = path.display();
         if opening::format(path, format)? == ImageFormat::Raw {
             bail!("{name}: raw images have no snapshots (leave -l out)");
         }
-        let snapshots = opening::snapshots_in(&opening::storage(path, how)?, path).await?;
+        let snapshots = opening::snapshots_in(&opening::storage(path, mode)?, path).await?;
         let found = self.find(&snapshots);
         let found = found
             .with_context(|| format!("{name}: has no such snapshot (`weir image snapshot -l` lists all)"))?;
@@ -55,12 +55,12 @@ impl SnapshotSelector {
 
     fn find<'a>(&self, snapshots: &'a [InternalSnapshot]) -> Option<&'a InternalSnapshot> {
         match self {
-            Self::Either(word) => InternalSnapshot::find(snapshots, word).map(|found| &snapshots[found]),
+            Self::Either(id_or_name) => InternalSnapshot::find(snapshots, id_or_name).map(|index| &snapshots[index]),
             Self::Exactly { id, name } => {
-                let fits = |asked: &Option<String>, own: &[u8]| {
-                    asked.as_ref().is_none_or(|asked| asked.as_bytes() == own)
+                let is_match = |wanted: &Option<String>, actual: &[u8]| {
+                    wanted.as_ref().is_none_or(|wanted| wanted.as_bytes() == actual)
                 };
-                snapshots.iter().find(|snapshot| fits(id, &snapshot.id) && fits(name, &snapshot.name))
+                snapshots.iter().find(|snapshot| is_match(id, &snapshot.id) && is_match(name, &snapshot.name))
             }
         }
     }
@@ -77,7 +77,7 @@ mod tests {
             ..InternalSnapshot::default()
         };
         let snapshots = [snapshot("1", "2"), snapshot("2", "one"), snapshot("3", "one")];
-        text.parse::<SnapshotSelector>().unwrap().find(&snapshots).map(|found| found.id().into_owned())
+        text.parse::<SnapshotSelector>().unwrap().find(&snapshots).map(|matched| matched.id().into_owned())
     }
 
     #[test]
@@ -93,7 +93,7 @@ mod tests {
         ] {
             assert_eq!(found(text).as_deref(), id, "{text}");
         }
-        let wrong = "snapshot.ID=1".parse::<SnapshotSelector>().unwrap_err();
-        assert_eq!(wrong, "snapshot.ID: is neither snapshot.id nor snapshot.name");
+        let error = "snapshot.ID=1".parse::<SnapshotSelector>().unwrap_err();
+        assert_eq!(error, "snapshot.ID: is neither snapshot.id nor snapshot.name");
     }
 }

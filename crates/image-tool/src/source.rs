@@ -52,9 +52,9 @@ impl CopySource {
 
     fn at(&self, offset: u64) -> (&ConcatenatedImage, u64, u64) {
         // The last part that begins at or before `offset`; empty images are skipped.
-        let behind = self.parts.partition_point(|part| part.start <= offset);
-        let part = &self.parts[behind - 1];
-        let end = self.parts.get(behind).map_or(self.size_bytes, |next| next.start);
+        let next_index = self.parts.partition_point(|part| part.start <= offset);
+        let part = &self.parts[next_index - 1];
+        let end = self.parts.get(next_index).map_or(self.size_bytes, |next| next.start);
         (part, offset - part.start, end - offset)
     }
 
@@ -93,7 +93,7 @@ impl CopySource {
 
 impl ConcatenatedImage {
     async fn read(&self, offset: u64, length: usize) -> anyhow::Result<IoBuffer> {
-        let what = || format!("{}: reading {length} bytes at {offset}", self.name);
-        Ok(self.image.read(offset, length).await.with_context(what)?.joined())
+        let context = || format!("{}: reading {length} bytes at {offset}", self.name);
+        Ok(self.image.read(offset, length).await.with_context(context)?.joined())
     }
 }

@@ -24,10 +24,10 @@ pub(super) async fn is_sparse(path: &Path, header: &Qcow2Header) -> anyhow::Resu
     let name = path.display();
     let metadata = fs::metadata(path).with_context(|| format!("{name}: cannot be read"))?;
     let allocated = metadata.blocks() * 512 / header.cluster_bytes();
-    let most = (allocated * 10 / 9).max(allocated + 2);
+    let threshold = (allocated * 10 / 9).max(allocated + 2);
     let storage = opening::storage(path, OpenMode { force_share: true, ..OpenMode::default() })?;
     let in_use = clusters_in_use(&storage, header).await;
-    Ok(in_use.with_context(|| format!("{name}: its refcounts cannot be read"))? >= most)
+    Ok(in_use.with_context(|| format!("{name}: its refcounts cannot be read"))? >= threshold)
 }
 
 /// Number of clusters of the file with a nonzero refcount.

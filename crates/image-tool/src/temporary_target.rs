@@ -25,24 +25,24 @@ pub(super) struct UnfinishedFile {
     /// Temporary file; `None` if the target is written in place.
     file: Option<NamedTempFile>,
     /// The previous file, kept open and locked so that no other process starts to write to it.
-    _earlier: Option<storage::Storage>,
+    _locked: Option<storage::Storage>,
 }
 
 impl UnfinishedFile {
     /// Creates the temporary file. Fails if another process uses the previous file.
-    pub(super) fn new(target: &Path, undo: &SignalCleanup) -> anyhow::Result<Self> {
+    pub(super) fn new(target: &Path, cleanup: &SignalCleanup) -> anyhow::Result<Self> {
         // A symbolic link stays: the file that it refers to is replaced.
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
-        let earlier = fs::metadata(&target).ok();
-        if let Some(earlier) = &earlier {
-            let kind = earlier.file_type();
+        let existing = fs::metadata(&target).ok();
+        if let Some(existing) = &existing {
+            let kind = existing.file_type();
             // Renaming would replace the device node by a file.
             if kind.is_block_device() || kind.is_char_device() {
-                return Ok(Self { target, file: None, _earlier: None });
+                return Ok(Self { target, file: None, _locked: None });
             }
         }
         // Opened for writing, because that takes the locks that QEMU and weir respect.
-        let held = match &earlier {
+        let locked = match &existing {
             Some(_) => Some(opening::storage(&target, OpenMode { write: true, ..OpenMode::default() })?),
             None => None,
         };
@@ -56,7 +56,7 @@ impl UnfinishedFile {
         }
         // Atomic with respect to signals: either there is no file yet, or its removal is
         // registered.
-        let file = undo.with_cleanup(|| {
+        let file = cleanup.with_cleanup(|| {
             let file = tempfile::Builder::new()
                 .prefix(&format!(".{}.", name.to_string_lossy()))
                 .suffix(".unfinished")
@@ -67,11 +67,11 @@ impl UnfinishedFile {
             let removal = move || drop(fs::remove_file(&path));
             Ok((file, removal))
         })?;
-        if let Some(earlier) = earlier {
+        if let Some(existing) = existing {
             // The new file replaces the previous one and keeps a mode that excludes other users.
-            let _ = file.as_file().set_permissions(earlier.permissions());
+            let _ = file.as_file().set_permissions(existing.permissions());
         }
-        Ok(Self { target, file: Some(file), _earlier: held })
+        Ok(Self { target, file: Some(file), _locked: locked })
     }
 
     pub(super) fn path(&self) -> &Path {

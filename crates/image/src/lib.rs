@@ -144,7 +144,7 @@ impl Image {
 
     /// Upper bound, in bytes, of the metadata caches of the whole chain and of the
     /// libraries below it.
-    pub fn most_cache_bytes(&self) -> u64 {
+    pub fn max_cache_bytes(&self) -> u64 {
         let below: u64 = self.chain().flat_map(Self::files).map(Storage::max_cache_bytes).sum();
         let caches = self.chain().map(|image| match image {
             Self::Raw(_) => 0,
@@ -331,7 +331,7 @@ impl Image {
     pub fn has_volatile_writes(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.storage().has_volatile_writes(),
-            Self::Qcow2(qcow2) => qcow2.would_lose() || qcow2.storage().has_volatile_writes(),
+            Self::Qcow2(qcow2) => qcow2.has_volatile_writes() || qcow2.storage().has_volatile_writes(),
         }
     }
 
@@ -501,18 +501,18 @@ impl Image {
     /// The locks of files must have been taken. `heirs`: see [`Storage::resume`].
     pub async fn take_over(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
-        let said = |failure| open::open_error(name, &failure);
+        let to_open_error = |failure| open::open_error(name, &failure);
         for storage in self.files() {
             // Order: a cluster's lock protects the size that is read next, and `take_over` below
             // reads
             // metadata, which must not come from pages that were cached before the handover.
             storage.resume(heirs).await?;
-            storage.refresh_size().await.map_err(|error| said(error.into()))?;
+            storage.refresh_size().await.map_err(|error| to_open_error(error.into()))?;
             storage.note_external_writes();
         }
         match self {
             Self::Raw(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.take_over().await.map_err(said),
+            Self::Qcow2(qcow2) => qcow2.take_over().await.map_err(to_open_error),
         }
     }
 

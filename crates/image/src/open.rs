@@ -82,12 +82,12 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
     }
     let (top, cipher) = (levels.pop(), ciphers.pop());
     let top = top.expect("a chain has a beginning");
-    let wanted = match options.snapshot.as_deref() {
+    let purpose = match options.snapshot.as_deref() {
         Some(snapshot) => OpenPurpose::Snapshot(snapshot),
         None if options.storage.handover || top.storage.is_passed() => OpenPurpose::Handover,
         None => OpenPurpose::Disk,
     };
-    assemble(top, below, cipher.flatten(), options.caches, wanted).await
+    assemble(top, below, cipher.flatten(), options.caches, purpose).await
 }
 
 /// Purpose that an image is opened for.
@@ -103,18 +103,18 @@ async fn assemble(
     below: Option<Box<Image>>,
     cipher: Option<SectorCipher>,
     caches: CacheSettings,
-    wanted: OpenPurpose<'_>,
+    purpose: OpenPurpose<'_>,
 ) -> Result<Image, OpenError> {
-    let ChainLevel { name, storage, read_only, guessed, qcow2, .. } = level;
+    let ChainLevel { name, storage, read_only, is_probed: guessed, qcow2, .. } = level;
     let Some(parts) = qcow2 else {
-        if let OpenPurpose::Snapshot(_) = wanted {
+        if let OpenPurpose::Snapshot(_) = purpose {
             let remedy = "only qcow2 images have snapshots";
             return Err(OpenError::new(&name, "is raw and has no snapshots", remedy));
         }
         return Ok(Image::Raw(RawImage::of(storage, guessed, read_only)));
     };
     let parts = Qcow2Components { storage, backing: below, data: parts.data, cipher, read_only, caches };
-    let opened = match wanted {
+    let opened = match purpose {
         OpenPurpose::Snapshot(snapshot) => Qcow2Image::open_snapshot(parts, snapshot).await,
         OpenPurpose::Disk => Qcow2Image::open(parts).await,
         OpenPurpose::Handover => Qcow2Image::open_for_handover(parts).await,

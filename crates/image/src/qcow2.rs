@@ -88,8 +88,8 @@ use storage::{BlockSize, Storage};
 pub struct InvalidImage(String);
 
 impl InvalidImage {
-    pub(crate) fn new(what: impl Into<String>) -> Self {
-        Self(what.into())
+    pub(crate) fn new(message: impl Into<String>) -> Self {
+        Self(message.into())
     }
 }
 
@@ -146,7 +146,7 @@ impl Qcow2Image {
 
     /// Counters of the L2 cache.
     pub fn cache_statistics(&self) -> CacheStatistics {
-        self.cache.load().statistics(self.slice_covers(), self.size_bytes())
+        self.cache.load().statistics(self.slice_coverage(), self.size_bytes())
     }
 
     /// Counters of the refcount cache.

@@ -38,17 +38,17 @@ impl RawImage {
     }
 
     /// Guards the header if the format was probed (`guessed`) and the image is writable.
-    pub(crate) fn of(storage: Storage, guessed: bool, read_only: bool) -> Self {
-        match (read_only, guessed) {
+    pub(crate) fn of(storage: Storage, is_probed: bool, read_only: bool) -> Self {
+        match (read_only, is_probed) {
             (true, _) => Self::new(storage).read_only(),
-            (false, true) => Self::new(storage).guarding_header(),
+            (false, true) => Self::new(storage).with_header_guard(),
             (false, false) => Self::new(storage),
         }
     }
 
     /// Rejects writes that would make the image look like another format.
     #[must_use]
-    pub fn guarding_header(self) -> Self {
+    pub fn with_header_guard(self) -> Self {
         Self { header: Some(RangeLocks::default()), ..self }
     }
 
@@ -209,9 +209,9 @@ pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, 
             "use --format raw to open any content as raw",
         ));
     }
-    let guessed = options.format.is_none() && matches!(bottom, Storage::File(_));
+    let is_probed = options.format.is_none() && matches!(bottom, Storage::File(_));
     let read_only = options.read_only;
-    Ok(Image::Raw(RawImage::of(add_wrappers(spec, bottom, options)?, guessed, read_only)))
+    Ok(Image::Raw(RawImage::of(add_wrappers(spec, bottom, options)?, is_probed, read_only)))
 }
 
 #[cfg(test)]
@@ -242,9 +242,9 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_cannot_forge_a_header_in_one_write_or_several() {
+    fn header_cannot_be_forged_by_one_or_several_writes() {
         sim::run(1, async {
-            let raw = memory().guarding_header();
+            let raw = memory().with_header_guard();
             let mut sector = [7; 600];
             sector[..4].copy_from_slice(b"QFI\xfb");
             assert_eq!(write(&raw, 0, &sector).await, Err(Error::NOT_PERMITTED));
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn zeroes_and_discards_cannot_complete_a_header() {
         sim::run(1, async {
-            let raw = memory().guarding_header();
+            let raw = memory().with_header_guard();
             assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
             let options =
                 ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn a_cut_cannot_complete_a_header() {
         sim::run(1, async {
-            let raw = memory().guarding_header();
+            let raw = memory().with_header_guard();
             assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
             assert_eq!(raw.resize(3).await, Err(ResizeError::Failed(Error::NOT_PERMITTED)));
             assert_eq!(raw.storage().size_bytes(), 4096);
@@ -290,7 +290,7 @@ mod tests {
     fn two_halves_in_flight_together_do_not_make_a_header() {
         for seed in 0..50 {
             sim::run(seed, async {
-                let raw = std::rc::Rc::new(memory().guarding_header());
+                let raw = std::rc::Rc::new(memory().with_header_guard());
                 let halves = [(0, &b"QF"[..]), (2, b"I\xfb")].map(|(offset, bytes)| {
                     let raw = std::rc::Rc::clone(&raw);
                     spawn_joinable(async move { write(&raw, offset, bytes).await })
@@ -308,7 +308,7 @@ mod tests {
     fn concurrent_guest_change_does_not_bypass_the_check() {
         sim::run(1, async {
             let delayed = Storage::memory(4096).delayed("read=1ms".parse().expect("valid"));
-            let raw = std::rc::Rc::new(RawImage::new(delayed).guarding_header());
+            let raw = std::rc::Rc::new(RawImage::new(delayed).with_header_guard());
             let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 8)]).expect("one region");
             let place = memory.range(0, 8).expect("inside");
             place.write(0, b"harmless");
@@ -332,7 +332,7 @@ mod tests {
         sim::run(1, async {
             let behaviour = Behaviour { block_bytes: 512, ..Behaviour::default() };
             let storage = Storage::Simulated(Align::new(SimulatedStorage::new(vec![0; 4096], behaviour)));
-            let image = Image::Raw(RawImage::new(storage).guarding_header());
+            let image = Image::Raw(RawImage::new(storage).with_header_guard());
             let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 512)]).expect("one region");
             let place = memory.range(0, 512).expect("inside");
             let copied = Arc::default();
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_format_that_was_given_allows_everything_and_read_only_nothing() {
+    fn header_guard_needs_a_probed_format() {
         sim::run(1, async {
             assert_eq!(write(&memory(), 0, b"QFI\xfb").await, Ok(()));
             let raw = memory().read_only();
@@ -369,7 +369,7 @@ mod tests {
     #[test]
     fn past_the_end_of_a_tiny_disk_is_an_error() {
         sim::run(1, async {
-            let raw = RawImage::new(Storage::memory(100)).guarding_header();
+            let raw = RawImage::new(Storage::memory(100)).with_header_guard();
             assert_eq!(write(&raw, 99, b"xy").await, Err(Error::INVALID));
         });
     }

@@ -89,13 +89,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_too_much_are_refused() {
+    fn empty_and_oversized_secrets_are_rejected() {
         assert_eq!(Secret::read(file(b"")).expect_err("empty").to_string(), "it is empty");
         assert!(Secret::read(file(&vec![7; MAX_SECRET + 1])).is_err());
     }
 
     #[test]
-    fn it_is_never_printed() {
+    fn secret_is_never_printed() {
         assert_eq!(format!("{:?}", Secret::new(b"geheim".to_vec())), "Secret");
     }
 }

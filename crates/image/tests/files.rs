@@ -28,7 +28,7 @@ const KEEP: ZeroOptions =
 
 const UNMAP: ZeroOptions = ZeroOptions { may_unmap: true, ..KEEP };
 
-fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+fn run_on_reactor<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
     run(PollingMode::Off, future).expect("io_uring works on a test machine")
 }
 
@@ -54,7 +54,7 @@ fn open_with(path: &Path, cache: CacheMode) -> Result<Image, OpenError> {
 }
 
 /// Runs `test` on an image of `size` bytes in every valid combination of directory and cache mode.
-fn everywhere<F: Future<Output = ()>>(
+fn in_every_mode<F: Future<Output = ()>>(
     size: usize,
     test: impl Fn(Rc<Image>, Vec<u8>, PathBuf) -> F + Clone + 'static,
 ) {
@@ -70,7 +70,7 @@ fn everywhere<F: Future<Output = ()>>(
                 Err(error) => panic!("{error}"),
             };
             let (test, path) = (test.clone(), file.path().to_owned());
-            real(async move { test(image, content, path).await });
+            run_on_reactor(async move { test(image, content, path).await });
         }
     }
 }
@@ -92,9 +92,9 @@ async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
         let log = DirtyLog::on_heap(length / 4096 / 8 + 2);
         let memory = guest(skew + length + gap + 1).0.with_log(Some(log.clone()));
         let half = (length / 2).next_multiple_of(512).min(length);
-        let places = [(skew, half), (skew + half + gap, length - half)];
-        let places = places.map(|(at, bytes)| memory.range(at as u64, bytes).expect("inside"));
-        let target = ReadTarget::Segments(places.into_iter().collect());
+        let ranges = [(skew, half), (skew + half + gap, length - half)];
+        let ranges = ranges.map(|(at, bytes)| memory.range(at as u64, bytes).expect("inside"));
+        let target = ReadTarget::Segments(ranges.into_iter().collect());
         let read = image.read_to(offset as u64, target).await.expect("reads");
         assert!(read.to_vec() == bytes, "{length} bytes at {offset}, in memory at {skew}, {gap} between");
         assert!(length == 0 || log.is_marked(skew as u64));
@@ -152,7 +152,7 @@ async fn change(image: &Image, random: &mut fastrand::Rng, model: &mut [u8], off
 
 #[test]
 fn a_file_is_an_array_of_bytes_in_every_cache_mode() {
-    everywhere(ODD_SIZE, |image, mut model, path| async move {
+    in_every_mode(ODD_SIZE, |image, mut model, path| async move {
         let mut random = fastrand::Rng::with_seed(1);
         for _ in 0..60 {
             let offset = random.usize(..ODD_SIZE);
@@ -173,10 +173,10 @@ fn a_file_is_an_array_of_bytes_in_every_cache_mode() {
 
 #[test]
 fn aligned_requests_are_not_copied() {
-    everywhere(1 << 20, |image, _, _| async move {
+    in_every_mode(1 << 20, |image, _, _| async move {
         let (memory, _) = guest(20_000);
-        let is_picky = image.block_size().minimum > 1;
-        for (skew, copies) in [(0, 0), (4096, 0), (1, if is_picky { 2 } else { 0 })] {
+        let needs_alignment = image.block_size().minimum > 1;
+        for (skew, copies) in [(0, 0), (4096, 0), (1, if needs_alignment { 2 } else { 0 })] {
             let place = || memory.range(skew, 8192).expect("inside");
             let before = guest_copies().count;
             image.read_to(65_536, ReadTarget::Segments(place().into())).await.expect("reads");
@@ -188,7 +188,7 @@ fn aligned_requests_are_not_copied() {
 
 #[test]
 fn lost_guest_memory_fails_only_its_request() {
-    everywhere(1 << 20, |image, content, _| async move {
+    in_every_mode(1 << 20, |image, content, _| async move {
         let (memory, file) = guest(8192);
         let place = || memory.range(0, 8192).expect("inside");
         place().fill(0, 8192, 7);
@@ -208,8 +208,8 @@ fn lost_guest_memory_fails_only_its_request() {
 }
 
 #[test]
-fn neighbours_in_one_block_and_across_the_tail_do_not_disturb_each_other() {
-    everywhere(ODD_SIZE, |image, mut model, _| async move {
+fn concurrent_writes_to_one_block_are_independent() {
+    in_every_mode(ODD_SIZE, |image, mut model, _| async move {
         // 300 bytes each, so that every block and the start of the tail belong to several.
         let first = ODD_SIZE - 40 * 300;
         for round in 0..4_u8 {
@@ -234,7 +234,7 @@ fn neighbours_in_one_block_and_across_the_tail_do_not_disturb_each_other() {
 
 #[test]
 fn holes_are_reported_as_they_are_made() {
-    everywhere(1 << 20, |image, _, _| async move {
+    in_every_mode(1 << 20, |image, _, _| async move {
         image.write_zeroes(256 << 10, 512 << 10, UNMAP).await.expect("zeroes");
         image.flush().await.expect("flushes");
         let extents = image.block_status(0, 1 << 20).await.expect("status");
@@ -248,7 +248,7 @@ fn holes_are_reported_as_they_are_made() {
 
 #[test]
 fn fast_zeroes_are_zeroes_or_refused() {
-    everywhere(ODD_SIZE, |image, mut model, _| async move {
+    in_every_mode(ODD_SIZE, |image, mut model, _| async move {
         for may_unmap in [true, false] {
             let options = ZeroOptions { may_unmap, only_if_fast: true, ..KEEP };
             match image.write_zeroes(100, 50_000, options).await {
@@ -263,7 +263,7 @@ fn fast_zeroes_are_zeroes_or_refused() {
 
 #[test]
 fn growing_is_noticed_and_shrinking_fails_reads() {
-    everywhere(1 << 20, |image, content, path| async move {
+    in_every_mode(1 << 20, |image, content, path| async move {
         let file = std::fs::OpenOptions::new().write(true).open(path).expect("opens");
         file.set_len(2 << 20).expect("grows");
         assert_eq!(image.size_bytes(), 1 << 20);
@@ -279,7 +279,7 @@ fn growing_is_noticed_and_shrinking_fails_reads() {
 
 #[test]
 fn a_file_is_resized_while_it_is_used() {
-    everywhere(ODD_SIZE, |image, content, path| async move {
+    in_every_mode(ODD_SIZE, |image, content, path| async move {
         let length = || std::fs::metadata(&path).expect("is there").len();
         assert_eq!(image.resize(1 << 20).await, Ok(()));
         assert_eq!((image.size_bytes(), length()), (1 << 20, 1 << 20));
@@ -289,8 +289,8 @@ fn a_file_is_resized_while_it_is_used() {
         image.write((1 << 20) - 4096, late, Durability::Cached).await.expect("inside");
         assert_eq!(image.resize(64 << 10).await, Ok(()));
         assert_eq!((image.size_bytes(), length()), (64 << 10, 64 << 10));
-        let past = IoBuffer::copy_of(&[5; 4096]).into();
-        assert_eq!(image.write(64 << 10, past, Durability::Cached).await, Err(Error::INVALID));
+        let block = IoBuffer::copy_of(&[5; 4096]).into();
+        assert_eq!(image.write(64 << 10, block, Durability::Cached).await, Err(Error::INVALID));
         assert_eq!(length(), 64 << 10, "nothing makes it longer");
         assert!(image.resize(u64::MAX << 12).await.is_err(), "no file system has room");
         assert_eq!((image.size_bytes(), length()), (64 << 10, 64 << 10));
@@ -300,7 +300,7 @@ fn a_file_is_resized_while_it_is_used() {
 
 #[test]
 fn a_file_is_cut_at_any_byte_and_grows_with_zeroes() {
-    everywhere(ODD_SIZE, |image, mut model, path| async move {
+    in_every_mode(ODD_SIZE, |image, mut model, path| async move {
         let sizes = [ODD_SIZE - 1, ODD_SIZE + 4097, 50_001, 50_003, 4097, 4096, 8192, 511, 513, 2, 70_000];
         for (number, size) in sizes.into_iter().enumerate() {
             assert_eq!(image.resize(size as u64).await, Ok(()));
@@ -321,7 +321,7 @@ fn a_file_is_cut_at_any_byte_and_grows_with_zeroes() {
 #[test]
 fn space_is_reserved_and_counted() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    real(async move {
+    run_on_reactor(async move {
         let image = open_raw(file.path().to_str().expect("UTF-8"), OpenOptions::default()).expect("opens");
         assert_eq!(image.reserve(1 << 20, 1 << 20).await, Ok(()));
         assert!(image.allocated_bytes().await.expect("known") >= 1 << 20);
@@ -337,7 +337,7 @@ fn space_is_reserved_and_counted() {
 #[test]
 fn read_only_image_keeps_its_size() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    real(async move {
+    run_on_reactor(async move {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
         let image = open_raw(file.path().to_str().expect("UTF-8"), options).expect("opens");
         assert_eq!(image.resize(8192).await, Err(ResizeError::ReadOnly));
@@ -347,7 +347,7 @@ fn read_only_image_keeps_its_size() {
 
 #[test]
 fn more_than_iov_max_segments_are_written() {
-    everywhere(ODD_SIZE, |image, mut model, _| async move {
+    in_every_mode(ODD_SIZE, |image, mut model, _| async move {
         let mut data = Segments::default();
         for index in 0..3000_usize {
             data.push(IoBuffer::copy_of(&[index as u8; 7]));
@@ -359,11 +359,11 @@ fn more_than_iov_max_segments_are_written() {
 }
 
 #[test]
-fn read_only_reads_and_refuses_everything_else() {
+fn read_only_image_rejects_changes() {
     let (file, content) = image(&std::env::temp_dir(), ODD_SIZE);
     let options = OpenOptions { read_only: true, cache: CacheMode::None, ..OpenOptions::default() };
     let image = open_raw(file.path().to_str().expect("UTF-8"), options).expect("opens");
-    real(async move {
+    run_on_reactor(async move {
         assert_eq!(read(&image, 1, ODD_SIZE - 1).await, content[1..]);
         let data = IoBuffer::copy_of(&[1]).into();
         assert_eq!(image.write(0, data, Durability::Cached).await, Err(Error::NOT_PERMITTED));
@@ -419,15 +419,15 @@ fn one_image_is_served_once() {
 }
 
 #[test]
-fn a_header_cannot_be_forged_where_the_format_was_guessed() {
+fn header_of_a_probed_image_cannot_be_forged() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
     file.as_file().write_all_at(&[0; 512], 0).expect("written");
     let path = file.path().to_owned();
-    real(async move {
+    run_on_reactor(async move {
         let header = || Segments::from(IoBuffer::copy_of(b"QFI\xfb\0\0\0\x03"));
-        let guessed = open_with(&path, CacheMode::None).expect("opens");
-        assert_eq!(guessed.write(0, header(), Durability::Cached).await, Err(Error::NOT_PERMITTED));
-        drop(guessed);
+        let probed = open_with(&path, CacheMode::None).expect("opens");
+        assert_eq!(probed.write(0, header(), Durability::Cached).await, Err(Error::NOT_PERMITTED));
+        drop(probed);
         let options = OpenOptions { format: Some(ImageFormat::Raw), ..OpenOptions::default() };
         let given = open_raw(path.to_str().expect("UTF-8"), options).expect("opens");
         assert_eq!(given.write(0, header(), Durability::Cached).await, Ok(()));

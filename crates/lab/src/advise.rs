@@ -82,14 +82,14 @@ pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
         )));
     }
     let stop = Arc::new(AtomicBool::new(false));
-    let heard = Arc::clone(&stop);
-    SignalInterruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
+    let stop_on_signal = Arc::clone(&stop);
+    SignalInterruption::watch(move || stop_on_signal.store(true, Ordering::Relaxed), || {})?;
     let progress = ActivitySpinner::new();
     let options = TraceOptions { outcomes: true, ..arguments.reading.options() };
     // Traces are merged by time, so that disks recorded in separate files compete as they did.
     let mut source = MergedTraces::open(&arguments.traces, &options)?;
-    let tell = |requests: u64| progress.say(|| format!("{} requests read", figures::count(requests as f64)));
-    let arrivals = TraceArrivals::read(&mut source, &stop, &tell)?;
+    let report_progress = |requests: u64| progress.set_message(|| format!("{} requests read", figures::count(requests as f64)));
+    let arrivals = TraceArrivals::read(&mut source, &stop, &report_progress)?;
     // Releases the readers' buffers: the search needs the memory for its simulations.
     drop(source);
     // An interrupted trace is analyzed as far as it was read; the next signal interrupts the
@@ -100,7 +100,7 @@ pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
     // meaningless.
     let judge = TrialCriterion {
         target: arguments.keep,
-        whole: house.has_device || arguments.devices.pack,
+        is_latency: house.has_device || arguments.devices.pack,
         blocks: TraceBlocks::new(arrivals.length_ns),
     };
     let over_s = arguments.over.as_secs_f64();
@@ -109,7 +109,7 @@ pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
         pack(&search, &arguments)?
     } else {
         let before = arguments.config.as_deref();
-        advise(&search, before, &|what| progress.say(|| what.to_owned()))?
+        advise(&search, before, &|progress_text| progress.set_message(|| progress_text.to_owned()))?
     };
     // Clears the progress line before the tables are printed.
     drop(progress);
@@ -147,18 +147,18 @@ struct TenantResult {
     between: Option<RateInterval>,
 }
 
-fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> anyhow::Result<Advice> {
+fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, report_progress: &dyn Fn(&str)) -> anyhow::Result<Advice> {
     let AdviseSearch { tenants: house, arrivals, criterion: judge, .. } = *search;
-    let mut told = Vec::with_capacity(house.tenants.len());
+    let mut results = Vec::with_capacity(house.tenants.len());
     for (number, tenant) in house.tenants.iter().enumerate() {
-        tell(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
+        report_progress(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
         // With a shared device or group, only the unit that it has least of matters. Otherwise that
         // unit is unknown, and both are searched.
-        let is_shared = judge.whole || house.limited_around(number).next().is_some();
+        let is_shared = judge.is_latency || house.limited_around(number).next().is_some();
         let units =
             if is_shared { vec![neighbours::cost(search, number).0] } else { ReservationUnit::ALL.to_vec() };
         let need = if tenant.has_target || is_shared { search.limits_alone(number, &units)? } else { None };
-        told.push(TenantResult { need, before: None, after: None, set: None, joins: None, between: None });
+        results.push(TenantResult { need, before: None, after: None, set: None, joins: None, between: None });
     }
     let mut remarks = house.remarks.clone();
     remarks.extend((0..house.tenants.len()).filter_map(|tenant| remark_throttled(search, tenant)));
@@ -166,22 +166,22 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str))
     let is_held = house.world.is_limited();
     // The present state, for the comparison. `bare` is the start of a search: without tenants'
     // limits.
-    let before = (judge.whole || is_held).then(|| simulate_all(search, &house.world)).transpose()?;
+    let before = (judge.is_latency || is_held).then(|| simulate_all(search, &house.world)).transpose()?;
     // A search starts without limits; the comparison is with the limits of the file.
-    let bare = match &before {
-        Some(_) if is_held => Some(simulate_all(search, &house.bare)?),
+    let unlimited = match &before {
+        Some(_) if is_held => Some(simulate_all(search, &house.unlimited_world)?),
         other => other.clone(),
     };
     // Tenants without a common resource are independent, and their own limits suffice.
     for neighbours in house.neighbours() {
-        match &bare {
-            Some(bare) if neighbours.len() > 1 => {
-                tell("those that share a device or a group");
-                advise_neighbours(search, &neighbours, bare, &mut told, &mut changes, &mut remarks)?;
+        match &unlimited {
+            Some(unlimited) if neighbours.len() > 1 => {
+                report_progress("those that share a device or a group");
+                advise_neighbours(search, &neighbours, unlimited, &mut results, &mut changes, &mut remarks)?;
             }
             _ => {
                 for &tenant in &neighbours {
-                    advise_alone(search, tenant, &mut told[tenant], &mut remarks);
+                    advise_alone(search, tenant, &mut results[tenant], &mut remarks);
                 }
             }
         }
@@ -189,10 +189,10 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str))
     // Compared with the recording only once, in the world as it was recorded.
     for (tenant, before) in before.into_iter().flatten().enumerate() {
         remarks.extend(remark_difference(search, tenant, &before));
-        told[tenant].before = Some(before);
+        results[tenant].before = Some(before);
     }
-    for (tenant, told) in told.iter().enumerate() {
-        let Some(limits) = told.set else { continue };
+    for (tenant, result) in results.iter().enumerate() {
+        let Some(limits) = result.set else { continue };
         if house.configured(tenant).watermark != Watermark::ALWAYS {
             remarks.push(format!(
                 "{}: its watermark lifts its limits while the device is not busy; all this is for \
@@ -203,29 +203,29 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, tell: &dyn Fn(&str))
         changes.push(change(search, tenant, limits));
     }
     // Final check of all new limits together. Plans with a group were confirmed by the search.
-    if is_held && !told.iter().any(|told| told.joins.is_some()) {
-        let mut world = house.bare.clone();
-        for (tenant, told) in told.iter().enumerate() {
+    if is_held && !results.iter().any(|result| result.joins.is_some()) {
+        let mut world = house.unlimited_world.clone();
+        for (tenant, result) in results.iter().enumerate() {
             // Tenants without new limits keep those of the file.
-            house.set_limits(&mut world, tenant, told.set.unwrap_or(house.configured(tenant).limits));
+            house.set_limits(&mut world, tenant, result.set.unwrap_or(house.configured(tenant).limits));
         }
-        for (told, after) in told.iter_mut().zip(simulate_all(search, &world)?) {
-            told.after = Some(after);
+        for (result, after) in results.iter_mut().zip(simulate_all(search, &world)?) {
+            result.after = Some(after);
         }
-        for (tenant, told) in told.iter().enumerate() {
-            remarks.extend(remark_own_limits(search, &world, tenant, told)?);
+        for (tenant, result) in results.iter().enumerate() {
+            remarks.extend(remark_own_limits(search, &world, tenant, result)?);
         }
     }
-    remarks.extend(own_limits_alone(search, &told));
+    remarks.extend(own_limits_alone(search, &results));
     let before =
         config.map(::settings::config::read).transpose().context("the config file cannot be read")?;
     let lines: Vec<TenantAdvice> =
-        told.iter().enumerate().map(|(tenant, told)| line(search, tenant, told)).collect();
+        results.iter().enumerate().map(|(tenant, result)| line(search, tenant, result)).collect();
     let text = (!changes.is_empty()).then(|| settings::config(before.as_deref(), &changes)).transpose()?;
     Ok(Advice {
         keep: judge.target.name(),
         keep_ns: judge.target.time_ns,
-        judged: if judge.whole { "latency" } else { "wait" },
+        judged: if judge.is_latency { "latency" } else { "wait" },
         seconds: arrivals.length_ns as f64 / 1e9,
         kept: lines.iter().all(|line| !line.asked || line.kept != Some(false)),
         tenants: lines,
@@ -253,25 +253,25 @@ fn remark_own_limits(
     search: &AdviseSearch<'_>,
     world: &simulator::world::WorldSpec,
     tenant: usize,
-    told: &TenantResult,
+    result: &TenantResult,
 ) -> anyhow::Result<Option<String>> {
     let AdviseSearch { tenants: house, criterion: TrialCriterion { target, .. }, .. } = search;
-    let of = &house.tenants[tenant];
-    let misses = told.after.as_ref().is_some_and(|felt| felt.requests > 0 && !felt.holds(target));
-    if !of.has_target || !misses || told.set.is_some() || house.configured(tenant).limits.is_unlimited() {
+    let details = &house.tenants[tenant];
+    let misses = result.after.as_ref().is_some_and(|after| after.requests > 0 && !after.holds(target));
+    if !details.has_target || !misses || result.set.is_some() || house.configured(tenant).limits.is_unlimited() {
         return Ok(None);
     }
     // The counterfactual: everything else unchanged, only this tenant without limits.
     let mut world = world.clone();
     house.set_limits(&mut world, tenant, Limits::default());
-    let felt = simulate_all(search, &world)?.swap_remove(tenant);
-    Ok(felt.holds(target).then(|| {
+    let unlimited = simulate_all(search, &world)?.swap_remove(tenant);
+    Ok(unlimited.holds(target).then(|| {
         format!(
             "{}: its own limits, of the config file, are what keeps it from the target: without \
              them its {} is {}. Raise them, or take them out.",
-            of.name,
+            details.name,
             target.name(),
-            figures::time(felt.latency.value_at_quantile(target.share()))
+            figures::time(unlimited.latency.value_at_quantile(target.share()))
         )
     }))
 }
@@ -279,38 +279,38 @@ fn remark_own_limits(
 fn advise_alone(
     search: &AdviseSearch<'_>,
     tenant: usize,
-    told: &mut TenantResult,
+    result: &mut TenantResult,
     remarks: &mut Vec<String>,
 ) {
-    let of = &search.tenants.tenants[tenant];
-    let Some(need) = &told.need else {
-        if of.has_target {
-            remarks.push(format!("{}: it only flushes, which no limit holds.", of.name));
+    let details = &search.tenants.tenants[tenant];
+    let Some(need) = &result.need else {
+        if details.has_target {
+            remarks.push(format!("{}: it only flushes, which no limit holds.", details.name));
         }
         return;
     };
-    told.after = Some(need.felt.clone());
+    result.after = Some(need.result.clone());
     // No limit shortens a latency that is too long without one.
     if let Some(ns) = need.impossible_ns {
         remarks.push(impossible(search, tenant, ns));
-    } else if of.has_target {
-        told.set = Some(need.limits()).filter(|limits| !limits.is_unlimited());
-        if told.set.is_none() {
-            remarks.push(format!("{}: it needs more than the maximum of a limit.", of.name));
+    } else if details.has_target {
+        result.set = Some(need.limits()).filter(|limits| !limits.is_unlimited());
+        if result.set.is_none() {
+            remarks.push(format!("{}: it needs more than the maximum of a limit.", details.name));
         }
     }
-    remark_no_interval(&of.name, need, remarks);
+    remark_no_interval(&details.name, need, remarks);
 }
 
 fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
     let percentile = search.criterion.target.name();
-    let (of, took, above) = (&search.tenants.tenants[tenant], figures::time(ns), above(ns));
-    let name = &of.name;
+    let (details, latency_text, above) = (&search.tenants.tenants[tenant], figures::time(ns), target_above(ns));
+    let name = &details.name;
     // The cause differs by kind of tenant: other disks of the group, the enclosing group, or the
     // device.
-    if of.disks.len() > 1 {
+    if details.disks.len() > 1 {
         return format!(
-            "{name}: without limits and alone on its device its {percentile} is {took}; no limit \
+            "{name}: without limits and alone on its device its {percentile} is {latency_text}; no limit \
              of the group shortens it, but a limit of a disk in the group may (give --for with the \
              disk that must meet the target, or a target of --keep {percentile}={above})."
         );
@@ -318,26 +318,26 @@ fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
     let around = search.tenants.limited_around(tenant).next();
     if let Some(group) = around.map(|group| &search.tenants.world.groups[group].name) {
         return format!(
-            "{name}: without own limits and alone in {group} its {percentile} is {took}; no limit \
+            "{name}: without own limits and alone in {group} its {percentile} is {latency_text}; no limit \
              of a disk shortens it, but higher limits of {group} may (or a target of --keep \
              {percentile}={above})."
         );
     }
     format!(
-        "{name}: without limits and alone on its device its {percentile} is {took}; no limit \
+        "{name}: without limits and alone on its device its {percentile} is {latency_text}; no limit \
          shortens it (give a target of --keep {percentile}={above}, or use a faster device)."
     )
 }
 
 /// Explains why a tenant to be spared gets a limit, although its neighbours would be the
 /// candidates: no resource that they share is known.
-fn own_limits_alone(search: &AdviseSearch<'_>, told: &[TenantResult]) -> Option<String> {
+fn own_limits_alone(search: &AdviseSearch<'_>, results: &[TenantResult]) -> Option<String> {
     // With a device, or if every tenant has a target, the choice needs no explanation.
     let tenants = &search.tenants.tenants;
-    if search.criterion.whole || tenants.iter().all(|tenant| tenant.has_target) {
+    if search.criterion.is_latency || tenants.iter().all(|tenant| tenant.has_target) {
         return None;
     }
-    let limited = tenants.iter().zip(told).filter(|(tenant, told)| tenant.has_target && told.set.is_some());
+    let limited = tenants.iter().zip(results).filter(|(tenant, result)| tenant.has_target && result.set.is_some());
     let names: Vec<_> = limited.map(|(tenant, _)| tenant.name.as_str()).collect();
     (!names.is_empty()).then(|| {
         format!(
@@ -351,37 +351,37 @@ fn own_limits_alone(search: &AdviseSearch<'_>, told: &[TenantResult]) -> Option<
 
 /// Remark about a tenant that was throttled when it was recorded.
 fn remark_throttled(search: &AdviseSearch<'_>, tenant: usize) -> Option<String> {
-    let of = &search.tenants.tenants[tenant];
-    let streams = || of.disks.iter().map(|&disk| &search.arrivals.streams[disk]);
+    let details = &search.tenants.tenants[tenant];
+    let streams = || details.disks.iter().map(|&disk| &search.arrivals.streams[disk]);
     let [held, requests] =
-        [streams().map(|of| of.throttled).sum::<u64>(), streams().map(|of| of.requests).sum()]
-            .map(|it| it as f64);
+        [streams().map(|stream| stream.throttled).sum::<u64>(), streams().map(|of| of.requests).sum()]
+            .map(|count| count as f64);
     (held > requests * REMARKED_SHARE).then(|| {
         format!(
             "{}: limits throttled {:.0} % of its requests during the recording. Clients that wait \
              for replies then submit fewer requests, so it may need more than reported here: \
              record it without these limits, or with higher ones.",
-            of.name,
+            details.name,
             held / requests * 100.0
         )
     })
 }
 
 /// Remark about a tenant whose recorded latency differs from the simulated one.
-fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, felt: &TrialResult) -> Option<String> {
-    let AdviseSearch { criterion: TrialCriterion { target, whole, .. }, arrivals, tenants: house, .. } =
+fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, simulated: &TrialResult) -> Option<String> {
+    let AdviseSearch { criterion: TrialCriterion { target, is_latency: whole, .. }, arrivals, tenants: house, .. } =
         search;
-    let of = &house.tenants[tenant];
-    let streams = || of.disks.iter().map(|&disk| &arrivals.streams[disk]);
+    let details = &house.tenants[tenant];
+    let streams = || details.disks.iter().map(|&disk| &arrivals.streams[disk]);
     let mut measured = latencies::growing();
     for latencies in streams().filter_map(|stream| stream.measured.as_ref()) {
         measured.add(latencies).expect("it grows");
     }
     // A comparison needs recorded latencies, a complete simulation and enough requests.
-    if !whole || felt.abandoned || measured.len() < target.min_requests() {
+    if !whole || simulated.abandoned || measured.len() < target.min_requests() {
         return None;
     }
-    let [is_ns, was_ns] = [&felt.latency, &measured].map(|times| times.value_at_quantile(target.share()));
+    let [is_ns, was_ns] = [&simulated.latency, &measured].map(|times| times.value_at_quantile(target.share()));
     // Times far below the target do not affect the advice.
     if is_ns.max(was_ns).saturating_mul(IGNORED_FRACTION) < target.time_ns {
         return None;
@@ -402,7 +402,7 @@ fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, felt: &TrialResul
     };
     Some(format!(
         "{}: its {} is {} in the simulation, and was {} when it was recorded: {why}.",
-        of.name,
+        details.name,
         target.name(),
         figures::time(is_ns),
         figures::time(was_ns)
@@ -417,7 +417,7 @@ const REMARKED_FACTOR: u64 = 2;
 const IGNORED_FRACTION: u64 = 4;
 
 /// Formats a time as an option's value, rounded up.
-fn above(ns: u64) -> String {
+fn target_above(ns: u64) -> String {
     match ns {
         0..10_000 => format!("{ns}ns"),
         10_000..10_000_000 => format!("{}us", ns.div_ceil(1000)),
@@ -426,7 +426,7 @@ fn above(ns: u64) -> String {
 }
 
 fn remark_no_interval(name: &str, need: &TenantLimits, remarks: &mut Vec<String>) {
-    let why = need.certainty.iter().flatten().find_map(|certainty| certainty.as_ref().err());
+    let why = need.intervals.iter().flatten().find_map(|certainty| certainty.as_ref().err());
     if let Some(why) = why {
         remarks.push(format!("{name}: {why}. The limit is what this trace asks for, and no more is known."));
     }
@@ -435,7 +435,7 @@ fn remark_no_interval(name: &str, need: &TenantLimits, remarks: &mut Vec<String>
 fn advise_neighbours(
     search: &AdviseSearch<'_>,
     neighbours: &[usize],
-    bare: &[TrialResult],
+    unlimited: &[TrialResult],
     told: &mut [TenantResult],
     changes: &mut Vec<AdvisedChange>,
     remarks: &mut Vec<String>,
@@ -455,13 +455,13 @@ fn advise_neighbours(
         need.into_iter().for_each(|need| remark_no_interval(name, need, remarks));
     }
     // Results of the unlimited world, in the neighbours' order, as `Shared` expects them.
-    let felt: Vec<TrialResult> = neighbours.iter().map(|&tenant| bare[tenant].clone()).collect();
-    let holds = |&tenant: &usize| !house.tenants[tenant].has_target || bare[tenant].holds(&target);
-    let names = |tenants: &mut dyn Iterator<Item = usize>| {
-        tenants.map(|tenant| house.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
+    let unlimited_results: Vec<TrialResult> = neighbours.iter().map(|&tenant| unlimited[tenant].clone()).collect();
+    let holds = |&tenant: &usize| !house.tenants[tenant].has_target || unlimited[tenant].holds(&target);
+    let names = |members: &mut dyn Iterator<Item = usize>| {
+        members.map(|tenant| house.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
     };
     let group = house.common_group(neighbours).map(|group| house.world.groups[group].name.clone());
-    let is_device = group.is_none() && search.criterion.whole;
+    let is_device = group.is_none() && search.criterion.is_latency;
     let place = match &group {
         Some(group) => format!("in {group}"),
         None if is_device => "on their device".to_owned(),
@@ -469,37 +469,37 @@ fn advise_neighbours(
     };
     // Nothing to limit: the neighbours keep the target together.
     if neighbours.iter().all(holds) {
-        for (&tenant, felt) in neighbours.iter().zip(felt) {
-            told[tenant].after = Some(felt);
+        for (&tenant, result) in neighbours.iter().zip(unlimited_results) {
+            told[tenant].after = Some(result);
         }
-        let who = names(&mut neighbours.iter().copied());
-        remarks.push(format!("{who}: together {place} they meet the target without any limit."));
+        let tenant_names = names(&mut neighbours.iter().copied());
+        remarks.push(format!("{tenant_names}: together {place} they meet the target without any limit."));
         return Ok(());
     }
     let needs: Vec<Option<TenantLimits>> = told.iter().map(|told| told.need.clone()).collect();
-    let NeighbourAdvice { plan, results: felt, is_kept, could_ns, interval } =
-        Neighbours::new(*search, neighbours, &needs, &felt).best_plan()?;
-    for ((&tenant, limits), felt) in neighbours.iter().zip(&plan.limits).zip(felt) {
-        told[tenant].after = Some(felt);
+    let NeighbourAdvice { plan, results: trial_results, meets_target: is_kept, reachable_ns: could_ns, interval } =
+        Neighbours::new(*search, neighbours, &needs, &unlimited_results).best_plan()?;
+    for ((&tenant, limits), trial_result) in neighbours.iter().zip(&plan.limits).zip(trial_results) {
+        told[tenant].after = Some(trial_result);
         told[tenant].set = *limits;
         told[tenant].between = limits
             .zip(interval)
             .map(|(limits, interval)| RateInterval::of(limited_unit(&limits).1, interval));
         if let (Some(limits), Some(interval)) = (limits, interval) {
-            let of = &house.tenants[tenant];
-            let spares = if of.has_target {
+            let details = &house.tenants[tenant];
+            let spares = if details.has_target {
                 ""
             } else {
                 " At the lower end the others meet the target on most of them."
             };
-            remarks.push(interval_text(search, &of.name, limits, interval) + spares);
+            remarks.push(interval_text(search, &details.name, limits, interval) + spares);
         }
     }
     // Weights and reservations are alternatives; a plan never has both.
     if let Some((limits, shares)) = plan.group {
         let name = group.clone().unwrap_or_else(|| group_name(house));
         let are_weights = shares.iter().any(|share| share.weight() != NodeShare::default().weight());
-        let what = if are_weights { "weights" } else { "reservations" };
+        let divided_by = if are_weights { "weights" } else { "reservations" };
         if group.is_none() {
             changes.push(AdvisedChange {
                 is_group: true,
@@ -520,11 +520,11 @@ fn advise_neighbours(
         }
         remarks.push(match &group {
             Some(_) => format!(
-                "With other {what} in {name} no limit is needed: limits on only the noisy disks \
+                "With other {divided_by} in {name} no limit is needed: limits on only the noisy disks \
                  would make these wait longer."
             ),
             None => format!(
-                "In one group, {name}, requests wait where {what} apply, and not in the device's \
+                "In one group, {name}, requests wait where {divided_by} apply, and not in the device's \
                  queue: limits on only the noisy disks would make these wait longer."
             ),
         });
@@ -534,9 +534,9 @@ fn advise_neighbours(
     if !is_kept && is_possible {
         let late = |&&tenant: &&usize| {
             house.tenants[tenant].has_target
-                && told[tenant].after.as_ref().is_some_and(|felt| !felt.holds(&target))
+                && told[tenant].after.as_ref().is_some_and(|after| !after.holds(&target))
         };
-        let who = names(&mut neighbours.iter().filter(late).copied());
+        let late_names = names(&mut neighbours.iter().filter(late).copied());
         let percentile = target.name();
         let cannot = if is_device {
             "the device cannot do it".to_owned()
@@ -546,12 +546,12 @@ fn advise_neighbours(
         let more = if is_device { " (--pack computes the number of devices needed)" } else { "" };
         remarks.push(match could_ns {
             Some(ns) => format!(
-                "{who}: {cannot} for all. With the printed limits the others meet the target; all \
+                "{late_names}: {cannot} for all. With the printed limits the others meet the target; all \
                  of them can meet about --keep {percentile}={} (or give --for with the disks that \
                  must meet it).",
-                above(ns)
+                target_above(ns)
             ),
-            None => format!("{who}: {cannot}, however low the limits of the others are{more}."),
+            None => format!("{late_names}: {cannot}, however low the limits of the others are{more}."),
         });
     }
     Ok(())
@@ -574,29 +574,29 @@ fn interval_text(
     let setting = LimitSetting::Limit(tenant_limits::total_limit_kind(unit), LimitPart::Rate);
     let rate_shown =
         if unit == ReservationUnit::Bps { ::settings::exact_size(rate) } else { rate.to_string() };
-    let this = format!("{name}: {setting} {rate_shown} is for this trace");
+    let prefix = format!("{name}: {setting} {rate_shown} is for this trace");
     let blocks = search.criterion.blocks.name();
     let other_days = format!("on 95 of 100 other days made of the same {blocks} it would be");
     let RateInterval { low, high } = RateInterval::of(rate, interval);
     let [low_shown, high_shown] = [low, high.unwrap_or(0)].map(|value| advice::count(value as f64, unit));
     match high {
-        Some(_) => format!("{this}; {other_days} between {low_shown} and {high_shown}."),
+        Some(_) => format!("{prefix}; {other_days} between {low_shown} and {high_shown}."),
         None if low > 0 => {
             format!(
-                "{this}; {other_days} at least {low_shown}, and this trace does not show how much at most."
+                "{prefix}; {other_days} at least {low_shown}, and this trace does not show how much at most."
             )
         }
         None => {
-            format!("{this}, whose {blocks} differ too much to estimate it for other days.")
+            format!("{prefix}, whose {blocks} differ too much to estimate it for other days.")
         }
     }
 }
 
 /// A group name that is not in use.
-fn group_name(house: &Tenants) -> String {
+fn group_name(tenants: &Tenants) -> String {
     let is_taken = |name: &str| {
-        house.world.groups.iter().any(|group| group.name == name)
-            || house.world.disks.iter().any(|disk| disk.name == name)
+        tenants.world.groups.iter().any(|group| group.name == name)
+            || tenants.world.disks.iter().any(|disk| disk.name == name)
     };
     // Groups and disks share one namespace in the daemon.
     let numbered = (2..).map(|number| format!("{GROUP}-{number}"));
@@ -607,25 +607,25 @@ fn group_name(house: &Tenants) -> String {
 }
 
 fn change(search: &AdviseSearch<'_>, tenant: usize, limits: Limits) -> AdvisedChange {
-    let of = &search.tenants.tenants[tenant];
+    let details = &search.tenants.tenants[tenant];
     let size = |disk: &usize| search.arrivals.streams[*disk].end_bytes;
     AdvisedChange {
-        is_group: of.group.is_some(),
-        name: of.name.clone(),
+        is_group: details.group.is_some(),
+        name: details.name.clone(),
         limits,
         before: *search.tenants.configured(tenant),
-        size_bytes: of.disks.iter().map(size).max().unwrap_or(0),
+        size_bytes: details.disks.iter().map(size).max().unwrap_or(0),
         ..AdvisedChange::default()
     }
 }
 
-fn line(search: &AdviseSearch<'_>, tenant: usize, told: &TenantResult) -> TenantAdvice {
-    let of = &search.tenants.tenants[tenant];
+fn line(search: &AdviseSearch<'_>, tenant: usize, result: &TenantResult) -> TenantAdvice {
+    let details = &search.tenants.tenants[tenant];
     let target = &search.criterion.target;
     let smallest = |unit: ReservationUnit| {
-        let need = told.need.as_ref()?;
+        let need = result.need.as_ref()?;
         let found = need.smallest[unit.index()]?;
-        let certainty = need.certainty[unit.index()].as_ref();
+        let certainty = need.intervals[unit.index()].as_ref();
         Some(SmallestLimit {
             limit: found.limit,
             rate_without_burst: found.steady,
@@ -635,23 +635,23 @@ fn line(search: &AdviseSearch<'_>, tenant: usize, told: &TenantResult) -> Tenant
             unsure: certainty.and_then(|certainty| certainty.as_ref().err().cloned()),
         })
     };
-    let set = told.set.map(|limits| {
+    let set = result.set.map(|limits| {
         let settings = LimitSetting::ALL.iter().filter(|setting| settings::is_set(&limits, **setting));
         settings.map(|setting| (setting.name().to_owned(), limits.get(*setting))).collect()
     });
     TenantAdvice {
-        kind: of.kind(),
-        name: of.name.clone(),
-        requests: of.disks.iter().map(|&disk| search.arrivals.streams[disk].requests).sum(),
-        asked: of.has_target,
-        kept: told.after.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.holds(target)),
+        kind: details.kind(),
+        name: details.name.clone(),
+        requests: details.disks.iter().map(|&disk| search.arrivals.streams[disk].requests).sum(),
+        asked: details.has_target,
+        kept: result.after.as_ref().filter(|after| after.requests > 0).map(|felt| felt.holds(target)),
         smallest_iops: smallest(ReservationUnit::Iops),
         smallest_bps: smallest(ReservationUnit::Bps),
         set,
-        joins: told.joins.clone(),
-        set_between: told.between,
-        before: told.before.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.figures(target)),
-        after: told.after.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.figures(target)),
+        joins: result.joins.clone(),
+        set_between: result.between,
+        before: result.before.as_ref().filter(|before| before.requests > 0).map(|felt| felt.figures(target)),
+        after: result.after.as_ref().filter(|after| after.requests > 0).map(|felt| felt.figures(target)),
     }
 }
 
@@ -667,7 +667,7 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
     let packing = packing::pack(search, &supply)?;
     let name = |tenant: usize| house.tenants[tenant].name.clone();
     let mut remarks = Vec::new();
-    let mut felt: Vec<Option<TrialResult>> = vec![None; house.tenants.len()];
+    let mut results: Vec<Option<TrialResult>> = vec![None; house.tenants.len()];
     let on_device = |packed: &packing::DeviceAssignment| PackedDevice {
         device: match supply {
             AvailableDevices::Any(_) => (packed.device + 1).to_string(),
@@ -678,19 +678,19 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
         },
         disks: packed.tenants.iter().map(|&tenant| name(tenant)).collect(),
         busiest: packed.busiest,
-        latency_ns: packed.results.iter().map(|felt| felt.judged_ns(&judge)).max().unwrap_or(0),
+        latency_ns: packed.results.iter().map(|result| result.judged_ns(&judge)).max().unwrap_or(0),
     };
     let on_devices: Vec<PackedDevice> = packing.devices.iter().map(on_device).collect();
     let (count, target) = (packing.devices.len(), judge.target);
     let disks: usize = packing.devices.iter().map(|packed| packed.tenants.len()).sum();
     if count > 0 {
-        let most = if packing.at_least == count { ", and fewer cannot do" } else { "" };
+        let optimum = if packing.at_least == count { ", and fewer cannot do" } else { "" };
         let (all, devices) = (
             if disks == 1 { "disk fits" } else { "disks fit" },
             if count == 1 { "device" } else { "devices" },
         );
         remarks.push(format!(
-            "{disks} {all} on {count} of these {devices} with {} <= {}{most}.",
+            "{disks} {all} on {count} of these {devices} with {} <= {}{optimum}.",
             target.name(),
             figures::time(target.time_ns)
         ));
@@ -701,11 +701,11 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
     }
     for packed in packing.devices {
         for (tenant, one) in packed.tenants.into_iter().zip(packed.results) {
-            felt[tenant] = Some(one);
+            results[tenant] = Some(one);
         }
     }
     // Packing sets no limits, so only the simulated results are reported.
-    let lines = felt.into_iter().enumerate().map(|(tenant, after)| {
+    let lines = results.into_iter().enumerate().map(|(tenant, after)| {
         line(
             search,
             tenant,

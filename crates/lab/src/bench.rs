@@ -73,7 +73,7 @@ pub fn run(mut arguments: BenchArgs) -> Result<(), CommandFailure> {
     on_reactor(async move {
         let run = BenchRun {
             arguments,
-            begun,
+            header_start: begun,
             interruption,
             stop,
             size_bytes: Cell::new(0),
@@ -94,7 +94,7 @@ fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<ExclusiveDevice>> {
 
 struct BenchRun {
     arguments: BenchArgs,
-    begun: HeaderStart,
+    header_start: HeaderStart,
     interruption: SignalInterruption,
     stop: LoadStop,
     /// Size of the disk, once it is open.
@@ -115,7 +115,7 @@ impl BenchRun {
     async fn measure_image(&self, image: &settings::ImageLocation) -> anyhow::Result<()> {
         let disk = Arc::new(self.unless_stopped(open_disk(&self.arguments, image)).await?);
         // The image is opened once; all jobs share the disk, as clients of a daemon do.
-        let (job, ran) = self.run_load(disk.size_bytes(), LoadSource::Disk(Arc::clone(&disk))).await?;
+        let (job, result) = self.run_load(disk.size_bytes(), LoadSource::Disk(Arc::clone(&disk))).await?;
         let prefetch = disk.prefetch().stats();
         let closed = match disk.image().storage().is_remote() {
             true => self.stop.unless_overdue(disk.close()).await.unwrap_or_else(|| {
@@ -127,7 +127,7 @@ impl BenchRun {
             false => disk.close().await,
         };
         let closed = closed.context("the image could not be completed");
-        self.report(&job, ran, Some(prefetch)).and(closed)
+        self.report(&job, result, Some(prefetch)).and(closed)
     }
 
     async fn measure_export(&self, export: &Uri) -> anyhow::Result<()> {
@@ -135,28 +135,28 @@ impl BenchRun {
         let tls = reactor::run_blocking(move || place.credentials()).await?;
         let wanted = HandshakeOptions { export: export.export.clone(), tls, allocation: false };
         let client = self.unless_stopped(LoadSource::client(&export.server, &wanted)).await?;
-        let about = client.export().clone();
+        let export_info = client.export().clone();
         // Only for the handshake: each job opens a separate connection later.
         client.disconnect().await;
-        if self.arguments.write && about.is_read_only() {
+        if self.arguments.write && export_info.is_read_only() {
             bail!("is read-only (leave -w away to read)");
         }
         // Checked before the first request, which a server would answer with an error.
-        self.check_server(about.minimum_block.into(), Some(about.maximum_payload.into()), about.can_flush())?;
-        let source = LoadSource::Nbd { server: export.server.clone(), wanted };
-        let (job, ran) = self.run_load(about.size_bytes, source).await?;
-        self.report(&job, ran, None)
+        self.check_server(export_info.minimum_block.into(), Some(export_info.maximum_payload.into()), export_info.can_flush())?;
+        let source = LoadSource::Nbd { server: export.server.clone(), options: wanted };
+        let (job, result) = self.run_load(export_info.size_bytes, source).await?;
+        self.report(&job, result, None)
     }
 
     async fn measure_vhost_user(&self, path: &str) -> anyhow::Result<()> {
         let BenchArgs { jobs, depth, readers, write, rwmixread, pattern, buffer_size, .. } = self.arguments;
         let device = self.unless_stopped(client::connect(path, !write, CONNECT_TIMEOUT)).await?;
-        let about = *device.about();
-        self.check_server(about.block_bytes, about.request_bytes, about.has_cache)?;
-        if jobs as usize > about.queues {
-            let most =
-                if about.queues == 1 { "1 queue".to_owned() } else { format!("{} queues", about.queues) };
-            bail!("has {most}, and {jobs} jobs need one each (choose a smaller --jobs)");
+        let properties = *device.properties();
+        self.check_server(properties.block_bytes, properties.request_bytes, properties.has_cache)?;
+        if jobs as usize > properties.queues {
+            let available =
+                if properties.queues == 1 { "1 queue".to_owned() } else { format!("{} queues", properties.queues) };
+            bail!("has {available}, and {jobs} jobs need one each (choose a smaller --jobs)");
         }
         let slots = RequestSlots {
             count: depth as usize * readers as usize,
@@ -165,12 +165,12 @@ impl BenchRun {
             write: write.then_some(pattern.unwrap_or(0)),
         };
         // Before the queues start: an invalid job must not leave the device in use.
-        check::job(&self.arguments, about.size_bytes)?;
+        check::job(&self.arguments, properties.size_bytes)?;
         let queues =
             self.unless_stopped(client::start(device, jobs as usize, slots, CONNECT_TIMEOUT)).await?;
         let source = LoadSource::VhostUser(Arc::new(Mutex::new(queues)));
-        let (job, ran) = self.run_load(about.size_bytes, source).await?;
-        self.report(&job, ran, None)
+        let (job, result) = self.run_load(properties.size_bytes, source).await?;
+        self.report(&job, result, None)
     }
 
     /// Waits for a server, which may never respond, or for an interruption.
@@ -187,9 +187,9 @@ impl BenchRun {
     /// Fails if the server does not accept requests of this form.
     fn check_server(&self, block_bytes: u64, most_bytes: Option<u64>, can_flush: bool) -> anyhow::Result<()> {
         let BenchArgs { offset, step_size, buffer_size, flush_interval, .. } = self.arguments;
-        if let Some(most) = most_bytes.filter(|&most| buffer_size > most) {
+        if let Some(max_bytes) = most_bytes.filter(|&most| buffer_size > most) {
             bail!(
-                "takes requests of {most} bytes at most, and these have {buffer_size} (choose a smaller -s)"
+                "takes requests of {max_bytes} bytes at most, and these have {buffer_size} (choose a smaller -s)"
             );
         }
         if [offset, step_size.unwrap_or(0), buffer_size].map(|bytes| bytes % block_bytes) != [0; 3] {
@@ -225,33 +225,33 @@ impl BenchRun {
             progress = BenchProgress::begin(quiet || json, &job, &counts);
             Ok(())
         };
-        let ran = run_jobs(parts, source, begin).await?;
+        let job_result = run_jobs(parts, source, begin).await?;
         let spent = before.get().map(|before| cpu_time().saturating_sub(before));
         self.processor.set(spent.unwrap_or_default());
         drop(progress);
-        Ok((job, ran))
+        Ok((job, job_result))
     }
 
-    fn report(&self, job: &LoadJob, ran: JobResult, prefetch: Option<PrefetchStats>) -> anyhow::Result<()> {
-        let JobResult { outcome, failed } = ran;
+    fn report(&self, job: &LoadJob, result: JobResult, prefetch: Option<PrefetchStats>) -> anyhow::Result<()> {
+        let JobResult { outcome, failed } = result;
         let partial = match (&failed, self.interruption.is_interrupted()) {
             (Some(_), _) => Some("a request failed"),
             (None, true) => Some(INTERRUPTED),
             (None, false) => None,
         };
         // Both are attempted; the first error is returned.
-        let kept = self.save_result(job, &outcome, partial);
+        let saved = self.save_result(job, &outcome, partial);
         if let Some(failed) = failed {
-            kept.err().iter().for_each(print_error);
+            saved.err().iter().for_each(print_error);
             return Err(failed);
         }
         let printed = self.print(job, &outcome, prefetch, partial);
         // An interrupted run prints its result and still exits with an error.
-        let ended = match partial {
+        let completed = match partial {
             Some(why) => Err(anyhow!("{why} after {:.3} seconds", outcome.elapsed.as_secs_f64())),
             None => Ok(()),
         };
-        printed.and(kept).and(ended)
+        printed.and(saved).and(completed)
     }
 
     fn print(
@@ -262,9 +262,9 @@ impl BenchRun {
         partial: Option<&'static str>,
     ) -> anyhow::Result<()> {
         if self.arguments.json {
-            let own =
+            let weir_keys =
                 json::weir_json(&self.arguments, job, (outcome, self.processor.get()), prefetch, partial);
-            return print_json(&json::report(&self.arguments, job, outcome, &own));
+            return print_json(&json::report(&self.arguments, job, outcome, &weir_keys));
         }
         if self.arguments.quiet {
             return Ok(());
@@ -276,7 +276,7 @@ impl BenchRun {
         if self.arguments.has_details() || partial.is_some() {
             print(&text::details(outcome))?;
         }
-        self.unallocated().map_or(Ok(()), |said| print(&(said + "\n")))
+        self.unallocated().map_or(Ok(()), |note| print(&(note + "\n")))
     }
 
     /// Notes the unallocated share of an image that was read: those reads cost the storage nothing.
@@ -299,12 +299,12 @@ impl BenchRun {
             BenchTarget::Image(image) => image.path(),
             BenchTarget::Nbd(_) | BenchTarget::VhostUser(_) => None,
         };
-        let told = text::announcement(job, self.arguments.jobs)
+        let text = text::announcement(job, self.arguments.jobs)
             + &text::summary(job, outcome, self.processor.get())
             + &text::details(outcome);
-        let told = told.lines().map(|line| line.trim().to_owned()).chain(self.unallocated()).collect();
-        let result = ResultFile::new(self.begun.end(place), findings::findings(outcome, told));
-        self.arguments.results.keep(&ResultFile { partial: partial.map(str::to_owned), ..result })
+        let lines = text.lines().map(|line| line.trim().to_owned()).chain(self.unallocated()).collect();
+        let result = ResultFile::new(self.header_start.end(place), findings::findings(outcome, lines));
+        self.arguments.results.save_files(&ResultFile { partial: partial.map(str::to_owned), ..result })
     }
 }
 
@@ -366,7 +366,7 @@ mod tests {
     }
 
     pub(super) fn arguments(text: &str) -> BenchArgs {
-        let words = ["bench"].into_iter().chain(text.split_whitespace());
-        BenchLine::try_parse_from(words).unwrap_or_else(|error| panic!("{text}: {error}")).arguments
+        let tokens = ["bench"].into_iter().chain(text.split_whitespace());
+        BenchLine::try_parse_from(tokens).unwrap_or_else(|error| panic!("{text}: {error}")).arguments
     }
 }

@@ -27,21 +27,21 @@ impl SignalInterruption {
         first: impl Fn() + Send + 'static,
         second: impl Fn() + Send + 'static,
     ) -> anyhow::Result<Self> {
-        let this = Self::default();
-        let heard = this.clone();
+        let interruption = Self::default();
+        let received = interruption.clone();
         let signals = BlockedSignals::block().context("signals cannot be awaited")?;
-        let hear = move |request| {
+        let on_signal = move |request| {
             if matches!(request, SignalRequest::EndAtOnce(_)) {
                 second();
                 let _ = writeln!(stderr(), "weir: interrupted twice: results discarded");
                 process::exit(1);
             }
-            heard.0.store(true, Ordering::SeqCst);
+            received.0.store(true, Ordering::SeqCst);
             first();
             true
         };
-        signals.forward(hear).context("no thread can be started")?;
-        Ok(this)
+        signals.forward(on_signal).context("no thread can be started")?;
+        Ok(interruption)
     }
 
     #[cfg(test)]

@@ -114,8 +114,8 @@ pub(super) fn percentile_of_each<'a>(seconds: impl Iterator<Item = &'a Latencies
     let quantile =
         PERCENTILES.iter().find(|(known, _)| *known == name).map_or(1.0, |(_, quantile)| *quantile);
     // At least one request must lie above the quantile.
-    let tells = |latencies: &&Latencies| latencies.len() as f64 * (1.0 - quantile) >= 1.0;
-    seconds.filter(tells).map(|latencies| latencies.value_at_quantile(quantile) as f64).collect()
+    let has_enough = |latencies: &&Latencies| latencies.len() as f64 * (1.0 - quantile) >= 1.0;
+    seconds.filter(has_enough).map(|latencies| latencies.value_at_quantile(quantile) as f64).collect()
 }
 
 pub(super) fn percentile_names() -> [&'static str; 5] {
@@ -131,11 +131,11 @@ pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
         within += step.count_at_value();
         let (ns, share) = (step.value_iterated_to() as f64, within as f64 / latencies.len() as f64);
         let is_last = within == latencies.len();
-        let apart = |&(last_ns, last): &(f64, f64)| share - last >= STEP || ns >= FACTOR * last_ns;
+        let is_distinct = |&(last_ns, last): &(f64, f64)| share - last >= STEP || ns >= FACTOR * last_ns;
         if ns > 0.0 && points.is_empty() {
             points.push((ns, (within - step.count_at_value()) as f64 / latencies.len() as f64));
         }
-        if ns > 0.0 && (is_last || points.len() == 1 || points.last().is_none_or(apart)) {
+        if ns > 0.0 && (is_last || points.len() == 1 || points.last().is_none_or(is_distinct)) {
             points.push((ns, share));
         }
     }
@@ -152,13 +152,13 @@ mod tests {
         (0..90).for_each(|_| note(&mut times, 0));
         (1..=10).for_each(|number| note(&mut times, number * 1_000_000));
         assert_eq!((times.value_at_quantile(0.5), times.value_at_quantile(0.9)), (0, 0));
-        let near = |quantile: f64, ms: f64| {
+        let assert_near = |quantile: f64, ms: f64| {
             let value = times.value_at_quantile(quantile) as f64 / 1e6;
             assert!((value / ms - 1.0).abs() < 0.01, "{quantile}: {value} ms");
         };
-        near(0.91, 1.0);
-        near(0.99, 9.0);
-        near(1.0, 10.0);
+        assert_near(0.91, 1.0);
+        assert_near(0.99, 9.0);
+        assert_near(1.0, 10.0);
         assert!((times.mean() / 550_000.0 - 1.0).abs() < 0.01, "{}", times.mean());
         let points = distribution(&times);
         assert_eq!(
@@ -170,25 +170,25 @@ mod tests {
     }
 
     #[test]
-    fn a_mean_and_a_maximum_are_exact() {
+    fn mean_and_maximum_are_exact() {
         let mut times = ExactTimes::default();
         for ns in [1, 1_000_003, 123_456_789, u64::MAX] {
             times.note(ns);
         }
-        let told = times.percentiles();
-        assert_eq!((told.max, told.mean), (u64::MAX, (u128::from(u64::MAX) + 124_456_793) as f64 / 4.0));
-        let mut one = ExactTimes::default();
-        one.note(1_000_003);
-        let told = one.percentiles();
+        let percentiles = times.percentiles();
+        assert_eq!((percentiles.max, percentiles.mean), (u64::MAX, (u128::from(u64::MAX) + 124_456_793) as f64 / 4.0));
+        let mut single = ExactTimes::default();
+        single.note(1_000_003);
+        let percentiles = single.percentiles();
         assert_eq!(
-            (told.p50, told.p99_9, told.max, told.mean),
+            (percentiles.p50, percentiles.p99_9, percentiles.max, percentiles.mean),
             (1_000_003, 1_000_003, 1_000_003, 1_000_003.0)
         );
         assert_eq!(ExactTimes::default().percentiles().mean, 0.0);
     }
 
     #[test]
-    fn a_distribution_has_its_tail_and_no_more_points_than_it_takes() {
+    fn distribution_has_its_tail_in_few_points() {
         let mut times = growing();
         (0..10_000).for_each(|_| note(&mut times, 4_000_000));
         (1..=30).for_each(|number| note(&mut times, 4_000_000 * number));

@@ -33,7 +33,7 @@ pub(crate) struct LimitRates {
 pub(crate) struct LimitOverTime {
     kind: LimitKind,
     /// Name of the disk or group, if the chart has limits of several.
-    of: Option<String>,
+    owner: Option<String>,
     /// Rates by time, in stretches that do not overlap.
     stretches: Vec<LimitStretch>,
 }
@@ -49,34 +49,34 @@ struct LimitStretch {
 impl LimitRates {
     /// Adds limits of a disk or group that are always in force, with its name if there are several.
     /// Limits that were added before are ignored.
-    pub(crate) fn add(&mut self, of: Option<&str>, limits: &Limits) {
-        self.add_during(of, limits, Watermark::ALWAYS, 0..u64::MAX);
+    pub(crate) fn add(&mut self, owner: Option<&str>, limits: &Limits) {
+        self.add_during(owner, limits, Watermark::ALWAYS, 0..u64::MAX);
     }
 
     /// Adds limits of a disk or group that are in force during `during_ns`, which must not be
     /// earlier than that of its limits that were added before.
     pub(crate) fn add_during(
         &mut self,
-        of: Option<&str>,
+        owner: Option<&str>,
         limits: &Limits,
         watermark: Watermark,
         during_ns: Range<u64>,
     ) {
         // An unnamed disk is the only one of its chart and needs no name in the legend.
-        let of = of.filter(|name| !name.is_empty());
+        let owner = owner.filter(|name| !name.is_empty());
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
             if rate == 0 {
                 continue;
             }
             let list = if kind.counts_bytes() { &mut self.bps } else { &mut self.iops };
-            let place = list.iter().position(|limit| limit.kind == kind && limit.of.as_deref() == of);
+            let place = list.iter().position(|limit| limit.kind == kind && limit.owner.as_deref() == owner);
             // Bounds the memory for recordings with very many groups.
             if place.is_none() && list.len() == MAX_KEPT {
                 continue;
             }
             let place = place.unwrap_or_else(|| {
-                list.push(LimitOverTime { kind, of: of.map(str::to_owned), stretches: Vec::new() });
+                list.push(LimitOverTime { kind, owner: owner.map(str::to_owned), stretches: Vec::new() });
                 list.len() - 1
             });
             list[place].add(LimitStretch { during_ns: during_ns.clone(), rate, watermark });
@@ -109,8 +109,8 @@ impl LimitOverTime {
             }
             _ => values.join(" → "),
         };
-        let of = self.of.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
-        format!("{} {shown}{of}", LimitSetting::Limit(self.kind, LimitPart::Rate).name())
+        let owner = self.owner.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
+        format!("{} {shown}{owner}", LimitSetting::Limit(self.kind, LimitPart::Rate).name())
     }
 
     /// Points of a line for each time in which the limit is in force.
@@ -195,11 +195,11 @@ mod tests {
     use super::*;
 
     fn limits() -> Limits {
-        let mut of = Limits::default();
-        of.limit_mut(LimitKind::IopsTotal).rate = 15;
-        of.limit_mut(LimitKind::IopsRead).rate = 5000;
-        of.limit_mut(LimitKind::BpsWrite).rate = 10 << 20;
-        of
+        let mut limits = Limits::default();
+        limits.limit_mut(LimitKind::IopsTotal).rate = 15;
+        limits.limit_mut(LimitKind::IopsRead).rate = 5000;
+        limits.limit_mut(LimitKind::BpsWrite).rate = 10 << 20;
+        limits
     }
 
     fn rates() -> [ChartSeries; 1] {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_near_to_the_rates_are_drawn_from_end_to_end() {
+    fn limits_near_the_rates_are_drawn_over_the_full_width() {
         let mut limits = LimitRates::default();
         limits.add(Some("vm1"), &self::limits());
         limits.add(Some("vm1"), &self::limits());
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_is_lifted_for_a_time_has_a_gap() {
+    fn lifted_limit_has_a_gap() {
         let mut limits = LimitRates::default();
         let watermark = Watermark::new(80).expect("a percentage");
         let ms = |from: u64, to: u64| from * 1_000_000..to * 1_000_000;
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn further_limits_are_counted() {
+    fn limits_beyond_the_maximum_are_counted() {
         let mut limits = LimitRates::default();
         (0..11).for_each(|disk| limits.add(Some(&format!("vm{disk}")), &self::limits()));
         let (lines, note) = lines_of(&limits.iops, &rates());

@@ -44,7 +44,7 @@ pub(super) struct LoadSpec {
     pub(super) readers: u32,
     /// Request size in bytes; not 0, and at most the image's size.
     pub(super) block_bytes: usize,
-    pub(super) places: OffsetPattern,
+    pub(super) pattern: OffsetPattern,
     pub(super) write: Option<u8>,
     pub(super) flush: Option<FlushSpec>,
 }
@@ -94,7 +94,7 @@ impl From<LoadSpec> for LoadJob {
 impl LoadJob {
     /// Divides requests and rate among 1 to `load.count` jobs, each with the full depth.
     pub(super) fn split(self, count: u32) -> Vec<Self> {
-        let of = |number: u32| {
+        let job_of = |number: u32| {
             let all = self.load.count;
             // The remainder goes to the first jobs, one request each.
             let share = all / u64::from(count) + u64::from(u64::from(number) < all % u64::from(count));
@@ -105,12 +105,12 @@ impl LoadJob {
             Self {
                 load: LoadSpec { count: share, ..self.load.clone() },
                 arrivals: self.arrivals.map(rate),
-                part: JobPart { number, of: count },
+                part: JobPart { number, count },
                 answered: CompletedCount::default(),
                 ..self.clone()
             }
         };
-        (0..count).map(of).collect()
+        (0..count).map(job_of).collect()
     }
 }
 

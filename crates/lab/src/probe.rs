@@ -44,13 +44,13 @@ const FILL_TIMES: u32 = 5;
 /// # Errors
 /// Fails on anything that prevents measuring or storing.
 pub fn run(arguments: ProbeArgs) -> Result<(), CommandFailure> {
-    let wish = ProbeOptions {
+    let options = ProbeOptions {
         path: &arguments.path,
         size_bytes: arguments.size,
         write: arguments.write,
         force: arguments.force,
     };
-    let target = ProbeTarget::open(wish)?;
+    let target = ProbeTarget::open(options)?;
     let roots = SysfsRoots::default();
     // Without an identity (a file system in memory) the result is not stored.
     let identity = DeviceIdentity::resolve(DeviceNumber::unpack(target.device_number), &roots).ok();
@@ -70,10 +70,10 @@ pub fn run(arguments: ProbeArgs) -> Result<(), CommandFailure> {
         let measured = measure(&target, &name, seconds, read_only, &progress).await;
         Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
     })?;
-    let (report, kept) = store_record(measured, &store, device, arguments.path.display().to_string(), accept);
+    let (report, saved) = store_record(measured, &store, device, arguments.path.display().to_string(), accept);
     let text = if arguments.json { report.json() } else { report.text() };
     print(&text)?;
-    Ok(kept?)
+    Ok(saved?)
 }
 
 #[derive(Debug)]
@@ -122,9 +122,9 @@ async fn measure(
     for load in loads {
         progress.step(&format!("{} of {}", load.name(), report::size(load.block_bytes as u64)));
         let longer = |time: Duration| {
-            let what = format!("{} again, for {} s: its rate varies", load.name(), time.as_secs());
+            let step = format!("{} again, for {} s: its rate varies", load.name(), time.as_secs());
             progress.end();
-            progress.step(&what);
+            progress.step(&step);
         };
         figures.push(field.measure_steadily(load, time, longer).await?);
         progress.end();
@@ -136,13 +136,13 @@ async fn measure(
 fn capacity(figures: &[ProbeResult]) -> CapacityFigures {
     let best =
         |direction: Direction, block_bytes: usize, part: fn(&ProbeResult) -> u64, random_only: bool| {
-            let of = |figure: &&ProbeResult| {
+            let is_match = |figure: &&ProbeResult| {
                 figure.load.direction == direction
                     && figure.load.block_bytes == block_bytes
                     && (!random_only || figure.load.pattern == load::ProbePattern::Random)
             };
             // The better of the two patterns, unless only random requests count.
-            figures.iter().filter(of).map(part).max().unwrap_or(0)
+            figures.iter().filter(is_match).map(part).max().unwrap_or(0)
         };
     let iops = |direction| best(direction, 4096, ProbeResult::iops, true);
     let bps = |direction| best(direction, 1 << 20, ProbeResult::bps, false);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capacity_that_varies_is_kept_only_on_request() {
+    fn varying_capacity_is_saved_only_on_request() {
         let directory = tempfile::tempdir().unwrap();
         let store = CapacityStore::new(Some(directory.path()));
         let device = Some(("/dev/vda".to_owned(), "serial".to_owned()));

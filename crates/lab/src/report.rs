@@ -69,8 +69,8 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
     for text in text::warnings((name_a, a), (name_b, b)) {
         page.warning(&text);
     }
-    if !differences.others.is_empty() {
-        page.table(&differences.others_table());
+    if !differences.differing_facts.is_empty() {
+        page.table(&differences.facts_table());
     }
     if let Some(drawn) = intervals::html(&differences.rows)? {
         page.figure(
@@ -98,7 +98,7 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
 fn title(result: &ResultFile) -> String {
     let header = &result.header;
     // The first word is the program's name, the second the command.
-    let name = header.command.get(1).filter(|word| !word.starts_with('-'));
+    let name = header.command.get(1).filter(|argument| !argument.starts_with('-'));
     let name = match name.map(String::as_str) {
         Some("report") => "Recording".to_owned(),
         Some(name) => format!("weir {name}"),

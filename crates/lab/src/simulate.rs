@@ -67,7 +67,7 @@ use super::{
     result::{ResultFile, ResultHeader},
 };
 
-const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
+const SCENARIO_OPTIONS: [&str; 4] = ["workload", "json", "result", "report"];
 
 /// Simulates, prints and saves the result.
 ///
@@ -78,14 +78,14 @@ pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
     if let Some(spec) = &arguments.cluster {
         return run_cluster(&arguments, spec);
     }
-    if let Some(Workload::Scenario(tale)) = &arguments.input.workload {
-        if let Some(option) = arguments.given.first_but(&OF_STORIES) {
+    if let Some(Workload::Scenario(scenario)) = &arguments.input.workload {
+        if let Some(option) = arguments.given.first_but(&SCENARIO_OPTIONS) {
             return Err(CommandFailure::Usage(anyhow!(
                 "--{option}: this workload brings its own limits, devices and disks (leave \
                  --{option} out, or use another --workload)"
             )));
         }
-        return tell(&arguments, &scenario::simulate(tale).map_err(|error| anyhow!(error))?);
+        return report_scenario(&arguments, &scenario::simulate(scenario).map_err(|error| anyhow!(error))?);
     }
     if let (Some(Workload::Sequential(_)), Some("seed")) =
         (&arguments.input.workload, arguments.given.first_of(&["seed"]))
@@ -105,8 +105,8 @@ pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
     }
     arguments.results.check()?;
     let stop = Arc::new(AtomicBool::new(false));
-    let heard = Arc::clone(&stop);
-    SignalInterruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
+    let stop_on_signal = Arc::clone(&stop);
+    SignalInterruption::watch(move || stop_on_signal.store(true, Ordering::Relaxed), || {})?;
     let setup = SimulationSetup::new(&arguments)?;
     match &arguments.sweep.sweep {
         Some(values) => run_sweep(&arguments, &setup, values, &stop),
@@ -116,7 +116,7 @@ pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
 
 fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), CommandFailure> {
     let known: Vec<_> =
-        LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(cluster::OTHERS).collect();
+        LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(cluster::CLUSTER_OPTIONS).collect();
     if let Some(option) = arguments.given.first_but(&known) {
         return Err(CommandFailure::Usage(anyhow!(
             "--{option}: is not for --cluster, which brings its own hosts, disks and requests \
@@ -124,35 +124,35 @@ fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), Comma
         )));
     }
     arguments.results.check()?;
-    let settings = arguments.terms().map_err(|wrong| CommandFailure::Usage(wrong.into()))?.disk;
+    let settings = arguments.terms().map_err(|error| CommandFailure::Usage(error.into()))?.disk;
     let stop = Arc::new(AtomicBool::new(false));
-    let heard = Arc::clone(&stop);
-    SignalInterruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
-    let begun = ResultHeader::begin();
+    let stop_on_signal = Arc::clone(&stop);
+    SignalInterruption::watch(move || stop_on_signal.store(true, Ordering::Relaxed), || {})?;
+    let header_start = ResultHeader::begin();
     let simulated = cluster::simulate(spec, settings.to_disk_settings().limits, arguments.input.seed, &stop)?;
     let summary = &simulated.summary;
-    let mut result = ResultFile::new(begun.end(None), simulated.findings.clone());
+    let mut result = ResultFile::new(header_start.end(None), simulated.findings.clone());
     result.partial.clone_from(&summary.partial);
-    print_and_keep(arguments, summary, || summary.text(), &result)?;
-    ended(simulated.failure())
+    print_and_save(arguments, summary, || summary.text(), &result)?;
+    fail_if_partial(simulated.failure())
 }
 
-fn tell(arguments: &SimulateArgs, story: &ScenarioTable) -> Result<(), CommandFailure> {
-    let begun = ResultHeader::begin();
-    let result = ResultFile::new(begun.end(None), findings::of_story(story));
-    Ok(print_and_keep(arguments, &story.table(), || story.text(), &result)?)
+fn report_scenario(arguments: &SimulateArgs, table: &ScenarioTable) -> Result<(), CommandFailure> {
+    let header_start = ResultHeader::begin();
+    let result = ResultFile::new(header_start.end(None), findings::of_scenario(table));
+    Ok(print_and_save(arguments, &table.table(), || table.text(), &result)?)
 }
 
 /// Prints and saves; attempts both, so that a closed standard output does not lose the file.
 /// Returns the first error.
-fn print_and_keep(
+fn print_and_save(
     arguments: &SimulateArgs,
     json: &impl Serialize,
     text: impl FnOnce() -> String,
     result: &ResultFile,
 ) -> anyhow::Result<()> {
     let printed = if arguments.output.json { print_json(json) } else { print(&text()) };
-    printed.and(arguments.results.keep(result))
+    printed.and(arguments.results.save_files(result))
 }
 
 fn run_once(
@@ -160,7 +160,7 @@ fn run_once(
     setup: &SimulationSetup,
     stop: &AtomicBool,
 ) -> Result<(), CommandFailure> {
-    let begun = ResultHeader::begin();
+    let header_start = ResultHeader::begin();
     // Opened before the events file is created, which could be one of the inputs.
     let input = input(arguments)?;
     let inputs = || arguments.traces.iter().chain(&arguments.config);
@@ -170,12 +170,12 @@ fn run_once(
     let progress = ActivitySpinner::new();
     let tell = |requests, at| {
         let requests = figures::count(requests as f64);
-        progress.say(|| format!("{requests} requests, {} simulated", figures::time(at)));
+        progress.set_message(|| format!("{requests} requests, {} simulated", figures::time(at)));
     };
     let outcome = simulate(SimulationJob {
         threads: threads(arguments),
         events: events.clone(),
-        tell: &tell,
+        report_progress: &tell,
         ..SimulationJob::new(setup, input, stop)
     })?;
     drop(progress);
@@ -184,11 +184,11 @@ fn run_once(
     let events = events.map(|events| events.unwrap_or_else(PoisonError::into_inner));
     let written = events.map_or(Ok(()), EventsFile::finish);
     let summary = SimulationSummary::new(&outcome, &setup.remarks);
-    let mut result = ResultFile::new(begun.end(None), findings::of_run(&summary, &outcome));
+    let mut result = ResultFile::new(header_start.end(None), findings::of_run(&summary, &outcome));
     result.partial.clone_from(&outcome.partial);
     // An incomplete events file is an error, but must not suppress the summary.
-    print_and_keep(arguments, &summary, || summary.text(), &result).and(written)?;
-    ended(outcome.partial)
+    print_and_save(arguments, &summary, || summary.text(), &result).and(written)?;
+    fail_if_partial(outcome.partial)
 }
 
 fn run_sweep(
@@ -202,7 +202,7 @@ fn run_sweep(
             "--sweep: standard input can be read once only (write the trace to a file)"
         )));
     }
-    let begun = ResultHeader::begin();
+    let header_start = ResultHeader::begin();
     let of = arguments.sweep.sweep_of.as_deref();
     let judged = arguments.sweep.p99_of.as_deref();
     let between = SweptNames { limited: of, judged };
@@ -210,7 +210,7 @@ fn run_sweep(
     let setups = values.values.iter().map(|&value| setup.with_limit(of, values.setting, value));
     setups.collect::<anyhow::Result<Vec<_>>>().map_err(CommandFailure::Usage)?;
     let progress = ActivitySpinner::new();
-    let one = |value| {
+    let simulate_value = |value| {
         let setup = setup.with_limit(of, values.setting, value)?;
         // Each value on one thread; values run in parallel.
         let outcome =
@@ -221,8 +221,8 @@ fn run_sweep(
         Ok(Some((SweepPoint::new(value, &outcome, between)?, outcome.partial)))
     };
     let count = values.values.len();
-    let points = sweep(&values.values, threads(arguments), one, |done| {
-        progress.say(|| format!("{done} of {count} simulations"));
+    let points = sweep(&values.values, threads(arguments), simulate_value, |done| {
+        progress.set_message(|| format!("{done} of {count} simulations"));
     })?;
     drop(progress);
     let (points, partial): (Vec<_>, Vec<_>) = points.into_iter().unzip();
@@ -231,13 +231,13 @@ fn run_sweep(
     let partial = partial.into_iter().flatten().next().or(interrupted);
     let below_ns = arguments.sweep.p99.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     let swept = SweepResult::new(values, points, below_ns.map(|below_ns| (below_ns, judged.or(of))), partial);
-    let mut result = ResultFile::new(begun.end(None), findings::of_sweep(&swept));
+    let mut result = ResultFile::new(header_start.end(None), findings::of_sweep(&swept));
     result.partial.clone_from(&swept.partial);
-    print_and_keep(arguments, &swept, || swept.text(), &result)?;
-    ended(swept.partial)
+    print_and_save(arguments, &swept, || swept.text(), &result)?;
+    fail_if_partial(swept.partial)
 }
 
-fn ended(partial: Option<String>) -> Result<(), CommandFailure> {
+fn fail_if_partial(partial: Option<String>) -> Result<(), CommandFailure> {
     match partial {
         None => Ok(()),
         Some(why) => Err(CommandFailure::Failed(anyhow!("{why}"))),
@@ -261,6 +261,6 @@ fn input(arguments: &SimulateArgs) -> anyhow::Result<SimulationInput> {
             ..SimulationInput::of(EmptySource)
         },
         Some(Workload::Open(open)) => SimulationInput::of(WorkloadGenerator::new(open, arguments.input.seed)),
-        Some(Workload::Scenario(tale)) => unreachable!("{tale:?} is described and not simulated here"),
+        Some(Workload::Scenario(scenario)) => unreachable!("{scenario:?} is described and not simulated here"),
     })
 }

@@ -63,22 +63,22 @@ struct TuneOutcome {
 /// # Errors
 /// Fails on anything that prevents the measurement; results until then are printed and saved.
 pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
-    let begun = ResultHeader::begin();
+    let header_start = ResultHeader::begin();
     arguments.results.check()?;
     let stop = TuneStop::after(arguments.budget)?;
     let earlier = arguments.resume.as_deref().map(StoredSamples::load).transpose()?;
-    let wish = TuneTargetOptions {
+    let options = TuneTargetOptions {
         path: &arguments.path,
         // A resumed run must have the same size, which the earlier result contains.
-        size_bytes: arguments.size.or(earlier.as_ref().map(|kept| kept.size_bytes)),
+        size_bytes: arguments.size.or(earlier.as_ref().map(|stored| stored.size_bytes)),
         format: arguments.format,
         write: arguments.write,
         force: arguments.force,
         budget_seconds: arguments.budget.as_secs(),
     };
-    let place = Rc::new(TuneTarget::open(wish, inspect_image)?);
+    let place = Rc::new(TuneTarget::open(options, inspect_image)?);
     // From here on a second interruption also removes the directory.
-    place.removed_by(&stop);
+    place.register_for_removal(&stop);
     let progress = StepProgress::new(arguments.json);
     let outcome = if let Some(preset) = arguments.preset {
         if !matches!(place.kind, TuneTargetKind::Made { .. }) {
@@ -97,7 +97,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
         let session = TuneSession::new(place, samples, stop.clone(), progress, &arguments);
         on_reactor(async move { Ok(session.work().await) })?
     };
-    print_and_save(outcome, stop.is_interrupted(), &arguments, begun)
+    print_and_save(outcome, stop.is_interrupted(), &arguments, header_start)
 }
 
 /// An image's properties, and the amount of data in its first `part` bytes (or all).
@@ -141,10 +141,10 @@ fn print_and_save(
     outcome: TuneOutcome,
     interrupted: bool,
     arguments: &TuneArgs,
-    begun: HeaderStart,
+    header_start: HeaderStart,
 ) -> Result<(), CommandFailure> {
     let TuneOutcome { findings, text, details, failed } = outcome;
-    let mut result = ResultFile::new(begun.end(Some(&arguments.path)), findings);
+    let mut result = ResultFile::new(header_start.end(Some(&arguments.path)), findings);
     result.details = details;
     result.partial = match &failed {
         Some(error) => Some(format!("it failed: {error:#}")),
@@ -158,9 +158,9 @@ fn print_and_save(
         print(&(mark + &text))
     };
     // Saved even if standard output is closed.
-    let kept = arguments.results.keep(&result);
+    let saved = arguments.results.save_files(&result);
     printed?;
-    kept?;
+    saved?;
     match failed {
         Some(error) => {
             let place = arguments.path.display();

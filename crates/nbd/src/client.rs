@@ -136,9 +136,9 @@ struct ClientConnection {
     sequence: Cell<u32>,
     outgoing: RefCell<Outgoing>,
     send_signal: Signal,
-    leaving: Cell<bool>,
+    is_disconnecting: Cell<bool>,
     /// True while the connection is being retired, to continue on another thread.
-    retiring: Cell<bool>,
+    is_retiring: Cell<bool>,
     fault: RefCell<Option<ConnectionFault>>,
     /// Waker of the task that waits for the end of the connection.
     close_waker: RefCell<Option<Waker>>,
@@ -187,30 +187,30 @@ impl NbdClient {
     /// # Panics
     /// Panics outside a reactor.
     pub fn start(established: EstablishedConnection) -> Self {
-        let (stream, about, inbox) = established.into_parts();
+        let (stream, export, inbox) = established.into_parts();
         let connection = Rc::new(ClientConnection {
             stream,
-            export: about,
+            export,
             in_flight: RefCell::default(),
             sequence: Cell::new(0),
             outgoing: RefCell::default(),
             send_signal: Signal::default(),
-            leaving: Cell::new(false),
-            retiring: Cell::new(false),
+            is_disconnecting: Cell::new(false),
+            is_retiring: Cell::new(false),
             fault: RefCell::default(),
             close_waker: RefCell::default(),
         });
         // `disconnect` and `retire` join the sender; the receiver is detached.
         let sender = spawn_joinable(Rc::clone(&connection).send());
-        let (leave, left) = async_channel::bounded(1);
+        let (retire_sender, inbox_receiver) = async_channel::bounded(1);
         let receiving = Rc::clone(&connection);
         spawn_joinable(async move {
             let inbox = receiving.receive(inbox).await;
             // Fails only if the client was dropped.
-            let _ = leave.try_send(inbox);
+            let _ = retire_sender.try_send(inbox);
         })
         .detach();
-        Self { connection: OpenConnection(Some(connection)), sender, retired_inbox: left }
+        Self { connection: OpenConnection(Some(connection)), sender, retired_inbox: inbox_receiver }
     }
 
     /// Properties of the export.
@@ -247,8 +247,8 @@ impl NbdClient {
     /// [`NbdExportInfo::maximum_payload`].
     pub async fn read(&self, offset: u64, length: usize) -> Result<IoBuffer> {
         let read = PendingRead { offset, length, pieces: ReceivedPieces::default(), data: None };
-        let ask = RequestFields { command: cmd::READ, flags: 0, offset, length };
-        match self.connection.request(ask, Expects::Data(read), None).await? {
+        let fields = RequestFields { command: cmd::READ, flags: 0, offset, length };
+        match self.connection.request(fields, Expects::Data(read), None).await? {
             Expects::Data(PendingRead { data: Some(data), .. }) => Ok(data),
             _ => Err(Error::IO),
         }
@@ -293,19 +293,19 @@ impl NbdClient {
     /// # Errors
     /// The server's error, or [`CONNECTION_LOST`].
     pub async fn extents(&self, offset: u64, length: u32) -> Result<Vec<RawExtent>> {
-        let ask = RequestFields { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
+        let fields = RequestFields { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
         let expects = Expects::Extents { asked: length, found: Vec::new() };
-        match self.connection.request(ask, expects, None).await? {
+        match self.connection.request(fields, expects, None).await? {
             Expects::Extents { found, .. } => Ok(found),
             _ => Err(Error::IO),
         }
     }
 
-    async fn change(&self, ask: RequestFields, payload: Option<Segments>) -> Result<()> {
+    async fn change(&self, fields: RequestFields, payload: Option<Segments>) -> Result<()> {
         if self.export().is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
-        self.connection.request(ask, Expects::Nothing, payload).await.map(drop)
+        self.connection.request(fields, Expects::Nothing, payload).await.map(drop)
     }
 
     /// Makes acknowledged writes durable. Does nothing if the server does not support flushes.
@@ -316,8 +316,8 @@ impl NbdClient {
         if !self.export().can_flush() {
             return Ok(());
         }
-        let ask = RequestFields { command: cmd::FLUSH, flags: 0, offset: 0, length: 0 };
-        self.connection.request(ask, Expects::Nothing, None).await.map(drop)
+        let fields = RequestFields { command: cmd::FLUSH, flags: 0, offset: 0, length: 0 };
+        self.connection.request(fields, Expects::Nothing, None).await.map(drop)
     }
 
     /// Disconnects. Waits up to a second until the disconnect request is sent, but not for requests
@@ -326,7 +326,7 @@ impl NbdClient {
         let Self { connection, sender, retired_inbox: _left } = self;
         // DISC has no reply ("Request types"), so only the sending is awaited.
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, 0, None);
-        connection.leaving.set(true);
+        connection.is_disconnecting.set(true);
         connection.send_signal.raise();
         let _ = timeout(DISCONNECT_TIMEOUT, sender).await;
     }
@@ -334,14 +334,14 @@ impl NbdClient {
     /// Retires the connection, so that another thread can continue it. The caller ensures that no
     /// request is in flight or made meanwhile; `None` if the connection is lost.
     pub async fn retire(self) -> Option<EstablishedConnection> {
-        let Self { connection, sender, retired_inbox: left } = self;
-        connection.retiring.set(true);
+        let Self { connection, sender, retired_inbox: inbox_receiver } = self;
+        connection.is_retiring.set(true);
         connection.send_signal.raise();
         // The sender ends when everything queued is sent.
         sender.await;
         // The receiver waits for a reply that will not arrive: interrupt it to get its inbox.
         connection.stream.interrupt();
-        let mut inbox = left.recv().await.ok()?;
+        let mut inbox = inbox_receiver.recv().await.ok()?;
         if connection.fault.borrow().is_some() {
             return None;
         }
@@ -351,7 +351,7 @@ impl NbdClient {
         // A server sends nothing unsolicited, so remaining bytes would violate the protocol.
         (unfinished.is_empty() && skip == 0).then_some(EstablishedConnection {
             stream,
-            about,
+            export: about,
             received: behind,
         })
     }
@@ -370,7 +370,7 @@ struct ReactorEndGuard(Rc<ClientConnection>);
 
 impl Drop for ReactorEndGuard {
     fn drop(&mut self) {
-        if !self.0.retiring.get() {
+        if !self.0.is_retiring.get() {
             self.0.fail_all(ConnectionFault::Ended);
         }
     }
@@ -379,20 +379,20 @@ impl Drop for ReactorEndGuard {
 impl ClientConnection {
     async fn request(
         &self,
-        ask: RequestFields,
+        fields: RequestFields,
         expects: Expects,
         payload: Option<Segments>,
     ) -> Result<Expects> {
         if self.fault.borrow().is_some() {
             return Err(CONNECTION_LOST);
         }
-        let RequestFields { command, flags, offset, length } = ask;
-        let most = match command {
+        let RequestFields { command, flags, offset, length } = fields;
+        let max_length = match command {
             cmd::READ | cmd::WRITE => self.export.maximum_payload,
             _ => u32::MAX,
         };
         // Compact headers have 32-bit lengths; the server's maximum applies to payloads only.
-        let length = u32::try_from(length).ok().filter(|&length| length <= most).ok_or(Error::INVALID)?;
+        let length = u32::try_from(length).ok().filter(|&length| length <= max_length).ok_or(Error::INVALID)?;
         let ticket = self.register(expects);
         self.outgoing.borrow_mut().push(command, flags, ticket.cookie, offset, length, payload);
         self.send_signal.raise();
@@ -431,7 +431,7 @@ impl ClientConnection {
                     }
                 }
                 // Ends only with an empty queue, so that no request is lost.
-                None if self.leaving.get() || self.retiring.get() => return,
+                None if self.is_disconnecting.get() || self.is_retiring.get() => return,
                 None if self.fault.borrow().is_some() => return,
                 None => self.send_signal.wait().await,
             }
@@ -445,7 +445,7 @@ impl ClientConnection {
                 Ok(()) => {}
                 // Interrupted by `retire`, before any byte of a reply.
                 Err(ConnectionFault::Broken(error))
-                    if self.retiring.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
+                    if self.is_retiring.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
                 {
                     drop(ending);
                     return inbox;
@@ -552,7 +552,7 @@ impl ClientConnection {
         context: u32,
         length: usize,
     ) -> FaultResult<()> {
-        let asked = match &self.in_flight.borrow()[key].expects {
+        let requested = match &self.in_flight.borrow()[key].expects {
             Expects::Extents { asked, found }
                 // One context was negotiated, so one chunk with its id is valid.
                 if found.is_empty() && Some(context) == self.export.allocation =>
@@ -567,10 +567,10 @@ impl ClientConnection {
                                                                 other than block status")),
         };
         // Extents beyond the limit are dropped, but their bytes must be consumed.
-        let kept = length.min(MAX_EXTENTS * EXTENT_BYTES);
-        let bytes = inbox.payload(kept, &self.stream).await?;
-        inbox.skip(length - kept, &self.stream).await?;
-        let mut found = Vec::with_capacity(kept / EXTENT_BYTES);
+        let stored_bytes = length.min(MAX_EXTENTS * EXTENT_BYTES);
+        let bytes = inbox.payload(stored_bytes, &self.stream).await?;
+        inbox.skip(length - stored_bytes, &self.stream).await?;
+        let mut found = Vec::with_capacity(stored_bytes / EXTENT_BYTES);
         let mut fields = WireFields::new(&bytes);
         while let Some((length, flags)) = fields.u32().zip(fields.u32()) {
             if length == 0 {
@@ -578,7 +578,7 @@ impl ClientConnection {
             }
             found.push(RawExtent { length, flags });
         }
-        self.in_flight.borrow_mut()[key].expects = Expects::Extents { asked, found };
+        self.in_flight.borrow_mut()[key].expects = Expects::Extents { asked: requested, found };
         Ok(())
     }
 
@@ -626,8 +626,8 @@ impl ClientConnection {
         if data.len() == read.length {
             read.data = Some(data);
         } else {
-            let whole = read.data.get_or_insert_with(|| IoBuffer::zeroed(read.length));
-            whole[at..at + data.len()].copy_from_slice(&data);
+            let data_buffer = read.data.get_or_insert_with(|| IoBuffer::zeroed(read.length));
+            data_buffer[at..at + data.len()].copy_from_slice(&data);
         }
         Ok(())
     }
@@ -651,13 +651,13 @@ impl ClientConnection {
     fn finish(&self, key: usize) -> FaultResult<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = &mut in_flight[key];
-        let is_whole = match &entry.expects {
+        let is_complete = match &entry.expects {
             Expects::Nothing => true,
             Expects::Data(read) => read.pieces.covers(read.length),
             Expects::Extents { found, .. } => !found.is_empty(),
         };
         // After an error the content is irrelevant; a success must be complete.
-        if entry.error.is_none() && !is_whole {
+        if entry.error.is_none() && !is_complete {
             return Err(ConnectionFault::ProtocolViolation("less data than requested"));
         }
         entry.answered = true;
@@ -686,8 +686,8 @@ impl PendingReply<'_> {
             let mut in_flight = self.connection.in_flight.borrow_mut();
             let entry = &mut in_flight[self.key];
             if entry.answered {
-                let answer = std::mem::replace(&mut entry.expects, Expects::Nothing);
-                return Poll::Ready(entry.error.map_or(Ok(answer), Err));
+                let outcome = std::mem::replace(&mut entry.expects, Expects::Nothing);
+                return Poll::Ready(entry.error.map_or(Ok(outcome), Err));
             }
             if self.connection.fault.borrow().is_some() {
                 return Poll::Ready(Err(CONNECTION_LOST));

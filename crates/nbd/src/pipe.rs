@@ -65,8 +65,8 @@ impl Pipe {
             if std::mem::take(&mut incoming.interrupted) && incoming.bytes.is_empty() {
                 return Poll::Ready(Err(io::Error::from_raw_os_error(libc::ECANCELED)));
             }
-            let most = incoming.bytes.len().min(buffer.len() - filled);
-            if most == 0 {
+            let max_bytes = incoming.bytes.len().min(buffer.len() - filled);
+            if max_bytes == 0 {
                 if incoming.closed {
                     return Poll::Ready(Ok(0));
                 }
@@ -74,7 +74,7 @@ impl Pipe {
                 return Poll::Pending;
             }
             // Returns a random part of the available bytes, as a socket may.
-            let count = sim::random(|random| random.usize(1..=most));
+            let count = sim::random(|random| random.usize(1..=max_bytes));
             for (target, byte) in buffer[filled..].iter_mut().zip(incoming.bytes.drain(..count)) {
                 *target = byte;
             }

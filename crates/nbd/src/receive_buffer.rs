@@ -40,7 +40,7 @@ pub struct ReceiveBuffer {
     /// Received part of a payload whose receive was interrupted.
     unfinished: Vec<u8>,
     /// Number of bytes to skip.
-    to_skip: usize,
+    skip_bytes: usize,
 }
 
 impl ReceiveBuffer {
@@ -59,7 +59,7 @@ impl ReceiveBuffer {
             idle_bytes,
             received: 0,
             unfinished: Vec::new(),
-            to_skip: 0,
+            skip_bytes: 0,
         }
     }
 
@@ -74,15 +74,15 @@ impl ReceiveBuffer {
         if let Some(buffer) = &mut inbox.buffer {
             buffer[..bytes.len()].copy_from_slice(bytes);
         }
-        Self { end: bytes.len(), to_skip: skip, ..inbox }
+        Self { end: bytes.len(), skip_bytes: skip, ..inbox }
     }
 
     /// Removes the state of an interrupted receive: the partial payload, the bytes behind it, and
     /// the number of bytes still to skip.
     pub fn take_rest(&mut self) -> (Vec<u8>, Vec<u8>, usize) {
-        let behind = self.bytes().to_vec();
-        self.consume(behind.len());
-        (std::mem::take(&mut self.unfinished), behind, std::mem::take(&mut self.to_skip))
+        let received = self.bytes().to_vec();
+        self.consume(received.len());
+        (std::mem::take(&mut self.unfinished), received, std::mem::take(&mut self.skip_bytes))
     }
 
     /// Adapts the receive size to the client from now on, after the handshake. A size above
@@ -134,12 +134,12 @@ impl ReceiveBuffer {
         let mut buffer = self.buffer.take().expect("one receive at a time");
         // At most the beginning of a request or an option is left, so this moves a few bytes.
         self.adapt();
-        let room = self.next_size(stream);
+        let capacity = self.next_size(stream);
         // A buffer that has the right size already is reused.
-        if room == buffer.len() {
+        if capacity == buffer.len() {
             buffer.copy_within(self.start..self.end, 0);
         } else {
-            let mut other = IoBuffer::new(room);
+            let mut other = IoBuffer::new(capacity);
             other[..self.end - self.start].copy_from_slice(&buffer[self.start..self.end]);
             buffer = other;
         }
@@ -155,13 +155,13 @@ impl ReceiveBuffer {
     /// Size of the buffer for the next receive. It is large only if more bytes are waiting, so that
     /// an idle client occupies no large buffer.
     fn next_size(&self, stream: &NbdStream) -> usize {
-        let left = self.end - self.start;
+        let unread = self.end - self.start;
         // The query costs a system call, so only after a receive that filled much of its buffer.
         let waiting = if self.received >= self.idle_bytes / 2 { stream.waiting_bytes() } else { 0 };
-        if left + waiting > self.idle_bytes {
+        if unread + waiting > self.idle_bytes {
             BUSY_BYTES
-        } else if left == self.idle_bytes {
-            2 * left
+        } else if unread == self.idle_bytes {
+            2 * unread
         } else {
             self.idle_bytes
         }
@@ -183,11 +183,11 @@ impl ReceiveBuffer {
         &mut self,
         length: usize,
         stream: &NbdStream,
-        moved: impl Fn(usize),
+        on_progress: impl Fn(usize),
     ) -> io::Result<IoBuffer> {
         let mut payload = IoBuffer::new(length);
         let mut filled = self.take(&mut payload);
-        moved(filled);
+        on_progress(filled);
         while filled < length {
             let (result, buffer) = stream.receive(payload, filled).await;
             payload = buffer;
@@ -195,7 +195,7 @@ impl ReceiveBuffer {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => {
                     filled += count;
-                    moved(count);
+                    on_progress(count);
                 }
                 Err(error) => {
                     // Kept for `take_rest`: another process may continue the connection here.
@@ -217,12 +217,12 @@ impl ReceiveBuffer {
     /// # Errors
     /// As reported by the stream; `UnexpectedEof` if it ends before.
     pub async fn skip(&mut self, length: usize, stream: &NbdStream) -> io::Result<()> {
-        self.to_skip += length;
+        self.skip_bytes += length;
         loop {
-            let here = self.to_skip.min(self.bytes().len());
-            self.consume(here);
-            self.to_skip -= here;
-            if self.to_skip == 0 {
+            let skipped = self.skip_bytes.min(self.bytes().len());
+            self.consume(skipped);
+            self.skip_bytes -= skipped;
+            if self.skip_bytes == 0 {
                 return Ok(());
             }
             if !self.fill(stream).await? {

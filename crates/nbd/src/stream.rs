@@ -71,8 +71,8 @@ impl NbdStream {
     pub async fn send_now(&self, mut segments: Segments) -> io::Result<()> {
         if let Self::Plain(fd) = self {
             // A socket usually accepts everything at once; the rest is sent below.
-            let (result, rest) = operation::send_now(fd, segments).await;
-            segments = rest;
+            let (result, unsent) = operation::send_now(fd, segments).await;
+            segments = unsent;
             segments.advance(sent_bytes(result)?);
         }
         self.send(segments).await
@@ -162,8 +162,8 @@ impl NbdStream {
         let tls = RefCell::new(Box::new(tls));
         loop {
             // Ciphertext received with the agreement comes first, then the socket's.
-            let fed = tls.borrow_mut().feed(received);
-            received = &received[fed..];
+            let consumed = tls.borrow_mut().feed(received);
+            received = &received[consumed..];
             let progress = tls.borrow_mut().handshake();
             // Sent also after a failure: the alert tells the peer the reason.
             send_outgoing(&fd, &tls).await?;
@@ -175,8 +175,8 @@ impl NbdStream {
             }
         }
         // The peer may send data directly after its last handshake message.
-        let fed = tls.borrow_mut().feed(received);
-        if fed < received.len() {
+        let consumed = tls.borrow_mut().feed(received);
+        if consumed < received.len() {
             return Err(TlsFailure::Flood);
         }
         Ok(Self::Tls { fd, tls })
@@ -205,8 +205,8 @@ pub enum TlsFailure {
 
 async fn send_plain(fd: &Fd, mut segments: Segments) -> io::Result<()> {
     while !segments.is_empty() {
-        let (result, rest) = operation::send(fd, segments).await;
-        segments = rest;
+        let (result, unsent) = operation::send(fd, segments).await;
+        segments = unsent;
         segments.advance(sent_bytes(result)?);
     }
     Ok(())
@@ -246,9 +246,9 @@ async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<
     if count == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    let fed = tls.borrow_mut().feed(&buffer[..count]);
+    let consumed = tls.borrow_mut().feed(&buffer[..count]);
     // The session is drained before more is fed, so one receive always fits.
-    assert_eq!(fed, count, "the queue of ciphertext holds less than one receive");
+    assert_eq!(consumed, count, "the queue of ciphertext holds less than one receive");
     Ok(())
 }
 

@@ -60,12 +60,12 @@ impl Uri {
     /// # Errors
     /// The violated rule, as the continuation of a message that begins with the text.
     pub fn parse(text: &str) -> Result<Self, UriRule> {
-        let known = "is an unknown kind of NBD URI; write nbd:// or nbd+unix://";
+        let unknown_scheme = "is an unknown kind of NBD URI; write nbd:// or nbd+unix://";
         // Without a slash it is QEMU's legacy syntax.
         if let Some(rest) = text.strip_prefix("nbd:").filter(|rest| !rest.starts_with('/')) {
-            return Self::parse(&from_qemu_syntax(rest).ok_or(known)?);
+            return Self::parse(&from_qemu_syntax(rest).ok_or(unknown_scheme)?);
         }
-        let (scheme, rest) = text.split_once("://").ok_or(known)?;
+        let (scheme, rest) = text.split_once("://").ok_or(unknown_scheme)?;
         let (rest, query) = rest.split_once('?').map_or((rest, None), |(rest, query)| (rest, Some(query)));
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
         let name =
@@ -97,7 +97,7 @@ impl Uri {
                 return Err("names a host; write nbd+unix:///EXPORT?socket=PATH");
             }
             "nbd+unix" | "nbds+unix" => unix(socket)?,
-            _ => return Err(known),
+            _ => return Err(unknown_scheme),
         };
         if tls.certificates.is_some() && tls.psk_file.is_some() {
             return Err("has certificates and pre-shared keys; give one");
@@ -111,13 +111,13 @@ impl Uri {
         const FILES: [&str; 3] = ["socket", "tls-certificates", "tls-psk-file"];
         let Some((before, query)) = self.text.split_once('?') else { return self };
         // Only relative paths of these keys change; all other text is kept.
-        let seen = |pair: &str| {
+        let resolve = |pair: &str| {
             let (key, value) = pair.split_once('=')?;
             let path = path_of(value).ok().filter(|path| path.is_relative() && FILES.contains(&key))?;
             Some(format!("{key}={}", encoded(directory.join(path).as_os_str().as_bytes())))
         };
         let pairs: Vec<_> =
-            query.split('&').map(|pair| seen(pair).unwrap_or_else(|| pair.to_owned())).collect();
+            query.split('&').map(|pair| resolve(pair).unwrap_or_else(|| pair.to_owned())).collect();
         Self::parse(&format!("{before}?{}", pairs.join("&"))).unwrap_or(self)
     }
 
@@ -130,12 +130,12 @@ impl Uri {
         if let Some(file) = &tls.psk_file {
             return TlsClient::psk(file, tls.user.as_deref()).map(Some);
         }
-        let own = match &self.server {
+        let server_name = match &self.server {
             // A Unix socket has no host name to verify.
             NbdEndpoint::Unix(_) => "localhost",
             NbdEndpoint::Tcp { host, .. } => host,
         };
-        let host = tls.hostname.clone().unwrap_or_else(|| own.to_owned());
+        let host = tls.hostname.clone().unwrap_or_else(|| server_name.to_owned());
         TlsClient::x509(tls.certificates.as_deref(), (!tls.accepts_any_certificate).then_some(host)).map(Some)
     }
 }
@@ -302,14 +302,14 @@ mod tests {
 
     #[test]
     fn relative_files_resolve_against_a_directory() {
-        let seen = |text| Uri::parse(text).unwrap().relative_to(Path::new("/my dir&")).to_string();
-        assert_eq!(seen("nbd+unix:///x?socket=a%20b/s"), "nbd+unix:///x?socket=/my%20dir%26/a%20b/s");
+        let resolved = |text| Uri::parse(text).unwrap().relative_to(Path::new("/my dir&")).to_string();
+        assert_eq!(resolved("nbd+unix:///x?socket=a%20b/s"), "nbd+unix:///x?socket=/my%20dir%26/a%20b/s");
         assert_eq!(
-            seen("nbds+unix:///x?socket=/s&tls-certificates=pki&tls-hostname=vm"),
+            resolved("nbds+unix:///x?socket=/s&tls-certificates=pki&tls-hostname=vm"),
             "nbds+unix:///x?socket=/s&tls-certificates=/my%20dir%26/pki&tls-hostname=vm"
         );
-        for whole in ["nbd://h/x", "nbd+unix:///x?socket=/a+b"] {
-            assert_eq!(seen(whole), whole);
+        for unchanged in ["nbd://h/x", "nbd+unix:///x?socket=/a+b"] {
+            assert_eq!(resolved(unchanged), unchanged);
         }
     }
 
@@ -330,8 +330,8 @@ mod tests {
             ("nbds://h/?tls-certificates=", "has an empty path"),
             ("nbd://h/%zz", "has a %"),
         ] {
-            let wrong = Uri::parse(text).expect_err(text);
-            assert!(wrong.contains(why), "{text}: {wrong}");
+            let error = Uri::parse(text).expect_err(text);
+            assert!(error.contains(why), "{text}: {error}");
         }
     }
 }

@@ -35,7 +35,7 @@ struct SaturatedGroup {
 
 impl SaturatedGroup {
     /// Disks in groups of their own, nested `levels` deep.
-    fn new(disks: u32, levels: usize, promised: bool) -> Self {
+    fn new(disks: u32, levels: usize, reserved: bool) -> Self {
         let mut tree = ThrottleTree::new(Instant::ZERO);
         let mut group = tree.add(None, limits(), NodeShare::default()).unwrap();
         for _ in 1..levels {
@@ -44,20 +44,20 @@ impl SaturatedGroup {
         let disks = (0..disks)
             .map(|number| {
                 let share = NodeShare::new(1 + number % 1000).unwrap();
-                let share = if promised { share.with_reservation(1, 0) } else { share };
+                let share = if reserved { share.with_reservation(1, 0) } else { share };
                 tree.add(Some(group), Limits::default(), share).unwrap()
             })
             .collect();
         let mut busy = Self { tree, disks, now: Instant::ZERO };
         for number in 0..busy.disks.len() as u32 {
             for _ in 0..4 {
-                busy.ask(number);
+                busy.submit_until_queued(number);
             }
         }
         busy
     }
 
-    fn ask(&mut self, number: u32) {
+    fn submit_until_queued(&mut self, number: u32) {
         let (disk, now) = (self.disks[number as usize], self.now);
         // Until the bucket is full, requests are admitted at once.
         while let AdmissionResult::Admitted(_) =
@@ -69,7 +69,7 @@ impl SaturatedGroup {
         self.now += Duration::from_nanos(1_000_000_000 / IOPS);
         loop {
             match self.tree.poll(self.now) {
-                PollDecision::Admit(number) => self.ask(black_box(number)),
+                PollDecision::Admit(number) => self.submit_until_queued(black_box(number)),
                 PollDecision::Wait { until } => {
                     black_box(until);
                     return;
@@ -83,15 +83,15 @@ impl SaturatedGroup {
 /// Runs batches of steps and reports every iteration with the time of the fastest batch.
 fn fastest(iterations: u64, mut step: impl FnMut()) -> Duration {
     const BATCH: u32 = 500;
-    let mut least = Duration::MAX;
+    let mut shortest = Duration::MAX;
     for _ in 0..iterations.div_ceil(u64::from(BATCH)) {
         let begin = Clock::now();
         for _ in 0..BATCH {
             step();
         }
-        least = least.min(begin.elapsed());
+        shortest = shortest.min(begin.elapsed());
     }
-    least.mul_f64(iterations as f64 / f64::from(BATCH))
+    shortest.mul_f64(iterations as f64 / f64::from(BATCH))
 }
 
 /// Measures a step with criterion.
@@ -147,17 +147,17 @@ fn spare(criterion: &mut Criterion) {
     let ahead = RequestCost::one(8 * 4096);
     let mut used = SpareRefund::NONE;
     used.add(8 * 4096, 8 * 4096);
-    for (answer, given_back) in [("yes", used), ("no", SpareRefund::NONE)] {
+    for (name, refund) in [("yes", used), ("no", SpareRefund::NONE)] {
         let mut tree = ThrottleTree::<u32>::new(Instant::ZERO);
         let host = tree.add(None, limits(), NodeShare::default()).unwrap();
         let disk = tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
         // Overruns the bucket; a refund of the same amount reverses it.
         while tree.try_admit_read_ahead(disk, &ahead, SpareRefund::NONE, Instant::ZERO) {}
         group.bench_function(
-            answer,
+            name,
             timed(|| {
-                let may = tree.try_admit_read_ahead(disk, black_box(&ahead), given_back, Instant::ZERO);
-                assert_eq!(may, answer == "yes");
+                let admitted = tree.try_admit_read_ahead(disk, black_box(&ahead), refund, Instant::ZERO);
+                assert_eq!(admitted, name == "yes");
             }),
         );
     }

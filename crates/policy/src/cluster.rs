@@ -175,28 +175,28 @@ impl ClusterGroupLimits {
     /// Limits of a host with these rates. Burst rates are scaled like the rates; burst lengths
     /// stay.
     fn scaled_limits(&self, rates: ByKind) -> Limits {
-        let mut part = self.limits;
+        let mut scaled = self.limits;
         for kind in LimitKind::ALL {
-            let (whole, rate) = (self.limits.limit(kind), rates[kind.index()]);
-            if whole.rate > 0 {
-                let burst = u128::from(whole.burst_rate) * u128::from(rate) / u128::from(whole.rate);
-                let limit = part.limit_mut(kind);
+            let (cluster_limit, rate) = (self.limits.limit(kind), rates[kind.index()]);
+            if cluster_limit.rate > 0 {
+                let burst = u128::from(cluster_limit.burst_rate) * u128::from(rate) / u128::from(cluster_limit.rate);
+                let limit = scaled.limit_mut(kind);
                 // At least 1, because 0 means no limit.
                 (limit.rate, limit.burst_rate) = (rate.max(1), burst as u64);
             }
         }
-        part
+        scaled
     }
 
     /// Capacity of the buckets of a host with these rates, in units.
     fn scaled_capacity(&self, rates: ByKind) -> ByKind {
         LimitKind::ALL.map(|kind| {
-            let (whole, rate) = (self.limits.limit(kind), u128::from(rates[kind.index()]));
-            let size = match (whole.rate, whole.burst_rate) {
+            let (cluster_limit, rate) = (self.limits.limit(kind), u128::from(rates[kind.index()]));
+            let size = match (cluster_limit.rate, cluster_limit.burst_rate) {
                 (0, _) => 0,
                 // Without a burst rate, a bucket holds a tenth of a second, as in QEMU.
                 (_, 0) => rate / 10,
-                (all, burst) => rate * u128::from(burst) * u128::from(whole.burst_length_s) / u128::from(all),
+                (all, burst) => rate * u128::from(burst) * u128::from(cluster_limit.burst_length_s) / u128::from(all),
             };
             size as u64
         })
@@ -273,9 +273,9 @@ impl HostReport {
     /// Caps rates at the largest valid limit, so that sums over all hosts cannot overflow whatever
     /// the store contains. A demand may be `u64::MAX`.
     fn clamped(mut self) -> Self {
-        let most = |rate: u64| rate.min(MAX_VALUE);
-        (self.leased, self.fallback) = (self.leased.map(most), self.fallback.map(most));
-        self.demand.reserved = self.demand.reserved.map(most);
+        let cap = |rate: u64| rate.min(MAX_VALUE);
+        (self.leased, self.fallback) = (self.leased.map(cap), self.fallback.map(cap));
+        self.demand.reserved = self.demand.reserved.map(cap);
         self
     }
 }
@@ -299,6 +299,6 @@ pub struct QuotaGrant {
     pub credit: ByKind,
 }
 
-fn zip_with(one: ByKind, other: ByKind, of: impl Fn(u64, u64) -> u64) -> ByKind {
-    core::array::from_fn(|at| of(one[at], other[at]))
+fn zip_with(one: ByKind, other: ByKind, combine: impl Fn(u64, u64) -> u64) -> ByKind {
+    core::array::from_fn(|at| combine(one[at], other[at]))
 }

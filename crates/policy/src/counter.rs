@@ -25,11 +25,11 @@ pub const fn growth(before: u64, now: u64) -> Option<u64> {
 /// Growth of all counters of an object; `None` if any of them fell, because then the object was
 /// replaced, and no counter has a known growth.
 pub fn growths<const N: usize>(before: &[u64; N], now: &[u64; N]) -> Option<[u64; N]> {
-    let mut by = [0; N];
-    for ((by, before), now) in by.iter_mut().zip(before).zip(now) {
+    let mut growth_of = [0; N];
+    for ((by, before), now) in growth_of.iter_mut().zip(before).zip(now) {
         *by = growth(*before, *now)?;
     }
-    Some(by)
+    Some(growth_of)
 }
 
 /// Growth of a counter of 32 bits; `None` if it fell by less than 2³¹.
@@ -69,10 +69,10 @@ impl<const N: usize> CounterGrowth<N> {
     }
 
     /// Share of counter `some` in the growth of `some` and `others`; `None` if neither has grown.
-    pub fn ratio(&self, some: usize, others: usize) -> Option<f64> {
-        let (some, others) = (self.by[some], self.by[others]);
-        let both = some.saturating_add(others);
-        (both > 0).then(|| some as f64 / both as f64)
+    pub fn ratio(&self, part: usize, rest: usize) -> Option<f64> {
+        let (part, rest) = (self.by[part], self.by[rest]);
+        let total = part.saturating_add(rest);
+        (total > 0).then(|| part as f64 / total as f64)
     }
 }
 

@@ -94,15 +94,15 @@ impl MergePlanner {
         self.order.extend(0..batch.len());
         let mut start = 0;
         while start < batch.len() {
-            let plain = batch[start..].iter().take_while(|candidate| candidate.is_mergeable()).count();
-            match plain {
+            let mergeable = batch[start..].iter().take_while(|candidate| candidate.is_mergeable()).count();
+            match mergeable {
                 0 | 1 => self.ends.push(start + 1),
-                _ if !may_have_neighbours(&batch[start..start + plain]) => {
-                    self.ends.extend(start + 1..=start + plain);
+                _ if !may_have_neighbours(&batch[start..start + mergeable]) => {
+                    self.ends.extend(start + 1..=start + mergeable);
                 }
-                _ => self.plan_run(batch, start..start + plain, bounds),
+                _ => self.plan_run(batch, start..start + mergeable, bounds),
             }
-            start += plain.max(1);
+            start += mergeable.max(1);
         }
         MergePlan { order: &self.order, ends: &self.ends }
     }
@@ -160,9 +160,9 @@ impl MergePlanner {
         let conflict = self.order[scratch..].iter().any(|&i| {
             let candidate = &batch[i];
             let end = candidate.end().unwrap_or(u64::MAX);
-            let writes = candidate.operation == MergeOperation::Write;
-            let conflicts = candidate.overlaps(if writes { end_of_all } else { end_of_writes });
-            if writes {
+            let is_write = candidate.operation == MergeOperation::Write;
+            let conflicts = candidate.overlaps(if is_write { end_of_all } else { end_of_writes });
+            if is_write {
                 end_of_writes = end_of_writes.max(end);
             }
             end_of_all = end_of_all.max(end);
@@ -181,17 +181,17 @@ impl MergePlanner {
 fn may_have_neighbours(run: &[MergeCandidate]) -> bool {
     // 8192 bits. With 32 requests, one batch in eight is sorted in vain; with many, all are.
     let mut begins = [0u64; 128];
-    let place = |offset: u64| {
+    let bit_of = |offset: u64| {
         // The top bits of a product with 2⁶⁴ divided by the golden ratio (Knuth, TAOCP 6.4).
         let hash = offset.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 51;
         ((hash >> 6) as usize, 1 << (hash & 63))
     };
     for candidate in run {
-        let (word, bit) = place(candidate.offset);
+        let (word, bit) = bit_of(candidate.offset);
         begins[word] |= bit;
     }
     run.iter().any(|candidate| {
-        let (word, bit) = place(candidate.offset.wrapping_add(candidate.length));
+        let (word, bit) = bit_of(candidate.offset.wrapping_add(candidate.length));
         begins[word] & bit != 0
     })
 }

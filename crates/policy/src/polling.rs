@@ -94,7 +94,7 @@ enum PollingStage {
     Settling(u8),
     Window(u8),
     /// A verdict holds until then.
-    Standing(Instant),
+    Decided(Instant),
 }
 
 /// The decision for one thread. Call [`PollingDecision::advance`] at
@@ -102,7 +102,7 @@ enum PollingStage {
 /// that.
 #[derive(Clone, Debug)]
 pub struct PollingDecision {
-    awake: bool,
+    is_polling: bool,
     stage: PollingStage,
     ends: Instant,
     began: Instant,
@@ -117,17 +117,17 @@ pub struct PollingDecision {
 impl Default for PollingDecision {
     fn default() -> Self {
         let (began, before) = (Instant::ZERO, ThreadCounters::default());
-        let (asleep, roused) = (PollingSample::default(), PollingSample::default());
-        let stage = PollingStage::Standing(Instant::ZERO);
+        let (sleeping_sample, polling_sample) = (PollingSample::default(), PollingSample::default());
+        let stage = PollingStage::Decided(Instant::ZERO);
         let (verdict, stood) = (false, Duration::ZERO);
         Self {
-            awake: false,
+            is_polling: false,
             stage,
             ends: began,
             began,
             before,
-            sleeping_sample: asleep,
-            polling_sample: roused,
+            sleeping_sample,
+            polling_sample,
             verdict,
             verdict_duration: stood,
         }
@@ -137,7 +137,7 @@ impl Default for PollingDecision {
 impl PollingDecision {
     /// True if the thread should poll instead of sleeping.
     pub fn polls(&self) -> bool {
-        self.awake
+        self.is_polling
     }
 
     /// Time of the next call of [`PollingDecision::advance`].
@@ -153,8 +153,8 @@ impl PollingDecision {
         match self.stage {
             PollingStage::Settling(window) => self.enter(PollingStage::Window(window), now + WINDOW),
             PollingStage::Window(window) => self.finish_window(window, measured, now),
-            PollingStage::Standing(until) if now >= until => self.start_trial(now),
-            PollingStage::Standing(until) => self.check_benefit(until, measured, now),
+            PollingStage::Decided(until) if now >= until => self.start_trial(now),
+            PollingStage::Decided(until) => self.check_benefit(until, measured, now),
         }
     }
 
@@ -164,7 +164,7 @@ impl PollingDecision {
 
     fn start_trial(&mut self, now: Instant) {
         (self.sleeping_sample, self.polling_sample) = (PollingSample::default(), PollingSample::default());
-        self.awake = false;
+        self.is_polling = false;
         self.enter(PollingStage::Settling(0), now + SETTLE_TIME);
     }
 
@@ -172,25 +172,25 @@ impl PollingDecision {
         if measured.rate() < MIN_RATE {
             return self.set_verdict(false, MIN_VERDICT, now);
         }
-        if self.awake {
+        if self.is_polling {
             self.polling_sample.add(measured);
         } else {
             self.sleeping_sample.add(measured);
         }
         // Contention ends the trial early: its remaining windows would slow other threads down.
-        if self.awake && measured.is_contended() {
+        if self.is_polling && measured.is_contended() {
             return self.finish_trial(false, now);
         }
         if window + 1 == WINDOWS {
             return self.finish_trial(self.pays(), now);
         }
         // Alternating, so that a drift of the load affects both averages.
-        self.awake = !self.awake;
+        self.is_polling = !self.is_polling;
         self.enter(PollingStage::Settling(window + 1), now + SETTLE_TIME);
     }
 
     fn pays(&self) -> bool {
-        let percent = |awake: u64, asleep: u64| awake.saturating_mul(100) / asleep.max(1);
+        let percent = |polling: u64, sleeping: u64| polling.saturating_mul(100) / sleeping.max(1);
         let rate = percent(self.polling_sample.rate(), self.sleeping_sample.rate());
         let cost = percent(self.polling_sample.cost(), self.sleeping_sample.cost());
         // The gain must be noticeable, and each percent of it may cost
@@ -199,29 +199,29 @@ impl PollingDecision {
     }
 
     fn check_benefit(&mut self, until: Instant, measured: PollingSample, now: Instant) {
-        if self.awake && (measured.is_contended() || measured.rate() < MIN_RATE) {
+        if self.is_polling && (measured.is_contended() || measured.rate() < MIN_RATE) {
             return self.set_verdict(false, MIN_VERDICT, now);
         }
         self.enter(
-            PollingStage::Standing(until),
-            if self.awake { until.min(now + CHECK_INTERVAL) } else { until },
+            PollingStage::Decided(until),
+            if self.is_polling { until.min(now + CHECK_INTERVAL) } else { until },
         );
     }
 
-    fn finish_trial(&mut self, awake: bool, now: Instant) {
-        let again = self.verdict == awake;
-        let stood =
-            if again { (self.verdict_duration * 2).clamp(MIN_VERDICT, MAX_VERDICT) } else { MIN_VERDICT };
-        self.set_verdict(awake, stood, now);
+    fn finish_trial(&mut self, polls: bool, now: Instant) {
+        let is_confirmed = self.verdict == polls;
+        let duration =
+            if is_confirmed { (self.verdict_duration * 2).clamp(MIN_VERDICT, MAX_VERDICT) } else { MIN_VERDICT };
+        self.set_verdict(polls, duration, now);
     }
 
-    fn set_verdict(&mut self, awake: bool, stood: Duration, now: Instant) {
-        (self.awake, self.verdict, self.verdict_duration) = (awake, awake, stood);
+    fn set_verdict(&mut self, polls: bool, duration: Duration, now: Instant) {
+        (self.is_polling, self.verdict, self.verdict_duration) = (polls, polls, duration);
         // A sleeping thread keeps its verdict to the end. A polling one is checked in between.
-        let until = now + stood;
+        let until = now + duration;
         self.enter(
-            PollingStage::Standing(until),
-            if awake { until.min(now + CHECK_INTERVAL) } else { until },
+            PollingStage::Decided(until),
+            if polls { until.min(now + CHECK_INTERVAL) } else { until },
         );
     }
 }
@@ -246,7 +246,7 @@ mod tests {
         SimulatedThread { rates: [61_000, 61_500], costs: [7_000, 13_600], starved_ns: [0, 0] };
     const IDLE: SimulatedThread =
         SimulatedThread { rates: [100, 100], costs: [30_000, 60_000], starved_ns: [0, 0] };
-    const TURN: Duration = Duration::from_micros(250);
+    const STEP: Duration = Duration::from_micros(250);
 
     struct PollingBench {
         polling: PollingDecision,
@@ -263,26 +263,26 @@ mod tests {
 
         /// Runs for `time` and returns the time spent polling.
         fn run(&mut self, machine: SimulatedThread, time: Duration) -> Duration {
-            let (end, mut awake) = (self.now + time, Duration::ZERO);
+            let (end, mut polling_time) = (self.now + time, Duration::ZERO);
             while self.now < end {
-                self.now += TURN;
+                self.now += STEP;
                 let is_awake = self.polling.polls();
-                let which = usize::from(is_awake);
-                let part = TURN.as_secs_f64();
-                self.done += machine.rates[which] as f64 * part;
+                let index = usize::from(is_awake);
+                let step_s = STEP.as_secs_f64();
+                self.done += machine.rates[index] as f64 * step_s;
                 self.work.completions = self.done as u64;
                 self.work.processor_ns +=
-                    (machine.rates[which] as f64 * part * machine.costs[which] as f64) as u64;
-                self.work.starved_ns += (machine.starved_ns[which] as f64 * part) as u64;
-                awake += if is_awake { TURN } else { Duration::ZERO };
+                    (machine.rates[index] as f64 * step_s * machine.costs[index] as f64) as u64;
+                self.work.starved_ns += (machine.starved_ns[index] as f64 * step_s) as u64;
+                polling_time += if is_awake { STEP } else { Duration::ZERO };
                 if self.now >= self.polling.next_check() {
                     self.polling.advance(self.now, self.work);
                 }
             }
-            awake
+            polling_time
         }
 
-        fn part_awake(&mut self, machine: SimulatedThread, time: Duration) -> f64 {
+        fn polling_share(&mut self, machine: SimulatedThread, time: Duration) -> f64 {
             self.run(machine, time).as_secs_f64() / time.as_secs_f64()
         }
     }
@@ -292,25 +292,25 @@ mod tests {
         let mut worker = PollingBench::new();
         worker.run(APART, Duration::from_millis(500));
         assert!(worker.polling.polls());
-        let part = worker.part_awake(APART, Duration::from_secs(60));
-        assert!(part > 0.98, "{part}");
+        let share = worker.polling_share(APART, Duration::from_secs(60));
+        assert!(share > 0.98, "{share}");
     }
 
     #[test]
     fn unprofitable_polling_is_retried_less_often() {
         let mut worker = PollingBench::new();
-        let part = worker.part_awake(NO_GAIN, Duration::from_secs(4));
-        assert!(part > 0.0 && part < 0.08, "{part}");
-        let part = worker.part_awake(NO_GAIN, Duration::from_secs(60));
-        assert!(part < 0.01, "{part}");
+        let share = worker.polling_share(NO_GAIN, Duration::from_secs(4));
+        assert!(share > 0.0 && share < 0.08, "{share}");
+        let share = worker.polling_share(NO_GAIN, Duration::from_secs(60));
+        assert!(share < 0.01, "{share}");
     }
 
     #[test]
-    fn a_gain_that_costs_too_much_does_not_pay() {
-        let dear = SimulatedThread { costs: [7_000, 15_500], ..APART };
-        let fast = SimulatedThread { rates: [43_000, 51_000], ..dear };
+    fn gain_at_too_high_a_cost_is_rejected() {
+        let expensive = SimulatedThread { costs: [7_000, 15_500], ..APART };
+        let fast = SimulatedThread { rates: [43_000, 51_000], ..expensive };
         let mut worker = PollingBench::new();
-        worker.run(dear, Duration::from_secs(1));
+        worker.run(expensive, Duration::from_secs(1));
         assert!(worker.polling.polls(), "46 % more for 121 %");
         let mut worker = PollingBench::new();
         worker.run(fast, Duration::from_secs(1));
@@ -323,16 +323,16 @@ mod tests {
         assert_eq!(worker.run(IDLE, Duration::from_secs(10)), Duration::ZERO);
         worker.run(APART, Duration::from_secs(1));
         assert!(worker.polling.polls(), "it has come to have much to do");
-        let awake = worker.run(IDLE, Duration::from_secs(10));
-        assert!(awake <= CHECK_INTERVAL * 2, "{awake:?}");
+        let polling_time = worker.run(IDLE, Duration::from_secs(10));
+        assert!(polling_time <= CHECK_INTERVAL * 2, "{polling_time:?}");
     }
 
     #[test]
     fn contended_thread_stops_polling() {
         let contended = SimulatedThread { starved_ns: [0, 200_000_000], ..APART };
         let mut worker = PollingBench::new();
-        let part = worker.part_awake(contended, Duration::from_secs(10));
-        assert!(part > 0.0 && part < 0.02, "{part}");
+        let share = worker.polling_share(contended, Duration::from_secs(10));
+        assert!(share > 0.0 && share < 0.02, "{share}");
         // Contention that begins after the verdict.
         let mut worker = PollingBench::new();
         worker.run(APART, Duration::from_secs(1));
@@ -344,7 +344,7 @@ mod tests {
     #[test]
     fn interrupted_trial_restarts() {
         let mut worker = PollingBench::new();
-        worker.run(APART, SETTLE_TIME + WINDOW + SETTLE_TIME + TURN);
+        worker.run(APART, SETTLE_TIME + WINDOW + SETTLE_TIME + STEP);
         worker.now += Duration::from_secs(3600);
         worker.polling.advance(worker.now, worker.work);
         worker.now += Duration::from_secs(3600);

@@ -80,12 +80,12 @@ impl MeasuredCapacity {
     }
 }
 
-fn combined_utilization(read: u64, of_read: u64, write: u64, of_write: u64) -> Option<u64> {
-    let one = |rate: u64, capacity: u64| {
+fn combined_utilization(read: u64, read_capacity: u64, write: u64, write_capacity: u64) -> Option<u64> {
+    let utilization = |rate: u64, capacity: u64| {
         (capacity > 0)
             .then(|| u64::try_from(u128::from(rate) * 1000 / u128::from(capacity)).unwrap_or(u64::MAX))
     };
-    match (one(read, of_read), one(write, of_write)) {
+    match (utilization(read, read_capacity), utilization(write, write_capacity)) {
         (None, None) => None,
         (read, write) => Some(read.unwrap_or(0).saturating_add(write.unwrap_or(0))),
     }
@@ -184,12 +184,12 @@ const STALE_S: f64 = 1.0;
 pub struct WatermarkController {
     last: Option<Instant>,
     /// Smoothed utilization; 1 is the whole device.
-    used: f64,
+    utilization: f64,
     /// Smoothed multiples of the limits: of all groups together, and of the greediest.
-    together: f64,
-    most: f64,
+    combined_multiple: f64,
+    max_multiple: f64,
     /// Decaying maximum of `most`.
-    most_lately: f64,
+    recent_max_multiple: f64,
     /// Watermarks requested since the last sample, one bit for each percentage.
     requested: u128,
     /// Watermarks whose limits apply, one bit for each percentage.
@@ -213,10 +213,10 @@ impl WatermarkController {
     pub const fn new() -> Self {
         Self {
             last: None,
-            used: 0.0,
-            together: 0.0,
-            most: 0.0,
-            most_lately: 0.0,
+            utilization: 0.0,
+            combined_multiple: 0.0,
+            max_multiple: 0.0,
+            recent_max_multiple: 0.0,
             requested: 0,
             enforced: 0,
             factor: 1.0,
@@ -243,7 +243,7 @@ impl WatermarkController {
 
     /// Smoothed utilization in thousandths.
     pub fn utilization(&self) -> u64 {
-        (self.used * 1000.0) as u64
+        (self.utilization * 1000.0) as u64
     }
 
     /// Adds a sample taken at `now`.
@@ -252,51 +252,51 @@ impl WatermarkController {
         self.last = Some(now);
         if elapsed_s >= STALE_S {
             // Start at zero: a single sample must not count as sustained utilization.
-            (self.used, self.together, self.most, self.most_lately) = (0.0, 0.0, 0.0, 0.0);
+            (self.utilization, self.combined_multiple, self.max_multiple, self.recent_max_multiple) = (0.0, 0.0, 0.0, 0.0);
             (self.saturated_s, self.full_s) = (0.0, 0.0);
         }
         let elapsed_s = elapsed_s.min(SMOOTHING_S);
-        let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
+        let smoothing = elapsed_s / (SMOOTHING_S + elapsed_s);
         // First-order low-pass filters with a common time constant.
-        self.used += (as_fraction(sample.utilization) - self.used) * fresh;
-        self.together += (as_fraction(sample.combined_multiple) - self.together) * fresh;
-        self.most += (as_fraction(sample.max_multiple) - self.most) * fresh;
+        self.utilization += (as_fraction(sample.utilization) - self.utilization) * smoothing;
+        self.combined_multiple += (as_fraction(sample.combined_multiple) - self.combined_multiple) * smoothing;
+        self.max_multiple += (as_fraction(sample.max_multiple) - self.max_multiple) * smoothing;
         self.full_s =
             if as_fraction(sample.utilization) >= SATURATED { self.full_s + elapsed_s } else { 0.0 };
-        self.most_lately = self.most.max(self.most_lately * (1.0 - elapsed_s / RECENT_S));
-        let held = self.enforced != 0;
-        if held {
+        self.recent_max_multiple = self.max_multiple.max(self.recent_max_multiple * (1.0 - elapsed_s / RECENT_S));
+        let was_enforced = self.enforced != 0;
+        if was_enforced {
             self.adjust_factor(elapsed_s);
         }
         self.update_enforced();
-        if self.enforced != 0 && !held {
+        if self.enforced != 0 && !was_enforced {
             // Start at the current multiple of the limits, so that enforcement changes no rate
             // abruptly.
-            self.factor = self.together.clamp(1.0, max_factor());
-            self.last_response = (self.factor, self.used);
+            self.factor = self.combined_multiple.clamp(1.0, max_factor());
+            self.last_response = (self.factor, self.utilization);
             self.saturated_s = 0.0;
         }
     }
 
     fn adjust_factor(&mut self, elapsed_s: f64) {
-        let is_saturated = self.used >= SATURATED;
+        let is_saturated = self.utilization >= SATURATED;
         let change = if is_saturated {
             self.saturated_s += elapsed_s;
             let fall = (FALL_RATE + FALL_ACCELERATION * self.saturated_s).min(MAX_FALL_RATE);
             // Bursty requests (writeback) produce samples far above the capacity with zeros between
             // them. The zeros raise the factor, so it must fall by as much.
-            -fall.max(GAIN * (self.used - TARGET) / TARGET)
+            -fall.max(GAIN * (self.utilization - TARGET) / TARGET)
         } else {
             self.saturated_s = 0.0;
-            GAIN * (TARGET - self.used) / TARGET
+            GAIN * (TARGET - self.utilization) / TARGET
         };
-        let (factor_then, used_then) = self.last_response;
-        let rose = self.used >= used_then * RESPONSE_FACTOR + MIN_RESPONSE;
+        let (last_factor, last_utilization) = self.last_response;
+        let rose = self.utilization >= last_utilization * RESPONSE_FACTOR + MIN_RESPONSE;
         // A fall of utilization is not a response to the factor either, but demand has changed.
-        let fell = self.used <= used_then / RESPONSE_FACTOR - MIN_RESPONSE;
+        let fell = self.utilization <= last_utilization / RESPONSE_FACTOR - MIN_RESPONSE;
         if change <= 0.0 || rose || fell {
-            self.last_response = (self.factor, self.used);
-        } else if self.factor >= factor_then * UNRESPONSIVE_FACTOR {
+            self.last_response = (self.factor, self.utilization);
+        } else if self.factor >= last_factor * UNRESPONSIVE_FACTOR {
             return;
         }
         let is_full = is_saturated || self.full_s >= SMOOTHING_S;
@@ -307,25 +307,25 @@ impl WatermarkController {
         if is_full {
             // On a full device the factor is capped at the recent use, so that limits throttle at
             // once.
-            self.factor = self.factor.min(self.most_lately * SLACK_FACTOR);
+            self.factor = self.factor.min(self.recent_max_multiple * SLACK_FACTOR);
         }
         self.factor = self.factor.clamp(1.0, max_factor());
     }
 
     fn throttles_no_group(&self) -> bool {
-        self.factor > self.most_lately * SLACK_FACTOR
+        self.factor > self.recent_max_multiple * SLACK_FACTOR
     }
 
     fn update_enforced(&mut self) {
-        let unanswered = self.throttles_no_group()
+        let is_unresponsive = self.throttles_no_group()
             || self.factor >= (self.last_response.0 * UNRESPONSIVE_FACTOR).min(max_factor());
-        let holds = |watermark: &Watermark| {
-            let held = self.enforced & watermark.bit() != 0;
-            self.used >= watermark.upper() || held && (self.used >= watermark.lower() || !unanswered)
+        let applies = |watermark: &Watermark| {
+            let is_enforced = self.enforced & watermark.bit() != 0;
+            self.utilization >= watermark.upper() || is_enforced && (self.utilization >= watermark.lower() || !is_unresponsive)
         };
         // Only watermarks in use are kept; `ALWAYS` (0) needs no state.
-        let asked = (1..=100).map(Watermark).filter(|watermark| self.requested & watermark.bit() != 0);
-        self.enforced = asked.filter(holds).fold(0, |holding, watermark| holding | watermark.bit());
+        let in_use = (1..=100).map(Watermark).filter(|watermark| self.requested & watermark.bit() != 0);
+        self.enforced = in_use.filter(applies).fold(0, |holding, watermark| holding | watermark.bit());
         self.requested = 0;
     }
 }

@@ -92,7 +92,7 @@ proptest! {
         for group in planner.plan(&batch, MergeBounds { segments, bytes }).groups().filter(|group| group.len() > 1) {
             let members: Vec<_> = group.iter().map(|number| batch[*number]).collect();
             prop_assert!(members.len() <= segments);
-            prop_assert!(members.iter().map(|one| one.length).sum::<u64>() <= bytes);
+            prop_assert!(members.iter().map(|member| member.length).sum::<u64>() <= bytes);
             for pair in members.windows(2) {
                 prop_assert_eq!(pair[0].offset + pair[0].length, pair[1].offset);
                 prop_assert_eq!((pair[0].operation, pair[0].key), (pair[1].operation, pair[1].key));
@@ -100,7 +100,7 @@ proptest! {
             }
             let (first, last) = (group.iter().min().unwrap(), group.iter().max().unwrap());
             let between = &batch[*first..=*last];
-            prop_assert!(between.iter().all(|one| one.operation != MergeOperation::Barrier));
+            prop_assert!(between.iter().all(|candidate| candidate.operation != MergeOperation::Barrier));
         }
     }
 

@@ -164,7 +164,7 @@ impl Model {
 
     fn sample(&mut self) {
         let per_second = 1_000_000_000 / (TICK.as_nanos() as u64 * SAMPLE_TICKS);
-        let done = self.done - mem::replace(&mut self.sampled, self.done);
+        let completed = self.done - mem::replace(&mut self.sampled, self.done);
         let mut consumed = DeviceConsumption::default();
         for client in self.clients.iter_mut().filter(|client| client.limit_bps > 0) {
             let mut limits = Limits::default();
@@ -178,7 +178,7 @@ impl Model {
             consumed.add(&taken.expect("no counter falls"));
         }
         let capacity = MeasuredCapacity { write_bps: DEVICE_BPS, ..MeasuredCapacity::default() };
-        let rates = DeviceLoad { write_bps: done * per_second, ..DeviceLoad::default() };
+        let rates = DeviceLoad { write_bps: completed * per_second, ..DeviceLoad::default() };
         // Only writes occur, so the capacity of reads may stay unknown.
         let used = capacity.utilization(rates).unwrap();
         self.controller.observe(self.now, UtilizationSample::new(used, &consumed));
@@ -209,7 +209,7 @@ impl Model {
     }
 
     /// Number of times that limits were lifted or enforced again after this second.
-    fn flaps_after(&self, second: u64) -> usize {
+    fn transitions_after(&self, second: u64) -> usize {
         let states = self.changes.iter().map(|(at, enforcement)| (*at, *enforcement == Enforcement::Lifted));
         let all: Vec<_> = states.collect();
         all.windows(2).filter(|pair| pair[1].0 > s(second) && pair[0].1 != pair[1].1).count()
@@ -221,13 +221,13 @@ fn s(seconds: u64) -> Instant {
 }
 
 /// One case of the table: two streams for 60 s, without the first five.
-fn case(limited: bool, watermark: u8, cached: bool) -> [f64; 2] {
+fn run_case(limited: bool, watermark: u8, cached: bool) -> [f64; 2] {
     let mut model = Model::new(watermark, cached);
     for limit in [4 * MB, 2 * MB] {
         model.add(if limited { limit } else { 0 }, 0, 1000);
     }
     let rates = model.rates(5, 60);
-    assert_eq!(model.flaps_after(5), 0, "{:?}", model.changes);
+    assert_eq!(model.transitions_after(5), 0, "{:?}", model.changes);
     [rates[0] / MB as f64, rates[1] / MB as f64]
 }
 
@@ -235,16 +235,16 @@ fn case(limited: bool, watermark: u8, cached: bool) -> [f64; 2] {
     clippy::print_stdout,
     reason = "`cargo test -- --nocapture` shows the table of the announcement beside ours"
 )]
-fn print(case: &str, ours: [f64; 2], seed: [f64; 2]) {
+fn print(case: &str, measured: [f64; 2], expected: [f64; 2]) {
     println!(
         "{case:34} {:5.1} and {:4.1} MB/s   (io-throttle v16: {:4.1} and {:4.1})",
-        ours[0], ours[1], seed[0], seed[1]
+        measured[0], measured[1], expected[0], expected[1]
     );
 }
 
 #[track_caller]
-fn assert_within(percent: f64, measured: f64, asked: f64) {
-    assert!((measured / asked - 1.0).abs() * 100.0 <= percent, "{measured} is not {asked}");
+fn assert_within(percent: f64, measured: f64, expected: f64) {
+    assert!((measured / expected - 1.0).abs() * 100.0 <= percent, "{measured} is not {expected}");
 }
 
 #[test]
@@ -260,7 +260,7 @@ fn two_streams_share_the_device_as_announced() {
         ("8 watermark 100, direct", true, 100, false, [14.3, 11.7]),
     ];
     for (name, limited, watermark, cached, seed) in cases {
-        let [first, second] = case(limited, watermark, cached);
+        let [first, second] = run_case(limited, watermark, cached);
         print(name, [first, second], seed);
         if !limited {
             assert_within(1.0, first + second, 22.0);
@@ -277,7 +277,7 @@ fn two_streams_share_the_device_as_announced() {
 }
 
 #[test]
-fn a_stream_alone_gets_the_device() {
+fn single_stream_gets_the_whole_device() {
     for (limit, idle) in [(2 * MB, 30), (MB, 30), (MB / 4, 100)] {
         for (watermark, stall_ms) in [(50, 0), (90, 0), (100, 0), (90, 300), (90, 1000)] {
             let mut model = Model::new(watermark, false);
@@ -289,10 +289,10 @@ fn a_stream_alone_gets_the_device() {
             // up.
             model.stall = (s(2), s(2) + Duration::from_millis(stall_ms));
             let rates = model.rates(5, 30);
-            let told =
+            let context =
                 format!("{limit}, watermark {watermark}, {stall_ms} ms: {rates:?}, {:?}", model.changes);
-            assert!(rates[0] >= 0.95 * DEVICE_BPS as f64, "{told}");
-            assert_eq!(model.flaps_after(5), 0, "{told}");
+            assert!(rates[0] >= 0.95 * DEVICE_BPS as f64, "{context}");
+            assert_eq!(model.transitions_after(5), 0, "{context}");
         }
     }
 }
@@ -307,7 +307,7 @@ fn below_the_watermark_limits_are_lifted() {
         let rates = model.rates(1, 20);
         assert_within(2.0, rates[0], REQUEST as f64 / 0.096);
         assert_eq!(model.controller.enforcement(model.watermark) == Enforcement::Lifted, lifted);
-        assert_eq!(model.flaps_after(1), 0, "{:?}", model.changes);
+        assert_eq!(model.transitions_after(1), 0, "{:?}", model.changes);
     }
 }
 
@@ -356,7 +356,7 @@ fn a_device_that_stalled_is_shared_as_before_within_a_second() {
 }
 
 #[test]
-fn use_is_the_larger_of_operations_and_bytes() {
+fn utilization_is_the_larger_of_operations_and_bytes() {
     let capacity = MeasuredCapacity { read_iops: 1000, write_iops: 500, read_bps: 10_000, write_bps: 0 };
     let rates = DeviceLoad { read_iops: 100, write_iops: 100, read_bps: 9000, write_bps: 5 };
     assert_eq!(capacity.utilization(rates), Some(900));
@@ -377,7 +377,7 @@ fn bursty_device(watermark: u8, every: u64) -> (f64, f64) {
     let watermark = Watermark::new(watermark).unwrap();
     let mut controller = WatermarkController::new();
     let (mut gathered, mut factor, mut done) = (0.0, f64::INFINITY, 0.0);
-    let (mut taken, mut since_look) = (0, 0.0);
+    let (mut multiple, mut bytes_since_measurement) = (0, 0.0);
     for sample in 1..=1200_u64 {
         // Admitted bytes accumulate in the page cache and are written in whole lumps.
         gathered += (LIMITS * factor).min(DEVICE) * 0.05;
@@ -389,14 +389,14 @@ fn bursty_device(watermark: u8, every: u64) -> (f64, f64) {
         if sample > 600 {
             done += passed;
         }
-        since_look += passed;
+        bytes_since_measurement += passed;
         if sample.is_multiple_of(every) {
-            taken = (since_look / 0.05 / every as f64 / LIMITS * 1000.0) as u64;
-            since_look = 0.0;
+            multiple = (bytes_since_measurement / 0.05 / every as f64 / LIMITS * 1000.0) as u64;
+            bytes_since_measurement = 0.0;
         }
         let used = (passed / 0.05 / DEVICE * 1000.0) as u64;
-        let seen = UtilizationSample { utilization: used, combined_multiple: taken, max_multiple: taken };
-        controller.observe(Instant::from_nanos(sample * 50_000_000), seen);
+        let observation = UtilizationSample { utilization: used, combined_multiple: multiple, max_multiple: multiple };
+        controller.observe(Instant::from_nanos(sample * 50_000_000), observation);
         factor = match controller.enforcement(watermark) {
             Enforcement::Lifted => f64::INFINITY,
             Enforcement::Enforced => 1.0,
@@ -411,8 +411,8 @@ fn bursty_writeback_does_not_wind_up_the_factor() {
     for (watermark, every) in [(90, 1), (100, 1), (90, 2), (100, 2), (90, 3)] {
         let (factor, used) = bursty_device(watermark, every);
         // 20 of 6 MB/s is a factor of 3.33: far above it nothing is throttled, and shares are lost.
-        let told = format!("watermark {watermark}, every {every}: {factor:.2} times, {used:.3} used");
-        assert!((2.8..4.2).contains(&factor), "{told}");
-        assert!(used > 0.93, "{told}");
+        let context = format!("watermark {watermark}, every {every}: {factor:.2} times, {used:.3} used");
+        assert!((2.8..4.2).contains(&factor), "{context}");
+        assert!(used > 0.93, "{context}");
     }
 }

@@ -115,8 +115,8 @@ pub fn use_transient_threads() {
 
 /// Blocks until all running threads have exited; from now on threads are reused.
 pub fn join_transient_threads() {
-    let passing = TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner).take();
-    for thread in passing.into_iter().flatten() {
+    let transient = TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner).take();
+    for thread in transient.into_iter().flatten() {
         // A panic is reported by the caller that awaits the result.
         let _ = thread.join();
     }
@@ -132,10 +132,10 @@ pub(super) fn uses_transient_threads() -> bool {
 /// # Panics
 /// Panics if no thread can be created before [`join_transient_threads`].
 pub(super) fn start(call: impl FnOnce() + Send + 'static) {
-    let mut passing = TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner);
-    match &mut *passing {
+    let mut transient = TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+    match &mut *transient {
         None => {
-            drop(passing);
+            drop(transient);
             THREAD_POOL.start(Box::new(call));
         }
         Some(threads) => {
@@ -164,28 +164,28 @@ mod tests {
     use crate::PollingMode;
 
     /// Number of this process's reusable threads.
-    fn staying() -> usize {
+    fn reusable_threads() -> usize {
         let threads = fs::read_dir("/proc/self/task").expect("it is there").flatten();
         let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
         threads.map(name).filter(|name| name.starts_with("blocking")).count()
     }
 
     /// Serializes the test that counts reusable threads and the one that starts some.
-    static THREADS_THAT_STAY: Mutex<()> = Mutex::new(());
+    static REUSABLE_THREADS_TEST: Mutex<()> = Mutex::new(());
 
     /// The only test that lets threads stay; concurrent tests may use them at any time.
     #[test]
-    fn no_thread_is_left_until_threads_may_stay() {
-        let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
+    fn no_thread_outlives_the_start() {
+        let _alone = REUSABLE_THREADS_TEST.lock().unwrap_or_else(PoisonError::into_inner);
         crate::run(PollingMode::Off, async {
             use_transient_threads();
-            let before = staying();
+            let before = reusable_threads();
             let id = crate::run_blocking(|| thread::current().id()).await;
             assert_ne!(id, thread::current().id());
             // Reusable threads have names.
             let name = crate::run_computation(|| thread::current().name().map(str::to_owned)).await;
             assert_eq!(name, None);
-            assert!(staying() <= before);
+            assert!(reusable_threads() <= before);
             join_transient_threads();
             assert_eq!(crate::run_blocking(|| 7).await, 7);
         })
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn calls_that_never_return_delay_no_other_call() {
         const STUCK: usize = 600;
-        let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = REUSABLE_THREADS_TEST.lock().unwrap_or_else(PoisonError::into_inner);
         let (release, released) = mpsc::channel::<()>();
         let released = std::sync::Arc::new(Mutex::new(released));
         for _ in 0..STUCK {

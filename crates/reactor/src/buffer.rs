@@ -71,11 +71,11 @@ const MAPPED_BYTES: libc::c_int = 128 << 10;
 /// Returns unused memory to the system: this thread's pooled buffers, and the allocator's free
 /// memory. Takes about a millisecond, and later allocations are slower.
 pub fn trim() {
-    let kept = POOL.with_borrow_mut(|pool| {
+    let free_buffers = POOL.with_borrow_mut(|pool| {
         pool.bytes = 0;
         std::mem::take(&mut pool.free)
     });
-    drop(kept);
+    drop(free_buffers);
     #[cfg(target_env = "gnu")]
     // SAFETY: malloc_trim may be called at any time and accesses free memory only.
     unsafe {
@@ -141,8 +141,8 @@ enum BufferMemory {
     /// A block; views of different buffers do not overlap. `Some` until dropped; an `Option` so
     /// that `drop` can move it into the pool.
     Own(Option<Rc<BufferBlock>>),
-    Lent(Arc<[u8]>),
-    Shared(Arc<FrozenBuffer>),
+    SharedSlice(Arc<[u8]>),
+    Frozen(Arc<FrozenBuffer>),
 }
 
 impl IoBuffer {
@@ -185,7 +185,7 @@ impl IoBuffer {
     pub fn view_of(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= bytes.len(), "{range:?} of {} bytes", bytes.len());
         Self {
-            bytes: BufferMemory::Lent(Arc::clone(bytes)),
+            bytes: BufferMemory::SharedSlice(Arc::clone(bytes)),
             start: range.start,
             len: range.len(),
             is_zero: false,
@@ -194,7 +194,7 @@ impl IoBuffer {
 
     /// A view of a frozen buffer, without copying; writing to it makes a copy first.
     pub fn view_of_frozen(bytes: &Arc<FrozenBuffer>) -> Self {
-        Self { bytes: BufferMemory::Shared(Arc::clone(bytes)), start: 0, len: bytes.len(), is_zero: false }
+        Self { bytes: BufferMemory::Frozen(Arc::clone(bytes)), start: 0, len: bytes.len(), is_zero: false }
     }
 
     /// `len` zero bytes.
@@ -260,7 +260,7 @@ impl IoBuffer {
     pub fn freeze(mut self) -> FrozenBuffer {
         let block = match &mut self.bytes {
             BufferMemory::Own(block) => block.take(),
-            BufferMemory::Lent(_) | BufferMemory::Shared(_) => None,
+            BufferMemory::SharedSlice(_) | BufferMemory::Frozen(_) => None,
         };
         match block.map(Rc::try_unwrap) {
             Some(Ok(block)) => return FrozenBuffer { block: Some(block), start: self.start, len: self.len },
@@ -299,15 +299,15 @@ impl Deref for IoBuffer {
             BufferMemory::Own(block) => unsafe {
                 std::slice::from_raw_parts(first_byte(block, self.start), self.len)
             },
-            BufferMemory::Lent(bytes) => &bytes[self.start..self.start + self.len],
-            BufferMemory::Shared(bytes) => &bytes[self.start..self.start + self.len],
+            BufferMemory::SharedSlice(bytes) => &bytes[self.start..self.start + self.len],
+            BufferMemory::Frozen(bytes) => &bytes[self.start..self.start + self.len],
         }
     }
 }
 
 impl DerefMut for IoBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        if let BufferMemory::Lent(_) | BufferMemory::Shared(_) = self.bytes {
+        if let BufferMemory::SharedSlice(_) | BufferMemory::Frozen(_) = self.bytes {
             *self = Self::copy_of(self);
         }
         self.is_zero = false;
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn split_parts_are_disjoint_and_the_block_returns_once_both_are_gone() {
+    fn split_parts_are_disjoint_and_the_block_returns_after_both_are_dropped() {
         let mut head = IoBuffer::zeroed(8192);
         let mut tail = head.split_off(4096);
         head.fill(1);
@@ -425,11 +425,11 @@ mod tests {
     }
 
     #[test]
-    fn lent_bytes_are_not_copied_until_written_to() {
+    fn view_is_not_copied_until_written_to() {
         let shared: Arc<[u8]> = Arc::from(&b"abcdef"[..]);
-        let mut lent = IoBuffer::view_of(&shared, 1..5);
-        let mut tail = lent.split_off(2);
-        assert_eq!((&lent[..], &tail[..]), (&b"bc"[..], &b"de"[..]));
+        let mut view = IoBuffer::view_of(&shared, 1..5);
+        let mut tail = view.split_off(2);
+        assert_eq!((&view[..], &tail[..]), (&b"bc"[..], &b"de"[..]));
         assert_eq!(tail.as_ptr(), shared[3..].as_ptr());
         tail[0] = b'x';
         assert_eq!((&tail[..], &shared[..]), (&b"xe"[..], &b"abcdef"[..]));
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn frozen_bytes_are_not_copied_and_come_back_to_the_pool() {
+    fn frozen_bytes_are_not_copied_and_return_to_the_pool() {
         let mut buffer = IoBuffer::zeroed(8192);
         buffer.fill(7);
         buffer.advance(4096);

@@ -16,7 +16,7 @@ impl SingleWriterCounter {
 /// Counters of one reactor since its start. Only its own thread writes them.
 #[derive(Debug, Default)]
 pub struct RingCounters {
-    pub(super) turns: SingleWriterCounter,
+    pub(super) iterations: SingleWriterCounter,
     pub(super) submitted: SingleWriterCounter,
     pub(super) completed: SingleWriterCounter,
     pub(super) sleeps: SingleWriterCounter,
@@ -26,7 +26,7 @@ pub struct RingCounters {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingTotals {
     /// Iterations of the loop.
-    pub turns: u64,
+    pub iterations: u64,
     /// Operations submitted to the ring.
     pub submitted: u64,
     /// Operations completed by the kernel.
@@ -40,7 +40,7 @@ impl RingCounters {
     pub fn totals(&self) -> RingTotals {
         let get = |sum: &SingleWriterCounter| sum.0.load(Relaxed);
         RingTotals {
-            turns: get(&self.turns),
+            iterations: get(&self.iterations),
             submitted: get(&self.submitted),
             completed: get(&self.completed),
             sleeps: get(&self.sleeps),

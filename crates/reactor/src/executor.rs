@@ -53,17 +53,17 @@ struct ReadyQueues {
     /// One bit for each queue that is not empty.
     waiting: u64,
     /// The group served now, or last.
-    turn: TaskGroup,
+    current: TaskGroup,
 }
 
 impl ReadyQueues {
     const fn new() -> Self {
-        Self { queues: [const { VecDeque::new() }; QUEUES as usize], waiting: 0, turn: TaskGroup::BACKGROUND }
+        Self { queues: [const { VecDeque::new() }; QUEUES as usize], waiting: 0, current: TaskGroup::BACKGROUND }
     }
 
-    fn push(&mut self, party: TaskGroup, task: Runnable) {
-        self.queues[party.queue as usize].push_back(task);
-        self.waiting |= 1 << party.queue;
+    fn push(&mut self, group: TaskGroup, task: Runnable) {
+        self.queues[group.queue as usize].push_back(task);
+        self.waiting |= 1 << group.queue;
     }
 
     /// Removes the oldest task of the next group.
@@ -73,9 +73,9 @@ impl ReadyQueues {
         }
         // Rotated so that bit 0 is the queue after the current one: the lowest set bit is the next
         // queue with tasks, in round-robin order.
-        let after = self.turn.queue + 1;
+        let after = self.current.queue + 1;
         let queue = (after + self.waiting.rotate_right(after).trailing_zeros()) % QUEUES;
-        self.turn = TaskGroup { queue };
+        self.current = TaskGroup { queue };
         let tasks = &mut self.queues[queue as usize];
         let task = tasks.pop_front();
         if tasks.is_empty() {
@@ -95,7 +95,7 @@ impl ReadyQueues {
                 index -= tasks.len();
                 continue;
             }
-            self.turn = TaskGroup { queue };
+            self.current = TaskGroup { queue };
             let task = tasks.swap_remove_back(index);
             if tasks.is_empty() {
                 self.waiting &= !(1 << queue);
@@ -147,7 +147,7 @@ impl RemoteHandle {
 
 thread_local! {
     /// ID of the reactor on this thread; 0 if none.
-    static HERE: Cell<u64> = const { Cell::new(0) };
+    static REACTOR_ID: Cell<u64> = const { Cell::new(0) };
     static READY: RefCell<ReadyQueues> = const { RefCell::new(ReadyQueues::new()) };
 }
 
@@ -186,11 +186,11 @@ impl Executor {
     }
 
     pub(super) fn enter(&self) {
-        HERE.set(self.remote.id);
+        REACTOR_ID.set(self.remote.id);
     }
 
     pub(super) fn leave(&self) {
-        HERE.set(0);
+        REACTOR_ID.set(0);
     }
 
     pub(super) fn make_task<T: 'static>(
@@ -207,12 +207,12 @@ impl Executor {
     /// Creates the schedule function of a new task.
     fn schedule_fn(&self) -> impl Fn(Runnable) + Send + Sync + use<> {
         let remote = Arc::clone(&self.remote);
-        let party = READY.with_borrow(|ready| ready.turn);
+        let group = READY.with_borrow(|ready| ready.current);
         move |runnable| {
-            if HERE.get() == remote.id {
-                READY.with_borrow_mut(|ready| ready.push(party, runnable));
+            if REACTOR_ID.get() == remote.id {
+                READY.with_borrow_mut(|ready| ready.push(group, runnable));
             } else {
-                remote.send(RemoteWork::Task(party, runnable));
+                remote.send(RemoteWork::Task(group, runnable));
             }
         }
     }
@@ -249,9 +249,9 @@ impl Executor {
         let arrivals = std::mem::take(&mut *self.remote.lock());
         for arrival in arrivals {
             match arrival {
-                RemoteWork::Task(party, task) => READY.with_borrow_mut(|ready| ready.push(party, task)),
-                RemoteWork::Job(party, job) => {
-                    READY.with_borrow_mut(|ready| ready.turn = party);
+                RemoteWork::Task(group, task) => READY.with_borrow_mut(|ready| ready.push(group, task)),
+                RemoteWork::Job(group, job) => {
+                    READY.with_borrow_mut(|ready| ready.current = group);
                     job();
                 }
             }

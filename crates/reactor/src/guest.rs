@@ -203,7 +203,7 @@ impl Region {
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
     /// The regions by guest address. Shared by all clones, so each region has one reference.
-    wholes: Arc<[GuestBytes]>,
+    regions: Arc<[GuestBytes]>,
     /// First address in the front end and index of each region, by that address.
     by_user_address: Arc<[(u64, usize)]>,
     log: Option<DirtyLog>,
@@ -227,7 +227,7 @@ impl GuestMemory {
         let mut by_user_address: Vec<_> = regions.iter().map(Region::user_address).zip(0..).collect();
         by_user_address.sort_unstable();
         let wholes = regions.into_iter().map(|region| GuestBytes::whole(region, log.clone())).collect();
-        Ok(Self { wholes, by_user_address: by_user_address.into(), log })
+        Ok(Self { regions: wholes, by_user_address: by_user_address.into(), log })
     }
 
     /// This memory with an additional region.
@@ -265,12 +265,12 @@ impl GuestMemory {
 
     /// The regions by guest address.
     pub fn regions(&self) -> impl ExactSizeIterator<Item = &Region> {
-        self.wholes.iter().map(GuestBytes::region)
+        self.regions.iter().map(GuestBytes::region)
     }
 
     /// Each region as a whole.
     pub fn whole_regions(&self) -> &[GuestBytes] {
-        &self.wholes
+        &self.regions
     }
 
     /// True if a file of a region or of the log has shrunk and the loss was detected.
@@ -289,10 +289,10 @@ impl GuestMemory {
     /// Bytes at an address in the front end, as in `VHOST_USER_SET_VRING_ADDR`. `None` if they are
     /// not entirely within one region.
     pub fn user_range(&self, address: u64, bytes: usize) -> Option<GuestBytes> {
-        let behind = self.by_user_address.partition_point(|(first, _)| *first <= address);
+        let end = self.by_user_address.partition_point(|(first, _)| *first <= address);
         // Regions may overlap in the front end's addresses, so earlier ones are candidates too.
-        self.by_user_address[..behind].iter().rev().find_map(|&(first, index)| {
-            GuestBytes::in_region(self.wholes[index].region(), address - first, bytes, self.log.as_ref())
+        self.by_user_address[..end].iter().rev().find_map(|&(first, index)| {
+            GuestBytes::in_region(self.regions[index].region(), address - first, bytes, self.log.as_ref())
         })
     }
 
@@ -321,8 +321,8 @@ impl GuestMemory {
 
     /// The last region that does not begin after `address`.
     fn region_at(&self, address: u64) -> Option<&Region> {
-        let behind = self.wholes.partition_point(|whole| whole.guest_address() <= address);
-        self.wholes.get(behind.checked_sub(1)?).map(GuestBytes::region)
+        let end = self.regions.partition_point(|whole| whole.guest_address() <= address);
+        self.regions.get(end.checked_sub(1)?).map(GuestBytes::region)
     }
 }
 

@@ -252,10 +252,10 @@ pub fn linger() {
 /// task runs. For tasks whose amount of work a client decides.
 ///
 /// No effect in simulation.
-pub fn yield_after_turn() {
+pub fn reap_after_task() {
     with_current(|reactor| {
         if let ReactorDriver::Uring(uring) = &reactor.driver {
-            uring.yield_after_turn();
+            uring.reap_after_task();
         }
     });
 }
@@ -309,7 +309,7 @@ pub fn run<T: 'static>(
 ) -> std::io::Result<T> {
     let executor = Executor::new()?;
     let driver = ReactorDriver::Uring(Box::new(uring::UringDriver::new(polling)?));
-    Ok(Reactor::enter(executor, driver, Box::pin(future), uring::UringDriver::turn))
+    Ok(Reactor::enter(executor, driver, Box::pin(future), uring::UringDriver::iterate))
 }
 
 impl Reactor {
@@ -319,7 +319,7 @@ impl Reactor {
         executor: Executor,
         driver: ReactorDriver,
         future: Pin<Box<dyn Future<Output = T>>>,
-        turn: fn(&Self),
+        run_turn: fn(&Self),
     ) -> T {
         let reactor = Rc::new(Self { executor, timers: RefCell::default(), driver });
         CURRENT.with_borrow_mut(|current| {
@@ -339,7 +339,7 @@ impl Reactor {
         // driver would wait for another one.
         runnable.schedule();
         while !reactor.executor.is_finished() {
-            turn(&reactor);
+            run_turn(&reactor);
         }
         drop(main);
         let value = result.borrow_mut().take();
@@ -351,7 +351,7 @@ impl Reactor {
     fn launch(&self, task: async_task::Runnable) {
         let at_once = match &self.driver {
             ReactorDriver::Uring(_) => true,
-            ReactorDriver::Sim(sim) => sim.coin(),
+            ReactorDriver::Sim(sim) => sim.random_bool(),
         };
         if at_once {
             task.run();
@@ -485,8 +485,8 @@ mod tests {
     #[test]
     fn an_operation_dropped_in_flight_keeps_its_memory_until_the_kernel_is_done() {
         real(async {
-            let (ours, theirs) = UnixStream::pair().expect("sockets");
-            let fd = operation::Fd::from(ours);
+            let (local, peer) = UnixStream::pair().expect("sockets");
+            let fd = operation::Fd::from(local);
             let address = Rc::new(Cell::new(0));
             let seen = Rc::clone(&address);
             let copy = fd.clone();
@@ -503,7 +503,7 @@ mod tests {
             yield_now().await;
             // The buffer returns to the pool only after the cancellation is complete. Until then a
             // new buffer has another address.
-            drop(theirs);
+            drop(peer);
             let (result, _) = operation::receive(&fd, IoBuffer::new(4096), 0).await;
             assert_eq!(result.expect("end of file"), 0);
         });
@@ -513,11 +513,11 @@ mod tests {
     fn polling_finds_completions_too() {
         let polling = PollingMode::UpTo(Duration::from_micros(200));
         run(polling, async {
-            let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-            let fd = operation::Fd::from(ours);
+            let (local, mut peer) = UnixStream::pair().expect("sockets");
+            let fd = operation::Fd::from(local);
             let echo = std::thread::spawn(move || {
                 let mut bytes = [0; 1000];
-                theirs.read_exact(&mut bytes).expect("a thousand bytes");
+                peer.read_exact(&mut bytes).expect("a thousand bytes");
                 bytes
             });
             for round in 0..1000_u32 {

@@ -30,9 +30,9 @@ impl LogRateLimit {
         // the present by `at_once` seconds. One of several concurrent callers wins; the rest are
         // suppressed.
         let after = next_ns.max(now_ns) + SECOND_NS;
-        let may = now_ns + at_once * SECOND_NS >= after
+        let is_permitted = now_ns + at_once * SECOND_NS >= after
             && self.next_ns.compare_exchange(next_ns, after, Relaxed, Relaxed).is_ok();
-        if may {
+        if is_permitted {
             return Some(self.suppressed.swap(0, Relaxed));
         }
         self.suppressed.fetch_add(1, Relaxed);
@@ -46,16 +46,16 @@ mod tests {
 
     #[test]
     fn one_line_per_second_reports_suppressed_count() {
-        let seldom = LogRateLimit::default();
-        let at = |ms: u64| seldom.try_log(Instant::from_nanos(ms * 1_000_000));
+        let rate_limit = LogRateLimit::default();
+        let at = |ms: u64| rate_limit.try_log(Instant::from_nanos(ms * 1_000_000));
         assert_eq!((at(0), at(1), at(999)), (Some(0), None, None));
         assert_eq!((at(1000), at(1500), at(5000)), (Some(2), None, Some(1)));
     }
 
     #[test]
     fn burst_is_logged_in_full() {
-        let seldom = LogRateLimit::default();
-        let at = |ms: u64| seldom.try_log_burst(Instant::from_nanos(ms * 1_000_000), 3);
+        let rate_limit = LogRateLimit::default();
+        let at = |ms: u64| rate_limit.try_log_burst(Instant::from_nanos(ms * 1_000_000), 3);
         assert_eq!(
             [at(5000), at(5000), at(5001), at(5002), at(5999)],
             [Some(0), Some(0), Some(0), None, None]

@@ -58,11 +58,11 @@ const MAX_CONNECTION_RESERVE: u64 = 16 << 20;
 #[error("{} (raise --memory, or make caches and read-ahead smaller)", self.describe())]
 pub struct OutOfBudget {
     /// Purpose of the memory.
-    pub what: &'static str,
+    pub purpose: &'static str,
     /// Bytes requested.
-    pub asked: u64,
+    pub requested: u64,
     /// Bytes available.
-    pub left: u64,
+    pub available: u64,
     /// Total budget in bytes.
     pub total: u64,
 }
@@ -70,7 +70,7 @@ pub struct OutOfBudget {
 impl OutOfBudget {
     /// The message without the remedy.
     pub fn describe(&self) -> String {
-        let Self { what, asked, left, total } = self;
+        let Self { purpose: what, requested: asked, available: left, total } = self;
         format!(
             "{what}: {} MiB are required, and {} MiB are free of the {} MiB of the memory budget",
             mib(*asked),
@@ -107,7 +107,7 @@ pub struct BudgetUsage {
 #[derive(Debug)]
 pub struct MemoryReservation {
     budget: Arc<MemoryBudget>,
-    what: &'static str,
+    purpose: &'static str,
     bytes: u64,
 }
 
@@ -116,9 +116,9 @@ impl MemoryReservation {
     ///
     /// # Errors
     /// [`OutOfBudget`] if the budget is exhausted.
-    pub fn new(budget: &Arc<MemoryBudget>, what: &'static str, bytes: u64) -> Result<Self, OutOfBudget> {
-        budget.reserve(what, 0, bytes)?;
-        Ok(Self { budget: budget.clone(), what, bytes })
+    pub fn new(budget: &Arc<MemoryBudget>, purpose: &'static str, bytes: u64) -> Result<Self, OutOfBudget> {
+        budget.reserve(purpose, 0, bytes)?;
+        Ok(Self { budget: budget.clone(), purpose, bytes })
     }
 
     /// Changes the size of the reservation.
@@ -126,7 +126,7 @@ impl MemoryReservation {
     /// # Errors
     /// [`OutOfBudget`]; the reservation is unchanged.
     pub fn change(&mut self, bytes: u64) -> Result<(), OutOfBudget> {
-        self.budget.reserve(self.what, self.bytes, bytes)?;
+        self.budget.reserve(self.purpose, self.bytes, bytes)?;
         self.bytes = bytes;
         Ok(())
     }
@@ -150,13 +150,13 @@ impl ConnectionMemory {
     /// Charges `bytes` to `budget`; `None` if they do not fit. All connections together can use
     /// 1/64 of the budget, up to [`MAX_CONNECTION_RESERVE`], even if the budget is exhausted.
     pub fn new(budget: &Arc<MemoryBudget>, bytes: u64) -> Option<Self> {
-        let least = budget.total() / 64;
-        let fits = budget.charge_other(&budget.connections, bytes, least.min(MAX_CONNECTION_RESERVE));
+        let reserve = budget.total() / 64;
+        let fits = budget.charge_other(&budget.connections, bytes, reserve.min(MAX_CONNECTION_RESERVE));
         fits.then(|| Self { budget: Arc::clone(budget), bytes })
     }
 
     /// Charges `bytes` for a client of the old process, beyond the limit if necessary.
-    pub fn taken_over(budget: &Arc<MemoryBudget>, bytes: u64) -> Self {
+    pub fn transferred(budget: &Arc<MemoryBudget>, bytes: u64) -> Self {
         budget.connections.fetch_add(bytes, SeqCst);
         Self { budget: Arc::clone(budget), bytes }
     }
@@ -185,7 +185,7 @@ struct BudgetState {
     reserved: u64,
     requests: RequestMemory,
     /// Time of the next check for clients without progress.
-    next_look: Instant,
+    next_check: Instant,
 }
 
 static PROCESS: LazyLock<Arc<MemoryBudget>> = LazyLock::new(|| MemoryBudget::new(u64::MAX));
@@ -223,7 +223,7 @@ impl MemoryBudget {
             pages: self.pages.load(SeqCst),
             connections: self.connections.load(SeqCst),
             requests: state.requests.sum(),
-            max_requests: self.most_requests(state.reserved),
+            max_requests: self.max_request_bytes(state.reserved),
             waiting: state.requests.waiting(),
         }
     }
@@ -237,7 +237,7 @@ impl MemoryBudget {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn most_requests(&self, reserved: u64) -> u64 {
+    fn max_request_bytes(&self, reserved: u64) -> u64 {
         ((self.total() - reserved.min(self.total())) / 4).clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
     }
 
@@ -249,29 +249,29 @@ impl MemoryBudget {
     /// Bytes available for purposes other than requests.
     fn available(&self, reserved: u64) -> u64 {
         let taken = self.pages.load(SeqCst) + self.connections.load(SeqCst);
-        let others = reserved + taken + self.most_requests(reserved);
-        self.total().saturating_sub(others)
+        let used_by_others = reserved + taken + self.max_request_bytes(reserved);
+        self.total().saturating_sub(used_by_others)
     }
 
     /// Recomputes the part of each account.
     fn update_parts(&self, state: &mut BudgetState) {
-        let part = state.requests.divide(self.most_requests(state.reserved));
+        let part = state.requests.divide(self.max_request_bytes(state.reserved));
         self.account_part.store(part, SeqCst);
-        state.requests.divided();
+        state.requests.serve_after_divide();
     }
 
     /// Changes the reservation for `what` from `before` to `bytes`.
     ///
     /// # Errors
     /// [`OutOfBudget`]; nothing is changed.
-    pub fn reserve(&self, what: &'static str, before: u64, bytes: u64) -> Result<(), OutOfBudget> {
+    pub fn reserve(&self, purpose: &'static str, before: u64, bytes: u64) -> Result<(), OutOfBudget> {
         let mut state = self.lock();
-        let rest = state.reserved - before;
-        let left = self.available(rest);
-        if bytes > before && bytes > left {
-            return Err(OutOfBudget { what, asked: bytes, left, total: self.total() });
+        let reserved_by_others = state.reserved - before;
+        let available = self.available(reserved_by_others);
+        if bytes > before && bytes > available {
+            return Err(OutOfBudget { purpose, requested: bytes, available, total: self.total() });
         }
-        state.reserved = rest + bytes;
+        state.reserved = reserved_by_others + bytes;
         self.update_parts(&mut state);
         Ok(())
     }
@@ -288,14 +288,14 @@ impl MemoryBudget {
 
     /// Adds `bytes` to a sum other than that of requests, if they are available or the sum is at
     /// most `least` afterwards.
-    fn charge_other(&self, sum: &AtomicU64, bytes: u64, least: u64) -> bool {
+    fn charge_other(&self, sum: &AtomicU64, bytes: u64, min_bytes: u64) -> bool {
         let total = self.total();
         if total == u64::MAX {
             sum.fetch_add(bytes, SeqCst);
             return true;
         }
         let state = self.lock();
-        let fits = bytes <= self.available(state.reserved) || sum.load(SeqCst) + bytes <= least;
+        let fits = bytes <= self.available(state.reserved) || sum.load(SeqCst) + bytes <= min_bytes;
         if fits {
             sum.fetch_add(bytes, SeqCst);
         }
@@ -320,16 +320,16 @@ impl MemoryBudget {
             });
             // `next` is past if overdue clients remain, because more are overdue than requests
             // wait.
-            state.next_look =
+            state.next_check =
                 if next > now { next.max(now + MIN_CHECK_INTERVAL) } else { now + CHECK_INTERVAL };
             waiting
         };
         for holder in &overdue {
             holder.disconnect();
-            if let Some(left_out) = self.log.try_log(crate::coarse_now()) {
+            if let Some(suppressed) = self.log.try_log(crate::coarse_now()) {
                 tracing::warn!(
                     waiting,
-                    left_out,
+                    suppressed,
                     "a client was disconnected: it held memory without progress while requests waited"
                 );
             }
@@ -378,8 +378,8 @@ impl MemoryAccount {
     ///
     /// # Errors
     /// [`OutOfBudget`]; the previous reservation is unchanged.
-    pub fn reserve(&self, what: &'static str, bytes: u64) -> Result<(), OutOfBudget> {
-        self.budget.reserve(what, self.reserved(), bytes)?;
+    pub fn reserve(&self, purpose: &'static str, bytes: u64) -> Result<(), OutOfBudget> {
+        self.budget.reserve(purpose, self.reserved(), bytes)?;
         self.reserved.store(bytes, SeqCst);
         Ok(())
     }
@@ -406,27 +406,27 @@ impl MemoryAccount {
             return;
         }
         let waiter = MemoryWaiter::new(bytes);
-        let mut news = waiter.changed.listen();
+        let mut change = waiter.changed.listen();
         let Some(place) = self.wait(flow, &waiter) else { return };
-        let mut queued = QueuedRequestGuard { account: self, place, waiter: &waiter, is_kept: false };
+        let mut guard = QueuedRequestGuard { account: self, place, waiter: &waiter, is_granted: false };
         while !waiter.is_granted.load(SeqCst) {
-            if waiter.is_watchman.load(SeqCst) {
-                let next_look = self.budget.lock().next_look;
-                if crate::timeout(next_look - crate::now(), news).await.is_err() {
+            if waiter.checks_for_stalls.load(SeqCst) {
+                let next_check = self.budget.lock().next_check;
+                if crate::timeout(next_check - crate::now(), change).await.is_err() {
                     self.budget.disconnect_overdue(crate::now());
                 }
             } else {
-                news.await;
+                change.await;
             }
-            news = waiter.changed.listen();
+            change = waiter.changed.listen();
         }
-        queued.is_kept = true;
+        guard.is_granted = true;
     }
 
     fn wait(&self, flow: &FairQueueFlow, waiter: &Arc<MemoryWaiter>) -> Option<QueuePosition> {
         let mut state = self.budget.lock();
         if state.requests.waiting() == 0 {
-            state.next_look = crate::now() + CHECK_INTERVAL;
+            state.next_check = crate::now() + CHECK_INTERVAL;
         }
         state.requests.wait(self.number, flow, waiter)
     }
@@ -483,12 +483,12 @@ struct QueuedRequestGuard<'a> {
     account: &'a MemoryAccount,
     place: QueuePosition,
     waiter: &'a Arc<MemoryWaiter>,
-    is_kept: bool,
+    is_granted: bool,
 }
 
 impl Drop for QueuedRequestGuard<'_> {
     fn drop(&mut self) {
-        if self.is_kept {
+        if self.is_granted {
             return;
         }
         let mut state = self.account.budget.lock();

@@ -28,13 +28,13 @@ const MAX_SPARE: usize = 16;
 
 /// Maximum number of rings created in advance: a ring takes a descriptor and 12 KiB of kernel
 /// memory, and few of the possible queues are ever used.
-const MAX_SET_ASIDE: usize = 1024;
+const MAX_IN_ADVANCE: usize = 1024;
 
-static SPARE: Mutex<SpareRings> = Mutex::new(SpareRings { rings: Vec::new(), most: MAX_SPARE, shared: None });
+static SPARE: Mutex<SpareRings> = Mutex::new(SpareRings { rings: Vec::new(), max_rings: MAX_SPARE, shared: None });
 
 struct SpareRings {
     rings: Vec<IoUring>,
-    most: usize,
+    max_rings: usize,
     /// Ring shared by all notifiers without a ring of their own.
     shared: Option<EventfdRing>,
 }
@@ -45,7 +45,7 @@ fn spare() -> MutexGuard<'static, SpareRings> {
     SPARE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn make() -> io::Result<IoUring> {
+fn build_ring() -> io::Result<IoUring> {
     let registered = [registering::EVENTFD, registering::UNREGISTER_EVENTFD];
     ring_restrictions::build(&mut IoUring::builder(), 1, None, &[opcode::Nop::CODE], &registered)
 }
@@ -57,7 +57,7 @@ pub fn spare_descriptors(count: usize) -> usize {
 }
 
 fn max_spare(count: usize) -> usize {
-    count.min(MAX_SET_ASIDE) + MAX_SPARE
+    count.min(MAX_IN_ADVANCE) + MAX_SPARE
 }
 
 /// Creates the rings for `count` notifiers, plus spare ones, so that none has to be created later.
@@ -67,12 +67,12 @@ fn max_spare(count: usize) -> usize {
 /// As `io_uring_setup(2)`.
 pub fn create_spare(count: usize) -> io::Result<()> {
     let mut spare = spare();
-    spare.most = max_spare(count);
-    while spare.rings.len() < spare.most {
-        spare.rings.push(make()?);
+    spare.max_rings = max_spare(count);
+    while spare.rings.len() < spare.max_rings {
+        spare.rings.push(build_ring()?);
     }
     if spare.shared.is_none() {
-        spare.shared = Some(EventfdRing { ring: make()?, event: None });
+        spare.shared = Some(EventfdRing { ring: build_ring()?, registered: None });
     }
     Ok(())
 }
@@ -88,11 +88,11 @@ impl EventfdNotifier {
     /// # Errors
     /// Fails if no descriptor or memory is left, or `event` is not an eventfd.
     pub fn notify(&self, event: &Fd) -> io::Result<()> {
-        let mut tied = self.0.borrow_mut();
-        let tied = match &mut *tied {
+        let mut registered = self.0.borrow_mut();
+        let tied = match &mut *registered {
             Some(tied) => tied,
             none => match EventfdRing::unregistered() {
-                Ok(own) => none.insert(own),
+                Ok(ring) => none.insert(ring),
                 Err(error) => return spare().shared.as_mut().ok_or(error)?.notify_once(event),
             },
         };
@@ -103,31 +103,31 @@ impl EventfdNotifier {
 
 struct EventfdRing {
     ring: IoUring,
-    event: Option<Fd>,
+    registered: Option<Fd>,
 }
 
 impl EventfdRing {
     fn unregistered() -> io::Result<Self> {
-        let kept = spare().rings.pop();
-        let ring = match kept {
+        let spare_ring = spare().rings.pop();
+        let ring = match spare_ring {
             Some(ring) => ring,
-            None => make()?,
+            None => build_ring()?,
         };
-        Ok(Self { ring, event: None })
+        Ok(Self { ring, registered: None })
     }
 
     fn register(&mut self, event: &Fd) -> io::Result<()> {
-        if self.event.as_ref().is_some_and(|tied| tied.is_same(event)) {
+        if self.registered.as_ref().is_some_and(|registered| registered.is_same(event)) {
             return Ok(());
         }
         self.unregister()?;
         self.ring.submitter().register_eventfd(event.as_fd().as_raw_fd())?;
-        self.event = Some(event.clone());
+        self.registered = Some(event.clone());
         Ok(())
     }
 
     fn unregister(&mut self) -> io::Result<()> {
-        match self.event.take() {
+        match self.registered.take() {
             Some(_) => self.ring.submitter().unregister_eventfd(),
             None => Ok(()),
         }
@@ -152,13 +152,13 @@ impl EventfdRing {
 
 impl Drop for EventfdNotifier {
     fn drop(&mut self) {
-        let Some(mut tied) = self.0.take() else { return };
-        if tied.unregister().is_err() {
+        let Some(mut ring) = self.0.take() else { return };
+        if ring.unregister().is_err() {
             return;
         }
         let mut spare = spare();
-        if spare.rings.len() < spare.most {
-            spare.rings.push(tied.ring);
+        if spare.rings.len() < spare.max_rings {
+            spare.rings.push(ring.ring);
         }
     }
 }
@@ -181,13 +181,13 @@ mod tests {
 
     #[test]
     fn each_eventfd_is_signalled_once_per_request() {
-        let (one, other) = (event(), event());
+        let (first, second) = (event(), event());
         for _ in 0..3 {
             let notifier = EventfdNotifier::default();
-            for event in [&one, &one, &other, &one] {
+            for event in [&first, &first, &second, &first] {
                 notifier.notify(event).expect("it is an eventfd");
             }
-            assert_eq!((count(&one), count(&other)), (3, 1));
+            assert_eq!((count(&first), count(&second)), (3, 1));
         }
     }
 
@@ -204,17 +204,17 @@ mod tests {
 
     #[test]
     fn shared_notifier_keeps_no_event() {
-        let (one, other) = (event(), event());
-        let mut shared = EventfdRing { ring: make().expect("a ring"), event: None };
-        for event in [&one, &other, &one] {
+        let (first, second) = (event(), event());
+        let mut shared = EventfdRing { ring: build_ring().expect("a ring"), registered: None };
+        for event in [&first, &second, &first] {
             shared.notify_once(event).expect("it is an eventfd");
         }
-        assert_eq!((count(&one), count(&other)), (2, 1));
-        assert!(one.has_reference_count(1) && other.has_reference_count(1));
+        assert_eq!((count(&first), count(&second)), (2, 1));
+        assert!(first.has_reference_count(1) && second.has_reference_count(1));
         let file = Fd::from(std::fs::File::open("/dev/null").expect("it is there"));
         assert!(shared.notify_once(&file).is_err());
-        shared.notify_once(&one).expect("it is an eventfd");
-        assert_eq!(count(&one), 1);
+        shared.notify_once(&first).expect("it is an eventfd");
+        assert_eq!(count(&first), 1);
     }
 
     #[test]
@@ -222,7 +222,7 @@ mod tests {
         create_spare(16 * 1000).expect("rings");
         let spare = spare();
         assert!(spare.rings.len() < spare_descriptors(usize::MAX) && spare.shared.is_some());
-        assert_eq!(spare_descriptors(16 * 1000), spare_descriptors(MAX_SET_ASIDE));
+        assert_eq!(spare_descriptors(16 * 1000), spare_descriptors(MAX_IN_ADVANCE));
     }
 
     #[test]

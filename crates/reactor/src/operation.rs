@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 
 use super::{
     OperationPermit, blocking_threads, priority,
-    uring::{MAX_READS_HELD_BACK, MAX_WRITES_HELD_BACK, RingOperation},
+    uring::{MAX_QUEUED_READS, MAX_QUEUED_WRITES, RingOperation},
     worker,
 };
 use crate::buffer::{IoBuffer, Segment, Segments};
@@ -34,7 +34,7 @@ pub struct Fd {
 struct OpenDescriptor {
     /// `None` only during drop.
     fd: Option<OwnedFd>,
-    closing: Option<Arc<dyn CloseHook>>,
+    close_hook: Option<Arc<dyn CloseHook>>,
 }
 
 /// Callbacks that precede the closing of a file. Callback and close may both block on the file
@@ -104,19 +104,19 @@ impl Drop for PassedFd {
 
 impl Drop for OpenDescriptor {
     fn drop(&mut self) {
-        let (Some(fd), Some(closing)) = (self.fd.take(), self.closing.take()) else { return };
+        let (Some(fd), Some(close_hook)) = (self.fd.take(), self.close_hook.take()) else { return };
         close_blocking(move || {
-            closing.before_close(fd.as_fd());
+            close_hook.before_close(fd.as_fd());
             drop(fd);
-            drop(closing);
+            drop(close_hook);
         });
     }
 }
 
 impl Fd {
     /// A file whose last use, on any thread, is followed by `closing`.
-    pub fn with_close_hook(fd: impl Into<OwnedFd>, closing: Arc<dyn CloseHook>) -> Self {
-        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), closing: Some(closing) }), permit: None }
+    pub fn with_close_hook(fd: impl Into<OwnedFd>, close_hook: Arc<dyn CloseHook>) -> Self {
+        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), close_hook: Some(close_hook) }), permit: None }
     }
 
     /// A clone that holds a permit until it is dropped and all operations on it have completed.
@@ -156,7 +156,7 @@ impl Fd {
 
 impl<T: Into<OwnedFd>> From<T> for Fd {
     fn from(fd: T) -> Self {
-        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), closing: None }), permit: None }
+        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), close_hook: None }), permit: None }
     }
 }
 
@@ -210,7 +210,7 @@ pub async fn read_at(
         // SAFETY: a segment's memory keeps its address when the segment moves, and the operation
         // owns segment and descriptor.
         let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments))) }
-            .submit_at(MAX_READS_HELD_BACK);
+            .submit_at(MAX_QUEUED_READS);
         let (result, (_, filled)) = op.await;
         return (result.map(|count| count as usize), filled.into_segments());
     }
@@ -222,7 +222,7 @@ pub async fn read_at(
         .flags(fd.flags());
     // SAFETY: the vectors are boxed, and the operation owns the segments they point to.
     let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments), vectors)) }
-        .submit_at(MAX_READS_HELD_BACK);
+        .submit_at(MAX_QUEUED_READS);
     let (result, (_, filled, _)) = op.await;
     (result.map(|count| count as usize), filled.into_segments())
 }
@@ -262,7 +262,7 @@ pub async fn write_at(
             .flags(fd.flags());
         // SAFETY: as in `read_at`.
         let op =
-            unsafe { RingOperation::start(&entry, (fd.clone(), segments)) }.submit_at(MAX_WRITES_HELD_BACK);
+            unsafe { RingOperation::start(&entry, (fd.clone(), segments)) }.submit_at(MAX_QUEUED_WRITES);
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
@@ -274,7 +274,7 @@ pub async fn write_at(
         .flags(fd.flags());
     // SAFETY: the vectors are boxed and the operation owns the buffers they point to.
     let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments, vectors)) }
-        .submit_at(MAX_WRITES_HELD_BACK);
+        .submit_at(MAX_QUEUED_WRITES);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }
@@ -314,9 +314,9 @@ pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
 /// # Panics
 /// Panics if the buffer is full.
 pub async fn receive(fd: &Fd, mut buffer: IoBuffer, filled: usize) -> (io::Result<usize>, IoBuffer) {
-    let room = &mut buffer[filled..];
-    assert!(!room.is_empty(), "receiving into no room would look like the peer's end");
-    let entry = opcode::Recv::new(fd.target(), room.as_mut_ptr(), length(room.len())).build();
+    let free = &mut buffer[filled..];
+    assert!(!free.is_empty(), "receiving into no room would look like the peer's end");
+    let entry = opcode::Recv::new(fd.target(), free.as_mut_ptr(), length(free.len())).build();
     // SAFETY: as in `read_at`.
     let op = unsafe { RingOperation::start(&entry, (fd.clone(), buffer)) };
     let (result, (_, buffer)) = op.await;
@@ -328,7 +328,7 @@ pub async fn receive(fd: &Fd, mut buffer: IoBuffer, filled: usize) -> (io::Resul
 /// # Errors
 /// As `sendmsg(2)`; a closed peer is `EPIPE`, never a signal.
 pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
-    sent(start_send(fd, segments)).await
+    send_result(start_send(fd, segments)).await
 }
 
 /// As [`send`], submitted at once with all operations that are queued: for a receiver that can
@@ -337,7 +337,7 @@ pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) 
 /// # Errors
 /// As [`send`].
 pub async fn send_now(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
-    sent(start_send(fd, segments).submit_at(1)).await
+    send_result(start_send(fd, segments).submit_at(1)).await
 }
 
 type Sending = RingOperation<(Fd, Segments, Box<SendMessage>)>;
@@ -351,7 +351,7 @@ fn start_send(fd: &Fd, segments: Segments) -> Sending {
     unsafe { RingOperation::start(&entry, (fd.clone(), segments, message)) }
 }
 
-async fn sent(op: Sending) -> (io::Result<usize>, Segments) {
+async fn send_result(op: Sending) -> (io::Result<usize>, Segments) {
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }
@@ -394,19 +394,19 @@ pub const MAX_RESERVED_DESCRIPTORS: u64 = 2 * RESERVED_DESCRIPTORS;
 /// True if a client may use another descriptor: the lowest free one is not among the last ones of
 /// the process's limit. Of a small limit (`ulimit -n`) an eighth is reserved.
 pub fn has_client_descriptors() -> bool {
-    are_left_beside(1)
+    has_descriptors_beyond(1)
 }
 
 /// As [`has_client_descriptors`], for a client that has many: twice as many are reserved, half of
 /// them for other clients.
 pub fn has_shared_descriptors() -> bool {
-    are_left_beside(2)
+    has_descriptors_beyond(2)
 }
 
-fn are_left_beside(parts: u64) -> bool {
+fn has_descriptors_beyond(reserves: u64) -> bool {
     let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
-    let kept = parts * RESERVED_DESCRIPTORS.min(limit / 8);
-    lowest_free().is_none_or(|number| number.saturating_add(kept) < limit)
+    let reserved = reserves * RESERVED_DESCRIPTORS.min(limit / 8);
+    lowest_free().is_none_or(|number| number.saturating_add(reserved) < limit)
 }
 
 /// Lower bound of the number of descriptors that the process can still open: those above the lowest
@@ -424,8 +424,8 @@ pub fn free_descriptors() -> u64 {
 pub fn set_close_on_exec() -> io::Result<()> {
     const CLOSE_RANGE_CLOEXEC: libc::c_uint = 1 << 2;
     // SAFETY: sets a flag of descriptors, and closes none.
-    let done = unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, CLOSE_RANGE_CLOEXEC) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, CLOSE_RANGE_CLOEXEC) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The lowest free descriptor; `u64::MAX` if there is none, `None` if it cannot be determined.
@@ -489,8 +489,8 @@ pub async fn peer_shut_down(fd: &Fd) -> io::Result<()> {
     poll_once(fd, libc::POLLRDHUP.into(), 0).await
 }
 
-async fn poll_once(fd: &Fd, events: i32, how: u32) -> io::Result<()> {
-    let entry = opcode::PollAdd::new(fd.target(), events as u32 | how).build();
+async fn poll_once(fd: &Fd, events: i32, flags: u32) -> io::Result<()> {
+    let entry = opcode::PollAdd::new(fd.target(), events as u32 | flags).build();
     // SAFETY: the entry refers to the descriptor only.
     let op = unsafe { RingOperation::start(&entry, fd.clone()) };
     op.await.0.map(drop)

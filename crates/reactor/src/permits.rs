@@ -126,19 +126,19 @@ mod tests {
     use crate::{sim, spawn_joinable, yield_now};
 
     #[test]
-    fn no_more_run_than_there_are_permits_and_all_run() {
+    fn permits_bound_concurrency_and_all_operations_run() {
         for seed in 0..50 {
             sim::run(seed, async {
                 let permits = OperationPermits::new(3);
-                let (running, most) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
+                let (running, max_running) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
                 let tasks: Vec<_> = (0..20)
                     .map(|_| {
-                        let (permits, running, most) =
-                            (Arc::clone(&permits), Rc::clone(&running), Rc::clone(&most));
+                        let (permits, running, max_running) =
+                            (Arc::clone(&permits), Rc::clone(&running), Rc::clone(&max_running));
                         spawn_joinable(async move {
                             let _permit = permits.acquire().await;
                             running.set(running.get() + 1);
-                            most.set(most.get().max(running.get()));
+                            max_running.set(max_running.get().max(running.get()));
                             yield_now().await;
                             running.set(running.get() - 1);
                         })
@@ -147,7 +147,7 @@ mod tests {
                 for task in tasks {
                     task.await;
                 }
-                assert!(most.get() <= 3 && most.get() > 0);
+                assert!(max_running.get() <= 3 && max_running.get() > 0);
                 assert_eq!(permits.free(), 3);
             });
         }
@@ -159,20 +159,20 @@ mod tests {
             sim::run(seed, async move {
                 let permits = OperationPermits::new(1);
                 let order = Rc::new(RefCell::new(Vec::new()));
-                let held = permits.acquire().await;
+                let permit = permits.acquire().await;
                 let mut tasks = Vec::new();
                 for number in 0..5 {
-                    let (of_task, taken) = (Arc::clone(&permits), Rc::clone(&order));
+                    let (task_permits, task_order) = (Arc::clone(&permits), Rc::clone(&order));
                     tasks.push(spawn_joinable(async move {
-                        let _permit = of_task.acquire().await;
-                        taken.borrow_mut().push(number);
+                        let _permit = task_permits.acquire().await;
+                        task_order.borrow_mut().push(number);
                         yield_now().await;
                     }));
                     while permits.lock().waiting.len() <= number {
                         yield_now().await;
                     }
                 }
-                drop(held);
+                drop(permit);
                 let last = permits.acquire().await;
                 order.borrow_mut().push(5);
                 drop(last);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiter_that_leaves_passes_its_permit_on() {
+    fn cancelled_waiter_passes_its_permit_on() {
         sim::run(1, async {
             let permits = OperationPermits::new(1);
             let held = permits.acquire().await;

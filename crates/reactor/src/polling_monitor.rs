@@ -15,14 +15,14 @@ pub(super) struct PollingMonitor {
     polling: PollingDecision,
     completions: u64,
     /// `None` if the kernel does not provide it.
-    schedule: Option<File>,
+    schedstat: Option<File>,
 }
 
 impl PollingMonitor {
     /// Measurements of the calling thread.
     pub(super) fn new() -> Self {
-        let schedule = File::open("/proc/thread-self/schedstat").ok();
-        Self { polling: PollingDecision::default(), completions: 0, schedule }
+        let schedstat = File::open("/proc/thread-self/schedstat").ok();
+        Self { polling: PollingDecision::default(), completions: 0, schedstat }
     }
 
     pub(super) fn count(&mut self, completions: usize) {
@@ -41,7 +41,7 @@ impl PollingMonitor {
         ThreadCounters {
             completions: self.completions,
             processor_ns: processor_ns(),
-            starved_ns: self.schedule.as_ref().and_then(run_delay_ns).unwrap_or(0),
+            starved_ns: self.schedstat.as_ref().and_then(run_delay_ns).unwrap_or(0),
         }
     }
 }
@@ -53,9 +53,9 @@ fn processor_ns() -> u64 {
 
 /// The second number of `/proc/PID/schedstat` (the kernel's `Documentation/scheduler/sched-stats`):
 /// time spent runnable without running.
-fn run_delay_ns(schedule: &File) -> Option<u64> {
+fn run_delay_ns(schedstat: &File) -> Option<u64> {
     let mut text = [0; 128];
-    let length = schedule.read_at(&mut text, 0).ok()?;
+    let length = schedstat.read_at(&mut text, 0).ok()?;
     std::str::from_utf8(&text[..length]).ok()?.split(' ').nth(1)?.parse().ok()
 }
 
@@ -65,11 +65,11 @@ mod tests {
 
     #[test]
     fn kernel_reports_both_times_of_this_thread() {
-        let mut vigil = PollingMonitor::new();
-        vigil.count(3);
-        let before = vigil.counters();
+        let mut monitor = PollingMonitor::new();
+        monitor.count(3);
+        let before = monitor.counters();
         assert_eq!(before.completions, 3);
-        while vigil.counters().processor_ns == before.processor_ns {}
-        assert!(run_delay_ns(vigil.schedule.as_ref().expect("a kernel with schedstat")).is_some());
+        while monitor.counters().processor_ns == before.processor_ns {}
+        assert!(run_delay_ns(monitor.schedstat.as_ref().expect("a kernel with schedstat")).is_some());
     }
 }

@@ -17,17 +17,17 @@ const MAX_BUFFERS: u16 = 1 << 14;
 
 #[derive(Debug, Default)]
 pub(super) struct RegisteredBufferTable {
-    is_made: bool,
+    is_registered: bool,
     /// Ranges in use, in ascending order.
     taken: Vec<Range<u16>>,
 }
 
 impl RegisteredBufferTable {
     /// Registers the table, if it is not registered yet.
-    pub(super) fn make(&mut self, make: impl FnOnce(u32) -> io::Result<()>) -> io::Result<()> {
-        if !self.is_made {
-            make(u32::from(MAX_BUFFERS))?;
-            self.is_made = true;
+    pub(super) fn register(&mut self, register: impl FnOnce(u32) -> io::Result<()>) -> io::Result<()> {
+        if !self.is_registered {
+            register(u32::from(MAX_BUFFERS))?;
+            self.is_registered = true;
         }
         Ok(())
     }
@@ -35,15 +35,15 @@ impl RegisteredBufferTable {
     /// Allocates `count` consecutive indices and returns the first; `None` if there is no such
     /// range. First fit.
     fn take(&mut self, count: u16) -> Option<u16> {
-        let (mut first, mut place) = (0, 0);
+        let (mut first, mut position) = (0, 0);
         for (index, range) in self.taken.iter().enumerate() {
             if range.start - first >= count {
                 break;
             }
-            (first, place) = (range.end, index + 1);
+            (first, position) = (range.end, index + 1);
         }
         let end = first.checked_add(count).filter(|end| *end <= MAX_BUFFERS)?;
-        self.taken.insert(place, first..end);
+        self.taken.insert(position, first..end);
         Some(first)
     }
 
@@ -110,12 +110,12 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_makes_its_table_once() {
+    fn ring_registers_its_table_once() {
         crate::run(PollingMode::Off, async {
-            let one = BufferIndexRange::take(4096).expect("the kernel makes it");
-            let other = BufferIndexRange::take(4096).expect("it has room");
-            assert_eq!([one.first(), other.first()], [0, 4096]);
-            drop(one);
+            let first = BufferIndexRange::take(4096).expect("the kernel makes it");
+            let second = BufferIndexRange::take(4096).expect("it has room");
+            assert_eq!([first.first(), second.first()], [0, 4096]);
+            drop(first);
             assert_eq!(BufferIndexRange::take(4096).expect("given back").first(), 0);
         })
         .expect("io_uring works");

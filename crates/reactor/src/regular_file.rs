@@ -19,8 +19,8 @@ use std::{
 /// # Errors
 /// As `open(2)`; [`ErrorKind::InvalidInput`], with the kind of the file, unless it is regular.
 pub fn open(path: &Path) -> io::Result<File> {
-    let given = ["/dev/fd/", "/proc/self/fd/", "/dev/stdin"];
-    if given.iter().any(|own| path.starts_with(own)) {
+    let descriptor_prefixes = ["/dev/fd/", "/proc/self/fd/", "/dev/stdin"];
+    if descriptor_prefixes.iter().any(|prefix| path.starts_with(prefix)) {
         return File::open(path);
     }
     open_resolved(path)
@@ -42,13 +42,13 @@ pub fn check(file: &File) -> io::Result<()> {
     if kind.is_file() {
         return Ok(());
     }
-    let what = match kind {
+    let problem = match kind {
         kind if kind.is_dir() => "is a directory, not a file",
         kind if kind.is_fifo() => "is a named pipe, not a file (pass a pipe as /dev/fd/N)",
         kind if kind.is_char_device() || kind.is_block_device() => "is a device, not a file",
         _ => "is not a regular file",
     };
-    Err(io::Error::new(ErrorKind::InvalidInput, what))
+    Err(io::Error::new(ErrorKind::InvalidInput, problem))
 }
 
 #[cfg(test)]
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_regular_files_are_opened_and_nothing_is_waited_for() {
+    fn only_regular_files_are_opened_without_blocking() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = |name: &str| directory.path().join(name);
         std::fs::write(path("file"), "text").expect("written");
@@ -68,20 +68,20 @@ mod tests {
         open(&path("file")).expect("a file").read_to_string(&mut text).expect("read");
         assert_eq!(text, "text");
         // Without a writer, a plain open of the pipe would block for ever.
-        for (what, why) in [
+        for (target, expected) in [
             (path("pipe"), "is a named pipe"),
             (directory.path().to_owned(), "is a directory"),
             ("/dev/zero".into(), "is a device"),
         ] {
-            let error = open(&what).expect_err("no file").to_string();
-            assert!(error.starts_with(why), "{error}");
+            let error = open(&target).expect_err("no file").to_string();
+            assert!(error.starts_with(expected), "{error}");
         }
         let error = open(&path("missing")).expect_err("none");
         assert_eq!(error.kind(), ErrorKind::NotFound);
     }
 
     #[test]
-    fn a_pipe_that_the_process_was_given_is_read() {
+    fn inherited_pipe_is_read() {
         let (mut reader, mut writer) = io::pipe().expect("a pipe");
         writer.write_all(b"config").expect("written");
         drop(writer);

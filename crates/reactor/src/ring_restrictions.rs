@@ -79,16 +79,16 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_that_is_not_in_the_list_is_refused() {
+    fn unlisted_operation_is_rejected() {
         let mut ring = build(&mut IoUring::builder(), 4, None, &OPERATIONS, &[]).expect("a ring");
         let shadow = c"/etc/shadow";
-        let here = types::Fd(libc::AT_FDCWD);
+        let current_directory = types::Fd(libc::AT_FDCWD);
         for entry in [
-            opcode::OpenAt::new(here, shadow.as_ptr()).build(),
+            opcode::OpenAt::new(current_directory, shadow.as_ptr()).build(),
             opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build(),
-            opcode::Connect::new(here, std::ptr::null(), 0).build(),
-            opcode::UnlinkAt::new(here, shadow.as_ptr()).build(),
-            opcode::Splice::new(here, -1, here, -1, 1).build(),
+            opcode::Connect::new(current_directory, std::ptr::null(), 0).build(),
+            opcode::UnlinkAt::new(current_directory, shadow.as_ptr()).build(),
+            opcode::Splice::new(current_directory, -1, current_directory, -1, 1).build(),
             // An allowed operation with a flag that is not allowed.
             opcode::Nop::new().build().flags(squeue::Flags::IO_DRAIN),
         ] {
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(result(&mut ring, &opcode::Nop::new().build()), 0);
         let asynchronous = opcode::Nop::new().build().flags(squeue::Flags::ASYNC);
         assert_eq!(result(&mut ring, &asynchronous), 0);
-        let nothing = ring.submitter().register_files(&[]).expect_err("it is not in the list");
-        assert_eq!(nothing.raw_os_error(), Some(libc::EACCES));
+        let error = ring.submitter().register_files(&[]).expect_err("it is not in the list");
+        assert_eq!(error.raw_os_error(), Some(libc::EACCES));
     }
 }

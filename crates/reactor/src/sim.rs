@@ -24,11 +24,11 @@ impl SimulatedDriver {
         self.now.get()
     }
 
-    pub(super) fn coin(&self) -> bool {
+    pub(super) fn random_bool(&self) -> bool {
         self.random.borrow_mut().bool()
     }
 
-    fn turn(reactor: &Reactor) {
+    fn iterate(reactor: &Reactor) {
         let ReactorDriver::Sim(sim) = &reactor.driver else { unreachable!("entered with a Sim") };
         reactor.executor.receive();
         if let Some(runnable) = reactor.executor.pop_any(|count| sim.random.borrow_mut().usize(..count)) {
@@ -59,7 +59,7 @@ pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> 
         random: RefCell::new(fastrand::Rng::with_seed(seed)),
     };
     let executor = Executor::new().expect("an eventfd");
-    Reactor::enter(executor, ReactorDriver::Sim(sim), Box::pin(future), SimulatedDriver::turn)
+    Reactor::enter(executor, ReactorDriver::Sim(sim), Box::pin(future), SimulatedDriver::iterate)
 }
 
 /// The simulation's random numbers, for simulated storages and clients. One seed thereby determines

@@ -37,19 +37,19 @@ impl<F: Future<Output = ()> + 'static> TaskSpawner<F> {
         if self.is_simulated {
             return spawn(future);
         }
-        let mut room = self.slot.take().unwrap_or_else(|| Box::pin(None));
-        room.set(Some(future));
+        let mut slot = self.slot.take().unwrap_or_else(|| Box::pin(None));
+        slot.set(Some(future));
         // A no-op waker suffices: if the future is pending, its task polls it again and registers
         // its own waker.
         let mut context = Context::from_waker(Waker::noop());
-        let tried = room.as_mut().as_pin_mut().map(|future| future.poll(&mut context));
-        if tried.is_none_or(|tried| tried.is_ready()) {
-            room.set(None);
-            self.slot = Some(room);
+        let poll = slot.as_mut().as_pin_mut().map(|future| future.poll(&mut context));
+        if poll.is_none_or(|poll| poll.is_ready()) {
+            slot.set(None);
+            self.slot = Some(slot);
             return;
         }
         spawn(async move {
-            if let Some(future) = room.as_mut().as_pin_mut() {
+            if let Some(future) = slot.as_mut().as_pin_mut() {
                 future.await;
             }
         });
@@ -64,23 +64,23 @@ mod tests {
     use crate::{PollingMode, run, yield_now};
 
     /// Yields `yields` times, then increments `ended`.
-    async fn ending(yields: usize, ended: Rc<Cell<usize>>) {
+    async fn ending(yields: usize, completed: Rc<Cell<usize>>) {
         for _ in 0..yields {
             yield_now().await;
         }
-        ended.set(ended.get() + 1);
+        completed.set(completed.get() + 1);
     }
 
     #[test]
     fn ready_futures_complete_in_place_and_others_as_tasks() {
         run(PollingMode::Off, async {
-            let mut launcher = TaskSpawner::new();
-            let ended = Rc::new(Cell::new(0));
+            let mut spawner = TaskSpawner::new();
+            let completed = Rc::new(Cell::new(0));
             for (yields, at_once) in [(0, 1), (3, 1), (0, 2), (3, 2), (0, 3)] {
-                launcher.spawn(ending(yields, Rc::clone(&ended)));
-                assert_eq!(ended.get(), at_once);
+                spawner.spawn(ending(yields, Rc::clone(&completed)));
+                assert_eq!(completed.get(), at_once);
             }
-            while ended.get() < 5 {
+            while completed.get() < 5 {
                 yield_now().await;
             }
         })

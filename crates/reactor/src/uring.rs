@@ -43,11 +43,11 @@ const AUTO_LIMIT: Duration = Duration::from_micros(200);
 /// concurrently (docs/decisions/0023). The kernel also holds back the requests of one call until
 /// its end. Each call costs a VM exit on a virtual machine, so writes, which a device stores in its
 /// cache, are held back for longer.
-pub(super) const MAX_READS_HELD_BACK: usize = 4;
-pub(super) const MAX_WRITES_HELD_BACK: usize = 8;
+pub(super) const MAX_QUEUED_READS: usize = 4;
+pub(super) const MAX_QUEUED_WRITES: usize = 8;
 /// Tasks run between two checks of the ring, so that a busy task, or a task group with many, does
 /// not delay the completions of other groups.
-pub(super) const TASKS_PER_TURN: usize = 64;
+pub(super) const TASKS_PER_ITERATION: usize = 64;
 /// User data of the read of the eventfd, which is not in the table.
 const EVENT: u64 = u64::MAX;
 /// User data of cancellations, which are not in the table either: their outcome shows in the
@@ -98,12 +98,12 @@ const FILE_THREADS: u32 = 1 << 20;
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
 thread_local! {
-    static HAS_STUCK: Cell<bool> = const { Cell::new(false) };
+    static HAS_UNCANCELLED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// True if a ring of this thread ended while the kernel was still executing operations.
 pub(super) fn has_uncancelled_operations() -> bool {
-    HAS_STUCK.get()
+    HAS_UNCANCELLED.get()
 }
 
 /// Timeout of a wait that another event ends.
@@ -133,21 +133,21 @@ pub(super) struct UringDriver {
     /// Destination of reads of the eventfd. Boxed, because the kernel writes to it.
     event_counter: Box<Cell<u64>>,
     polling: PollingMode,
-    vigil: Option<RefCell<PollingMonitor>>,
+    polling_monitor: Option<RefCell<PollingMonitor>>,
     /// Moving average of the time between becoming idle and the next completion.
     typical_gap_ns: Cell<u64>,
     /// True if [`super::linger`] was called since the last wait.
     linger: Cell<bool>,
     /// True if [`super::yield_after_turn`] was called: the turn runs no further tasks.
-    was_long_task: Cell<bool>,
+    reap_requested: Cell<bool>,
     /// Result of [`UringDriver::coarse_now`] in this turn, once it was called.
-    recent: Cell<Option<Instant>>,
+    coarse_now: Cell<Option<Instant>>,
     /// True if the kernel can wait for a minimum time (since 6.12).
     can_linger: bool,
     /// Number of device reads and writes queued since the last submission.
     queued_device_io: Cell<usize>,
     buffers: RefCell<RegisteredBufferTable>,
-    pub(super) figures: Arc<RingCounters>,
+    pub(super) counters: Arc<RingCounters>,
 }
 
 impl UringDriver {
@@ -160,10 +160,10 @@ impl UringDriver {
             _ => error,
         })?;
         let can_linger = ring.params().is_feature_min_timeout();
-        let vigil = (polling == PollingMode::Auto).then(|| RefCell::new(PollingMonitor::new()));
+        let polling_monitor = (polling == PollingMode::Auto).then(|| RefCell::new(PollingMonitor::new()));
         Ok(Self {
             ring: RefCell::new(ring),
-            vigil,
+            polling_monitor,
             slots: RefCell::default(),
             woken: RefCell::default(),
             event_armed: Cell::new(false),
@@ -171,25 +171,25 @@ impl UringDriver {
             polling,
             typical_gap_ns: Cell::new(u64::MAX),
             linger: Cell::new(false),
-            was_long_task: Cell::new(false),
-            recent: Cell::new(None),
+            reap_requested: Cell::new(false),
+            coarse_now: Cell::new(None),
             can_linger,
             queued_device_io: Cell::new(0),
             buffers: RefCell::default(),
-            figures: Arc::default(),
+            counters: Arc::default(),
         })
     }
 
     /// Runs ready tasks, fires timers, submits, reaps; waits if there is nothing else to do.
-    pub(super) fn turn(reactor: &Reactor) {
+    pub(super) fn iterate(reactor: &Reactor) {
         let ReactorDriver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
-        uring.recent.set(None);
-        uring.figures.turns.add(1);
+        uring.coarse_now.set(None);
+        uring.counters.iterations.add(1);
         reactor.executor.receive();
-        for _ in 0..TASKS_PER_TURN {
+        for _ in 0..TASKS_PER_ITERATION {
             let Some(runnable) = reactor.executor.pop() else { break };
             runnable.run();
-            if uring.was_long_task.take() {
+            if uring.reap_requested.take() {
                 break;
             }
         }
@@ -206,9 +206,9 @@ impl UringDriver {
 
     /// The clock, read at most once in a turn.
     pub(super) fn coarse_now(&self) -> Instant {
-        self.recent.get().unwrap_or_else(|| {
+        self.coarse_now.get().unwrap_or_else(|| {
             let now = real_now();
-            self.recent.set(Some(now));
+            self.coarse_now.set(Some(now));
             now
         })
     }
@@ -217,8 +217,8 @@ impl UringDriver {
         self.linger.set(self.can_linger);
     }
 
-    pub(super) fn yield_after_turn(&self) {
-        self.was_long_task.set(true);
+    pub(super) fn reap_after_task(&self) {
+        self.reap_requested.set(true);
     }
 
     /// Submits the queue and processes completions; waits as specified.
@@ -253,7 +253,7 @@ impl UringDriver {
         match result.map_err(|error| error.raw_os_error()) {
             // EBUSY, EAGAIN: the kernel is short of resources; reaping frees some, and the next
             // turn submits the rest.
-            Ok(taken) => self.figures.submitted.add(taken as u64),
+            Ok(taken) => self.counters.submitted.add(taken as u64),
             Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
             Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
         }
@@ -262,11 +262,11 @@ impl UringDriver {
     /// Waits for a completion, a wake-up from another thread, or `next_timer`. Polls first if that
     /// has paid off recently.
     fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
-        let lingers = self.linger.take();
+        let may_linger = self.linger.take();
         let began = if self.polling == PollingMode::Off { Instant::ZERO } else { real_now() };
         let limit = self.limit(began);
-        let polls = !limit.is_zero();
-        if polls && !lingers && self.typical_gap_ns.get() <= duration_ns(limit) {
+        let may_poll = !limit.is_zero();
+        if may_poll && !may_linger && self.typical_gap_ns.get() <= duration_ns(limit) {
             self.enter(CompletionWait::No);
             if self.poll(reactor, (began + limit).min(next_timer.unwrap_or(Instant::MAX))) {
                 self.enter(CompletionWait::No);
@@ -279,25 +279,25 @@ impl UringDriver {
             self.enter(CompletionWait::No);
             return;
         }
-        self.figures.sleeps.add(1);
+        self.counters.sleeps.add(1);
         let time = next_timer.map(|instant| instant - real_now());
-        self.enter(match (lingers, time) {
+        self.enter(match (may_linger, time) {
             (true, time) => CompletionWait::Lingering(time.unwrap_or(FOREVER)),
             (false, Some(time)) => CompletionWait::For(time),
             (false, None) => CompletionWait::Forever,
         });
         reactor.executor.wake_up();
         wake_up::notify_wake_up();
-        if polls {
+        if may_poll {
             self.record_gap(began, limit);
         }
     }
 
     /// How long to poll now.
     fn limit(&self, now: Instant) -> Duration {
-        match (self.polling, &self.vigil) {
+        match (self.polling, &self.polling_monitor) {
             (PollingMode::UpTo(limit), _) => limit,
-            (_, Some(vigil)) if vigil.borrow_mut().should_poll(now) => AUTO_LIMIT,
+            (_, Some(monitor)) if monitor.borrow_mut().should_poll(now) => AUTO_LIMIT,
             _ => Duration::ZERO,
         }
     }
@@ -340,10 +340,10 @@ impl UringDriver {
             let mut ring = self.ring.borrow_mut();
             let mut slots = self.slots.borrow_mut();
             let completions = ring.completion();
-            if let Some(vigil) = &self.vigil {
-                vigil.borrow_mut().count(completions.len());
+            if let Some(monitor) = &self.polling_monitor {
+                monitor.borrow_mut().count(completions.len());
             }
-            self.figures.completed.add(completions.len() as u64);
+            self.counters.completed.add(completions.len() as u64);
             for completion in completions {
                 match completion.user_data() {
                     EVENT => {
@@ -410,16 +410,16 @@ impl UringDriver {
 
     /// Counts an operation of a device, and submits the queue if there are `most`. If the kernel is
     /// short of resources, the end of the turn tries again.
-    fn count_and_submit(&self, most: usize) {
-        let held_back = self.queued_device_io.get() + 1;
-        self.queued_device_io.set(held_back);
-        if held_back >= most {
+    fn count_and_submit(&self, max_queued: usize) {
+        let queued_io = self.queued_device_io.get() + 1;
+        self.queued_device_io.set(queued_io);
+        if queued_io >= max_queued {
             self.queued_device_io.set(0);
             let mut ring = self.ring.borrow_mut();
             let queued = u32::try_from(ring.submission().len()).expect("the queue has 256 entries");
             // SAFETY: no argument structure is passed, so nothing has to outlive the call.
             let taken = unsafe { ring.submitter().enter::<()>(queued, 0, 0, None) };
-            self.figures.submitted.add(taken.unwrap_or(0) as u64);
+            self.counters.submitted.add(taken.unwrap_or(0) as u64);
         }
     }
 
@@ -429,7 +429,7 @@ impl UringDriver {
     /// As `io_uring_register(2)`.
     pub(super) fn buffers(&self) -> io::Result<RefMut<'_, RegisteredBufferTable>> {
         let mut table = self.buffers.borrow_mut();
-        table.make(|count| self.ring.borrow().submitter().register_buffers_sparse(count))?;
+        table.register(|count| self.ring.borrow().submitter().register_buffers_sparse(count))?;
         Ok(table)
     }
 
@@ -450,15 +450,15 @@ impl UringDriver {
     pub(super) fn cancel_all(&self) {
         let deadline = real_now() + CANCEL_TIMEOUT;
         let in_flight = || {
-            let is_over = |slot: &OperationSlot| {
+            let has_completed = |slot: &OperationSlot| {
                 matches!(slot, OperationSlot::Complete(_) | OperationSlot::Uncancellable(_))
             };
-            let waiting = self.slots.borrow().iter().any(|(_, slot)| !is_over(slot));
+            let waiting = self.slots.borrow().iter().any(|(_, slot)| !has_completed(slot));
             waiting || self.event_armed.get()
         };
         while in_flight() {
             if real_now() >= deadline && !self.event_armed.get() {
-                HAS_STUCK.set(true);
+                HAS_UNCANCELLED.set(true);
                 return;
             }
             self.enter(CompletionWait::No);
@@ -527,8 +527,8 @@ pub(super) struct RingOperation<R: 'static> {
     /// `None` once returned.
     resource: Option<R>,
     /// Called with the resource and the result if the future was dropped.
-    orphan: fn(R, i32),
-    is_kept: bool,
+    on_orphan: fn(R, i32),
+    is_detached: bool,
 }
 
 impl<R: 'static> RingOperation<R> {
@@ -548,27 +548,27 @@ impl<R: 'static> RingOperation<R> {
         // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
         // before.
         unsafe { uring.push(&entry) };
-        Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource), is_kept: false }
+        Self { reactor, key, resource: Some(resource), on_orphan: |resource, _| drop(resource), is_detached: false }
     }
 
     /// Marks an operation that the kernel cannot cancel: if it is dropped early, it stays in
     /// flight, and if the reactor ends before it does, its resource is leaked to the kernel.
     pub(super) fn uncancellable(mut self) -> Self {
-        self.is_kept = true;
+        self.is_detached = true;
         self
     }
 
     /// For device reads and writes, and requests to other servers: submits the queue now if it
     /// holds `most_held_back` of them.
-    pub(super) fn submit_at(self, most_held_back: usize) -> Self {
-        self.uring().count_and_submit(most_held_back);
+    pub(super) fn submit_at(self, max_queued: usize) -> Self {
+        self.uring().count_and_submit(max_queued);
         self
     }
 
     /// Sets what happens to resource and result if the future is dropped and the operation
     /// completes nonetheless.
     pub(super) fn on_orphan(mut self, orphan: fn(R, i32)) -> Self {
-        self.orphan = orphan;
+        self.on_orphan = orphan;
         self
     }
 
@@ -618,12 +618,12 @@ impl<R: 'static> Drop for RingOperation<R> {
                 let result = *result;
                 slots.remove(self.key);
                 drop(slots);
-                (self.orphan)(resource, result);
+                (self.on_orphan)(resource, result);
             }
             slot => {
-                let orphan = self.orphan;
+                let orphan = self.on_orphan;
                 let orphan: OrphanHandler = Box::new(move |result| orphan(resource, result));
-                let after = if self.is_kept {
+                let after = if self.is_detached {
                     OperationSlot::Uncancellable(orphan)
                 } else {
                     OperationSlot::Abandoned(orphan)
@@ -631,7 +631,7 @@ impl<R: 'static> Drop for RingOperation<R> {
                 let before = std::mem::replace(slot, after);
                 drop(slots);
                 drop(before);
-                if !self.is_kept {
+                if !self.is_detached {
                     self.cancel();
                 }
             }

@@ -16,9 +16,9 @@ static WAKE_UP: Event = Event::new();
 /// Completes when any reactor's thread next wakes up after this call, including the caller's own.
 /// For one observer. Never completes in simulation, where reactors do not sleep.
 pub fn next_wake_up() -> EventListener {
-    let roused = WAKE_UP.listen();
+    let listener = WAKE_UP.listen();
     IS_OBSERVED.store(true, Release);
-    roused
+    listener
 }
 
 /// Called after this thread has slept.

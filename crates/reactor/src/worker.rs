@@ -50,10 +50,10 @@ pub fn debug_assert_may_block() {
 /// A thread that runs a reactor until it is stopped.
 pub struct ReactorWorker {
     remote: Arc<RemoteHandle>,
-    figures: Arc<RingCounters>,
+    counters: Arc<RingCounters>,
     thread: thread::JoinHandle<()>,
     /// The reactor's result, sent at its end.
-    ended: std::sync::mpsc::Receiver<WorkerResult>,
+    result_receiver: std::sync::mpsc::Receiver<WorkerResult>,
     stop: async_channel::Sender<()>,
 }
 
@@ -65,7 +65,7 @@ impl ReactorWorker {
     pub fn start(name: &str, polling: PollingMode) -> io::Result<Self> {
         let (stop, stopped) = async_channel::bounded::<()>(1);
         let (announce, announced) = std::sync::mpsc::channel();
-        let (sender, ended) = std::sync::mpsc::channel();
+        let (sender, result_receiver) = std::sync::mpsc::channel();
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
             IS_WORKER.set(true);
             forbid_blocking();
@@ -74,7 +74,7 @@ impl ReactorWorker {
                     let ReactorDriver::Uring(uring) = &reactor.driver else {
                         unreachable!("it runs for real")
                     };
-                    (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.figures))
+                    (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.counters))
                 });
                 // The receiver is waiting for this message, so it exists.
                 let _ = announce.send(parts);
@@ -85,9 +85,9 @@ impl ReactorWorker {
             let _ = sender.send(WorkerResult { result, is_stuck: has_uncancelled_operations() });
         })?;
         match announced.recv() {
-            Ok((remote, figures)) => Ok(Self { remote, figures, thread, ended, stop }),
+            Ok((remote, counters)) => Ok(Self { remote, counters, thread, result_receiver, stop }),
             // The thread ended before it announced itself, and has sent the reason.
-            Err(_) => match ended.recv() {
+            Err(_) => match result_receiver.recv() {
                 Ok(WorkerResult { result: Err(error), .. }) => Err(error),
                 Ok(_) | Err(_) => Err(io::Error::other("the worker thread ended during its start")),
             },
@@ -103,10 +103,10 @@ impl ReactorWorker {
     /// As [`ReactorWorker::spawn`], as a task of this group.
     pub fn spawn_in_group<F: Future<Output = ()> + 'static>(
         &self,
-        party: TaskGroup,
+        group: TaskGroup,
         make: impl FnOnce() -> F + Send + 'static,
     ) {
-        self.remote.send(RemoteWork::Job(party, Box::new(move || spawn(make()))));
+        self.remote.send(RemoteWork::Job(group, Box::new(move || spawn(make()))));
     }
 
     /// Name of the thread.
@@ -116,7 +116,7 @@ impl ReactorWorker {
 
     /// Counters of the reactor.
     pub fn counters(&self) -> RingTotals {
-        self.figures.totals()
+        self.counters.totals()
     }
 
     /// Stops the thread and waits for it, unless operations that the kernel cannot cancel are in
@@ -130,7 +130,7 @@ impl ReactorWorker {
     /// Propagates a panic of the worker's thread.
     pub fn stop(self) -> io::Result<()> {
         self.stop.close();
-        match self.ended.recv() {
+        match self.result_receiver.recv() {
             Ok(WorkerResult { result, is_stuck: true }) => result,
             Ok(WorkerResult { result, is_stuck: false }) => {
                 let _ = self.thread.join();
@@ -156,71 +156,71 @@ mod tests {
     };
 
     use super::*;
-    use crate::{buffer::IoBuffer, operation, uring::TASKS_PER_TURN, yield_after_turn, yield_now};
+    use crate::{buffer::IoBuffer, operation, uring::TASKS_PER_ITERATION, reap_after_task, yield_now};
 
     /// A worker with a task group of a thousand tasks that are always ready; counts how often they
     /// run.
     struct BusyWorker {
         worker: ReactorWorker,
-        turns: Arc<AtomicUsize>,
-        over: Arc<AtomicBool>,
+        runs: Arc<AtomicUsize>,
+        stopped: Arc<AtomicBool>,
     }
 
     impl BusyWorker {
         fn start() -> Self {
-            Self::doing(|| {})
+            Self::running(|| {})
         }
 
         /// Runs `what` in each of them, each time it runs.
-        fn doing(what: fn()) -> Self {
+        fn running(operation: fn()) -> Self {
             let worker = ReactorWorker::start("busy", PollingMode::Off).expect("a thread");
-            let (turns, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
-            let party = TaskGroup::new();
+            let (runs, stopped) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
+            let group = TaskGroup::new();
             for _ in 0..1000 {
-                let (turns, over) = (Arc::clone(&turns), Arc::clone(&over));
-                worker.spawn_in_group(party, move || async move {
-                    while !over.load(Relaxed) {
-                        turns.fetch_add(1, Relaxed);
-                        what();
+                let (runs, stopped) = (Arc::clone(&runs), Arc::clone(&stopped));
+                worker.spawn_in_group(group, move || async move {
+                    while !stopped.load(Relaxed) {
+                        runs.fetch_add(1, Relaxed);
+                        operation();
                         yield_now().await;
                     }
                 });
             }
-            Self { worker, turns, over }
+            Self { worker, runs, stopped }
         }
 
         /// Number of their runs until another task group has done `work`.
-        fn turns_during<F: Future<Output = ()>>(self, work: impl FnOnce() -> F + Send + 'static) -> usize {
+        fn runs_during<F: Future<Output = ()>>(self, work: impl FnOnce() -> F + Send + 'static) -> usize {
             let (done, outcome) = async_channel::bounded(1);
-            let turns = Arc::clone(&self.turns);
+            let runs = Arc::clone(&self.runs);
             self.worker.spawn(move || async move {
-                let before = turns.load(Relaxed);
+                let before = runs.load(Relaxed);
                 work().await;
-                done.send(turns.load(Relaxed) - before).await.expect("it is waited for");
+                done.send(runs.load(Relaxed) - before).await.expect("it is waited for");
             });
-            let turns = outcome.recv_blocking().expect("it ends");
-            self.over.store(true, Relaxed);
+            let run_count = outcome.recv_blocking().expect("it ends");
+            self.stopped.store(true, Relaxed);
             self.worker.stop().expect("stops");
-            turns
+            run_count
         }
     }
 
     #[test]
     fn task_groups_alternate_whatever_their_size() {
-        let turns = BusyWorker::start().turns_during(|| async {
+        let runs = BusyWorker::start().runs_during(|| async {
             for _ in 0..100 {
                 yield_now().await;
             }
         });
-        assert!((99..=101).contains(&turns), "{turns} turns of the other task group within 100");
+        assert!((99..=101).contains(&runs), "{runs} turns of the other task group within 100");
     }
 
     /// Number of runs of another task group's tasks while `count` operations complete one by one.
-    fn turns_within_operations(busy: BusyWorker, count: usize) -> usize {
-        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        theirs.write_all(&vec![7; count]).expect("there is room");
-        busy.turns_during(move || async move {
-            let socket = operation::Fd::from(ours);
+    fn runs_within_operations(busy: BusyWorker, count: usize) -> usize {
+        let (local, mut peer) = UnixStream::pair().expect("sockets");
+        peer.write_all(&vec![7; count]).expect("there is room");
+        busy.runs_during(move || async move {
+            let socket = operation::Fd::from(local);
             for _ in 0..count {
                 let (received, _) = operation::receive(&socket, IoBuffer::new(1), 0).await;
                 assert_eq!(received.expect("it was sent"), 1);
@@ -230,13 +230,13 @@ mod tests {
 
     #[test]
     fn completion_waits_for_few_tasks_of_another_group() {
-        let turns = turns_within_operations(BusyWorker::start(), 100);
-        assert!(turns <= 2 * 100 * TASKS_PER_TURN, "{turns} turns within 100 operations");
+        let runs = runs_within_operations(BusyWorker::start(), 100);
+        assert!(runs <= 2 * 100 * TASKS_PER_ITERATION, "{runs} turns within 100 operations");
     }
 
     #[test]
     fn completion_waits_for_one_long_task_of_another_group() {
-        let turns = turns_within_operations(BusyWorker::doing(yield_after_turn), 100);
-        assert!(turns <= 4 * 100, "{turns} turns within 100 operations");
+        let runs = runs_within_operations(BusyWorker::running(reap_after_task), 100);
+        assert!(runs <= 4 * 100, "{runs} turns within 100 operations");
     }
 }

@@ -43,11 +43,11 @@ fn requests(random: &mut fastrand::Rng, begin_ns: u64) -> Vec<RequestRecord> {
                 arrived: Instant::from_nanos(arrived),
                 admitted: Instant::from_nanos(arrived + wait),
                 throttle_cause: None,
-                ended: Instant::from_nanos(arrived + wait + service),
+                completed: Instant::from_nanos(arrived + wait + service),
             }
         })
         .collect();
-    requests.sort_by_key(|request| request.ended);
+    requests.sort_by_key(|request| request.completed);
     requests
 }
 
@@ -71,8 +71,8 @@ fn timed(mut batch: impl FnMut() -> Duration) -> impl FnMut(&mut Bencher<'_>) {
     move |bencher: &mut Bencher<'_>| {
         bencher.iter_custom(|iterations| {
             let batches = iterations.div_ceil(BATCH as u64);
-            let least = (0..batches).map(|_| batch()).min().expect("there is one");
-            least.mul_f64(iterations as f64 / BATCH as f64)
+            let fastest = (0..batches).map(|_| batch()).min().expect("there is one");
+            fastest.mul_f64(iterations as f64 / BATCH as f64)
         });
     }
 }
@@ -83,15 +83,15 @@ fn record(criterion: &mut Criterion) {
     let mut random = fastrand::Rng::with_seed(1);
     let mut collector = Collector::begin().expect("there is no other");
     let recorded = RecordingSwitch::default();
-    let some = requests(&mut random, 0);
+    let sample = requests(&mut random, 0);
     group.bench_function(
         "handed to the ring",
         timed(|| {
             let begin = Clock::now();
-            some.iter().for_each(|request| recorder::record(*black_box(request), &recorded));
-            let took = begin.elapsed();
+            sample.iter().for_each(|request| recorder::record(*black_box(request), &recorded));
+            let elapsed = begin.elapsed();
             assert!(!collector.take(|_| ()), "there was room for all");
-            took
+            elapsed
         }),
     );
 
@@ -107,7 +107,7 @@ fn record(criterion: &mut Criterion) {
             let begin = Clock::now();
             let has_lost = collector.take(|request: &RequestRecord| {
                 let wait_ns = request.admitted.nanos_since(request.arrived);
-                let service_ns = request.ended.nanos_since(request.admitted);
+                let service_ns = request.completed.nanos_since(request.admitted);
                 let entry = RecordingEntry {
                     arrival_ns: request.arrived.as_nanos(),
                     times: Some(RecordedTimes { wait_ns, service_ns }),

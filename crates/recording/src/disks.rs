@@ -81,7 +81,7 @@ impl TraceDisks {
 // Hash of the length and the last bytes, in which names of disks differ.
 #[inline]
 fn mark(name: &[u8]) -> usize {
-    let byte = |back: usize| name.len().checked_sub(back).map_or(0, |at| usize::from(name[at]));
+    let byte = |from_end: usize| name.len().checked_sub(from_end).map_or(0, |at| usize::from(name[at]));
     (byte(1) ^ byte(2) << 3 ^ byte(3) << 5 ^ name.len() << 7) % RECENT
 }
 
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_a_bound_to_names() {
+    fn total_name_length_is_bounded() {
         let mut disks = TraceDisks::default();
         for number in 0..MAX_DISKS {
             disks.id(number.to_string().as_bytes()).unwrap();

@@ -16,8 +16,8 @@ impl<'a> LineFields<'a> {
     }
 
     #[inline(always)]
-    pub(super) fn text(&mut self, what: &str) -> Result<&'a [u8], String> {
-        let rest = self.rest.ok_or_else(|| missing(what))?;
+    pub(super) fn text(&mut self, field_name: &str) -> Result<&'a [u8], String> {
+        let rest = self.rest.ok_or_else(|| missing(field_name))?;
         match rest.iter().position(|&byte| byte == b',') {
             Some(end) => {
                 self.rest = Some(&rest[end + 1..]);
@@ -33,24 +33,24 @@ impl<'a> LineFields<'a> {
     /// Returns a field without its quotes; doubled quotes (RFC 4180, section 2) are undone in
     /// `buffer`.
     #[inline(always)]
-    pub(super) fn quotable<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String>
+    pub(super) fn quotable<'b>(&mut self, field_name: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String>
     where
         'a: 'b,
     {
         match self.rest {
-            Some([b'"', ..]) => self.unquote(what, buffer),
-            _ => self.text(what),
+            Some([b'"', ..]) => self.unquote(field_name, buffer),
+            _ => self.text(field_name),
         }
     }
 
     #[cold]
-    fn unquote<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String> {
+    fn unquote<'b>(&mut self, field_name: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String> {
         let field = self.rest.take().unwrap_or_default();
-        let wrong = || format!("the quoted {what} {} does not end with its closing quote", shown(field));
+        let unterminated = || format!("the quoted {field_name} {} does not end with its closing quote", shown(field));
         buffer.clear();
         let mut inside = field.get(1..).unwrap_or_default();
         loop {
-            let end = inside.iter().position(|&byte| byte == b'"').ok_or_else(wrong)?;
+            let end = inside.iter().position(|&byte| byte == b'"').ok_or_else(unterminated)?;
             buffer.extend_from_slice(&inside[..end]);
             match &inside[end + 1..] {
                 [b'"', rest @ ..] => {
@@ -62,14 +62,14 @@ impl<'a> LineFields<'a> {
                     return Ok(buffer);
                 }
                 [] => return Ok(buffer),
-                _ => return Err(wrong()),
+                _ => return Err(unterminated()),
             }
         }
     }
 
     #[inline(always)]
-    pub(super) fn number(&mut self, what: &str) -> Result<u64, String> {
-        let Some(rest) = self.rest else { return Err(missing(what)) };
+    pub(super) fn number(&mut self, field_name: &str) -> Result<u64, String> {
+        let Some(rest) = self.rest else { return Err(missing(field_name)) };
         let (value, digits) = leading_number(rest);
         // Longer numbers, and anything else, take the slow path.
         if (1..=MAX_PLAIN_DIGITS).contains(&digits) {
@@ -85,13 +85,13 @@ impl<'a> LineFields<'a> {
                 Some(_) => {}
             }
         }
-        self.uncommon_number(what)
+        self.uncommon_number(field_name)
     }
 
     #[cold]
-    fn uncommon_number(&mut self, what: &str) -> Result<u64, String> {
-        let field = self.text(what)?;
-        number(field, what)
+    fn uncommon_number(&mut self, field_name: &str) -> Result<u64, String> {
+        let field = self.text(field_name)?;
+        number(field, field_name)
     }
 
     #[inline]
@@ -112,7 +112,7 @@ fn leading_number(text: &[u8]) -> (u64, usize) {
     let (mut value, mut digits) = (0u64, 0);
     let mut rest = text;
     while let Some((eight, more)) = rest.split_first_chunk() {
-        let (part, count) = up_to_eight(*eight);
+        let (part, count) = parse_up_to_eight_digits(*eight);
         value = value.wrapping_mul(TENS[count]).wrapping_add(part);
         digits += count;
         if count < 8 {
@@ -132,17 +132,17 @@ fn leading_number(text: &[u8]) -> (u64, usize) {
 }
 
 #[inline(always)]
-fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
-    const fn each(byte: u8) -> u64 {
+fn parse_up_to_eight_digits(text: [u8; 8]) -> (u64, usize) {
+    const fn repeat_byte(byte: u8) -> u64 {
         u64::from_le_bytes([byte; 8])
     }
     // The first byte is the least significant. Each byte becomes the value of its digit, or above
     // 9 for other characters.
-    let values = u64::from_le_bytes(text) ^ each(b'0');
+    let values = u64::from_le_bytes(text) ^ repeat_byte(b'0');
     // Highest bit of each byte above 9: set already, or carried from adding 0x76 to the lower
     // seven bits.
-    let others = (((values & each(0x7f)) + each(0x76)) | values) & each(0x80);
-    let count = others.trailing_zeros() as usize / 8;
+    let non_digits = (((values & repeat_byte(0x7f)) + repeat_byte(0x76)) | values) & repeat_byte(0x80);
+    let count = non_digits.trailing_zeros() as usize / 8;
     // A shift by 64 bits below would overflow.
     if count == 0 {
         return (0, 0);
@@ -160,59 +160,59 @@ fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
 const MAX_PLAIN_DIGITS: usize = 19;
 
 #[inline]
-pub(super) fn number(field: &[u8], what: &str) -> Result<u64, String> {
+pub(super) fn number(field: &[u8], field_name: &str) -> Result<u64, String> {
     let (value, digits) = leading_number(field);
     if digits == field.len() && (1..=MAX_PLAIN_DIGITS).contains(&digits) {
         return Ok(value);
     }
-    careful_number(field, what)
+    careful_number(field, field_name)
 }
 
 /// Parses seconds with an optional fraction; returns nanoseconds and drops finer digits.
-pub(super) fn seconds(field: &[u8], what: &str) -> Result<u64, String> {
+pub(super) fn seconds(field: &[u8], field_name: &str) -> Result<u64, String> {
     const S_NS: u64 = 1_000_000_000;
     let dot = memchr::memchr(b'.', field).unwrap_or(field.len());
-    let (whole, fraction) = (number(&field[..dot], what)?, field.get(dot + 1..).unwrap_or_default());
+    let (whole_s, fraction) = (number(&field[..dot], field_name)?, field.get(dot + 1..).unwrap_or_default());
     if !fraction.iter().all(u8::is_ascii_digit) {
-        return Err(format!("the {what} {} is not a number of seconds", shown(field)));
+        return Err(format!("the {field_name} {} is not a number of seconds", shown(field)));
     }
     // A fraction is padded with zeroes to nine digits.
     let digits = fraction.iter().map(|digit| u64::from(digit - b'0')).chain(std::iter::repeat(0));
     let fraction_ns = digits.take(9).fold(0, |ns, digit| ns * 10 + digit);
-    whole
+    whole_s
         .checked_mul(S_NS)
         .and_then(|ns| ns.checked_add(fraction_ns))
-        .ok_or_else(|| format!("the {what} {} does not fit into 64 bits of nanoseconds", shown(field)))
+        .ok_or_else(|| format!("the {field_name} {} does not fit into 64 bits of nanoseconds", shown(field)))
 }
 
 #[cold]
-fn careful_number(field: &[u8], what: &str) -> Result<u64, String> {
+fn careful_number(field: &[u8], field_name: &str) -> Result<u64, String> {
     let value = |value: u64, &byte: &u8| {
         let digit = byte.wrapping_sub(b'0');
         if digit > 9 { None } else { value.checked_mul(10)?.checked_add(u64::from(digit)) }
     };
     match field.iter().try_fold(0, value) {
         Some(value) if !field.is_empty() => Ok(value),
-        _ => Err(not_a_number(field, what)),
+        _ => Err(not_a_number(field, field_name)),
     }
 }
 
 #[cold]
-fn missing(what: &str) -> String {
-    format!("the {what} is missing (a truncated line?)")
+fn missing(field_name: &str) -> String {
+    format!("the {field_name} is missing (a truncated line?)")
 }
 
 #[cold]
-fn not_a_number(field: &[u8], what: &str) -> String {
+fn not_a_number(field: &[u8], field_name: &str) -> String {
     let digits = |field: &[u8]| !field.is_empty() && field.iter().all(u8::is_ascii_digit);
     // A precise reason, because the cause is often a wrong column.
     let why = match field {
-        [] => return missing(what),
+        [] => return missing(field_name),
         [b'-', rest @ ..] if digits(rest) => "is negative",
         _ if digits(field) => "does not fit into 64 bits",
         _ => "is not a whole number",
     };
-    format!("the {what} {} {why}", shown(field))
+    format!("the {field_name} {} {why}", shown(field))
 }
 
 /// Appends a number in decimal.
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_read_and_anything_else_is_named() {
+    fn numbers_are_parsed_and_others_rejected() {
         let read = |text: &'static str| LineFields::new(text.as_bytes()).number("offset");
         for (text, value) in [
             ("0", 0),
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn seconds_have_any_fraction() {
+    fn seconds_accept_any_fraction() {
         let read = |text: &str| seconds(text.as_bytes(), "time");
         for (text, ns) in [
             ("0", 0),
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn digits_end_where_they_end() {
+    fn parsing_stops_after_the_last_digit() {
         // Every following byte, after each number of digits up to three steps of eight.
         let digits = b"123456789012345678901234";
         for count in 0..digits.len() {
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_in_quotes_may_have_commas_and_quotes() {
+    fn quoted_field_may_contain_commas_and_quotes() {
         let read = |line: &'static str| {
             let mut buffer = Vec::new();
             let mut fields = LineFields::new(line.as_bytes());
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_the_fields_it_should() {
+    fn missing_and_extra_fields_are_rejected() {
         let mut fields = LineFields::new(b"a,,c");
         assert_eq!(fields.text("one"), Ok(&b"a"[..]));
         assert!(fields.end().is_err());

@@ -105,20 +105,20 @@ const MAX_NAMES: usize = 1 << 16;
 pub(super) fn check_block(bytes: &[u8]) {
     for version in 1..=VERSION {
         let Some(content) = read::BlockContent::decode(bytes, version) else { continue };
-        let mut again = Vec::new();
+        let mut encoded = Vec::new();
         match &content {
             read::BlockContent::Requests(block) => {
                 if version > 1 {
-                    block::push_column(&mut again, REQUESTS);
+                    block::push_column(&mut encoded, REQUESTS);
                 }
-                block.encode(&mut again);
+                block.encode(&mut encoded);
             }
             read::BlockContent::Limits(changes) => {
-                block::push_column(&mut again, LIMITS);
-                limits::encode(changes, &mut again);
+                block::push_column(&mut encoded, LIMITS);
+                limits::encode(changes, &mut encoded);
             }
         }
-        assert!(read::BlockContent::decode(&again, version).as_ref() == Some(&content), "another block");
+        assert!(read::BlockContent::decode(&encoded, version).as_ref() == Some(&content), "another block");
     }
 }
 

@@ -31,7 +31,7 @@ pub fn trace(data: &[u8]) {
         assert!(error.starts_with(NAME) && error.len() < MAX_ERROR_BYTES, "{} bytes", error.len());
     }
     check(&records, disks.len());
-    again(&records, &disks);
+    check_round_trip(&records, &disks);
     // Checksums would keep damaged bytes from the decoder of blocks, so it is called directly.
     file::check_block(text);
 }
@@ -45,8 +45,8 @@ fn read(text: &[u8], options: &TraceOptions) -> (Vec<TraceRecord>, Vec<String>, 
     let error = loop {
         match reader.next() {
             Ok(Some(record)) => {
-                let noted = reader.outcome(&record);
-                let outcome = noted.and_then(|noted| reader.named(noted));
+                let numbered = reader.outcome(&record);
+                let outcome = numbered.and_then(|numbered| reader.named(numbered));
                 assert!(outcome.is_none_or(|outcome| outcome.limit != Some("")), "no name is empty");
                 records.push(record);
             }
@@ -70,7 +70,7 @@ fn check(records: &[TraceRecord], disks: usize) {
     }
 }
 
-fn again(records: &[TraceRecord], disks: &[String]) {
+fn check_round_trip(records: &[TraceRecord], disks: &[String]) {
     let mut writer = CsvWriter::new(Vec::new());
     for record in records {
         let disk = &disks[record.disk.index()];
@@ -81,8 +81,8 @@ fn again(records: &[TraceRecord], disks: &[String]) {
     assert!(error.is_none(), "{error:?}");
     assert_eq!(read.len(), records.len());
     for (read, record) in read.iter().zip(records) {
-        let of = |record: &TraceRecord| (record.time_ns, record.op, record.offset, record.length);
-        assert_eq!(of(read), of(record));
+        let fields_of = |record: &TraceRecord| (record.time_ns, record.op, record.offset, record.length);
+        assert_eq!(fields_of(read), fields_of(record));
         assert_eq!(names[read.disk.index()], disks[record.disk.index()]);
     }
 }

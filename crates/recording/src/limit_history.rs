@@ -92,7 +92,7 @@ impl LimitHistory {
     fn visit_levels(
         &self,
         visitor: &mut dyn FnMut(RecordedLimitPeriod<'_>),
-        of: Option<&str>,
+        owner: Option<&str>,
         changes: &[LimitChange],
         during: Range<u64>,
         levels: usize,
@@ -108,7 +108,7 @@ impl LimitHistory {
             if during_ns.is_empty() {
                 continue;
             }
-            visitor(RecordedLimitPeriod { of, change, during_ns: during_ns.clone() });
+            visitor(RecordedLimitPeriod { group: owner, change, during_ns: during_ns.clone() });
             let above = change.group.as_ref().filter(|_| levels > 0);
             if let Some((group, changes)) = above.and_then(|group| self.groups.get_key_value(group)) {
                 // Only for the period in which the owner belonged to this group.
@@ -122,7 +122,7 @@ impl LimitHistory {
 #[derive(Debug)]
 pub struct RecordedLimitPeriod<'a> {
     /// Group with the limits; `None` for the disk's own limits.
-    pub of: Option<&'a str>,
+    pub group: Option<&'a str>,
     /// Change that put them in force.
     pub change: &'a LimitChange,
     /// Period in nanoseconds since time 0 of the recording.

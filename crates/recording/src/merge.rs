@@ -92,8 +92,8 @@ impl RecordSource for MergedTraces {
     }
 
     fn measured(&mut self, record: &TraceRecord) -> Option<RecordedOutcome> {
-        let noted = self.outcome(record)?;
-        let outcome = self.outcome_with_names(record, noted)?;
+        let numbered = self.outcome(record)?;
+        let outcome = self.outcome_with_names(record, numbered)?;
         Some(RecordedOutcome { latency_ns: outcome.times.latency_ns(), was_held: outcome.limit.is_some() })
     }
 
@@ -160,7 +160,7 @@ impl MergedTraces {
 
     /// True if a trace contains the outcomes of its requests.
     pub fn has_outcomes(&self) -> bool {
-        self.sources.iter().any(|one| one.reader.has_outcomes())
+        self.sources.iter().any(|source| source.reader.has_outcomes())
     }
 
     /// See [`TraceReader::outcome`].
@@ -172,22 +172,22 @@ impl MergedTraces {
     pub fn outcome_with_names(
         &self,
         record: &TraceRecord,
-        noted: NumberedOutcome,
+        numbered: NumberedOutcome,
     ) -> Option<RequestOutcome<'_>> {
-        self.sources[usize::from(record.file)].reader.named(noted)
+        self.sources[usize::from(record.file)].reader.named(numbered)
     }
 
     /// Number of requests that were lost by recordings, in the part that was read.
     pub fn lost(&self) -> u64 {
-        self.sources.iter().map(|one| one.reader.lost()).sum()
+        self.sources.iter().map(|source| source.reader.lost()).sum()
     }
 
     /// Removes and returns the limits of recordings, with times relative to time 0. Must be called
     /// after all records were read, if outcomes were requested.
     pub fn take_limits(&mut self) -> LimitHistory {
         let mut all = LimitHistory::default();
-        for one in &mut self.sources {
-            let (changes, dropped) = one.reader.take_limits();
+        for source in &mut self.sources {
+            let (changes, dropped) = source.reader.take_limits();
             changes.for_each(|change| all.note(change));
             all.drop_further(dropped);
         }
@@ -197,7 +197,7 @@ impl MergedTraces {
 
     /// Number of skipped requests of length 0, in the part that was read.
     pub fn empty(&self) -> u64 {
-        self.sources.iter().map(|one| one.reader.empty()).sum()
+        self.sources.iter().map(|source| source.reader.empty()).sum()
     }
 
     /// Next record by time. An error of one trace ends all, except for a truncated recording,
@@ -215,8 +215,8 @@ impl MergedTraces {
     fn next_of_several(&mut self) -> Result<Option<TraceRecord>, TraceError> {
         if !self.begun {
             self.begun = true;
-            for which in 0..self.sources.len() {
-                self.advance(which)?;
+            for index in 0..self.sources.len() {
+                self.advance(index)?;
             }
         }
         if let Some(error) = self.failed.take() {
@@ -224,18 +224,18 @@ impl MergedTraces {
             self.upcoming.clear();
             return Err(error);
         }
-        let Some(Reverse((_, which))) = self.upcoming.pop() else {
+        let Some(Reverse((_, index))) = self.upcoming.pop() else {
             return self.torn.take().map_or(Ok(None), Err);
         };
-        let which = usize::from(which);
-        let record = self.sources[which].head.take();
+        let index = usize::from(index);
+        let record = self.sources[index].head.take();
         // The record was read before the error, so it is returned first.
-        self.failed = self.advance(which).err();
+        self.failed = self.advance(index).err();
         Ok(record)
     }
 
-    fn advance(&mut self, which: usize) -> Result<(), TraceError> {
-        let MergeInput { reader, ids, head } = &mut self.sources[which];
+    fn advance(&mut self, index: usize) -> Result<(), TraceError> {
+        let MergeInput { reader, ids, head } = &mut self.sources[index];
         let mut record = match reader.next() {
             Ok(Some(record)) => record,
             Ok(None) => return Ok(()),
@@ -251,7 +251,7 @@ impl MergedTraces {
             ids.push(self.disks.id(name.as_bytes()).map_err(why)?);
         }
         record.disk = ids[record.disk.index()];
-        record.file = u16::try_from(which).expect("bounded when they were opened");
+        record.file = u16::try_from(index).expect("bounded when they were opened");
         self.upcoming.push(Reverse((record.time_ns, record.file)));
         *head = Some(record);
         Ok(())

@@ -56,8 +56,8 @@ impl Outcomes {
         self.by_line.remove(&record.line)
     }
 
-    pub(super) fn with_limit_names(&self, noted: NumberedOutcome) -> RequestOutcome<'_> {
-        let NumberedOutcome { times, has_failed, limit } = noted;
+    pub(super) fn with_limit_names(&self, numbered: NumberedOutcome) -> RequestOutcome<'_> {
+        let NumberedOutcome { times, has_failed, limit } = numbered;
         RequestOutcome { times, has_failed, limit: limit.map(|limit| &*self.limits.names()[limit.index()]) }
     }
 }

@@ -61,7 +61,7 @@ pub struct TraceReader {
     /// Number of skipped requests of length 0.
     empty: u64,
     /// Detected format, if it differs from the requested one.
-    otherwise: Option<TraceFormat>,
+    detected_format: Option<TraceFormat>,
     held: usize,
     /// The trace's clock at time 0; `None` before the first record.
     origin_ns: Option<u64>,
@@ -116,7 +116,7 @@ impl TraceReader {
         };
         // Only for the message: an explicit format is used even if the detection disagrees.
         let otherwise = options.format.and_then(|_| detect(ahead).ok()).filter(|seen| *seen != format);
-        let tells = match format {
+        let with_outcomes = match format {
             TraceFormat::Recording => true,
             TraceFormat::Weir => has_outcomes(ahead),
             _ => false,
@@ -144,10 +144,10 @@ impl TraceReader {
             parser,
             disks: TraceDisks::default(),
             window: ReorderWindow::new(options.window),
-            outcomes: (tells && options.outcomes).then(Outcomes::new),
+            outcomes: (with_outcomes && options.outcomes).then(Outcomes::new),
             limits: LimitHistory::default(),
             empty: 0,
-            otherwise,
+            detected_format: otherwise,
             held: options.window,
             origin_ns: None,
             ended: false,
@@ -196,8 +196,8 @@ impl TraceReader {
     }
 
     /// The outcome with the name of its limit.
-    pub fn named(&self, noted: NumberedOutcome) -> Option<RequestOutcome<'_>> {
-        Some(self.outcomes.as_ref()?.with_limit_names(noted))
+    pub fn named(&self, numbered: NumberedOutcome) -> Option<RequestOutcome<'_>> {
+        Some(self.outcomes.as_ref()?.with_limit_names(numbered))
     }
 
     /// Number of requests that the recording lost, in the part that was read.
@@ -266,7 +266,7 @@ impl TraceReader {
                 // Records that were read prove that the requested format is right.
                 let is_first = self.window.len() == 0 && self.origin_ns.is_none();
                 let is_content = matches!(error, TraceError::Line { .. } | TraceError::Together { .. });
-                self.failed = Some(match self.otherwise {
+                self.failed = Some(match self.detected_format {
                     Some(seen) if is_first && is_content => {
                         format_mismatch(self.name(), self.format, seen, &error.to_string())
                     }
@@ -301,9 +301,9 @@ pub fn is_recording(lines: &mut LineReader, options: &TraceOptions) -> Result<bo
 }
 
 /// Error for a file that is not of the requested format.
-fn format_mismatch(file: &str, said: TraceFormat, seen: TraceFormat, why: &str) -> TraceError {
-    let (said, seen) = (said.name(), seen.name());
-    let why = format!("--format is {said}, but the file looks like {seen} (leave --format out): {why}");
+fn format_mismatch(file: &str, requested: TraceFormat, seen: TraceFormat, why: &str) -> TraceError {
+    let (requested, seen) = (requested.name(), seen.name());
+    let why = format!("--format is {requested}, but the file looks like {seen} (leave --format out): {why}");
     TraceError::Together { file: file.to_owned(), why }
 }
 

@@ -66,7 +66,7 @@ fn zstd(text: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn weirs_own_csv() {
+fn weir_csv() {
     let text = "time_ns,disk,op,offset,length\n\
                 1000,vm1,read,4096,512\n\
                 1000,vm2,write,0,1048576\r\n\
@@ -83,13 +83,13 @@ fn weirs_own_csv() {
 }
 
 #[test]
-fn events_of_a_simulation_are_a_trace() {
+fn events_file_is_a_trace() {
     let text = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n5,vm1,read,4096,512,6,7,-\n";
     assert_eq!(read(text), "0 vm1 read 4096 512\n");
 }
 
 #[test]
-fn fio_version_2_has_waits_for_times() {
+fn fio_version_2_times_are_waits() {
     let text = "fio version 2 iolog\n\
                 /dev/sdb add\n/tmp/file add\n\
                 /dev/sdb open\n\
@@ -112,7 +112,7 @@ fn fio_version_2_has_waits_for_times() {
 
 /// As written by fio 3.33 at 10 requests a second: the times are microseconds.
 #[test]
-fn fio_version_3_has_microseconds() {
+fn fio_version_3_times_are_microseconds() {
     let text = "fio version 3 iolog\n\
                 23 /tmp/f.bin add\n\
                 126 /tmp/f.bin open\n\
@@ -195,7 +195,7 @@ fn blkparse_without_queue_events_uses_issue_or_completion() {
 }
 
 #[test]
-fn blkparse_with_something_else_in_it() {
+fn blkparse_with_other_lines() {
     let text = BLKPARSE.replace("  8,0    0        5", "nonsense 8,0\n  8,0    0        5");
     assert_eq!(
         read(text),
@@ -268,16 +268,16 @@ fn spc_counts_sectors_and_seconds() {
                     2335000 0 write 10721198080 8192\n\
                     460026000 1 read 1759379456 15872\n";
     assert_eq!(read(text), expected);
-    let wrong = read("0,1,512,R,0.5\n0,1,512,X,0.6\n");
-    assert!(wrong.ends_with("error: t:2: the opcode 'X' is neither R nor W\n"), "{wrong}");
+    let message = read("0,1,512,R,0.5\n0,1,512,X,0.6\n");
+    assert!(message.ends_with("error: t:2: the opcode 'X' is neither R nor W\n"), "{message}");
 }
 
 #[test]
-fn mqsim_has_1_for_a_read() {
+fn mqsim_type_1_is_a_read() {
     let text = "417023 0 8 16 1\n417523 3 0 8 0\n";
     assert_eq!(read(text), "0 0 read 4096 8192\n500 3 write 0 4096\n");
-    let wrong = read("1 0 8 16 1\n2 0 8 16 1 7\n");
-    assert!(wrong.ends_with("error: t:2: the line has more words than the format: '7'\n"), "{wrong}");
+    let message = read("1 0 8 16 1\n2 0 8 16 1 7\n");
+    assert!(message.ends_with("error: t:2: the line has more words than the format: '7'\n"), "{message}");
 }
 
 fn read_by(columns: &str, text: &str) -> String {
@@ -286,20 +286,20 @@ fn read_by(columns: &str, text: &str) -> String {
 }
 
 #[test]
-fn any_text_is_a_trace_by_its_columns() {
+fn column_spec_reads_any_text() {
     let text = "when;vm;what;lba;bytes\n10;a;W;8;4096\n12;b;0;0;512\n13;a;FLUSH;;\n";
     let columns = "time=1:us,disk=2,op=3,offset=4:sectors,length=5,separator=semicolon,skip=1,reads=0";
     assert_eq!(read_by(columns, text), "0 a write 4096 4096\n2000 b read 0 512\n3000 a flush 0 0\n");
     let blanks = "  0.5   1  2\n1.25 \t 3 1\n";
     let columns = "time=1:s,offset=2:pages,length=3:KiB,separator=blanks";
     assert_eq!(read_by(columns, blanks), "0 t read 4096 2048\n750000000 t read 12288 1024\n");
-    let wrong = read_by("time=1,offset=2,length=3,op=4", "1,2,3,read\n1,2,3,what\n");
+    let message = read_by("time=1,offset=2,length=3,op=4", "1,2,3,read\n1,2,3,what\n");
     assert!(
-        wrong.ends_with("error: t:2: the op 'what' is unknown (define it: reads=WORD, writes=WORD)\n"),
-        "{wrong}"
+        message.ends_with("error: t:2: the op 'what' is unknown (define it: reads=WORD, writes=WORD)\n"),
+        "{message}"
     );
-    let wrong = read_by("time=1,offset=2,length=9", "1,2,3\n");
-    assert!(wrong.ends_with("t:1: the length is missing (a truncated line?)\n"), "{wrong}");
+    let message = read_by("time=1,offset=2,length=9", "1,2,3\n");
+    assert!(message.ends_with("t:1: the length is missing (a truncated line?)\n"), "{message}");
 }
 
 #[test]
@@ -315,10 +315,10 @@ fn detected_and_given_format_agree() {
         (TraceFormat::Spc, "0,8,512,R,0.5\n"),
         (TraceFormat::Mqsim, "5 0 8 1 1\n"),
     ] {
-        let said =
+        let result =
             read_with(text.as_bytes(), &TraceOptions { format: Some(format), ..TraceOptions::default() });
-        assert_eq!(said, read(text), "{format:?}");
-        assert_eq!(said.lines().count(), 1, "{format:?}");
+        assert_eq!(result, read(text), "{format:?}");
+        assert_eq!(result.lines().count(), 1, "{format:?}");
         let reader = TraceReader::new("t", Box::new(text.as_bytes()), &TraceOptions::default()).unwrap();
         assert_eq!(reader.format, format);
     }
@@ -336,7 +336,7 @@ fn unknown_formats_are_rejected() {
     }
     let tar =
         [&b"t.csv"[..], &[0; 252], b"ustar", &[0; 250], b"version,time,op,size,lbn\n1,5,28,512,8\n"].concat();
-    for (bytes, what) in [
+    for (bytes, reason) in [
         (&tar[..], "it is a tar archive (extract the trace first: tar -xOf FILE, with - as the trace)"),
         (b"\xfd7zXZ\0\0", "it is compressed with xz (decompress it first: xz -dc FILE, with - as the trace)"),
         (
@@ -344,27 +344,27 @@ fn unknown_formats_are_rejected() {
             "it is blktrace's binary form (convert it to text first: blkparse -i FILE, with - as the trace)",
         ),
     ] {
-        assert_eq!(read(bytes), format!("error: t: not a trace of a known format: {what}\n"));
+        assert_eq!(read(bytes), format!("error: t: not a trace of a known format: {reason}\n"));
         assert_eq!(read(gzip(bytes)), read(bytes));
     }
     assert_eq!(read(""), "error: t: the trace is empty\n");
     assert_eq!(read("\n \r\n"), "error: t: the trace is empty\n");
     assert_eq!(read(gzip(b"")), "error: t: the trace is empty\n");
-    let said = TraceOptions { format: Some(TraceFormat::Weir), ..TraceOptions::default() };
+    let options = TraceOptions { format: Some(TraceFormat::Weir), ..TraceOptions::default() };
     assert_eq!(
-        read_with(b"0,a,read,0,1\n", &said),
+        read_with(b"0,a,read,0,1\n", &options),
         "error: t:1: the header 'time_ns,disk,op,offset,length' is missing\n"
     );
-    let said = TraceOptions { format: Some(TraceFormat::FioV3), ..TraceOptions::default() };
+    let options = TraceOptions { format: Some(TraceFormat::FioV3), ..TraceOptions::default() };
     assert_eq!(
-        read_with(b"fio version 2 iolog\n", &said),
+        read_with(b"fio version 2 iolog\n", &options),
         "error: t: --format is fio-v3, but the file looks like fio-v2 (leave --format out): \
          t:1: the first line is not 'fio version 3 iolog'\n"
     );
 }
 
 #[test]
-fn a_file_that_cannot_be_read() {
+fn read_error_is_reported() {
     let missing =
         TraceReader::open(&PathBuf::from("/nonexistent/t.csv"), &TraceOptions::default()).err().unwrap();
     assert_eq!(missing.to_string(), "/nonexistent/t.csv: No such file or directory (os error 2)");
@@ -406,7 +406,7 @@ fn invalid_lines_are_reported() {
 }
 
 #[test]
-fn a_line_without_an_end_is_not_held() {
+fn line_length_is_bounded() {
     let text = [b"time_ns,disk,op,offset,length\n0,vm,read,0,512\n".to_vec(), vec![b'1'; 3 << 20]].concat();
     assert_eq!(read(text), "0 vm read 0 512\nerror: t:3: the line is longer than 65536 bytes\n");
     // The longest name, also across two blocks.
@@ -417,7 +417,7 @@ fn a_line_without_an_end_is_not_held() {
 }
 
 #[test]
-fn compressed_data_that_ends_too_early() {
+fn truncated_compressed_data_is_rejected() {
     let text = format!("time_ns,disk,op,offset,length\n{}", random_lines(200_000));
     for (packed, kind) in [(gzip(text.as_bytes()), "gzip"), (zstd(text.as_bytes()), "zstd")] {
         assert_eq!(read(&packed).lines().count(), 200_000);
@@ -437,7 +437,7 @@ fn compressed_data_that_ends_too_early() {
 }
 
 #[test]
-fn a_zstd_window_has_a_bound() {
+fn zstd_window_is_bounded() {
     // RFC 8878, section 3.1.1.1: a window of 2^30 bytes, and one raw block of one byte, the last.
     let frame = [0x28, 0xb5, 0x2f, 0xfd, 0x00, (30 - 10) << 3, 0b0000_1001, 0, 0, b'x'];
     assert_eq!(
@@ -538,7 +538,7 @@ fn merged<T: AsRef<[u8]>>(
 }
 
 #[test]
-fn several_traces_are_one_by_time() {
+fn traces_are_merged_by_time() {
     let csv = "time_ns,disk,op,offset,length\n100,a,read,0,1\n1100,b,read,0,2\n5100,a,read,0,3\n";
     let fio = "fio version 3 iolog\n9 b read 0 4\n10 b read 0 5\n13 c read 0 6\n";
     let expected = "0 x:2=a read 0 1\n\
@@ -556,7 +556,7 @@ fn several_traces_are_one_by_time() {
 }
 
 #[test]
-fn traces_of_one_clock_keep_their_distance() {
+fn traces_with_one_clock_keep_their_distance() {
     let early = "128166372003061629,hm,0,Read,0,512,1\n";
     let late = "128166372003061639,usr,1,Write,0,512,1\n";
     assert_eq!(
@@ -579,14 +579,14 @@ fn recordings_keep_their_distance_by_default() {
         writer.finish().unwrap()
     };
     let hours = [("second", recording(4_000, 2)), ("first", recording(1_000, 1))];
-    let apart = "0 first:1=vm1 read 1 512\n3000 second:1=vm1 read 2 512\n";
-    assert_eq!(merged(&hours, None).unwrap(), apart);
-    assert_eq!(merged(&hours, true).unwrap(), apart);
+    let expected = "0 first:1=vm1 read 1 512\n3000 second:1=vm1 read 2 512\n";
+    assert_eq!(merged(&hours, None).unwrap(), expected);
+    assert_eq!(merged(&hours, true).unwrap(), expected);
     assert_eq!(merged(&hours, false).unwrap(), "0 second:1=vm1 read 2 512\n0 first:1=vm1 read 1 512\n");
 }
 
 #[test]
-fn an_error_in_one_of_several_traces_ends_all() {
+fn error_in_one_trace_ends_the_merge() {
     let good = "time_ns,disk,op,offset,length\n1,a,read,0,1\n9,a,read,0,2\n";
     let bad = "time_ns,disk,op,offset,length\n1,a,read,0,3\nx\n";
     let expected = "0 good:2=a read 0 1\n\
@@ -602,7 +602,7 @@ fn an_error_in_one_of_several_traces_ends_all() {
 }
 
 #[test]
-fn a_name_that_a_csv_cannot_hold_is_not_written() {
+fn name_unfit_for_csv_is_rejected() {
     for name in ["", "a\rb", "a\nb"] {
         let error = CsvWriter::new(Vec::new()).write(0, name, RequestOp::Read, 0, 1).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);

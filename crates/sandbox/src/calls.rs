@@ -138,7 +138,7 @@ fn with_arguments(needs: SandboxNeeds) -> Result<SeccompRules, seccompiler::Back
         | libc::CLONE_NEWPID
         | libc::CLONE_NEWNET;
     let thread = Is::MaskedEq(flag(libc::CLONE_THREAD | spaces));
-    let own = u64::from(std::process::id());
+    let process_id = u64::from(std::process::id());
     let one_of = |index: u8, values: &[u64]| {
         values.iter().map(|value| rule(&[(index, Is::Eq, *value)])).collect::<Result<Vec<_>, _>>()
     };
@@ -163,8 +163,8 @@ fn with_arguments(needs: SandboxNeeds) -> Result<SeccompRules, seccompiler::Back
         (libc::SYS_sendto, to_peer(3)?),
         (libc::SYS_sendmsg, to_peer(2)?),
         (libc::SYS_clone, vec![rule(&[(0, thread, flag(libc::CLONE_THREAD))])?]),
-        (libc::SYS_tgkill, vec![rule(&[(0, Is::Eq, own)])?]),
-        (libc::SYS_prlimit64, vec![rule(&[(0, Is::Eq, 0)])?, rule(&[(0, Is::Eq, own)])?]),
+        (libc::SYS_tgkill, vec![rule(&[(0, Is::Eq, process_id)])?]),
+        (libc::SYS_prlimit64, vec![rule(&[(0, Is::Eq, 0)])?, rule(&[(0, Is::Eq, process_id)])?]),
         (libc::SYS_ioctl, one_of(1, &REQUESTS)?),
         // A thread may lower its own priority to 19; no other thread, and no other value.
         (libc::SYS_setpriority, vec![rule(&[(0, Is::Eq, 0), (1, Is::Eq, 0), (2, Is::Eq, 19)])?]),
@@ -415,10 +415,10 @@ mod tests {
     /// linux/seccomp.h), limited to the instructions that occur.
     fn accepts(program: &[sock_filter], call: c_long, arguments: &[u64]) -> bool {
         let arch: u64 = if cfg!(target_arch = "x86_64") { 0xc000_003e } else { 0xc000_00b7 };
-        let mut words = vec![call.cast_unsigned() as u32, arch as u32, 0, 0];
+        let mut seccomp_data = vec![call.cast_unsigned() as u32, arch as u32, 0, 0];
         for index in 0..6 {
             let argument = arguments.get(index).copied().unwrap_or(0);
-            words.extend([argument as u32, (argument >> 32) as u32]);
+            seccomp_data.extend([argument as u32, (argument >> 32) as u32]);
         }
         let (mut at, mut value) = (0, 0_u32);
         loop {
@@ -426,7 +426,7 @@ mod tests {
             at += 1;
             let mut jump = |holds: bool| at += usize::from(if holds { step.jt } else { step.jf });
             match step.code {
-                0x20 => value = words[step.k as usize / 4],
+                0x20 => value = seccomp_data[step.k as usize / 4],
                 0x54 => value &= step.k,
                 0x05 => at += step.k as usize,
                 0x15 => jump(value == step.k),
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_streams_that_landlock_knows() {
+    fn only_stream_sockets_are_allowed() {
         let both = SandboxNeeds { tcp: true, ..SandboxNeeds::default() };
         for (needs, tcp) in [(SandboxNeeds::default(), false), (both, true)] {
             let program = of_disks(needs).expect("a program");
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn no_file_is_made_that_runs_as_its_owner() {
+    fn set_id_files_cannot_be_created() {
         let gives = SandboxNeeds { changes_ownership: true, ..SandboxNeeds::default() };
         for needs in [SandboxNeeds::default(), gives] {
             let program = of_disks(needs).expect("a program");

@@ -96,9 +96,9 @@ impl LandlockFiles {
         let mut rules = LandlockRules::new(ruleset);
         rules.all(plan, config, served).context("sandbox")?;
         let LandlockRules { ruleset, mut images, mut sockets } = rules;
-        for places in [&mut images, &mut sockets] {
-            places.sort();
-            places.dedup();
+        for paths in [&mut images, &mut sockets] {
+            paths.sort();
+            paths.dedup();
         }
         Ok(Ok(Self { ruleset, images, sockets }))
     }
@@ -166,9 +166,9 @@ impl LandlockRules {
             self.directory(root)?;
         }
         // Rights to create the socket, to check whether it is in use, and to remove it.
-        let beside = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
+        let directory_access = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
         for socket in sockets(plan, served) {
-            self.allow_location(&socket, beside)?;
+            self.allow_location(&socket, directory_access)?;
         }
         if let Some(path) = &service.pid_file {
             self.allow_location(path, AccessFs::RemoveFile.into())?;
@@ -186,7 +186,7 @@ impl LandlockRules {
         if let Some(capacity) = store.file("x").parent() {
             self.readable(capacity)?;
         }
-        for directory in &served.own {
+        for directory in &served.own_directories {
             let access =
                 make_bitflags!(AccessFs::{ReadDir | ReadFile | WriteFile | MakeReg | RemoveFile | Truncate});
             self.allow(directory, access)?;
@@ -252,35 +252,35 @@ impl LandlockRules {
 
     /// Allows the location of a file: the whole directory if it belongs to weir, otherwise the file
     /// with the rights `beside` on its directory, which landlock also applies to subdirectories.
-    fn allow_location(&mut self, path: &Path, beside: BitFlags<AccessFs>) -> anyhow::Result<()> {
-        let given = directory_of(path);
+    fn allow_location(&mut self, path: &Path, directory_access: BitFlags<AccessFs>) -> anyhow::Result<()> {
+        let parent = directory_of(path);
         // A link's directory is included, because the link may be changed to another file.
-        let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        for directory in [given, directory_of(&real)] {
+        let resolved = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        for directory in [parent, directory_of(&resolved)] {
             let Ok(directory) = directory.canonicalize() else { continue };
             if is_dedicated(&directory) {
                 self.directory(&directory)?;
-            } else if !is_below(&directory, &NEVER) && !beside.is_empty() {
-                self.allow(&directory, beside)?;
-                if beside.contains(AccessFs::MakeSock) {
+            } else if !is_below(&directory, &NEVER) && !directory_access.is_empty() {
+                self.allow(&directory, directory_access)?;
+                if directory_access.contains(AccessFs::MakeSock) {
                     self.sockets.push(directory);
                 }
             }
         }
-        let is_there = fs::metadata(&real).is_ok_and(|file| !file.is_dir());
-        if is_there && !self.images.iter().any(|place| real.starts_with(place)) {
-            self.writable(&real)?;
-            self.images.push(real);
+        let is_file = fs::metadata(&resolved).is_ok_and(|file| !file.is_dir());
+        if is_file && !self.images.iter().any(|image| resolved.starts_with(image)) {
+            self.writable(&resolved)?;
+            self.images.push(resolved);
         }
         Ok(())
     }
 
     fn directory(&mut self, path: &Path) -> anyhow::Result<()> {
-        let Ok(real) = path.canonicalize() else { return Ok(()) };
+        let Ok(resolved) = path.canonicalize() else { return Ok(()) };
         let never = make_bitflags!(AccessFs::{Execute | MakeChar | MakeBlock});
-        self.allow(&real, AccessFs::from_all(BEST) & !never)?;
-        self.sockets.push(real.clone());
-        self.images.push(real);
+        self.allow(&resolved, AccessFs::from_all(BEST) & !never)?;
+        self.sockets.push(resolved.clone());
+        self.images.push(resolved);
         Ok(())
     }
 
@@ -290,21 +290,21 @@ impl LandlockRules {
 
     /// Allows reading a file that may be replaced by another of the same name.
     fn allow_reading_beside(&mut self, path: &Path) -> anyhow::Result<()> {
-        let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let directory = directory_of(&real);
-        self.readable(if is_dedicated(directory) { directory } else { &real })
+        let resolved = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let directory = directory_of(&resolved);
+        self.readable(if is_dedicated(directory) { directory } else { &resolved })
     }
 
     /// Allows reading a file of secrets, or a directory of them, that is renewed: programs replace
     /// the files, or change links to new files beside the old ones.
     fn allow_renewed(&mut self, path: &Path) -> anyhow::Result<()> {
         let files = fs::read_dir(path).into_iter().flatten().flatten().map(|file| file.path());
-        for place in [path.to_owned()].into_iter().chain(files) {
-            let directory = directory_of(&place);
+        for entry in [path.to_owned()].into_iter().chain(files) {
+            let directory = directory_of(&entry);
             if directory.canonicalize().is_ok_and(|directory| is_dedicated(&directory)) {
                 self.readable(directory)?;
             }
-            self.allow_reading_beside(&place)?;
+            self.allow_reading_beside(&entry)?;
         }
         self.readable(path)
     }
@@ -342,20 +342,20 @@ fn is_home_of_owner(directory: &Path) -> bool {
     const FIRST_PERSON: u32 = 1000;
     let owner =
         fs::metadata(directory).ok().map(|metadata| metadata.uid()).filter(|&uid| uid >= FIRST_PERSON);
-    let person = owner.and_then(|uid| User::from_uid(Uid::from_raw(uid)).ok().flatten());
-    let home = person.and_then(|person| person.dir.canonicalize().ok());
+    let account = owner.and_then(|uid| User::from_uid(Uid::from_raw(uid)).ok().flatten());
+    let home = account.and_then(|account| account.dir.canonicalize().ok());
     home.is_some_and(|home| home == directory)
 }
 
-fn is_below(directory: &Path, tops: &[&str]) -> bool {
-    tops.iter().any(|top| directory.starts_with(top))
+fn is_below(directory: &Path, roots: &[&str]) -> bool {
+    roots.iter().any(|parent| directory.starts_with(parent))
 }
 
 /// Paths of existing and later sockets.
 fn sockets(plan: &DesiredState, served: &ServedResources) -> Vec<PathBuf> {
     let mut sockets = plan.process.qmp.clone();
     if plan.process.control_socket() != ControlSocketPolicy::Off {
-        sockets.extend(ControlSocketLocation::for_daemon().ok().map(|place| place.path));
+        sockets.extend(ControlSocketLocation::for_daemon().ok().map(|location| location.path));
     }
     for address in plan.process.metrics.iter().chain(&plan.process.http_address) {
         if let ListenAddress::Unix(path) = address {
@@ -367,8 +367,8 @@ fn sockets(plan: &DesiredState, served: &ServedResources) -> Vec<PathBuf> {
             sockets.push(path.clone());
         }
     }
-    for door in &served.doors {
-        if let ExportTarget::VhostUserBlk(machine) = door {
+    for target in &served.export_targets {
+        if let ExportTarget::VhostUserBlk(machine) = target {
             sockets.extend(machine.socket.path().map(Path::to_owned));
         }
     }
@@ -386,8 +386,8 @@ mod tests {
 
     #[test]
     fn system_directories_are_shared() {
-        for own in ["/var/lib/weir/images", "/srv/vms", "/etc/weir", "/run/weir", "/tmp/x", "/home/a/vms"] {
-            assert!(is_dedicated(Path::new(own)), "{own}");
+        for dedicated in ["/var/lib/weir/images", "/srv/vms", "/etc/weir", "/run/weir", "/tmp/x", "/home/a/vms"] {
+            assert!(is_dedicated(Path::new(dedicated)), "{dedicated}");
         }
         for shared in [
             "/",

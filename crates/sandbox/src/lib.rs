@@ -75,7 +75,7 @@ pub struct ServedResources {
     /// Addresses of NBD listeners.
     pub endpoints: Vec<ListenEndpoint>,
     /// Exports of single disks.
-    pub doors: Vec<ExportTarget>,
+    pub export_targets: Vec<ExportTarget>,
     /// True if some disks are images of a Ceph cluster.
     pub cluster: bool,
     /// Images at NBD servers.
@@ -83,7 +83,7 @@ pub struct ServedResources {
     /// TCP ports of etcd, on any host.
     pub etcd_ports: Vec<u16>,
     /// Directories in which the daemon creates, rewrites and removes its own files.
-    pub own: Vec<PathBuf>,
+    pub own_directories: Vec<PathBuf>,
 }
 
 impl SandboxNeeds {
@@ -102,8 +102,8 @@ impl SandboxNeeds {
         // Connections are made again after they break.
         needs.connects = !served.remotes.is_empty() || !served.etcd_ports.is_empty();
         needs.tcp |= !called_ports(served).is_empty();
-        for door in &served.doors {
-            match door {
+        for target in &served.export_targets {
+            match target {
                 ExportTarget::VhostUserBlk(machine) => {
                     needs.connects |= machine.client;
                     needs.machines += 1;
@@ -131,7 +131,7 @@ fn called_ports(served: &ServedResources) -> Vec<u16> {
 pub struct EnteredSandbox {
     needs: SandboxNeeds,
     /// Places where images may be opened; `None` for anywhere.
-    places: Option<Vec<PathBuf>>,
+    images: Option<Vec<PathBuf>>,
     /// Directories where sockets may be created; `None` for anywhere.
     sockets: Option<Vec<PathBuf>>,
     /// NBD servers to which connections may be made.
@@ -146,9 +146,9 @@ const REMEDY: &str = "or start it with --sandbox off";
 /// can only make files, with a set-uid program.
 pub fn makes_devices(entered: Option<&EnteredSandbox>) -> bool {
     let is_able = || {
-        let kept =
-            thread::capabilities(None).is_ok_and(|kept| kept.effective.contains(CapabilitySet::SYS_ADMIN));
-        kept || !user::is_root() && thread::no_new_privs().is_ok_and(|no_new_privs| !no_new_privs)
+        let is_admin =
+            thread::capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
+        is_admin || !user::is_root() && thread::no_new_privs().is_ok_and(|no_new_privs| !no_new_privs)
     };
     entered.is_none_or(|entered| entered.needs.host) && is_able()
 }
@@ -156,20 +156,20 @@ pub fn makes_devices(entered: Option<&EnteredSandbox>) -> bool {
 impl EnteredSandbox {
     /// Fails if the sandbox prevents opening the image.
     pub async fn check_image(&self, path: &Path) -> anyhow::Result<()> {
-        let Some(places) = &self.places else { return Ok(()) };
-        let of_call = path.to_owned();
-        let real =
-            reactor::timeout(RESOLVE_TIMEOUT, reactor::run_blocking(move || of_call.canonicalize())).await;
+        let Some(places) = &self.images else { return Ok(()) };
+        let owned_path = path.to_owned();
+        let resolved =
+            reactor::timeout(RESOLVE_TIMEOUT, reactor::run_blocking(move || owned_path.canonicalize())).await;
         // A missing or unresponsive file is reported with a better message when it is opened.
-        let Ok(Ok(real)) = real else { return Ok(()) };
-        if places.iter().any(|place| real.starts_with(place)) {
+        let Ok(Ok(resolved)) = resolved else { return Ok(()) };
+        if places.iter().any(|place| resolved.starts_with(place)) {
             return Ok(());
         }
         bail!(
             "{}: the sandbox allows images only in {} (put it there, pass it with QMP's `add-fd`, \
              start weir with --image-root or with a disk beside it, {REMEDY})",
             path.display(),
-            shown(places)
+            joined_paths(places)
         )
     }
 
@@ -188,10 +188,10 @@ impl EnteredSandbox {
         // TCP servers are matched by name, because names are resolved before the sandbox is
         // entered.
         let is_unix = uri.server.port().is_none();
-        let is_there = self.needs.host
+        let is_allowed = self.needs.host
             || self.servers.iter().any(|server| server == &uri.server || is_unix && server.port().is_none());
         ensure!(
-            is_there,
+            is_allowed,
             "{uri}: the sandbox allows connections only to the NBD servers known at the start \
              (start the daemon with such a disk, {REMEDY})"
         );
@@ -200,22 +200,22 @@ impl EnteredSandbox {
 
     /// Fails if the sandbox prevents creating a socket at this path.
     pub fn check_socket(&self, path: &Path) -> anyhow::Result<()> {
-        let Some(places) = &self.sockets else { return Ok(()) };
+        let Some(directories) = &self.sockets else { return Ok(()) };
         // A missing directory is reported with a better message later.
         let Ok(directory) = directory_of(path).canonicalize() else { return Ok(()) };
         ensure!(
-            places.iter().any(|place| directory.starts_with(place)),
+            directories.iter().any(|allowed| directory.starts_with(allowed)),
             "unix:{}: the sandbox allows sockets only in {} (choose one of these, start weir with \
              a socket beside it, {REMEDY})",
             path.display(),
-            shown(places)
+            joined_paths(directories)
         );
         Ok(())
     }
 
     /// Fails if the sandbox lacks rights that this export needs.
-    pub fn check_export(&self, door: &ExportTarget) -> anyhow::Result<()> {
-        let (what, there, else_by) = match door {
+    pub fn check_export(&self, target: &ExportTarget) -> anyhow::Result<()> {
+        let (action, allowed, alternative) = match target {
             ExportTarget::VhostUserBlk(machine) if machine.client => {
                 ("call a virtual machine", self.needs.connects, "")
             }
@@ -227,8 +227,8 @@ impl EnteredSandbox {
             ),
         };
         ensure!(
-            there,
-            "the sandbox does not let this daemon {what} (start it with such an export, {REMEDY}{else_by})"
+            allowed,
+            "the sandbox does not let this daemon {action} (start it with such an export, {REMEDY}{alternative})"
         );
         Ok(())
     }
@@ -271,8 +271,8 @@ pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
 /// # Errors
 /// Fails if the limit is too low; the message has a sufficient one.
 pub fn check_descriptor_limit(plan: &DesiredState) -> anyhow::Result<()> {
-    let doors = plan.exports.iter().map(|export| export.target.clone()).collect();
-    let needs = SandboxNeeds::of(&ServedResources { doors, ..ServedResources::default() }, &plan.process);
+    let targets = plan.exports.iter().map(|export| export.target.clone()).collect();
+    let needs = SandboxNeeds::of(&ServedResources { export_targets: targets, ..ServedResources::default() }, &plan.process);
     // With a set-uid helper nothing is dropped, so nothing is reserved.
     match plan.process.sandbox {
         SandboxMode::Off => Ok(()),
@@ -317,13 +317,13 @@ pub async fn enter(
     for why in &missing {
         tracing::warn!("sandbox: {why}");
     }
-    let images = entered.places.as_deref().map_or_else(|| "anywhere".to_owned(), shown);
+    let images = entered.images.as_deref().map_or_else(|| "anywhere".to_owned(), joined_paths);
     tracing::info!(kind = if needs.host { "host" } else { "disks" }, %images, "sandboxed");
     Ok(Some(entered))
 }
 
-fn shown(places: &[PathBuf]) -> String {
-    places.iter().map(|place| place.display().to_string()).collect::<Vec<_>>().join(" ")
+fn joined_paths(paths: &[PathBuf]) -> String {
+    paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" ")
 }
 
 /// Drops the rights; also returns what could not be dropped, and why.
@@ -333,10 +333,10 @@ async fn drop_rights(
     workers: &[ReactorWorker],
 ) -> anyhow::Result<(EnteredSandbox, Vec<String>)> {
     let mut missing = Vec::new();
-    let (mut places, mut sockets, mut ruleset) = (None, None, None);
+    let (mut images, mut sockets, mut ruleset) = (None, None, None);
     match files {
         Some(Ok(files)) => {
-            (places, sockets, ruleset) = (Some(files.images), Some(files.sockets), Some(files.ruleset));
+            (images, sockets, ruleset) = (Some(files.images), Some(files.sockets), Some(files.ruleset));
         }
         Some(Err(why)) => missing.push(why),
         None => {}
@@ -346,24 +346,24 @@ async fn drop_rights(
             "a file over FUSE needs root, or the set-uid program fusermount3: no rights are dropped".into(),
         );
         reactor::join_transient_threads();
-        return Ok((EnteredSandbox { needs, places: None, sockets: None, servers: Vec::new() }, missing));
+        return Ok((EnteredSandbox { needs, images: None, sockets: None, servers: Vec::new() }, missing));
     }
     // Created now, because the filter prevents creating rings.
     check_descriptors(needs)?;
     reactor::set_notifiers_aside(needs.queues).context("cannot create rings for virtual machines")?;
-    let kept = capabilities(needs);
-    on_each_thread(workers, ThreadRestrictions { ruleset, kept }).await.context("sandbox")?;
+    let allowed = capabilities(needs);
+    on_each_thread(workers, ThreadRestrictions { ruleset, allowed }).await.context("sandbox")?;
     missing.extend(calls::restrict(needs).err());
     // After the filter: a thread inherits rights from its creator, and an idle pool thread would
     // keep the old ones.
     reactor::join_transient_threads();
     // The controller of cgroups has its own thread.
     if !needs.host
-        && let Some(others) = unrestricted_threads(workers.len())
+        && let Some(unrestricted) = unrestricted_threads(workers.len())
     {
-        missing.push(others);
+        missing.push(unrestricted);
     }
-    Ok((EnteredSandbox { needs, places, sockets, servers: Vec::new() }, missing))
+    Ok((EnteredSandbox { needs, images, sockets, servers: Vec::new() }, missing))
 }
 
 /// Fails if the limit of file descriptors is below the number reserved for machines.
@@ -374,12 +374,12 @@ fn check_descriptors(SandboxNeeds { machines, queues, .. }: SandboxNeeds) -> any
         return Ok(());
     }
     let limit = descriptors::limit();
-    let of_machines = (queues as u64) * DESCRIPTORS_PER_QUEUE + machines * DESCRIPTORS_PER_MACHINE;
-    let enough = limit - free + aside + of_machines + operation::MAX_RESERVED_DESCRIPTORS;
+    let machine_descriptors = (queues as u64) * DESCRIPTORS_PER_QUEUE + machines * DESCRIPTORS_PER_MACHINE;
+    let required = limit - free + aside + machine_descriptors + operation::MAX_RESERVED_DESCRIPTORS;
     bail!(
         "descriptors: {aside} are reserved for virtual machines with {queues} queues, which leaves \
          {free} of the {limit} that this process may have (with all machines connected it needs \
-         {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports \
+         {required} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports \
          fewer queues)"
     );
 }
@@ -387,46 +387,46 @@ fn check_descriptors(SandboxNeeds { machines, queues, .. }: SandboxNeeds) -> any
 /// Capabilities that root keeps.
 fn capabilities(needs: SandboxNeeds) -> CapabilitySet {
     // Images of other users, and ports below 1024.
-    let mut kept =
+    let mut allowed =
         CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH | CapabilitySet::NET_BIND_SERVICE;
     if needs.changes_ownership {
-        kept |= CapabilitySet::CHOWN | CapabilitySet::FOWNER;
+        allowed |= CapabilitySet::CHOWN | CapabilitySet::FOWNER;
     }
     if needs.host {
         // Drivers, mounts and the kernel's NBD client; openers of a device; PR_SET_IO_FLUSHER for
         // writeback; killing a device's guard or a mount's watcher.
-        kept |= CapabilitySet::SYS_ADMIN
+        allowed |= CapabilitySet::SYS_ADMIN
             | CapabilitySet::NET_ADMIN
             | CapabilitySet::SYS_PTRACE
             | CapabilitySet::SYS_RESOURCE
             | CapabilitySet::KILL;
     }
-    kept
+    allowed
 }
 
 /// Restrictions that each thread applies to itself.
 struct ThreadRestrictions {
     ruleset: Option<landlock::RulesetCreated>,
-    kept: CapabilitySet,
+    allowed: CapabilitySet,
 }
 
 impl ThreadRestrictions {
     fn try_clone(&self) -> anyhow::Result<Self> {
         let ruleset = self.ruleset.as_ref().map(landlock::RulesetCreated::try_clone).transpose()?;
-        Ok(Self { ruleset, kept: self.kept })
+        Ok(Self { ruleset, allowed: self.allowed })
     }
 
     fn take(self) -> anyhow::Result<()> {
         thread::set_no_new_privs(true).context("no_new_privs")?;
-        let now = thread::capabilities(None).context("capabilities")?;
+        let current = thread::capabilities(None).context("capabilities")?;
         // Skipped if nothing is to be dropped: a service manager may forbid capset(2) then.
-        if !(now.permitted - self.kept).is_empty() {
-            let kept = CapabilitySets {
-                effective: now.effective & self.kept,
-                permitted: now.permitted & self.kept,
+        if !(current.permitted - self.allowed).is_empty() {
+            let sets = CapabilitySets {
+                effective: current.effective & self.allowed,
+                permitted: current.permitted & self.allowed,
                 inheritable: CapabilitySet::empty(),
             };
-            thread::set_capabilities(None, kept).context("capabilities")?;
+            thread::set_capabilities(None, sets).context("capabilities")?;
         }
         if let Some(ruleset) = self.ruleset {
             ruleset.restrict_self().context("landlock")?;
@@ -437,7 +437,7 @@ impl ThreadRestrictions {
 
 /// Applies the restrictions on this thread and on each worker; later threads inherit them.
 async fn on_each_thread(workers: &[ReactorWorker], part: ThreadRestrictions) -> anyhow::Result<()> {
-    let (done, heard) = async_channel::bounded(workers.len().max(1));
+    let (done, results) = async_channel::bounded(workers.len().max(1));
     for worker in workers {
         let (part, done) = (part.try_clone()?, done.clone());
         // Cannot fail: the channel has room for all workers.
@@ -445,7 +445,7 @@ async fn on_each_thread(workers: &[ReactorWorker], part: ThreadRestrictions) -> 
     }
     part.take()?;
     for _ in workers {
-        heard.recv().await.context("a worker has ended")??;
+        results.recv().await.context("a worker has ended")??;
     }
     Ok(())
 }
@@ -462,8 +462,8 @@ fn unrestricted_threads(workers: usize) -> Option<String> {
         .filter(|name| !name.starts_with("iou-"))
         .filter(|name| !(has_no_log && name.trim_end() == logging::THREAD))
         .collect();
-    let others = names.len().saturating_sub(workers + 1);
-    (others > 0).then(|| format!("threads not started by weir keep their rights: {others}"))
+    let unrestricted = names.len().saturating_sub(workers + 1);
+    (unrestricted > 0).then(|| format!("threads not started by weir keep their rights: {unrestricted}"))
 }
 
 #[cfg(test)]

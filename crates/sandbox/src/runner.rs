@@ -17,7 +17,7 @@ pub fn confine(owner: Option<&FileOwner>, sandboxed: bool) -> anyhow::Result<()>
     if !sandboxed {
         return Ok(());
     }
-    ThreadRestrictions { ruleset: None, kept: CapabilitySet::empty() }.take()?;
+    ThreadRestrictions { ruleset: None, allowed: CapabilitySet::empty() }.take()?;
     // If the kernel lacks seccomp, the daemon logs that.
     let _ = calls::restrict_command();
     Ok(())

@@ -42,9 +42,9 @@ fn passes(test: &str, prepare: impl FnOnce(&mut Command)) {
     process.args(["--exact", "--ignored", "--nocapture", test]);
     prepare(&mut process);
     let output = process.output().expect("it runs");
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(said.contains("1 passed"), "{said}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{stdout}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(stdout.contains("1 passed"), "{stdout}");
 }
 
 #[test]
@@ -54,27 +54,27 @@ fn inside() {
     reactor::use_transient_threads();
     let worker = ReactorWorker::start("worker 0", PollingMode::Off).expect("a worker");
     reactor::run(PollingMode::Off, async move {
-        let mut draft = ParsedConfig::default();
-        draft.daemon.qmp.push(directory.join("qmp"));
-        let plan = DesiredState::without_disks(draft).expect("a plan");
+        let mut config = ParsedConfig::default();
+        config.daemon.qmp.push(directory.join("qmp"));
+        let plan = DesiredState::without_disks(config).expect("a plan");
         let _listens = UnixListener::bind(directory.join("other")).expect("a socket");
         let workers = [worker];
         let served = ServedResources { images: vec![shared(0)], ..ServedResources::default() };
         enter(&plan, None, &served, &workers).await.expect("it is entered");
-        let (told, heard) = async_channel::bounded(1);
+        let (sender, receiver) = async_channel::bounded(1);
         workers[0].spawn(move || async move {
-            let tried = (allowed(&directory).await, refused(&directory));
-            told.send(tried).await.expect("it is waited for");
+            let results = (allowed(&directory).await, refused(&directory));
+            sender.send(results).await.expect("it is waited for");
         });
-        let (allowed, refused) = heard.recv().await.expect("it has tried");
-        for (what, result) in allowed {
-            assert!(result.is_ok(), "{what}: {result:?}");
+        let (allowed, refused) = receiver.recv().await.expect("it has tried");
+        for (operation, result) in allowed {
+            assert!(result.is_ok(), "{operation}: {result:?}");
         }
-        for (what, result) in refused {
+        for (operation, result) in refused {
             let errno = result.as_ref().err().and_then(io::Error::raw_os_error);
             // ENOSYS is from seccomp, EACCES from landlock or file permissions.
             let is_refused = [nix::libc::ENOSYS, nix::libc::EACCES].map(Some).contains(&errno);
-            assert!(is_refused, "{what}: {result:?}");
+            assert!(is_refused, "{operation}: {result:?}");
         }
     })
     .expect("io_uring works on a test machine");
@@ -100,21 +100,21 @@ fn inside_with_a_server() {
         let entered = enter(&plan, None, &served, &workers).await.expect("it is entered").expect("it is on");
         let other = Uri::parse(&format!("nbd://127.0.0.1:{}/disk", ports[1])).expect("a URI");
         assert!(entered.check_remote(&uri).is_ok() && entered.check_remote(&other).is_err());
-        let (told, heard) = async_channel::bounded(1);
+        let (sender, receiver) = async_channel::bounded(1);
         workers[0].spawn(move || async move {
             // As reconnecting does: on a blocking thread.
             let call =
                 |port| reactor::run_blocking(move || TcpStream::connect(("127.0.0.1", port)).map(drop));
-            let tried =
+            let results =
                 (call(ports[0]).await, call(ports[1]).await, UdpSocket::bind(("127.0.0.1", 0)).map(drop));
-            told.send(tried).await.expect("it is waited for");
+            sender.send(results).await.expect("it is waited for");
         });
-        let (own, others, datagram) = heard.recv().await.expect("it has tried");
-        assert!(own.is_ok(), "{own:?}");
+        let (allowed, rejected, datagram) = receiver.recv().await.expect("it has tried");
+        assert!(allowed.is_ok(), "{allowed:?}");
         assert!(datagram.is_err());
         // Landlock has rules for ports since Linux 6.7.
         if has_rules_for_ports() {
-            assert_eq!(others.expect_err("another port").raw_os_error(), Some(nix::libc::EACCES));
+            assert_eq!(rejected.expect_err("another port").raw_os_error(), Some(nix::libc::EACCES));
         }
     })
     .expect("io_uring works on a test machine");
@@ -148,13 +148,13 @@ async fn allowed(directory: &Path) -> Vec<Tried> {
 }
 
 fn refused(directory: &Path) -> Vec<Tried> {
-    let somewhere = env::temp_dir().join(format!("weir-sandbox-{}", std::process::id()));
+    let outside = env::temp_dir().join(format!("weir-sandbox-{}", std::process::id()));
     let parent = unistd::getppid();
     vec![
         ("read what root keeps", fs::read("/etc/shadow").map(drop)),
         ("read another's memory", File::open(format!("/proc/{parent}/mem")).map(drop)),
-        ("write elsewhere", File::create(&somewhere).map(drop)),
-        ("link elsewhere", fs::hard_link(directory.join("other"), &somewhere)),
+        ("write elsewhere", File::create(&outside).map(drop)),
+        ("link elsewhere", fs::hard_link(directory.join("other"), &outside)),
         ("open what lies beside a disk", File::open(shared(1)).map(drop)),
         ("remove what lies beside a disk", fs::remove_file(shared(1))),
         ("look what lies beside a disk", fs::read_dir(shared(1).parent().expect("a directory")).map(drop)),

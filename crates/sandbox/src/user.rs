@@ -43,8 +43,8 @@ pub(super) fn find(owner: &FileOwner) -> anyhow::Result<RunAsUser> {
     };
     let user = known.as_ref().map_or_else(|| name.parse().map(Uid::from_raw), |user| Ok(user.uid))?;
     ensure!(is_root() || user == geteuid(), "user: only root can change to another user (leave it out)");
-    let own = known.as_ref().map(|user| user.gid);
-    let group = owner.group.as_deref().map(group).transpose()?.or(own);
+    let primary_group = known.as_ref().map(|user| user.gid);
+    let group = owner.group.as_deref().map(group).transpose()?.or(primary_group);
     let group = group.with_context(|| {
         format!("user: the system does not know the group of user {name} (write {name}:GROUP)")
     })?;
@@ -94,9 +94,9 @@ mod tests {
     fn missing_user_or_group_is_named_with_the_command_that_creates_it() {
         let refused = |owner: &str| find(&owner.parse().unwrap()).unwrap_err().to_string();
         assert!(refused("no-such-user").contains("`useradd --system no-such-user`"));
-        let me = geteuid();
-        assert!(refused(&format!("{me}:no-such-group")).contains("`groupadd --system no-such-group`"));
-        let identity = find(&format!("{me}:7").parse().unwrap()).unwrap();
-        assert_eq!((identity.user, identity.group), (me, Gid::from_raw(7)));
+        let uid = geteuid();
+        assert!(refused(&format!("{uid}:no-such-group")).contains("`groupadd --system no-such-group`"));
+        let identity = find(&format!("{uid}:7").parse().unwrap()).unwrap();
+        assert_eq!((identity.user, identity.group), (uid, Gid::from_raw(7)));
     }
 }

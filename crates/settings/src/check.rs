@@ -30,8 +30,8 @@ impl DesiredState {
     ///
     /// # Errors
     /// Returns the first mistake.
-    pub fn new(draft: ParsedConfig, inherited: usize) -> Result<Self, ConfigError> {
-        Self::with_diagnostics(draft, inherited, Diagnostics::default()).map_err(first_error)
+    pub fn new(parsed: ParsedConfig, inherited: usize) -> Result<Self, ConfigError> {
+        Self::with_diagnostics(parsed, inherited, Diagnostics::default()).map_err(first_error)
     }
 
     /// As [`new`](Self::new), for a config with known `mistakes`. The tables with these mistakes are
@@ -40,103 +40,103 @@ impl DesiredState {
     /// # Errors
     /// Returns all mistakes, in the order of the file.
     pub fn with_diagnostics(
-        draft: ParsedConfig,
+        parsed: ParsedConfig,
         inherited: usize,
-        mistakes: Diagnostics,
+        diagnostics: Diagnostics,
     ) -> Result<Self, Vec<ConfigError>> {
         // In a cluster, disks may come from other hosts.
-        if mistakes.count() == 0 && draft.disks.is_empty() && draft.cluster.is_none() {
+        if diagnostics.count() == 0 && parsed.disks.is_empty() && parsed.cluster.is_none() {
             let rule = "there is nothing to serve (add a [disk.NAME] with an image)";
-            mistakes.report(Origin::new("no disks").error(rule));
+            diagnostics.report(Origin::new("no disks").error(rule));
         }
-        Self::build(draft, inherited, mistakes)
+        Self::build(parsed, inherited, diagnostics)
     }
 
     /// Plan of a daemon that receives its disks and servers at run time.
     ///
     /// # Errors
     /// Returns the first mistake.
-    pub fn without_disks(draft: ParsedConfig) -> Result<Self, ConfigError> {
-        if let Some(place) = draft.daemon.origin_of_given("nbd") {
+    pub fn without_disks(parsed: ParsedConfig) -> Result<Self, ConfigError> {
+        if let Some(origin) = parsed.daemon.origin_of_given("nbd") {
             return Err(
-                place.error("is not used, because no IMAGE is served (use --nbd-server with --export)")
+                origin.error("is not used, because no IMAGE is served (use --nbd-server with --export)")
             );
         }
-        Self::build(ParsedConfig { disks: Vec::new(), ..draft }, 0, Diagnostics::default())
+        Self::build(ParsedConfig { disks: Vec::new(), ..parsed }, 0, Diagnostics::default())
             .map_err(first_error)
     }
 
     /// Removes disks and their exports. Servers stay, even without exports.
     pub fn remove_disks(&mut self, is_out: impl Fn(&str) -> bool) {
         let mut at = 0;
-        let places: Vec<_> = self
+        let new_indexes: Vec<_> = self
             .disks
             .iter()
             .map(|disk| {
-                let place = (!is_out(&disk.name)).then_some(at);
-                at += usize::from(place.is_some());
-                place
+                let index = (!is_out(&disk.name)).then_some(at);
+                at += usize::from(index.is_some());
+                index
             })
             .collect();
         self.disks.retain(|disk| !is_out(&disk.name));
         for server in &mut self.servers {
-            server.exports.retain_mut(|export| match places[export.disk] {
-                Some(place) => {
-                    export.disk = place;
+            server.exports.retain_mut(|export| match new_indexes[export.disk] {
+                Some(index) => {
+                    export.disk = index;
                     true
                 }
                 None => false,
             });
         }
-        self.exports.retain_mut(|export| match places[export.disk] {
-            Some(place) => {
-                export.disk = place;
+        self.exports.retain_mut(|export| match new_indexes[export.disk] {
+            Some(index) => {
+                export.disk = index;
                 true
             }
             None => false,
         });
     }
 
-    fn build(draft: ParsedConfig, inherited: usize, mistakes: Diagnostics) -> Result<Self, Vec<ConfigError>> {
+    fn build(parsed: ParsedConfig, inherited: usize, diagnostics: Diagnostics) -> Result<Self, Vec<ConfigError>> {
         // With unreadable tables, rules between tables would report disks and groups as missing.
-        let is_whole = mistakes.count() == 0;
-        check_names(&draft, &mistakes);
-        check_images(&draft.disks, &mistakes);
-        check_rates(&draft.disks, &mistakes);
+        let is_complete = diagnostics.count() == 0;
+        check_names(&parsed, &diagnostics);
+        check_images(&parsed.disks, &diagnostics);
+        check_rates(&parsed.disks, &diagnostics);
         // Names and images come first: later checks use names as keys.
-        let mut draft = draft;
+        let mut parsed = parsed;
         // Sorted by depth: `promises::check_reservations` needs each parent before its children.
-        draft.groups = groups::sort_groups(draft.groups, &mistakes);
-        let known = GroupIndex::new(&draft.groups);
-        draft.disks.iter_mut().for_each(|disk| check_disk(disk, Some(&known), &mistakes));
-        if mistakes.count() == 0 {
+        parsed.groups = groups::sort_groups(parsed.groups, &diagnostics);
+        let known = GroupIndex::new(&parsed.groups);
+        parsed.disks.iter_mut().for_each(|disk| check_disk(disk, Some(&known), &diagnostics));
+        if diagnostics.count() == 0 {
             // Only with valid limits: the throttle tree would report invalid ones a second time.
-            mistakes.ok_or_report(reservations::check_reservations(&draft.groups, &draft.disks));
+            diagnostics.ok_or_report(reservations::check_reservations(&parsed.groups, &parsed.disks));
         }
-        draft.daemon.judge(&mistakes);
-        let tls = mistakes.ok_or_report(draft.daemon.tls());
-        let (mut servers, mut doors) = (Vec::new(), Vec::new());
-        if is_whole {
-            mistakes.ok_or_report(check_cluster(&draft));
-            (servers, doors) = resolve_endpoints(&draft, inherited, &mistakes).unwrap_or_default();
+        parsed.daemon.check_rules(&diagnostics);
+        let tls = diagnostics.ok_or_report(parsed.daemon.tls());
+        let (mut servers, mut exports) = (Vec::new(), Vec::new());
+        if is_complete {
+            diagnostics.ok_or_report(check_cluster(&parsed));
+            (servers, exports) = resolve_endpoints(&parsed, inherited, &diagnostics).unwrap_or_default();
             if let Some(tls) = &tls {
-                for disk in &draft.disks {
-                    mistakes.ok_or_report(check_access(disk, tls));
+                for disk in &parsed.disks {
+                    diagnostics.ok_or_report(check_access(disk, tls));
                 }
             }
         }
         // Without valid TLS settings, dependent rules would report only consequences.
         if let Some(tls) = &tls {
-            mistakes.ok_or_report(draft.daemon.check_page(tls));
-            mistakes.ok_or_report(draft.daemon.check_access(tls));
+            diagnostics.ok_or_report(parsed.daemon.check_page(tls));
+            diagnostics.ok_or_report(parsed.daemon.check_access(tls));
         }
-        let ParsedConfig { disks, groups, daemon: mut config, cluster } = draft;
+        let ParsedConfig { disks, groups, daemon: mut config, cluster } = parsed;
         // The daemon changes its user after it created the sockets.
         config.sockets.owner = config.sockets.owner.take().or_else(|| config.user.clone());
         let rename_warnings = cluster.iter().flat_map(ConfigWithOrigins::rename_warnings).collect();
         let cluster = cluster.map(ConfigWithOrigins::into_config);
         let service = ProcessSpec { config, tls: tls.unwrap_or(TlsConfig::Off), cluster, rename_warnings };
-        mistakes.finish(Self { disks, groups, servers, exports: doors, process: service })
+        diagnostics.finish(Self { disks, groups, servers, exports, process: service })
     }
 }
 
@@ -151,20 +151,20 @@ impl CheckedDisk {
     /// Returns all mistakes, including `mistakes`.
     pub fn new(
         mut disk: ConfigWithOrigins<DiskConfig>,
-        standard: &[(ListenEndpoint, bool)],
+        default_endpoints: &[(ListenEndpoint, bool)],
         tls: &TlsConfig,
-        mistakes: Diagnostics,
+        diagnostics: Diagnostics,
     ) -> Result<Self, Vec<ConfigError>> {
-        mistakes.ok_or_report(check_object_name(&disk.name).map_err(|rule| disk.own_origin().error(rule)));
-        mistakes.ok_or_report(check_image(&disk));
-        check_disk(&mut disk, None, &mistakes);
-        mistakes.ok_or_report(check_access(&disk, tls));
+        diagnostics.ok_or_report(check_object_name(&disk.name).map_err(|rule| disk.own_origin().error(rule)));
+        diagnostics.ok_or_report(check_image(&disk));
+        check_disk(&mut disk, None, &diagnostics);
+        diagnostics.ok_or_report(check_access(&disk, tls));
         let disks = [disk];
-        let servers = build_servers(&disks, standard, &[], &mistakes);
-        let doors = build_exports(&disks, &servers, &mistakes);
-        check_clients_of(&disks, &servers, &mistakes);
+        let servers = build_servers(&disks, default_endpoints, &[], &diagnostics);
+        let exports = build_exports(&disks, &servers, &diagnostics);
+        check_clients_of(&disks, &servers, &diagnostics);
         let [disk] = disks;
-        mistakes.finish(Self { disk, servers, exports: doors })
+        diagnostics.finish(Self { disk, servers, exports })
     }
 }
 
@@ -174,37 +174,37 @@ fn first_error(all: Vec<ConfigError>) -> ConfigError {
 
 /// NBD servers and other exports of all disks; `None` if a mistake prevents finding them.
 fn resolve_endpoints(
-    draft: &ParsedConfig,
+    parsed: &ParsedConfig,
     inherited: usize,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> Option<(Vec<NbdServerSpec>, Vec<ExportSpec>)> {
     // A socket that an export names serves that export, not NBD by default.
-    let inherited = inherited.saturating_sub(named_inherited_sockets(draft));
-    let standard = mistakes.ok_or_report(default_endpoints(draft, inherited))?;
+    let inherited = inherited.saturating_sub(named_inherited_sockets(parsed));
+    let defaults = diagnostics.ok_or_report(default_endpoints(parsed, inherited))?;
     // In a cluster, configured endpoints listen even without disks, which may arrive later. The
     // default endpoint listens only if a disk uses it.
-    let is_said = !draft.daemon.nbd.is_empty() || standard == [(ListenEndpoint::Inherited, false)];
-    let always = if draft.cluster.is_some() && is_said { &*standard } else { &[] };
-    let before = mistakes.count();
-    let mut servers = build_servers(&draft.disks, &standard, always, mistakes);
-    let doors = build_exports(&draft.disks, &servers, mistakes);
-    if mistakes.count() > before {
+    let is_configured = !parsed.daemon.nbd.is_empty() || defaults == [(ListenEndpoint::Inherited, false)];
+    let always = if parsed.cluster.is_some() && is_configured { &*defaults } else { &[] };
+    let before = diagnostics.count();
+    let mut servers = build_servers(&parsed.disks, &defaults, always, diagnostics);
+    let exports = build_exports(&parsed.disks, &servers, diagnostics);
+    if diagnostics.count() > before {
         return None;
     }
-    if is_said || !draft.disks.iter().all(|disk| has_exports(disk)) {
+    if is_configured || !parsed.disks.iter().all(|disk| has_exports(disk)) {
         for server in &mut servers {
-            let place = absolute_endpoint(&server.endpoint);
+            let absolute = absolute_endpoint(&server.endpoint);
             // Endpoints are compared by absolute path.
-            let own = standard.iter().find(|(endpoint, _)| absolute_endpoint(endpoint) == place);
-            server.default_read_only = own.map(|(_, read_only)| *read_only);
+            let default_endpoint = defaults.iter().find(|(endpoint, _)| absolute_endpoint(endpoint) == absolute);
+            server.default_read_only = default_endpoint.map(|(_, read_only)| *read_only);
         }
     }
     if servers.is_empty() {
-        mistakes.ok_or_report(check_without_nbd(draft));
+        diagnostics.ok_or_report(check_without_nbd(parsed));
     }
-    check_clients(draft, &servers, mistakes);
-    check_sockets(&servers, &doors, &draft.daemon, mistakes);
-    Some((servers, doors))
+    check_clients(parsed, &servers, diagnostics);
+    check_sockets(&servers, &exports, &parsed.daemon, diagnostics);
+    Some((servers, exports))
 }
 
 /// True if the disk has explicit exports.
@@ -216,45 +216,45 @@ fn check_access(disk: &ConfigWithOrigins<DiskConfig>, tls: &TlsConfig) -> Result
     clients::check_access(disk, &disk.access, tls, false)
 }
 
-fn check_names(draft: &ParsedConfig, mistakes: &Diagnostics) {
-    let disks = draft.disks.iter().map(|disk| (&disk.name, disk.origin("name")));
-    let groups = draft.groups.iter().map(|group| (&group.name, group.origin("name")));
-    for (name, place) in disks.clone().chain(groups.clone()) {
-        mistakes.ok_or_report(check_object_name(name).map_err(|rule| place.error(rule)));
+fn check_names(parsed: &ParsedConfig, diagnostics: &Diagnostics) {
+    let disks = parsed.disks.iter().map(|disk| (&disk.name, disk.origin("name")));
+    let groups = parsed.groups.iter().map(|group| (&group.name, group.origin("name")));
+    for (name, origin) in disks.clone().chain(groups.clone()) {
+        diagnostics.ok_or_report(check_object_name(name).map_err(|rule| origin.error(rule)));
     }
     let mut seen = HashSet::new();
-    if let Some((name, place)) = disks.clone().find(|(name, _)| !seen.insert(*name)) {
-        mistakes
-            .report(place.error(format!("another disk is named {name:?} (set unique names with --name)")));
+    if let Some((name, origin)) = disks.clone().find(|(name, _)| !seen.insert(*name)) {
+        diagnostics
+            .report(origin.error(format!("another disk is named {name:?} (set unique names with --name)")));
     }
     let disks: HashSet<_> = disks.map(|(name, _)| name).collect();
-    for (name, place) in groups.filter(|(name, _)| disks.contains(name)) {
+    for (name, origin) in groups.filter(|(name, _)| disks.contains(name)) {
         let rule = format!("a disk is named {name:?} too, and commands accept both (rename one)");
-        mistakes.report(place.error(rule));
+        diagnostics.report(origin.error(rule));
     }
 }
 
 /// Checks groups with cluster-wide limits: these are set once for all hosts, and apply
 /// independently of a device's utilization.
-fn check_cluster(draft: &ParsedConfig) -> Result<(), ConfigError> {
-    let cluster = draft.cluster.as_ref();
+fn check_cluster(parsed: &ParsedConfig) -> Result<(), ConfigError> {
+    let cluster = parsed.cluster.as_ref();
     let control_groups = cluster.map_or(&[][..], |cluster| cluster.control_groups.as_slice());
-    let of_control_groups = |name: &str| control_groups.iter().any(|other| other == name);
-    if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name)) {
+    let is_control_group = |name: &str| control_groups.iter().any(|other| other == name);
+    if let Some(group) = parsed.groups.iter().find(|group| is_control_group(&group.name)) {
         return Err(group.origin("name").error(
             "has disks, and [cluster] names it in control-groups (a group is for disks or for \
              control groups)",
         ));
     }
-    if let Some(said) = cluster.filter(|_| !control_groups.is_empty() && draft.daemon.cgroup_limits.is_none())
+    if let Some(incomplete) = cluster.filter(|_| !control_groups.is_empty() && parsed.daemon.cgroup_limits.is_none())
     {
-        return Err(said.own_origin().error(
+        return Err(incomplete.own_origin().error(
             "control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
         ));
     }
-    for group in draft.groups.iter().filter(|group| group.cluster) {
+    for group in parsed.groups.iter().filter(|group| group.cluster) {
         let name = &group.name;
-        if draft.cluster.is_none() {
+        if parsed.cluster.is_none() {
             return Err(group.error("cluster", "there is no cluster (add [cluster] with name and etcd)"));
         }
         let is_limit = |key: &str| throttle::LimitSetting::from_name(key).is_some();
@@ -300,18 +300,18 @@ pub fn check_object_name(name: &str) -> Result<(), String> {
 
 /// Checks that no two disks write one file, or write and read it: they would not see each other's
 /// writes in time.
-fn check_images(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) {
+fn check_images(disks: &[ConfigWithOrigins<DiskConfig>], diagnostics: &Diagnostics) {
     for disk in disks {
-        mistakes.ok_or_report(check_image(disk));
+        diagnostics.ok_or_report(check_image(disk));
     }
-    check_clusters(disks, mistakes);
+    check_clusters(disks, diagnostics);
     let mut writer_of: HashMap<&Path, bool> = HashMap::new();
     for disk in disks {
         let Some(path) = disk.image.path() else { continue };
         // Compared by path. Other names of one file are detected by file locks when it is opened.
         match writer_of.entry(path) {
             Entry::Occupied(other) if *other.get() || !disk.is_read_only() => {
-                mistakes.report(disk.error("image", IMAGE_IN_USE_RULE));
+                diagnostics.report(disk.error("image", IMAGE_IN_USE_RULE));
             }
             Entry::Occupied(_) => {}
             Entry::Vacant(free) => {
@@ -334,8 +334,8 @@ fn check_image(disk: &ConfigWithOrigins<DiskConfig>) -> Result<(), ConfigError> 
     // Only an NBD client reconnects.
     let mut times =
         ["reconnect-delay", "open-timeout"].into_iter().filter_map(|key| disk.origin_of_given(key));
-    if let Some(place) = times.next().filter(|_| disk.image.remote().is_none()) {
-        return Err(place.error("is for images at NBD servers only (remove it)"));
+    if let Some(origin) = times.next().filter(|_| disk.image.remote().is_none()) {
+        return Err(origin.error("is for images at NBD servers only (remove it)"));
     }
     if disk.handover {
         if disk.is_read_only() {
@@ -353,19 +353,19 @@ fn check_image(disk: &ConfigWithOrigins<DiskConfig>) -> Result<(), ConfigError> 
 
 /// Checks that no image in a Ceph cluster is opened twice for writing. Opening would fail as well,
 /// but the error would not name the key.
-fn check_clusters(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) {
+fn check_clusters(disks: &[ConfigWithOrigins<DiskConfig>], diagnostics: &Diagnostics) {
     let mut seen: HashMap<String, bool> = HashMap::new();
     for disk in disks.iter().filter(|disk| disk.image.is_rbd()) {
         let is_written = !disk.is_read_only() && !disk.image.is_snapshot();
         let other = seen.insert(disk.image.to_string(), is_written);
         if other.is_some_and(|other| other || is_written) {
-            mistakes.report(disk.error("image", IMAGE_IN_USE_RULE));
+            diagnostics.report(disk.error("image", IMAGE_IN_USE_RULE));
         }
     }
 }
 
 /// Checks that disks on one simulated device have equal rates.
-fn check_rates(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) {
+fn check_rates(disks: &[ConfigWithOrigins<DiskConfig>], diagnostics: &Diagnostics) {
     let mut first: HashMap<&str, &RateOptions> = HashMap::new();
     for disk in disks {
         let Some(rate) = &disk.rate else { continue };
@@ -374,7 +374,7 @@ fn check_rates(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) 
             let rule = format!(
                 "another disk shares {name:?} with other rates (use the same rates, or another name)"
             );
-            mistakes.report(disk.error("rate", rule));
+            diagnostics.report(disk.error("rate", rule));
         }
     }
 }
@@ -384,28 +384,28 @@ fn check_rates(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) 
 fn check_disk(
     disk: &mut ConfigWithOrigins<DiskConfig>,
     groups: Option<&GroupIndex<'_>>,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) {
     if check_name(&disk.description).is_err() {
-        mistakes.report(disk.error("description", "must be one line of at most 4096 bytes"));
+        diagnostics.report(disk.error("description", "must be one line of at most 4096 bytes"));
     }
-    disk.judge(mistakes);
+    disk.check_rules(diagnostics);
     if let Some(group) = &disk.group {
-        groups.map(|groups| groups.find_or_report(group, mistakes, |rule| disk.error("group", rule)));
+        groups.map(|groups| groups.find_or_report(group, diagnostics, |rule| disk.error("group", rule)));
         // The watermark is the group's: it applies to all members together.
         if disk.settings.watermark > 0 {
             let rule = format!(
                 "the disk is in group {group:?}, whose watermark applies to its members (set it in \
                  [group.{group}])"
             );
-            mistakes.report(disk.error("watermark", rule));
+            diagnostics.report(disk.error("watermark", rule));
         }
     }
     if disk.detect_zeroes == DetectZeroes::Unmap && disk.discard == Discards::Ignore {
         let rule = format!("frees space, and {} keeps it (use on instead)", disk.origin("discard"));
-        mistakes.report(disk.error("detect-zeroes", rule));
+        diagnostics.report(disk.error("detect-zeroes", rule));
     }
-    disk.format = mistakes.ok_or_report(known_format(disk)).flatten();
+    disk.format = diagnostics.ok_or_report(known_format(disk)).flatten();
     // Made explicit: later code reads only the field.
     disk.read_only = disk.is_read_only();
 }
@@ -414,14 +414,14 @@ fn check_disk(
 fn known_format(disk: &ConfigWithOrigins<DiskConfig>) -> Result<Option<ImageFormat>, ConfigError> {
     let of_qcow2 = disk.first_qcow2_key().or(disk.origin_of_given("snapshot"));
     match (disk.format, disk.origin_of_given("options"), of_qcow2) {
-        (Some(ImageFormat::Raw), _, Some(place)) => {
-            Err(place.error("is for qcow2 images, and this one is raw (leave it out)"))
+        (Some(ImageFormat::Raw), _, Some(origin)) => {
+            Err(origin.error("is for qcow2 images, and this one is raw (leave it out)"))
         }
         (Some(ImageFormat::Qcow2), Some(options), _) => {
             Err(options.error("is for raw images, and this one is qcow2 (leave it out)"))
         }
-        (_, Some(options), Some(place)) => {
-            Err(place.error(format!("is for qcow2 images, and {options} for raw ones")))
+        (_, Some(options), Some(origin)) => {
+            Err(origin.error(format!("is for qcow2 images, and {options} for raw ones")))
         }
         // `options` belongs to the raw format, as in QEMU. A part of a file is never probed,
         // because the guest controls its first bytes.
@@ -431,43 +431,43 @@ fn known_format(disk: &ConfigWithOrigins<DiskConfig>) -> Result<Option<ImageForm
 }
 
 /// Number of inherited sockets that exports or NBD servers name.
-fn named_inherited_sockets(draft: &ParsedConfig) -> usize {
+fn named_inherited_sockets(parsed: &ParsedConfig) -> usize {
     let name = |endpoint: &'_ ListenEndpoint| match endpoint {
         ListenEndpoint::Passed(name) => Some(name.clone()),
         ListenEndpoint::Address(_) | ListenEndpoint::Inherited => None,
     };
-    let listens = draft.disks.iter().flat_map(|disk| disk.nbd_exports()).map(|(_, export)| &export.listen);
-    let nbd = draft.daemon.nbd.iter().map(|nbd| &nbd.endpoint).chain(listens).filter_map(name);
-    let doors = draft.disks.iter().flat_map(|disk| disk.targets());
-    let doors = doors.filter_map(|(_, door)| door.inherited_name().map(str::to_owned));
-    nbd.chain(doors).collect::<HashSet<_>>().len()
+    let listens = parsed.disks.iter().flat_map(|disk| disk.nbd_exports()).map(|(_, export)| &export.listen);
+    let nbd = parsed.daemon.nbd.iter().map(|nbd| &nbd.endpoint).chain(listens).filter_map(name);
+    let targets = parsed.disks.iter().flat_map(|disk| disk.targets());
+    let targets = targets.filter_map(|(_, target)| target.inherited_name().map(str::to_owned));
+    nbd.chain(targets).collect::<HashSet<_>>().len()
 }
 
 /// Endpoints for disks without explicit exports, each with true if it is read-only.
 fn default_endpoints(
-    draft: &ParsedConfig,
+    parsed: &ParsedConfig,
     inherited: usize,
 ) -> Result<Vec<(ListenEndpoint, bool)>, ConfigError> {
     // Disks that come from other hosts of a cluster have no explicit exports.
-    let all_say = draft.cluster.is_none() && draft.disks.iter().all(|disk| has_exports(disk));
-    let nbd = &draft.daemon.nbd;
+    let all_have_exports = parsed.cluster.is_none() && parsed.disks.iter().all(|disk| has_exports(disk));
+    let nbd = &parsed.daemon.nbd;
     if !nbd.is_empty() {
-        let wrong = |index, rule: &str| {
-            Err(draft.daemon.item_origin("nbd", index, "").unwrap_or(draft.daemon.own_origin()).error(rule))
+        let to_error = |index, rule: &str| {
+            Err(parsed.daemon.item_origin("nbd", index, "").unwrap_or(parsed.daemon.own_origin()).error(rule))
         };
         if inherited > 0 {
-            return wrong(0, "the service manager passed sockets too, in LISTEN_FDS (use one or the other)");
+            return to_error(0, "the service manager passed sockets too, in LISTEN_FDS (use one or the other)");
         }
-        if all_say {
-            return wrong(0, "is not used, because every disk has its own exports (remove it)");
+        if all_have_exports {
+            return to_error(0, "is not used, because every disk has its own exports (remove it)");
         }
         let mut seen = HashSet::new();
-        if let Some(again) = nbd.iter().position(|nbd| !seen.insert(&nbd.endpoint)) {
-            return wrong(again, "is given twice (remove one)");
+        if let Some(duplicate) = nbd.iter().position(|nbd| !seen.insert(&nbd.endpoint)) {
+            return to_error(duplicate, "is given twice (remove one)");
         }
         let read_only = nbd.iter().position(|nbd| nbd.read_only);
-        if let (Some(index), Some(_)) = (read_only, &draft.cluster) {
-            return wrong(
+        if let (Some(index), Some(_)) = (read_only, &parsed.cluster) {
+            return to_error(
                 index,
                 "read-only: would not apply to disks moved from other hosts (remove it, or make \
                  the disks read-only)",
@@ -475,7 +475,7 @@ fn default_endpoints(
         }
         return Ok(nbd.iter().map(|nbd| (nbd.endpoint.clone(), nbd.read_only)).collect());
     }
-    match (inherited, all_say) {
+    match (inherited, all_have_exports) {
         // The default address, used only by disks without explicit exports.
         (0, _) => Ok(vec![(ListenEndpoint::Address(ListenAddress::nbd_default()), false)]),
         (_, false) => Ok(vec![(ListenEndpoint::Inherited, false)]),
@@ -489,9 +489,9 @@ fn default_endpoints(
 /// NBD servers of the disks' exports, and servers at the `always` endpoints.
 fn build_servers(
     disks: &[ConfigWithOrigins<DiskConfig>],
-    standard: &[(ListenEndpoint, bool)],
+    default_endpoints: &[(ListenEndpoint, bool)],
     always: &[(ListenEndpoint, bool)],
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> Vec<NbdServerSpec> {
     let empty =
         |endpoint: ListenEndpoint| NbdServerSpec { endpoint, default_read_only: None, exports: Vec::new() };
@@ -501,15 +501,15 @@ fn build_servers(
     // Export names are unique for each server.
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (index, disk) in disks.iter().enumerate() {
-        for NbdExportWithOrigin { endpoint, name, read_only, place } in nbd_exports_of(disk, standard) {
-            mistakes.ok_or_report(check_name(name).map_err(|rule| place.error(rule)));
+        for NbdExportWithOrigin { endpoint, name, read_only, origin: place } in nbd_exports_of(disk, default_endpoints) {
+            diagnostics.ok_or_report(check_name(name).map_err(|rule| place.error(rule)));
             let server = *at.entry(absolute_endpoint(endpoint)).or_insert_with(|| {
                 servers.push(empty(endpoint.clone()));
                 servers.len() - 1
             });
             if !taken.insert((server, name.to_owned())) {
                 let rule = format!("another export has the name {name:?} at this address (choose another)");
-                mistakes.report(place.error(rule));
+                diagnostics.report(place.error(rule));
             }
             servers[server].exports.push(NbdExportSpec { name: name.to_owned(), disk: index, read_only });
         }
@@ -522,29 +522,29 @@ struct NbdExportWithOrigin<'a> {
     endpoint: &'a ListenEndpoint,
     name: &'a str,
     read_only: bool,
-    place: &'a Origin,
+    origin: &'a Origin,
 }
 
 fn nbd_exports_of<'a>(
     disk: &'a ConfigWithOrigins<DiskConfig>,
-    standard: &'a [(ListenEndpoint, bool)],
+    default_endpoints: &'a [(ListenEndpoint, bool)],
 ) -> Vec<NbdExportWithOrigin<'a>> {
     if !has_exports(disk) {
         let name = disk.export_name.as_ref().unwrap_or(&disk.name);
-        let place = disk.origin("name");
+        let origin = disk.origin("name");
         let at = |(endpoint, read_only): &'a (ListenEndpoint, bool)| NbdExportWithOrigin {
             endpoint,
             name,
             read_only: *read_only,
-            place,
+            origin,
         };
-        return standard.iter().map(at).collect();
+        return default_endpoints.iter().map(at).collect();
     }
     let export = |(index, export): (usize, &'a NbdExportConfig)| NbdExportWithOrigin {
         endpoint: &export.listen,
         name: export.name.as_ref().unwrap_or(&disk.name),
         read_only: export.read_only,
-        place: disk
+        origin: disk
             .item_origin("export", index, ".name")
             // The most specific origin that was recorded.
             .or_else(|| disk.item_origin("export", index, ""))
@@ -556,7 +556,7 @@ fn nbd_exports_of<'a>(
 fn build_exports(
     disks: &[ConfigWithOrigins<DiskConfig>],
     servers: &[NbdServerSpec],
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> Vec<ExportSpec> {
     let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_path_of).collect();
     let of_server = |server: &'_ NbdServerSpec| match &server.endpoint {
@@ -565,32 +565,32 @@ fn build_exports(
     };
     // A passed socket can serve one export only.
     let mut passed: HashSet<String> = servers.iter().filter_map(of_server).collect();
-    let mut doors = Vec::new();
+    let mut exports = Vec::new();
     for (disk, config) in disks.iter().enumerate() {
-        for (index, door) in config.targets() {
-            let passed = door.inherited_name().is_some_and(|name| !passed.insert(name.to_owned()));
-            if passed || door.path().is_some_and(|path| !taken.insert(absolute_path(&path))) {
-                let place = config.item_origin("export", index, "").unwrap_or(config.own_origin());
-                mistakes.report(place.error("another export has the same address (choose another)"));
+        for (index, target) in config.targets() {
+            let passed = target.inherited_name().is_some_and(|name| !passed.insert(name.to_owned()));
+            if passed || target.path().is_some_and(|path| !taken.insert(absolute_path(&path))) {
+                let origin = config.item_origin("export", index, "").unwrap_or(config.own_origin());
+                diagnostics.report(origin.error("another export has the same address (choose another)"));
             }
-            doors.push(ExportSpec { target: door.clone(), disk });
+            exports.push(ExportSpec { target: target.clone(), disk });
         }
     }
-    doors
+    exports
 }
 
 /// Rejects settings that affect only NBD clients, in a config without NBD exports.
-fn check_without_nbd(draft: &ParsedConfig) -> Result<(), ConfigError> {
+fn check_without_nbd(parsed: &ParsedConfig) -> Result<(), ConfigError> {
     // Only given keys are reported, never defaults.
-    let connections = draft.daemon.origin_of_given("max-connections");
-    let descriptions = draft.disks.iter().filter_map(|disk| disk.origin_of_given("description"));
+    let connections = parsed.daemon.origin_of_given("max-connections");
+    let descriptions = parsed.disks.iter().filter_map(|disk| disk.origin_of_given("description"));
     // The web page uses the certificates too.
-    let has_page = matches!(draft.daemon.http_address, Some(ListenAddress::Tcp { .. }));
-    let is_encrypted = draft.daemon.tls_mode != TlsMode::Off;
-    let tls = draft.daemon.origin_of_given("tls").filter(|_| is_encrypted && !has_page);
+    let has_page = matches!(parsed.daemon.http_address, Some(ListenAddress::Tcp { .. }));
+    let is_encrypted = parsed.daemon.tls_mode != TlsMode::Off;
+    let tls = parsed.daemon.origin_of_given("tls").filter(|_| is_encrypted && !has_page);
     let mut unused = connections.into_iter().chain(tls).chain(descriptions);
     match unused.next() {
-        Some(place) => Err(place
+        Some(origin) => Err(origin
             .error("is not used, because no disk is exported over NBD (remove it, or add an NBD export)")),
         None => Ok(()),
     }
@@ -606,34 +606,34 @@ const NETWORK_RULE_UNUSED: &str = "is not used, because no server listens on the
                                    (--socket-mode and --socket-owner are for Unix sockets)";
 
 /// Checks that network rules are used: with Unix sockets alone, or without NBD, they never apply.
-fn check_clients(draft: &ParsedConfig, servers: &[NbdServerSpec], mistakes: &Diagnostics) {
+fn check_clients(parsed: &ParsedConfig, servers: &[NbdServerSpec], diagnostics: &Diagnostics) {
     // A daemon without disks may get a server later.
-    let of_all = draft.daemon.network();
-    let per_address = draft.daemon.origin_of_given("max-connections-per-address");
-    if !draft.disks.is_empty()
-        && let Some(place) = of_all.or(per_address)
+    let of_all = parsed.daemon.network();
+    let per_address = parsed.daemon.origin_of_given("max-connections-per-address");
+    if !parsed.disks.is_empty()
+        && let Some(origin) = of_all.or(per_address)
         && !servers.iter().any(accepts_network_clients)
     {
-        mistakes.report(place.error(NETWORK_RULE_UNUSED));
+        diagnostics.report(origin.error(NETWORK_RULE_UNUSED));
     }
-    check_clients_of(&draft.disks, servers, mistakes);
+    check_clients_of(&parsed.disks, servers, diagnostics);
 }
 
 /// Checks that the rules of single disks are used.
 fn check_clients_of(
     disks: &[ConfigWithOrigins<DiskConfig>],
     servers: &[NbdServerSpec],
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) {
     for (index, disk) in disks.iter().enumerate() {
-        let has = |server: &&NbdServerSpec| server.exports.iter().any(|export| export.disk == index);
-        let mut at = servers.iter().filter(has).peekable();
+        let exports_disk = |server: &&NbdServerSpec| server.exports.iter().any(|export| export.disk == index);
+        let mut at = servers.iter().filter(exports_disk).peekable();
         if let Some(name) = disk.origin_of_given("tls-authz").filter(|_| at.peek().is_none()) {
-            mistakes.report(name.error("is not used, because the disk is not exported over NBD (remove it)"));
+            diagnostics.report(name.error("is not used, because the disk is not exported over NBD (remove it)"));
         }
         let network = disk.origin_of_given("allow").or(disk.origin_of_given("deny"));
         if let Some(network) = network.filter(|_| !at.any(accepts_network_clients)) {
-            mistakes.report(network.error(NETWORK_RULE_UNUSED));
+            diagnostics.report(network.error(NETWORK_RULE_UNUSED));
         }
     }
 }
@@ -663,20 +663,20 @@ fn socket_path_of(server: &NbdServerSpec) -> Option<PathBuf> {
 
 fn check_sockets(
     servers: &[NbdServerSpec],
-    doors: &[ExportSpec],
+    other_exports: &[ExportSpec],
     service: &ConfigWithOrigins<DaemonConfig>,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) {
-    let doors = doors.iter().filter_map(|export| export.target.path()).map(|path| absolute_path(&path));
-    let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_path_of).chain(doors).collect();
+    let export_paths = other_exports.iter().filter_map(|export| export.target.path()).map(|path| absolute_path(&path));
+    let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_path_of).chain(export_paths).collect();
     const RULE: &str = "disks are exported at this socket (use another)";
     for (index, _) in
         service.qmp.iter().enumerate().filter(|(_, path)| exports.contains(&absolute_path(path)))
     {
-        mistakes.report(service.qmp_origin(index).error(RULE));
+        diagnostics.report(service.qmp_origin(index).error(RULE));
     }
     if service.metrics.is_some() && service.metrics == service.http_address {
-        mistakes.report(service.error("http", "metrics and http have the same address (use another)"));
+        diagnostics.report(service.error("http", "metrics and http have the same address (use another)"));
     }
     let http = [("metrics", &service.metrics), ("http", &service.http_address)];
     let http_sockets = http.into_iter().filter_map(|(key, address)| match address {
@@ -685,16 +685,16 @@ fn check_sockets(
     });
     if let Some(path) = &service.pid_file {
         let path = absolute_path(path);
-        let mut others = service.qmp.iter().chain(http_sockets.clone().map(|(_, path)| path));
-        if exports.contains(&path) || others.any(|socket| absolute_path(socket) == path) {
-            mistakes.report(service.error("pid-file", "a socket uses this path (choose another file)"));
+        let mut other_sockets = service.qmp.iter().chain(http_sockets.clone().map(|(_, path)| path));
+        if exports.contains(&path) || other_sockets.any(|socket| absolute_path(socket) == path) {
+            diagnostics.report(service.error("pid-file", "a socket uses this path (choose another file)"));
         }
     }
     for (key, path) in http_sockets {
         if exports.contains(&absolute_path(path)) {
-            mistakes.report(service.error(key, RULE));
+            diagnostics.report(service.error(key, RULE));
         } else if service.qmp.contains(path) {
-            mistakes.report(service.error(key, "is a control socket (use another)"));
+            diagnostics.report(service.error(key, "is a control socket (use another)"));
         }
     }
 }

@@ -77,13 +77,13 @@ pub(crate) fn check_access<T>(
     tls: &TlsConfig,
     for_all: bool,
 ) -> Result<(), ConfigError> {
-    let place = |key: &str, index| config.item_origin(key, index, "").unwrap_or(config.own_origin());
+    let origin = |key: &str, index| config.item_origin(key, index, "").unwrap_or(config.own_origin());
     let mut seen = HashSet::new();
     let NetworkRules { allow, deny } = &access.networks;
     for (key, networks) in [("allow", allow), ("deny", deny)] {
         // One set for both lists: a network cannot be allowed and denied.
-        if let Some(again) = networks.iter().position(|network| !seen.insert(network)) {
-            return Err(place(key, again).error("this network is given twice (remove one)"));
+        if let Some(duplicate) = networks.iter().position(|network| !seen.insert(network)) {
+            return Err(origin(key, duplicate).error("this network is given twice (remove one)"));
         }
     }
     if access.names.is_none() {
@@ -101,7 +101,7 @@ pub(crate) fn check_access<T>(
         }
         TlsConfig::On(_) | TlsConfig::Required(_) => return Ok(()),
     };
-    Err(place("tls-authz", 0).error(rule))
+    Err(origin("tls-authz", 0).error(rule))
 }
 
 /// Checks a pattern for the names that TLS verifies.

@@ -72,23 +72,23 @@ impl KeyTable for ClusterConfig {
         &KEYS
     }
 
-    fn judge(cluster: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
+    fn check_rules(cluster: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
         let groups = &cluster.control_groups;
         for (index, _) in groups.iter().enumerate().filter(|(at, group)| groups[..*at].contains(group)) {
-            let place = cluster.item_origin("control-groups", index, "").unwrap_or(cluster.own_origin());
-            mistakes.report(place.error("is given twice"));
+            let origin = cluster.item_origin("control-groups", index, "").unwrap_or(cluster.own_origin());
+            diagnostics.report(origin.error("is given twice"));
         }
         if cluster.etcd.len() > MAX_ENDPOINTS {
-            mistakes.report(cluster.error("etcd", format!("has too many members; at most {MAX_ENDPOINTS}")));
+            diagnostics.report(cluster.error("etcd", format!("has too many members; at most {MAX_ENDPOINTS}")));
         }
-        if let Some(place) =
+        if let Some(origin) =
             cluster.origin_of_given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls))
         {
-            mistakes.report(place.error("is not used, because no member of etcd is https"));
+            diagnostics.report(origin.error("is not used, because no member of etcd is https"));
         }
         match (cluster.origin_of_given("user"), cluster.origin_of_given("password-file")) {
-            (Some(user), None) => mistakes.report(user.error("needs password-file")),
-            (None, Some(file)) => mistakes.report(file.error("needs user")),
+            (Some(user), None) => diagnostics.report(user.error("needs password-file")),
+            (None, Some(file)) => diagnostics.report(file.error("needs user")),
             (Some(_), Some(_)) | (None, None) => {}
         }
     }
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn safe_shares_are_parts() {
+    fn fallback_shares_are_fractions() {
         assert_eq!(parse_fallback_share("2%"), Ok(20_000));
         assert_eq!(parse_fallback_share("0.1 %"), Ok(1000));
         assert_eq!(parse_fallback_share("100%"), Ok(1_000_000));

@@ -43,9 +43,9 @@ pub const MAX_FILE_BYTES: u64 = 64 << 20;
 /// Returns the first mistake: an unreadable file, invalid TOML, an unknown key, or a malformed
 /// value.
 pub fn load(path: &Path) -> Result<ParsedConfig, ConfigError> {
-    let mistakes = Diagnostics::default();
-    let draft = load_with_options(path, &ConfigWithOrigins::default(), &mistakes);
-    mistakes.finish_first(draft)
+    let diagnostics = Diagnostics::default();
+    let parsed = load_with_options(path, &ConfigWithOrigins::default(), &diagnostics);
+    diagnostics.finish_first(parsed)
 }
 
 /// Reads a config file below the options of the command line, which replace keys of `[daemon]`.
@@ -53,32 +53,32 @@ pub fn load(path: &Path) -> Result<ParsedConfig, ConfigError> {
 pub fn load_with_options(
     path: &Path,
     options: &ConfigWithOrigins<DaemonConfig>,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> ParsedConfig {
-    let nothing = || ParsedConfig { daemon: options.clone(), ..ParsedConfig::default() };
+    let options_only = || ParsedConfig { daemon: options.clone(), ..ParsedConfig::default() };
     let name = path.display().to_string();
-    let place = Origin::new(name.as_str());
+    let origin = Origin::new(name.as_str());
     if path == Path::new("-") {
-        mistakes.report(
-            place.error(
+        diagnostics.report(
+            origin.error(
                 "is standard input, which cannot be read again on a reload (name a file, such as ./-)",
             ),
         );
-        return nothing();
+        return options_only();
     }
     let text = match read(path) {
         Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::FileTooLarge => {
-            mistakes.report(place.error(error.to_string()));
-            return nothing();
+            diagnostics.report(origin.error(error.to_string()));
+            return options_only();
         }
         Err(error) => {
-            mistakes.report(place.error(format!("cannot be read: {error}")));
-            return nothing();
+            diagnostics.report(origin.error(format!("cannot be read: {error}")));
+            return options_only();
         }
     };
     let directory = path.parent().unwrap_or(Path::new(""));
-    parse_with_options(&name, &text, directory, options, mistakes)
+    parse_with_options(&name, &text, directory, options, diagnostics)
 }
 
 /// Reads the text of a config file.
@@ -90,8 +90,8 @@ pub fn read(path: &Path) -> io::Result<String> {
     // One byte more than the bound tells a larger file from one of exactly that size.
     regular_file::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE_BYTES {
-        let why = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
-        return Err(io::Error::new(ErrorKind::FileTooLarge, why));
+        let message = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
+        return Err(io::Error::new(ErrorKind::FileTooLarge, message));
     }
     Ok(text)
 }
@@ -101,9 +101,9 @@ pub fn read(path: &Path) -> io::Result<String> {
 /// # Errors
 /// As [`load`], except for reading the file.
 pub fn parse(name: &str, text: &str, directory: &Path) -> Result<ParsedConfig, ConfigError> {
-    let mistakes = Diagnostics::default();
-    let draft = parse_with_options(name, text, directory, &ConfigWithOrigins::default(), &mistakes);
-    mistakes.finish_first(draft)
+    let diagnostics = Diagnostics::default();
+    let parsed = parse_with_options(name, text, directory, &ConfigWithOrigins::default(), &diagnostics);
+    diagnostics.finish_first(parsed)
 }
 
 fn parse_with_options(
@@ -111,34 +111,34 @@ fn parse_with_options(
     text: &str,
     directory: &Path,
     options: &ConfigWithOrigins<DaemonConfig>,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> ParsedConfig {
-    let source = ConfigText::new(name, text, mistakes);
+    let source = ConfigText::new(name, text, diagnostics);
     let document = match DeTable::parse(text) {
         Ok(document) => document,
         Err(error) => {
             // The text after a syntax error is ambiguous, so nothing of it is used.
-            mistakes.report(syntax_error(&source, text, &error));
+            diagnostics.report(syntax_error(&source, text, &error));
             return ParsedConfig { daemon: options.clone(), ..ParsedConfig::default() };
         }
     };
     let reader = ConfigReader { directory };
     let root = TomlSection::root(&source, document.get_ref());
     let table = |key| root.request(key).and_then(TomlEntry::section);
-    let service = table("daemon").and_then(|section| reader.daemon(&section, options, mistakes));
-    let cluster = table("cluster").and_then(|section| reader.cluster(&section, mistakes));
+    let service = table("daemon").and_then(|section| reader.daemon(&section, options, diagnostics));
+    let cluster = table("cluster").and_then(|section| reader.cluster(&section, diagnostics));
     let named = |key| table(key).map(|section| section.named_sections()).unwrap_or_default();
     let (groups, disks) = (named("group"), named("disk"));
     // Before the tables are read: an unknown top-level key may be a misspelt table.
     root.report_unknown_keys();
-    let groups = groups.into_iter().map(|(name, section)| group(name, &section, mistakes));
+    let groups = groups.into_iter().map(|(name, section)| group(name, &section, diagnostics));
     // A generated file with one mistake in each of its disks must not be read to the end.
-    let disks = disks.into_iter().take_while(|_| !mistakes.is_full());
+    let disks = disks.into_iter().take_while(|_| !diagnostics.is_full());
     ParsedConfig {
         daemon: service.unwrap_or_else(|| options.clone()),
         cluster,
         groups: groups.collect(),
-        disks: disks.filter_map(|(name, section)| reader.disk(name, &section, mistakes)).collect(),
+        disks: disks.filter_map(|(name, section)| reader.disk(name, &section, diagnostics)).collect(),
     }
 }
 
@@ -146,9 +146,9 @@ fn syntax_error(source: &ConfigText<'_>, text: &str, error: &toml::de::Error) ->
     let span = error.span().unwrap_or_default();
     match error.message() {
         "duplicate key" => {
-            source.place(span.start, enclosing_path(text, span)).error("is given twice (remove one)")
+            source.origin(span.start, enclosing_path(text, span)).error("is given twice (remove one)")
         }
-        other => source.place(span.start, "not TOML").error(other.replace('\n', "; ")),
+        other => source.origin(span.start, "not TOML").error(other.replace('\n', "; ")),
     }
 }
 
@@ -157,8 +157,8 @@ fn enclosing_path(text: &str, key: Range<usize>) -> String {
     let table = |line: &str| Some(line.strip_prefix('[')?.split(']').next()?.to_owned());
     // The parser stopped here, so the enclosing table is found by searching the text backwards.
     let start = text[..key.start].rfind('\n').map_or(0, |end| end + 1);
-    let own = text[start..].lines().next().and_then(table);
-    own.unwrap_or_else(|| {
+    let header = text[start..].lines().next().and_then(table);
+    header.unwrap_or_else(|| {
         let above = text[..start].lines().rev().find_map(table);
         above.into_iter().chain([text[key].to_owned()]).collect::<Vec<_>>().join(".")
     })
@@ -168,20 +168,20 @@ fn enclosing_path(text: &str, key: Range<usize>) -> String {
 fn group(
     name: Spanned<String>,
     section: &TomlSection<'_>,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> ConfigWithOrigins<GroupConfig> {
-    let nothing =
-        ConfigWithOrigins::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.place);
-    let mut group = nothing.clone();
-    let whole = section.read_all(|| {
+    let defaults =
+        ConfigWithOrigins::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.origin);
+    let mut group = defaults.clone();
+    let complete = section.read_all(|| {
         read_keys(section, &mut group, Path::new(""));
         Some(())
     });
-    match whole {
+    match complete {
         Some(()) => group,
         None => {
-            group.report_out_of_range(mistakes);
-            nothing
+            group.report_out_of_range(diagnostics);
+            defaults
         }
     }
 }
@@ -212,15 +212,15 @@ fn read_old_key<T: KeyTable>(
     if !section.contains(old) {
         return;
     }
-    let Some(said) = section.parse_text(old, |text| Ok(text.to_owned())) else { return };
+    let Some(given) = section.parse_text(old, |text| Ok(text.to_owned())) else { return };
     if section.contains(new) {
-        section.report(said.place.error(format!("is the old name of {new}, which is given too (remove it)")));
+        section.report(given.origin.error(format!("is the old name of {new}, which is given too (remove it)")));
         return;
     }
     let key = T::key(new).expect("a renamed key is in the table");
     // The place under the old name too: the warning depends on it.
-    config.record_origin(old, said.place.clone());
-    section.ok_or_report(config.set(key, &said.value, directory, said.place));
+    config.record_origin(old, given.origin.clone());
+    section.ok_or_report(config.set(key, &given.value, directory, given.origin));
 }
 
 /// Reads a key that is not a table.
@@ -236,24 +236,24 @@ fn read_key<T: KeyTable>(
         KeyType::Table => return,
         KeyType::Flag => {
             let flag = section.flag(key.name);
-            flag.map(|said| Spanned::new(said.value.to_string(), said.place)).into_iter().collect()
+            flag.map(|given| Spanned::new(given.value.to_string(), given.origin)).into_iter().collect()
         }
         _ if key.is_list() => section.list(key.name, plain),
         _ if key.accepts_bool() => section.parse_switch(key.name, plain).into_iter().collect(),
         KeyType::Text => section.parse_text(key.name, plain).into_iter().collect(),
         _ => section.parse(key.name, plain).into_iter().collect::<Vec<_>>(),
     };
-    for said in values {
-        section.ok_or_report(config.set(key, &said.value, directory, said.place));
+    for given in values {
+        section.ok_or_report(config.set(key, &given.value, directory, given.origin));
     }
 }
 
 /// Values of an export's `type`.
 pub(crate) const EXPORT_TYPES: [&str; 5] = ["nbd", "vhost-user-blk", "ublk", "fuse", "nbd-device"];
 
-fn types(word: &str) -> String {
+fn types(conjunction: &str) -> String {
     let [first @ .., last] = EXPORT_TYPES.map(|name| format!("{name:?}"));
-    format!("{} {word} {last}", first.join(", "))
+    format!("{} {conjunction} {last}", first.join(", "))
 }
 
 /// Host name of this machine, the default of `host`.
@@ -274,11 +274,11 @@ impl ConfigReader<'_> {
         &self,
         section: &TomlSection<'_>,
         options: &ConfigWithOrigins<DaemonConfig>,
-        mistakes: &Diagnostics,
+        diagnostics: &Diagnostics,
     ) -> Option<ConfigWithOrigins<DaemonConfig>> {
         let mut daemon = options.clone();
         let mut replaced = ConfigWithOrigins::default();
-        let whole = section.read_all(|| {
+        let complete = section.read_all(|| {
             for key in DaemonConfig::keys() {
                 // An overridden key is parsed and checked all the same, but its value is discarded.
                 let config = if options.overrides(key.name) { &mut replaced } else { &mut daemon };
@@ -288,9 +288,9 @@ impl ConfigReader<'_> {
                 && !options.overrides(DEPRECATED_CONTROL)
             {
                 daemon.control = Some(control.value);
-                daemon.record_origin(DEPRECATED_CONTROL, control.place);
+                daemon.record_origin(DEPRECATED_CONTROL, control.origin);
             }
-            if let Some(record) = section.request("record").and_then(|entry| self.record(entry, mistakes))
+            if let Some(record) = section.request("record").and_then(|entry| self.record(entry, diagnostics))
                 && !options.overrides("record")
             {
                 // The origin of the whole table is that of its address, which every such table has.
@@ -299,18 +299,18 @@ impl ConfigReader<'_> {
             }
             Some(())
         });
-        if whole.is_none() {
-            daemon.report_out_of_range(mistakes);
+        if complete.is_none() {
+            daemon.report_out_of_range(diagnostics);
         }
-        whole.map(|()| daemon)
+        complete.map(|()| daemon)
     }
 
     fn cluster(
         &self,
         section: &TomlSection<'_>,
-        mistakes: &Diagnostics,
+        diagnostics: &Diagnostics,
     ) -> Option<ConfigWithOrigins<ClusterConfig>> {
-        let mut cluster = ConfigWithOrigins::new(ClusterConfig::default(), section.place().clone());
+        let mut cluster = ConfigWithOrigins::new(ClusterConfig::default(), section.origin().clone());
         section.read_all(|| {
             read_keys(section, &mut cluster, self.directory);
             // `require` reports misspelt names, so it comes after all keys were requested.
@@ -322,10 +322,10 @@ impl ConfigReader<'_> {
             let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
             section.require("etcd", cluster.origin_of_given("etcd").map(drop), rule);
             // Rules within the table. Rules that involve other tables are in `check`.
-            cluster.judge(mistakes);
+            cluster.check_rules(diagnostics);
             if cluster.origin_of_given("host").is_none() {
                 // The host name of the machine may have characters that a cluster's keys cannot.
-                let own_name = cluster_host().map_err(|rule| section.place().error(rule));
+                let own_name = cluster_host().map_err(|rule| section.origin().error(rule));
                 cluster.host = section.ok_or_report(own_name)?;
             }
             Some(())
@@ -337,14 +337,14 @@ impl ConfigReader<'_> {
         &self,
         name: Spanned<String>,
         section: &TomlSection<'_>,
-        mistakes: &Diagnostics,
+        diagnostics: &Diagnostics,
     ) -> Option<ConfigWithOrigins<DiskConfig>> {
         let mut disk =
-            ConfigWithOrigins::new(DiskConfig { name: name.value, ..DiskConfig::default() }, name.place);
-        let whole = section.read_all(|| {
+            ConfigWithOrigins::new(DiskConfig { name: name.value, ..DiskConfig::default() }, name.origin);
+        let complete = section.read_all(|| {
             read_keys(section, &mut disk, self.directory);
             for entry in section.items("export") {
-                self.export(entry, &mut disk, mistakes);
+                self.export(entry, &mut disk, diagnostics);
             }
             let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \
                         \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
@@ -352,17 +352,17 @@ impl ConfigReader<'_> {
             section.require("image", disk.origin_of_given("image").map(drop), rule)?;
             section.ok_or_report(disk.apply_ceph_access())
         });
-        if whole.is_none() {
-            disk.report_out_of_range(mistakes);
+        if complete.is_none() {
+            disk.report_out_of_range(diagnostics);
         }
-        whole.map(|()| disk)
+        complete.map(|()| disk)
     }
 
     fn export(
         &self,
         entry: TomlEntry<'_>,
         disk: &mut ConfigWithOrigins<DiskConfig>,
-        mistakes: &Diagnostics,
+        diagnostics: &Diagnostics,
     ) -> Option<()> {
         let section = entry.section()?;
         let kind = section.parse("type", |text| match EXPORT_TYPES.contains(&text) {
@@ -372,19 +372,19 @@ impl ConfigReader<'_> {
         // The type decides which keys are known.
         let kind = section.require("type", kind, format!("no type (add type = {})", types("or")))?;
         match &*kind.value {
-            "vhost-user-blk" => self.export_of(&section, disk, mistakes, |own| {
-                ExportConfig::Target(ExportTarget::VhostUserBlk(own))
+            "vhost-user-blk" => self.export_of(&section, disk, diagnostics, |config| {
+                ExportConfig::Target(ExportTarget::VhostUserBlk(config))
             }),
             "ublk" => {
-                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Ublk(own)))
+                self.export_of(&section, disk, diagnostics, |config| ExportConfig::Target(ExportTarget::Ublk(config)))
             }
             "fuse" => {
-                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Fuse(own)))
+                self.export_of(&section, disk, diagnostics, |config| ExportConfig::Target(ExportTarget::Fuse(config)))
             }
-            "nbd-device" => self.export_of(&section, disk, mistakes, |own| {
-                ExportConfig::Target(ExportTarget::NbdDevice(own))
+            "nbd-device" => self.export_of(&section, disk, diagnostics, |config| {
+                ExportConfig::Target(ExportTarget::NbdDevice(config))
             }),
-            _ => self.export_of(&section, disk, mistakes, ExportConfig::Nbd),
+            _ => self.export_of(&section, disk, diagnostics, ExportConfig::Nbd),
         }
     }
 
@@ -392,15 +392,15 @@ impl ConfigReader<'_> {
         &self,
         section: &TomlSection<'_>,
         disk: &mut ConfigWithOrigins<DiskConfig>,
-        mistakes: &Diagnostics,
+        diagnostics: &Diagnostics,
         export: impl FnOnce(T) -> ExportConfig,
     ) -> Option<()> {
-        let read: ConfigWithOrigins<T> = self.addressed(section, mistakes)?;
+        let read: ConfigWithOrigins<T> = self.addressed(section, diagnostics)?;
         // The index among valid exports, as `DiskConfig::exports` has them.
         let index = disk.exports.len();
         disk.record_origin(format!("export[{index}]"), read.origin(T::ADDRESS).clone());
-        if let Some(place) = read.origin_of_given("name") {
-            disk.record_origin(format!("export[{index}].name"), place.clone());
+        if let Some(origin) = read.origin_of_given("name") {
+            disk.record_origin(format!("export[{index}].name"), origin.clone());
         }
         disk.exports.push(export(read.into_config()));
         Some(())
@@ -409,7 +409,7 @@ impl ConfigReader<'_> {
     fn record(
         &self,
         entry: TomlEntry<'_>,
-        mistakes: &Diagnostics,
+        diagnostics: &Diagnostics,
     ) -> Option<ConfigWithOrigins<RecordingConfig>> {
         // The option's notation (`record = "DIR"`) is a likely mistake: the message shows the table
         // for it.
@@ -418,21 +418,21 @@ impl ConfigReader<'_> {
             "is not a table; write record = {{ directory = {directory:?} }}, \
              with keep and limit to change their defaults"
         ))?;
-        self.addressed(&section, mistakes)
+        self.addressed(&section, diagnostics)
     }
 
     fn addressed<T: AddressedConfig>(
         &self,
         section: &TomlSection<'_>,
-        mistakes: &Diagnostics,
+        diagnostics: &Diagnostics,
     ) -> Option<ConfigWithOrigins<T>> {
-        let mut config = ConfigWithOrigins::new(T::default(), section.place().clone());
+        let mut config = ConfigWithOrigins::new(T::default(), section.origin().clone());
         section.read_all(|| {
             read_keys(section, &mut config, self.directory);
             if let Some(rule) = T::MISSING_ADDRESS {
                 section.require(T::ADDRESS, config.origin_of_given(T::ADDRESS).map(drop), rule)?;
             }
-            config.judge(mistakes);
+            config.check_rules(diagnostics);
             Some(())
         })?;
         Some(config)

@@ -72,8 +72,8 @@ impl ControlSocketLocation {
         if let Some(directory) = of_unit.and_then(|all| env::split_paths(&all).next()) {
             return Ok(Self { path: directory.join(SOCKET), directory_mode: None });
         }
-        let place = if is_root { Some(root_socket()) } else { user_socket(&variable) };
-        place.ok_or_else(|| {
+        let location = if is_root { Some(root_socket()) } else { user_socket(&variable) };
+        location.ok_or_else(|| {
             "XDG_RUNTIME_DIR is not set, so there is no directory for the control socket".to_owned()
         })
     }
@@ -92,7 +92,7 @@ impl ControlSocketLocation {
         }
         Ok(match user_socket(&variable).filter(|_| !is_root) {
             // Without a daemon of this user, commands use the system's.
-            Some(own) if exists(&own.path) || !exists(&root_socket().path) => own,
+            Some(socket) if exists(&socket.path) || !exists(&root_socket().path) => socket,
             _ => root_socket(),
         })
     }
@@ -101,9 +101,9 @@ impl ControlSocketLocation {
 fn from_variable(
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> Result<Option<ControlSocketLocation>, String> {
-    let Some(said) = non_empty(variable(VARIABLE)) else { return Ok(None) };
-    let said = said.to_string_lossy();
-    let path = crate::parse_unix_socket(&said).map_err(|rule| format!("{VARIABLE}={said}: {rule}"))?;
+    let Some(value) = non_empty(variable(VARIABLE)) else { return Ok(None) };
+    let value = value.to_string_lossy();
+    let path = crate::parse_unix_socket(&value).map_err(|rule| format!("{VARIABLE}={value}: {rule}"))?;
     Ok(Some(ControlSocketLocation::at(path)))
 }
 
@@ -139,14 +139,14 @@ mod tests {
     fn check(
         is_root: bool,
         variables: &[(&str, &str)],
-        there: &[&str],
+        existing: &[&str],
         daemon: Result<&str, &str>,
         command: &str,
     ) {
         let found = ControlSocketLocation::from_sources(is_root, at(variables));
         let found = found.as_ref().map(|place| place.path.to_str().unwrap()).map_err(String::as_str);
         assert_eq!(found, daemon, "{variables:?}");
-        let exists = |path: &Path| there.iter().any(|known| Path::new(known) == path);
+        let exists = |path: &Path| existing.iter().any(|known| Path::new(known) == path);
         let found = ControlSocketLocation::first_existing(is_root, at(variables), exists).unwrap();
         assert_eq!(found.path.to_str(), Some(command), "{variables:?}");
     }
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn an_invalid_variable_is_named() {
-        let said = ControlSocketLocation::from_sources(true, at(&[(VARIABLE, "/b")])).unwrap_err();
-        assert_eq!(said, "WEIR_QMP=/b: is a path without unix: before it (write unix:/b)");
+        let error = ControlSocketLocation::from_sources(true, at(&[(VARIABLE, "/b")])).unwrap_err();
+        assert_eq!(error, "WEIR_QMP=/b: is a path without unix: before it (write unix:/b)");
     }
 }

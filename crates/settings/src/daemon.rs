@@ -157,12 +157,12 @@ impl ConfigWithOrigins<DaemonConfig> {
     /// Origin of the control socket at this index of the field `qmp`. The value `default` has an
     /// origin too, but no entry in the field.
     pub fn qmp_origin(&self, index: usize) -> &Origin {
-        let is_default = |place: &Origin| {
-            let text = place.to_string();
+        let is_default = |origin: &Origin| {
+            let text = origin.to_string();
             text.ends_with(" default") || text.ends_with("\"default\"")
         };
         let given = self.given_origins().filter(|(key, _)| key.starts_with("qmp["));
-        let mut sockets = given.map(|(_, place)| place).filter(|place| !is_default(place));
+        let mut sockets = given.map(|(_, origin)| origin).filter(|place| !is_default(place));
         sockets.nth(index).unwrap_or(self.own_origin())
     }
 
@@ -197,17 +197,17 @@ impl KeyTable for DaemonConfig {
         &KEYS
     }
 
-    fn judge(daemon: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
+    fn check_rules(daemon: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
         // Compared after paths were made absolute.
-        let again = (1..daemon.qmp.len()).find(|&index| daemon.qmp[..index].contains(&daemon.qmp[index]));
-        if let Some(index) = again {
-            mistakes.report(daemon.qmp_origin(index).error("is given twice (remove one)"));
+        let duplicate = (1..daemon.qmp.len()).find(|&index| daemon.qmp[..index].contains(&daemon.qmp[index]));
+        if let Some(index) = duplicate {
+            diagnostics.report(daemon.qmp_origin(index).error("is given twice (remove one)"));
         }
         // Contradictory: `control = false` disables the control socket.
         if daemon.control == Some(false) && !daemon.qmp.is_empty() {
             let key =
                 if daemon.origin_of_given(DEPRECATED_CONTROL).is_some() { DEPRECATED_CONTROL } else { "qmp" };
-            mistakes.report(daemon.error(key, "conflicts with a named control socket (remove one)"));
+            diagnostics.report(daemon.error(key, "conflicts with a named control socket (remove one)"));
         }
     }
 }
@@ -391,10 +391,10 @@ fn qmp() -> KeyField<DaemonConfig> {
         },
         |daemon| {
             // Written with the prefix that the parser requires.
-            let word = daemon.control.map(|control| if control { "default" } else { "none" });
+            let keyword = daemon.control.map(|control| if control { "default" } else { "none" });
             let sockets = daemon.qmp.iter().map(|path| format!("unix:{}", path.display()));
             let texts: Vec<_> =
-                word.map(str::to_owned).into_iter().chain(sockets).map(KeyLiteral::Text).collect();
+                keyword.map(str::to_owned).into_iter().chain(sockets).map(KeyLiteral::Text).collect();
             (!texts.is_empty()).then_some(KeyLiteral::List(texts))
         },
     )
@@ -495,11 +495,11 @@ mod tests {
             // Fails if two rows share a field, as after copying a row.
             let changed: Vec<_> = daemon.differences(&DaemonConfig::default()).map(|key| key.name).collect();
             assert_eq!(changed, [key.name]);
-            let mut again = DaemonConfig::default();
+            let mut restored = DaemonConfig::default();
             for text in key.write(&daemon).expect("a value").texts() {
-                key.read(&mut again, &text, directory).expect("what was written");
+                key.read(&mut restored, &text, directory).expect("what was written");
             }
-            assert_eq!(again, daemon, "{}", key.name);
+            assert_eq!(restored, daemon, "{}", key.name);
         }
     }
 }

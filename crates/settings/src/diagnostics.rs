@@ -31,8 +31,8 @@ impl Origin {
 
     /// Config file, line and path of the key; `None` if the setting is not in a file.
     pub fn in_file(&self) -> Option<(&str, usize, &str)> {
-        let (file, what) = self.text.split_once(&format!(":{}: ", self.line))?;
-        Some((file, self.line, what.split(" = ").next().unwrap_or(what)))
+        let (file, key) = self.text.split_once(&format!(":{}: ", self.line))?;
+        Some((file, self.line, key.split(" = ").next().unwrap_or(key)))
     }
 
     /// Error that the setting here breaks a rule.
@@ -51,13 +51,13 @@ impl fmt::Display for Origin {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Spanned<T> {
     pub(crate) value: T,
-    pub(crate) place: Origin,
+    pub(crate) origin: Origin,
 }
 
 impl<T> Spanned<T> {
     /// `value` from the origin `place`.
-    pub(crate) fn new(value: T, place: Origin) -> Self {
-        Self { value, place }
+    pub(crate) fn new(value: T, origin: Origin) -> Self {
+        Self { value, origin }
     }
 }
 
@@ -71,7 +71,7 @@ pub struct ConfigError {
 
 impl ConfigError {
     /// Origin of the setting.
-    pub fn place(&self) -> &Origin {
+    pub fn origin(&self) -> &Origin {
         &self.place
     }
 }
@@ -85,16 +85,16 @@ pub struct Diagnostics(RefCell<Vec<ConfigError>>);
 
 impl Diagnostics {
     /// Records a mistake, up to the bound.
-    pub fn report(&self, wrong: ConfigError) {
+    pub fn report(&self, error: ConfigError) {
         // Bounded: a wrong file could fill the memory and the terminal.
         if !self.is_full() {
-            self.0.borrow_mut().push(wrong);
+            self.0.borrow_mut().push(error);
         }
     }
 
     /// Returns the value, or records the error.
     pub fn ok_or_report<T>(&self, result: Result<T, ConfigError>) -> Option<T> {
-        result.map_err(|wrong| self.report(wrong)).ok()
+        result.map_err(|error| self.report(error)).ok()
     }
 
     /// Number of recorded mistakes.
@@ -114,10 +114,10 @@ impl Diagnostics {
     pub fn finish<T>(self, value: T) -> Result<T, Vec<ConfigError>> {
         let mut all = self.0.into_inner();
         // A stable sort: mistakes without a line come first, in the order of discovery.
-        all.sort_by_key(|wrong| wrong.place.line);
+        all.sort_by_key(|error| error.place.line);
         let mut seen = HashSet::new();
         // Later mistakes of the same setting are usually consequences.
-        all.retain(|wrong| seen.insert(wrong.place.text.clone()));
+        all.retain(|error| seen.insert(error.place.text.clone()));
         if all.is_empty() { Ok(value) } else { Err(all) }
     }
 

@@ -154,7 +154,7 @@ impl DiskConfig {
     pub fn targets(&self) -> impl Iterator<Item = (usize, &ExportTarget)> {
         self.exports.iter().enumerate().filter_map(|(index, export)| match export {
             ExportConfig::Nbd(_) => None,
-            ExportConfig::Target(door) => Some((index, door)),
+            ExportConfig::Target(target) => Some((index, target)),
         })
     }
 }
@@ -188,20 +188,20 @@ impl KeyTable for DiskConfig {
         &KEYS
     }
 
-    fn judge(disk: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
+    fn check_rules(disk: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
         // Each check reports independently of the rest.
-        throttle::check_limits(disk, &disk.settings, mistakes);
-        prefetch::check_windows(disk, &disk.prefetch, mistakes);
+        throttle::check_limits(disk, &disk.settings, diagnostics);
+        prefetch::check_windows(disk, &disk.prefetch, diagnostics);
         if !OnError::READ_POLICIES.contains(&disk.on_error.read) {
             let rule = "is for write errors only (use report or stop)";
-            mistakes.report(disk.error("on-read-error", rule));
+            diagnostics.report(disk.error("on-read-error", rule));
         }
         let CacheSettings { l2, refcount_bytes, total_bytes, .. } = disk.qcow2.caches;
         // QEMU's rule: with all three the sum may contradict the total.
         if l2.is_some() && refcount_bytes.is_some() && total_bytes.is_some() {
             let rule =
                 "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)";
-            mistakes.report(disk.error("cache-size", rule));
+            diagnostics.report(disk.error("cache-size", rule));
         }
     }
 }
@@ -421,11 +421,11 @@ mod tests {
             assert!(!key.is_default(&disk), "{}", key.name);
             let changed: Vec<_> = disk.differences(&DiskConfig::default()).map(|key| key.name).collect();
             assert_eq!(changed, [key.name]);
-            let mut again = DiskConfig::default();
+            let mut restored = DiskConfig::default();
             for text in key.write(&disk).expect("a value").texts() {
-                key.read(&mut again, &text, std::path::Path::new("")).expect("what was written");
+                key.read(&mut restored, &text, std::path::Path::new("")).expect("what was written");
             }
-            assert_eq!(again, disk, "{}", key.name);
+            assert_eq!(restored, disk, "{}", key.name);
         }
     }
 

@@ -33,8 +33,8 @@ impl KeyTable for GroupConfig {
         &KEYS
     }
 
-    fn judge(group: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
-        throttle::check_limits(group, &group.settings, mistakes);
+    fn check_rules(group: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
+        throttle::check_limits(group, &group.settings, diagnostics);
     }
 }
 

@@ -20,17 +20,17 @@ pub(super) struct GroupIndex<'a> {
 /// Checks the groups and returns them ordered, each after its parent.
 pub(super) fn sort_groups(
     groups: Vec<ConfigWithOrigins<GroupConfig>>,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> Vec<ConfigWithOrigins<GroupConfig>> {
-    groups.iter().for_each(|group| group.judge(mistakes));
+    groups.iter().for_each(|group| group.check_rules(diagnostics));
     let known = GroupIndex::new(&groups);
     let parent = |group: &ConfigWithOrigins<GroupConfig>| {
-        known.find_or_report(group.group.as_ref()?, mistakes, |rule| group.error("group", rule))
+        known.find_or_report(group.group.as_ref()?, diagnostics, |rule| group.error("group", rule))
     };
     let parents: Vec<_> = groups.iter().map(parent).collect();
     // `keep` records only the first error, so a circle is reported once.
     let levels: Result<Vec<_>, _> = (0..groups.len()).map(|index| known.depth(index, &parents)).collect();
-    let levels = mistakes.ok_or_report(levels).unwrap_or_else(|| vec![0; groups.len()]);
+    let levels = diagnostics.ok_or_report(levels).unwrap_or_else(|| vec![0; groups.len()]);
     let mut order: Vec<_> = levels.into_iter().zip(groups).collect();
     // A stable sort by depth: parents first, otherwise the order of the file.
     order.sort_by_key(|(level, _)| *level);
@@ -47,17 +47,17 @@ impl<'a> GroupIndex<'a> {
     pub(super) fn find_or_report(
         &self,
         name: &str,
-        mistakes: &Diagnostics,
-        wrong: impl Fn(String) -> ConfigError,
+        diagnostics: &Diagnostics,
+        to_error: impl Fn(String) -> ConfigError,
     ) -> Option<usize> {
         // Finding the nearest name compares all of them, which is pointless beyond the bound.
-        if mistakes.is_full() { None } else { mistakes.ok_or_report(self.find(name).map_err(wrong)) }
+        if diagnostics.is_full() { None } else { diagnostics.ok_or_report(self.find(name).map_err(to_error)) }
     }
 
     fn find(&self, name: &str) -> Result<usize, String> {
         let found = self.by_name.get(name).copied();
         found.ok_or_else(|| match crate::suggest::nearest(name, self.by_name.keys().copied()) {
-            Some(near) => format!("is not a group of this file (did you mean {near:?}?)"),
+            Some(nearest) => format!("is not a group of this file (did you mean {nearest:?}?)"),
             None => format!("is not a group of this file (add [group.{name}])"),
         })
     }
@@ -100,13 +100,13 @@ impl<'a> GroupIndex<'a> {
         let rest = &members[1..];
         let mut names: Vec<_> = rest.iter().map(|&member| self.all[member].name.as_str()).collect();
         // A circle may have 100,000 members.
-        let left_out = names.len().saturating_sub(MAX_NAMED);
+        let omitted = names.len().saturating_sub(MAX_NAMED);
         names.truncate(MAX_NAMED);
         let names = names.join(", ");
-        let rule = match (rest.len(), left_out) {
+        let rule = match (rest.len(), omitted) {
             (0, _) => "is the group itself (name another, or remove the key)".to_owned(),
             (_, 0) => format!("puts the group into itself, through {names} (break the cycle)"),
-            _ => format!("puts the group into itself, through {names} and {left_out} more (break the cycle)"),
+            _ => format!("puts the group into itself, through {names} and {omitted} more (break the cycle)"),
         };
         self.error(members[0], rule)
     }

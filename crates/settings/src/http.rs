@@ -23,10 +23,10 @@ const MAX_NAME_BYTES: usize = 253;
 /// # Errors
 /// Fails if it is not a host name.
 pub fn parse_http_name(text: &str) -> Result<String, String> {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
     match text {
         "" => Err("is empty (write a name of this host, such as weir.example.org)".to_owned()),
-        _ if text.len() > MAX_NAME_BYTES || !text.bytes().all(is_plain) => {
+        _ if text.len() > MAX_NAME_BYTES || !text.bytes().all(is_allowed) => {
             Err("is not a host name (write one without a port, such as weir.example.org)".to_owned())
         }
         _ => Ok(text.to_ascii_lowercase()),

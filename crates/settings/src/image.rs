@@ -85,19 +85,19 @@ impl ImageLocation {
         let StorageSpec::Rbd(mut address) = self.0 else {
             return Err("is for images of a Ceph cluster, rbd:POOL/IMAGE (remove it)".to_owned());
         };
-        let again = |key: &str| format!("is also in the image, as :{key}= (remove one of them)");
+        let duplicate_rule = |key: &str| format!("is also in the image, as :{key}= (remove one of them)");
         if let Some(config) = config
             // `replace` returns an earlier value: the image's address had the key already.
             && address.config.replace(config.to_owned()).is_some()
         {
-            return Err(again("conf"));
+            return Err(duplicate_rule("conf"));
         }
         if let Some(user) = user {
             if user.is_empty() || user.contains('\0') {
                 return Err("is not a Ceph user (write `admin` for client.admin)".to_owned());
             }
             if address.user.replace(user.to_owned()).is_some() {
-                return Err(again("id"));
+                return Err(duplicate_rule("id"));
             }
         }
         Ok(Self(StorageSpec::Rbd(address)))
@@ -195,14 +195,14 @@ mod tests {
 
     #[test]
     fn ceph_access_is_given_once() {
-        let reached = |text: &str, config: Option<&str>, user| {
+        let with_access = |text: &str, config: Option<&str>, user| {
             image(text).with_ceph_access(config.map(Path::new), user).map(|image| image.to_string())
         };
-        assert_eq!(reached("rbd:p/i", Some("/c"), Some("me")), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
-        assert_eq!(reached("rbd:p/i:id=me", Some("/c"), None), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
-        assert_eq!(reached("vm1.raw", None, None), Ok("vm1.raw".to_owned()));
-        assert!(reached("rbd:p/i:id=me", None, Some("you")).is_err_and(|rule| rule.contains(":id=")));
-        assert!(reached("vm1.raw", Some("/c"), None).is_err_and(|rule| rule.contains("rbd:POOL/IMAGE")));
+        assert_eq!(with_access("rbd:p/i", Some("/c"), Some("me")), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
+        assert_eq!(with_access("rbd:p/i:id=me", Some("/c"), None), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
+        assert_eq!(with_access("vm1.raw", None, None), Ok("vm1.raw".to_owned()));
+        assert!(with_access("rbd:p/i:id=me", None, Some("you")).is_err_and(|rule| rule.contains(":id=")));
+        assert!(with_access("vm1.raw", Some("/c"), None).is_err_and(|rule| rule.contains("rbd:POOL/IMAGE")));
         let moved = image("rbd:p/i:conf=c").relative_to(Path::new("/etc/weir"));
         assert_eq!(moved.ceph_files().collect::<Vec<_>>(), [Path::new("/etc/weir/c")]);
     }

@@ -106,7 +106,7 @@ impl ImageDescription {
     pub fn from_name(name: &str) -> anyhow::Result<Self> {
         match name.strip_prefix("json:") {
             Some(json) => Self::from_json(json).with_context(|| name.to_owned()),
-            None => Ok(Self::plain(parse_location(name).map_err(|why| anyhow!("{name}: {why}"))?)),
+            None => Ok(Self::plain(parse_location(name).map_err(|rule| anyhow!("{name}: {rule}"))?)),
         }
     }
 
@@ -315,7 +315,7 @@ impl ImageDescription {
                 }
                 // As in QEMU, a protocol prefix in the name counts only without a driver.
                 let name = if driver.is_none() { filename.clone() } else { format!("file:{filename}") };
-                parse_location(&name).map_err(|why| anyhow!("{prefix}filename={filename}: {why}"))
+                parse_location(&name).map_err(|rule| anyhow!("{prefix}filename={filename}: {rule}"))
             }
             Some("nbd") => {
                 keys.begin_node(prefix, "nbd", &["export", "open-timeout", "reconnect-delay", "server.type"]);
@@ -510,7 +510,7 @@ impl DriverKeys {
     /// Index of the value among `known`.
     fn index_of(&mut self, prefix: &str, key: &str, known: &[&str]) -> anyhow::Result<Option<usize>> {
         let Some(value) = self.text(prefix, key)? else { return Ok(None) };
-        match known.iter().position(|word| *word == value) {
+        match known.iter().position(|name| *name == value) {
             Some(index) => Ok(Some(index)),
             None => bail!("{prefix}{key}={value}: not supported (there are {})", known.join(", ")),
         }
@@ -521,10 +521,10 @@ impl DriverKeys {
         let Some(key) = self.remaining.keys().next() else { return Ok(()) };
         // The innermost node whose prefix matches owns the key.
         let node = self.nodes.iter().rfind(|(prefix, ..)| key.starts_with(prefix.as_str()));
-        let Some((prefix, driver, own)) = node else { bail!("{key}: is not a known key") };
+        let Some((prefix, driver, driver_keys)) = node else { bail!("{key}: is not a known key") };
         let name = &key[prefix.len()..];
         let caches: &[&str] = if *driver == "qcow2" { &CACHE_KEYS } else { &[] };
-        let known = own.iter().chain(caches).chain(&COMMON_KEYS).copied();
+        let known = driver_keys.iter().chain(caches).chain(&COMMON_KEYS).copied();
         let advice = match suggest::nearest(name, known.clone()) {
             Some(nearest) => format!("did you mean {prefix}{nearest}?"),
             None => format!("there are {}", known.collect::<Vec<_>>().join(", ")),

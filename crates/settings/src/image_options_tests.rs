@@ -155,8 +155,8 @@ fn mistakes_name_their_key() {
         assert!(refused.contains(expect.trim_start_matches("driver: ")), "{text}: {refused}");
     }
     // Neither the parser nor the nodes may exhaust the stack.
-    let deep = format!("json:{}1{}", "{\"file\":".repeat(200), "}".repeat(200));
-    assert!(read(&deep).unwrap_err().contains("recursion limit"));
+    let nested = format!("json:{}1{}", "{\"file\":".repeat(200), "}".repeat(200));
+    assert!(read(&nested).unwrap_err().contains("recursion limit"));
     let raws: String = (0..20).map(|depth| format!("{}driver=raw,", "file.".repeat(depth))).collect();
     assert!(read(&raws).unwrap_err().contains("more than 8 stacked nodes"));
 }

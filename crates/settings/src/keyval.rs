@@ -25,18 +25,18 @@ pub fn pairs(text: &str, implied: Option<&str>) -> Result<Vec<(String, String)>,
 /// Splits at single commas. A trailing comma is ignored, as in QEMU.
 fn parts(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
-    let mut letters = text.chars().peekable();
-    while let Some(letter) = letters.next() {
+    let mut characters = text.chars().peekable();
+    while let Some(character) = characters.next() {
         let last = parts.last_mut().expect("there is one");
-        match letter {
+        match character {
             // Consumes both commas.
-            ',' if letters.peek() == Some(&',') => {
-                letters.next();
+            ',' if characters.peek() == Some(&',') => {
+                characters.next();
                 last.push(',');
             }
-            ',' if letters.peek().is_none() => {}
+            ',' if characters.peek().is_none() => {}
             ',' => parts.push(String::new()),
-            _ => last.push(letter),
+            _ => last.push(character),
         }
     }
     parts

@@ -96,9 +96,9 @@ pub use throttle::ThrottleConfig;
 pub use tls::{TlsConfig, TlsCredentialFiles, TlsMode};
 
 /// A disk with the origins of its keys.
-pub type PlacedDisk = ConfigWithOrigins<DiskConfig>;
+pub type DiskWithOrigins = ConfigWithOrigins<DiskConfig>;
 /// A group with the origins of its keys.
-pub type PlacedGroup = ConfigWithOrigins<GroupConfig>;
+pub type GroupWithOrigins = ConfigWithOrigins<GroupConfig>;
 
 /// Desired state of a daemon.
 #[derive(Clone, Debug, PartialEq)]

@@ -87,7 +87,7 @@ pub fn filter(text: &str) -> Result<String, String> {
 
 fn checked(text: &str) -> Result<String, String> {
     // `Targets` accepts the empty string, and any word as the name of a module.
-    let level = |word: &str| word.parse::<tracing::metadata::LevelFilter>().is_ok();
+    let level = |name: &str| name.parse::<tracing::metadata::LevelFilter>().is_ok();
     if let Some(unknown) = text.split(',').find_map(unknown_module) {
         let names = MODULES.join(", ");
         return Err(format!(
@@ -112,7 +112,7 @@ fn checked(text: &str) -> Result<String, String> {
 fn unknown_module(directive: &str) -> Option<&str> {
     let (module, level) = directive.split_once('=')?;
     let first = module.split("::").next()?;
-    let is_name = !first.is_empty() && first.chars().all(|letter| letter.is_alphanumeric() || letter == '_');
+    let is_name = !first.is_empty() && first.chars().all(|character| character.is_alphanumeric() || character == '_');
     (is_name && !level.contains('=') && !MODULES.contains(&first)).then_some(first)
 }
 

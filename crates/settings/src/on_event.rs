@@ -9,7 +9,7 @@ const MAX_BYTES: usize = 4096;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EventCommand {
     /// The absolute path of the program, then its arguments; never empty.
-    pub words: Vec<String>,
+    pub arguments: Vec<String>,
 }
 
 impl FromStr for EventCommand {
@@ -20,13 +20,13 @@ impl FromStr for EventCommand {
         if text.len() > MAX_BYTES {
             return Err(format!("is too long; at most {MAX_BYTES} bytes"));
         }
-        if text.contains(|letter: char| letter.is_control()) {
+        if text.contains(|character: char| character.is_control()) {
             return Err("has a control character (remove it)".to_owned());
         }
         // No shell: no quoting, and no injection by an event's content.
-        let words: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
-        match words.first() {
-            Some(program) if program.starts_with('/') => Ok(Self { words }),
+        let arguments: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
+        match arguments.first() {
+            Some(program) if program.starts_with('/') => Ok(Self { arguments }),
             Some(url) if ["http://", "https://", "unix:"].iter().any(|scheme| url.starts_with(scheme)) => {
                 Err("is a URL; weir 0.2.0 removed webhooks (write /usr/bin/curl --fail --silent \
                      --json @- URL; for a socket, --unix-socket PATH http://localhost/)"
@@ -39,7 +39,7 @@ impl FromStr for EventCommand {
 
 impl fmt::Display for EventCommand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.words.join(" "))
+        f.write_str(&self.arguments.join(" "))
     }
 }
 
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn other_text_is_refused_with_its_rule() {
+    fn malformed_text_is_rejected_with_the_rule() {
         let rule = "is not a program with its absolute path and its arguments";
         for (text, wrong) in [
             ("", rule),

@@ -34,7 +34,7 @@ pub trait KeyTable: Clone + Default + 'static {
     }
 
     /// Reports broken rules between values of one config. Each value is in its range.
-    fn judge(_: &ConfigWithOrigins<Self>, _: &Diagnostics) {}
+    fn check_rules(_: &ConfigWithOrigins<Self>, _: &Diagnostics) {}
 }
 
 /// Config with the origin of each given key.
@@ -74,8 +74,8 @@ impl<T: Default> Default for ConfigWithOrigins<T> {
 
 impl<T> ConfigWithOrigins<T> {
     /// Config without given keys, with this origin.
-    pub fn new(config: T, own: Origin) -> Self {
-        Self { config, own_origin: own, origins: Vec::new(), out_of_range: Vec::new() }
+    pub fn new(config: T, own_origin: Origin) -> Self {
+        Self { config, own_origin, origins: Vec::new(), out_of_range: Vec::new() }
     }
 
     /// Origin of the whole config, for example of its table.
@@ -86,15 +86,15 @@ impl<T> ConfigWithOrigins<T> {
     /// Origin of a given key; for a list, of its first value.
     pub fn origin_of_given(&self, key: &str) -> Option<&Origin> {
         // The first value of a list has index 0.
-        let is_it =
+        let is_key =
             |known: &str| known.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest == "[0]");
-        self.origins.iter().find(|(known, _)| is_it(known)).map(|(_, place)| place)
+        self.origins.iter().find(|(known, _)| is_key(known)).map(|(_, origin)| origin)
     }
 
     /// Origin of a value of a list: `item("export", 0, ".name")`.
     pub fn item_origin(&self, key: &str, index: usize, below: &str) -> Option<&Origin> {
         let path = format!("{key}[{index}]{below}");
-        self.origins.iter().find(|(known, _)| *known == path).map(|(_, place)| place)
+        self.origins.iter().find(|(known, _)| *known == path).map(|(_, origin)| origin)
     }
 
     /// Origin of a key, or of the whole config if the key was not given.
@@ -109,12 +109,12 @@ impl<T> ConfigWithOrigins<T> {
 
     /// Names and origins of the given keys; lists have an index.
     pub fn given_origins(&self) -> impl Iterator<Item = (&str, &Origin)> {
-        self.origins.iter().map(|(key, place)| (&**key, place))
+        self.origins.iter().map(|(key, origin)| (&**key, origin))
     }
 
     /// Records the origin of a key.
-    pub fn record_origin(&mut self, key: impl Into<Cow<'static, str>>, place: Origin) {
-        self.origins.push((key.into(), place));
+    pub fn record_origin(&mut self, key: impl Into<Cow<'static, str>>, origin: Origin) {
+        self.origins.push((key.into(), origin));
     }
 
     /// The config alone.
@@ -123,8 +123,8 @@ impl<T> ConfigWithOrigins<T> {
     }
 
     /// Reports the values that are out of range.
-    pub(crate) fn report_out_of_range(&self, mistakes: &Diagnostics) {
-        self.out_of_range.iter().for_each(|wrong| mistakes.report(wrong.clone()));
+    pub(crate) fn report_out_of_range(&self, diagnostics: &Diagnostics) {
+        self.out_of_range.iter().for_each(|error| diagnostics.report(error.clone()));
     }
 }
 
@@ -138,13 +138,13 @@ impl<T: KeyTable> ConfigWithOrigins<T> {
         key: &'static ConfigKey<T>,
         text: &str,
         directory: &Path,
-        place: Origin,
+        origin: Origin,
     ) -> Result<(), ConfigError> {
         match key.read(&mut self.config, text, directory) {
             Ok(()) => {}
-            Err(ValueError::Malformed(rule)) => return Err(place.error(rule)),
+            Err(ValueError::Malformed(rule)) => return Err(origin.error(rule)),
             // The default stays, so that the rest of the config can be checked.
-            Err(ValueError::OutOfRange(rule)) => self.out_of_range.push(place.error(rule)),
+            Err(ValueError::OutOfRange(rule)) => self.out_of_range.push(origin.error(rule)),
         }
         if key.is_list() {
             // Values of a list are adjacent, so the search ends at the previous one.
@@ -153,9 +153,9 @@ impl<T: KeyTable> ConfigWithOrigins<T> {
             };
             let before: Option<usize> = self.origins.iter().rev().find_map(|(known, _)| of_key(known));
             let index = before.map_or(0, |before| before + 1);
-            self.record_origin(format!("{}[{index}]", key.name), place);
+            self.record_origin(format!("{}[{index}]", key.name), origin);
         } else {
-            self.record_origin(key.name, place);
+            self.record_origin(key.name, origin);
         }
         Ok(())
     }
@@ -172,11 +172,11 @@ impl<T: KeyTable> ConfigWithOrigins<T> {
     }
 
     /// Reports the rules that the config breaks by itself.
-    pub(crate) fn judge(&self, mistakes: &Diagnostics) {
-        self.report_out_of_range(mistakes);
+    pub(crate) fn check_rules(&self, diagnostics: &Diagnostics) {
+        self.report_out_of_range(diagnostics);
         // Rules between values are meaningful only if each value is in its range.
         if self.out_of_range.is_empty() {
-            T::judge(self, mistakes);
+            T::check_rules(self, diagnostics);
         }
     }
 
@@ -185,8 +185,8 @@ impl<T: KeyTable> ConfigWithOrigins<T> {
     /// # Errors
     /// Returns the first mistake.
     pub fn into_checked(self) -> Result<Self, ConfigError> {
-        let mistakes = Diagnostics::default();
-        self.judge(&mistakes);
-        mistakes.finish_first(self)
+        let diagnostics = Diagnostics::default();
+        self.check_rules(&diagnostics);
+        diagnostics.finish_first(self)
     }
 }

@@ -70,15 +70,15 @@ fn default(setting: PrefetchSetting) -> &'static str {
 
 /// Help of a setting, with its range.
 pub fn help(setting: PrefetchSetting) -> String {
-    let what = match setting {
+    let description = match setting {
         PrefetchSetting::Memory => "Memory for prefetched data",
         PrefetchSetting::LargestRequest => "Largest read that is prefetched or served from prefetched data",
         PrefetchSetting::WindowMin => "Bytes prefetched for a new stream",
         PrefetchSetting::WindowMax => "Most bytes prefetched for a stream, if memory allows",
         PrefetchSetting::Streams => "Most streams prefetched for at a time",
     };
-    let (least, most) = range(setting);
-    format!("{what}, from {least} to {most}")
+    let (min, max) = range(setting);
+    format!("{description}, from {min} to {max}")
 }
 
 /// Reports a minimum window above the maximum, at the key that was given: the defaults are
@@ -86,13 +86,13 @@ pub fn help(setting: PrefetchSetting) -> String {
 pub(crate) fn check_windows<T>(
     placed: &ConfigWithOrigins<T>,
     settings: &PrefetchConfig,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) {
     if let Err(invalid) = settings.validate() {
         let [min, max] = [PrefetchSetting::WindowMin, PrefetchSetting::WindowMax].map(PrefetchSetting::name);
         // If only one of both was given, the mistake is there.
         let key = if placed.origin_of_given(min).is_some() { min } else { max };
-        mistakes.report(placed.error(key, invalid.to_string()));
+        diagnostics.report(placed.error(key, invalid.to_string()));
     }
 }
 
@@ -114,8 +114,8 @@ pub fn format_value(setting: PrefetchSetting, value: u64) -> String {
 
 /// Rule that a value out of range breaks.
 pub fn out_of_range(setting: PrefetchSetting) -> String {
-    let (least, most) = range(setting);
-    format!("is out of range; it may be from {least} to {most}")
+    let (min, max) = range(setting);
+    format!("is out of range; it may be from {min} to {max}")
 }
 
 /// Least and greatest value, in the user's notation.
@@ -140,8 +140,8 @@ mod tests {
     fn set(numbers: &[(PrefetchSetting, &str)]) -> Result<ConfigWithOrigins<DiskConfig>, ConfigError> {
         let mut disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new("disk"));
         for (setting, text) in numbers {
-            let place = Origin::option(setting.name(), text);
-            disk.set(DiskConfig::key(setting.name()).unwrap(), text, Path::new(""), place)?;
+            let origin = Origin::option(setting.name(), text);
+            disk.set(DiskConfig::key(setting.name()).unwrap(), text, Path::new(""), origin)?;
         }
         disk.into_checked()
     }

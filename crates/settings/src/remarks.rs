@@ -17,14 +17,14 @@ pub struct ConfigRemark<'a> {
 impl DesiredState {
     /// All remarks, first those on `[cluster]` and `[daemon]`, then groups.
     pub fn ineffective_settings(&self) -> Vec<ConfigRemark<'_>> {
-        let peopled = self.groups_with_disks();
+        let groups_with_disks = self.groups_with_disks();
         let old_names = self.process.rename_warnings.iter();
         let mut remarks: Vec<_> = old_names.map(|&remark| ConfigRemark { name: "cluster", remark }).collect();
         let deprecated = self.process.config.deprecated_control();
         remarks.extend(deprecated.map(|remark| ConfigRemark { name: "daemon", remark }));
         for group in &self.groups {
             let mut add = |remark| remarks.push(ConfigRemark { name: &group.name, remark });
-            if !peopled.contains(group.name.as_str()) {
+            if !groups_with_disks.contains(group.name.as_str()) {
                 add("no disk is in this group");
             }
             // A top-level group has no siblings to share with.
@@ -43,10 +43,10 @@ impl DesiredState {
             if disk.settings.watermark > 0 && disk.settings.limits.is_unlimited() {
                 add(WATERMARK_WITHOUT_LIMITS);
             }
-            let is_machines = |export: &ExportSpec| {
+            let is_guest_export = |export: &ExportSpec| {
                 export.disk == index && matches!(export.target, ExportTarget::VhostUserBlk(_))
             };
-            if disk.handover && !self.exports.iter().any(is_machines) {
+            if disk.handover && !self.exports.iter().any(is_guest_export) {
                 add(HANDOVER_WITHOUT_GUEST);
             }
         }

@@ -3,7 +3,7 @@
 /// Word of `known` that is most similar to `word`; `None` if none is similar.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     // clap's threshold for misspelt options.
-    const ALIKE: f64 = 0.7;
+    const MIN_SIMILARITY: f64 = 0.7;
     let begins = |candidate: &str| candidate.strip_prefix(word).is_some_and(|rest| rest.starts_with('-'));
     let (mut best, mut abbreviated) = (None, None);
     for candidate in known {
@@ -15,9 +15,9 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
             abbreviated = Some(candidate);
         }
         // Jaro similarity suits short words with swapped letters.
-        let likeness = strsim::jaro(word, candidate);
-        if likeness > ALIKE && best.is_none_or(|(best, _)| likeness >= best) {
-            best = Some((likeness, candidate));
+        let similarity = strsim::jaro(word, candidate);
+        if similarity > MIN_SIMILARITY && best.is_none_or(|(best, _)| similarity >= best) {
+            best = Some((similarity, candidate));
         }
     }
     best.map(|(_, candidate)| candidate).or(abbreviated)
@@ -27,9 +27,9 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 fn is_abbreviation(word: &str, candidate: &str) -> bool {
     // Two letters are contained in almost any word.
     const MIN_LENGTH: usize = 3;
-    let mut letters = candidate.chars();
+    let mut characters = candidate.chars();
     let begins_alike = word.chars().next() == candidate.chars().next();
-    let is_contained = word.chars().all(|letter| letters.any(|other| other == letter));
+    let is_contained = word.chars().all(|character| characters.any(|other| other == character));
     begins_alike && is_contained && word.len() >= MIN_LENGTH && candidate.len() <= 2 * word.len()
 }
 

@@ -114,14 +114,14 @@ pub(crate) fn help(setting: LimitSetting) -> String {
         return "Bytes above which one request counts as more than one operation; 0 is never".to_owned();
     };
     let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
-    let which = match kind {
+    let direction = match kind {
         LimitKind::BpsTotal | LimitKind::IopsTotal => "of reads and writes together",
         LimitKind::BpsRead | LimitKind::IopsRead => "of reads",
         LimitKind::BpsWrite | LimitKind::IopsWrite => "of writes and discards",
     };
     match part {
-        LimitPart::Rate => format!("{unit} per second {which}; 0 is no limit"),
-        LimitPart::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
+        LimitPart::Rate => format!("{unit} per second {direction}; 0 is no limit"),
+        LimitPart::BurstRate => format!("{unit} per second {direction} during a burst; 0 is no burst"),
         LimitPart::BurstLength => {
             let rate = LimitSetting::Limit(kind, LimitPart::Rate).name();
             format!(
@@ -154,17 +154,17 @@ pub(crate) fn share_keys<T: 'static>(
             move |config| Some(KeyLiteral::Number(write(settings(config)))),
         )
     };
-    let weight = number(|to, value| weight(value).map(|value| to.weight = value), |of| of.weight.into());
+    let weight = number(|to, value| weight(value).map(|value| to.weight = value), |throttle| throttle.weight.into());
     let iops = number(
         |to, value| reservation(value).map(|value| to.iops_reservation = value),
-        |of| of.iops_reservation,
+        |throttle| throttle.iops_reservation,
     );
     let bps = number(
         |to, value| reservation(value).map(|value| to.bps_reservation = value),
-        |of| of.bps_reservation,
+        |throttle| throttle.bps_reservation,
     );
     let watermark =
-        number(|to, value| watermark(value).map(|value| to.watermark = value), |of| of.watermark.into());
+        number(|to, value| watermark(value).map(|value| to.watermark = value), |throttle| throttle.watermark.into());
     table! {
         "Shares" {
             "weight", KeyType::Count, "N", weight, "100", Apply, Transferred,
@@ -183,18 +183,18 @@ pub(crate) fn share_keys<T: 'static>(
 pub(crate) fn check_limits<T>(
     placed: &ConfigWithOrigins<T>,
     settings: &ThrottleConfig,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) {
     if let Err(invalid) = settings.limits.validate() {
-        mistakes.report(placed.error(invalid.setting.name(), invalid.rule.to_string()));
+        diagnostics.report(placed.error(invalid.setting.name(), invalid.rule.to_string()));
     }
 }
 
 fn weight(value: u64) -> Result<u32, String> {
     let weight = u32::try_from(value).ok().filter(|weight| NodeShare::WEIGHTS.contains(weight));
     weight.ok_or_else(|| {
-        let (least, most) = (NodeShare::WEIGHTS.start(), NodeShare::WEIGHTS.end());
-        format!("is out of range; a weight is from {least} to {most}")
+        let (min, max) = (NodeShare::WEIGHTS.start(), NodeShare::WEIGHTS.end());
+        format!("is out of range; a weight is from {min} to {max}")
     })
 }
 

@@ -114,8 +114,8 @@ impl Backlog {
         let first = chunk.len();
         let op = RequestOp::ALL.iter().position(|op| *op == request.op).expect("an operation");
         chunk.push(op as u8);
-        let mut number = |flag: u8, is_known: bool, number: u64| {
-            if is_known { chunk[first] |= flag } else { push_number(chunk, number) }
+        let mut number = |flag: u8, is_implied: bool, number: u64| {
+            if is_implied { chunk[first] |= flag } else { push_number(chunk, number) }
         };
         // The order of the numbers is that in which `pop` reads them.
         number(SAME_TIME, request.at_ns == before.at_ns, request.at_ns.wrapping_sub(before.at_ns));

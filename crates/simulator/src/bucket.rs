@@ -48,35 +48,35 @@ fn name(kind: LimitKind) -> &'static str {
 #[derive(Clone, Debug)]
 pub struct ThrottleTimes {
     /// All possible limits, by direction.
-    reach: [Vec<(u8, LimitKind)>; 2],
+    possible: [Vec<(u8, LimitKind)>; 2],
     /// Present limit and its start, by direction, while a request waits.
-    by: [Option<(LimitingBucket, u64)>; 2],
+    current: [Option<(LimitingBucket, u64)>; 2],
     /// Nanoseconds by bucket, both directions together.
     ns: [u64; (MAX_LEVELS + 1) * KINDS],
 }
 
 impl ThrottleTimes {
     pub(super) fn new(world: &WorldSpec, disk: &DiskSpec) -> Self {
-        let above = world.groups_above(disk).map(|group| &world.groups[group].hold.limits);
-        let levels: Vec<&Limits> = std::iter::once(&disk.hold.limits).chain(above).collect();
+        let above = world.groups_above(disk).map(|group| &world.groups[group].settings.limits);
+        let levels: Vec<&Limits> = std::iter::once(&disk.settings.limits).chain(above).collect();
         let reach = Direction::ALL.map(|direction| {
-            let of_level = |(level, limits): (usize, &&Limits)| {
+            let limits_of_level = |(level, limits): (usize, &&Limits)| {
                 let set = LimitKind::applying_to(direction)
                     .map(|kind| (limits.limit(kind).rate > 0).then_some(kind));
                 set.into_iter().flatten().map(move |kind| (level as u8, kind)).collect::<Vec<_>>()
             };
-            levels.iter().enumerate().flat_map(of_level).collect()
+            levels.iter().enumerate().flat_map(limits_of_level).collect()
         });
-        Self { reach, by: [None; 2], ns: [0; (MAX_LEVELS + 1) * KINDS] }
+        Self { possible: reach, current: [None; 2], ns: [0; (MAX_LEVELS + 1) * KINDS] }
     }
 
     pub(super) fn begin(
         &mut self,
         direction: Direction,
         now: u64,
-        judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
+        choose: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
     ) {
-        self.by[direction.index()] = Some((self.find(direction, judge), now));
+        self.current[direction.index()] = Some((self.find(direction, choose), now));
     }
 
     /// Called when the head of the queue was admitted; returns the limit that it waited for.
@@ -86,25 +86,25 @@ impl ThrottleTimes {
         direction: Direction,
         now: u64,
         more: bool,
-        judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
+        choose: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
     ) -> LimitingBucket {
-        let ended = self.by[direction.index()].take();
-        if let Some((bucket, since)) = ended {
+        let period = self.current[direction.index()].take();
+        if let Some((bucket, since)) = period {
             self.add(bucket, now - since);
         }
         if more {
-            self.begin(direction, now, judge);
+            self.begin(direction, now, choose);
         }
         // No period began for a request that was admitted in the instant of its arrival.
-        ended.map_or(LimitingBucket::NONE, |(bucket, _)| bucket)
+        period.map_or(LimitingBucket::NONE, |(bucket, _)| bucket)
     }
 
     pub(super) fn settle(&mut self, now: u64) {
         for direction in Direction::ALL {
-            if let Some((bucket, since)) = self.by[direction.index()] {
+            if let Some((bucket, since)) = self.current[direction.index()] {
                 self.add(bucket, now - since);
                 // The period continues, so a second call adds only the time since this one.
-                self.by[direction.index()] = Some((bucket, now));
+                self.current[direction.index()] = Some((bucket, now));
             }
         }
     }
@@ -119,12 +119,12 @@ impl ThrottleTimes {
     fn find(
         &self,
         direction: Direction,
-        judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
+        choose: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
     ) -> LimitingBucket {
-        match *self.reach[direction.index()] {
+        match *self.possible[direction.index()] {
             // Most disks have one limit for each direction: nothing to determine.
             [(level, kind)] => LimitingBucket::new(level, kind),
-            ref several => judge(several),
+            ref several => choose(several),
         }
     }
 

@@ -48,9 +48,9 @@ impl ClosedLoopClient {
         Self { next: spec.region.start, random, sent: 0, spec }
     }
 
-    pub(super) fn answered(&self, now: u64, at_once: bool) -> Option<u64> {
-        let least_ns = if at_once { MIN_NS } else { 0 };
-        let at = now.saturating_add(self.spec.think_ns.max(least_ns));
+    pub(super) fn next_send_ns(&self, now: u64, took_no_time: bool) -> Option<u64> {
+        let min_ns = if took_no_time { MIN_NS } else { 0 };
+        let at = now.saturating_add(self.spec.think_ns.max(min_ns));
         self.is_active(at).then_some(at)
     }
 
@@ -62,9 +62,9 @@ impl ClosedLoopClient {
         let ClientSpec { disk, op, length, ref region, .. } = self.spec;
         let offset = match &mut self.random {
             Some(random) => {
-                let places = (region.end - region.start) / length;
+                let positions = (region.end - region.start) / length;
                 // Aligned to the length of a request, as benchmarks such as fio do it.
-                region.start + random.u64(..places.max(1)) * length
+                region.start + random.u64(..positions.max(1)) * length
             }
             None => {
                 // A rest that is shorter than a request is skipped.
@@ -101,9 +101,9 @@ pub(crate) struct RequestChain {
     /// Delay from the start of the recording to the first request.
     begins_ns: u64,
     /// Minimum mean time per request.
-    least_ns: u64,
+    min_ns: u64,
     /// Time of the last repetition of the first request.
-    began_ns: u64,
+    round_began_ns: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -117,7 +117,7 @@ struct ChainRequest {
 
 impl RequestChain {
     pub(crate) fn new(disk: usize) -> Self {
-        Self { disk, links: Vec::new(), next: 0, begins_ns: 0, least_ns: MIN_NS, began_ns: 0 }
+        Self { disk, links: Vec::new(), next: 0, begins_ns: 0, min_ns: MIN_NS, round_began_ns: 0 }
     }
 
     /// Appends a request; for the first one, `think_ns` counts from the start of the recording.
@@ -130,12 +130,12 @@ impl RequestChain {
     ///
     /// A delay that is no longer than two requests exists only because the recording was cut: a
     /// client that always has a request in flight was waiting for a completion then.
-    pub(crate) fn with_repetition(mut self, rest_ns: u64, longest_ns: u64, whole_ns: u64) -> Self {
-        self.least_ns = MIN_NS.min(whole_ns / self.links.len().max(1) as u64).max(1);
+    pub(crate) fn with_repetition(mut self, tail_ns: u64, longest_ns: u64, duration_ns: u64) -> Self {
+        self.min_ns = MIN_NS.min(duration_ns / self.links.len().max(1) as u64).max(1);
         let second_ns = self.links.get(1).map(|second| second.think_ns);
         if let Some(first) = self.links.first_mut() {
             self.begins_ns = first.think_ns;
-            let between_ns = first.think_ns.saturating_add(rest_ns);
+            let between_ns = first.think_ns.saturating_add(tail_ns);
             let is_cut = between_ns <= longest_ns.saturating_mul(2);
             first.think_ns = second_ns.filter(|_| is_cut).unwrap_or(between_ns);
         }
@@ -147,20 +147,20 @@ impl RequestChain {
         self.links.first().map(|_| self.begins_ns)
     }
 
-    pub(super) fn answered(&self, now: u64) -> u64 {
+    pub(super) fn next_send_ns(&self, now: u64) -> u64 {
         let at = now.saturating_add(self.links[self.next].think_ns);
         // The first request follows the last one.
-        let asked = if self.next == 0 { self.links.len() } else { self.next };
-        let least_ns = self.least_ns.saturating_mul(asked.saturating_sub(BATCH) as u64);
+        let position = if self.next == 0 { self.links.len() } else { self.next };
+        let batch_ns = self.min_ns.saturating_mul(position.saturating_sub(BATCH) as u64);
         // A round that is shorter than a batch must take some time as well.
-        let round_ns = if self.next == 0 { self.least_ns } else { 0 };
-        at.max(self.began_ns.saturating_add(least_ns.max(round_ns)))
+        let round_ns = if self.next == 0 { self.min_ns } else { 0 };
+        at.max(self.round_began_ns.saturating_add(batch_ns.max(round_ns)))
     }
 
     /// Returns the next request and its recorded service time.
     pub(super) fn next(&mut self, now: u64) -> (SimulatedRequest, u64) {
         if self.next == 0 {
-            self.began_ns = now;
+            self.round_began_ns = now;
         }
         let ChainRequest { op, length, service_ns, .. } = self.links[self.next];
         self.next = (self.next + 1) % self.links.len();

@@ -13,8 +13,8 @@ use serde_json::{Map, Value, json};
 const GROUP: &str = "group";
 
 /// Length in bytes of a value with one group, whose name has five letters.
-pub fn length(word: StoreValue<'_>) -> u64 {
-    let (group, of_group) = match word {
+pub fn length(value: StoreValue<'_>) -> u64 {
+    let (group, of_group) = match value {
         StoreValue::Report(report) => (GROUP, of_report(report)),
         StoreValue::Grant(grant) => (GROUP, of_grant(grant)),
     };

@@ -118,8 +118,8 @@ struct ServiceStation {
 
 impl ServiceStation {
     fn new(spec: &StationSpec) -> Self {
-        let places = spec.parallel.unwrap_or(0);
-        Self { spec: *spec, free: std::iter::repeat_n(Reverse(0), places).collect(), work: 0 }
+        let servers = spec.parallel.unwrap_or(0);
+        Self { spec: *spec, free: std::iter::repeat_n(Reverse(0), servers).collect(), work: 0 }
     }
 
     fn begin(&mut self, op: RequestOp, length: u64, now: u64) -> u64 {
@@ -129,24 +129,24 @@ impl ServiceStation {
             RequestOp::Discard | RequestOp::WriteZeroes => &self.spec.zero,
             RequestOp::Flush => &self.spec.flush,
         };
-        let takes = service.of(length);
-        self.work = self.work.saturating_add(takes);
+        let service_ns = service.of(length);
+        self.work = self.work.saturating_add(service_ns);
         match self.free.peek_mut() {
             Some(mut first) => {
                 // The earliest free server takes the request.
-                let end = now.max(first.0).saturating_add(takes);
+                let end = now.max(first.0).saturating_add(service_ns);
                 *first = Reverse(end);
                 end
             }
-            None => now.saturating_add(takes),
+            None => now.saturating_add(service_ns),
         }
     }
 
     /// Nanoseconds of full utilization; always 0 for an unlimited station.
     fn worked_ns(&self, now: u64) -> u64 {
-        let places = self.free.len() as u64;
-        let to_come: u64 = self.free.iter().map(|Reverse(end)| end.saturating_sub(now)).sum();
-        self.work.saturating_sub(to_come).checked_div(places).unwrap_or(0)
+        let servers = self.free.len() as u64;
+        let outstanding_ns: u64 = self.free.iter().map(|Reverse(end)| end.saturating_sub(now)).sum();
+        self.work.saturating_sub(outstanding_ns).checked_div(servers).unwrap_or(0)
     }
 }
 
@@ -159,9 +159,9 @@ impl ServiceStation {
 pub fn service_from_rates(iops: u64, bps: u64, parallel: usize) -> ServiceTimeSpec {
     const SMALL: f64 = 4096.0;
     const LARGE: f64 = 1_048_576.0;
-    let places = parallel as f64 * NANOS_PER_SECOND as f64;
-    let takes = |rate: u64, units: f64| if rate == 0 { 0.0 } else { places * units / rate as f64 };
-    let (small, large) = (takes(iops, 1.0), takes(bps, LARGE));
+    let servers_ns = parallel as f64 * NANOS_PER_SECOND as f64;
+    let service_time = |rate: u64, units: f64| if rate == 0 { 0.0 } else { servers_ns * units / rate as f64 };
+    let (small, large) = (service_time(iops, 1.0), service_time(bps, LARGE));
     let byte_ns = ((large - small) / (LARGE - SMALL)).max(0.0);
     let base = (small - SMALL * byte_ns).max(0.0);
     ServiceTimeSpec { base_ns: base as u64, byte_ns }

@@ -41,7 +41,7 @@ use super::{
 };
 
 /// Maximum number of disks in a chart: more lines cannot be distinguished.
-pub const DRAWN: usize = 8;
+pub const MAX_CHARTS: usize = 8;
 /// Number of waiting requests of a disk and direction that the tree holds; it decides by the first
 /// one. Above 1, or a disk would count as idle between an admission and the next request.
 const TREE_REQUESTS: usize = 4;
@@ -68,7 +68,7 @@ pub struct ResultRow {
 pub enum WorldError {
     /// Invalid limits of a disk or group, by name.
     #[error("{0}: {1}")]
-    Hold(String, ThrottleError),
+    Limits(String, ThrottleError),
     /// Invalid prefetch settings of a disk, by name.
     #[error("{0}: {1}")]
     Prefetch(String, InvalidPrefetchSettings),
@@ -94,8 +94,8 @@ const ROW_BATCH: usize = 4096;
 enum ResultRows {
     None,
     /// Stored until [`SimulationEngine::take_rows`].
-    Kept(Vec<ResultRow>),
-    HandedOn(Vec<ResultRow>, RowSink),
+    Stored(Vec<ResultRow>),
+    Forwarded(Vec<ResultRow>, RowSink),
 }
 
 impl fmt::Debug for ResultRows {
@@ -112,11 +112,11 @@ pub struct SimulationEngine {
     /// Memory of all backlogs, of this engine and others of the same simulation.
     memory: BacklogMemory,
     /// Number of requests in backlogs.
-    behind: usize,
+    backlogged: usize,
     /// Value of [`TREE_REQUESTS`]; does not affect results.
-    heads: usize,
+    max_tree_requests: usize,
     clients: Vec<RequestSource>,
-    watch: WatermarkSampler,
+    sampler: WatermarkSampler,
     rows: ResultRows,
     /// True without limits and read-ahead.
     unlimited: bool,
@@ -130,7 +130,7 @@ impl SimulationEngine {
     pub fn new(world: &WorldSpec, rows: bool) -> Result<Self, WorldError> {
         Self::of(
             world,
-            if rows { ResultRows::Kept(Vec::new()) } else { ResultRows::None },
+            if rows { ResultRows::Stored(Vec::new()) } else { ResultRows::None },
             false,
             BacklogMemory::default(),
         )
@@ -143,7 +143,7 @@ impl SimulationEngine {
         results: Option<RowSink>,
         memory: &BacklogMemory,
     ) -> Result<Self, WorldError> {
-        let rows = results.map_or(ResultRows::None, |results| ResultRows::HandedOn(Vec::new(), results));
+        let rows = results.map_or(ResultRows::None, |results| ResultRows::Forwarded(Vec::new(), results));
         Self::of(world, rows, false, memory.clone())
     }
 
@@ -162,15 +162,15 @@ impl SimulationEngine {
             state: SimulationState::default(),
             waiting: TreeRequests::default(),
             memory,
-            behind: 0,
-            heads: TREE_REQUESTS,
+            backlogged: 0,
+            max_tree_requests: TREE_REQUESTS,
             clients: Vec::new(),
-            watch: WatermarkSampler::default(),
+            sampler: WatermarkSampler::default(),
             rows,
             unlimited,
         };
         engine.extend(world, world.disks.len())?;
-        engine.watch.begin(&mut engine.state.flow);
+        engine.sampler.begin(&mut engine.state.flow);
         Ok(engine)
     }
 
@@ -201,16 +201,16 @@ impl SimulationEngine {
     }
 
     fn add_group(&mut self, group: &DiskGroupSpec) -> Result<(), WorldError> {
-        let arbiter = match group.parent {
-            Some(parent) => self.state.groups[parent].arbiter,
-            None => self.add_arbiter(),
+        let tree_index = match group.parent {
+            Some(parent) => self.state.groups[parent].tree,
+            None => self.add_tree(),
         };
         let parent = group.parent.map(|parent| self.state.groups[parent].node);
-        let node = self.state.arbiters[arbiter].tree.add(parent, group.hold.limits, group.hold.share);
-        let node = node.map_err(|refused| WorldError::Hold(format!("group {}", group.name), refused))?;
-        self.watch.add_group(self.state.groups.len(), &group.hold, self.state.now);
+        let node = self.state.trees[tree_index].tree.add(parent, group.settings.limits, group.settings.share);
+        let node = node.map_err(|error| WorldError::Limits(format!("group {}", group.name), error))?;
+        self.sampler.add_group(self.state.groups.len(), &group.settings, self.state.now);
         self.state.groups.push(GroupState {
-            arbiter,
+            tree: tree_index,
             node,
             parent: group.parent,
             queue: QueueStatistics::default(),
@@ -220,37 +220,37 @@ impl SimulationEngine {
 
     fn add_disk(&mut self, world: &WorldSpec, disk: &DiskSpec) -> Result<(), WorldError> {
         let name = || format!("disk {}", disk.name);
-        let arbiter = match disk.group {
-            Some(group) => self.state.groups[group].arbiter,
-            None => self.add_arbiter(),
+        let tree_index = match disk.group {
+            Some(group) => self.state.groups[group].tree,
+            None => self.add_tree(),
         };
         let parent = disk.group.map(|group| self.state.groups[group].node);
-        let tree = &mut self.state.arbiters[arbiter].tree;
-        let node = tree.add(parent, disk.hold.limits, disk.hold.share);
-        let node = node.map_err(|refused| WorldError::Hold(name(), refused))?;
+        let tree = &mut self.state.trees[tree_index].tree;
+        let node = tree.add(parent, disk.settings.limits, disk.settings.share);
+        let node = node.map_err(|error| WorldError::Limits(name(), error))?;
         let limited = !tree.is_unlimited(node);
         let index = self.state.disks.len();
-        let ahead = PrefetchModel::new(disk).map_err(|invalid| WorldError::Prefetch(name(), invalid))?;
+        let prefetch = PrefetchModel::new(disk).map_err(|invalid| WorldError::Prefetch(name(), invalid))?;
         self.state.disks.push(DiskState {
-            arbiter,
+            tree: tree_index,
             node,
             group: disk.group,
             limited,
             place: disk.place,
-            ahead: ahead.map(Box::new),
-            behind: [(); 2].map(|()| Backlog::new(&self.memory)),
+            prefetch: prefetch.map(Box::new),
+            backlogs: [(); 2].map(|()| Backlog::new(&self.memory)),
             queue: QueueStatistics::default(),
-            held: ThrottleTimes::new(world, disk),
-            tally: if index < DRAWN { RequestStatistics::drawn() } else { RequestStatistics::default() },
+            throttle_times: ThrottleTimes::new(world, disk),
+            statistics: if index < MAX_CHARTS { RequestStatistics::with_chart() } else { RequestStatistics::default() },
         });
-        self.watch.add_disk(index, disk, &mut self.state);
+        self.sampler.add_disk(index, disk, &mut self.state);
         Ok(())
     }
 
-    fn add_arbiter(&mut self) -> usize {
+    fn add_tree(&mut self) -> usize {
         let tree = ThrottleTree::new(Instant::from_nanos(self.state.now));
-        self.state.arbiters.push(TreeWithTimer { tree, timer: NEVER });
-        self.state.arbiters.len() - 1
+        self.state.trees.push(TreeWithTimer { tree, timer: NEVER });
+        self.state.trees.len() - 1
     }
 
     /// Adds a client, which begins at its own time or now.
@@ -298,7 +298,7 @@ impl SimulationEngine {
     }
 
     fn sample_if_due(&mut self) {
-        if self.watch.is_due() {
+        if self.sampler.is_due() {
             self.sample_devices();
         }
     }
@@ -310,7 +310,7 @@ impl SimulationEngine {
 
     /// Number of requests that wait for limits.
     pub fn waiting(&self) -> usize {
-        self.waiting.len() + self.behind
+        self.waiting.len() + self.backlogged
     }
 
     /// Processes at most `steps` events; false if none is left.
@@ -329,13 +329,13 @@ impl SimulationEngine {
         let now = self.state.now;
         for disk in &mut self.state.disks {
             let waiting = disk.queue.settle(now);
-            if let Some(drawn) = disk.tally.drawn.as_mut().filter(|_| waiting > 0) {
-                drawn.waiting.set_level(now, waiting);
+            if let Some(chart) = disk.statistics.chart.as_mut().filter(|_| waiting > 0) {
+                chart.waiting.set_level(now, waiting);
             }
-            disk.held.settle(now);
+            disk.throttle_times.settle(now);
         }
         self.state.groups.iter_mut().for_each(|group| _ = group.queue.settle(now));
-        if let ResultRows::HandedOn(rows, results) = &mut self.rows {
+        if let ResultRows::Forwarded(rows, results) = &mut self.rows {
             results(&std::mem::take(rows));
         }
     }
@@ -344,7 +344,7 @@ impl SimulationEngine {
     /// rows.
     pub fn take_rows(&mut self) -> std::vec::IntoIter<ResultRow> {
         match &mut self.rows {
-            ResultRows::Kept(rows) => std::mem::take(rows).into_iter(),
+            ResultRows::Stored(rows) => std::mem::take(rows).into_iter(),
             _ => Vec::new().into_iter(),
         }
     }
@@ -352,12 +352,12 @@ impl SimulationEngine {
     /// Measurements of a disk, its queue, and the limits that throttled it.
     pub fn disk(&self, index: usize) -> (&RequestStatistics, &QueueStatistics, &ThrottleTimes) {
         let disk = &self.state.disks[index];
-        (&disk.tally, &disk.queue, &disk.held)
+        (&disk.statistics, &disk.queue, &disk.throttle_times)
     }
 
     /// Removes and returns the measurements of a disk.
-    pub fn take_tally(&mut self, index: usize) -> RequestStatistics {
-        std::mem::take(&mut self.state.disks[index].tally)
+    pub fn take_statistics(&mut self, index: usize) -> RequestStatistics {
+        std::mem::take(&mut self.state.disks[index].statistics)
     }
 
     /// The queue of a group.
@@ -367,26 +367,26 @@ impl SimulationEngine {
 
     /// Counters of a disk's prefetch cache; `None` without one.
     pub fn prefetch(&self, index: usize) -> Option<policy::prefetch::PrefetchStats> {
-        self.state.disks[index].ahead.as_ref().map(|ahead| ahead.stats())
+        self.state.disks[index].prefetch.as_ref().map(|model| model.stats())
     }
 
     fn step(&mut self) {
         // Events are in order of time, so `now` never moves backwards.
-        let Some((at, what)) = self.state.flow.pop() else { return };
+        let Some((at, event)) = self.state.flow.pop() else { return };
         self.state.now = at;
-        match what {
+        match event {
             // Timers are never cancelled: only the latest one is valid.
-            SimulationEvent::Timer(arbiter) => {
-                if self.state.arbiters[arbiter].timer == at {
-                    self.state.arbiters[arbiter].timer = NEVER;
-                    self.release(arbiter);
+            SimulationEvent::Timer(tree_index) => {
+                if self.state.trees[tree_index].timer == at {
+                    self.state.trees[tree_index].timer = NEVER;
+                    self.release(tree_index);
                 }
             }
-            SimulationEvent::Answer(client, at_once) => {
+            SimulationEvent::Completed(client, took_no_time) => {
                 let now = self.state.now;
                 let at = match &self.clients[client as usize] {
-                    RequestSource::Client(known) => known.answered(now, at_once),
-                    RequestSource::Chain { chain, .. } => Some(chain.answered(now)),
+                    RequestSource::Client(client_state) => client_state.next_send_ns(now, took_no_time),
+                    RequestSource::Chain { chain, .. } => Some(chain.next_send_ns(now)),
                 };
                 if let Some(at) = at {
                     self.state.flow.schedule(at, SimulationEvent::Send(client));
@@ -396,10 +396,10 @@ impl SimulationEngine {
             SimulationEvent::Send(client) => {
                 let now = self.state.now;
                 let request = match &mut self.clients[client as usize] {
-                    RequestSource::Client(known) => known.next(now),
+                    RequestSource::Client(client_state) => client_state.next(now),
                     RequestSource::Chain { chain, service_ns } => {
-                        let (request, took_ns) = chain.next(now);
-                        *service_ns = took_ns;
+                        let (request, recorded_ns) = chain.next(now);
+                        *service_ns = recorded_ns;
                         Some(request)
                     }
                 };
@@ -408,16 +408,16 @@ impl SimulationEngine {
                 }
             }
             SimulationEvent::Chunk(disk, fetch) => {
-                if let Some(ahead) = &mut self.state.disks[disk].ahead {
-                    ahead.arrived(fetch, self.state.now);
+                if let Some(prefetch) = &mut self.state.disks[disk].prefetch {
+                    prefetch.arrived(fetch, self.state.now);
                 }
             }
             SimulationEvent::Written(disk, write) => {
-                if let Some(ahead) = &mut self.state.disks[disk].ahead {
-                    ahead.written(write);
+                if let Some(prefetch) = &mut self.state.disks[disk].prefetch {
+                    prefetch.written(write);
                 }
             }
-            SimulationEvent::Watch => self.sample_devices(),
+            SimulationEvent::Sample => self.sample_devices(),
         }
     }
 
@@ -428,16 +428,16 @@ impl SimulationEngine {
             // A flush moves no data and is not limited.
             _ => return self.serve(&request, client, LimitingBucket::NONE),
         };
-        let (arbiter, node) = (disk.arbiter, disk.node);
-        let tree = &mut self.state.arbiters[arbiter].tree;
+        let (tree_index, node) = (disk.tree, disk.node);
+        let tree = &mut self.state.trees[tree_index].tree;
         let now = Instant::from_nanos(self.state.now);
-        if tree.waiting(node, direction) >= self.heads {
+        if tree.waiting(node, direction) >= self.max_tree_requests {
             // The tree's clock must advance with every arrival, even of a request that goes to the
             // backlog.
-            let passes = tree.try_admit(node, direction, &RequestCost::one(request.length), now);
-            debug_assert!(!passes, "no request overtakes those before it");
-            disk.behind[direction.index()].push(&request, client);
-            self.behind += 1;
+            let is_admitted = tree.try_admit(node, direction, &RequestCost::one(request.length), now);
+            debug_assert!(!is_admitted, "no request overtakes those before it");
+            disk.backlogs[direction.index()].push(&request, client);
+            self.backlogged += 1;
             return self.enter_queues(request.disk);
         }
         // Below `heads` the backlog is empty: `refill_from_backlog` refills the tree at every
@@ -454,13 +454,13 @@ impl SimulationEngine {
                 // Only a new head changes the time of the next admission: requests behind it wait
                 // for it.
                 if is_first {
-                    self.release(arbiter);
+                    self.release(tree_index);
                     let disk = &mut self.state.disks[request.disk];
                     // It may have been admitted by `release`, after others that were ready at this
                     // instant.
-                    let tree = &self.state.arbiters[arbiter].tree;
+                    let tree = &self.state.trees[tree_index].tree;
                     if tree.waiting(node, direction) > 0 {
-                        disk.held.begin(direction, self.state.now, |path| {
+                        disk.throttle_times.begin(direction, self.state.now, |path| {
                             limit_of_direction(tree, node, direction, path, now)
                         });
                     }
@@ -469,10 +469,10 @@ impl SimulationEngine {
         }
     }
 
-    fn release(&mut self, arbiter: usize) {
+    fn release(&mut self, tree_index: usize) {
         let now = Instant::from_nanos(self.state.now);
         loop {
-            match self.state.arbiters[arbiter].tree.poll(now) {
+            match self.state.trees[tree_index].tree.poll(now) {
                 PollDecision::Admit(token) => {
                     let (request, client) = self.waiting.leave(token);
                     let bucket = self.leave_queues(&request);
@@ -484,13 +484,13 @@ impl SimulationEngine {
                 PollDecision::Idle => return,
                 PollDecision::Wait { until } => {
                     let until = until.as_nanos();
-                    let timer = &mut self.state.arbiters[arbiter].timer;
+                    let timer = &mut self.state.trees[tree_index].timer;
                     // The previous timer still fires, finds another time and does nothing.
                     // A later time needs no event: the timer in force fires first and schedules
                     // the next one.
                     if until < *timer {
                         *timer = until;
-                        self.state.flow.schedule(until, SimulationEvent::Timer(arbiter));
+                        self.state.flow.schedule(until, SimulationEvent::Timer(tree_index));
                     }
                     return;
                 }
@@ -503,10 +503,10 @@ impl SimulationEngine {
     fn refill_from_backlog(&mut self, admitted: &SimulatedRequest) {
         let Some(direction) = admitted.op.direction() else { return };
         let disk = &mut self.state.disks[admitted.disk];
-        let Some((next, client)) = disk.behind[direction.index()].pop(admitted.disk) else { return };
-        self.behind -= 1;
+        let Some((next, client)) = disk.backlogs[direction.index()].pop(admitted.disk) else { return };
+        self.backlogged -= 1;
         let token = self.waiting.enter(next, client);
-        let tree = &mut self.state.arbiters[disk.arbiter].tree;
+        let tree = &mut self.state.trees[disk.tree].tree;
         let now = Instant::from_nanos(self.state.now);
         let admission = tree.submit(disk.node, direction, RequestCost::one(next.length), token, now);
         // `heads` is above 1, so another request of this direction is still in the tree.
@@ -515,18 +515,18 @@ impl SimulationEngine {
 
     fn sample_devices(&mut self) {
         // A lifted limit admits requests at once; no timer of the tree would report that.
-        for arbiter in self.watch.sample(&mut self.state) {
-            self.release(arbiter);
+        for tree_index in self.sampler.sample(&mut self.state) {
+            self.release(tree_index);
         }
-        self.watch.schedule_next(&mut self.state.flow, self.state.now);
+        self.sampler.schedule_next(&mut self.state.flow, self.state.now);
     }
 
     fn enter_queues(&mut self, disk: usize) {
         let now = self.state.now;
         let disk = &mut self.state.disks[disk];
         let waiting = disk.queue.join(now);
-        if let Some(drawn) = &mut disk.tally.drawn {
-            drawn.waiting.set_level(now, waiting);
+        if let Some(chart) = &mut disk.statistics.chart {
+            chart.waiting.set_level(now, waiting);
         }
         let mut group = disk.group;
         while let Some(index) = group {
@@ -539,8 +539,8 @@ impl SimulationEngine {
         let now = self.state.now;
         let disk = &mut self.state.disks[request.disk];
         let waiting = disk.queue.leave(now);
-        if let Some(drawn) = &mut disk.tally.drawn {
-            drawn.waiting.set_level(now, waiting);
+        if let Some(chart) = &mut disk.statistics.chart {
+            chart.waiting.set_level(now, waiting);
         }
         let mut group = disk.group;
         while let Some(index) = group {
@@ -548,12 +548,12 @@ impl SimulationEngine {
             group = self.state.groups[index].parent;
         }
         let Some(direction) = request.op.direction() else { return LimitingBucket::NONE };
-        let (tree, node) = (&self.state.arbiters[disk.arbiter].tree, disk.node);
-        let waits = tree.waiting(node, direction) > 0;
+        let (tree, node) = (&self.state.trees[disk.tree].tree, disk.node);
+        let has_waiting = tree.waiting(node, direction) > 0;
         // The limit of the next head is determined now, after the admission has changed the
         // buckets.
         let at = Instant::from_nanos(now);
-        disk.held.end(direction, now, waits, |path| limit_of_direction(tree, node, direction, path, at))
+        disk.throttle_times.end(direction, now, has_waiting, |path| limit_of_direction(tree, node, direction, path, at))
     }
 
     fn serve(&mut self, request: &SimulatedRequest, client: u32, bucket: LimitingBucket) {
@@ -563,29 +563,29 @@ impl SimulationEngine {
             Some(RequestSource::Chain { service_ns, .. }) => Some(*service_ns),
             _ => None,
         };
-        let completed = match &mut disk.ahead {
+        let completed = match &mut disk.prefetch {
             // A replayed request takes its recorded service time; the devices and the cache are
             // not modelled.
             _ if recorded_ns.is_some() => now.saturating_add(recorded_ns.unwrap_or(0)),
             None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
-            Some(ahead) if request.op == RequestOp::Read => {
+            Some(prefetch) if request.op == RequestOp::Read => {
                 let (tree, node, limited) =
-                    (&mut self.state.arbiters[disk.arbiter].tree, disk.node, disk.limited);
+                    (&mut self.state.trees[disk.tree].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
-                let may = |cost: &RequestCost, given_back| {
+                let try_admit = |cost: &RequestCost, given_back| {
                     !limited || tree.try_admit_read_ahead(node, cost, given_back, at)
                 };
                 // A prefetch must not delay requests: it uses only spare tokens.
-                ahead.read(request, now, &mut self.state.flow, may)
+                prefetch.read(request, now, &mut self.state.flow, try_admit)
             }
-            Some(ahead) => ahead.change(request, now, &mut self.state.flow),
+            Some(prefetch) => prefetch.change(request, now, &mut self.state.flow),
         };
-        disk.tally.record(request.at_ns, now, completed, request.length);
+        disk.statistics.record(request.at_ns, now, completed, request.length);
         let row = || ResultRow { request: *request, admitted_ns: now, completed_ns: completed, bucket };
         match &mut self.rows {
             ResultRows::None => {}
-            ResultRows::Kept(rows) => rows.push(row()),
-            ResultRows::HandedOn(rows, results) => {
+            ResultRows::Stored(rows) => rows.push(row()),
+            ResultRows::Forwarded(rows, results) => {
                 rows.push(row());
                 if rows.len() == ROW_BATCH {
                     results(rows);
@@ -595,7 +595,7 @@ impl SimulationEngine {
         }
         // A request that took no time at all is marked: its client sends the next one later.
         if client != NO_CLIENT {
-            self.state.flow.schedule(completed, SimulationEvent::Answer(client, completed == request.at_ns));
+            self.state.flow.schedule(completed, SimulationEvent::Completed(client, completed == request.at_ns));
         }
     }
 }
@@ -612,8 +612,8 @@ fn limit_of_direction(
     let later = Instant::from_nanos(now.as_nanos().saturating_add(1));
     let nodes = std::iter::successors(Some(disk), |&node| tree.parent(node));
     for (level, node) in nodes.enumerate() {
-        let (stats, then) = (tree.stats(node, now), tree.stats(node, later));
-        let is_limited = then.throttled_ns > stats.throttled_ns;
+        let (stats, later_stats) = (tree.stats(node, now), tree.stats(node, later));
+        let is_limited = later_stats.throttled_ns > stats.throttled_ns;
         match stats.throttle_cause {
             Some(kind) if is_limited && LimitKind::applying_to(direction).contains(&kind) => {
                 return LimitingBucket::new(level as u8, kind);

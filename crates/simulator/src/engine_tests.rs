@@ -22,12 +22,12 @@ const MS: u64 = 1_000_000;
 fn disk(limits: Limits) -> DiskSpec {
     DiskSpec {
         name: "vm1".to_owned(),
-        hold: DiskSettings { limits, ..DiskSettings::default() },
+        settings: DiskSettings { limits, ..DiskSettings::default() },
         group: None,
         prefetch: policy::prefetch::PrefetchConfig::off(),
         size_bytes: UNKNOWN_SIZE,
         place: DevicePlacement::default(),
-        watched: None,
+        sampled_device: None,
     }
 }
 
@@ -52,14 +52,14 @@ fn run(
     requests: impl IntoIterator<Item = SimulatedRequest>,
 ) -> (SimulationEngine, Vec<ResultRow>) {
     let mut engine = SimulationEngine::new(world, true).unwrap();
-    requests.into_iter().for_each(|request| engine.arrive(request, &GO_ON));
+    requests.into_iter().for_each(|request| engine.arrive(request, &NOT_STOPPED));
     while engine.run(1000) {}
     engine.settle();
     let rows = engine.take_rows().collect();
     (engine, rows)
 }
 
-static GO_ON: AtomicBool = AtomicBool::new(false);
+static NOT_STOPPED: AtomicBool = AtomicBool::new(false);
 
 fn read(at_ns: u64, length: u64) -> SimulatedRequest {
     SimulatedRequest { at_ns, disk: 0, op: RequestOp::Read, offset: 0, length }
@@ -129,7 +129,7 @@ fn some_limits() -> impl Strategy<Value = Limits> {
     let iops = prop::option::of(a_limit(12..5000));
     let bps = prop::option::of(a_limit(100_000..50_000_000));
     let size = prop_oneof![Just(0), 512..20_000_u64];
-    (iops, bps, size, any::<[bool; 2]>()).prop_map(|(iops, bps, iops_size, [apart, bytes_apart])| {
+    (iops, bps, size, any::<[bool; 2]>()).prop_map(|(iops, bps, iops_size, [split_iops, split_bps])| {
         use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
         let mut limits = Limits::default();
         let mut set = |kinds: &[LimitKind], limit: Option<RateLimit>| {
@@ -137,8 +137,8 @@ fn some_limits() -> impl Strategy<Value = Limits> {
                 *limits.limit_mut(*kind) = limit.unwrap_or_default();
             }
         };
-        set(if apart { &[IopsRead, IopsWrite] } else { &[IopsTotal] }, iops);
-        set(if bytes_apart { &[BpsRead, BpsWrite] } else { &[BpsTotal] }, bps);
+        set(if split_iops { &[IopsRead, IopsWrite] } else { &[IopsTotal] }, iops);
+        set(if split_bps { &[BpsRead, BpsWrite] } else { &[BpsTotal] }, bps);
         limits.iops_size = if iops.is_some() { iops_size } else { 0 };
         limits
     })
@@ -191,10 +191,10 @@ proptest! {
                 prop_assert_eq!(row.bucket == LimitingBucket::NONE, row.admitted_ns == request.at_ns);
             }
         }
-        let (tally, queue, held) = engine.disk(0);
-        prop_assert_eq!(tally.requests, requests.len() as u64);
-        let held: u64 = held.times().iter().map(|(_, ns)| ns).sum();
-        prop_assert!(held >= queue.throttled_ns && held <= 2 * queue.throttled_ns, "{} of {}", held, queue.throttled_ns);
+        let (statistics, queue, throttle_times) = engine.disk(0);
+        prop_assert_eq!(statistics.requests, requests.len() as u64);
+        let total_ns: u64 = throttle_times.times().iter().map(|(_, ns)| ns).sum();
+        prop_assert!(total_ns >= queue.throttled_ns && total_ns <= 2 * queue.throttled_ns, "{} of {}", total_ns, queue.throttled_ns);
     }
 }
 
@@ -225,7 +225,7 @@ fn result_names_the_throttling_limit() {
     let world = WorldSpec {
         groups: vec![DiskGroupSpec {
             name: "gold".to_owned(),
-            hold: DiskSettings {
+            settings: DiskSettings {
                 limits: limits(&[(LimitKind::BpsRead, rate(1_000_000))]),
                 ..DiskSettings::default()
             },
@@ -241,8 +241,8 @@ fn result_names_the_throttling_limit() {
     assert_eq!(names[11..13], ["iops-total"; 2]);
     assert_eq!(names[13..15], ["-"; 2]);
     assert_eq!(names[15..], ["bps-read@gold"; 6]);
-    let (_, queue, held) = engine.disk(0);
-    let names: Vec<_> = held.times().iter().map(|(bucket, _)| bucket.name(&["gold"])).collect();
+    let (_, queue, throttle_times) = engine.disk(0);
+    let names: Vec<_> = throttle_times.times().iter().map(|(bucket, _)| bucket.name(&["gold"])).collect();
     assert_eq!(names, ["bps-read@gold", "iops-total"]);
     assert_eq!((queue.longest, engine.group(0).longest), (6, 6));
     assert_eq!(engine.group(0).throttled_ns, queue.throttled_ns);
@@ -280,7 +280,7 @@ fn sequential_reader_hits_its_read_ahead() {
     let station = StationSpec { read: ServiceTimeSpec::fixed(MS), ..StationSpec::default() };
     let place = DevicePlacement { station: Some(0), budget: None };
     let prefetch = policy::prefetch::PrefetchConfig::default();
-    let ahead = |prefetch| {
+    let run_with = |prefetch| {
         let disk = DiskSpec { place, prefetch, size_bytes: 1 << 30, ..disk(Limits::default()) };
         let world = WorldSpec { stations: vec![station], ..alone(disk) };
         let reads = (0..1000)
@@ -289,8 +289,8 @@ fn sequential_reader_hits_its_read_ahead() {
         let served: u64 = rows.iter().map(|row| row.completed_ns - row.admitted_ns).sum();
         (served / 1000, engine.prefetch(0))
     };
-    let (without, none) = ahead(policy::prefetch::PrefetchConfig::off());
-    let (with, stats) = ahead(prefetch);
+    let (without, none) = run_with(policy::prefetch::PrefetchConfig::off());
+    let (with, stats) = run_with(prefetch);
     assert_eq!((without, none), (MS, None));
     assert!(with < MS / 5, "{with}");
     let stats = stats.unwrap();
@@ -305,7 +305,7 @@ fn watched(watermark: u8) -> WorldSpec {
         ..DiskSettings::default()
     };
     let place = DevicePlacement { station: None, budget: Some(0) };
-    let disk = DiskSpec { hold, place, watched: Some(place), ..disk(Limits::default()) };
+    let disk = DiskSpec { settings: hold, place, sampled_device: Some(place), ..disk(Limits::default()) };
     let budgets = vec![DeviceRates { bytes: Some(22 << 20), ..DeviceRates::default() }];
     WorldSpec { budgets, ..alone(disk) }
 }
@@ -350,7 +350,7 @@ fn idle_time_costs_no_samples() {
 fn crowded() -> WorldSpec {
     let group = |iops, parent| DiskGroupSpec {
         name: "group".to_owned(),
-        hold: DiskSettings {
+        settings: DiskSettings {
             limits: limits(&[(LimitKind::IopsTotal, rate(iops))]),
             ..DiskSettings::default()
         },
@@ -359,7 +359,7 @@ fn crowded() -> WorldSpec {
     let member = |weight, reservation, group| {
         let mut disk =
             DiskSpec { group: Some(group), ..disk(limits(&[(LimitKind::BpsWrite, rate(1 << 20))])) };
-        disk.hold.share = policy::throttle::NodeShare::new(weight).unwrap().with_reservation(reservation, 0);
+        disk.settings.share = policy::throttle::NodeShare::new(weight).unwrap().with_reservation(reservation, 0);
         disk
     };
     let mut world = watched(50);
@@ -382,23 +382,23 @@ fn a_backlog_changes_no_result() {
         })
         .collect();
     let rows = |heads| {
-        let mut engine = SimulationEngine { heads, ..SimulationEngine::new(&world, true).unwrap() };
-        requests.iter().for_each(|request| engine.arrive(*request, &GO_ON));
-        let behind = engine.behind;
+        let mut engine = SimulationEngine { max_tree_requests: heads, ..SimulationEngine::new(&world, true).unwrap() };
+        requests.iter().for_each(|request| engine.arrive(*request, &NOT_STOPPED));
+        let backlogged = engine.backlogged;
         while engine.run(1000) {}
         engine.settle();
         let queue = |disk: usize| (engine.disk(disk).1.longest, engine.disk(disk).1.throttled_ns);
         let queues: Vec<_> = (0..4).map(queue).collect();
-        let held: Vec<_> = (0..4).map(|disk| engine.disk(disk).2.times()).collect();
-        (behind, engine.take_rows().collect::<Vec<_>>(), queues, held)
+        let throttle_times: Vec<_> = (0..4).map(|disk| engine.disk(disk).2.times()).collect();
+        (backlogged, engine.take_rows().collect::<Vec<_>>(), queues, throttle_times)
     };
-    let (behind, all, queues, held) = rows(usize::MAX);
-    assert_eq!((behind, all.len()), (0, requests.len()), "without a backlog the tree has all");
+    let (backlogged, all, queues, throttle_times) = rows(usize::MAX);
+    assert_eq!((backlogged, all.len()), (0, requests.len()), "without a backlog the tree has all");
     for heads in [2, TREE_REQUESTS] {
-        let (behind, rows, own_queues, own_held) = rows(heads);
-        assert!(behind > 1000, "{behind} requests wait behind others");
+        let (backlogged, rows, heads_queues, heads_throttle_times) = rows(heads);
+        assert!(backlogged > 1000, "{backlogged} requests wait behind others");
         assert!(rows == all, "the same requests at the same instants");
-        assert_eq!((own_queues, own_held), (queues.clone(), held.clone()));
+        assert_eq!((heads_queues, heads_throttle_times), (queues.clone(), throttle_times.clone()));
     }
 }
 
@@ -407,7 +407,7 @@ fn backlog_memory_is_bounded() {
     let world = alone(disk(limits(&[(LimitKind::IopsTotal, rate(100))])));
     let mut engine = SimulationEngine::new(&world, false).unwrap();
     for _ in 0..200_000 {
-        engine.arrive(read(0, 512), &GO_ON);
+        engine.arrive(read(0, 512), &NOT_STOPPED);
     }
     assert!(engine.waiting() > 199_000);
     assert!(engine.waiting.requests.len() <= TREE_REQUESTS + 1, "{}", engine.waiting.requests.len());

@@ -11,9 +11,9 @@ use super::device::SimulatedDevices;
 pub(super) struct EventQueue {
     events: BinaryHeap<Reverse<ScheduledEvent>>,
     // Sequence number of the last event: makes the order of events of one instant deterministic.
-    foreseen: u64,
+    last_number: u64,
     /// Number of events that keep the simulation running: all except for samples of devices.
-    lively: usize,
+    pending: usize,
     pub(super) devices: SimulatedDevices,
 }
 
@@ -21,24 +21,24 @@ pub(super) struct EventQueue {
 struct ScheduledEvent {
     at: u64,
     number: u64,
-    what: SimulationEvent,
+    event: SimulationEvent,
 }
 
 #[derive(Debug)]
 pub(super) enum SimulationEvent {
     Timer(usize),
-    Answer(u32, bool),
+    Completed(u32, bool),
     Send(u32),
     Chunk(usize, FetchId),
     Written(usize, WriteId),
-    Watch,
+    Sample,
 }
 
 impl EventQueue {
-    pub(super) fn schedule(&mut self, at: u64, what: SimulationEvent) {
-        self.lively += usize::from(!matches!(what, SimulationEvent::Watch));
-        self.foreseen += 1;
-        self.events.push(Reverse(ScheduledEvent { at, number: self.foreseen, what }));
+    pub(super) fn schedule(&mut self, at: u64, event: SimulationEvent) {
+        self.pending += usize::from(!matches!(event, SimulationEvent::Sample));
+        self.last_number += 1;
+        self.events.push(Reverse(ScheduledEvent { at, number: self.last_number, event }));
     }
 
     #[inline]
@@ -48,20 +48,20 @@ impl EventQueue {
 
     #[inline]
     pub(super) fn pop(&mut self) -> Option<(u64, SimulationEvent)> {
-        let Reverse(ScheduledEvent { at, what, .. }) = self.events.pop()?;
-        self.lively -= usize::from(!matches!(what, SimulationEvent::Watch));
+        let Reverse(ScheduledEvent { at, event: what, .. }) = self.events.pop()?;
+        self.pending -= usize::from(!matches!(what, SimulationEvent::Sample));
         Some((at, what))
     }
 
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
         // Without this distinction samples would schedule each other forever.
-        self.lively == 0
+        self.pending == 0
     }
 
     #[cfg(test)]
     pub(super) fn scheduled(&self) -> u64 {
-        self.foreseen
+        self.last_number
     }
 }
 

@@ -59,7 +59,7 @@ pub struct PreviewDisk {
     /// Index of its group.
     pub group: Option<usize>,
     /// Recorded requests in any order.
-    pub past: Vec<CompletedRequest>,
+    pub recording: Vec<CompletedRequest>,
 }
 
 /// Measurements of the requests of one or more disks.
@@ -68,16 +68,16 @@ pub struct PreviewResult(RequestStatistics);
 
 impl PreviewResult {
     /// Measurements of recorded requests.
-    pub fn of_recorded(past: &[CompletedRequest]) -> Self {
-        let mut tally = RequestStatistics::default();
-        for request in past {
+    pub fn of_recorded(recording: &[CompletedRequest]) -> Self {
+        let mut statistics = RequestStatistics::default();
+        for request in recording {
             let admitted_ns = request.arrived_ns.saturating_add(request.wait_ns);
             let ended_ns = admitted_ns.saturating_add(request.service_ns);
-            tally.record(request.arrived_ns, admitted_ns, ended_ns, request.length);
+            statistics.record(request.arrived_ns, admitted_ns, ended_ns, request.length);
         }
         // The requests are in any order.
-        tally.first = past.iter().map(|request| request.arrived_ns).min();
-        Self(tally)
+        statistics.first = recording.iter().map(|request| request.arrived_ns).min();
+        Self(statistics)
     }
 
     /// Adds the measurements of another disk.
@@ -97,12 +97,12 @@ impl PreviewResult {
 
     /// Requests per second.
     pub fn operations_per_second(&self) -> f64 {
-        self.0.a_second(self.0.requests)
+        self.0.per_second(self.0.requests)
     }
 
     /// Bytes per second.
     pub fn bytes_per_second(&self) -> f64 {
-        self.0.a_second(self.0.bytes)
+        self.0.per_second(self.0.bytes)
     }
 
     /// Quantile of the latency in nanoseconds; `part` is from 0 to 1.
@@ -141,7 +141,7 @@ pub fn replay(
             .iter()
             .map(|group| DiskGroupSpec {
                 name: group.name.clone(),
-                hold: group.settings,
+                settings: group.settings,
                 parent: group.parent,
             })
             .collect(),
@@ -150,18 +150,18 @@ pub fn replay(
     };
     // The recorded service times stand for the devices, so the world has none.
     let mut engine = SimulationEngine::new(&world, true)?;
-    let all = || disks.iter().flat_map(|disk| &disk.past);
-    let begin = all().map(|past| past.arrived_ns).min().unwrap_or(0);
-    let end = all().map(|past| past.arrived_ns + past.wait_ns + past.service_ns).max().unwrap_or(0);
+    let all = || disks.iter().flat_map(|disk| &disk.recording);
+    let begin = all().map(|request| request.arrived_ns).min().unwrap_or(0);
+    let end = all().map(|request| request.arrived_ns + request.wait_ns + request.service_ns).max().unwrap_or(0);
     for (index, disk) in disks.iter().enumerate() {
-        for chain in chains(index, &disk.past, begin, end) {
+        for chain in chains(index, &disk.recording, begin, end) {
             engine.add_chain(chain);
         }
     }
     let mut phase = ReplayRound::new(disks);
     let mut first_ns = None;
     loop {
-        let goes_on = engine.run(STEPS);
+        let is_running = engine.run(STEPS);
         for row in engine.take_rows() {
             match first_ns {
                 // This round only fills the buckets.
@@ -181,7 +181,7 @@ pub fn replay(
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        if !goes_on {
+        if !is_running {
             // There are no requests.
             return Ok(Some(phase.finish()));
         }
@@ -191,53 +191,53 @@ pub fn replay(
 /// Measurements of one round of the recorded requests.
 struct ReplayRound {
     /// Remaining requests of each disk.
-    left: Vec<usize>,
-    felt: Vec<RequestStatistics>,
+    remaining: Vec<usize>,
+    results: Vec<RequestStatistics>,
     rows: usize,
-    most: usize,
+    max_rows: usize,
 }
 
 impl ReplayRound {
     // Limit of repetitions by a disk whose requests are admitted faster than others'.
-    const MOST: usize = 4;
+    const MAX_REPETITIONS: usize = 4;
 
     fn new(disks: &[PreviewDisk]) -> Self {
-        let left: Vec<_> = disks.iter().map(|disk| disk.past.len()).collect();
-        let most = Self::MOST * left.iter().sum::<usize>();
-        Self { felt: vec![RequestStatistics::default(); disks.len()], rows: 0, most, left }
+        let remaining: Vec<_> = disks.iter().map(|disk| disk.recording.len()).collect();
+        let max_rows = Self::MAX_REPETITIONS * remaining.iter().sum::<usize>();
+        Self { results: vec![RequestStatistics::default(); disks.len()], rows: 0, max_rows, remaining }
     }
 
     /// True if every disk completed a round with this row.
     fn is_over(&mut self, row: &ResultRow) -> bool {
-        let left = &mut self.left[row.request.disk];
-        *left = left.saturating_sub(1);
-        self.left.iter().all(|left| *left == 0) || self.has_enough()
+        let remaining = &mut self.remaining[row.request.disk];
+        *remaining = remaining.saturating_sub(1);
+        self.remaining.iter().all(|left| *left == 0) || self.has_enough()
     }
 
     fn has_enough(&self) -> bool {
-        self.rows >= self.most
+        self.rows >= self.max_rows
     }
 
     fn add_result(&mut self, row: &ResultRow) {
         self.rows += 1;
-        let tally = &mut self.felt[row.request.disk];
-        tally.record(row.request.at_ns, row.admitted_ns, row.completed_ns, row.request.length);
+        let statistics = &mut self.results[row.request.disk];
+        statistics.record(row.request.at_ns, row.admitted_ns, row.completed_ns, row.request.length);
     }
 
     fn finish(self) -> Vec<PreviewResult> {
-        self.felt.into_iter().map(PreviewResult).collect()
+        self.results.into_iter().map(PreviewResult).collect()
     }
 }
 
 fn disk(disk: &PreviewDisk) -> DiskSpec {
     DiskSpec {
         name: disk.name.clone(),
-        hold: disk.settings,
+        settings: disk.settings,
         group: disk.group,
         prefetch: prefetch::PrefetchConfig::off(),
         size_bytes: UNKNOWN_SIZE,
         place: DevicePlacement::default(),
-        watched: None,
+        sampled_device: None,
     }
 }
 
@@ -252,23 +252,23 @@ struct ReconstructedChain {
 
 /// Divides requests into chains, from the start of the recording to its end. Of the completed
 /// requests without a follower, the latest is followed.
-fn chains(disk: usize, past: &[CompletedRequest], begin_ns: u64, end_ns: u64) -> Vec<RequestChain> {
-    let mut past: Vec<_> = past.to_vec();
-    past.sort_by_key(|request| request.arrived_ns);
+fn chains(disk: usize, recording: &[CompletedRequest], begin_ns: u64, end_ns: u64) -> Vec<RequestChain> {
+    let mut requests: Vec<_> = recording.to_vec();
+    requests.sort_by_key(|request| request.arrived_ns);
     let mut chains: Vec<ReconstructedChain> = Vec::new();
-    let mut asked: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
-    let mut answered: Vec<usize> = Vec::new();
-    for request in past {
+    let mut in_flight: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
+    let mut idle: Vec<usize> = Vec::new();
+    for request in requests {
         // Chains whose request had completed by the arrival of this one are free to send it.
-        while let Some(&Reverse((at, chain))) = asked.peek()
+        while let Some(&Reverse((at, chain))) = in_flight.peek()
             && at <= request.arrived_ns
         {
-            asked.pop();
-            answered.push(chain);
+            in_flight.pop();
+            idle.push(chain);
         }
         // The latest completion is the most probable cause of this request. Without one, another
         // request must have been in flight: a new chain.
-        let place = answered.pop().unwrap_or_else(|| {
+        let place = idle.pop().unwrap_or_else(|| {
             chains.push(ReconstructedChain {
                 chain: RequestChain::new(disk),
                 free_ns: begin_ns,
@@ -282,12 +282,12 @@ fn chains(disk: usize, past: &[CompletedRequest], begin_ns: u64, end_ns: u64) ->
         let took_ns = request.wait_ns + request.service_ns;
         *free_ns = request.arrived_ns + took_ns;
         *longest_ns = took_ns.max(*longest_ns);
-        asked.push(Reverse((*free_ns, place)));
+        in_flight.push(Reverse((*free_ns, place)));
     }
-    let again = |ReconstructedChain { chain, free_ns, longest_ns }: ReconstructedChain| {
+    let repeated = |ReconstructedChain { chain, free_ns, longest_ns }: ReconstructedChain| {
         chain.with_repetition(end_ns.saturating_sub(free_ns), longest_ns, end_ns - begin_ns)
     };
-    chains.into_iter().map(again).collect()
+    chains.into_iter().map(repeated).collect()
 }
 
 #[cfg(test)]
@@ -324,15 +324,15 @@ mod tests {
                 .iter()
                 .map(|group| DiskGroupSpec {
                     name: group.name.clone(),
-                    hold: group.settings,
+                    settings: group.settings,
                     parent: group.parent,
                 })
                 .collect(),
             ..WorldSpec::default()
         };
         for (settings, group) in disks {
-            let then =
-                PreviewDisk { name: String::new(), settings: *settings, group: *group, past: Vec::new() };
+            let recorded_disk =
+                PreviewDisk { name: String::new(), settings: *settings, group: *group, recording: Vec::new() };
             let service = crate::device::ServiceTimeSpec::fixed(MS / 5);
             let station = world.add_station(crate::device::StationSpec {
                 read: service,
@@ -341,7 +341,7 @@ mod tests {
             });
             world.disks.push(DiskSpec {
                 place: DevicePlacement { station: Some(station), budget: None },
-                ..disk(&then)
+                ..disk(&recorded_disk)
             });
         }
         let mut engine = SimulationEngine::new(&world, true).unwrap();
@@ -380,25 +380,25 @@ mod tests {
     }
 
     fn alone(settings: DiskSettings, past: Vec<CompletedRequest>) -> PreviewResult {
-        let then = PreviewDisk { name: "a".into(), settings, group: None, past };
-        replayed(&[], vec![then]).remove(0)
+        let recorded_disk = PreviewDisk { name: "a".into(), settings, group: None, recording: past };
+        replayed(&[], vec![recorded_disk]).remove(0)
     }
 
     /// Fails unless rate, latencies and waits agree within a tenth.
-    fn assert_near(predicted: &PreviewResult, happened: &PreviewResult, about: &str) {
-        let figures = |felt: &PreviewResult| {
+    fn assert_near(predicted: &PreviewResult, measured: &PreviewResult, context: &str) {
+        let figures = |result: &PreviewResult| {
             [
-                felt.operations_per_second(),
-                felt.bytes_per_second(),
-                felt.latency_ns(0.5) as f64,
-                felt.latency_ns(0.99) as f64,
-                felt.wait_ns(0.5) as f64,
+                result.operations_per_second(),
+                result.bytes_per_second(),
+                result.latency_ns(0.5) as f64,
+                result.latency_ns(0.99) as f64,
+                result.wait_ns(0.5) as f64,
             ]
         };
-        for (predicted, happened) in figures(predicted).into_iter().zip(figures(happened)) {
+        for (predicted_figure, measured_figure) in figures(predicted).into_iter().zip(figures(measured)) {
             let is_near =
-                (predicted / happened.max(1.0) - 1.0).abs() < 0.1 || (predicted < 2e4 && happened < 2e4);
-            assert!(is_near, "{about}: {predicted} was predicted, and {happened} happened");
+                (predicted_figure / measured_figure.max(1.0) - 1.0).abs() < 0.1 || (predicted_figure < 2e4 && measured_figure < 2e4);
+            assert!(is_near, "{context}: {predicted_figure} was predicted, and {measured_figure} happened");
         }
     }
 
@@ -418,11 +418,11 @@ mod tests {
                     (name, *settings, record(&[], &[(*settings, None)], &[(0, depth, 4096)]).remove(0))
                 })
                 .collect();
-            for (before, _, past) in &all {
-                for (after, settings, happened) in &all {
-                    let predicted = alone(*settings, past.clone());
-                    let about = format!("depth {depth}, from {before} to {after}");
-                    assert_near(&predicted, &PreviewResult::of_recorded(happened), &about);
+            for (before, _, recording) in &all {
+                for (after, settings, measured) in &all {
+                    let predicted = alone(*settings, recording.clone());
+                    let context = format!("depth {depth}, from {before} to {after}");
+                    assert_near(&predicted, &PreviewResult::of_recorded(measured), &context);
                 }
             }
         }
@@ -433,12 +433,12 @@ mod tests {
         let mut long = iops(1000);
         *long.limits.limit_mut(LimitKind::IopsTotal) =
             RateLimit { rate: 1000, burst_rate: 5000, burst_length_s: 2 };
-        let past = record(&[], &[(iops(1000), None)], &[(0, 32, 4096)]).remove(0);
-        let felt = alone(long, past);
+        let recording = record(&[], &[(iops(1000), None)], &[(0, 32, 4096)]).remove(0);
+        let result = alone(long, recording);
         assert!(
-            (felt.operations_per_second() / 1000.0 - 1.0).abs() < 0.05,
+            (result.operations_per_second() / 1000.0 - 1.0).abs() < 0.05,
             "{}",
-            felt.operations_per_second()
+            result.operations_per_second()
         );
     }
 
@@ -447,24 +447,24 @@ mod tests {
         let of = |rate| [PreviewGroup { name: "g".into(), settings: iops(rate), parent: None }];
         let disks = [(DiskSettings::default(), Some(0)), (DiskSettings::default(), Some(0))];
         let clients = [(0, 1, 4096), (1, 64, 4096)];
-        let past = record(&of(3000), &disks, &clients);
-        let happened = record(&of(1000), &disks, &clients);
-        let then = past.into_iter().map(|past| PreviewDisk {
+        let recordings = record(&of(3000), &disks, &clients);
+        let measured = record(&of(1000), &disks, &clients);
+        let recorded_disks = recordings.into_iter().map(|recording| PreviewDisk {
             name: String::new(),
             settings: DiskSettings::default(),
             group: Some(0),
-            past,
+            recording,
         });
-        let predicted = replayed(&of(1000), then.collect());
-        for (disk, (predicted, happened)) in predicted.iter().zip(&happened).enumerate() {
-            assert_near(predicted, &PreviewResult::of_recorded(happened), &format!("disk {disk}"));
+        let predicted = replayed(&of(1000), recorded_disks.collect());
+        for (disk, (predicted, measured_disk)) in predicted.iter().zip(&measured).enumerate() {
+            assert_near(predicted, &PreviewResult::of_recorded(measured_disk), &format!("disk {disk}"));
         }
     }
 
     #[test]
     fn sparse_client_keeps_its_rate() {
         // A request every 10 ms, which takes 1 ms.
-        let past: Vec<_> = (0..1000)
+        let recording: Vec<_> = (0..1000)
             .map(|number| CompletedRequest {
                 arrived_ns: number * 10 * MS,
                 wait_ns: 0,
@@ -473,12 +473,12 @@ mod tests {
                 op: RequestOp::Write,
             })
             .collect();
-        let felt = alone(DiskSettings::default(), past.clone());
-        assert!(felt.requests().abs_diff(1000) <= 1, "{}", felt.requests());
-        assert!((felt.operations_per_second() / 100.0 - 1.0).abs() < 0.01);
-        assert!((felt.latency_ns(0.99) as f64 / 1e6 - 1.0).abs() < 0.02);
-        assert_eq!(felt.waiting_ratio(), 0.0);
-        assert!(alone(iops(50), past).waiting_ratio() > 0.9);
+        let result = alone(DiskSettings::default(), recording.clone());
+        assert!(result.requests().abs_diff(1000) <= 1, "{}", result.requests());
+        assert!((result.operations_per_second() / 100.0 - 1.0).abs() < 0.01);
+        assert!((result.latency_ns(0.99) as f64 / 1e6 - 1.0).abs() < 0.02);
+        assert_eq!(result.waiting_ratio(), 0.0);
+        assert!(alone(iops(50), recording).waiting_ratio() > 0.9);
     }
 
     #[test]
@@ -486,29 +486,29 @@ mod tests {
         // Batches of 32 for which the recorder sees no service time: a single chain without
         // pauses.
         let batches = |between_ns: u64, wait_ns: u64| {
-            let past = (0..3200).map(|number| CompletedRequest {
+            let recording = (0..3200).map(|number| CompletedRequest {
                 arrived_ns: number / 32 * between_ns,
                 wait_ns,
                 service_ns: 0,
                 length: 4096,
                 op: RequestOp::Read,
             });
-            past.collect::<Vec<_>>()
+            recording.collect::<Vec<_>>()
         };
-        let felt = alone(DiskSettings::default(), batches(92_000, 0));
+        let result = alone(DiskSettings::default(), batches(92_000, 0));
         let recorded = 32.0 / 92e-6;
-        let ratio = felt.operations_per_second() / recorded;
+        let ratio = result.operations_per_second() / recorded;
         assert!((0.9..1.1).contains(&ratio), "{ratio}");
         // Unthrottled speed is unknown for clients that a limit throttled.
-        let felt = alone(DiskSettings::default(), batches(32 * MS, 32 * MS));
+        let result = alone(DiskSettings::default(), batches(32 * MS, 32 * MS));
         let clients = 32.0;
-        assert!(felt.operations_per_second() <= clients * 1.3e5, "{}", felt.operations_per_second());
+        assert!(result.operations_per_second() <= clients * 1.3e5, "{}", result.operations_per_second());
     }
 
     #[test]
     fn no_requests_no_result() {
-        let felt = alone(iops(10), Vec::new());
-        assert_eq!((felt.requests(), felt.operations_per_second(), felt.latency_ns(0.5)), (0, 0.0, 0));
+        let result = alone(iops(10), Vec::new());
+        assert_eq!((result.requests(), result.operations_per_second(), result.latency_ns(0.5)), (0, 0.0, 0));
         let stopped = replay(&[], &[], &AtomicBool::new(true)).unwrap();
         assert!(stopped.is_none());
     }

@@ -34,10 +34,10 @@ enum JoinRule {
 }
 
 impl JoinRule {
-    fn join(self, one: u64, other: u64) -> u64 {
+    fn join(self, first: u64, second: u64) -> u64 {
         match self {
-            Self::Sum => one.saturating_add(other),
-            Self::Peak => one.max(other),
+            Self::Sum => first.saturating_add(second),
+            Self::Peak => first.max(second),
         }
     }
 }
@@ -89,8 +89,8 @@ impl TimeSeries {
             other.halve();
         }
         self.values.resize(self.values.len().max(other.values.len()), 0);
-        for (ours, theirs) in self.values.iter_mut().zip(&other.values) {
-            *ours = self.join_rule.join(*ours, *theirs);
+        for (sum, added) in self.values.iter_mut().zip(&other.values) {
+            *sum = self.join_rule.join(*sum, *added);
         }
         self.last_ns = self.last_ns.max(other.last_ns);
     }
@@ -131,9 +131,9 @@ impl TimeSeries {
     }
 
     /// The series with at most `most` intervals.
-    pub fn with_at_most(&self, most: usize) -> Self {
+    pub fn with_at_most(&self, max_intervals: usize) -> Self {
         let mut series = self.clone();
-        while series.values.len() > most {
+        while series.values.len() > max_intervals {
             series.halve();
         }
         series
@@ -148,8 +148,8 @@ impl TimeSeries {
 
     /// The series with at most `most` intervals, joined until each has enough events for a rate;
     /// `counts` is the number of events.
-    pub fn joined_for_rates(&self, counts: &Self, most: usize) -> Self {
-        let mut counts = counts.with_at_most(most);
+    pub fn joined_for_rates(&self, counts: &Self, max_intervals: usize) -> Self {
+        let mut counts = counts.with_at_most(max_intervals);
         let events: u64 = counts.values.iter().sum();
         while counts.values.len() >= 2 * MIN_INTERVALS
             && events < MIN_EVENTS.saturating_mul(counts.values.len() as u64)
@@ -232,7 +232,7 @@ impl LatencySeries {
                     counts
                         .iter_mut()
                         .zip(other)
-                        .for_each(|(ours, theirs)| *ours = ours.saturating_add(*theirs));
+                        .for_each(|(sum, added)| *sum = sum.saturating_add(*added));
                 }
                 None => {}
             }
@@ -282,8 +282,8 @@ fn step_of(ns: u64) -> usize {
 
 fn middle_of(step: usize) -> u64 {
     let shift = (step >> STEP_BITS).saturating_sub(1);
-    let from = ((step - (shift << STEP_BITS)) as u64) << shift;
-    from + ((1 << shift) >> 1)
+    let lower_bound = ((step - (shift << STEP_BITS)) as u64) << shift;
+    lower_bound + ((1 << shift) >> 1)
 }
 
 #[cfg(test)]
@@ -371,23 +371,23 @@ mod tests {
         }
         let points = latency.points();
         assert!(points.len() >= 30, "{}", points.len());
-        let near = |ns: u64, expected: u64| ns.abs_diff(expected) <= expected / 16;
+        let is_near = |ns: u64, expected: u64| ns.abs_diff(expected) <= expected / 16;
         for (at, p50, p99) in points {
-            assert!(near(p50, 1_000_000), "{p50} at {at}");
+            assert!(is_near(p50, 1_000_000), "{p50} at {at}");
             if !(29.0..31.0).contains(&at) {
-                assert!(near(p99, if at < 30.0 { 1_000_000 } else { 80_000_000 }), "{p99} at {at}");
+                assert!(is_near(p99, if at < 30.0 { 1_000_000 } else { 80_000_000 }), "{p99} at {at}");
             }
         }
     }
 
     #[test]
     fn several_series_are_added() {
-        let (mut one, mut other) = (TimeSeries::sums(), TimeSeries::sums());
-        (0..4000).for_each(|number| one.note(number << 20, 1));
-        (0..100).for_each(|number| other.note(number << 20, 2));
-        other.add(&one);
-        assert_eq!(other.points().map(|(_, value)| value).sum::<u64>(), 4200);
-        one.add(&TimeSeries::sums());
-        assert_eq!(one.points().map(|(_, value)| value).sum::<u64>(), 4000);
+        let (mut first, mut second) = (TimeSeries::sums(), TimeSeries::sums());
+        (0..4000).for_each(|number| first.note(number << 20, 1));
+        (0..100).for_each(|number| second.note(number << 20, 2));
+        second.add(&first);
+        assert_eq!(second.points().map(|(_, value)| value).sum::<u64>(), 4200);
+        first.add(&TimeSeries::sums());
+        assert_eq!(first.points().map(|(_, value)| value).sum::<u64>(), 4000);
     }
 }

@@ -41,8 +41,8 @@ impl PrefetchModel {
     pub(super) fn new(disk: &DiskSpec) -> Result<Option<Self>, InvalidPrefetchSettings> {
         disk.prefetch.validate()?;
         // Read-ahead gains nothing on a device that takes no time, like a disk in memory.
-        let worth_it = disk.place != DevicePlacement::default();
-        if disk.prefetch.mode == PrefetchMode::Off || disk.prefetch.mode == PrefetchMode::Auto && !worth_it {
+        let may_gain = disk.place != DevicePlacement::default();
+        if disk.prefetch.mode == PrefetchMode::Off || disk.prefetch.mode == PrefetchMode::Auto && !may_gain {
             return Ok(None);
         }
         let mut cache = PrefetchCache::default();
@@ -61,57 +61,57 @@ impl PrefetchModel {
         request: &SimulatedRequest,
         now: u64,
         flow: &mut EventQueue,
-        may: impl FnOnce(&RequestCost, SpareRefund) -> bool,
+        try_admit: impl FnOnce(&RequestCost, SpareRefund) -> bool,
     ) -> u64 {
         let SimulatedRequest { disk, offset, length, .. } = *request;
-        let may = |ahead: &policy::prefetch::ReadAhead, given_back| may(&ahead.cost(), given_back);
-        let (found, ahead) = self.cache.read(offset..offset + length, 1, self.size_bytes, may);
+        let try_admit_ahead = |ahead: &policy::prefetch::ReadAhead, refund| try_admit(&ahead.cost(), refund);
+        let (found, ahead) = self.cache.read(offset..offset + length, 1, self.size_bytes, try_admit_ahead);
         // Missing data is fetched before the read-ahead that it triggers, or the device would
         // delay the client.
-        let mut done = now;
+        let mut completes_at = now;
         match found {
-            CacheLookup::Nothing => done = flow.devices.begin(self.place, RequestOp::Read, length, now),
-            CacheLookup::Whole(cached) => done = done.max(self.cached_bytes(&cached)),
-            CacheLookup::Parts(parts) => done = self.read_parts(&parts, length, now, flow),
+            CacheLookup::Nothing => completes_at = flow.devices.begin(self.place, RequestOp::Read, length, now),
+            CacheLookup::Whole(cached) => completes_at = completes_at.max(self.cached_bytes(&cached)),
+            CacheLookup::Parts(parts) => completes_at = self.read_parts(&parts, length, now, flow),
         }
         if let Some(ahead) = ahead {
             for range in ahead.ranges() {
                 let at = Instant::from_nanos(now);
                 let (chunks, free) = (&mut self.chunks, &mut self.free);
-                let make = || {
+                let new_token = || {
                     free.pop().unwrap_or_else(|| {
                         chunks.push(0);
                         (chunks.len() - 1) as u32
                     })
                 };
-                for fetch in self.cache.begin(&ahead, range, at, make) {
+                for fetch in self.cache.begin(&ahead, range, at, new_token) {
                     let Fetch { id, range, token } = fetch;
-                    let arrives =
+                    let arrival_ns =
                         flow.devices.begin(self.place, RequestOp::Read, range.end - range.start, now);
-                    self.chunks[token as usize] = arrives;
-                    flow.schedule(arrives, SimulationEvent::Chunk(disk, id));
+                    self.chunks[token as usize] = arrival_ns;
+                    flow.schedule(arrival_ns, SimulationEvent::Chunk(disk, id));
                 }
             }
         }
         self.free_dropped();
-        done
+        completes_at
     }
 
     fn read_parts(&self, parts: &[CachePart<u32>], length: u64, now: u64, flow: &mut EventQueue) -> u64 {
         let mut missing = parts.iter().filter(|part| matches!(part, CachePart::Missing(_)));
-        let mut done = now;
+        let mut completes_at = now;
         // Several gaps: one read of the whole range costs less than several small ones.
         match (missing.next(), missing.next()) {
             (Some(_), Some(_)) => return flow.devices.begin(self.place, RequestOp::Read, length, now),
-            (Some(part), None) => done = flow.devices.begin(self.place, RequestOp::Read, part.length(), now),
+            (Some(part), None) => completes_at = flow.devices.begin(self.place, RequestOp::Read, part.length(), now),
             (None, _) => {}
         }
         for part in parts {
             if let CachePart::Cached(cached) = part {
-                done = done.max(self.cached_bytes(cached));
+                completes_at = completes_at.max(self.cached_bytes(cached));
             }
         }
-        done
+        completes_at
     }
 
     fn cached_bytes(&self, cached: &CachedRange<u32>) -> u64 {
@@ -121,19 +121,19 @@ impl PrefetchModel {
     /// Starts any other request and returns its completion time.
     pub(super) fn change(&mut self, request: &SimulatedRequest, now: u64, flow: &mut EventQueue) -> u64 {
         let SimulatedRequest { disk, op, offset, length, .. } = *request;
-        let done = flow.devices.begin(self.place, op, length, now);
+        let completes_at = flow.devices.begin(self.place, op, length, now);
         if op != RequestOp::Flush {
             // Before the write completes: a chunk that overlaps it must not be used any more.
             let write = self.cache.write_begins(offset..offset.saturating_add(length));
             self.free_dropped();
             // A write without duration needs no event for its end.
-            if done == now {
+            if completes_at == now {
                 self.cache.write_ends(write);
             } else {
-                flow.schedule(done, SimulationEvent::Written(disk, write));
+                flow.schedule(completes_at, SimulationEvent::Written(disk, write));
             }
         }
-        done
+        completes_at
     }
 
     pub(super) fn arrived(&mut self, fetch: FetchId, now: u64) {

@@ -17,7 +17,7 @@ pub(super) const NEVER: u64 = u64::MAX;
 pub(super) struct SimulationState {
     /// Nanoseconds since the start.
     pub(super) now: u64,
-    pub(super) arbiters: Vec<TreeWithTimer>,
+    pub(super) trees: Vec<TreeWithTimer>,
     pub(super) groups: Vec<GroupState>,
     pub(super) disks: Vec<DiskState>,
     pub(super) flow: EventQueue,
@@ -37,7 +37,7 @@ pub(super) struct TreeWithTimer {
 
 #[derive(Debug)]
 pub(super) struct GroupState {
-    pub(super) arbiter: usize,
+    pub(super) tree: usize,
     pub(super) node: NodeId,
     pub(super) parent: Option<usize>,
     pub(super) queue: QueueStatistics,
@@ -45,15 +45,15 @@ pub(super) struct GroupState {
 
 #[derive(Debug)]
 pub(super) struct DiskState {
-    pub(super) arbiter: usize,
+    pub(super) tree: usize,
     pub(super) node: NodeId,
     pub(super) group: Option<usize>,
     pub(super) limited: bool,
     pub(super) place: DevicePlacement,
-    pub(super) ahead: Option<Box<PrefetchModel>>,
+    pub(super) prefetch: Option<Box<PrefetchModel>>,
     /// Waiting requests that are not in the tree yet, by direction.
-    pub(super) behind: [Backlog; 2],
+    pub(super) backlogs: [Backlog; 2],
     pub(super) queue: QueueStatistics,
-    pub(super) held: ThrottleTimes,
-    pub(super) tally: RequestStatistics,
+    pub(super) throttle_times: ThrottleTimes,
+    pub(super) statistics: RequestStatistics,
 }

@@ -63,7 +63,7 @@ pub struct RequestStatistics {
     pub(crate) first: Option<u64>,
     pub(crate) last: u64,
     /// Series for charts, of disks that are drawn.
-    pub drawn: Option<Box<DiskChart>>,
+    pub chart: Option<Box<DiskChart>>,
 }
 
 /// Series of a disk for charts.
@@ -80,29 +80,29 @@ pub struct DiskChart {
 impl Default for RequestStatistics {
     fn default() -> Self {
         let [latency, waited, served] = [(); 3].map(|()| latencies::growing());
-        Self { requests: 0, bytes: 0, latency, waited, served, first: None, last: 0, drawn: None }
+        Self { requests: 0, bytes: 0, latency, waited, served, first: None, last: 0, chart: None }
     }
 }
 
 impl RequestStatistics {
-    pub(crate) fn drawn() -> Self {
+    pub(crate) fn with_chart() -> Self {
         let [done, done_bytes] = [(); 2].map(|()| TimeSeries::sums());
-        let drawn = DiskChart { done, done_bytes, waiting: TimeSeries::peaks() };
-        Self { drawn: Some(Box::new(drawn)), ..Self::default() }
+        let chart = DiskChart { done, done_bytes, waiting: TimeSeries::peaks() };
+        Self { chart: Some(Box::new(chart)), ..Self::default() }
     }
 
-    pub(crate) fn record(&mut self, came: u64, admitted: u64, done: u64, bytes: u64) {
+    pub(crate) fn record(&mut self, arrived: u64, admitted: u64, done: u64, bytes: u64) {
         self.requests += 1;
         self.bytes = self.bytes.saturating_add(bytes);
-        self.first.get_or_insert(came);
+        self.first.get_or_insert(arrived);
         self.last = self.last.max(done);
-        let (waited, served) = (admitted - came, done - admitted);
+        let (waited, served) = (admitted - arrived, done - admitted);
         latencies::note(&mut self.waited, waited);
         latencies::note(&mut self.served, served);
         latencies::note(&mut self.latency, waited + served);
-        if let Some(drawn) = &mut self.drawn {
-            drawn.done.note(done, 1);
-            drawn.done_bytes.note(done, bytes);
+        if let Some(chart) = &mut self.chart {
+            chart.done.note(done, 1);
+            chart.done_bytes.note(done, bytes);
         }
     }
 
@@ -110,12 +110,12 @@ impl RequestStatistics {
     pub fn add(&mut self, other: &Self) {
         self.requests += other.requests;
         self.bytes = self.bytes.saturating_add(other.bytes);
-        for (ours, theirs) in [
+        for (histogram, added) in [
             (&mut self.latency, &other.latency),
             (&mut self.waited, &other.waited),
             (&mut self.served, &other.served),
         ] {
-            ours.add(theirs).expect("it grows as it has to");
+            histogram.add(added).expect("it grows as it has to");
         }
         self.first = self.first.into_iter().chain(other.first).min();
         self.last = self.last.max(other.last);
@@ -133,7 +133,7 @@ impl RequestStatistics {
     }
 
     /// Rate per second; 0 if no time passed.
-    pub fn a_second(&self, count: u64) -> f64 {
+    pub fn per_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { count as f64 / seconds } else { 0.0 }
     }

@@ -60,24 +60,24 @@ struct SampledDevice {
 }
 
 impl WatermarkSampler {
-    pub(super) fn add_group(&mut self, index: usize, hold: &DiskSettings, now: u64) {
-        self.add(TargetOwner::Group(index), hold, now);
+    pub(super) fn add_group(&mut self, index: usize, settings: &DiskSettings, now: u64) {
+        self.add(TargetOwner::Group(index), settings, now);
     }
 
     /// Adds a disk. Its device counts as sampled and idle: a daemon serves the disk before its
     /// first request.
     pub(super) fn add_disk(&mut self, index: usize, disk: &DiskSpec, state: &mut SimulationState) {
         if disk.group.is_none() {
-            self.add(TargetOwner::Disk(index), &disk.hold, state.now);
+            self.add(TargetOwner::Disk(index), &disk.settings, state.now);
         }
-        let Some(place) = disk.watched else { return };
+        let Some(place) = disk.sampled_device else { return };
         let groups = std::iter::successors(disk.group, |&group| state.groups[group].parent);
         let all: Vec<TargetOwner> =
             groups.map(TargetOwner::Group).chain([TargetOwner::Disk(index)]).collect();
-        for who in all {
-            let Some(target) = self.targets.iter_mut().find(|target| target.owner == who) else { continue };
-            let known = self.devices.iter().position(|device| device.place == place);
-            let device = known.unwrap_or_else(|| {
+        for owner in all {
+            let Some(target) = self.targets.iter_mut().find(|target| target.owner == owner) else { continue };
+            let existing = self.devices.iter().position(|device| device.place == place);
+            let device = existing.unwrap_or_else(|| {
                 self.devices.push(SampledDevice::new(place, state));
                 self.devices.len() - 1
             });
@@ -88,11 +88,11 @@ impl WatermarkSampler {
         }
     }
 
-    fn add(&mut self, who: TargetOwner, hold: &DiskSettings, now: u64) {
-        if hold.watermark != Watermark::ALWAYS {
-            let DiskSettings { limits, watermark, .. } = *hold;
+    fn add(&mut self, owner: TargetOwner, settings: &DiskSettings, now: u64) {
+        if settings.watermark != Watermark::ALWAYS {
+            let DiskSettings { limits, watermark, .. } = *settings;
             self.targets.push(WatermarkTarget {
-                owner: who,
+                owner,
                 limits,
                 watermark,
                 devices: Vec::new(),
@@ -105,7 +105,7 @@ impl WatermarkSampler {
     pub(super) fn begin(&mut self, flow: &mut EventQueue) {
         if !self.devices.is_empty() {
             self.is_sampling = true;
-            flow.schedule(0, SimulationEvent::Watch);
+            flow.schedule(0, SimulationEvent::Sample);
         }
     }
 
@@ -122,7 +122,7 @@ impl WatermarkSampler {
         let next = last_sample(now).checked_add(INTERVAL_NS);
         self.is_sampling = self.idle_samples < MAX_IDLE_SAMPLES && next.is_some();
         if let (true, Some(next)) = (self.is_sampling, next) {
-            flow.schedule(next, SimulationEvent::Watch);
+            flow.schedule(next, SimulationEvent::Sample);
         }
     }
 
@@ -130,16 +130,16 @@ impl WatermarkSampler {
     pub(super) fn sample(&mut self, state: &mut SimulationState) -> Vec<usize> {
         let at = last_sample(state.now);
         let mut idle = state.flow.is_idle();
-        let mut consumed: Vec<DeviceConsumption> =
+        let mut consumptions: Vec<DeviceConsumption> =
             self.devices.iter().map(|_| DeviceConsumption::default()).collect();
         for target in &mut self.targets {
             // First all targets, because several may share a device: its sample needs their sum.
-            let Some(taken) = target.utilization_since_last_sample(state, at) else { continue };
+            let Some(consumption) = target.utilization_since_last_sample(state, at) else { continue };
             for &device in &target.devices {
-                consumed[device].add(&taken);
+                consumptions[device].add(&consumption);
             }
         }
-        for (observed, consumed) in self.devices.iter_mut().zip(consumed) {
+        for (observed, consumed) in self.devices.iter_mut().zip(consumptions) {
             idle &= !observed.observe(state.worked_ns(observed.place), at, &consumed);
         }
         // Idle if no device worked and no other event is pending.
@@ -155,10 +155,10 @@ const fn last_sample(now: u64) -> u64 {
 }
 
 impl TargetOwner {
-    fn place(self, state: &SimulationState) -> (usize, NodeId) {
+    fn tree_and_node(self, state: &SimulationState) -> (usize, NodeId) {
         match self {
-            Self::Group(index) => (state.groups[index].arbiter, state.groups[index].node),
-            Self::Disk(index) => (state.disks[index].arbiter, state.disks[index].node),
+            Self::Group(index) => (state.groups[index].tree, state.groups[index].node),
+            Self::Disk(index) => (state.disks[index].tree, state.disks[index].node),
         }
     }
 }
@@ -173,9 +173,9 @@ impl SampledDevice {
     }
 
     fn observe(&mut self, worked_ns: u64, at: u64, consumed: &DeviceConsumption) -> bool {
-        let (earlier, before) = std::mem::replace(&mut self.last, (at, worked_ns));
-        let elapsed_ns = at.saturating_sub(earlier);
-        let worked_ns = worked_ns.saturating_sub(before);
+        let (last_at, last_worked_ns) = std::mem::replace(&mut self.last, (at, worked_ns));
+        let elapsed_ns = at.saturating_sub(last_at);
+        let worked_ns = worked_ns.saturating_sub(last_worked_ns);
         if elapsed_ns > 0 {
             let used = u128::from(worked_ns) * 1000 / u128::from(elapsed_ns);
             let used = u64::try_from(used).unwrap_or(u64::MAX);
@@ -189,18 +189,18 @@ impl SampledDevice {
 impl WatermarkTarget {
     /// Applies the decision of its devices; returns its tree if that changes anything.
     fn decide(&mut self, devices: &mut [SampledDevice], state: &mut SimulationState) -> Option<usize> {
-        let says = self.devices.iter();
-        let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
+        let decisions = self.devices.iter();
+        let decisions = decisions.map(|&device| devices[device].controller.enforcement(self.watermark));
         // With several devices the strictest decision applies.
-        let enforcement = says.reduce(Enforcement::stricter).unwrap_or_default();
+        let enforcement = decisions.reduce(Enforcement::stricter).unwrap_or_default();
         if enforcement == self.enforcement {
             return None;
         }
         self.enforcement = enforcement;
-        let (arbiter, node) = self.owner.place(state);
+        let (tree_index, node) = self.owner.tree_and_node(state);
         let now = Instant::from_nanos(state.now);
-        state.arbiters[arbiter].tree.enforce(node, enforcement, now);
-        Some(arbiter)
+        state.trees[tree_index].tree.enforce(node, enforcement, now);
+        Some(tree_index)
     }
 
     /// Work that passed since the last sample, compared with the limits; `None` if no time passed.
@@ -209,11 +209,11 @@ impl WatermarkTarget {
         state: &SimulationState,
         at: u64,
     ) -> Option<GroupConsumption> {
-        let (arbiter, node) = self.owner.place(state);
-        let stats = state.arbiters[arbiter].tree.stats(node, Instant::from_nanos(state.now));
+        let (tree_index, node) = self.owner.tree_and_node(state);
+        let stats = state.trees[tree_index].tree.stats(node, Instant::from_nanos(state.now));
         let passed = [stats.reads, stats.writes];
-        let (earlier, before) = std::mem::replace(&mut self.last, (at, passed));
-        let elapsed_ns = at.checked_sub(earlier).filter(|&elapsed| elapsed > 0)?;
+        let (last_at, before) = std::mem::replace(&mut self.last, (at, passed));
+        let elapsed_ns = at.checked_sub(last_at).filter(|&elapsed| elapsed > 0)?;
         GroupConsumption::since(&before, &passed, Duration::from_nanos(elapsed_ns), self.limits)
     }
 }

@@ -27,7 +27,7 @@ pub struct DiskGroupSpec {
     /// Name for messages.
     pub name: String,
     /// Its limits and share.
-    pub hold: DiskSettings,
+    pub settings: DiskSettings,
     /// Index of its parent in [`WorldSpec::groups`], smaller than its own.
     pub parent: Option<usize>,
 }
@@ -38,7 +38,7 @@ pub struct DiskSpec {
     /// Name for messages.
     pub name: String,
     /// Its limits and share.
-    pub hold: DiskSettings,
+    pub settings: DiskSettings,
     /// Index of its group.
     pub group: Option<usize>,
     /// Prefetch settings.
@@ -48,7 +48,7 @@ pub struct DiskSpec {
     /// Its device.
     pub place: DevicePlacement,
     /// Device whose utilization is sampled; `None` if the daemon would find none.
-    pub watched: Option<DevicePlacement>,
+    pub sampled_device: Option<DevicePlacement>,
 }
 
 impl WorldSpec {
@@ -74,16 +74,16 @@ impl WorldSpec {
     /// Adds a group with these limits for all disks without a group.
     pub fn add_common_group(&mut self, limits: Limits) {
         let group = self.groups.len();
-        let hold = DiskSettings { limits, ..DiskSettings::default() };
-        self.groups.push(DiskGroupSpec { name: String::new(), hold, parent: None });
+        let settings = DiskSettings { limits, ..DiskSettings::default() };
+        self.groups.push(DiskGroupSpec { name: String::new(), settings, parent: None });
         self.disks.iter_mut().for_each(|disk| disk.group = disk.group.or(Some(group)));
     }
 
     /// True if a disk or group has a limit.
     pub fn is_limited(&self) -> bool {
-        let mut holds =
-            self.disks.iter().map(|disk| &disk.hold).chain(self.groups.iter().map(|group| &group.hold));
-        holds.any(|hold| hold.limits != Limits::default())
+        let mut all_settings =
+            self.disks.iter().map(|disk| &disk.settings).chain(self.groups.iter().map(|group| &group.settings));
+        all_settings.any(|hold| hold.limits != Limits::default())
     }
 
     /// Groups above a disk, innermost first.
@@ -98,9 +98,9 @@ impl WorldSpec {
         let stations = groups + self.disks.len();
         let budgets = stations + self.stations.len();
         let mut sets: Vec<usize> = (0..budgets + self.budgets.len()).collect();
-        let mut unite = |one: usize, other: usize| {
-            let (one, other) = (root(&mut sets, one), root(&mut sets, other));
-            sets[one.max(other)] = one.min(other);
+        let mut unite = |first: usize, second: usize| {
+            let (first_root, second_root) = (root(&mut sets, first), root(&mut sets, second));
+            sets[first_root.max(second_root)] = first_root.min(second_root);
         };
         for (index, group) in self.groups.iter().enumerate() {
             group.parent.into_iter().for_each(|parent| unite(index, parent));
@@ -123,7 +123,7 @@ impl WorldSpec {
 impl DiskSpec {
     pub(crate) fn unlimited(&self) -> Self {
         Self {
-            hold: DiskSettings::default(),
+            settings: DiskSettings::default(),
             group: None,
             prefetch: prefetch::PrefetchConfig::off(),
             ..self.clone()
@@ -147,17 +147,17 @@ mod tests {
     fn disk(group: Option<usize>, station: Option<usize>) -> DiskSpec {
         DiskSpec {
             name: String::new(),
-            hold: DiskSettings::default(),
+            settings: DiskSettings::default(),
             group,
             prefetch: prefetch::PrefetchConfig::off(),
             size_bytes: UNKNOWN_SIZE,
             place: DevicePlacement { station, budget: None },
-            watched: None,
+            sampled_device: None,
         }
     }
 
     fn group(parent: Option<usize>) -> DiskGroupSpec {
-        DiskGroupSpec { name: String::new(), hold: DiskSettings::default(), parent }
+        DiskGroupSpec { name: String::new(), settings: DiskSettings::default(), parent }
     }
 
     #[test]

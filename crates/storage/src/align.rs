@@ -459,10 +459,10 @@ impl<D: AlignedDevice> AlignShared<D> {
                 blocks[..head.len()].copy_from_slice(&head);
             }
             if end < last {
-                let foot = IoBuffer::new(block as usize);
-                let foot = self.device.read(last - block, foot.into()).await?.joined();
-                let at = blocks.len() - foot.len();
-                blocks[at..].copy_from_slice(&foot);
+                let tail = IoBuffer::new(block as usize);
+                let tail = self.device.read(last - block, tail.into()).await?.joined();
+                let at = blocks.len() - tail.len();
+                blocks[at..].copy_from_slice(&tail);
             }
         }
         data.copy_to(&mut blocks[(offset - first) as usize..]);

@@ -28,17 +28,17 @@ fn disk(seed: u64) -> (SimulatedStorage, Vec<u8>) {
 fn random_segments(mut length: usize) -> Segments {
     let mut segments = Segments::default();
     while length > 0 {
-        let (part, skew, is_guests) =
+        let (piece_bytes, misalignment, is_guest_memory) =
             sim::random(|random| (random.usize(1..=length), random.usize(..2), random.bool()));
-        if is_guests {
-            let memory = GuestMemory::new(vec![Region::on_heap(0, 0, part + skew)]).expect("one region");
-            segments.push(memory.range(skew as u64, part).expect("inside"));
+        if is_guest_memory {
+            let memory = GuestMemory::new(vec![Region::on_heap(0, 0, piece_bytes + misalignment)]).expect("one region");
+            segments.push(memory.range(misalignment as u64, piece_bytes).expect("inside"));
         } else {
-            let mut buffer = IoBuffer::new(part + skew);
-            buffer.advance(skew);
+            let mut buffer = IoBuffer::new(piece_bytes + misalignment);
+            buffer.advance(misalignment);
             segments.push(buffer);
         }
-        length -= part;
+        length -= piece_bytes;
     }
     segments
 }
@@ -166,7 +166,7 @@ fn cancelled_unaligned_write_changes_no_other_bytes() {
         sim::run(seed, async move {
             let (device, content) = disk(seed);
             let storage = Rc::new(Align::new(device));
-            let leaver = {
+            let cancelled_write = {
                 let storage = Rc::clone(&storage);
                 spawn_joinable(async move {
                     let _ = storage.write(0, segments(&[1; 10]), Durability::Cached).await;
@@ -174,7 +174,7 @@ fn cancelled_unaligned_write_changes_no_other_bytes() {
             };
             let wait = sim::random(|random| random.u64(..200_000));
             sleep_until(now() + Duration::from_nanos(wait)).await;
-            leaver.cancel().await;
+            cancelled_write.cancel().await;
             storage.write(10, segments(&[2; 20]), Durability::Cached).await.expect("no errors");
             sleep_until(now() + Duration::from_secs(1)).await;
             let read = read(&storage, 0, BLOCK).await;
@@ -223,8 +223,8 @@ fn out_of_range_is_an_error() {
         let size = SIZE as u64;
         assert_eq!(storage.read(size, IoBuffer::new(1).into()).await.err(), Some(Error::INVALID));
         assert_eq!(storage.read(u64::MAX, IoBuffer::new(1).into()).await.err(), Some(Error::INVALID));
-        let one = || Segments::from(IoBuffer::copy_of(&[1]));
-        assert_eq!(storage.write(size, one(), Durability::Cached).await, Err(Error::INVALID));
+        let one_byte = || Segments::from(IoBuffer::copy_of(&[1]));
+        assert_eq!(storage.write(size, one_byte(), Durability::Cached).await, Err(Error::INVALID));
         assert_eq!(storage.discard(1, u64::MAX).await, Err(Error::INVALID));
         assert_eq!(storage.block_status(0, 0).await, Err(Error::INVALID));
     });
@@ -297,10 +297,10 @@ fn a_size_is_not_read_during_a_resize() {
     sim::run(1, async move {
         let storage = Rc::new(Align::new(disk(1).0));
         let mut resize = std::pin::pin!(storage.resize(BLOCK as u64));
-        let begun = std::future::poll_fn(|context| {
+        let is_pending = std::future::poll_fn(|context| {
             std::task::Poll::Ready(resize.as_mut().poll(context).is_pending())
         });
-        assert!(begun.await, "the device takes a moment");
+        assert!(is_pending.await, "the device takes a moment");
         sleep_until(now() + Duration::from_nanos(1)).await;
         let refreshing = Rc::clone(&storage);
         let refreshed = spawn_joinable(async move { refreshing.refresh_size().await });
@@ -316,10 +316,10 @@ fn cancelled_resize_excludes_writes_until_it_ends() {
             let storage = Rc::new(Align::new(disk(seed).0));
             {
                 let mut resize = std::pin::pin!(storage.resize(BLOCK as u64));
-                let begun = std::future::poll_fn(|context| {
+                let is_pending = std::future::poll_fn(|context| {
                     std::task::Poll::Ready(resize.as_mut().poll(context).is_pending())
                 });
-                assert!(begun.await, "the device takes a moment");
+                assert!(is_pending.await, "the device takes a moment");
                 sleep_until(now() + Duration::from_nanos(1)).await;
             }
             let written = storage.write(BLOCK as u64, random_segments(BLOCK), Durability::Cached).await;

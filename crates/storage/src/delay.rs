@@ -103,18 +103,18 @@ impl DelaySemaphore {
     }
 
     async fn acquire(self: &Arc<Self>) -> DelayPermit {
-        let turn = {
-            let mut turns = self.lock();
-            if turns.free > 0 {
-                turns.free -= 1;
+        let permit = {
+            let mut state = self.lock();
+            if state.free > 0 {
+                state.free -= 1;
                 return DelayPermit(Arc::clone(self));
             }
             // A free permit goes to the oldest waiter, never to a caller that arrives later.
-            let (give, turn) = async_channel::bounded(1);
-            turns.waiting.push_back(give);
-            turn
+            let (sender, permit) = async_channel::bounded(1);
+            state.waiting.push_back(sender);
+            permit
         };
-        turn.recv().await.expect("the sender stays in the queue until it has sent")
+        permit.recv().await.expect("the sender stays in the queue until it has sent")
     }
 }
 
@@ -128,14 +128,14 @@ impl fmt::Debug for DelayPermit {
 
 impl Drop for DelayPermit {
     fn drop(&mut self) {
-        let mut turns = self.0.lock();
-        let Some(next) = turns.waiting.pop_front() else {
-            turns.free += 1;
+        let mut state = self.0.lock();
+        let Some(next) = state.waiting.pop_front() else {
+            state.free += 1;
             return;
         };
         // Unlocked first: if the waiter was cancelled, the permit is dropped below, which locks
         // again.
-        drop(turns);
+        drop(state);
         // If the waiter has been cancelled, dropping the permit passes it to the next one.
         drop(next.try_send(DelayPermit(Arc::clone(&self.0))));
     }
@@ -220,9 +220,9 @@ mod tests {
             };
             let first = read();
             sleep_until(now() + Duration::from_millis(1)).await;
-            let leaves = read();
+            let cancelled = read();
             sleep_until(now() + Duration::from_millis(1)).await;
-            drop(leaves);
+            drop(cancelled);
             let last = read();
             assert_eq!((first.await, last.await), (Ok(()), Ok(())));
             assert_eq!(now().as_nanos(), 10_000_000);

@@ -86,7 +86,7 @@ impl FromStr for FaultRule {
                 "seed" => rule.seed = pair.number(0)?,
                 "probability" => {
                     rule.probability = match pair.value.parse::<f64>() {
-                        Ok(chance) if chance > 0.0 && chance <= 1.0 => chance,
+                        Ok(probability) if probability > 0.0 && probability <= 1.0 => probability,
                         _ => return Err(pair.error("is not a number above 0 and up to 1")),
                     }
                 }
@@ -135,12 +135,12 @@ fn parse_range(pair: &OptionPair<'_>) -> std::result::Result<Range<u64>, Invalid
 /// Parses the symbol (`EIO`) or number of an error.
 fn parse_error(pair: &OptionPair<'_>) -> std::result::Result<Error, InvalidOption> {
     const LARGEST: i32 = 133; // EHWPOISON, the last of Linux's asm-generic/errno.h
-    let known = |number: &i32| Errno::from_raw(*number) != Errno::UnknownErrno;
+    let is_known = |number: &i32| Errno::from_raw(*number) != Errno::UnknownErrno;
     let number = match pair.value.parse() {
-        Ok(number) => Some(number).filter(|number| (1..=LARGEST).contains(number)).filter(known),
+        Ok(number) => Some(number).filter(|number| (1..=LARGEST).contains(number)).filter(is_known),
         // Errno's Debug form is the symbol.
         Err(_) => {
-            (1..=LARGEST).filter(known).find(|&number| format!("{:?}", Errno::from_raw(number)) == pair.value)
+            (1..=LARGEST).filter(is_known).find(|&number| format!("{:?}", Errno::from_raw(number)) == pair.value)
         }
     };
     number.map(Error::from_errno).ok_or_else(|| pair.error("is not an error (EIO, ENOSPC, …, or its number)"))
@@ -156,26 +156,26 @@ struct ArmedRule {
 
 impl ArmedRule {
     fn triggers(&self, kind: StorageRequestKind, range: Option<&Range<u64>>) -> bool {
-        if self.rule.kind.is_some_and(|wanted| wanted != kind) {
+        if self.rule.kind.is_some_and(|rule_kind| rule_kind != kind) {
             return false;
         }
-        if let Some(wanted) = &self.rule.range
-            && !range.is_some_and(|range| range.start < wanted.end && wanted.start < range.end)
+        if let Some(rule_range) = &self.rule.range
+            && !range.is_some_and(|range| range.start < rule_range.end && rule_range.start < range.end)
         {
             return false;
         }
         // Counted before the decision, so that the n-th request has the same result in every run.
-        let turn = self.matches.fetch_add(1, Relaxed);
+        let match_index = self.matches.fetch_add(1, Relaxed);
         if self.rule.probability < 1.0 {
             // Multiplied by an odd constant (2⁶⁴ over the golden ratio), so that the sequences of
             // neighbouring seeds do not coincide.
-            let seed = self.rule.seed.wrapping_add(turn.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let seed = self.rule.seed.wrapping_add(match_index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
             if fastrand::Rng::with_seed(seed).f64() >= self.rule.probability {
                 return false;
             }
         }
         self.rule.count.is_none()
-            || self.remaining.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok()
+            || self.remaining.fetch_update(Relaxed, Relaxed, |remaining| remaining.checked_sub(1)).is_ok()
     }
 }
 
@@ -195,8 +195,8 @@ impl FaultInjector {
 
     /// Applies the first rule that matches a request; returns its error.
     pub(super) fn check(&self, kind: StorageRequestKind, range: Option<&Range<u64>>) -> Result<()> {
-        let struck = self.0.iter().find(|armed| armed.triggers(kind, range));
-        struck.map_or(Ok(()), |armed| Err(armed.rule.error))
+        let triggered = self.0.iter().find(|armed| armed.triggers(kind, range));
+        triggered.map_or(Ok(()), |armed| Err(armed.rule.error))
     }
 }
 

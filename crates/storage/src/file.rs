@@ -94,9 +94,9 @@ impl std::fmt::Display for FileIdentity {
 }
 
 impl FileIdentity {
-    pub(crate) fn from_numbers(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
+    pub(crate) fn from_numbers(device: u64, inode: u64, device_number: u64, is_device: bool) -> Self {
         // (n, 0) identifies a device and cannot be a file: inode numbers begin at 1.
-        if is_device { Self(special, 0) } else { Self(device, inode) }
+        if is_device { Self(device_number, 0) } else { Self(device, inode) }
     }
 
     /// Identity of the file that a path resolves to now; `None` if it does not exist.
@@ -116,7 +116,7 @@ pub struct FileStorage {
     fd: Fd,
     /// Opened without O_DIRECT, through the page cache.
     buffered: Fd,
-    lane: Arc<FileIsolation>,
+    isolation: Arc<FileIsolation>,
     syncs: Arc<Syncs>,
     kind: FileKind,
     identity: FileIdentity,
@@ -258,11 +258,11 @@ impl FileStorage {
     }
 
     /// Durability of a request, after the cache mode is applied.
-    fn durability(&self, asked: Durability) -> Durability {
+    fn durability(&self, requested: Durability) -> Durability {
         match self.cache {
             CacheMode::Writethrough | CacheMode::Directsync => Durability::Synchronous,
             CacheMode::Unsafe => Durability::Cached,
-            CacheMode::Writeback | CacheMode::None => asked,
+            CacheMode::Writeback | CacheMode::None => requested,
         }
     }
 
@@ -273,7 +273,7 @@ impl FileStorage {
 
     /// Flushes everything to stable storage, whatever the cache mode.
     async fn sync_file(&self) -> Result<()> {
-        self.syncs.run(&self.buffered, &self.lane).await
+        self.syncs.run(&self.buffered, &self.isolation).await
     }
 
     /// Number of the block device, or of the device of a file's file system, in the form of
@@ -290,14 +290,14 @@ impl FileStorage {
     /// See [`Storage::stamp`](crate::Storage::stamp). `None` for a block device.
     pub(crate) async fn stamp(&self) -> Option<FileStamp> {
         match self.kind {
-            FileKind::Regular => self.lane.call(&self.buffered, |fd| calls::stamp(fd)).await.ok(),
+            FileKind::Regular => self.isolation.call(&self.buffered, |fd| calls::stamp(fd)).await.ok(),
             FileKind::BlockDevice => None,
         }
     }
 
     /// See [`Storage::allocated_bytes`](crate::Storage::allocated_bytes).
     pub(crate) async fn allocated_bytes(&self) -> Result<u64> {
-        let bytes = self.lane.call(&self.buffered, |fd| calls::allocated_bytes(fd)).await?;
+        let bytes = self.isolation.call(&self.buffered, |fd| calls::allocated_bytes(fd)).await?;
         self.space.set(bytes);
         Ok(bytes)
     }
@@ -309,12 +309,12 @@ impl FileStorage {
 
     /// See [`Storage::ping`](crate::Storage::ping).
     pub(crate) async fn ping(&self) -> Result<()> {
-        self.lane.ping(&self.buffered, |fd| calls::ping(fd)).await
+        self.isolation.ping(&self.buffered, |fd| calls::ping(fd)).await
     }
 
     /// See [`Storage::abandon`](crate::Storage::abandon).
     pub(crate) fn abandon(&self) {
-        self.lane.abandon();
+        self.isolation.abandon();
     }
 
     /// See [`Storage::closed_channel`](crate::Storage::closed_channel).
@@ -333,7 +333,7 @@ impl FileStorage {
             return;
         }
         let read_ahead = async |fd: Fd| Ok(operation::read_ahead(&fd, offset, length).await?);
-        if let Err(error) = self.lane.operate(&self.fd, read_ahead).await {
+        if let Err(error) = self.isolation.operate(&self.fd, read_ahead).await {
             tracing::debug!(file = self.name, %error, "reading ahead was refused");
         }
     }
@@ -342,7 +342,7 @@ impl FileStorage {
         if target.is_empty() {
             return Ok(target);
         }
-        if self.lane.bounds_transfers() {
+        if self.isolation.bounds_transfers() {
             // Boxed: the unusual path must not enlarge the future of every read.
             return Box::pin(self.read_bounced(fd, offset, target)).await;
         }
@@ -355,14 +355,14 @@ impl FileStorage {
     async fn read_bounced(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
         if !target.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
             let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
-            return self.lane.operate(fd, read).await;
+            return self.isolation.operate(fd, read).await;
         }
         let length = target.len();
         let read = async |fd: Fd| {
             let bounce = Segments::from(IoBuffer::new(length));
             self.read_whole(&fd, offset, bounce).await
         };
-        target.copy_from(&self.lane.operate(fd, read).await?.joined());
+        target.copy_from(&self.isolation.operate(fd, read).await?.joined());
         Ok(target)
     }
 
@@ -410,27 +410,27 @@ impl FileStorage {
             // resize.
             return Error::INVALID;
         }
-        if let Some(left_out) = self.truncation_log.try_log(coarse_now()) {
+        if let Some(suppressed) = self.truncation_log.try_log(coarse_now()) {
             let what = "read past the end: the file was truncated while in use";
-            tracing::warn!(file = self.name, end, left_out, "{what}");
+            tracing::warn!(file = self.name, end, suppressed, "{what}");
         }
         Error::IO
     }
 
     /// Writes through one of the two descriptors.
-    async fn write_all(&self, fd: &Fd, offset: u64, data: Segments, asked: Durability) -> Result<()> {
+    async fn write_all(&self, fd: &Fd, offset: u64, data: Segments, requested: Durability) -> Result<()> {
         if data.is_empty() {
             return Ok(());
         }
-        let wanted = self.durability(asked);
+        let required = self.durability(requested);
         // A buffered RWF_DSYNC write would consume writeback errors of other writes (see `sync`).
-        let by_write = if self.has_synchronous_writes(fd) { wanted } else { Durability::Cached };
-        let reached = if self.lane.bounds_transfers() {
-            Box::pin(self.write_bounced(fd, offset, data, by_write)).await?
+        let write_durability = if self.has_synchronous_writes(fd) { required } else { Durability::Cached };
+        let achieved = if self.isolation.bounds_transfers() {
+            Box::pin(self.write_bounced(fd, offset, data, write_durability)).await?
         } else {
-            self.write_whole(fd, offset, data, by_write).await?
+            self.write_whole(fd, offset, data, write_durability).await?
         };
-        self.make_durable(wanted, reached).await
+        self.make_durable(required, achieved).await
     }
 
     /// Writes through a bounce buffer, which the kernel may read late: after the file was
@@ -443,30 +443,30 @@ impl FileStorage {
         data: Segments,
         durability: Durability,
     ) -> Result<Durability> {
-        let write = async |fd: Fd| {
-            let places = || {
+        let write_copy = async |fd: Fd| {
+            let guest_segments = || {
                 data.iter().filter_map(|segment| match segment {
-                    Segment::Guest(place) => Some(place),
+                    Segment::Guest(guest_bytes) => Some(guest_bytes),
                     Segment::Own(_) => None,
                 })
             };
-            if places().next().is_none() {
+            if guest_segments().next().is_none() {
                 return self.write_whole(&fd, offset, data, durability).await;
             }
             let mut bounce = IoBuffer::new(data.len());
             data.copy_to(&mut bounce);
-            if places().any(GuestBytes::is_lost) {
+            if guest_segments().any(GuestBytes::is_lost) {
                 // The guest's memory was truncated, so the copy has zeroes in its place.
                 return Err(Error::FAULT);
             }
             self.write_whole(&fd, offset, bounce.into(), durability).await
         };
-        self.lane.operate(fd, write).await
+        self.isolation.operate(fd, write_copy).await
     }
 
     /// Syncs if a write has not reached the durability that it requests.
-    async fn make_durable(&self, wanted: Durability, reached: Durability) -> Result<()> {
-        match (wanted, reached) {
+    async fn make_durable(&self, required: Durability, achieved: Durability) -> Result<()> {
+        match (required, achieved) {
             (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync_file()).await,
             _ => Ok(()),
         }
@@ -517,13 +517,13 @@ impl FileStorage {
     ) -> Result<()> {
         loop {
             let batch: usize = data.iter().take(MAX_SEGMENTS).map(Segment::len).sum();
-            let later = data.split_off(batch);
+            let next_batch = data.split_off(batch);
             self.write_batch(fd, offset, data, durability, last.take()).await?;
-            if later.is_empty() {
+            if next_batch.is_empty() {
                 return Ok(());
             }
             offset += batch as u64;
-            data = later;
+            data = next_batch;
         }
     }
 
@@ -542,12 +542,12 @@ impl FileStorage {
                 Some(Ok(count)) => {
                     // Continuing inside a block would be unaligned, so the partial block is written
                     // again.
-                    let whole = count - count % self.alignment.offset as usize;
-                    if whole == 0 {
+                    let aligned_count = count - count % self.alignment.offset as usize;
+                    if aligned_count == 0 {
                         return Err(Error::IO);
                     }
-                    offset += whole as u64;
-                    data.advance(whole);
+                    offset += aligned_count as u64;
+                    data.advance(aligned_count);
                 }
                 Some(Err(error)) => check_retry(error.into(), &mut attempts).await?,
                 None => {}
@@ -555,8 +555,8 @@ impl FileStorage {
             if data.is_empty() {
                 return Ok(());
             }
-            let (result, back) = operation::write_at(fd, data, offset, durability).await;
-            (last, data) = (Some(result), back);
+            let (result, remaining) = operation::write_at(fd, data, offset, durability).await;
+            (last, data) = (Some(result), remaining);
         }
     }
 }
@@ -565,7 +565,7 @@ impl FileStorage {
 /// a request's own memory after the request has failed.
 impl ZeroCopyDevice for FileStorage {
     async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>> {
-        if self.lane.bounds_transfers() {
+        if self.isolation.bounds_transfers() {
             return None;
         }
         self.read_registered_by(&self.fd, offset, buffer).await
@@ -575,16 +575,16 @@ impl ZeroCopyDevice for FileStorage {
         &self,
         offset: u64,
         buffer: &RegisteredData,
-        asked: Durability,
+        requested: Durability,
     ) -> Option<Result<()>> {
-        if self.lane.bounds_transfers() {
+        if self.isolation.bounds_transfers() {
             return None;
         }
-        let wanted = self.durability(asked);
-        let by_write = if self.has_synchronous_writes(&self.fd) { wanted } else { Durability::Cached };
-        let written = self.write_registered_by(&self.fd, offset, buffer, by_write).await;
+        let required = self.durability(requested);
+        let write_durability = if self.has_synchronous_writes(&self.fd) { required } else { Durability::Cached };
+        let written = self.write_registered_by(&self.fd, offset, buffer, write_durability).await;
         match written {
-            Some(Ok(())) => Some(self.make_durable(wanted, by_write).await),
+            Some(Ok(())) => Some(self.make_durable(required, write_durability).await),
             other => other,
         }
     }
@@ -687,7 +687,7 @@ impl AlignedDevice for FileStorage {
     }
 
     async fn refresh_size(&self) -> Result<u64> {
-        let size = self.lane.call(&self.buffered, |fd| calls::size(fd)).await?;
+        let size = self.isolation.call(&self.buffered, |fd| calls::size(fd)).await?;
         self.size_bytes.store(size, Relaxed);
         Ok(size)
     }
@@ -763,6 +763,6 @@ impl AlignedDevice for FileStorage {
         if self.kind == FileKind::BlockDevice {
             return Ok(vec![Extent { length, hole: false, zero: false }]);
         }
-        self.lane.call(&self.buffered, move |fd| status::extents(fd, offset, length)).await
+        self.isolation.call(&self.buffered, move |fd| status::extents(fd, offset, length)).await
     }
 }

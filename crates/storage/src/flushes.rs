@@ -35,7 +35,7 @@ pub(super) struct Flushes {
     /// Number of changes that have ended.
     changes: AtomicU64,
     state: Mutex<FlushesState>,
-    ended: Event,
+    completed: Event,
 }
 
 #[derive(Debug, Default)]
@@ -62,22 +62,22 @@ impl Flushes {
     /// # Errors
     /// Errors of `flush`.
     pub(super) async fn run<F: Future<Output = Result<()>>>(&self, flush: impl FnOnce() -> F) -> Result<()> {
-        let wanted = self.changes.load(Ordering::Acquire);
+        let required = self.changes.load(Ordering::Acquire);
         let first = self.lock().count;
         let covered = loop {
             // Listen before looking at the state, so that a flush that ends in between is not
             // missed.
-            let ended = self.ended.listen();
+            let completed = self.completed.listen();
             {
                 let mut state = self.lock();
-                if state.durable.is_some_and(|durable| durable >= wanted) {
+                if state.durable.is_some_and(|durable| durable >= required) {
                     return Ok(());
                 }
                 // A flush that began after these changes and ended after the call: share its
                 // result. An older failure is not this caller's: it makes another attempt.
                 if let Some((covered, result)) = state.last
                     && state.count > first
-                    && covered >= wanted
+                    && covered >= required
                 {
                     return result;
                 }
@@ -88,7 +88,7 @@ impl Flushes {
                     break self.changes.load(Ordering::Acquire);
                 }
             }
-            ended.await;
+            completed.await;
         };
         let mut running = RunningFlush { flushes: self, outcome: None };
         let result = flush().await;
@@ -133,7 +133,7 @@ impl Drop for RunningFlush<'_> {
         }
         // Without an outcome the flush was cancelled. A waiter then finds `running` false and
         // begins one.
-        self.flushes.ended.notify(usize::MAX);
+        self.flushes.completed.notify(usize::MAX);
     }
 }
 
@@ -219,8 +219,8 @@ mod tests {
     fn a_waiter_replaces_a_cancelled_flush() {
         sim::run(1, async {
             let disk = SlowFlushDisk::default();
-            let patience = Duration::from_millis(300);
-            let first = spawn_joinable(timeout(patience, disk.clone().flush()));
+            let cancel_after = Duration::from_millis(300);
+            let first = spawn_joinable(timeout(cancel_after, disk.clone().flush()));
             sleep_until(now() + Duration::from_millis(100)).await;
             let second = spawn_joinable(disk.clone().flush());
             assert!(first.await.is_err());

@@ -32,13 +32,13 @@ impl Storage {
             bottom = wrapped.inner();
         }
         let (file, image) = (bottom.bottom_file(), bottom.bottom_rbd());
-        let what = match (bottom.file_identity(), image) {
+        let key = match (bottom.file_identity(), image) {
             (Some(file), _) => file.to_string(),
             (None, Some(image)) => image.key().to_owned(),
             (None, None) => bottom.description(),
         };
         StorageIdentity {
-            key: what,
+            key,
             path: self.path().or_else(|| image.map(RbdStorage::name)).map(str::to_owned),
             parts,
             cache: file.map(super::FileStorage::cache).or_else(|| image.map(RbdStorage::cache)),

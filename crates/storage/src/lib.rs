@@ -542,9 +542,9 @@ impl Storage {
     ///
     /// # Errors
     /// The reason why it cannot be opened.
-    pub async fn resume(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+    pub async fn resume(&self, new_clients: &[u64]) -> std::result::Result<(), OpenError> {
         match self.bottom_rbd() {
-            Some(image) => image.resume(heirs).await,
+            Some(image) => image.resume(new_clients).await,
             None => Ok(()),
         }
     }

@@ -99,15 +99,15 @@ struct LockHolder {
 /// Reason why the locks cannot be acquired.
 #[derive(Debug)]
 pub(super) struct Conflict {
-    what: String,
+    reason: String,
     /// The locked byte that another process holds.
     byte: i64,
     remedy: &'static str,
 }
 
 impl Conflict {
-    fn new(byte: i64, what: impl Into<String>, remedy: &'static str) -> Self {
-        Self { what: what.into(), byte, remedy }
+    fn new(byte: i64, reason: impl Into<String>, remedy: &'static str) -> Self {
+        Self { reason: reason.into(), byte, remedy }
     }
 
     /// Converts to an error that names the process that holds the lock on `file`, if it can be
@@ -119,12 +119,12 @@ impl Conflict {
 
     fn error(self, file: impl AsFd, name: &str, holder: Option<LockHolder>) -> OpenError {
         if holder.is_none() && is_locked_here(file, self.byte) {
-            let why = self.what.replace("another process", "this process");
+            let why = self.reason.replace("another process", "this process");
             let remedy = "it is open already, perhaps under another name; name another file";
             return OpenError { held_here: true, ..OpenError::new(name, why, remedy) };
         }
-        let by = holder.as_ref().map(|LockHolder { pid, command }| format!(" (pid {pid}, {command})"));
-        let why = self.what + &by.unwrap_or_default();
+        let holder_text = holder.as_ref().map(|LockHolder { pid, command }| format!(" (pid {pid}, {command})"));
+        let why = self.reason + &holder_text.unwrap_or_default();
         OpenError { holder: holder.map(|holder| holder.command), ..OpenError::new(name, why, self.remedy) }
     }
 }
@@ -137,10 +137,10 @@ impl Conflict {
 ///
 /// # Errors
 /// Another process holds a conflicting lock; the error names it.
-pub(super) fn acquire(file: &fs::File, name: &str, wanted: LockMode) -> Result<bool, OpenError> {
+pub(super) fn acquire(file: &fs::File, name: &str, mode: LockMode) -> Result<bool, OpenError> {
     let until = Instant::now() + LOCK_LINGER_TIME;
     loop {
-        let conflict = match try_acquire(file, name, wanted) {
+        let conflict = match try_acquire(file, name, mode) {
             Ok(is_protected) => return Ok(is_protected),
             Err(conflict) => conflict,
         };
@@ -154,25 +154,25 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: LockMode) -> Result<b
 }
 
 /// As [`acquire`], in one attempt. Holds no locks on failure.
-pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: LockMode) -> Result<bool, Conflict> {
+pub(super) fn try_acquire(file: impl AsFd, name: &str, mode: LockMode) -> Result<bool, Conflict> {
     debug_assert_may_block();
     let file = file.as_fd();
-    place_locks(file, name, wanted).inspect_err(|_| release(file))
+    place_locks(file, name, mode).inspect_err(|_| release(file))
 }
 
-fn place_locks(file: BorrowedFd<'_>, name: &str, wanted: LockMode) -> Result<bool, Conflict> {
-    let bytes = wanted
+fn place_locks(file: BorrowedFd<'_>, name: &str, mode: LockMode) -> Result<bool, Conflict> {
+    let bytes = mode
         .used_permissions()
         .iter()
         .map(|n| USED_BASE + n)
-        .chain(wanted.denied_permissions().iter().map(|n| DENIED_BASE + n));
+        .chain(mode.denied_permissions().iter().map(|n| DENIED_BASE + n));
     // Place all before looking for conflicts: see the module's comment.
     for byte in bytes {
         match place_lock(file, byte) {
             Ok(()) => {}
             Err(Errno::EAGAIN | Errno::EACCES) => {
-                let what = "another process holds an exclusive lock on it";
-                return Err(Conflict::new(byte, what, "stop that process"));
+                let reason = "another process holds an exclusive lock on it";
+                return Err(Conflict::new(byte, reason, "stop that process"));
             }
             Err(errno) => {
                 tracing::warn!(
@@ -184,25 +184,25 @@ fn place_locks(file: BorrowedFd<'_>, name: &str, wanted: LockMode) -> Result<boo
             }
         }
     }
-    find_conflict(file, wanted)?;
-    Ok(wanted.denied_permissions().contains(&WRITE))
+    find_conflict(file, mode)?;
+    Ok(mode.denied_permissions().contains(&WRITE))
 }
 
 /// Checks the locks of other processes, and acquires none.
-fn find_conflict(file: impl AsFd, wanted: LockMode) -> Result<(), Conflict> {
+fn find_conflict(file: impl AsFd, mode: LockMode) -> Result<(), Conflict> {
     let file = file.as_fd();
-    for &n in wanted.denied_permissions() {
+    for &n in mode.denied_permissions() {
         if is_locked_elsewhere(file, USED_BASE + n) {
-            let what = if n == WRITE { "writing" } else { "resizing" };
-            let what = format!("locked for {what} by another process");
-            return Err(Conflict::new(USED_BASE + n, what, remedy(wanted, n)));
+            let access = if n == WRITE { "writing" } else { "resizing" };
+            let reason = format!("locked for {access} by another process");
+            return Err(Conflict::new(USED_BASE + n, reason, remedy(mode, n)));
         }
     }
-    for &n in wanted.used_permissions() {
+    for &n in mode.used_permissions() {
         if is_locked_elsewhere(file, DENIED_BASE + n) {
-            let what = if n == WRITE { "writing" } else { "reading" };
-            let what = format!("another process has locked it against {what}");
-            return Err(Conflict::new(DENIED_BASE + n, what, remedy(wanted, n)));
+            let access = if n == WRITE { "writing" } else { "reading" };
+            let reason = format!("another process has locked it against {access}");
+            return Err(Conflict::new(DENIED_BASE + n, reason, remedy(mode, n)));
         }
     }
     Ok(())
@@ -229,8 +229,8 @@ pub(super) fn release(file: impl AsFd) {
     let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&all));
 }
 
-fn remedy(wanted: LockMode, permission: i64) -> &'static str {
-    match wanted {
+fn remedy(mode: LockMode, permission: i64) -> &'static str {
+    match mode {
         LockMode::Write if permission == WRITE => {
             "stop it, or serve the image with --read-only --force-share"
         }
@@ -256,9 +256,9 @@ fn place_lock(file: impl AsFd, byte: i64) -> Result<(), Errno> {
 /// True if another open file holds the byte. Queries for an exclusive lock, with which any other
 /// lock conflicts.
 fn is_locked_elsewhere(file: impl AsFd, byte: i64) -> bool {
-    let mut answer = request(libc::F_WRLCK, byte);
-    match fcntl(file, FcntlArg::F_OFD_GETLK(&mut answer)) {
-        Ok(_) => i32::from(answer.l_type) != libc::F_UNLCK,
+    let mut lock = request(libc::F_WRLCK, byte);
+    match fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock)) {
+        Ok(_) => i32::from(lock.l_type) != libc::F_UNLCK,
         // Without locks no other process can hold one.
         Err(_) => false,
     }
@@ -274,10 +274,10 @@ fn find_holder(file: impl AsFd, byte: i64) -> Option<LockHolder> {
     let inode = rustix::fs::fstat(file).ok()?.st_ino;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let own = std::process::id();
-    let mut looked_at = 0;
-    for pid in pids.filter(|&pid| pid != own && parent(pid) != Some(own)) {
-        if has_lock(pid, inode, byte, &mut looked_at)? {
+    let own_pid = std::process::id();
+    let mut checked_files = 0;
+    for pid in pids.filter(|&pid| pid != own_pid && parent(pid) != Some(own_pid)) {
+        if has_lock(pid, inode, byte, &mut checked_files)? {
             let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             return Some(LockHolder { pid, command: sanitize(command.trim()) });
         }
@@ -293,11 +293,11 @@ fn is_locked_here(file: impl AsFd, byte: i64) -> bool {
 
 /// True if a descriptor of the process holds the byte. Counts the descriptors in `looked_at`;
 /// `None` if there are more than [`MAX_FDINFO_FILES`].
-fn has_lock(pid: u32, inode: u64, byte: i64, looked_at: &mut usize) -> Option<bool> {
+fn has_lock(pid: u32, inode: u64, byte: i64, checked_files: &mut usize) -> Option<bool> {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
     for descriptor in descriptors {
-        *looked_at += 1;
-        if *looked_at > MAX_FDINFO_FILES {
+        *checked_files += 1;
+        if *checked_files > MAX_FDINFO_FILES {
             return None;
         }
         let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
@@ -375,7 +375,7 @@ mod tests {
         assert!(try_acquire(&two, "image", LockMode::Write).is_err());
         release(&one);
         drop(one);
-        let conflict = try_acquire(&two, "image", LockMode::Write).err().map(|conflict| conflict.what);
+        let conflict = try_acquire(&two, "image", LockMode::Write).err().map(|conflict| conflict.reason);
         assert_eq!(conflict, None, "at once");
         drop(held);
     }
@@ -392,9 +392,9 @@ mod tests {
              name another file)"
         );
         let conflict = try_acquire(&two, "vm1.raw", LockMode::Read).expect_err("locked");
-        let by = Some(LockHolder { pid: 7, command: "qemu-io".to_owned() });
+        let holder = Some(LockHolder { pid: 7, command: "qemu-io".to_owned() });
         assert_eq!(
-            conflict.error(&two, "vm1.raw", by).to_string(),
+            conflict.error(&two, "vm1.raw", holder).to_string(),
             "vm1.raw: locked for writing by another process (pid 7, qemu-io) (stop it, or read \
              what it writes with --force-share)"
         );
@@ -416,12 +416,12 @@ mod tests {
         drop(one);
         let conflict = try_acquire(&two, "image", LockMode::Write).expect_err("the child holds the lock");
         assert_eq!(find_holder(&two, conflict.byte), None);
-        let ended = thread::spawn(move || {
+        let child_exit = thread::spawn(move || {
             drop(child.stdin.take());
             child.wait()
         });
         acquire(&two, "image", LockMode::Write).expect("the child has gone");
-        assert!(ended.join().expect("no panic").expect("it has ended").success());
+        assert!(child_exit.join().expect("no panic").expect("it has ended").success());
     }
 
     #[test]

@@ -131,8 +131,8 @@ impl MemoryStorage {
 
     /// The page; `None` if its region has never been written to.
     fn page(&self, number: u64) -> Option<&Page> {
-        let (table, place) = Self::locate(number / PAGES_PER_REGION);
-        let region = self.tables.get(table)?.get()?[place].get()?;
+        let (table, index) = Self::locate(number / PAGES_PER_REGION);
+        let region = self.tables.get(table)?.get()?[index].get()?;
         Some(&region[(number % PAGES_PER_REGION) as usize])
     }
 
@@ -140,10 +140,10 @@ impl MemoryStorage {
         if let Some(page) = self.page(number) {
             return page;
         }
-        let (table, place) = Self::locate(number / PAGES_PER_REGION);
+        let (table, index) = Self::locate(number / PAGES_PER_REGION);
         let regions =
             self.tables[table].get_or_init(|| (0..1_u64 << table).map(|_| OnceLock::new()).collect());
-        let pages = regions[place].get_or_init(|| (0..PAGES_PER_REGION).map(|_| RwLock::new(None)).collect());
+        let pages = regions[index].get_or_init(|| (0..PAGES_PER_REGION).map(|_| RwLock::new(None)).collect());
         // Pairs with the fence in `resize`: either the resize sees this region and frees its pages,
         // or the size that is loaded next is the new one.
         fence(SeqCst);
@@ -264,12 +264,12 @@ impl MemoryStorage {
     pub(super) fn read_now(&self, offset: u64, into: &[GuestBytes]) -> Result<()> {
         self.check_inside(offset, into.iter().map(GuestBytes::bytes).sum())?;
         let mut start = offset;
-        for place in into {
-            self.visit(start, place.bytes(), |at, length, bytes| match bytes {
-                Some(bytes) => place.write(at, bytes),
-                None => place.fill(at, length, 0),
+        for guest_bytes in into {
+            self.visit(start, guest_bytes.bytes(), |at, length, bytes| match bytes {
+                Some(bytes) => guest_bytes.write(at, bytes),
+                None => guest_bytes.fill(at, length, 0),
             });
-            start += place.bytes() as u64;
+            start += guest_bytes.bytes() as u64;
         }
         Ok(())
     }
@@ -280,14 +280,14 @@ impl MemoryStorage {
 
     /// Calls `seen` for each piece of a range, in order, with the piece's offset in the range, its
     /// length and its bytes; `None` for a hole.
-    fn visit(&self, start: u64, length: usize, mut seen: impl FnMut(usize, usize, Option<&[u8]>)) {
+    fn visit(&self, start: u64, length: usize, mut visitor: impl FnMut(usize, usize, Option<&[u8]>)) {
         let mut at = 0;
         for piece in pieces(start, length as u64) {
             let length = piece.end - piece.start;
             let page = self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
             let bytes =
                 page.as_ref().and_then(|page| page.as_ref()).map(|page| &page[piece.start..piece.end]);
-            seen(at, length, bytes);
+            visitor(at, length, bytes);
             at += length;
         }
     }
@@ -323,9 +323,9 @@ impl MemoryStorage {
     pub(super) fn write_now(&self, offset: u64, from: &[GuestBytes]) -> Result<()> {
         self.check_inside(offset, from.iter().map(GuestBytes::bytes).sum())?;
         let mut start = offset;
-        for place in from {
-            self.overwrite(start, place.bytes(), |at, target| place.read(at, target))?;
-            start += place.bytes() as u64;
+        for guest_bytes in from {
+            self.overwrite(start, guest_bytes.bytes(), |at, target| guest_bytes.read(at, target))?;
+            start += guest_bytes.bytes() as u64;
         }
         Ok(())
     }
@@ -468,11 +468,11 @@ mod tests {
             MemoryStep::Read(offset, length) => {
                 let read = memory.read(offset, IoBuffer::new(length).into()).await.expect("inside").joined();
                 assert_eq!(&read[..], &model[offset as usize..][..length]);
-                let lent = memory.read_shared(offset, length).expect("inside");
+                let shared = memory.read_shared(offset, length).expect("inside");
                 let mut bytes = vec![0; length];
                 let other = IoBuffer::copy_of(&read.iter().map(|byte| !byte).collect::<Vec<_>>());
                 memory.write(offset, other.into(), Durability::Cached).await.expect("inside");
-                lent.copy_to(&mut bytes);
+                shared.copy_to(&mut bytes);
                 assert_eq!(bytes, model[offset as usize..][..length], "shared pages keep the old bytes");
                 model[offset as usize..][..length].iter_mut().for_each(|byte| *byte = !*byte);
             }

@@ -115,28 +115,28 @@ impl NbdStorage {
     }
 
     /// Durability of a request, after the cache mode is applied.
-    fn durability(&self, asked: Durability) -> Durability {
+    fn durability(&self, requested: Durability) -> Durability {
         match self.cache {
             CacheMode::Writethrough | CacheMode::Directsync => Durability::Synchronous,
             CacheMode::Unsafe => Durability::Cached,
-            CacheMode::Writeback | CacheMode::None => asked,
+            CacheMode::Writeback | CacheMode::None => requested,
         }
     }
 
     /// Returns whether a request needs FUA, and whether a flush must follow because the server has
     /// no FUA.
-    fn durability_flags(&self, asked: Durability) -> (bool, bool) {
-        let durable = self.durability(asked) == Durability::Synchronous;
-        let can = self.link.export().can_fua();
-        (durable && can, durable && !can)
+    fn durability_flags(&self, requested: Durability) -> (bool, bool) {
+        let durable = self.durability(requested) == Durability::Synchronous;
+        let can_fua = self.link.export().can_fua();
+        (durable && can_fua, durable && !can_fua)
     }
 
     /// Splits a range into parts of at most `most` bytes, in order.
-    fn parts(offset: u64, length: u64, most: u64) -> impl Iterator<Item = (u64, u32)> {
+    fn parts(offset: u64, length: u64, max_length: u64) -> impl Iterator<Item = (u64, u32)> {
         let end = offset + length;
-        std::iter::successors(Some(offset), move |at| Some(at + most))
+        std::iter::successors(Some(offset), move |at| Some(at + max_length))
             .take_while(move |at| *at < end)
-            .map(move |at| (at, u32::try_from((end - at).min(most)).unwrap_or(u32::MAX)))
+            .map(move |at| (at, u32::try_from((end - at).min(max_length)).unwrap_or(u32::MAX)))
     }
 }
 
@@ -188,8 +188,8 @@ impl AlignedDevice for NbdStorage {
         if target.is_empty() {
             return Ok(target);
         }
-        let ask = NbdOperation::Read { offset, length: target.len() };
-        let data = self.link.execute(ask).await?.data()?;
+        let operation = NbdOperation::Read { offset, length: target.len() };
+        let data = self.link.execute(operation).await?.data()?;
         // A single own buffer can be replaced by the received one without a copy.
         if matches!(target.as_slice(), [Segment::Own(_)]) {
             return Ok(data.into());
@@ -221,15 +221,15 @@ impl AlignedDevice for NbdStorage {
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let about = self.link.export();
+        let export = self.link.export();
         let (force, flush) = self.durability_flags(options.durability);
         let mut flags = if options.may_unmap { 0 } else { cmd_flag::NO_HOLE };
         if options.only_if_fast {
             flags |= cmd_flag::FAST_ZERO;
         }
         // Shorter requests if the zeroes are sent as data, so that a disconnect repeats less.
-        let most = if about.can_zero() { MAX_REQUEST_BYTES } else { MAX_SENT_ZEROES };
-        for (offset, length) in Self::parts(offset, length, most) {
+        let max_length = if export.can_zero() { MAX_REQUEST_BYTES } else { MAX_SENT_ZEROES };
+        for (offset, length) in Self::parts(offset, length, max_length) {
             self.link.change(NbdChange::Zeroes { offset, length, flags }, force).await?;
             // The first part succeeded; the range must not be left half zeroed because of
             // FAST_ZERO.
@@ -256,16 +256,16 @@ impl AlignedDevice for NbdStorage {
         let block = u64::from(self.opened_export.minimum_block);
         let end = offset + length.min(MAX_REQUEST_BYTES - block);
         let first = offset & !(block - 1);
-        let asked = u32::try_from(end.next_multiple_of(block).min(self.size_bytes()) - first);
-        let ask = NbdOperation::Extents { offset: first, length: asked.unwrap_or(u32::MAX) };
+        let length_to_query = u32::try_from(end.next_multiple_of(block).min(self.size_bytes()) - first);
+        let operation = NbdOperation::Extents { offset: first, length: length_to_query.unwrap_or(u32::MAX) };
         let (mut at, mut extents) = (first, Vec::new());
-        for extent in self.link.execute(ask).await?.extents()? {
+        for extent in self.link.execute(operation).await?.extents()? {
             let next = at + u64::from(extent.length);
             let (from, to) = (at.max(offset), next.min(end));
             at = next;
             if from < to {
-                let is = |flag: u32| extent.flags & flag != 0;
-                let (hole, zero) = (is(state::HOLE), is(state::ZERO));
+                let has_flag = |flag: u32| extent.flags & flag != 0;
+                let (hole, zero) = (has_flag(state::HOLE), has_flag(state::ZERO));
                 push_extent(&mut extents, Extent { length: to - from, hole, zero });
             }
             // Room for one more extent, the data below.
@@ -276,9 +276,9 @@ impl AlignedDevice for NbdStorage {
         if extents.is_empty() {
             return Err(Error::IO);
         }
-        let least = end.min(offset + MIN_STATUS_BYTES);
-        if at < least {
-            push_extent(&mut extents, Extent { length: least - at, hole: false, zero: false });
+        let min_end = end.min(offset + MIN_STATUS_BYTES);
+        if at < min_end {
+            push_extent(&mut extents, Extent { length: min_end - at, hole: false, zero: false });
         }
         Ok(extents)
     }

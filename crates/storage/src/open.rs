@@ -87,12 +87,12 @@ pub fn probe_anywhere(spec: &str) -> Result<Probed, OpenError> {
 /// Opens an NBD export for a caller without a reactor, or one that cannot wait: on a new thread
 /// with its own reactor.
 fn open_on_thread(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
-    let (place, options) = (uri.clone(), nbd_options(uri, options)?);
-    let opening = std::thread::spawn(move || {
-        reactor::run(PollingMode::Off, async move { crate::nbd::open(&place, &options).await })
+    let (uri_copy, options) = (uri.clone(), nbd_options(uri, options)?);
+    let thread = std::thread::spawn(move || {
+        reactor::run(PollingMode::Off, async move { crate::nbd::open(&uri_copy, &options).await })
     });
     let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring available?");
-    let opened = opening.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
+    let opened = thread.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
     let (nbd, probed) = opened.map_err(|error| failed(format!("no ring can be made: {error}")))??;
     Ok((Storage::Nbd(nbd), probed))
 }
@@ -148,35 +148,35 @@ pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed
     if options.force_share && !options.read_only {
         return Err(force_share_error(spec));
     }
-    let place = parse_spec(spec)?;
+    let storage_spec = parse_spec(spec)?;
     let is_patient = !options.reconnect_delay.is_zero() || !options.open_timeout.is_zero();
-    if is_patient && !matches!(place, StorageSpec::Nbd(_)) {
+    if is_patient && !matches!(storage_spec, StorageSpec::Nbd(_)) {
         let why = "reconnect-delay and open-timeout are for NBD servers, and this is none";
         return Err(OpenError::new(spec, why, "leave it out"));
     }
-    if options.handover && (options.read_only || !matches!(place, StorageSpec::File(_))) {
+    if options.handover && (options.read_only || !matches!(storage_spec, StorageSpec::File(_))) {
         return Err(OpenError::new(
             spec,
             "only a file that is written to can be handed over",
             "leave handover out",
         ));
     }
-    match place {
+    match storage_spec {
         StorageSpec::File(path) => open_file(&path, options),
         StorageSpec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
         StorageSpec::Nbd(uri) => open_on_thread(&uri, options),
         StorageSpec::Null(size) => Ok((Storage::Null(NullStorage::new(not_empty(spec, size)?)), Probed::Raw)),
         StorageSpec::Rbd(address) => {
             let OpenOptions { cache, read_only, force_share, .. } = *options;
-            let how = rbd::RbdOptions { cache, read_only, force_share, passed: options.passed_files.clone() };
-            let (image, probed) = rbd::open(&address, how, options.format.is_none())?;
+            let rbd_options = rbd::RbdOptions { cache, read_only, force_share, passed: options.passed_files.clone() };
+            let (image, probed) = rbd::open(&address, rbd_options, options.format.is_none())?;
             Ok((Storage::Rbd(Align::new(image)), probed))
         }
     }
 }
 
 fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
-    let how = FileOptions {
+    let file_options = FileOptions {
         cache: options.cache,
         read_only: options.read_only,
         force_share: options.force_share,
@@ -186,12 +186,12 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         root: options.root.clone(),
         descriptor: options.descriptor.clone(),
     };
-    let (file, plain) = file::open(path, &how)?;
-    let looks = match options.format {
+    let (file, plain) = file::open(path, &file_options)?;
+    let probe_result = match options.format {
         None => probe_file(&plain),
         Some(_) => probe_beginning(&plain),
     };
-    let probed = match (options.format, looks) {
+    let probed = match (options.format, probe_result) {
         (_, Ok(probed)) => probed,
         // If a format was given, the probed format is used only for a warning.
         (Some(_), Err(_)) => Probed::Raw,
@@ -216,13 +216,13 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
 /// an injected failure costs no time.
 pub fn add_wrappers(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
     if let Some(part) = options.part {
-        let whole = storage.size_bytes();
+        let total_bytes = storage.size_bytes();
         storage = storage.part(part);
         // A part that is only partly inside would shift every bound check; it is rejected as a
         // whole.
         if storage.size_bytes() == 0 || part.size.is_some_and(|size| size > storage.size_bytes()) {
             let why = format!(
-                "has {whole} bytes, and the part given by offset and size, for which the file is \
+                "has {total_bytes} bytes, and the part given by offset and size, for which the file is \
                  taken as raw, is not all inside"
             );
             return Err(OpenError::new(spec, why, "choose another offset or size"));

@@ -50,17 +50,17 @@ impl OptionPair<'_> {
     /// The value as a number of at least `least`.
     pub(super) fn number<T: FromStr + PartialOrd + std::fmt::Display>(
         &self,
-        least: T,
+        min: T,
     ) -> Result<T, InvalidOption> {
         match self.value.parse() {
-            Ok(number) if number >= least => Ok(number),
-            _ => Err(self.error(format!("is not a whole number of at least {least}"))),
+            Ok(number) if number >= min => Ok(number),
+            _ => Err(self.error(format!("is not a whole number of at least {min}"))),
         }
     }
 
     /// The error for an unknown key.
-    pub(super) fn unknown(&self, known: &str) -> InvalidOption {
-        self.error(format!("no such key (there are {known})"))
+    pub(super) fn unknown(&self, known_keys: &str) -> InvalidOption {
+        self.error(format!("no such key (there are {known_keys})"))
     }
 }
 

@@ -72,12 +72,12 @@ struct DeviceNumbers {
 
 fn device_numbers(file: impl AsFd) -> io::Result<DeviceNumbers> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let seen = statx(file, c"", flags, StatxFlags::TYPE)?;
-    let is_block_device = FileType::from_raw_mode(seen.stx_mode.into()) == FileType::BlockDevice;
+    let numbers = statx(file, c"", flags, StatxFlags::TYPE)?;
+    let is_block_device = FileType::from_raw_mode(numbers.stx_mode.into()) == FileType::BlockDevice;
     Ok(DeviceNumbers {
-        device: makedev(seen.stx_dev_major, seen.stx_dev_minor),
-        block_device: is_block_device.then_some((seen.stx_rdev_major, seen.stx_rdev_minor)),
-        below: (seen.stx_dev_major, seen.stx_dev_minor),
+        device: makedev(numbers.stx_dev_major, numbers.stx_dev_minor),
+        block_device: is_block_device.then_some((numbers.stx_rdev_major, numbers.stx_rdev_minor)),
+        below: (numbers.stx_dev_major, numbers.stx_dev_minor),
     })
 }
 
@@ -103,11 +103,11 @@ pub(super) fn check(file: impl AsFd, name: &str) -> Result<(), OpenError> {
 }
 
 fn is_on_own_mount(file: impl AsFd, levels: usize) -> bool {
-    let Ok(seen) = device_numbers(file) else { return false };
-    let is_here = devices().contains_key(&seen.device);
-    is_here
+    let Ok(numbers) = device_numbers(file) else { return false };
+    let is_own = devices().contains_key(&numbers.device);
+    is_own
         || levels > 0
-            && [seen.block_device, Some(seen.below)].into_iter().flatten().any(|number| {
+            && [numbers.block_device, Some(numbers.below)].into_iter().flatten().any(|number| {
                 let file = backing_file(number).and_then(|path| open_path(&path).ok());
                 file.is_some_and(|file| is_on_own_mount(file, levels - 1))
             })
@@ -116,8 +116,8 @@ fn is_on_own_mount(file: impl AsFd, levels: usize) -> bool {
 /// Backing file of a loop device, also given one of its partitions.
 fn backing_file((major, minor): (u32, u32)) -> Option<PathBuf> {
     let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-    let whole = |below: &str| fs::read_to_string(device.join(below).join("loop/backing_file")).ok();
-    let path = whole(".").or_else(|| whole(".."))?;
+    let loop_file = |below: &str| fs::read_to_string(device.join(below).join("loop/backing_file")).ok();
+    let path = loop_file(".").or_else(|| loop_file(".."))?;
     Some(PathBuf::from(path.trim_end_matches('\n')))
 }
 

@@ -15,8 +15,8 @@ pub struct StoragePart {
 
 impl StoragePart {
     /// Size of the disk in a storage of `whole` bytes; 0 if the part begins beyond its end.
-    pub(super) fn size_in(self, whole: u64) -> u64 {
-        whole.saturating_sub(self.offset).min(self.size.unwrap_or(u64::MAX))
+    pub(super) fn size_in(self, total_bytes: u64) -> u64 {
+        total_bytes.saturating_sub(self.offset).min(self.size.unwrap_or(u64::MAX))
     }
 }
 
@@ -57,23 +57,23 @@ mod tests {
     fn parses_qemu_offset_and_size() {
         assert_eq!("offset=1M,size=4K".parse(), Ok(StoragePart { offset: 1 << 20, size: Some(4096) }));
         assert_eq!("size=512".parse(), Ok(StoragePart { offset: 0, size: Some(512) }));
-        for (text, wrong) in [
+        for (text, message) in [
             ("offset=1M,start=1", "options: start=1: no such key (there are offset, size)"),
             ("size=0", "options: size=0: must not be 0 (give a size, e.g. 1G)"),
             ("offset", "options: offset=: is not of the form key=value"),
         ] {
-            assert_eq!(text.parse::<StoragePart>().unwrap_err().to_string(), wrong);
+            assert_eq!(text.parse::<StoragePart>().unwrap_err().to_string(), message);
         }
     }
 
     #[test]
     fn bytes_around_a_part_are_unchanged() {
         sim::run(1, async {
-            let whole: Vec<u8> = (0..4096_u32).map(|at| (at % 251) as u8).collect();
-            let storage = Storage::with_content(&whole).await;
+            let content: Vec<u8> = (0..4096_u32).map(|at| (at % 251) as u8).collect();
+            let storage = Storage::with_content(&content).await;
             let part = storage.part(StoragePart { offset: 1000, size: Some(2000) });
             assert_eq!(part.size_bytes(), 2000);
-            assert_eq!(part.read_all().await.unwrap(), whole[1000..3000]);
+            assert_eq!(part.read_all().await.unwrap(), content[1000..3000]);
             part.write(0, IoBuffer::copy_of(&[7; 10]).into(), Durability::Cached).await.unwrap();
             let zeroes = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
             part.write_zeroes(1990, 10, zeroes).await.unwrap();
@@ -82,7 +82,7 @@ mod tests {
             let refused = part.resize(4096).await;
             assert_eq!(refused, Err(ResizeError::Part { size_bytes: 2000 }));
             let Storage::Wrapped(wrapped) = &part else { unreachable!("a part is a wrapper") };
-            let mut expected = whole.clone();
+            let mut expected = content.clone();
             expected[1000..1010].fill(7);
             expected[2990..3000].fill(0);
             expected[1100..1110].fill(0);
@@ -92,13 +92,13 @@ mod tests {
 
     #[test]
     fn block_size_of_a_part_follows_its_offset() {
-        let whole = Storage::memory(1 << 20).block_size();
-        assert!(whole.preferred >= 4096, "{whole:?}");
+        let parent = Storage::memory(1 << 20).block_size();
+        assert!(parent.preferred >= 4096, "{parent:?}");
         for (offset, aligned) in
             [(0, u32::MAX), (1 << 40, u32::MAX), (4096, 4096), (512, 512), (1536, 512), (1000, 8), (7, 1)]
         {
             let part = Storage::memory(1 << 20).part(StoragePart { offset, size: None }).block_size();
-            assert_eq!(part.preferred, whole.preferred.min(aligned), "{offset}");
+            assert_eq!(part.preferred, parent.preferred.min(aligned), "{offset}");
         }
     }
 
@@ -109,8 +109,8 @@ mod tests {
             assert_eq!(part.size_bytes(), 3072);
             part.resize(7168).await.expect("memory grows");
             assert_eq!((part.size_bytes(), part.refresh_size().await), (7168, Ok(7168)));
-            let beyond = Storage::memory(4096).part(StoragePart { offset: 5000, size: None });
-            assert_eq!(beyond.size_bytes(), 0);
+            let outside = Storage::memory(4096).part(StoragePart { offset: 5000, size: None });
+            assert_eq!(outside.size_bytes(), 0);
         });
     }
 }

@@ -243,7 +243,7 @@ pub fn check_format(
 }
 
 fn converter(name: &str) -> Option<&'static str> {
-    CONVERTED_BY.iter().find(|(of, _)| *of == name).map(|(_, by)| *by)
+    CONVERTED_BY.iter().find(|(format, _)| *format == name).map(|(_, command)| *command)
 }
 
 /// Warning about an image whose bytes are a compressed file, an archive or a foreign format that

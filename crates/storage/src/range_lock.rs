@@ -75,7 +75,7 @@ impl RangeLockEntry {
 #[derive(Debug)]
 pub struct RangeLockGuard<'a> {
     locks: &'a RangeLocks,
-    way: RangeLockPath,
+    path: RangeLockPath,
 }
 
 #[derive(Debug)]
@@ -88,7 +88,7 @@ impl RangeLocks {
     /// Waits until no part of `range` is held exclusively.
     pub async fn shared(&self, range: Range<u64>) -> RangeLockGuard<'_> {
         self.fast.fetch_add(1, SeqCst);
-        let fast = RangeLockGuard { locks: self, way: RangeLockPath::Fast };
+        let fast = RangeLockGuard { locks: self, path: RangeLockPath::Fast };
         if self.exclusive.load(SeqCst) == 0 {
             return fast;
         }
@@ -107,7 +107,7 @@ impl RangeLocks {
     async fn queue(&self, range: Range<u64>, exclusive: bool) -> RangeLockGuard<'_> {
         let id = self.enqueue(range, exclusive);
         // From here on the guard removes the entry, also if the future is dropped while it waits.
-        let guard = RangeLockGuard { locks: self, way: RangeLockPath::Queued { id, exclusive } };
+        let guard = RangeLockGuard { locks: self, path: RangeLockPath::Queued { id, exclusive } };
         poll_fn(|context| {
             let mut table = self.lock();
             let at = table.position(id);
@@ -156,9 +156,9 @@ impl RangeLocks {
         let wakers: Vec<_> = {
             let mut table = self.lock();
             let at = table.position(id);
-            let gone = table.entries.remove(at);
+            let released = table.entries.remove(at);
             let later = &mut table.entries[at..];
-            later.iter_mut().filter(|entry| entry.conflicts(&gone)).filter_map(|e| e.waker.take()).collect()
+            later.iter_mut().filter(|entry| entry.conflicts(&released)).filter_map(|e| e.waker.take()).collect()
         };
         wakers.into_iter().for_each(Waker::wake);
     }
@@ -172,7 +172,7 @@ impl RangeLockTable {
 
 impl Drop for RangeLockGuard<'_> {
     fn drop(&mut self) {
-        match self.way {
+        match self.path {
             RangeLockPath::Fast => self.locks.release_fast(),
             RangeLockPath::Queued { id, exclusive } => {
                 // After the entry is gone: a writer that still reads the old count only queues

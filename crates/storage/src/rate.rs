@@ -145,11 +145,11 @@ impl RateBudget {
     }
 
     /// Counts a completed request.
-    pub(super) fn count(&self, direction: Direction, bytes: u64, took: Duration) {
+    pub(super) fn count(&self, direction: Direction, bytes: u64, elapsed: Duration) {
         let Completed { requests, bytes: all, in_flight } = &mut self.state().completed;
         requests[direction.index()] += 1;
         all[direction.index()] += bytes;
-        *in_flight = in_flight.saturating_add(took);
+        *in_flight = in_flight.saturating_add(elapsed);
     }
 
     fn state(&self) -> MutexGuard<'_, RateBudgetState> {
@@ -200,7 +200,7 @@ mod tests {
 
     /// Number of reads completed in `seconds` by `clients` that pause for `think` between two
     /// reads.
-    fn reads(options: &str, clients: u32, size: usize, think: Duration, seconds: u64) -> u64 {
+    fn reads(options: &str, clients: u32, size: usize, think_time: Duration, seconds: u64) -> u64 {
         let options: RateOptions = options.parse().expect("valid");
         sim::run(1, async move {
             let rate = Rc::new(imitated(&options));
@@ -213,7 +213,7 @@ mod tests {
                         while now() < end {
                             rate.read(0, IoBuffer::new(size)).await.expect("null");
                             done.set(done.get() + u64::from(now() <= end));
-                            sleep_until(now() + think).await;
+                            sleep_until(now() + think_time).await;
                         }
                     })
                 })

@@ -133,11 +133,11 @@ pub(super) struct RbdOptions {
 /// for `client_mount_timeout`.
 pub(super) fn open(
     address: &RbdAddress,
-    how: RbdOptions,
+    options: RbdOptions,
     probes: bool,
 ) -> std::result::Result<(RbdStorage, Probed), OpenError> {
-    let how = RbdOptions { read_only: how.read_only || address.snapshot.is_some(), ..how };
-    let (backend, size_bytes) = Librbd::open(address, &how)?;
+    let options = RbdOptions { read_only: options.read_only || address.snapshot.is_some(), ..options };
+    let (backend, size_bytes) = Librbd::open(address, &options)?;
     let probed = if probes {
         let header =
             backend.first_bytes(HEADER_BYTES.min(usize::try_from(size_bytes).unwrap_or(HEADER_BYTES)));
@@ -151,9 +151,9 @@ pub(super) fn open(
     } else {
         Probed::Raw
     };
-    let what = backend.key().to_owned();
-    let how = RbdOptions { passed: how.passed.filter(|_| backend.is_passed()), ..how };
-    Ok((RbdStorage::new(backend, address, what, how, size_bytes), probed))
+    let key = backend.key().to_owned();
+    let options = RbdOptions { passed: options.passed.filter(|_| backend.is_passed()), ..options };
+    Ok((RbdStorage::new(backend, address, key, options, size_bytes), probed))
 }
 
 impl RbdStorage {
@@ -164,15 +164,15 @@ impl RbdStorage {
 }
 
 impl<B: RbdBackend> RbdStorage<B> {
-    fn new(backend: B, address: &RbdAddress, what: String, how: RbdOptions, size_bytes: u64) -> Self {
+    fn new(backend: B, address: &RbdAddress, key: String, options: RbdOptions, size_bytes: u64) -> Self {
         Self {
             backend,
             name: address.name(),
-            key: what,
-            ownership: ImageOwnership::new(how.passed.is_none()),
-            passed_files: how.passed,
-            cache: how.cache,
-            read_only: how.read_only,
+            key,
+            ownership: ImageOwnership::new(options.passed.is_none()),
+            passed_files: options.passed,
+            cache: options.cache,
+            read_only: options.read_only,
             is_snapshot: address.snapshot.is_some(),
             size_bytes: AtomicU64::new(size_bytes),
             in_flight: RbdRequestSlots::new(),
@@ -237,7 +237,7 @@ impl<B: RbdBackend> RbdStorage<B> {
 
     /// Checks whether it was resized from outside; returns its size in bytes.
     pub(super) async fn poll_size(&self) -> Result<u64> {
-        let _one = self.slow_calls.exclusive(0..1).await;
+        let _guard = self.slow_calls.exclusive(0..1).await;
         if !self.ownership.is_ours() {
             // Not while it is suspended: resuming reads the size, and the image may be closed by
             // now.
@@ -263,8 +263,8 @@ impl<B: RbdBackend> RbdStorage<B> {
             }
             Err(error) if error.errno() == libc::ENOENT => {
                 if !self.is_lost.swap(true, Relaxed) {
-                    let what = if self.is_snapshot { "the snapshot" } else { "the image" };
-                    tracing::error!(image = self.name, "{what} was removed: every request fails from now on");
+                    let subject = if self.is_snapshot { "the snapshot" } else { "the image" };
+                    tracing::error!(image = self.name, "{subject} was removed: every request fails from now on");
                 }
                 Ok(self.size_bytes())
             }
@@ -279,7 +279,7 @@ impl<B: RbdBackend> RbdStorage<B> {
     // Read before the flush: writes that complete during it may not be covered.
     pub(super) async fn write_back(&self) -> Result<()> {
         let cached = self.cached_writes.load(Acquire);
-        self.run_write(|place| self.backend.flush(place)).await?;
+        self.run_write(|slot| self.backend.flush(slot)).await?;
         self.flushed_writes.fetch_max(cached, Release);
         Ok(())
     }
@@ -294,7 +294,7 @@ impl<B: RbdBackend> RbdStorage<B> {
             return Ok(());
         }
         self.write_back().await?;
-        let _one = self.slow_calls.exclusive(0..1).await;
+        let _guard = self.slow_calls.exclusive(0..1).await;
         // After the write-back. Writes that start in between wait for `turn`, so nothing is dirty
         // when the lock is released.
         self.ownership.release();
@@ -309,22 +309,22 @@ impl<B: RbdBackend> RbdStorage<B> {
     ///
     /// # Errors
     /// The reason why it cannot be resumed; it can be tried again.
-    pub(super) async fn resume(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+    pub(super) async fn resume(&self, new_clients: &[u64]) -> std::result::Result<(), OpenError> {
         if self.read_only {
             return Ok(());
         }
-        let _one = self.slow_calls.exclusive(0..1).await;
+        let _guard = self.slow_calls.exclusive(0..1).await;
         if self.ownership.is_ours() {
             return Ok(());
         }
-        let taking = self.backend.resume(heirs);
-        let taken = match self.may_be_resumed_elsewhere() {
+        let resuming = self.backend.resume(new_clients);
+        let result = match self.may_be_resumed_elsewhere() {
             // A timeout is safe here: the old process can still resume it.
-            true => reactor::timeout(RESUME_TIMEOUT, taking).await.unwrap_or(Err(Error::TIMED_OUT)),
+            true => reactor::timeout(RESUME_TIMEOUT, resuming).await.unwrap_or(Err(Error::TIMED_OUT)),
             // No timeout: an abandoned attempt could still acquire the lock at any time.
-            false => taking.await,
+            false => resuming.await,
         };
-        let why = match taken {
+        let why = match result {
             Ok(ResumeOutcome::Resumed(size_bytes)) => {
                 self.size_bytes.store(size_bytes, Relaxed);
                 self.ownership.acquire();
@@ -353,7 +353,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         if self.read_only {
             return Ok(());
         }
-        let _one = self.slow_calls.exclusive(0..1).await;
+        let _guard = self.slow_calls.exclusive(0..1).await;
         self.backend.blocklist(clients).await
     }
 
@@ -388,8 +388,8 @@ impl<B: RbdBackend> RbdStorage<B> {
                 "another client has broken the lock of the image, or of another image on the same \
                  connection, and the cluster has blocklisted this client",
             );
-        } else if let Some(left_out) = self.failures.try_log(reactor::coarse_now()) {
-            tracing::warn!(image = self.name, %error, left_out, "the cluster failed a request");
+        } else if let Some(suppressed) = self.failures.try_log(reactor::coarse_now()) {
+            tracing::warn!(image = self.name, %error, suppressed, "the cluster failed a request");
         }
         Err(match error.errno() {
             libc::ENOSPC | libc::EDQUOT => Error::NO_SPACE,
@@ -407,8 +407,8 @@ impl<B: RbdBackend> RbdStorage<B> {
         if self.is_lost() {
             return Err(Error::IO);
         }
-        let place = self.in_flight.acquire().await;
-        self.map_error(request(place).await)
+        let slot = self.in_flight.acquire().await;
+        self.map_error(request(slot).await)
     }
 
     /// As [`RbdStorage::run`], for a request that may write. Waits while the image is suspended.
@@ -416,9 +416,9 @@ impl<B: RbdBackend> RbdStorage<B> {
         &self,
         request: impl FnOnce(slots::RbdRequestSlot) -> F,
     ) -> Result<T> {
-        self.run(async |place| {
+        self.run(async |slot| {
             self.ownership.wait().await;
-            if self.is_lost() { Err(Error::IO) } else { request(place).await }
+            if self.is_lost() { Err(Error::IO) } else { request(slot).await }
         })
         .await
     }
@@ -436,16 +436,16 @@ impl<B: RbdBackend> RbdStorage<B> {
             // Piece boundaries are aligned, so that no object is in two pieces.
             let next = (at / MAX_REQUEST_BYTES + 1) * MAX_REQUEST_BYTES;
             let piece = next.min(end) - at;
-            self.run_write(|place| request(place, at, piece)).await?;
+            self.run_write(|slot| request(slot, at, piece)).await?;
             at += piece;
         }
         Ok(())
     }
 
-    async fn ensure_durable(&self, asked: Durability) -> Result<()> {
-        let is_asked = asked == Durability::Synchronous && self.cache != CacheMode::Unsafe;
-        if is_asked || self.writes_through() {
-            return self.run_write(|place| self.backend.flush(place)).await;
+    async fn ensure_durable(&self, requested: Durability) -> Result<()> {
+        let must_flush = requested == Durability::Synchronous && self.cache != CacheMode::Unsafe;
+        if must_flush || self.writes_through() {
+            return self.run_write(|slot| self.backend.flush(slot)).await;
         }
         if self.cache == CacheMode::Writeback {
             self.cached_writes.fetch_add(1, Release);
@@ -478,7 +478,7 @@ impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
             return Err(ResizeError::ReadOnly);
         }
         self.ownership.wait().await;
-        let _one = self.slow_calls.exclusive(0..1).await;
+        let _guard = self.slow_calls.exclusive(0..1).await;
         let old = self.size_bytes();
         if size_bytes < old {
             // Before the resize, so that no new request reads there.
@@ -511,8 +511,8 @@ impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
         if length == 0 {
             return Ok(target);
         }
-        self.run(async |place| {
-            let (result, target) = self.backend.read(place, offset, target).await;
+        self.run(async |slot| {
+            let (result, target) = self.backend.read(slot, offset, target).await;
             // Short: the image was shrunk while the request was in flight.
             if result? == length { Ok(target) } else { Err(Error::INVALID) }
         })
@@ -521,7 +521,7 @@ impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
 
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         if !data.is_empty() {
-            self.run_write(|place| self.backend.write(place, offset, data)).await?;
+            self.run_write(|slot| self.backend.write(slot, offset, data)).await?;
         }
         self.ensure_durable(durability).await
     }
@@ -554,31 +554,31 @@ impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
         for part in [offset..start, stop..end] {
             if !part.is_empty() {
                 let zeroes = IoBuffer::zeroed((part.end - part.start) as usize);
-                self.run_write(|place| self.backend.write(place, part.start, zeroes.into())).await?;
+                self.run_write(|slot| self.backend.write(slot, part.start, zeroes.into())).await?;
             }
         }
-        self.in_pieces(start, stop - start, |place, at, piece| {
-            self.backend.write_zeroes(place, at, piece, is_thick)
+        self.in_pieces(start, stop - start, |slot, at, piece| {
+            self.backend.write_zeroes(slot, at, piece, is_thick)
         })
         .await?;
         self.ensure_durable(options.durability).await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.in_pieces(offset, length, |place, at, piece| self.backend.discard(place, at, piece)).await
+        self.in_pieces(offset, length, |slot, at, piece| self.backend.discard(slot, at, piece)).await
     }
 
     async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         if self.is_lost() {
             return Err(Error::IO);
         }
-        let whole = offset..offset + length;
-        let _one = self.slow_calls.exclusive(0..1).await;
+        let range = offset..offset + length;
+        let _guard = self.slow_calls.exclusive(0..1).await;
         // Each piece may have a hole before it, so half of the extents are pieces.
-        let most = MAX_EXTENTS / 2;
-        let allocated = self.map_error(self.backend.allocated(whole.clone(), most).await)?;
+        let max_pieces = MAX_EXTENTS / 2;
+        let allocated = self.map_error(self.backend.allocated(range.clone(), max_pieces).await)?;
         Ok(match allocated {
-            Some(pieces) => extents(&whole, &pieces, pieces.len() >= most),
+            Some(pieces) => extents(&range, &pieces, pieces.len() >= max_pieces),
             None => vec![Extent { length, hole: false, zero: false }],
         })
     }
@@ -586,11 +586,11 @@ impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
 
 /// The extents of a range, given its allocated pieces. If the list is truncated (`is_more`), they
 /// end with the last piece.
-fn extents(whole: &Range<u64>, pieces: &[Range<u64>], is_more: bool) -> Vec<Extent> {
+fn extents(range: &Range<u64>, pieces: &[Range<u64>], is_truncated: bool) -> Vec<Extent> {
     let mut extents = Vec::new();
-    let mut at = whole.start;
+    let mut at = range.start;
     for piece in pieces {
-        let (start, end) = (piece.start.clamp(at, whole.end), piece.end.clamp(at, whole.end));
+        let (start, end) = (piece.start.clamp(at, range.end), piece.end.clamp(at, range.end));
         if start > at {
             push_extent(&mut extents, Extent { length: start - at, hole: true, zero: true });
         }
@@ -599,8 +599,8 @@ fn extents(whole: &Range<u64>, pieces: &[Range<u64>], is_more: bool) -> Vec<Exte
         }
         at = end;
     }
-    if at < whole.end && !is_more {
-        push_extent(&mut extents, Extent { length: whole.end - at, hole: true, zero: true });
+    if at < range.end && !is_truncated {
+        push_extent(&mut extents, Extent { length: range.end - at, hole: true, zero: true });
     }
     extents
 }

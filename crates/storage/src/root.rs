@@ -85,21 +85,21 @@ impl Root {
     pub(super) fn pin(&self, path: &Path, name: &str) -> Result<Pinned, OpenError> {
         let absolute = std::path::absolute(path)
             .map_err(|error| OpenError::new(name, error.to_string(), "give another name"))?;
-        let inside =
+        let relative =
             [&self.path, &self.canonical].into_iter().find_map(|root| absolute.strip_prefix(root).ok());
-        let inside = inside.ok_or_else(|| self.outside_error(name))?;
-        let inside = if inside.as_os_str().is_empty() { Path::new(".") } else { inside };
+        let relative = relative.ok_or_else(|| self.outside_error(name))?;
+        let relative = if relative.as_os_str().is_empty() { Path::new(".") } else { relative };
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
         let mut attempts = 0;
         loop {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
-            match openat2(&self.directory, inside, flags, Mode::empty(), resolve) {
+            match openat2(&self.directory, relative, flags, Mode::empty(), resolve) {
                 Ok(fd) => return Ok(Pinned(fd)),
                 // EAGAIN: a directory was renamed during the lookup, so the kernel could not prove
                 // that `..` stays inside (openat2(2)).
                 Err(Errno::AGAIN) if attempts < MAX_ATTEMPTS => attempts += 1,
                 Err(Errno::INTR) => {}
-                Err(Errno::NOSYS) => return self.pin_by_components(inside, name),
+                Err(Errno::NOSYS) => return self.pin_by_components(relative, name),
                 Err(Errno::XDEV) => return Err(self.outside_error(name)),
                 Err(errno) => return Err(self.open_error(name, errno)),
             }
@@ -107,8 +107,8 @@ impl Root {
     }
 
     /// As [`Root::pin`], without openat2.
-    fn pin_by_components(&self, inside: &Path, name: &str) -> Result<Pinned, OpenError> {
-        resolve_components(&self.directory, inside).map(Pinned).map_err(|errno| match errno {
+    fn pin_by_components(&self, relative: &Path, name: &str) -> Result<Pinned, OpenError> {
+        resolve_components(&self.directory, relative).map(Pinned).map_err(|errno| match errno {
             Errno::XDEV => self.outside_error(name),
             errno => self.open_error(name, errno),
         })
@@ -135,21 +135,21 @@ impl Root {
 }
 
 /// Resolves a name below the directory as `RESOLVE_BENEATH` does; XDEV if it leads out.
-fn resolve_components(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
+fn resolve_components(directory: &OwnedFd, relative: &Path) -> Result<OwnedFd, Errno> {
     // Components still to resolve, the next one last.
-    let mut left = reversed_components(inside)?;
+    let mut remaining = reversed_components(relative)?;
     // Directories opened so far. `..` pops one instead of asking the kernel for the parent, so a
     // concurrent rename cannot lead out of the root.
     let mut passed: Vec<OwnedFd> = Vec::new();
     let mut links = 0;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    while let Some(part) = left.pop() {
+    while let Some(part) = remaining.pop() {
         if part == ".." {
             passed.pop().ok_or(Errno::XDEV)?;
             continue;
         }
-        let here = passed.last().unwrap_or(directory);
-        let found = openat(here, &part, flags, Mode::empty())?;
+        let parent = passed.last().unwrap_or(directory);
+        let found = openat(parent, &part, flags, Mode::empty())?;
         let kind = FileType::from_raw_mode(fstat(&found)?.st_mode);
         if kind == FileType::Symlink {
             links += 1;
@@ -158,11 +158,11 @@ fn resolve_components(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Err
             }
             let target = readlinkat(&found, "", Vec::new())?;
             // Resolved from the directory of the link, which is the last of `passed`.
-            left.extend(reversed_components(Path::new(&OsString::from_vec(target.into_bytes())))?);
+            remaining.extend(reversed_components(Path::new(&OsString::from_vec(target.into_bytes())))?);
             continue;
         }
         // A file has no children and no `..`.
-        if kind != FileType::Directory && !left.is_empty() {
+        if kind != FileType::Directory && !remaining.is_empty() {
             return Err(Errno::NOTDIR);
         }
         passed.push(found);
@@ -175,13 +175,13 @@ fn resolve_components(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Err
 
 /// Components of a relative name in reverse order; XDEV if it is absolute.
 fn reversed_components(name: &Path) -> Result<Vec<OsString>, Errno> {
-    let part = |component| match component {
+    let component_name = |component| match component {
         Component::Normal(name) => Some(Ok(name.to_owned())),
         Component::ParentDir => Some(Ok("..".into())),
         Component::CurDir => None,
         Component::RootDir | Component::Prefix(_) => Some(Err(Errno::XDEV)),
     };
-    name.components().rev().filter_map(part).collect()
+    name.components().rev().filter_map(component_name).collect()
 }
 
 #[cfg(test)]
@@ -268,11 +268,11 @@ mod tests {
             "down/../../../outside",
         ];
         let flags = OFlags::PATH | OFlags::CLOEXEC;
-        let place = |fd: OwnedFd| fs::read_link(Pinned(fd).path()).expect("a descriptor");
+        let path_of = |fd: OwnedFd| fs::read_link(Pinned(fd).path()).expect("a descriptor");
         for name in names {
             let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-            let expected = openat2(&root.directory, name, flags, Mode::empty(), resolve).map(place);
-            let found = resolve_components(&root.directory, Path::new(name)).map(place);
+            let expected = openat2(&root.directory, name, flags, Mode::empty(), resolve).map(path_of);
+            let found = resolve_components(&root.directory, Path::new(name)).map(path_of);
             assert_eq!(found, expected, "{name}");
         }
         let error = root.pin_by_components(Path::new("sub/bad"), "bad").expect_err("outside");

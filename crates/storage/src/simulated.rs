@@ -159,9 +159,9 @@ impl SimulatedStorage {
             random.shuffle(&mut writes);
             for write in writes {
                 // Fate of a write: 0 applies all blocks, 1 tears it at random blocks, 2 loses it.
-                let fate = random.u8(..3);
+                let outcome = random.u8(..3);
                 for (block, data) in write.numbered() {
-                    let applied = fate == 0 || fate == 1 && random.bool();
+                    let applied = outcome == 0 || outcome == 1 && random.bool();
                     if applied {
                         put(&mut content, block, data);
                     }
@@ -412,8 +412,8 @@ impl AlignedDevice for SimulatedStorage {
 
 impl ZeroCopyDevice for SimulatedStorage {
     async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>> {
-        let place = buffer.place()?.clone();
-        Some(self.read(offset, place.into()).await.map(drop))
+        let guest_bytes = buffer.place()?.clone();
+        Some(self.read(offset, guest_bytes.into()).await.map(drop))
     }
 
     async fn write_registered(
@@ -422,8 +422,8 @@ impl ZeroCopyDevice for SimulatedStorage {
         buffer: &RegisteredData,
         durability: Durability,
     ) -> Option<Result<()>> {
-        let place = buffer.place()?.clone();
-        Some(self.write(offset, place.into(), durability).await)
+        let guest_bytes = buffer.place()?.clone();
+        Some(self.write(offset, guest_bytes.into(), durability).await)
     }
 }
 
@@ -452,8 +452,8 @@ mod tests {
                 write(&disk, 0, 2, 1).await;
                 disk.flush().await.expect("no errors here");
                 write(&disk, 1, 2, 2).await;
-                let flying = disk.clone();
-                spawn(async move { write(&flying, 3, 1, 3).await });
+                let writer = disk.clone();
+                spawn(async move { write(&writer, 3, 1, 3).await });
                 disk.crash()
             });
             let blocks: Vec<u8> = content.iter().step_by(BLOCK).copied().collect();
@@ -498,11 +498,11 @@ mod tests {
                 for _ in 0..3 {
                     order.push(receiver.recv().await.expect("three writes complete"));
                 }
-                let late = disk.clone();
-                let lost = spawn_joinable(async move { write(&late, 0, 1, 1).await });
+                let late_writer = disk.clone();
+                let lost_write = spawn_joinable(async move { write(&late_writer, 0, 1, 1).await });
                 disk.crash();
                 sleep_until(now() + Duration::from_secs(1)).await;
-                assert!(!lost.is_finished());
+                assert!(!lost_write.is_finished());
                 order
             });
             orders.insert(order);

@@ -36,8 +36,8 @@ enum Wrapper {
 }
 
 impl Storage {
-    fn wrapped(self, how: Wrapper) -> Self {
-        Self::Wrapped(Box::new(Wrapped { inner: self, wrapper: how }))
+    fn wrapped(self, wrapper: Wrapper) -> Self {
+        Self::Wrapped(Box::new(Wrapped { inner: self, wrapper }))
     }
 
     /// Restricts it to a part.
@@ -127,13 +127,13 @@ impl Wrapped {
     }
 
     pub(super) fn description(&self) -> String {
-        let how = match &self.wrapper {
+        let effect = match &self.wrapper {
             Wrapper::Delay(_) => "delayed",
             Wrapper::Rate(_) => "rate limited",
             Wrapper::Fault(_) => "with faults",
             Wrapper::Part(_) => "a part",
         };
-        format!("{}, {how}", self.inner.description())
+        format!("{}, {effect}", self.inner.description())
     }
 
     pub(super) fn read_only(&self) -> bool {
@@ -170,7 +170,7 @@ impl Wrapped {
                     StorageRequestKind::Flush => delay.options.flush,
                     StorageRequestKind::Status => return below.await,
                 };
-                let _place = delay.acquire(latency).await;
+                let _permit = delay.acquire(latency).await;
                 below.await
             }
             Wrapper::Rate(budget) => {

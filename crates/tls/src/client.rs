@@ -65,25 +65,25 @@ impl TlsClient {
     /// Fails on a faulty file, or if it holds no key of the user; the error names the file.
     pub fn psk(path: &Path, user: Option<&str>) -> Result<Self, CredentialsError> {
         let mut known = files::pre_shared(path)?;
-        let wrong = |why: String| CredentialsError::Content { path: path.to_owned(), why };
+        let invalid = |why: String| CredentialsError::Content { path: path.to_owned(), why };
         let user = match user {
             Some(user) => user.as_bytes().to_vec(),
             None if known.len() == 1 => known.keys().next().cloned().unwrap_or_default(),
             None => {
-                return Err(wrong("has keys of several users (select one: nbds://USER@HOST/…)".to_owned()));
+                return Err(invalid("has keys of several users (select one: nbds://USER@HOST/…)".to_owned()));
             }
         };
         let key = known.remove(&user);
         let key =
-            key.ok_or_else(|| wrong(format!("has no key for user {:?}", String::from_utf8_lossy(&user))))?;
+            key.ok_or_else(|| invalid(format!("has no key for user {:?}", String::from_utf8_lossy(&user))))?;
         let mut builder = builder()?;
         builder.set_cipher_list(files::PSK_CIPHERS)?;
         builder.set_psk_client_callback(move |_, _, identity, secret| {
             // OpenSSL expects the identity as a C string. Returning 0 makes the handshake fail.
-            let Some(room) = identity.get_mut(..=user.len()) else { return Ok(0) };
+            let Some(buffer) = identity.get_mut(..=user.len()) else { return Ok(0) };
             let Some(place) = secret.get_mut(..key.len()) else { return Ok(0) };
-            room[..user.len()].copy_from_slice(&user);
-            room[user.len()] = 0;
+            buffer[..user.len()].copy_from_slice(&user);
+            buffer[user.len()] = 0;
             place.copy_from_slice(&key);
             Ok(key.len())
         });
@@ -140,10 +140,10 @@ fn x509_files(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), C
     }
     files::revoke_in(&mut store, directory, "the servers that are revoked")?;
     builder.set_cert_store(store.build());
-    let own = directory.join("client-cert.pem");
+    let certificate = directory.join("client-cert.pem");
     // Presenting a certificate is optional, but one without its key is an error.
-    if !own.exists() {
+    if !certificate.exists() {
         return Ok(());
     }
-    files::set_identity(builder, &own, &directory.join("client-key.pem"), "the client's certificate")
+    files::set_identity(builder, &certificate, &directory.join("client-key.pem"), "the client's certificate")
 }

@@ -78,12 +78,12 @@ pub(crate) fn revoke_in(
 }
 
 fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), CredentialsError> {
-    let wrong = |why: String| CredentialsError::Content { path: path.to_owned(), why };
-    let name = path.to_str().ok_or_else(|| wrong("the path is not UTF-8".to_owned()))?;
+    let invalid = |why: String| CredentialsError::Content { path: path.to_owned(), why };
+    let name = path.to_str().ok_or_else(|| invalid("the path is not UTF-8".to_owned()))?;
     store
         .add_lookup(X509Lookup::file())?
         .load_crl_file(name, SslFiletype::PEM)
-        .map_err(|error| wrong(format!("not a revocation list in PEM form: {error}")))?;
+        .map_err(|error| invalid(format!("not a revocation list in PEM form: {error}")))?;
     store.set_flags(X509VerifyFlags::CRL_CHECK)?;
     Ok(())
 }
@@ -117,8 +117,8 @@ pub fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, Creden
 /// Logs a warning if a certificate of this file has expired. Otherwise the only report would be
 /// the rejection at a peer.
 fn warn_if_expired(path: &Path, certificate: &X509) {
-    let is_over = Asn1Time::days_from_now(0).is_ok_and(|now| certificate.not_after() < now.as_ref());
-    if is_over {
+    let is_expired = Asn1Time::days_from_now(0).is_ok_and(|now| certificate.not_after() < now.as_ref());
+    if is_expired {
         let (file, end) = (path.display(), certificate.not_after());
         tracing::warn!("{file}: expired at {end}: peers that verify it reject it (renew it)");
     }
@@ -150,9 +150,9 @@ pub fn set_identity(
     builder: &mut SslContextBuilder,
     certificate: &Path,
     key: &Path,
-    of: &'static str,
+    purpose: &'static str,
 ) -> Result<(), CredentialsError> {
-    let mut chain = certificates(certificate, of)?.into_iter();
+    let mut chain = certificates(certificate, purpose)?.into_iter();
     let private = private_key(key, "the private key of that certificate")?;
     // Only the first certificate belongs to this end; all others are intermediates for its peer.
     if let Some(leaf) = chain.next() {

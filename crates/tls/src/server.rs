@@ -95,8 +95,8 @@ impl TlsServer {
 
     /// Replaces the credentials for all later connections, in this value and all its clones.
     /// Existing connections keep theirs.
-    pub fn renew(&self, others: Self) {
-        let context = others.context().clone();
+    pub fn replace(&self, replacement: Self) {
+        let context = replacement.context().clone();
         *self.context() = context;
     }
 

@@ -154,8 +154,8 @@ impl BlkRequest {
     /// Number of bytes of the disk that it reads, writes or discards.
     pub fn bytes(&self) -> u64 {
         match &self.kind {
-            BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => {
-                sum(places) as u64
+            BlkOperation::Read { into: segments, .. } | BlkOperation::Write { from: segments, .. } => {
+                sum(segments) as u64
             }
             BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => {
                 ranges.iter().map(|range| range.bytes).sum()
@@ -175,13 +175,13 @@ impl BlkRequest {
     /// Writes the result of GET_ID: `id`, truncated or padded with zeroes. Does nothing for other
     /// requests.
     pub fn write_id(&self, id: &[u8]) {
-        let BlkOperation::Id(places) = &self.kind else { return };
-        let mut rest = &id[..id.len().min(ID_BYTES)];
-        for place in places {
-            let (part, after) = rest.split_at(rest.len().min(place.bytes()));
-            place.write(0, part);
-            place.fill(part.len(), place.bytes() - part.len(), 0);
-            rest = after;
+        let BlkOperation::Id(segments) = &self.kind else { return };
+        let mut remaining = &id[..id.len().min(ID_BYTES)];
+        for segment in segments {
+            let (front, tail) = remaining.split_at(remaining.len().min(segment.bytes()));
+            segment.write(0, front);
+            segment.fill(front.len(), segment.bytes() - front.len(), 0);
+            remaining = tail;
         }
     }
 
@@ -202,27 +202,27 @@ impl BlkRequest {
 /// the chain has no space for the status: it is completed with nothing written.
 #[inline]
 pub fn parse(chain: DescriptorChain, device: &BlkDeviceConfig) -> (ChainTicket, Option<BlkRequest>) {
-    let DescriptorChain { ticket, mut places, reads, descriptors, fault } = chain;
+    let DescriptorChain { ticket, segments: mut places, reads, descriptors, fault } = chain;
     // No writable byte: there is no space for the status, so the request cannot report any result.
     if places.len() == reads {
         return (ticket, None);
     }
     let Some(last) = places.pop() else { return (ticket, None) };
     // A piece is never empty.
-    let before = last.bytes() - 1;
+    let leading_bytes = last.bytes() - 1;
     // The driver may put the status behind the data in one descriptor.
-    let status = if before == 0 {
+    let status = if leading_bytes == 0 {
         last
     } else {
-        places.push(last.part(0, before));
-        last.part(before, 1)
+        places.push(last.part(0, leading_bytes));
+        last.part(leading_bytes, 1)
     };
     let data_bytes = sum(&places[reads..]) as u32;
-    let judged = match fault {
+    let operation = match fault {
         Some(_) => Err(BlkStatus::IoError.into()),
         None => validate(places, reads, descriptors, device),
     };
-    let kind = judged.unwrap_or_else(|refused| match refused {
+    let kind = operation.unwrap_or_else(|rejection| match rejection {
         BlkRejection::With(status) => BlkOperation::Completed(status),
         BlkRejection::PartOfBlock => BlkOperation::PartOfBlock,
     });
@@ -247,34 +247,34 @@ impl From<BlkStatus> for BlkRejection {
 /// include the status.
 #[inline]
 fn validate(
-    mut places: ChainMemory,
+    mut segments: ChainMemory,
     reads: usize,
     descriptors: usize,
     device: &BlkDeviceConfig,
 ) -> Result<BlkOperation, BlkRejection> {
     let mut header = [0; HEADER_BYTES];
-    let mut readable = &mut places[..reads];
+    let mut readable = &mut segments[..reads];
     if !copy_front(&mut readable, &mut header) {
         return Err(BlkStatus::IoError.into());
     }
-    let taken = reads - readable.len();
+    let consumed = reads - readable.len();
     // The priority, at offset 4, is ignored.
     let sector = u64::from_le_bytes(header[8..].try_into().expect("eight bytes"));
     let kind = u32::from_le_bytes(header[..4].try_into().expect("four bytes"));
     match kind {
         kind::IN => {
-            let into: Data = places.drain(reads..).collect();
+            let into: Data = segments.drain(reads..).collect();
             let offset = device.data_offset(&into, sector, descriptors)?;
             Ok(BlkOperation::Read { offset, into })
         }
         kind::OUT => {
             device.check_writable()?;
-            let from: Data = places.drain(taken..reads).collect();
+            let from: Data = segments.drain(consumed..reads).collect();
             let offset = device.data_offset(&from, sector, descriptors)?;
             Ok(BlkOperation::Write { offset, from })
         }
         kind::FLUSH => Ok(BlkOperation::Flush),
-        kind::GET_ID => Ok(BlkOperation::Id(places.drain(reads..).collect())),
+        kind::GET_ID => Ok(BlkOperation::Id(segments.drain(reads..).collect())),
         // No flag is valid for DISCARD (§ 5.2.6.2).
         kind::DISCARD => device.ranges(readable, device.discard, 0).map(BlkOperation::Discard),
         kind::WRITE_ZEROES => {
@@ -289,9 +289,9 @@ impl BlkDeviceConfig {
     fn byte_offset(&self, sector: u64, sectors: u64) -> Result<u64, BlkRejection> {
         let end = sector.checked_add(sectors).ok_or(BlkStatus::IoError)?;
         // Both must be multiples of the block, which is a power of two.
-        let rest = (sector | sectors) & (self.block_bytes / SECTOR_BYTES - 1);
+        let misaligned = (sector | sectors) & (self.block_bytes / SECTOR_BYTES - 1);
         // `end` is at most the disk's size in sectors, so the product does not overflow.
-        match (rest, end > self.bytes / SECTOR_BYTES) {
+        match (misaligned, end > self.bytes / SECTOR_BYTES) {
             (0, false) => Ok(sector * SECTOR_BYTES),
             (0, true) => Err(BlkStatus::IoError.into()),
             _ => Err(BlkRejection::PartOfBlock),
@@ -301,17 +301,17 @@ impl BlkDeviceConfig {
     /// Byte offset of the data of a read or write.
     fn data_offset(
         &self,
-        places: &[GuestBytes],
+        segments: &[GuestBytes],
         sector: u64,
         descriptors: usize,
     ) -> Result<u64, BlkRejection> {
         // The header and the status may have their own descriptors.
-        let most = u64::from(self.max_segments);
+        let max_segments = u64::from(self.max_segments);
         // A buffer that crosses a border of memory regions has two pieces, which is rare.
-        if descriptors.saturating_sub(2) as u64 > most || places.len() as u64 > 2 * most {
+        if descriptors.saturating_sub(2) as u64 > max_segments || segments.len() as u64 > 2 * max_segments {
             return Err(BlkStatus::IoError.into());
         }
-        let bytes = sum(places) as u64;
+        let bytes = sum(segments) as u64;
         if !bytes.is_multiple_of(SECTOR_BYTES) {
             return Err(BlkStatus::IoError.into());
         }
@@ -330,26 +330,26 @@ impl BlkDeviceConfig {
         &self,
         mut from: &mut [GuestBytes],
         limits: Option<RangeLimits>,
-        known: u32,
+        known_flags: u32,
     ) -> Result<Ranges, BlkRejection> {
         let limits = limits.ok_or(BlkStatus::Unsupported)?;
         self.check_writable()?;
         let bytes = sum(from);
         let count = bytes / RANGE_BYTES;
-        let most = (limits.max_ranges as usize).min(MAX_RANGES);
-        if count == 0 || count > most || !bytes.is_multiple_of(RANGE_BYTES) {
+        let max_ranges = (limits.max_ranges as usize).min(MAX_RANGES);
+        if count == 0 || count > max_ranges || !bytes.is_multiple_of(RANGE_BYTES) {
             return Err(BlkStatus::IoError.into());
         }
         let mut ranges = Ranges::new();
         for _ in 0..count {
             let mut range = [0; RANGE_BYTES];
             assert!(copy_front(&mut from, &mut range), "counted");
-            let (sector, rest) = range.split_at(8);
+            let (sector, size_and_flags) = range.split_at(8);
             let sector = u64::from_le_bytes(sector.try_into().expect("eight bytes"));
-            let rest = u64::from_le_bytes(rest.try_into().expect("eight bytes"));
-            let (sectors, flags) = (rest as u32, (rest >> 32) as u32);
+            let size_and_flags = u64::from_le_bytes(size_and_flags.try_into().expect("eight bytes"));
+            let (sectors, flags) = (size_and_flags as u32, (size_and_flags >> 32) as u32);
             // Unknown flags make the request unsupported (§ 5.2.6.2), not invalid.
-            if flags & !known != 0 {
+            if flags & !known_flags != 0 {
                 return Err(BlkStatus::Unsupported.into());
             }
             if sectors > limits.max_sectors {
@@ -366,26 +366,26 @@ impl BlkDeviceConfig {
     }
 }
 
-fn sum(places: &[GuestBytes]) -> usize {
-    places.iter().map(GuestBytes::bytes).sum()
+fn sum(segments: &[GuestBytes]) -> usize {
+    segments.iter().map(GuestBytes::bytes).sum()
 }
 
 /// Copies from the beginning of `places`, and removes the copied bytes. False if there are too few.
-fn copy_front(places: &mut &mut [GuestBytes], into: &mut [u8]) -> bool {
-    let mut rest = std::mem::take(places);
-    let mut left = into;
-    while !left.is_empty() {
-        let Some(place) = rest.first_mut() else { return false };
-        let bytes = place.bytes().min(left.len());
-        let (part, after) = left.split_at_mut(bytes);
-        place.read(0, part);
-        left = after;
-        if bytes < place.bytes() {
-            *place = place.part(bytes, place.bytes() - bytes);
+fn copy_front(segments: &mut &mut [GuestBytes], target: &mut [u8]) -> bool {
+    let mut remaining = std::mem::take(segments);
+    let mut unfilled = target;
+    while !unfilled.is_empty() {
+        let Some(segment) = remaining.first_mut() else { return false };
+        let bytes = segment.bytes().min(unfilled.len());
+        let (front, tail) = unfilled.split_at_mut(bytes);
+        segment.read(0, front);
+        unfilled = tail;
+        if bytes < segment.bytes() {
+            *segment = segment.part(bytes, segment.bytes() - bytes);
         } else {
-            rest = &mut rest[1..];
+            remaining = &mut remaining[1..];
         }
     }
-    *places = rest;
+    *segments = remaining;
     true
 }

@@ -54,7 +54,7 @@ impl BlkTestGuest {
 
     /// Parses a request with these readable bytes and writable lengths, divided into descriptors of
     /// these lengths.
-    fn ask(
+    fn submit(
         &mut self,
         readable: &[u8],
         cuts: &[u32],
@@ -97,7 +97,7 @@ fn request(kind: u32, sector: u64, data: &[u8], writable: u32, device: &BlkDevic
     let readable = [header(kind, sector), data.to_vec()].concat();
     let cuts: &[u32] = if data.is_empty() { &[16] } else { &[16, data.len() as u32] };
     let writable: &[u32] = if writable == 0 { &[1] } else { &[writable, 1] };
-    BlkTestGuest::new().ask(&readable, cuts, writable, device).expect("there is room for an answer")
+    BlkTestGuest::new().submit(&readable, cuts, writable, device).expect("there is room for an answer")
 }
 
 #[track_caller]
@@ -114,7 +114,7 @@ fn refuses(status: BlkStatus, kind: u32, sector: u64, data: &[u8], writable: u32
 #[test]
 fn reads_and_writes_are_inside_the_disk_and_in_sectors() {
     let two = [0; 1024];
-    for (sector, inside) in [
+    for (sector, is_inside) in [
         (0, true),
         (SECTORS - 2, true),
         (SECTORS - 1, false),
@@ -122,7 +122,7 @@ fn reads_and_writes_are_inside_the_disk_and_in_sectors() {
         (u64::MAX / SECTOR_BYTES, false),
         (u64::MAX, false),
     ] {
-        if !inside {
+        if !is_inside {
             answers(BlkStatus::IoError, kind::IN, sector, &[], 1024);
             answers(BlkStatus::IoError, kind::OUT, sector, &two, 0);
             continue;
@@ -200,15 +200,15 @@ fn unknown_kinds_are_unsupported() {
 #[test]
 fn each_range_is_validated() {
     let two = [range(0, 100, 0), range(SECTORS - 1, 1, 0)].concat();
-    let wanted = [(0, 100 * SECTOR_BYTES), ((SECTORS - 1) * SECTOR_BYTES, SECTOR_BYTES)];
+    let expected = [(0, 100 * SECTOR_BYTES), ((SECTORS - 1) * SECTOR_BYTES, SECTOR_BYTES)];
     for kind in [kind::DISCARD, kind::WRITE_ZEROES] {
         let (BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges)) =
             request(kind, 7, &two, 0, &device()).kind
         else {
             panic!("they are ranges")
         };
-        let got: Vec<_> = ranges.iter().map(|range| (range.offset, range.bytes)).collect();
-        assert_eq!(got, wanted);
+        let found: Vec<_> = ranges.iter().map(|range| (range.offset, range.bytes)).collect();
+        assert_eq!(found, expected);
         assert!(ranges.iter().all(|range| !range.may_unmap));
 
         for bad in [range(0, 101, 0), range(SECTORS, 1, 0), range(SECTORS - 1, 2, 0), range(u64::MAX, 1, 0)] {
@@ -242,20 +242,20 @@ fn descriptors_divide_a_request_as_they_like() {
     let readable = [header(kind::OUT, 3), data.clone()].concat();
     for cuts in [&[1040][..], &[16, 1024], &[3, 13, 0, 1000, 24], &[1, 1039], &[17, 511, 512]] {
         let mut guest = BlkTestGuest::new();
-        let request = guest.ask(&readable, cuts, &[1], &device()).expect("there is room");
+        let request = guest.submit(&readable, cuts, &[1], &device()).expect("there is room");
         let BlkOperation::Write { offset, from } = request.kind else { panic!("{:?}", request.kind) };
         assert_eq!(offset, 3 * SECTOR_BYTES);
-        let mut got = Vec::new();
-        for place in &from {
-            let mut part = vec![0; place.bytes()];
-            place.read(0, &mut part);
-            got.extend(part);
+        let mut found = Vec::new();
+        for segment in &from {
+            let mut part = vec![0; segment.bytes()];
+            segment.read(0, &mut part);
+            found.extend(part);
         }
-        assert_eq!(got, data, "{cuts:?}");
+        assert_eq!(found, data, "{cuts:?}");
     }
     for cuts in [&[513][..], &[512, 1], &[100, 400, 13], &[0, 512, 0, 1]] {
         let mut guest = BlkTestGuest::new();
-        let request = guest.ask(&header(kind::IN, 0), &[16], cuts, &device()).expect("there is room");
+        let request = guest.submit(&header(kind::IN, 0), &[16], cuts, &device()).expect("there is room");
         assert_eq!(request.bytes(), 512, "{cuts:?}");
         // The status is the last byte, whatever the descriptors.
         assert_eq!(request.finish(BlkStatus::IoError), 0);
@@ -266,19 +266,19 @@ fn descriptors_divide_a_request_as_they_like() {
 #[test]
 fn chain_without_header_or_status() {
     let mut guest = BlkTestGuest::new();
-    assert!(guest.ask(&header(kind::FLUSH, 0), &[16], &[], &device()).is_none());
-    assert!(guest.ask(&header(kind::FLUSH, 0), &[16], &[0], &device()).is_none());
-    let short = guest.ask(&header(kind::FLUSH, 0), &[15], &[1], &device()).expect("there is room");
+    assert!(guest.submit(&header(kind::FLUSH, 0), &[16], &[], &device()).is_none());
+    assert!(guest.submit(&header(kind::FLUSH, 0), &[16], &[0], &device()).is_none());
+    let short = guest.submit(&header(kind::FLUSH, 0), &[15], &[1], &device()).expect("there is room");
     assert!(matches!(short.kind, BlkOperation::Completed(BlkStatus::IoError)));
 }
 
 #[test]
 fn more_segments_than_seg_max_fail() {
-    let ask = |writable: &[u32]| {
-        BlkTestGuest::new().ask(&header(kind::IN, 0), &[16], writable, &device()).expect("there is room").kind
+    let operation_of = |writable: &[u32]| {
+        BlkTestGuest::new().submit(&header(kind::IN, 0), &[16], writable, &device()).expect("there is room").kind
     };
-    assert!(matches!(ask(&[128, 128, 128, 128, 1]), BlkOperation::Read { .. }));
-    assert!(matches!(ask(&[128, 128, 128, 64, 64, 1]), BlkOperation::Completed(BlkStatus::IoError)));
+    assert!(matches!(operation_of(&[128, 128, 128, 128, 1]), BlkOperation::Read { .. }));
+    assert!(matches!(operation_of(&[128, 128, 128, 64, 64, 1]), BlkOperation::Completed(BlkStatus::IoError)));
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn a_chain_with_a_fault_is_answered() {
 
 #[test]
 fn id_is_padded_and_truncated() {
-    for (id, room, wanted) in [
+    for (id, lengths, expected) in [
         (&b"vm1"[..], &[20][..], &b"vm1\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0"[..]),
         (b"12345678901234567890123", &[20], b"12345678901234567890"),
         (b"12345678901234567890123", &[2, 3, 15], b"12345678901234567890"),
@@ -309,12 +309,12 @@ fn id_is_padded_and_truncated() {
         (b"12345678901234567890123", &[24], b"12345678901234567890\0\0\0\0"),
     ] {
         let mut guest = BlkTestGuest::new();
-        let room = [room, &[1]].concat();
-        let request = guest.ask(&header(kind::GET_ID, 0), &[16], &room, &device()).expect("there is room");
+        let lengths = [lengths, &[1]].concat();
+        let request = guest.submit(&header(kind::GET_ID, 0), &[16], &lengths, &device()).expect("there is room");
         guest.memory.range(DATA + 16, 30).expect("inside").fill(0, 30, 0xaa);
         request.write_id(id);
-        assert_eq!(request.finish(BlkStatus::Ok), wanted.len() as u32 + 1);
-        assert_eq!(guest.read(DATA + 16, wanted.len() + 2), [wanted, &[0, 0xaa]].concat());
+        assert_eq!(request.finish(BlkStatus::Ok), expected.len() as u32 + 1);
+        assert_eq!(guest.read(DATA + 16, expected.len() + 2), [expected, &[0, 0xaa]].concat());
     }
 }
 

@@ -79,9 +79,9 @@ struct RingFuzzGuest {
 impl RingFuzzGuest {
     fn new(input: &mut RingFuzzInput<'_>) -> Self {
         let region = |at, bytes| Region::on_heap(at, at, bytes);
-        let middle = BUFFERS + BUFFERS_BYTES as u64;
+        let second_region = BUFFERS + BUFFERS_BYTES as u64;
         let regions =
-            vec![region(RINGS, RINGS_BYTES), region(BUFFERS, BUFFERS_BYTES), region(middle, BUFFERS_BYTES)];
+            vec![region(RINGS, RINGS_BYTES), region(BUFFERS, BUFFERS_BYTES), region(second_region, BUFFERS_BYTES)];
         let memory = GuestMemory::new(regions).expect("they do not overlap");
         let shape = input.u8();
         let [packed, event_idx, indirect] = [1, 2, 4].map(|bit| shape & bit != 0);
@@ -109,15 +109,15 @@ impl RingFuzzGuest {
         let bytes: [u8; 8] = input.bytes();
         let count = 1 + usize::from(input.u8() % 8);
         let address = input.address();
-        let place = if input.u8() == 0 {
+        let target = if input.u8() == 0 {
             let at = address as usize % (self.area.bytes() - count);
             Some(self.area.part(at, count))
         } else {
             self.memory.range(address, count)
         };
         move || {
-            if let Some(place) = &place {
-                place.write(0, &bytes[..count]);
+            if let Some(target) = &target {
+                target.write(0, &bytes[..count]);
             }
         }
     }
@@ -127,14 +127,14 @@ impl RingFuzzGuest {
         let [kind, sector, odd, count] = [input.u8() % 16, input.u8(), input.u8(), input.u8()];
         let to = |offset: u64| BUFFERS + offset + 0x10 * u64::from(count);
         let (header, data) = (to(0), to(0x1800));
-        let word = |address, value: u64| {
+        let write_u64 = |address, value: u64| {
             self.memory.range(address, 8).expect("inside").write(0, &value.to_le_bytes());
         };
-        word(header, u64::from(kind));
-        word(header + 8, u64::from(sector) * 9);
+        write_u64(header, u64::from(kind));
+        write_u64(header + 8, u64::from(sector) * 9);
         // The range of DISCARD and WRITE_ZEROES.
-        word(data, u64::from(sector) * 9);
-        word(data + 8, u64::from(odd % 80) | u64::from(odd / 100) << 32);
+        write_u64(data, u64::from(sector) * 9);
+        write_u64(data + 8, u64::from(odd % 80) | u64::from(odd / 100) << 32);
         let reads = matches!(kind, 0 | 8);
         let unit = if matches!(kind, 0 | 1) { 512 } else { 16 };
         let mut buffers = vec![DriverBuffer { address: header, bytes: 16, writable: false }];
@@ -170,8 +170,8 @@ impl RingFuzzGuest {
     }
 
     /// Takes up to `most` chains and checks their requests.
-    fn take(&mut self, most: u8) {
-        for _ in 0..most {
+    fn take(&mut self, max_chains: u8) {
+        for _ in 0..max_chains {
             let Some(ring) = &mut self.ring else { return };
             match ring.take() {
                 Ok(None) => return,
@@ -201,13 +201,13 @@ impl RingFuzzGuest {
         }
     }
 
-    fn complete(&mut self, which: u8) {
+    fn complete(&mut self, choice: u8) {
         let Some(ring) = &mut self.ring else { return };
         if self.held.is_empty() {
             return;
         }
-        let (ticket, request) = self.held.swap_remove(usize::from(which) % self.held.len());
-        let status = if which & 128 == 0 { BlkStatus::Ok } else { BlkStatus::IoError };
+        let (ticket, request) = self.held.swap_remove(usize::from(choice) % self.held.len());
+        let status = if choice & 128 == 0 { BlkStatus::Ok } else { BlkStatus::IoError };
         if let Some(request) = &request {
             request.write_id(b"fuzz");
         }
@@ -226,18 +226,18 @@ impl RingFuzzGuest {
 
 /// Asserts that a request is inside the disk and of whole blocks.
 fn check(request: &BlkRequest) {
-    let inside = |offset: u64, bytes: u64| {
+    let check_inside = |offset: u64, bytes: u64| {
         let block = DEVICE_RULES.block_bytes;
         assert!(bytes > 0 && bytes.is_multiple_of(block) && offset.is_multiple_of(block));
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= DISK_BYTES));
     };
     match &request.kind {
         BlkOperation::Read { offset, .. } | BlkOperation::Write { offset, .. } => {
-            inside(*offset, request.bytes());
+            check_inside(*offset, request.bytes());
         }
         BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => {
             assert!((1..=4).contains(&ranges.len()));
-            ranges.iter().for_each(|&BlkRange { offset, bytes, .. }| inside(offset, bytes));
+            ranges.iter().for_each(|&BlkRange { offset, bytes, .. }| check_inside(offset, bytes));
         }
         BlkOperation::Flush
         | BlkOperation::Id(_)

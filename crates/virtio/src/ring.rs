@@ -214,8 +214,8 @@ impl Virtqueue {
     /// Returns the ticket if a newer chain is in flight or was completed, or if the chain was taken
     /// before a crash. It must be executed.
     pub fn put_back(&mut self, ticket: ChainTicket) -> Result<(), ChainTicket> {
-        let taken = either!(&mut self.kind, half => half.put_back(&ticket));
-        if taken { Ok(()) } else { Err(ticket) }
+        let is_put_back = either!(&mut self.kind, half => half.put_back(&ticket));
+        if is_put_back { Ok(()) } else { Err(ticket) }
     }
 
     /// True if the driver must be called (interrupted) for the completed chains. Call it once a

@@ -149,11 +149,11 @@ pub(crate) fn add_to_daemon(
     let mut keys = keys(disk);
     // The protocol passes exports beside the keys, as they have types of their own.
     let exports = keys.remove("export");
-    let mut asked = json!({ "name": disk.name, "keys": keys });
+    let mut parameters = json!({ "name": disk.name, "keys": keys });
     if let Some(exports) = exports {
-        asked["exports"] = exports;
+        parameters["exports"] = exports;
     }
-    client.execute("x-weir-add-disk", asked)
+    client.execute("x-weir-add-disk", parameters)
 }
 
 /// Sets Ceph's config file and user to those of the daemon's images in Ceph, if these images agree
@@ -167,14 +167,14 @@ pub(crate) fn adopt_ceph_access(
 ) -> Result<(), ConfigError> {
     let mut others = disks.iter().filter_map(|disk| cluster_access(&disk.image));
     // Values that differ between the daemon's images cannot be guessed for the new one.
-    let (Some(own), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {
+    let (Some(own_access), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {
         return Ok(());
     };
     if !others.all(|other| other == (config.clone(), user.clone())) {
         return Ok(());
     }
     let given = disk.rbd_config.as_ref().map(|path| path.to_string_lossy().into_owned());
-    let (own_config, own_user) = (own.0.or(given), own.1.or(disk.rbd_user.clone()));
+    let (own_config, own_user) = (own_access.0.or(given), own_access.1.or(disk.rbd_user.clone()));
     // The daemon's user may not exist in another cluster.
     if own_config.is_some() && own_config != config {
         return Ok(());

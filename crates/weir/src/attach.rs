@@ -111,7 +111,7 @@ pub(crate) struct Attachment {
     pub(crate) image: String,
     // Records of keepers that an earlier version started have the old name.
     #[serde(rename = "type", alias = "way")]
-    pub(crate) way: AttachKind,
+    pub(crate) kind: AttachKind,
     /// The device to use: a block device, or a file where no loop device can be made.
     pub(crate) device: PathBuf,
     /// The FUSE file below a loop device.
@@ -135,7 +135,7 @@ enum KeeperResponse {
 
 pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
     if arguments.list || arguments.recover {
-        arguments.reject_disk_options().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
+        arguments.reject_disk_options().map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
     }
     if arguments.list {
         return list::run(arguments.json, arguments.qmp);
@@ -145,37 +145,37 @@ pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
     }
     let (json, as_mount) = (arguments.json, arguments.as_mount);
     let is_quiet = as_mount && !arguments.verbose;
-    let wanted = attach_request(arguments)?;
-    if as_mount && is_mounted(&wanted)? {
+    let request = attach_request(arguments)?;
+    if as_mount && is_mounted(&request)? {
         return Ok(());
     }
-    let attached = attach(&wanted)?;
+    let attached = attach(&request)?;
     if is_quiet {
         return Ok(());
     }
-    let told = print_attachment(&attached, json);
+    let printed = print_attachment(&attached, json);
     // Standard output may be a closed pipe: without this, the device would stay behind unnoticed.
-    if told.is_err()
+    if printed.is_err()
         && let Some((place, attached)) = find_attachment(Path::new(&attached.name))?
     {
         // The caller has no name to detach it by.
         let _ = detach::detach(&place, &attached, false);
     }
-    told
+    printed
 }
 
 /// True if this image is already mounted at this directory.
-fn is_mounted(wanted: &AttachRequest) -> anyhow::Result<bool> {
-    let Some(AttachMount { directory, .. }) = &wanted.mount else { return Ok(false) };
-    let is_it = |attached: &Attachment| {
-        attached.image == wanted.image
+fn is_mounted(request: &AttachRequest) -> anyhow::Result<bool> {
+    let Some(AttachMount { directory, .. }) = &request.mount else { return Ok(false) };
+    let is_same = |attached: &Attachment| {
+        attached.image == request.image
             && attached.mount.as_ref() == Some(directory)
             && DeviceOpeners::of_device(&attached.device).mounts.contains(directory)
     };
     Ok(AttachmentRecord::all()?
         .iter()
         .filter_map(AttachmentRecord::attached)
-        .any(|attached| is_it(&attached)))
+        .any(|attached| is_same(&attached)))
 }
 
 fn print_attachment(attached: &Attachment, json: bool) -> Result<(), CommandFailure> {
@@ -200,7 +200,7 @@ fn bytes_past_sectors(file: &Path) -> u64 {
 ///
 /// # Errors
 /// The keeper's; nothing is left behind then.
-pub(crate) fn attach(wanted: &AttachRequest) -> anyhow::Result<Attachment> {
+pub(crate) fn attach(request: &AttachRequest) -> anyhow::Result<Attachment> {
     let program = std::env::current_exe().context("this program cannot find itself")?;
     let mut keeper = Command::new(program)
         .arg(keeper::COMMAND)
@@ -212,18 +212,18 @@ pub(crate) fn attach(wanted: &AttachRequest) -> anyhow::Result<Attachment> {
         .spawn()
         .context("no process can be started")?;
     let mut stdin = keeper.stdin.take().context("no pipe")?;
-    let text = serde_json::to_string(wanted)?;
+    let text = serde_json::to_string(request)?;
     // A write to a keeper that died fails; the missing response below reports that.
     let _ = stdin.write_all(text.as_bytes());
     drop(stdin);
     let stdout = keeper.stdout.take().context("no pipe")?;
-    await_response(&stdout, keeper.id()).with_context(|| wanted.name.clone())?;
-    let mut answer = String::new();
-    BufReader::new(stdout).read_line(&mut answer).context("the keeper's answer")?;
-    match serde_json::from_str(&answer) {
+    await_response(&stdout, keeper.id()).with_context(|| request.name.clone())?;
+    let mut line = String::new();
+    BufReader::new(stdout).read_line(&mut line).context("the keeper's answer")?;
+    match serde_json::from_str(&line) {
         Ok(KeeperResponse::Attached(attached)) => Ok(*attached),
         Ok(KeeperResponse::Failed(why)) => bail!(why),
-        Err(_) => Err(anyhow!("{}: its keeper process died (`dmesg` may have the reason)", wanted.name)),
+        Err(_) => Err(anyhow!("{}: its keeper process died (`dmesg` may have the reason)", request.name)),
     }
 }
 
@@ -250,7 +250,7 @@ fn await_response(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
 /// Request to the keeper from the command line. Chooses the kind of device and prints the choice.
 fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure> {
     let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
-    let tell = |text: &str| {
+    let notify = |text: &str| {
         if !arguments.as_mount || arguments.verbose {
             print_notice(text);
         }
@@ -291,9 +291,9 @@ fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure
         ),
         DeviceDaemon::None => (None, "by a private process".to_owned(), "no daemon runs here"),
     };
-    let (way, passed_over) = kind::choose(arguments.requested_kind(), daemon.is_some())?;
-    passed_over.iter().for_each(|why| tell(why));
-    tell(&format!("{name}: {}, {by}", way.description()));
+    let (kind, passed_over) = kind::choose(arguments.requested_kind(), daemon.is_some())?;
+    passed_over.iter().for_each(|why| notify(why));
+    notify(&format!("{name}: {}, {by}", kind.description()));
     if let (None, false, Some(group)) = (&daemon, *alone, group) {
         print_notice(&format!(
             "{name}: {why_alone}: the group {group} consists of this disk only and has no other \
@@ -303,7 +303,7 @@ fn attach_request(arguments: AttachArgs) -> Result<AttachRequest, CommandFailure
     let config = added_keys::disk(&name, image, disk).map_err(CommandFailure::Usage)?;
     let (image, options) = (config.image.to_string(), added_keys::options(&config));
     let ublk = arguments.ublk.as_ref().map(UblkConfig::to_string).unwrap_or_default();
-    Ok(AttachRequest { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
+    Ok(AttachRequest { name, image, options, way: kind, ublk, number: None, daemon, mount, udev: *udev })
 }
 
 /// Which daemon serves attached disks, found by its control socket.
@@ -325,7 +325,7 @@ enum DeviceDaemon {
 fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<DeviceDaemon, CommandFailure> {
     let is_asked_for = qmp.is_some();
     let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
-    let target = ControlAddress::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow!(said)))?;
+    let target = ControlAddress::choose(qmp).map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
     let at = target.to_absolute().context("the current directory")?.to_string();
     let report = match ControlClient::connect(&target).map(|mut client| client.status()) {
         Ok(Ok(report)) => report,
@@ -348,9 +348,9 @@ fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<Dev
     if !is_asked_for && group.is_none() {
         return Ok(DeviceDaemon::MakesNone(at));
     }
-    let has = group.map_or_else(String::new, |group| format!(", and group {group} exists only there"));
+    let group_note = group.map_or_else(String::new, |group| format!(", and group {group} exists only there"));
     Err(CommandFailure::Failed(anyhow!(
-        "the daemon at {at} makes no devices of this host{has} (start it as root with --sandbox \
+        "the daemon at {at} makes no devices of this host{group_note} (start it as root with --sandbox \
          off, or with a device; for weir.service see \"A daemon that makes devices\" in \
          docs/devices.md; or attach with --alone: by a private process, without the daemon's \
          groups)"
@@ -361,14 +361,14 @@ fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<Dev
 fn recover(json: bool) -> Result<(), CommandFailure> {
     let mut failed = false;
     for place in AttachmentRecord::all()? {
-        let (Some(wanted), Some(_), true) = (place.wanted(), place.attached(), place.is_abandoned()?) else {
+        let (Some(request), Some(_), true) = (place.request(), place.attached(), place.is_abandoned()?) else {
             continue;
         };
-        match attach(&wanted) {
+        match attach(&request) {
             Ok(attached) => print_attachment(&attached, json)?,
             Err(error) => {
                 failed = true;
-                print_notice(&format!("{}: {error:#}", wanted.name));
+                print_notice(&format!("{}: {error:#}", request.name));
             }
         }
     }
@@ -390,24 +390,24 @@ pub(crate) fn detach_if_attached(device: &Path) -> anyhow::Result<bool> {
 
 /// The attachment with this name, device, file, directory or image. If its device is mounted at a
 /// directory of this name by another process, that mount is returned as its mount.
-pub(crate) fn find_attachment(what: &Path) -> anyhow::Result<Option<(AttachmentRecord, Attachment)>> {
-    let whole = absolute(what)?;
+pub(crate) fn find_attachment(target: &Path) -> anyhow::Result<Option<(AttachmentRecord, Attachment)>> {
+    let full_path = absolute(target)?;
     let mut all = Vec::new();
     for place in AttachmentRecord::all()? {
         all.extend(detach::attachment_at(&place)?.map(|attached| (place, attached)));
     }
     let is_meant = |attached: &Attachment| {
         let paths = [Some(&attached.device), attached.file.as_ref(), attached.mount.as_ref()];
-        what.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == whole)
+        target.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == full_path)
     };
     if let Some(index) = all.iter().position(|(_, attached)| is_meant(attached)) {
         return Ok(Some(all.swap_remove(index)));
     }
     // Names and recorded paths first: resolving a path may touch the very file system that hangs.
-    let Ok(real) = what.canonicalize() else { return Ok(None) };
+    let Ok(real) = target.canonicalize() else { return Ok(None) };
     // A read-only image may be attached twice; its path is ambiguous then.
     let mut of_image = all.iter().enumerate().filter(|(_, (_, attached))| {
-        [&whole, &real].into_iter().any(|path| path.as_os_str() == attached.image.as_str())
+        [&full_path, &real].into_iter().any(|path| path.as_os_str() == attached.image.as_str())
     });
     if let (Some((index, _)), None) = (of_image.next(), of_image.next()) {
         return Ok(Some(all.swap_remove(index)));

@@ -34,11 +34,11 @@ pub(crate) fn is_background() -> bool {
 /// # Errors
 /// If it cannot be started.
 pub(crate) fn start() -> anyhow::Result<ExitCode> {
-    let mut words = env::args_os();
-    let name = words.next().context("this program has no name")?;
+    let mut arguments = env::args_os();
+    let name = arguments.next().context("this program has no name")?;
     let program = env::current_exe().context("this program cannot find itself")?;
     let mut command = Command::new(program);
-    command.arg0(name).args(words).env(IN_BACKGROUND, "1");
+    command.arg0(name).args(arguments).env(IN_BACKGROUND, "1");
     if env::var("LISTEN_PID").is_ok_and(|number| number == std::process::id().to_string()) {
         // The service manager's descriptors are meant for this process only.
         command.env_remove("LISTEN_PID");
@@ -46,17 +46,17 @@ pub(crate) fn start() -> anyhow::Result<ExitCode> {
     // Its own pipes: the terminal must not stay open in the background process.
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("no process can be started")?;
-    let mut said = child.stderr.take().context("no pipe")?;
+    let mut stderr = child.stderr.take().context("no pipe")?;
     // Returns when the child closes its standard error: it is ready, or it has ended.
-    io::copy(&mut said, &mut io::stderr()).context("messages of the background process")?;
-    let mut told = String::new();
+    io::copy(&mut stderr, &mut io::stderr()).context("messages of the background process")?;
+    let mut output = String::new();
     child
         .stdout
         .take()
         .context("no pipe")?
-        .read_to_string(&mut told)
+        .read_to_string(&mut output)
         .context("readiness of the background process")?;
-    if told == READY {
+    if output == READY {
         return Ok(ExitCode::SUCCESS);
     }
     let status = child.wait().context("the process in the background")?;
@@ -70,18 +70,18 @@ pub(crate) fn report_ready() {
     if !is_background() {
         return;
     }
-    let let_go = || -> io::Result<()> {
+    let detach = || -> io::Result<()> {
         // Fails if it already leads a session.
         let _ = setsid();
-        let nothing = File::options().read(true).write(true).open("/dev/null")?;
+        let null = File::options().read(true).write(true).open("/dev/null")?;
         // Standard error first: the foreground process reads it to the end before it reads READY.
-        dup2_stderr(&nothing)?;
+        dup2_stderr(&null)?;
         io::stdout().write_all(READY.as_bytes())?;
         io::stdout().flush()?;
-        dup2_stdout(&nothing)?;
+        dup2_stdout(&null)?;
         Ok(())
     };
-    if let Err(error) = let_go() {
+    if let Err(error) = detach() {
         print_notice(&format!("readiness cannot be reported to the foreground process: {error}"));
     }
 }

@@ -27,18 +27,18 @@ impl Cli {
     /// `--version`, which its help omits.
     pub(crate) fn read() -> Result<Option<Self>, clap::Error> {
         let command = Self::full_command();
-        let mut words: Vec<_> = env::args_os().collect();
-        if mount_helper::is_called(words.first()) {
-            let mounts = mount_helper::to_attach(words.drain(1..), |name| has_option(&command, name));
-            let mounts = mounts.map_err(|what| clap::Error::raw(ErrorKind::InvalidValue, what + "\n"))?;
+        let mut arguments: Vec<_> = env::args_os().collect();
+        if mount_helper::is_called(arguments.first()) {
+            let mounts = mount_helper::to_attach(arguments.drain(1..), |name| has_option(&command, name));
+            let mounts = mounts.map_err(|message| clap::Error::raw(ErrorKind::InvalidValue, message + "\n"))?;
             let Some(attach) = mounts else { return Ok(None) };
-            words.extend(attach);
+            arguments.extend(attach);
             // QEMU's scripts call `qemu-img bench`; `weir image` does not measure.
         }
         // Before parsing: clap has no alias across levels of subcommands.
-        alias_image_bench(&mut words);
-        let command = if summary::is_requested(&words) { summary::with_summary(command) } else { command };
-        let mut matches = command.try_get_matches_from(words)?;
+        alias_image_bench(&mut arguments);
+        let command = if summary::is_requested(&arguments) { summary::with_summary(command) } else { command };
+        let mut matches = command.try_get_matches_from(arguments)?;
         Self::from_arg_matches_mut(&mut matches).map(Some)
     }
 
@@ -49,12 +49,12 @@ impl Cli {
 
     /// Parses the arguments after `weir serve`, with the options of `qemu-storage-daemon` in its
     /// help.
-    pub(crate) fn serve(words: impl Iterator<Item = OsString>) -> Result<ServeArgs, clap::Error> {
-        let words = ["weir", "serve"].map(OsString::from).into_iter().chain(words);
+    pub(crate) fn serve(tokens: impl Iterator<Item = OsString>) -> Result<ServeArgs, clap::Error> {
+        let tokens = ["weir", "serve"].map(OsString::from).into_iter().chain(tokens);
         let is_of_qemu = |arg: &Arg| arg.get_help_heading() == Some(QEMU_HEADING);
         let show = |arg: Arg| if is_of_qemu(&arg) { arg.hide(false) } else { arg };
-        let whole = Self::full_command().mut_subcommand("serve", |serve| serve.mut_args(show));
-        let mut matches = whole.try_get_matches_from(words)?;
+        let command = Self::full_command().mut_subcommand("serve", |serve| serve.mut_args(show));
+        let mut matches = command.try_get_matches_from(tokens)?;
         match Self::from_arg_matches_mut(&mut matches)?.command {
             WeirCommand::Serve(arguments) => Ok(*arguments),
             _ => unreachable!("the words are those of serve"),
@@ -63,10 +63,10 @@ impl Cli {
 }
 
 /// Makes `weir image bench` an alias of `weir bench`: scripts replace `qemu-img` by `weir image`.
-fn alias_image_bench(words: &mut Vec<OsString>) {
-    let is = |at: usize, word: &str| words.get(at).is_some_and(|given| given == word);
-    if is(1, "image") && is(2, "bench") {
-        words.remove(1);
+fn alias_image_bench(arguments: &mut Vec<OsString>) {
+    let matches_at = |at: usize, token: &str| arguments.get(at).is_some_and(|given| given == token);
+    if matches_at(1, "image") && matches_at(2, "bench") {
+        arguments.remove(1);
     }
 }
 
@@ -86,9 +86,9 @@ fn accept_negative_numbers(command: clap::Command) -> clap::Command {
         let names = argument.get_value_names().unwrap_or_default();
         !argument.is_positional() && names.iter().any(|name| NUMBERS.contains(&name.as_str()))
     };
-    let taking =
+    let allow =
         |argument: Arg| if is_number(&argument) { argument.allow_hyphen_values(true) } else { argument };
-    command.mut_args(taking).mut_subcommands(accept_negative_numbers)
+    command.mut_args(allow).mut_subcommands(accept_negative_numbers)
 }
 
 /// Adds the description of the limits to the help of each command that hides them in its list.
@@ -219,9 +219,9 @@ mod tests {
         Cli::full_command().debug_assert();
     }
 
-    fn said(line: &str) -> String {
-        let words = std::iter::once("weir").chain(line.split_whitespace());
-        let matches = Cli::full_command().try_get_matches_from(words);
+    fn error_text(line: &str) -> String {
+        let tokens = std::iter::once("weir").chain(line.split_whitespace());
+        let matches = Cli::full_command().try_get_matches_from(tokens);
         let text = matches.expect_err(line).render().to_string();
         text.strip_prefix("error: ").unwrap_or(&text).to_owned()
     }
@@ -237,7 +237,7 @@ mod tests {
             ("status --interval -1s", "'-1s' for '--interval <TIME>'", "is not a duration"),
             ("cgroup limit / --device sda --bps-total -5", "'-5' for '--bps-total <SIZE>'", "is not a size"),
         ] {
-            let text = said(line);
+            let text = error_text(line);
             assert!(
                 text.starts_with(&format!("invalid value {option}")) && text.contains(rule),
                 "{line}: {text}"

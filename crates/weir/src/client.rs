@@ -99,10 +99,10 @@ impl ControlAddress {
             }
             _ => format!("{why} (is this the socket that the daemon's --qmp names?)"),
         };
-        let said = format!("{self}: {advice}");
+        let message = format!("{self}: {advice}");
         match why.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ClientError::Timeout(said),
-            _ => ClientError::Unreachable(said),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ClientError::Timeout(message),
+            _ => ClientError::Unreachable(message),
         }
     }
 }
@@ -136,7 +136,7 @@ impl ControlClient {
     /// Connects to the daemon that `--qmp` names, or to the default one.
     pub(crate) fn reach(option: Option<ControlAddress>) -> Result<Self, CommandFailure> {
         let target =
-            ControlAddress::choose(option).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+            ControlAddress::choose(option).map_err(|message| CommandFailure::Usage(anyhow::Error::msg(message)))?;
         Ok(Self::connect(&target)?)
     }
 
@@ -146,11 +146,11 @@ impl ControlClient {
     }
 
     /// As [`ControlClient::connect`], with this deadline for each message.
-    pub(crate) fn connect_with(target: &ControlAddress, patience: Duration) -> Result<Self, ClientError> {
+    pub(crate) fn connect_with(target: &ControlAddress, timeout: Duration) -> Result<Self, ClientError> {
         let open = || {
             let stream = UnixStream::connect(target.path())?;
-            stream.set_read_timeout(Some(patience))?;
-            stream.set_write_timeout(Some(patience))?;
+            stream.set_read_timeout(Some(timeout))?;
+            stream.set_write_timeout(Some(timeout))?;
             Ok(stream)
         };
         let stream = open().map_err(|error| target.unreachable(&error))?;
@@ -168,8 +168,8 @@ impl ControlClient {
     }
 
     /// Sets the deadline of all further responses.
-    pub(crate) fn with_timeout(self, patience: Duration) -> Result<Self, ClientError> {
-        let set = self.stream.get_ref().set_read_timeout(Some(patience));
+    pub(crate) fn with_timeout(self, timeout: Duration) -> Result<Self, ClientError> {
+        let set = self.stream.get_ref().set_read_timeout(Some(timeout));
         set.map_err(|error| self.target.unreachable(&error))?;
         Ok(self)
     }
@@ -215,10 +215,10 @@ impl ControlClient {
     pub(crate) fn pass_descriptor(&mut self, name: &str, descriptor: impl AsFd) -> Result<(), ClientError> {
         let request = format!("{}\n", json!({ "execute": "getfd", "arguments": { "fdname": name } }));
         let descriptors = [descriptor.as_fd().as_raw_fd()];
-        let beside = [ControlMessage::ScmRights(&descriptors)];
+        let ancillary = [ControlMessage::ScmRights(&descriptors)];
         let socket = self.stream.get_ref().as_raw_fd();
         let bytes = [IoSlice::new(request.as_bytes())];
-        let sent = sendmsg::<()>(socket, &bytes, &beside, MsgFlags::MSG_NOSIGNAL, None);
+        let sent = sendmsg::<()>(socket, &bytes, &ancillary, MsgFlags::MSG_NOSIGNAL, None);
         let sent = sent.map_err(|error| self.target.unreachable(&error.into()))?;
         // SCM_RIGHTS travels with the first byte. The rest of a short send needs no ancillary data.
         self.finish_command("getfd", &request[sent..]).map(drop)
@@ -251,8 +251,8 @@ impl ControlClient {
 
     /// Latency histograms of each disk. The daemon counts from the first such command.
     pub(crate) fn latencies(&mut self) -> Result<DiskRequestTimes, ClientError> {
-        let answer = self.execute("x-weir-query-latencies", json!({}))?;
-        latency::read(answer)
+        let response = self.execute("x-weir-query-latencies", json!({}))?;
+        latency::read(response)
             .map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
     }
 
@@ -283,9 +283,9 @@ impl ControlClient {
         let unlimited = self.stream.get_ref().set_read_timeout(None);
         unlimited.map_err(|error| self.target.unreachable(&error))?;
         loop {
-            if let Some(QmpServerMessage::Event(QmpServerEvent { name, id: Some(of) })) = self.message()?
+            if let Some(QmpServerMessage::Event(QmpServerEvent { name, id: Some(export) })) = self.message()?
                 && name == "BLOCK_EXPORT_DELETED"
-                && of == id
+                && export == id
             {
                 return Ok(());
             }
@@ -313,9 +313,9 @@ impl ControlClient {
         QmpServerMessage::read(&line).map_err(|_| self.protocol_error("sent a response that is not JSON"))
     }
 
-    fn protocol_error(&self, what: &str) -> ClientError {
+    fn protocol_error(&self, problem: &str) -> ClientError {
         let target = &self.target;
-        ClientError::Unreachable(format!("{target}: the server {what} (is it weir of this version?)"))
+        ClientError::Unreachable(format!("{target}: the server {problem} (is it weir of this version?)"))
     }
 
     fn explain(&self, command: &str, class: &str, description: String) -> String {

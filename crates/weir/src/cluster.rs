@@ -57,11 +57,11 @@ pub(crate) enum ClusterCommand {
 pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
     match command {
         ClusterCommand::Status { json, qmp } => {
-            let answer = ControlClient::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
+            let response = ControlClient::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
             if json {
-                return Ok(print_json(&answer)?);
+                return Ok(print_json(&response)?);
             }
-            let report = serde_json::from_value(answer).context("the daemon's response")?;
+            let report = serde_json::from_value(response).context("the daemon's response")?;
             Ok(print(&show(&report))?)
         }
         ClusterCommand::Forget { host, json, qmp } => {
@@ -74,53 +74,53 @@ pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
 
 fn show(report: &ClusterReport) -> String {
     let ClusterReport { name, host, connected, leader, etcd, reason, .. } = report;
-    let mut said = format!("cluster {name}, host {host}\n");
+    let mut text = format!("cluster {name}, host {host}\n");
     if !connected {
-        said += &format!("  not connected: {}\n", reason.as_deref().unwrap_or_default());
-        for LocalQuota { name, leased } in &report.here {
-            let what = if *leased { "leased, until the lease expires" } else { "fallback share" };
-            said += &format!("  group {name}: {what}\n");
+        text += &format!("  not connected: {}\n", reason.as_deref().unwrap_or_default());
+        for LocalQuota { name, leased } in &report.local_groups {
+            let quota = if *leased { "leased, until the lease expires" } else { "fallback share" };
+            text += &format!("  group {name}: {quota}\n");
         }
         if report.groups.is_empty() {
-            return said;
+            return text;
             // Without etcd, the last state that it returned is still shown, with its age.
         }
         let age = report.known_ms_ago.map(ago);
-        said += &format!(
+        text += &format!(
             "  last state from etcd, {}:\n",
             age.as_deref().unwrap_or("from before this daemon's start")
         );
     } else {
         let (etcd, leader) = (etcd.as_deref().unwrap_or_default(), leader.as_deref().unwrap_or("none"));
-        said += &format!("  etcd {etcd}, leader {leader}\n");
+        text += &format!("  etcd {etcd}, leader {leader}\n");
         if !report.joined {
-            said += "  another host has this host's name: the fallback share applies\n";
+            text += "  another host has this host's name: the fallback share applies\n";
         }
     }
-    let of = amounts(report.capacity).map_or_else(
+    let capacity_note = amounts(report.capacity).map_or_else(
         || "; the capacity of the devices is unknown (measure it with `weir probe`)".to_owned(),
         |capacity| format!(", of {capacity}"),
     );
-    said += &format!("  reserved {}{of}\n\n", amounts(report.promised).unwrap_or("nothing".to_owned()));
+    text += &format!("  reserved {}{capacity_note}\n\n", amounts(report.reserved).unwrap_or("nothing".to_owned()));
     let mut table = TextTable::new(columns(&["HOST", "PRESENT", "LAST REPORT", "VERSION"], &[]));
-    for ClusterHost { name, present, weir, heard_ms_ago, .. } in &report.hosts {
+    for ClusterHost { name, present, weir, last_report_ms_ago: heard_ms_ago, .. } in &report.hosts {
         let present = if *present { "yes" } else { "no" };
-        let heard = heard_ms_ago.map_or_else(|| "-".to_owned(), ago);
+        let last_report = heard_ms_ago.map_or_else(|| "-".to_owned(), ago);
         let weir = weir.as_deref().unwrap_or("-");
-        table.row(vec![name.clone(), present.to_owned(), heard, weir.to_owned()]);
+        table.row(vec![name.clone(), present.to_owned(), last_report, weir.to_owned()]);
     }
     if !report.hosts.is_empty() {
-        said += &table.render(false);
+        text += &table.render(false);
     }
-    report.groups.iter().for_each(|group| said += &show_group(group));
+    report.groups.iter().for_each(|group| text += &show_group(group));
     for UnreadableGroup { group, reason } in &report.unreadable_groups {
-        said += &format!(
+        text += &format!(
             "\n\
              group {group}: its state in etcd {reason}: hosts with this version of weir have their \
              fallback shares\n"
         );
     }
-    said
+    text
 }
 
 fn ago(ms: u64) -> String {
@@ -128,20 +128,20 @@ fn ago(ms: u64) -> String {
 }
 
 fn show_group(group: &ClusterGroup) -> String {
-    let by = group.promised_by.iter();
+    let by = group.reserved_by.iter();
     let by: Vec<_> = by.filter_map(|(host, sum)| Some(format!("{host} {}", amounts(*sum)?))).collect();
     let by = if by.is_empty() { String::new() } else { format!(" ({})", by.join(", ")) };
-    let promised = amounts(group.promised).map(|sum| format!(", reserved {sum}{by}")).unwrap_or_default();
+    let reserved = amounts(group.reserved).map(|sum| format!(", reserved {sum}{by}")).unwrap_or_default();
     let limits = figures::limits(&group.limits);
-    let said = format!("\ngroup {} (change {}): {limits}{promised}\n", group.name, group.change);
-    let over = amounts(group.overpromised)
-        .map(|over| format!("  {over} more than available (lower reservations, or raise the limit)\n"));
-    let said = said + &over.unwrap_or_default();
+    let text = format!("\ngroup {} (change {}): {limits}{reserved}\n", group.name, group.change);
+    let excess = amounts(group.overcommitted)
+        .map(|excess| format!("  {excess} more than available (lower reservations, or raise the limit)\n"));
+    let text = text + &excess.unwrap_or_default();
     if group.hosts.is_empty() {
-        return said;
+        return text;
     }
     let mut table = TextTable::new(columns(&["HOST", "LIMIT"], &["DEMAND", "IN FORCE", "FALLBACK SHARE"]));
-    for ClusterMember { host, demand, in_force, safe_share, .. } in &group.hosts {
+    for ClusterMember { host, demand, in_force, fallback_share: safe_share, .. } in &group.hosts {
         // Every limit of the group has a fallback share, so its keys are the rows; demand may lag
         // behind.
         for (name, safe) in safe_share {
@@ -158,7 +158,7 @@ fn show_group(group: &ClusterGroup) -> String {
             table.row(vec![host.clone(), name.clone(), demand, known(in_force.get(name)), number(*safe)]);
         }
     }
-    said + &table.render(false)
+    text + &table.render(false)
 }
 
 /// Operations and bytes per second; `None` if neither is set.
@@ -194,7 +194,7 @@ mod tests {
                 }],
             }],
         });
-        let said = shown(report);
+        let text = shown(report);
         for expect in [
             "leader b",
             "reserved 2000 IOPS and 10.0M a second; the capacity of the devices is unknown",
@@ -207,22 +207,22 @@ mod tests {
              group new: its state in etcd is of version 9: hosts with this version of weir have \
              their fallback shares\n",
         ] {
-            assert!(said.contains(expect), "{expect}: {said}");
+            assert!(text.contains(expect), "{expect}: {text}");
         }
-        let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
+        let disconnected = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "local-groups": [{ "name": "gold", "leased": false }] });
         assert!(
-            shown(apart).ends_with("not connected: etcd http://e: refused\n  group gold: fallback share\n")
+            shown(disconnected).ends_with("not connected: etcd http://e: refused\n  group gold: fallback share\n")
         );
         let known = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "known-ms-ago": 12_300, "reserved": { "iops": 2000 }, "hosts": [],
             "groups": [{ "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "hosts": [] }] });
-        let said = shown(known);
+        let text = shown(known);
         for expect in [
             "refused\n  last state from etcd, 12.3 s ago:\n  reserved 2000 IOPS",
             "gold (change 3): iops 10000",
         ] {
-            assert!(said.contains(expect), "{expect}: {said}");
+            assert!(text.contains(expect), "{expect}: {text}");
         }
     }
 }

@@ -58,21 +58,21 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
     let long = argument.get_long().map(str::to_owned);
     let value = argument.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
     match (long.as_deref(), value.as_deref().unwrap_or_default()) {
-        (Some("cache"), "MODE") => argument.add(words(CacheMode::ALL.map(CacheMode::name))),
+        (Some("cache"), "MODE") => argument.add(candidates(CacheMode::ALL.map(CacheMode::name))),
         // Trace formats: the definition lists all of them.
         (Some("format"), "FORMAT") if !argument.get_possible_values().is_empty() => argument,
         (Some("format"), "FORMAT") => {
-            argument.add(words([ImageFormat::Raw, ImageFormat::Qcow2].map(ImageFormat::name)))
+            argument.add(candidates([ImageFormat::Raw, ImageFormat::Qcow2].map(ImageFormat::name)))
         }
-        (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
-        (None, "MODE") if command[1] == "prefetch" => argument.add(words(["on", "off", "auto"])),
-        (Some("discard"), "MODE") => argument.add(words(["unmap", "ignore"])),
-        (Some("detect-zeroes"), "MODE") => argument.add(words(DetectZeroes::ALL.map(DetectZeroes::name))),
-        (Some("sandbox"), "MODE") => argument.add(words(["on", "require", "off"])),
-        (Some("tls"), "MODE") => argument.add(words(["off", "on", "required"])),
-        (Some("log-format"), "FORMAT") => argument.add(words(["text", "json"])),
-        (Some("on-read-error"), "POLICY") => argument.add(words(["report", "stop"])),
-        (Some("on-write-error"), "POLICY") => argument.add(words(["report", "stop", "enospc"])),
+        (Some("prefetch"), "MODE") => argument.add(candidates(["on", "off", "auto"])),
+        (None, "MODE") if command[1] == "prefetch" => argument.add(candidates(["on", "off", "auto"])),
+        (Some("discard"), "MODE") => argument.add(candidates(["unmap", "ignore"])),
+        (Some("detect-zeroes"), "MODE") => argument.add(candidates(DetectZeroes::ALL.map(DetectZeroes::name))),
+        (Some("sandbox"), "MODE") => argument.add(candidates(["on", "require", "off"])),
+        (Some("tls"), "MODE") => argument.add(candidates(["off", "on", "required"])),
+        (Some("log-format"), "FORMAT") => argument.add(candidates(["text", "json"])),
+        (Some("on-read-error"), "POLICY") => argument.add(candidates(["report", "stop"])),
+        (Some("on-write-error"), "POLICY") => argument.add(candidates(["report", "stop", "enospc"])),
         (None, "NAME") if command == ["disk", "remove"] => {
             argument.add(ArgValueCandidates::new(|| daemon_names(disks)))
         }
@@ -97,28 +97,28 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
     }
 }
 
-fn words<const N: usize>(words: [&'static str; N]) -> ArgValueCandidates {
-    ArgValueCandidates::new(move || words.map(CompletionCandidate::new).into())
+fn candidates<const N: usize>(values: [&'static str; N]) -> ArgValueCandidates {
+    ArgValueCandidates::new(move || values.map(CompletionCandidate::new).into())
 }
 
 /// Names from the running daemon.
 fn daemon_names(list: fn(&DaemonReport) -> Vec<CompletionCandidate>) -> Vec<CompletionCandidate> {
     // Errors are dropped: a message would appear in the middle of the user's command line.
-    let asked = ControlAddress::choose(None).ok().and_then(|target| {
+    let status = ControlAddress::choose(None).ok().and_then(|target| {
         let mut client = ControlClient::connect_with(&target, TIMEOUT).ok()?;
         client.status().ok()
     });
-    asked.map(|report| list(&report)).unwrap_or_default()
+    status.map(|report| list(&report)).unwrap_or_default()
 }
 
 /// Hosts of the daemon's cluster that are absent.
 fn absent_hosts() -> Vec<CompletionCandidate> {
-    let shown = ControlAddress::choose(None).ok().and_then(|target| {
+    let report = ControlAddress::choose(None).ok().and_then(|target| {
         let mut client = ControlClient::connect_with(&target, TIMEOUT).ok()?;
         client.execute("x-weir-query-cluster", json!({})).ok()
     });
     // Hosts that are present are not candidates for `cluster forget`.
-    let hosts = shown.as_ref().and_then(|shown| shown["hosts"].as_array()).into_iter().flatten();
+    let hosts = report.as_ref().and_then(|shown| shown["hosts"].as_array()).into_iter().flatten();
     let lost = hosts.filter(|host| host["present"] == false).filter_map(|host| host["name"].as_str());
     lost.map(CompletionCandidate::new).collect()
 }
@@ -146,12 +146,12 @@ mod tests {
 
     /// Completions of the last word of a line.
     fn offered(line: &str) -> Vec<String> {
-        let words: Vec<_> = line.split(' ').map(Into::into).collect();
-        let last = words.len() - 1;
+        let arguments: Vec<_> = line.split(' ').map(Into::into).collect();
+        let last = arguments.len() - 1;
         let here = std::env::current_dir().unwrap();
         let found =
-            engine::complete(&mut with_shown_limits(Cli::full_command()), words, last, Some(&here)).unwrap();
-        found.iter().map(|one| one.get_value().to_string_lossy().into_owned()).collect()
+            engine::complete(&mut with_shown_limits(Cli::full_command()), arguments, last, Some(&here)).unwrap();
+        found.iter().map(|candidate| candidate.get_value().to_string_lossy().into_owned()).collect()
     }
 
     #[test]
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(offered("weir disk add vm1 --on-write-error e"), ["enospc"]);
         assert_eq!(offered("weir throttle vm1 --iops-total-max-"), ["--iops-total-max-length"]);
         let limits = offered("weir serve --iops-");
-        assert!(["--iops-total", "--iops-reservation"].iter().all(|one| limits.contains(&(*one).to_owned())));
+        assert!(["--iops-total", "--iops-reservation"].iter().all(|name| limits.contains(&(*name).to_owned())));
         let commands = offered("weir ");
         assert!(commands.contains(&"docker-plugin".to_owned()), "{commands:?}");
         assert!(!commands.contains(&"generate".to_owned()), "what is hidden stays so: {commands:?}");

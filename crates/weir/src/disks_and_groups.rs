@@ -31,34 +31,34 @@ struct ControlArgs {
 
 /// Renames the new config file into place and prints the change.
 fn finish(
-    what: (&str, &str, &str),
+    outcome: (&str, &str, &str),
     saving: Option<PreparedConfigFile>,
     json: bool,
 ) -> Result<(), CommandFailure> {
-    finish_with_response(what, saving, json, &Value::Null)
+    finish_with_response(outcome, saving, json, &Value::Null)
 }
 
 /// As [`finish`], with fields of the daemon's response for JSON.
 fn finish_with_response(
-    what: (&str, &str, &str),
+    outcome: (&str, &str, &str),
     saving: Option<PreparedConfigFile>,
     json: bool,
     more: &Value,
 ) -> Result<(), CommandFailure> {
-    let (kind, name, change) = what;
+    let (kind, name, change) = outcome;
     let has_changes = saving.as_ref().is_some_and(PreparedConfigFile::has_changes);
     // The daemon has applied the change by now: an error here must not read as if it had failed.
     let saved = saving.map(PreparedConfigFile::commit).transpose();
     let saved = saved.with_context(|| format!("{name}: {change}, but the change is not saved"))?;
     if json {
-        let mut told = json!({ "kind": kind, "name": name, "change": change });
+        let mut report = json!({ "kind": kind, "name": name, "change": change });
         if let Some(file) = &saved {
-            told[if has_changes { "saved" } else { "unchanged" }] = json!(file);
+            report[if has_changes { "saved" } else { "unchanged" }] = json!(file);
         }
         for (key, value) in more.as_object().into_iter().flatten() {
-            told[key] = value.clone();
+            report[key] = value.clone();
         }
-        return Ok(print_json(&told)?);
+        return Ok(print_json(&report)?);
     }
     let uris = more["uris"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let uris: Vec<_> = uris.collect();

@@ -39,14 +39,14 @@ pub(crate) fn is_called(program: Option<&OsString>) -> bool {
 /// # Errors
 /// If the command line does not have the form of mount(8), "EXTERNAL HELPERS".
 pub(crate) fn to_attach(
-    words: impl IntoIterator<Item = OsString>,
+    arguments: impl IntoIterator<Item = OsString>,
     known: impl Fn(&str) -> bool,
 ) -> Result<Option<Vec<OsString>>, String> {
-    let mut words = words.into_iter();
-    let (mut places, mut options, mut is_fake, mut is_verbose) = (Vec::new(), String::new(), false, false);
-    while let Some(word) = words.next() {
-        let mut value = || words.next().ok_or_else(|| format!("{}: has no value", word.to_string_lossy()));
-        match word.to_str() {
+    let mut arguments = arguments.into_iter();
+    let (mut positionals, mut options, mut is_fake, mut is_verbose) = (Vec::new(), String::new(), false, false);
+    while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().ok_or_else(|| format!("{}: has no value", argument.to_string_lossy()));
+        match argument.to_str() {
             Some("-o") => {
                 let more = value()?.into_string().map_err(|_| "-o: its value is not UTF-8".to_owned())?;
                 options += ",";
@@ -61,10 +61,10 @@ pub(crate) fn to_attach(
                 is_fake |= flags.contains('f');
                 is_verbose |= flags.contains('v');
             }
-            _ => places.push(word),
+            _ => positionals.push(argument),
         }
     }
-    let [image, directory] = &places[..] else {
+    let [image, directory] = &positionals[..] else {
         return Err("expected an image and a directory (mount -t weir IMAGE DIRECTORY)".to_owned());
     };
     if is_fake {
@@ -82,7 +82,7 @@ pub(crate) fn to_attach(
 
 /// Options of `attach` by its names; all others become mount options of the file system.
 fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
-    let (mut own, mut others) = (Vec::new(), Vec::new());
+    let (mut arguments, mut mount_options) = (Vec::new(), Vec::new());
     for option in options.split(',').filter(|option| !option.is_empty()) {
         let (name, value) =
             option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
@@ -92,19 +92,19 @@ fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
         }
         // Both: the disk must reject writes, and the file system must be mounted read-only.
         if name == "ro" {
-            own.push("--read-only".to_owned());
+            arguments.push("--read-only".to_owned());
         }
         if name != "ro" && !NOT_IN_FSTAB.contains(&name) && known(name) {
             // Names of `attach` win over mount options of the same name, such as `group`.
-            own.push(format!("--{option}"));
+            arguments.push(format!("--{option}"));
         } else {
-            others.push(option);
+            mount_options.push(option);
         }
     }
-    if !others.is_empty() {
-        own.push(format!("--mount-options={}", others.join(",")));
+    if !mount_options.is_empty() {
+        arguments.push(format!("--mount-options={}", mount_options.join(",")));
     }
-    own
+    arguments
 }
 
 #[cfg(test)]
@@ -117,7 +117,7 @@ mod tests {
 
     fn read(line: &str) -> Result<Option<String>, String> {
         let attach = to_attach(line.split(' ').map(OsString::from), known)?;
-        Ok(attach.map(|words| words.join(&OsString::from(" ")).into_string().unwrap()))
+        Ok(attach.map(|arguments| arguments.join(&OsString::from(" ")).into_string().unwrap()))
     }
 
     #[track_caller]
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_fstab_becomes_attach() {
+    fn fstab_line_is_translated_to_attach() {
         becomes("/a.qcow2 /mnt", "attach --as-mount --mount=/mnt -- /a.qcow2");
         becomes(
             "/a.qcow2 /mnt -o rw,iops-total=2000,group=gold,noatime,data=ordered",

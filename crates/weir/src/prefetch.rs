@@ -68,7 +68,7 @@ fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
     let [ahead, used, wasted] = [read_ahead.read_ahead_bytes, read_ahead.used_bytes, read_ahead.wasted_bytes]
         .map(|bytes| figures::bytes(bytes as f64));
     let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);
-    let gate = if read_ahead.closed { "; suspended, because too little of it is used" } else { "" };
+    let suspended = if read_ahead.suspended { "; suspended, because too little of it is used" } else { "" };
     vec![
         (
             "reads",
@@ -78,7 +78,7 @@ fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
             ),
         ),
         ("hit rate", share(read_ahead.hit_rate)),
-        ("prefetched", format!("{ahead}, {used} used, {wasted} wasted{gate}")),
+        ("prefetched", format!("{ahead}, {used} used, {wasted} wasted{suspended}")),
         ("accuracy", share(read_ahead.accuracy)),
         ("in memory", figures::bytes(memory as f64)),
         ("streams", streams.to_string()),
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     fn report() -> (Value, DaemonReport) {
-        let answer = json!({
+        let response = json!({
             "disks": [{
                 "name": "vm1", "limits": {},
                 "prefetch": {
@@ -110,13 +110,13 @@ mod tests {
             }],
             "groups": [{ "name": "gold" }]
         });
-        let report = DaemonReport::read(&answer.to_string()).unwrap();
-        (answer, report)
+        let report = DaemonReport::read(&response.to_string()).unwrap();
+        (response, report)
     }
 
     #[test]
     fn settings_and_counters_are_shown() {
-        let (answer, report) = report();
+        let (response, report) = report();
         let expect = "\
 disk vm1
   prefetch                  on
@@ -134,7 +134,7 @@ disk vm1
 ";
         assert_eq!(show(find(&report, "vm1").unwrap()), expect);
         let printed = entry(report.find("vm1").unwrap());
-        let disk = &answer["disks"][0];
+        let disk = &response["disks"][0];
         assert_eq!((&printed["prefetch"], &printed["name"]), (&disk["prefetch"], &disk["name"]));
         let counters = disk["read-ahead"].as_object().unwrap();
         assert!(counters.iter().all(|(key, value)| printed["read-ahead"][key] == *value), "{printed}");

@@ -68,8 +68,8 @@ fn error_line(text: &str) -> String {
 
 /// Prints the emulated QEMU release, as in QMP's greeting, and the version of weir.
 fn version(name: &str) -> Result<(), CommandFailure> {
-    let (qemu, own) = (control::qemu_release(), env!("CARGO_PKG_VERSION"));
-    Ok(print(&format!("{name} {qemu} (weir {own})\n"))?)
+    let (qemu, weir_version) = (control::qemu_release(), env!("CARGO_PKG_VERSION"));
+    Ok(print(&format!("{name} {qemu} (weir {weir_version})\n"))?)
 }
 
 /// Serves. Once ready, calls `ready` and reports readiness to the foreground process.

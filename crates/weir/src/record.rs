@@ -72,7 +72,7 @@ const PIPE_BYTES: i32 = 1 << 20;
 pub(crate) struct RecordArgs {
     /// Disks, and groups of disks [default: all disks, including those added later]
     #[arg(value_name = "DISK|GROUP")]
-    of: Vec<String>,
+    names: Vec<String>,
     /// File to write, which is replaced if it exists; - is standard output
     #[arg(long, short, value_name = "FILE")]
     output: PathBuf,
@@ -109,8 +109,8 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
     // Only the daemon may hold the write end: its end is then the end of the data.
     client.pass_descriptor(NAME, &writer)?;
     drop(writer);
-    let begun = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.of }));
-    let begun = begun.inspect_err(|_| {
+    let started = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.names }));
+    let started = started.inspect_err(|_| {
         // A failed start must not leave an empty file.
         if is_new && alone.is_some() {
             let _ = fs::remove_file(&arguments.output);
@@ -122,14 +122,14 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
         file.set_len(0).with_context(|| output_error(&arguments.output))?;
     }
     let (events, event) = mpsc::channel();
-    let asked = events.clone();
-    let hear = move |request| match request {
+    let stop_sender = events.clone();
+    let on_signal = move |request| match request {
         // A second Ctrl-C, if writing the file hangs.
         SignalRequest::EndAtOnce(_) => process::exit(1),
-        SignalRequest::End(_) => asked.send(RecordEvent::Stop).is_ok(),
+        SignalRequest::End(_) => stop_sender.send(RecordEvent::Stop).is_ok(),
         SignalRequest::HangUp | SignalRequest::ReopenLog | SignalRequest::Meaningless(_) => true,
     };
-    signals.forward(hear).context("cannot start a thread")?;
+    signals.forward(on_signal).context("cannot start a thread")?;
     let carried = move || match transcript {
         Some(transcript) => transcript.write(File::from(reader), file),
         None => Ok(copy_until_end(reader, file)?),
@@ -141,32 +141,32 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
         None => event.recv().unwrap_or(RecordEvent::Stop),
     };
     // Stopping makes the daemon flush and close its end of the pipe, which ends the copying thread.
-    let told = client.execute("x-weir-record-stop", json!({ "id": begun["id"] }));
-    let (is_early, over) = match first {
-        RecordEvent::Copied(over) => (true, over),
+    let stopped = client.execute("x-weir-record-stop", json!({ "id": started["id"] }));
+    let (is_early, copied) = match first {
+        RecordEvent::Copied(copied) => (true, copied),
         // Data in the pipe must still be written.
         RecordEvent::Stop => {
-            let over = event.iter().find_map(|event| match event {
-                RecordEvent::Copied(over) => Some(over),
+            let copied = event.iter().find_map(|event| match event {
+                RecordEvent::Copied(copied) => Some(copied),
                 RecordEvent::Stop => None,
             });
-            (false, over.unwrap_or(Ok(())))
+            (false, copied.unwrap_or(Ok(())))
         }
     };
     let output = arguments.output.display();
-    over.with_context(|| format!("{output}: cannot be written (it has the recording until then)"))?;
+    copied.with_context(|| format!("{output}: cannot be written (it has the recording until then)"))?;
     if is_early {
         return Err(anyhow!("the daemon has ended ({output} has the recording until then)").into());
     }
-    let told = told?;
+    let stopped = stopped?;
     let written = transcript.and_then(|_| fs::metadata(&arguments.output).ok()).map(|file| file.len());
-    let number = |key: &str| told[key].as_u64().unwrap_or_default();
+    let number = |key: &str| stopped[key].as_u64().unwrap_or_default();
     let finished = FinishedRecording {
         output: arguments.output.display().to_string(),
         requests: number("requests"),
         lost: number("lost"),
         bytes: written.unwrap_or_else(|| number("bytes")),
-        error: told["error"].as_str().map(str::to_owned),
+        error: stopped["error"].as_str().map(str::to_owned),
     };
     if arguments.json {
         print_json(&finished)?;
@@ -216,14 +216,14 @@ fn open(path: &Path) -> anyhow::Result<(File, Option<Flock<File>>)> {
     if !file.metadata().with_context(|| output_error(path))?.is_file() {
         return Ok((file, None));
     }
-    let held = Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock);
-    let held = held.map_err(|(_, errno)| match errno {
+    let lock = Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock);
+    let lock = lock.map_err(|(_, errno)| match errno {
         Errno::EWOULDBLOCK => {
             anyhow!("--output {}: another `weir record` writes to it (choose another file)", path.display())
         }
         other => anyhow!(other).context(output_error(path)),
     })?;
-    Ok((file, Some(held)))
+    Ok((file, Some(lock)))
 }
 
 fn output_error(path: &Path) -> String {

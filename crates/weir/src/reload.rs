@@ -40,24 +40,24 @@ pub(crate) fn run(arguments: ReloadArgs) -> Result<(), CommandFailure> {
     let mut client = ControlClient::reach(arguments.qmp)?.with_timeout(ControlClient::LONG)?;
     let ReloadArgs { dry_run, json, .. } = arguments;
     // A daemon of an older version accepts no arguments.
-    let asked = if dry_run { json!({ "dry-run": true }) } else { json!({}) };
-    let changes = client.execute("x-weir-reload", asked)?;
-    let nothing = if dry_run { "nothing would change" } else { "nothing has changed" };
-    Ok(if json { print_json(&changes) } else { print(&format_changes(&changes, nothing)) }?)
+    let parameters = if dry_run { json!({ "dry-run": true }) } else { json!({}) };
+    let changes = client.execute("x-weir-reload", parameters)?;
+    let unchanged = if dry_run { "nothing would change" } else { "nothing has changed" };
+    Ok(if json { print_json(&changes) } else { print(&format_changes(&changes, unchanged)) }?)
 }
 
 /// A table of the changes, or the text for none.
-fn format_changes(changes: &Value, nothing: &str) -> String {
+fn format_changes(changes: &Value, unchanged: &str) -> String {
     let changes = changes.as_array().map(Vec::as_slice).unwrap_or_default();
     if changes.is_empty() {
-        return format!("{nothing}\n");
+        return format!("{unchanged}\n");
     }
     let mut table = TextTable::new(columns(&["TYPE", "NAME", "CHANGE"], &[]));
     for change in changes {
         let text = |key: &str| change[key].as_str().unwrap_or_default().to_owned();
         // Unknown kinds of changes are printed as they are: the daemon may be newer than this
         // command.
-        let what = match (text("change").as_str(), text("setting")) {
+        let description = match (text("change").as_str(), text("setting")) {
             ("set", name) => {
                 let value = |key| setpoint(&name, &change[key]);
                 format!("{name}: {} → {}", value("before"), value("after"))
@@ -68,7 +68,7 @@ fn format_changes(changes: &Value, nothing: &str) -> String {
             (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),
             (listed, _) => listed.to_owned(),
         };
-        table.row(vec![text("kind"), text("name"), what]);
+        table.row(vec![text("kind"), text("name"), description]);
     }
     table.render(false)
 }

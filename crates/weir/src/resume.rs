@@ -36,20 +36,20 @@ pub(crate) struct ResumeArgs {
 pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
     let mut client = ControlClient::reach(arguments.qmp)?;
     let report = client.status()?;
-    let mut asked = json!({});
+    let mut parameters = json!({});
     if let Some(disk) = &arguments.disk {
         if !report.disks.iter().any(|known| known.name == *disk) {
             return Err(anyhow!(report.unknown_disk_error(disk)).into());
         }
-        asked["name"] = json!(disk);
+        parameters["name"] = json!(disk);
     }
-    let answer = client.execute("x-weir-resume", asked)?;
+    let response = client.execute("x-weir-resume", parameters)?;
     // A disk stops again if a retried request failed at once.
-    let resumed: Vec<ResumedDisk> = serde_json::from_value(answer).context("the daemon's answer")?;
+    let resumed: Vec<ResumedDisk> = serde_json::from_value(response).context("the daemon's answer")?;
     if arguments.json {
         print_json(&resumed)?;
     }
-    let (stopped, going): (Vec<_>, Vec<_>) = resumed.iter().partition(|disk| disk.stopped_by.is_some());
+    let (stopped, running): (Vec<_>, Vec<_>) = resumed.iter().partition(|disk| disk.stopped_by.is_some());
     if resumed.is_empty() && arguments.json {
         return Ok(());
     }
@@ -60,16 +60,16 @@ pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
         })?);
     }
     // Printed even if other disks stopped again: the exit status tells the rest.
-    if !going.is_empty() && !arguments.json {
-        let names: Vec<_> = going.into_iter().map(|disk| &*disk.name).collect();
+    if !running.is_empty() && !arguments.json {
+        let names: Vec<_> = running.into_iter().map(|disk| &*disk.name).collect();
         print(&format!("resumed: {}\n", names.join(" ")))?;
     }
     if stopped.is_empty() {
         return Ok(());
     }
-    let tell = |disk: &ResumedDisk| {
+    let describe = |disk: &ResumedDisk| {
         format!("{}: stopped again: {}", disk.name, disk.stopped_by.as_deref().unwrap_or_default())
     };
-    let told: Vec<_> = stopped.into_iter().map(tell).collect();
-    Err(anyhow!("{} (remove the cause, and resume again)", told.join("; ")).into())
+    let lines: Vec<_> = stopped.into_iter().map(describe).collect();
+    Err(anyhow!("{} (remove the cause, and resume again)", lines.join("; ")).into())
 }

@@ -26,19 +26,19 @@ pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
     let report = client.status().ok()?;
     let from = working_directory(&target);
     // Compares canonical paths: both sides may use links or relative paths.
-    let is_it = |disk: &DiskStatus| {
+    let is_image = |disk: &DiskStatus| {
         let path = from.as_ref().map_or_else(|| PathBuf::from(&disk.image), |from| from.join(&disk.image));
         path.canonicalize().is_ok_and(|path| path == image)
     };
-    let disk = report.status.disks.into_iter().find(is_it)?;
+    let disk = report.status.disks.into_iter().find(is_image)?;
     let (name, format) = (disk.name.clone(), disk.format);
     let resize = move |size: u64| {
-        let asked = client.execute("block_resize", json!({ "node-name": disk.name, "size": size }));
-        asked.map(drop).map_err(|error| match error {
+        let result = client.execute("block_resize", json!({ "node-name": disk.name, "size": size }));
+        result.map(drop).map_err(|error| match error {
             // The error names QMP's argument, which the command line does not have.
-            ClientError::Rejected(said) => match said.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
+            ClientError::Rejected(message) => match message.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
                 Some(rule) => anyhow!("{size} bytes {rule}"),
-                None => anyhow!(said),
+                None => anyhow!(message),
             },
             error => error.into(),
         })

@@ -50,7 +50,7 @@ pub(crate) struct SettingsCommandArgs<'a> {
 pub(crate) fn run<S: SettingsCommand>(setter: &S) -> Result<(), CommandFailure> {
     let SettingsCommandArgs { name, json, qmp, save } = setter.common();
     // The set of changed settings does not depend on those in force, so it can be checked offline.
-    setter.change(&MemberSettings::default()).judge().map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
+    setter.change(&MemberSettings::default()).check().map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
     let mut client = ControlClient::reach(qmp.clone())?;
     let report = client.status()?;
     let node = setter.find(&report).map_err(anyhow::Error::msg)?;
@@ -83,7 +83,7 @@ fn apply(
     let saving = prepare(report, arguments, |text| edit::with_change(text, node.kind(), name, change))?;
     client.set(name, change.arguments()).map_err(|error| match error {
         // Some of the daemon's errors begin with the name already.
-        ClientError::Rejected(said) if !said.starts_with(&format!("{name}:")) => anyhow!("{name}: {said}"),
+        ClientError::Rejected(message) if !message.starts_with(&format!("{name}:")) => anyhow!("{name}: {message}"),
         error => error.into(),
     })?;
     let saved = saving.map(PreparedConfigFile::commit).transpose();

@@ -37,12 +37,12 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
     }
     let report = client.status_with_latencies()?;
     let rates = earlier.map(|earlier| IntervalRates::between(&earlier, &report)).unwrap_or_default();
-    let shown = StatusSelection::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
+    let selection = StatusSelection::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
     if arguments.json {
-        return Ok(print_json(&shown.select(with_rates(report, &rates)))?);
+        return Ok(print_json(&selection.select(with_rates(report, &rates)))?);
     }
     let form = StatusForm { all: arguments.all, wide: arguments.wide };
-    Ok(print(&tables::render(&report, &rates, &shown, form, stdout().is_terminal()))?)
+    Ok(print(&tables::render(&report, &rates, &selection, form, stdout().is_terminal()))?)
 }
 
 /// Tables and columns to print.
@@ -60,17 +60,17 @@ struct StatusSelection {
 impl StatusSelection {
     /// Restricts the output to these names and the disks in such groups; no restriction without
     /// names.
-    fn new(report: &DaemonReport, asked: &[String]) -> Result<Self, String> {
-        if asked.is_empty() {
+    fn new(report: &DaemonReport, requested: &[String]) -> Result<Self, String> {
+        if requested.is_empty() {
             return Ok(Self { names: None });
         }
         let is_known = |name: &&String| report.find(name).is_some() || report.is_unavailable(name);
-        if let Some(unknown) = asked.iter().find(|name| !is_known(name)) {
+        if let Some(unknown) = requested.iter().find(|name| !is_known(name)) {
             return Err(report.unknown_name_error(unknown));
         }
-        let mut names = asked.to_vec();
+        let mut names = requested.to_vec();
         for disk in &report.disks {
-            if report.groups_above(&disk.settings).iter().any(|group| asked.contains(&group.name)) {
+            if report.groups_above(&disk.settings).iter().any(|group| requested.contains(&group.name)) {
                 names.push(disk.name.clone());
             }
         }
@@ -84,7 +84,7 @@ impl StatusSelection {
     fn select(&self, mut status: DaemonStatus) -> DaemonStatus {
         if self.names.is_some() {
             status.disks.retain(|disk| self.includes(&disk.name));
-            status.unopened.retain(|disk| self.includes(&disk.name));
+            status.unavailable.retain(|disk| self.includes(&disk.name));
             status.groups.retain(|group| self.includes(&group.name));
             status.exports.retain(|export| self.includes(&export.disk));
             // A device is shown if one of its disks is.

@@ -53,30 +53,30 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     let mut client = ControlClient::reach(arguments.qmp.clone())?;
     // The limits in force first: virsh's names clear others of them, and the output shows both
     // values.
-    let shown = client.execute("x-weir-query-cluster", json!({}))?;
+    let report = client.execute("x-weir-query-cluster", json!({}))?;
     let is_known = |group: &&Value| group["name"] == arguments.name.as_str();
-    let before = shown["groups"].as_array().into_iter().flatten().find(is_known);
+    let before = report["groups"].as_array().into_iter().flatten().find(is_known);
     let settings = json!({ "limits": before.map_or(json!({}), |group| group["limits"].clone()) });
     let settings: MemberSettings = serde_json::from_value(settings).map_err(anyhow::Error::from)?;
     let change = arguments.change(&settings);
-    let mut asked: Map<String, Value> = change.arguments();
-    asked.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), json!(hosts))));
+    let mut parameters: Map<String, Value> = change.arguments();
+    parameters.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), json!(hosts))));
     if arguments.cluster.safe_share.is_some() {
         console::print_notice(
             "--safe-share is the old name of --fallback-share (the next release refuses the old name)",
         );
     }
     let safe_share = arguments.cluster.fallback_share.or(arguments.cluster.safe_share);
-    asked.extend(safe_share.map(|part| ("fallback-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
-    if asked.is_empty() {
-        let is_it = |one: &&Value| one["group"] == arguments.name.as_str();
+    parameters.extend(safe_share.map(|part| ("fallback-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
+    if parameters.is_empty() {
+        let is_group = |entry: &&Value| entry["group"] == arguments.name.as_str();
         // Limits written by a newer version are distinguished from missing ones.
-        let not_understood = shown["unreadable-groups"].as_array().into_iter().flatten().find(is_it);
-        if let Some(why) = not_understood.and_then(|one| one["reason"].as_str()) {
+        let not_understood = report["unreadable-groups"].as_array().into_iter().flatten().find(is_group);
+        if let Some(why) = not_understood.and_then(|entry| entry["reason"].as_str()) {
             return Err(anyhow::anyhow!("group {}: its state in etcd {why}", arguments.name).into());
         }
         let Some(group) = before else {
-            let why = shown["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
+            let why = report["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
             let name = &arguments.name;
             return Err(anyhow::anyhow!(
                 "group {name}: the cluster has no limits for it{why} (`weir throttle {name} \
@@ -84,7 +84,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
             )
             .into());
         };
-        if let Some(why) = shown["reason"].as_str() {
+        if let Some(why) = report["reason"].as_str() {
             console::print_error(&anyhow::anyhow!(
                 "showing the last known state, as etcd is unreachable: {why}"
             ));
@@ -95,38 +95,38 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
             print(&format_cluster_limits(group, &settings))
         }?);
     }
-    asked.insert("group".to_owned(), json!(arguments.name));
-    let done = client.execute("x-weir-cluster-set", Value::Object(asked))?;
+    parameters.insert("group".to_owned(), json!(arguments.name));
+    let response = client.execute("x-weir-cluster-set", Value::Object(parameters))?;
     if arguments.json {
-        return Ok(print_json(&done)?);
+        return Ok(print_json(&response)?);
     }
     let lines = change.describe(&settings).into_iter();
     let text: String = lines.map(|line| format!("{}: {line}, on all hosts\n", arguments.name)).collect();
-    let was = |key: &str| before.and_then(|group| group[key].as_u64());
-    let line = |what: &str, from: Option<String>, to: String| {
+    let old_number = |key: &str| before.and_then(|group| group[key].as_u64());
+    let line = |label: &str, from: Option<String>, to: String| {
         let from = from.map(|from| format!("{from} → ")).unwrap_or_default();
-        format!("{}: {what}: {from}{to}, on all hosts\n", arguments.name)
+        format!("{}: {label}: {from}{to}, on all hosts\n", arguments.name)
     };
     let hosts = arguments
         .cluster
         .hosts
-        .map(|hosts| line("hosts", was("max-hosts").map(|hosts| hosts.to_string()), hosts.to_string()));
-    let part_before = was("fallback-share-ppm").map(percent);
+        .map(|hosts| line("hosts", old_number("max-hosts").map(|hosts| hosts.to_string()), hosts.to_string()));
+    let part_before = old_number("fallback-share-ppm").map(percent);
     let safe = safe_share.map(|part| line("fallback-share", part_before, part.to_string()));
     print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;
-    if done["used"] == false {
+    if response["used"] == false {
         // Not an error: the limits may be set before the first host has the group.
         console::print_error(&unused_group_warning(&arguments.name));
     }
-    if let Some(why) = reserved_share_warning(&arguments.name, &done) {
+    if let Some(why) = reserved_share_warning(&arguments.name, &response) {
         console::print_error(&why);
     }
     Ok(())
 }
 
 /// Warning if the fallback shares reserve much of the limits, even for absent hosts.
-fn reserved_share_warning(group: &str, done: &Value) -> Option<anyhow::Error> {
-    let (hosts, each) = (done["hosts"].as_u64()?, done["fallback-share-ppm"].as_u64()?);
+fn reserved_share_warning(group: &str, response: &Value) -> Option<anyhow::Error> {
+    let (hosts, each) = (response["hosts"].as_u64()?, response["fallback-share-ppm"].as_u64()?);
     let all = hosts.saturating_mul(each);
     (all > WARN_RESERVED_PPM).then(|| {
         let [all, each] = [all, each].map(percent);

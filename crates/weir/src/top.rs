@@ -38,7 +38,7 @@ use crate::client::{ControlAddress, ControlClient};
 /// Runs until the user quits. Reconnects if the daemon goes away later.
 pub(crate) fn run(arguments: TopArgs) -> Result<(), CommandFailure> {
     let target = ControlAddress::choose(arguments.qmp)
-        .map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+        .map_err(|message| CommandFailure::Usage(anyhow::Error::msg(message)))?;
     // Checked before connecting, so that the message does not depend on the daemon.
     if !screen::is_possible() {
         return Err(anyhow!(
@@ -67,8 +67,8 @@ fn run_loop(screen: &mut Screen, source: &TopEventSource, mut state: TopState) -
                 state.add_report(*report, began.elapsed());
                 None
             }
-            WeirTopEvent::QueryFailed(said) => {
-                state.set_unreachable(said);
+            WeirTopEvent::QueryFailed(message) => {
+                state.set_unreachable(message);
                 None
             }
             WeirTopEvent::Changed(result) => {
@@ -79,7 +79,7 @@ fn run_loop(screen: &mut Screen, source: &TopEventSource, mut state: TopState) -
         match action {
             Some(TopAction::Leave(ExitKey::End)) => return Ok(()),
             Some(TopAction::Leave(ExitKey::Stop)) => screen.suspend()?,
-            Some(TopAction::Change { name, change }) => source.ask(SettingsUpdate { name, change }),
+            Some(TopAction::Change { name, change }) => source.request_change(SettingsUpdate { name, change }),
             None => {}
         }
     }

@@ -43,21 +43,21 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     // The counters of a report are from a moment between the two times: `judge` uses both bounds.
     let mut client = ControlClient::reach(arguments.qmp)?;
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-    let begun = Instant::now();
-    let look = |client: &mut ControlClient| -> Result<TimedReport, CommandFailure> {
-        let asked_s = begun.elapsed().as_secs_f64();
+    let started = Instant::now();
+    let query = |client: &mut ControlClient| -> Result<TimedReport, CommandFailure> {
+        let asked_s = started.elapsed().as_secs_f64();
         let report = client.status()?;
-        Ok(TimedReport { report, requested_s: asked_s, received_s: begun.elapsed().as_secs_f64() })
+        Ok(TimedReport { report, requested_s: asked_s, received_s: started.elapsed().as_secs_f64() })
     };
-    let first = look(&mut client)?;
+    let first = query(&mut client)?;
     if let Some(unknown) = arguments.names.iter().find(|name| first.report.find(name).is_none()) {
         return Err(anyhow::Error::msg(first.report.unknown_name_error(unknown)).into());
     }
-    let wanted = selected_names(&first.report, &arguments.names);
-    let is_wanted = |name: &str| wanted.as_ref().is_none_or(|names| names.iter().any(|one| one == name));
+    let selected = selected_names(&first.report, &arguments.names);
+    let is_wanted = |name: &str| selected.as_ref().is_none_or(|names| names.iter().any(|known| known == name));
     let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
     findings.retain(|finding| is_wanted(&finding.name));
-    let mut latencies = arguments.latency_p99.map(|most| LatencyCheck::new(nanoseconds(most)));
+    let mut latencies = arguments.latency_p99.map(|max_p99| LatencyCheck::new(nanoseconds(max_p99)));
     let mut count = |client: &mut ControlClient| -> Result<(), CommandFailure> {
         let Some(latencies) = &mut latencies else { return Ok(()) };
         // The daemon counts latencies from the first such query, so the first answer starts the
@@ -66,17 +66,17 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
         Ok(())
     };
     count(&mut client)?;
-    let mut judge = GuaranteeChecker::new(arguments.wait_p99.map(nanoseconds));
-    judge.add_report(first);
+    let mut checker = GuaranteeChecker::new(arguments.wait_p99.map(nanoseconds));
+    checker.add_report(first);
     let mut cut = None;
-    while let Some(left) = arguments.length.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
+    while let Some(left) = arguments.length.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
         if stop.recv_timeout(left.min(INTERVAL)).is_ok() {
-            let after = figures::time(nanoseconds(begun.elapsed()));
+            let after = figures::time(nanoseconds(started.elapsed()));
             cut = Some(CommandFailure::Failed(anyhow!("interrupted: the results are of the first {after}")));
             break;
         }
-        match look(&mut client) {
-            Ok(look) => judge.add_report(look),
+        match query(&mut client) {
+            Ok(look) => checker.add_report(look),
             // The findings so far are still printed.
             Err(error) => {
                 cut = Some(error);
@@ -88,10 +88,10 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
         Err(error) if cut.is_none() => return Err(error),
         _ => {}
     }
-    findings.extend(judge.findings(is_wanted));
+    findings.extend(checker.findings(is_wanted));
     findings.extend(latencies.iter().flat_map(|latencies| latencies.findings(is_wanted)));
-    let told = print_findings(&findings, arguments.json);
-    cut.map_or(told, Err)
+    let printed = print_findings(&findings, arguments.json);
+    cut.map_or(printed, Err)
 }
 
 /// The given names, and the disks in such groups; `None` for all.
@@ -104,11 +104,11 @@ fn selected_names(report: &DaemonReport, names: &[String]) -> Option<Vec<String>
 fn print_findings(findings: &[GuaranteeFinding], as_json: bool) -> Result<(), CommandFailure> {
     if as_json {
         let line = |finding: &GuaranteeFinding| {
-            let GuaranteeFinding { kind, name, promise, asked, measured, figures, verdict } = finding;
+            let GuaranteeFinding { kind, name, guarantee: promise, expected: asked, measured, figures, verdict } = finding;
             let figures: BTreeMap<_, _> = figures.iter().copied().collect();
             let mut line = json!({
                 *kind: name, "guarantee": promise, "expected": asked, "measured": measured,
-                "figures": figures, "verdict": verdict.word(),
+                "figures": figures, "verdict": verdict.name(),
             });
             if let GuaranteeVerdict::NotChecked(why) = verdict {
                 line["reason"] = json!(why);
@@ -139,15 +139,15 @@ fn print_findings(findings: &[GuaranteeFinding], as_json: bool) -> Result<(), Co
 }
 
 fn text(findings: &[GuaranteeFinding]) -> String {
-    let words = ["NAME", "GUARANTEE", "EXPECTED", "MEASURED", "VERDICT"];
-    let mut table = TextTable::new(columns(&words, &[]));
-    for GuaranteeFinding { kind, name, promise, asked, measured, verdict, .. } in findings {
+    let headings = ["NAME", "GUARANTEE", "EXPECTED", "MEASURED", "VERDICT"];
+    let mut table = TextTable::new(columns(&headings, &[]));
+    for GuaranteeFinding { kind, name, guarantee, expected, measured, verdict, .. } in findings {
         let verdict = match verdict {
             GuaranteeVerdict::NotChecked(why) => format!("not judged: {why}"),
-            verdict => verdict.word().to_owned(),
+            verdict => verdict.name().to_owned(),
         };
-        let of = if *kind == "disk" { name.clone() } else { format!("{kind} {name}") };
-        table.row(vec![of, promise.clone(), asked.clone(), measured.clone(), verdict]);
+        let subject = if *kind == "disk" { name.clone() } else { format!("{kind} {name}") };
+        table.row(vec![subject, guarantee.clone(), expected.clone(), measured.clone(), verdict]);
     }
     table.render(false)
 }

@@ -85,11 +85,11 @@ impl DeviceIdentity {
         if directory.join("partition").exists() {
             directory.pop();
         }
-        let whole = attribute(&directory, "dev").and_then(|text| parse_number(&text)).unwrap_or(number);
+        let disk_number = attribute(&directory, "dev").and_then(|text| parse_number(&text)).unwrap_or(number);
         // sysfs replaces a slash in a name by an exclamation mark.
         let name = directory.file_name().unwrap_or_default().to_string_lossy().replace('!', "/");
-        let key = key(&directory, whole);
-        Ok(Self { number: whole, directory, name, key })
+        let key = key(&directory, disk_number);
+        Ok(Self { number: disk_number, directory, name, key })
     }
 
     /// Current number.
@@ -113,10 +113,10 @@ impl DeviceIdentity {
     /// matches, as does a loop device with another file; a disk without an identifier always
     /// matches.
     pub fn may_match(&self, key: &str) -> bool {
-        let who = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
+        let without_size = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
         // A number or a backing file identifies no disk, so it cannot rule one out.
-        let now = who(&self.key);
-        now.starts_with("number ") || now.starts_with("file ") || now == who(key)
+        let now = without_size(&self.key);
+        now.starts_with("number ") || now.starts_with("file ") || now == without_size(key)
     }
 
     /// Directory in sysfs.
@@ -139,10 +139,10 @@ fn key(directory: &Path, number: DeviceNumber) -> String {
     ];
     let found =
         ATTRIBUTES.iter().find_map(|(kind, path)| Some(format!("{kind} {}", attribute(directory, path)?)));
-    let who = found.unwrap_or_else(|| format!("number {number}"));
+    let identity = found.unwrap_or_else(|| format!("number {number}"));
     // sysfs counts in sectors of 512 bytes, whatever the disk's sector size.
     let sectors = attribute(directory, "size").and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
-    format!("{who}, {} bytes", sectors.saturating_mul(512))
+    format!("{identity}, {} bytes", sectors.saturating_mul(512))
 }
 
 /// Text of an attribute; `None` if it is missing or empty.
@@ -165,10 +165,10 @@ fn mounted_from(number: DeviceNumber, mounts: &Path) -> io::Result<DeviceNumber>
     let none = || io::Error::new(io::ErrorKind::NotFound, "the file system is on no disk of this machine");
     let text = fs::read_to_string(mounts)?;
     let source = text.lines().find_map(|line| {
-        let (mount, what) = line.split_once(" - ")?;
-        let here = parse_number(mount.split(' ').nth(2)?)? == number;
-        let source = what.split(' ').nth(1)?;
-        (here && source.starts_with("/dev/")).then_some(source)
+        let (mount, file_system) = line.split_once(" - ")?;
+        let matches = parse_number(mount.split(' ').nth(2)?)? == number;
+        let source = file_system.split(' ').nth(1)?;
+        (matches && source.starts_with("/dev/")).then_some(source)
     });
     // The number of the device node itself (rdev), not of the file system that it is in.
     let metadata = fs::metadata(source.ok_or_else(none)?)?;
@@ -189,19 +189,19 @@ mod tests {
 
     impl FakeSysfs {
         fn new(attributes: &[(&str, &str)]) -> Self {
-            let machine = Self { directory: tempfile::tempdir().expect("a directory") };
+            let sysfs = Self { directory: tempfile::tempdir().expect("a directory") };
             let standard =
                 [("dev", "259:0\n"), ("size", "2048\n"), ("p1/dev", "259:1\n"), ("p1/partition", "1\n")];
             for (path, text) in standard.iter().chain(attributes) {
-                let path = machine.disk().join(path);
+                let path = sysfs.disk().join(path);
                 fs::create_dir_all(path.parent().expect("inside")).expect("created");
                 fs::write(path, text).expect("written");
             }
-            let numbers = machine.roots().sys.join("dev/block");
+            let numbers = sysfs.roots().sys.join("dev/block");
             fs::create_dir_all(&numbers).expect("created");
-            symlink(machine.disk(), numbers.join("259:0")).expect("linked");
-            symlink(machine.disk().join("p1"), numbers.join("259:1")).expect("linked");
-            machine
+            symlink(sysfs.disk(), numbers.join("259:0")).expect("linked");
+            symlink(sysfs.disk().join("p1"), numbers.join("259:1")).expect("linked");
+            sysfs
         }
 
         fn disk(&self) -> PathBuf {
@@ -219,14 +219,14 @@ mod tests {
 
     #[test]
     fn a_partition_lies_on_its_disk() {
-        let machine = FakeSysfs::new(&[]);
-        let (disk, part) = (machine.resolve(259, 0).expect("there"), machine.resolve(259, 1).expect("there"));
+        let sysfs = FakeSysfs::new(&[]);
+        let (disk, part) = (sysfs.resolve(259, 0).expect("there"), sysfs.resolve(259, 1).expect("there"));
         assert_eq!(disk, part);
         assert_eq!(
             (disk.node().as_str(), disk.number()),
             ("/dev/cciss/c0d0", DeviceNumber { major: 259, minor: 0 })
         );
-        assert!(machine.resolve(7, 7).is_err());
+        assert!(sysfs.resolve(7, 7).is_err());
     }
 
     #[test]
@@ -244,17 +244,17 @@ mod tests {
 
     #[test]
     fn anonymous_file_system_resolves_to_its_source() {
-        let machine = FakeSysfs::new(&[]);
-        let mounts = |text: &str| fs::write(machine.roots().mounts, text).expect("written");
+        let sysfs = FakeSysfs::new(&[]);
+        let mounts = |text: &str| fs::write(sysfs.roots().mounts, text).expect("written");
         mounts("25 24 0:33 / /dev/shm rw - tmpfs tmpfs rw\n");
-        let none = machine.resolve(0, 33).expect_err("in memory");
+        let none = sysfs.resolve(0, 33).expect_err("in memory");
         assert_eq!(none.to_string(), "the file system is on no disk of this machine");
         mounts("25 24 0:34 / /data rw shared:1 - btrfs /dev/null rw\n");
         // Not a block device, but it has a device number: resolved, but missing in this machine's
         // tree.
-        assert_eq!(machine.resolve(0, 34).expect_err("no such disk").kind(), io::ErrorKind::NotFound);
+        assert_eq!(sysfs.resolve(0, 34).expect_err("no such disk").kind(), io::ErrorKind::NotFound);
         mounts("garbage\n\n25\n");
-        assert!(machine.resolve(0, 34).is_err());
+        assert!(sysfs.resolve(0, 34).is_err());
     }
 
     #[test]

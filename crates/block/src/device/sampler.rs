@@ -88,7 +88,7 @@ fn address(target: &Weak<dyn SamplerTarget>) -> usize {
 
 #[derive(Debug)]
 struct WatchedTarget {
-    subject: SampledTarget,
+    sampled: SampledTarget,
     /// Time of the last sample, and the counters at that time.
     last: Option<(Instant, [AdmissionCounters; 2])>,
     enforcement: Enforcement,
@@ -109,8 +109,8 @@ impl Sampler {
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn update(&self, subject: SampledTarget) {
-        self.state.borrow_mut().update(subject);
+    pub fn update(&self, sampled: SampledTarget) {
+        self.state.borrow_mut().update(sampled);
         self.run_while_needed();
     }
 
@@ -147,32 +147,32 @@ async fn run(state: rc::Weak<RefCell<SamplerState>>) {
 }
 
 impl SamplerState {
-    fn replace(&mut self, subjects: Vec<SampledTarget>) {
-        let stay: HashSet<usize> = subjects.iter().map(|subject| address(&subject.target)).collect();
+    fn replace(&mut self, targets: Vec<SampledTarget>) {
+        let remaining: HashSet<usize> = targets.iter().map(|sampled| address(&sampled.target)).collect();
         // New targets first, so that the state of a device that loses its old targets is kept.
-        for subject in subjects {
-            self.update(subject);
+        for sampled in targets {
+            self.update(sampled);
         }
-        let gone: Vec<usize> = self.watched.keys().copied().filter(|target| !stay.contains(target)).collect();
-        for target in gone {
+        let removed: Vec<usize> = self.watched.keys().copied().filter(|target| !remaining.contains(target)).collect();
+        for target in removed {
             self.forget(target);
         }
     }
 
-    fn update(&mut self, subject: SampledTarget) {
-        let key = address(&subject.target);
-        let target = subject.target.upgrade().filter(|target| target.watermark() != Watermark::ALWAYS);
+    fn update(&mut self, sampled: SampledTarget) {
+        let key = address(&sampled.target);
+        let target = sampled.target.upgrade().filter(|target| target.watermark() != Watermark::ALWAYS);
         let Some(target) = target else { return self.forget(key) };
         let before = self.watched.remove(&key);
         // Logged when the devices disappear, not at every update.
-        if subject.devices.is_empty() && before.as_ref().is_none_or(|known| !known.subject.devices.is_empty())
+        if sampled.devices.is_empty() && before.as_ref().is_none_or(|previous| !previous.sampled.devices.is_empty())
         {
             tracing::warn!(
                 name = target.name(),
                 "the watermark has no effect, because no disk here is on a device: limits are always enforced"
             );
         }
-        for device in &subject.devices {
+        for device in &sampled.devices {
             // Counted before the old devices are released, so that a device in both keeps its
             // state.
             let observed =
@@ -180,18 +180,18 @@ impl SamplerState {
             self.devices.entry(device.id()).or_insert_with(observed).targets += 1;
         }
         let (mut last, mut enforcement) = (None, Enforcement::Enforced);
-        if let Some(known) = before {
-            (last, enforcement) = (known.last, known.enforcement);
-            self.release(&known.subject.devices);
+        if let Some(previous) = before {
+            (last, enforcement) = (previous.last, previous.enforcement);
+            self.release(&previous.sampled.devices);
         }
-        self.watched.insert(key, WatchedTarget { subject, last, enforcement });
+        self.watched.insert(key, WatchedTarget { sampled, last, enforcement });
     }
 
     fn forget(&mut self, target: usize) {
-        if let Some(mut gone) = self.watched.remove(&target) {
+        if let Some(mut removed) = self.watched.remove(&target) {
             // Nothing samples it any more, so lifted limits must not stay lifted.
-            gone.apply(Enforcement::Enforced);
-            self.release(&gone.subject.devices);
+            removed.apply(Enforcement::Enforced);
+            self.release(&removed.sampled.devices);
         }
     }
 
@@ -212,25 +212,25 @@ impl SamplerState {
         // all decisions of a sample are based on the same observations.
         let mut consumed: HashMap<DeviceId, DeviceConsumption> = HashMap::new();
         for watched in self.watched.values_mut() {
-            let Some(taken) = watched.consumption(now) else { continue };
-            for device in &watched.subject.devices {
-                consumed.entry(device.id()).or_default().add(&taken);
+            let Some(consumption) = watched.consumption(now) else { continue };
+            for device in &watched.sampled.devices {
+                consumed.entry(device.id()).or_default().add(&consumption);
             }
         }
-        let nothing = DeviceConsumption::default();
+        let none = DeviceConsumption::default();
         for (id, ObservedDevice { observed, .. }) in &mut self.devices {
-            observed.observe(now, consumed.get(id).unwrap_or(&nothing));
+            observed.observe(now, consumed.get(id).unwrap_or(&none));
         }
         let Self { watched, devices } = self;
         for watched in watched.values_mut() {
-            let Some(target) = watched.subject.target.upgrade() else { continue };
+            let Some(target) = watched.sampled.target.upgrade() else { continue };
             let watermark = target.watermark();
-            let of_device =
+            let enforcement_of =
                 |device: &Arc<Device>| devices.get_mut(&device.id())?.observed.enforcement(watermark);
             // The device that demands the strictest enforcement decides.
-            let says: Vec<_> = watched.subject.devices.iter().map(of_device).collect();
+            let enforcements: Vec<_> = watched.sampled.devices.iter().map(enforcement_of).collect();
             watched.apply(
-                says.into_iter()
+                enforcements.into_iter()
                     .map(Option::unwrap_or_default)
                     .reduce(Enforcement::stricter)
                     .unwrap_or_default(),
@@ -241,7 +241,7 @@ impl SamplerState {
 
 impl WatchedTarget {
     fn apply(&mut self, enforcement: Enforcement) {
-        if let (true, Some(target)) = (enforcement != self.enforcement, self.subject.target.upgrade()) {
+        if let (true, Some(target)) = (enforcement != self.enforcement, self.sampled.target.upgrade()) {
             self.enforcement = enforcement;
             target.enforce(enforcement);
         }
@@ -250,7 +250,7 @@ impl WatchedTarget {
     /// Consumption since the last sample, relative to the limits; `None` for the first sample, and
     /// if a counter decreased.
     fn consumption(&mut self, now: Instant) -> Option<GroupConsumption> {
-        let target = self.subject.target.upgrade()?;
+        let target = self.sampled.target.upgrade()?;
         let passed = target.admitted();
         let (at, before) = self.last.replace((now, passed))?;
         GroupConsumption::since(&before, &passed, now - at, target.limits())

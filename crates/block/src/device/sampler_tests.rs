@@ -15,22 +15,22 @@ struct RecordingTarget {
     passed: Mutex<[AdmissionCounters; 2]>,
     enforcement: Mutex<Enforcement>,
     /// Number of visits of the target, each of which reads the watermark first.
-    looks: Mutex<u64>,
+    visits: Mutex<u64>,
 }
 
 fn get<T: Copy>(value: &Mutex<T>) -> T {
     *value.lock().expect("nothing panics under it")
 }
 
-fn set<T>(place: &Mutex<T>, value: T) {
-    *place.lock().expect("nothing panics under it") = value;
+fn set<T>(mutex: &Mutex<T>, value: T) {
+    *mutex.lock().expect("nothing panics under it") = value;
 }
 
 impl RecordingTarget {
     fn new(percent: u8) -> Arc<Self> {
-        let noted = Arc::new(Self::default());
-        noted.set_watermark(percent);
-        noted
+        let target = Arc::new(Self::default());
+        target.set_watermark(percent);
+        target
     }
 
     fn set_watermark(&self, percent: u8) {
@@ -48,7 +48,7 @@ impl SamplerTarget for RecordingTarget {
     }
 
     fn watermark(&self) -> Watermark {
-        set(&self.looks, get(&self.looks) + 1);
+        set(&self.visits, get(&self.visits) + 1);
         get(&self.watermark)
     }
 
@@ -170,7 +170,7 @@ fn consumption_is_relative_to_the_limits() {
     sim::run(1, async move {
         let target = RecordingTarget::new(80);
         let subject = SampledTarget { target: weak(&target), devices: Vec::new() };
-        let mut watched = WatchedTarget { subject, last: None, enforcement: Enforcement::Enforced };
+        let mut watched = WatchedTarget { sampled: subject, last: None, enforcement: Enforcement::Enforced };
         let mut consumed = DeviceConsumption::default();
         assert!(watched.consumption(now()).is_none(), "a first look has nothing before it");
         set(&target.passed, [counters(7, 1 << 20), counters(1, 3 << 20)]);
@@ -181,10 +181,10 @@ fn consumption_is_relative_to_the_limits() {
             (2000, 2000),
             "four seconds' worth in two"
         );
-        let nothing = [counters(0, 0), counters(0, 0)];
-        let idle = GroupConsumption::since(&nothing, &nothing, Duration::from_secs(2), target.limits());
+        let zeros = [counters(0, 0), counters(0, 0)];
+        let idle = GroupConsumption::since(&zeros, &zeros, Duration::from_secs(2), target.limits());
         consumed.add(&idle.expect("no counter fell"));
-        set(&target.passed, nothing);
+        set(&target.passed, zeros);
         pause(2000).await;
         assert!(watched.consumption(now()).is_none(), "counters fell");
         assert_eq!(
@@ -217,13 +217,13 @@ fn changing_one_target_visits_no_other() {
         for target in &targets {
             sampler.update(device.under(target));
         }
-        assert!(targets.iter().all(|target| get(&target.looks) == 1), "once each");
+        assert!(targets.iter().all(|target| get(&target.visits) == 1), "once each");
         pause(500).await;
         assert!(targets.iter().all(|target| target.enforcement() == Enforcement::Lifted));
-        let looks: Vec<u64> = targets[1..].iter().map(|target| get(&target.looks)).collect();
+        let visits: Vec<u64> = targets[1..].iter().map(|target| get(&target.visits)).collect();
         sampler.forget(&weak(&targets[0]));
         assert_eq!(targets[0].enforcement(), Enforcement::Enforced);
-        assert_eq!(targets[1..].iter().map(|target| get(&target.looks)).collect::<Vec<_>>(), looks);
+        assert_eq!(targets[1..].iter().map(|target| get(&target.visits)).collect::<Vec<_>>(), visits);
         for target in &targets[1..] {
             assert!(sampler.task.borrow().is_some(), "a target is still on the device");
             sampler.forget(&weak(target));

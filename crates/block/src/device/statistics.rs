@@ -34,9 +34,9 @@ impl DeviceStatistics {
     /// Parses the text of a `stat` file; `None` if it is invalid.
     pub fn parse(text: &str) -> Option<Self> {
         let mut fields = [0; 11];
-        let mut words = text.split_ascii_whitespace();
+        let mut numbers = text.split_ascii_whitespace();
         for field in &mut fields {
-            *field = words.next()?.parse().ok()?;
+            *field = numbers.next()?.parse().ok()?;
         }
         // In the order of Documentation/block/stat.rst; merges, wait times and later fields are not
         // used.

@@ -81,16 +81,16 @@ fn disks_that_share_a_rate_are_on_one_device_and_memory_on_none() {
         let roots = SysfsRoots::default();
         let one = disk("a", "null:1G", Some("bytes=22M,read=10M,shared=slow"), &budgets);
         let two = disk("b", "memory:1M", Some("bytes=22M,read=10M,shared=slow"), &budgets);
-        let own = disk("c", "null:1G", Some("iops=5"), &budgets);
+        let unshared = disk("c", "null:1G", Some("iops=5"), &budgets);
         let none = disk("d", "memory:1M", None, &budgets);
         let id = |disk: &Disk| id_of(disk, &roots).expect("nothing is read");
         assert_eq!(id(&one), id(&two));
-        assert_ne!(id(&one), id(&own));
+        assert_ne!(id(&one), id(&unshared));
         assert_eq!(id(&none), None);
         let device = |disk: &Disk| Device::below_disk(disk, &roots, |_| None).expect("nothing is read");
         assert!(device(&none).is_none());
-        let (slow, own) = (device(&one).expect("imitated"), device(&own).expect("imitated"));
-        assert_eq!((slow.name(), own.name()), ("rate:slow", "rate of c"));
+        let (slow, unshared) = (device(&one).expect("imitated"), device(&unshared).expect("imitated"));
+        assert_eq!((slow.name(), unshared.name()), ("rate:slow", "rate of c"));
         assert_eq!(slow.capacity_source(), CapacitySource::Rate);
         let expect =
             MeasuredCapacity { read_iops: 0, write_iops: 0, read_bps: 10 << 20, write_bps: 22 << 20 };
@@ -108,8 +108,8 @@ fn utilization_of_an_imitated_device_is_its_busy_time() {
         let at = |ms| Instant::ZERO + Duration::from_millis(ms);
         sleep_until(at(1000)).await;
         assert_eq!(device.utilization(now()).expect("readable"), 0);
-        let pass = disk.admit(Direction::Read, RequestCost::one(1 << 20)).await;
-        disk.read(pass, 0, 1 << 20).await.expect("null");
+        let permit = disk.admit(Direction::Read, RequestCost::one(1 << 20)).await;
+        disk.read(permit, 0, 1 << 20).await.expect("null");
         sleep_until(at(1200)).await;
         // Busy for 0.1 s of 0.2 s.
         assert_eq!(device.utilization(now()).expect("readable"), 500);
@@ -140,12 +140,12 @@ fn imitated_device_counts_like_the_kernel() {
         sleep_until(Instant::ZERO + Duration::from_secs(1)).await;
         assert_eq!(device.statistics(now()).expect("readable"), DeviceStatistics::default());
         for (direction, bytes) in [(Direction::Read, 1 << 20), (Direction::Write, 2 << 20)] {
-            let pass = disk.admit(direction, RequestCost::one(bytes)).await;
+            let permit = disk.admit(direction, RequestCost::one(bytes)).await;
             match direction {
-                Direction::Read => drop(disk.read(pass, 0, 1 << 20).await.expect("null")),
+                Direction::Read => drop(disk.read(permit, 0, 1 << 20).await.expect("null")),
                 Direction::Write => {
                     let data = IoBuffer::zeroed(2 << 20);
-                    disk.write(pass, 0, data.into(), Durability::Cached).await.expect("null");
+                    disk.write(permit, 0, data.into(), Durability::Cached).await.expect("null");
                 }
             }
         }

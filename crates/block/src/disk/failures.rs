@@ -247,13 +247,13 @@ impl Failures {
     /// Adds the counts of another process that served the disk before.
     pub fn add_errors(&self, errors: Errors) {
         let Errors { reads, writes, flushes, discards } = errors;
-        for (kind, more) in [
+        for (kind, count) in [
             (ErrorClass::Read, reads),
             (ErrorClass::Write, writes),
             (ErrorClass::Flush, flushes),
             (ErrorClass::Discard, discards),
         ] {
-            self.counts[kind as usize].fetch_add(more, Ordering::Relaxed);
+            self.counts[kind as usize].fetch_add(count, Ordering::Relaxed);
         }
     }
 
@@ -287,14 +287,14 @@ impl Failures {
     /// disk has stopped again; returns the error in that case.
     pub async fn wait_until_retried(&self) -> Option<Error> {
         loop {
-            let tried = self.retried.listen();
+            let retried = self.retried.listen();
             // A retry that stops the disk again does so before it decrements `waiting`.
-            let held = self.waiting.load(Ordering::SeqCst);
+            let waiting = self.waiting.load(Ordering::SeqCst);
             let stopped_by = self.stopped_by();
-            if held == 0 || stopped_by.is_some() {
+            if waiting == 0 || stopped_by.is_some() {
                 return stopped_by;
             }
-            tried.await;
+            retried.await;
         }
     }
 
@@ -310,11 +310,11 @@ impl Failures {
     /// for a failure that stops the disk.
     pub async fn next(&self, only_stops: bool) -> RequestFailure {
         loop {
-            let news = self.reported.listen();
+            let reported = self.reported.listen();
             if let Some(failure) = self.lock().unreported.take(only_stops) {
                 return failure;
             }
-            news.await;
+            reported.await;
         }
     }
 
@@ -341,14 +341,14 @@ impl Failures {
         let mut failed = None;
         loop {
             // Held until the result of the next attempt is known.
-            let _held = if self.stopped.load(Ordering::Acquire) {
-                let held = WaitingRequest::new(self);
+            let _waiting = if self.stopped.load(Ordering::Acquire) {
+                let waiting = WaitingRequest::new(self);
                 // Cancelled: the error is the request's own if it was attempted, else the one that
                 // stopped the disk.
-                self.wait_for_resume(request.patience)
+                self.wait_for_resume(request.cancel_token)
                     .await
                     .map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
-                Some(held)
+                Some(waiting)
             } else {
                 None
             };
@@ -366,18 +366,18 @@ impl Failures {
 
     /// Waits until the disk is resumed; fails with the error that stopped it if the token is
     /// cancelled.
-    async fn wait_for_resume(&self, patience: Option<&CancelToken>) -> Result<()> {
+    async fn wait_for_resume(&self, cancel_token: Option<&CancelToken>) -> Result<()> {
         // Never notified; stands in for a missing cancel token.
         let never = Event::new();
         loop {
             let resumed = self.resumed.listen();
-            let lost = patience.map_or(&never, |patience| &patience.event).listen();
+            let cancelled = cancel_token.map_or(&never, |cancel_token| &cancel_token.event).listen();
             let Some(stopped_by) = self.stopped_by() else { return Ok(()) };
             // Checked after listening: a cancellation in between is not missed.
-            if patience.is_some_and(|patience| patience.is_cancelled.load(Ordering::SeqCst)) {
+            if cancel_token.is_some_and(|cancel_token| cancel_token.is_cancelled.load(Ordering::SeqCst)) {
                 return Err(stopped_by);
             }
-            either(resumed, lost).await;
+            either(resumed, cancelled).await;
             if self.lock().is_closing {
                 return Err(stopped_by);
             }
@@ -417,9 +417,9 @@ impl Failures {
     }
 
     fn log(&self, request: &RequestInfo<'_>, error: Error) {
-        if let Some(left_out) = self.logs[request.operation.kind() as usize].try_log(reactor::coarse_now()) {
+        if let Some(suppressed) = self.logs[request.operation.kind() as usize].try_log(reactor::coarse_now()) {
             let RequestInfo { disk, operation, offset, length, .. } = *request;
-            tracing::error!(disk, request = operation.name(), offset, length, %error, left_out, "a request failed");
+            tracing::error!(disk, request = operation.name(), offset, length, %error, suppressed, "a request failed");
         }
     }
 }
@@ -450,14 +450,14 @@ pub(super) struct RequestInfo<'a> {
     pub(super) length: u64,
     /// Number of merged client requests.
     pub(super) requests: u64,
-    pub(super) patience: Option<&'a CancelToken>,
+    pub(super) cancel_token: Option<&'a CancelToken>,
 }
 
 /// True for errors of the device. Invalid requests, unsupported fast operations and faults in the
 /// client's memory are the client's errors.
 fn is_of_device(error: Error) -> bool {
-    let others = [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN, Error::FAULT];
-    !others.contains(&error)
+    let request_errors = [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN, Error::FAULT];
+    !request_errors.contains(&error)
 }
 
 async fn either(first: impl Future<Output = ()>, second: impl Future<Output = ()>) {
@@ -479,19 +479,19 @@ mod tests {
     fn neither_direction_hides_the_other() {
         let failure = |direction, error, stops| RequestFailure { direction, error, stops };
         let (read, write) = (Direction::Read, Direction::Write);
-        let mut untold = UnreportedFailures::default();
+        let mut unreported = UnreportedFailures::default();
         for (direction, error) in [(write, Error::NO_SPACE), (read, Error::INVALID), (read, Error::IO)] {
-            untold.put(failure(direction, error, false));
+            unreported.put(failure(direction, error, false));
         }
-        assert_eq!(untold.take(true), None, "nothing has stopped it");
-        assert_eq!(untold.take(false), Some(failure(read, Error::IO, false)));
-        assert_eq!(untold.take(false), Some(failure(write, Error::NO_SPACE, false)));
-        assert_eq!(untold.take(false), None);
+        assert_eq!(unreported.take(true), None, "nothing has stopped it");
+        assert_eq!(unreported.take(false), Some(failure(read, Error::IO, false)));
+        assert_eq!(unreported.take(false), Some(failure(write, Error::NO_SPACE, false)));
+        assert_eq!(unreported.take(false), None);
         // A failure that stopped the disk comes first, and is not replaced.
-        untold.put(failure(read, Error::IO, false));
-        untold.put(failure(write, Error::NO_SPACE, true));
-        untold.put(failure(write, Error::IO, false));
-        assert_eq!(untold.take(true), Some(failure(write, Error::NO_SPACE, true)));
-        assert_eq!(untold.take(false), Some(failure(read, Error::IO, false)));
+        unreported.put(failure(read, Error::IO, false));
+        unreported.put(failure(write, Error::NO_SPACE, true));
+        unreported.put(failure(write, Error::IO, false));
+        assert_eq!(unreported.take(true), Some(failure(write, Error::NO_SPACE, true)));
+        assert_eq!(unreported.take(false), Some(failure(read, Error::IO, false)));
     }
 }

@@ -31,9 +31,9 @@ pub(super) struct Handover {
     /// True if the locks are held and cached metadata is valid. Changes only while no request is
     /// inside.
     held: AtomicBool,
-    inside: RangeLocks,
+    in_flight: RangeLocks,
     /// Serializes acquiring and releasing.
-    turn: RangeLocks,
+    transition: RangeLocks,
     holders: Mutex<usize>,
 }
 
@@ -51,8 +51,8 @@ pub enum HoldError {
 impl Handover {
     /// Begins a request, which ends when the guard is dropped.
     pub(super) async fn enter(&self) -> Result<RangeGuard<'_>> {
-        let inside = self.inside.shared(0..1).await;
-        if self.held.load(SeqCst) { Ok(inside) } else { Err(Error::SHUTDOWN) }
+        let guard = self.in_flight.shared(0..1).await;
+        if self.held.load(SeqCst) { Ok(guard) } else { Err(Error::SHUTDOWN) }
     }
 
     pub(super) fn is_held(&self) -> bool {
@@ -81,25 +81,25 @@ impl Disk {
     /// [`HoldError`].
     pub async fn hold(
         &self,
-        patience: Duration,
-        wanted: impl Fn() -> bool,
+        timeout: Duration,
+        is_wanted: impl Fn() -> bool,
     ) -> std::result::Result<(), HoldError> {
         let Some(handover) = &self.handover else { return Ok(()) };
         let began = reactor::now();
-        let _turn = handover.turn.exclusive(0..1).await;
+        let _transition = handover.transition.exclusive(0..1).await;
         if !handover.is_held() {
             // Locks first, then the metadata: the previous process may write until it has released
             // them.
-            self.take_locks(began, patience, wanted).await?;
-            let taken = {
-                let _inside = handover.inside.exclusive(0..1).await;
+            self.take_locks(began, timeout, is_wanted).await?;
+            let result = {
+                let _drained = handover.in_flight.exclusive(0..1).await;
                 // As a change of the whole disk, so that no data from before is served from the
                 // cache.
-                let taken = self.prefetch.change(0, u64::MAX, self.image.take_over(&[])).await;
-                handover.held.store(taken.is_ok(), SeqCst);
-                taken
+                let result = self.prefetch.change(0, u64::MAX, self.image.take_over(&[])).await;
+                handover.held.store(result.is_ok(), SeqCst);
+                result
             };
-            if let Err(error) = taken {
+            if let Err(error) = result {
                 self.release_locks().await;
                 return Err(error.into());
             }
@@ -114,21 +114,21 @@ impl Disk {
     async fn take_locks(
         &self,
         began: Instant,
-        patience: Duration,
-        wanted: impl Fn() -> bool,
+        timeout: Duration,
+        is_wanted: impl Fn() -> bool,
     ) -> std::result::Result<(), HoldError> {
-        let mut is_said = false;
+        let mut is_logged = false;
         loop {
             let waited: Duration = reactor::now() - began;
             // On a blocking thread: locking makes system calls on the file.
-            let (image, last) = (Arc::clone(&self.image), waited >= patience);
+            let (image, last) = (Arc::clone(&self.image), waited >= timeout);
             if reactor::run_blocking(move || image.take_locks(last)).await? {
                 return Ok(());
             }
-            if !wanted() {
+            if !is_wanted() {
                 return Err(HoldError::Cancelled);
             }
-            if waited >= LOG_AFTER && !std::mem::replace(&mut is_said, true) {
+            if waited >= LOG_AFTER && !std::mem::replace(&mut is_logged, true) {
                 tracing::info!(
                     disk = %self.name,
                     "another process has the image; waiting until it is handed over"
@@ -143,13 +143,13 @@ impl Disk {
     /// held, and the log reports it.
     pub async fn release(&self) {
         let Some(handover) = &self.handover else { return };
-        let _turn = handover.turn.exclusive(0..1).await;
+        let _transition = handover.transition.exclusive(0..1).await;
         // Not the last holder.
         if handover.change_holders(|holders| *holders -= 1) > 0 {
             return;
         }
         // Waits for the requests inside; later ones wait here and fail once `held` is false.
-        let _inside = handover.inside.exclusive(0..1).await;
+        let _drained = handover.in_flight.exclusive(0..1).await;
         // Written before the locks are released, or the next process would read stale metadata.
         if let Err(error) = self.image.hand_over().await {
             tracing::error!(disk = %self.name, %error, "the image is not handed over: it cannot be written");
@@ -168,7 +168,7 @@ impl Disk {
             return false;
         };
         // A release in progress finishes first.
-        let _turn = handover.turn.exclusive(0..1).await;
+        let _transition = handover.transition.exclusive(0..1).await;
         let is_held = handover.is_held();
         if is_held {
             handover.change_holders(|holders| *holders += 1);

@@ -17,7 +17,7 @@ use reactor::{PollingMode, buffer::IoBuffer, run, spawn_joinable};
 use storage::{CacheMode, Durability, ImageFormat, OpenOptions, ZeroOptions, open_storage};
 
 const SIZE: u64 = 64 << 20;
-const PATIENT: Duration = Duration::from_secs(60);
+const HOLD_TIMEOUT: Duration = Duration::from_secs(60);
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
     run(PollingMode::Off, future).expect("io_uring works on a test machine")
@@ -55,13 +55,13 @@ async fn disk(path: &Path, format: ImageFormat) -> Disk {
 }
 
 async fn write(disk: &Disk, offset: u64, byte: u8) -> Result<()> {
-    let pass = disk.admit(Direction::Write, RequestCost::one(4096)).await;
-    disk.write(pass, offset, IoBuffer::copy_of(&[byte; 4096]).into(), Durability::Cached).await
+    let permit = disk.admit(Direction::Write, RequestCost::one(4096)).await;
+    disk.write(permit, offset, IoBuffer::copy_of(&[byte; 4096]).into(), Durability::Cached).await
 }
 
 async fn read(disk: &Disk, offset: u64) -> Result<u8> {
-    let pass = disk.admit(Direction::Read, RequestCost::one(4096)).await;
-    Ok(disk.read(pass, offset, 4096).await?.to_vec()[4095])
+    let permit = disk.admit(Direction::Read, RequestCost::one(4096)).await;
+    Ok(disk.read(permit, offset, 4096).await?.to_vec()[4095])
 }
 
 /// Runs `test` on two disks over one image of each format.
@@ -89,24 +89,24 @@ fn each_process_reads_the_writes_of_the_other() {
         let disks = [one, two];
         // Clusters written by each disk are overwritten and zeroed by its peer, and new ones are
         // allocated in the same L2 table and in another one.
-        for turn in 0..6_u8 {
-            let disk = &disks[usize::from(turn % 2)];
-            disk.hold(PATIENT, || true).await.expect("free");
-            for earlier in 0..turn {
+        for round in 0..6_u8 {
+            let disk = &disks[usize::from(round % 2)];
+            disk.hold(HOLD_TIMEOUT, || true).await.expect("free");
+            for earlier in 0..round {
                 let at = u64::from(earlier) << 20;
                 // Each turn zeroes the first cluster of the turn before.
-                let expected = if earlier + 2 <= turn { 0 } else { earlier + 1 };
-                assert_eq!(read(disk, at).await, Ok(expected), "turn {turn}");
-                assert_eq!(read(disk, at + 65536).await, Ok(earlier + 1), "turn {turn}");
+                let expected = if earlier + 2 <= round { 0 } else { earlier + 1 };
+                assert_eq!(read(disk, at).await, Ok(expected), "turn {round}");
+                assert_eq!(read(disk, at + 65536).await, Ok(earlier + 1), "turn {round}");
             }
-            if let Some(before) = turn.checked_sub(1) {
-                let pass = disk.admit(Direction::Write, RequestCost::one(65536)).await;
+            if let Some(before) = round.checked_sub(1) {
+                let permit = disk.admit(Direction::Write, RequestCost::one(65536)).await;
                 let options =
                     ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
-                disk.write_zeroes(pass, u64::from(before) << 20, 65536, options).await.expect("zeroed");
+                disk.write_zeroes(permit, u64::from(before) << 20, 65536, options).await.expect("zeroed");
             }
-            write(disk, u64::from(turn) << 20, turn + 1).await.expect("written");
-            write(disk, (u64::from(turn) << 20) + 65536, turn + 1).await.expect("written");
+            write(disk, u64::from(round) << 20, round + 1).await.expect("written");
+            write(disk, (u64::from(round) << 20) + 65536, round + 1).await.expect("written");
             disk.release().await;
         }
         for disk in disks {
@@ -120,8 +120,8 @@ fn each_process_reads_the_writes_of_the_other() {
 fn disk_without_hold_transfers_no_data() {
     both(async |one, two| {
         assert_eq!(write(&one, 0, 1).await, Err(Error::SHUTDOWN));
-        one.hold(PATIENT, || true).await.expect("free");
-        one.hold(PATIENT, || true).await.expect("twice by two queues");
+        one.hold(HOLD_TIMEOUT, || true).await.expect("free");
+        one.hold(HOLD_TIMEOUT, || true).await.expect("twice by two queues");
         write(&one, 0, 1).await.expect("held");
         one.release().await;
         write(&one, 0, 2).await.expect("held by the other process");
@@ -129,7 +129,7 @@ fn disk_without_hold_transfers_no_data() {
         assert_eq!(write(&one, 0, 3).await, Err(Error::SHUTDOWN));
         assert_eq!(read(&one, 0).await, Err(Error::SHUTDOWN));
         assert!(one.resize(SIZE * 2).await.is_err());
-        two.hold(PATIENT, || true).await.expect("free");
+        two.hold(HOLD_TIMEOUT, || true).await.expect("free");
         assert_eq!(read(&two, 0).await, Ok(2));
         two.release().await;
     });
@@ -138,15 +138,15 @@ fn disk_without_hold_transfers_no_data() {
 #[test]
 fn hold_waits_for_the_current_holder() {
     both(async |one, two| {
-        one.hold(PATIENT, || true).await.expect("free");
-        let no_patience = two.hold(Duration::ZERO, || true).await;
-        let said = no_patience.expect_err("the other process holds it").to_string();
-        assert!(said.contains("locked for writing by this process"), "{said}");
-        assert_eq!(two.hold(PATIENT, || false).await, Err(HoldError::Cancelled));
+        one.hold(HOLD_TIMEOUT, || true).await.expect("free");
+        let refusal = two.hold(Duration::ZERO, || true).await;
+        let message = refusal.expect_err("the other process holds it").to_string();
+        assert!(message.contains("locked for writing by this process"), "{message}");
+        assert_eq!(two.hold(HOLD_TIMEOUT, || false).await, Err(HoldError::Cancelled));
         let waiting = spawn_joinable({
             let two = Rc::clone(&two);
             async move {
-                two.hold(PATIENT, || true).await.expect("in time");
+                two.hold(HOLD_TIMEOUT, || true).await.expect("in time");
                 read(&two, 0).await
             }
         });
@@ -161,14 +161,14 @@ fn hold_waits_for_the_current_holder() {
 fn retained_image_stays_while_suspended() {
     both(async |one, two| {
         assert!(!one.retain().await, "no process holds it");
-        one.hold(PATIENT, || true).await.expect("free");
+        one.hold(HOLD_TIMEOUT, || true).await.expect("free");
         assert!(one.retain().await);
         write(&one, 0, 1).await.expect("held");
         one.release().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept");
         one.suspend().await.expect("room");
         one.resume(&[]).await.expect("unchanged in between");
-        one.hold(PATIENT, || true).await.expect("it is here");
+        one.hold(HOLD_TIMEOUT, || true).await.expect("it is here");
         one.release().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept once, not twice");
         one.release().await;
@@ -222,13 +222,13 @@ fn bitmaps_pass_between_processes() {
             let Image::Qcow2(qcow2) = disk.image() else { panic!("it is") };
             views.push(qcow2.view_bitmap("b").await.expect("readable in either process"));
         }
-        for turn in 0..6_u64 {
-            let (disk, view) = (&disks[(turn % 2) as usize], &views[(turn % 2) as usize]);
-            disk.hold(PATIENT, || true).await.expect("free");
-            write(disk, turn << 17, 1).await.expect("held");
+        for round in 0..6_u64 {
+            let (disk, view) = (&disks[(round % 2) as usize], &views[(round % 2) as usize]);
+            disk.hold(HOLD_TIMEOUT, || true).await.expect("free");
+            write(disk, round << 17, 1).await.expect("held");
             let runs = view.marked(0, SIZE).await.expect("held");
             let marked = runs.iter().filter(|run| run.dirty).map(|run| run.length);
-            assert_eq!(marked.collect::<Vec<_>>(), vec![65536; turn as usize + 1]);
+            assert_eq!(marked.collect::<Vec<_>>(), vec![65536; round as usize + 1]);
             disk.release().await;
             assert_eq!(view.marked(0, SIZE).await, Err(Error::SHUTDOWN));
         }
@@ -246,8 +246,8 @@ fn another_image_under_the_same_name_is_refused() {
         let other = CreateOptions { size_bytes: SIZE, cluster_bytes: 4096, ..CreateOptions::default() };
         create(&storage, None, &other).await.expect("made");
         drop(storage);
-        let said = disk.hold(PATIENT, || true).await.expect_err("other clusters").to_string();
-        assert!(said.contains("was replaced, or has another backing file"), "{said}");
+        let message = disk.hold(HOLD_TIMEOUT, || true).await.expect_err("other clusters").to_string();
+        assert!(message.contains("was replaced, or has another backing file"), "{message}");
         open_storage(&spec(&path), OpenOptions::default()).expect("and it is not kept");
     });
 }

@@ -9,7 +9,7 @@ use storage::ResizeError;
 impl Disk {
     /// Resizes the disk: see [`Image::resize`](image::Image::resize).
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
-        let _inside = self.enter().await?;
+        let _guard = self.enter().await?;
         let old = self.size_bytes();
         // Invalidates everything: the image may have been truncated from outside too, unnoticed.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
@@ -18,13 +18,13 @@ impl Disk {
         }
         // Rate-limited: a client of an export as a file may resize it at any rate.
         if size_bytes < old
-            && let Some(left_out) = self.shrink_log.try_log(reactor::coarse_now())
+            && let Some(suppressed) = self.shrink_log.try_log(reactor::coarse_now())
         {
             tracing::warn!(
                 disk = %self.name,
                 old,
                 new = size_bytes,
-                left_out,
+                suppressed,
                 "the disk was truncated: data beyond its new end is lost"
             );
         }
@@ -37,7 +37,7 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED) on a read-only disk, or the image's error.
     pub async fn reserve(&self, _: AdmissionPermit, offset: u64, length: u64) -> Result<()> {
         self.check_writable()?;
-        let _inside = self.enter().await?;
+        let _guard = self.enter().await?;
         self.image.reserve(offset, length).await
     }
 
@@ -46,9 +46,9 @@ impl Disk {
     /// # Errors
     /// The storage does not report its size.
     pub async fn refresh_size(&self) -> Result<u64> {
-        let before = self.size_bytes();
+        let old_size = self.size_bytes();
         let size_bytes = self.image.refresh_size().await?;
-        self.compare_size(before, size_bytes);
+        self.compare_size(old_size, size_bytes);
         Ok(size_bytes)
     }
 
@@ -57,24 +57,24 @@ impl Disk {
     /// # Errors
     /// The size cannot be read.
     pub async fn poll_size(&self) -> Result<u64> {
-        let before = self.size_bytes();
+        let old_size = self.size_bytes();
         let size_bytes = self.image.probe_size().await?;
-        self.notify_size(before, size_bytes);
+        self.notify_size(old_size, size_bytes);
         Ok(size_bytes)
     }
 
-    pub(super) fn notify_size(&self, before: u64, size_bytes: u64) {
-        self.compare_size(before, size_bytes);
-        if size_bytes != before {
+    pub(super) fn notify_size(&self, old_size: u64, size_bytes: u64) {
+        self.compare_size(old_size, size_bytes);
+        if size_bytes != old_size {
             self.resized.notify(usize::MAX);
         }
     }
 
-    fn compare_size(&self, before: u64, size_bytes: u64) {
-        if size_bytes != before {
+    fn compare_size(&self, old_size: u64, size_bytes: u64) {
+        if size_bytes != old_size {
             tracing::warn!(
                 disk = %self.name,
-                old = before,
+                old = old_size,
                 new = size_bytes,
                 "the size of the image was changed from outside: new clients see the new size"
             );

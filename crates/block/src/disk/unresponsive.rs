@@ -54,12 +54,12 @@ impl Disk {
     /// Errors of `work`.
     pub async fn run_unless_unresponsive<T>(&self, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
-        let mut giving_up = std::pin::pin!(self.abandon_when_unresponsive());
-        let mut is_given_up = false;
+        let mut abandoning = std::pin::pin!(self.abandon_when_unresponsive());
+        let mut is_abandoned = false;
         // The work is polled in any case: after the disk is abandoned it ends with an error.
         std::future::poll_fn(|context| {
-            if !is_given_up {
-                is_given_up = giving_up.as_mut().poll(context).is_ready();
+            if !is_abandoned {
+                is_abandoned = abandoning.as_mut().poll(context).is_ready();
             }
             work.as_mut().poll(context)
         })

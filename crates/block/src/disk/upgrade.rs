@@ -159,11 +159,11 @@ impl Disk {
         }
         // Metadata first: flushing servers and leaving clusters must cover it.
         self.image.write_metadata_for_handover().await?;
-        let elsewhere = async {
+        let remote = async {
             self.image.flush_servers().await?;
             self.image.leave_clusters().await
         };
-        reactor::timeout(QUIESCE_TIMEOUT, elsewhere).await.unwrap_or(Err(Error::TIMED_OUT))
+        reactor::timeout(QUIESCE_TIMEOUT, remote).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
     /// Resumes the disk and reads the files' metadata again, here or in another process than the
@@ -174,13 +174,13 @@ impl Disk {
     ///
     /// # Errors
     /// [`OpenError`]: the disk must not be used.
-    pub async fn resume(&self, heirs: &[u64]) -> Result<(), OpenError> {
+    pub async fn resume(&self, new_clients: &[u64]) -> Result<(), OpenError> {
         if !self.image.is_read_only() {
-            let before = self.size_bytes();
-            self.image.take_over(heirs).await?;
+            let old_size = self.size_bytes();
+            self.image.take_over(new_clients).await?;
             // Another client may have resized the image in between.
             if self.image.storage().is_in_cluster() {
-                self.notify_size(before, self.size_bytes());
+                self.notify_size(old_size, self.size_bytes());
             }
         }
         // After the metadata is read: requests may enter from now on.

@@ -34,35 +34,35 @@ impl DetectZeroes {
 
 impl Disk {
     /// True if a write-zeroes may deallocate, given the request's flag.
-    pub(super) fn may_unmap(&self, is_asked: bool) -> bool {
-        is_asked && self.discards == Discards::Unmap
+    pub(super) fn may_unmap(&self, is_requested: bool) -> bool {
+        is_requested && self.discards == Discards::Unmap
     }
 
     /// Writes data that was found to be zeroes. If a guest changes its memory after the check,
     /// either content is valid.
     pub(super) async fn write_detected_zeroes(
         &self,
-        pass: &AdmissionPermit,
+        permit: &AdmissionPermit,
         range: (u64, u64),
         durability: Durability,
     ) -> Result<()> {
         let may_unmap = self.may_unmap(self.detect_zeroes == DetectZeroes::Unmap);
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability };
         // Counted and reported as a write, which the client sent.
-        self.zero(DiskOperation::Write, pass, range, options).await
+        self.zero(DiskOperation::Write, permit, range, options).await
     }
 
     /// Makes a range read as zeroes.
     pub(super) async fn zero(
         &self,
         operation: DiskOperation,
-        pass: &AdmissionPermit,
+        permit: &AdmissionPermit,
         (offset, length): (u64, u64),
         options: ZeroOptions,
     ) -> Result<()> {
         let zero = async || {
             self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
         };
-        self.run_until_done(operation, (offset, length), pass, zero).await
+        self.run_until_done(operation, (offset, length), permit, zero).await
     }
 }

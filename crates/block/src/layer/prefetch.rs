@@ -148,15 +148,15 @@ impl Prefetch {
         may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Result<Segments> {
         let image = &self.shared.image;
-        let (found, ahead) = self.look_up(offset, target.len(), requests, may);
+        let (found, read_ahead) = self.look_up(offset, target.len(), requests, may);
         match found {
-            CacheLookup::Nothing if ahead.is_none() => image.read_to(offset, target).await,
+            CacheLookup::Nothing if read_ahead.is_none() => image.read_to(offset, target).await,
             // Boxed and separate, so that the unusual path does not enlarge the future of every
             // read.
-            CacheLookup::Nothing => Box::pin(self.start_after(image.read_to(offset, target), ahead)).await,
+            CacheLookup::Nothing => Box::pin(self.start_after(image.read_to(offset, target), read_ahead)).await,
             CacheLookup::Whole(cached) => {
-                if let Some(ahead) = ahead {
-                    self.start_fetches(&ahead);
+                if let Some(read_ahead) = read_ahead {
+                    self.start_fetches(&read_ahead);
                 }
                 match chunk_data(&cached).await {
                     Some(data) => Ok(target.copy_of(data)),
@@ -164,7 +164,7 @@ impl Prefetch {
                 }
             }
             CacheLookup::Parts(parts) => {
-                Box::pin(self.start_after(self.read_parts(offset, parts, target), ahead)).await
+                Box::pin(self.start_after(self.read_parts(offset, parts, target), read_ahead)).await
             }
         }
     }
@@ -178,15 +178,15 @@ impl Prefetch {
         may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Result<()> {
         let image = &self.shared.image;
-        let (found, ahead) = self.look_up(offset, buffer.bytes(), requests, may);
+        let (found, read_ahead) = self.look_up(offset, buffer.bytes(), requests, may);
         match found {
-            CacheLookup::Nothing if ahead.is_none() => image.read_registered(offset, buffer).await,
+            CacheLookup::Nothing if read_ahead.is_none() => image.read_registered(offset, buffer).await,
             CacheLookup::Nothing => {
-                Box::pin(self.start_after(image.read_registered(offset, buffer), ahead)).await
+                Box::pin(self.start_after(image.read_registered(offset, buffer), read_ahead)).await
             }
             CacheLookup::Whole(cached) => {
-                if let Some(ahead) = ahead {
-                    self.start_fetches(&ahead);
+                if let Some(read_ahead) = read_ahead {
+                    self.start_fetches(&read_ahead);
                 }
                 match chunk_data(&cached).await {
                     Some(data) => buffer.copy_in(0, data),
@@ -195,7 +195,7 @@ impl Prefetch {
             }
             CacheLookup::Parts(parts) => {
                 let reading = self.read_parts(offset, parts, ReadTarget::Anywhere(buffer.bytes()));
-                buffer.copy_in_segments(&Box::pin(self.start_after(reading, ahead)).await?)
+                buffer.copy_in_segments(&Box::pin(self.start_after(reading, read_ahead)).await?)
             }
         }
     }
@@ -213,8 +213,8 @@ impl Prefetch {
         // error.
         let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
         // If a backing file was changed, reads of it must fail rather than return cached data.
-        let may_look = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
-        match end.filter(|_| may_look) {
+        let is_enabled = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
+        match end.filter(|_| is_enabled) {
             Some(end) => {
                 self.shared.with_state(|state| state.cache.read(offset..end, requests, size_bytes, may))
             }
@@ -234,16 +234,16 @@ impl Prefetch {
         if parts.iter().filter(|part| matches!(part, CachePart::Missing(_))).count() > 1 {
             return image.read_to(offset, target).await;
         }
-        let all = target.again();
+        let all = target.duplicate();
         let mut targets: SmallVec<[Option<ReadTarget>; 4]> =
             parts.iter().map(|part| Some(target.split_front(part.length() as usize))).collect();
-        let mut rest = Segments::default();
+        let mut missing = Segments::default();
         // The missing part first; chunks in flight arrive meanwhile.
         for (part, target) in parts.iter().zip(&mut targets) {
             if let CachePart::Missing(range) = part
                 && let Some(target) = target.take()
             {
-                rest = image.read_to(range.start, target).await?;
+                missing = image.read_to(range.start, target).await?;
             }
         }
         let mut data = Segments::default();
@@ -253,7 +253,7 @@ impl Prefetch {
                     Some(bytes) => data.append(target.copy_of(bytes)),
                     None => return image.read_to(offset, all).await,
                 },
-                _ => data.append(std::mem::take(&mut rest)),
+                _ => data.append(std::mem::take(&mut missing)),
             }
         }
         Ok(data)
@@ -261,21 +261,21 @@ impl Prefetch {
 
     /// Polls a read once and then starts the read-ahead, so that the read is submitted first.
     /// Returns when the read has completed.
-    async fn start_after<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<ReadAhead>) -> T {
+    async fn start_after<T>(&self, reading: impl Future<Output = T>, mut read_ahead: Option<ReadAhead>) -> T {
         let mut reading = pin!(reading);
         std::future::poll_fn(|context| {
             let result = reading.as_mut().poll(context);
-            if let Some(ahead) = ahead.take() {
-                self.start_fetches(&ahead);
+            if let Some(read_ahead) = read_ahead.take() {
+                self.start_fetches(&read_ahead);
             }
             result
         })
         .await
     }
 
-    fn start_fetches(&self, ahead: &ReadAhead) {
-        for range in ahead.ranges() {
-            reactor::spawn(fetch(Arc::clone(&self.shared), *ahead, range));
+    fn start_fetches(&self, read_ahead: &ReadAhead) {
+        for range in read_ahead.ranges() {
+            reactor::spawn(fetch(Arc::clone(&self.shared), *read_ahead, range));
         }
     }
 
@@ -284,9 +284,9 @@ impl Prefetch {
     /// ahead. A change whose request was cancelled has no end and may take effect at any time, so
     /// its range is never read ahead again.
     pub(crate) async fn change<T>(&self, offset: u64, length: u64, changing: impl Future<Output = T>) -> T {
-        let begun = self.begin_change(offset, length);
+        let write_id = self.begin_change(offset, length);
         let result = changing.await;
-        self.end_change(begun);
+        self.end_change(write_id);
         result
     }
 
@@ -298,8 +298,8 @@ impl Prefetch {
     }
 
     /// Ends a [`Prefetch::change`].
-    pub(crate) fn end_change(&self, begun: WriteId) {
-        self.shared.with_state(|state| state.cache.write_ends(begun));
+    pub(crate) fn end_change(&self, write_id: WriteId) {
+        self.shared.with_state(|state| state.cache.write_ends(write_id));
     }
 
     /// Drops all cached data: the image may have changed.

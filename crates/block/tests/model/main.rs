@@ -50,7 +50,7 @@ use policy::{
 };
 
 use settings::DiskSettings;
-use slot::{AskOutcome, SlotDestination, ThrottleSlot, WaitingAdmission};
+use slot::{AdmitOutcome, SlotDestination, ThrottleSlot, WaitingAdmission};
 use tree::{SharedThrottleTree, TreeTimer};
 
 const START: Instant = Instant::ZERO;
@@ -59,10 +59,10 @@ const LATE: Instant = Instant::from_nanos(3600 * 1_000_000_000);
 
 /// A tree of one group with this limit in operations per second.
 fn group(iops: u64) -> (Arc<SharedThrottleTree>, NodeId) {
-    let arbiter = SharedThrottleTree::new(START);
+    let tree = SharedThrottleTree::new(START);
     let node =
-        arbiter.lock().add(None, None, limits(iops), NodeShare::default(), None, START).expect("valid");
-    (arbiter, node)
+        tree.lock().add(None, None, limits(iops), NodeShare::default(), None, START).expect("valid");
+    (tree, node)
 }
 
 fn limits(iops: u64) -> Limits {
@@ -73,55 +73,55 @@ fn limits(iops: u64) -> Limits {
 
 type Disk = Arc<ThrottleSlot<()>>;
 
-fn destination((arbiter, node): &(Arc<SharedThrottleTree>, NodeId)) -> SlotDestination<()> {
-    SlotDestination { arbiter: Arc::clone(arbiter), parent: Some(*node), kept: () }
+fn destination((tree, node): &(Arc<SharedThrottleTree>, NodeId)) -> SlotDestination<()> {
+    SlotDestination { shared_tree: Arc::clone(tree), parent: Some(*node), owner_data: () }
 }
 
 fn disk(group: &(Arc<SharedThrottleTree>, NodeId)) -> Disk {
     Arc::new(ThrottleSlot::new(DiskSettings::default(), destination(group), START).expect("no reservations"))
 }
 
-fn ask(disk: &Disk) -> AskOutcome<'_, ()> {
+fn submit(disk: &Disk) -> AdmitOutcome<'_, ()> {
     disk.admit(Direction::Read, RequestCost::one(4096), START)
 }
 
 /// Returns the first request that waits, after admitting as many as possible. No timer is armed for
 /// it.
-fn ask_until_one_waits(disk: &Disk) -> WaitingAdmission<'_, ()> {
+fn submit_until_one_waits(disk: &Disk) -> WaitingAdmission<'_, ()> {
     loop {
-        if let AskOutcome::Waiting(passage, _) = ask(disk) {
-            return passage;
+        if let AdmitOutcome::Waiting(admission, _) = submit(disk) {
+            return admission;
         }
     }
 }
 
 /// Admits as many requests as possible. The first that waits is cancelled before a timer is armed.
 fn fill(disk: &Disk) {
-    while matches!(ask(disk), AskOutcome::Admitted) {}
+    while matches!(submit(disk), AdmitOutcome::Admitted) {}
 }
 
 /// Fires a timer, and those that it returns.
-fn fire(mut alarm: Option<TreeTimer>) {
-    while let Some(TreeTimer { arbiter, at }) = alarm {
-        alarm = arbiter.fire(at, at);
+fn fire(mut timer: Option<TreeTimer>) {
+    while let Some(TreeTimer { shared_tree: tree, at }) = timer {
+        timer = tree.fire(at, at);
     }
 }
 
 /// Admits a request as its task would, including timers.
-fn pass(disk: &Disk) {
-    if let AskOutcome::Waiting(passage, arbiter) = ask(disk) {
-        let alarm = arbiter.admit_ready(START);
-        let mut passage = pin!(passage);
-        let first = passage.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-        fire(alarm);
+fn admit(disk: &Disk) {
+    if let AdmitOutcome::Waiting(admission, tree) = submit(disk) {
+        let timer = tree.admit_ready(START);
+        let mut admission = pin!(admission);
+        let first = admission.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        fire(timer);
         if first.is_pending() {
-            block_on(passage);
+            block_on(admission);
         }
     }
 }
 
-fn waiting((arbiter, node): &(Arc<SharedThrottleTree>, NodeId)) -> [usize; 2] {
-    arbiter.lock().tree().stats(*node, LATE).waiting
+fn waiting((tree, node): &(Arc<SharedThrottleTree>, NodeId)) -> [usize; 2] {
+    tree.lock().tree().stats(*node, LATE).waiting
 }
 
 #[test]
@@ -132,8 +132,8 @@ fn two_waiting_requests_are_both_woken() {
         // So that both requests below must wait.
         fill(&disks[0]);
         let other = Arc::clone(&disks[1]);
-        let thread = thread::spawn(move || pass(&other));
-        pass(&disks[0]);
+        let thread = thread::spawn(move || admit(&other));
+        admit(&disks[0]);
         thread.join().expect("it passes");
         assert_eq!(waiting(&group), [0, 0]);
     });
@@ -147,15 +147,15 @@ fn new_limits_wake_waiters_without_a_timer() {
         fill(&disk);
         let other = Arc::clone(&disk);
         let thread = thread::spawn(move || {
-            if let AskOutcome::Waiting(passage, arbiter) = ask(&other) {
+            if let AdmitOutcome::Waiting(admission, tree) = submit(&other) {
                 // The timer never fires: only the new limits can admit the request.
-                let _never_fires = arbiter.admit_ready(START);
-                block_on(passage);
+                let _never_fires = tree.admit_ready(START);
+                block_on(admission);
             }
         });
-        let (arbiter, node) = &group;
-        arbiter.lock().configure(*node, Limits::default(), NodeShare::default(), START).expect("valid");
-        assert!(arbiter.admit_ready(START).is_none(), "nothing waits where nothing is limited");
+        let (tree, node) = &group;
+        tree.lock().configure(*node, Limits::default(), NodeShare::default(), START).expect("valid");
+        assert!(tree.admit_ready(START).is_none(), "nothing waits where nothing is limited");
         thread.join().expect("it passes");
     });
 }
@@ -171,10 +171,10 @@ fn lifting_admits_waiting_and_new_requests() {
             if other.is_unlimited() {
                 return;
             }
-            if let AskOutcome::Waiting(passage, arbiter) = ask(&other) {
+            if let AdmitOutcome::Waiting(admission, tree) = submit(&other) {
                 // The timer never fires: only lifting the limits can admit the request.
-                let _never_fires = arbiter.admit_ready(START);
-                block_on(passage);
+                let _never_fires = tree.admit_ready(START);
+                block_on(admission);
             }
         });
         assert!(group.0.lift_limits(START).is_none());
@@ -188,14 +188,14 @@ fn cancellation_removes_one_request_or_none() {
     loom::model(|| {
         let group = group(10);
         let disks = [disk(&group), disk(&group)];
-        let given_up = ask_until_one_waits(&disks[0]);
+        let cancelled = submit_until_one_waits(&disks[0]);
         let other = Arc::clone(&disks[1]);
         // Waits until it is admitted, whatever happens to the request before it.
-        let patient = thread::spawn(move || pass(&other));
-        let arbiter = Arc::clone(&group.0);
-        let letting_go = thread::spawn(move || fire(arbiter.admit_ready(LATE)));
-        drop(given_up);
-        for thread in [patient, letting_go] {
+        let waiting_thread = thread::spawn(move || admit(&other));
+        let tree = Arc::clone(&group.0);
+        let timer_thread = thread::spawn(move || fire(tree.admit_ready(LATE)));
+        drop(cancelled);
+        for thread in [waiting_thread, timer_thread] {
             thread.join().expect("it ends");
         }
         assert_eq!(waiting(&group), [0, 0]);
@@ -207,17 +207,17 @@ fn waiting_requests_move_with_the_disk() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let disk = disk(&from);
-        let moving = Arc::clone(&disk);
-        let passage = ask_until_one_waits(&disk);
+        let moved_disk = Arc::clone(&disk);
+        let admission = submit_until_one_waits(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            for alarm in moving.move_to(destination, None, START).expect("no reservations") {
-                fire(alarm);
+            for timer in moved_disk.move_to(destination, None, START).expect("no reservations") {
+                fire(timer);
             }
         });
         // Admits requests in `from` while the thread moves the disk.
         fire(from.0.admit_ready(LATE));
-        block_on(passage);
+        block_on(admission);
         thread.join().expect("it moves");
         assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [0, 0]));
     });
@@ -230,22 +230,22 @@ fn cancellation_during_a_move_affects_no_other_request() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let (disk, neighbour) = (disk(&from), disk(&to));
-        let neighbours = ask_until_one_waits(&neighbour);
-        let given_up = ask_until_one_waits(&disk);
-        let moving = Arc::clone(&disk);
+        let neighbour_admission = submit_until_one_waits(&neighbour);
+        let cancelled = submit_until_one_waits(&disk);
+        let moved_disk = Arc::clone(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            let _unarmed = moving.move_to(destination, None, START).expect("no reservations");
+            let _unarmed = moved_disk.move_to(destination, None, START).expect("no reservations");
         });
-        let arbiter = Arc::clone(&from.0);
-        let letting_go = thread::spawn(move || fire(arbiter.admit_ready(LATE)));
-        drop(given_up);
-        for thread in [thread, letting_go] {
+        let tree = Arc::clone(&from.0);
+        let timer_thread = thread::spawn(move || fire(tree.admit_ready(LATE)));
+        drop(cancelled);
+        for thread in [thread, timer_thread] {
             thread.join().expect("it ends");
         }
         assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [1, 0]));
         fire(to.0.admit_ready(LATE));
-        assert!(is_ready(neighbours), "it waited for nothing but its turn");
+        assert!(is_ready(neighbour_admission), "it waited for nothing but its turn");
     });
 }
 
@@ -255,10 +255,10 @@ fn a_request_during_a_move_is_admitted() {
         let (from, to) = (group(10), group(10));
         let disk = disk(&from);
         fill(&disk);
-        let asking = Arc::clone(&disk);
-        let thread = thread::spawn(move || pass(&asking));
-        for alarm in disk.move_to(destination(&to), None, START).expect("no reservations") {
-            fire(alarm);
+        let requesting_disk = Arc::clone(&disk);
+        let thread = thread::spawn(move || admit(&requesting_disk));
+        for timer in disk.move_to(destination(&to), None, START).expect("no reservations") {
+            fire(timer);
         }
         thread.join().expect("it passes");
         assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [0, 0]));
@@ -268,14 +268,14 @@ fn a_request_during_a_move_is_admitted() {
 #[test]
 fn disks_that_change_places_do_not_block_each_other() {
     loom::model(|| {
-        let (one, other) = (group(10), group(10));
-        let (here, there) = (disk(&one), disk(&other));
-        let (to_other, to_one) = (destination(&other), destination(&one));
-        let moving = Arc::clone(&here);
+        let (first, second) = (group(10), group(10));
+        let (first_disk, second_disk) = (disk(&first), disk(&second));
+        let (to_second, to_first) = (destination(&second), destination(&first));
+        let moved_disk = Arc::clone(&first_disk);
         let thread = thread::spawn(move || {
-            let _unarmed = moving.move_to(to_other, None, START).expect("no reservations");
+            let _unarmed = moved_disk.move_to(to_second, None, START).expect("no reservations");
         });
-        let _unarmed = there.move_to(to_one, None, START).expect("no reservations");
+        let _unarmed = second_disk.move_to(to_first, None, START).expect("no reservations");
         thread.join().expect("it moves");
     });
 }
@@ -286,7 +286,7 @@ fn read_ahead_during_a_move_delays_no_request() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let (disk, neighbour) = (disk(&from), disk(&to));
-        let neighbours = ask_until_one_waits(&neighbour);
+        let neighbour_admission = submit_until_one_waits(&neighbour);
         let reading_ahead = Arc::clone(&disk);
         let thread = thread::spawn(move || {
             for _ in 0..2 {
@@ -300,11 +300,11 @@ fn read_ahead_during_a_move_delays_no_request() {
             "a waiter has not been notified yet"
         );
         fire(to.0.admit_ready(LATE));
-        assert!(is_ready(neighbours), "it waited for nothing but its turn");
+        assert!(is_ready(neighbour_admission), "it waited for nothing but its turn");
         assert!(disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE));
     });
 }
 
-fn is_ready(passage: WaitingAdmission<'_, ()>) -> bool {
-    pin!(passage).as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
+fn is_ready(admission: WaitingAdmission<'_, ()>) -> bool {
+    pin!(admission).as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }

@@ -20,7 +20,7 @@ struct Level {
     /// size.
     ceiling: f64,
     /// Upper bound of the level, after a disk joined whose charges are not modelled exactly.
-    fullest: Option<f64>,
+    max_level: Option<f64>,
 }
 
 /// Rates and sizes of a limit's two levels; 0 for a missing one. Rates are whole units per second.
@@ -78,8 +78,8 @@ impl Buckets {
             if rate > 0.0 {
                 // If nothing was limited before, the upper bound of a joined disk applies from now
                 // on.
-                let fullest = |full: f64| if was_set { full + size - level.size } else { full.max(size) };
-                level.fullest = level.fullest.map(|full| fullest(full).max(0.0));
+                let max_level = |full: f64| if was_set { full + size - level.size } else { full.max(size) };
+                level.max_level = level.max_level.map(|full| max_level(full).max(0.0));
                 level.size = size;
                 level.ceiling = level.ceiling.min(level.level + size).max(size);
             }
@@ -91,9 +91,9 @@ impl Buckets {
         self.enforcement = enforcement;
         self.each(|level, rate, size| {
             if rate > 0.0 {
-                let fullest = level.fullest.map(|full| full + (size - level.size).max(0.0));
+                let max_level = level.max_level.map(|full| full + (size - level.size).max(0.0));
                 let deferred = (level.ceiling - level.size).min((level.ceiling - size).max(0.0));
-                *level = Level { rate, size, ceiling: size + deferred, fullest, ..*level };
+                *level = Level { rate, size, ceiling: size + deferred, max_level, ..*level };
             }
         });
     }
@@ -110,7 +110,7 @@ impl Buckets {
         self.now = now;
         for (_, level) in self.levels.iter_mut().filter(|(_, level)| level.rate > 0.0) {
             level.level = (level.level - level.rate * elapsed_s).max(0.0);
-            level.fullest = level.fullest.map(|full| (full - level.rate * elapsed_s).max(0.0));
+            level.max_level = level.max_level.map(|full| (full - level.rate * elapsed_s).max(0.0));
             // Capacity left over from a larger size disappears as the level leaks.
             level.ceiling = level.ceiling.min(level.level + level.size).max(level.size);
         }
@@ -122,8 +122,8 @@ impl Buckets {
         let in_force = |(kind, level): &&(LimitKind, Level)| applying.contains(kind) && level.rate > 0.0;
         let levels = self.levels.iter().filter(|level| !self.is_idle && in_force(level));
         let over = |level: &Level| {
-            let moved = level.fullest.map_or(0.0, |full| full - level.size);
-            (level.level - level.ceiling).max(moved)
+            let excess = level.max_level.map_or(0.0, |full| full - level.size);
+            (level.level - level.ceiling).max(excess)
         };
         levels.map(|(_, level)| over(level) / level.rate).fold(0.0, f64::max)
     }
@@ -131,8 +131,8 @@ impl Buckets {
     /// Overfill of each bucket, at most the amount that leaks in a second.
     pub(crate) fn over(&self) -> Vec<f64> {
         let over = |(_, level): &(LimitKind, Level)| {
-            let moved = level.fullest.map_or(0.0, |full| full - level.size);
-            (level.level - level.ceiling).max(moved).clamp(0.0, level.rate)
+            let excess = level.max_level.map_or(0.0, |full| full - level.size);
+            (level.level - level.ceiling).max(excess).clamp(0.0, level.rate)
         };
         self.levels.iter().map(over).collect()
     }
@@ -141,7 +141,7 @@ impl Buckets {
     pub(crate) fn joined(&mut self, over: &[f64]) {
         for ((_, level), over) in self.levels.iter_mut().zip(over) {
             let full = level.size + over;
-            level.fullest = Some(level.fullest.map_or(full, |before| before.max(full)));
+            level.max_level = Some(level.max_level.map_or(full, |before| before.max(full)));
         }
     }
 
@@ -159,7 +159,7 @@ impl Buckets {
                 largest = largest.max(units(&charge));
             }
             level.level += sum;
-            level.fullest = level.fullest.map(|full| full + sum);
+            level.max_level = level.max_level.map(|full| full + sum);
             // The last request may overfill the bucket; the largest one as the last is the best
             // case.
             let before_last = level.level - largest;

@@ -32,7 +32,7 @@ use crate::{
 
 /// Events of all seeds: a simulation without failures or crashes would prove nothing.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct EventCounts {
     pub(crate) answered: u64,
     pub(crate) failed: u64,
     pub(crate) cancelled: u64,
@@ -46,13 +46,13 @@ pub(crate) struct Tally {
 /// State shared by the clients of one disk.
 pub(crate) struct Shared {
     pub(crate) model: RefCell<Model>,
-    pub(crate) tally: Rc<RefCell<Tally>>,
+    pub(crate) counts: Rc<RefCell<EventCounts>>,
     pub(crate) passed: Rc<RefCell<GroupSamples>>,
     /// True if requests may fail.
     pub(crate) may_fail: bool,
     pub(crate) block_bytes: usize,
     /// True while the image is changed beside the disk, so that nothing may be read ahead.
-    pub(crate) beside: Cell<bool>,
+    pub(crate) bypassed: Cell<bool>,
     /// Number of reads and writes sent since the disk was opened.
     pub(crate) sent: [Cell<u64>; 2],
     /// Number of those that succeeded.
@@ -74,20 +74,20 @@ impl Client {
     pub(crate) async fn run(self, requests: usize) {
         for _ in 0..requests {
             // Some requests are cancelled after a random time.
-            let patience = if chance(8) { Some(short_time()) } else { None };
-            let Some(patience) = patience else {
+            let cancel_after = if chance(8) { Some(short_time()) } else { None };
+            let Some(cancel_after) = cancel_after else {
                 self.request().await;
                 continue;
             };
-            if timeout(patience, self.request()).await.is_err() {
-                self.shared.tally.borrow_mut().cancelled += 1;
+            if timeout(cancel_after, self.request()).await.is_err() {
+                self.shared.counts.borrow_mut().cancelled += 1;
             }
         }
     }
 
     async fn request(&self) {
-        self.shared.passed.borrow_mut().look();
-        if chance(2) && !self.shared.beside.get() {
+        self.shared.passed.borrow_mut().sample();
+        if chance(2) && !self.shared.bypassed.get() {
             self.disk.prefetch().set(draw_prefetch()).expect("in range");
         }
         match sim::random(|random| random.u32(..100)) {
@@ -100,7 +100,7 @@ impl Client {
             91..97 => self.discard().await,
             _ => self.block_status().await,
         }
-        self.shared.passed.borrow_mut().look();
+        self.shared.passed.borrow_mut().sample();
     }
 
     /// A random range, from one byte to a few blocks, half of the time whole blocks.
@@ -159,21 +159,21 @@ impl Client {
         self.count(0);
         let began = self.shared.model.borrow_mut().begin();
         let result = {
-            let pass = self.disk.admit(Direction::Read, RequestCost::one(range.len() as u64)).await;
+            let permit = self.disk.admit(Direction::Read, RequestCost::one(range.len() as u64)).await;
             if chance(50) {
-                self.disk.read(pass, range.start as u64, range.len()).await.map(|data| data.to_vec())
+                self.disk.read(permit, range.start as u64, range.len()).await.map(|data| data.to_vec())
             } else {
                 // Half of the reads go to guest memory, in pieces of any alignment.
-                let lent = GuestBuffer::new(range.len());
-                let target = ReadTarget::Segments(lent.segments());
-                self.disk.read_to(pass, range.start as u64, target).await.map(|data| {
-                    let found = lent.found();
+                let guest_buffer = GuestBuffer::new(range.len());
+                let target = ReadTarget::Segments(guest_buffer.segments());
+                self.disk.read_to(permit, range.start as u64, target).await.map(|data| {
+                    let found = guest_buffer.found();
                     assert_eq!(data.to_vec(), found, "it is elsewhere");
                     found
                 })
             }
         };
-        if let Ok(found) = self.answered(result) {
+        if let Ok(found) = self.check_result(result) {
             self.succeeded(0);
             assert_eq!(found.len(), range.len());
             self.shared.model.borrow().check_read(began, range.start, &found);
@@ -184,9 +184,9 @@ impl Client {
         self.count(1);
         let range = self.range();
         let (number, data) = self.shared.model.borrow_mut().begin_write(range.clone());
-        let pass = self.disk.admit(Direction::Write, RequestCost::one(data.len() as u64)).await;
-        let result = self.disk.write(pass, range.start as u64, in_pieces(&data), durability).await;
-        self.ended(number, result, durability);
+        let permit = self.disk.admit(Direction::Write, RequestCost::one(data.len() as u64)).await;
+        let result = self.disk.write(permit, range.start as u64, in_pieces(&data), durability).await;
+        self.end_change(number, result, durability);
     }
 
     async fn write_zeroes(&self) {
@@ -195,17 +195,17 @@ impl Client {
         let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
         let durability = if chance(30) { Durability::Synchronous } else { Durability::Cached };
         let options = ZeroOptions { may_unmap: chance(50), only_if_fast: chance(20), durability };
-        let pass = self.disk.admit(Direction::Write, RequestCost::one(range.len() as u64)).await;
-        let result = self.disk.write_zeroes(pass, range.start as u64, range.len() as u64, options).await;
+        let permit = self.disk.admit(Direction::Write, RequestCost::one(range.len() as u64)).await;
+        let result = self.disk.write_zeroes(permit, range.start as u64, range.len() as u64, options).await;
         if options.only_if_fast && result == Err(Error::UNSUPPORTED) {
             self.shared.model.borrow_mut().end_change(number, Outcome::Open);
             return;
         }
-        self.ended(number, result, durability);
+        self.end_change(number, result, durability);
     }
 
-    fn ended(&self, number: usize, result: Result<()>, durability: Durability) {
-        let outcome = match (self.answered(result), durability) {
+    fn end_change(&self, number: usize, result: Result<()>, durability: Durability) {
+        let outcome = match (self.check_result(result), durability) {
             (Err(_), _) => Outcome::Open,
             (Ok(()), Durability::Cached) => Outcome::Applied,
             (Ok(()), Durability::Synchronous) => Outcome::Durable,
@@ -221,10 +221,10 @@ impl Client {
         let range = self.range();
         let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
         let durability = if chance(20) { Durability::Synchronous } else { Durability::Cached };
-        let pass = self.disk.admit(Direction::Write, RequestCost::one(range.len() as u64)).await;
-        let result = self.disk.discard(pass, range.start as u64, range.len() as u64, durability).await;
+        let permit = self.disk.admit(Direction::Write, RequestCost::one(range.len() as u64)).await;
+        let result = self.disk.discard(permit, range.start as u64, range.len() as u64, durability).await;
         // A hint: even after a success the content is undefined.
-        if self.answered(result).is_ok() {
+        if self.check_result(result).is_ok() {
             self.succeeded(1);
         }
         self.shared.model.borrow_mut().end_change(number, Outcome::Open);
@@ -233,19 +233,19 @@ impl Client {
     /// Flushes; returns whether it succeeded.
     pub(crate) async fn flush(&self) -> bool {
         let began = self.shared.model.borrow_mut().begin();
-        let result = self.answered(self.disk.flush().await);
+        let result = self.check_result(self.disk.flush().await);
         if result.is_ok() {
             self.shared.model.borrow_mut().end_flush(began);
-            self.shared.tally.borrow_mut().flushed += 1;
+            self.shared.counts.borrow_mut().flushed += 1;
         }
         result.is_ok()
     }
 
     async fn block_status(&self) {
         let range = self.range();
-        let pass = self.disk.admit(Direction::Read, RequestCost::one(0)).await;
-        let result = self.disk.block_status(&pass, range.start as u64, range.len() as u64).await;
-        if let Ok(extents) = self.answered(result) {
+        let permit = self.disk.admit(Direction::Read, RequestCost::one(0)).await;
+        let result = self.disk.block_status(&permit, range.start as u64, range.len() as u64).await;
+        if let Ok(extents) = self.check_result(result) {
             assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0), "{extents:?}");
             assert!(
                 extents.iter().map(|extent| extent.length).sum::<u64>() <= range.len() as u64,
@@ -254,16 +254,16 @@ impl Client {
         }
     }
 
-    fn answered<T>(&self, result: Result<T>) -> Result<T> {
-        let mut tally = self.shared.tally.borrow_mut();
-        tally.answered += 1;
+    fn check_result<T>(&self, result: Result<T>) -> Result<T> {
+        let mut counts = self.shared.counts.borrow_mut();
+        counts.answered += 1;
         if let Err(error) = &result {
-            tally.failed += 1;
+            counts.failed += 1;
             assert!(self.shared.may_fail, "a request failed though the disk never does: {error}");
             // If the header can neither be written nor restored, the image becomes read-only.
-            let is_over = *error == Error::NOT_PERMITTED && self.disk.image().is_read_only();
-            let is_known = [Error::IO, Error::NO_SPACE].contains(error) || is_over;
-            assert!(is_known, "an error of unknown origin: {error}");
+            let is_closed = *error == Error::NOT_PERMITTED && self.disk.image().is_read_only();
+            let is_expected = [Error::IO, Error::NO_SPACE].contains(error) || is_closed;
+            assert!(is_expected, "an error of unknown origin: {error}");
         }
         result
     }
@@ -302,17 +302,17 @@ fn misaligned(bytes: &[u8]) -> IoBuffer {
 /// Splits bytes randomly into one segment or several.
 fn in_pieces(bytes: &[u8]) -> Segments {
     let mut segments = Segments::default();
-    let mut rest = bytes;
-    while !rest.is_empty() {
-        let whole = chance(60);
-        let count = if whole { rest.len() } else { sim::random(|random| random.usize(1..=rest.len())) };
-        let (piece, more) = rest.split_at(count);
+    let mut remaining = bytes;
+    while !remaining.is_empty() {
+        let is_last = chance(60);
+        let count = if is_last { remaining.len() } else { sim::random(|random| random.usize(1..=remaining.len())) };
+        let (piece, tail) = remaining.split_at(count);
         if chance(50) {
             segments.push(misaligned(piece));
         } else {
             segments.append(GuestBuffer::holding(piece).segments());
         }
-        rest = more;
+        remaining = tail;
     }
     segments
 }

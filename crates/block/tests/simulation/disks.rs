@@ -25,7 +25,7 @@ use storage::{
 };
 
 use crate::{
-    client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
+    client::{Client, Shared, EventCounts, chance, draw_prefetch, short_time},
     group_samples::GroupSamples,
     model::Model,
     seeds,
@@ -41,17 +41,17 @@ const MAX_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
 
 #[test]
 fn disks_meet_the_storage_contract() {
-    let tally = Rc::new(RefCell::new(Tally::default()));
+    let counts = Rc::new(RefCell::new(EventCounts::default()));
     let seeds = seeds::for_each("--test simulation", "disks_meet_the_storage_contract", 1000, |seed| {
-        run(seed, &tally);
+        run(seed, &counts);
     });
-    let tally = *tally.borrow();
+    let counts = *counts.borrow();
     if seeds >= 100 {
-        let happened =
-            [tally.failed, tally.cancelled, tally.flushed, tally.crashes, tally.waited, tally.read_ahead];
+        let enough =
+            [counts.failed, counts.cancelled, counts.flushed, counts.crashes, counts.waited, counts.read_ahead];
         assert!(
-            happened.iter().all(|&count| count > seeds / 10),
-            "too little happened in {seeds} seeds: {tally:?}"
+            enough.iter().all(|&count| count > seeds / 10),
+            "too little happened in {seeds} seeds: {counts:?}"
         );
     }
 }
@@ -59,27 +59,27 @@ fn disks_meet_the_storage_contract() {
 #[test]
 fn a_seed_is_deterministic() {
     let once = || {
-        let tally = Rc::default();
-        (run(11, &tally), format!("{tally:?}"))
+        let counts = Rc::default();
+        (run(11, &counts), format!("{counts:?}"))
     };
     assert_eq!(once(), once());
 }
 
 /// Returns the end of the run, in virtual time.
-fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
-    let tally = Rc::clone(tally);
+fn run(seed: u64, counts: &Rc<RefCell<EventCounts>>) -> Instant {
+    let counts = Rc::clone(counts);
     sim::run(seed, async move {
         let group = ThrottleGroup::new("group", settings(draw_limits()), None).expect("drawn valid");
         let passed = Rc::new(RefCell::new(GroupSamples::new(&group, MAX_REQUEST)));
         let disks: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
-            .map(|_| spawn_joinable(DiskLife::draw(&group, &tally, &passed).run()))
+            .map(|_| spawn_joinable(DiskLife::draw(&group, &counts, &passed).run()))
             .collect();
         for disk in disks {
             timeout(FOREVER, disk).await.expect("every request is answered within a day of virtual time");
         }
         passed.borrow().check();
         let stats = group.stats();
-        tally.borrow_mut().waited += stats.reads.throttled + stats.writes.throttled;
+        counts.borrow_mut().waited += stats.reads.throttled + stats.writes.throttled;
         now()
     })
 }
@@ -91,9 +91,9 @@ fn settings(limits: Limits) -> GroupSettings {
 /// No limits, or limits for all of a group's requests together.
 fn draw_limits() -> Limits {
     let mut limits = Limits::default();
-    let mut draw = |kind: LimitKind, least: f64| {
+    let mut draw = |kind: LimitKind, min_rate: f64| {
         *limits.limit_mut(kind) = sim::random(|random| {
-            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            let rate = (min_rate * 10_f64.powf(2.0 * random.f64())) as u64;
             match random.u8(..3) {
                 0 => RateLimit { rate, ..RateLimit::NONE },
                 1 => RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: 1 },
@@ -126,7 +126,7 @@ struct DiskLife {
 impl DiskLife {
     fn draw(
         group: &Arc<ThrottleGroup>,
-        tally: &Rc<RefCell<Tally>>,
+        tally: &Rc<RefCell<EventCounts>>,
         passed: &Rc<RefCell<GroupSamples>>,
     ) -> Self {
         // Mostly tiny disks, so that requests overlap.
@@ -142,11 +142,11 @@ impl DiskLife {
             sim::random(|random| (0..block_bytes * blocks).map(|_| random.u8(..)).collect());
         let shared = Shared {
             model: RefCell::new(Model::new(content.clone(), block_bytes)),
-            tally: Rc::clone(tally),
+            counts: Rc::clone(tally),
             passed: Rc::clone(passed),
             may_fail: errors > 0.0 || faults,
             block_bytes,
-            beside: Cell::new(false),
+            bypassed: Cell::new(false),
             sent: [Cell::new(0), Cell::new(0)],
             succeeded: [Cell::new(0), Cell::new(0)],
         };
@@ -176,7 +176,7 @@ impl DiskLife {
                 stop(clients).await;
             }
             self.check_count(&disk);
-            self.shared.tally.borrow_mut().read_ahead += disk.prefetch().stats().used_bytes;
+            self.shared.counts.borrow_mut().read_ahead += disk.prefetch().stats().used_bytes;
         }
         let (device, disk) = self.open();
         for client in self.start(&disk) {
@@ -210,7 +210,7 @@ impl DiskLife {
     fn crash(&mut self, device: &SimulatedStorage) {
         self.content = device.crash();
         self.shared.model.borrow_mut().crash(self.content.clone());
-        self.shared.tally.borrow_mut().crashes += 1;
+        self.shared.counts.borrow_mut().crashes += 1;
     }
 
     /// Checks the final content, which a flush makes durable.

@@ -60,19 +60,19 @@ fn on_writes(write: OnError) -> ErrorPolicies {
     ErrorPolicies { write, ..ErrorPolicies::default() }
 }
 
-async fn write(disk: &Disk, block: u64, byte: u8, patience: &Arc<CancelToken>) -> Result<()> {
-    let pass = disk.admit(Direction::Write, RequestCost::one(BLOCK)).await.with_cancel_token(patience);
+async fn write(disk: &Disk, block: u64, byte: u8, cancel_token: &Arc<CancelToken>) -> Result<()> {
+    let permit = disk.admit(Direction::Write, RequestCost::one(BLOCK)).await.with_cancel_token(cancel_token);
     let data = Segments::from(IoBuffer::copy_of(&[byte; BLOCK as usize]));
-    disk.write(pass, block * BLOCK, data, Durability::Cached).await
+    disk.write(permit, block * BLOCK, data, Durability::Cached).await
 }
 
 async fn read(disk: &Disk, block: u64) -> Result<u8> {
-    let pass = disk.admit(Direction::Read, RequestCost::one(BLOCK)).await;
-    Ok(disk.read(pass, block * BLOCK, BLOCK as usize).await?.to_vec()[0])
+    let permit = disk.admit(Direction::Read, RequestCost::one(BLOCK)).await;
+    Ok(disk.read(permit, block * BLOCK, BLOCK as usize).await?.to_vec()[0])
 }
 
-async fn some_time(most: Duration) {
-    let nanos = sim::random(|random| random.u64(..=most.as_nanos() as u64));
+async fn some_time(max: Duration) {
+    let nanos = sim::random(|random| random.u64(..=max.as_nanos() as u64));
     sleep_until(now() + Duration::from_nanos(nanos)).await;
 }
 
@@ -88,28 +88,28 @@ fn writes_wait_until_a_full_device_has_space() {
 
 /// Returns how often the disk has stopped.
 async fn fill_and_make_room() -> u64 {
-    let shortage = sim::random(|random| random.u64(1..20));
+    let failures = sim::random(|random| random.u64(1..20));
     let kind =
         [StorageRequestKind::Write, StorageRequestKind::Flush][sim::random(|random| random.usize(..2))];
     let policy = [OnError::Enospc, OnError::Stop][sim::random(|random| random.usize(..2))];
-    let disk = disk(kind, Error::NO_SPACE, Some(shortage), 0.3, on_writes(policy));
+    let disk = disk(kind, Error::NO_SPACE, Some(failures), 0.3, on_writes(policy));
     let clients: Vec<_> =
         (0..CLIENTS).map(|client| spawn_joinable(work(Arc::clone(&disk), client))).collect();
     let stops = Rc::new(Cell::new(0));
-    let (mended, count) = (Arc::clone(&disk), Rc::clone(&stops));
+    let (stopped_disk, count) = (Arc::clone(&disk), Rc::clone(&stops));
     // Resumes the disk after each stop.
     let operator = spawn_joinable(async move {
         loop {
-            let failure = mended.failures().next(true).await;
+            let failure = stopped_disk.failures().next(true).await;
             assert_eq!((failure.error, failure.direction), (Error::NO_SPACE, Direction::Write));
             count.set(count.get() + 1);
             // Requests in flight complete; then nothing happens until the disk is resumed.
             sleep_until(now() + SECOND).await;
-            let before = mended.totals();
+            let before = stopped_disk.totals();
             some_time(SECOND * 100).await;
-            assert_eq!(mended.totals(), before, "a stopped disk does nothing");
-            assert_eq!(mended.failures().stopped_by(), Some(Error::NO_SPACE));
-            assert!(mended.failures().resume());
+            assert_eq!(stopped_disk.totals(), before, "a stopped disk does nothing");
+            assert_eq!(stopped_disk.failures().stopped_by(), Some(Error::NO_SPACE));
+            assert!(stopped_disk.failures().resume());
         }
     });
     for client in clients {
@@ -121,15 +121,15 @@ async fn fill_and_make_room() -> u64 {
     assert_eq!(disk.totals(), done, "each is counted once, when it has landed");
     assert_eq!(disk.throttle().stats().writes.requests, writes, "and has been charged once");
     let errors = disk.failures().errors();
-    assert!(errors.writes + errors.flushes <= shortage && errors.reads + errors.discards == 0, "{errors:?}");
+    assert!(errors.writes + errors.flushes <= failures && errors.reads + errors.discards == 0, "{errors:?}");
     stops.get()
 }
 
 /// A client that must not see any error.
 async fn work(disk: Arc<Disk>, client: u64) {
-    let patience = Arc::default();
+    let cancel_token = Arc::default();
     for block in client * BLOCKS..(client + 1) * BLOCKS {
-        write(&disk, block, block as u8, &patience).await.expect("held, not failed");
+        write(&disk, block, block as u8, &cancel_token).await.expect("held, not failed");
         if sim::random(fastrand::Rng::bool) {
             disk.flush().await.expect("held, not failed");
         }
@@ -144,23 +144,23 @@ fn cancelled_and_final_requests_receive_the_error() {
         sim::run(seed, async {
             let disk =
                 disk(StorageRequestKind::Write, Error::NO_SPACE, None, 1.0, on_writes(OnError::Enospc));
-            let patience: [Arc<CancelToken>; 2] = Default::default();
-            let attempt = |who: usize, block: u64| {
-                let (disk, patience) = (Arc::clone(&disk), Arc::clone(&patience[who]));
-                spawn_joinable(async move { write(&disk, block, 1, &patience).await })
+            let cancel_token: [Arc<CancelToken>; 2] = Default::default();
+            let attempt = |token: usize, block: u64| {
+                let (disk, cancel_token) = (Arc::clone(&disk), Arc::clone(&cancel_token[token]));
+                spawn_joinable(async move { write(&disk, block, 1, &cancel_token).await })
             };
-            let (leaves, stays) = (attempt(0, 0), attempt(1, 1));
+            let (cancelled, kept) = (attempt(0, 0), attempt(1, 1));
             disk.failures().next(true).await;
             sleep_until(now() + SECOND).await;
-            let (leaves_untried, stays_untried) = (attempt(0, 2), attempt(1, 3));
+            let (cancelled_untried, waiting_untried) = (attempt(0, 2), attempt(1, 3));
             sleep_until(now() + SECOND).await;
-            patience[0].cancel();
-            for gone in [leaves, leaves_untried] {
-                assert_eq!(timeout(SECOND, gone).await, Ok(Err(Error::NO_SPACE)));
+            cancel_token[0].cancel();
+            for request in [cancelled, cancelled_untried] {
+                assert_eq!(timeout(SECOND, request).await, Ok(Err(Error::NO_SPACE)));
             }
-            assert!(!stays.is_finished() && !stays_untried.is_finished(), "the other requests still wait");
+            assert!(!kept.is_finished() && !waiting_untried.is_finished(), "the other requests still wait");
             disk.failures().stop_waiting();
-            for held in [stays, stays_untried, attempt(1, 4)] {
+            for held in [kept, waiting_untried, attempt(1, 4)] {
                 assert_eq!(timeout(SECOND, held).await, Ok(Err(Error::NO_SPACE)));
             }
             assert_eq!(disk.failures().stopped_by(), None);
@@ -181,16 +181,16 @@ fn errors_without_stop_are_reported_and_counted() {
     ] {
         sim::run(1, async move {
             let disk = disk(kind, error, None, 1.0, policies);
-            let pass = || disk.admit(Direction::Write, RequestCost::one(BLOCK));
+            let permit = || disk.admit(Direction::Write, RequestCost::one(BLOCK));
             let result = match kind {
                 StorageRequestKind::Read => read(&disk, 0).await.map(drop),
                 StorageRequestKind::Write => write(&disk, 0, 1, &Arc::default()).await,
                 StorageRequestKind::Zero => {
                     let options =
                         ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
-                    disk.write_zeroes(pass().await, 0, BLOCK, options).await
+                    disk.write_zeroes(permit().await, 0, BLOCK, options).await
                 }
-                StorageRequestKind::Discard => disk.discard(pass().await, 0, BLOCK, Durability::Cached).await,
+                StorageRequestKind::Discard => disk.discard(permit().await, 0, BLOCK, Durability::Cached).await,
                 _ => disk.flush().await,
             };
             assert_eq!(result, Err(error), "{kind:?}");

@@ -13,21 +13,21 @@ use reactor::now;
 pub(crate) struct GroupSamples {
     group: Arc<ThrottleGroup>,
     /// Instant, requests, bytes.
-    looks: Vec<(Instant, [u64; 2])>,
+    samples: Vec<(Instant, [u64; 2])>,
     /// Size of the largest request, in bytes.
     longest_request: u64,
 }
 
 impl GroupSamples {
     pub(crate) fn new(group: &Arc<ThrottleGroup>, longest_request: u64) -> Self {
-        Self { group: Arc::clone(group), looks: Vec::new(), longest_request }
+        Self { group: Arc::clone(group), samples: Vec::new(), longest_request }
     }
 
     /// Takes a sample.
-    pub(crate) fn look(&mut self) {
+    pub(crate) fn sample(&mut self) {
         let stats = self.group.stats();
         let passed = [stats.reads.requests + stats.writes.requests, stats.reads.bytes + stats.writes.bytes];
-        self.looks.push((now(), passed));
+        self.samples.push((now(), passed));
     }
 
     /// Checks the total limits: in any second between two samples they are exceeded by at most the
@@ -42,15 +42,15 @@ impl GroupSamples {
             }
             let burst =
                 if limit.burst_rate == 0 { limit.rate / 10 } else { limit.burst_rate * limit.burst_length_s };
-            let most = limit.rate + burst + last;
+            let max = limit.rate + burst + last;
             let mut end = 0;
-            for (at, passed) in &self.looks {
+            for (at, passed) in &self.samples {
                 // `end` is the first sample more than a second after `at`.
-                while self.looks.get(end).is_some_and(|(later, _)| *later <= *at + Duration::from_secs(1)) {
+                while self.samples.get(end).is_some_and(|(later, _)| *later <= *at + Duration::from_secs(1)) {
                     end += 1;
                 }
-                let count = self.looks[end - 1].1[unit] - passed[unit];
-                assert!(count <= most, "{kind:?}: {count} passed in the second after {at:?}, {most} may");
+                let count = self.samples[end - 1].1[unit] - passed[unit];
+                assert!(count <= max, "{kind:?}: {count} passed in the second after {at:?}, {max} may");
             }
         }
     }

@@ -22,15 +22,15 @@ impl GuestBuffer {
     /// Memory for `length` bytes, in one piece or several, at any alignment.
     pub(crate) fn new(length: usize) -> Self {
         let mut pieces = Vec::new();
-        let (mut at, mut left) = (START, length);
-        while left > 0 {
+        let (mut at, mut remaining) = (START, length);
+        while remaining > 0 {
             let (gap, piece) = sim::random(|random| {
                 let gap = if random.bool() { random.u64(..4) * 512 } else { random.u64(..600) };
-                (gap, if random.bool() { left } else { random.usize(1..=left) })
+                (gap, if random.bool() { remaining } else { random.usize(1..=remaining) })
             });
             pieces.push((at + gap, piece));
             at += gap + piece as u64;
-            left -= piece;
+            remaining -= piece;
         }
         let region = Region::on_heap(START, 0, (at - START) as usize + 64);
         let log = DirtyLog::on_heap((at / PAGE / 8) as usize + 1);
@@ -41,14 +41,14 @@ impl GuestBuffer {
 
     /// Memory with this content.
     pub(crate) fn holding(bytes: &[u8]) -> Self {
-        let lent = Self::new(bytes.len());
-        let mut rest = bytes;
-        for place in lent.places() {
-            let (piece, more) = rest.split_at(place.bytes());
-            place.write(0, piece);
-            rest = more;
+        let buffer = Self::new(bytes.len());
+        let mut remaining = bytes;
+        for memory in buffer.places() {
+            let (piece, tail) = remaining.split_at(memory.bytes());
+            memory.write(0, piece);
+            remaining = tail;
         }
-        lent
+        buffer
     }
 
     pub(crate) fn segments(&self) -> Segments {
@@ -62,9 +62,9 @@ impl GuestBuffer {
     /// The content after a read. Asserts that no other byte has changed, and that changed pages are
     /// marked as dirty.
     pub(crate) fn found(&self) -> Vec<u8> {
-        let place = whole(&self.memory);
-        let mut all = vec![0; place.bytes()];
-        place.read(0, &mut all);
+        let memory = whole(&self.memory);
+        let mut all = vec![0; memory.bytes()];
+        memory.read(0, &mut all);
         let mut found = Vec::new();
         for &(at, length) in &self.pieces {
             let range = (at - START) as usize..(at - START) as usize + length;

@@ -38,7 +38,7 @@ enum Content {
 struct Change {
     content: Content,
     began: Moment,
-    ended: Option<Moment>,
+    completed: Option<Moment>,
     /// True if it was applied for certain.
     certain: bool,
     /// True if it was acknowledged with FUA.
@@ -118,7 +118,7 @@ impl Model {
     fn begin_change(&mut self, range: Range<usize>, content: Content) -> usize {
         let began = self.begin();
         let number = self.changes.len();
-        self.changes.push(Change { content, began, ended: None, certain: false, durable: false });
+        self.changes.push(Change { content, began, completed: None, certain: false, durable: false });
         self.cut(range.start);
         self.cut(range.end);
         for (_, cell) in self.cells.range_mut(range) {
@@ -129,9 +129,9 @@ impl Model {
 
     /// Records the end of a change. A cancelled one never ends.
     pub(crate) fn end_change(&mut self, number: usize, outcome: Outcome) {
-        let ended = self.begin();
+        let completed = self.begin();
         let change = &mut self.changes[number];
-        change.ended = Some(ended);
+        change.completed = Some(completed);
         change.certain = outcome != Outcome::Open;
         change.durable = outcome == Outcome::Durable;
     }
@@ -144,7 +144,7 @@ impl Model {
     /// Panics unless a read that began at `began` may return `found` at `offset`.
     pub(crate) fn check_read(&self, began: Moment, offset: usize, found: &[u8]) {
         self.check("a read", offset, found, |change| {
-            change.certain && change.ended.is_some_and(|ended| ended < began)
+            change.certain && change.completed.is_some_and(|completed| completed < began)
         });
     }
 
@@ -152,7 +152,7 @@ impl Model {
     pub(crate) fn crash(&mut self, found: Vec<u8>) {
         let flushed = self.flushed;
         self.check("a crash", 0, &found, |change| {
-            change.certain && (change.durable || change.ended.is_some_and(|ended| ended < flushed))
+            change.certain && (change.durable || change.completed.is_some_and(|completed| completed < flushed))
         });
         self.base = found;
         self.forget_changes();
@@ -162,7 +162,7 @@ impl Model {
         self.changes = vec![Change {
             content: Content::Base,
             began: self.clock,
-            ended: Some(self.clock),
+            completed: Some(self.clock),
             certain: true,
             durable: true,
         }];
@@ -177,38 +177,38 @@ impl Model {
     fn cut(&mut self, at: usize) {
         let Some((_, cell)) = self.cells.range_mut(..at).next_back() else { return };
         if at < cell.end {
-            let rest = cell.clone();
+            let upper = cell.clone();
             cell.end = at;
-            self.cells.insert(at, rest);
+            self.cells.insert(at, upper);
         }
     }
 
     /// Checks `found`; `rules` selects the changes that supersede others.
-    fn check(&self, what: &str, offset: usize, found: &[u8], rules: impl Fn(&Change) -> bool) {
+    fn check(&self, event: &str, offset: usize, found: &[u8], rules: impl Fn(&Change) -> bool) {
         let end = offset + found.len();
         // The cell that contains `offset`.
         let first = self.cells.range(..=offset).next_back().map_or(0, |(&start, _)| start);
         for (&start, cell) in self.cells.range(first..end) {
             let (from, to) = (start.max(offset), cell.end.min(end));
-            let part = &found[from - offset..to - offset];
+            let found_part = &found[from - offset..to - offset];
             let changes = || cell.changes.iter().map(|&number| (number, &self.changes[number]));
             // A change that ended before this beginning is superseded.
             let latest = changes().filter(|(_, change)| rules(change)).map(|(_, change)| change.began).max();
-            let shows = |change: &Change| {
-                part.iter().zip(from..).all(|(&byte, at)| byte == self.byte(change.content, at))
+            let matches = |change: &Change| {
+                found_part.iter().zip(from..).all(|(&byte, at)| byte == self.byte(change.content, at))
             };
-            let gave_way = |change: &Change| {
-                change.ended.is_some_and(|ended| latest.is_some_and(|latest| ended < latest))
+            let was_overwritten = |change: &Change| {
+                change.completed.is_some_and(|completed| latest.is_some_and(|latest| completed < latest))
             };
-            if changes().any(|(_, change)| !gave_way(change) && shows(change)) {
+            if changes().any(|(_, change)| !was_overwritten(change) && matches(change)) {
                 continue;
             }
-            let stale: Vec<_> = changes().filter(|(_, change)| shows(change)).collect();
-            let allowed: Vec<_> = changes().filter(|(_, change)| !gave_way(change)).collect();
+            let stale: Vec<_> = changes().filter(|(_, change)| matches(change)).collect();
+            let allowed: Vec<_> = changes().filter(|(_, change)| !was_overwritten(change)).collect();
             panic!(
-                "{what} found in {from}..{to} what may not be there, {:02x?}…: shows {stale:?}, \
+                "{event} found in {from}..{to} what may not be there, {:02x?}…: shows {stale:?}, \
                  allowed are {allowed:?}",
-                &part[..part.len().min(8)]
+                &found_part[..found_part.len().min(8)]
             );
         }
     }

@@ -33,23 +33,23 @@ const FOREVER: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[test]
 fn limits_hold_at_every_level_during_changes() {
-    let mut tally = Tally::default();
+    let mut totals = EventTotals::default();
     let seeds =
         seeds::for_each("--test simulation", "limits_hold_at_every_level_during_changes", 3200, |seed| {
-            let of_seed = sim::run(seed, run());
-            tally.waited += of_seed.waited;
-            tally.changed += of_seed.changed;
-            tally.refused += of_seed.refused;
-            tally.moved_waiting += of_seed.moved_waiting;
+            let counts = sim::run(seed, run());
+            totals.waited += counts.waited;
+            totals.changed += counts.changed;
+            totals.refused += counts.refused;
+            totals.moved_waiting += counts.moved_waiting;
         });
-    let Tally { waited, changed, refused, moved_waiting } = tally;
+    let EventTotals { waited, changed, refused, moved_waiting } = totals;
     let enough = waited > 10 * seeds && changed > seeds && refused > seeds / 10 && moved_waiting > seeds / 4;
-    assert!(seeds < 100 || enough, "too little happened in {seeds} seeds: {tally:?}");
+    assert!(seeds < 100 || enough, "too little happened in {seeds} seeds: {totals:?}");
 }
 
 /// Events of all seeds: a simulation in which nothing happens would prove nothing.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct EventTotals {
     waited: u64,
     changed: u64,
     refused: u64,
@@ -58,7 +58,7 @@ struct Tally {
 }
 
 /// One run; returns its events.
-async fn run() -> Tally {
+async fn run() -> EventTotals {
     let exact = chance(80);
     let world = Rc::new(World::draw(exact));
     let disks: Vec<_> = (0..world.disks())
@@ -74,9 +74,9 @@ async fn run() -> Tally {
     }
     changing.cancel().await;
     world.check_end();
-    let mut tally = world.tally.borrow().to_owned();
-    tally.waited = world.throttled();
-    tally
+    let mut totals = world.totals.borrow().to_owned();
+    totals.waited = world.throttled();
+    totals
 }
 
 async fn ask_repeatedly(world: Rc<World>, disk: usize, times: usize) {
@@ -86,7 +86,7 @@ async fn ask_repeatedly(world: Rc<World>, disk: usize, times: usize) {
         if chance(30) {
             sleep_until(now() + Duration::from_micros(sim::random(|random| random.u64(..100_000)))).await;
         }
-        inflight.push(spawn_joinable(ask(Rc::clone(&world), disk)));
+        inflight.push(spawn_joinable(submit(Rc::clone(&world), disk)));
         if inflight.len() > 2 {
             inflight.remove(0).await;
         }
@@ -96,18 +96,18 @@ async fn ask_repeatedly(world: Rc<World>, disk: usize, times: usize) {
     }
 }
 
-async fn ask(world: Rc<World>, disk: usize) {
+async fn submit(world: Rc<World>, disk: usize) {
     let direction = if chance(50) { Direction::Read } else { Direction::Write };
     let cost = draw_cost(world.exact);
     let charge = Charge { direction, bytes: cost.bytes() as f64, operations: cost.requests() as f64 };
-    let patience = match sim::random(|random| random.u8(..12)) {
+    let cancel_after = match sim::random(|random| random.u8(..12)) {
         0 => Duration::ZERO,
         1 => Duration::from_micros(sim::random(|random| random.u64(..300_000))),
         _ => FOREVER,
     };
     let request = world.log.borrow_mut().requested(disk, charge, world.is_unlimited(disk));
     // Polls the admission first, so a request that was admitted by then counts as admitted.
-    let passed = timeout(patience, world.member(disk).admit(direction, cost)).await.is_ok();
+    let passed = timeout(cancel_after, world.member(disk).admit(direction, cost)).await.is_ok();
     world.log.borrow_mut().ended(request, passed);
 }
 

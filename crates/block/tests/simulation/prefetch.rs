@@ -47,8 +47,8 @@ fn slow(size_bytes: usize, delay: &str) -> Storage {
 }
 
 async fn read(disk: &Disk, block: usize) -> reactor::error::Result<u8> {
-    let pass = disk.admit(Direction::Read, RequestCost::one(BLOCK as u64)).await;
-    let data = disk.read(pass, (block * BLOCK) as u64, BLOCK).await?;
+    let permit = disk.admit(Direction::Read, RequestCost::one(BLOCK as u64)).await;
+    let data = disk.read(permit, (block * BLOCK) as u64, BLOCK).await?;
     assert_eq!(data.len(), BLOCK);
     Ok(data.to_vec()[0])
 }
@@ -56,9 +56,9 @@ async fn read(disk: &Disk, block: usize) -> reactor::error::Result<u8> {
 async fn write(disk: &Disk, block: usize, byte: u8) {
     let mut data = IoBuffer::new(BLOCK);
     data.fill(byte);
-    let pass = disk.admit(Direction::Write, RequestCost::one(BLOCK as u64)).await;
+    let permit = disk.admit(Direction::Write, RequestCost::one(BLOCK as u64)).await;
     let offset = (block * BLOCK) as u64;
-    disk.write(pass, offset, data.into(), Durability::Cached).await.expect("the disk is sound");
+    disk.write(permit, offset, data.into(), Durability::Cached).await.expect("the disk is sound");
 }
 
 #[test]
@@ -113,8 +113,8 @@ fn slow_storage_is_read_nearly_as_fast_by_one_request_at_a_time_as_by_many() {
             read(&disk, block).await.expect("sound");
         }
         let seconds = (now() - began).as_secs_f64();
-        let reached = size as f64 / seconds / rate as f64;
-        assert!(reached >= 0.8, "{:.0} % of the bandwidth", reached * 100.0);
+        let utilization = size as f64 / seconds / rate as f64;
+        assert!(utilization >= 0.8, "{:.0} % of the bandwidth", utilization * 100.0);
     });
 }
 

@@ -35,11 +35,11 @@ use storage::{
 };
 
 use self::{
-    keeper::{Keeper, KnownSnapshots},
+    keeper::{MaintenanceTask, KnownSnapshots},
     kind::{Files, ImageKind, disk},
 };
 use crate::{
-    client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
+    client::{Client, Shared, EventCounts, chance, draw_prefetch, short_time},
     group_samples::GroupSamples,
     model::Model,
     references, seeds,
@@ -50,22 +50,22 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 
 #[test]
 fn images_survive_crashes() {
-    let tally = Rc::new(RefCell::new(Tally::default()));
+    let counts = Rc::new(RefCell::new(EventCounts::default()));
     let seeds = seeds::for_each("--test simulation", "images_survive_crashes", 300, |seed| {
-        let tally = Rc::clone(&tally);
+        let counts = Rc::clone(&counts);
         sim::run(seed, async move {
-            let life = ImageLife::draw(&tally).await;
-            timeout(FOREVER, life.run())
+            let image_life = ImageLife::draw(&counts).await;
+            timeout(FOREVER, image_life.run())
                 .await
                 .expect("every request is answered within a day of virtual time");
         });
     });
-    let tally = *tally.borrow();
+    let counts = *counts.borrow();
     if seeds >= 100 {
-        let happened = [tally.failed, tally.cancelled, tally.flushed, tally.crashes, tally.read_ahead];
+        let enough = [counts.failed, counts.cancelled, counts.flushed, counts.crashes, counts.read_ahead];
         assert!(
-            happened.iter().all(|&count| count > seeds / 10),
-            "too little happened in {seeds} seeds: {tally:?}"
+            enough.iter().all(|&count| count > seeds / 10),
+            "too little happened in {seeds} seeds: {counts:?}"
         );
     }
 }
@@ -74,7 +74,7 @@ fn images_survive_crashes() {
 struct ImageLife {
     kind: ImageKind,
     shared: Rc<Shared>,
-    kept: Rc<RefCell<KnownSnapshots>>,
+    snapshots: Rc<RefCell<KnownSnapshots>>,
     behaviour: Behaviour,
     files: Files,
     clients: usize,
@@ -103,7 +103,7 @@ impl Devices {
 }
 
 impl ImageLife {
-    async fn draw(tally: &Rc<RefCell<Tally>>) -> Self {
+    async fn draw(tally: &Rc<RefCell<EventCounts>>) -> Self {
         let kind = ImageKind::draw();
         let (mut files, disk) = kind.create().await;
         let has_bitmap = kind.options.version >= 3 && chance(50);
@@ -121,18 +121,18 @@ impl ImageLife {
             if kind.snapshots { KnownSnapshots::with_first(disk.clone()) } else { KnownSnapshots::default() };
         let shared = Shared {
             model: RefCell::new(Model::new(disk, block_bytes)),
-            tally: Rc::clone(tally),
+            counts: Rc::clone(tally),
             passed: Rc::new(RefCell::new(GroupSamples::new(&group, 1 << 20))),
             may_fail: errors > 0.0,
             block_bytes,
-            beside: Cell::new(false),
+            bypassed: Cell::new(false),
             sent: [Cell::new(0), Cell::new(0)],
             succeeded: [Cell::new(0), Cell::new(0)],
         };
         Self {
             kind,
             shared: Rc::new(shared),
-            kept: Rc::new(RefCell::new(kept)),
+            snapshots: Rc::new(RefCell::new(kept)),
             behaviour: Behaviour { block_bytes, latency, error_probability: errors },
             files,
             clients: sim::random(|random| random.usize(1..=6)),
@@ -145,7 +145,7 @@ impl ImageLife {
     async fn run(mut self) {
         for _ in 0..self.crashes {
             let Some((devices, disk)) = self.open().await else { continue };
-            let keeper = self.keep(&disk);
+            let keeper = self.start_keeper(&disk);
             let clients = self.start(&disk);
             sleep_until(now() + short_time()).await;
             if chance(20) {
@@ -174,12 +174,12 @@ impl ImageLife {
         }
         let Some((devices, disk)) = self.open().await else { return };
         let leaks = references::of(&self.files.image).leaks;
-        let keeper = self.keep(&disk);
+        let keeper = self.start_keeper(&disk);
         for client in self.start(&disk) {
             client.await;
         }
         keeper.await;
-        self.shared.tally.borrow_mut().read_ahead += disk.prefetch().stats().used_bytes;
+        self.shared.counts.borrow_mut().read_ahead += disk.prefetch().stats().used_bytes;
         let client = Client { disk: Arc::clone(&disk), shared: Rc::clone(&self.shared) };
         let size = self.shared.model.borrow().size_bytes();
         client.read(0..size).await;
@@ -204,7 +204,7 @@ impl ImageLife {
     /// Opens the image; `None` if an injected error prevented it, for another attempt.
     async fn open(&self) -> Option<(Devices, Arc<Disk>)> {
         self.shared.sent.iter().chain(&self.shared.succeeded).for_each(|count| count.set(0));
-        self.shared.beside.set(false);
+        self.shared.bypassed.set(false);
         let device = |content: &Vec<u8>| SimulatedStorage::new(content.clone(), self.behaviour);
         let devices =
             Devices { image: device(&self.files.image), data: self.files.data.as_ref().map(device) };
@@ -229,12 +229,12 @@ impl ImageLife {
         (0..self.clients).map(|_| spawn_joinable(client().run(requests()))).collect()
     }
 
-    fn keep(&self, disk: &Arc<Disk>) -> JoinHandle<()> {
-        let keeper = Keeper {
+    fn start_keeper(&self, disk: &Arc<Disk>) -> JoinHandle<()> {
+        let keeper = MaintenanceTask {
             kind: self.kind.clone(),
             disk: Arc::clone(disk),
             shared: Rc::clone(&self.shared),
-            kept: Rc::clone(&self.kept),
+            snapshots: Rc::clone(&self.snapshots),
         };
         spawn_joinable(keeper.run(sim::random(|random| random.usize(..12))))
     }
@@ -242,14 +242,14 @@ impl ImageLife {
     /// Checks the state after a crash.
     async fn check(&mut self) {
         references::of(&self.files.image).check();
-        let mut kept = self.kept.take();
-        kept.check(&self.kind, &self.files, &self.shared).await;
-        self.kept.replace(kept);
+        let mut snapshots = self.snapshots.take();
+        snapshots.check(&self.kind, &self.files, &self.shared).await;
+        self.snapshots.replace(snapshots);
         let image = Qcow2Image::open(self.kind.in_memory(&self.files, true).await).await.expect("valid");
         let found = disk(&image).await;
         self.look_at_bitmap(&image, &found).await;
         self.shared.model.borrow_mut().crash(found);
-        self.shared.tally.borrow_mut().crashes += 1;
+        self.shared.counts.borrow_mut().crashes += 1;
     }
 
     /// Checks that a consistent bitmap marks every difference; an inconsistent one is replaced.

@@ -19,7 +19,7 @@ pub(crate) struct References {
 /// References to one cluster.
 #[derive(Debug, Default)]
 struct Uses {
-    who: Vec<Use>,
+    uses: Vec<Use>,
     /// Refcount in the file.
     count: u64,
     /// True if an entry has the COPIED flag.
@@ -29,7 +29,7 @@ struct Uses {
 #[derive(Clone, Debug)]
 struct Use {
     #[expect(dead_code, reason = "shown when the test fails")]
-    what: String,
+    label: String,
     /// Index of the L1 table that leads to it, 0 for the active one; `None` if it belongs to the
     /// image as a whole.
     tree: Option<usize>,
@@ -44,23 +44,23 @@ struct Use {
 pub(crate) fn of(file: &[u8]) -> References {
     let header = Qcow2Header::parse(file).expect("a valid header");
     let bits = header.cluster_bits;
-    let mut walk = Walk { file, header: &header, clusters: BTreeMap::new() };
-    walk.refer("header", 0, 1);
+    let mut walker = Walk { file, header: &header, clusters: BTreeMap::new() };
+    walker.refer("header", 0, 1);
     let table_bytes = u64::from(header.refcount_table_clusters) << bits;
-    walk.refer("refcount table", header.refcount_table_offset, table_bytes);
+    walker.refer("refcount table", header.refcount_table_offset, table_bytes);
     let blocks = words(file, header.refcount_table_offset, table_bytes as usize);
     for (index, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
-        walk.refer(&format!("refcount block {index}"), *block, 1);
+        walker.refer(&format!("refcount block {index}"), *block, 1);
     }
-    if let Some(place) = header.encryption {
-        walk.refer("LUKS header", place.offset, place.length);
+    if let Some(encryption) = header.encryption {
+        walker.refer("LUKS header", encryption.offset, encryption.length);
     }
-    for (what, offset, length) in bitmaps(file, &header) {
-        walk.refer(&what, offset, length);
+    for (label, offset, length) in bitmaps(file, &header) {
+        walker.refer(&label, offset, length);
     }
-    walk.tree(0, header.l1_offset, u64::from(header.l1_entries) * 8);
-    walk.snapshots();
-    let mut clusters = walk.clusters;
+    walker.tree(0, header.l1_offset, u64::from(header.l1_entries) * 8);
+    walker.snapshots();
+    let mut clusters = walker.clusters;
     let refcount_bits = header.refcount_bits() as usize;
     let per_block = (8 << bits) / refcount_bits;
     for (index, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
@@ -72,7 +72,7 @@ pub(crate) fn of(file: &[u8]) -> References {
             }
         }
     }
-    let leaks = clusters.values().filter(|uses| (uses.who.len() as u64) < uses.count).count();
+    let leaks = clusters.values().filter(|uses| (uses.uses.len() as u64) < uses.count).count();
     References { clusters, leaks }
 }
 
@@ -83,14 +83,14 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    fn refer(&mut self, what: &str, offset: u64, length: u64) {
-        self.add(offset, length, &Use { what: what.to_owned(), tree: None, is_compressed: false });
+    fn refer(&mut self, label: &str, offset: u64, length: u64) {
+        self.add(offset, length, &Use { label: label.to_owned(), tree: None, is_compressed: false });
     }
 
     fn add(&mut self, offset: u64, length: u64, new: &Use) {
         let bits = self.header.cluster_bits;
         for cluster in offset >> bits..(offset + length).div_ceil(1 << bits) {
-            self.clusters.entry(cluster).or_default().who.push(new.clone());
+            self.clusters.entry(cluster).or_default().uses.push(new.clone());
         }
     }
 
@@ -98,32 +98,32 @@ impl Walk<'_> {
     fn tree(&mut self, tree: usize, offset: u64, length: u64) {
         self.refer(&format!("L1 table of tree {tree}"), offset, length);
         let shape = self.shape();
-        for (index, word) in words(self.file, offset, length as usize).iter().enumerate() {
-            let entry = L1Entry::decode(*word, shape).expect("a valid L1 entry");
+        for (index, entry_word) in words(self.file, offset, length as usize).iter().enumerate() {
+            let entry = L1Entry::decode(*entry_word, shape).expect("a valid L1 entry");
             if entry.offset == 0 {
                 continue;
             }
-            let what = format!("L2 table {index} of tree {tree}");
-            self.own(&what, tree, entry.offset, tree == 0 && entry.copied);
+            let label = format!("L2 table {index} of tree {tree}");
+            self.refer_from_tree(&label, tree, entry.offset, tree == 0 && entry.copied);
             let entries = words(self.file, entry.offset, 1 << self.header.cluster_bits);
             for (number, entry) in entries.chunks(shape.entry_bytes() / 8).enumerate() {
                 let map = entry.get(1).copied().unwrap_or(0);
-                let what = format!("guest cluster {number} of table {index} of tree {tree}");
+                let label = format!("guest cluster {number} of table {index} of tree {tree}");
                 match shape.decode(entry[0], map).expect("a valid L2 entry") {
                     ClusterMapping::Standard(standard) => {
                         let host = standard.host.filter(|_| !shape.data_file);
-                        host.inspect(|host| self.own(&what, tree, *host, tree == 0 && standard.copied));
+                        host.inspect(|host| self.refer_from_tree(&label, tree, *host, tree == 0 && standard.copied));
                     }
                     ClusterMapping::Compressed { offset, length } => {
-                        self.add(offset, length, &Use { what, tree: Some(tree), is_compressed: true });
+                        self.add(offset, length, &Use { label, tree: Some(tree), is_compressed: true });
                     }
                 }
             }
         }
     }
 
-    fn own(&mut self, what: &str, tree: usize, offset: u64, is_copied: bool) {
-        self.add(offset, 1, &Use { what: what.to_owned(), tree: Some(tree), is_compressed: false });
+    fn refer_from_tree(&mut self, label: &str, tree: usize, offset: u64, is_copied: bool) {
+        self.add(offset, 1, &Use { label: label.to_owned(), tree: Some(tree), is_compressed: false });
         if is_copied {
             self.clusters.entry(offset >> self.header.cluster_bits).or_default().is_copied = true;
         }
@@ -132,17 +132,17 @@ impl Walk<'_> {
     /// Reads the snapshot table as the specification defines it: fixed parts of 40 bytes, extra
     /// data, id and name, and padding.
     fn snapshots(&mut self) {
-        let mut place = self.header.snapshots_offset as usize;
+        let mut at_entry = self.header.snapshots_offset as usize;
         for number in 0..self.header.snapshots as usize {
-            let entry = at(self.file, place as u64, 40);
+            let entry = at(self.file, at_entry as u64, 40);
             let field = |from: usize, to: usize| {
                 entry[from..to].iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
             };
             self.tree(number + 1, field(0, 8), field(8, 12) * 8);
             let length = 40 + field(36, 40) + field(12, 14) + field(14, 16);
-            place += (length as usize).next_multiple_of(8);
+            at_entry += (length as usize).next_multiple_of(8);
         }
-        let length = place as u64 - self.header.snapshots_offset;
+        let length = at_entry as u64 - self.header.snapshots_offset;
         if length > 0 {
             self.refer("snapshot table", self.header.snapshots_offset, length);
         }
@@ -162,7 +162,7 @@ impl Walk<'_> {
 /// entry have the same offsets in every version.
 fn bitmaps(file: &[u8], header: &Qcow2Header) -> Vec<(String, u64, u64)> {
     let Some(bitmaps) = header.bitmaps else { return Vec::new() };
-    let mut places = vec![("bitmap directory".into(), bitmaps.directory.offset, bitmaps.directory.length)];
+    let mut ranges = vec![("bitmap directory".into(), bitmaps.directory.offset, bitmaps.directory.length)];
     let directory = at(file, bitmaps.directory.offset, bitmaps.directory.length as usize);
     let mut entry = 0;
     for number in 0..bitmaps.count {
@@ -171,16 +171,16 @@ fn bitmaps(file: &[u8], header: &Qcow2Header) -> Vec<(String, u64, u64)> {
             bytes.iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
         };
         let (offset, length) = (field(0, 8), field(8, 4) * 8);
-        places.push((format!("table of bitmap {number}"), offset, length));
+        ranges.push((format!("table of bitmap {number}"), offset, length));
         let table = decode_table(&at(file, offset, length as usize), header.cluster_bytes());
-        for part in table.expect("a valid bitmap table") {
-            if let BitmapCluster::Stored(offset) = part {
-                places.push((format!("bits of bitmap {number}"), offset, 1));
+        for cluster in table.expect("a valid bitmap table") {
+            if let BitmapCluster::Stored(offset) = cluster {
+                ranges.push((format!("bits of bitmap {number}"), offset, 1));
             }
         }
         entry += (24 + field(18, 2) as usize + field(20, 4) as usize).next_multiple_of(8);
     }
-    places
+    ranges
 }
 
 impl References {
@@ -188,11 +188,11 @@ impl References {
     /// may share the cluster, and clusters with COPIED have one reference.
     pub(crate) fn check(&self) {
         for (cluster, uses) in &self.clusters {
-            let Uses { who, count, is_copied } = uses;
-            assert!(who.len() as u64 <= *count, "cluster {cluster} is counted too low: {uses:?}");
-            assert!(!is_copied || who.len() == 1, "cluster {cluster} is marked as one owner's: {uses:?}");
-            for (index, first) in who.iter().enumerate() {
-                for second in &who[index + 1..] {
+            let Uses { uses: all_uses, count, is_copied } = uses;
+            assert!(all_uses.len() as u64 <= *count, "cluster {cluster} is counted too low: {uses:?}");
+            assert!(!is_copied || all_uses.len() == 1, "cluster {cluster} is marked as one owner's: {uses:?}");
+            for (index, first) in all_uses.iter().enumerate() {
+                for second in &all_uses[index + 1..] {
                     let both_compressed = first.is_compressed && second.is_compressed;
                     // Two trees may share a cluster, and so may compressed clusters of one tree.
                     let may_share = first.is_compressed == second.is_compressed

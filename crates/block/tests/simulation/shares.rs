@@ -56,7 +56,7 @@ struct Disk {
     length: u64,
     /// Units of the limit that a request is charged.
     units: f64,
-    taken: Cell<f64>,
+    admitted_units: Cell<f64>,
     longest_wait: [Cell<Duration>; 2],
     wait_since: [Cell<Instant>; 2],
     tasks: [usize; 2],
@@ -67,12 +67,12 @@ async fn run() {
     let rate = sim::random(|random| random.u64(50..200)) * if kind.counts_bytes() { 10_000 } else { 1 };
     let group =
         ThrottleGroup::new("top", settings(kind, rate, NodeShare::default()), None).expect("drawn valid");
-    let mut promised = (rate as f64 * 0.2).floor();
+    let mut reservable = (rate as f64 * 0.2).floor();
     let top = Node {
         limit: rate as f64,
         reservation: 0.0,
         weight: 100.0,
-        children: draw_children(&group, kind, rate as f64, 1, &mut promised),
+        children: draw_children(&group, kind, rate as f64, 1, &mut reservable),
         disk: None,
     };
     let mut disks = Vec::new();
@@ -82,9 +82,9 @@ async fn run() {
     }
     sleep_until(Instant::ZERO + Duration::from_secs(WARM_UP_S)).await;
     // Discards the warm-up.
-    disks.iter().for_each(|disk| disk.taken.set(0.0));
+    disks.iter().for_each(|disk| disk.admitted_units.set(0.0));
     sleep_until(Instant::ZERO + Duration::from_secs(WARM_UP_S + MEASURED_S)).await;
-    top.pour(rate as f64, rate as f64, 0.0, rate as f64, &format!("{kind:?} {rate}"));
+    top.check_shares(rate as f64, rate as f64, 0.0, rate as f64, &format!("{kind:?} {rate}"));
 }
 
 fn settings(kind: LimitKind, rate: u64, share: NodeShare) -> GroupSettings {
@@ -104,16 +104,16 @@ fn draw_children(
     kind: LimitKind,
     rate: f64,
     level: usize,
-    promised: &mut f64,
+    reservable: &mut f64,
 ) -> Vec<Node> {
     let count = sim::random(|random| random.usize(2..=4));
     (0..count)
         .map(|_| {
             let is_group = level < 3 && chance(30);
-            let bound = promised.floor();
+            let bound = reservable.floor();
             // A group's own reservation covers those of its disks, and more.
             let reservation = if !is_group && chance(30) { (bound * 0.5).floor() } else { 0.0 };
-            *promised -= reservation;
+            *reservable -= reservation;
             let weight = sim::random(|random| [50, 100, 100, 200, 400][random.usize(..5)]);
             let reserved = reservation as u64;
             let share = NodeShare::new(weight).expect("in range");
@@ -133,13 +133,13 @@ fn draw_children(
             if is_group {
                 let settings = GroupSettings { limits, share, ..GroupSettings::default() };
                 let group = ThrottleGroup::new("group", settings, Some(parent)).expect("it fits");
-                let mut below = bound.min(*promised);
-                let had = below;
+                let mut below = bound.min(*reservable);
+                let before = below;
                 node.children = draw_children(&group, kind, rate, level + 1, &mut below);
-                *promised -= had - below;
+                *reservable -= before - below;
                 // Within its group, a disk's reservation counts only as far as the group has one
                 // among its siblings.
-                node.reservation = node.reserved();
+                node.reservation = node.reserved_rate();
                 let reserved = node.reservation as u64;
                 let share = if kind.counts_bytes() {
                     share.with_reservation(0, reserved)
@@ -178,7 +178,7 @@ impl Disk {
             member,
             length,
             units,
-            taken: Cell::new(0.0),
+            admitted_units: Cell::new(0.0),
             longest_wait: Default::default(),
             wait_since: [Cell::new(Instant::ZERO), Cell::new(Instant::ZERO)],
             tasks,
@@ -189,16 +189,16 @@ impl Disk {
 fn start(disk: &Rc<Disk>) {
     for direction in Direction::ALL {
         for _ in 0..disk.tasks[direction.index()] {
-            spawn(ask_forever(Rc::clone(disk), direction));
+            spawn(submit_forever(Rc::clone(disk), direction));
         }
     }
 }
 
-async fn ask_forever(disk: Rc<Disk>, direction: Direction) {
+async fn submit_forever(disk: Rc<Disk>, direction: Direction) {
     let (longest, since) = (&disk.longest_wait[direction.index()], &disk.wait_since[direction.index()]);
     loop {
         disk.member.admit(direction, RequestCost::one(disk.length)).await;
-        disk.taken.set(disk.taken.get() + disk.units);
+        disk.admitted_units.set(disk.admitted_units.get() + disk.units);
         longest.set(longest.get().max(now() - since.replace(now())));
     }
 }
@@ -210,56 +210,56 @@ impl Node {
     }
 
     /// Maximum rate.
-    fn most(&self) -> f64 {
+    fn max_rate(&self) -> f64 {
         let below =
-            if self.disk.is_some() { f64::INFINITY } else { self.children.iter().map(Self::most).sum() };
+            if self.disk.is_some() { f64::INFINITY } else { self.children.iter().map(Self::max_rate).sum() };
         self.limit.min(below)
     }
 
     /// Reservation of the node, or the sum below it.
-    fn reserved(&self) -> f64 {
-        self.reservation.max(self.children.iter().map(Self::reserved).sum())
+    fn reserved_rate(&self) -> f64 {
+        self.reservation.max(self.children.iter().map(Self::reserved_rate).sum())
     }
 
     /// Distributes `rate` to this node's children, and checks the results of its disks. `grain` is
     /// the rate of the limit on top; `way` describes the nodes above, for a failure.
-    fn pour(&self, rate: f64, grain: f64, surplus: f64, top: f64, way: &str) {
+    fn check_shares(&self, rate: f64, grain: f64, surplus: f64, top: f64, path: &str) {
         if let Some(disk) = &self.disk {
-            disk.check(rate, grain, surplus, top, way);
+            disk.check(rate, grain, surplus, top, path);
             return;
         }
         let shares = |level: f64| {
-            let share = move |child: &Self| (child.weight * level).min(child.most()).max(child.reserved());
+            let share = move |child: &Self| (child.weight * level).min(child.max_rate()).max(child.reserved_rate());
             self.children.iter().map(share).collect::<Vec<f64>>()
         };
         // Bisects for the level at which the children together use the rate.
         let (mut low, mut high) = (0.0, rate);
         for _ in 0..100 {
-            let middle = (low + high) / 2.0;
-            if shares(middle).iter().sum::<f64>() < rate { low = middle } else { high = middle }
+            let midpoint = (low + high) / 2.0;
+            if shares(midpoint).iter().sum::<f64>() < rate { low = midpoint } else { high = midpoint }
         }
         for (child, share) in self.children.iter().zip(shares(low)) {
             let Self { limit, reservation, weight, .. } = child;
             let all = shares(low);
-            let way = format!(
-                "{way}\n  of {all:?}: {share} (limit {limit}, reservation {reservation}, weight {weight})"
+            let path = format!(
+                "{path}\n  of {all:?}: {share} (limit {limit}, reservation {reservation}, weight {weight})"
             );
-            child.pour(share, rate, surplus + BY_WEIGHT * rate, top, &way);
+            child.check_shares(share, rate, surplus + BY_WEIGHT * rate, top, &path);
         }
     }
 }
 
 impl Disk {
-    fn check(&self, rate: f64, grain: f64, surplus: f64, top: f64, way: &str) {
-        let want = rate * MEASURED_S as f64;
+    fn check(&self, rate: f64, grain: f64, surplus: f64, top: f64, path: &str) {
+        let expected = rate * MEASURED_S as f64;
         // Tolerance: four percent, the part that goes by weight, some requests, and the precision
         // of tags.
         let slack =
-            want * 0.04 + surplus * MEASURED_S as f64 + 3.0 * self.units + GRAIN_S * grain.min(4.0 * rate);
-        let got = self.taken.get();
+            expected * 0.04 + surplus * MEASURED_S as f64 + 3.0 * self.units + GRAIN_S * grain.min(4.0 * rate);
+        let admitted = self.admitted_units.get();
         assert!(
-            (got - want).abs() <= slack,
-            "{got} passed in {MEASURED_S} s, of {} at once; {want} is its share, in\n{way}",
+            (admitted - expected).abs() <= slack,
+            "{admitted} passed in {MEASURED_S} s, of {} at once; {expected} is its share, in\n{path}",
             self.units
         );
         for direction in Direction::ALL.into_iter().filter(|direction| self.tasks[direction.index()] > 0) {
@@ -273,7 +273,7 @@ impl Disk {
             assert!(
                 longest.as_secs_f64() <= most_s,
                 "no {direction:?} passed for {longest:?}, though one of {} at {rate} a second \
-                 takes much less, in\n{way}",
+                 takes much less, in\n{path}",
                 self.units
             );
         }

@@ -44,9 +44,9 @@ fn fill(member: &ThrottleMember) -> usize {
 #[test]
 fn read_ahead_does_not_change_admission_times() {
     seeds::for_each("--test simulation", "read_ahead_does_not_change_admission_times", 50, |seed| {
-        let (undisturbed, none) = sim::run(seed, run(false));
+        let (without, none) = sim::run(seed, run(false));
         let (passed, read_ahead) = sim::run(seed, run(true));
-        assert_eq!(passed, undisturbed);
+        assert_eq!(passed, without);
         assert!(none == 0 && read_ahead > 16, "{read_ahead} is no more than the bucket holds");
     });
 }

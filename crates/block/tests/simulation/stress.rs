@@ -27,7 +27,7 @@ const RATE: u64 = 250_000;
 const FOREVER: Duration = Duration::from_secs(60);
 
 /// Number of admitted requests of two workers, and the counters of their group: reads and writes.
-fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2]) {
+fn drive(cancel_after: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2]) {
     let workers = ["one", "two"]
         .map(|name| ReactorWorker::start(name, PollingMode::Off).expect("io_uring works on a test machine"));
     let (announce, announced) = mpsc::channel();
@@ -50,7 +50,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
                     ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no reservations");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
-                    passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);
+                    passed += u64::from(admit_one(&member, request + task, cancel_after(request * TASKS + task)).await);
                     // Tasks yield at different requests, so that their order varies.
                     if request % 64 == task {
                         yield_now().await;
@@ -75,12 +75,12 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2])
 }
 
 /// Returns true if it was admitted before the timeout.
-async fn ask(member: &ThrottleMember, request: u64, patience: Option<Duration>) -> bool {
+async fn admit_one(member: &ThrottleMember, request: u64, cancel_after: Option<Duration>) -> bool {
     let direction = Direction::ALL[request as usize % 2];
     let admission = member.admit(direction, RequestCost::one(4096));
-    match patience {
+    match cancel_after {
         None => drop(admission.await),
-        Some(patience) => return timeout(patience, admission).await.is_ok(),
+        Some(cancel_after) => return timeout(cancel_after, admission).await.is_ok(),
     }
     true
 }
@@ -93,8 +93,8 @@ fn threads_that_share_a_group_lose_no_request() {
     assert_eq!((reads.requests + writes.requests, reads.bytes + writes.bytes), (passed, passed * 4096));
     // A tenth of a second's worth is admitted at once, the rest at the rate; less time would mean
     // that a thread bypassed the common count.
-    let least = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
-    assert!(started.elapsed() >= least, "{passed} requests at {RATE} a second took {:?}", started.elapsed());
+    let min_elapsed = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
+    assert!(started.elapsed() >= min_elapsed, "{passed} requests at {RATE} a second took {:?}", started.elapsed());
 }
 
 #[test]
@@ -102,9 +102,9 @@ fn cancellations_affect_no_other_request() {
     // Every third request is cancelled, after about the time that requests wait here.
     let (passed, counted) =
         drive(|request| (request % 3 == 0).then(|| Duration::from_micros(request * 7919 % 500)));
-    let asked = 2 * TASKS * REQUESTS;
+    let submitted = 2 * TASKS * REQUESTS;
     let counted: u64 = counted.iter().map(|counters| counters.requests).sum();
     // A request that is admitted while it is cancelled is counted, but its caller does not see it.
-    assert!(passed <= counted && counted <= asked, "{passed} seen, {counted} counted, {asked} asked");
-    assert!(passed >= asked - asked / 3 - 1, "those that wait to the end pass: {passed}");
+    assert!(passed <= counted && counted <= submitted, "{passed} seen, {counted} counted, {submitted} asked");
+    assert!(passed >= submitted - submitted / 3 - 1, "those that wait to the end pass: {passed}");
 }

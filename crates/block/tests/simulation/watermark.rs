@@ -58,9 +58,9 @@ fn disk(name: &str, group: Option<&Arc<ThrottleGroup>>, budgets: &RateBudgets) -
 }
 
 /// A group with this limit in MiB a second, or without limits.
-fn group(name: &str, mib: Option<u64>, watermark: u8) -> Arc<ThrottleGroup> {
+fn group(name: &str, limit_mib: Option<u64>, watermark: u8) -> Arc<ThrottleGroup> {
     let mut limits = Limits::default();
-    limits.limit_mut(LimitKind::BpsTotal).rate = mib.unwrap_or(0) * MIB;
+    limits.limit_mut(LimitKind::BpsTotal).rate = limit_mib.unwrap_or(0) * MIB;
     let watermark = Watermark::new(watermark).expect("percent");
     let settings = GroupSettings { limits, watermark, ..GroupSettings::default() };
     ThrottleGroup::new(name, settings, None).expect("valid")
@@ -72,9 +72,9 @@ fn stream(disk: &Arc<Disk>, depth: usize, written: &Rc<Cell<u64>>, until: Instan
         let (disk, written) = (Arc::clone(disk), Rc::clone(written));
         spawn(async move {
             while now() < until {
-                let pass = disk.admit(Direction::Write, RequestCost::one(MIB)).await;
+                let permit = disk.admit(Direction::Write, RequestCost::one(MIB)).await;
                 let data = IoBuffer::zeroed(MIB as usize);
-                disk.write(pass, 0, data.into(), Durability::Cached).await.expect("null");
+                disk.write(permit, 0, data.into(), Durability::Cached).await.expect("null");
                 written.set(written.get() + MIB);
             }
         });
@@ -97,11 +97,11 @@ fn run(limits: [Option<u64>; 2], watermark: u8, depth: usize, unlimited_third: b
         );
         let device = Arc::new(device);
         let sampler = Sampler::default();
-        let subject = |group: &Arc<ThrottleGroup>| {
+        let sampled = |group: &Arc<ThrottleGroup>| {
             let weak: Weak<ThrottleGroup> = Arc::downgrade(group);
             SampledTarget { target: weak, devices: vec![Arc::clone(&device)] }
         };
-        sampler.watch(groups.iter().map(subject).collect());
+        sampler.watch(groups.iter().map(sampled).collect());
         let until = now() + SETTLED + MEASURED;
         let written = [Rc::new(Cell::new(0)), Rc::new(Cell::new(0))];
         for (disk, written) in disks.iter().zip(&written) {

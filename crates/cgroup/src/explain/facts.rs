@@ -57,7 +57,7 @@ pub(crate) struct CgroupFacts {
     /// Path from the mount, such as `/system.slice/nginx.service`.
     pub(crate) name: String,
     /// The only process to examine; `None` for all processes of the cgroup.
-    pub(crate) only: Option<i32>,
+    pub(crate) pid: Option<i32>,
     pub(crate) version: Version,
     /// Mount of the controller of block I/O.
     pub(crate) hierarchy: Option<Evidence>,
@@ -121,7 +121,7 @@ impl CgroupLevel {
 }
 
 fn lists_controller(text: Option<&Evidence>, controller: &str) -> bool {
-    text.is_some_and(|text| text.value.split_ascii_whitespace().any(|word| word == controller))
+    text.is_some_and(|text| text.value.split_ascii_whitespace().any(|name| name == controller))
 }
 
 #[derive(Debug, Clone)]
@@ -157,7 +157,7 @@ pub(crate) struct FileUse {
     pub(crate) created: Option<SystemTime>,
     /// Set if a file written through the page cache is older than every process of the cgroup.
     pub(crate) older: Option<Evidence>,
-    pub(crate) others: Vec<OtherWriter>,
+    pub(crate) other_writers: Vec<OtherWriter>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -198,7 +198,7 @@ pub(crate) struct MountedFileSystem {
     pub(crate) kind: String,
     pub(crate) point: String,
     pub(crate) super_options: String,
-    pub(crate) nature: FileSystemClass,
+    pub(crate) class: FileSystemClass,
     pub(crate) evidence: Evidence,
     pub(crate) below: BackingDisk,
     pub(crate) partition: Option<Evidence>,
@@ -266,8 +266,8 @@ const MIN_MISSING_BYTES: u64 = 16 << 20;
 impl WriteAccounting {
     pub(crate) fn charged_elsewhere(&self) -> bool {
         // Bytes that wait in the page cache are charged only when they are written.
-        let told = self.charged_bytes.saturating_add(self.waiting_bytes);
-        let missing = self.written_bytes.saturating_sub(told);
+        let accounted = self.charged_bytes.saturating_add(self.waiting_bytes);
+        let missing = self.written_bytes.saturating_sub(accounted);
         // The second condition allows for counters that are incomplete in proportion to the volume.
         missing >= MIN_MISSING_BYTES && missing > self.written_bytes / 4
     }
@@ -275,7 +275,7 @@ impl WriteAccounting {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OtherControl {
-    pub(crate) what: OtherControlKind,
+    pub(crate) kind: OtherControlKind,
     pub(crate) disk: DeviceNumber,
     pub(crate) evidence: Evidence,
 }
@@ -296,8 +296,8 @@ impl CgroupFacts {
         self.disk(number).map_or_else(|| number.to_string(), |disk| disk.node.clone())
     }
 
-    pub(crate) fn disk_of(&self, place: IoLocation) -> Option<DeviceNumber> {
-        match place {
+    pub(crate) fn disk_of(&self, location: IoLocation) -> Option<DeviceNumber> {
+        match location {
             IoLocation::Disk(number) => Some(number),
             IoLocation::FileSystem(index) => match self.file_systems[index].below {
                 BackingDisk::Disk(number) => Some(number),

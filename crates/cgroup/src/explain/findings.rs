@@ -85,8 +85,8 @@ pub(crate) struct CoverageFinding {
     pub(crate) acts: BTreeSet<(Option<i32>, Io)>,
     pub(crate) disk: Option<DeviceNumber>,
     /// Disk node and file system, as text; empty if the finding is about no location.
-    pub(crate) place: String,
-    pub(crate) why: String,
+    pub(crate) location: String,
+    pub(crate) explanation: String,
     pub(crate) evidence: Vec<Evidence>,
     pub(crate) remedy: Option<String>,
 }
@@ -119,16 +119,16 @@ pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
     for process in &facts.processes {
         for used in &process.uses {
             for io in Io::of(used) {
-                let judged = classify(facts, &process.group, used, io);
-                merge_finding(facts, &mut found, judged, Some(used.location), (Some(process.pid), io));
+                let verdict = classify(facts, &process.group, used, io);
+                merge_finding(facts, &mut found, verdict, Some(used.location), (Some(process.pid), io));
             }
         }
         whole_cgroup::swapping(facts, process, &mut found);
     }
     for used in &facts.hypothetical_uses {
         for io in Io::of(used) {
-            let judged = classify(facts, &facts.own().name, used, io);
-            merge_finding(facts, &mut found, judged, Some(used.location), (None, io));
+            let verdict = classify(facts, &facts.own().name, used, io);
+            merge_finding(facts, &mut found, verdict, Some(used.location), (None, io));
         }
     }
     whole_cgroup::add_cgroup_findings(facts, &mut found);
@@ -177,38 +177,38 @@ fn classify(facts: &CgroupFacts, group: &str, used: &FileUse, io: Io) -> Request
 fn merge_finding(
     facts: &CgroupFacts,
     found: &mut Vec<CoverageFinding>,
-    judged: RequestVerdict,
-    place: Option<IoLocation>,
+    verdict: RequestVerdict,
+    location: Option<IoLocation>,
     act: (Option<i32>, Io),
 ) {
     // Findings are merged by coverage, cause and location; only their processes and evidence
     // differ.
-    let named = place.map_or_else(String::new, |place| wording::location_text(facts, place));
+    let named = location.map_or_else(String::new, |place| wording::location_text(facts, place));
     let same = |finding: &&mut CoverageFinding| {
-        finding.coverage == judged.coverage && finding.cause == judged.cause && finding.place == named
+        finding.coverage == verdict.coverage && finding.cause == verdict.cause && finding.location == named
     };
     if let Some(finding) = found.iter_mut().find(same) {
         finding.acts.insert(act);
-        cite(&mut finding.evidence, judged.evidence);
+        cite(&mut finding.evidence, verdict.evidence);
         return;
     }
-    let (why, mend) = wording::cause_and_remedy(facts, judged.cause, &judged.detail);
+    let (explanation, remedy) = wording::cause_and_remedy(facts, verdict.cause, &verdict.detail);
     let mut evidence = Vec::new();
-    cite(&mut evidence, judged.evidence);
+    cite(&mut evidence, verdict.evidence);
     found.push(CoverageFinding {
-        coverage: judged.coverage,
-        cause: judged.cause,
+        coverage: verdict.coverage,
+        cause: verdict.cause,
         acts: BTreeSet::from([act]),
-        disk: place.and_then(|place| facts.disk_of(place)),
-        place: named,
-        why,
+        disk: location.and_then(|place| facts.disk_of(place)),
+        location: named,
+        explanation,
         evidence,
-        remedy: mend,
+        remedy,
     });
 }
 
-fn cite(cited: &mut Vec<Evidence>, more: Vec<Evidence>) {
-    for evidence in more {
+fn cite(cited: &mut Vec<Evidence>, additional: Vec<Evidence>) {
+    for evidence in additional {
         if cited.len() < MAX_EVIDENCE && !cited.contains(&evidence) {
             cited.push(evidence);
         }

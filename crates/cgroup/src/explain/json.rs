@@ -26,7 +26,7 @@ pub(super) fn json(facts: &CgroupFacts, findings: &[CoverageFinding]) -> Value {
     });
     json!({
         "cgroup": facts.name,
-        "process": facts.only,
+        "process": facts.pid,
         "version": if facts.version == Version::V1 { 1 } else { 2 },
         "kernel": facts.kernel.evidence.value,
         "verdict": Verdict::of(findings).name(),
@@ -45,9 +45,9 @@ fn finding_json(facts: &CgroupFacts, finding: &CoverageFinding) -> Value {
         "cause": finding.cause.name(),
         "device": finding.disk.map(|disk| facts.node(disk)),
         "device-number": finding.disk.map(|disk| disk.to_string()),
-        "place": finding.place,
+        "place": finding.location,
         "io": acts.collect::<Vec<_>>(),
-        "why": finding.why,
+        "why": finding.explanation,
         "evidence": evidence(&finding.evidence),
         "mend": finding.remedy,
     })

@@ -112,41 +112,41 @@ pub(super) fn measure(
     hierarchy: &CgroupHierarchy,
     group: &ControlGroup,
     facts: &CgroupFacts,
-    wish: &MeasureOptions<'_>,
+    options: &MeasureOptions<'_>,
 ) -> anyhow::Result<MeasuredPaths> {
-    let directory = match wish.directory {
+    let directory = match options.directory {
         Some(directory) => directory.to_owned(),
         None => default_directory(facts)?,
     };
     let shown = directory.display().to_string();
     let target = device::resolve(&hierarchy.roots, &shown)?;
     let node = target.identity.node();
-    let spot = facts::disks_of_directory(hierarchy, &directory);
-    let Some((disk, rates)) = limit_in_force(facts, &spot.stack) else {
+    let stack = facts::disks_of_directory(hierarchy, &directory);
+    let Some((disk, rates)) = limit_in_force(facts, &stack.stack) else {
         bail!("{shown}: its disk {node} has no limit (set one, or choose another --directory)");
     };
-    let places = SysfsRoots { sys: hierarchy.roots.sys.clone(), mounts: hierarchy.roots.mountinfo() };
+    let sysfs_roots = SysfsRoots { sys: hierarchy.roots.sys.clone(), mounts: hierarchy.roots.mountinfo() };
     let identity =
-        DeviceIdentity::resolve(disk, &places).with_context(|| format!("the limited disk {disk}"))?;
+        DeviceIdentity::resolve(disk, &sysfs_roots).with_context(|| format!("the limited disk {disk}"))?;
     // Each resource registers its removal for the signal handler in the same step that creates it.
-    let undo = SignalCleanup::start()?;
+    let cleanup = SignalCleanup::start()?;
     let name = format!("weir-explain-{}", process::id());
     // The worker's cgroup is beside the examined one, so only its own limits have to be copied.
-    let own = facts.own().limits.iter().filter(|limit| spot.stack.contains(&limit.disk));
-    let own: Vec<(DeviceNumber, IoMaxRates)> = own.map(|limit| (limit.disk, limit.rates)).collect();
-    let place = undo.with_cleanup(|| {
-        let place = TemporaryCgroup::beside(group, &name, &own)?;
-        let removal = place.removal();
-        Ok((place, removal))
+    let own_limits = facts.own().limits.iter().filter(|limit| stack.stack.contains(&limit.disk));
+    let own_limits: Vec<(DeviceNumber, IoMaxRates)> = own_limits.map(|limit| (limit.disk, limit.rates)).collect();
+    let cgroup = cleanup.with_cleanup(|| {
+        let cgroup = TemporaryCgroup::beside(group, &name, &own_limits)?;
+        let removal = cgroup.removal();
+        Ok((cgroup, removal))
     })?;
-    let worker = undo.with_cleanup(|| {
+    let worker = cleanup.with_cleanup(|| {
         let worker = LoadWorker::start(&directory)?;
         let end = worker.end();
         Ok((worker, end))
     })?;
     // Moved before its first request: the kernel does not move charges along with a process.
-    place.enter(worker.process())?;
-    let trace = undo.with_cleanup(|| {
+    cgroup.enter(worker.process())?;
+    let trace = cleanup.with_cleanup(|| {
         let trace = start_trace(hierarchy, &name, disk)?;
         let removal = trace.removal();
         Ok((trace, removal))
@@ -154,21 +154,21 @@ pub(super) fn measure(
     // A missing trace is no error: the report then lacks the tasks that submitted requests.
     let untraced = trace.as_ref().err().map(|error| format!("{error:#}"));
     let charged =
-        spot.file_system.is_some_and(|file_system| findings::charges_writeback(facts, &file_system));
-    let (trace, wish) = (trace.ok(), wish.clone());
-    let mut proof = PathTests {
+        stack.file_system.is_some_and(|file_system| findings::charges_writeback(facts, &file_system));
+    let (trace, options) = (trace.ok(), options.clone());
+    let mut path_tests = PathTests {
         directory: directory.clone(),
         worker,
-        place,
+        cgroup,
         trace,
         disk,
         identity,
         rates,
         charged,
-        wish,
+        options,
     };
-    let ways = proof.all();
-    Ok(MeasuredPaths { directory, node, untraced, paths: ways })
+    let paths = path_tests.all();
+    Ok(MeasuredPaths { directory, node, untraced, paths })
 }
 
 fn default_directory(facts: &CgroupFacts) -> anyhow::Result<PathBuf> {

@@ -16,7 +16,7 @@ use crate::control_group::Version;
 pub(super) fn text(facts: &CgroupFacts, findings: &[CoverageFinding]) -> String {
     let mut text = String::new();
     let version = if facts.version == Version::V1 { 1 } else { 2 };
-    let subject = match facts.only {
+    let subject = match facts.pid {
         Some(pid) => format!("process {pid} in {}", facts.name),
         None => facts.name.clone(),
     };
@@ -24,9 +24,9 @@ pub(super) fn text(facts: &CgroupFacts, findings: &[CoverageFinding]) -> String 
     let mut disks: Vec<Option<DeviceNumber>> = Vec::new();
     // Limited disks first, also those without a finding.
     let limited = facts.levels.iter().flat_map(|level| &level.limits).map(|limit| Some(limit.disk));
-    let told =
+    let failure_disks =
         findings.iter().filter(|finding| finding.coverage != Coverage::Note).map(|finding| finding.disk);
-    for disk in limited.chain(told) {
+    for disk in limited.chain(failure_disks) {
         if !disks.contains(&disk) {
             disks.push(disk);
         }
@@ -73,19 +73,19 @@ fn limit(level: &CgroupLevel, disk: DeviceNumber) -> Option<String> {
 
 fn finding_text(finding: &CoverageFinding) -> String {
     let ios: Vec<String> = finding.ios().iter().map(ToString::to_string).collect();
-    let about = [ios.join(", "), finding.place.clone()].into_iter().filter(|part| !part.is_empty());
-    let about = about.collect::<Vec<_>>().join(", ");
+    let parts = [ios.join(", "), finding.location.clone()].into_iter().filter(|part| !part.is_empty());
+    let summary = parts.collect::<Vec<_>>().join(", ");
     let name = finding.cause.name();
     // The cause of full coverage needs no name.
-    let about = match finding.cause {
-        Cause::Covered => about,
-        _ if about.is_empty() => name.to_owned(),
-        _ => format!("{about} [{name}]"),
+    let heading = match finding.cause {
+        Cause::Covered => summary,
+        _ if summary.is_empty() => name.to_owned(),
+        _ => format!("{summary} [{name}]"),
     };
     let mut text =
-        format!("  {:<9} {}\n            {}\n", finding.coverage, clean(&about), clean(&finding.why));
-    if let Some(mend) = &finding.remedy {
-        let _ = writeln!(text, "            fix: {}", clean(mend));
+        format!("  {:<9} {}\n            {}\n", finding.coverage, clean(&heading), clean(&finding.explanation));
+    if let Some(remedy) = &finding.remedy {
+        let _ = writeln!(text, "            fix: {}", clean(remedy));
     }
     for Evidence { file, value } in &finding.evidence {
         let _ = writeln!(text, "            {}: {}", clean(file), clean(value));
@@ -112,7 +112,7 @@ fn processes(facts: &CgroupFacts, findings: &[CoverageFinding]) -> String {
                     process.pid.to_string(),
                     process.name.clone(),
                     ios.join(", "),
-                    finding.place.clone(),
+                    finding.location.clone(),
                     coverage_cell(finding),
                 ]);
             }

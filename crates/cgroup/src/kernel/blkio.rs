@@ -32,13 +32,13 @@ pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
 /// Parses one of [`LIMITS`]: its devices, each with the rate that this file sets.
 pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(DeviceNumber, IoMaxRates)>, UnknownFormat> {
     let parse = |line: &str| {
-        let mut words = line.split_ascii_whitespace();
-        let (device, rate) = (number(words.next()?)?, count(words.next()?)?);
+        let mut fields = line.split_ascii_whitespace();
+        let (device, rate) = (number(fields.next()?)?, count(fields.next()?)?);
         // Each file sets one of the four rates.
-        let of = |name: &str| (file == name).then_some(rate);
-        let [read_bps, write_bps, read_iops, write_iops] = LIMITS.map(of);
+        let rate_of = |name: &str| (file == name).then_some(rate);
+        let [read_bps, write_bps, read_iops, write_iops] = LIMITS.map(rate_of);
         let rates = IoMaxRates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
-        words.next().is_none().then_some((device, rates))
+        fields.next().is_none().then_some((device, rates))
     };
     text.lines().map(|line| parse(line).ok_or_else(|| UnknownFormat::new("blkio.throttle", line))).collect()
 }
@@ -49,10 +49,10 @@ pub(crate) fn usage(
     operations: &str,
 ) -> Result<Vec<(DeviceNumber, CgroupIoUsage)>, UnknownFormat> {
     let mut found = std::collections::BTreeMap::<DeviceNumber, CgroupIoUsage>::new();
-    for (what, text) in [(BYTES, bytes), (OPERATIONS, operations)] {
-        for_each_counter(what, text, |device, kind, total| {
+    for (file, text) in [(BYTES, bytes), (OPERATIONS, operations)] {
+        for_each_counter(file, text, |device, kind, total| {
             let usage = found.entry(device).or_default();
-            let field = match (kind, what == BYTES) {
+            let field = match (kind, file == BYTES) {
                 ("Read", true) => &mut usage.read_bytes,
                 ("Write", true) => &mut usage.written_bytes,
                 ("Discard", true) => &mut usage.discarded_bytes,
@@ -78,15 +78,15 @@ pub(crate) fn find(
 }
 
 fn for_each_counter(
-    what: &'static str,
+    file: &'static str,
     text: &str,
     mut show: impl FnMut(DeviceNumber, &str, u64),
 ) -> Result<(), UnknownFormat> {
     for line in text.lines() {
-        let unknown = || UnknownFormat::new(what, line);
-        let mut words = line.split_ascii_whitespace();
-        let (first, second, third) = (words.next(), words.next(), words.next());
-        match (first, second, third, words.next()) {
+        let unknown = || UnknownFormat::new(file, line);
+        let mut fields = line.split_ascii_whitespace();
+        let (first, second, third) = (fields.next(), fields.next(), fields.next());
+        match (first, second, third, fields.next()) {
             (Some(device), Some(kind), Some(total), None) => {
                 let total = count(total).ok_or_else(unknown)?;
                 if !NAMELESS.contains(&device) {

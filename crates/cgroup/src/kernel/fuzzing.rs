@@ -101,8 +101,8 @@ fn mounts(text: &str) {
     let Some(mounts) = accepted(mountinfo::parse(text)) else { return };
     for mount in &mounts {
         let _ = mount.option("upperdir");
-        if let Some(holding) = mountinfo::mount_containing(&mounts, &mount.point) {
-            assert!(mount.point.starts_with(&holding.point));
+        if let Some(containing) = mountinfo::mount_containing(&mounts, &mount.point) {
+            assert!(mount.point.starts_with(&containing.point));
         }
     }
     let _ = mountinfo::mount_containing(&mounts, Path::new("/"));

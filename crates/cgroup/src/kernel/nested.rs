@@ -24,26 +24,26 @@ pub(super) const NAMELESS: [&str; 2] = ["(unknown)", "(null)"];
 /// returns `None` for an invalid value. Fails at the first unknown line, after showing the devices
 /// before it.
 pub(super) fn scan<V: Default>(
-    what: &'static str,
+    file: &'static str,
     text: &str,
     set: impl Fn(&mut V, &str, &str) -> Option<()>,
     mut show: impl FnMut(DeviceNumber, V) -> ControlFlow<()>,
 ) -> Result<(), UnknownFormat> {
     for line in text.lines() {
-        let unknown = || UnknownFormat::new(what, line);
+        let unknown = || UnknownFormat::new(file, line);
         let mut current: Option<(Option<DeviceNumber>, V)> = None;
-        for word in line.split_ascii_whitespace() {
-            if let Some((key, value)) = word.split_once('=') {
+        for token in line.split_ascii_whitespace() {
+            if let Some((key, value)) = token.split_once('=') {
                 let (_, values) = current.as_mut().ok_or_else(unknown)?;
                 set(values, key, value).ok_or_else(unknown)?;
                 continue;
             }
             // Android's scheduler classes, such as `[NONE]`; their keys are unknown and skipped.
-            if current.is_some() && word.starts_with('[') && word.ends_with(']') {
+            if current.is_some() && token.starts_with('[') && token.ends_with(']') {
                 continue;
             }
             let device =
-                if NAMELESS.contains(&word) { None } else { Some(number(word).ok_or_else(unknown)?) };
+                if NAMELESS.contains(&token) { None } else { Some(number(token).ok_or_else(unknown)?) };
             // A second device on the line: the device before it has no further keys.
             if let Some((Some(before), values)) = current.replace((device, V::default()))
                 && show(before, values).is_break()
@@ -61,12 +61,12 @@ pub(super) fn scan<V: Default>(
 }
 
 pub(super) fn all<V: Default>(
-    what: &'static str,
+    file: &'static str,
     text: &str,
     set: impl Fn(&mut V, &str, &str) -> Option<()>,
 ) -> Result<Vec<(DeviceNumber, V)>, UnknownFormat> {
     let mut found = Vec::new();
-    scan(what, text, set, |device, values| {
+    scan(file, text, set, |device, values| {
         found.push((device, values));
         ControlFlow::Continue(())
     })?;

@@ -49,8 +49,8 @@ pub(crate) fn parse(text: &str) -> Result<IoPressure, UnknownFormat> {
 /// Parses one line; all four keys are required.
 fn parse_stall(keys: &str) -> Option<PressureStall> {
     let (mut averages, mut total_us) = ([None; 3], None);
-    for word in keys.split_ascii_whitespace() {
-        let (key, value) = word.split_once('=')?;
+    for token in keys.split_ascii_whitespace() {
+        let (key, value) = token.split_once('=')?;
         match key {
             "avg10" => averages[0] = Some(percent(value)?),
             "avg60" => averages[1] = Some(percent(value)?),

@@ -121,7 +121,7 @@ fn device_without_keys_has_zero_counters() {
 }
 
 #[test]
-fn devices_without_names_and_counts_of_schedulers_are_passed_over() {
+fn nameless_devices_and_scheduler_counters_are_skipped() {
     check_stat(sample!("io_stat-6.6-nameless"), &[(n(259, 3), [4_096, 8_192, 1, 2, 0, 0])]);
     check_stat(
         sample!("io_stat-android-5.10-deadline"),
@@ -130,7 +130,7 @@ fn devices_without_names_and_counts_of_schedulers_are_passed_over() {
 }
 
 #[test]
-fn io_stat_of_no_kernel_is_refused_with_its_line() {
+fn unknown_io_stat_is_rejected_with_its_line() {
     let broken = "8:0 rbytes=1\n8:16 rbytes=many\n";
     let unknown = io_stat::parse(broken).expect_err("not a number");
     assert_eq!(unknown, UnknownFormat { what: "io.stat", line: "8:16 rbytes=many".to_owned() });
@@ -195,7 +195,7 @@ fn io_max_of_every_kernel_is_read_and_written() {
 }
 
 #[test]
-fn io_latency_tells_the_targets() {
+fn io_latency_targets_are_parsed() {
     let text = "8:0 target=75000\n254:16 target=100\n";
     assert_eq!(io_latency::targets(text), Ok(vec![(n(8, 0), 75_000), (n(254, 16), 100)]));
     assert!(io_latency::targets("8:0 target=soon\n").is_err());
@@ -228,7 +228,7 @@ fn pressure_is_read_with_and_without_full() {
 }
 
 #[test]
-fn pressure_of_no_kernel_is_refused() {
+fn unknown_pressure_is_rejected() {
     let full = "full avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
     for broken in
         ["", full, "some\n", "some avg10=0.00\n", &full.replace("full", "some").replace("0.00", "nan")]
@@ -266,7 +266,7 @@ fn mountinfo_escapes_and_optional_fields_parse() {
 }
 
 #[test]
-fn a_path_is_in_the_innermost_mount_and_in_the_latest_of_several() {
+fn path_belongs_to_the_innermost_and_latest_mount() {
     let text = "1 0 8:1 / / rw - ext4 a rw\n2 1 8:2 / /srv rw - ext4 b rw\n3 1 8:3 / /srv rw - ext4 c rw\n";
     let mounts = mountinfo::parse(text).expect("known");
     let source =
@@ -342,7 +342,7 @@ fn process_io_counters_are_parsed() {
 }
 
 #[test]
-fn a_task_s_name_may_look_like_the_rest_of_its_line() {
+fn task_name_may_resemble_later_fields() {
     let task = |pid, name: &str, state, parent, start_ticks, blkio_delay_ticks| TaskStat {
         pid,
         name: name.to_owned(),
@@ -423,7 +423,7 @@ fn weight_mechanisms_are_parsed() {
 }
 
 #[test]
-fn a_device_s_number_is_digits_alone() {
+fn device_number_has_digits_only() {
     assert_eq!(number("259:1048575"), Some(n(259, 1_048_575)));
     for broken in
         ["", ":", "8:", ":0", "8", "8:0:1", "+8:0", "8:-1", " 8:0", "8:0 ", "8:99999999999999999999"]
@@ -436,12 +436,12 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_text_makes_a_parser_fail(data in vec(any::<u8>(), 0..300)) {
+    fn parsers_do_not_panic_on_any_text(data in vec(any::<u8>(), 0..300)) {
         fuzzing::kernel_files(&data);
     }
 
     #[test]
-    fn no_change_to_a_sample_makes_a_parser_fail(
+    fn parsers_do_not_panic_on_mutated_samples(
         which in 0..SAMPLES.len(),
         other in 0..SAMPLES.len(),
         cut in any::<prop::sample::Index>(),

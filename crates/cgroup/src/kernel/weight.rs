@@ -25,8 +25,8 @@ pub(crate) struct CgroupWeights {
 
 impl CgroupWeights {
     pub(crate) fn on(&self, device: DeviceNumber) -> Option<u32> {
-        let own = self.devices.iter().find(|(number, _)| *number == device);
-        own.map(|(_, weight)| *weight).or(self.default)
+        let entry = self.devices.iter().find(|(number, _)| *number == device);
+        entry.map(|(_, weight)| *weight).or(self.default)
     }
 }
 
@@ -35,8 +35,8 @@ pub(crate) fn weights(text: &str) -> Result<CgroupWeights, UnknownFormat> {
     let mut weights = CgroupWeights::default();
     for line in text.lines() {
         let unknown = || UnknownFormat::new("io.weight", line);
-        let mut words = line.split_ascii_whitespace();
-        match (words.next(), words.next(), words.next()) {
+        let mut fields = line.split_ascii_whitespace();
+        match (fields.next(), fields.next(), fields.next()) {
             (Some(weight), None, _) | (Some("default"), Some(weight), None) => {
                 weights.default = Some(count(weight).ok_or_else(unknown)?);
             }
@@ -61,9 +61,9 @@ pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(DeviceNumber, bool)>, Unkn
 
 /// The active scheduler; `None` if the device offers no choice.
 pub(crate) fn scheduler(text: &str) -> Result<Option<&str>, UnknownFormat> {
-    let mut words = text.split_ascii_whitespace();
-    let marked = words.clone().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
-    match (marked, words.next(), words.next()) {
+    let mut schedulers = text.split_ascii_whitespace();
+    let marked = schedulers.clone().find_map(|name| name.strip_prefix('[')?.strip_suffix(']'));
+    match (marked, schedulers.next(), schedulers.next()) {
         (Some(marked), ..) => Ok(Some(marked)),
         (None, None, _) => Ok(None),
         // A device without a request queue prints `none` without brackets.

@@ -47,7 +47,7 @@ pub struct CgroupLimitArgs {
     #[arg(long)]
     pub(crate) remove: bool,
     #[command(flatten)]
-    pub(crate) kept: LimitsFileArgs,
+    pub(crate) limits_file: LimitsFileArgs,
     /// Print the limits in force as JSON
     #[arg(long)]
     pub(crate) json: bool,

@@ -22,10 +22,10 @@ pub(crate) struct ConfiguredLimits {
 }
 
 impl ConfiguredLimits {
-    pub(crate) fn of(kept: &LimitsFile, name: &Path, device: DeviceNumber) -> Option<Self> {
+    pub(crate) fn of(limits_file: &LimitsFile, name: &Path, device: DeviceNumber) -> Option<Self> {
         let is_this = |number: anyhow::Result<DeviceNumber>| number.is_ok_and(|number| number == device);
-        let entry = kept.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
-        let shared = kept.limits_of(entry);
+        let entry = limits_file.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
+        let shared = limits_file.limits_of(entry);
         Some(Self {
             // `LimitsFile::load` validated the entries.
             limits: shared.limits().unwrap_or_default(),
@@ -83,19 +83,19 @@ mod tests {
     fn configured_limits_as_short_text() {
         let group =
             ControlGroup { version: Version::V2, directory: "/sys/fs/cgroup/a".into(), name: "/a".into() };
-        let mut kept = LimitsFile::default();
+        let mut limits_file = LimitsFile::default();
         let change = LimitsChange {
             watermark: Some(90),
             weight: Some(200),
             group: Some("tenant".to_owned()),
             ..LimitsChange::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20)])
         };
-        kept.change(&group, (DISK, "serial x"), &change).unwrap();
-        let asked = ConfiguredLimits::of(&kept, Path::new("/a"), DISK).expect("it is kept");
-        assert_eq!(asked.text(), "bps-w 4M↑20M, watermark 90%, group tenant, weight 200");
-        assert_eq!(asked.set_limits()["bps-write-max"], 20 << 20);
-        assert_eq!(ConfiguredLimits::of(&kept, Path::new("/b"), DISK), None);
-        assert_eq!(ConfiguredLimits::of(&kept, Path::new("/a"), DeviceNumber { minor: 16, ..DISK }), None);
+        limits_file.change(&group, (DISK, "serial x"), &change).unwrap();
+        let configured = ConfiguredLimits::of(&limits_file, Path::new("/a"), DISK).expect("it is kept");
+        assert_eq!(configured.text(), "bps-w 4M↑20M, watermark 90%, group tenant, weight 200");
+        assert_eq!(configured.set_limits()["bps-write-max"], 20 << 20);
+        assert_eq!(ConfiguredLimits::of(&limits_file, Path::new("/b"), DISK), None);
+        assert_eq!(ConfiguredLimits::of(&limits_file, Path::new("/a"), DeviceNumber { minor: 16, ..DISK }), None);
         assert_eq!(ConfiguredLimits::default().text(), "-");
     }
 }

@@ -55,8 +55,8 @@ pub(crate) struct StoredLimits {
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
-const fn is_not(said: &bool) -> bool {
-    !*said
+const fn is_not(value: &bool) -> bool {
+    !*value
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -114,11 +114,11 @@ impl LimitsChange {
 
 impl StoredLimits {
     /// The fallback share in a cluster's group.
-    pub(crate) fn of_cluster(safe: &Limits) -> Self {
+    pub(crate) fn of_cluster(fallback: &Limits) -> Self {
         let set = LimitSetting::ALL
             .into_iter()
-            .filter(|setting| safe.get(*setting) != Limits::default().get(*setting));
-        let limits = set.map(|setting| (setting.name().to_owned(), safe.get(setting))).collect();
+            .filter(|setting| fallback.get(*setting) != Limits::default().get(*setting));
+        let limits = set.map(|setting| (setting.name().to_owned(), fallback.get(setting))).collect();
         Self { limits, watermark: 0, cluster: true }
     }
 
@@ -159,7 +159,7 @@ impl StoredLimits {
         let LimitSetting::Limit(kind, LimitPart::Rate) = limit else { return };
         for part in [LimitPart::BurstRate, LimitPart::BurstLength].map(|part| LimitSetting::Limit(kind, part))
         {
-            if change.limits.iter().all(|(asked, _)| *asked != part) {
+            if change.limits.iter().all(|(setting, _)| *setting != part) {
                 self.limits.remove(part.name());
             }
         }
@@ -203,7 +203,7 @@ impl CgroupEntry {
     /// any path.
     pub(crate) fn could_be_on(&self, device: &str, known: Option<DeviceNumber>) -> bool {
         match known {
-            Some(number) => self.device().is_ok_and(|own| own == number),
+            Some(number) => self.device().is_ok_and(|entry_number| entry_number == number),
             None => self.device == device || device.starts_with('/'),
         }
     }
@@ -270,14 +270,14 @@ impl LimitsFile {
         let shared = match &entry.group {
             None => &mut entry.own,
             Some(name) => {
-                let there = next.groups.entry(name.clone()).or_default();
-                if change.cluster && !there.cluster {
+                let stored = next.groups.entry(name.clone()).or_default();
+                if change.cluster && !stored.cluster {
                     bail!(
                         "group {name} belongs to no cluster here (list it in control-groups of \
                          [cluster], and give the daemon the same file: cgroup-limits)"
                     );
                 }
-                if there.cluster
+                if stored.cluster
                     && (!change.limits.is_empty() || change.watermark.is_some_and(|percent| percent > 0))
                 {
                     bail!(
@@ -285,7 +285,7 @@ impl LimitsFile {
                          throttle {name} --cluster` changes them there)"
                     );
                 }
-                there
+                stored
             }
         };
         shared.change(change);
@@ -328,11 +328,11 @@ impl LimitsFile {
             for kind in LimitKind::ALL {
                 let is_total = matches!(kind, LimitKind::BpsTotal | LimitKind::IopsTotal);
                 // A total is split in two directions with a minimum of 2 each.
-                let (rate, least) = (limits.limit(kind).rate, members * if is_total { 4 } else { 2 });
-                if rate > 0 && rate < least {
+                let (rate, min_rate) = (limits.limit(kind).rate, members * if is_total { 4 } else { 2 });
+                if rate > 0 && rate < min_rate {
                     bail!(
                         "group {name}: the fallback share of this host is {rate} per second of {}, \
-                         and the kernel needs at least {least} for {members} control groups (raise \
+                         and the kernel needs at least {min_rate} for {members} control groups (raise \
                          it: `weir throttle {name} --cluster --safe-share`)",
                         LimitSetting::Limit(kind, LimitPart::Rate).name()
                     );
@@ -351,19 +351,19 @@ impl LimitsFile {
                 || groups.contains_key(name)
                 || limits.iter().any(|entry| entry.group.as_ref() == Some(name))
         });
-        for (name, safe) in groups {
-            self.groups.insert(name.clone(), StoredLimits::of_cluster(safe));
+        for (name, fallback) in groups {
+            self.groups.insert(name.clone(), StoredLimits::of_cluster(fallback));
         }
     }
 
     /// File with only the entries whose limits belong to a cluster.
     pub(crate) fn only_cluster_entries(mut self) -> Self {
         let groups = &self.groups;
-        let is_lent = |entry: &CgroupEntry| {
+        let is_leased = |entry: &CgroupEntry| {
             let group = entry.group.as_ref().and_then(|name| groups.get(name));
             group.is_some_and(StoredLimits::is_of_cluster)
         };
-        self.limits.retain(is_lent);
+        self.limits.retain(is_leased);
         self
     }
 
@@ -372,23 +372,23 @@ impl LimitsFile {
             shared.limits().and_then(|_| shared.watermark()).with_context(|| format!("group {name}"))?;
         }
         // The file can be edited by hand, so every invariant is checked.
-        let mut places = HashSet::new();
+        let mut seen = HashSet::new();
         for entry in &self.limits {
-            if !places.insert((&entry.cgroup, &entry.device)) {
+            if !seen.insert((&entry.cgroup, &entry.device)) {
                 bail!("cgroup {} is listed twice for device {}", entry.cgroup.display(), entry.device);
             }
-            let about = || format!("cgroup {}", entry.cgroup.display());
+            let context = || format!("cgroup {}", entry.cgroup.display());
             if entry.cgroup.components().any(|component| component == Component::ParentDir) {
-                return Err(anyhow::anyhow!("the path contains \"..\"")).with_context(about);
+                return Err(anyhow::anyhow!("the path contains \"..\"")).with_context(context);
             }
-            entry.own.limits().and_then(|_| entry.own.watermark()).with_context(about)?;
-            entry.device().with_context(about)?;
+            entry.own.limits().and_then(|_| entry.own.watermark()).with_context(context)?;
+            entry.device().with_context(context)?;
             if entry.weight != 0 && !NodeShare::WEIGHTS.contains(&entry.weight) {
                 return Err(anyhow::anyhow!("weight {} is not from 1 to 10000", entry.weight))
-                    .with_context(about);
+                    .with_context(context);
             }
             if let Some(name) = entry.group.as_ref().filter(|name| !self.groups.contains_key(*name)) {
-                return Err(anyhow::anyhow!("there is no group {name}")).with_context(about);
+                return Err(anyhow::anyhow!("there is no group {name}")).with_context(context);
             }
         }
         Ok(())
@@ -398,9 +398,9 @@ impl LimitsFile {
     pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
         let read = || -> anyhow::Result<Self> {
             let Some(text) = atomic_file::read(path, MAX_FILE_BYTES)? else { return Ok(Self::default()) };
-            let kept: Self = serde_json::from_slice(&text)?;
-            kept.check()?;
-            Ok(kept)
+            let limits_file: Self = serde_json::from_slice(&text)?;
+            limits_file.check()?;
+            Ok(limits_file)
         };
         read().with_context(|| {
             format!(

@@ -20,12 +20,12 @@ fn in_group(name: &str, limits: &[(&str, u64)]) -> LimitsChange {
 
 #[test]
 fn unnamed_limits_stay_and_0_removes_a_limit() {
-    let mut kept = LimitsFile::default();
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 200), ("bps-write-max", 400)]))
+    let mut limits_file = LimitsFile::default();
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 200), ("bps-write-max", 400)]))
         .unwrap();
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-read", 0)])).unwrap();
-    let limits = kept.limits_of(kept.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-read", 0)])).unwrap();
+    let limits = limits_file.limits_of(limits_file.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite).burst_rate, 400);
     assert_eq!(limits.limit(LimitKind::BpsWrite).rate, 200);
     assert_eq!(limits.limit(LimitKind::IopsRead).rate, 0);
@@ -33,44 +33,44 @@ fn unnamed_limits_stay_and_0_removes_a_limit() {
 
 #[test]
 fn removing_a_limit_removes_its_burst() {
-    let mut kept = LimitsFile::default();
+    let mut limits_file = LimitsFile::default();
     let burst = [("bps-write", 4), ("bps-write-max", 20), ("bps-write-max-length", 5), ("bps-read", 4)];
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&burst)).unwrap();
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0)])).unwrap();
-    let limits = kept.limits_of(&kept.limits[0]).limits().unwrap();
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&burst)).unwrap();
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0)])).unwrap();
+    let limits = limits_file.limits_of(&limits_file.limits[0]).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::RateLimit::default());
     assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0), ("bps-write-max", 20)]))
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0), ("bps-write-max", 20)]))
         .unwrap_err();
 }
 
 #[test]
 fn invalid_change_leaves_the_file_unchanged() {
-    let mut kept = LimitsFile::default();
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100)])).unwrap();
-    let before = kept.clone();
-    let error = kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-total", 100)])).unwrap_err();
+    let mut limits_file = LimitsFile::default();
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100)])).unwrap();
+    let before = limits_file.clone();
+    let error = limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-total", 100)])).unwrap_err();
     assert!(format!("{error:#}").contains("/a"), "{error:#}");
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write-max", 50)])).unwrap_err();
-    assert_eq!(kept, before);
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write-max", 50)])).unwrap_err();
+    assert_eq!(limits_file, before);
 }
 
 #[test]
 fn group_limits_end_with_the_last_member() {
-    let mut kept = LimitsFile::default();
-    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-total", 7)])).unwrap();
-    kept.change(&group("/a"), DISK, &in_group("tenant", &[("bps-write", 100)])).unwrap();
-    kept.change(&group("/b"), DISK, &in_group("tenant", &[])).unwrap();
+    let mut limits_file = LimitsFile::default();
+    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-total", 7)])).unwrap();
+    limits_file.change(&group("/a"), DISK, &in_group("tenant", &[("bps-write", 100)])).unwrap();
+    limits_file.change(&group("/b"), DISK, &in_group("tenant", &[])).unwrap();
     let limits =
-        |kept: &LimitsFile, name| kept.limits_of(kept.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
-    assert_eq!(limits(&kept, "/a"), limits(&kept, "/b"));
-    assert_eq!(limits(&kept, "/a").limit(LimitKind::IopsTotal).rate, 0, "its own are gone");
-    assert!(kept.remove(&group("/a"), DISK.0));
-    assert!(!kept.remove(&group("/a"), DISK.0));
-    assert_eq!(kept.groups.len(), 1);
-    kept.change(&group("/b"), DISK, &in_group("", &[("bps-read", 9)])).unwrap();
-    assert!(kept.groups.is_empty());
-    assert_eq!(limits(&kept, "/b").limit(LimitKind::BpsRead).rate, 9);
+        |limits_file: &LimitsFile, name| limits_file.limits_of(limits_file.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
+    assert_eq!(limits(&limits_file, "/a"), limits(&limits_file, "/b"));
+    assert_eq!(limits(&limits_file, "/a").limit(LimitKind::IopsTotal).rate, 0, "its own are gone");
+    assert!(limits_file.remove(&group("/a"), DISK.0));
+    assert!(!limits_file.remove(&group("/a"), DISK.0));
+    assert_eq!(limits_file.groups.len(), 1);
+    limits_file.change(&group("/b"), DISK, &in_group("", &[("bps-read", 9)])).unwrap();
+    assert!(limits_file.groups.is_empty());
+    assert_eq!(limits(&limits_file, "/b").limit(LimitKind::BpsRead).rate, 9);
 }
 
 #[test]
@@ -78,21 +78,21 @@ fn the_file_is_read_as_it_was_written() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("deeper/cgroups.json");
     assert_eq!(LimitsFile::load(&path).unwrap(), LimitsFile::default());
-    let stamp = FileVersion::of(&path);
+    let file_version = FileVersion::of(&path);
     let mut locked = LockedLimitsFile::open(&path).unwrap();
     let change = LimitsChange {
         weight: Some(300),
         watermark: Some(90),
         ..in_group("tenant", &[("bps-write", 1 << 40)])
     };
-    locked.kept.change(&group("/a b.slice"), DISK, &change).unwrap();
+    locked.limits_file.change(&group("/a b.slice"), DISK, &change).unwrap();
     locked.save().unwrap();
-    assert_ne!(FileVersion::of(&path), stamp);
-    let kept = LimitsFile::load(&path).unwrap();
-    assert_eq!(kept, locked.kept);
-    let entry = kept.entry(&group("/a b.slice"), DISK.0).unwrap();
+    assert_ne!(FileVersion::of(&path), file_version);
+    let limits_file = LimitsFile::load(&path).unwrap();
+    assert_eq!(limits_file, locked.limits_file);
+    let entry = limits_file.entry(&group("/a b.slice"), DISK.0).unwrap();
     assert_eq!((entry.weight(), entry.given_weight()), (300, Some(300)));
-    assert_eq!(kept.limits_of(entry).watermark().unwrap().percent(), 90);
+    assert_eq!(limits_file.limits_of(entry).watermark().unwrap().percent(), 90);
 }
 
 #[test]

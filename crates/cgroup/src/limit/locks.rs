@@ -37,7 +37,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 pub(crate) struct LockedLimitsFile {
     path: PathBuf,
     _lock: Flock<File>,
-    pub(crate) kept: LimitsFile,
+    pub(crate) limits_file: LimitsFile,
 }
 
 impl LockedLimitsFile {
@@ -51,23 +51,23 @@ impl LockedLimitsFile {
                 path.display()
             )
         })?;
-        Ok(Self { path: path.to_owned(), _lock: lock, kept: LimitsFile::load(path)? })
+        Ok(Self { path: path.to_owned(), _lock: lock, limits_file: LimitsFile::load(path)? })
     }
 
     /// Locks without waiting; `None` while another process changes the limits.
     pub(crate) fn try_open(path: &Path) -> anyhow::Result<Option<Self>> {
         let Some(lock) = lock_with_retries(path, "lock", 1)? else { return Ok(None) };
-        Ok(Some(Self { path: path.to_owned(), _lock: lock, kept: LimitsFile::load(path)? }))
+        Ok(Some(Self { path: path.to_owned(), _lock: lock, limits_file: LimitsFile::load(path)? }))
     }
 
     pub(crate) fn save(&self) -> anyhow::Result<()> {
-        self.kept.save(&self.path)
+        self.limits_file.save(&self.path)
     }
 }
 
-pub(crate) fn restore(path: &Path, kept: &LimitsFile) -> anyhow::Result<()> {
+pub(crate) fn restore(path: &Path, limits_file: &LimitsFile) -> anyhow::Result<()> {
     let _unchanged = ChangeLock::take(path);
-    if path.exists() { Ok(()) } else { kept.save(path) }
+    if path.exists() { Ok(()) } else { limits_file.save(path) }
 }
 
 /// Locks the file while limits are settled: a concurrent change has already written to the kernel,
@@ -136,7 +136,7 @@ impl GuardLock {
 }
 
 /// Tries a lock once; `None` if another process holds it.
-fn lock(path: &Path, kind: &str, how: FlockArg) -> anyhow::Result<Option<Flock<File>>> {
+fn lock(path: &Path, kind: &str, operation: FlockArg) -> anyhow::Result<Option<Flock<File>>> {
     let mut name = path.as_os_str().to_owned();
     name.push(format!(".{kind}"));
     let name = PathBuf::from(name);
@@ -148,7 +148,7 @@ fn lock(path: &Path, kind: &str, how: FlockArg) -> anyhow::Result<Option<Flock<F
         Ok(file)
     };
     let file = open().with_context(|| format!("{} cannot be opened (are you root?)", name.display()))?;
-    match Flock::lock(file, how) {
+    match Flock::lock(file, operation) {
         Ok(lock) => Ok(Some(lock)),
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, error)) => Err(error).with_context(|| format!("{} cannot be locked", name.display())),
@@ -156,13 +156,13 @@ fn lock(path: &Path, kind: &str, how: FlockArg) -> anyhow::Result<Option<Flock<F
 }
 
 /// Tries an exclusive lock up to `looks` times; `None` if another process still holds it.
-fn lock_with_retries(path: &Path, kind: &str, looks: usize) -> anyhow::Result<Option<Flock<File>>> {
-    for _ in 0..looks {
+fn lock_with_retries(path: &Path, kind: &str, attempts: usize) -> anyhow::Result<Option<Flock<File>>> {
+    for _ in 0..attempts {
         if let Some(lock) = lock(path, kind, FlockArg::LockExclusiveNonblock)? {
             return Ok(Some(lock));
         }
         // A single attempt must not wait.
-        if looks > 1 {
+        if attempts > 1 {
             thread::sleep(RETRY_INTERVAL);
         }
     }

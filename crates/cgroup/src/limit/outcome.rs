@@ -31,8 +31,8 @@ struct ReportedRates {
     iops_write: Option<u64>,
 }
 
-fn as_json<S: serde::Serializer>(asked: &Option<ConfiguredLimits>, serializer: S) -> Result<S::Ok, S::Error> {
-    asked.as_ref().map(ConfiguredLimits::json).serialize(serializer)
+fn as_json<S: serde::Serializer>(configured: &Option<ConfiguredLimits>, serializer: S) -> Result<S::Ok, S::Error> {
+    configured.as_ref().map(ConfiguredLimits::json).serialize(serializer)
 }
 
 impl LimitReport {
@@ -40,7 +40,7 @@ impl LimitReport {
         group: &ControlGroup,
         device: &DeviceIdentity,
         rates: IoMaxRates,
-        asked: Option<ConfiguredLimits>,
+        configured: Option<ConfiguredLimits>,
         notices: Vec<String>,
     ) -> Self {
         let IoMaxRates { bps, iops } = rates;
@@ -53,14 +53,14 @@ impl LimitReport {
                 iops_read: iops[0],
                 iops_write: iops[1],
             },
-            asked,
+            asked: configured,
             notices,
         }
     }
 
     pub(super) fn text(&self) -> String {
         let ReportedRates { bps_read, bps_write, iops_read, iops_write } = self.rates;
-        let told: Vec<String> = [
+        let rates: Vec<String> = [
             ("bps-read", bps_read.map(settings::exact_size)),
             ("bps-write", bps_write.map(settings::exact_size)),
             ("iops-read", iops_read.map(|rate| rate.to_string())),
@@ -69,10 +69,10 @@ impl LimitReport {
         .into_iter()
         .filter_map(|(name, rate)| Some(format!("{name} {}", rate?)))
         .collect();
-        let told = if told.is_empty() { "no limit".to_owned() } else { told.join(", ") };
+        let rates_text = if rates.is_empty() { "no limit".to_owned() } else { rates.join(", ") };
         let notices: String = self.notices.iter().map(|notice| format!("note: {notice}\n")).collect();
-        let asked =
-            self.asked.as_ref().map_or_else(String::new, |asked| format!("configured: {}\n", asked.text()));
-        format!("{} on {}: {told}\n{asked}{notices}", sanitize(&self.cgroup), self.device)
+        let configured =
+            self.asked.as_ref().map_or_else(String::new, |limits| format!("configured: {}\n", limits.text()));
+        format!("{} on {}: {rates_text}\n{configured}{notices}", sanitize(&self.cgroup), self.device)
     }
 }

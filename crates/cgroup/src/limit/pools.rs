@@ -25,21 +25,21 @@ pub(crate) struct LimitPool {
 }
 
 impl LimitPool {
-    pub(crate) fn all(kept: &LimitsFile) -> anyhow::Result<Vec<Self>> {
+    pub(crate) fn all(limits_file: &LimitsFile) -> anyhow::Result<Vec<Self>> {
         let mut alone = Vec::new();
         let mut groups: BTreeMap<&str, Self> = BTreeMap::new();
-        for entry in &kept.limits {
-            let shared = kept.limits_of(entry);
-            let sharing = |name: String| -> anyhow::Result<Self> {
+        for entry in &limits_file.limits {
+            let shared = limits_file.limits_of(entry);
+            let new_pool = |name: String| -> anyhow::Result<Self> {
                 let (limits, watermark) = (shared.limits()?, shared.watermark()?);
                 let cluster = shared.is_of_cluster();
                 Ok(Self { name, limits, watermark, cluster, members: vec![entry.clone()] })
             };
             match &entry.group {
-                None => alone.push(sharing(format!("{} on {}", entry.cgroup.display(), entry.device()?))?),
+                None => alone.push(new_pool(format!("{} on {}", entry.cgroup.display(), entry.device()?))?),
                 Some(name) => match groups.get_mut(name.as_str()) {
                     Some(group) => group.members.push(entry.clone()),
-                    None => drop(groups.insert(name, sharing(format!("group {name}"))?)),
+                    None => drop(groups.insert(name, new_pool(format!("group {name}"))?)),
                 },
             }
         }

@@ -28,31 +28,31 @@ pub(crate) type SettledRates = (ControlGroup, DeviceNumber, IoMaxRates);
 /// removed or replaced is divided among the remaining members.
 pub(crate) fn settled_rates(
     hierarchy: &CgroupHierarchy,
-    kept: &LimitsFile,
+    limits_file: &LimitsFile,
 ) -> anyhow::Result<Vec<SettledRates>> {
     let mut all = Vec::new();
-    for sharing in LimitPool::all(kept)? {
-        all.extend(settled_rates_of_pool(hierarchy, sharing)?);
+    for pool in LimitPool::all(limits_file)? {
+        all.extend(settled_rates_of_pool(hierarchy, pool)?);
     }
     Ok(all)
 }
 
 pub(crate) fn settled_rates_of_pool(
     hierarchy: &CgroupHierarchy,
-    sharing: LimitPool,
+    pool: LimitPool,
 ) -> anyhow::Result<Vec<SettledRates>> {
     let roots = hierarchy.roots.device_roots();
-    let sharing = sharing.retain_members(|entry| {
+    let pool = pool.retain_members(|entry| {
         hierarchy
             .group(&entry.cgroup)
             .is_ok_and(|group| group.exists() && verify_disk(&group, entry, &roots).is_ok())
     });
-    let rates = sharing.pool(Instant::ZERO).rates_without_steering();
-    let place = |entry: &CgroupEntry| -> anyhow::Result<(ControlGroup, DeviceNumber)> {
+    let rates = pool.pool(Instant::ZERO).rates_without_steering();
+    let member = |entry: &CgroupEntry| -> anyhow::Result<(ControlGroup, DeviceNumber)> {
         Ok((hierarchy.group(&entry.cgroup)?, entry.device()?))
     };
-    let held = sharing.members.iter().zip(rates);
-    held.map(|(entry, rates)| place(entry).map(|(group, device)| (group, device, rates))).collect()
+    let members_with_rates = pool.members.iter().zip(rates);
+    members_with_rates.map(|(entry, rates)| member(entry).map(|(group, device)| (group, device, rates))).collect()
 }
 
 /// Fails if an entry's disk was removed or its number belongs to another disk. A limit in the
@@ -64,7 +64,7 @@ pub(crate) fn verify_disk(
     roots: &SysfsRoots,
 ) -> anyhow::Result<()> {
     let number = entry.device()?;
-    if write::read_limits(group, number).is_ok_and(|told| told != IoMaxRates::NONE) {
+    if write::read_limits(group, number).is_ok_and(|kernel_rates| kernel_rates != IoMaxRates::NONE) {
         return Ok(());
     }
     entry.disk(roots).map(drop)
@@ -77,48 +77,48 @@ pub(super) fn apply_change(
     hierarchy: &CgroupHierarchy,
     before: &LimitsFile,
     after: &LimitsFile,
-    of: Option<(&ControlGroup, DeviceNumber)>,
+    target: Option<(&ControlGroup, DeviceNumber)>,
 ) -> anyhow::Result<Option<IoMaxRates>> {
     let before = settled_rates(hierarchy, before)?;
     let before: HashMap<_, _> =
         before.into_iter().map(|(group, device, rates)| ((group, device), rates)).collect();
-    let is_asked = |group: &ControlGroup, number| of == Some((group, number));
+    let is_target = |group: &ControlGroup, number| target == Some((group, number));
     let mut changes: Vec<((ControlGroup, DeviceNumber), IoMaxRates)> = settled_rates(hierarchy, after)?
         .into_iter()
         .map(|(group, device, rates)| ((group, device), rates))
         .collect();
-    let shared = of.map(|of| pool_members(after, of)).transpose()?.unwrap_or_default();
+    let shared = target.map(|target| pool_members(after, target)).transpose()?.unwrap_or_default();
     let differs = |(group, number): &(ControlGroup, DeviceNumber), rates: &IoMaxRates| {
         // Members of the same pool may have other rates at present: `of` was absent for a while.
         shared.contains(&(group.name.clone(), *number))
-            && write::read_limits(group, *number).is_ok_and(|told| told != *rates)
+            && write::read_limits(group, *number).is_ok_and(|kernel_rates| kernel_rates != *rates)
     };
-    changes.retain(|(place, rates)| {
-        is_asked(&place.0, place.1) || before.get(place) != Some(rates) || differs(place, rates)
+    changes.retain(|(key, rates)| {
+        is_target(&key.0, key.1) || before.get(key) != Some(rates) || differs(key, rates)
     });
-    changes.sort_by_key(|(place, rates)| before.get(place).is_none_or(|was| sum(rates) >= sum(was)));
-    let found = changes.iter().find(|(place, _)| is_asked(&place.0, place.1)).map(|(_, rates)| *rates);
-    let telling = |((group, number), rates): ((ControlGroup, DeviceNumber), IoMaxRates)| {
-        let place = (group, number);
+    changes.sort_by_key(|(key, rates)| before.get(key).is_none_or(|was| sum(rates) >= sum(was)));
+    let found = changes.iter().find(|(key, _)| is_target(&key.0, key.1)).map(|(_, rates)| *rates);
+    let limit_write = |((group, number), rates): ((ControlGroup, DeviceNumber), IoMaxRates)| {
+        let key = (group, number);
         // An unknown cgroup may have a limit of another program; a rollback restores it.
-        let found = || write::read_limits(&place.0, number).unwrap_or(IoMaxRates::NONE);
-        let before = before.get(&place).copied().unwrap_or_else(found);
-        LimitWrite { group: place.0, device: (number, node(hierarchy, number)), rates, before }
+        let found = || write::read_limits(&key.0, number).unwrap_or(IoMaxRates::NONE);
+        let before = before.get(&key).copied().unwrap_or_else(found);
+        LimitWrite { group: key.0, device: (number, node(hierarchy, number)), rates, before }
     };
-    let changes: Vec<LimitWrite> = changes.into_iter().map(telling).collect();
+    let changes: Vec<LimitWrite> = changes.into_iter().map(limit_write).collect();
     write::write_all(hierarchy, &changes)?;
     Ok(found)
 }
 
 fn pool_members(
-    kept: &LimitsFile,
+    limits_file: &LimitsFile,
     (group, number): (&ControlGroup, DeviceNumber),
 ) -> anyhow::Result<Vec<(PathBuf, DeviceNumber)>> {
-    let place = |entry: &CgroupEntry| Some((entry.cgroup.clone(), entry.device().ok()?));
-    let asked = (group.name.clone(), number);
-    let all = LimitPool::all(kept)?.into_iter();
-    let mut places = all.map(|sharing| sharing.members.iter().filter_map(place).collect::<Vec<_>>());
-    Ok(places.find(|places| places.contains(&asked)).unwrap_or_default())
+    let member = |entry: &CgroupEntry| Some((entry.cgroup.clone(), entry.device().ok()?));
+    let target = (group.name.clone(), number);
+    let all = LimitPool::all(limits_file)?.into_iter();
+    let mut pools = all.map(|pool| pool.members.iter().filter_map(member).collect::<Vec<_>>());
+    Ok(pools.find(|members| members.contains(&target)).unwrap_or_default())
 }
 
 /// Sum of all four rates, which orders changes by decrease and increase.
@@ -128,10 +128,10 @@ fn sum(IoMaxRates { bps, iops }: &IoMaxRates) -> u128 {
 
 /// Sets every control group to its settled rates. Continues after an error; returns the last one
 /// and prints earlier ones.
-pub(crate) fn settle(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<()> {
+pub(crate) fn settle(hierarchy: &CgroupHierarchy, limits_file: &LimitsFile) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     // One failure must not leave other control groups in a burst.
-    for (group, device, rates) in settled_rates(hierarchy, kept)? {
+    for (group, device, rates) in settled_rates(hierarchy, limits_file)? {
         // The entry has a weight only: limits of other programs stay.
         if rates == IoMaxRates::NONE {
             continue;
@@ -197,9 +197,9 @@ pub(crate) fn update_systemd(
         return Ok(false);
     }
     // Read under the lock: the limits may have been removed since the caller looked.
-    let among = HashSet::from([group.name.clone()]);
+    let cgroups = HashSet::from([group.name.clone()]);
     for LimitWrite { group, device: (_, node), rates, .. } in
-        missing_in_systemd(hierarchy, &LimitsFile::load(path)?, &among)?
+        missing_in_systemd(hierarchy, &LimitsFile::load(path)?, &cgroups)?
     {
         write::set_systemd_limits(hierarchy, &group, &node, rates)?;
     }
@@ -210,19 +210,19 @@ pub(crate) fn update_systemd(
 /// its settled rates among all members, existing or not.
 pub(crate) fn missing_in_systemd(
     hierarchy: &CgroupHierarchy,
-    kept: &LimitsFile,
-    among: &HashSet<PathBuf>,
+    limits_file: &LimitsFile,
+    cgroups: &HashSet<PathBuf>,
 ) -> anyhow::Result<Vec<LimitWrite>> {
     let mut unknown = Vec::new();
     if !hierarchy.has_systemd() {
         return Ok(unknown);
     }
     let roots = hierarchy.roots.device_roots();
-    for sharing in LimitPool::all(kept)? {
+    for pool in LimitPool::all(limits_file)? {
         // Computed for all members, because each one's share depends on their number.
-        let rates = sharing.pool(Instant::ZERO).rates_without_steering();
-        for (entry, rates) in sharing.members.iter().zip(rates) {
-            if rates == IoMaxRates::NONE || !among.contains(&entry.cgroup) {
+        let rates = pool.pool(Instant::ZERO).rates_without_steering();
+        for (entry, rates) in pool.members.iter().zip(rates) {
+            if rates == IoMaxRates::NONE || !cgroups.contains(&entry.cgroup) {
                 continue;
             }
             let group = hierarchy.group(&entry.cgroup)?;
@@ -250,10 +250,10 @@ pub(crate) fn write_if_different(
 pub(crate) fn write_unless_equal(
     group: &ControlGroup,
     device: DeviceNumber,
-    told: Option<IoMaxRates>,
+    kernel_rates: Option<IoMaxRates>,
     rates: IoMaxRates,
 ) -> anyhow::Result<()> {
-    if told == Some(write::as_printed_by_kernel(rates)) {
+    if kernel_rates == Some(write::as_printed_by_kernel(rates)) {
         Ok(())
     } else {
         write::write_limits(group, device, rates)

@@ -58,8 +58,8 @@ fn limit_is_written_stored_and_removed() {
         "/a on /dev/vda: bps-write 4000000, iops-read 100\nconfigured: bps-w 3.8M, iops-r 100\n"
     );
     assert_eq!(bench.kernel_write_bps(0), Some(4_000_000));
-    let kept = LimitsFile::load(&bench.file()).unwrap();
-    assert!(kept.entry(&bench.groups[0], bench.disk.number()).is_some());
+    let limits_file = LimitsFile::load(&bench.file()).unwrap();
+    assert!(limits_file.entry(&bench.groups[0], bench.disk.number()).is_some());
     assert_eq!(bench.remove(0).unwrap().text(), "/a on /dev/vda: no limit\n");
     assert_eq!(bench.kernel_write_bps(0), None);
     let error = format!("{:#}", bench.remove(0).unwrap_err());
@@ -91,8 +91,8 @@ fn foreign_limits_stay_unless_named() {
     bench.machine.write("/a", "io.max", "254:0 rbps=1000000 wbps=2000000 riops=max wiops=max\n");
     let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 5_000_000)])).unwrap();
     assert!(outcome.notices[0].contains("another program"), "{:?}", outcome.notices);
-    let told = write::read_limits(&bench.groups[0], bench.disk.number()).unwrap();
-    assert_eq!(told.bps, [Some(1_000_000), Some(5_000_000)]);
+    let kernel_rates = write::read_limits(&bench.groups[0], bench.disk.number()).unwrap();
+    assert_eq!(kernel_rates.bps, [Some(1_000_000), Some(5_000_000)]);
     let bench = LimitBench::v2(&["/b"]);
     bench.machine.write("/b", "io.max", "254:0 rbps=1000000 wbps=max riops=max wiops=max\n");
     assert!(bench.set(0, &LimitsChange::of(&[("bps-write-max", 5_000_000)])).is_err());
@@ -180,7 +180,7 @@ fn unsupported_limits_of_root_and_v1_are_rejected() {
     let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 5000)])).unwrap();
     assert!(outcome.notices[0].contains("buffered writes"), "{:?}", outcome.notices);
     assert_eq!(bench.kernel_write_bps(0), Some(5000));
-    for (refused, what) in [
+    for (refused, feature) in [
         (LimitsChange::of(&[("bps-write", 5000), ("bps-write-max", 9000)]), "bursts"),
         (
             LimitsChange::of(&[("bps-write", 0), ("bps-total", 9000)]),
@@ -191,7 +191,7 @@ fn unsupported_limits_of_root_and_v1_are_rejected() {
         (LimitsChange { weight: Some(90), ..LimitsChange::of(&[]) }, "weights"),
     ] {
         let error = format!("{:#}", bench.set(0, &refused).unwrap_err());
-        assert!(error.contains(what) && error.contains("cgroup v2"), "{error}");
+        assert!(error.contains(feature) && error.contains("cgroup v2"), "{error}");
     }
     assert_eq!(bench.kernel_write_bps(0), Some(5000));
 }
@@ -203,22 +203,22 @@ fn limits_missing_in_systemd_have_settled_rates() {
     for index in 0..3 {
         bench.set(index, &in_group(&[("bps-write", 90)], None)).unwrap();
     }
-    let kept = LimitsFile::load(&bench.file()).unwrap();
-    let among = kept.limits.iter().map(|entry| entry.cgroup.clone()).collect();
-    let unknown = || settling::missing_in_systemd(&hierarchy, &kept, &among).unwrap();
+    let limits_file = LimitsFile::load(&bench.file()).unwrap();
+    let cgroups = limits_file.limits.iter().map(|entry| entry.cgroup.clone()).collect();
+    let unknown = || settling::missing_in_systemd(&hierarchy, &limits_file, &cgroups).unwrap();
     assert!(unknown().is_empty(), "there is no systemd");
     std::fs::create_dir_all(bench.machine.path("run/systemd/system")).unwrap();
-    let units: Vec<_> = unknown().into_iter().map(|telling| (telling.group, telling.rates.bps[1])).collect();
+    let units: Vec<_> = unknown().into_iter().map(|limit_write| (limit_write.group, limit_write.rates.bps[1])).collect();
     assert_eq!(units, [(bench.groups[0].clone(), Some(30)), (bench.groups[1].clone(), Some(30))]);
-    let heard = |place: &str, unit: &str, property: &str, text: &str| {
-        let directory = bench.machine.path("run/systemd").join(place).join(format!("{unit}.d"));
+    let write_property = |directory_name: &str, unit: &str, property: &str, text: &str| {
+        let directory = bench.machine.path("run/systemd").join(directory_name).join(format!("{unit}.d"));
         std::fs::create_dir_all(&directory).unwrap();
         std::fs::write(directory.join(format!("50-{property}.conf")), format!("[Service]\n{text}\n"))
             .unwrap();
     };
-    heard("system.control", "a.service", "IOWriteBandwidthMax", "IOWriteBandwidthMax=/dev/vdb 30");
-    heard("transient", "b.scope", "IOReadIOPSMax", "IOReadIOPSMax=/dev/vda 30");
-    let units: Vec<_> = unknown().into_iter().map(|telling| telling.group).collect();
+    write_property("system.control", "a.service", "IOWriteBandwidthMax", "IOWriteBandwidthMax=/dev/vdb 30");
+    write_property("transient", "b.scope", "IOReadIOPSMax", "IOReadIOPSMax=/dev/vda 30");
+    let units: Vec<_> = unknown().into_iter().map(|limit_write| limit_write.group).collect();
     assert_eq!(units, [bench.groups[0].clone()], "that was another disk");
 }
 
@@ -226,19 +226,19 @@ fn limits_missing_in_systemd_have_settled_rates() {
 fn cluster_group_has_the_limits_written_by_its_daemon() {
     let bench = LimitBench::v2(&["/a"]);
     let publish = |rate| {
-        let mut safe = Limits::default();
-        safe.limit_mut(policy::throttle::LimitKind::BpsWrite).rate = rate;
+        let mut fallback = Limits::default();
+        fallback.limit_mut(policy::throttle::LimitKind::BpsWrite).rate = rate;
         let mut locked = LockedLimitsFile::open(&bench.file()).unwrap();
-        locked.kept.replace_cluster_groups(&std::collections::BTreeMap::from([("gold".to_owned(), safe)]));
+        locked.limits_file.replace_cluster_groups(&std::collections::BTreeMap::from([("gold".to_owned(), fallback)]));
         locked.save().unwrap();
     };
-    let joins = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };
-    let refused = bench.set(0, &joins).unwrap_err().to_string();
+    let joining = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };
+    let refused = bench.set(0, &joining).unwrap_err().to_string();
     assert!(refused.contains("group gold belongs to no cluster here"), "{refused}");
     publish(0);
-    let said = bench.set(0, &joins).unwrap().text();
-    assert!(said.contains("the cluster has no limits for group gold yet"), "{said}");
+    let report = bench.set(0, &joining).unwrap().text();
+    assert!(report.contains("the cluster has no limits for group gold yet"), "{report}");
     publish(800_000);
-    bench.set(0, &joins).unwrap();
+    bench.set(0, &joining).unwrap();
     assert_eq!(bench.kernel_write_bps(0), Some(800_000), "the fallback share");
 }

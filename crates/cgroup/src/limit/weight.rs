@@ -48,7 +48,7 @@ impl WeightMechanism {
 pub(crate) struct PlannedWeight {
     weight: u32,
     device: DeviceNumber,
-    divider: Option<WeightMechanism>,
+    mechanism: Option<WeightMechanism>,
 }
 
 /// Determines how a weight is enforced; fails if nothing would enforce it.
@@ -60,8 +60,8 @@ pub(super) fn plan(
     in_group: bool,
 ) -> anyhow::Result<Option<PlannedWeight>> {
     let Some(weight) = weight else { return Ok(None) };
-    let divider = divider(hierarchy, device)?;
-    if divider.is_none() && !in_group {
+    let mechanism = find_mechanism(hierarchy, device)?;
+    if mechanism.is_none() && !in_group {
         bail!(
             "weight {weight} for cgroup {}: nothing divides {} by weight, as neither io.cost nor \
              BFQ is active there (name a --group with limits, whose parts then go by weight; or \
@@ -70,10 +70,10 @@ pub(super) fn plan(
             device.node()
         );
     }
-    Ok(Some(PlannedWeight { weight, device: device.number(), divider }))
+    Ok(Some(PlannedWeight { weight, device: device.number(), mechanism }))
 }
 
-pub(crate) fn divider(
+pub(crate) fn find_mechanism(
     hierarchy: &CgroupHierarchy,
     device: &DeviceIdentity,
 ) -> anyhow::Result<Option<WeightMechanism>> {
@@ -98,22 +98,22 @@ impl PlannedWeight {
         node: &str,
     ) -> anyhow::Result<String> {
         let weight = self.weight;
-        let Some((divider, told)) = self.write_to_kernel(group)? else {
+        let Some((mechanism, written_weight)) = self.write_to_kernel(group)? else {
             return Ok(format!("weight {weight} divides its group's limits"));
         };
-        set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {told}")])?;
-        let (file, who, _) = divider.parts();
-        let capped = if told < weight { format!(" (as {told}, its largest)") } else { String::new() };
-        Ok(format!("weight {weight}{capped} is {who}'s to enforce ({file})"))
+        set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {written_weight}")])?;
+        let (file, mechanism_name, _) = mechanism.parts();
+        let capped = if written_weight < weight { format!(" (as {written_weight}, its largest)") } else { String::new() };
+        Ok(format!("weight {weight}{capped} is {mechanism_name}'s to enforce ({file})"))
     }
 
     fn write_to_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(WeightMechanism, u32)>> {
-        let Some(divider) = self.divider else { return Ok(None) };
-        let (file, _, most) = divider.parts();
+        let Some(mechanism) = self.mechanism else { return Ok(None) };
+        let (file, _, max_weight) = mechanism.parts();
         // The maximum of BFQ is below that of io.cost.
-        let told = self.weight.min(most);
-        group.write(file, &format!("{} {told}", self.device)).with_context(|| file_context(group, file))?;
-        Ok(Some((divider, told)))
+        let written_weight = self.weight.min(max_weight);
+        group.write(file, &format!("{} {written_weight}", self.device)).with_context(|| file_context(group, file))?;
+        Ok(Some((mechanism, written_weight)))
     }
 }
 
@@ -121,30 +121,30 @@ impl PlannedWeight {
 /// the last error and prints earlier ones.
 pub(crate) fn restore_weights(
     hierarchy: &CgroupHierarchy,
-    kept: &LimitsFile,
+    limits_file: &LimitsFile,
     is_among: impl Fn(&Path) -> bool,
 ) -> anyhow::Result<()> {
     let roots = hierarchy.roots.device_roots();
-    let again = |entry: &CgroupEntry, weight: u32| -> anyhow::Result<()> {
+    let restore = |entry: &CgroupEntry, weight: u32| -> anyhow::Result<()> {
         let group = hierarchy.group(&entry.cgroup)?;
         // A missing disk or cgroup gets its weight when it appears.
-        let there = entry.disk(&roots).ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
-        let Some(device) = there.filter(|_| group.exists()) else { return Ok(()) };
+        let found = entry.disk(&roots).ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
+        let Some(device) = found.filter(|_| group.exists()) else { return Ok(()) };
         enable_controllers(&group)?;
         let weight = plan(hierarchy, &group, &device, Some(weight), entry.group.is_some())?;
-        let Some(weight @ PlannedWeight { divider: Some(divider), .. }) = weight else { return Ok(()) };
-        let told = group.read(divider.parts().0).unwrap_or_default();
-        let own = format!("{} ", device.number());
+        let Some(weight @ PlannedWeight { mechanism: Some(divider), .. }) = weight else { return Ok(()) };
+        let text = group.read(divider.parts().0).unwrap_or_default();
+        let prefix = format!("{} ", device.number());
         // A different weight was set by another program and stays.
-        if told.lines().any(|line| line.starts_with(&own)) {
+        if text.lines().any(|line| line.starts_with(&prefix)) {
             return Ok(());
         }
         weight.write_to_kernel(&group).map(drop)
     };
     let mut failed: Option<anyhow::Error> = None;
-    for entry in kept.limits.iter().filter(|entry| is_among(&entry.cgroup)) {
+    for entry in limits_file.limits.iter().filter(|entry| is_among(&entry.cgroup)) {
         let Some(weight) = entry.given_weight() else { continue };
-        let Err(error) = again(entry, weight) else { continue };
+        let Err(error) = restore(entry, weight) else { continue };
         let named = error.context(format!("the weight of {}", entry.cgroup.display()));
         // One failure must not prevent the remaining weights.
         if let Some(earlier) = failed.replace(named) {
@@ -158,21 +158,21 @@ pub(super) fn reset(
     hierarchy: &CgroupHierarchy,
     group: &ControlGroup,
     device: &DeviceIdentity,
-    kept: &LimitsFile,
+    limits_file: &LimitsFile,
 ) -> anyhow::Result<()> {
-    let Some(file) = divider(hierarchy, device)?.map(|divider| divider.parts().0) else { return Ok(()) };
+    let Some(file) = find_mechanism(hierarchy, device)?.map(|mechanism| mechanism.parts().0) else { return Ok(()) };
     // The kernel first; afterwards systemd forgets the weight as well.
     group.write(file, &format!("{} default", device.number())).with_context(|| file_context(group, file))?;
     // systemd can only clear the weights of all devices at once, so those of other devices are set
     // again (systemd.resource-control(5)).
     let mut properties = vec!["IODeviceWeight=".to_owned()];
     let roots = hierarchy.roots.device_roots();
-    for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
+    for entry in limits_file.limits.iter().filter(|entry| entry.cgroup == group.name) {
         let other = entry.device().ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
         let Some((weight, other)) = entry.given_weight().zip(other) else { continue };
         // A device that cannot be examined has no weight in systemd either.
-        if let Ok(Some(divider)) = divider(hierarchy, &other) {
-            properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(divider.parts().2)));
+        if let Ok(Some(mechanism)) = find_mechanism(hierarchy, &other) {
+            properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(mechanism.parts().2)));
         }
     }
     set_properties(hierarchy, group, &properties)

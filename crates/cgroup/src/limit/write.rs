@@ -97,18 +97,18 @@ pub(crate) struct LimitWrite {
 /// Writes several changes, in this order, to the kernel and to systemd. If one is refused, all are
 /// rolled back.
 pub(crate) fn write_all(hierarchy: &CgroupHierarchy, all: &[LimitWrite]) -> anyhow::Result<()> {
-    let both = |telling: &LimitWrite, rates| {
-        let LimitWrite { group, device: (number, node), .. } = telling;
+    let write_one = |limit_write: &LimitWrite, rates| {
+        let LimitWrite { group, device: (number, node), .. } = limit_write;
         write_limits(group, *number, rates)?;
         set_systemd_limits(hierarchy, group, node, rates)
     };
-    for (index, telling) in all.iter().enumerate() {
-        if let Err(error) = both(telling, telling.rates) {
+    for (index, limit_write) in all.iter().enumerate() {
+        if let Err(error) = write_one(limit_write, limit_write.rates) {
             // Best effort: these values were in force a moment ago. The first error is reported.
             // Including the failed one, whose kernel rates may have been written before systemd
             // refused.
             for done in all[..=index].iter().rev() {
-                let _ = both(done, done.before);
+                let _ = write_one(done, done.before);
             }
             return Err(error);
         }
@@ -133,10 +133,10 @@ pub(super) fn is_known_to_systemd(hierarchy: &CgroupHierarchy, group: &ControlGr
     let Some(unit) = unit_of(group) else { return true };
     let names_node = |path: PathBuf| {
         let text = std::fs::read_to_string(path).unwrap_or_default();
-        text.split(['=', ' ', '\n']).any(|word| word == node)
+        text.split(['=', ' ', '\n']).any(|token| token == node)
     };
-    ["system.control", "transient"].iter().any(|place| {
-        let directory = hierarchy.roots.run.join("systemd").join(place).join(format!("{unit}.d"));
+    ["system.control", "transient"].iter().any(|directory_name| {
+        let directory = hierarchy.roots.run.join("systemd").join(directory_name).join(format!("{unit}.d"));
         PROPERTIES.iter().any(|property| names_node(directory.join(format!("50-{property}.conf"))))
     })
 }
@@ -156,8 +156,8 @@ pub(super) fn set_properties(
             format!("systemctl cannot be run, without which systemd would undo a change to {unit}")
         })?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        bail!("systemctl set-property {unit}: {} (see `systemctl status {unit}`)", said.trim());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        bail!("systemctl set-property {unit}: {} (see `systemctl status {unit}`)", stderr.trim());
     }
     Ok(())
 }
@@ -205,7 +205,7 @@ pub(crate) fn file_context(group: &ControlGroup, file: &str) -> String {
 }
 
 fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> anyhow::Error {
-    let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
+    let remedy = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
         Some(nix::errno::Errno::ENOENT) if group.is_root() => {
             "the root has no limits: limit a cgroup below it"
         }
@@ -222,7 +222,7 @@ fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> a
         Some(nix::errno::Errno::EROFS) => "cgroups are mounted read-only here: do it on the host",
         _ => "is it a whole disk?",
     };
-    anyhow!("{}: \"{line}\" is refused: {error} ({mend})", file_context(group, file))
+    anyhow!("{}: \"{line}\" is refused: {error} ({remedy})", file_context(group, file))
 }
 
 #[cfg(test)]

@@ -70,13 +70,13 @@ fn write_all_rolls_back_on_error() {
     machine.write("/a", "io.max", "254:0 rbps=max wbps=4096 riops=max wiops=max\n");
     let hierarchy = machine.hierarchy();
     let before = IoMaxRates { bps: [None, Some(4096)], iops: [None; 2] };
-    let telling = |group: &ControlGroup, before| LimitWrite {
+    let limit_write = |group: &ControlGroup, before| LimitWrite {
         group: group.clone(),
         device: (DISK, "/dev/vda".to_owned()),
         rates: rates(1, 2),
         before,
     };
-    let error = write_all(&hierarchy, &[telling(&a, before), telling(&b, IoMaxRates::NONE)]).unwrap_err();
+    let error = write_all(&hierarchy, &[limit_write(&a, before), limit_write(&b, IoMaxRates::NONE)]).unwrap_err();
     assert!(format!("{error:#}").contains("/b"), "{error:#}");
     assert_eq!(read_limits(&a, DISK).unwrap(), IoMaxRates { bps: [None, Some(4096)], iops: [None; 2] });
 }

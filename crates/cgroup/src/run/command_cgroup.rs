@@ -62,22 +62,22 @@ impl CommandCgroup {
         name: Option<&str>,
     ) -> anyhow::Result<Self> {
         let is_ours_above = parent.is_none();
-        let own = format!("{PREFIX}{}", process::id());
-        let name = name.unwrap_or(&own);
+        let default_name = format!("{PREFIX}{}", process::id());
+        let name = name.unwrap_or(&default_name);
         let group = match parent {
             Some(parent) => create(&parent, name)?,
-            None => create_below_ours(hierarchy, name)?,
+            None => create_below_default_parent(hierarchy, name)?,
         };
-        let place = Self { group, has_default_parent: is_ours_above };
+        let cgroup = Self { group, has_default_parent: is_ours_above };
         let root = hierarchy.root_group()?;
         if root.version == Version::V2 {
             // Without memory the kernel cannot attribute dirty pages, and no limit applies to
             // buffered writes.
-            let has_memory = root.controllers().is_ok_and(|has| has.iter().any(|name| name == "memory"));
+            let has_memory = root.controllers().is_ok_and(|controllers| controllers.iter().any(|name| name == "memory"));
             let wanted: &[&str] = if has_memory { &["io", "memory"] } else { &["io"] };
-            place.group.enable_controllers(wanted)?;
+            cgroup.group.enable_controllers(wanted)?;
         }
-        Ok(place)
+        Ok(cgroup)
     }
 
     pub(super) fn group(&self) -> &ControlGroup {
@@ -118,23 +118,23 @@ impl Drop for CommandCgroup {
 
 /// Creates the cgroup below [`PARENT`], which another command may remove at any moment with its own
 /// cgroup; then tries again.
-fn create_below_ours(hierarchy: &CgroupHierarchy, name: &str) -> anyhow::Result<ControlGroup> {
-    let ours = hierarchy.group(Path::new(PARENT))?;
+fn create_below_default_parent(hierarchy: &CgroupHierarchy, name: &str) -> anyhow::Result<ControlGroup> {
+    let parent = hierarchy.group(Path::new(PARENT))?;
     for _ in 0..TRIES {
         match ControlGroup::create(&hierarchy.root_group()?, PARENT) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(creation_error(&ours.name, &error));
+                return Err(creation_error(&parent.name, &error));
             }
             // The parent exists: created now or earlier.
-            Ok(_) | Err(_) => remove_stale(&ours, &hierarchy.roots.proc),
+            Ok(_) | Err(_) => remove_stale(&parent, &hierarchy.roots.proc),
         }
-        match ControlGroup::create(&ours, name) {
+        match ControlGroup::create(&parent, name) {
             // Another command removed the parent since.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            made => return made.map_err(|error| creation_error(&ours.name.join(name), &error)),
+            made => return made.map_err(|error| creation_error(&parent.name.join(name), &error)),
         }
     }
-    bail!("cgroup {}: other commands keep removing it (give --parent)", ours.name.display())
+    bail!("cgroup {}: other commands keep removing it (give --parent)", parent.name.display())
 }
 
 fn create(parent: &ControlGroup, name: &str) -> anyhow::Result<ControlGroup> {
@@ -142,13 +142,13 @@ fn create(parent: &ControlGroup, name: &str) -> anyhow::Result<ControlGroup> {
 }
 
 fn creation_error(name: &Path, error: &io::Error) -> anyhow::Error {
-    let mend = match error.kind() {
+    let remedy = match error.kind() {
         io::ErrorKind::AlreadyExists => "give another --name",
         io::ErrorKind::PermissionDenied => "run as root, or give a --parent that is delegated to you",
         io::ErrorKind::ReadOnlyFilesystem => "cgroups are mounted read-only here: do it on the host",
         _ => "give another --name or --parent",
     };
-    anyhow!("cgroup {}: cannot be created: {error} ({mend})", name.display())
+    anyhow!("cgroup {}: cannot be created: {error} ({remedy})", name.display())
 }
 
 /// Removes cgroups left by commands whose weir process has ended.
@@ -232,24 +232,24 @@ mod tests {
     #[test]
     fn default_parent_is_removed_with_the_last_child() {
         let machine = machine();
-        let place = made(&machine, None).unwrap();
-        let own = PathBuf::from(format!("/weir/run-{}", process::id()));
-        assert_eq!(groups(&machine), [PathBuf::from("/weir"), own]);
+        let cgroup = made(&machine, None).unwrap();
+        let run_path = PathBuf::from(format!("/weir/run-{}", process::id()));
+        assert_eq!(groups(&machine), [PathBuf::from("/weir"), run_path]);
         let second = made(&machine, Some("second")).unwrap();
         ControlGroup::create(second.group(), "of the command").unwrap();
         assert_eq!(second.remove(Vec::new()), None);
         assert_eq!(groups(&machine).len(), 2, "the other is still there");
-        drop(place);
+        drop(cgroup);
         assert!(groups(&machine).is_empty());
     }
 
     #[test]
-    fn a_name_is_used_once_and_names_no_other_place() {
+    fn duplicate_and_invalid_names_are_rejected() {
         let machine = machine();
         let _first = made(&machine, Some("a")).unwrap();
         for name in ["a", "..", "b/c", ""] {
-            let said = format!("{:#}", made(&machine, Some(name)).map(drop).unwrap_err());
-            assert!(said.contains("cannot be created") && said.contains("--name"), "{name}: {said}");
+            let error = format!("{:#}", made(&machine, Some(name)).map(drop).unwrap_err());
+            assert!(error.contains("cannot be created") && error.contains("--name"), "{name}: {error}");
         }
         assert_eq!(groups(&machine).len(), 2);
     }
@@ -257,28 +257,28 @@ mod tests {
     #[test]
     fn stale_cgroups_are_removed_when_empty() {
         let machine = machine();
-        let ours = machine.root().join("weir");
+        let parent = machine.root().join("weir");
         for name in ["run-100", "run-200", "run-300", "by hand"] {
-            fs::create_dir_all(ours.join(name)).unwrap();
+            fs::create_dir_all(parent.join(name)).unwrap();
         }
         machine.process(200, "7:blkio:/weir/run-200\n");
         // Stands for a process: the file keeps the directory from being removed.
-        fs::write(ours.join("run-300/cgroup.procs"), "7\n").unwrap();
+        fs::write(parent.join("run-300/cgroup.procs"), "7\n").unwrap();
         let _place = made(&machine, Some("new")).unwrap();
-        let left = ["/weir", "/weir/by hand", "/weir/new", "/weir/run-200", "/weir/run-300"];
-        assert_eq!(groups(&machine), left.map(PathBuf::from));
+        let remaining = ["/weir", "/weir/by hand", "/weir/new", "/weir/run-200", "/weir/run-300"];
+        assert_eq!(groups(&machine), remaining.map(PathBuf::from));
     }
 
     #[test]
     fn processes_that_outlive_the_command_keep_it() {
         let machine = machine();
-        let place = made(&machine, Some("a")).unwrap();
-        let directory = place.group().directory.clone();
+        let cgroup = made(&machine, Some("a")).unwrap();
+        let directory = cgroup.group().directory.clone();
         fs::create_dir(directory.join("below")).unwrap();
         fs::write(directory.join("below/cgroup.procs"), "7\n8\n").unwrap();
-        let processes = place.end(false);
+        let processes = cgroup.end(false);
         assert_eq!(processes, [7, 8]);
-        assert_eq!(place.remove(processes), Some(RemainingCgroup { directory, processes: vec![7, 8] }));
+        assert_eq!(cgroup.remove(processes), Some(RemainingCgroup { directory, processes: vec![7, 8] }));
         assert_eq!(groups(&machine).len(), 3);
     }
 }

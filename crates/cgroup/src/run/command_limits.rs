@@ -59,9 +59,9 @@ pub(super) fn apply_limits<'a>(
     group: &ControlGroup,
     device: Option<&'a DeviceIdentity>,
     change: &LimitsChange,
-    places: &CommandPaths<'_>,
+    paths: &CommandPaths<'_>,
 ) -> anyhow::Result<CommandLimits<'a>> {
-    let mut held = CommandLimits {
+    let mut command_limits = CommandLimits {
         hierarchy,
         group: group.clone(),
         device,
@@ -75,29 +75,29 @@ pub(super) fn apply_limits<'a>(
         if let Some(device) = device.filter(|_| group.version == Version::V1) {
             write::write_limits(group, device.number(), IoMaxRates::NONE)?;
         }
-        return Ok(held);
+        return Ok(command_limits);
     }
     let device = device.context("limits are for a disk")?;
     let file = if change.group.as_ref().is_some_and(|name| !name.is_empty()) {
-        let file = places.limits.unwrap_or(Path::new(limits_file::DEFAULT_PATH)).to_owned();
-        held.shared = Some(file.clone());
+        let file = paths.limits.unwrap_or(Path::new(limits_file::DEFAULT_PATH)).to_owned();
+        command_limits.shared = Some(file.clone());
         file
     } else {
-        let own = tempfile::Builder::new().prefix("weir-cgroup.").tempdir();
-        let own = own.context("the command's limits: there is no room for a file of them")?;
-        let file = own.path().join("limits.json");
-        held._own = Some(own);
+        let directory = tempfile::Builder::new().prefix("weir-cgroup.").tempdir();
+        let directory = directory.context("the command's limits: there is no room for a file of them")?;
+        let file = directory.path().join("limits.json");
+        command_limits._own = Some(directory);
         file
     };
     if group.version == Version::V2 && needs_watch(group, device, change)? {
         // Standard error belongs to the command: log warnings and errors only.
         logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text, file: None })?;
         // Started before the limits are set: `limit::set` would report that no watch runs.
-        held.watch =
-            Some(watch::CgroupWatchThread::start_or_stand_by(&file, CapacityStore::new(places.state))?);
+        command_limits.watch =
+            Some(watch::CgroupWatchThread::start_or_stand_by(&file, CapacityStore::new(paths.state))?);
     }
-    held.notices = limit::set_limits(hierarchy, &file, group, device, change)?.notices;
-    Ok(held)
+    command_limits.notices = limit::set_limits(hierarchy, &file, group, device, change)?.notices;
+    Ok(command_limits)
 }
 
 impl CommandLimits<'_> {
@@ -120,9 +120,9 @@ impl Drop for CommandLimits<'_> {
 /// True if the kernel alone cannot enforce the change. A group always needs a watch, because it has
 /// other members.
 fn needs_watch(group: &ControlGroup, device: &DeviceIdentity, change: &LimitsChange) -> anyhow::Result<bool> {
-    let mut kept = LimitsFile::default();
-    kept.change(group, (device.number(), device.key()), change)?;
-    Ok(!kept.groups.is_empty() || LimitPool::all(&kept)?.iter().any(LimitPool::needs_watch))
+    let mut limits_file = LimitsFile::default();
+    limits_file.change(group, (device.number(), device.key()), change)?;
+    Ok(!limits_file.groups.is_empty() || LimitPool::all(&limits_file)?.iter().any(LimitPool::needs_watch))
 }
 
 pub(super) fn limits(change: &LimitsChange) -> Result<Limits, InvalidLimit> {
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
     use crate::fake_machine::FakeMachine;
 
-    fn asked(name: &str, value: u64) -> LimitsChange {
+    fn limits_change(name: &str, value: u64) -> LimitsChange {
         LimitsChange::of(&[(name, value)])
     }
 
@@ -159,11 +159,11 @@ mod tests {
     #[test]
     fn rates_alone_need_no_watch() {
         for name in ["bps-read", "bps-write", "iops-read", "iops-write"] {
-            assert!(!needs_watch(&asked(name, 1000)), "{name}");
+            assert!(!needs_watch(&limits_change(name, 1000)), "{name}");
             assert!(needs_watch(&burst(name)), "{name}");
         }
         for name in ["bps-total", "iops-total"] {
-            assert!(needs_watch(&asked(name, 1000)) && !needs_watch(&asked(name, 0)), "{name}");
+            assert!(needs_watch(&limits_change(name, 1000)) && !needs_watch(&limits_change(name, 0)), "{name}");
         }
         assert!(needs_watch(&LimitsChange { watermark: Some(90), ..LimitsChange::default() }));
         assert!(!needs_watch(&LimitsChange { watermark: Some(0), ..LimitsChange::default() }));
@@ -172,8 +172,8 @@ mod tests {
 
     #[test]
     fn invalid_limits_are_rejected_first() {
-        assert_eq!(limits(&asked("bps-write", 7)).unwrap().limit(LimitKind::BpsWrite).rate, 7);
-        let said = limits(&asked("bps-write-max", 7)).unwrap_err().to_string();
-        assert!(said.starts_with("bps-write-max"), "{said}");
+        assert_eq!(limits(&limits_change("bps-write", 7)).unwrap().limit(LimitKind::BpsWrite).rate, 7);
+        let error = limits(&limits_change("bps-write-max", 7)).unwrap_err().to_string();
+        assert!(error.starts_with("bps-write-max"), "{error}");
     }
 }

@@ -50,7 +50,7 @@ pub(super) struct CommandSummary {
     /// Time from the command's start to its end.
     pub(super) wall: Duration,
     pub(super) limited: Option<DeviceNumber>,
-    pub(super) asked: ConfiguredLimits,
+    pub(super) configured: ConfiguredLimits,
     /// The limited device, then others: number, node, usage. No usage if the kernel's counters
     /// fell, as in version 1 when a cgroup below is removed.
     pub(super) devices: Vec<(DeviceNumber, String, Option<CgroupIoUsage>)>,
@@ -58,7 +58,7 @@ pub(super) struct CommandSummary {
     /// Dirty bytes not yet on disk.
     pub(super) dirty_bytes: Option<u64>,
     /// Set if the cgroup remains.
-    pub(super) left: Option<RemainingCgroup>,
+    pub(super) remaining: Option<RemainingCgroup>,
 }
 
 impl CommandSummary {
@@ -71,9 +71,9 @@ impl CommandSummary {
         );
         text += &self.table();
         text += &self.waits();
-        let others = ConfiguredLimits { limits: Default::default(), ..self.asked.clone() };
-        if others != ConfiguredLimits::default() {
-            let _ = writeln!(text, "limited with {}", others.text());
+        let other_settings = ConfiguredLimits { limits: Default::default(), ..self.configured.clone() };
+        if other_settings != ConfiguredLimits::default() {
+            let _ = writeln!(text, "limited with {}", other_settings.text());
         }
         if let Some(bytes @ 1..) = self.dirty_bytes {
             let _ = writeln!(
@@ -84,7 +84,7 @@ impl CommandSummary {
             );
         }
         if let Some(RemainingCgroup { directory, processes }) =
-            self.left.as_ref().filter(|left| !left.processes.is_empty())
+            self.remaining.as_ref().filter(|remaining| !remaining.processes.is_empty())
         {
             let _ = writeln!(
                 text,
@@ -152,7 +152,7 @@ impl CommandSummary {
         let settings =
             applying.into_iter().flat_map(|kind| parts.map(|part| LimitSetting::Limit(kind, part)));
         let limits: SettingValues =
-            settings.map(|setting| (setting.name().to_owned(), self.asked.limits.get(setting))).collect();
+            settings.map(|setting| (setting.name().to_owned(), self.configured.limits.get(setting))).collect();
         figures::limits(&limits)
     }
 
@@ -191,7 +191,7 @@ impl CommandSummary {
             })
         };
         let waited = self.waited.time();
-        let answer = json!({
+        let object = json!({
             "cgroup": self.cgroup.display().to_string(),
             "status": self.status,
             "wall-ns": nanoseconds(self.wall),
@@ -205,25 +205,25 @@ impl CommandSummary {
                 IoWait::NotCounted | IoWait::Unknown => None,
             },
             "dirty-bytes": self.dirty_bytes,
-            "left": self.left.as_ref().map(|left| json!({
+            "left": self.remaining.as_ref().map(|left| json!({
                 "directory": left.directory.display().to_string(),
                 "processes": left.processes,
             })),
         });
-        format!("{answer}\n")
+        format!("{object}\n")
     }
 
     /// Settings that differ from their defaults.
     fn settings_json(&self) -> Value {
-        let ConfiguredLimits { watermark, weight, group, .. } = &self.asked;
+        let ConfiguredLimits { watermark, weight, group, .. } = &self.configured;
         // Limits and other settings are keys of one object, as in `limit`.
-        let mut settings = json!(self.asked.set_limits());
-        let others = [
+        let mut settings = json!(self.configured.set_limits());
+        let other_settings = [
             ("watermark", (*watermark > 0).then(|| json!(watermark))),
             ("weight", weight.map(|weight| json!(weight))),
             ("group", group.as_ref().map(|group| json!(group))),
         ];
-        for (name, value) in others {
+        for (name, value) in other_settings {
             if let Some(value) = value {
                 settings[name] = value;
             }
@@ -257,14 +257,14 @@ mod tests {
     const DISK: DeviceNumber = DeviceNumber { major: 254, minor: 0 };
 
     fn summary() -> CommandSummary {
-        let mut asked = ConfiguredLimits { watermark: 90, ..ConfiguredLimits::default() };
+        let mut configured = ConfiguredLimits { watermark: 90, ..ConfiguredLimits::default() };
         for (name, value) in [
             ("bps-write", 4 << 20),
             ("bps-write-max", 20 << 20),
             ("bps-write-max-length", 5),
             ("iops-total", 100),
         ] {
-            asked.limits.set(LimitSetting::from_name(name).unwrap(), value).unwrap();
+            configured.limits.set(LimitSetting::from_name(name).unwrap(), value).unwrap();
         }
         let usage = CgroupIoUsage {
             written_bytes: 40 << 20,
@@ -278,11 +278,11 @@ mod tests {
             status: 0,
             wall: Duration::from_secs(10),
             limited: Some(DISK),
-            asked,
+            configured,
             devices: vec![(DISK, "/dev/vda".to_owned(), Some(usage))],
             waited: IoWait::AnyTask(Duration::from_millis(6500)),
             dirty_bytes: Some(0),
-            left: None,
+            remaining: None,
         }
     }
 
@@ -306,7 +306,7 @@ limited with watermark 90%
         let text = CommandSummary {
             status: 137,
             dirty_bytes: Some(12 << 20),
-            left: Some(left),
+            remaining: Some(left),
             waited: IoWait::NotCounted,
             ..summary()
         }
@@ -332,12 +332,12 @@ limited with watermark 90%
         let text = summary.text();
         let expect = "/dev/vda  read       -           -        -     -  iops 100";
         assert!(text.contains(expect), "{text}");
-        let answer: Value = serde_json::from_str(&summary.json()).unwrap();
-        assert_eq!(answer["devices"][0]["writes"], Value::Null);
+        let value: Value = serde_json::from_str(&summary.json()).unwrap();
+        assert_eq!(value["devices"][0]["writes"], Value::Null);
     }
 
     #[test]
-    fn programs_get_one_line_with_numbers() {
+    fn json_is_one_line_with_plain_numbers() {
         let other = (
             DeviceNumber { major: 8, minor: 16 },
             "/dev/sdb".to_owned(),
@@ -347,23 +347,23 @@ limited with watermark 90%
         summary.devices.push(other);
         let text = summary.json();
         assert_eq!(text.lines().count(), 1);
-        let answer: Value = serde_json::from_str(&text).unwrap();
-        assert_eq!(answer["wall-ns"], 10_000_000_000_u64);
+        let value: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(value["wall-ns"], 10_000_000_000_u64);
         assert_eq!(
-            answer["settings"],
+            value["settings"],
             json!({ "bps-write": 4 << 20, "bps-write-max": 20 << 20, "bps-write-max-length": 5, "iops-total": 100, "iops-total-max": 0, "iops-total-max-length": 1, "watermark": 90 })
         );
         assert_eq!(
-            answer["devices"][0]["writes"],
+            value["devices"][0]["writes"],
             json!({ "bytes": 40 << 20, "operations": 640, "bps": 4_194_304.0, "iops": 64.0 })
         );
-        assert_eq!(answer["devices"][0]["discards"]["bytes"], 5);
+        assert_eq!(value["devices"][0]["discards"]["bytes"], 5);
         assert_eq!(
-            (&answer["devices"][1]["number"], &answer["devices"][1]["limited"]),
+            (&value["devices"][1]["number"], &value["devices"][1]["limited"]),
             (&json!("8:16"), &json!(false))
         );
         assert_eq!(
-            (&answer["waited-ns"], &answer["waited-share"], &answer["left"]),
+            (&value["waited-ns"], &value["waited-share"], &value["left"]),
             (&json!(6_500_000_000_u64), &json!(0.65), &Value::Null)
         );
         let asked = ConfiguredLimits {
@@ -371,7 +371,7 @@ limited with watermark 90%
             weight: Some(7),
             ..ConfiguredLimits::default()
         };
-        let settings = CommandSummary { asked, ..summary }.settings_json();
+        let settings = CommandSummary { configured: asked, ..summary }.settings_json();
         assert_eq!(settings, json!({ "group": "tenant", "weight": 7 }));
     }
 }

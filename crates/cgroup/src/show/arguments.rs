@@ -51,7 +51,7 @@ pub struct ShowArgs {
     #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "1s")]
     pub(crate) interval: Duration,
     #[command(flatten)]
-    pub(crate) kept: LimitsFileArgs,
+    pub(crate) limits_file: LimitsFileArgs,
 }
 
 /// Arguments of `weir cgroup top`.
@@ -67,5 +67,5 @@ pub struct CgroupTopArgs {
     #[arg(long, value_name = "TIME", value_parser = keys::interval, default_value = "1s")]
     pub(crate) interval: Duration,
     #[command(flatten)]
-    pub(crate) kept: LimitsFileArgs,
+    pub(crate) limits_file: LimitsFileArgs,
 }

@@ -13,21 +13,21 @@ use crate::{
     limit::configured::ConfiguredLimits,
 };
 
-pub(super) fn json(rows: &[CgroupRow], interval: Option<Duration>, wish: RowOptions) -> Value {
+pub(super) fn json(rows: &[CgroupRow], interval: Option<Duration>, options: RowOptions) -> Value {
     json!({
         "interval-ns": interval.map(nanoseconds),
-        "task-waits-counted": wish.are_waits_counted,
-        "cgroups": rows.iter().map(|row| group(row, wish)).collect::<Vec<_>>(),
+        "task-waits-counted": options.are_waits_counted,
+        "cgroups": rows.iter().map(|row| group(row, options)).collect::<Vec<_>>(),
     })
 }
 
-fn group(row: &CgroupRow, wish: RowOptions) -> Value {
+fn group(row: &CgroupRow, options: RowOptions) -> Value {
     json!({
         "name": row.name.display().to_string(),
         "waited-share": row.waited,
         "pressure": row.pressure.map(|IoPressure { some, full }| json!({ "some": stall(some), "full": full.map(stall) })),
         "devices": row.devices.iter().map(device).collect::<Vec<_>>(),
-        "tasks": row.tasks.iter().map(|row| task(row, wish)).collect::<Vec<_>>(),
+        "tasks": row.tasks.iter().map(|row| task(row, options)).collect::<Vec<_>>(),
     })
 }
 
@@ -50,7 +50,7 @@ fn device(row: &DeviceRow) -> Value {
         "discards": { "bytes": usage.discarded_bytes, "operations": usage.discards },
         "rate": row.rate.map(|rate| rate_json(&rate)),
         "limits": text::named(&row.account.limits),
-        "asked": row.asked.as_ref().map(ConfiguredLimits::json),
+        "asked": row.configured.as_ref().map(ConfiguredLimits::json),
     })
 }
 
@@ -61,7 +61,7 @@ fn rate_json(rate: &CgroupRate) -> Value {
     })
 }
 
-fn task(row: &TaskRow, wish: RowOptions) -> Value {
+fn task(row: &TaskRow, options: RowOptions) -> Value {
     let TaskRow { id, task, rate, waited } = row;
     json!({
         "pid": id.pid,
@@ -74,7 +74,7 @@ fn task(row: &TaskRow, wish: RowOptions) -> Value {
             "reads": { "bps": rate.read_bps, "calls": rate.read_iops },
             "writes": { "bps": rate.write_bps, "calls": rate.write_iops },
         })),
-        "waited-ns": wish.are_waits_counted.then(|| nanoseconds(task.waited)),
+        "waited-ns": options.are_waits_counted.then(|| nanoseconds(task.waited)),
         "waited-share": waited,
     })
 }
@@ -91,10 +91,10 @@ mod tests {
     #[test]
     fn numbers_have_units_and_unknown_values_are_null() {
         let (interval, rows) = sample();
-        let wish = RowOptions { device: None, are_waits_counted: true };
-        let answer = json(&rows, Some(interval), wish);
-        assert_eq!(answer["interval-ns"], 2_000_000_000_u64);
-        let group = &answer["cgroups"][1];
+        let options = RowOptions { device: None, are_waits_counted: true };
+        let value = json(&rows, Some(interval), options);
+        assert_eq!(value["interval-ns"], 2_000_000_000_u64);
+        let group = &value["cgroups"][1];
         assert_eq!((&group["name"], &group["waited-share"]), (&json!("/system/a.db"), &json!(0.75)));
         assert_eq!(group["pressure"]["some"]["total-ns"], 2_500_000_000_u64);
         assert_eq!(group["pressure"]["full"], Value::Null);
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!((&task["name"], &task["waited-ns"]), (&json!("dd"), &json!(1_800_000_000_u64)));
         assert_eq!(task["rate"]["writes"], json!({ "bps": 2_097_152.0, "calls": 2.0 }));
         assert_eq!((&group["tasks"][1]["reads"], &group["tasks"][1]["rate"]), (&Value::Null, &Value::Null));
-        let uncounted = json(&rows, None, RowOptions { are_waits_counted: false, ..wish });
+        let uncounted = json(&rows, None, RowOptions { are_waits_counted: false, ..options });
         assert_eq!(uncounted["cgroups"][1]["tasks"][0]["waited-ns"], Value::Null);
         assert_eq!(uncounted["interval-ns"], Value::Null);
     }

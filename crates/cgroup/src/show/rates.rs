@@ -25,9 +25,9 @@ pub(crate) struct CgroupSnapshot {
     pub(crate) at: Duration,
     /// A cgroup comes before its descendants.
     pub(crate) groups: Vec<SnapshotGroup>,
-    pub(crate) kept: LimitsFile,
+    pub(crate) limits_file: LimitsFile,
     /// Errors of cgroups that could not be read.
-    pub(crate) wrong: Vec<String>,
+    pub(crate) errors: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -98,7 +98,7 @@ pub(crate) struct DeviceRow {
     pub(crate) number: DeviceNumber,
     pub(crate) account: DeviceAccount,
     /// Limits in weir's file, including bursts and watermark.
-    pub(crate) asked: Option<ConfiguredLimits>,
+    pub(crate) configured: Option<ConfiguredLimits>,
     /// `None` without an earlier snapshot, or if a counter fell.
     pub(crate) rate: Option<CgroupRate>,
 }
@@ -141,8 +141,8 @@ pub(crate) fn rows(
         .flat_map(|earlier| &earlier.groups)
         .map(|seen| (seen.name.as_path(), seen))
         .collect();
-    let grown = grown_with_those_below(&before, later);
-    let comparison = SnapshotComparison { time, wish, kept: &later.kept, grown: &grown };
+    let grown = growth_with_descendants(&before, later);
+    let comparison = SnapshotComparison { time, options: wish, limits_file: &later.limits_file, growth: &grown };
     let mut rows: Vec<CgroupRow> = later
         .groups
         .iter()
@@ -166,34 +166,34 @@ fn longest_wait(row: &CgroupRow) -> Option<(PathBuf, f64)> {
 
 /// Growth of version 1's counters, summed up from each cgroup and its descendants. The kernel's own
 /// recursive counters lose the share of a removed cgroup.
-fn grown_with_those_below<'a>(
+fn growth_with_descendants<'a>(
     before: &HashMap<&Path, &SnapshotGroup>,
     later: &'a CgroupSnapshot,
 ) -> HashMap<(&'a Path, DeviceNumber), CgroupIoUsage> {
-    let mut grown: HashMap<(&Path, DeviceNumber), CgroupIoUsage> = HashMap::new();
+    let mut growth: HashMap<(&Path, DeviceNumber), CgroupIoUsage> = HashMap::new();
     for seen in &later.groups {
         for (number, account) in &seen.reading.devices {
-            let Some(own) = account.own else { continue };
+            let Some(own_usage) = account.own_usage else { continue };
             let earlier = before.get(seen.name.as_path()).and_then(|seen| seen.reading.devices.get(number));
-            let earlier = earlier.and_then(|account| account.own).unwrap_or_default();
+            let earlier = earlier.and_then(|account| account.own_usage).unwrap_or_default();
             // A counter falls if the cgroup was recreated; then all of its present value is growth.
-            let more = own.since(&earlier).unwrap_or(own);
+            let increase = own_usage.since(&earlier).unwrap_or(own_usage);
             // Each growth counts for the cgroup and for all above it.
             for above in seen.name.ancestors() {
-                let sum = grown.entry((above, *number)).or_default();
-                *sum = sum.plus(&more);
+                let sum = growth.entry((above, *number)).or_default();
+                *sum = sum.plus(&increase);
             }
         }
     }
-    grown
+    growth
 }
 
 struct SnapshotComparison<'a> {
     time: Duration,
-    wish: RowOptions,
-    kept: &'a LimitsFile,
+    options: RowOptions,
+    limits_file: &'a LimitsFile,
     /// Growth of the counters of version 1 cgroups.
-    grown: &'a HashMap<(&'a Path, DeviceNumber), CgroupIoUsage>,
+    growth: &'a HashMap<(&'a Path, DeviceNumber), CgroupIoUsage>,
 }
 
 impl SnapshotComparison<'_> {
@@ -202,7 +202,7 @@ impl SnapshotComparison<'_> {
             .reading
             .devices
             .iter()
-            .filter(|(number, _)| self.wish.device.is_none_or(|one| one == **number));
+            .filter(|(number, _)| self.options.device.is_none_or(|selected| selected == **number));
         let earlier = |number: &DeviceNumber| {
             // io.stat omits a device without I/O: absent before means zero, not unknown.
             before.map(|before| before.reading.devices.get(number).copied().unwrap_or_default())
@@ -210,9 +210,9 @@ impl SnapshotComparison<'_> {
         let device = |(number, account): (&DeviceNumber, &DeviceAccount)| DeviceRow {
             number: *number,
             account: *account,
-            asked: ConfiguredLimits::of(self.kept, &now.name, *number),
-            rate: earlier(number).and_then(|earlier| match account.own {
-                Some(_) => Some(CgroupRate::of(self.grown.get(&(now.name.as_path(), *number))?, self.time)),
+            configured: ConfiguredLimits::of(self.limits_file, &now.name, *number),
+            rate: earlier(number).and_then(|earlier| match account.own_usage {
+                Some(_) => Some(CgroupRate::of(self.growth.get(&(now.name.as_path(), *number))?, self.time)),
                 None => self.rate(&earlier.usage, &account.usage),
             }),
         };
@@ -234,7 +234,7 @@ impl SnapshotComparison<'_> {
 
     fn task(&self, id: TaskId, before: Option<&CgroupTask>, now: &CgroupTask) -> TaskRow {
         let rate = before.and_then(|before| self.rate(&usage(before)?, &usage(now)?));
-        let waited = before.filter(|_| self.wish.are_waits_counted);
+        let waited = before.filter(|_| self.options.are_waits_counted);
         let waited = waited.and_then(|before| Some(self.share(now.waited.checked_sub(before.waited)?)));
         TaskRow { id, task: now.clone(), rate, waited }
     }
@@ -342,7 +342,7 @@ pub(super) mod tests {
         rows[1].devices.push(DeviceRow {
             number,
             account: DeviceAccount { usage, ..DeviceAccount::default() },
-            asked: None,
+            configured: None,
             rate: None,
         });
         (later.at - earlier.at, rows)
@@ -370,8 +370,8 @@ pub(super) mod tests {
 
     #[test]
     fn removed_v1_cgroup_does_not_change_rates() {
-        let account = |with_those_below: u64, own: u64| DeviceAccount {
-            own: Some(wrote(own << 20).usage),
+        let account = |with_those_below: u64, own_mib: u64| DeviceAccount {
+            own_usage: Some(wrote(own_mib << 20).usage),
             ..wrote(with_those_below << 20)
         };
         let earlier = at(
@@ -403,12 +403,12 @@ pub(super) mod tests {
         assert_eq!(row.devices[0].rate, None);
         assert_eq!(row.devices[1].rate.unwrap().write_bps, f64::from(1 << 20));
         let pressure = |total_us| at(total_us, vec![with_pressure(seen("/a", &[]), total_us)]);
-        let again = CgroupSnapshot { at: Duration::from_secs(9), ..pressure(1) };
-        assert_eq!(rows(Some(&pressure(5)), &again, ALL)[0].waited, None, "it was made again");
+        let recreated = CgroupSnapshot { at: Duration::from_secs(9), ..pressure(1) };
+        assert_eq!(rows(Some(&pressure(5)), &recreated, ALL)[0].waited, None, "it was made again");
     }
 
     #[test]
-    fn without_an_earlier_moment_there_are_totals_alone() {
+    fn single_snapshot_has_totals_only() {
         let now = at(5, vec![with_pressure(seen("/a", &[(DISK, wrote(4096))]), 100)]);
         for earlier in [None, Some(&now)] {
             let row = &rows(earlier, &now, ALL)[0];
@@ -429,11 +429,11 @@ pub(super) mod tests {
         let later = at(2, vec![with_task(with_pressure(seen("/a", &[]), 2_500_000), 1, 1, 9000, None)]);
         assert_eq!(rows(Some(&earlier), &later, ALL)[0].waited, Some(0.75));
         let mut later = later;
-        let (one, now) = (id(1, 1), with_task(seen("/a", &[]), 1, 1, 10_800, None));
+        let (task_id, now) = (id(1, 1), with_task(seen("/a", &[]), 1, 1, 10_800, None));
         later.groups[0].tasks = now.tasks.clone();
         let mut earlier = earlier;
-        let before = CgroupTask { waited: Duration::from_millis(9000), ..now.tasks[&one].clone() };
-        earlier.groups[0].tasks.insert(one, before);
+        let before = CgroupTask { waited: Duration::from_millis(9000), ..now.tasks[&task_id].clone() };
+        earlier.groups[0].tasks.insert(task_id, before);
         assert_eq!(
             rows(Some(&earlier), &later, ALL)[0].waited,
             Some(0.9),
@@ -444,7 +444,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn without_pressure_it_is_that_of_the_task_that_waited_longest_there_or_below() {
+    fn without_pressure_wait_share_is_the_longest_task_wait() {
         let groups = |first: u64, second: u64| {
             vec![
                 seen("/a", &[]),
@@ -455,7 +455,7 @@ pub(super) mod tests {
         };
         let (earlier, later) = (at(0, groups(500, 0)), at(1, groups(700, 600)));
         let waited =
-            |wish| rows(Some(&earlier), &later, wish).iter().map(|row| row.waited).collect::<Vec<_>>();
+            |options| rows(Some(&earlier), &later, options).iter().map(|row| row.waited).collect::<Vec<_>>();
         assert_eq!(waited(ALL), [Some(0.6), Some(0.2), Some(0.6), None]);
         assert_eq!(waited(RowOptions { are_waits_counted: false, ..ALL }), [None; 4]);
     }

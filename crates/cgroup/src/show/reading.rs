@@ -28,13 +28,13 @@ pub(crate) struct DeviceAccount {
     pub(crate) usage: CgroupIoUsage,
     /// Counters of the cgroup alone; version 1 only, where `usage` falls when a descendant is
     /// removed.
-    pub(crate) own: Option<CgroupIoUsage>,
+    pub(crate) own_usage: Option<CgroupIoUsage>,
     pub(crate) limits: IoMaxRates,
 }
 
 impl DeviceAccount {
     fn is_empty(&self) -> bool {
-        Self { own: None, ..*self } == Self::default()
+        Self { own_usage: None, ..*self } == Self::default()
     }
 }
 
@@ -81,10 +81,10 @@ fn read_v1(group: &ControlGroup) -> anyhow::Result<CgroupReading> {
     let limits = limit_files::merged(&limit_files::read(group)?);
     let mut devices = merged(usage, limits);
     // The non-recursive counters, whose growth is right when a descendant is removed.
-    let own = blkio::usage(&file(group, blkio::BYTES)?, &file(group, blkio::OPERATIONS)?)?;
-    let own: BTreeMap<DeviceNumber, CgroupIoUsage> = own.into_iter().collect();
+    let own_usage = blkio::usage(&file(group, blkio::BYTES)?, &file(group, blkio::OPERATIONS)?)?;
+    let own_usage: BTreeMap<DeviceNumber, CgroupIoUsage> = own_usage.into_iter().collect();
     for (device, account) in &mut devices {
-        account.own = Some(own.get(device).copied().unwrap_or_default());
+        account.own_usage = Some(own_usage.get(device).copied().unwrap_or_default());
     }
     Ok(CgroupReading { devices, pressure: None })
 }
@@ -163,7 +163,7 @@ mod tests {
         let limits = IoMaxRates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
         assert_eq!(
             reading.devices,
-            BTreeMap::from([(DISK, DeviceAccount { usage, own: None, limits })]),
+            BTreeMap::from([(DISK, DeviceAccount { usage, own_usage: None, limits })]),
             "and no idle device"
         );
         assert_eq!(reading.pressure.unwrap().some.total_us, 7000);
@@ -192,8 +192,8 @@ mod tests {
             (4096, 2),
             "descendants are included where the kernel includes them"
         );
-        let own = disk.own.expect("version 1 tells it");
-        assert_eq!((own.read_bytes, own.writes), (0, 2), "and without");
+        let own_usage = disk.own_usage.expect("version 1 tells it");
+        assert_eq!((own_usage.read_bytes, own_usage.writes), (0, 2), "and without");
         assert_eq!(disk.limits, IoMaxRates { bps: [None, Some(4_000_000)], ..IoMaxRates::NONE });
         let other = reading.devices[&DeviceNumber { major: 8, minor: 16 }];
         assert_eq!(other.limits, IoMaxRates { iops: [Some(7), None], ..IoMaxRates::NONE });
@@ -209,8 +209,8 @@ mod tests {
             "the controller is not enabled for it"
         );
         fs::write(group.directory.join("io.max"), "8:0 rbps=many\n").unwrap();
-        let said = format!("{:#}", read(&group).unwrap_err());
-        assert!(said.starts_with("cgroup /a: io.max: a line of unknown form"), "{said}");
+        let error = format!("{:#}", read(&group).unwrap_err());
+        assert!(error.starts_with("cgroup /a: io.max: a line of unknown form"), "{error}");
         drop(machine);
         assert_eq!(read(&group).unwrap(), None);
     }

@@ -64,7 +64,7 @@ impl CgroupSurvey {
     }
 
     /// Notices about limits whose cgroup was removed.
-    pub(super) fn missing(&self, kept: &LimitsFile) -> Vec<String> {
+    pub(super) fn missing(&self, limits_file: &LimitsFile) -> Vec<String> {
         let is_missing =
             |entry: &&CgroupEntry| !self.hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
         let line = |entry: &CgroupEntry| {
@@ -74,10 +74,10 @@ impl CgroupSurvey {
                  name (remove them: `weir cgroup limit {cgroup} --device {device} --remove`)"
             )
         };
-        kept.limits.iter().filter(is_missing).map(line).collect()
+        limits_file.limits.iter().filter(is_missing).map(line).collect()
     }
 
-    pub(super) fn wish(&self) -> RowOptions {
+    pub(super) fn row_options(&self) -> RowOptions {
         RowOptions {
             device: self.device,
             are_waits_counted: tasks::has_delay_accounting(&self.hierarchy.roots.proc),
@@ -90,13 +90,13 @@ impl CgroupSurvey {
         let mut snapshot = CgroupSnapshot { at: self.began.elapsed(), ..CgroupSnapshot::default() };
         // An unreadable limits file does not hide the kernel's counters.
         match LimitsFile::load(&self.limits) {
-            Ok(kept) => snapshot.kept = kept,
-            Err(error) => snapshot.wrong.push(format!("{error:#}")),
+            Ok(limits_file) => snapshot.limits_file = limits_file,
+            Err(error) => snapshot.errors.push(format!("{error:#}")),
         }
         // By name, so that a cgroup below two named ones appears once.
         let mut found = BTreeMap::new();
         // The waiting time of tasks is the best lower bound of a cgroup's.
-        let has_tasks = has_tasks || self.wish().are_waits_counted;
+        let has_tasks = has_tasks || self.row_options().are_waits_counted;
         for group in &self.named {
             self.gather(group, true, has_tasks, &mut found, &mut snapshot);
         }
@@ -116,10 +116,10 @@ impl CgroupSurvey {
         found: &mut BTreeMap<PathBuf, SnapshotGroup>,
         snapshot: &mut CgroupSnapshot,
     ) {
-        match self.read_group(group, is_named, has_tasks, &snapshot.kept) {
+        match self.read_group(group, is_named, has_tasks, &snapshot.limits_file) {
             Ok(Some(seen)) => drop(found.insert(group.name.clone(), seen)),
             Ok(None) => {}
-            Err(error) => snapshot.wrong.push(format!("{error:#}")),
+            Err(error) => snapshot.errors.push(format!("{error:#}")),
         }
         // Removed meanwhile: then it has no descendants either.
         for child in group.children().unwrap_or_default() {
@@ -132,11 +132,11 @@ impl CgroupSurvey {
         group: &ControlGroup,
         is_named: bool,
         has_tasks: bool,
-        kept: &LimitsFile,
+        limits_file: &LimitsFile,
     ) -> anyhow::Result<Option<SnapshotGroup>> {
         let Some(mut reading) = reading::read(group)? else { return Ok(None) };
         // Configured limits are shown even if the kernel has no limit at present.
-        for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
+        for entry in limits_file.limits.iter().filter(|entry| entry.cgroup == group.name) {
             reading.devices.entry(entry.device()?).or_default();
         }
         let has_devices = match self.device {
@@ -189,21 +189,21 @@ mod tests {
     #[test]
     fn busy_cgroups_below_the_named_ones_are_listed() {
         let machine = machine(&[("/a", ""), ("/a/b", WROTE), ("/a/b/c", ""), ("/d", WROTE)]);
-        let look = |groups: &[&str], has_all| {
+        let listed = |groups: &[&str], has_all| {
             names(&survey(&machine, NO_LIMITS, groups, has_all).snapshot(false).unwrap())
         };
-        assert_eq!(look(&[], false), ["/", "/a/b", "/d"]);
-        assert_eq!(look(&["/a"], false), ["/a", "/a/b"]);
-        assert_eq!(look(&["/a/b", "/a"], false), ["/a", "/a/b"], "once each");
-        assert_eq!(look(&["/a"], true), ["/a", "/a/b", "/a/b/c"]);
+        assert_eq!(listed(&[], false), ["/", "/a/b", "/d"]);
+        assert_eq!(listed(&["/a"], false), ["/a", "/a/b"]);
+        assert_eq!(listed(&["/a/b", "/a"], false), ["/a", "/a/b"], "once each");
+        assert_eq!(listed(&["/a"], true), ["/a", "/a/b", "/a/b/c"]);
     }
 
     #[test]
     fn configured_limits_are_shown_without_kernel_limits() {
         let machine = machine(&[("/a", ""), ("/b", "")]);
         let file = machine.path("limits.json");
-        let kept = r#"{"limits": [{"cgroup": "/a", "device": "8:16", "device-key": "x", "own": {"limits": {"bps-read": 7}}}]}"#;
-        fs::write(&file, kept).unwrap();
+        let text = r#"{"limits": [{"cgroup": "/a", "device": "8:16", "device-key": "x", "own": {"limits": {"bps-read": 7}}}]}"#;
+        fs::write(&file, text).unwrap();
         let snapshot = survey(&machine, &file, &[], false).snapshot(false).unwrap();
         assert_eq!(names(&snapshot), ["/", "/a"]);
         let device = DeviceNumber { major: 8, minor: 16 };
@@ -215,8 +215,8 @@ mod tests {
         let machine = machine(&[("/a", "what is this\n"), ("/b", WROTE)]);
         let snapshot = survey(&machine, NO_LIMITS, &[], false).snapshot(false).unwrap();
         assert_eq!(names(&snapshot), ["/", "/b"]);
-        assert_eq!(snapshot.wrong.len(), 1);
-        assert!(snapshot.wrong[0].starts_with("cgroup /a: io.stat: "), "{:?}", snapshot.wrong);
+        assert_eq!(snapshot.errors.len(), 1);
+        assert!(snapshot.errors[0].starts_with("cgroup /a: io.stat: "), "{:?}", snapshot.errors);
     }
 
     #[test]
@@ -226,7 +226,7 @@ mod tests {
         fs::remove_dir_all(machine.root().join("a")).unwrap();
         assert_eq!(names(&survey.snapshot(false).unwrap()), ["/b"]);
         fs::remove_dir_all(machine.root().join("b")).unwrap();
-        let said = survey.snapshot(false).unwrap_err().to_string();
-        assert_eq!(said, "cgroup /a, /b: removed meanwhile");
+        let error = survey.snapshot(false).unwrap_err().to_string();
+        assert_eq!(error, "cgroup /a, /b: removed meanwhile");
     }
 }

@@ -129,7 +129,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn waits_are_counted_unless_the_kernel_says_no() {
+    fn waits_are_counted_unless_disabled_in_the_kernel() {
         let root = tempfile::tempdir().unwrap();
         assert!(has_delay_accounting(root.path()), "before Linux 5.14 there is no switch");
         fs::create_dir_all(root.path().join("sys/kernel")).unwrap();

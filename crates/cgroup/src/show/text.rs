@@ -24,7 +24,7 @@ const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_de
                                     (`sysctl kernel.task_delayacct=1` counts from then on)";
 
 /// Renders the tables; `bold` is for terminals.
-pub(super) fn render(rows: &[CgroupRow], wish: RowOptions, bold: bool) -> String {
+pub(super) fn render(rows: &[CgroupRow], options: RowOptions, bold: bool) -> String {
     let mut text = groups(rows).render(bold);
     if text.is_empty() {
         return "no cgroup has limits or has done I/O\n".to_owned();
@@ -35,13 +35,13 @@ pub(super) fn render(rows: &[CgroupRow], wish: RowOptions, bold: bool) -> String
         text = format!("{text}\n{tasks}");
     }
     let has_pressure = rows.iter().any(|row| row.pressure.is_some());
-    let said = match wish.are_waits_counted {
+    let notice = match options.are_waits_counted {
         true => None,
         false if !has_pressure => Some(NOT_COUNTED),
         false => has_tasks.then_some(NOT_COUNTED_OF_TASKS),
     };
-    if let Some(said) = said {
-        text = format!("{text}\n{said}\n");
+    if let Some(notice) = notice {
+        text = format!("{text}\n{notice}\n");
     }
     text
 }
@@ -70,14 +70,14 @@ fn groups(rows: &[CgroupRow]) -> TextTable {
             // The cgroup's own cells appear in its first row only.
             let group = if index == 0 { group.clone() } else { [const { String::new() }; 3] };
             let usage = device.account.usage;
-            let of = |figure: fn(&CgroupRate) -> String| cell(device.rate.as_ref().map(figure));
+            let rate_cell = |figure: fn(&CgroupRate) -> String| cell(device.rate.as_ref().map(figure));
             let figures = [
                 reading::node(device.number),
                 figures::bytes(usage.read_bytes as f64),
                 figures::bytes(usage.written_bytes as f64),
-                of(|rate| figures::bytes(rate.read_bps)),
-                of(|rate| figures::bytes(rate.write_bps)),
-                of(|rate| figures::count(rate.iops())),
+                rate_cell(|rate| figures::bytes(rate.read_bps)),
+                rate_cell(|rate| figures::bytes(rate.write_bps)),
+                rate_cell(|rate| figures::count(rate.iops())),
                 limits(device),
             ];
             table.row(group.into_iter().chain(figures).collect());
@@ -102,7 +102,7 @@ fn tasks(rows: &[CgroupRow]) -> TextTable {
     ]);
     for row in rows {
         for TaskRow { id, task, rate, waited } in &row.tasks {
-            let of = |figure: fn(&CgroupRate) -> String| cell(rate.as_ref().map(figure));
+            let rate_cell = |figure: fn(&CgroupRate) -> String| cell(rate.as_ref().map(figure));
             table.row(vec![
                 id.pid.to_string(),
                 id.tid.to_string(),
@@ -110,9 +110,9 @@ fn tasks(rows: &[CgroupRow]) -> TextTable {
                 task.state.to_string(),
                 cell(task.io.map(|io| figures::bytes(io.read_bytes as f64))),
                 cell(task.io.map(|io| figures::bytes(io.write_bytes as f64))),
-                of(|rate| figures::bytes(rate.read_bps)),
-                of(|rate| figures::bytes(rate.write_bps)),
-                of(|rate| figures::count(rate.iops())),
+                rate_cell(|rate| figures::bytes(rate.read_bps)),
+                rate_cell(|rate| figures::bytes(rate.write_bps)),
+                rate_cell(|rate| figures::count(rate.iops())),
                 cell(waited.map(figures::share)),
                 row.name.display().to_string(),
             ]);
@@ -130,10 +130,10 @@ pub(super) fn named(rates: &IoMaxRates) -> SettingValues {
 /// Configured limits, followed by the kernel's where they differ, as in a burst.
 pub(super) fn limits(device: &DeviceRow) -> String {
     let now = figures::limits(&named(&device.account.limits));
-    match device.asked.as_ref().map(ConfiguredLimits::text) {
+    match device.configured.as_ref().map(ConfiguredLimits::text) {
         None => now,
-        Some(asked) if asked == now => now,
-        Some(asked) => format!("{asked} (now {})", if now == NOTHING { "none" } else { &now }),
+        Some(configured) if configured == now => now,
+        Some(configured) => format!("{configured} (now {})", if now == NOTHING { "none" } else { &now }),
     }
 }
 
@@ -171,12 +171,12 @@ CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LI
     fn configured_limits_precede_kernel_limits() {
         let (_, mut rows) = sample();
         let device = &mut rows[1].devices[0];
-        let mut asked = ConfiguredLimits::default();
-        asked.limits.limit_mut(LimitKind::BpsWrite).rate = 4 << 20;
-        asked.limits.limit_mut(LimitKind::IopsWrite).rate = 100;
-        device.asked = Some(asked.clone());
+        let mut configured = ConfiguredLimits::default();
+        configured.limits.limit_mut(LimitKind::BpsWrite).rate = 4 << 20;
+        configured.limits.limit_mut(LimitKind::IopsWrite).rate = 100;
+        device.configured = Some(configured.clone());
         assert_eq!(limits(device), "bps-w 4M, iops-w 100", "once, where they are the same");
-        device.asked = Some(ConfiguredLimits { watermark: 90, ..asked });
+        device.configured = Some(ConfiguredLimits { watermark: 90, ..configured });
         device.account.limits = IoMaxRates::default();
         assert_eq!(limits(device), "bps-w 4M, iops-w 100, watermark 90% (now none)");
     }

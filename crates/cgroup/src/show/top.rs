@@ -43,39 +43,39 @@ enum TopEvent {
 /// returns.
 pub(crate) fn top(arguments: CgroupTopArgs) -> Result<(), CommandFailure> {
     if !screen::is_possible() {
-        let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup \
+        let message = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup \
                     show` prints the same)";
-        return Err(anyhow!(said).into());
+        return Err(anyhow!(message).into());
     }
     let named: Vec<String> = arguments.group.into_iter().collect();
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     let survey =
-        CgroupSurvey::new(hierarchy, arguments.kept.path(), &named, arguments.device.as_deref(), false)?;
-    let state = CgroupTopState::new(survey.wish());
+        CgroupSurvey::new(hierarchy, arguments.limits_file.path(), &named, arguments.device.as_deref(), false)?;
+    let state = CgroupTopState::new(survey.row_options());
     // Tasks are numerous and read only while they are shown.
     let has_tasks = Arc::new(AtomicBool::new(false));
-    let (events, happened) = mpsc::channel();
+    let (events, receiver) = mpsc::channel();
     let inputs = events.clone();
-    let heard = input::listen(move |input| inputs.send(TopEvent::Input(input)).is_ok());
-    heard.context("cgroup top: cannot start a thread")?;
-    let wanted = Arc::clone(&has_tasks);
+    let listening = input::listen(move |input| inputs.send(TopEvent::Input(input)).is_ok());
+    listening.context("cgroup top: cannot start a thread")?;
+    let reads_tasks = Arc::clone(&has_tasks);
     thread::Builder::new()
         .name("survey".to_owned())
-        .spawn(move || look(&survey, &wanted, &events, arguments.interval))
+        .spawn(move || look(&survey, &reads_tasks, &events, arguments.interval))
         .context("cgroup top: cannot start a thread")?;
     let mut screen = Screen::enter().context("the terminal: cannot be drawn on")?;
-    Ok(watch(&mut screen, &happened, state, &has_tasks).context("the terminal: cannot be drawn on")?)
+    Ok(watch(&mut screen, &receiver, state, &has_tasks).context("the terminal: cannot be drawn on")?)
 }
 
 fn watch(
     screen: &mut Screen,
-    happened: &Receiver<TopEvent>,
+    receiver: &Receiver<TopEvent>,
     mut state: CgroupTopState,
     has_tasks: &AtomicBool,
 ) -> io::Result<()> {
     loop {
         screen.draw(|frame| view::draw(frame, &mut state))?;
-        let action = match happened.recv().unwrap_or(TopEvent::Input(TerminalEvent::End)) {
+        let action = match receiver.recv().unwrap_or(TopEvent::Input(TerminalEvent::End)) {
             TopEvent::Input(TerminalEvent::Key(key)) => state.press(key),
             TopEvent::Input(TerminalEvent::Resized) => None,
             TopEvent::Input(TerminalEvent::Stop) => Some(ExitKey::Stop),
@@ -97,7 +97,7 @@ fn watch(
 fn look(survey: &CgroupSurvey, has_tasks: &AtomicBool, events: &Sender<TopEvent>, interval: Duration) {
     loop {
         let looked = survey.snapshot(has_tasks.load(Ordering::Relaxed));
-        if events.send(TopEvent::Looked(survey.wish(), looked)).is_err() {
+        if events.send(TopEvent::Looked(survey.row_options(), looked)).is_err() {
             return;
         }
         thread::sleep(interval);

@@ -21,7 +21,7 @@ Exit status: 0 ended on request, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct WatchArgs {
     #[command(flatten)]
-    pub(crate) kept: LimitsFileArgs,
+    pub(crate) limits_file: LimitsFileArgs,
     /// Set all limits as configured, without bursts, and exit
     #[arg(long)]
     pub(crate) settle: bool,
@@ -39,5 +39,5 @@ pub struct WatchArgs {
 #[derive(Debug, Args)]
 pub struct GuardArgs {
     #[command(flatten)]
-    pub(crate) kept: LimitsFileArgs,
+    pub(crate) limits_file: LimitsFileArgs,
 }

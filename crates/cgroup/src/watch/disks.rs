@@ -35,28 +35,28 @@ impl WatermarkDisks {
         self.observed.len()
     }
 
-    pub(super) fn adopt(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<()> {
-        self.open_disks(hierarchy, kept, true)
+    pub(super) fn adopt(&mut self, hierarchy: &CgroupHierarchy, limits_file: &LimitsFile) -> anyhow::Result<()> {
+        self.open_disks(hierarchy, limits_file, true)
     }
 
-    pub(super) fn retry_missing(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile) {
+    pub(super) fn retry_missing(&mut self, hierarchy: &CgroupHierarchy, limits_file: &LimitsFile) {
         if self.is_one_missing {
             // The error has been logged before.
-            let _ = self.open_disks(hierarchy, kept, false);
+            let _ = self.open_disks(hierarchy, limits_file, false);
         }
     }
 
     fn open_disks(
         &mut self,
         hierarchy: &CgroupHierarchy,
-        kept: &LimitsFile,
-        say: bool,
+        limits_file: &LimitsFile,
+        logs_errors: bool,
     ) -> anyhow::Result<()> {
         let mut before = std::mem::take(&mut self.observed);
         self.is_one_missing = false;
-        for entry in &kept.limits {
+        for entry in &limits_file.limits {
             let number = entry.device()?;
-            let has_watermark = kept.limits_of(entry).watermark()? != Watermark::ALWAYS;
+            let has_watermark = limits_file.limits_of(entry).watermark()? != Watermark::ALWAYS;
             if !has_watermark || self.observed.contains_key(&number) {
                 continue;
             }
@@ -64,7 +64,7 @@ impl WatermarkDisks {
                 Ok(observed) => drop(self.observed.insert(number, observed)),
                 Err(error) => {
                     self.is_one_missing = true;
-                    if say {
+                    if logs_errors {
                         tracing::warn!(
                             "device {number}: {error:#}; limits with a watermark are always \
                              enforced there meanwhile"
@@ -90,11 +90,11 @@ impl WatermarkDisks {
         now: Instant,
         consumed: &HashMap<DeviceNumber, DeviceConsumption>,
     ) -> Vec<DeviceNumber> {
-        let nothing = DeviceConsumption::default();
+        let idle = DeviceConsumption::default();
         let mut busy = Vec::new();
         for (number, observed) in &mut self.observed {
             let before = observed.used();
-            observed.observe(now, consumed.get(number).unwrap_or(&nothing));
+            observed.observe(now, consumed.get(number).unwrap_or(&idle));
             if before < BUSY_THOUSANDTHS && observed.used() >= BUSY_THOUSANDTHS {
                 busy.push(*number);
             }
@@ -105,7 +105,7 @@ impl WatermarkDisks {
     /// Strictest enforcement over these disks; unknown disks count as enforced.
     pub(super) fn enforcement(
         &mut self,
-        of: impl Iterator<Item = DeviceNumber>,
+        devices: impl Iterator<Item = DeviceNumber>,
         watermark: Watermark,
     ) -> Enforcement {
         let of_one = |number| {
@@ -114,6 +114,6 @@ impl WatermarkDisks {
                 .and_then(|observed| observed.enforcement(watermark))
                 .unwrap_or_default()
         };
-        of.map(of_one).reduce(Enforcement::stricter).unwrap_or_default()
+        devices.map(of_one).reduce(Enforcement::stricter).unwrap_or_default()
     }
 }

@@ -60,7 +60,7 @@ pub(super) struct SettlingGuard {
     child: Child,
     pipe: ChildStdin,
     /// Time at which the guard revokes leased quota.
-    lent: Option<Instant>,
+    revokes_at: Option<Instant>,
 }
 
 impl SettlingGuard {
@@ -68,15 +68,15 @@ impl SettlingGuard {
     pub(super) fn start(limits: &Path) -> anyhow::Result<Self> {
         let lock = GuardLock::take(limits)?;
         let (child, pipe) = spawn(limits, &lock)?;
-        Ok(Self { limits: limits.to_owned(), lock, child, pipe, lent: None })
+        Ok(Self { limits: limits.to_owned(), lock, child, pipe, revokes_at: None })
     }
 
     /// Sends a heartbeat; restarts the guard if it has died.
     pub(super) fn heartbeat(&mut self) -> anyhow::Result<()> {
-        let lent = self.lent;
+        let revokes_at = self.revokes_at;
         self.restart_if_dead()?;
         self.send(HEARTBEAT, 0)?;
-        self.set_revocation(lent)
+        self.set_revocation(revokes_at)
     }
 
     /// Sets the time, by [`now`], at which the guard revokes leased quota, unless it is set again
@@ -85,31 +85,31 @@ impl SettlingGuard {
     /// # Errors
     /// Fails if no guard listens: then nothing may be leased.
     pub(super) fn set_revocation(&mut self, at: Option<Instant>) -> anyhow::Result<()> {
-        if self.lent == at {
+        if self.revokes_at == at {
             return Ok(());
         }
         self.restart_if_dead()?;
         self.send(LEASED, at.map_or(0, Instant::as_nanos))?;
-        self.lent = at;
+        self.revokes_at = at;
         Ok(())
     }
 
     fn restart_if_dead(&mut self) -> anyhow::Result<()> {
         if let Some(status) = self.child.try_wait().context("the guard")? {
             tracing::warn!(%status, "the guard has ended; starting another");
-            self.lent = None;
+            self.revokes_at = None;
             (self.child, self.pipe) = spawn(&self.limits, &self.lock)?;
         }
         Ok(())
     }
 
-    fn send(&mut self, what: u8, number: u64) -> anyhow::Result<()> {
-        let said = self.pipe.write_all(&message(what, number));
+    fn send(&mut self, kind: u8, number: u64) -> anyhow::Result<()> {
+        let result = self.pipe.write_all(&message(kind, number));
         // The guard may have missed a deadline, so it must be sent again.
-        if said.is_err() {
-            self.lent = None;
+        if result.is_err() {
+            self.revokes_at = None;
         }
-        said.context("the guard does not read its messages (is the process `weir cgroup guard` stopped?)")
+        result.context("the guard does not read its messages (is the process `weir cgroup guard` stopped?)")
     }
 
     /// Ends the guard after all limits are settled.
@@ -163,16 +163,16 @@ fn spawn(limits: &Path, lock: &GuardLock) -> anyhow::Result<(Child, ChildStdin)>
     Ok((child, pipe))
 }
 
-fn message(what: u8, number: u64) -> GuardMessage {
-    let mut word = [what; size_of::<GuardMessage>()];
-    word[1..].copy_from_slice(&number.to_le_bytes());
-    word
+fn message(kind: u8, number: u64) -> GuardMessage {
+    let mut bytes = [kind; size_of::<GuardMessage>()];
+    bytes[1..].copy_from_slice(&number.to_le_bytes());
+    bytes
 }
 
 /// Reads heartbeats from standard input, and settles all limits in their absence.
 pub(crate) fn run(arguments: &GuardArgs) -> Result<(), CommandFailure> {
     let _signals = BlockedSignals::block().context("signals cannot be blocked")?;
-    let path = arguments.kept.path();
+    let path = arguments.limits_file.path();
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     if let Ok(root) = hierarchy.root_group() {
         // 0 stands for the writing process. Fails in a container, which ends as a whole anyway.
@@ -181,38 +181,38 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), CommandFailure> {
     // Fails in a container without the privilege.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     // The limits as the watch adopted them; the file may be corrupt by the time the watch dies.
-    let mut kept = LimitsFile::load(path)?;
-    let (mut heard_at, mut is_settled, mut lent) = (now(), false, None);
+    let mut limits_file = LimitsFile::load(path)?;
+    let (mut last_message_at, mut is_settled, mut revokes_at) = (now(), false, None);
     loop {
-        let silence = (!is_settled).then(|| heard_at + HEARTBEAT_TIMEOUT);
-        match read_message(silence.into_iter().chain(lent).min()).context("standard input")? {
-            GuardInput::Word([DONE, ..]) => return Ok(()),
+        let silence = (!is_settled).then(|| last_message_at + HEARTBEAT_TIMEOUT);
+        match read_message(silence.into_iter().chain(revokes_at).min()).context("standard input")? {
+            GuardInput::Message([DONE, ..]) => return Ok(()),
             // Any message is a heartbeat. After silence, the watch steers again, so settling is due
             // again.
-            GuardInput::Word([what, number @ ..]) => {
-                (heard_at, is_settled) = (now(), false);
-                kept = LimitsFile::latest(path, &kept);
-                if what == LEASED {
-                    lent = Some(u64::from_le_bytes(number)).filter(|at| *at > 0).map(Instant::from_nanos);
+            GuardInput::Message([kind, number @ ..]) => {
+                (last_message_at, is_settled) = (now(), false);
+                limits_file = LimitsFile::latest(path, &limits_file);
+                if kind == LEASED {
+                    revokes_at = Some(u64::from_le_bytes(number)).filter(|at| *at > 0).map(Instant::from_nanos);
                 }
             }
-            GuardInput::End => return Ok(settling::settle_latest(&hierarchy, path, &kept)?),
-            GuardInput::Nothing if lent.is_some_and(|at| at <= now()) => {
-                lent = None;
-                settling::settle_leased(&hierarchy, path, &kept).unwrap_or_else(|error| print_error(&error));
+            GuardInput::End => return Ok(settling::settle_latest(&hierarchy, path, &limits_file)?),
+            GuardInput::Nothing if revokes_at.is_some_and(|at| at <= now()) => {
+                revokes_at = None;
+                settling::settle_leased(&hierarchy, path, &limits_file).unwrap_or_else(|error| print_error(&error));
             }
             // Settled once per silence: the watch may be stopped for long, and users may set other
             // limits.
             GuardInput::Nothing => {
                 is_settled = true;
-                settling::settle_latest(&hierarchy, path, &kept).unwrap_or_else(|error| print_error(&error));
+                settling::settle_latest(&hierarchy, path, &limits_file).unwrap_or_else(|error| print_error(&error));
             }
         }
     }
 }
 
 enum GuardInput {
-    Word(GuardMessage),
+    Message(GuardMessage),
     /// No message arrived by the given time.
     Nothing,
     End,
@@ -221,8 +221,8 @@ enum GuardInput {
 fn read_message(until: Option<Instant>) -> io::Result<GuardInput> {
     let stdin = io::stdin().lock();
     let ready = loop {
-        let left = until.map(|until| (until - now()).as_nanos().div_ceil(1_000_000));
-        let timeout = left.map_or(PollTimeout::NONE, |left| left.try_into().unwrap_or(PollTimeout::MAX));
+        let remaining_ms = until.map(|until| (until - now()).as_nanos().div_ceil(1_000_000));
+        let timeout = remaining_ms.map_or(PollTimeout::NONE, |milliseconds| milliseconds.try_into().unwrap_or(PollTimeout::MAX));
         let ready = poll(&mut [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)], timeout)?;
         if ready > 0 || until.is_some_and(|until| until <= now()) {
             break ready;
@@ -231,13 +231,13 @@ fn read_message(until: Option<Instant>) -> io::Result<GuardInput> {
     if ready == 0 {
         return Ok(GuardInput::Nothing);
     }
-    let (mut word, mut read) = (GuardMessage::default(), 0);
+    let (mut buffer, mut read) = (GuardMessage::default(), 0);
     // The pipe may deliver a message in parts.
-    while read < word.len() {
-        match nix::unistd::read(stdin.as_fd(), &mut word[read..])? {
+    while read < buffer.len() {
+        match nix::unistd::read(stdin.as_fd(), &mut buffer[read..])? {
             0 => return Ok(GuardInput::End),
             more => read += more,
         }
     }
-    Ok(GuardInput::Word(word))
+    Ok(GuardInput::Message(buffer))
 }

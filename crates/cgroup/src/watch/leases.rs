@@ -35,7 +35,7 @@ pub struct CgroupLeases(Arc<Mutex<BTreeMap<String, GroupLease>>>);
 /// Handle of one group.
 #[derive(Clone, Debug)]
 pub struct CgroupLessor {
-    lending: CgroupLeases,
+    leases: CgroupLeases,
     group: String,
 }
 
@@ -59,7 +59,7 @@ struct GroupLease {
     /// Number of changes, and the number of the change in force.
     number: u64,
     in_force: u64,
-    doing: Option<CgroupDemand>,
+    demand: Option<CgroupDemand>,
 }
 
 /// Limits that must be in force now.
@@ -80,8 +80,8 @@ impl CgroupLeases {
     }
 
     /// Handle of the group with this name.
-    pub fn lender(&self, group: &str) -> CgroupLessor {
-        CgroupLessor { lending: self.clone(), group: group.to_owned() }
+    pub fn lessor(&self, group: &str) -> CgroupLessor {
+        CgroupLessor { leases: self.clone(), group: group.to_owned() }
     }
 
     fn accounts(&self) -> MutexGuard<'_, BTreeMap<String, GroupLease>> {
@@ -107,13 +107,13 @@ impl CgroupLeases {
     }
 
     /// Replaces all quota by the fallback shares.
-    pub(super) fn to_fallback(due: Vec<DueLimits>, safe: &BTreeMap<String, Limits>) -> Vec<DueLimits> {
-        let safe = |due: DueLimits| DueLimits {
-            limits: safe.get(&due.group).copied().unwrap_or_default(),
+    pub(super) fn to_fallback(due: Vec<DueLimits>, fallback: &BTreeMap<String, Limits>) -> Vec<DueLimits> {
+        let with_fallback = |due: DueLimits| DueLimits {
+            limits: fallback.get(&due.group).copied().unwrap_or_default(),
             until: None,
             ..due
         };
-        due.into_iter().map(safe).collect()
+        due.into_iter().map(with_fallback).collect()
     }
 
     /// Next time at which a lease is revoked.
@@ -138,13 +138,13 @@ impl CgroupLeases {
         Some(Instant::from_nanos(first.as_nanos().saturating_sub(GUARD_AHEAD.as_nanos() as u64)))
     }
 
-    pub(super) fn acknowledge(&self, due: &DueLimits, is_in_force: bool, doing: Option<CgroupDemand>) {
+    pub(super) fn acknowledge(&self, due: &DueLimits, is_in_force: bool, demand: Option<CgroupDemand>) {
         if let Some(account) = self.accounts().get_mut(&due.group) {
             if is_in_force {
                 (account.in_force, account.held_until) = (due.number, due.until);
             }
             // The last known demand stays while the group has no pool.
-            account.doing = doing.or(account.doing);
+            account.demand = demand.or(account.demand);
         }
     }
 }
@@ -166,34 +166,34 @@ impl CgroupLessor {
 
     /// Leases quota until the given time by [`now`](super::now), or for ever with `None`; afterwards the
     /// fallback share is in force. Bursts are dropped: those of control groups are not divided.
-    pub fn lease(&self, part: &Limits, safe: &Limits, until: Option<Instant>) {
+    pub fn lease(&self, quota: &Limits, fallback: &Limits, until: Option<Instant>) {
         let until = until.unwrap_or(Instant::MAX);
-        let (part, safe) = (without_bursts(part), without_bursts(safe));
-        if let Some(account) = self.lending.accounts().get_mut(&self.group) {
+        let (quota, fallback) = (without_bursts(quota), without_bursts(fallback));
+        if let Some(account) = self.leases.accounts().get_mut(&self.group) {
             // A renewal keeps the number, so that the guard sees no change.
-            if (account.quota, account.fallback) != (part, safe) {
+            if (account.quota, account.fallback) != (quota, fallback) {
                 account.number += 1;
             }
-            (account.quota, account.fallback, account.until) = (part, safe, until);
+            (account.quota, account.fallback, account.until) = (quota, fallback, until);
         }
     }
 
     /// Renews the lease of the same quota, with a new end or fallback share.
-    pub fn renew(&self, safe: &Limits, until: Option<Instant>) {
-        let part = self.lending.accounts().get(&self.group).map(|account| account.quota);
-        if let Some(part) = part {
-            self.lease(&part, safe, until);
+    pub fn renew(&self, fallback: &Limits, until: Option<Instant>) {
+        let quota = self.leases.accounts().get(&self.group).map(|account| account.quota);
+        if let Some(quota) = quota {
+            self.lease(&quota, fallback, until);
         }
     }
 
     /// True if the kernel has the quota that was leased last.
     pub fn is_in_force(&self) -> bool {
-        self.lending.accounts().get(&self.group).is_some_and(|account| account.in_force == account.number)
+        self.leases.accounts().get(&self.group).is_some_and(|account| account.in_force == account.number)
     }
 
     /// Demand of the group; `None` until it is known.
     pub fn demand(&self) -> Option<CgroupDemand> {
-        self.lending.accounts().get(&self.group)?.doing
+        self.leases.accounts().get(&self.group)?.demand
     }
 }
 

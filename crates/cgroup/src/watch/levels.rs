@@ -93,7 +93,7 @@ pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, SavedBursts>
     if stored.boot != boot() {
         return BTreeMap::new();
     }
-    stored.pools.into_iter().filter(|(_, left)| left.at() <= now).collect()
+    stored.pools.into_iter().filter(|(_, saved)| saved.at() <= now).collect()
 }
 
 /// The boot id; empty if the kernel lacks it, in which case only the times are compared.
@@ -101,9 +101,9 @@ fn boot() -> String {
     fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned()
 }
 
-pub(super) fn save(limits: &Path, left: &BTreeMap<String, SavedBursts>) -> anyhow::Result<()> {
+pub(super) fn save(limits: &Path, saved: &BTreeMap<String, SavedBursts>) -> anyhow::Result<()> {
     let path = file(limits);
-    let stored = StoredLevels { boot: boot(), pools: left.clone() };
+    let stored = StoredLevels { boot: boot(), pools: saved.clone() };
     let written = serde_json::to_vec(&stored).map_err(anyhow::Error::from);
     written
         .and_then(|written| Ok(atomic_file::write(&path, &written, false)?))
@@ -123,11 +123,11 @@ mod tests {
             |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
         let passed = [counters(1, 4096), counters(2, 1 << 40)];
         let at = Instant::from_nanos(5_000_000_000);
-        let left =
+        let expected =
             SavedBursts::new(at, [1, 2, 3, 4, 5, u64::MAX], [("/a b".into(), device, passed)].into_iter());
-        save(&limits, &BTreeMap::from([("group x".to_owned(), left.clone())])).unwrap();
+        save(&limits, &BTreeMap::from([("group x".to_owned(), expected.clone())])).unwrap();
         let found = load(&limits, at);
-        assert_eq!(found["group x"], left);
+        assert_eq!(found["group x"], expected);
         assert_eq!(found["group x"].passed(Path::new("/a b"), device), Some(passed));
         assert_eq!(found["group x"].passed(Path::new("/a"), device), None);
         assert!(load(&limits, Instant::from_nanos(4_000_000_000)).is_empty());

@@ -18,12 +18,12 @@ pub(super) struct ReadBudget {
     /// Reads in the bucket.
     tokens: f64,
     #[cfg(test)]
-    pub(super) made: usize,
+    pub(super) read_count: usize,
 }
 
 impl ReadBudget {
     /// Initial estimate: the cost on a slow machine.
-    const FIRST_LOOK_S: f64 = 50e-6;
+    const INITIAL_READ_S: f64 = 50e-6;
     /// Capacity of the bucket, in CPU seconds of reading.
     const MAX_SAVED_S: f64 = 0.2;
 
@@ -31,10 +31,10 @@ impl ReadBudget {
         Self {
             last: now,
             cpu,
-            read_s: Self::FIRST_LOOK_S,
+            read_s: Self::INITIAL_READ_S,
             tokens: 0.0,
             #[cfg(test)]
-            made: 0,
+            read_count: 0,
         }
     }
 
@@ -47,19 +47,19 @@ impl ReadBudget {
     }
 
     /// Charges `looks` reads, given the thread's CPU time after them.
-    pub(super) fn spent(&mut self, cpu: Duration, looks: usize) {
+    pub(super) fn charge(&mut self, cpu: Duration, reads: usize) {
         #[cfg(test)]
         {
-            self.made += looks;
+            self.read_count += reads;
         }
-        if looks > 0 {
+        if reads > 0 {
             let used = cpu.saturating_sub(self.cpu).as_secs_f64();
             // Exponential smoothing; the lower bound keeps the quotient in `allowed` finite.
             self.cpu = cpu;
-            self.read_s += (used / looks as f64 - self.read_s) * 0.05;
+            self.read_s += (used / reads as f64 - self.read_s) * 0.05;
             self.read_s = self.read_s.max(1e-7);
         }
-        self.tokens = (self.tokens - looks as f64).max(0.0);
+        self.tokens = (self.tokens - reads as f64).max(0.0);
     }
 }
 
@@ -83,21 +83,21 @@ mod tests {
     #[test]
     fn reading_stays_within_its_cpu_share() {
         let mut pace = ReadBudget::new(at(0), Duration::ZERO);
-        let (mut looks, mut cpu) = (0, Duration::ZERO);
+        let (mut reads, mut cpu) = (0, Duration::ZERO);
         for round in 1..=1000 {
             let allowed = pace.allowed(at(round * 10)).min(1000);
             cpu += Duration::from_micros(20) * allowed as u32;
-            pace.spent(cpu, allowed);
-            looks += allowed;
+            pace.charge(cpu, allowed);
+            reads += allowed;
         }
-        let share = looks as f64 * 20e-6 / 10.0;
+        let share = reads as f64 * 20e-6 / 10.0;
         assert!((share / SHARE_OF_A_CORE - 1.0).abs() < 0.1, "{share}");
         // At 10 ms for each read, a minimum of reads is still allowed.
         for round in 1001..=1100 {
             let allowed = pace.allowed(at(round * 10));
             assert!(allowed >= ALWAYS_ALLOWED);
             cpu += Duration::from_millis(10) * allowed as u32;
-            pace.spent(cpu, allowed);
+            pace.charge(cpu, allowed);
         }
     }
 }

@@ -24,11 +24,11 @@ pub(super) struct RecreatedGroups {
 
 impl RecreatedGroups {
     /// Adopts the entries of a changed file; returns the control groups that are new in it.
-    pub(super) fn adopt(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> Vec<PathBuf> {
+    pub(super) fn adopt(&mut self, hierarchy: &CgroupHierarchy, limits_file: &LimitsFile) -> Vec<PathBuf> {
         let mut unknown = Vec::new();
         let mut inodes = HashMap::new();
         self.order.clear();
-        for entry in &kept.limits {
+        for entry in &limits_file.limits {
             if inodes.contains_key(&entry.cgroup) {
                 continue;
             }
@@ -74,7 +74,7 @@ mod tests {
         let machine = FakeMachine::v2("io");
         machine.group("a");
         let hierarchy = machine.hierarchy();
-        let kept = |names: &[&str]| -> LimitsFile {
+        let limits_file = |names: &[&str]| -> LimitsFile {
             let entry = |name: &&str| {
                 format!(
                     r#"{{"cgroup": "/{name}", "device": "254:0", "device-key": "x", "own": {{"limits": {{"bps-read": 7}}}}}}"#
@@ -84,13 +84,13 @@ mod tests {
             serde_json::from_str(&format!(r#"{{"limits": [{}]}}"#, entries.join(", "))).unwrap()
         };
         let mut present = RecreatedGroups::default();
-        assert_eq!(present.adopt(&hierarchy, &kept(&["a", "b"])), ["/a", "/b"].map(PathBuf::from));
+        assert_eq!(present.adopt(&hierarchy, &limits_file(&["a", "b"])), ["/a", "/b"].map(PathBuf::from));
         assert_eq!(present.new_groups(&hierarchy), HashSet::new());
         // Both exist at the same time, so the file system cannot reuse the inode number.
         fs::rename(machine.root().join("a"), machine.root().join("old")).unwrap();
         machine.group("a");
         machine.group("b");
-        assert_eq!(present.adopt(&hierarchy, &kept(&["a", "b", "old"])), [PathBuf::from("/old")]);
+        assert_eq!(present.adopt(&hierarchy, &limits_file(&["a", "b", "old"])), [PathBuf::from("/old")]);
         assert_eq!(present.new_groups(&hierarchy), ["/a", "/b"].map(PathBuf::from).into());
         assert_eq!(present.new_groups(&hierarchy), HashSet::new());
     }

@@ -38,7 +38,7 @@ const AS_BEFORE: &str = "its previous limits, if any, stay in force; other membe
 
 #[derive(Debug)]
 pub(super) struct SteeredPool {
-    pub(super) sharing: LimitPool,
+    pub(super) limit_pool: LimitPool,
     roots: SysfsRoots,
     pool: SteeringPool,
     members: Vec<PoolMember>,
@@ -47,7 +47,7 @@ pub(super) struct SteeredPool {
     divided: bool,
     /// Counters of all members at the last reading, and the rate since the one before, for the
     /// watermark.
-    taken: Option<(Instant, [AdmissionCounters; 2])>,
+    last_counters: Option<(Instant, [AdmissionCounters; 2])>,
     rate: Option<GroupConsumption>,
     /// Time at which the next member is due; cached, because every round queries all pools.
     due: Instant,
@@ -56,7 +56,7 @@ pub(super) struct SteeredPool {
     /// True if something has changed that the rates depend on.
     undecided: bool,
     /// Levels of the buckets when they were last saved.
-    kept: [u64; 6],
+    saved_levels: [u64; 6],
 }
 
 #[derive(Debug)]
@@ -74,8 +74,8 @@ struct PoolMember {
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RoundCounts {
-    pub(super) looks: usize,
-    pub(super) told: usize,
+    pub(super) reads: usize,
+    pub(super) writes: usize,
 }
 
 /// True if two enforcements differ too little for a new decision.
@@ -93,7 +93,7 @@ impl SteeredPool {
     pub(super) fn new(
         hierarchy: &CgroupHierarchy,
         sharing: &LimitPool,
-        left: Option<&levels::SavedBursts>,
+        saved: Option<&levels::SavedBursts>,
         now: Instant,
     ) -> anyhow::Result<Self> {
         let mut members = Vec::new();
@@ -109,33 +109,33 @@ impl SteeredPool {
                 error: None,
             });
         }
-        let pool = match left {
+        let pool = match saved {
             None => sharing.pool(now),
-            Some(left) => {
+            Some(saved) => {
                 // I/O since the levels were saved is charged to them afterwards.
-                let mut pool = sharing.pool(left.at());
-                let passed: Vec<_> = sharing
+                let mut pool = sharing.pool(saved.at());
+                let saved_counters: Vec<_> = sharing
                     .members
                     .iter()
-                    .map(|entry| left.passed(&entry.cgroup, entry.device().ok()?))
+                    .map(|entry| saved.passed(&entry.cgroup, entry.device().ok()?))
                     .collect();
-                pool.resume(left.at(), left.levels, &passed);
+                pool.resume(saved.at(), saved.levels, &saved_counters);
                 pool
             }
         };
         let divided = sharing.limits_are_divided();
         Ok(Self {
-            sharing: sharing.clone(),
+            limit_pool: sharing.clone(),
             roots: hierarchy.roots.device_roots(),
             pool,
             members,
             divided,
-            taken: None,
+            last_counters: None,
             rate: None,
             due: now,
             bursts_end: None,
             undecided: true,
-            kept: [0; 6],
+            saved_levels: [0; 6],
         })
     }
 
@@ -163,11 +163,11 @@ impl SteeredPool {
 
     /// True if levels have changed since [`SteeredPool::kept`].
     pub(super) fn has_spent(&self) -> bool {
-        self.pool.levels() != self.kept
+        self.pool.levels() != self.saved_levels
     }
 
     pub(super) fn mark_saved(&mut self) {
-        self.kept = self.pool.levels();
+        self.saved_levels = self.pool.levels();
     }
 
     pub(super) fn enforcement(&self) -> Enforcement {
@@ -195,10 +195,10 @@ impl SteeredPool {
 
     /// True if the kernel has accepted the last decision for every existing control group.
     pub(super) fn is_in_force(&self) -> bool {
-        let are_told = |(member, of_pool): (&PoolMember, &policy::steering::SteeredMember)| {
+        let are_accepted = |(member, of_pool): (&PoolMember, &policy::steering::SteeredMember)| {
             member.in_force || of_pool.rates_set() == Some(IoMaxRates::NONE) || !member.group.exists()
         };
-        !self.undecided && self.members.iter().zip(self.pool.members()).all(are_told)
+        !self.undecided && self.members.iter().zip(self.pool.members()).all(are_accepted)
     }
 
     pub(super) fn demand(&self, now: Instant) -> CgroupDemand {
@@ -207,30 +207,30 @@ impl SteeredPool {
 
     /// Makes all members due; those due earlier stay first.
     pub(super) fn make_all_due(&mut self, now: Instant) {
-        let sooner = |due: Option<Instant>| Some(due.map_or(now, |due| due.min(now)));
-        self.members.iter_mut().for_each(|member| member.due = sooner(member.due));
+        let earliest = |due: Option<Instant>| Some(due.map_or(now, |due| due.min(now)));
+        self.members.iter_mut().for_each(|member| member.due = earliest(member.due));
         self.due = self.due.min(now);
     }
 
     /// Reads up to `most` due members, or all if a burst may be over, and writes changed rates.
-    pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> RoundCounts {
+    pub(super) fn round(&mut self, now: Instant, max_reads: usize, buffer: &mut Vec<u8>) -> RoundCounts {
         let mut round = RoundCounts::default();
         // The end of a burst must not wait for the next round.
-        let most = if self.is_burst_over(now) { usize::MAX } else { most };
+        let max_reads = if self.is_burst_over(now) { usize::MAX } else { max_reads };
         let due =
             |(index, member): (usize, &PoolMember)| Some((member.due.filter(|due| *due <= now)?, index));
         let mut order: Vec<(Instant, usize)> = self.members.iter().enumerate().filter_map(due).collect();
         // The longest overdue first, or members at the end of a long list would starve.
         order.sort_unstable();
-        for (_, index) in order.into_iter().take(most) {
+        for (_, index) in order.into_iter().take(max_reads) {
             self.read_member(index, now, buffer);
             self.members[index].due = None;
-            round.looks += 1;
+            round.reads += 1;
         }
-        if round.looks == 0 && !self.undecided {
+        if round.reads == 0 && !self.undecided {
             return round;
         }
-        if round.looks > 0 {
+        if round.reads > 0 {
             self.update_rate(now);
         }
         self.undecided = false;
@@ -240,7 +240,7 @@ impl SteeredPool {
                 self.pool.retry_setting(index);
                 continue;
             }
-            round.told += usize::from(self.write_rates(index, rates, now));
+            round.writes += usize::from(self.write_rates(index, rates, now));
         }
         self.bursts_end = self.pool.bursts_end(now);
         for index in 0..self.members.len() {
@@ -258,9 +258,9 @@ impl SteeredPool {
         if self.members[index].reading.is_none() || self.members[index].error.is_some() {
             return Some(now + RETRY_INTERVAL);
         }
-        let due = match self.sharing.watermark {
+        let due = match self.limit_pool.watermark {
             // The cluster needs the demand of its groups even if no limit could be exceeded.
-            Watermark::ALWAYS if !self.sharing.cluster => self.pool.next_measurement(index, now)?,
+            Watermark::ALWAYS if !self.limit_pool.cluster => self.pool.next_measurement(index, now)?,
             _ => self.pool.next_measurement_of_any(index, now),
         };
         // Idle members are read together: separate wake-ups for a thousand of them would double the
@@ -278,7 +278,7 @@ impl SteeredPool {
         {
             member.in_force = false;
             self.pool.set_absent(index);
-            self.log_trouble(index, &error, "other members are unaffected");
+            self.log_error(index, &error, "other members are unaffected");
             self.undecided = true;
             return;
         }
@@ -292,29 +292,29 @@ impl SteeredPool {
         }
         let member = &mut self.members[index];
         match seen {
-            Ok((passed, waited)) => {
-                self.pool.observe(index, now, passed, waited);
+            Ok((counters, waited)) => {
+                self.pool.observe(index, now, counters, waited);
                 if member.error.is_some() {
                     self.pool.retry_setting(index);
                 }
             }
             Err(mut error) => {
                 member.reading = None;
-                let mut meanwhile = WITHOUT_BURSTS;
+                let mut consequence = WITHOUT_BURSTS;
                 if member.group.exists() {
                     // Unknown use: no burst may be granted.
                     self.pool.set_unmeasurable(index);
                     let settled = self.pool.rates_without_steering()[index];
-                    let told = settling::write_if_different(&member.group, device, settled);
-                    member.in_force = told.is_ok();
-                    if let Err(refused) = told {
+                    let write_result = settling::write_if_different(&member.group, device, settled);
+                    member.in_force = write_result.is_ok();
+                    if let Err(refused) = write_result {
                         error = error.context(format!("{refused:#}"));
-                        meanwhile = AS_BEFORE;
+                        consequence = AS_BEFORE;
                     }
                 } else {
                     self.pool.set_absent(index);
                 }
-                self.log_trouble(index, &error, meanwhile);
+                self.log_error(index, &error, consequence);
                 self.undecided = true;
             }
         }
@@ -340,10 +340,10 @@ impl SteeredPool {
         let member = &mut self.members[index];
         // Limits vanish with their disk: without one in force, the number may belong to another
         // disk.
-        let told = write::read_limits(&member.group, member.device).ok();
-        let lost = member.in_force && told == Some(IoMaxRates::NONE);
+        let kernel_rates = write::read_limits(&member.group, member.device).ok();
+        let lost = member.in_force && kernel_rates == Some(IoMaxRates::NONE);
         let disk = if lost { member.entry.disk(&self.roots).map(drop) } else { Ok(()) };
-        match disk.and_then(|()| settling::write_unless_equal(&member.group, member.device, told, rates)) {
+        match disk.and_then(|()| settling::write_unless_equal(&member.group, member.device, kernel_rates, rates)) {
             Ok(()) => {
                 member.in_force = rates != IoMaxRates::NONE;
                 let cgroup = member.group.name.display();
@@ -364,7 +364,7 @@ impl SteeredPool {
                 self.pool.retry_setting(index);
                 // Its disk may have been removed: checked again at the next reading.
                 (self.members[index].reading, self.members[index].in_force) = (None, false);
-                self.log_trouble(index, &error, AS_BEFORE);
+                self.log_error(index, &error, AS_BEFORE);
                 false
             }
         }
@@ -377,7 +377,7 @@ impl SteeredPool {
             let expected = self.pool.members()[index].rates_set();
             let Some(expected) = expected.filter(|_| member.error.is_none()) else { continue };
             if write::read_limits(&member.group, member.device)
-                .is_ok_and(|told| told != write::as_printed_by_kernel(expected))
+                .is_ok_and(|kernel_rates| kernel_rates != write::as_printed_by_kernel(expected))
             {
                 tracing::info!(
                     cgroup = %member.group.name.display(), device = %member.device,
@@ -392,33 +392,33 @@ impl SteeredPool {
         }
     }
 
-    fn log_trouble(&mut self, index: usize, error: &anyhow::Error, meanwhile: &str) {
+    fn log_error(&mut self, index: usize, error: &anyhow::Error, consequence: &str) {
         let member = &mut self.members[index];
-        let gone = !member.group.exists();
-        let trouble = if gone { "it was removed".to_owned() } else { format!("{error:#}") };
-        if member.error.as_ref() != Some(&trouble) {
+        let is_removed = !member.group.exists();
+        let message = if is_removed { "it was removed".to_owned() } else { format!("{error:#}") };
+        if member.error.as_ref() != Some(&message) {
             let cgroup = member.group.name.display();
-            if gone {
+            if is_removed {
                 tracing::info!(
                     %cgroup,
                     "was removed; its limits are kept for a new cgroup of this name (remove them \
                      with `weir cgroup limit --remove`)"
                 );
             } else {
-                tracing::warn!(%cgroup, "{trouble}; {meanwhile}");
+                tracing::warn!(%cgroup, "{message}; {consequence}");
             }
-            member.error = Some(trouble);
+            member.error = Some(message);
         }
     }
 
-    pub(super) fn taken(&self) -> Option<GroupConsumption> {
+    pub(super) fn consumption(&self) -> Option<GroupConsumption> {
         self.rate
     }
 
     fn update_rate(&mut self, now: Instant) {
-        let passed = *self.pool.passed();
-        if let Some((at, before)) = self.taken.replace((now, passed)).filter(|(at, _)| *at < now) {
-            self.rate = GroupConsumption::since(&before, &passed, now - at, *self.pool.limits());
+        let counters = *self.pool.passed();
+        if let Some((at, before)) = self.last_counters.replace((now, counters)).filter(|(at, _)| *at < now) {
+            self.rate = GroupConsumption::since(&before, &counters, now - at, *self.pool.limits());
         }
     }
 
@@ -428,10 +428,10 @@ impl SteeredPool {
             return None;
         }
         let members = self.members.iter().zip(self.pool.members());
-        let passed = members.filter_map(|(controlled, member)| {
+        let counters = members.filter_map(|(controlled, member)| {
             Some((PathBuf::from(&controlled.group.name), controlled.device, member.passed()?))
         });
-        Some(levels::SavedBursts::new(at, self.pool.levels(), passed))
+        Some(levels::SavedBursts::new(at, self.pool.levels(), counters))
     }
 
     #[cfg(test)]

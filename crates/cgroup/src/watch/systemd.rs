@@ -29,27 +29,27 @@ impl SystemdUpdates {
 
     /// Starts setting the limits of the pending control groups, unless the last run is still
     /// active.
-    pub(super) fn start_update(&mut self, hierarchy: &CgroupHierarchy, path: &Path, kept: &LimitsFile) {
-        if let Some(teller) = self.update.take_if(|teller| teller.is_finished()) {
+    pub(super) fn start_update(&mut self, hierarchy: &CgroupHierarchy, path: &Path, limits_file: &LimitsFile) {
+        if let Some(update) = self.update.take_if(|teller| teller.is_finished()) {
             // The panic message has been printed.
-            self.pending.extend(teller.join().unwrap_or_default());
+            self.pending.extend(update.join().unwrap_or_default());
         }
         if self.pending.is_empty() || self.update.is_some() {
             return;
         }
-        let (hierarchy, path, kept) = (hierarchy.clone(), path.to_owned(), kept.clone());
-        let unheard = mem::take(&mut self.pending);
+        let (hierarchy, path, limits_file) = (hierarchy.clone(), path.to_owned(), limits_file.clone());
+        let pending = mem::take(&mut self.pending);
         let body = move || {
-            let mut still = HashSet::new();
-            let unknown = settling::missing_in_systemd(&hierarchy, &kept, &unheard).unwrap_or_default();
+            let mut remaining = HashSet::new();
+            let unknown = settling::missing_in_systemd(&hierarchy, &limits_file, &pending).unwrap_or_default();
             for LimitWrite { group, .. } in unknown {
                 match settling::update_systemd(&hierarchy, &path, &group) {
                     Ok(true) => {}
-                    Ok(false) => drop(still.insert(group.name)),
+                    Ok(false) => drop(remaining.insert(group.name)),
                     Err(error) => tracing::warn!("{error:#}"),
                 }
             }
-            still
+            remaining
         };
         self.update = thread::Builder::new().name("systemd".to_owned()).spawn(body).ok();
     }

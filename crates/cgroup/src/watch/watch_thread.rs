@@ -30,10 +30,10 @@ pub struct CgroupWatchThread {
 impl CgroupWatchThread {
     /// Watches the limits in this file, and quota that a cluster leases. The store has the
     /// capacities of devices.
-    pub fn start(path: &Path, store: CapacityStore, lending: Option<CgroupLeases>) -> anyhow::Result<Self> {
+    pub fn start(path: &Path, store: CapacityStore, leases: Option<CgroupLeases>) -> anyhow::Result<Self> {
         let mut watch = CgroupWatch::claim(CgroupHierarchy::discover(KernelRoots::default())?, path, store)?;
-        if let Some(lending) = lending {
-            watch.begin_leasing(lending)?;
+        if let Some(leases) = leases {
+            watch.begin_leasing(leases)?;
         }
         // Before the watch moves to its thread; both share `known`.
         let figures = CgroupFiguresReader::new(path, KernelRoots::default(), watch.known.clone());
@@ -50,7 +50,7 @@ impl CgroupWatchThread {
     pub fn start_after_another(
         path: &Path,
         store: CapacityStore,
-        lending: Option<CgroupLeases>,
+        leases: Option<CgroupLeases>,
     ) -> anyhow::Result<Self> {
         let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
         check(&hierarchy)?;
@@ -59,10 +59,10 @@ impl CgroupWatchThread {
         let figures = CgroupFiguresReader::new(&path, KernelRoots::default(), known.clone());
         let mut running = Self::run(move |stopped| {
             loop {
-                if let Some(watch) = CgroupWatch::claim_soon(&hierarchy, &path, &store)? {
+                if let Some(watch) = CgroupWatch::try_claim(&hierarchy, &path, &store)? {
                     // Figures handed out before refer to this `known`.
                     let mut watch = CgroupWatch { known, ..watch };
-                    lending.map_or(Ok(()), |lending| watch.begin_leasing(lending))?;
+                    leases.map_or(Ok(()), |leases| watch.begin_leasing(leases))?;
                     return watch.run_until(stopped).map(drop);
                 }
                 // The old process may take long to end; its limits must not be changed meanwhile.
@@ -89,24 +89,24 @@ impl CgroupWatchThread {
     pub fn start_or_stand_by(path: &Path, store: CapacityStore) -> anyhow::Result<Self> {
         let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
         let path = path.to_owned();
-        let mut watch = CgroupWatch::stand_in(&hierarchy, &path, &store)?;
-        let mut said = None;
+        let mut watch = CgroupWatch::stand_by(&hierarchy, &path, &store)?;
+        let mut logged = None;
         Self::run(move |stopped| {
             loop {
-                let ended = watch.take().map_or(Ok(WatchEnd::GaveWay), |watch| watch.run_until(stopped));
-                if let Ok(WatchEnd::Stopped) = ended {
+                let result = watch.take().map_or(Ok(WatchEnd::GaveWay), |watch| watch.run_until(stopped));
+                if let Ok(WatchEnd::Stopped) = result {
                     return Ok(());
                 }
                 match stopped.recv_timeout(STANDBY_INTERVAL) {
                     Err(RecvTimeoutError::Timeout) => {}
-                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return ended.map(drop),
+                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return result.map(drop),
                 }
                 // After an error it stands by again, because the error may be temporary.
-                let next = ended.and_then(|_| CgroupWatch::stand_in(&hierarchy, &path, &store));
+                let next = result.and_then(|_| CgroupWatch::stand_by(&hierarchy, &path, &store));
                 watch = next.unwrap_or_else(|error| {
                     let text = format!("limits of control groups: {error:#}");
                     // Logged once, not at each attempt.
-                    if said.replace(text.clone()).as_ref() != Some(&text) {
+                    if logged.replace(text.clone()).as_ref() != Some(&text) {
                         tracing::error!("{text}");
                     }
                     None

@@ -88,29 +88,29 @@ impl EtcdTls {
         for authority in tls::certificates(&directory.join("ca-cert.pem"), signs)? {
             builder.cert_store_mut().add_cert(authority)?;
         }
-        let (own, own_key) = (directory.join("client-cert.pem"), directory.join("client-key.pem"));
-        if !own.exists() && !own_key.exists() {
+        let (own_certificate, own_key) = (directory.join("client-cert.pem"), directory.join("client-key.pem"));
+        if !own_certificate.exists() && !own_key.exists() {
             return Ok(());
         }
-        Ok(tls::set_identity(builder, &own, &own_key, "which client-key.pem is the key of")?)
+        Ok(tls::set_identity(builder, &own_certificate, &own_key, "which client-key.pem is the key of")?)
     }
 }
 
 /// Fault of the certificate of member `host`, and the remedy.
 fn certificate_fault(host: &str, chain: &X509StoreContextRef) -> String {
     let (error, certificate) = (chain.error(), chain.current_cert());
-    let whose = match chain.error_depth() {
+    let subject = match chain.error_depth() {
         0 => "etcd's certificate",
         _ => "the certificate of etcd's authority",
     };
     match (error.as_raw(), certificate) {
         (X509_V_ERR_CERT_HAS_EXPIRED, Some(certificate)) => {
             let end = certificate.not_after();
-            format!("{whose} has expired, at {end} (renew it, or set this host's clock)")
+            format!("{subject} has expired, at {end} (renew it, or set this host's clock)")
         }
         (X509_V_ERR_CERT_NOT_YET_VALID, Some(certificate)) => {
             let begin = certificate.not_before();
-            format!("{whose} is not valid before {begin} (set this host's clock, or renew it)")
+            format!("{subject} is not valid before {begin} (set this host's clock, or renew it)")
         }
         (X509_V_ERR_HOSTNAME_MISMATCH | X509_V_ERR_IP_ADDRESS_MISMATCH, certificate) => {
             let names = certificate.map(names_of).unwrap_or_default();
@@ -121,7 +121,7 @@ fn certificate_fault(host: &str, chain: &X509StoreContextRef) -> String {
         }
         _ => {
             let why = error.error_string();
-            format!("{whose} is not trusted: {why} (correct certificates of [cluster], or etcd's)")
+            format!("{subject} is not trusted: {why} (correct certificates of [cluster], or etcd's)")
         }
     }
 }
@@ -142,19 +142,19 @@ fn names_of(certificate: &X509Ref) -> String {
 }
 
 /// Error of a failed handshake, other than by the member's certificate.
-fn handshake_error(said: &EtcdEndpoint, error: &ssl::Error) -> EtcdError {
-    let has = |reason| {
+fn handshake_error(endpoint: &EtcdEndpoint, error: &ssl::Error) -> EtcdError {
+    let has_reason = |reason| {
         let errors = error.ssl_error().map_or(&[][..], ErrorStack::errors);
         errors.iter().any(|error| error.reason() == Some(reason))
     };
     match (error.io_error(), error.ssl_error()) {
         (Some(why), _) => EtcdError::Unreachable(anyhow!("TLS: {why}")),
-        _ if has("wrong version number") => EtcdError::Refused(format!(
-            "etcd {said}: the server does not use TLS \
+        _ if has_reason("wrong version number") => EtcdError::Refused(format!(
+            "etcd {endpoint}: the server does not use TLS \
              (write http:// in etcd of [cluster], or give the member a certificate)"
         )),
-        (None, Some(_)) if !has("unexpected eof while reading") => EtcdError::Refused(format!(
-            "etcd {said}: TLS: {error} (correct certificates of [cluster], or etcd's)"
+        (None, Some(_)) if !has_reason("unexpected eof while reading") => EtcdError::Refused(format!(
+            "etcd {endpoint}: TLS: {error} (correct certificates of [cluster], or etcd's)"
         )),
         _ => EtcdError::Unreachable(anyhow!(
             "TLS: the server closed the connection (the address of a member without TLS begins with http://)"
@@ -167,7 +167,7 @@ impl<S: io::AsyncRead + io::AsyncWrite + Send + Unpin> EtcdStream for S {}
 
 #[derive(Debug)]
 pub(super) struct EtcdConnection {
-    said: EtcdEndpoint,
+    endpoint: EtcdEndpoint,
     sender: http1::SendRequest<Full<Bytes>>,
     driver: AbortHandle,
     has_answered: bool,
@@ -182,28 +182,28 @@ impl Drop for EtcdConnection {
 impl EtcdConnection {
     /// Connects to the first address that accepts.
     pub(super) async fn open(
-        said: EtcdEndpoint,
+        endpoint: EtcdEndpoint,
         addresses: &[SocketAddr],
         tls: Option<&EtcdTls>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, EtcdError> {
         let mut last = anyhow!("it has no address");
         for address in addresses {
-            let opened = tokio::time::timeout(patience, Self::open_at(&said, *address, tls)).await;
+            let opened = tokio::time::timeout(timeout, Self::open_at(&endpoint, *address, tls)).await;
             match opened {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(EtcdError::Unreachable(error))) => last = error,
                 // Tries the next address only after an unreachable one: a refusal is the member's,
                 // not the path's.
                 Ok(Err(refused)) => return Err(refused),
-                Err(_) => last = anyhow!("no answer in {} s", patience.as_secs()),
+                Err(_) => last = anyhow!("no answer in {} s", timeout.as_secs()),
             }
         }
-        Err(EtcdError::Unreachable(last.context(format!("etcd {said}"))))
+        Err(EtcdError::Unreachable(last.context(format!("etcd {endpoint}"))))
     }
 
     async fn open_at(
-        said: &EtcdEndpoint,
+        endpoint: &EtcdEndpoint,
         address: SocketAddr,
         tls: Option<&EtcdTls>,
     ) -> Result<Self, EtcdError> {
@@ -214,14 +214,14 @@ impl EtcdConnection {
         let _ = sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE);
         let _ = sockopt::set_tcp_keepintvl(&stream, KEEP_ALIVE / 2);
         let _ = sockopt::set_tcp_keepcnt(&stream, 3);
-        let stream: Box<dyn EtcdStream> = match tls.filter(|_| said.tls) {
+        let stream: Box<dyn EtcdStream> = match tls.filter(|_| endpoint.tls) {
             None => Box::new(stream),
             Some(EtcdTls(connector)) => {
-                let session = connector.configure().and_then(|tls| tls.into_ssl(&said.host));
+                let session = connector.configure().and_then(|tls| tls.into_ssl(&endpoint.host));
                 let mut session = session.map_err(EtcdError::unreachable)?;
                 let found = Arc::new(OnceLock::new());
                 session.set_verify_callback(SslVerifyMode::PEER, {
-                    let (found, host) = (Arc::clone(&found), said.host.clone());
+                    let (found, host) = (Arc::clone(&found), endpoint.host.clone());
                     move |is_good, chain| {
                         if !is_good {
                             // OpenSSL stops at the first fault.
@@ -234,8 +234,8 @@ impl EtcdConnection {
                 if let Err(error) = Pin::new(&mut stream).connect().await {
                     return Err(match found.get() {
                         // Refused, not unreachable: a retry cannot help.
-                        Some(fault) => EtcdError::Refused(format!("etcd {said}: TLS: {fault}")),
-                        None => handshake_error(said, &error),
+                        Some(fault) => EtcdError::Refused(format!("etcd {endpoint}: TLS: {fault}")),
+                        None => handshake_error(endpoint, &error),
                     });
                 }
                 Box::new(stream)
@@ -245,7 +245,7 @@ impl EtcdConnection {
             http1::handshake(TokioIo::new(stream)).await.map_err(EtcdError::unreachable)?;
         // Ends with the connection.
         let driver = tokio::spawn(async move { drop(connection.await) }).abort_handle();
-        Ok(Self { said: said.clone(), sender, driver, has_answered: false })
+        Ok(Self { endpoint: endpoint.clone(), sender, driver, has_answered: false })
     }
 
     /// Sends a request and returns the head of the answer.
@@ -255,9 +255,9 @@ impl EtcdConnection {
         body: Vec<u8>,
         token: Option<&str>,
     ) -> Result<Response<Incoming>, EtcdError> {
-        let host = match self.said.host.contains(':') {
-            true => format!("[{}]:{}", self.said.host, self.said.port),
-            false => format!("{}:{}", self.said.host, self.said.port),
+        let host = match self.endpoint.host.contains(':') {
+            true => format!("[{}]:{}", self.endpoint.host, self.endpoint.port),
+            false => format!("{}:{}", self.endpoint.host, self.endpoint.port),
         };
         let mut request = Request::post(path).header(header::HOST, host);
         request = request.header(header::CONTENT_TYPE, "application/json");
@@ -271,15 +271,15 @@ impl EtcdConnection {
         };
         self.has_answered |= sent.is_ok();
         sent.map_err(|error| {
-            let (said, error) = (&self.said, anyhow!(error));
-            EtcdError::Unreachable(match (self.has_answered, said.tls) {
-                (true, _) => anyhow!("etcd {said}: {error:#}"),
+            let (endpoint, error) = (&self.endpoint, anyhow!(error));
+            EtcdError::Unreachable(match (self.has_answered, endpoint.tls) {
+                (true, _) => anyhow!("etcd {endpoint}: {error:#}"),
                 (false, false) => {
-                    anyhow!("etcd {said}: {error:#} (the address of a member with TLS begins with https://)")
+                    anyhow!("etcd {endpoint}: {error:#} (the address of a member with TLS begins with https://)")
                 }
                 // With TLS 1.3 a server rejects the client certificate after the handshake.
                 (false, true) => anyhow!(
-                    "etcd {said}: the server closed the connection after the handshake (with \
+                    "etcd {endpoint}: the server closed the connection after the handshake (with \
                      --client-cert-auth it requires client-cert.pem and client-key.pem, signed by \
                      its authority, in certificates of [cluster]; `weir reload` reads renewed ones)"
                 ),
@@ -296,39 +296,39 @@ impl EtcdConnection {
     ) -> Result<(StatusCode, Value), EtcdError> {
         let response = self.send_request(path, body.to_string().into_bytes(), token).await?;
         let status = response.status();
-        let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
-        let answer = answer.map_err(|error| {
-            let said = &self.said;
+        let reply = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
+        let reply = reply.map_err(|error| {
+            let endpoint = &self.endpoint;
             EtcdError::Unreachable(match error.is::<LengthLimitError>() {
                 true => anyhow!(
-                    "etcd {said}: its answer is longer than {} MiB (other data is stored there: \
+                    "etcd {endpoint}: its answer is longer than {} MiB (other data is stored there: \
                      `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
                     MAX_ANSWER_BYTES >> 20
                 ),
-                false => anyhow!("etcd {said}: {error}"),
+                false => anyhow!("etcd {endpoint}: {error}"),
             })
         })?;
-        let answer = answer.to_bytes();
+        let reply = reply.to_bytes();
         // Not JSON: a heuristic by known texts names the likely mistake.
-        let has = |words: &[u8]| answer.windows(words.len()).any(|bytes| bytes == words);
+        let contains = |phrase: &[u8]| reply.windows(phrase.len()).any(|bytes| bytes == phrase);
         let not_etcd = |_| {
-            let why = if has(HTTPS_PORT_REPLY) {
+            let why = if contains(HTTPS_PORT_REPLY) {
                 "the server uses TLS (write https:// in etcd of [cluster])".to_owned()
-            } else if has(COMMON_NAME_REFUSAL) {
+            } else if contains(COMMON_NAME_REFUSAL) {
                 "its gateway rejects client certificates with a common name (CN) if etcd has users (create \
                  client-cert.pem without a CN; user and password-file identify the client)"
                     .to_owned()
             } else {
-                let first: String = String::from_utf8_lossy(&answer).trim().chars().take(80).collect();
+                let excerpt: String = String::from_utf8_lossy(&reply).trim().chars().take(80).collect();
                 format!(
                     "the server is not etcd's gateway, version 3.4 or newer: {status}, {:?} (correct etcd \
                      of [cluster])",
-                    sanitize(&first)
+                    sanitize(&excerpt)
                 )
             };
-            EtcdError::Refused(format!("etcd {}: {why}", self.said))
+            EtcdError::Refused(format!("etcd {}: {why}", self.endpoint))
         };
-        serde_json::from_slice(&answer).map(|answer| (status, answer)).map_err(not_etcd)
+        serde_json::from_slice(&reply).map(|reply| (status, reply)).map_err(not_etcd)
     }
 }
 
@@ -382,9 +382,9 @@ mod tests {
         (builder.build(), key)
     }
 
-    fn on_runtime<T>(asking: impl Future<Output = T>) -> T {
+    fn on_runtime<T>(future: impl Future<Output = T>) -> T {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
-        runtime.unwrap().block_on(asking)
+        runtime.unwrap().block_on(future)
     }
 
     /// Error for a client that trusts this certificate, with a member at this address.
@@ -392,12 +392,12 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("ca-cert.pem"), trusted.to_pem().unwrap()).unwrap();
         let tls = EtcdTls::new(Some(directory.path())).unwrap();
-        let said: EtcdEndpoint = format!("https://{address}").parse().unwrap();
-        on_runtime(EtcdConnection::open(said, &[address], Some(&tls), PATIENCE)).unwrap_err()
+        let endpoint: EtcdEndpoint = format!("https://{address}").parse().unwrap();
+        on_runtime(EtcdConnection::open(endpoint, &[address], Some(&tls), PATIENCE)).unwrap_err()
     }
 
     /// Error text for a member with this certificate.
-    fn said_of(shown: &(X509, PKey<Private>), trusted: &X509) -> String {
+    fn handshake_message(shown: &(X509, PKey<Private>), trusted: &X509) -> String {
         let (certificate, key) = shown;
         let mut acceptor = SslAcceptor::mozilla_intermediate(SslMethod::tls_server()).unwrap();
         acceptor.set_certificate(certificate).unwrap();
@@ -410,10 +410,10 @@ mod tests {
             // The client aborts the handshake.
             assert!(acceptor.accept(stream).is_err());
         });
-        let said = refused(trusted, address);
+        let error = refused(trusted, address);
         member.join().unwrap();
-        let text = said.to_string();
-        assert!(matches!(said, EtcdError::Refused(_)), "{text}");
+        let text = error.to_string();
+        assert!(matches!(error, EtcdError::Refused(_)), "{text}");
         assert!(text.starts_with(&format!("etcd https://{address}: TLS: ")), "{text}");
         text
     }
@@ -423,65 +423,65 @@ mod tests {
         let other = certificate("192.0.2.7", -1, 2);
         let expect = "the name \"127.0.0.1\" is expected, but etcd's certificate is for \
                       \"etcd1.example\", 192.0.2.7 (";
-        let said = said_of(&other, &other.0);
-        assert!(said.contains(expect), "{said}");
+        let message = handshake_message(&other, &other.0);
+        assert!(message.contains(expect), "{message}");
         let old = certificate(HERE, -9, -2);
-        let said = said_of(&old, &old.0);
+        let message = handshake_message(&old, &old.0);
         let end = old.0.not_after();
-        assert!(said.contains(&format!("etcd's certificate has expired, at {end} (renew it")), "{said}");
+        assert!(message.contains(&format!("etcd's certificate has expired, at {end} (renew it")), "{message}");
         let early = certificate(HERE, 2, 9);
-        let said = said_of(&early, &early.0);
-        assert!(said.contains("etcd's certificate is not valid before "), "{said}");
-        let said = said_of(&certificate(HERE, -1, 2), &other.0);
-        assert!(said.contains("etcd's certificate is not trusted: self"), "{said}");
+        let message = handshake_message(&early, &early.0);
+        assert!(message.contains("etcd's certificate is not valid before "), "{message}");
+        let message = handshake_message(&certificate(HERE, -1, 2), &other.0);
+        assert!(message.contains("etcd's certificate is not trusted: self"), "{message}");
     }
 
     /// Error text for a member that replies with `answer` to the first bytes and closes.
-    fn said_to(answer: &'static [u8], say: impl FnOnce(SocketAddr) -> EtcdError) -> String {
+    fn message_after_reply(reply: &'static [u8], connect: impl FnOnce(SocketAddr) -> EtcdError) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let member = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let _first = stream.read(&mut [0; 4096]).unwrap();
-            stream.write_all(answer).unwrap();
+            stream.write_all(reply).unwrap();
         });
-        let said = say(address).to_string();
+        let message = connect(address).to_string();
         member.join().unwrap();
-        said
+        message
     }
 
     #[test]
     fn a_member_without_tls_is_recognized() {
-        let hello = |address| refused(&certificate(HERE, -1, 2).0, address);
-        let said = said_to(b"HTTP/1.0 400 Bad Request\r\n\r\n", hello);
+        let connect = |address| refused(&certificate(HERE, -1, 2).0, address);
+        let message = message_after_reply(b"HTTP/1.0 400 Bad Request\r\n\r\n", connect);
         assert!(
-            said.ends_with(
+            message.ends_with(
                 "does not use TLS (write http:// in etcd of [cluster], or give the member a certificate)"
             ),
-            "{said}"
+            "{message}"
         );
-        let said = said_to(b"", hello);
+        let message = message_after_reply(b"", connect);
         assert!(
-            said.contains("closed the connection (the address of a member without TLS begins with http://)"),
-            "{said}"
+            message.contains("closed the connection (the address of a member without TLS begins with http://)"),
+            "{message}"
         );
     }
 
     #[test]
     fn a_member_with_tls_is_recognized() {
-        let ask = |address: SocketAddr| {
-            let said: EtcdEndpoint = format!("http://{address}").parse().unwrap();
+        let connect = |address: SocketAddr| {
+            let endpoint: EtcdEndpoint = format!("http://{address}").parse().unwrap();
             on_runtime(async {
-                let opened = EtcdConnection::open(said, &[address], None, PATIENCE).await;
+                let opened = EtcdConnection::open(endpoint, &[address], None, PATIENCE).await;
                 opened.unwrap().request("/", &Value::Null, None).await.unwrap_err()
             })
         };
-        let said = said_to(b"", ask);
-        assert!(said.ends_with("(the address of a member with TLS begins with https://)"), "{said}");
-        let said = said_to(
+        let message = message_after_reply(b"", connect);
+        assert!(message.ends_with("(the address of a member with TLS begins with https://)"), "{message}");
+        let message = message_after_reply(
             b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n",
-            ask,
+            connect,
         );
-        assert!(said.ends_with("the server uses TLS (write https:// in etcd of [cluster])"), "{said}");
+        assert!(message.ends_with("the server uses TLS (write https:// in etcd of [cluster])"), "{message}");
     }
 }

@@ -112,7 +112,7 @@ impl KeyRange {
 
 impl TransactionCondition {
     pub(super) fn body(&self) -> Value {
-        let of = |range: &KeyRange, result: &str, target: &str, name: &str, value: Value| {
+        let condition = |range: &KeyRange, result: &str, target: &str, name: &str, value: Value| {
             let mut body = range.body();
             body["result"] = json!(result);
             body["target"] = json!(target);
@@ -121,17 +121,17 @@ impl TransactionCondition {
         };
         let key = |key: &String| KeyRange::Key(key.clone());
         match self {
-            Self::Absent(name) => of(&key(name), "EQUAL", "CREATE", "create_revision", json!("0")),
+            Self::Absent(name) => condition(&key(name), "EQUAL", "CREATE", "create_revision", json!("0")),
             Self::Created(name, revision) => {
-                of(&key(name), "EQUAL", "CREATE", "create_revision", json!(revision.to_string()))
+                condition(&key(name), "EQUAL", "CREATE", "create_revision", json!(revision.to_string()))
             }
-            Self::Value(name, value) => of(&key(name), "EQUAL", "VALUE", "value", json!(encode(value))),
+            Self::Value(name, value) => condition(&key(name), "EQUAL", "VALUE", "value", json!(encode(value))),
             Self::Changed(name, revision) => {
-                of(&key(name), "EQUAL", "MOD", "mod_revision", json!(revision.to_string()))
+                condition(&key(name), "EQUAL", "MOD", "mod_revision", json!(revision.to_string()))
             }
             Self::UnchangedSince(range, revision) => {
                 // etcd has LESS but no LESS-OR-EQUAL.
-                of(range, "LESS", "MOD", "mod_revision", json!((revision + 1).to_string()))
+                condition(range, "LESS", "MOD", "mod_revision", json!((revision + 1).to_string()))
             }
         }
     }
@@ -167,8 +167,8 @@ impl EtcdOperation {
 
 impl EtcdEvent {
     pub(super) fn read(value: &Value) -> Option<Self> {
-        let of = EtcdKeyValue::read(&value["kv"])?;
-        Some(if value["type"] == "DELETE" { Self::Deleted(of.key) } else { Self::Put(of) })
+        let key_value = EtcdKeyValue::read(&value["kv"])?;
+        Some(if value["type"] == "DELETE" { Self::Deleted(key_value.key) } else { Self::Put(key_value) })
     }
 }
 

@@ -35,12 +35,12 @@ impl EtcdWatch {
         range: &KeyRange,
         from: i64,
         token: Option<&str>,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self, EtcdError> {
         let mut create = range.body();
         create["start_revision"] = json!(from.to_string());
         let request = json!({ "create_request": create }).to_string().into_bytes();
-        let begun = async {
+        let opening = async {
             let response = connection.send_request("/v3/watch", request, token).await?;
             if !response.status().is_success() {
                 return Err(EtcdError::Unreachable(anyhow!(
@@ -57,8 +57,8 @@ impl EtcdWatch {
                 false => Err(EtcdError::Unreachable(anyhow!("etcd: the watch was not confirmed"))),
             }
         };
-        let begun = tokio::time::timeout(patience, begun).await;
-        begun.map_err(|_| EtcdError::Unreachable(anyhow!("etcd: the watch was not confirmed in time")))?
+        let result = tokio::time::timeout(timeout, opening).await;
+        result.map_err(|_| EtcdError::Unreachable(anyhow!("etcd: the watch was not confirmed in time")))?
     }
 
     /// Next events, in order. May be empty.
@@ -128,26 +128,26 @@ mod tests {
     }
 
     /// Opens a watch at a member that replies with `line` and keeps the connection.
-    fn open_at_one_that_says(line: &str, patience: Duration) -> Result<(), EtcdError> {
+    fn open_with_reply(line: &str, timeout: Duration) -> Result<(), EtcdError> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let length = line.len();
-        let answer = format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{length:x}\r\n{line}\r\n");
+        let reply = format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{length:x}\r\n{line}\r\n");
         let member = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let mut request = [0; 4096];
             assert!(stream.read(&mut request).unwrap() > 0);
-            stream.write_all(answer.as_bytes()).unwrap();
+            stream.write_all(reply.as_bytes()).unwrap();
             // Until the client disconnects.
             while stream.read(&mut request).is_ok_and(|count| count > 0) {}
         });
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
         let opened = runtime.block_on(async {
-            let said: settings::EtcdEndpoint = format!("http://{address}").parse().unwrap();
-            let connection = EtcdConnection::open(said, &[address], None, Duration::from_secs(60)).await?;
+            let endpoint: settings::EtcdEndpoint = format!("http://{address}").parse().unwrap();
+            let connection = EtcdConnection::open(endpoint, &[address], None, Duration::from_secs(60)).await?;
             let range = KeyRange::Prefix("a".to_owned());
-            EtcdWatch::open(connection, &range, 1, None, patience).await.map(drop)
+            EtcdWatch::open(connection, &range, 1, None, timeout).await.map(drop)
         });
         drop(runtime);
         member.join().unwrap();
@@ -156,11 +156,11 @@ mod tests {
 
     #[test]
     fn a_watch_needs_confirmation() {
-        let patience = Duration::from_secs(60);
-        assert!(open_at_one_that_says("{\"result\":{\"created\":true}}\n", patience).is_ok());
+        let timeout = Duration::from_secs(60);
+        assert!(open_with_reply("{\"result\":{\"created\":true}}\n", timeout).is_ok());
         for other in ["{\"result\":{}}\n", "{\"result\":{\"created\":true,\"canceled\":true}}\n"] {
-            assert!(open_at_one_that_says(other, patience).is_err(), "{other}");
+            assert!(open_with_reply(other, timeout).is_err(), "{other}");
         }
-        assert!(open_at_one_that_says("{\"result\"", Duration::from_millis(100)).is_err());
+        assert!(open_with_reply("{\"result\"", Duration::from_millis(100)).is_err());
     }
 }

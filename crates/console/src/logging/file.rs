@@ -111,14 +111,14 @@ struct ClosingFiles {
 
 static CLOSING: Mutex<ClosingFiles> = Mutex::new(ClosingFiles { files: Vec::new(), has_thread: false });
 
-fn closing() -> MutexGuard<'static, ClosingFiles> {
+fn closing_files() -> MutexGuard<'static, ClosingFiles> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Closes a file on a thread that ends when no former file is left. The file system of one may
 /// never respond.
 fn close(file: Arc<File>) {
-    let mut closing = closing();
+    let mut closing = closing_files();
     closing.files.push(file);
     if !closing.has_thread {
         let started = thread::Builder::new().name(queue::THREAD.to_owned()).spawn(close_files);
@@ -131,7 +131,7 @@ fn close_files() {
     let _ = SigSet::all().thread_block();
     loop {
         let file = {
-            let mut closing = closing();
+            let mut closing = closing_files();
             let file = closing.files.pop();
             closing.has_thread = file.is_some();
             file
@@ -152,12 +152,12 @@ pub(super) struct LogFile(pub(super) LogFormat);
 
 // Result of the lines before this one.
 struct LogGap {
-    left_out: u64,
+    suppressed: u64,
     // The last line was written partly: the next one begins with a newline.
     is_torn: bool,
 }
 
-static BEFORE: Mutex<LogGap> = Mutex::new(LogGap { left_out: 0, is_torn: false });
+static BEFORE: Mutex<LogGap> = Mutex::new(LogGap { suppressed: 0, is_torn: false });
 
 fn gap() -> MutexGuard<'static, LogGap> {
     BEFORE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -179,31 +179,31 @@ impl Write for LogFile {
 /// Writes a line; may wait for the file system. Holds no lock on the file, so that [`reopen`] can
 /// replace it meanwhile.
 fn write(LogLine { line, dropped }: LogLine) {
-    let own = current().as_ref().map(|(_, file)| Arc::clone(file));
+    let log_file = current().as_ref().map(|(_, file)| Arc::clone(file));
     // Copied, not held: a writer that waits for a former file must not block its successor.
-    let LogGap { left_out, is_torn } = *gap();
-    let left_out = left_out + dropped;
-    let priority = if own.is_some() { String::new() } else { JournalPriority::WARNING.to_string() };
+    let LogGap { suppressed, is_torn } = *gap();
+    let suppressed = suppressed + dropped;
+    let priority = if log_file.is_some() { String::new() } else { JournalPriority::WARNING.to_string() };
     // Lines were lost at the destination (not only in the queue): do not wait again for each line.
-    let patience = if left_out == dropped { WRITE_TIMEOUT } else { Duration::ZERO };
+    let timeout = if suppressed == dropped { WRITE_TIMEOUT } else { Duration::ZERO };
     let mut text = String::new();
     if is_torn {
         text.push('\n');
     }
-    if left_out > 0 {
-        text.push_str(&gap_line(FORMAT.get().copied().unwrap_or_default(), &priority, left_out));
+    if suppressed > 0 {
+        text.push_str(&gap_line(FORMAT.get().copied().unwrap_or_default(), &priority, suppressed));
     }
-    let put = |bytes: &[u8]| match &own {
-        Some(file) => put(&mut &**file, bytes, patience),
-        None => put(&mut stderr().lock(), bytes, patience),
+    let write_bytes = |bytes: &[u8]| match &log_file {
+        Some(file) => put(&mut &**file, bytes, timeout),
+        None => put(&mut stderr().lock(), bytes, timeout),
     };
     // A line without text only reports the drops of the queue, and is not a line itself.
     let lines = u64::from(!line.is_empty());
-    *gap() = match put(text.as_bytes()) {
-        Err(written) => LogGap { left_out: left_out + lines, is_torn: is_torn || written > 0 },
-        Ok(()) => match put(&line) {
-            Ok(()) => LogGap { left_out: 0, is_torn: false },
-            Err(written) => LogGap { left_out: lines, is_torn: written > 0 },
+    *gap() = match write_bytes(text.as_bytes()) {
+        Err(written) => LogGap { suppressed: suppressed + lines, is_torn: is_torn || written > 0 },
+        Ok(()) => match write_bytes(&line) {
+            Ok(()) => LogGap { suppressed: 0, is_torn: false },
+            Err(written) => LogGap { suppressed: lines, is_torn: written > 0 },
         },
     };
 }
@@ -214,21 +214,21 @@ trait LogOutput: Write + AsFd {}
 impl<S: Write + AsFd> LogOutput for S {}
 
 /// Line that reports the number of missing lines.
-fn gap_line(format: LogFormat, priority: &str, left_out: u64) -> String {
+fn gap_line(format: LogFormat, priority: &str, suppressed: u64) -> String {
     const MESSAGE: &str = "lines of the log could not be written and were left out";
     match format {
-        LogFormat::Text => format!("{priority}WARN {MESSAGE} left_out={left_out}\n"),
+        LogFormat::Text => format!("{priority}WARN {MESSAGE} suppressed={suppressed}\n"),
         LogFormat::Json => {
-            format!("{priority}{{\"level\":\"WARN\",\"message\":\"{MESSAGE}\",\"left_out\":{left_out}}}\n")
+            format!("{priority}{{\"level\":\"WARN\",\"message\":\"{MESSAGE}\",\"suppressed\":{suppressed}}}\n")
         }
     }
 }
 
 /// Writes all bytes. On failure returns the number of bytes written.
-fn put(file: &mut dyn LogOutput, bytes: &[u8], patience: Duration) -> Result<(), usize> {
+fn put(file: &mut dyn LogOutput, bytes: &[u8], timeout: Duration) -> Result<(), usize> {
     let mut written = 0;
     while written < bytes.len() {
-        if !is_ready(file, patience) {
+        if !is_ready(file, timeout) {
             return Err(written);
         }
         // At most PIPE_BUF bytes: a larger write to a pipe could block although poll(2) reported
@@ -243,8 +243,8 @@ fn put(file: &mut dyn LogOutput, bytes: &[u8], patience: Duration) -> Result<(),
 }
 
 /// True if a write of [`MAX_WRITE`] bytes does not block. Waits for that at most `patience`.
-fn is_ready(file: &dyn LogOutput, patience: Duration) -> bool {
-    let timeout = PollTimeout::try_from(patience).unwrap_or(PollTimeout::ZERO);
+fn is_ready(file: &dyn LogOutput, wait: Duration) -> bool {
+    let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO);
     // If poll itself fails, the write is tried.
     poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLOUT)], timeout) != Ok(0)
 }

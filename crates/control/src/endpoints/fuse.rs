@@ -20,9 +20,9 @@ pub(super) async fn open(
     let disk = &terms.disk.disk;
     let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
     // A transferred mount keeps its descriptor, so openers notice nothing.
-    let (mount, standing) = match terms.transferred.take() {
-        Some(TransferredEndpoint::Fuse(QuiescedFuseFile { mount, standing })) => {
-            (FuseMount::adopt(mount, standing.owner), Some(standing))
+    let (mount, state) = match terms.transferred.take() {
+        Some(TransferredEndpoint::Fuse(QuiescedFuseFile { mount, state })) => {
+            (FuseMount::adopt(mount, state.owner), Some(state))
         }
         _ => {
             let options = FuseMountOptions { read_only, allow_other: settings.allow_other };
@@ -38,8 +38,8 @@ pub(super) async fn open(
         growable: settings.growable,
         owner: mount.owner(),
     };
-    let server = match standing {
-        Some(standing) => FuseExportServer::adopt(export, &standing)?,
+    let server = match state {
+        Some(state) => FuseExportServer::adopt(export, &state)?,
         None => FuseExportServer::new(export),
     };
     let host = HostEndpoint::Fuse(Arc::clone(&server));

@@ -53,7 +53,7 @@ fn counters(statistics: UblkStatistics) -> ExportCounters {
         in_flight: Some(in_flight),
         taken_over: Some(is_taken_over),
         survives: Some(survives),
-        lent_bytes: Some(lent_bytes),
+        buffer_bytes: Some(lent_bytes),
         zero_copy: Some(is_zero_copy),
         copied_bytes: Some(copied_bytes),
         ..ExportCounters::default()

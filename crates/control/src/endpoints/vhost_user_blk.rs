@@ -42,15 +42,15 @@ pub(super) fn open(
     };
     let server = VhostUserServer::with_observer(Arc::new(terms.events.clone()), export);
     let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
-    let machine = VhostUserEndpoint { server: Arc::clone(&server), listening };
-    let entrance = ExportEndpoint::new(
+    let vhost_user = VhostUserEndpoint { server: Arc::clone(&server), listening };
+    let endpoint = ExportEndpoint::new(
         "vhost-user-blk",
         listen::vhost_user_socket_name(&settings.socket)?,
         server,
         serving,
         terms,
     );
-    Ok(entrance.with_vhost_user(machine).holding(file))
+    Ok(endpoint.with_vhost_user(vhost_user).with_resource(file))
 }
 
 fn counters(statistics: VhostUserStatistics) -> ExportCounters {

@@ -17,49 +17,49 @@ use serde_json::{Value, json};
 use super::{EventLog, Kind, NewEvent};
 
 impl ClientObserver for EventLog {
-    fn connected(&self, visit: &NbdClientInfo) {
-        let message = format!("{} uses disk {}", client_text(visit), visit.disk);
-        self.record(nbd_client_event(Kind::ClientIn, message, visit));
+    fn connected(&self, client: &NbdClientInfo) {
+        let message = format!("{} uses disk {}", client_text(client), client.disk);
+        self.record(nbd_client_event(Kind::ClientIn, message, client));
     }
 
-    fn disconnected(&self, visit: &NbdClientInfo, lasted: Duration) {
+    fn disconnected(&self, client: &NbdClientInfo, duration: Duration) {
         let message =
-            format!("{} has left disk {} after {} s", client_text(visit), visit.disk, lasted.as_secs());
-        self.record(nbd_client_event(Kind::ClientOut, message, visit).with("seconds", lasted.as_secs()));
+            format!("{} has left disk {} after {} s", client_text(client), client.disk, duration.as_secs());
+        self.record(nbd_client_event(Kind::ClientOut, message, client).with("seconds", duration.as_secs()));
     }
 }
 
-fn nbd_client_event(kind: Kind, message: String, visit: &NbdClientInfo) -> NewEvent {
-    let news = NewEvent::new(kind, message).of_disk(&visit.disk).with("type", "nbd");
-    let news = news.with("export", &*visit.export).with("client", visit.number);
-    news.with("address", json!(visit.address)).with("name", json!(visit.name))
+fn nbd_client_event(kind: Kind, message: String, client: &NbdClientInfo) -> NewEvent {
+    let event = NewEvent::new(kind, message).of_disk(&client.disk).with("type", "nbd");
+    let event = event.with("export", &*client.export).with("client", client.number);
+    event.with("address", json!(client.address)).with("name", json!(client.name))
 }
 
 /// Text for messages: `client 7 of 192.0.2.1`.
-fn client_text(visit: &NbdClientInfo) -> String {
+fn client_text(client: &NbdClientInfo) -> String {
     // Verified by TLS, so it identifies a client better than its address.
-    let of = match (&visit.name, visit.address) {
+    let identity = match (&client.name, client.address) {
         (Some(name), _) => format!(" ({name})"),
         (None, Some(address)) => format!(" of {address}"),
         (None, None) => String::new(),
     };
-    format!("client {}{of}", visit.number)
+    format!("client {}{identity}", client.number)
 }
 
 impl ExportObserver for EventLog {
-    fn observe(&self, export: &str, disk: &str, happening: &FrontEndEvent<'_>, left_out: u64) {
-        let news = front_end_event(disk, happening).of_disk(disk).with("type", "vhost-user-blk");
-        self.record(news.with("export", export).with_dropped(left_out));
+    fn observe(&self, export: &str, disk: &str, event: &FrontEndEvent<'_>, dropped: u64) {
+        let new_event = front_end_event(disk, event).of_disk(disk).with("type", "vhost-user-blk");
+        self.record(new_event.with("export", export).with_dropped(dropped));
     }
 }
 
-fn front_end_event(disk: &str, happening: &FrontEndEvent<'_>) -> NewEvent {
-    match *happening {
+fn front_end_event(disk: &str, event: &FrontEndEvent<'_>) -> NewEvent {
+    match *event {
         FrontEndEvent::Connected { process } => {
             let message = format!("{} uses disk {disk}", front_end_text(process));
             NewEvent::new(Kind::ClientIn, message).with("front-end", front_end_json(process))
         }
-        FrontEndEvent::Disconnected { process, lasted } => {
+        FrontEndEvent::Disconnected { process, duration: lasted } => {
             let seconds = lasted.as_secs();
             let message = format!("{} has left disk {disk} after {seconds} s", front_end_text(process));
             NewEvent::new(Kind::ClientOut, message)
@@ -68,9 +68,9 @@ fn front_end_event(disk: &str, happening: &FrontEndEvent<'_>) -> NewEvent {
         }
         FrontEndEvent::ProtocolError { process, why } => {
             let message = format!("{} was disconnected from disk {disk}: {why}", front_end_text(process));
-            let news =
+            let new_event =
                 NewEvent::new(Kind::ClientDisconnected, message).with("front-end", front_end_json(process));
-            news.with("reason", why.to_string())
+            new_event.with("reason", why.to_string())
         }
         FrontEndEvent::Rejected { process, connected } => {
             let message = format!(
@@ -78,9 +78,9 @@ fn front_end_event(disk: &str, happening: &FrontEndEvent<'_>) -> NewEvent {
                 front_end_text(process),
                 front_end_text(connected)
             );
-            let news =
+            let new_event =
                 NewEvent::new(Kind::ClientTurnedAway, message).with("front-end", front_end_json(process));
-            news.with("connected", front_end_json(connected))
+            new_event.with("connected", front_end_json(connected))
         }
         FrontEndEvent::RingBroken { ring, why } => {
             let message = format!(

@@ -126,7 +126,7 @@ pub struct NewEvent {
     group: Option<Arc<str>>,
     message: String,
     data: Map<String, Value>,
-    left_out: u64,
+    dropped: u64,
 }
 
 impl NewEvent {
@@ -138,7 +138,7 @@ impl NewEvent {
             group: None,
             message: truncated(message.into()),
             data: Map::new(),
-            left_out: 0,
+            dropped: 0,
         }
     }
 
@@ -161,15 +161,15 @@ impl NewEvent {
     }
 
     /// Adds the number of similar events that the producer dropped since the last one.
-    pub(crate) fn with_dropped(self, left_out: u64) -> Self {
-        Self { left_out, ..self }
+    pub(crate) fn with_dropped(self, count: u64) -> Self {
+        Self { dropped: count, ..self }
     }
 
-    pub(super) fn recorded_at(self, id: u64, time: SystemTime, left_out: u64) -> RecordedEvent {
-        let left_out = left_out.saturating_add(self.left_out);
+    pub(super) fn recorded_at(self, id: u64, time: SystemTime, dropped: u64) -> RecordedEvent {
+        let dropped = dropped.saturating_add(self.dropped);
         let Self { kind, disk, group, message, mut data, .. } = self;
-        if left_out > 0 {
-            data.insert("suppressed".to_owned(), left_out.into());
+        if dropped > 0 {
+            data.insert("suppressed".to_owned(), dropped.into());
         }
         let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
         let time_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
@@ -205,7 +205,7 @@ pub struct RecordedEvent {
 impl RecordedEvent {
     /// JSON form in QMP, the log and HTTP.
     pub fn to_json(&self) -> Value {
-        let mut told = json!({
+        let mut object = json!({
             "id": self.id,
             "time-ms": self.time_ms,
             "kind": self.kind.name(),
@@ -215,23 +215,23 @@ impl RecordedEvent {
         });
         for (key, name) in [("disk", &self.disk), ("group", &self.group)] {
             if let Some(name) = name {
-                told[key] = json!(&**name);
+                object[key] = json!(&**name);
             }
         }
-        told
+        object
     }
 
     /// Parses [`RecordedEvent::to_json`]; `None` if the event type is unknown.
-    pub(crate) fn from_json(told: &Value) -> Option<Self> {
-        let named = |key: &str| told.get(key).and_then(Value::as_str).map(Arc::from);
+    pub(crate) fn from_json(value: &Value) -> Option<Self> {
+        let named = |key: &str| value.get(key).and_then(Value::as_str).map(Arc::from);
         Some(Self {
-            id: told["id"].as_u64()?,
-            time_ms: told["time-ms"].as_u64()?,
-            kind: Kind::named(told["kind"].as_str()?)?,
+            id: value["id"].as_u64()?,
+            time_ms: value["time-ms"].as_u64()?,
+            kind: Kind::named(value["kind"].as_str()?)?,
             disk: named("disk"),
             group: named("group"),
-            message: told["message"].as_str()?.to_owned(),
-            data: told["data"].as_object()?.clone(),
+            message: value["message"].as_str()?.to_owned(),
+            data: value["data"].as_object()?.clone(),
         })
     }
 }
@@ -244,10 +244,10 @@ mod tests {
 
     #[test]
     fn event_json_has_the_documented_form() {
-        let news = NewEvent::new(Kind::LimitHit, "disk vm1 is held by iops-total").of_disk("vm1");
-        let news = news.with("limit", "iops-total").with("nothing", Value::Null);
+        let new_event = NewEvent::new(Kind::LimitHit, "disk vm1 is held by iops-total").of_disk("vm1");
+        let new_event = new_event.with("limit", "iops-total").with("nothing", Value::Null);
         let event =
-            news.with_dropped(1).recorded_at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 2);
+            new_event.with_dropped(1).recorded_at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 2);
         assert_eq!(
             event.to_json(),
             json!({
@@ -260,8 +260,8 @@ mod tests {
     #[test]
     fn client_text_is_truncated_in_events() {
         let long = "é".repeat(100_000);
-        let news = NewEvent::new(Kind::ClientIn, long.as_str()).with("name", long);
-        assert!(news.recorded_at(1, UNIX_EPOCH, 0).to_json().to_string().len() < 3 * MAX_TEXT_BYTES);
+        let event = NewEvent::new(Kind::ClientIn, long.as_str()).with("name", long);
+        assert!(event.recorded_at(1, UNIX_EPOCH, 0).to_json().to_string().len() < 3 * MAX_TEXT_BYTES);
     }
 
     #[test]

@@ -76,18 +76,18 @@ impl Condition {
     pub(crate) fn observe(
         &mut self,
         sample: ConditionSample,
-        patience: ConditionDelays,
+        delays: ConditionDelays,
         now: Instant,
     ) -> Option<ConditionChange> {
         // `Between` contradicts neither state; it only restarts the delay.
-        let otherwise =
+        let opposite =
             if self.held_since.is_some() { ConditionSample::Under } else { ConditionSample::Over };
-        if sample != otherwise {
+        if sample != opposite {
             self.contradicted_since = None;
             return None;
         }
         let since = *self.contradicted_since.get_or_insert(now);
-        let enough = if self.held_since.is_some() { patience.off } else { patience.on };
+        let enough = if self.held_since.is_some() { delays.off } else { delays.on };
         if now - since < enough {
             return None;
         }
@@ -108,7 +108,7 @@ impl Condition {
 /// counter decreased.
 pub(crate) fn limited_percent(before: &ThrottleSummary, now: &ThrottleSummary, elapsed: Duration) -> u64 {
     // 128 bits: nanoseconds of a long interval times 100 exceed 64 bits.
-    let limited = u128::from(counter::growth(before.limited_ns, now.limited_ns).unwrap_or(0));
+    let limited = u128::from(counter::growth(before.throttled_ns, now.throttled_ns).unwrap_or(0));
     u64::try_from(limited * 100 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX).min(100)
 }
 
@@ -122,7 +122,7 @@ pub(crate) fn limit_sample(percent: u64) -> ConditionSample {
 
 /// `None` if no interval was judged since the last sample while requests wait: undecided yet.
 pub(crate) fn reservation_sample(before: &ThrottleSummary, now: &ThrottleSummary) -> Option<ConditionSample> {
-    let (ReservationTimes { met_ns, missed_ns }, after) = (before.kept.unwrap_or_default(), now.kept?);
+    let (ReservationTimes { met_ns, missed_ns }, after) = (before.reservation_times.unwrap_or_default(), now.reservation_times?);
     if after.missed_ns > missed_ns {
         Some(ConditionSample::Over)
     } else if after.met_ns > met_ns || now.waiting == [0; 2] {
@@ -144,14 +144,14 @@ pub(crate) struct DeviceThroughput {
 
 /// Percentage of the measured capacity in use, the larger of IOPS and bytes; `None` if the capacity
 /// was not measured.
-pub(crate) fn capacity_percent(capacity: &MeasuredCapacity, done: &DeviceThroughput) -> Option<u64> {
-    let part = |done: [u64; 2], can: [u64; 2]| {
-        let parts = [0, 1].map(|way| (done[way] * 100).checked_div(can[way]));
+pub(crate) fn capacity_percent(capacity: &MeasuredCapacity, throughput: &DeviceThroughput) -> Option<u64> {
+    let part = |used: [u64; 2], measured: [u64; 2]| {
+        let parts = [0, 1].map(|direction| (used[direction] * 100).checked_div(measured[direction]));
         // Reads and writes share the device, so their parts add up.
         (parts != [None; 2]).then(|| parts.into_iter().flatten().sum::<u64>())
     };
-    let operations = part(done.iops, [capacity.read_iops, capacity.write_iops]);
-    operations.max(part(done.bps, [capacity.read_bps, capacity.write_bps]))
+    let operations = part(throughput.iops, [capacity.read_iops, capacity.write_iops]);
+    operations.max(part(throughput.bps, [capacity.read_bps, capacity.write_bps]))
 }
 
 /// Slow: the queue is long and the throughput is far below the capacity.
@@ -170,16 +170,16 @@ mod tests {
     /// Feeds one sample per second; returns the second of each change.
     fn changes_of(
         samples: &[(ConditionSample, u64)],
-        patience: ConditionDelays,
+        delays: ConditionDelays,
     ) -> Vec<(u64, ConditionChange)> {
-        let (mut condition, mut at, mut turns) = (Condition::default(), 0, Vec::new());
+        let (mut condition, mut at, mut changes) = (Condition::default(), 0, Vec::new());
         for &(sample, seconds) in samples {
             for _ in 0..seconds {
-                turns.extend(condition.observe(sample, patience, at_second(at)).map(|turn| (at, turn)));
+                changes.extend(condition.observe(sample, delays, at_second(at)).map(|change| (at, change)));
                 at += 1;
             }
         }
-        turns
+        changes
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn limited_time_decides_limit_samples() {
-        let brief = |limited_ns| ThrottleSummary { limited_ns, ..ThrottleSummary::default() };
+        let brief = |limited_ns| ThrottleSummary { throttled_ns: limited_ns, ..ThrottleSummary::default() };
         let percent =
             |ms: u64| limited_percent(&brief(7), &brief(7 + ms * 1_000_000), Duration::from_secs(2));
         assert_eq!(
@@ -231,7 +231,7 @@ mod tests {
     #[test]
     fn reservation_is_undecided_without_new_intervals() {
         let brief = |met_ns, missed_ns, waiting| ThrottleSummary {
-            kept: Some(ReservationTimes { met_ns, missed_ns }),
+            reservation_times: Some(ReservationTimes { met_ns, missed_ns }),
             waiting: [waiting, 0],
             ..ThrottleSummary::default()
         };

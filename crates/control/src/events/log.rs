@@ -17,17 +17,17 @@ const PER_SECOND: u64 = 1;
 
 /// Logs each later event. Ends when the handle is dropped.
 pub fn log_events(events: &EventLog) -> JoinHandle<()> {
-    let gates = Rc::new(RefCell::new(vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()]));
+    let rate_limits = Rc::new(RefCell::new(vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()]));
     events.for_each_later(move |event| {
-        if let Some(left_out) =
-            gates.borrow_mut()[event.kind as usize].admit(event.disk.as_ref(), reactor::now())
+        if let Some(dropped) =
+            rate_limits.borrow_mut()[event.kind as usize].admit(event.disk.as_ref(), reactor::now())
         {
-            log_event(event, left_out);
+            log_event(event, dropped);
         }
     })
 }
 
-fn log_event(event: &RecordedEvent, left_out: u64) {
+fn log_event(event: &RecordedEvent, dropped: u64) {
     // A macro: `tracing` needs the level as a constant of the call site.
     macro_rules! line {
         ($level:ident) => {
@@ -37,7 +37,7 @@ fn log_event(event: &RecordedEvent, left_out: u64) {
                 id = event.id,
                 disk = event.disk.as_deref(),
                 group = event.group.as_deref(),
-                suppressed = (left_out > 0).then_some(left_out),
+                suppressed = (dropped > 0).then_some(dropped),
                 "{}",
                 event.message
             )

@@ -104,39 +104,39 @@ mod tests {
 
     #[test]
     fn one_disk_leaves_others_their_share() {
-        let mut gate = SharedEventRateLimit::new(512, 10);
+        let mut rate_limit = SharedEventRateLimit::new(512, 10);
         let (noisy, quiet) = (Arc::from("noisy"), Arc::from("quiet"));
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
-        let mut told = [0_u64; 2];
+        let mut admitted = [0_u64; 2];
         // One hour: one guest reconnects every millisecond, another every ten seconds.
         for ms in 0..3_600_000 {
-            told[0] += u64::from(gate.admit(Some(&noisy), at(ms)).is_some());
+            admitted[0] += u64::from(rate_limit.admit(Some(&noisy), at(ms)).is_some());
             if ms % 10_000 == 5000 {
-                told[1] += u64::from(gate.admit(Some(&quiet), at(ms)).is_some());
+                admitted[1] += u64::from(rate_limit.admit(Some(&quiet), at(ms)).is_some());
             }
         }
-        assert_eq!(told[1], 360, "all of the quiet one's");
-        assert!((30_000..37_000).contains(&told[0]), "what is left is not wasted: {told:?}");
+        assert_eq!(admitted[1], 360, "all of the quiet one's");
+        assert!((30_000..37_000).contains(&admitted[0]), "what is left is not wasted: {admitted:?}");
     }
 
     #[test]
     fn number_of_shares_is_bounded() {
-        let mut gate = SharedEventRateLimit::new(512, 10);
+        let mut rate_limit = SharedEventRateLimit::new(512, 10);
         let now = Instant::from_nanos(1);
         for disk in 0..3 * MAX_SHARES {
-            gate.admit(Some(&disk.to_string().into()), now);
+            rate_limit.admit(Some(&disk.to_string().into()), now);
         }
-        assert_eq!(gate.shares.len(), MAX_SHARES);
+        assert_eq!(rate_limit.shares.len(), MAX_SHARES);
         // By then all shares are empty, and the next disk evicts them.
         let later = Instant::from_nanos(1000 * SECOND_NS);
-        assert!(gate.admit(Some(&"late".into()), later).is_some());
-        assert_eq!(gate.shares.len(), 1, "of those that are silent nothing is kept");
+        assert!(rate_limit.admit(Some(&"late".into()), later).is_some());
+        assert_eq!(rate_limit.shares.len(), 1, "of those that are silent nothing is kept");
     }
 
     #[test]
     fn burst_then_sustained_rate() {
-        let mut gate = EventRateLimit::new(3, 10);
-        let mut at = |ms: u64| gate.admit(Instant::from_nanos(ms * 1_000_000));
+        let mut rate_limit = EventRateLimit::new(3, 10);
+        let mut at = |ms: u64| rate_limit.admit(Instant::from_nanos(ms * 1_000_000));
         assert_eq!(
             [at(1000), at(1000), at(1000), at(1000), at(1050)],
             [Some(0), Some(0), Some(0), None, None]

@@ -29,14 +29,14 @@ pub fn find_address_conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
             // The kernel assigns a free port.
             ListenAddress::Tcp { port: 0, .. } => {}
             ListenAddress::Tcp { host, port } => {
-                let own = resolve(address, host, *port).unwrap_or_default();
-                let others = ports.entry(*port).or_default();
+                let addresses = resolve(address, host, *port).unwrap_or_default();
+                let earlier = ports.entry(*port).or_default();
                 let is_excluded = |(other, _): &&(IpAddr, usize)| {
-                    own.iter().any(|one| exclude_each_other(one.ip(), *other))
+                    addresses.iter().any(|one| exclude_each_other(one.ip(), *other))
                 };
-                let first = others.iter().find(is_excluded).map(|(_, first)| *first);
+                let first = earlier.iter().find(is_excluded).map(|(_, first)| *first);
                 found.extend(first.map(|first| (index, first)));
-                others.extend(own.iter().map(|one| (one.ip(), index)));
+                earlier.extend(addresses.iter().map(|one| (one.ip(), index)));
             }
         }
     }
@@ -46,8 +46,8 @@ pub fn find_address_conflicts(all: &[ListenAddress]) -> Vec<(usize, usize)> {
 /// True if sockets that listen at these addresses with the same port exclude each other. `[::]`
 /// includes IPv4 (ipv6(7), IPV6_V6ONLY).
 fn exclude_each_other(one: IpAddr, other: IpAddr) -> bool {
-    let takes = |one: IpAddr, other: IpAddr| one.is_unspecified() && (one.is_ipv6() || other.is_ipv4());
-    one == other || takes(one, other) || takes(other, one)
+    let covers = |one: IpAddr, other: IpAddr| one.is_unspecified() && (one.is_ipv6() || other.is_ipv4());
+    one == other || covers(one, other) || covers(other, one)
 }
 
 /// Absolute path of a socket, with symlinks of its directory resolved.

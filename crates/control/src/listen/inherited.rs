@@ -36,7 +36,7 @@ pub struct InheritedSockets {
     /// Names by index; `None` for a socket that is in use.
     names: Vec<Option<String>>,
     /// Indices of sockets that are requested by name, and therefore excluded from `listeners`.
-    kept: Vec<usize>,
+    requested: Vec<usize>,
     /// Socket passed at run time, with its name.
     later: Option<(String, OwnedFd)>,
     /// Sockets of the old process, for vhost-user endpoints.
@@ -49,13 +49,13 @@ impl InheritedSockets {
     /// Reads the sockets and removes the variables from the environment, so that no child uses
     /// them. Must run once, before other threads start.
     pub fn from_environment() -> Self {
-        let said = env::var("LISTEN_FDNAMES").unwrap_or_default();
+        let variable = env::var("LISTEN_FDNAMES").unwrap_or_default();
         let sockets = ListenFd::from_env();
-        let mut said = said.split(':').map(str::to_owned);
-        let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
+        let mut listed_names = variable.split(':').map(str::to_owned);
+        let names = (0..sockets.len()).map(|_| Some(listed_names.next().unwrap_or_default())).collect();
         // Scanned before weir opens descriptors, which would be indistinguishable.
         let left_open = open_descriptors_from(FIRST_PASSED_FD + sockets.len());
-        Self { sockets, names, kept: Vec::new(), later: None, adopted: Vec::new(), left_open }
+        Self { sockets, names, requested: Vec::new(), later: None, adopted: Vec::new(), left_open }
     }
 
     /// Empty set.
@@ -63,7 +63,7 @@ impl InheritedSockets {
         Self {
             sockets: ListenFd::empty(),
             names: Vec::new(),
-            kept: Vec::new(),
+            requested: Vec::new(),
             later: None,
             adopted: Vec::new(),
             left_open: Vec::new(),
@@ -79,7 +79,7 @@ impl InheritedSockets {
     pub(crate) fn take_all(&mut self) -> anyhow::Result<Vec<BoundListener>> {
         let mut free = (0..self.names.len()).collect::<Vec<_>>();
         // Sockets reserved by name stay for their endpoints.
-        free.retain(|index| self.names[*index].is_some() && !self.kept.contains(index));
+        free.retain(|index| self.names[*index].is_some() && !self.requested.contains(index));
         free.into_iter().map(|index| self.take_index(index)).collect()
     }
 
@@ -89,7 +89,7 @@ impl InheritedSockets {
             return Ok(());
         }
         match self.find(name) {
-            Ok(index) => self.kept.push(index),
+            Ok(index) => self.requested.push(index),
             Err(_) if self.unannounced_index(name).is_some() => {}
             Err(error) => return Err(error),
         }
@@ -192,12 +192,12 @@ fn open_descriptors_from(first: usize) -> Vec<RawFd> {
 /// Takes ownership of an unowned descriptor without `unsafe`: sending it over a socket pair yields
 /// an owned duplicate, and the original is closed.
 fn own_descriptor(number: RawFd) -> io::Result<OwnedFd> {
-    let (one, other) = UnixStream::pair()?;
+    let (sender, receiver) = UnixStream::pair()?;
     let passed = [ControlMessage::ScmRights(&[number])];
-    sendmsg::<()>(one.as_raw_fd(), &[IoSlice::new(&[0])], &passed, MsgFlags::empty(), None)?;
+    sendmsg::<()>(sender.as_raw_fd(), &[IoSlice::new(&[0])], &passed, MsgFlags::empty(), None)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut received = RecvAncillaryBuffer::new(&mut space);
-    recvmsg(&other, &mut [IoSliceMut::new(&mut [0])], &mut received, RecvFlags::CMSG_CLOEXEC)?;
+    recvmsg(&receiver, &mut [IoSliceMut::new(&mut [0])], &mut received, RecvFlags::CMSG_CLOEXEC)?;
     let descriptor = received.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,

@@ -74,7 +74,7 @@ pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixLi
     let listener = match bind_private(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             // The lock covers the check and the removal: see `turn`.
-            let _turn = lock_directory(path);
+            let _guard = lock_directory(path);
             remove_stale(path)?;
             bind_private(path)
         }
@@ -174,10 +174,10 @@ fn lock_directory(path: &Path) -> Option<Flock<File>> {
 
 /// Reports what would prevent listening at `path` without trying it: permissions of the directory,
 /// or an existing file.
-pub(super) fn check(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
+pub(super) fn check(path: &Path, conflict_rule: AddressConflictRule) -> anyhow::Result<()> {
     let writable = unistd::access(directory_of(path), AccessFlags::W_OK | AccessFlags::X_OK);
     writable.map_err(|errno| bind_error(path, &errno.into()))?;
-    match (path.exists(), others) {
+    match (path.exists(), conflict_rule) {
         (false, _) => Ok(()),
         (true, AddressConflictRule::Tolerated) => check_is_socket(path),
         // A datagram socket: connecting it to weir's stream socket fails with EPROTOTYPE (unix(7)),
@@ -255,13 +255,13 @@ mod tests {
     fn socket_has_configured_mode_and_owner() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        let own = unistd::getgid().as_raw();
-        let owner = Some(format!(":{own}").parse().unwrap());
+        let gid = unistd::getgid().as_raw();
+        let owner = Some(format!(":{gid}").parse().unwrap());
         let (_listener, _file) = bind(&path, &SocketAccess { mode: 0o666, owner }).unwrap();
         let metadata = fs::metadata(&path).unwrap();
-        assert_eq!((metadata.mode() & 0o777, metadata.gid()), (0o666, own), "whatever the umask");
-        let nobody = SocketAccess { mode: 0o600, owner: Some("no such user".parse().unwrap()) };
-        let error = bind(&directory.path().join("t"), &nobody).unwrap_err().to_string();
+        assert_eq!((metadata.mode() & 0o777, metadata.gid()), (0o666, gid), "whatever the umask");
+        let unknown_owner = SocketAccess { mode: 0o600, owner: Some("no such user".parse().unwrap()) };
+        let error = bind(&directory.path().join("t"), &unknown_owner).unwrap_err().to_string();
         assert!(error.starts_with("socket-owner: there is no user \"no such user\""), "{error}");
         assert!(!directory.path().join("t").exists(), "nothing is left of it");
     }
@@ -304,11 +304,11 @@ mod tests {
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
         // All four find the stale socket; one replaces it, and the rest find the new one in use.
-        let had: Vec<_> = std::thread::scope(|scope| {
-            let tries: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&path))).collect();
-            tries.into_iter().filter_map(|one| one.join().unwrap().ok()).collect()
+        let listeners: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&path))).collect();
+            threads.into_iter().filter_map(|handle| handle.join().unwrap().ok()).collect()
         });
-        assert_eq!(had.len(), 1);
+        assert_eq!(listeners.len(), 1);
         UnixStream::connect(&path).unwrap();
     }
 
@@ -364,13 +364,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         check(&path, AddressConflictRule::Rejected).unwrap();
-        let theirs = UnixListener::bind(&path).unwrap();
+        let listener = UnixListener::bind(&path).unwrap();
         check(&path, AddressConflictRule::Tolerated).unwrap();
         let error = check(&path, AddressConflictRule::Rejected).unwrap_err().to_string();
         assert!(error.starts_with("in use: another process listens there"), "{error}");
-        theirs.set_nonblocking(true).unwrap();
-        assert_eq!(theirs.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
-        drop(theirs);
+        listener.set_nonblocking(true).unwrap();
+        assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        drop(listener);
         check(&path, AddressConflictRule::Rejected).unwrap();
         assert!(path.exists(), "what is looked at stays");
     }

@@ -54,7 +54,7 @@ impl MigratedDisk {
         exports: &[Rc<RunningExport>],
         listen: Option<String>,
     ) -> anyhow::Result<Self> {
-        check_movable(running)?;
+        check_migratable(running)?;
         let disk = &running.disk;
         let opened = disk.image();
         let keys =
@@ -63,7 +63,7 @@ impl MigratedDisk {
             name: group.name().to_owned(),
             cluster: registry.cluster_of(group.name()).is_some(),
         });
-        let (mut names, mut doors) = (Vec::new(), Vec::new());
+        let (mut names, mut endpoints) = (Vec::new(), Vec::new());
         // Exports that are ending were removed by the user.
         for export in exports.iter().filter(|export| !export.is_ending()) {
             match &export.endpoint {
@@ -85,24 +85,24 @@ impl MigratedDisk {
                     );
                     names.push(name.clone());
                 }
-                RunningEndpoint::Separate(..) => doors.push(endpoint_text(export)?),
+                RunningEndpoint::Separate(..) => endpoints.push(endpoint_text(export)?),
             }
         }
         // One name at two servers here becomes one export at the target's server.
         names.dedup();
-        Ok(Self { keys, group, exports: names, listen, doors, filled: None })
+        Ok(Self { keys, group, exports: names, listen, doors: endpoints, filled: None })
     }
 
     /// Disk config for this description, checked by the rules of a config file.
     ///
     /// # Errors
     /// First mistake of the description.
-    pub(super) fn to_config(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
+    pub(super) fn to_config(&self, name: &str) -> anyhow::Result<settings::DiskWithOrigins> {
         ensure!(!self.keys.contains_key("export"), "export: is not transferred as a key");
-        let mistakes = Diagnostics::default();
+        let diagnostics = Diagnostics::default();
         // Relative paths were made absolute by the source, so the base directory has no effect.
-        let disk = config::disk_from_json(name, &self.keys, Path::new("/"), &mistakes);
-        let disk = mistakes.finish_first(disk)?.context("no disk")?;
+        let disk = config::disk_from_json(name, &self.keys, Path::new("/"), &diagnostics);
+        let disk = diagnostics.finish_first(disk)?.context("no disk")?;
         let planned = CheckedDisk::new(disk, &[], &TlsConfig::Off, Diagnostics::default());
         Ok(planned.map_err(|all| all.into_iter().next().expect("a mistake"))?.disk)
     }
@@ -113,18 +113,18 @@ impl MigratedDisk {
     /// A text is no endpoint, or its path is relative.
     pub(super) fn endpoints(&self) -> anyhow::Result<Vec<DoorKind>> {
         let read = |text: &String| {
-            let door: VhostUserBlkConfig = text.parse().map_err(anyhow::Error::msg)?;
+            let config: VhostUserBlkConfig = text.parse().map_err(anyhow::Error::msg)?;
             ensure!(
-                matches!(&door.socket, VhostUserSocket::Path(path) if path.is_absolute()),
+                matches!(&config.socket, VhostUserSocket::Path(path) if path.is_absolute()),
                 "{text}: is no absolute path"
             );
-            Ok(DoorKind::VhostUserBlk(door))
+            Ok(DoorKind::VhostUserBlk(config))
         };
         self.doors.iter().map(read).collect()
     }
 }
 
-fn check_movable(running: &RunningDisk) -> anyhow::Result<()> {
+fn check_migratable(running: &RunningDisk) -> anyhow::Result<()> {
     let storage = running.disk.image().storage();
     ensure!(
         !storage.is_memory(),
@@ -144,21 +144,21 @@ fn check_movable(running: &RunningDisk) -> anyhow::Result<()> {
         "it consists of several nodes of blockdev-add, which cannot be migrated (add it with `weir disk add`)"
     );
     let config = &running.config;
-    let mut stays = DiskConfig::keys().iter().filter(|key| key.transfer == TransferPolicy::HostOnly);
-    let stays = stays.find(|key| !key.is_default(config)).map(|key| key.name);
-    if let Some(key) = stays.or(running.host_local_option) {
+    let mut host_only_keys = DiskConfig::keys().iter().filter(|key| key.transfer == TransferPolicy::HostOnly);
+    let host_only = host_only_keys.find(|key| !key.is_default(config)).map(|key| key.name);
+    if let Some(key) = host_only.or(running.host_local_option) {
         bail!("{key}: cannot be migrated (add the disk to the config file there instead)");
     }
     Ok(())
 }
 
 fn endpoint_text(export: &RunningExport) -> anyhow::Result<String> {
-    let Some(DoorKind::VhostUserBlk(door)) = &export.endpoint_config else {
+    let Some(DoorKind::VhostUserBlk(config)) = &export.endpoint_config else {
         bail!("export {}: devices of this host cannot be migrated (`weir detach` removes one)", export.id);
     };
-    let VhostUserSocket::Path(path) = &door.socket else {
+    let VhostUserSocket::Path(path) = &config.socket else {
         bail!("export {}: its socket was passed to this daemon, and cannot be opened elsewhere", export.id);
     };
     let socket = VhostUserSocket::Path(absolute(path)?);
-    Ok(VhostUserBlkConfig { socket, ..door.clone() }.to_string())
+    Ok(VhostUserBlkConfig { socket, ..config.clone() }.to_string())
 }

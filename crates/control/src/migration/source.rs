@@ -32,31 +32,31 @@ pub(crate) struct MigrationRequest {
 ///
 /// # Errors
 /// Reason why the disk is still, or again, on this host.
-pub(crate) async fn migrate(registry: &Rc<Registry>, wish: MigrationRequest) -> anyhow::Result<Value> {
+pub(crate) async fn migrate(registry: &Rc<Registry>, request: MigrationRequest) -> anyhow::Result<Value> {
     let cluster = registry.cluster().cloned();
     let cluster = cluster.context(
         "cluster: this daemon is in none (add [cluster] to the config files of both hosts, and restart weir)",
     )?;
     ensure!(
-        wish.to != cluster.host(),
+        request.to != cluster.host(),
         "disk {}: it is on {} already (name another host)",
-        wish.disk,
-        wish.to
+        request.disk,
+        request.to
     );
-    registry.disks.get(&wish.disk)?;
+    registry.disks.get(&request.disk)?;
     // Reserves the name on this host until the end of the task below, also across its removal.
-    let is_first = registry.disks.migrating.borrow_mut().insert(wish.disk.clone());
-    ensure!(is_first, "disk {}: it is already being migrated (wait for that)", wish.disk);
+    let is_first = registry.disks.migrating.borrow_mut().insert(request.disk.clone());
+    ensure!(is_first, "disk {}: it is already being migrated (wait for that)", request.disk);
     let (done, outcome) = async_channel::bounded(1);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
-        let moved = migrate_to_target(&registry, &cluster, &wish).await;
-        registry.disks.migrating.borrow_mut().remove(&wish.disk);
-        if let Err(error) = &moved {
-            tracing::warn!(disk = wish.disk, to = wish.to, "the disk was not migrated: {error:#}");
+        let result = migrate_to_target(&registry, &cluster, &request).await;
+        registry.disks.migrating.borrow_mut().remove(&request.disk);
+        if let Err(error) = &result {
+            tracing::warn!(disk = request.disk, to = request.to, "the disk was not migrated: {error:#}");
         }
         // The caller may be gone; the task must still finish.
-        let _ = done.try_send(moved.with_context(|| format!("disk {}", wish.disk)));
+        let _ = done.try_send(result.with_context(|| format!("disk {}", request.disk)));
     });
     outcome.recv().await.context("the daemon ends")?
 }
@@ -64,17 +64,17 @@ pub(crate) async fn migrate(registry: &Rc<Registry>, wish: MigrationRequest) -> 
 async fn migrate_to_target(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
-    wish: &MigrationRequest,
+    request: &MigrationRequest,
 ) -> anyhow::Result<Value> {
-    let running = registry.disks.get(&wish.disk)?;
+    let running = registry.disks.get(&request.disk)?;
     ensure!(
         !running.lower_nodes.iter().any(|node| node.is_own_disk),
         "it is above another node (`blockdev-del` removes it)"
     );
-    let exports = registry.exports.of_disk(&wish.disk);
-    let described = MigratedDisk::describe(registry, &running, &exports, wish.listen.clone())?;
+    let exports = registry.exports.of_disk(&request.disk);
+    let described = MigratedDisk::describe(registry, &running, &exports, request.listen.clone())?;
     // Early, for a quick answer; `remove_exports` checks again atomically.
-    if !wish.force {
+    if !request.force {
         check_unused(&exports).await?;
     }
     drop(running);
@@ -83,71 +83,71 @@ async fn migrate_to_target(
     let described = serde_json::to_value(described)?;
     let offer = MigrationOffer { from, host_revision: 0, number, is_released: false, described };
     let answers = cluster.await_answers(number);
-    let ask = || MigrationStep::Offer {
-        to: wish.to.clone(),
-        disk: wish.disk.clone(),
+    let offer_step = || MigrationStep::Offer {
+        to: request.to.clone(),
+        disk: request.disk.clone(),
         offer: Box::new(offer.clone()),
     };
     let until = reactor::now() + JOIN_TIMEOUT;
-    let mut asked = cluster.step(ask()).await;
+    let mut outcome = cluster.step(offer_step()).await;
     // A host that was just started may join the cluster any moment.
-    let may_come = |asked: &Option<StepOutcome>| match asked {
+    let may_join = |outcome: &Option<StepOutcome>| match outcome {
         Some(StepOutcome::Absent(_)) => true,
         Some(StepOutcome::Disconnected(_)) => cluster.is_joining(),
         _ => false,
     };
-    while may_come(&asked) && reactor::now() < until {
+    while may_join(&outcome) && reactor::now() < until {
         reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
-        asked = cluster.step(ask()).await;
+        outcome = cluster.step(offer_step()).await;
     }
-    let revision = match asked {
+    let revision = match outcome {
         Some(StepOutcome::Done(revision)) => revision,
         Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => bail!("{why}"),
         Some(StepOutcome::Disconnected(why)) => bail!("etcd is unreachable: {why}"),
         None => bail!("etcd does not answer in time (try again)"),
     };
     let answered = reactor::timeout(ANSWER_TIMEOUT, answers.recv()).await;
-    let given = match answered {
+    let handed_over = match answered {
         Ok(Ok(MigrationAnswer { said: MigrationReply::Ready, .. })) => {
-            hand_over(registry, cluster, wish, (offer, revision), exports, &answers).await
+            hand_over(registry, cluster, request, (offer, revision), exports, &answers).await
         }
         Ok(Ok(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
-            Err(anyhow!("{} refuses it: {why}", wish.to))
+            Err(anyhow!("{} refuses it: {why}", request.to))
         }
         _ => Err(anyhow!(
             "{} does not answer within {} s (is its weir older than this one, or stopped?)",
-            wish.to,
+            request.to,
             ANSWER_TIMEOUT.as_secs()
         )),
     };
-    if given.is_err() {
+    if handed_over.is_err() {
         // If this fails, the offer expires with this host's lease before the target can claim it.
-        let _ = withdraw(cluster, wish, number).await;
+        let _ = withdraw(cluster, request, number).await;
     }
     // From here on the disk belongs to the target.
-    let taken = given?;
-    cluster.set_moved(&wish.disk, Some(&wish.to));
+    let taken = handed_over?;
+    cluster.set_moved(&request.disk, Some(&request.to));
     let listed_there = taken.as_ref().and_then(|answer| answer.listed);
-    let listed_here = super::is_in_config_file(registry, &wish.disk).await;
+    let listed_here = super::is_in_config_file(registry, &request.disk).await;
     // Wait until the target has exported the disk. Without that message the migration still
     // succeeded; the next start removes the key.
     let settled = async { taken.is_some_and(|answer| answer.settled) || until_exported(&answers).await };
     if reactor::timeout(ANSWER_TIMEOUT, settled).await == Ok(true) && listed_here == Some(false) {
-        let _ = cluster.step(MigrationStep::Forget { disk: wish.disk.clone() }).await;
+        let _ = cluster.step(MigrationStep::Forget { disk: request.disk.clone() }).await;
     }
-    let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
+    let mut report = json!({ "disk": request.disk, "from": cluster.host(), "to": request.to });
     for (key, listed) in [("listed-here", listed_here), ("listed-there", listed_there)] {
         if let Some(listed) = listed {
-            told[key] = json!(listed);
+            report[key] = json!(listed);
         }
     }
-    Ok(told)
+    Ok(report)
 }
 
 /// Removed export, with the parameters for adding it again.
 enum RemovedExport {
     Nbd(Rc<RunningServer>, NewNbdExport),
-    Separate { id: String, door: settings::ExportTarget, read_only: bool },
+    Separate { id: String, config: settings::ExportTarget, read_only: bool },
 }
 
 impl RemovedExport {
@@ -158,7 +158,7 @@ impl RemovedExport {
             }
             RunningEndpoint::Separate(_) => Some(Self::Separate {
                 id: export.id.clone(),
-                door: export.endpoint_config.clone()?,
+                config: export.endpoint_config.clone()?,
                 read_only: export.read_only,
             }),
         }
@@ -166,16 +166,16 @@ impl RemovedExport {
 }
 
 async fn restore_exports(registry: &Rc<Registry>, disk: &str, removed: Vec<RemovedExport>) {
-    let _turn = registry.lock_structure().await;
+    let _guard = registry.lock_structure().await;
     for export in removed {
-        let put = match export {
+        let restored = match export {
             RemovedExport::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
-            RemovedExport::Separate { id, door, read_only } => match registry.disks.get(disk) {
-                Ok(running) => registry.add_endpoint(id, running, read_only, &door, None).await.map(drop),
+            RemovedExport::Separate { id, config: endpoint_config, read_only } => match registry.disks.get(disk) {
+                Ok(running) => registry.add_endpoint(id, running, read_only, &endpoint_config, None).await.map(drop),
                 Err(refused) => Err(refused.into()),
             },
         };
-        if let Err(error) = put {
+        if let Err(error) = restored {
             tracing::error!(disk, "an export cannot be restored after a failed migration: {error:#}");
         }
     }
@@ -204,7 +204,7 @@ async fn remove_in_time(
         Ok(removed)
     });
     match reactor::timeout(ANSWER_TIMEOUT, removing).await {
-        Ok(ended) => ended.context("the daemon ends")?.map_err(|refused: RegistryError| refused.into()),
+        Ok(result) => result.context("the daemon ends")?.map_err(|refused: RegistryError| refused.into()),
         Err(_) => {
             is_abandoned.set(true);
             let patience_s = ANSWER_TIMEOUT.as_secs();
@@ -224,8 +224,8 @@ async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn withdraw(cluster: &ClusterMembership, wish: &MigrationRequest, number: u64) -> Option<StepOutcome> {
-    cluster.step(MigrationStep::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
+async fn withdraw(cluster: &ClusterMembership, request: &MigrationRequest, number: u64) -> Option<StepOutcome> {
+    cluster.step(MigrationStep::Withdraw { to: request.to.clone(), disk: request.disk.clone(), number }).await
 }
 
 /// Stops serving the disk and hands it over to the target, which is ready; on failure the disk is
@@ -234,19 +234,19 @@ async fn withdraw(cluster: &ClusterMembership, wish: &MigrationRequest, number: 
 async fn hand_over(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
-    wish: &MigrationRequest,
+    request: &MigrationRequest,
     (offer, revision): (MigrationOffer, i64),
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<MigrationAnswer>,
 ) -> anyhow::Result<Option<MigrationAnswer>> {
-    let turn = registry.lock_structure().await?;
-    let running = registry.disks.get(&wish.disk)?;
+    let structure_guard = registry.lock_structure().await?;
+    let running = registry.disks.get(&request.disk)?;
     // Described again: settings may have changed since the offer.
-    let mut described = MigratedDisk::describe(registry, &running, &exports, wish.listen.clone())?;
-    let there = exports.iter().filter(|export| !export.is_ending());
-    let removed: Vec<_> = there.filter_map(|export| RemovedExport::of(export)).collect();
-    let removal = if wish.force { Removal::Hard } else { Removal::IfUnused };
-    let removed = remove_in_time(registry, &wish.disk, exports, removal, removed).await?;
+    let mut described = MigratedDisk::describe(registry, &running, &exports, request.listen.clone())?;
+    let active = exports.iter().filter(|export| !export.is_ending());
+    let removed: Vec<_> = active.filter_map(|export| RemovedExport::of(export)).collect();
+    let removal = if request.force { Removal::Hard } else { Removal::IfUnused };
+    let removed = remove_in_time(registry, &request.disk, exports, removal, removed).await?;
     // With the exports gone, nothing writes after this flush.
     let flushed = running.disk.flush().await;
     // After the last request, so that the levels include its charge.
@@ -255,12 +255,12 @@ async fn hand_over(
     let ready = flushed
         .context("its image could not be flushed")
         .and_then(|()| Ok(serde_json::to_value(&described)?))
-        .and_then(|told| registry.remove_from_list(&wish.disk).map(|_| told).map_err(Into::into));
-    drop(turn);
-    let told = match ready {
-        Ok(told) => told,
+        .and_then(|serialized| registry.remove_from_list(&request.disk).map(|_| serialized).map_err(Into::into));
+    drop(structure_guard);
+    let serialized = match ready {
+        Ok(serialized) => serialized,
         Err(why) => {
-            restore_exports(registry, &wish.disk, removed).await;
+            restore_exports(registry, &request.disk, removed).await;
             return Err(why);
         }
     };
@@ -269,10 +269,10 @@ async fn hand_over(
     cluster.record_lowered_reservations(&**registry);
     let why = match closed {
         Ok(()) => {
-            let given = Box::new(MigrationOffer { is_released: true, described: told, ..offer.clone() });
+            let given = Box::new(MigrationOffer { is_released: true, described: serialized, ..offer.clone() });
             let step = || MigrationStep::Release {
-                to: wish.to.clone(),
-                disk: wish.disk.clone(),
+                to: request.to.clone(),
+                disk: request.disk.clone(),
                 offer: given.clone(),
                 revision,
             };
@@ -291,19 +291,19 @@ async fn hand_over(
                     match reactor::timeout(ANSWER_TIMEOUT, final_answer(answers)).await {
                         Ok(Some(answer)) if answer.said == MigrationReply::Taken => return Ok(Some(answer)),
                         Ok(Some(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
-                            format!("{} refuses it: {why}", wish.to)
+                            format!("{} refuses it: {why}", request.to)
                         }
-                        _ => format!("{} has not claimed it within {} s", wish.to, ANSWER_TIMEOUT.as_secs()),
+                        _ => format!("{} has not claimed it within {} s", request.to, ANSWER_TIMEOUT.as_secs()),
                     }
                 }
             }
         }
         Err(error) => format!("its image could not be closed: {error}"),
     };
-    if resume_disk(registry, cluster, (wish, offer.number), &described, &why).await == DiskOwner::Target {
+    if resume_disk(registry, cluster, (request, offer.number), &described, &why).await == DiskOwner::Target {
         return Ok(None);
     }
-    restore_exports(registry, &wish.disk, removed).await;
+    restore_exports(registry, &request.disk, removed).await;
     Err(anyhow!("{why}; it is served here again"))
 }
 

@@ -33,12 +33,12 @@ pub fn receive_disks(registry: &Rc<Registry>) -> Option<reactor::JoinHandle<()>>
 async fn handle_offer(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, offered: ReceivedOffer) {
     let (disk, from) = (&offered.disk, &offered.offer.from);
     if !offered.offer.is_released {
-        let said = match reactor::timeout(CHECK_TIMEOUT, check_acceptable(registry, &offered)).await {
+        let answer = match reactor::timeout(CHECK_TIMEOUT, check_acceptable(registry, &offered)).await {
             Ok(Ok(())) => MigrationReply::Ready,
             Ok(Err(why)) => MigrationReply::Refused(format!("{why:#}")),
             Err(_) => MigrationReply::Refused("its image does not answer there".to_owned()),
         };
-        reply(cluster, &offered, said).await;
+        reply(cluster, &offered, answer).await;
         return;
     }
     // An offer may arrive twice after an interruption of etcd.
@@ -61,9 +61,9 @@ async fn handle_offer(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, 
     }
 }
 
-async fn reply(cluster: &ClusterMembership, offered: &ReceivedOffer, said: MigrationReply) {
+async fn reply(cluster: &ClusterMembership, offered: &ReceivedOffer, answer: MigrationReply) {
     // Without this reply the source runs into its time limit and resumes the disk.
-    let _ = cluster.step(MigrationStep::Reply { offered: Box::new(offered.clone()), said }).await;
+    let _ = cluster.step(MigrationStep::Reply { offered: Box::new(offered.clone()), said: answer }).await;
 }
 
 const UNREADABLE: &str = "the offer cannot be parsed";
@@ -83,8 +83,8 @@ async fn check_acceptable(registry: &Rc<Registry>, offered: &ReceivedOffer) -> a
     let image = DiskAssembly::for_registry(registry).open(&planned).await?;
     // The cluster counts the reservation for the source until the disk is handed over; booking it
     // here as well would count it twice.
-    let is_promised_twice = described.group.as_ref().is_some_and(|group| group.cluster);
-    let closed = match is_promised_twice {
+    let is_counted_by_cluster = described.group.as_ref().is_some_and(|group| group.cluster);
+    let closed = match is_counted_by_cluster {
         true => image.close().await,
         false => assemble::build_disk(&planned, group.as_ref(), image)?.disk.close().await,
     };
@@ -96,7 +96,7 @@ async fn check_config(
     registry: &Rc<Registry>,
     disk: &str,
     described: &MigratedDisk,
-) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<ThrottleGroup>>)> {
+) -> anyhow::Result<(settings::DiskWithOrigins, Option<Arc<ThrottleGroup>>)> {
     let planned = described.to_config(disk).context(UNREADABLE)?;
     let group = group(registry, described)?;
     registry.check_image(&planned.image).await?;
@@ -123,17 +123,17 @@ fn check_exports(registry: &Rc<Registry>, described: &MigratedDisk) -> anyhow::R
     if let Some(serving) = target_server(registry, described)? {
         for name in &described.exports {
             // Includes exports that are ending: their names are still in use at the server.
-            let is_there = registry.exports.all().iter().any(|export| {
+            let name_exists = registry.exports.all().iter().any(|export| {
                 export.name == *name
                     && matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, &serving))
             });
             registry.check_reserved_name(&serving, name, "")?;
-            ensure!(!is_there, "export {name}: an export of this name exists at {}", serving.address());
+            ensure!(!name_exists, "export {name}: an export of this name exists at {}", serving.address());
         }
     }
-    for door in described.endpoints()? {
-        registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(&door))?;
-        door.path().map_or(Ok(()), |socket| check_directory(&socket))?;
+    for endpoint in described.endpoints()? {
+        registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(&endpoint))?;
+        endpoint.path().map_or(Ok(()), |socket| check_directory(&socket))?;
     }
     Ok(())
 }
@@ -141,12 +141,12 @@ fn check_exports(registry: &Rc<Registry>, described: &MigratedDisk) -> anyhow::R
 /// Checks that a socket can be created in this directory. Uses another name, as the source may be
 /// on the same host and have the socket.
 fn check_directory(socket: &Path) -> anyhow::Result<()> {
-    let mut trial = socket.as_os_str().to_owned();
-    trial.push(".try");
-    let made = UnixListener::bind(&trial);
-    made.with_context(|| format!("no socket can be created in the directory of {}", socket.display()))?;
+    let mut probe = socket.as_os_str().to_owned();
+    probe.push(".try");
+    let result = UnixListener::bind(&probe);
+    result.with_context(|| format!("no socket can be created in the directory of {}", socket.display()))?;
     // A remaining file is harmless.
-    let _ = fs::remove_file(&trial);
+    let _ = fs::remove_file(&probe);
     Ok(())
 }
 
@@ -187,7 +187,7 @@ pub(super) async fn open_disk(
 ) -> anyhow::Result<()> {
     let (planned, _) = check_config(registry, disk, described).await?;
     let image = DiskAssembly::for_registry(registry).open(&planned).await?;
-    let _turn = registry.lock_structure().await?;
+    let _guard = registry.lock_structure().await?;
     // Looked up again: a reload may have removed or created the group while the image was opened.
     let group = group(registry, described)?;
     let running = assemble::build_disk(&planned, group.as_ref(), image)?;
@@ -279,7 +279,7 @@ async fn take_disk(
 
 /// Exports the disk. Errors are logged: the disk belongs to this host by now.
 async fn export_disk(registry: &Rc<Registry>, disk: &str, described: &MigratedDisk) {
-    let _turn = registry.lock_structure().await;
+    let _guard = registry.lock_structure().await;
     let nbd = match target_server(registry, described) {
         Ok(serving) => serving
             .into_iter()
@@ -306,10 +306,10 @@ async fn export_disk(registry: &Rc<Registry>, disk: &str, described: &MigratedDi
             tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
         }
     }
-    let doors: Vec<DoorKind> = described.endpoints().unwrap_or_default();
-    for door in doors {
-        let id = registry.exports.free_id(disk, &door.address());
-        if let Err(error) = registry.add_endpoint(id, Rc::clone(&running), read_only, &door, None).await {
+    let endpoints: Vec<DoorKind> = described.endpoints().unwrap_or_default();
+    for endpoint in endpoints {
+        let id = registry.exports.free_id(disk, &endpoint.address());
+        if let Err(error) = registry.add_endpoint(id, Rc::clone(&running), read_only, &endpoint, None).await {
             tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
         }
     }

@@ -106,11 +106,11 @@ impl QmpArguments {
     }
 
     /// Index of the value in `words`.
-    pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, QmpError> {
-        let Some(word) = self.optional::<String>(key)? else { return Ok(None) };
-        match words.iter().position(|known| *known == word) {
-            Some(place) => Ok(Some(place)),
-            None => Err(QmpError::not_accepted(&self.full_name(key), &excerpt(&word), words)),
+    pub(crate) fn choice(&mut self, key: &str, choices: &[&str]) -> Result<Option<usize>, QmpError> {
+        let Some(choice) = self.optional::<String>(key)? else { return Ok(None) };
+        match choices.iter().position(|known| *known == choice) {
+            Some(index) => Ok(Some(index)),
+            None => Err(QmpError::not_accepted(&self.full_name(key), &excerpt(&choice), choices)),
         }
     }
 
@@ -171,8 +171,8 @@ impl QmpArguments {
         read: impl FnOnce(&mut Self) -> Result<T, QmpError>,
     ) -> Result<T, String> {
         let mut arguments = Self::of(value);
-        let whole = read(&mut arguments).and_then(|read| arguments.finish().map(|()| read));
-        whole.map_err(|error| error.to_string())
+        let result = read(&mut arguments).and_then(|read| arguments.finish().map(|()| read));
+        result.map_err(|error| error.to_string())
     }
 
     #[cfg(test)]
@@ -186,7 +186,7 @@ impl QmpArguments {
         let name = excerpt(&self.full_name(key));
         let known = self.known_keys.iter().map(String::as_str);
         Err(QmpError::generic(match suggest::nearest(&excerpt(key), known) {
-            Some(near) => format!("Parameter '{name}' is unexpected (did you mean '{near}'?)"),
+            Some(suggestion) => format!("Parameter '{name}' is unexpected (did you mean '{suggestion}'?)"),
             None => format!("Parameter '{name}' is unexpected"),
         }))
     }

@@ -110,16 +110,16 @@ impl CommandExecutor for CommandTable {
             }
             let registry = Rc::clone(&self.registry);
             return Ok(Box::pin(async move {
-                let _turn = registry.lock_structure().await?;
+                let _guard = registry.lock_structure().await?;
                 running.await
             }));
         }
         let name = excerpt(name);
-        let near = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));
-        let near = near.map(|near| format!(" (did you mean '{near}'?)")).unwrap_or_default();
+        let suggestion = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));
+        let suggestion = suggestion.map(|near| format!(" (did you mean '{near}'?)")).unwrap_or_default();
         Err(QmpError::new(
             QmpErrorClass::CommandNotFound,
-            format!("The command {name} has not been found{near}"),
+            format!("The command {name} has not been found{suggestion}"),
         ))
     }
 }

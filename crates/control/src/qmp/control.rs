@@ -34,8 +34,8 @@ impl ControlSockets {
         let events = QmpEvents::default();
         let commands = Rc::new(CommandTable { table: TABLE, registry: Rc::clone(registry) });
         let server = QmpServer::new(commands, events.clone());
-        let told = events.clone();
-        let telling = registry.events.for_each_later(move |event| told.emit("X_WEIR_EVENT", event.to_json()));
+        let qmp_events = events.clone();
+        let subscription = registry.events.for_each_later(move |event| qmp_events.emit("X_WEIR_EVENT", event.to_json()));
         registry.listen(move |change| emit_change(&events, change));
         let accept = |BoundListener { socket, authority, file }| {
             let (server, address) = (Rc::clone(&server), authority.to_string());
@@ -55,7 +55,7 @@ impl ControlSockets {
             (accepting, file)
         };
         let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
-        Self { server, accepting, registry: Rc::clone(registry), _telling: telling }
+        Self { server, accepting, registry: Rc::clone(registry), _telling: subscription }
     }
 
     /// Stops accepting, reports the reason to every client, and returns after the last has

@@ -59,12 +59,12 @@ impl ClientDescriptors {
 
     fn receive_once(&self, socket: &Fd, bytes: &mut [u8]) -> io::Result<usize> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
-        let mut beside = RecvAncillaryBuffer::new(&mut space);
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         // Close-on-exec, or a child process would inherit them.
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(bytes)], &mut beside, flags);
+        let received = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(bytes)], &mut ancillary, flags);
         let mut arrived = VecDeque::new();
-        for message in beside.drain() {
+        for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {
                 arrived.extend(descriptors.map(PassedFd::from));
             }

@@ -16,8 +16,8 @@ pub(super) struct ErrorPolicyChanges {
 impl ErrorPolicyChanges {
     pub(super) fn read(arguments: &mut QmpArguments, prefix: &str) -> Result<Self, QmpError> {
         let mut policy = |name: &str, all: &[OnError]| -> Result<_, QmpError> {
-            let words: Vec<_> = all.iter().map(|policy| policy.name()).collect();
-            Ok(arguments.choice(&format!("{prefix}{name}"), &words)?.map(|place| all[place]))
+            let names: Vec<_> = all.iter().map(|policy| policy.name()).collect();
+            Ok(arguments.choice(&format!("{prefix}{name}"), &names)?.map(|index| all[index]))
         };
         Ok(Self {
             read: policy(error_keys::READ, &OnError::READ_POLICIES)?,

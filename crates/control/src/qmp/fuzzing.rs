@@ -34,10 +34,10 @@ const MAX_ERROR_BYTES: usize = 4096;
 /// of the pieces.
 pub fn qmp_stream(data: &[u8]) {
     let Some((&piece, text)) = data.split_first() else { return };
-    let whole = stream_items(text, text.len().max(1));
-    let cut = stream_items(text, usize::from(piece).max(1));
-    assert_eq!(whole, cut, "in pieces of {piece}");
-    for item in &whole {
+    let unsplit = stream_items(text, text.len().max(1));
+    let split = stream_items(text, usize::from(piece).max(1));
+    assert_eq!(unsplit, split, "in pieces of {piece}");
+    for item in &unsplit {
         match item {
             // Serializing and parsing a value again yields the same value.
             StreamItem::Value(value) => {
@@ -69,8 +69,8 @@ pub fn qmp_session(data: &[u8]) {
         let commands = CommandTable { table: TABLE, registry: Rc::clone(&registry) };
         let mut session = QmpSession::default();
         let mut input = &text[..];
-        while let Some(turn) = session.advance(&mut input) {
-            let answer = match turn {
+        while let Some(step) = session.advance(&mut input) {
+            let answer = match step {
                 SessionStep::Answer(answer) => answer,
                 SessionStep::Execute(call) if EXTERNAL_COMMANDS.contains(&call.name.as_str()) => continue,
                 SessionStep::Execute(call) => {

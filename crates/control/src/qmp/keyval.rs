@@ -53,28 +53,28 @@ enum KeyvalPart {
 struct KeyvalNode(BTreeMap<String, KeyvalPart>);
 
 impl KeyvalNode {
-    fn insert(&mut self, whole: &str, key: &str, value: String, levels: usize) -> Result<(), QmpError> {
+    fn insert(&mut self, full_key: &str, key: &str, value: String, levels: usize) -> Result<(), QmpError> {
         let (first, rest) = key.split_once('.').map_or((key, None), |(first, rest)| (first, Some(rest)));
         // Bounds the recursion for any input.
         if first.is_empty() || levels == 0 {
-            return Err(QmpError::generic(format!("Invalid parameter '{}'", json::excerpt(whole))));
+            return Err(QmpError::generic(format!("Invalid parameter '{}'", json::excerpt(full_key))));
         }
         let used_twice = || QmpError::generic(format!("Parameters '{first}.*' used inconsistently"));
         match (self.0.entry(first.to_owned()), rest) {
             (Entry::Vacant(free), None) => drop(free.insert(KeyvalPart::Text(value))),
             (Entry::Vacant(free), Some(rest)) => {
                 let mut inside = Self::default();
-                inside.insert(whole, rest, value, levels - 1)?;
+                inside.insert(full_key, rest, value, levels - 1)?;
                 free.insert(KeyvalPart::Inside(inside));
             }
-            (Entry::Occupied(mut there), None) => match there.get_mut() {
+            (Entry::Occupied(mut existing), None) => match existing.get_mut() {
                 // As in QEMU, the last value wins.
                 KeyvalPart::Text(text) => *text = value,
                 KeyvalPart::Inside(_) => return Err(used_twice()),
             },
-            (Entry::Occupied(mut there), Some(rest)) => match there.get_mut() {
+            (Entry::Occupied(mut existing), Some(rest)) => match existing.get_mut() {
                 KeyvalPart::Text(_) => return Err(used_twice()),
-                KeyvalPart::Inside(inside) => inside.insert(whole, rest, value, levels - 1)?,
+                KeyvalPart::Inside(inside) => inside.insert(full_key, rest, value, levels - 1)?,
             },
         }
         Ok(())

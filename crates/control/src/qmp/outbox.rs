@@ -156,15 +156,15 @@ mod tests {
                 outbox.push(&json!("x".repeat(2 * PAUSE_BYTES)));
                 let reader = Rc::clone(&outbox);
                 // Blocked by the large reply.
-                let room = reactor::spawn_joinable(async move { reader.until_drained().await });
+                let drained = reactor::spawn_joinable(async move { reader.until_drained().await });
                 reactor::yield_now().await;
                 let bytes = outbox.next_bytes().await.unwrap();
                 reactor::yield_now().await;
-                assert!(!room.is_finished(), "on its way is not read");
+                assert!(!drained.is_finished(), "on its way is not read");
                 drop(bytes);
                 outbox.push(&json!(1));
                 outbox.next_bytes().await;
-                assert!(room.await);
+                assert!(drained.await);
             });
         }
     }
@@ -173,8 +173,8 @@ mod tests {
     fn client_that_never_reads_is_disconnected() {
         sim::run(1, async {
             let hung_up = Rc::new(Cell::new(false));
-            let seen = Rc::clone(&hung_up);
-            let outbox = QmpOutbox::new(move || seen.set(true));
+            let flag = Rc::clone(&hung_up);
+            let outbox = QmpOutbox::new(move || flag.set(true));
             let event = json!({"event": "X", "data": "x".repeat(1000)});
             for _ in 0..100_000 {
                 outbox.push_event(&event);

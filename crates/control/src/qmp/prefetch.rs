@@ -18,7 +18,7 @@ impl PrefetchChanges {
         let key = |name: &str| format!("{prefix}{name}");
         let mode = arguments
             .choice(&key(MODE), &PrefetchMode::ALL.map(PrefetchMode::name))?
-            .map(|place| PrefetchMode::ALL[place]);
+            .map(|index| PrefetchMode::ALL[index]);
         let mut numbers = Vec::new();
         for setting in PrefetchSetting::ALL {
             if let Some(value) = arguments.number(&key(setting.name()), setting.range())? {
@@ -77,7 +77,7 @@ pub(super) fn status(stats: &PrefetchStats) -> PrefetchStatus {
         wasted_bytes,
         memory: memory_bytes,
         streams: streams as u64,
-        closed,
+        suspended: closed,
         hit_rate: stats.hit_rate(),
         accuracy: stats.accuracy(),
     }

@@ -167,8 +167,8 @@ impl QmpServer {
         let admitted = self.admit(&socket);
         let socket = Fd::from(socket);
         // A clone of the descriptor handle, so that the outbox can shut down the connection.
-        let hold = socket.clone();
-        let outbox = Rc::new(QmpOutbox::new(move || shut_down(&hold, Shutdown::Both)));
+        let handle = socket.clone();
+        let outbox = Rc::new(QmpOutbox::new(move || shut_down(&handle, Shutdown::Both)));
         let sending = reactor::spawn_joinable(send_all(socket.clone(), Rc::clone(&outbox)));
         match admitted {
             Ok(()) => {
@@ -245,12 +245,12 @@ impl QmpServer {
             return None;
         }
         let was_negotiated = session.is_negotiated();
-        let turn = session.advance(input)?;
+        let step = session.advance(input)?;
         // QMP sends no events before the negotiation.
         if session.is_negotiated() && !was_negotiated {
             self.events.subscribe(outbox);
         }
-        Some(match turn {
+        Some(match step {
             SessionStep::Answer(answer) => answer,
             SessionStep::Execute(call) => {
                 let result = match self.commands.execute(&call.name, call.arguments.with_descriptors(passed))
@@ -275,8 +275,8 @@ struct ClientRegistration<'a> {
 
 impl Drop for ClientRegistration<'_> {
     fn drop(&mut self) {
-        let gone = self.server.clients.borrow_mut().remove(&self.number);
-        drop(gone);
+        let removed = self.server.clients.borrow_mut().remove(&self.number);
+        drop(removed);
         if self.server.clients.borrow().is_empty() {
             self.server.no_clients.raise();
         }

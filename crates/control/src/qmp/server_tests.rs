@@ -172,12 +172,12 @@ fn client_that_never_reads_does_not_delay_others() {
 #[test]
 fn events_require_negotiation() {
     serve(|connect| {
-        let mut silent = connect();
-        silent.line();
-        let mut told = admitted(connect);
+        let mut unnegotiated = connect();
+        unnegotiated.line();
+        let mut negotiated = admitted(connect);
         admitted(connect).ask("emit", json!(null));
-        assert_eq!(told.line()["event"], "X");
-        let refused = silent.ask("echo", json!(null));
+        assert_eq!(negotiated.line()["event"], "X");
+        let refused = unnegotiated.ask("echo", json!(null));
         assert_eq!(refused["error"]["class"], "CommandNotFound");
     });
 }

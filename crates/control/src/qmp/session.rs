@@ -180,8 +180,8 @@ mod tests {
     fn answers(session: &mut QmpSession, text: &str) -> Vec<Value> {
         let mut input = text.as_bytes();
         let mut answers = Vec::new();
-        while let Some(turn) = session.advance(&mut input) {
-            let answer = match turn {
+        while let Some(step) = session.advance(&mut input) {
+            let answer = match step {
                 SessionStep::Answer(answer) => answer,
                 SessionStep::Execute(call) => call.id.answer(Ok(CommandResult::Value(json!(call.name)))),
             };
@@ -214,12 +214,12 @@ mod tests {
         let unexpected = r#"{"execute":"qmp_capabilities","arguments":{"x":1}}"#;
         assert_eq!(answers(&mut session, unexpected), [error("GenericError", "Parameter 'x' is unexpected")]);
         assert!(!session.is_negotiated());
-        let nothing = r#"{"execute":"qmp_capabilities","arguments":{"enable":[]},"id":0}"#;
-        assert_eq!(answers(&mut session, nothing), [json!({"return": {}, "id": 0})]);
+        let no_capabilities = r#"{"execute":"qmp_capabilities","arguments":{"enable":[]},"id":0}"#;
+        assert_eq!(answers(&mut session, no_capabilities), [json!({"return": {}, "id": 0})]);
         assert!(session.is_negotiated());
-        let again = "Capabilities negotiation is already complete, command ignored";
-        let asked = answers(&mut session, r#"{"execute":"qmp_capabilities"}"#);
-        assert_eq!(asked, [error("CommandNotFound", again)]);
+        let already_complete = "Capabilities negotiation is already complete, command ignored";
+        let replies = answers(&mut session, r#"{"execute":"qmp_capabilities"}"#);
+        assert_eq!(replies, [error("CommandNotFound", already_complete)]);
         assert_eq!(answers(&mut session, r#"{"execute":"quit"}"#), [json!({"return": "quit"})]);
     }
 

@@ -46,14 +46,14 @@ pub(crate) fn setting_reports<'a>(
 }
 
 /// Values of the keys that `which` selects, in the order of the table.
-fn key_values<T: KeyTable>(config: &T, which: impl Fn(&ConfigKey<T>) -> bool) -> Vec<NamedValue> {
+fn key_values<T: KeyTable>(config: &T, is_selected: impl Fn(&ConfigKey<T>) -> bool) -> Vec<NamedValue> {
     let value = |key: &'static ConfigKey<T>| match key.write(config) {
         Some(literal) => (key.name, Value::from(&literal)),
         // The empty name stands for no group.
         None if key.name == "group" => (key.name, json!("")),
         None => (key.name, Value::Null),
     };
-    T::keys().iter().filter(|key| which(key)).map(value).collect()
+    T::keys().iter().filter(|key| is_selected(key)).map(value).collect()
 }
 
 pub(crate) fn limit_values(limits: &Limits) -> Vec<NamedValue> {

@@ -16,7 +16,7 @@ use std::{
 use anyhow::{Context as _, bail, ensure};
 use settings::{
     ConfigWithOrigins, DesiredState, DiskConfig, ExportConfig, KeyTable as _, Origin, ParsedConfig,
-    PlacedDisk, PlacedGroup, ProcessSpec, key::ChangePolicy,
+    DiskWithOrigins, GroupWithOrigins, ProcessSpec, key::ChangePolicy,
 };
 
 use crate::{
@@ -64,14 +64,14 @@ impl PlanDifference {
     pub async fn from_empty(
         registry: &Registry,
         plan: &DesiredState,
-        is_late: impl Fn(&PlacedDisk) -> bool,
+        is_late: impl Fn(&DiskWithOrigins) -> bool,
     ) -> anyhow::Result<(Self, Self)> {
         let mut first = Self::between(registry, None, plan).await?;
         let (late, new_disks) = first.new_disks.into_iter().partition(|&index| is_late(&plan.disks[index]));
         first.new_disks = new_disks;
         let mut second = Self { new_disks: late, ..Self::default() };
         let names: HashSet<_> = second.new_disks.iter().map(|&index| &plan.disks[index].name).collect();
-        let (late, new_exports) = first.new_exports.into_iter().partition(|one| names.contains(&one.disk));
+        let (late, new_exports) = first.new_exports.into_iter().partition(|export| names.contains(&export.disk));
         (first.new_exports, second.new_exports) = (new_exports, late);
         Ok((first, second))
     }
@@ -102,19 +102,19 @@ impl PlanDifference {
         // An export with other settings is in both lists: removed, then added.
         let (old, new) = (before.map(PlannedExport::all).unwrap_or_default(), PlannedExport::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
-        let is_in = |all: &HashMap<&str, Vec<&PlannedExport>>, one: &PlannedExport| {
-            all.get(one.disk.as_str()).is_some_and(|all| all.contains(&one))
+        let is_in = |all: &HashMap<&str, Vec<&PlannedExport>>, export: &PlannedExport| {
+            all.get(export.disk.as_str()).is_some_and(|all| all.contains(&export))
         };
         let running = RunningExportIndex::of(registry);
-        let is_there = |wanted: &PlannedExport| running.find(wanted).is_some();
-        let is_old = |one: &&PlannedExport| !is_in(&of_new, one) && is_there(one);
+        let is_running = |wanted: &PlannedExport| running.find(wanted).is_some();
+        let is_old = |export: &&PlannedExport| !is_in(&of_new, export) && is_running(export);
         found.old_exports = old.iter().filter(is_old).cloned().collect();
-        let is_new = |one: &&PlannedExport| !is_in(&of_old, one) || !is_there(one);
+        let is_new = |export: &&PlannedExport| !is_in(&of_old, export) || !is_running(export);
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // An export that a client added may equal one of the file.
         found
             .new_exports
-            .retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.has_same_endpoint(one)));
+            .retain(|export| !is_running(export) || found.old_exports.iter().any(|old| old.has_same_endpoint(export)));
         found.check_unused(registry, &running, plan).await?;
         Ok(found)
     }
@@ -126,9 +126,9 @@ impl PlanDifference {
         plan: &DesiredState,
     ) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
-            let place = group.own_origin();
+            let origin = group.own_origin();
             let Ok(running) = registry.groups.get(&group.name) else {
-                registry.check_name(&group.name).with_context(|| place.to_string())?;
+                registry.check_name(&group.name).with_context(|| origin.to_string())?;
                 self.new_groups.push(index);
                 continue;
             };
@@ -136,17 +136,17 @@ impl PlanDifference {
                 registry.cluster_of(&group.name).is_some() == group.cluster,
                 "{}: cluster: cannot be changed at run time (move its disks to a new group with \
                  another name, or restart weir)",
-                place
+                origin
             );
             ensure!(
                 running.parent().map(|parent| parent.name()) == group.group.as_deref(),
                 "{}: group: the parent of a group cannot be changed (move its disks to a new group \
                  with another name)",
-                place
+                origin
             );
             self.kept_groups.push(index);
         }
-        let is_old = |group: &&PlacedGroup| plan.groups.iter().all(|new| new.name != group.name);
+        let is_old = |group: &&GroupWithOrigins| plan.groups.iter().all(|new| new.name != group.name);
         let before = before.map(|before| &*before.groups).unwrap_or_default();
         let old = before.iter().filter(is_old).map(|group| group.name.clone());
         self.old_groups = old.filter(|name| registry.groups.get(name).is_ok()).collect();
@@ -161,7 +161,7 @@ impl PlanDifference {
         before: Option<&'p DesiredState>,
         plan: &'p DesiredState,
     ) -> anyhow::Result<()> {
-        let named = |disks: &'p [PlacedDisk]| disks.iter().map(|disk| (disk.name.as_str(), disk));
+        let named = |disks: &'p [DiskWithOrigins]| disks.iter().map(|disk| (disk.name.as_str(), disk));
         let before = before.map(|before| &*before.disks).unwrap_or_default();
         let (known, new): (HashMap<_, _>, HashMap<_, _>) =
             (named(before).collect(), named(&plan.disks).collect());
@@ -169,9 +169,9 @@ impl PlanDifference {
         let old = old.filter(|name| !new.contains_key(name.as_str()));
         self.old_disks = old.filter(|name| registry.disks.get(name).is_ok()).collect();
         for (index, disk) in plan.disks.iter().enumerate() {
-            let place = disk.origin("name");
+            let origin = disk.origin("name");
             let Ok(running) = registry.disks.get(&disk.name) else {
-                registry.check_name(&disk.name).with_context(|| place.to_string())?;
+                registry.check_name(&disk.name).with_context(|| origin.to_string())?;
                 let has_image = |old: &&String| {
                     disk.image.path().is_some()
                         && registry.disks.get(old).is_ok_and(|old| old.config.image == disk.image)
@@ -194,7 +194,7 @@ impl PlanDifference {
             if !keys.is_empty() {
                 let rule =
                     format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
-                bail!(place.error(rule));
+                bail!(origin.error(rule));
             }
             self.kept_disks.push(index);
         }
@@ -209,12 +209,12 @@ impl PlanDifference {
         plan: &DesiredState,
     ) -> anyhow::Result<()> {
         let mut old = Vec::new();
-        for one in &self.old_exports {
-            let Some(export) = running.find(one) else { continue };
+        for old_export in &self.old_exports {
+            let Some(export) = running.find(old_export) else { continue };
             let unused = export.check_unused().await;
-            match self.new_exports.iter().find(|new| new.has_same_endpoint(one)) {
+            match self.new_exports.iter().find(|new| new.has_same_endpoint(old_export)) {
                 Some(new) => unused.with_context(|| {
-                    let keys = one.differences(new).join(", ");
+                    let keys = old_export.differences(new).join(", ");
                     format!("{}: {keys}: cannot be changed now", origin_text(export_origin(plan, new)))
                 })?,
                 None => unused?,
@@ -251,22 +251,22 @@ impl PlanDifference {
 
 fn by_disk(all: &[PlannedExport]) -> HashMap<&str, Vec<&PlannedExport>> {
     let mut by_disk: HashMap<_, Vec<_>> = HashMap::new();
-    for wanted in all {
-        by_disk.entry(wanted.disk.as_str()).or_default().push(wanted);
+    for export in all {
+        by_disk.entry(export.disk.as_str()).or_default().push(export);
     }
     by_disk
 }
 
 /// Place of an export in the config file.
-pub(crate) fn export_origin<'p>(plan: &'p DesiredState, wanted: &PlannedExport) -> Option<&'p Origin> {
-    let disk = plan.disks.iter().find(|disk| disk.name == wanted.disk)?;
-    let is_it = |export: &ExportConfig| match (export, &wanted.way) {
-        (ExportConfig::Target(door), PlannedEndpoint::Separate(wanted)) => door == wanted,
+pub(crate) fn export_origin<'p>(plan: &'p DesiredState, planned: &PlannedExport) -> Option<&'p Origin> {
+    let disk = plan.disks.iter().find(|disk| disk.name == planned.disk)?;
+    let is_match = |export: &ExportConfig| match (export, &planned.endpoint) {
+        (ExportConfig::Target(target), PlannedEndpoint::Separate(wanted)) => target == wanted,
         (ExportConfig::Nbd(export), PlannedEndpoint::Nbd { endpoint, .. }) => export.listen == *endpoint,
         _ => false,
     };
-    let place = disk.exports.iter().position(is_it).and_then(|index| disk.item_origin("export", index, ""));
-    Some(place.unwrap_or_else(|| disk.origin("name")))
+    let origin = disk.exports.iter().position(is_match).and_then(|index| disk.item_origin("export", index, ""));
+    Some(origin.unwrap_or_else(|| disk.origin("name")))
 }
 
 fn origin_text(place: Option<&Origin>) -> String {
@@ -302,14 +302,14 @@ fn fixed_differences_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<
 
 /// Fails if a key of the process changed that is fixed at run time. `draft` has the places of the
 /// new keys.
-fn check_service(old: &ProcessSpec, new: &ProcessSpec, draft: &ParsedConfig) -> anyhow::Result<()> {
-    let place =
-        |place: Option<&Origin>, key| place.map_or_else(|| format!("daemon: {key}"), Origin::to_string);
+fn check_service(old: &ProcessSpec, new: &ProcessSpec, parsed: &ParsedConfig) -> anyhow::Result<()> {
+    let text_of =
+        |origin: Option<&Origin>, key| origin.map_or_else(|| format!("daemon: {key}"), Origin::to_string);
     let fixed = old.differences(new).filter(|key| key.change == ChangePolicy::Reject);
-    let mut keys: Vec<_> = fixed.map(|key| place(draft.daemon.origin_of_given(key.name), key.name)).collect();
+    let mut keys: Vec<_> = fixed.map(|key| text_of(parsed.daemon.origin_of_given(key.name), key.name)).collect();
     // The table of the cluster is not in the list of keys, so it is compared separately.
     if old.cluster != new.cluster {
-        keys.push(place(draft.cluster.as_ref().map(ConfigWithOrigins::own_origin), "[cluster]"));
+        keys.push(text_of(parsed.cluster.as_ref().map(ConfigWithOrigins::own_origin), "[cluster]"));
     }
     ensure!(
         keys.is_empty(),

@@ -26,13 +26,13 @@ impl Reconciliation<'_> {
     /// # Errors
     /// Reason for which a reload would fail.
     pub(crate) async fn dry_run(&mut self, difference: &PlanDifference) -> anyhow::Result<Vec<Value>> {
-        self.check_doors(difference)?;
-        let (silent, found) = self.check_images(difference, AddressConflictRule::Rejected).await?;
+        self.check_sandbox(difference)?;
+        let (unavailable, found) = self.check_images(difference, AddressConflictRule::Rejected).await?;
         // A reload stops at the first error, too.
         if let Some(first) = found.into_iter().next() {
             return Err(first);
         }
-        let silent: BTreeSet<_> = silent.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
+        let unavailable: BTreeSet<_> = unavailable.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
         self.check_sockets(difference)?;
         self.check_host_files(difference).await?;
         let mut all = Vec::new();
@@ -78,13 +78,13 @@ impl Reconciliation<'_> {
             all.extend(change_report::setting_reports("disk", &planned.name, now.values(), wanted));
         }
         let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
-        let becomes = |name| if silent.contains(name) { "unavailable" } else { "added" };
+        let becomes = |name| if unavailable.contains(name) { "unavailable" } else { "added" };
         all.extend(new_disks.map(|name| change_report::object_report("disk", name, becomes(name))));
-        let is_open = |one: &&PlannedExport| !silent.contains(&one.disk);
+        let is_open = |export: &&PlannedExport| !unavailable.contains(&export.disk);
         let new_exports: Vec<_> = difference.new_exports.iter().filter(is_open).cloned().collect();
         let exports = [(&difference.old_exports, "removed"), (&new_exports, "added")];
         for (wanted, change) in
-            exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
+            exports.into_iter().flat_map(|(list, change)| list.iter().map(move |export| (export, change)))
         {
             all.push(change_report::export_report(
                 wanted.name_and_address(self.registry),
@@ -103,11 +103,11 @@ impl Reconciliation<'_> {
 
     /// Checks that this host has the devices and files that new exports need.
     async fn check_host_files(&self, difference: &PlanDifference) -> anyhow::Result<()> {
-        for wanted in &difference.new_exports {
-            let PlannedEndpoint::Separate(door) = &wanted.way else { continue };
-            let of_call = door.clone();
-            let there = reactor::run_blocking(move || endpoints::check_host_support(&of_call)).await;
-            there.map_err(|error| self.with_export_place(wanted, error))?;
+        for planned in &difference.new_exports {
+            let PlannedEndpoint::Separate(target) = &planned.endpoint else { continue };
+            let owned_target = target.clone();
+            let checked = reactor::run_blocking(move || endpoints::check_host_support(&owned_target)).await;
+            checked.map_err(|error| self.with_export_origin(planned, error))?;
         }
         Ok(())
     }
@@ -116,22 +116,22 @@ impl Reconciliation<'_> {
         for &index in &difference.new_servers {
             let server = &self.plan.servers[index];
             let ListenEndpoint::Address(address) = &server.endpoint else { continue };
-            let place = || self.first_export_place(server);
+            let origin = || self.first_export_origin(server);
             if let Some(sandbox) = self.registry.sandbox() {
-                sandbox.check_address(address).with_context(place)?;
+                sandbox.check_address(address).with_context(origin)?;
             }
-            listen::check(address, AddressConflictRule::Tolerated).with_context(place)?;
+            listen::check(address, AddressConflictRule::Tolerated).with_context(origin)?;
         }
-        for wanted in &difference.new_exports {
-            if let PlannedEndpoint::Separate(settings::ExportTarget::VhostUserBlk(machine)) = &wanted.way
-                && let Some(path) = machine.socket.path().filter(|_| !machine.client)
+        for planned in &difference.new_exports {
+            if let PlannedEndpoint::Separate(settings::ExportTarget::VhostUserBlk(config)) = &planned.endpoint
+                && let Some(path) = config.socket.path().filter(|_| !config.client)
             {
                 let address = ListenAddress::Unix(path.to_owned());
                 if let Some(sandbox) = self.registry.sandbox() {
-                    sandbox.check_address(&address).map_err(|error| self.with_export_place(wanted, error))?;
+                    sandbox.check_address(&address).map_err(|error| self.with_export_origin(planned, error))?;
                 }
                 listen::check(&address, AddressConflictRule::Tolerated)
-                    .map_err(|error| self.with_export_place(wanted, error))?;
+                    .map_err(|error| self.with_export_origin(planned, error))?;
             }
         }
         Ok(())

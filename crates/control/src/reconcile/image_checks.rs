@@ -9,7 +9,7 @@ use std::{collections::BTreeMap, fs, io, path::Path};
 use anyhow::{Context as _, anyhow};
 use image::Image;
 use nix::unistd::{AccessFlags, access};
-use settings::{PlacedDisk, SecretSource};
+use settings::{DiskWithOrigins, SecretSource};
 
 use super::{PlanDifference, ReconcileReason, Reconciliation, check_secret_files};
 use crate::{
@@ -27,89 +27,89 @@ impl Reconciliation<'_> {
     pub async fn check_images(
         &mut self,
         difference: &PlanDifference,
-        others: AddressConflictRule,
+        conflict_rule: AddressConflictRule,
     ) -> anyhow::Result<(Vec<(usize, String)>, Vec<anyhow::Error>)> {
         if self.occasion == ReconcileReason::Start {
             // Creates the groups, so that disks are checked with their groups' reservations.
             self.place_members(difference, Vec::new())?;
         }
-        let (mut silent, mut found) = (Vec::new(), Vec::new());
+        let (mut unavailable, mut errors) = (Vec::new(), Vec::new());
         let mut files = match self.occasion {
             ReconcileReason::Start => trial_open::TrialFiles::default(),
             ReconcileReason::Reload | ReconcileReason::Retry => {
                 trial_open::TrialFiles::of_running_disks(self.registry)
             }
         };
-        let mut trials = BTreeMap::new();
+        let mut attempts = BTreeMap::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             // All servers concurrently: each may take until the deadline.
             if planned.image.is_remote()
-                && let Some(trial) = self.begin_check(planned, others, &mut found).await
+                && let Some(attempt) = self.begin_check(planned, conflict_rule, &mut errors).await
             {
-                trials.insert(index, trial);
+                attempts.insert(index, attempt);
             }
         }
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
-            let trial = match trials.remove(&index) {
+            let attempt = match attempts.remove(&index) {
                 // Its error was already recorded above.
                 None if planned.image.is_remote() => continue,
-                None => self.begin_check(planned, others, &mut found).await,
-                trial => trial,
+                None => self.begin_check(planned, conflict_rule, &mut errors).await,
+                attempt => attempt,
             };
-            let Some(trial) = trial else { continue };
-            let looked = match trial.outcome().await {
+            let Some(attempt) = attempt else { continue };
+            let result = match attempt.outcome().await {
                 // A start has no deadline for an image on this host.
-                Err(one) if self.occasion == ReconcileReason::Start && !planned.image.is_remote() => {
-                    Err(anyhow!("{one}: a start waits until it answers (restore its file system)"))
+                Err(cause) if self.occasion == ReconcileReason::Start && !planned.image.is_remote() => {
+                    Err(anyhow!("{cause}: a start waits until it answers (restore its file system)"))
                 }
-                Err(one) => {
-                    silent.push((index, one.to_string()));
+                Err(cause) => {
+                    unavailable.push((index, cause.to_string()));
                     continue;
                 }
                 Ok(Err(error)) => Err(error),
-                Ok(Ok(image)) => self.check_image(index, image, (others, &mut files)).await,
+                Ok(Ok(image)) => self.check_image(index, image, (conflict_rule, &mut files)).await,
             };
-            found.extend(looked.with_context(|| planned.origin("image").clone()).err());
+            errors.extend(result.with_context(|| planned.origin("image").clone()).err());
         }
-        Ok((silent, found))
+        Ok((unavailable, errors))
     }
 
     async fn begin_check(
         &mut self,
-        planned: &PlacedDisk,
-        others: AddressConflictRule,
-        found: &mut Vec<anyhow::Error>,
+        planned: &DiskWithOrigins,
+        conflict_rule: AddressConflictRule,
+        errors: &mut Vec<anyhow::Error>,
     ) -> Option<ImageOpenAttempt> {
         let origin = || planned.origin("image").clone();
         if let Some(path) = planned.image.path().filter(|_| !planned.read_only).map(Path::to_owned) {
             // The trial opens read-only, which does not show a missing write permission.
             let writable = move || if path.exists() { access(&path, AccessFlags::W_OK) } else { Ok(()) };
             let writable = reactor::run_blocking(writable).await.map_err(io::Error::from);
-            found.extend(writable.context("cannot be written").with_context(origin).err());
+            errors.extend(writable.context("cannot be written").with_context(origin).err());
         }
         if !secrets_are_files(planned).await {
             // Only a start waits for a pipe.
             if self.occasion != ReconcileReason::Start {
-                found.extend(check_secret_files(planned).await.err());
+                errors.extend(check_secret_files(planned).await.err());
             }
             return None;
         }
-        let mut looked = trial_open::trial_config(planned);
+        let mut config = trial_open::trial_config(planned);
         // An image on another host does not reveal whether the daemon of this config has it open.
-        looked.force_share |= others == AddressConflictRule::Tolerated;
+        config.force_share |= conflict_rule == AddressConflictRule::Tolerated;
         let opening = async {
             self.registry.check_image(&planned.image).await?;
-            self.assembly.open_request(&looked).await
+            self.assembly.open_request(&config).await
         };
         match opening.await.with_context(origin) {
-            Ok(opening) => {
+            Ok(request) => {
                 let is_awaited = self.is_only_disk();
-                Some(ImageOpenAttempt::begin(opening, is_awaited))
+                Some(ImageOpenAttempt::begin(request, is_awaited))
             }
             Err(error) => {
-                found.push(error);
+                errors.push(error);
                 None
             }
         }
@@ -143,11 +143,11 @@ impl Reconciliation<'_> {
             let in_use = reactor::run_blocking(move || storage::find_user(&path, read_only)).await;
             // With handover a start takes no lock: a weir process that has it may be about to
             // release it.
-            let is_in_the_way = |holder: Option<&str>| {
+            let conflicts = |holder: Option<&str>| {
                 others == AddressConflictRule::Rejected && !planned.handover
                     || holder.is_some_and(|name| !name.starts_with("weir"))
             };
-            if let Some(error) = in_use.filter(|error| is_in_the_way(error.holder.as_deref())) {
+            if let Some(error) = in_use.filter(|error| conflicts(error.holder.as_deref())) {
                 return Err(error.into());
             }
         }
@@ -156,13 +156,13 @@ impl Reconciliation<'_> {
 }
 
 /// False if a passphrase source can be read only once, by the daemon.
-async fn secrets_are_files(planned: &PlacedDisk) -> bool {
+async fn secrets_are_files(planned: &DiskWithOrigins) -> bool {
     let sources = planned.qcow2.secrets.clone();
     if sources.is_empty() {
         return true;
     }
     let is_special = |path: &Path| fs::metadata(path).is_ok_and(|file| !file.is_file());
-    let is_kept =
+    let is_regular =
         move |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
-    reactor::run_blocking(move || sources.iter().all(is_kept)).await
+    reactor::run_blocking(move || sources.iter().all(is_regular)).await
 }

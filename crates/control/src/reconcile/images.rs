@@ -9,7 +9,7 @@ use std::fs;
 
 use anyhow::{Context as _, ensure};
 use image::Image;
-use settings::{PlacedDisk, SecretSource};
+use settings::{DiskWithOrigins, SecretSource};
 
 use super::{PlanDifference, ReconcileReason, Reconciliation};
 use crate::{image_opening::ImageOpenAttempt, reconcile::source::StartSource};
@@ -25,31 +25,31 @@ impl Reconciliation<'_> {
         difference: &PlanDifference,
         source: &dyn StartSource,
     ) -> anyhow::Result<Vec<(usize, Image)>> {
-        self.check_doors(difference)?;
-        let mut trials = Vec::new();
+        self.check_sandbox(difference)?;
+        let mut attempts = Vec::new();
         let mut images = Vec::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let checked = self.registry.check_image(&planned.image).await;
-            self.with_image_place(planned, checked)?;
+            self.with_image_origin(planned, checked)?;
             if self.occasion != ReconcileReason::Start {
                 check_secret_files(planned).await?;
             }
-            let opening = self.assembly.open_request(planned).await;
-            let opening = self.with_image_place(planned, opening)?;
+            let request = self.assembly.open_request(planned).await;
+            let request = self.with_image_origin(planned, request)?;
             if self.occasion == ReconcileReason::Start && !planned.image.is_remote() {
-                let opened = opening.open().await;
+                let opened = request.open().await;
                 images.push((index, self.with_holder(planned, opened, &images)?));
             } else {
                 let is_awaited = self.has_no_deadline(&planned.name, source);
-                trials.push((index, ImageOpenAttempt::begin(opening, is_awaited)));
+                attempts.push((index, ImageOpenAttempt::begin(request, is_awaited)));
             }
         }
-        for (index, trial) in trials {
+        for (index, attempt) in attempts {
             let planned = &self.plan.disks[index];
-            match trial.outcome().await {
+            match attempt.outcome().await {
                 Ok(opened) => images.push((index, self.with_holder(planned, opened, &images)?)),
-                Err(silent) => self.unavailable.push((planned.name.clone(), silent)),
+                Err(image) => self.unavailable.push((planned.name.clone(), image)),
             }
         }
         // Listed in the order of the plan, independent of the order of completion.
@@ -71,13 +71,13 @@ impl Reconciliation<'_> {
     /// with it.
     fn with_holder(
         &self,
-        planned: &PlacedDisk,
+        planned: &DiskWithOrigins,
         opened: anyhow::Result<Image>,
-        others: &[(usize, Image)],
+        images: &[(usize, Image)],
     ) -> anyhow::Result<Image> {
-        let others = others.iter().map(|(index, image)| (&*self.plan.disks[*index].name, image));
-        let opened = opened.map_err(|error| self.registry.with_holder_if_lock_error(error, others));
-        let opened = self.with_image_place(planned, opened);
+        let images = images.iter().map(|(index, image)| (&*self.plan.disks[*index].name, image));
+        let opened = opened.map_err(|error| self.registry.with_holder_if_lock_error(error, images));
+        let opened = self.with_image_origin(planned, opened);
         match self.registry.cluster().and_then(|cluster| cluster.moved_to(&planned.name)) {
             // A lock held by the migration's target is the likely cause.
             Some(host) => opened.with_context(|| format!("disk {} has moved to host {host}", planned.name)),
@@ -86,9 +86,9 @@ impl Reconciliation<'_> {
     }
 
     /// Adds the place of the image in the config file. On a command line it is obvious.
-    pub(super) fn with_image_place<T>(
+    pub(super) fn with_image_origin<T>(
         &self,
-        planned: &PlacedDisk,
+        planned: &DiskWithOrigins,
         result: anyhow::Result<T>,
     ) -> anyhow::Result<T> {
         match self.has_config_file() {
@@ -99,7 +99,7 @@ impl Reconciliation<'_> {
 }
 
 /// Fails if a passphrase comes from a pipe: a reload that waits for one blocks all later reloads.
-pub(crate) async fn check_secret_files(disk: &PlacedDisk) -> anyhow::Result<()> {
+pub(crate) async fn check_secret_files(disk: &DiskWithOrigins) -> anyhow::Result<()> {
     for source in &disk.qcow2.secrets {
         let SecretSource::File(path) = source else { continue };
         // A missing file passes here; the reader reports it.

@@ -90,18 +90,18 @@ pub(crate) fn without_reservation(share: NodeShare) -> NodeShare {
 /// # Errors
 /// The first seat that is rejected; others may be in force by then. Applying the previous seats
 /// always succeeds.
-pub(crate) fn apply_all(seats: &[MemberPlacement]) -> anyhow::Result<()> {
-    let take = |seat: &MemberPlacement| {
-        seat.apply().with_context(|| {
-            let (kind, name) = seat.kind_and_name();
+pub(crate) fn apply_all(placements: &[MemberPlacement]) -> anyhow::Result<()> {
+    let apply = |placement: &MemberPlacement| {
+        placement.apply().with_context(|| {
+            let (kind, name) = placement.kind_and_name();
             format!("{kind} {name}")
         })
     };
-    for seat in seats {
-        take(&MemberPlacement::current(&seat.node).without_reservations())?;
+    for placement in placements {
+        apply(&MemberPlacement::current(&placement.node).without_reservations())?;
     }
-    for seat in seats {
-        take(&seat.clone().without_reservations())?;
+    for placement in placements {
+        apply(&placement.clone().without_reservations())?;
     }
-    seats.iter().try_for_each(take)
+    placements.iter().try_for_each(apply)
 }

@@ -25,9 +25,9 @@ pub(crate) enum CompletedStep {
     ServerAdded(Rc<RunningServer>),
     /// `gone` is the change to announce if the export cannot be added again.
     ExportRemoved {
-        wanted: Box<PlannedExport>,
+        planned: Box<PlannedExport>,
         id: String,
-        gone: Option<RegistryChange>,
+        deletion: Option<RegistryChange>,
     },
     ExportAdded(String),
 }
@@ -59,10 +59,10 @@ impl Reconciliation<'_> {
                 self.registry.exports.remove_server(&serving);
                 serving.stop().await;
             }
-            CompletedStep::ExportRemoved { wanted, id, gone } => {
+            CompletedStep::ExportRemoved { planned, id, deletion: change } => {
                 // With its old id, so that clients of the control socket see no change.
-                if let Err(error) = wanted.add_with_id(self.registry, id).await {
-                    gone.iter().for_each(|gone| self.registry.notify(gone));
+                if let Err(error) = planned.add_with_id(self.registry, id).await {
+                    change.iter().for_each(|change| self.registry.notify(change));
                     return Err(error);
                 }
             }
@@ -78,9 +78,9 @@ impl Reconciliation<'_> {
 }
 
 /// Applies all settings of the disk alone. A failure leaves some of them applied.
-pub(super) async fn apply_config(running: &RunningDisk, wanted: &DiskConfig) -> anyhow::Result<()> {
-    let caches = wanted.qcow2.caches;
-    running.disk.prefetch().set(wanted.prefetch)?;
+pub(super) async fn apply_config(running: &RunningDisk, config: &DiskConfig) -> anyhow::Result<()> {
+    let caches = config.qcow2.caches;
+    running.disk.prefetch().set(config.prefetch)?;
     if caches != running.caches.get() {
         let Image::Qcow2(qcow2) = running.disk.image() else {
             bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
@@ -90,6 +90,6 @@ pub(super) async fn apply_config(running: &RunningDisk, wanted: &DiskConfig) -> 
     }
     // After both settings that determine the size of the reservation.
     running.disk.reserve_memory()?;
-    running.disk.failures().set_policies(wanted.on_error);
+    running.disk.failures().set_policies(config.on_error);
     Ok(())
 }

@@ -43,7 +43,7 @@ pub trait StartSource {
     /// Sockets of an HTTP service, `metrics` or `http`; `None` if they must be bound.
     fn http_listeners(
         &mut self,
-        _what: &str,
+        _kind: &str,
         _address: &ListenAddress,
     ) -> anyhow::Result<Option<Vec<BoundListener>>> {
         Ok(None)
@@ -56,7 +56,7 @@ pub trait StartSource {
     }
 
     /// True if an export is opened later, after the old process has released its device.
-    fn opens_later(&self, _wanted: &PlannedExport, _registry: &Registry) -> bool {
+    fn opens_later(&self, _planned: &PlannedExport, _registry: &Registry) -> bool {
         false
     }
 

@@ -16,8 +16,8 @@ const DISKS: &str = "[group.g]\niops-total = 1000\n\
 /// The plan of a config file. Its server would listen on a socket that the tests never bind.
 fn plan(text: &str) -> DesiredState {
     let text = format!("[daemon]\nnbd = \"fd:never-bound\"\n{text}");
-    let draft = config::parse("weir.toml", &text, Path::new("/")).expect("a config");
-    let mut plan = DesiredState::new(draft, 1).expect("a plan");
+    let parsed = config::parse("weir.toml", &text, Path::new("/")).expect("a config");
+    let mut plan = DesiredState::new(parsed, 1).expect("a plan");
     plan.servers.clear();
     plan
 }
@@ -81,14 +81,14 @@ fn a_reload_reports_each_change_as_its_dry_run_does() {
             "[group.h]\niops-total = 10\n[disk.b]\nimage = \"memory:2M\"\ngroup = \"h\"\n\
              [disk.c]\nimage = \"memory:3M\"\n",
         );
-        let told = reload(&registry, [&before, &after]).await.expect("possible");
-        let short = |told: &Value| {
-            let text = |key: &str| told[key].as_str().unwrap_or_default();
+        let reports = reload(&registry, [&before, &after]).await.expect("possible");
+        let short = |report: &Value| {
+            let text = |key: &str| report[key].as_str().unwrap_or_default();
             format!("{} {} {}", text("kind"), text("name"), text("change"))
         };
-        let told: Vec<_> = told.iter().map(short).collect();
+        let lines: Vec<_> = reports.iter().map(short).collect();
         let expected = ["group h added", "disk b set", "disk c added", "disk a removed", "group g removed"];
-        assert_eq!(told, expected);
+        assert_eq!(lines, expected);
         assert_eq!(names(&registry), (vec!["b".to_owned(), "c".to_owned()], vec!["h".to_owned()]));
     });
 }
@@ -118,7 +118,7 @@ fn a_step_that_fails_rolls_back_those_before() {
 fn late_disks_are_a_separate_difference() {
     on_simulation(async |registry| {
         let plan = plan(DISKS);
-        let is_late = |disk: &settings::PlacedDisk| disk.name == "a";
+        let is_late = |disk: &settings::DiskWithOrigins| disk.name == "a";
         let (first, late) = PlanDifference::from_empty(&registry, &plan, is_late).await.expect("new names");
         assert_eq!((first.new_disks, late.new_disks), (vec![1], vec![0]));
         assert_eq!((first.new_groups, late.new_groups), (vec![0], Vec::new()));
@@ -146,11 +146,11 @@ fn check_reports_the_error_of_a_start() {
             PlanDifference::from_empty(&registry, &plan, |_| false).await.expect("new names");
         let mut checking = work(ReconcileReason::Start, &registry, &plan);
         let checked = checking.check_images(&difference, AddressConflictRule::Rejected);
-        let (silent, found) = checked.await.expect("no groups");
+        let (unavailable, found) = checked.await.expect("no groups");
         let found: Vec<_> = found.iter().map(|error| format!("{error:#}")).collect();
         let started = work(ReconcileReason::Start, &registry, &plan).open(&difference, &FreshStart).await;
         let started = format!("{:#}", started.map(drop).expect_err("there is no such file"));
-        assert_eq!((silent.len(), found), (0, vec![started.clone()]));
+        assert_eq!((unavailable.len(), found), (0, vec![started.clone()]));
         assert!(started.starts_with("weir.toml:4: disk.a.image"), "{started}");
     });
 }

@@ -55,7 +55,7 @@ const FILE_SUFFIX: &str = "Z.recording";
 struct WriteInterruption {
     /// Number of requests that were not recorded.
     lost: u64,
-    again: Instant,
+    retry_at: Instant,
     /// Logged reason; a different one is logged again.
     why: String,
 }
@@ -74,7 +74,7 @@ pub(super) struct RecordingDirectory {
     /// Lock of the directory; `None` while another daemon has it.
     lock: Option<File>,
     /// Age of each existing file when first seen, and that instant of the monotonic clock.
-    ended: BTreeMap<OsString, (Duration, Instant)>,
+    first_seen: BTreeMap<OsString, (Duration, Instant)>,
     /// Files that could not be removed and were logged.
     stuck: BTreeSet<OsString>,
     /// Disks and groups that lost their limits while no file was open. The next file ends the
@@ -86,7 +86,7 @@ impl RecordingDirectory {
     pub(super) fn new(record: RecordingConfig) -> Self {
         let progress = Arc::default();
         // `hour` 0 makes the first turn prune existing files.
-        let ended = BTreeMap::new();
+        let empty = BTreeMap::new();
         Self {
             record,
             current: None,
@@ -96,7 +96,7 @@ impl RecordingDirectory {
             has_ended: false,
             progress,
             lock: None,
-            ended,
+            first_seen: empty,
             stuck: BTreeSet::new(),
             removed: LimitsByOwner::new(),
         }
@@ -110,7 +110,7 @@ impl RecordingDirectory {
     fn open_sink(&mut self, limits: &LimitsByOwner) -> Option<&mut RecordingSink> {
         if self.current.is_none() {
             let now = reactor::real_time();
-            if self.stopped.as_ref().is_some_and(|stopped| now < stopped.again) {
+            if self.stopped.as_ref().is_some_and(|stopped| now < stopped.retry_at) {
                 return None;
             }
             match self.open(now, limits) {
@@ -164,13 +164,13 @@ impl RecordingDirectory {
         }
         // Newest first. Files that two processes wrote at the same time are ordered by name.
         files.sort_by(|a, b| a.0.cmp(&b.0).then_with(|| b.1.cmp(&a.1)));
-        self.ended.retain(|known, _| files.iter().any(|(_, name, _)| name == known));
+        self.first_seen.retain(|known, _| files.iter().any(|(_, name, _)| name == known));
         self.stuck.retain(|known| files.iter().any(|(_, name, _)| name == known));
         // One part is kept free for the current file, which grows to that size.
-        let mut room = self.record.limit - self.record.limit / FILE_SIZE_DIVISOR;
+        let mut remaining = self.record.limit - self.record.limit / FILE_SIZE_DIVISOR;
         for (age, name, length) in files {
-            room = room.saturating_sub(length);
-            if age > self.record.keep || room == 0 {
+            remaining = remaining.saturating_sub(length);
+            if age > self.record.keep || remaining == 0 {
                 self.remove(name);
             }
         }
@@ -199,35 +199,35 @@ impl RecordingDirectory {
 
     /// Time since the end of a file. The wall clock is read only when the file is first seen, so
     /// that setting the clock does not make recent files old.
-    fn age(&mut self, name: &OsStr, now: Instant, ended: SystemTime) -> Duration {
-        let age = || (ended.elapsed().unwrap_or_default(), now);
-        let &mut (before, at) = self.ended.entry(name.to_owned()).or_insert_with(age);
+    fn age(&mut self, name: &OsStr, now: Instant, ended_at: SystemTime) -> Duration {
+        let age = || (ended_at.elapsed().unwrap_or_default(), now);
+        let &mut (before, at) = self.first_seen.entry(name.to_owned()).or_insert_with(age);
         before.saturating_add(Duration::from_nanos(now.nanos_since(at)))
     }
 
     /// Records the end of the current file.
     fn record_end(&mut self, path: &Path) {
         let name = path.file_name().unwrap_or_default().to_owned();
-        self.ended.insert(name, (Duration::ZERO, reactor::real_time()));
+        self.first_seen.insert(name, (Duration::ZERO, reactor::real_time()));
     }
 
     /// Interrupts the recording after an error; `lost` requests were not recorded.
     fn interrupt(&mut self, error: &io::Error, lost: u64) {
-        let again = reactor::real_time() + RETRY_INTERVAL;
+        let next_attempt = reactor::real_time() + RETRY_INTERVAL;
         let before = self.stopped.take();
         let why = error.to_string();
         if before.as_ref().is_none_or(|before| before.why != why) {
             let directory = self.record.directory.display();
             // The sandbox permits writing only to the directory that existed at the start.
-            let way = match (&before, error.kind()) {
+            let remedy = match (&before, error.kind()) {
                 (Some(_), ErrorKind::PermissionDenied) => "; after replacing the directory, restart weir",
                 _ => "",
             };
-            tracing::warn!("record: {directory}: {why} (nothing is recorded until this is fixed{way})");
+            tracing::warn!("record: {directory}: {why} (nothing is recorded until this is fixed{remedy})");
         }
         self.progress.add_dropped(lost);
         self.stopped =
-            Some(WriteInterruption { lost: before.map_or(0, |before| before.lost) + lost, again, why });
+            Some(WriteInterruption { lost: before.map_or(0, |before| before.lost) + lost, retry_at: next_attempt, why });
     }
 
     fn count_dropped(&mut self, requests: u64) {
@@ -252,16 +252,16 @@ impl RecordingDirectory {
     fn abandon_current(&mut self) {
         if let Some((sink, _)) = self.current.take() {
             self.progress.subtract_unwritten(sink.unwritten());
-            let gone = io::Error::other("the file that was written was moved or removed");
-            self.interrupt(&gone, sink.unwritten());
+            let error = io::Error::other("the file that was written was moved or removed");
+            self.interrupt(&error, sink.unwritten());
             if let Some(stopped) = &mut self.stopped {
-                stopped.again = Instant::ZERO;
+                stopped.retry_at = Instant::ZERO;
             }
         }
     }
 
     /// Handles errors and the end of the current file after a turn.
-    fn handle_turn_result(&mut self, is_over: bool) {
+    fn handle_turn_result(&mut self, ends_file: bool) {
         let Some((sink, _)) = &mut self.current else { return };
         if let Some(error) = sink.take_error() {
             let (sink, path) = self.current.take().expect("it is there");
@@ -281,7 +281,7 @@ impl RecordingDirectory {
             {
                 tracing::info!(lost, "record: recording resumes");
             }
-            if is_over && let Some((_, path)) = self.current.take() {
+            if ends_file && let Some((_, path)) = self.current.take() {
                 self.record_end(&path);
             }
         }
@@ -316,13 +316,13 @@ impl RecordingOutput for RecordingDirectory {
         }
         self.try_lock();
         if let Some((sink, _)) = &mut self.current {
-            let is_over =
+            let ends_file =
                 is_another || self.has_ended || sink.bytes() >= self.record.limit / FILE_SIZE_DIVISOR;
-            if is_over {
+            if ends_file {
                 sink.encode_block();
             }
             sink.turn();
-            self.handle_turn_result(is_over);
+            self.handle_turn_result(ends_file);
         }
         // Also without requests, or an idle daemon would keep old files.
         if is_another && let Err(error) = self.prune() {
@@ -352,8 +352,8 @@ pub(super) fn check(directory: &Path) -> io::Result<()> {
 /// # Errors
 /// The directory cannot be opened.
 pub(super) fn is_free(directory: &Path, own: Option<&Path>) -> io::Result<bool> {
-    let there = identity(&fs::metadata(directory)?);
-    let is_own = own.is_some_and(|own| fs::metadata(own).is_ok_and(|own| identity(&own) == there));
+    let directory_identity = identity(&fs::metadata(directory)?);
+    let is_own = own.is_some_and(|own| fs::metadata(own).is_ok_and(|own| identity(&own) == directory_identity));
     Ok(is_own || lock(directory)?.is_some())
 }
 

@@ -16,14 +16,14 @@ struct RecordingDirectoryTest {
 }
 
 impl RecordingDirectoryTest {
-    fn new(place: TempDir) -> Self {
+    fn new(temporary: TempDir) -> Self {
         let record = RecordingConfig {
             keep: Duration::from_secs(7200),
             limit: 16 << 20,
-            ..RecordingConfig::new(place.path().into())
+            ..RecordingConfig::new(temporary.path().into())
         };
         let (directory, named) = (RecordingDirectory::new(record), RecordedDiskEntry::alone(0, "vm1"));
-        Self { directory, place, named, limits: LimitsByOwner::new() }
+        Self { directory, place: temporary, named, limits: LimitsByOwner::new() }
     }
 
     fn record(&mut self, requests: u64) {
@@ -58,7 +58,7 @@ fn read() -> RequestRecord {
         arrived: now,
         admitted: now,
         throttle_cause: None,
-        ended: now,
+        completed: now,
     }
 }
 
@@ -78,10 +78,10 @@ fn file_names_sort_by_time() {
 
 #[test]
 fn oldest_files_are_removed_and_foreign_files_kept() {
-    let place = temporary_directory();
+    let directory = temporary_directory();
     let now = SystemTime::now();
     let make = |name: &str, age_seconds: u64, length: u64| {
-        let file = File::create(place.path().join(name)).unwrap();
+        let file = File::create(directory.path().join(name)).unwrap();
         file.set_len(length).unwrap();
         file.set_modified(now - Duration::from_secs(age_seconds)).unwrap();
     };
@@ -91,13 +91,13 @@ fn oldest_files_are_removed_and_foreign_files_kept() {
     make("2025-11-24T04-00-00.000Z.recording", 3600, 6 << 20);
     make("2025-11-24T05-00-00.000Z.recording", 1, 6 << 20);
     make("day.recording", 99999, 99 << 20);
-    let others = place.path().join("2020-01-01T00-00-00.000Z.recording");
-    fs::create_dir(&others).unwrap();
-    let mut world = RecordingDirectoryTest::new(place);
-    world.directory.turn(0);
-    fs::remove_dir(&others).unwrap();
+    let foreign = directory.path().join("2020-01-01T00-00-00.000Z.recording");
+    fs::create_dir(&foreign).unwrap();
+    let mut fixture = RecordingDirectoryTest::new(directory);
+    fixture.directory.turn(0);
+    fs::remove_dir(&foreign).unwrap();
     let left = ["2025-11-24T04-00-00.000Z.recording", "2025-11-24T05-00-00.000Z.recording", "day.recording"];
-    assert_eq!(world.files(), left);
+    assert_eq!(fixture.files(), left);
 }
 
 #[test]
@@ -124,105 +124,105 @@ fn only_the_lock_owner_removes_files() {
 
 #[test]
 fn setting_the_clock_does_not_age_files() {
-    let mut world = RecordingDirectoryTest::new(temporary_directory());
-    world.record(5);
-    world.directory.hour -= 1;
-    world.directory.turn(0);
-    let written = world.files();
+    let mut fixture = RecordingDirectoryTest::new(temporary_directory());
+    fixture.record(5);
+    fixture.directory.hour -= 1;
+    fixture.directory.turn(0);
+    let written = fixture.files();
     assert_eq!(written.len(), 1);
     // As if the clock had been advanced by three days since the file was written.
-    let path = world.place.path().join(&written[0]);
+    let path = fixture.place.path().join(&written[0]);
     let before = SystemTime::now() - Duration::from_secs(3 * 86400);
     File::options().write(true).open(&path).unwrap().set_modified(before).unwrap();
-    world.record(1);
-    assert_eq!(world.files().len(), 2);
+    fixture.record(1);
+    assert_eq!(fixture.files().len(), 2);
     // A file that has existed for longer than the limit is removed all the same.
     let name = path.file_name().unwrap();
-    world.directory.ended.get_mut(name).unwrap().0 = Duration::from_secs(7201);
-    world.directory.prune().unwrap();
+    fixture.directory.first_seen.get_mut(name).unwrap().0 = Duration::from_secs(7201);
+    fixture.directory.prune().unwrap();
     assert!(!path.exists());
-    assert_eq!(world.files().len(), 1);
+    assert_eq!(fixture.files().len(), 1);
 }
 
 #[test]
 fn file_of_an_hour_is_created_by_its_first_request() {
-    let mut world = RecordingDirectoryTest::new(temporary_directory());
-    world.directory.turn(0);
-    assert_eq!(world.files(), [""; 0]);
-    world.record(5);
-    world.record(5);
-    assert_eq!(world.files().len(), 1);
-    world.directory.hour -= 1;
-    world.directory.turn(0);
-    assert!(world.directory.current.is_none());
-    world.record(1);
-    world.directory.end();
-    world.directory.turn(0);
-    assert!(world.directory.has_ended());
-    assert_eq!((world.files().len(), world.counts()), (2, (11, 0)));
+    let mut fixture = RecordingDirectoryTest::new(temporary_directory());
+    fixture.directory.turn(0);
+    assert_eq!(fixture.files(), [""; 0]);
+    fixture.record(5);
+    fixture.record(5);
+    assert_eq!(fixture.files().len(), 1);
+    fixture.directory.hour -= 1;
+    fixture.directory.turn(0);
+    assert!(fixture.directory.current.is_none());
+    fixture.record(1);
+    fixture.directory.end();
+    fixture.directory.turn(0);
+    assert!(fixture.directory.has_ended());
+    assert_eq!((fixture.files().len(), fixture.counts()), (2, (11, 0)));
 }
 
 #[test]
 fn unwritable_requests_are_dropped_and_counted() {
-    let mut world = RecordingDirectoryTest::new(temporary_directory());
-    fs::remove_dir(world.place.path()).unwrap();
-    world.record(3);
-    assert_eq!(world.counts(), (0, 3));
-    fs::create_dir(world.place.path()).unwrap();
+    let mut fixture = RecordingDirectoryTest::new(temporary_directory());
+    fs::remove_dir(fixture.place.path()).unwrap();
+    fixture.record(3);
+    assert_eq!(fixture.counts(), (0, 3));
+    fs::create_dir(fixture.place.path()).unwrap();
     // No attempt until the retry interval has passed.
-    world.record(4);
-    assert_eq!((world.counts(), world.files().len()), ((0, 7), 0));
-    world.directory.stopped.as_mut().unwrap().again = Instant::ZERO;
-    world.record(1);
+    fixture.record(4);
+    assert_eq!((fixture.counts(), fixture.files().len()), ((0, 7), 0));
+    fixture.directory.stopped.as_mut().unwrap().retry_at = Instant::ZERO;
+    fixture.record(1);
     // The dropped requests are counted in the file's first block.
-    assert_eq!(world.directory.stopped.as_ref().unwrap().lost, 7);
-    world.directory.end();
-    world.directory.turn(0);
-    assert!(world.directory.stopped.is_none());
-    assert_eq!((world.counts(), world.files().len()), ((1, 7), 1));
+    assert_eq!(fixture.directory.stopped.as_ref().unwrap().lost, 7);
+    fixture.directory.end();
+    fixture.directory.turn(0);
+    assert!(fixture.directory.stopped.is_none());
+    assert_eq!((fixture.counts(), fixture.files().len()), ((1, 7), 1));
 }
 
 #[test]
 fn partial_block_is_truncated_and_counted() {
-    let mut world = RecordingDirectoryTest::new(temporary_directory());
+    let mut fixture = RecordingDirectoryTest::new(temporary_directory());
     // The first turn begins an hour.
-    world.directory.turn(0);
-    world.record(5);
-    let (sink, _) = world.directory.current.as_mut().unwrap();
+    fixture.directory.turn(0);
+    fixture.record(5);
+    let (sink, _) = fixture.directory.current.as_mut().unwrap();
     sink.encode_block();
-    world.directory.turn(0);
-    let path = world.place.path().join(&world.files()[0]);
-    let whole = fs::read(&path).unwrap();
+    fixture.directory.turn(0);
+    let path = fixture.place.path().join(&fixture.files()[0]);
+    let complete = fs::read(&path).unwrap();
     for _ in 0..3 {
-        world.directory.take(&read(), &world.named, &LimitsByOwner::new());
+        fixture.directory.take(&read(), &fixture.named, &LimitsByOwner::new());
     }
     // Half a block is written, then the disk is full.
-    world.directory.current.as_mut().unwrap().0.tear_block();
-    assert!(fs::metadata(&path).unwrap().len() > whole.len() as u64);
-    world.directory.handle_turn_result(false);
-    assert_eq!((fs::read(&path).unwrap(), world.counts()), (whole, (5, 3)));
+    fixture.directory.current.as_mut().unwrap().0.write_half_block();
+    assert!(fs::metadata(&path).unwrap().len() > complete.len() as u64);
+    fixture.directory.handle_turn_result(false);
+    assert_eq!((fs::read(&path).unwrap(), fixture.counts()), (complete, (5, 3)));
 }
 
 #[test]
 fn removed_file_is_replaced() {
-    let mut world = RecordingDirectoryTest::new(temporary_directory());
-    world.record(1);
-    let [first] = world.files().try_into().unwrap();
-    fs::remove_file(world.place.path().join(&first)).unwrap();
-    world.record(1);
-    world.record(1);
-    assert_eq!(world.files().len(), 1, "of the same name, where no millisecond has passed");
+    let mut fixture = RecordingDirectoryTest::new(temporary_directory());
+    fixture.record(1);
+    let [first] = fixture.files().try_into().unwrap();
+    fs::remove_file(fixture.place.path().join(&first)).unwrap();
+    fixture.record(1);
+    fixture.record(1);
+    assert_eq!(fixture.files().len(), 1, "of the same name, where no millisecond has passed");
     // In a new directory of the same name.
-    let (moved, path) = (world.place.path().with_extension("moved"), world.place.path().to_owned());
+    let (moved, path) = (fixture.place.path().with_extension("moved"), fixture.place.path().to_owned());
     fs::rename(&path, &moved).unwrap();
-    world.record(1);
+    fixture.record(1);
     assert!(!path.exists());
     fs::create_dir(&path).unwrap();
-    world.directory.stopped.as_mut().unwrap().again = Instant::ZERO;
-    world.record(1);
-    world.record(1);
-    assert_eq!(world.files().len(), 1);
-    assert!(world.counts().1 > 0, "{:?}", world.counts());
+    fixture.directory.stopped.as_mut().unwrap().retry_at = Instant::ZERO;
+    fixture.record(1);
+    fixture.record(1);
+    assert_eq!(fixture.files().len(), 1);
+    assert!(fixture.counts().1 > 0, "{:?}", fixture.counts());
     fs::remove_dir_all(moved).unwrap();
 }
 
@@ -236,21 +236,21 @@ fn unusable_directory_is_rejected() {
 
 #[test]
 fn a_file_begins_with_the_limits_in_force_and_ends_those_of_removed_owners() {
-    let mut world = RecordingDirectoryTest::new(temporary_directory());
+    let mut fixture = RecordingDirectoryTest::new(temporary_directory());
     let group = OwnerLimits::of_group_with;
     for limits in [group("gold", 0), group("silver", 200)] {
-        world.limits.insert(limits.key(), limits);
+        fixture.limits.insert(limits.key(), limits);
     }
     // Removed and added again, removed for good, and changed: all while no file is open.
     for name in ["silver", "bronze", "gold"] {
-        world.directory.limits(&group(name, 0), Instant::ZERO);
+        fixture.directory.limits(&group(name, 0), Instant::ZERO);
     }
-    let mut begun = world.directory.first_limits(&world.limits);
-    begun.sort_by_key(|limits| limits.key().1);
-    assert_eq!(begun, [group("bronze", 0), group("gold", 0), group("silver", 200)]);
-    assert!(world.directory.removed.is_empty());
+    let mut first_limits = fixture.directory.first_limits(&fixture.limits);
+    first_limits.sort_by_key(|limits| limits.key().1);
+    assert_eq!(first_limits, [group("bronze", 0), group("gold", 0), group("silver", 200)]);
+    assert!(fixture.directory.removed.is_empty());
     // Changes reach an open file at once.
-    world.directory.take(&read(), &world.named, &world.limits);
-    world.directory.limits(&group("silver", 0), Instant::ZERO);
-    assert!(world.directory.removed.is_empty());
+    fixture.directory.take(&read(), &fixture.named, &fixture.limits);
+    fixture.directory.limits(&group("silver", 0), Instant::ZERO);
+    assert!(fixture.directory.removed.is_empty());
 }

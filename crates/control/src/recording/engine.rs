@@ -75,8 +75,8 @@ impl RecordingEngine {
         Ok(Self { orders: Some(orders), thread: Some(thread) })
     }
 
-    pub(super) fn add(&self, id: u64, output: Box<dyn RecordingOutput>, ended: EndSignal) {
-        self.send(EngineMessage::Add(id, output, ended));
+    pub(super) fn add(&self, id: u64, output: Box<dyn RecordingOutput>, signal: EndSignal) {
+        self.send(EngineMessage::Add(id, output, signal));
     }
 
     /// Ends a sink once it has written everything.
@@ -100,8 +100,8 @@ impl RecordingEngine {
     }
 
     /// Drops `heard` after all earlier orders are executed.
-    pub(super) fn confirm(&self, heard: EndSignal) {
-        self.send(EngineMessage::Confirm(heard));
+    pub(super) fn confirm(&self, signal: EndSignal) {
+        self.send(EngineMessage::Confirm(signal));
     }
 
     fn send(&self, order: EngineMessage) {
@@ -172,9 +172,9 @@ impl EngineThread {
     // In each case records are collected before the state that they refer to changes.
     fn handle(&mut self, order: EngineMessage) {
         match order {
-            EngineMessage::Add(id, output, ended) => {
+            EngineMessage::Add(id, output, signal) => {
                 let limits = LimitsByOwner::new();
-                self.sinks.push(EngineSink { id, output, dropped: 0, limits, _ended: ended });
+                self.sinks.push(EngineSink { id, output, dropped: 0, limits, _ended: signal });
             }
             EngineMessage::End(id) => {
                 self.collect();
@@ -190,8 +190,8 @@ impl EngineThread {
                 self.sinks.iter_mut().for_each(|sink| sink.remove(&owner, at));
             }
             EngineMessage::UpdateDisks(disks, at) => {
-                let most = disks.iter().map(|(named, _)| named.number as usize + 1).max();
-                self.disks.resize_with(self.disks.len().max(most.unwrap_or(0)), || None);
+                let min_length = disks.iter().map(|(named, _)| named.number as usize + 1).max();
+                self.disks.resize_with(self.disks.len().max(min_length.unwrap_or(0)), || None);
                 // Disks produce records as soon as they have a number: new disks may already have
                 // some.
                 let is_new = |named: &RecordedDiskEntry| self.disks[named.number as usize].is_none();
@@ -210,16 +210,16 @@ impl EngineThread {
             for sink in self.sinks.iter_mut().filter(|sink| sinks.contains(&sink.id)) {
                 named.in_force.iter().for_each(|limits| sink.limits(limits, at));
             }
-            let place = named.number as usize;
-            self.disks[place] = Some((named, sinks));
+            let index = named.number as usize;
+            self.disks[index] = Some((named, sinks));
         }
     }
 
     fn collect(&mut self) {
         let Self { collector, disks, sinks, .. } = self;
         let have_lost = collector.take(|finished: &RequestRecord| {
-            let Some(Some((named, of))) = disks.get(finished.disk as usize) else { return };
-            for sink in sinks.iter_mut().filter(|sink| of.contains(&sink.id)) {
+            let Some(Some((named, sink_ids))) = disks.get(finished.disk as usize) else { return };
+            for sink in sinks.iter_mut().filter(|sink| sink_ids.contains(&sink.id)) {
                 sink.output.take(finished, named, &sink.limits);
             }
         });
@@ -245,10 +245,10 @@ fn change_limits_of(sinks: &mut [EngineSink], limits: &OwnerLimits, at: Instant)
 
 /// Adds the dropped requests of each disk to its sinks.
 fn distribute_dropped(disks: &[Option<(RecordedDiskEntry, Vec<u64>)>], sinks: &mut [EngineSink]) {
-    for (named, of) in disks.iter().flatten() {
+    for (named, sink_ids) in disks.iter().flatten() {
         // Taken once per disk and added to each of its sinks.
         let lost = named.lost.take();
-        sinks.iter_mut().filter(|sink| of.contains(&sink.id)).for_each(|sink| sink.dropped += lost);
+        sinks.iter_mut().filter(|sink| sink_ids.contains(&sink.id)).for_each(|sink| sink.dropped += lost);
     }
 }
 
@@ -289,10 +289,10 @@ mod tests {
 
     #[test]
     fn sink_receives_each_limit_change_once() {
-        let kept = CollectedLimits::default();
-        let output = Box::new(kept.clone());
-        let (ended, limits) = (async_channel::bounded(1).0, LimitsByOwner::new());
-        let mut sinks = [EngineSink { id: 1, output, dropped: 0, limits, _ended: ended }];
+        let collected = CollectedLimits::default();
+        let output = Box::new(collected.clone());
+        let (sender, limits) = (async_channel::bounded(1).0, LimitsByOwner::new());
+        let mut sinks = [EngineSink { id: 1, output, dropped: 0, limits, _ended: sender }];
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let gold = |iops| OwnerLimits::of_group_with("gold", iops);
         sinks[0].limits(&gold(100), at(1));
@@ -311,7 +311,7 @@ mod tests {
         sinks[0].remove(&group("gold"), at(11));
         assert!(sinks[0].limits.is_empty());
         let received = [(1, gold(100)), (3, gold(200)), (6, gold(0)), (8, gold(300)), (10, gold(0))];
-        assert_eq!(*kept.0.lock().unwrap(), received);
+        assert_eq!(*collected.0.lock().unwrap(), received);
     }
 
     #[test]
@@ -324,10 +324,10 @@ mod tests {
             _ended: async_channel::bounded(1).0,
         };
         let mut sinks = [sink(1), sink(2), sink(3)];
-        let disk = |number, of: &[u64], lost| {
+        let disk = |number, sink_ids: &[u64], lost| {
             let named = RecordedDiskEntry::alone(number, "a disk");
             named.lost.add(lost);
-            Some((named, of.to_vec()))
+            Some((named, sink_ids.to_vec()))
         };
         let disks = [disk(0, &[1, 3], 5), None, disk(2, &[3], 7), disk(3, &[], 9)];
         for _ in 0..2 {

@@ -68,42 +68,42 @@ impl RecentRequests {
         &self,
         disks: &[Arc<str>],
         now: Instant,
-        most: usize,
+        max_requests: usize,
     ) -> (Instant, Vec<Vec<CompletedRequest>>) {
         // Under the lock only references are copied; the requests are copied after it.
-        let (lost, kept): (_, Vec<_>) = {
+        let (lost, snapshots): (_, Vec<_>) = {
             let all = self.lock();
-            let of = |disk: &Arc<str>| {
-                let whole: Vec<RecentChunk> = all.disks.get(disk).into_iter().flatten().cloned().collect();
-                (whole, all.open.get(disk).cloned().unwrap_or_default())
+            let snapshot = |disk: &Arc<str>| {
+                let chunks: Vec<RecentChunk> = all.disks.get(disk).into_iter().flatten().cloned().collect();
+                (chunks, all.open.get(disk).cloned().unwrap_or_default())
             };
-            (all.incomplete_until, disks.iter().map(of).collect())
+            (all.incomplete_until, disks.iter().map(snapshot).collect())
         };
-        let least = Instant::from_nanos(now.as_nanos().saturating_sub(MAX_AGE.as_nanos() as u64));
-        let mut since = least.max(lost.unwrap_or(least));
-        let each = |(whole, open): &(Vec<RecentChunk>, Vec<RecentRequest>)| -> Vec<RecentRequest> {
-            whole.iter().flat_map(|chunk| chunk.iter()).chain(open).copied().collect()
+        let oldest = Instant::from_nanos(now.as_nanos().saturating_sub(MAX_AGE.as_nanos() as u64));
+        let mut since = oldest.max(lost.unwrap_or(oldest));
+        let each = |(chunks, open): &(Vec<RecentChunk>, Vec<RecentRequest>)| -> Vec<RecentRequest> {
+            chunks.iter().flat_map(|chunk| chunk.iter()).chain(open).copied().collect()
         };
-        let mut kept: Vec<Vec<RecentRequest>> = kept.iter().map(each).collect();
-        let arrivals = kept.iter().flatten().map(|kept| (kept.arrived, kept.requests));
+        let mut requests: Vec<Vec<RecentRequest>> = snapshots.iter().map(each).collect();
+        let arrivals = requests.iter().flatten().map(|request| (request.arrived, request.requests));
         let arrivals: Vec<_> = arrivals.filter(|(at, _)| *at >= since).collect();
-        since = first_of_latest(arrivals, most).unwrap_or(since);
-        kept.iter_mut().for_each(|kept| kept.retain(|kept| kept.arrived >= since));
+        since = first_of_latest(arrivals, max_requests).unwrap_or(since);
+        requests.iter_mut().for_each(|kept| kept.retain(|kept| kept.arrived >= since));
         (
             since,
-            kept.into_iter().map(|kept| kept.iter().flat_map(RecentRequest::expanded).collect()).collect(),
+            requests.into_iter().map(|disk_requests| disk_requests.iter().flat_map(RecentRequest::expanded).collect()).collect(),
         )
     }
 }
 
 /// Arrival of the first of the latest `most` requests; `None` if there are no more than `most`.
-fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Instant> {
-    let sum = |of: &[(Instant, u16)]| of.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>();
-    if sum(&arrivals) <= most {
+fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, max_requests: usize) -> Option<Instant> {
+    let sum = |entries: &[(Instant, u16)]| entries.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>();
+    if sum(&arrivals) <= max_requests {
         return None;
     }
     // Each entry counts at least 1, so only the latest `most` entries need sorting.
-    let surplus = arrivals.len().saturating_sub(most);
+    let surplus = arrivals.len().saturating_sub(max_requests);
     if surplus > 0 {
         // Linear, instead of sorting all of up to 1.5 million entries.
         arrivals.select_nth_unstable(surplus);
@@ -113,7 +113,7 @@ fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Ins
     let mut count = 0;
     let within = arrivals.iter().take_while(|(_, requests)| {
         count += usize::from(*requests);
-        count <= most
+        count <= max_requests
     });
     // At least one entry, even if its merged requests alone exceed `most`.
     within.last().or_else(|| arrivals.first()).map(|(at, _)| *at)
@@ -121,7 +121,7 @@ fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Ins
 
 impl RecentRequest {
     fn of(finished: &RequestRecord) -> Self {
-        let &RequestRecord { arrived, admitted, ended, length, requests, operation, .. } = finished;
+        let &RequestRecord { arrived, admitted, completed: ended, length, requests, operation, .. } = finished;
         let requests = u16::try_from(requests.max(1)).unwrap_or(u16::MAX);
         let (wait_ns, service_ns) = (admitted.nanos_since(arrived), ended.nanos_since(admitted));
         Self {
@@ -144,25 +144,25 @@ impl RecentRequest {
             DiskOperation::Flush => RequestOp::Flush,
             DiskOperation::Discard => RequestOp::Discard,
         };
-        let past = CompletedRequest {
+        let request = CompletedRequest {
             arrived_ns: self.arrived.as_nanos(),
             wait_ns: self.wait_ns,
             service_ns: self.service_ns.into(),
             length: self.length.into(),
             op,
         };
-        std::iter::repeat_n(past, self.requests.into())
+        std::iter::repeat_n(request, self.requests.into())
     }
 }
 
 impl RecentState {
-    fn add(&mut self, disk: &Arc<str>, kept: RecentRequest) {
+    fn add(&mut self, disk: &Arc<str>, request: RecentRequest) {
         // No `entry` here: it would clone the name for every request.
         let open = match self.open.get_mut(disk) {
             Some(open) => open,
             None => self.open.entry(Arc::clone(disk)).or_insert_with(|| Vec::with_capacity(CHUNK_REQUESTS)),
         };
-        open.push(kept);
+        open.push(request);
         if open.len() < CHUNK_REQUESTS {
             return;
         }
@@ -208,7 +208,7 @@ impl RecentState {
 }
 
 fn newest_arrival(chunk: &[RecentRequest]) -> Option<Instant> {
-    chunk.iter().map(|kept| kept.arrived).max()
+    chunk.iter().map(|request| request.arrived).max()
 }
 
 /// Output of the engine that fills a [`RecentRequests`].
@@ -237,8 +237,8 @@ impl RecentOutput {
             return;
         }
         let mut all = self.recent.lock();
-        for (disk, kept) in self.new.drain(..) {
-            all.add(&disk, kept);
+        for (disk, request) in self.new.drain(..) {
+            all.add(&disk, request);
         }
         if lost > 0 {
             all.mark_incomplete(now);
@@ -289,26 +289,26 @@ mod tests {
             arrived: at(ms),
             admitted: at(ms + 1),
             throttle_cause: None,
-            ended: at(ms + 3),
+            completed: at(ms + 3),
         }
     }
 
-    fn keeping() -> (Arc<RecentRequests>, RecentOutput) {
+    fn recent_output() -> (Arc<RecentRequests>, RecentOutput) {
         let recent = Arc::<RecentRequests>::default();
         (Arc::clone(&recent), RecentOutput::new(recent, at(0)))
     }
 
     #[test]
     fn recent_requests_are_returned_unchanged() {
-        let (recent, mut keeping) = keeping();
+        let (recent, mut output) = recent_output();
         let (a, b) = (RecordedDiskEntry::alone(0, "a"), RecordedDiskEntry::alone(1, "b"));
         for ms in 1..=600 {
-            keeping.take(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
+            output.take(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
         }
-        keeping.take(&RequestRecord { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
-        keeping.turn_at(0, at(700));
-        let (since, past) = recent.latest(&["a".into(), "b".into(), "c".into()], at(700), 1000);
-        assert_eq!((since, [past[0].len(), past[1].len(), past[2].len()]), (at(0), [400, 200, 0]));
+        output.take(&RequestRecord { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
+        output.turn_at(0, at(700));
+        let (since, requests) = recent.latest(&["a".into(), "b".into(), "c".into()], at(700), 1000);
+        assert_eq!((since, [requests[0].len(), requests[1].len(), requests[2].len()]), (at(0), [400, 200, 0]));
         let first = CompletedRequest {
             arrived_ns: 1_000_000,
             wait_ns: 1_000_000,
@@ -316,49 +316,49 @@ mod tests {
             length: 4096,
             op: RequestOp::Read,
         };
-        assert_eq!(past[0][0], first);
+        assert_eq!(requests[0][0], first);
         // The latest of both disks together.
-        let (since, past) = recent.latest(&["a".into(), "b".into()], at(700), 30);
-        assert_eq!((since, past[0].len(), past[1].len()), (at(571), 20, 10));
+        let (since, requests) = recent.latest(&["a".into(), "b".into()], at(700), 30);
+        assert_eq!((since, requests[0].len(), requests[1].len()), (at(571), 20, 10));
     }
 
     #[test]
     fn merged_requests_are_expanded() {
-        let (recent, mut keeping) = keeping();
+        let (recent, mut output) = recent_output();
         let a = RecordedDiskEntry::alone(0, "a");
         for ms in 1..=100 {
-            keeping.take(
+            output.take(
                 &RequestRecord { length: 8 * 4096, requests: 8, ..read(ms) },
                 &a,
                 &LimitsByOwner::new(),
             );
         }
-        keeping.turn_at(0, at(200));
-        let (since, past) = recent.latest(&["a".into()], at(200), 10_000);
-        assert_eq!((since, past[0].len()), (at(0), 800));
-        assert!(past[0].iter().all(|past| past.length == 4096 && past.service_ns == 2_000_000));
+        output.turn_at(0, at(200));
+        let (since, requests) = recent.latest(&["a".into()], at(200), 10_000);
+        assert_eq!((since, requests[0].len()), (at(0), 800));
+        assert!(requests[0].iter().all(|request| request.length == 4096 && request.service_ns == 2_000_000));
         // From the latest 20: two batches of eight; with a bound below one batch, that batch.
-        for (most, from, told) in [(20, 99, 16), (3, 100, 8)] {
-            let (since, past) = recent.latest(&["a".into()], at(200), most);
-            assert_eq!((since, past[0].len()), (at(from), told), "{most}");
+        for (max, from, count) in [(20, 99, 16), (3, 100, 8)] {
+            let (since, requests) = recent.latest(&["a".into()], at(200), max);
+            assert_eq!((since, requests[0].len()), (at(from), count), "{max}");
         }
     }
 
     #[test]
     fn old_and_incomplete_periods_are_excluded() {
-        let (recent, mut keeping) = keeping();
+        let (recent, mut output) = recent_output();
         let a = RecordedDiskEntry::alone(0, "a");
         let longest_ms = MAX_AGE.as_millis() as u64;
         for ms in (0..3000).chain(longest_ms..longest_ms + 100) {
-            keeping.take(&read(ms), &a, &LimitsByOwner::new());
+            output.take(&read(ms), &a, &LimitsByOwner::new());
         }
-        keeping.turn_at(0, at(longest_ms + 2000));
-        let (since, past) = recent.latest(&["a".into()], at(longest_ms + 2000), usize::MAX);
-        assert_eq!((since, past[0].len()), (at(2000), 1100));
-        keeping.turn_at(5, at(longest_ms + 2001));
-        let (since, past) = recent.latest(&["a".into()], at(longest_ms + 2002), usize::MAX);
-        assert_eq!((since, past[0].len()), (at(longest_ms + 2001), 0));
-        keeping.turn_at(0, at(2 * longest_ms + 3000));
+        output.turn_at(0, at(longest_ms + 2000));
+        let (since, requests) = recent.latest(&["a".into()], at(longest_ms + 2000), usize::MAX);
+        assert_eq!((since, requests[0].len()), (at(2000), 1100));
+        output.turn_at(5, at(longest_ms + 2001));
+        let (since, requests) = recent.latest(&["a".into()], at(longest_ms + 2002), usize::MAX);
+        assert_eq!((since, requests[0].len()), (at(longest_ms + 2001), 0));
+        output.turn_at(0, at(2 * longest_ms + 3000));
         let all = recent.lock();
         assert!(all.disks.is_empty() && all.order.is_empty() && all.open.is_empty());
     }
@@ -366,21 +366,21 @@ mod tests {
     #[test]
     fn all_disks_share_one_bound() {
         assert_eq!(size_of::<RecentRequest>(), 32);
-        let (recent, mut keeping) = keeping();
+        let (recent, mut output) = recent_output();
         let disks = ["a", "b"].map(|name| RecordedDiskEntry::alone(0, name));
-        let most = MAX_CHUNKS * CHUNK_REQUESTS;
-        for number in 0..most + most / 2 {
-            keeping.take(&read(number as u64 / 8), &disks[number % 2], &LimitsByOwner::new());
+        let max = MAX_CHUNKS * CHUNK_REQUESTS;
+        for number in 0..max + max / 2 {
+            output.take(&read(number as u64 / 8), &disks[number % 2], &LimitsByOwner::new());
             if number % 10_000 == 0 {
-                keeping.turn_at(0, at(number as u64 / 8));
+                output.turn_at(0, at(number as u64 / 8));
             }
         }
-        let now = at((most + most / 2) as u64 / 8);
-        keeping.turn_at(0, now);
+        let now = at((max + max / 2) as u64 / 8);
+        output.turn_at(0, now);
         assert_eq!(recent.lock().order.len(), MAX_CHUNKS);
-        let (since, past) = recent.latest(&["a".into(), "b".into()], now, usize::MAX);
-        let all = past[0].len() + past[1].len();
-        assert!(since > at(0) && all <= most && all > most - 4 * CHUNK_REQUESTS, "{all}");
-        assert!(past[0].len().abs_diff(past[1].len()) <= 8);
+        let (since, requests) = recent.latest(&["a".into(), "b".into()], now, usize::MAX);
+        let all = requests[0].len() + requests[1].len();
+        assert!(since > at(0) && all <= max && all > max - 4 * CHUNK_REQUESTS, "{all}");
+        assert!(requests[0].len().abs_diff(requests[1].len()) <= 8);
     }
 }

@@ -100,8 +100,8 @@ impl RecordingSink {
         let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
         fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        let behind = BufferedFile { file: file.into(), waiting: VecDeque::new(), written: 0, whole: 0 };
-        let writer = RecordingWriter::new(behind, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
+        let output = BufferedFile { file: file.into(), waiting: VecDeque::new(), written: 0, complete_bytes: 0 };
+        let writer = RecordingWriter::new(output, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
         let (ends_by, error) = (None, None);
         Ok(Self {
             writer,
@@ -139,8 +139,8 @@ impl RecordingSink {
     /// Truncates a regular file to its last complete block; a partial block would end it for
     /// readers.
     pub(super) fn truncate_to_blocks(&self) -> io::Result<()> {
-        let BufferedFile { file, whole, .. } = self.writer.output();
-        file.set_len(*whole)
+        let BufferedFile { file, complete_bytes: complete, .. } = self.writer.output();
+        file.set_len(*complete)
     }
 
     /// Counts dropped requests, and records their number in the file.
@@ -164,7 +164,7 @@ impl RecordingSink {
         let length = finished.length / parts;
         let times = RecordedTimes {
             wait_ns: nanos(finished.arrived, finished.admitted),
-            service_ns: nanos(finished.admitted, finished.ended),
+            service_ns: nanos(finished.admitted, finished.completed),
         };
         for part in 0..parts {
             let offset = finished.offset + part * length;
@@ -226,8 +226,8 @@ impl RecordingSink {
         if self.writer.is_block_empty() && self.writer.output().waiting.is_empty() && self.error.is_none() {
             self.is_empty &= self.unwritten == 0;
             self.unwritten = 0;
-            let behind = self.writer.output_mut();
-            behind.whole = behind.written;
+            let output = self.writer.output_mut();
+            output.complete_bytes = output.written;
         }
     }
 
@@ -278,7 +278,7 @@ struct BufferedFile {
     waiting: VecDeque<u8>,
     written: u64,
     /// Bytes written up to the end of a block.
-    whole: u64,
+    complete_bytes: u64,
 }
 
 impl BufferedFile {
@@ -326,13 +326,13 @@ fn op(operation: DiskOperation) -> RequestOp {
 #[cfg(test)]
 impl RecordingSink {
     /// Writes half of the pending bytes and then fails, as on a full disk.
-    pub(super) fn tear_block(&mut self) {
+    pub(super) fn write_half_block(&mut self) {
         self.encode_block();
-        let behind = self.writer.output_mut();
-        let half = behind.waiting.len() / 2;
+        let output = self.writer.output_mut();
+        let half = output.waiting.len() / 2;
         assert!(half > 0, "there is a block to be written");
-        let part: Vec<u8> = behind.waiting.drain(..half).collect();
-        behind.file.write_all(&part).expect("there is room");
+        let part: Vec<u8> = output.waiting.drain(..half).collect();
+        output.file.write_all(&part).expect("there is room");
         self.record_error(Err(ErrorKind::StorageFull.into()));
     }
 }
@@ -351,35 +351,35 @@ mod tests {
         let progress = Arc::<RecordingProgress>::default();
         let mut sink = RecordingSink::new(writer, Instant::ZERO, Arc::clone(&progress)).unwrap();
         let named = RecordedDiskEntry::alone(0, "vm1");
-        let mut place = 1_u64;
-        let mut asked = 0;
+        let mut random = 1_u64;
+        let mut submitted = 0;
         // Fills the pipe, then the buffer.
         while progress.dropped() < 1000 {
             // Knuth's MMIX generator, so that the data do not compress.
-            place = place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let at = |nanos: u64| Instant::from_nanos(asked * 1000 + nanos % 1_000_000);
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let at = |nanos: u64| Instant::from_nanos(submitted * 1000 + nanos % 1_000_000);
             sink.take(
                 &RequestRecord {
                     disk: 0,
                     operation: DiskOperation::Read,
-                    offset: place >> 20 << 9,
+                    offset: random >> 20 << 9,
                     length: 512,
                     requests: 1,
                     has_failed: false,
                     arrived: at(0),
-                    admitted: at(place >> 44),
+                    admitted: at(random >> 44),
                     throttle_cause: None,
-                    ended: at(1_000_000 + (place >> 30)),
+                    completed: at(1_000_000 + (random >> 30)),
                 },
                 &named,
             );
-            asked += 1;
-            if asked % 10_000 == 0 {
+            submitted += 1;
+            if submitted % 10_000 == 0 {
                 RecordingOutput::turn(&mut sink, 0);
             }
         }
         assert!(sink.writer.output().waiting.capacity() < 3 * MAX_BUFFERED_BYTES);
-        assert_eq!(progress.requests() + progress.dropped(), asked);
+        assert_eq!(progress.requests() + progress.dropped(), submitted);
         // A reader that reads at last receives everything that was kept.
         let read = thread::spawn(move || File::from(reader).read_to_end(&mut Vec::new()).unwrap());
         sink.end();

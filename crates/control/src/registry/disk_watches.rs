@@ -31,14 +31,14 @@ pub(super) async fn watch_size(registry: Weak<Registry>, disk: String, resized: 
 pub(super) async fn watch_image_changes(
     registry: Weak<Registry>,
     disk: String,
-    bell: Arc<ResizeNotifier>,
+    notifier: Arc<ResizeNotifier>,
     every: Option<Duration>,
 ) {
     loop {
         match every {
             // Timeout and notification have the same effect.
-            Some(every) => drop(reactor::timeout(every, bell.notified()).await),
-            None => bell.notified().await,
+            Some(every) => drop(reactor::timeout(every, notifier.notified()).await),
+            None => notifier.notified().await,
         }
         let Some(registry) = registry.upgrade() else { return };
         if let Ok(running) = registry.disks.get(&disk)

@@ -139,13 +139,13 @@ impl DiskRegistry {
         let unavailable = self.unavailable.borrow();
         let found = unavailable
             .iter()
-            .find(|(name, one)| **name != disk && one.reserved_endpoints().contains(wanted));
+            .find(|(name, entry)| **name != disk && entry.reserved_endpoints().contains(wanted));
         found.map(|(name, _)| name.clone())
     }
 
     pub(super) fn unavailable_member_of(&self, group: &str) -> Option<String> {
         let unavailable = self.unavailable.borrow();
-        let member = unavailable.iter().find(|(_, one)| one.group().as_deref() == Some(group));
+        let member = unavailable.iter().find(|(_, entry)| entry.group().as_deref() == Some(group));
         member.map(|(name, _)| name.clone())
     }
 

@@ -33,8 +33,8 @@ impl Registry {
             self.accept(&serving);
         }
         for export in self.exports.all() {
-            if let RunningEndpoint::Separate(entrance) = &export.endpoint {
-                self.accept_at_endpoint(&export.id, entrance);
+            if let RunningEndpoint::Separate(endpoint) = &export.endpoint {
+                self.accept_at_endpoint(&export.id, endpoint);
             }
         }
     }
@@ -78,7 +78,7 @@ impl Registry {
     fn is_idle(&self) -> bool {
         let served = || {
             self.exports.servers().iter().any(|serving| serving.server.has_served())
-                || self.exports.own_endpoints().iter().any(|entrance| entrance.server.has_served())
+                || self.exports.own_endpoints().iter().any(|endpoint| endpoint.server.has_served())
         };
         self.exports.connections() == 0 && (self.lifecycle.lost_device.get() || served())
     }
@@ -90,8 +90,8 @@ impl Registry {
         name: &str,
         disk: &str,
     ) -> Result<(), RegistryError> {
-        let wanted = ReservedEndpoint::NbdExportName(serving.endpoint.clone(), name.to_owned());
-        self.disks.holder_of_reserved(&wanted, disk).map_or(Ok(()), |disk| {
+        let reserved = ReservedEndpoint::NbdExportName(serving.endpoint.clone(), name.to_owned());
+        self.disks.holder_of_reserved(&reserved, disk).map_or(Ok(()), |disk| {
             Err(RegistryError::ExportReserved { name: name.to_owned(), address: serving.address(), disk })
         })
     }
@@ -99,12 +99,12 @@ impl Registry {
     /// Fails if the endpoint of a single export is reserved for another disk than `disk`.
     fn check_reserved_endpoint(
         &self,
-        door: &settings::ExportTarget,
+        target: &settings::ExportTarget,
         disk: &str,
     ) -> Result<(), RegistryError> {
-        let Some(path) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
+        let Some(path) = target.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
         self.disks.holder_of_reserved(&ReservedEndpoint::EndpointPath(path), disk).map_or(Ok(()), |holder| {
-            let (name, address) = (disk.to_owned(), door.address());
+            let (name, address) = (disk.to_owned(), target.address());
             Err(RegistryError::ExportReserved { name, address, disk: holder })
         })
     }
@@ -153,19 +153,19 @@ impl Registry {
         id: String,
         disk: Rc<RunningDisk>,
         read_only: bool,
-        door: &settings::ExportTarget,
+        target: &settings::ExportTarget,
         taken: Option<TransferredEndpoint>,
     ) -> anyhow::Result<String> {
         if self.exports.has_id(&id) {
             return Err(RegistryError::IdTaken(id).into());
         }
-        self.check_reserved_endpoint(door, disk.disk.name())?;
+        self.check_reserved_endpoint(target, disk.disk.name())?;
         if taken.is_none() {
-            self.exports.check_path_free(door)?;
+            self.exports.check_path_free(target)?;
         }
-        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door))?;
+        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(target))?;
         let EndpointParameters { workers, access, inherited, .. } = self.exports.endpoint_parameters()?;
-        let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
+        let read_only = read_only || target.read_only() || disk.disk.image().is_read_only();
         // Transferred endpoints start when the old process has released them.
         let is_at_once = taken.is_none();
         let taken = Cell::new(taken);
@@ -181,10 +181,10 @@ impl Registry {
             transferred: taken,
         };
         let entrance =
-            endpoints::open_endpoint(door, &terms).await.map_err(|error| match (self.sandbox(), door) {
-                (Some(sandbox), settings::ExportTarget::VhostUserBlk(machine)) if !machine.client => {
+            endpoints::open_endpoint(target, &terms).await.map_err(|error| match (self.sandbox(), target) {
+                (Some(sandbox), settings::ExportTarget::VhostUserBlk(config)) if !config.client => {
                     // The sandbox's reason explains the error better than the failed system call.
-                    machine.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
+                    config.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
                 }
                 _ => error,
             })?;
@@ -219,7 +219,7 @@ impl Registry {
             name,
             disk,
             endpoint: RunningEndpoint::Separate(entrance),
-            endpoint_config: Some(door.clone()),
+            endpoint_config: Some(target.clone()),
             nbd_parameters: None,
             read_only,
             is_added: Cell::new(false),
@@ -229,9 +229,9 @@ impl Registry {
         Ok(address)
     }
 
-    fn accept_at_endpoint(self: &Rc<Self>, id: &str, entrance: &Rc<ExportEndpoint>) {
+    fn accept_at_endpoint(self: &Rc<Self>, id: &str, endpoint: &Rc<ExportEndpoint>) {
         let (registry, id) = (Rc::downgrade(self), id.to_owned());
-        entrance.accept(move |result| {
+        endpoint.accept(move |result| {
             if let Some(registry) = registry.upgrade() {
                 registry.endpoint_ended(&id, result);
             }
@@ -242,9 +242,9 @@ impl Registry {
     /// or it cannot accept clients any more.
     fn endpoint_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
         let Ok(export) = self.exports.get(id) else { return };
-        let RunningEndpoint::Separate(entrance) = &export.endpoint else { return };
-        let address = entrance.address();
-        if entrance.device().is_none() {
+        let RunningEndpoint::Separate(endpoint) = &export.endpoint else { return };
+        let address = endpoint.address();
+        if endpoint.device().is_none() {
             if let Err(error) = result {
                 let error =
                     anyhow!("{address}: virtual machines cannot connect any more: {error} (restart weir)");
@@ -266,8 +266,8 @@ impl Registry {
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), RegistryError> {
         let (registry, removal) = (Rc::clone(self), self.begin_removal(id, removal)?);
         reactor::spawn(async move {
-            let gone = removal.await;
-            gone.iter().for_each(|gone| registry.notify(gone));
+            let change = removal.await;
+            change.iter().for_each(|change| registry.notify(change));
         });
         Ok(())
     }
@@ -306,8 +306,8 @@ impl Registry {
                 (registry.lifecycle.request_end)(DaemonEnd::Idle);
             }
             // An export of an incomplete disk was never announced.
-            let is_known = !registry.disks.is_incomplete(export.disk.disk.name());
-            is_known.then(|| RegistryChange::ExportDeleted { id: export.id.clone() })
+            let is_announced = !registry.disks.is_incomplete(export.disk.disk.name());
+            is_announced.then(|| RegistryChange::ExportDeleted { id: export.id.clone() })
         })
     }
 
@@ -321,10 +321,10 @@ impl Registry {
     ) -> Result<(), RegistryError> {
         let mut ends = Vec::new();
         // NBD exports first: they can be added again if a later one has clients.
-        let (nbd, own): (Vec<_>, Vec<_>) =
+        let (nbd, separate): (Vec<_>, Vec<_>) =
             exports.iter().partition(|export| matches!(export.endpoint, RunningEndpoint::Nbd(..)));
         let mut refused = None;
-        for export in nbd.iter().chain(&own) {
+        for export in nbd.iter().chain(&separate) {
             let was_ending = export.is_ending();
             match self.begin_removal(&export.id, removal) {
                 Ok(end) => ends.push((export, was_ending, end)),
@@ -339,14 +339,14 @@ impl Registry {
             if was_ending && refused.is_some() {
                 continue;
             }
-            let gone = end.await;
+            let change = end.await;
             if refused.is_some()
                 && let (RunningEndpoint::Nbd(serving, _), Some(new)) =
                     (&export.endpoint, &export.nbd_parameters)
             {
                 match self.add_export(serving, new.clone()).and_then(|()| self.exports.get(&export.id)) {
-                    Ok(again) => {
-                        again.is_added.set(export.is_added.get());
+                    Ok(restored) => {
+                        restored.is_added.set(export.is_added.get());
                         continue;
                     }
                     // Another export uses its name or id by now.
@@ -355,7 +355,7 @@ impl Registry {
                     }
                 }
             }
-            gone.iter().for_each(|gone| self.notify(gone));
+            change.iter().for_each(|change| self.notify(change));
         }
         refused.map_or(Ok(()), Err)
     }

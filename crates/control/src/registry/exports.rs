@@ -118,30 +118,30 @@ impl ExportRegistry {
     }
 
     pub(crate) fn has_export_at(&self, serving: &Rc<RunningServer>) -> bool {
-        let is_there = |export: &Rc<RunningExport>| matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, serving));
-        self.listed.any(is_there)
+        let is_at = |export: &Rc<RunningExport>| matches!(&export.endpoint, RunningEndpoint::Nbd(at, _) if Rc::ptr_eq(at, serving));
+        self.listed.any(is_at)
     }
 
     /// Number of connected clients of all exports.
     pub fn connections(&self) -> usize {
         let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
-        nbd + self.own_endpoints().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
+        nbd + self.own_endpoints().iter().map(|endpoint| endpoint.server.connections()).sum::<usize>()
     }
 
     /// Endpoints of single exports.
     pub fn own_endpoints(&self) -> Vec<Rc<ExportEndpoint>> {
-        let entrance = |export: &Rc<RunningExport>| match &export.endpoint {
-            RunningEndpoint::Separate(entrance) => Some(Rc::clone(entrance)),
+        let own_endpoint = |export: &Rc<RunningExport>| match &export.endpoint {
+            RunningEndpoint::Separate(endpoint) => Some(Rc::clone(endpoint)),
             RunningEndpoint::Nbd(..) => None,
         };
-        self.listed.all().iter().filter_map(entrance).collect()
+        self.listed.all().iter().filter_map(own_endpoint).collect()
     }
 
     /// Notifies the clients of single-disk endpoints that the disk's size may have changed.
     pub(super) fn refresh_size(&self, disk: &Rc<RunningDisk>) {
         for export in self.of_disk(disk.disk.name()) {
-            if let RunningEndpoint::Separate(entrance) = &export.endpoint {
-                entrance.server.refresh_size();
+            if let RunningEndpoint::Separate(endpoint) = &export.endpoint {
+                endpoint.server.refresh_size();
             }
         }
     }
@@ -189,13 +189,13 @@ impl ExportRegistry {
 
     /// Fails if another export listens at this path. Probing the socket, as at a start, would
     /// connect to this daemon itself.
-    pub(super) fn check_path_free(&self, door: &settings::ExportTarget) -> anyhow::Result<()> {
-        let Some(wanted) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
-        let there = self.endpoints.borrow().get(&wanted).and_then(|id| self.listed.get(id));
-        match there.filter(|export| !export.is_ending()) {
+    pub(super) fn check_path_free(&self, target: &settings::ExportTarget) -> anyhow::Result<()> {
+        let Some(new_path) = target.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
+        let existing = self.endpoints.borrow().get(&new_path).and_then(|id| self.listed.get(id));
+        match existing.filter(|export| !export.is_ending()) {
             Some(export) => bail!(
                 "{}: the export {} uses this path (give each export a path of its own)",
-                door.address(),
+                target.address(),
                 export.id
             ),
             None => Ok(()),

@@ -33,10 +33,10 @@ impl Registry {
     pub(crate) fn with_holder_if_lock_error<'a>(
         &self,
         error: anyhow::Error,
-        others: impl IntoIterator<Item = (&'a str, &'a Image)>,
+        candidates: impl IntoIterator<Item = (&'a str, &'a Image)>,
     ) -> anyhow::Error {
         match error.downcast::<OpenError>() {
-            Ok(error) => self.with_holder_among(error, others).into(),
+            Ok(error) => self.with_holder_among(error, candidates).into(),
             Err(error) => error,
         }
     }
@@ -44,17 +44,17 @@ impl Registry {
     fn with_holder_among<'a>(
         &self,
         error: OpenError,
-        others: impl IntoIterator<Item = (&'a str, &'a Image)>,
+        candidates: impl IntoIterator<Item = (&'a str, &'a Image)>,
     ) -> OpenError {
         // Only errors of locks name a file.
         let Some(locked) = &error.locked else { return error };
-        let has_it = |image: &Image| {
+        let has_file = |image: &Image| {
             image.layers().iter().flat_map(|layer| &layer.files).any(|file| *file.key == **locked)
         };
         let running = self.disks.all();
-        let listed = running.iter().find(|running| has_it(running.disk.image()));
+        let listed = running.iter().find(|running| has_file(running.disk.image()));
         let listed = listed.map(|running| running.disk.name().to_string());
-        let other = || others.into_iter().find(|(_, image)| has_it(image)).map(|(disk, _)| disk.to_owned());
+        let other = || candidates.into_iter().find(|(_, image)| has_file(image)).map(|(disk, _)| disk.to_owned());
         match listed.or_else(other) {
             Some(disk) => {
                 let OpenError { image, holder, locked, .. } = error;

@@ -96,7 +96,7 @@ impl ObjectRegistry {
     }
 
     fn get(&self, id: &str) -> Option<NamedObject> {
-        self.listed.borrow().get(id).map(|kept| kept.object.clone())
+        self.listed.borrow().get(id).map(|entry| entry.object.clone())
     }
 
     pub(crate) fn secret(&self, id: &str) -> Result<Secret, RegistryError> {
@@ -108,7 +108,7 @@ impl ObjectRegistry {
 
     pub(crate) fn secrets(&self) -> Vec<String> {
         let objects = self.listed.borrow();
-        let secrets = objects.iter().filter(|(_, kept)| matches!(kept.object, NamedObject::Secret(_)));
+        let secrets = objects.iter().filter(|(_, entry)| matches!(entry.object, NamedObject::Secret(_)));
         secrets.map(|(id, _)| id.clone()).collect()
     }
 

@@ -16,7 +16,7 @@ pub(super) struct RenewedCredentials {
     tls: Option<nbd::NbdServerTls>,
     etcd: Option<EtcdCredentials>,
     /// Errors of files that could not be read again.
-    kept: Vec<String>,
+    unreadable: Vec<String>,
 }
 
 impl RenewedCredentials {
@@ -26,37 +26,37 @@ impl RenewedCredentials {
     pub(super) async fn read(plan: &DesiredState) -> anyhow::Result<Self> {
         let (tls, cluster) = (plan.process.tls.clone(), plan.process.cluster.clone());
         let reading = reactor::run_blocking(move || {
-            let mut kept = Vec::new();
-            let tls = unless_forbidden(assemble::read_tls_credentials(&tls), &mut kept)?.flatten();
+            let mut errors = Vec::new();
+            let tls = none_if_forbidden(assemble::read_tls_credentials(&tls), &mut errors)?.flatten();
             let mut etcd = None;
             if let Some(cluster) = cluster {
                 let read =
                     EtcdCredentials::read(&cluster).with_context(|| format!("cluster {}", cluster.name));
-                etcd = unless_forbidden(read, &mut kept)?;
+                etcd = none_if_forbidden(read, &mut errors)?;
             }
-            anyhow::Ok(Self { tls, etcd, kept })
+            anyhow::Ok(Self { tls, etcd, unreadable: errors })
         });
         reading.await
     }
 
     /// Reports for the client of the reload.
     pub(super) fn reports(&self) -> impl Iterator<Item = Value> {
-        self.kept.iter().map(|why| change_report::credentials_report(why))
+        self.unreadable.iter().map(|why| change_report::credentials_report(why))
     }
 
     /// Puts the credentials in force.
     pub(super) fn apply(self, registry: &Registry, loaded: &LoadedConfig) {
         if let (Some(before), Some(tls)) = (&loaded.tls, self.tls) {
             // Shared with all servers, which use the new keys for later handshakes.
-            before.keys.renew(tls.keys);
+            before.keys.replace(tls.keys);
         }
-        if let (Some(cluster), Some(proofs)) = (registry.cluster(), self.etcd) {
-            cluster.renew(proofs);
+        if let (Some(cluster), Some(credentials)) = (registry.cluster(), self.etcd) {
+            cluster.renew(credentials);
         }
     }
 }
 
-fn unless_forbidden<T>(read: anyhow::Result<T>, kept: &mut Vec<String>) -> anyhow::Result<Option<T>> {
+fn none_if_forbidden<T>(read: anyhow::Result<T>, errors: &mut Vec<String>) -> anyhow::Result<Option<T>> {
     let is_forbidden = |cause: &io::Error| cause.kind() == io::ErrorKind::PermissionDenied;
     match read {
         Err(error) if error.chain().any(|cause| cause.downcast_ref().is_some_and(is_forbidden)) => {
@@ -65,7 +65,7 @@ fn unless_forbidden<T>(read: anyhow::Result<T>, kept: &mut Vec<String>) -> anyho
                  user and sandbox, or run `weir serve --takeover`)"
             );
             tracing::warn!("{why}");
-            kept.push(why);
+            errors.push(why);
             Ok(None)
         }
         read => read.map(Some),

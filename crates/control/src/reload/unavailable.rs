@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, rc::Rc};
 
 use anyhow::Context as _;
 use serde_json::Value;
-use settings::{DesiredState, PlacedDisk};
+use settings::{DesiredState, DiskWithOrigins};
 
 use crate::{
     assemble::DiskAssembly,
@@ -37,42 +37,42 @@ pub(super) async fn exclude_unavailable(
     plan: &mut DesiredState,
     is_dry_run: bool,
 ) -> anyhow::Result<UnavailablePlan> {
-    let mut said = UnavailablePlan { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
+    let mut unavailable_plan = UnavailablePlan { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
     let mut assembly = DiskAssembly::new(registry.image_root().cloned(), loaded.budgets.clone());
-    let (mut out, mut trials) = (Vec::new(), Vec::new());
+    let (mut excluded, mut attempts) = (Vec::new(), Vec::new());
     for before in registry.unavailable_configs() {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
         // Other keys take effect when the disk is listed, without opening the image anew.
         if !difference::fixed_differences(&before, planned).is_empty() {
-            let place = || planned.origin("image").to_string();
-            registry.check_image(&planned.image).await.with_context(place)?;
+            let origin = || planned.origin("image").to_string();
+            registry.check_image(&planned.image).await.with_context(origin)?;
             check_secret_files(planned).await?;
-            let looked = is_dry_run.then(|| trial_open::trial_config(planned));
-            let opening =
-                assembly.open_request(looked.as_ref().unwrap_or(planned)).await.with_context(place)?;
-            trials.push((
+            let read_only_config = is_dry_run.then(|| trial_open::trial_config(planned));
+            let request =
+                assembly.open_request(read_only_config.as_ref().unwrap_or(planned)).await.with_context(origin)?;
+            attempts.push((
                 before.name.clone(),
-                place(),
-                opening.clone(),
-                ImageOpenAttempt::begin(opening, false),
+                origin(),
+                request.clone(),
+                ImageOpenAttempt::begin(request, false),
             ));
         }
-        out.push(before.name.clone());
+        excluded.push(before.name.clone());
     }
-    for (name, place, opening, trial) in trials {
-        let opened = match trial.outcome().await {
+    for (name, origin, request, attempt) in attempts {
+        let opened = match attempt.outcome().await {
             Ok(opened) => {
                 let opened = opened.map_err(|error| registry.with_holder_if_lock_error(error, []));
-                let image = opened.context(place)?;
+                let image = opened.context(origin)?;
                 Some(reactor::spawn_joinable(async { Ok(image) }))
             }
             Err(UnavailableImage { state: UnavailableImageState::Opening(opened), .. }) => Some(opened),
             Err(_) => None,
         };
-        said.openings.insert(name, (opening, opened));
+        unavailable_plan.openings.insert(name, (request, opened));
     }
-    plan.remove_disks(|disk| out.iter().any(|name| name == disk));
-    Ok(said)
+    plan.remove_disks(|disk| excluded.iter().any(|name| name == disk));
+    Ok(unavailable_plan)
 }
 
 impl UnavailablePlan {
@@ -82,14 +82,14 @@ impl UnavailablePlan {
 
     /// Reports: each unavailable disk is still not open, or removed.
     pub(super) fn reports(&self, registry: &Registry) -> Vec<Value> {
-        let tell = |disk: PlacedDisk| {
+        let report = |disk: DiskWithOrigins| {
             change_report::object_report(
                 "disk",
                 &disk.name,
                 if self.contains_disk(&disk.name) { "unavailable" } else { "removed" },
             )
         };
-        registry.unavailable_configs().into_iter().map(tell).collect()
+        registry.unavailable_configs().into_iter().map(report).collect()
     }
 
     /// Puts the new config in force; returns the plan with all disks.

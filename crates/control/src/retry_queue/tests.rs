@@ -43,16 +43,16 @@ fn export(name: &str, disk: &str) -> NewNbdExport {
 /// Registry with the unavailable disk `far`, and with the first of its two NBD servers.
 async fn registry_with_unavailable_disk() -> (Rc<Registry>, Rc<RunningServer>) {
     let registry = Registry::new(None, Rc::new(|_| ()));
-    let draft = config::parse("weir.toml", FAR, Path::new("/")).expect("a config");
-    let plan = Rc::new(DesiredState::new(draft, 0).expect("a plan"));
+    let parsed = config::parse("weir.toml", FAR, Path::new("/")).expect("a config");
+    let plan = Rc::new(DesiredState::new(parsed, 0).expect("a plan"));
     let first = server("/first");
     registry.add_server(&first);
-    let opening = DiskAssembly::new(None, RateBudgets::default())
+    let request = DiskAssembly::new(None, RateBudgets::default())
         .open_request(&plan.disks[0])
         .await
         .expect("no secrets");
     let state = UnavailableImageState::Failed(anyhow!("no answer"));
-    registry.retry_later(("far", plan), UnavailableImage { opening, since: reactor::now(), state });
+    registry.retry_later(("far", plan), UnavailableImage { request, since: reactor::now(), state });
     (registry, first)
 }
 
@@ -107,9 +107,9 @@ fn unmet_reservation_is_booked_after_a_removal() {
         for (name, iops) in [("a", 800), ("b", 0)] {
             let disk = RunningDisk::in_memory(name, Some(&group));
             let node = GroupOrDisk::Disk(Arc::clone(&disk.disk));
-            let mut seat = MemberPlacement::current(&node);
-            seat.settings.share = seat.settings.share.with_reservation(iops, 0);
-            seat.apply().expect("there is room");
+            let mut placement = MemberPlacement::current(&node);
+            placement.settings.share = placement.settings.share.with_reservation(iops, 0);
+            placement.apply().expect("there is room");
             registry.add_disk(disk).expect("a new name");
         }
         let reserved = || {

@@ -43,7 +43,7 @@ impl NewProcess {
         perform: impl AsyncFn(&str, Map<String, Value>) -> Result<(), String>,
         add_disk: impl AsyncFn(&[Map<String, Value>], PassedFiles) -> Result<(), String>,
     ) -> anyhow::Result<Vec<String>> {
-        let mut had = Vec::new();
+        let mut added = Vec::new();
         for group in &self.offer.groups {
             // The new config may contain it by now; its settings win.
             if registry.groups.get(&group.name).is_ok() {
@@ -52,17 +52,17 @@ impl NewProcess {
             let named =
                 || format!("group {}: it was added at run time, and cannot be added here", group.name);
             let parent = group.parent.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
-            let made = add_objects::add_group_object(
+            let addition = add_objects::add_group_object(
                 registry,
                 &group.name,
                 GroupSettings::default(),
                 parent.as_ref(),
             );
-            made.await.with_context(named)?;
+            addition.await.with_context(named)?;
             registry.groups.added.borrow_mut().insert(group.name.clone());
             let set = perform("x-weir-set", group.settings.clone()).await;
             set.map_err(anyhow::Error::msg).with_context(named)?;
-            had.push(format!("group {}", group.name));
+            added.push(format!("group {}", group.name));
         }
         for at in 0..self.offer.servers.len() {
             let address = self.offer.servers[at].endpoint.clone();
@@ -83,7 +83,7 @@ impl NewProcess {
             serving.added.set(Some(AddedServer { max_connections, has_objects: false }));
             serving.default_for_disks.set(Some(false));
             registry.add_server(&serving);
-            had.push(format!("server {address}"));
+            added.push(format!("server {address}"));
         }
         for offered in &self.offer.disks {
             let ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, lowest_name: bottom }) =
@@ -104,20 +104,20 @@ impl NewProcess {
                 new.add_transferred(registry, self.passed.clone()).await.with_context(named)?;
             }
             if keys.is_none() || !nodes.is_empty() {
-                let made = add_disk(nodes, self.passed.clone()).await;
-                made.map_err(anyhow::Error::msg).with_context(named)?;
+                let addition = add_disk(nodes, self.passed.clone()).await;
+                addition.map_err(anyhow::Error::msg).with_context(named)?;
                 let set = perform("x-weir-set", settings.clone()).await;
                 set.map_err(anyhow::Error::msg).with_context(named)?;
             }
-            had.push(format!("disk {}", offered.name));
+            added.push(format!("disk {}", offered.name));
         }
         for offered in &self.offer.exports {
-            let ObjectOrigin::Added(told) = &offered.origin else { continue };
+            let ObjectOrigin::Added(state) = &offered.origin else { continue };
             // Exports of the new config are already there.
             if find_export(registry, &offered.endpoint, &offered.name).is_none() {
                 let named =
-                    || format!("export {}: it was added at run time, and cannot be added here", told.id);
-                had.push(add_export(registry, offered, told).await.with_context(named)?);
+                    || format!("export {}: it was added at run time, and cannot be added here", state.id);
+                added.push(add_export(registry, offered, state).await.with_context(named)?);
             }
         }
         for offered in &self.offer.machines {
@@ -125,23 +125,23 @@ impl NewProcess {
             if find_vhost_user(registry, offered).is_none() {
                 let named =
                     || format!("export {}: it was added at run time, and cannot be added here", offered.id);
-                had.push(add_vhost_user(registry, offered, text).await.with_context(named)?);
+                added.push(add_vhost_user(registry, offered, text).await.with_context(named)?);
             }
         }
         for OfferedDevice { id, kind, disk, read_only, .. } in self.devices.plan_added(registry)? {
-            had.push(format!(
+            added.push(format!(
                 "export {id} ({kind} of disk {disk}{})",
                 if read_only { ", read-only" } else { "" }
             ));
         }
-        Ok(had)
+        Ok(added)
     }
 }
 
 async fn add_export(
     registry: &Rc<Registry>,
     offered: &OfferedExport,
-    told: &AddedExportState,
+    state: &AddedExportState,
 ) -> anyhow::Result<String> {
     let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
     let serving = registry
@@ -150,13 +150,13 @@ async fn add_export(
         .into_iter()
         .find(|serving| super::endpoint_name(&serving.endpoint) == *endpoint);
     let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
-    let id = registry.exports.free_id(&told.id, &serving.address());
+    let id = registry.exports.free_id(&state.id, &serving.address());
     let running = registry.disks.get(disk)?;
     let new = NewNbdExport {
         id: id.clone(),
         name: name.clone(),
-        description: told.description.clone(),
-        access: told.access.to_access()?,
+        description: state.description.clone(),
+        access: state.access.to_access()?,
         disk: disk.clone(),
         read_only: *read_only,
         bitmaps: bitmaps::find_bitmaps(&running, bitmaps).await?,
@@ -172,9 +172,9 @@ async fn add_vhost_user(
     text: &str,
 ) -> anyhow::Result<String> {
     let OfferedVhostUser { id, disk, read_only, .. } = offered;
-    let door = parse_endpoint("vhost-user-blk", text)?;
-    let id = registry.exports.free_id(id, &door.address());
-    registry.add_endpoint(id.clone(), registry.disks.get(disk)?, *read_only, &door, None).await?;
+    let target = parse_endpoint("vhost-user-blk", text)?;
+    let id = registry.exports.free_id(id, &target.address());
+    registry.add_endpoint(id.clone(), registry.disks.get(disk)?, *read_only, &target, None).await?;
     registry.exports.get(&id)?.is_added.set(true);
     Ok(format!("export {id}"))
 }

@@ -62,7 +62,7 @@ pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
     groups.retain(|group| added.contains(group.name()));
     // Parents first, so that each parent exists when its members are added.
     groups.sort_by_key(depth);
-    let tell = |group: Arc<ThrottleGroup>| {
+    let state_of = |group: Arc<ThrottleGroup>| {
         let parent = group.parent().map(|parent| parent.name().to_owned());
         // The parent is set when the group is created.
         let throttled = throttle_values(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
@@ -72,13 +72,13 @@ pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
             settings: set_arguments(group.name(), throttled),
         }
     };
-    groups.into_iter().map(tell).collect()
+    groups.into_iter().map(state_of).collect()
 }
 
 /// Arguments of `x-weir-set` for these settings; a size without a value is 0 there.
 fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Map<String, Value> {
     let value = |value: Value| if value.is_null() { json!(0) } else { value };
-    let values = values.into_iter().map(|(key, said)| (key.to_owned(), value(said)));
+    let values = values.into_iter().map(|(key, setting)| (key.to_owned(), value(setting)));
     values.chain([("name".to_owned(), json!(name))]).collect()
 }
 
@@ -88,10 +88,10 @@ fn with_absolute_paths(mut node: Map<String, Value>) -> Map<String, Value> {
         match value {
             Value::Object(inner) => *inner = with_absolute_paths(std::mem::take(inner)),
             Value::String(path) if matches!(key.as_str(), "filename" | "path") => {
-                let whole = std::path::absolute(&*path)
+                let absolute = std::path::absolute(&*path)
                     .ok()
                     .and_then(|path| path.into_os_string().into_string().ok());
-                *path = whole.unwrap_or_else(|| std::mem::take(path));
+                *path = absolute.unwrap_or_else(|| std::mem::take(path));
             }
             _ => {}
         }
@@ -124,21 +124,21 @@ pub(super) fn export_origin(export: &RunningExport) -> ObjectOrigin<AddedExportS
 
 /// Origin of an export with a separate endpoint.
 pub(super) fn endpoint_origin(export: &RunningExport) -> ObjectOrigin<String> {
-    let Some(door) = export.endpoint_config.as_ref().filter(|_| export.is_added.get()) else {
+    let Some(target) = export.endpoint_config.as_ref().filter(|_| export.is_added.get()) else {
         return ObjectOrigin::Config;
     };
-    let whole = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let mut door = door.clone();
-    match &mut door {
-        Own::VhostUserBlk(machine) => {
-            if let VhostUserSocket::Path(path) = &mut machine.socket {
-                *path = whole(path);
+    let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let mut target = target.clone();
+    match &mut target {
+        Own::VhostUserBlk(config) => {
+            if let VhostUserSocket::Path(path) = &mut config.socket {
+                *path = absolute(path);
             }
         }
-        Own::Fuse(fuse) => fuse.file = whole(&fuse.file),
+        Own::Fuse(fuse) => fuse.file = absolute(&fuse.file),
         Own::Ublk(_) | Own::NbdDevice(_) => {}
     }
-    ObjectOrigin::Added(door.to_string())
+    ObjectOrigin::Added(target.to_string())
 }
 
 pub(super) fn parse_endpoint(kind: &str, text: &str) -> anyhow::Result<Own> {
@@ -156,10 +156,10 @@ pub(super) fn planned_device(
     offered: &OfferedDevice,
     text: &str,
 ) -> anyhow::Result<planned_export::PlannedExport> {
-    let door = parse_endpoint(&offered.kind, text)?;
+    let target = parse_endpoint(&offered.kind, text)?;
     Ok(planned_export::PlannedExport {
         disk: offered.disk.clone(),
         read_only: offered.read_only,
-        way: planned_export::PlannedEndpoint::Separate(door),
+        endpoint: planned_export::PlannedEndpoint::Separate(target),
     })
 }

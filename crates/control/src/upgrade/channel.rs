@@ -69,9 +69,9 @@ pub(super) struct AttachmentReader<'a> {
 impl<'a> AttachmentReader<'a> {
     /// Takes the next bytes.
     pub(super) fn bytes(&mut self, count: usize) -> anyhow::Result<&'a [u8]> {
-        let (own, rest) = self.bytes.split_at_checked(count).context("fewer bytes arrived than announced")?;
+        let (taken, rest) = self.bytes.split_at_checked(count).context("fewer bytes arrived than announced")?;
         self.bytes = rest;
-        Ok(own)
+        Ok(taken)
     }
 
     /// Takes the next descriptor.
@@ -169,11 +169,11 @@ impl UpgradeChannel {
     /// Receives a message on another thread; fails after `patience`.
     pub(super) async fn receive_in_background<T: DeserializeOwned + Send + 'static>(
         self,
-        patience: Duration,
+        timeout: Duration,
     ) -> anyhow::Result<(Self, T, MessageAttachments)> {
         reactor::run_blocking(move || {
-            let (message, luggage) = self.receive(patience)?;
-            Ok((self, message, luggage))
+            let (message, attachments) = self.receive(timeout)?;
+            Ok((self, message, attachments))
         })
         .await
     }
@@ -181,29 +181,29 @@ impl UpgradeChannel {
     /// Receives a message on this thread; fails after `patience`.
     pub(super) fn receive_now<T: DeserializeOwned>(
         self,
-        patience: Duration,
+        timeout: Duration,
     ) -> anyhow::Result<(Self, T, MessageAttachments)> {
-        let (message, luggage) = self.receive(patience)?;
-        Ok((self, message, luggage))
+        let (message, attachments) = self.receive(timeout)?;
+        Ok((self, message, attachments))
     }
 
     /// As [`UpgradeChannel::receive_in_background`]. After a failure the peer cannot have sent the
     /// message: either it is received here, or sending it fails there.
     pub(super) async fn receive_or_close<T: DeserializeOwned + Send + 'static>(
         self,
-        patience: Duration,
+        timeout: Duration,
     ) -> anyhow::Result<(Self, T, MessageAttachments)> {
         reactor::run_blocking(move || {
-            let (message, luggage) = self.receive_or(patience, DeadlineAction::Close)?;
-            Ok((self, message, luggage))
+            let (message, attachments) = self.receive_or(timeout, DeadlineAction::Close)?;
+            Ok((self, message, attachments))
         })
         .await
     }
 
     /// Waits until the peer has closed the connection, at most `patience`.
-    pub(super) async fn wait_for_end(self, patience: Duration) {
+    pub(super) async fn wait_for_end(self, timeout: Duration) {
         reactor::run_blocking(move || {
-            let _ = self.0.set_read_timeout(Some(patience));
+            let _ = self.0.set_read_timeout(Some(timeout));
             let _ = (&self.0).read(&mut [0]);
         })
         .await;
@@ -220,45 +220,45 @@ impl UpgradeChannel {
         socket.write_all(&text)?;
         socket.write_all(bytes)?;
         // One byte for each batch: SCM_RIGHTS needs at least one byte of data (unix(7)).
-        for some in descriptors.chunks(DESCRIPTORS_PER_MESSAGE) {
-            send_with(socket, b".", some)?;
+        for batch in descriptors.chunks(DESCRIPTORS_PER_MESSAGE) {
+            send_with(socket, b".", batch)?;
         }
         Ok(())
     }
 
-    fn receive<T: DeserializeOwned>(&self, patience: Duration) -> anyhow::Result<(T, MessageAttachments)> {
-        self.receive_or(patience, DeadlineAction::Fail)
+    fn receive<T: DeserializeOwned>(&self, timeout: Duration) -> anyhow::Result<(T, MessageAttachments)> {
+        self.receive_or(timeout, DeadlineAction::Fail)
     }
 
     fn receive_or<T: DeserializeOwned>(
         &self,
-        patience: Duration,
+        timeout: Duration,
         at_last: DeadlineAction,
     ) -> anyhow::Result<(T, MessageAttachments)> {
-        let until = DeadlineReader {
+        let reader = DeadlineReader {
             socket: &self.0,
-            end: Cell::new(Instant::now() + patience),
-            at_last: Cell::new(at_last),
+            end: Cell::new(Instant::now() + timeout),
+            on_deadline: Cell::new(at_last),
         };
-        let [text, bytes, count] = [until.read_number()?, until.read_number()?, until.read_number()?];
+        let [text, bytes, count] = [reader.read_number()?, reader.read_number()?, reader.read_number()?];
         ensure!(
             text <= MAX_JSON_BYTES && bytes <= MAX_BYTES && count <= MAX_DESCRIPTORS,
             "the peer sent an invalid message"
         );
-        let text = until.read_bytes(text)?;
-        let bytes = until.read_bytes(bytes)?;
+        let text = reader.read_bytes(text)?;
+        let bytes = reader.read_bytes(bytes)?;
         let mut descriptors = Vec::new();
         while (descriptors.len() as u64) < count {
             let expected = (count - descriptors.len() as u64).min(DESCRIPTORS_PER_MESSAGE as u64) as usize;
-            let some = until.read_descriptors()?;
+            let batch = reader.read_descriptors()?;
             // The kernel drops descriptors beyond this process's limit without an error.
             ensure!(
-                some.len() >= expected,
+                batch.len() >= expected,
                 "descriptors are missing: {count} were sent (`ulimit -n` or LimitNOFILE= must be larger)"
             );
             // The batch size is fixed, so an excess is a protocol error.
-            ensure!(some.len() == expected, "the peer sent more descriptors than announced");
-            descriptors.extend(some);
+            ensure!(batch.len() == expected, "the peer sent more descriptors than announced");
+            descriptors.extend(batch);
         }
         let message = serde_json::from_slice(&text).context("the message of the peer cannot be parsed")?;
         Ok((message, MessageAttachments { bytes, descriptors }))
@@ -270,7 +270,7 @@ impl UpgradeChannel {
 struct DeadlineReader<'a> {
     socket: &'a UnixStream,
     end: Cell<Instant>,
-    at_last: Cell<DeadlineAction>,
+    on_deadline: Cell<DeadlineAction>,
 }
 
 /// Action at the deadline.
@@ -301,7 +301,7 @@ impl DeadlineReader<'_> {
         // Recomputed before every system call, so that the deadline covers the whole message.
         let mut left = self.end.get().saturating_duration_since(Instant::now());
         if left.is_zero() {
-            if self.at_last.replace(DeadlineAction::Fail) == DeadlineAction::Fail {
+            if self.on_deadline.replace(DeadlineAction::Fail) == DeadlineAction::Fail {
                 return Err(ErrorKind::WouldBlock.into());
             }
             // Data that has arrived remains readable after a shutdown of a Unix socket.
@@ -336,11 +336,11 @@ impl DeadlineReader<'_> {
         let received = recvmsg(self.socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
             .map_err(|errno| readable_error(errno.into()))?;
         ensure!(received.bytes == 1, "the peer disconnected while sending descriptors");
-        let some = control.drain().flat_map(|message| match message {
+        let passed = control.drain().flat_map(|message| match message {
             RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
             _ => Vec::new(),
         });
-        Ok(some.collect())
+        Ok(passed.collect())
     }
 }
 
@@ -388,10 +388,10 @@ mod tests {
             one.send(&"hello", &[7; 300_000], &descriptors).unwrap();
             one.send(&[1, 2], &[], &[]).unwrap();
         });
-        let (text, luggage): (String, _) = other.receive(SEND_TIMEOUT).unwrap();
-        assert_eq!((text.as_str(), luggage.bytes), ("hello", vec![7; 300_000]));
-        assert_eq!(luggage.descriptors.len(), 600);
-        File::from(luggage.descriptors.into_iter().next_back().unwrap()).write_all(b"x").unwrap();
+        let (text, attachments): (String, _) = other.receive(SEND_TIMEOUT).unwrap();
+        assert_eq!((text.as_str(), attachments.bytes), ("hello", vec![7; 300_000]));
+        assert_eq!(attachments.descriptors.len(), 600);
+        File::from(attachments.descriptors.into_iter().next_back().unwrap()).write_all(b"x").unwrap();
         assert_eq!((&file).stream_position().unwrap(), 1, "the same open file");
         let (numbers, _): (Vec<u32>, _) = other.receive(SEND_TIMEOUT).unwrap();
         assert_eq!(numbers, [1, 2]);
@@ -407,14 +407,14 @@ mod tests {
         for read in 0..message.len() {
             let (one, other) = pair();
             one.send(&"yours", &[], &[]).unwrap();
-            let until = DeadlineReader {
+            let reader = DeadlineReader {
                 socket: &other.0,
                 end: Cell::new(Instant::now() + SEND_TIMEOUT),
-                at_last: Cell::new(DeadlineAction::Close),
+                on_deadline: Cell::new(DeadlineAction::Close),
             };
-            assert_eq!(until.read_bytes(read as u64).unwrap(), message[..read]);
-            until.end.set(Instant::now() + OVER);
-            assert_eq!(until.read_bytes((message.len() - read) as u64).unwrap(), message[read..]);
+            assert_eq!(reader.read_bytes(read as u64).unwrap(), message[..read]);
+            reader.end.set(Instant::now() + OVER);
+            assert_eq!(reader.read_bytes((message.len() - read) as u64).unwrap(), message[read..]);
             one.send(&"more", &[], &[]).unwrap_err();
         }
         // After a partial message the rest cannot be sent.
@@ -426,32 +426,32 @@ mod tests {
 
     #[test]
     fn closed_invalid_and_silent_peers_are_errors() {
-        let said = |bytes: &[u8]| {
+        let error_of = |bytes: &[u8]| {
             let (one, other) = pair();
             (&one.0).write_all(bytes).unwrap();
             drop(one);
             format!("{:#}", other.receive::<String>(SEND_TIMEOUT).unwrap_err())
         };
-        assert_eq!(said(b""), "the peer has closed the connection");
-        assert_eq!(said(&[0; 23]), "the peer has closed the connection");
-        assert_eq!(said(&[255; 24]), "the peer sent an invalid message");
+        assert_eq!(error_of(b""), "the peer has closed the connection");
+        assert_eq!(error_of(&[0; 23]), "the peer has closed the connection");
+        assert_eq!(error_of(&[255; 24]), "the peer sent an invalid message");
         let lengths = |text: u64, count: u64| [text, 0, count].map(u64::to_le_bytes).concat();
-        assert!(said(&[lengths(2, 0), b"{}".to_vec()].concat()).contains("cannot be parsed"));
-        assert_eq!(said(&[lengths(100 << 20, 0), b"\"".to_vec()].concat()), "unexpected end of file");
-        assert!(said(&[lengths(2, 1), b"\"\".".to_vec()].concat()).contains("descriptors are missing"));
+        assert!(error_of(&[lengths(2, 0), b"{}".to_vec()].concat()).contains("cannot be parsed"));
+        assert_eq!(error_of(&[lengths(100 << 20, 0), b"\"".to_vec()].concat()), "unexpected end of file");
+        assert!(error_of(&[lengths(2, 1), b"\"\".".to_vec()].concat()).contains("descriptors are missing"));
         let (_one, other) = pair();
-        let silent = other.receive::<String>(Duration::from_millis(1)).unwrap_err();
-        assert_eq!(silent.to_string(), "no answer in time");
+        let error = other.receive::<String>(Duration::from_millis(1)).unwrap_err();
+        assert_eq!(error.to_string(), "no answer in time");
         // A peer that sends bytes faster than the deadline, of a message that never ends.
         let (slow, other) = pair();
         let slow = std::thread::spawn(move || while (&slow.0).write_all(&[1]).is_ok() {});
         let end = Instant::now() + Duration::from_millis(50);
-        let until = DeadlineReader {
+        let reader = DeadlineReader {
             socket: &other.0,
             end: Cell::new(end),
-            at_last: Cell::new(DeadlineAction::Fail),
+            on_deadline: Cell::new(DeadlineAction::Fail),
         };
-        let late = until.read_bytes(u64::MAX).unwrap_err();
+        let late = reader.read_bytes(u64::MAX).unwrap_err();
         assert_eq!(late.to_string(), "no answer in time");
         drop(other);
         slow.join().unwrap();

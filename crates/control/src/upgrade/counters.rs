@@ -84,9 +84,9 @@ fn prefetch_numbers(stats: &prefetch::PrefetchStats) -> [u64; 9] {
     [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes]
 }
 
-fn prefetch_stats(told: [u64; 9]) -> prefetch::PrefetchStats {
+fn prefetch_stats(counts: [u64; 9]) -> prefetch::PrefetchStats {
     let [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes] =
-        told;
+        counts;
     prefetch::PrefetchStats {
         hits,
         partial_hits,
@@ -126,7 +126,7 @@ impl ThrottleCounterState {
 
 impl From<throttle::CumulativeStats> for ThrottleCounterState {
     fn from(counted: throttle::CumulativeStats) -> Self {
-        let throttle::CumulativeStats { passed, limited_ns, kept, waits, longest_wait_ns } = counted;
+        let throttle::CumulativeStats { passed, throttled_ns: limited_ns, reservation_times: kept, waits, longest_wait_ns } = counted;
         let numbers = |AdmissionCounters { requests, bytes, throttled, waited_ns }| {
             [requests, bytes, throttled, waited_ns]
         };
@@ -136,8 +136,8 @@ impl From<throttle::CumulativeStats> for ThrottleCounterState {
 }
 
 impl From<ThrottleCounterState> for throttle::CumulativeStats {
-    fn from(told: ThrottleCounterState) -> Self {
-        let ThrottleCounterState { passed, limited_ns, kept, waits, longest_wait_ns } = told;
+    fn from(state: ThrottleCounterState) -> Self {
+        let ThrottleCounterState { passed, limited_ns, kept, waits, longest_wait_ns } = state;
         let counters = |[requests, bytes, throttled, waited_ns]: [u64; 4]| AdmissionCounters {
             requests,
             bytes,
@@ -145,7 +145,7 @@ impl From<ThrottleCounterState> for throttle::CumulativeStats {
             waited_ns,
         };
         let kept = kept.map(|[met_ns, missed_ns]| ReservationTimes { met_ns, missed_ns });
-        Self { passed: passed.map(counters), limited_ns, kept, waits, longest_wait_ns }
+        Self { passed: passed.map(counters), throttled_ns: limited_ns, reservation_times: kept, waits, longest_wait_ns }
     }
 }
 
@@ -179,14 +179,14 @@ impl From<MeasuresSnapshot> for MeasuresState {
 }
 
 impl From<MeasuresState> for MeasuresSnapshot {
-    fn from(told: MeasuresState) -> Self {
-        let MeasuresState { latency, waits, waiting_ns, held_ns } = told;
-        let spread = |HistogramState { counts, sum_ns }: HistogramState| {
+    fn from(state: MeasuresState) -> Self {
+        let MeasuresState { latency, waits, waiting_ns, held_ns } = state;
+        let histogram = |HistogramState { counts, sum_ns }: HistogramState| {
             let mut all = vec![0; counts.last_key_value().map_or(0, |(last, _)| usize::from(*last) + 1)];
-            counts.into_iter().for_each(|(place, count)| all[usize::from(place)] = count);
+            counts.into_iter().for_each(|(index, count)| all[usize::from(index)] = count);
             HistogramSnapshot::new(all, sum_ns)
         };
-        Self { latency: latency.map(spread), waits: waits.map(spread), waiting_ns, held_ns }
+        Self { latency: latency.map(histogram), waits: waits.map(histogram), waiting_ns, held_ns }
     }
 }
 
@@ -213,7 +213,7 @@ impl DaemonCounterState {
                 serving.server.rejected_counts();
             (super::endpoint_name(&serving.endpoint), [networks, connections, names, exports])
         });
-        let doors = registry.exports.all().into_iter().filter_map(|export| {
+        let endpoints = registry.exports.all().into_iter().filter_map(|export| {
             let ExportCounters { requests, kicks, calls, copies, copied_bytes, .. } =
                 export.own_endpoint()?.server.counters();
             let [kicks, calls, copies, copied] =
@@ -224,7 +224,7 @@ impl DaemonCounterState {
         let deliveries = registry.deliveries.get().map(|counts| counts.counts());
         Self {
             servers: servers.collect(),
-            doors: doors.collect(),
+            doors: endpoints.collect(),
             event_counts: counts.map(|(kind, counts)| (kind.name().to_owned(), counts)).collect(),
             // In their public form, which both versions understand.
             events: registry.events.since(0).iter().map(|event| event.to_json()).collect(),
@@ -244,7 +244,7 @@ impl DaemonCounterState {
         let counts = std::mem::take(&mut self.event_counts);
         // Event types that this version does not know are dropped.
         let counts = counts.iter().filter_map(|(name, counts)| Some((Kind::named(name)?, *counts)));
-        let events = self.events.drain(..).filter_map(|told| RecordedEvent::from_json(&told));
+        let events = self.events.drain(..).filter_map(|event| RecordedEvent::from_json(&event));
         registry.events.merge_transferred(events.collect(), counts);
         if let Some(deliveries) = self.deliveries.take() {
             registry.deliveries.get_or_init(Rc::<DeliveryCounters>::default).add_counts(deliveries);
@@ -252,12 +252,12 @@ impl DaemonCounterState {
     }
 
     /// Adds the counters of an export's endpoint, which the old process had under the id `called`.
-    pub(super) fn add_to_endpoint(&mut self, called: &str, export: &RunningExport) {
-        if let (Some(told), Some(entrance)) = (self.doors.remove(called), export.own_endpoint()) {
-            let [requests, kicks, calls, copies, copied_bytes] = told.map(Some);
+    pub(super) fn add_to_endpoint(&mut self, id: &str, export: &RunningExport) {
+        if let (Some(counts), Some(endpoint)) = (self.doors.remove(id), export.own_endpoint()) {
+            let [requests, kicks, calls, copies, copied_bytes] = counts.map(Some);
             let before =
                 ExportCounters { requests, kicks, calls, copies, copied_bytes, ..ExportCounters::default() };
-            entrance.server.count_on(&before);
+            endpoint.server.count_on(&before);
         }
     }
 }
@@ -287,8 +287,8 @@ mod tests {
             };
             let (latency, waits) = ([0, 1, 2].map(spread), [3, 4].map(spread));
             let measured = MeasuresSnapshot { latency, waits, waiting_ns, held_ns };
-            let told = round_trip(&MeasuresState::from(measured.clone()));
-            prop_assert_eq!(MeasuresSnapshot::from(told), measured);
+            let transferred = round_trip(&MeasuresState::from(measured.clone()));
+            prop_assert_eq!(MeasuresSnapshot::from(transferred), measured);
         }
 
         #[test]
@@ -300,8 +300,8 @@ mod tests {
             longest_wait_ns: u64,
         ) {
             let counted = throttle::CumulativeStats::from(ThrottleCounterState { passed, limited_ns, kept, waits, longest_wait_ns });
-            let told = round_trip(&ThrottleCounterState::from(counted.clone()));
-            prop_assert_eq!(throttle::CumulativeStats::from(told), counted);
+            let transferred = round_trip(&ThrottleCounterState::from(counted.clone()));
+            prop_assert_eq!(throttle::CumulativeStats::from(transferred), counted);
         }
 
         #[test]

@@ -46,12 +46,12 @@ pub(super) fn describe_device(export: &RunningExport, host: &HostEndpoint) -> an
             "export {id}: this kernel's ublk devices end with their process (restart weir)"
         );
     }
-    let said =
+    let target =
         export.endpoint_config.as_ref().with_context(|| format!("export {id}: no config describes it"))?;
     Ok(OfferedDevice {
         id: id.clone(),
-        kind: said.type_name().to_owned(),
-        address: said.address(),
+        kind: target.type_name().to_owned(),
+        address: target.address(),
         disk: export.disk.disk.name().to_string(),
         read_only: export.read_only,
         origin: added_objects::endpoint_origin(export),
@@ -69,16 +69,16 @@ pub(super) fn quiesced_state(
         HostEndpoint::Ublk(_) => return Ok(None),
         HostEndpoint::NbdDevice(server) => {
             let kernel_client::QuiescedNbdDevice { number, connections } = server.quiesced_state();
-            let mut standing = Vec::new();
+            let mut sockets = Vec::new();
             for QuiescedNbdSocket { socket, bytes: received, skip } in connections {
                 descriptors.push(socket.as_fd().try_clone_to_owned()?);
-                standing.push(NbdDeviceSocketState { received: received.len(), skip });
+                sockets.push(NbdDeviceSocketState { received: received.len(), skip });
                 bytes.extend(received);
             }
-            HostDeviceKind::NbdDevice { number, connections: standing }
+            HostDeviceKind::NbdDevice { number, connections: sockets }
         }
         HostEndpoint::Fuse(server) => {
-            let Some(fuse::QuiescedFuseFile { mount, standing }) = server.quiesced_state()? else {
+            let Some(fuse::QuiescedFuseFile { mount, state: standing }) = server.quiesced_state()? else {
                 return Ok(None);
             };
             let FuseFileState { owner, modified, openers, file_bytes, messages } = standing;
@@ -114,18 +114,18 @@ impl AwaitedDevices {
     }
 
     /// True if the old process has this export, so that it is opened later.
-    pub(super) fn claim(&self, wanted: &PlannedExport, registry: &Registry) -> bool {
-        let PlannedEndpoint::Separate(door) = &wanted.way else { return false };
+    pub(super) fn claim(&self, planned: &PlannedExport, registry: &Registry) -> bool {
+        let PlannedEndpoint::Separate(target) = &planned.endpoint else { return false };
         let mut awaited = self.0.borrow_mut();
         let found = awaited.iter_mut().find(|(offered, by)| {
             by.is_none()
-                && offered.kind == door.type_name()
-                && offered.address == door.address()
-                && offered.disk == wanted.disk
+                && offered.kind == target.type_name()
+                && offered.address == target.address()
+                && offered.disk == planned.disk
         });
         let Some((offered, by)) = found else { return false };
-        *by = Some(wanted.clone());
-        registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), door.clone());
+        *by = Some(planned.clone());
+        registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), target.clone());
         true
     }
 
@@ -134,19 +134,19 @@ impl AwaitedDevices {
     /// # Errors
     /// A device cannot be opened here.
     pub(super) fn plan_added(&self, registry: &Registry) -> anyhow::Result<Vec<OfferedDevice>> {
-        let mut had = Vec::new();
+        let mut added_devices = Vec::new();
         for (offered, by) in self.0.borrow_mut().iter_mut().filter(|(_, by)| by.is_none()) {
             let ObjectOrigin::Added(text) = &offered.origin else { continue };
             let named =
                 || format!("export {}: it was added at run time, and cannot be added here", offered.id);
-            let wanted = added_objects::planned_device(offered, text).with_context(named)?;
-            let PlannedEndpoint::Separate(door) = &wanted.way else { continue };
-            registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door)).with_context(named)?;
-            registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), door.clone());
-            *by = Some(wanted);
-            had.push(offered.clone());
+            let planned = added_objects::planned_device(offered, text).with_context(named)?;
+            let PlannedEndpoint::Separate(target) = &planned.endpoint else { continue };
+            registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(target)).with_context(named)?;
+            registry.exports.awaited_endpoints.borrow_mut().insert(offered.id.clone(), target.clone());
+            *by = Some(planned);
+            added_devices.push(offered.clone());
         }
-        Ok(had)
+        Ok(added_devices)
     }
 
     /// Ids of the exports.
@@ -159,19 +159,19 @@ impl AwaitedDevices {
     pub(super) fn check_complete(
         &self,
         registry: &Registry,
-        may_come: impl Fn(bool, &str) -> bool,
+        is_deferred: impl Fn(bool, &str) -> bool,
     ) -> anyhow::Result<()> {
-        for (OfferedDevice { id, address, disk, read_only, origin, .. }, wanted) in self.0.borrow().iter() {
-            if wanted.is_none() && may_come(origin.is_added(), disk) {
+        for (OfferedDevice { id, address, disk, read_only, origin, .. }, planned) in self.0.borrow().iter() {
+            if planned.is_none() && is_deferred(origin.is_added(), disk) {
                 continue;
             }
-            let wanted = wanted.as_ref();
-            let wanted = wanted.with_context(|| {
-                let what = format!("export {id}: {address} runs, and is not in this config");
-                missing_text(what, origin, registry)
+            let planned = planned.as_ref();
+            let planned = planned.with_context(|| {
+                let subject = format!("export {id}: {address} runs, and is not in this config");
+                missing_text(subject, origin, registry)
             })?;
             ensure!(
-                wanted.is_read_only(registry)? == *read_only,
+                planned.is_read_only(registry)? == *read_only,
                 "export {id}: {address} runs with another access"
             );
         }
@@ -181,18 +181,18 @@ impl AwaitedDevices {
     /// Opens the transferred devices except ublk; they do not serve yet.
     pub(super) async fn open_transferred(
         &self,
-        standing: Vec<HostDeviceState>,
+        states: Vec<HostDeviceState>,
         pieces: &mut AttachmentReader<'_>,
         registry: &Rc<Registry>,
     ) -> anyhow::Result<()> {
-        for HostDeviceState { id, kind } in standing {
+        for HostDeviceState { id, kind } in states {
             // Only offered devices: the old process may not add one at this point.
-            let wanted =
+            let planned =
                 self.take(&id).with_context(|| format!("export {id}: the other process did not list it"))?;
             let taken = transferred_endpoint(kind, pieces).with_context(|| format!("export {id}"))?;
             registry.exports.awaited_endpoints.borrow_mut().remove(&id);
-            let (wanted, is_added) = wanted;
-            let opened = wanted.add_transferred(registry, id.clone(), taken).await;
+            let (planned, is_added) = planned;
+            let opened = planned.add_transferred(registry, id.clone(), taken).await;
             opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
             registry.exports.get(&id)?.is_added.set(is_added);
         }
@@ -208,10 +208,10 @@ impl AwaitedDevices {
     /// Recovers the ublk devices after the old process has ended; returns their number.
     pub(super) async fn recover(self, registry: &Rc<Registry>) -> usize {
         let mut recovered = 0;
-        for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
+        for (OfferedDevice { id, address, origin, .. }, planned) in self.0.into_inner() {
             registry.exports.awaited_endpoints.borrow_mut().remove(&id);
-            let Some(wanted) = wanted else { continue };
-            match wanted.add_transferred(registry, id.clone(), TransferredEndpoint::Ublk).await {
+            let Some(planned) = planned else { continue };
+            match planned.add_transferred(registry, id.clone(), TransferredEndpoint::Ublk).await {
                 Ok(_) => {
                     recovered += 1;
                     if let Ok(export) = registry.exports.get(&id) {
@@ -219,8 +219,8 @@ impl AwaitedDevices {
                     }
                 }
                 Err(error) => {
-                    let what = "its openers wait until weir is restarted";
-                    tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({what})");
+                    let consequence = "its openers wait until weir is restarted";
+                    tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({consequence})");
                 }
             }
         }
@@ -231,8 +231,8 @@ impl AwaitedDevices {
     fn take(&self, id: &str) -> Option<(PlannedExport, bool)> {
         let mut awaited = self.0.borrow_mut();
         let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK_KIND)?;
-        let (offered, wanted) = awaited.remove(at);
-        Some((wanted?, offered.origin.is_added()))
+        let (offered, planned) = awaited.remove(at);
+        Some((planned?, offered.origin.is_added()))
     }
 }
 
@@ -245,12 +245,12 @@ fn transferred_endpoint(
     Ok(match kind {
         HostDeviceKind::NbdDevice { number, connections } => {
             ensure!(!connections.is_empty(), "it came without its sockets");
-            let mut rested = Vec::new();
+            let mut sockets = Vec::new();
             for NbdDeviceSocketState { received, skip } in connections {
                 let socket = pieces.descriptor()?.into();
-                rested.push(QuiescedNbdSocket { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
+                sockets.push(QuiescedNbdSocket { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
             }
-            TransferredEndpoint::NbdDevice(kernel_client::QuiescedNbdDevice { number, connections: rested })
+            TransferredEndpoint::NbdDevice(kernel_client::QuiescedNbdDevice { number, connections: sockets })
         }
         HostDeviceKind::Fuse {
             path,
@@ -270,8 +270,8 @@ fn transferred_endpoint(
             let messages = pieces.bytes(bytes)?.to_vec();
             let mount = fuse::TransferredMount { path, device, by_helper, number, watcher };
             let owner = FuseFileOwner { permissions, uid, gid };
-            let standing = FuseFileState { owner, modified, openers, file_bytes, messages };
-            TransferredEndpoint::Fuse(fuse::QuiescedFuseFile { mount, standing })
+            let state = FuseFileState { owner, modified, openers, file_bytes, messages };
+            TransferredEndpoint::Fuse(fuse::QuiescedFuseFile { mount, state })
         }
     })
 }

@@ -79,7 +79,7 @@ impl DiskIdentity {
         {
             return Some(difference);
         }
-        let behind = || layers.iter().zip(&here.layers).skip(1);
+        let backing_pairs = || layers.iter().zip(&here.layers).skip(1);
         if layers.len() != here.layers.len() {
             return Some(format!(
                 "with {} behind each other, not {}",
@@ -87,7 +87,7 @@ impl DiskIdentity {
                 here.layers.len()
             ));
         }
-        if let Some(difference) = behind().find_map(|(one, other)| one.difference(other, "backing file")) {
+        if let Some(difference) = backing_pairs().find_map(|(one, other)| one.difference(other, "backing file")) {
             return Some(difference);
         }
         if *read_only != here.read_only {
@@ -111,18 +111,18 @@ fn access(read_only: bool) -> &'static str {
 }
 
 impl DiskLayerIdentity {
-    fn difference(&self, here: &Self, called: &str) -> Option<String> {
+    fn difference(&self, here: &Self, label: &str) -> Option<String> {
         let Self { format, table, files } = self;
-        let names = [called, "data file"];
+        let names = [label, "data file"];
         if let Some((one, other)) = files.first().zip(here.files.first())
             && one.what != other.what
         {
-            return Some(one.mismatch_text(other, called));
+            return Some(one.mismatch_text(other, label));
         }
         if *format != here.format {
             return Some(format!(
-                "with {} {called} in the format {format}, not {}",
-                article(called),
+                "with {} {label} in the format {format}, not {}",
+                article(label),
                 here.format
             ));
         }
@@ -139,33 +139,33 @@ impl DiskLayerIdentity {
     }
 }
 
-fn article(called: &str) -> &'static str {
-    if called == "image" { "its" } else { "a" }
+fn article(label: &str) -> &'static str {
+    if label == "image" { "its" } else { "a" }
 }
 
 impl DiskFileIdentity {
-    fn difference(&self, here: &Self, called: &str) -> Option<String> {
-        let Self { what, path: _, parts, cache, read_only } = self;
-        if *what != here.what {
-            return Some(self.mismatch_text(here, called));
+    fn difference(&self, here: &Self, label: &str) -> Option<String> {
+        let Self { what: identity, path: _, parts, cache, read_only } = self;
+        if *identity != here.what {
+            return Some(self.mismatch_text(here, label));
         }
         if *parts != here.parts {
-            return Some(format!("with another part of its {called} (offset, size)"));
+            return Some(format!("with another part of its {label} (offset, size)"));
         }
         if *cache != here.cache {
             let shown = |cache: &Option<String>| cache.clone().unwrap_or_else(|| "none at all".to_owned());
             return Some(format!("in the cache mode {}, not {}", shown(cache), shown(&here.cache)));
         }
         (*read_only != here.read_only)
-            .then(|| format!("with its {called} {}, not {}", access(*read_only), access(here.read_only)))
+            .then(|| format!("with its {label} {}, not {}", access(*read_only), access(here.read_only)))
     }
 
-    fn mismatch_text(&self, here: &Self, called: &str) -> String {
+    fn mismatch_text(&self, here: &Self, label: &str) -> String {
         let shown = |file: &Self| file.path.clone().unwrap_or_else(|| file.what.clone());
         let (was, is) = (shown(self), shown(here));
         match was == is {
-            true => format!("with another {called}: {is} was replaced since"),
-            false => format!("with another {called}: {was}, not {is}"),
+            true => format!("with another {label}: {is} was replaced since"),
+            false => format!("with another {label}: {was}, not {is}"),
         }
     }
 }
@@ -183,11 +183,11 @@ impl From<image::LayerIdentity> for DiskLayerIdentity {
 
 impl From<storage::StorageIdentity> for DiskFileIdentity {
     fn from(file: storage::StorageIdentity) -> Self {
-        let storage::StorageIdentity { key: what, path, parts, cache, read_only } = file;
+        let storage::StorageIdentity { key: identity, path, parts, cache, read_only } = file;
         let parts =
             parts.into_iter().map(|storage::StoragePart { offset, size }| DiskPartIdentity { offset, size });
         let cache = cache.map(|cache| cache.name().to_owned());
-        Self { what, path, parts: parts.collect(), cache, read_only }
+        Self { what: identity, path, parts: parts.collect(), cache, read_only }
     }
 }
 

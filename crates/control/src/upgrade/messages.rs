@@ -546,9 +546,9 @@ mod tests {
             set: Some(SettingsState::new()),
         };
         // An older process does not send `set`, which is only logged.
-        let mut told = serde_json::to_value(&group).unwrap();
-        assert_eq!(told.as_object_mut().unwrap().remove("set"), Some(serde_json::json!({})));
-        assert!(serde_json::from_value::<TransferredGroup>(told).unwrap().set.is_none());
+        let mut value = serde_json::to_value(&group).unwrap();
+        assert_eq!(value.as_object_mut().unwrap().remove("set"), Some(serde_json::json!({})));
+        assert!(serde_json::from_value::<TransferredGroup>(value).unwrap().set.is_none());
     }
 
     #[test]

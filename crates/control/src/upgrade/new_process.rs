@@ -134,39 +134,39 @@ impl NewProcess {
     /// # Errors
     /// No daemon listens there, its user is not trusted, or it refuses.
     pub fn request(control: &Path, user: Option<&str>) -> anyhow::Result<Self> {
-        let about = || format!("taking over from unix:{}", control.display());
+        let action = || format!("taking over from unix:{}", control.display());
         let (channel, other) = UpgradeChannel::pair()?;
-        send_command(control, user, other).with_context(about)?;
-        let (channel, offer, luggage): (_, Value, _) =
-            channel.receive_now(ANSWER_TIMEOUT).with_context(about)?;
-        let offer = parse_offer(offer).with_context(about)?;
-        Self::new(channel, offer, luggage).with_context(about)
+        send_command(control, user, other).with_context(action)?;
+        let (channel, offer, attachments): (_, Value, _) =
+            channel.receive_now(ANSWER_TIMEOUT).with_context(action)?;
+        let offer = parse_offer(offer).with_context(action)?;
+        Self::new(channel, offer, attachments).with_context(action)
     }
 
     fn new(
         channel: UpgradeChannel,
         offer: UpgradeOffer,
-        luggage: MessageAttachments,
+        attachments: MessageAttachments,
     ) -> anyhow::Result<Self> {
-        let mut descriptors = VecDeque::from(luggage.descriptors);
+        let mut descriptors = VecDeque::from(attachments.descriptors);
         // The descriptors come in the order of `Offer`, which contains the counts.
-        let mut some = |count: usize| -> anyhow::Result<VecDeque<OwnedFd>> {
+        let mut take_descriptors = |count: usize| -> anyhow::Result<VecDeque<OwnedFd>> {
             ensure!(descriptors.len() >= count, "fewer descriptors arrived than announced");
             Ok(descriptors.drain(..count).collect())
         };
-        let sockets = offer.servers.iter().map(|server| some(server.sockets.len()));
+        let sockets = offer.servers.iter().map(|server| take_descriptors(server.sockets.len()));
         let sockets = sockets.collect::<anyhow::Result<_>>()?;
-        let control = some(offer.control.len())?;
+        let control = take_descriptors(offer.control.len())?;
         let mut files = Vec::new();
         for disk in &offer.disks {
             for _ in 0..disk.files {
-                let mut pair = some(2)?.into_iter();
+                let mut pair = take_descriptors(2)?.into_iter();
                 if let (Some(main), Some(buffered)) = (pair.next(), pair.next()) {
                     files.push(PassedFile { main, buffered });
                 }
             }
         }
-        let machines = some(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
+        let machines = take_descriptors(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
         let mut offer = offer;
         let devices = AwaitedDevices::new(std::mem::take(&mut offer.devices));
         let images = offer.disks.iter().flat_map(|disk| disk.identity.written_files()).map(str::to_owned);
@@ -212,34 +212,34 @@ impl NewProcess {
     fn check_complete_except(
         &self,
         registry: &Registry,
-        may_come: impl Fn(bool, &str) -> bool,
+        is_deferred: impl Fn(bool, &str) -> bool,
     ) -> anyhow::Result<()> {
         let left = self
             .offer
             .servers
             .iter()
             .zip(&self.sockets)
-            .find(|(server, left)| !(left.is_empty() || may_come(server.origin.is_added(), "")));
+            .find(|(server, left)| !(left.is_empty() || is_deferred(server.origin.is_added(), "")));
         let left = left.map(|(server, _)| (server.endpoint.clone(), &server.origin));
         let control =
             || Some((format!("unix:{}", self.offer.control.first()?.display()), &ObjectOrigin::Config));
         let sockets = left.or_else(control).map_or(Ok(()), |(left, origin)| {
-            let what = format!("{left}: it is open, but not in this config");
-            Err(anyhow!("{}", missing_text(what, origin, registry)))
+            let subject = format!("{left}: it is open, but not in this config");
+            Err(anyhow!("{}", missing_text(subject, origin, registry)))
         });
-        check(&self.offer, registry, &may_come)?;
+        check(&self.offer, registry, &is_deferred)?;
         ensure!(
-            may_come(true, "") || self.passed.remaining() == 0,
+            is_deferred(true, "") || self.passed.remaining() == 0,
             "images are in use that this config does not have"
         );
         // Checked now, since exceeding the limit during the pause would fail the upgrade late.
-        let (to_come, free) = (self.offer.descriptors, operation::free_descriptors());
+        let (incoming, free) = (self.offer.descriptors, operation::free_descriptors());
         ensure!(
-            to_come < free,
-            "descriptors that come with its clients: {to_come}, and only {free} more may be open \
+            incoming < free,
+            "descriptors that come with its clients: {incoming}, and only {free} more may be open \
              here (`ulimit -n` or LimitNOFILE= must be larger)"
         );
-        self.devices.check_complete(registry, &may_come)?;
+        self.devices.check_complete(registry, &is_deferred)?;
         sockets
     }
 
@@ -256,11 +256,11 @@ impl NewProcess {
     ) -> anyhow::Result<OldProcess> {
         let Self { channel, offer, devices, passed, .. } = self;
         let channel = channel.send_in_background(UpgradeMessage::Prepared, Vec::new(), Vec::new()).await?;
-        let (channel, standing, luggage): (_, QuiesceOutcome, _) = channel
+        let (channel, outcome, attachments): (_, QuiesceOutcome, _) = channel
             .receive_in_background(QUIESCE_TIMEOUT)
             .await
             .context("the old process did not transfer its state (see its log)")?;
-        let state = match standing {
+        let state = match outcome {
             QuiesceOutcome::Still(state) => *state,
             QuiesceOutcome::Refused(why) => bail!("the old process continues: {why}"),
         };
@@ -270,11 +270,11 @@ impl NewProcess {
         // Computed before `apply_state` consumes the state; logged only after success.
         let set_otherwise = transferred_settings::differing_settings(&state, registry);
         let (clients, machines, counted) =
-            apply_state(state, luggage, (&offer.machines, &devices), registry).await?;
+            apply_state(state, attachments, (&offer.machines, &devices), registry).await?;
         let channel = channel.send_in_background(UpgradeMessage::Ready, Vec::new(), Vec::new()).await?;
-        let (channel, word, _) =
+        let (channel, message, _) =
             channel.receive_or_close(ANSWER_TIMEOUT).await.context("the old process continues")?;
-        match word {
+        match message {
             UpgradeMessage::Yours => {}
             UpgradeMessage::Refused(why) => bail!("the old process continues: {why}"),
             other => bail!("unexpected message {other:?} from the old process"),
@@ -345,10 +345,10 @@ impl StartSource for NewProcess {
 
     fn http_listeners(
         &mut self,
-        what: &str,
+        kind: &str,
         address: &ListenAddress,
     ) -> anyhow::Result<Option<Vec<BoundListener>>> {
-        self.adopt_sockets(&http_endpoint_name(what, address), &ListenEndpoint::Address(address.clone()))
+        self.adopt_sockets(&http_endpoint_name(kind, address), &ListenEndpoint::Address(address.clone()))
     }
 
     fn pass_vhost_user_sockets(&mut self, inherited: &mut InheritedSockets) -> anyhow::Result<()> {
@@ -363,8 +363,8 @@ impl StartSource for NewProcess {
         Ok(())
     }
 
-    fn opens_later(&self, wanted: &PlannedExport, registry: &Registry) -> bool {
-        self.devices.claim(wanted, registry)
+    fn opens_later(&self, planned: &PlannedExport, registry: &Registry) -> bool {
+        self.devices.claim(planned, registry)
     }
 
     fn control(&mut self, path: &Path) -> anyhow::Result<Option<BoundListener>> {
@@ -386,16 +386,16 @@ impl StartSource for NewProcess {
 fn check(
     offer: &UpgradeOffer,
     registry: &Registry,
-    may_come: impl Fn(bool, &str) -> bool,
+    is_deferred: impl Fn(bool, &str) -> bool,
 ) -> anyhow::Result<()> {
     for offered in &offer.disks {
         let disk = registry.disks.get(&offered.name);
-        if disk.is_err() && may_come(offered.origin.is_added(), &offered.name) {
+        if disk.is_err() && is_deferred(offered.origin.is_added(), &offered.name) {
             continue;
         }
         let disk = disk.map_err(|_| {
-            let what = format!("disk {}: it runs, and is not in this config", offered.name);
-            anyhow!("{}", missing_text(what, &offered.origin, registry))
+            let subject = format!("disk {}: it runs, and is not in this config", offered.name);
+            anyhow!("{}", missing_text(subject, &offered.origin, registry))
         })?;
         if let Some(difference) = offered.identity.difference(&DiskIdentity::of(&disk.disk)) {
             bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
@@ -409,13 +409,13 @@ fn check(
     }
     for offered in &offer.exports {
         let export = find_export(registry, &offered.endpoint, &offered.name);
-        if export.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
+        if export.is_none() && is_deferred(offered.origin.is_added(), &offered.disk) {
             continue;
         }
         let (_, _, export) = export.with_context(|| {
             let (name, endpoint) = (&offered.name, &offered.endpoint);
-            let what = format!("export {name} at {endpoint}: it runs, and is not in this config");
-            missing_text(what, &offered.origin, registry)
+            let subject = format!("export {name} at {endpoint}: it runs, and is not in this config");
+            missing_text(subject, &offered.origin, registry)
         })?;
         let bitmaps = export.nbd_parameters.iter().flat_map(|new| new.bitmaps.iter());
         ensure!(
@@ -431,16 +431,16 @@ fn check(
     }
     for offered in &offer.machines {
         let here = find_vhost_user(registry, offered);
-        if here.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
+        if here.is_none() && is_deferred(offered.origin.is_added(), &offered.disk) {
             continue;
         }
         let (export, _) = here.with_context(|| {
-            let what = format!(
+            let subject = format!(
                 "export {} at {}: it runs, and is not in this config",
                 offered.id,
                 offered.address_text()
             );
-            missing_text(what, &offered.origin, registry)
+            missing_text(subject, &offered.origin, registry)
         })?;
         ensure!(
             export.disk.disk.name().as_ref() == offered.disk && export.read_only == offered.read_only,
@@ -458,14 +458,14 @@ pub(super) fn find_vhost_user(
     offered: &OfferedVhostUser,
 ) -> Option<(Rc<RunningExport>, Rc<ExportEndpoint>)> {
     registry.exports.all().into_iter().find_map(|export| {
-        let RunningEndpoint::Separate(entrance) = &export.endpoint else { return None };
-        let listening = entrance.vhost_user()?.listening.as_ref().map(|(name, _)| name);
-        let is_it = match &offered.listening {
+        let RunningEndpoint::Separate(endpoint) = &export.endpoint else { return None };
+        let listening = endpoint.vhost_user()?.listening.as_ref().map(|(name, _)| name);
+        let is_match = match &offered.listening {
             Some((name, _)) => listening == Some(name),
             None => listening.is_none() && export.id == offered.id,
         };
-        let entrance = Rc::clone(entrance);
-        is_it.then_some((export, entrance))
+        let endpoint = Rc::clone(endpoint);
+        is_match.then_some((export, endpoint))
     })
 }
 
@@ -473,12 +473,12 @@ pub(super) fn find_vhost_user(
 pub(super) fn find_export(
     registry: &Registry,
     endpoint: &str,
-    called: &str,
+    name: &str,
 ) -> Option<(Arc<NbdServer>, usize, Rc<RunningExport>)> {
     registry.exports.all().into_iter().find_map(|export| match &export.endpoint {
         // The cheap comparison first: this runs during the pause.
         RunningEndpoint::Nbd(serving, number)
-            if export.name == called && endpoint_name(&serving.endpoint) == endpoint =>
+            if export.name == name && endpoint_name(&serving.endpoint) == endpoint =>
         {
             Some((Arc::clone(&serving.server), *number, export))
         }
@@ -491,33 +491,33 @@ pub(super) fn find_export(
 /// accessible any more is skipped; it is disconnected when the old process ends.
 async fn apply_state(
     state: ProcessState,
-    mut luggage: MessageAttachments,
+    mut attachments: MessageAttachments,
     (offered, devices): (&[OfferedVhostUser], &AwaitedDevices),
     registry: &Rc<Registry>,
 ) -> anyhow::Result<(Vec<(Arc<NbdServer>, QuiescedNbdConnection)>, Vec<String>, DaemonCounterState)> {
-    let standing: HashMap<&str, &TransferredDisk> =
+    let states: HashMap<&str, &TransferredDisk> =
         state.disks.iter().map(|standing| (&*standing.name, standing)).collect();
     // Concurrently: each may wait for another storage.
-    let taking = registry.disks.all().into_iter().map(|running| {
-        let standing = standing.get(&**running.disk.name()).copied();
+    let resumptions = registry.disks.all().into_iter().map(|running| {
+        let transferred = states.get(&**running.disk.name()).copied();
         // Released disks with handover are opened by their guests' next use.
-        let is_to_be = running.disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down);
-        let disk = is_to_be.then(|| Arc::clone(&running.disk));
-        let taking = disk.map(|disk| reactor::spawn_joinable(async move { disk.resume(&[]).await }));
-        (running, standing, taking)
+        let is_resumed = running.disk.is_passed() && transferred.is_none_or(|transferred| transferred.is_laid_down);
+        let disk = is_resumed.then(|| Arc::clone(&running.disk));
+        let resumption = disk.map(|disk| reactor::spawn_joinable(async move { disk.resume(&[]).await }));
+        (running, transferred, resumption)
     });
     let mut taken = Vec::new();
-    for (running, standing, taking) in taking.collect::<Vec<_>>() {
-        let done = match taking {
-            Some(taking) => taking.await,
+    for (running, transferred, resumption) in resumptions.collect::<Vec<_>>() {
+        let done = match resumption {
+            Some(resumption) => resumption.await,
             None => Ok(()),
         };
-        taken.push((running, standing, done));
+        taken.push((running, transferred, done));
     }
-    for (running, standing, done) in taken {
+    for (running, transferred, done) in taken {
         let disk = &running.disk;
         done.with_context(|| format!("disk {}", disk.name()))?;
-        let before = standing.map_or(0, |standing| standing.size_bytes);
+        let before = transferred.map_or(0, |transferred| transferred.size_bytes);
         ensure!(
             disk.size_bytes() >= before || disk.is_released(),
             "disk {}: it has grown since, which is not visible here (try again)",
@@ -544,58 +544,58 @@ async fn apply_state(
     let mut counted = state.counted;
     counted.add_to(registry);
     // From here on in the order of `messages::ProcessState`.
-    let mut pieces = luggage.pieces();
+    let mut pieces = attachments.pieces();
     let sockets = pieces.descriptors(state.clients.len())?;
     // Cached: many clients share few exports, and each lookup visits all exports.
-    let mut places: HashMap<(String, String), (Arc<NbdServer>, usize)> = HashMap::new();
+    let mut lookup: HashMap<(String, String), (Arc<NbdServer>, usize)> = HashMap::new();
     let mut clients = Vec::new();
     for (client, socket) in state.clients.iter().zip(sockets) {
-        let place = (client.endpoint.clone(), client.export.clone());
-        let (server, number) = match places.get(&place) {
+        let key = (client.endpoint.clone(), client.export.clone());
+        let (server, number) = match lookup.get(&key) {
             Some(known) => known.clone(),
             None => {
                 let found = find_export(registry, &client.endpoint, &client.export);
                 let (server, number, _) = found.context("a client of an export that is not here")?;
-                places.insert(place, (Arc::clone(&server), number));
+                lookup.insert(key, (Arc::clone(&server), number));
                 (server, number)
             }
         };
-        let own = usize::try_from(client.received).ok().and_then(|count| pieces.bytes(count).ok());
-        let own = own.context("a client came without what it sent")?;
+        let received = usize::try_from(client.received).ok().and_then(|count| pieces.bytes(count).ok());
+        let received = received.context("a client came without what it sent")?;
         let (socket, session) = (socket.into(), client.to_session(number)?);
         clients.push((
             server,
-            QuiescedNbdConnection { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip },
+            QuiescedNbdConnection { socket, tls: false, session, bytes: received.to_vec(), skip: client.skip },
         ));
     }
     let mut machines = Vec::new();
-    for FrontEndState { id, said: messages, begun, used_ns } in state.machines {
+    for FrontEndState { id, said: messages, begun: partial, used_ns } in state.machines {
         let here = offered.iter().find(|offered| offered.id == id);
         let here = here.and_then(|offered| find_vhost_user(registry, offered));
-        let (export, entrance) = here.context("a front end of an export that is not here")?;
-        let machine = entrance.vhost_user().context("it is no virtual machine's")?;
+        let (export, endpoint) = here.context("a front end of an export that is not here")?;
+        let vhost_user = endpoint.vhost_user().context("it is no virtual machine's")?;
         let socket = pieces.descriptor()?.into();
-        let mut said = Vec::new();
+        let mut session_messages = Vec::new();
         for VhostMessageState { code, bytes, descriptors } in messages {
             let payload = pieces.bytes(bytes).context("a message came without its bytes")?.to_vec();
             let descriptors = pieces.descriptors(descriptors)?;
-            said.push(vhost_user_blk::SessionMessage { code, payload, descriptors });
+            session_messages.push(vhost_user_blk::SessionMessage { code, payload, descriptors });
         }
-        let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
-        let descriptors = pieces.descriptors(begun.descriptors)?;
+        let bytes = pieces.bytes(partial.bytes).context("a front end came without what it sent")?.to_vec();
+        let descriptors = pieces.descriptors(partial.descriptors)?;
         // Replays the messages, which maps the guest's memory.
-        match machine.server.adopt(vhost_user_blk::QuiescedFrontEnd {
+        match vhost_user.server.adopt(vhost_user_blk::QuiescedFrontEnd {
             socket,
-            messages: said,
+            messages: session_messages,
             bytes,
             descriptors,
             used_ns,
         }) {
             Ok(()) => machines.push(export.id.clone()),
             Err(why) if why.is_modified_file() => {
-                let what =
+                let consequence =
                     "its virtual machine is disconnected: its shared memory is not accessible any more";
-                tracing::warn!(export = id, %why, "{what} (it can connect again)");
+                tracing::warn!(export = id, %why, "{consequence} (it can connect again)");
             }
             Err(why) => {
                 return Err(why).with_context(|| format!("export {id}: its machine cannot be taken over"));
@@ -616,7 +616,7 @@ async fn apply_state(
 /// Adds the counters of devices that are open by now; their export ids are unchanged.
 fn add_device_counters(counted: &mut DaemonCounterState, registry: &Registry) {
     for export in registry.exports.all() {
-        if export.own_endpoint().is_some_and(|entrance| entrance.host_endpoint().is_some()) {
+        if export.own_endpoint().is_some_and(|endpoint| endpoint.host_endpoint().is_some()) {
             counted.add_to_endpoint(&export.id, &export);
         }
     }

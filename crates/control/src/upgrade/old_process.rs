@@ -82,34 +82,34 @@ pub(crate) struct UpgradeRequest {
 ///
 /// # Errors
 /// Reason why an upgrade is impossible.
-pub(crate) async fn begin_upgrade(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Result<()> {
+pub(crate) async fn begin_upgrade(registry: &Rc<Registry>, request: UpgradeRequest) -> anyhow::Result<()> {
     let sizes = refresh_sizes(registry).await;
-    sizes.and_then(|()| begin_or_reject(registry, asked)).inspect_err(|error| {
+    sizes.and_then(|()| begin_or_reject(registry, request)).inspect_err(|error| {
         tracing::warn!("upgrade rejected, this process continues: {error:#}");
     })
 }
 
 /// Probes the sizes of all images, so that the new process receives current sizes.
 async fn refresh_sizes(registry: &Registry) -> anyhow::Result<()> {
-    let look = |running: Rc<RunningDisk>| {
+    let refresh = |running: Rc<RunningDisk>| {
         reactor::spawn_joinable(async move {
             let size = running.disk.refresh_size_within(IN_FLIGHT_TIMEOUT).await;
             size.with_context(|| format!("disk {}: its size cannot be seen", running.disk.name()))
         })
     };
-    let looking: Vec<_> = registry.disks.all().into_iter().map(look).collect();
-    for looked in looking {
-        looked.await?;
+    let tasks: Vec<_> = registry.disks.all().into_iter().map(refresh).collect();
+    for task in tasks {
+        task.await?;
     }
     Ok(())
 }
 
-fn begin_or_reject(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Result<()> {
+fn begin_or_reject(registry: &Rc<Registry>, request: UpgradeRequest) -> anyhow::Result<()> {
     ensure!(
-        asked.format == UPGRADE_FORMAT,
+        request.format == UPGRADE_FORMAT,
         "weir {} uses upgrade format {}, and the running weir {} uses {UPGRADE_FORMAT} (restart it)",
-        asked.version,
-        asked.format,
+        request.version,
+        request.format,
         env!("CARGO_PKG_VERSION")
     );
     // All checks and the flag below run without an await, so neither an upgrade nor a change
@@ -121,22 +121,22 @@ fn begin_or_reject(registry: &Rc<Registry>, asked: UpgradeRequest) -> anyhow::Re
         "a reload is in progress (try again)"
     );
     // From here on `leaving` rejects new additions and removals.
-    if let Some((disk, what)) = registry.disks.unlisted_operation() {
-        bail!("disk {disk} is being {what} at this moment (try again once that is done)");
+    if let Some((disk, operation)) = registry.disks.unlisted_operation() {
+        bail!("disk {disk} is being {operation} at this moment (try again once that is done)");
     }
     let (offer, descriptors) = build_offer(registry).map_err(explain_descriptor_limit)?;
-    check_new_version(&offer, &asked.version)?;
-    let channel = UpgradeChannel::from_passed(asked.socket)?;
+    check_new_version(&offer, &request.version)?;
+    let channel = UpgradeChannel::from_passed(request.socket)?;
     tracing::info!(
-        version = asked.version,
+        version = request.version,
         process = channel.process(),
         "an upgrade to a new process begins"
     );
     registry.lifecycle.is_upgrading.set(true);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
-        let ended = run_upgrade(&registry, channel, offer, descriptors).await;
-        let Err(error) = ended;
+        let result = run_upgrade(&registry, channel, offer, descriptors).await;
+        let Err(error) = result;
         tracing::warn!("the upgrade failed, this process continues: {error:#}");
         registry.lifecycle.is_upgrading.set(false);
     });
@@ -204,19 +204,19 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         control.push(path.clone());
     }
-    let (mut exports, mut machines, mut doors) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut exports, mut machines, mut listening_sockets) = (Vec::new(), Vec::new(), Vec::new());
     let mut devices = Vec::new();
     for export in registry.exports.all() {
         let serving = match &export.endpoint {
             RunningEndpoint::Nbd(serving, _) => serving,
-            RunningEndpoint::Separate(entrance) => {
-                if let Some(host) = entrance.host_endpoint() {
+            RunningEndpoint::Separate(endpoint) => {
+                if let Some(host) = endpoint.host_endpoint() {
                     devices.push(devices::describe_device(&export, host)?);
                     continue;
                 }
-                let machine = entrance.vhost_user().context("it is not a vhost-user-blk export")?;
-                let listening = machine.listening.as_ref().map(|(name, (socket, file))| {
-                    doors.push(socket.clone());
+                let vhost_user = endpoint.vhost_user().context("it is not a vhost-user-blk export")?;
+                let listening = vhost_user.listening.as_ref().map(|(name, (socket, file))| {
+                    listening_sockets.push(socket.clone());
                     (name.clone(), file.clone())
                 });
                 machines.push(OfferedVhostUser {
@@ -242,8 +242,8 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
     let mut disks = Vec::new();
     for running in registry.disks.all() {
         let disk = &running.disk;
-        let can_be = disk.check_upgrade();
-        can_be.with_context(|| {
+        let checked = disk.check_upgrade();
+        checked.with_context(|| {
             format!(
                 "disk {}: cannot be taken over (remove it with `weir disk remove`, or restart weir)",
                 disk.name()
@@ -259,7 +259,7 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
         });
         descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
     }
-    for socket in doors {
+    for socket in listening_sockets {
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
     }
     let version = env!("CARGO_PKG_VERSION").to_owned();
@@ -268,12 +268,12 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
     let clients =
         registry.exports.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
     let front_ends = registry.exports.all().iter().map(|export| front_end_descriptors(export)).sum::<u64>();
-    let to_come = clients + front_ends;
+    let client_descriptors = clients + front_ends;
     Ok((
         UpgradeOffer {
             version,
             watchdog_ns,
-            descriptors: to_come,
+            descriptors: client_descriptors,
             servers,
             control,
             groups: added_objects::added_groups(registry),
@@ -288,10 +288,10 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
 
 /// Estimate of the descriptors that the client of a single-disk endpoint adds to the transfer.
 fn front_end_descriptors(export: &RunningExport) -> u64 {
-    let RunningEndpoint::Separate(entrance) = &export.endpoint else { return 0 };
-    match entrance.vhost_user() {
-        Some(machine) if machine.server.connections() > 0 => {
-            FRONT_END_DESCRIPTORS + 2 * machine.server.statistics().queues as u64
+    let RunningEndpoint::Separate(endpoint) = &export.endpoint else { return 0 };
+    match endpoint.vhost_user() {
+        Some(vhost_user) if vhost_user.server.connections() > 0 => {
+            FRONT_END_DESCRIPTORS + 2 * vhost_user.server.statistics().queues as u64
         }
         Some(_) => 0,
         None => 1,
@@ -320,66 +320,66 @@ async fn run_upgrade(
 ) -> anyhow::Result<std::convert::Infallible> {
     let process = channel.process();
     let channel = channel.send_in_background(offer, Vec::new(), descriptors).await?;
-    let mut heirs = Vec::new();
-    let prepared = until_prepared(channel, &mut heirs).await;
+    let mut client_ids = Vec::new();
+    let prepared = until_prepared(channel, &mut client_ids).await;
     let channel = match prepared {
         Ok(Ok(channel)) => channel,
         // An orderly refusal: the new process closes its images itself.
         Ok(Err(why)) => bail!("{why}"),
         Err(error) => {
-            blocklist(registry, &heirs).await;
+            blocklist(registry, &client_ids).await;
             return Err(error);
         }
     };
     let machines = registry.exports.all().into_iter().filter_map(|export| match &export.endpoint {
-        RunningEndpoint::Separate(entrance) => {
-            Some((export.id.clone(), Arc::clone(&entrance.vhost_user()?.server)))
+        RunningEndpoint::Separate(endpoint) => {
+            Some((export.id.clone(), Arc::clone(&endpoint.vhost_user()?.server)))
         }
         RunningEndpoint::Nbd(..) => None,
     });
     let hosts = registry.exports.all().into_iter().filter_map(|export| match &export.endpoint {
-        RunningEndpoint::Separate(entrance) => Some((export.id.clone(), entrance.host_endpoint()?.clone())),
+        RunningEndpoint::Separate(endpoint) => Some((export.id.clone(), endpoint.host_endpoint()?.clone())),
         RunningEndpoint::Nbd(..) => None,
     });
     // From here on every failure must resume all of these.
-    let mut still = QuiescedObjects {
+    let mut objects = QuiescedObjects {
         servers: registry.exports.servers(),
         machines: machines.collect(),
         hosts: hosts.collect(),
         held_disks: Vec::new(),
         suspended_disks: Vec::new(),
-        new_client_ids: heirs,
+        new_client_ids: client_ids,
         is_state_sent: false,
     };
     // `give` consumes the channel; a failure is still to be reported.
-    let again = channel.try_clone()?;
-    let given = quiesce_and_transfer(registry, channel, &mut still).await;
-    let (_channel, disconnected) = match given {
-        Ok(given) => given,
+    let reporting_channel = channel.try_clone()?;
+    let outcome = quiesce_and_transfer(registry, channel, &mut objects).await;
+    let (_channel, disconnected) = match outcome {
+        Ok(outcome) => outcome,
         Err(error) => {
-            still.resume().await;
+            objects.resume().await;
             registry.lifecycle.set_control_closed(false);
             // If this fails, the new process sees the end of the connection.
-            let _ = again
+            let _ = reporting_channel
                 .send_in_background(QuiesceOutcome::Refused(format!("{error:#}")), Vec::new(), Vec::new())
                 .await;
             return Err(error);
         }
     };
-    drop(again);
+    drop(reporting_channel);
     // From here on the new process serves.
     // Read before the servers drop their connections.
     let clients = registry.exports.connections();
     // Closes the connections with TLS; all others are left to the new process.
-    for_each_server(&still.servers, |server| async move { server.hand_over().await }).await;
+    for_each_server(&objects.servers, |server| async move { server.hand_over().await }).await;
     // Recordings contain only what this process served; the new process starts its own.
     registry.recordings.end_all().await;
     // Otherwise other clients of the Ceph cluster still see this process as a user of the images.
     let disks =
         registry.disks.all().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
-    let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.close_own().await }));
-    for leaving in leaving.collect::<Vec<_>>() {
-        leaving.await;
+    let tasks = disks.map(|running| reactor::spawn_joinable(async move { running.disk.close_own().await }));
+    for task in tasks.collect::<Vec<_>>() {
+        task.await;
     }
     let process = process.unwrap_or_default();
     if disconnected > 0 {
@@ -391,7 +391,7 @@ async fn run_upgrade(
     let clients = clients.saturating_sub(disconnected);
     tracing::info!(process, clients, "a new process has taken over");
     // Sent and read before this process ends, or the manager considers the service ended.
-    notify::tell(&[NotifyState::MainPid(process)]);
+    notify::send(&[NotifyState::MainPid(process)]);
     let _ = reactor::timeout(NOTIFY_TIMEOUT, notify::until_sent()).await;
     reactor::run_blocking(logging::flush).await;
     // No destructors: everything belongs to the new process. It detects the end of this process by
@@ -402,14 +402,14 @@ async fn run_upgrade(
 /// Waits until the new process is prepared or refuses. Collects its client ids in Ceph clusters.
 async fn until_prepared(
     mut channel: UpgradeChannel,
-    heirs: &mut Vec<u64>,
+    client_ids: &mut Vec<u64>,
 ) -> anyhow::Result<Result<UpgradeChannel, String>> {
     let end = reactor::now() + PREPARE_TIMEOUT;
     loop {
-        let (next, word, _) = channel.receive_in_background(end - reactor::now()).await?;
+        let (next, message, _) = channel.receive_in_background(end - reactor::now()).await?;
         channel = next;
-        match word {
-            UpgradeMessage::OpensAs(client) => heirs.push(client),
+        match message {
+            UpgradeMessage::OpensAs(client) => client_ids.push(client),
             UpgradeMessage::Prepared => return Ok(Ok(channel)),
             UpgradeMessage::Refused(why) => return Ok(Err(why)),
             other => bail!("unexpected message {other:?} from the new process"),
@@ -419,11 +419,11 @@ async fn until_prepared(
 
 /// Blocklists a new process that ended without closing its images: a Ceph cluster would keep its
 /// watches for 30 s, and operations that notify all users of an image would wait for them.
-async fn blocklist(registry: &Registry, heirs: &[u64]) {
+async fn blocklist(registry: &Registry, client_ids: &[u64]) {
     for running in registry.disks.all() {
         let disk = &running.disk;
-        let shut_out = reactor::timeout(REOPEN_TIMEOUT, disk.blocklist(heirs)).await;
-        if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
+        let blocklisted = reactor::timeout(REOPEN_TIMEOUT, disk.blocklist(client_ids)).await;
+        if let Err(error) = blocklisted.unwrap_or(Err(Error::TIMED_OUT)) {
             tracing::warn!(
                 disk = %disk.name(), %error,
                 "the new process cannot be blocklisted in its cluster"
@@ -437,7 +437,7 @@ async fn blocklist(registry: &Registry, heirs: &[u64]) {
 async fn quiesce_and_transfer(
     registry: &Rc<Registry>,
     channel: UpgradeChannel,
-    still: &mut QuiescedObjects,
+    objects: &mut QuiescedObjects,
 ) -> anyhow::Result<(UpgradeChannel, usize)> {
     let disks = registry.disks.all();
     // Released disks with handover may be open in another process, so they are not even read.
@@ -462,7 +462,7 @@ async fn quiesce_and_transfer(
     // A reply that a client does not read is in flight, and would make the quiesce time out.
     for client in
         for_each_server(
-            &still.servers,
+            &objects.servers,
             |server| async move { server.disconnect_stalled(STALL_TIMEOUT).await },
         )
         .await
@@ -473,45 +473,45 @@ async fn quiesce_and_transfer(
     // only then start the pause. A client in its handshake could not be transferred.
     // No command may change the state that is about to be transferred.
     registry.lifecycle.set_control_closed(true);
-    for_each_server(&still.servers, |server| async move { server.stop_accepting(HANDSHAKE_TIMEOUT).await })
+    for_each_server(&objects.servers, |server| async move { server.stop_accepting(HANDSHAKE_TIMEOUT).await })
         .await;
     // Disks with handover are held before their virtqueues stop, or stopping would release them.
     let began_ns = clock_ns();
     for running in &disks {
         if running.disk.retain().await {
-            still.held_disks.push(Arc::clone(&running.disk));
+            objects.held_disks.push(Arc::clone(&running.disk));
         }
     }
     // All kinds of servers are quiesced concurrently; the pause is as long as the slowest.
-    let machines = still.machines.iter().map(|(_, server)| {
+    let machines = objects.machines.iter().map(|(_, server)| {
         let server = Arc::clone(server);
         reactor::spawn_joinable(async move { server.quiesce(IN_FLIGHT_TIMEOUT).await })
     });
     let machines: Vec<_> = machines.collect();
-    let hosts = still.hosts.iter().map(|(_, host)| {
+    let hosts = objects.hosts.iter().map(|(_, host)| {
         let host = host.clone();
         reactor::spawn_joinable(async move { host.quiesce(IN_FLIGHT_TIMEOUT).await })
     });
     let hosts: Vec<_> = hosts.collect();
-    let rested =
-        for_each_server(&still.servers, |server| async move { quiesce_clients(&server).await }).await;
-    for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
+    let quiesced =
+        for_each_server(&objects.servers, |server| async move { quiesce_clients(&server).await }).await;
+    for ((id, _), is_quiesced) in objects.machines.iter().zip(machines) {
         ensure!(
-            is_at_rest.await,
+            is_quiesced.await,
             "export {id}: requests of its virtual machine take longer than {} s",
             IN_FLIGHT_TIMEOUT.as_secs()
         );
     }
-    for ((id, _), is_at_rest) in still.hosts.iter().zip(hosts) {
+    for ((id, _), is_quiesced) in objects.hosts.iter().zip(hosts) {
         ensure!(
-            is_at_rest.await,
+            is_quiesced.await,
             "export {id}: requests in flight take longer than {} s",
             IN_FLIGHT_TIMEOUT.as_secs()
         );
     }
-    for (serving, is_at_rest) in still.servers.iter().zip(rested) {
+    for (serving, is_quiesced) in objects.servers.iter().zip(quiesced) {
         ensure!(
-            is_at_rest,
+            is_quiesced,
             "{} at {}: its requests take longer than {} s",
             serving.server.unquiesced_client().unwrap_or_else(|| "a client".to_owned()),
             serving.address(),
@@ -525,55 +525,55 @@ async fn quiesce_and_transfer(
     }
     let in_use = disks.iter().map(|running| &running.disk).filter(|disk| !disk.is_released());
     // Set before the work: a disk that fails halfway must be reopened as well.
-    still.suspended_disks = in_use.cloned().collect();
+    objects.suspended_disks = in_use.cloned().collect();
     // Concurrently: each may wait for another storage.
-    let laying = still.suspended_disks.iter().map(|disk| {
+    let tasks = objects.suspended_disks.iter().map(|disk| {
         let disk = Arc::clone(disk);
         reactor::spawn_joinable(
             async move { disk.suspend().await.map_err(|error| write_error(&disk, error)) },
         )
     });
     let mut all = Ok(());
-    for laying in laying.collect::<Vec<_>>() {
-        all = all.and(laying.await);
+    for task in tasks.collect::<Vec<_>>() {
+        all = all.and(task.await);
     }
     all?;
     let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
-    let mut left = 0;
+    let mut disconnected = 0;
     // The order of bytes and descriptors is that of `messages::ProcessState`.
-    for serving in &still.servers {
+    for serving in &objects.servers {
         let endpoint = endpoint_name(&serving.endpoint);
-        for (export, rested) in serving.server.quiesced_state() {
+        for (export, connection) in serving.server.quiesced_state() {
             // TLS state lives in this process and cannot be transferred.
-            if !rested.tls {
-                let received = rested.bytes.len() as u64;
-                clients.push(ClientState::new(&endpoint, &export, &rested.session, received, rested.skip));
-                bytes.extend(rested.bytes);
-                descriptors.push(rested.socket.as_fd().try_clone_to_owned()?);
+            if !connection.tls {
+                let received = connection.bytes.len() as u64;
+                clients.push(ClientState::new(&endpoint, &export, &connection.session, received, connection.skip));
+                bytes.extend(connection.bytes);
+                descriptors.push(connection.socket.as_fd().try_clone_to_owned()?);
             } else {
-                left += 1;
+                disconnected += 1;
             }
         }
     }
     let mut machines = Vec::new();
-    for (id, server) in &still.machines {
-        let Some(rested) = server.take_quiesced() else { continue };
-        let QuiescedFrontEnd { socket, messages: said, bytes: begun, descriptors: with_begun, used_ns } =
-            rested;
+    for (id, server) in &objects.machines {
+        let Some(front_end) = server.take_quiesced() else { continue };
+        let QuiescedFrontEnd { socket, messages: session_messages, bytes: partial_bytes, descriptors: partial_descriptors, used_ns } =
+            front_end;
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         let mut messages = Vec::new();
-        for SessionMessage { code, payload, descriptors: with } in said {
-            messages.push(VhostMessageState { code, bytes: payload.len(), descriptors: with.len() });
+        for SessionMessage { code, payload, descriptors: attached } in session_messages {
+            messages.push(VhostMessageState { code, bytes: payload.len(), descriptors: attached.len() });
             bytes.extend(payload);
-            descriptors.extend(with);
+            descriptors.extend(attached);
         }
-        let sizes = PartialMessage { bytes: begun.len(), descriptors: with_begun.len() };
-        bytes.extend(begun);
-        descriptors.extend(with_begun);
+        let sizes = PartialMessage { bytes: partial_bytes.len(), descriptors: partial_descriptors.len() };
+        bytes.extend(partial_bytes);
+        descriptors.extend(partial_descriptors);
         machines.push(FrontEndState { id: id.clone(), said: messages, begun: sizes, used_ns });
     }
     let mut devices = Vec::new();
-    for (id, host) in &still.hosts {
+    for (id, host) in &objects.hosts {
         devices.extend(devices::quiesced_state(id, host, &mut bytes, &mut descriptors)?);
     }
     let disks = disks.iter().map(|running| TransferredDisk {
@@ -598,10 +598,10 @@ async fn quiesce_and_transfer(
     let state =
         Box::new(ProcessState { began_ns, last_event, clients, machines, devices, disks, groups, counted });
     // Set before sending: after a partial send the new process may have received everything.
-    still.is_state_sent = true;
+    objects.is_state_sent = true;
     let channel = channel.send_in_background(QuiesceOutcome::Still(state), bytes, descriptors).await?;
-    let (channel, word, _) = channel.receive_in_background(READY_TIMEOUT).await?;
-    match word {
+    let (channel, message, _) = channel.receive_in_background(READY_TIMEOUT).await?;
+    match message {
         // A signal may have arrived during the pause; then this process ends in order.
         UpgradeMessage::Ready if !registry.lifecycle.is_ending.get() => {}
         UpgradeMessage::Ready => bail!("weir is stopping"),
@@ -611,7 +611,7 @@ async fn quiesce_and_transfer(
     channel
         .send_in_background(UpgradeMessage::Yours, Vec::new(), Vec::new())
         .await
-        .map(|channel| (channel, left))
+        .map(|channel| (channel, disconnected))
 }
 
 fn write_error(disk: &Disk, error: Error) -> anyhow::Error {
@@ -639,26 +639,26 @@ async fn is_responsive(disk: Arc<Disk>) -> bool {
 /// Quiesces all clients of a server. Disconnects clients that stop reading replies meanwhile.
 async fn quiesce_clients(server: &Arc<export::nbd::NbdServer>) -> bool {
     let reading = Arc::clone(server);
-    let pushing_out = reactor::spawn_joinable(async move {
-        let told = |client: String| log_disconnected(&client, STALL_TIMEOUT_QUIESCED);
-        reading.disconnect_stalled_until_dropped(STALL_TIMEOUT_QUIESCED, told).await;
+    let disconnecting = reactor::spawn_joinable(async move {
+        let log = |client: String| log_disconnected(&client, STALL_TIMEOUT_QUIESCED);
+        reading.disconnect_stalled_until_dropped(STALL_TIMEOUT_QUIESCED, log).await;
     });
-    let is_at_rest = server.quiesce(IN_FLIGHT_TIMEOUT).await;
-    pushing_out.cancel().await;
-    is_at_rest
+    let is_quiesced = server.quiesce(IN_FLIGHT_TIMEOUT).await;
+    disconnecting.cancel().await;
+    is_quiesced
 }
 
-fn log_disconnected(client: &str, patience: Duration) {
-    let what = "disconnected: it does not read replies, so it cannot be transferred";
-    tracing::warn!(client, patience_s = patience.as_secs(), "{what}");
+fn log_disconnected(client: &str, timeout: Duration) {
+    let message = "disconnected: it does not read replies, so it cannot be transferred";
+    tracing::warn!(client, patience_s = timeout.as_secs(), "{message}");
 }
 
 /// Runs an operation for all servers concurrently, and waits for all of them.
 async fn for_each_server<T: 'static, F: Future<Output = T> + 'static>(
     servers: &[Rc<RunningServer>],
-    what: impl Fn(Arc<export::nbd::NbdServer>) -> F,
+    operation: impl Fn(Arc<export::nbd::NbdServer>) -> F,
 ) -> Vec<T> {
-    let started = servers.iter().map(|serving| reactor::spawn_joinable(what(Arc::clone(&serving.server))));
+    let started = servers.iter().map(|serving| reactor::spawn_joinable(operation(Arc::clone(&serving.server))));
     let started: Vec<_> = started.collect();
     let mut done = Vec::new();
     for task in started {
@@ -684,19 +684,19 @@ struct QuiescedObjects {
 
 impl QuiescedObjects {
     async fn resume(self) {
-        let tried = self.suspended_disks.into_iter().map(|disk| {
+        let receivers = self.suspended_disks.into_iter().map(|disk| {
             // Before the state was sent, the new process had no lock to break.
-            let heirs = if self.is_state_sent { self.new_client_ids.clone() } else { Vec::new() };
-            let (trying, tried) = async_channel::bounded::<()>(1);
-            reactor::spawn(reopen_image(disk, heirs, trying));
-            tried
+            let client_ids = if self.is_state_sent { self.new_client_ids.clone() } else { Vec::new() };
+            let (sender, receiver) = async_channel::bounded::<()>(1);
+            reactor::spawn(reopen_image(disk, client_ids, sender));
+            receiver
         });
-        let tried: Vec<_> = tried.collect();
+        let receivers: Vec<_> = receivers.collect();
         // A disk whose cluster does not answer must not delay all disks.
         let all = async {
-            for tried in tried {
+            for receiver in receivers {
                 // Closed after the first attempt.
-                let _ = tried.recv().await;
+                let _ = receiver.recv().await;
             }
         };
         let _ = reactor::timeout(REOPEN_TIMEOUT, all).await;
@@ -716,10 +716,10 @@ impl QuiescedObjects {
 /// Reopens a quiesced image, retrying as long as necessary; `trying` is dropped after the first
 /// attempt. The new process has served no client, so data in memory are valid, except metadata that
 /// opening an image changes. For an image in a Ceph cluster, writes wait for its lock.
-async fn reopen_image(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Sender<()>) {
-    let Err(error) = disk.resume(&heirs).await else { return };
+async fn reopen_image(disk: Arc<Disk>, client_ids: Vec<u64>, sender: async_channel::Sender<()>) {
+    let Err(error) = disk.resume(&client_ids).await else { return };
     // Unblocks `go_on`, which waits for the first attempt of each disk.
-    drop(trying);
+    drop(sender);
     if disk.is_blocklisted() {
         // The error is already logged.
         return;
@@ -736,7 +736,7 @@ async fn reopen_image(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::S
     );
     loop {
         reactor::sleep_until(reactor::now() + REOPEN_INTERVAL).await;
-        match disk.resume(&heirs).await {
+        match disk.resume(&client_ids).await {
             Ok(()) => break,
             Err(_) if disk.is_blocklisted() => return,
             Err(_) => {}

@@ -25,15 +25,15 @@ pub(super) fn differing_settings(state: &ProcessState, registry: &Registry) -> V
         Some(file) => file.display().to_string(),
         None => "this command line".to_owned(),
     };
-    let groups = state.groups.iter().filter_map(|told| {
-        let here = registry.groups.get(&told.name).ok()?;
-        let changes = changes(told.set.as_ref()?, &group_config(&here));
-        changes.map(|changes| format!("group {}: {changes}", told.name))
+    let groups = state.groups.iter().filter_map(|transferred| {
+        let here = registry.groups.get(&transferred.name).ok()?;
+        let changes = changes(transferred.set.as_ref()?, &group_config(&here));
+        changes.map(|changes| format!("group {}: {changes}", transferred.name))
     });
-    let disks = state.disks.iter().filter_map(|told| {
-        let here = registry.disks.get(&told.name).ok()?;
-        let changes = changes(told.set.as_ref()?, &here.current_config());
-        changes.map(|changes| format!("disk {}: {changes}", told.name))
+    let disks = state.disks.iter().filter_map(|transferred| {
+        let here = registry.disks.get(&transferred.name).ok()?;
+        let changes = changes(transferred.set.as_ref()?, &here.current_config());
+        changes.map(|changes| format!("disk {}: {changes}", transferred.name))
     });
     let line = |changes| format!("{changes}, as {config} has it (a change that is to stay needs --save)");
     groups.chain(disks).map(line).collect()
@@ -64,10 +64,10 @@ fn non_default_settings<T: KeyTable>(config: &T) -> SettingsState {
 }
 
 /// Form `iops-total 500 → 2000, weight 50 → 100`.
-fn changes<T: KeyTable>(told: &SettingsState, here: &T) -> Option<String> {
+fn changes<T: KeyTable>(transferred: &SettingsState, here: &T) -> Option<String> {
     let change = |key: &ConfigKey<T>| {
         // A missing key means its default, as only other values are transferred.
-        let before = told.get(key.name).cloned().or_else(|| value(key, &T::default()));
+        let before = transferred.get(key.name).cloned().or_else(|| value(key, &T::default()));
         let here = value(key, here);
         (before != here)
             .then(|| format!("{} {} → {}", key.name, value_text(key, before), value_text(key, here)))
@@ -115,11 +115,11 @@ mod tests {
                 .unwrap();
             config
         };
-        let told = non_default_settings(&with(500, 0));
-        assert_eq!(Value::Object(told.clone()), json!({ "iops-total": 500 }));
-        assert_eq!(changes(&told, &with(500, 0)), None);
-        let said = changes(&told, &with(0, 10 << 20)).unwrap();
-        assert!(said.contains("iops-total 500 → none") && said.contains("bps-total none → 10M"), "{said}");
+        let transferred = non_default_settings(&with(500, 0));
+        assert_eq!(Value::Object(transferred.clone()), json!({ "iops-total": 500 }));
+        assert_eq!(changes(&transferred, &with(500, 0)), None);
+        let text = changes(&transferred, &with(0, 10 << 20)).unwrap();
+        assert!(text.contains("iops-total 500 → none") && text.contains("bps-total none → 10M"), "{text}");
         // Keys and values of another version are shown without interpretation.
         let strange = json!({ "iops-total": ["\n"], "zzz": 1 }).as_object().cloned().unwrap();
         assert_eq!(changes(&strange, &with(0, 0)).unwrap(), "iops-total [\"\\n\"] → none");

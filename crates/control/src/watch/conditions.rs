@@ -33,7 +33,7 @@ const DEVICE_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) struct WatchedConditions(HashMap<String, WatchedMember>);
 
 struct WatchedMember {
-    of: MemberKind,
+    kind: MemberKind,
     /// Time of the last sample. Objects missing in the current sample are removed.
     at: Instant,
     brief: ThrottleSummary,
@@ -78,45 +78,45 @@ impl WatchedConditions {
 
     /// True if no condition can change by time alone.
     pub(super) fn is_idle(&self) -> bool {
-        self.0.values().all(|subject| {
-            let conditions = [&subject.limit, &subject.reservation, &subject.watermark];
-            let waits = subject.brief.waiting != [0; 2];
-            !waits && !subject.has_watermark && conditions.into_iter().all(Condition::is_idle)
+        self.0.values().all(|member| {
+            let conditions = [&member.limit, &member.reservation, &member.watermark];
+            let waits = member.brief.waiting != [0; 2];
+            !waits && !member.has_watermark && conditions.into_iter().all(Condition::is_idle)
         })
     }
 
     /// Total time limited of all disks and groups.
     pub(super) fn limited_ns(&self) -> u64 {
-        self.0.values().fold(0, |sum, subject| sum.saturating_add(subject.brief.limited_ns))
+        self.0.values().fold(0, |sum, member| sum.saturating_add(member.brief.throttled_ns))
     }
 
     fn sample_member(
         &mut self,
-        of: MemberKind,
+        member_kind: MemberKind,
         name: &str,
         measured: MemberMeasurement,
         now: Instant,
         events: &EventLog,
     ) {
-        let subject = match self.0.get_mut(name) {
-            Some(subject) if subject.of == of => subject,
+        let member = match self.0.get_mut(name) {
+            Some(member) if member.kind == member_kind => member,
             _ => {
-                let subject = WatchedMember::new(of, &measured, now);
+                let member = WatchedMember::new(member_kind, &measured, now);
                 // The first sample of a new object is only a baseline.
-                self.0.insert(name.to_owned(), subject);
+                self.0.insert(name.to_owned(), member);
                 return;
             }
         };
-        subject.update(name, measured, now, events);
+        member.update(name, measured, now, events);
     }
 }
 
 impl WatchedMember {
-    fn new(of: MemberKind, measured: &MemberMeasurement, now: Instant) -> Self {
+    fn new(member_kind: MemberKind, measured: &MemberMeasurement, now: Instant) -> Self {
         let (limit, reservation, watermark) = Default::default();
         let has_watermark = measured.has_watermark;
         Self {
-            of,
+            kind: member_kind,
             at: now,
             brief: measured.brief,
             limit,
@@ -132,8 +132,8 @@ impl WatchedMember {
         self.has_watermark = has_watermark;
         let before = std::mem::replace(&mut self.brief, brief);
         let elapsed = now - std::mem::replace(&mut self.at, now);
-        let tell = |news: NewEvent| events.record(self.of.with_subject(name, news));
-        let whose = format!("{} {name}", self.of.name());
+        let record = |event: NewEvent| events.record(self.kind.with_subject(name, event));
+        let subject = format!("{} {name}", self.kind.name());
 
         let percent = hysteresis::limited_percent(&before, &brief, elapsed);
         if let Some(kind) = brief.throttle_cause {
@@ -144,14 +144,14 @@ impl WatchedMember {
         match self.limit.observe(hysteresis::limit_sample(percent), hysteresis::LIMIT_DELAYS, now) {
             Some(ConditionChange::Began) => {
                 let message =
-                    format!("{whose} is at its limit: {limit} throttles requests {percent} % of the time");
-                let news =
+                    format!("{subject} is at its limit: {limit} throttles requests {percent} % of the time");
+                let event =
                     NewEvent::new(Kind::LimitHit, message).with("limit", limit).with("percent", percent);
-                tell(news.with("waiting", brief.waiting.iter().sum::<usize>()));
+                record(event.with("waiting", brief.waiting.iter().sum::<usize>()));
             }
             Some(ConditionChange::Ended(lasted)) => {
-                let message = format!("{whose} is below its limit again, after {} s", lasted.as_secs());
-                tell(
+                let message = format!("{subject} is below its limit again, after {} s", lasted.as_secs());
+                record(
                     NewEvent::new(Kind::LimitReleased, message)
                         .with("limit", limit)
                         .with("seconds", seconds(lasted)),
@@ -164,12 +164,12 @@ impl WatchedMember {
         match sample.and_then(|sample| self.reservation.observe(sample, hysteresis::RESERVATION_DELAYS, now))
         {
             Some(ConditionChange::Began) => {
-                let message = format!("{whose} gets less than its reservation");
-                tell(NewEvent::new(Kind::ReservationMissed, message));
+                let message = format!("{subject} gets less than its reservation");
+                record(NewEvent::new(Kind::ReservationMissed, message));
             }
             Some(ConditionChange::Ended(lasted)) => {
-                let message = format!("{whose} gets its reservation again, after {} s", lasted.as_secs());
-                tell(NewEvent::new(Kind::ReservationMet, message).with("seconds", seconds(lasted)));
+                let message = format!("{subject} gets its reservation again, after {} s", lasted.as_secs());
+                record(NewEvent::new(Kind::ReservationMet, message).with("seconds", seconds(lasted)));
             }
             None => {}
         }
@@ -182,12 +182,12 @@ impl WatchedMember {
         match self.watermark.observe(sample, hysteresis::WATERMARK_DELAYS, now) {
             Some(ConditionChange::Began) => {
                 let message =
-                    format!("the device of {whose} is used above its watermark: limits are enforced");
-                tell(NewEvent::new(Kind::WatermarkReached, message));
+                    format!("the device of {subject} is used above its watermark: limits are enforced");
+                record(NewEvent::new(Kind::WatermarkReached, message));
             }
             Some(ConditionChange::Ended(lasted)) => {
-                let message = format!("the device of {whose} is used below its watermark: limits are lifted");
-                tell(NewEvent::new(Kind::WatermarkLeft, message).with("seconds", seconds(lasted)));
+                let message = format!("the device of {subject} is used below its watermark: limits are lifted");
+                record(NewEvent::new(Kind::WatermarkLeft, message).with("seconds", seconds(lasted)));
             }
             None => {}
         }
@@ -212,7 +212,7 @@ impl WatchedDevices {
     }
 
     pub(super) fn sample(&mut self, registry: &Registry, now: Instant) {
-        if self.looked.is_some_and(|looked| now - looked < DEVICE_INTERVAL) {
+        if self.looked.is_some_and(|sampled_at| now - sampled_at < DEVICE_INTERVAL) {
             return;
         }
         self.looked = Some(now);
@@ -256,8 +256,8 @@ impl WatchedDevices {
             ),
             _ => format!("device {name} is as fast as measured again"),
         };
-        let news = NewEvent::new(kind, message).with("device", name).with("percent", percent);
-        events.record(news.with("queue", (queue * 10.0).round() / 10.0));
+        let event = NewEvent::new(kind, message).with("device", name).with("percent", percent);
+        events.record(event.with("queue", (queue * 10.0).round() / 10.0));
     }
 }
 

@@ -59,22 +59,22 @@ impl SettingChange {
     }
 
     /// Event about changed settings of `what`.
-    pub(crate) fn changed_event(what: &str, changes: &[Self]) -> NewEvent {
-        let said: Vec<_> = changes.iter().map(Self::to_string).collect();
-        let told: Vec<_> = changes.iter().map(Self::to_json).collect();
-        NewEvent::new(Kind::ConfigChanged, format!("{what}: {}", said.join(", "))).with("changes", told)
+    pub(crate) fn changed_event(subject: &str, changes: &[Self]) -> NewEvent {
+        let texts: Vec<_> = changes.iter().map(Self::to_string).collect();
+        let objects: Vec<_> = changes.iter().map(Self::to_json).collect();
+        NewEvent::new(Kind::ConfigChanged, format!("{subject}: {}", texts.join(", "))).with("changes", objects)
     }
 }
 
 /// Form `iops-total 1000 (was 500)`.
 impl fmt::Display for SettingChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let said = |value: &Value| match value.as_str() {
+        let shown = |value: &Value| match value.as_str() {
             Some("") => "none".to_owned(),
             Some(text) => text.to_owned(),
             None => value.to_string(),
         };
-        write!(f, "{} {} (was {})", self.setting, said(&self.after), said(&self.before))
+        write!(f, "{} {} (was {})", self.setting, shown(&self.after), shown(&self.before))
     }
 }
 
@@ -88,13 +88,13 @@ mod tests {
 
     #[test]
     fn changes_have_both_values() {
-        let mut wanted = GroupSettings::default();
-        let before = MemberSettingValues(change_report::throttle_values(&wanted, ""));
+        let mut settings = GroupSettings::default();
+        let before = MemberSettingValues(change_report::throttle_values(&settings, ""));
         assert_eq!(before.changes_since(&before), []);
-        wanted.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
-        let changes = MemberSettingValues(change_report::throttle_values(&wanted, "")).changes_since(&before);
-        let said: Vec<_> = changes.iter().map(SettingChange::to_string).collect();
-        assert_eq!(said, ["iops-total 500 (was 0)"]);
+        settings.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
+        let changes = MemberSettingValues(change_report::throttle_values(&settings, "")).changes_since(&before);
+        let texts: Vec<_> = changes.iter().map(SettingChange::to_string).collect();
+        assert_eq!(texts, ["iops-total 500 (was 0)"]);
         assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));
     }
 }

@@ -28,7 +28,7 @@ const KILL_ROUNDS: usize = 50;
 const KILL_PAUSE: Duration = Duration::from_millis(10);
 
 pub(super) struct OnEventCommand {
-    words: Vec<String>,
+    arguments: Vec<String>,
 }
 
 /// Checks that the program exists and is executable.
@@ -43,12 +43,12 @@ pub(super) fn check(program: &str) -> anyhow::Result<()> {
 }
 
 impl OnEventCommand {
-    pub(super) fn new(words: &[String]) -> anyhow::Result<Self> {
+    pub(super) fn new(arguments: &[String]) -> anyhow::Result<Self> {
         // Subreaper: orphaned descendants become children of this process, which can then kill
         // them.
         set_child_subreaper(Some(Pid::INIT))
             .context("processes that a command leaves behind could not be ended")?;
-        Ok(Self { words: words.to_vec() })
+        Ok(Self { arguments: arguments.to_vec() })
     }
 
     /// Runs the command once.
@@ -56,8 +56,8 @@ impl OnEventCommand {
     /// # Errors
     /// Returns the reason why it was not started, or how it has ended.
     pub(super) fn run(&mut self, event: &[u8], deadline: Instant) -> Result<(), String> {
-        let spawned = std::process::Command::new(&self.words[0])
-            .args(&self.words[1..])
+        let spawned = std::process::Command::new(&self.arguments[0])
+            .args(&self.arguments[1..])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -108,7 +108,7 @@ fn has_ended(child: &Child, deadline: Instant) -> io::Result<bool> {
 /// stays, and does not delay the next event further.
 fn kill_descendants(child: &mut Child) {
     let group = Pid::from_child(child);
-    for look in 0..KILL_ROUNDS {
+    for round in 0..KILL_ROUNDS {
         // The process ID is not reused before `wait`, or while its group has members.
         let _ = kill_process_group(group, Signal::KILL);
         let _ = child.try_wait();
@@ -119,7 +119,7 @@ fn kill_descendants(child: &mut Child) {
         if children().is_empty() {
             return;
         }
-        if look > 0 {
+        if round > 0 {
             std::thread::sleep(KILL_PAUSE);
         }
     }

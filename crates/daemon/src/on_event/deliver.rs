@@ -77,7 +77,7 @@ impl Delivery {
             DeliveryCounters::add_saturating(&self.counts.skipped, skipped);
             last = event.id;
             let next = reactor::now() + DELIVERY_INTERVAL;
-            match self.hand_on(&event, skipped).await {
+            match self.send_event(&event, skipped).await {
                 Ok(Ok(())) => {
                     DeliveryCounters::add_saturating(&self.counts.delivered, 1);
                     if let Some(lost) = self.failing.ends() {
@@ -105,7 +105,7 @@ impl Delivery {
     }
 
     /// Result of one delivery; fails if the process has ended.
-    async fn hand_on(&mut self, event: &RecordedEvent, skipped: u64) -> io::Result<Result<(), String>> {
+    async fn send_event(&mut self, event: &RecordedEvent, skipped: u64) -> io::Result<Result<(), String>> {
         let line = encode_event(event.to_json(), skipped) + "\n";
         let mut left = line.as_bytes();
         while !left.is_empty() {
@@ -120,16 +120,16 @@ impl Delivery {
                 Err(error) => return Err(error),
             }
         }
-        let mut has_said = false;
+        let mut was_logged = false;
         loop {
             match reactor::timeout(TARGET_TIMEOUT + GRACE, self.answer()).await {
                 Ok(answer) => {
                     let answer = answer?;
                     return Ok(if answer.is_empty() { Ok(()) } else { Err(answer) });
                 }
-                Err(_) if has_said => {}
+                Err(_) if was_logged => {}
                 Err(_) => {
-                    has_said = true;
+                    was_logged = true;
                     tracing::warn!("on-event: its process does not answer (is it stopped?)");
                 }
             }
@@ -146,10 +146,10 @@ impl Delivery {
             if self.received.len() as u64 > MAX_LINE_BYTES {
                 return Err(io::Error::other("its answer is too long"));
             }
-            let mut some = [0; 1024];
-            match (&self.runner.socket).read(&mut some) {
+            let mut buffer = [0; 1024];
+            match (&self.runner.socket).read(&mut buffer) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(count) => self.received.extend(&some[..count]),
+                Ok(count) => self.received.extend(&buffer[..count]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => operation::readable(&self.fd).await?,
                 Err(error) => return Err(error),
@@ -162,7 +162,7 @@ impl Delivery {
 #[derive(Debug, Default)]
 struct FailureLog {
     /// Time of the next log line; `None` while deliveries succeed.
-    again: Option<Instant>,
+    next_log: Option<Instant>,
     /// Failed events since the last success.
     lost: u64,
 }
@@ -171,16 +171,16 @@ impl FailureLog {
     /// Counts a failure; returns the count if it is to be logged.
     fn line(&mut self, now: Instant) -> Option<u64> {
         self.lost += 1;
-        if self.again.is_some_and(|again| now < again) {
+        if self.next_log.is_some_and(|next| now < next) {
             return None;
         }
-        self.again = Some(now + LOG_INTERVAL);
+        self.next_log = Some(now + LOG_INTERVAL);
         Some(self.lost)
     }
 
     /// Records a success; returns the number of failures before it, if any.
     fn ends(&mut self) -> Option<u64> {
-        let Self { again, lost } = std::mem::take(self);
+        let Self { next_log: again, lost } = std::mem::take(self);
         again.map(|_| lost)
     }
 }

@@ -156,7 +156,7 @@ impl ServeArgs {
     }
 
     /// Converts the options to a parsed config; without disks if `--config` was given.
-    pub(crate) fn into_draft(self) -> Result<ParsedConfig, ConfigError> {
+    pub(crate) fn into_parsed_config(self) -> Result<ParsedConfig, ConfigError> {
         let Self { image, disk, mut network, daemon, .. } = self;
         let (mut disks, group) = image.disks(&disk)?;
         network.assign_exports(&mut disks)?;
@@ -220,17 +220,17 @@ fn export_at(disk: &mut ConfigWithOrigins<DiskConfig>, export: ExportConfig, pla
 fn assign<D: Display>(
     disks: &mut [ConfigWithOrigins<DiskConfig>],
     option: &str,
-    doors: &mut Vec<D>,
-    door: fn(D) -> ExportTarget,
+    values: &mut Vec<D>,
+    to_target: fn(D) -> ExportTarget,
 ) -> Result<(), ConfigError> {
-    let (given, images) = (doors.len(), disks.len());
+    let (given, images) = (values.len(), disks.len());
     if given != 0 && given != images && images != 1 {
         let rule = format!("times given: {given}, images: {images} (give one for each, in their order)");
         return Err(Origin::new(format!("--{option}")).error(rule));
     }
-    for (number, value) in doors.drain(..).enumerate() {
-        let place = Origin::option(option, &value);
-        export_at(&mut disks[number % images], ExportConfig::Target(door(value)), place);
+    for (number, value) in values.drain(..).enumerate() {
+        let origin = Origin::option(option, &value);
+        export_at(&mut disks[number % images], ExportConfig::Target(to_target(value)), origin);
     }
     Ok(())
 }
@@ -299,13 +299,13 @@ impl ImageArgs {
         image: &ImageLocation,
         keys: &ConfigKeyArgs<ServeDiskOptions>,
     ) -> Result<(ConfigWithOrigins<DiskConfig>, Option<ConfigWithOrigins<GroupConfig>>), ConfigError> {
-        let place = Origin::new(image.to_string());
+        let origin = Origin::new(image.to_string());
         let config = DiskConfig { name: image.default_name(), image: image.clone(), ..DiskConfig::default() };
-        let mut disk = ConfigWithOrigins::new(config, place.clone());
-        disk.record_origin("image", place);
+        let mut disk = ConfigWithOrigins::new(config, origin.clone());
+        disk.record_origin("image", origin);
         // Options for images in Ceph or at an NBD server apply to such images only. If there is
         // none, they apply to all, so that they are rejected.
-        let is_meant = |is_it: fn(&ImageLocation) -> bool| is_it(image) || !self.images.iter().any(is_it);
+        let is_meant = |applies_to: fn(&ImageLocation) -> bool| applies_to(image) || !self.images.iter().any(applies_to);
         let group = keys.read_disk(&mut disk, |key| match key {
             "reconnect-delay" | "open-timeout" => is_meant(|image| image.remote().is_some()),
             "rbd-config" | "rbd-user" => is_meant(ImageLocation::is_rbd),

@@ -15,13 +15,13 @@ struct ServeCommandLine {
 
 /// Plan of a command line after `weir serve`, or the message behind `weir: ` on standard error.
 fn plan(line: &str) -> Result<DesiredState, String> {
-    let words = ["serve"].into_iter().chain(line.split_whitespace());
-    let ServeCommandLine { arguments } = ServeCommandLine::try_parse_from(words).map_err(|error| {
+    let command_line = ["serve"].into_iter().chain(line.split_whitespace());
+    let ServeCommandLine { arguments } = ServeCommandLine::try_parse_from(command_line).map_err(|error| {
         let text = error.render().to_string();
         text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default().to_owned()
     })?;
     arguments.check_disks()?;
-    arguments.into_draft().and_then(|draft| DesiredState::new(draft, 0)).map_err(|wrong| wrong.to_string())
+    arguments.into_parsed_config().and_then(|parsed| DesiredState::new(parsed, 0)).map_err(|wrong| wrong.to_string())
 }
 
 #[track_caller]
@@ -30,7 +30,7 @@ fn check(line: &str, expect: &str) {
 }
 
 #[test]
-fn an_image_is_enough() {
+fn image_alone_has_the_default_settings() {
     let plan = plan("vm1.raw").unwrap();
     assert_eq!(plan.disks[0].image, "vm1.raw".parse().unwrap());
     assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (ThrottleConfig::default(), &None));
@@ -39,14 +39,14 @@ fn an_image_is_enough() {
 }
 
 #[test]
-fn a_part_is_raw_a_snapshot_read_only_and_an_empty_name_the_export_s_alone() {
+fn part_implies_raw_and_snapshot_implies_read_only() {
     let part = plan("vm1.raw -o offset=1M,size=4K").unwrap();
     assert_eq!(part.disks[0].part, Some("offset=1M,size=4K".parse().unwrap()));
     assert_eq!(part.disks[0].format, Some(ImageFormat::Raw), "what it begins with says nothing");
     let snapshots = plan("a.q a.q -f qcow2 --snapshot 1 --name x --name y").unwrap();
     assert!(snapshots.disks.iter().all(|disk| disk.read_only && disk.snapshot.as_deref() == Some("1")));
-    let nameless = plan("vm1.raw --name=").unwrap();
-    assert_eq!((&*nameless.disks[0].name, &*nameless.servers[0].exports[0].name), ("vm1", ""));
+    let unnamed = plan("vm1.raw --name=").unwrap();
+    assert_eq!((&*unnamed.disks[0].name, &*unnamed.servers[0].exports[0].name), ("vm1", ""));
     check(
         "a -o size=1 -f qcow2",
         "--options size=1: is for raw images, and this one is qcow2 (leave it out)",
@@ -65,7 +65,7 @@ fn socket_mode_and_owner_use_chmod_and_chown_notation() {
 }
 
 #[test]
-fn limits_carry_qemu_s_names() {
+fn limits_have_the_names_of_qemu() {
     let plan =
         plan("a --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5 --bps-write 10M").unwrap();
     let limits = plan.disks[0].settings.limits;
@@ -85,16 +85,16 @@ fn limits_apply_to_the_group_or_to_each_disk() {
             .iter()
             .all(|disk| disk.group.as_deref() == Some("g") && disk.settings == ThrottleConfig::default())
     );
-    let apart = plan("a b --iops-total 10").unwrap();
-    assert!(apart.groups.is_empty());
-    assert!(apart.disks.iter().all(|disk| disk.group.is_none()));
-    assert!(apart.disks.iter().all(|disk| disk.settings == shared.groups[0].settings));
+    let individual = plan("a b --iops-total 10").unwrap();
+    assert!(individual.groups.is_empty());
+    assert!(individual.disks.iter().all(|disk| disk.group.is_none()));
+    assert!(individual.disks.iter().all(|disk| disk.settings == shared.groups[0].settings));
 }
 
 #[test]
-fn a_group_has_all_but_the_weight() {
+fn group_gets_all_settings_except_the_weight() {
     let options = "--weight 300 --iops-reservation 50 --bps-reservation 1M --watermark 90";
-    let loner = plan(&format!("a {options}")).unwrap();
+    let single = plan(&format!("a {options}")).unwrap();
     let all = ThrottleConfig {
         weight: 300,
         iops_reservation: 50,
@@ -102,7 +102,7 @@ fn a_group_has_all_but_the_weight() {
         watermark: 90,
         ..ThrottleConfig::default()
     };
-    assert_eq!(loner.disks[0].settings, all);
+    assert_eq!(single.disks[0].settings, all);
     let shared = plan(&format!("a b --group g {options}")).unwrap();
     assert_eq!(shared.groups[0].settings, ThrottleConfig { weight: 100, ..all });
     let weighted = ThrottleConfig { weight: 300, ..ThrottleConfig::default() };
@@ -110,12 +110,12 @@ fn a_group_has_all_but_the_weight() {
 }
 
 #[test]
-fn a_group_is_not_called_as_a_disk_is() {
+fn group_cannot_have_the_name_of_a_disk() {
     check("a.raw --group a", "--group a: a disk is named \"a\" too, and commands accept both (rename one)");
 }
 
 #[test]
-fn the_daemon_is_controlled_at_unix_sockets() {
+fn control_sockets_are_unix_sockets() {
     let service = plan("a --qmp unix:/run/q --qmp unix:r --state /s").unwrap().process;
     assert_eq!(service.qmp, [PathBuf::from("/run/q"), PathBuf::from("r")]);
     assert_eq!(service.state, Some(PathBuf::from("/s")));
@@ -123,7 +123,7 @@ fn the_daemon_is_controlled_at_unix_sockets() {
 }
 
 #[test]
-fn every_disk_is_served_at_every_address() {
+fn every_disk_is_exported_at_every_nbd_address() {
     let plan = plan("a b --nbd unix:/s --nbd localhost:0").unwrap();
     assert_eq!(plan.servers.len(), 2);
     assert!(plan.servers.iter().all(|server| server.exports.len() == 2));
@@ -143,9 +143,9 @@ fn nbd_may_be_read_only_beside_another_export() {
 #[test]
 fn socket_paths_are_compared_after_normalization() {
     let here = std::env::current_dir().unwrap();
-    let whole = format!("unix:{}/s", here.display());
+    let absolute = format!("unix:{}/s", here.display());
     let rule = "another export has the same address (choose another)";
-    for other in ["unix:./s", &whole] {
+    for other in ["unix:./s", &absolute] {
         check(
             &format!("a b --vhost-user-blk unix:s --vhost-user-blk {other}"),
             &format!("--vhost-user-blk {other}: {rule}"),
@@ -162,7 +162,7 @@ fn socket_paths_are_compared_after_normalization() {
 }
 
 #[test]
-fn names_are_given_to_the_images_in_order() {
+fn names_apply_to_images_in_order() {
     let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
     assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
     check("a b --name x", "--name: times given: 1, images: 2 (give one for each, in their order)");
@@ -170,7 +170,7 @@ fn names_are_given_to_the_images_in_order() {
 }
 
 #[test]
-fn limits_that_make_no_sense_are_refused() {
+fn burst_rate_below_the_rate_is_rejected() {
     check(
         "a --iops-total 1000 --iops-total-max 500",
         "--iops-total-max 500: is below iops-total (1000); a burst rate must be at least the rate",
@@ -178,7 +178,7 @@ fn limits_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn values_that_make_no_sense_are_refused() {
+fn invalid_values_are_rejected() {
     check(
         "a --cache fast",
         "invalid value 'fast' for '--cache <MODE>': \
@@ -237,7 +237,7 @@ fn prefetch_options_apply_to_every_disk() {
 }
 
 #[test]
-fn options_of_qcow2_are_every_disk_s() {
+fn qcow2_options_apply_to_every_disk() {
     let planned =
         plan("a b --format qcow2 --l2-cache-size full --cache-clean-interval 5 --secret-fd 3").unwrap();
     for disk in &planned.disks {
@@ -269,13 +269,13 @@ fn options_that_repeat_the_config_file_are_rejected() {
         let both = refused.contains("'--config <FILE>'") && refused.contains(&format!("'{named}'"));
         assert!(both && refused.contains(" cannot be used with "), "{refused}");
     }
-    let words =
+    let command_line =
         ["serve", "--config", "f", "--workers", "2", "--nbd", "h:1", "--log", "debug", "--qmp", "unix:q"];
-    assert!(ServeCommandLine::try_parse_from(words).is_ok(), "what holds for the process goes with a file");
+    assert!(ServeCommandLine::try_parse_from(command_line).is_ok(), "what holds for the process goes with a file");
 }
 
 #[test]
-fn something_must_be_served() {
+fn image_or_config_file_is_required() {
     for line in ["", "--iops-total 5"] {
         let error = plan(line).unwrap_err();
         assert!(error.starts_with("neither an image nor a config file is given (name an IMAGE"), "{error}");

@@ -27,16 +27,16 @@ fn control_sockets(
     source: &mut dyn StartSource,
 ) -> anyhow::Result<(Vec<BoundListener>, Option<anyhow::Error>)> {
     let owner = service.user.as_ref();
-    let mut open = |place: ControlSocketLocation| {
-        source.control(&place.path)?.map_or_else(|| listen::control_listener(&place, owner), Ok)
+    let mut open = |location: ControlSocketLocation| {
+        source.control(&location.path)?.map_or_else(|| listen::control_listener(&location, owner), Ok)
     };
     let named = |path: &PathBuf| open(ControlSocketLocation::at(path.clone()));
     let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
     if service.control_socket() == ControlSocketPolicy::Off {
         return Ok((sockets, None));
     }
-    let place = ControlSocketLocation::for_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
-    match place.and_then(open) {
+    let location = ControlSocketLocation::for_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
+    match location.and_then(open) {
         Ok(listener) => sockets.push(listener),
         Err(error) if service.control_socket() == ControlSocketPolicy::Required => return Err(error),
         Err(error) => return Ok((sockets, Some(error))),
@@ -52,17 +52,17 @@ fn bind_http(
     tls: Option<&nbd::NbdServerTls>,
     registry: &Registry,
 ) -> anyhow::Result<weir_http::HttpEndpoints> {
-    let mut open = |what: &'static str, address: &ListenAddress| -> anyhow::Result<Vec<BoundListener>> {
+    let mut open = |kind: &'static str, address: &ListenAddress| -> anyhow::Result<Vec<BoundListener>> {
         // A listener from the old process keeps connections that wait in its queue.
-        let taken = source.http_listeners(what, address)?;
-        let bind = || weir_http::bind(what, address, &service.sockets);
+        let taken = source.http_listeners(kind, address)?;
+        let bind = || weir_http::bind(kind, address, &service.sockets);
         let listeners = taken.map_or_else(bind, Ok)?;
         let known = listeners.iter().map(|listener| -> std::io::Result<_> {
             let path = listener.file.as_ref().map(|file| file.path().to_owned());
             Ok((Fd::from(listener.socket.try_clone()?), path))
         });
-        let known = known.collect::<Result<_, _>>().context(what)?;
-        registry.lifecycle.http_sockets.borrow_mut().push((http_endpoint_name(what, address), known));
+        let known = known.collect::<Result<_, _>>().context(kind)?;
+        registry.lifecycle.http_sockets.borrow_mut().push((http_endpoint_name(kind, address), known));
         Ok(listeners)
     };
     let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
@@ -109,8 +109,8 @@ pub(super) fn bind(
     let http = bind_http(&plan.process, source, tls, registry)?;
     // Listeners of the old process take the place of sockets that the service manager passed.
     source.pass_vhost_user_sockets(&mut inherited)?;
-    for ExportSpec { target: door, .. } in &plan.exports {
-        door.inherited_name().map(|name| inherited.reserve(name)).transpose()?;
+    for ExportSpec { target, .. } in &plan.exports {
+        target.inherited_name().map(|name| inherited.reserve(name)).transpose()?;
     }
     for settings::NbdServerSpec { endpoint, .. } in &plan.servers {
         if let (ListenEndpoint::Passed(name), false) = (endpoint, source.has_server(endpoint)) {
@@ -151,6 +151,6 @@ pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &T
     let running = registry.exports.all();
     let running = running.iter().filter(|export| !before.contains(&export.id));
     let awaited = registry.exports.awaited_endpoints.borrow();
-    let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, door)| door.address());
+    let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, target)| target.address());
     running.flat_map(|export| planned_export::export_uris(export, tls)).chain(awaited).collect()
 }

@@ -74,16 +74,16 @@ pub struct CheckArgs {
 /// # Errors
 /// [`CommandFailure::Found`] after all problems were reported.
 pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
-    let mistakes = Diagnostics::default();
-    let draft =
-        settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &mistakes);
-    let plan = DesiredState::with_diagnostics(draft.clone(), 0, mistakes);
+    let diagnostics = Diagnostics::default();
+    let parsed =
+        settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &diagnostics);
+    let plan = DesiredState::with_diagnostics(parsed.clone(), 0, diagnostics);
     if !arguments.json {
-        return check(draft, plan, AddressConflictRule::Tolerated, Some(arguments.config));
+        return check(parsed, plan, AddressConflictRule::Tolerated, Some(arguments.config));
     }
-    let found = diagnostics::collect_diagnostics(draft, plan, arguments.config)?;
+    let found = diagnostics::collect_diagnostics(parsed, plan, arguments.config)?;
     print_json(&found)?;
-    match found.iter().any(|one| one.severity == Severity::Error) {
+    match found.iter().any(|diagnostic| diagnostic.severity == Severity::Error) {
         true => Err(CommandFailure::Found(1)),
         false => Ok(()),
     }
@@ -91,21 +91,21 @@ pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
 
 /// Reports all problems of a config, from a file or from the command line alone.
 pub(super) fn check(
-    draft: ParsedConfig,
+    parsed: ParsedConfig,
     plan: Result<DesiredState, Vec<ConfigError>>,
-    others: AddressConflictRule,
+    conflict_rule: AddressConflictRule,
     file: Option<PathBuf>,
 ) -> Result<(), CommandFailure> {
     let plan = match plan {
         Ok(plan) => plan,
         Err(all) => {
-            all.into_iter().for_each(|wrong| print_error(&wrong.into()));
+            all.into_iter().for_each(|error| print_error(&error.into()));
             return Err(CommandFailure::Found(1));
         }
     };
     let (sum, bursts) = (plan_summary(&plan), bursts(&plan));
     let name = file.as_ref().map_or_else(|| "weir serve".to_owned(), |file| file.display().to_string());
-    let found = find_problems(draft, plan, others, file)?;
+    let found = find_problems(parsed, plan, conflict_rule, file)?;
     found.iter().for_each(print_error);
     // All problems are printed before the first one decides the exit status.
     if !found.is_empty() {
@@ -120,9 +120,9 @@ pub(super) fn check(
 
 /// Returns all problems that would keep a daemon from serving this plan. Logs warnings.
 fn find_problems(
-    draft: ParsedConfig,
+    parsed: ParsedConfig,
     plan: DesiredState,
-    others: AddressConflictRule,
+    conflict_rule: AddressConflictRule,
     file: Option<PathBuf>,
 ) -> Result<Vec<anyhow::Error>, CommandFailure> {
     // Warnings are for the user of this command, not for the daemon's log file.
@@ -130,7 +130,7 @@ fn find_problems(
     // Same limits as at a start, or the check could fail where a start succeeds.
     descriptors::raise_limit();
     memory::set_budget(&plan.process)?;
-    on_reactor(async move { Ok(problems(&draft, &plan, others, file).await) })
+    on_reactor(async move { Ok(problems(&parsed, &plan, conflict_rule, file).await) })
 }
 
 /// Number of bursts that are shown.
@@ -141,10 +141,10 @@ const MAX_BURSTS_SHOWN: usize = 20;
 fn bursts(plan: &DesiredState) -> String {
     let groups = plan.groups.iter().map(|group| ("group", &group.name, &group.settings.limits));
     let disks = plan.disks.iter().map(|disk| ("disk", &disk.name, &disk.settings.limits));
-    let lines = groups.chain(disks).flat_map(|(what, name, limits)| {
+    let lines = groups.chain(disks).flat_map(|(label, name, limits)| {
         let long = LimitKind::ALL.into_iter().filter(|&kind| limits.limit(kind).burst_length_s > 1);
         let lasting = long.filter_map(|kind| figures::full_burst(kind, limits.limit(kind)));
-        lasting.map(move |burst| format!("{what} {name}: {burst}\n"))
+        lasting.map(move |burst| format!("{label} {name}: {burst}\n"))
     });
     let mut lines = lines.collect::<Vec<_>>();
     let more = lines.len().saturating_sub(MAX_BURSTS_SHOWN);
@@ -155,10 +155,10 @@ fn bursts(plan: &DesiredState) -> String {
     lines.concat()
 }
 
-fn count(number: usize, what: &str) -> String {
+fn count(number: usize, noun: &str) -> String {
     match number {
-        1 => format!("1 {what}"),
-        _ => format!("{number} {what}s"),
+        1 => format!("1 {noun}"),
+        _ => format!("{number} {noun}s"),
     }
 }
 
@@ -171,29 +171,29 @@ fn plan_summary(plan: &DesiredState) -> String {
 
 /// All problems, in the order of a start.
 async fn problems(
-    draft: &ParsedConfig,
+    parsed: &ParsedConfig,
     plan: &DesiredState,
-    others: AddressConflictRule,
+    conflict_rule: AddressConflictRule,
     file: Option<PathBuf>,
 ) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
     let registry = Registry::new(file, Rc::new(|_| {}));
-    if let Err(error) = images(draft, plan, others, &registry, &mut found).await {
+    if let Err(error) = images(parsed, plan, conflict_rule, &registry, &mut found).await {
         found.push(error);
     }
     memory::warn_of_disks(&plan.disks);
     registry.read_capacities(plan.process.state.as_deref());
     found.extend(registry.check_devices().err());
-    let service = &draft.daemon;
+    let service = &parsed.daemon;
     // One of them is given.
     let keys = service.origin_of_given("tls-certificates").or(service.origin_of_given("tls-psk"));
     found.extend(
         assemble::read_tls_credentials(&plan.process.tls).err().map(|error| with_origin(keys, error)),
     );
-    let said = sandbox::check(plan).err();
-    found.extend(said.map(|error| with_origin(service.origin_of_given("user"), error)));
+    let sandbox_error = sandbox::check(plan).err();
+    found.extend(sandbox_error.map(|error| with_origin(service.origin_of_given("user"), error)));
     found.extend(sandbox::check_descriptor_limit(plan).err());
-    sockets(draft, plan, others, &mut found);
+    sockets(parsed, plan, conflict_rule, &mut found);
     for disk in &plan.disks {
         found.extend(disk.targets().filter_map(|(index, door)| {
             Some(with_origin(
@@ -209,12 +209,12 @@ async fn problems(
         let error = ChangeToken::read(file).err()?;
         Some(with_origin(service.origin_of_given("http-token-file"), error))
     }));
-    found.extend(service.origin_of_given("cgroup-limits").and_then(|place| {
+    found.extend(service.origin_of_given("cgroup-limits").and_then(|origin| {
         let error = cgroup::watch::check_machine().err()?;
-        Some(with_origin(Some(place), error))
+        Some(with_origin(Some(origin), error))
     }));
-    let place = draft.cluster.as_ref().map(ConfigWithOrigins::own_origin);
-    found.extend(cluster::check_start(plan).await.err().map(|error| with_origin(place, error)));
+    let origin = parsed.cluster.as_ref().map(ConfigWithOrigins::own_origin);
+    found.extend(cluster::check_start(plan).await.err().map(|error| with_origin(origin, error)));
     found.extend(service.record.as_ref().and_then(|record| {
         // The dot makes access(2) fail for a regular file.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);
@@ -222,7 +222,7 @@ async fn problems(
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
         Some(with_origin(service.origin_of_given("record"), error))
     }));
-    let pid_file = service.pid_file.as_deref().map_or(Ok(()), |path| files::check_pid_file(path, others));
+    let pid_file = service.pid_file.as_deref().map_or(Ok(()), |path| files::check_pid_file(path, conflict_rule));
     found.extend(pid_file.err().map(|error| with_origin(service.origin_of_given("pid-file"), error)));
     let log_file = plan.process.log.file.as_deref().map_or(Ok(()), files::check_log_file);
     found.extend(log_file.err().map(|error| with_origin(service.origin_of_given("log-file"), error)));
@@ -239,64 +239,64 @@ fn with_origin(place: Option<&Origin>, error: anyhow::Error) -> anyhow::Error {
 
 /// Checks the images; fails if none can be opened at all.
 async fn images(
-    draft: &ParsedConfig,
+    parsed: &ParsedConfig,
     plan: &DesiredState,
-    others: AddressConflictRule,
+    conflict_rule: AddressConflictRule,
     registry: &Rc<Registry>,
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
     assemble::log_remarks(plan);
     if let Some(path) = plan.process.image_root.as_deref() {
-        let place = draft.daemon.origin_of_given("image-root");
-        registry.confine(assemble::open_image_root(path).map_err(|error| with_origin(place, error))?);
+        let origin = parsed.daemon.origin_of_given("image-root");
+        registry.confine(assemble::open_image_root(path).map_err(|error| with_origin(origin, error))?);
     }
     let (difference, _) = PlanDifference::from_empty(registry, plan, |_| false).await?;
     let mut work = Reconciliation::new(ReconcileReason::Start, registry, plan, None, RateBudgets::default());
-    let (silent, wrong) = work.check_images(&difference, others).await?;
-    for (index, silent) in silent {
-        let place = plan.disks[index].origin("image");
-        tracing::warn!("{place}: {silent}: a start continues without the disk, and retries it later");
+    let (unavailable, errors) = work.check_images(&difference, conflict_rule).await?;
+    for (index, reason) in unavailable {
+        let origin = plan.disks[index].origin("image");
+        tracing::warn!("{origin}: {reason}: a start continues without the disk, and retries it later");
     }
-    found.extend(wrong);
+    found.extend(errors);
     Ok(())
 }
 
 fn sockets(
-    draft: &ParsedConfig,
+    parsed: &ParsedConfig,
     plan: &DesiredState,
-    others: AddressConflictRule,
+    conflict_rule: AddressConflictRule,
     found: &mut Vec<anyhow::Error>,
 ) {
-    let standard = draft.daemon.origin_of_given("qmp").or(draft.daemon.origin_of_given("control"));
+    let standard = parsed.daemon.origin_of_given("qmp").or(parsed.daemon.origin_of_given("control"));
     let control = control(&plan.process).unwrap_or_else(|error| {
         found.push(with_origin(standard, error));
         Vec::new()
     });
     found.extend(control.iter().filter_map(|socket| {
-        let index = draft.daemon.qmp.iter().position(|path| *path == socket.path);
-        let place = index.map(|index| draft.daemon.qmp_origin(index)).or(standard);
-        listen::check_control(socket, others).err().map(|error| with_origin(place, error))
+        let index = parsed.daemon.qmp.iter().position(|path| *path == socket.path);
+        let origin = index.map(|index| parsed.daemon.qmp_origin(index)).or(standard);
+        listen::check_control(socket, conflict_rule).err().map(|error| with_origin(origin, error))
     }));
     // Directories that the control socket creates exist when other sockets need them.
-    let made = |path: &Path| {
+    let is_created = |path: &Path| {
         control.iter().any(|place| place.directory_mode.is_some() && place.path.parent() == path.parent())
     };
     let of_servers = plan.servers.iter().filter_map(|server| match &server.endpoint {
         ListenEndpoint::Address(address) => Some(address.clone()),
         ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => None,
     });
-    let of_door = |door: &ExportTarget| match door {
+    let socket_of = |target: &ExportTarget| match target {
         ExportTarget::VhostUserBlk(machine) if !machine.client => {
             machine.socket.path().map(|path| ListenAddress::Unix(path.to_owned()))
         }
         _ => None,
     };
-    let of_doors = plan.exports.iter().filter_map(|export| of_door(&export.target));
+    let of_exports = plan.exports.iter().filter_map(|export| socket_of(&export.target));
     let is_at = |export: &ExportConfig, address: &ListenAddress| match export {
         ExportConfig::Nbd(export) => {
             matches!(&export.listen, ListenEndpoint::Address(known) if known == address)
         }
-        ExportConfig::Target(door) => of_door(door).as_ref() == Some(address),
+        ExportConfig::Target(target) => socket_of(target).as_ref() == Some(address),
     };
     let of_disk = |address: &ListenAddress| {
         plan.disks.iter().find_map(|disk| {
@@ -304,23 +304,23 @@ fn sockets(
             disk.item_origin("export", index, "")
         })
     };
-    let said = |address: &ListenAddress| {
-        let is_there = |at: &ListenEndpoint| matches!(at, ListenEndpoint::Address(known) if known == address);
-        let service = &draft.daemon;
-        let nbd = service.nbd.iter().position(|nbd| is_there(&nbd.endpoint));
+    let origin_of = |address: &ListenAddress| {
+        let listens_at = |at: &ListenEndpoint| matches!(at, ListenEndpoint::Address(known) if known == address);
+        let service = &parsed.daemon;
+        let nbd = service.nbd.iter().position(|nbd| listens_at(&nbd.endpoint));
         let nbd = nbd.and_then(|index| service.item_origin("nbd", index, ""));
         let http = [("metrics", &service.metrics), ("http", &service.http_address)];
-        let http = || http.into_iter().find(|(_, own)| own.as_ref() == Some(address));
+        let http = || http.into_iter().find(|(_, configured)| configured.as_ref() == Some(address));
         nbd.or_else(|| of_disk(address)).or_else(|| service.origin_of_given(http()?.0))
     };
-    let told = plan.process.metrics.clone().into_iter().chain(plan.process.http_address.clone());
-    let all: Vec<_> = of_servers.chain(of_doors).chain(told).collect();
+    let http_addresses = plan.process.metrics.clone().into_iter().chain(plan.process.http_address.clone());
+    let all: Vec<_> = of_servers.chain(of_exports).chain(http_addresses).collect();
     for address in &all {
         match address {
-            ListenAddress::Unix(path) if made(path) && !path.exists() => {}
+            ListenAddress::Unix(path) if is_created(path) && !path.exists() => {}
             address => {
                 found.extend(
-                    listen::check(address, others).err().map(|error| with_origin(said(address), error)),
+                    listen::check(address, conflict_rule).err().map(|error| with_origin(origin_of(address), error)),
                 );
             }
         }
@@ -331,25 +331,25 @@ fn sockets(
         let (second, first) = (&everything[second], &everything[first]);
         let error =
             anyhow!("{second}: this daemon also listens at {first} (give each server its own address)");
-        found.push(with_origin(said(second), error));
+        found.push(with_origin(origin_of(second), error));
     }
     // The owner of `user` is checked elsewhere.
-    if let Some(owner) = &draft.daemon.sockets.owner
+    if let Some(owner) = &parsed.daemon.sockets.owner
         && all.iter().any(|address| matches!(address, ListenAddress::Unix(_)))
     {
         found.extend(
             listen::check_owner(owner)
                 .err()
-                .map(|error| with_origin(draft.daemon.origin_of_given("socket-owner"), error)),
+                .map(|error| with_origin(parsed.daemon.origin_of_given("socket-owner"), error)),
         );
     }
 }
 
 /// Control sockets that are required for a start.
 fn control(service: &ProcessSpec) -> anyhow::Result<Vec<ControlSocketLocation>> {
-    let mut places: Vec<_> = service.qmp.iter().cloned().map(ControlSocketLocation::at).collect();
+    let mut sockets: Vec<_> = service.qmp.iter().cloned().map(ControlSocketLocation::at).collect();
     if service.control_socket() == ControlSocketPolicy::Required {
-        places.push(ControlSocketLocation::for_daemon().map_err(|rule| anyhow!("control socket: {rule}"))?);
+        sockets.push(ControlSocketLocation::for_daemon().map_err(|rule| anyhow!("control socket: {rule}"))?);
     }
-    Ok(places)
+    Ok(sockets)
 }

@@ -8,7 +8,7 @@ use reactor::{
     buffer, guest,
     memory::{BudgetUsage, MemoryBudget},
 };
-use settings::{PlacedDisk, ProcessSpec, exact_size};
+use settings::{DiskWithOrigins, ProcessSpec, exact_size};
 
 const CGROUPS: &str = "/sys/fs/cgroup";
 
@@ -21,13 +21,13 @@ pub(super) fn set_budget(service: &ProcessSpec) -> anyhow::Result<()> {
     guest::reserve_address_space(total.saturating_add(total / 4));
     // The main thread has a reactor as well.
     let threads = service.workers as u64 + 1;
-    let kept = (total / 8 / threads).min(buffer::POOL_BYTES as u64);
-    buffer::set_pool_limit(kept as usize);
-    budget.reserve("buffers of the threads", 0, kept * threads).context("memory")
+    let pool_bytes = (total / 8 / threads).min(buffer::POOL_BYTES as u64);
+    buffer::set_pool_limit(pool_bytes as usize);
+    budget.reserve("buffers of the threads", 0, pool_bytes * threads).context("memory")
 }
 
 /// Warns if the disks in memory cannot be filled; their memory is allocated as they are written.
-pub(super) fn warn_of_disks(disks: &[PlacedDisk]) {
+pub(super) fn warn_of_disks(disks: &[DiskWithOrigins]) {
     let sizes = disks.iter().filter_map(|disk| disk.image.memory_bytes());
     if let Some(warning) = warning(sizes, &MemoryBudget::process().usage()) {
         tracing::warn!("{warning}");
@@ -35,15 +35,15 @@ pub(super) fn warn_of_disks(disks: &[PlacedDisk]) {
 }
 
 fn warning(sizes: impl Iterator<Item = u64>, usage: &BudgetUsage) -> Option<String> {
-    let BudgetUsage { total, reserved, max_requests: most_requests, .. } = *usage;
+    let BudgetUsage { total, reserved, max_requests: request_bytes, .. } = *usage;
     // Without a total budget, disks in memory have no bound either.
-    let room = total.saturating_sub(reserved).saturating_sub(most_requests);
+    let free = total.saturating_sub(reserved).saturating_sub(request_bytes);
     let together = sizes.fold(0, u64::saturating_add);
     // Rounded to whole MiB: an estimate, not a guarantee.
-    let room_shown = exact_size(room >> 20 << 20);
-    (total != u64::MAX && together > room).then(|| {
+    let free_text = exact_size(free >> 20 << 20);
+    (total != u64::MAX && together > free).then(|| {
         format!(
-            "disks in memory have {} together, and the budget has memory for {room_shown}: further \
+            "disks in memory have {} together, and the budget has memory for {free_text}: further \
              writes fail with ENOSPC (make them smaller, or allow more with --memory)",
             exact_size(together)
         )
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn disks_in_memory_that_cannot_be_filled_are_warned_of() {
+    fn memory_disks_larger_than_the_budget_cause_a_warning() {
         const MIB: u64 = 1 << 20;
         let usage = |total| BudgetUsage {
             total,
@@ -112,14 +112,14 @@ mod tests {
             max_requests: 64 * MIB,
             waiting: 0,
         };
-        let told = |total, sizes: &[u64]| warning(sizes.iter().copied(), &usage(total));
+        let warning_for = |total, sizes: &[u64]| warning(sizes.iter().copied(), &usage(total));
         for (total, sizes) in
             [(128 * MIB, &[][..]), (128 * MIB, &[24 * MIB, 24 * MIB]), (u64::MAX, &[1 << 60])]
         {
-            assert_eq!(told(total, sizes), None, "{sizes:?}");
+            assert_eq!(warning_for(total, sizes), None, "{sizes:?}");
         }
         for (sizes, together) in [(&[1024 * MIB][..], "1G"), (&[24 * MIB, 25 * MIB], "49M")] {
-            let text = told(128 * MIB, sizes).expect("too much");
+            let text = warning_for(128 * MIB, sizes).expect("too much");
             let expect =
                 format!("disks in memory have {together} together, and the budget has memory for 48M: ");
             assert!(text.starts_with(&expect), "{text}");
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_limit_counts() {
+    fn smallest_limit_determines_the_budget() {
         let root = tempfile::tempdir().expect("room");
         let write = |path: &str, text: &str| {
             let path = root.path().join(path);

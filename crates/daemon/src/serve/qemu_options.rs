@@ -42,24 +42,24 @@ impl QemuSteps {
         let mut sockets: Vec<(String, (PathBuf, Origin))> = Vec::new();
         let mut monitors = Vec::new();
         for (option, text) in &self.0 {
-            let place = Origin::option(option, text);
+            let origin = Origin::option(option, text);
             match *option {
                 "chardev" => {
-                    let (id, path) = chardev(text).map_err(|rule| place.error(rule))?;
+                    let (id, path) = chardev(text).map_err(|rule| origin.error(rule))?;
                     if sockets.iter().any(|(other, _)| *other == id) {
                         return Err(
-                            place.error(format!("there is a chardev {id:?} already (choose another id)"))
+                            origin.error(format!("there is a chardev {id:?} already (choose another id)"))
                         );
                     }
                     // A chardev only defines a socket; the monitor that names it takes it out of
                     // the list.
-                    sockets.push((id, (path, place)));
+                    sockets.push((id, (path, origin)));
                 }
                 "monitor" => {
-                    let id = monitor(text).map_err(|rule| place.error(rule))?;
+                    let id = monitor(text).map_err(|rule| origin.error(rule))?;
                     let at = sockets.iter().position(|(known, _)| *known == id);
                     let at =
-                        at.ok_or_else(|| place.error(format!("chardev {id:?} not found (name it before)")))?;
+                        at.ok_or_else(|| origin.error(format!("chardev {id:?} not found (name it before)")))?;
                     monitors.push(sockets.remove(at).1);
                 }
                 _ => {}
@@ -88,8 +88,8 @@ impl QemuSteps {
                 "nbd-server" => ("nbd-server-start", None),
                 _ => ("block-export-add", Some("type")),
             };
-            let place = Origin::option(option, &text);
-            qmp::execute_text(registry, command, &text, implied).await.map_err(|error| place.error(error))?;
+            let origin = Origin::option(option, &text);
+            qmp::execute_text(registry, command, &text, implied).await.map_err(|error| origin.error(error))?;
         }
         Ok(())
     }
@@ -161,16 +161,16 @@ impl Args for QemuSteps {
 
 impl FromArgMatches for QemuSteps {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let mut said = Vec::new();
+        let mut steps = Vec::new();
         for name in Self::NAMES {
             let (at, texts) = (matches.indices_of(name), matches.get_many::<String>(name));
-            said.extend(
+            steps.extend(
                 at.into_iter().flatten().zip(texts.into_iter().flatten()).map(|(at, text)| (at, name, text)),
             );
         }
         // clap groups values by option; the indices restore the order of the command line.
-        said.sort_by_key(|(at, ..)| *at);
-        Ok(Self(said.into_iter().map(|(_, name, text)| (name, text.clone())).collect()))
+        steps.sort_by_key(|(at, ..)| *at);
+        Ok(Self(steps.into_iter().map(|(_, name, text)| (name, text.clone())).collect()))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -184,16 +184,16 @@ mod tests {
     use super::*;
 
     fn read(line: &str) -> QemuSteps {
-        let words = std::iter::once("serve").chain(line.split_whitespace());
-        let matches = QemuSteps::augment_args(Command::new("serve")).get_matches_from(words);
+        let arguments = std::iter::once("serve").chain(line.split_whitespace());
+        let matches = QemuSteps::augment_args(Command::new("serve")).get_matches_from(arguments);
         QemuSteps::from_arg_matches(&matches).unwrap()
     }
 
     #[test]
-    fn the_order_is_the_command_lines() {
+    fn steps_keep_the_order_of_the_command_line() {
         let steps = read("--object a --blockdev b --export c --object d --nbd-server=e");
-        let said: Vec<_> = steps.0.iter().map(|(name, text)| format!("{name} {text}")).collect();
-        assert_eq!(said, ["object a", "blockdev b", "export c", "object d", "nbd-server e"]);
+        let texts: Vec<_> = steps.0.iter().map(|(name, text)| format!("{name} {text}")).collect();
+        assert_eq!(texts, ["object a", "blockdev b", "export c", "object d", "nbd-server e"]);
     }
 
     #[test]
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_monitor_that_cannot_be_is_refused_by_name() {
+    fn invalid_monitor_is_rejected_by_name() {
         let refused = |line: &str, expect: &str| {
             let wrong = read(line).take_monitors().unwrap_err().to_string();
             assert!(wrong.contains(expect), "{wrong}");

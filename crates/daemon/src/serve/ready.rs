@@ -43,5 +43,5 @@ pub(super) fn announce(uris: &[String], registry: &Registry) {
         0 => tracing::info!(limits, exports = %shown, "ready"),
         more => tracing::info!(limits, more, exports = %shown, "ready"),
     }
-    notify::tell(&[NotifyState::Ready]);
+    notify::send(&[NotifyState::Ready]);
 }

@@ -130,19 +130,19 @@ impl Daemon {
         tracing::info!(signal, connections = self.registry.exports.connections(), "stopping");
         self.registry.lifecycle.is_ending.set(true);
         // Before anything is closed, so that the service manager sees an orderly end.
-        notify::tell(&[NotifyState::Stopping]);
+        notify::send(&[NotifyState::Stopping]);
         let servers = self.registry.exports.servers();
         for serving in &servers {
             serving.close();
         }
-        let entrances = self.registry.exports.own_endpoints();
+        let endpoints = self.registry.exports.own_endpoints();
         // Files over FUSE end with this process, so their users' dirty pages are written first.
         let is_file =
-            |entrance: &&Rc<ExportEndpoint>| matches!(entrance.host_endpoint(), Some(HostEndpoint::Fuse(_)));
-        let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
-        others.into_iter().for_each(|entrance| entrance.close_or_hand_over());
+            |endpoint: &&Rc<ExportEndpoint>| matches!(endpoint.host_endpoint(), Some(HostEndpoint::Fuse(_)));
+        let (files, others): (Vec<_>, Vec<_>) = endpoints.iter().partition(is_file);
+        others.into_iter().for_each(|endpoint| endpoint.close_or_hand_over());
         let files: Vec<_> =
-            files.into_iter().filter_map(|entrance| entrance.device().map(Path::to_owned)).collect();
+            files.into_iter().filter_map(|endpoint| endpoint.device().map(Path::to_owned)).collect();
         let disks = self.registry.disks.all();
         let mut stopped = Vec::new();
         for running in &disks {
@@ -162,13 +162,13 @@ impl Daemon {
             while registry.lifecycle.is_upgrading.get() {
                 reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
-            let giving_up: Vec<_> = disks.iter().map(abandon_when_unresponsive).collect();
+            let abandon_tasks: Vec<_> = disks.iter().map(abandon_when_unresponsive).collect();
             if !stopped.is_empty() {
                 // Held requests return to their rings and devices, for the next process that serves
                 // them.
                 let all_gone = async {
-                    for entrance in &entrances {
-                        entrance.until_unused().await;
+                    for endpoint in &endpoints {
+                        endpoint.until_unused().await;
                     }
                 };
                 let _ = reactor::timeout(RETURN_TIMEOUT, all_gone).await;
@@ -179,8 +179,8 @@ impl Daemon {
             for serving in servers {
                 serving.stop().await;
             }
-            for entrance in entrances {
-                entrance.stop().await;
+            for endpoint in endpoints {
+                endpoint.stop().await;
             }
             control.await;
             // Abandoned commands may still use a disk.
@@ -188,7 +188,7 @@ impl Daemon {
                 reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
             let result = flush_and_close(&disks).await;
-            drop(giving_up);
+            drop(abandon_tasks);
             registry.recordings.end_all().await;
             let _ = events.try_send(DaemonEvent::Finished(result));
         });
@@ -241,7 +241,7 @@ async fn reload_on_hangup(registry: &Rc<Registry>) {
     // For `Type=notify-reload`, also if nothing changes: see sd_notify(3).
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());
-    notify::tell(&began);
+    notify::send(&began);
     match ChangeOrigin::Signal.attribute(reload(registry)).await {
         Ok(changes) => {
             for change in &changes {
@@ -251,18 +251,18 @@ async fn reload_on_hangup(registry: &Rc<Registry>) {
         }
         Err(error) => tracing::error!("SIGHUP: nothing has changed: {error:#}"),
     }
-    notify::tell(&[NotifyState::Ready]);
+    notify::send(&[NotifyState::Ready]);
 }
 
 /// Result of `work`; `None` if a signal ends the daemon before. `what` describes the goal in the
 /// log.
 pub(super) async fn until_signal<T>(
     work: impl Future<Output = T>,
-    what: &str,
+    stage: &str,
     events: &async_channel::Receiver<DaemonEvent>,
 ) -> Option<T> {
     let mut work = pin!(work);
-    let mut ended = pin!(async {
+    let mut signalled = pin!(async {
         loop {
             match events.recv().await {
                 Ok(DaemonEvent::Signal(SignalRequest::End(signal) | SignalRequest::EndAtOnce(signal))) => {
@@ -277,8 +277,8 @@ pub(super) async fn until_signal<T>(
     });
     poll_fn(|context| match work.as_mut().poll(context) {
         Poll::Ready(done) => Poll::Ready(Some(done)),
-        Poll::Pending => ended.as_mut().poll(context).map(|signal| {
-            tracing::info!(signal, "stopping before {what}");
+        Poll::Pending => signalled.as_mut().poll(context).map(|signal| {
+            tracing::info!(signal, "stopping before {stage}");
             None
         }),
     })

@@ -84,7 +84,7 @@ impl Daemon {
         let events = event_channel(signals)?;
         let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
         // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
-        let turn = registry.lifecycle.structure_lock.try_lock();
+        let guard = registry.lifecycle.structure_lock.try_lock();
         let is_upgrade = old.is_some();
         let mut given_up = AbandonedUpgrade::observe(old.as_ref())?;
         let claimed = claim(&plan, is_upgrade)?;
@@ -93,7 +93,7 @@ impl Daemon {
         join_cluster(&mut plan, &registry).await?;
         let plan = Rc::new(plan);
         // Files that the old process still serves: no image may lie on one.
-        let _own = is_upgrade.then(|| files_over_fuse(&plan));
+        let _fuse_files = is_upgrade.then(|| files_over_fuse(&plan));
         let mut fresh = FreshStart;
         let source: &mut dyn StartSource = match &mut old {
             Some(old) => old,
@@ -125,7 +125,7 @@ impl Daemon {
         };
         let complete = match given_up.run_unless_abandoned(completing).await {
             Ok(Some(complete)) => complete,
-            not => return not.and(abandon(&registry).await).map(|()| None),
+            incomplete => return incomplete.and(abandon(&registry).await).map(|()| None),
         };
         // The point of no return: on success the old process has handed over, and will end.
         let taken = take_over(old, &registry, &bound.workers).await?;
@@ -135,7 +135,7 @@ impl Daemon {
         let started =
             Self::serve((&registry, events), (bound, complete), (claimed, cgroups), taken, (runner, loaded))
                 .await;
-        drop(turn);
+        drop(guard);
         started.map(Some)
     }
 
@@ -256,10 +256,10 @@ async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::R
 
 /// Extends an error about a locked image if etcd did not answer whether the disk was migrated to
 /// another host.
-fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
+fn with_migration_hint(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     let is_locked = |cause: &OpenError| cause.why.contains("locked");
-    let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
-    match registry.cluster().and_then(|cluster| cluster.start_failure()).filter(|_| is_anothers) {
+    let is_locked_by_another = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
+    match registry.cluster().and_then(|cluster| cluster.start_failure()).filter(|_| is_locked_by_another) {
         Some(why) => anyhow!(
             "{error:#}; or the disk has moved to another host of the cluster, which could not be \
              asked: {why} (in that case remove it from the config file here)"
@@ -298,7 +298,7 @@ impl<'a> StartWithImages<'a> {
         let work = Reconciliation::new(ReconcileReason::Start, registry, plan, tls, budgets);
         let mut work = work.with_source_files(source);
         let images = work.open(&difference, source).await;
-        let images = images.map_err(|error| may_have_moved(error, registry))?;
+        let images = images.map_err(|error| with_migration_hint(error, registry))?;
         memory::warn_of_disks(&plan.disks);
         Ok(Self { plan, registry, work, difference, images, late })
     }
@@ -345,9 +345,9 @@ impl<'a> StartWithImages<'a> {
 
 /// Gives up a start. An orphaned device that was taken over waits for the next process.
 async fn abandon(registry: &Registry) -> anyhow::Result<()> {
-    for entrance in registry.exports.own_endpoints() {
-        entrance.close_or_hand_over();
-        entrance.stop().await;
+    for endpoint in registry.exports.own_endpoints() {
+        endpoint.close_or_hand_over();
+        endpoint.stop().await;
     }
     flush_and_close(&registry.disks.all()).await
 }
@@ -359,7 +359,7 @@ fn start_cgroups(
 ) -> anyhow::Result<Option<cgroup::watch::CgroupWatchThread>> {
     let Some(path) = plan.process.cgroup_limits.as_deref() else { return Ok(None) };
     let store = CapacityStore::new(plan.process.state.as_deref());
-    let lending = registry.cluster().and_then(|cluster| cluster.lending());
+    let lending = registry.cluster().and_then(|cluster| cluster.cgroup_leases());
     match is_upgrade {
         true => cgroup::watch::CgroupWatchThread::start_after_another(path, store, lending),
         false => cgroup::watch::CgroupWatchThread::start(path, store, lending),
@@ -377,11 +377,11 @@ async fn enter_sandbox(
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.process.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let awaited = registry.exports.awaited_endpoints.borrow().values().cloned().collect::<Vec<_>>();
-    let comes_later = |disk: &settings::PlacedDisk| {
+    let comes_later = |disk: &settings::DiskWithOrigins| {
         assemble::opens_in_sandbox(disk) || registry.disks.is_unavailable(&disk.name)
     };
     let is_of_later = |export: &&ExportSpec| comes_later(&plan.disks[export.disk]);
-    let doors_of_later = plan.exports.iter().filter(is_of_later).map(|export| export.target.clone());
+    let later_targets = plan.exports.iter().filter(is_of_later).map(|export| export.target.clone());
     let running = registry.disks.all();
     let remotes =
         running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
@@ -394,18 +394,18 @@ async fn enter_sandbox(
             .collect(),
         endpoints: registry.exports.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
         remotes: remotes.filter_map(|image| image.remote().cloned()).collect(),
-        doors: registry
+        export_targets: registry
             .exports
             .all()
             .iter()
             .filter_map(|export| export.endpoint_config.clone())
-            .chain(doors_of_later)
+            .chain(later_targets)
             .chain(awaited)
             .collect(),
         cluster: plan.disks.iter().any(assemble::opens_in_sandbox)
             || registry.disks.all().iter().any(|disk| disk.config.image.is_rbd()),
         etcd_ports: plan.process.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
-        own: (plan.process.cluster.as_ref())
+        own_directories: (plan.process.cluster.as_ref())
             .and_then(|known| cluster::directory(plan.process.state.as_deref(), known))
             .into_iter()
             .collect(),
@@ -479,9 +479,9 @@ fn start_http(
     cgroups: Option<&cgroup::watch::CgroupWatchThread>,
     is_upgrade: bool,
 ) -> anyhow::Result<Option<weir_http::HttpServer>> {
-    let Some(doors) = bound.http.take().filter(|doors| !doors.is_empty()) else { return Ok(None) };
+    let Some(endpoints) = bound.http.take().filter(|doors| !doors.is_empty()) else { return Ok(None) };
     let figures = cgroups.and_then(cgroup::watch::CgroupWatchThread::figures);
-    match weir_http::HttpServer::start(doors, registry, &bound.workers, figures) {
+    match weir_http::HttpServer::start(endpoints, registry, &bound.workers, figures) {
         Err(error) if is_upgrade => {
             tracing::error!("{error:#}: metrics and the page are not served (restart weir)");
             Ok(None)
@@ -503,8 +503,8 @@ async fn end_old(
         "this daemon has taken over from one of version {version}, with {}",
         figures::counted(clients as u64, "client")
     );
-    let news = NewEvent::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
-    (in_use, Some(news))
+    let event = NewEvent::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
+    (in_use, Some(event))
 }
 
 fn warn_of_missing(missing: Option<&anyhow::Error>) {

@@ -24,24 +24,24 @@ pub(super) fn start(allowed: Duration, workers: &Rc<Vec<ReactorWorker>>) -> Join
                 // A worker has ended: the daemon is ending, or has failed.
                 return;
             }
-            control::notify::tell(&[NotifyState::Watchdog]);
+            control::notify::send(&[NotifyState::Watchdog]);
         }
     })
 }
 
 /// Waits until each worker has run a task; false if one has ended.
 async fn all_make_progress(workers: &[ReactorWorker]) -> bool {
-    let (turned, heard) = async_channel::bounded(workers.len().max(1));
+    let (sender, receiver) = async_channel::bounded(workers.len().max(1));
     for worker in workers {
-        let turned = turned.clone();
+        let sender = sender.clone();
         // Cannot fail: the channel has room for all workers.
         worker.spawn(move || async move {
-            let _ = turned.try_send(());
+            let _ = sender.try_send(());
         });
     }
-    drop(turned);
+    drop(sender);
     for _ in workers {
-        if heard.recv().await.is_err() {
+        if receiver.recv().await.is_err() {
             return false;
         }
     }
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn it_waits_for_a_thread_that_does_not_turn() {
+    fn check_waits_for_a_blocked_worker() {
         real(async {
             let start = |name| ReactorWorker::start(name, PollingMode::Off).expect("a thread");
             let workers = Rc::new(vec![start("turns"), start("hangs")]);
@@ -78,21 +78,21 @@ mod tests {
                 held.wait();
             });
             gate.wait();
-            let said = Rc::new(Cell::new(false));
-            let (seen, asked) = (Rc::clone(&said), Rc::clone(&workers));
+            let reported = Rc::new(Cell::new(false));
+            let (flag, watched) = (Rc::clone(&reported), Rc::clone(&workers));
             let round = reactor::spawn_joinable(async move {
-                assert!(all_make_progress(&asked).await);
-                seen.set(true);
+                assert!(all_make_progress(&watched).await);
+                flag.set(true);
             });
             // The first worker has run its task, and its message has arrived.
-            let (turned, heard) = async_channel::bounded(1);
-            workers[0].spawn(move || async move { turned.send(()).await.expect("it is waited for") });
-            heard.recv().await.expect("the worker turns");
+            let (sender, receiver) = async_channel::bounded(1);
+            workers[0].spawn(move || async move { sender.send(()).await.expect("it is waited for") });
+            receiver.recv().await.expect("the worker turns");
             reactor::yield_now().await;
-            assert!(!said.get(), "one thread of two has not turned");
+            assert!(!reported.get(), "one thread of two has not turned");
             gate.wait();
             round.await;
-            assert!(said.get());
+            assert!(reported.get());
         });
     }
 }

@@ -33,12 +33,12 @@ pub(super) enum NoMessage {
 
 impl FuseChannel {
     /// Receives the next message; returns its length.
-    pub(super) fn receive(&self, places: &mut [IoSliceMut<'_>]) -> Result<usize, NoMessage> {
+    pub(super) fn receive(&self, buffers: &mut [IoSliceMut<'_>]) -> Result<usize, NoMessage> {
         loop {
             let received = match self {
-                Self::Device(device) => rustix::io::readv(device, places),
+                Self::Device(device) => rustix::io::readv(device, buffers),
                 #[cfg(test)]
-                Self::Simulated(kernel) => kernel.receive(places),
+                Self::Simulated(kernel) => kernel.receive(buffers),
             };
             return match received {
                 Ok(length) => Ok(length),

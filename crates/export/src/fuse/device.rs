@@ -148,8 +148,8 @@ impl FuseDevice {
     }
 
     /// Quiesces the queues, or resumes them.
-    pub(super) fn set_quiescing(&self, is_to: bool) {
-        self.quiescing.store(is_to, SeqCst);
+    pub(super) fn set_quiescing(&self, quiescing: bool) {
+        self.quiescing.store(quiescing, SeqCst);
         self.state_changed.notify(usize::MAX);
     }
 
@@ -185,17 +185,17 @@ impl FuseDevice {
     }
 
     /// Continues from the state of the old process; false if its requests are malformed.
-    pub(super) fn restore(&self, standing: &FuseFileState) -> bool {
-        let Some(messages) = encode::split(&standing.messages) else { return false };
-        let (seconds, nanoseconds) = standing.modified;
+    pub(super) fn restore(&self, state: &FuseFileState) -> bool {
+        let Some(messages) = encode::split(&state.messages) else { return false };
+        let (seconds, nanoseconds) = state.modified;
         let since = std::time::Duration::new(seconds, nanoseconds.min(999_999_999));
-        *lock(&self.owner) = standing.owner;
+        *lock(&self.owner) = state.owner;
         *lock(&self.modified) = UNIX_EPOCH.checked_add(since).unwrap_or_else(SystemTime::now);
         *lock(&self.inherited_messages) = messages;
-        self.end.set(standing.file_bytes);
-        self.openers.store(standing.openers, SeqCst);
+        self.end.set(state.file_bytes);
+        self.openers.store(state.openers, SeqCst);
         // OPEN was answered by the old process, so RELEASE arrives here without one.
-        self.was_opened.store(standing.openers > 0, SeqCst);
+        self.was_opened.store(state.openers > 0, SeqCst);
         true
     }
 

@@ -74,10 +74,10 @@ fn head(unique: u64, operation: FuseOperation) -> Vec<u8> {
         _ => (opcode::FSYNC, 16),
     };
     let mut bytes = vec![0; HEADER_BYTES + length];
-    let mut put = |at: usize, number: &[u8]| bytes[at..at + number.len()].copy_from_slice(number);
-    put(4, &opcode.to_ne_bytes());
-    put(8, &unique.to_ne_bytes());
-    let mut u32 = |at: usize, number: u32| put(HEADER_BYTES + at, &number.to_ne_bytes());
+    let mut store = |at: usize, number: &[u8]| bytes[at..at + number.len()].copy_from_slice(number);
+    store(4, &opcode.to_ne_bytes());
+    store(8, &unique.to_ne_bytes());
+    let mut u32 = |at: usize, number: u32| store(HEADER_BYTES + at, &number.to_ne_bytes());
     match operation {
         FuseOperation::Read { length, .. } => u32(16, length),
         FuseOperation::Write { length, flags, cached, .. } => {
@@ -86,14 +86,14 @@ fn head(unique: u64, operation: FuseOperation) -> Vec<u8> {
             u32(32, flags);
         }
         FuseOperation::SetAttributes(changes) => {
-            let has = |is_there: bool, bit| if is_there { bit } else { 0 };
+            let flag_if = |present: bool, bit| if present { bit } else { 0 };
             let (mode, uid, gid) = (changes.mode, changes.uid, changes.gid);
             u32(
                 0,
-                has(changes.size.is_some(), valid::SIZE)
-                    | has(mode.is_some(), valid::MODE)
-                    | has(uid.is_some(), valid::UID)
-                    | has(gid.is_some(), valid::GID),
+                flag_if(changes.size.is_some(), valid::SIZE)
+                    | flag_if(mode.is_some(), valid::MODE)
+                    | flag_if(uid.is_some(), valid::UID)
+                    | flag_if(gid.is_some(), valid::GID),
             );
             for (at, number) in [(68, mode), (76, uid), (80, gid)] {
                 u32(at, number.unwrap_or_default());
@@ -104,7 +104,7 @@ fn head(unique: u64, operation: FuseOperation) -> Vec<u8> {
         FuseOperation::Seek { whence, .. } => u32(16, whence),
         _ => {}
     }
-    let mut u64 = |at: usize, number: u64| put(HEADER_BYTES + at, &number.to_ne_bytes());
+    let mut u64 = |at: usize, number: u64| store(HEADER_BYTES + at, &number.to_ne_bytes());
     match operation {
         FuseOperation::Read { offset, .. }
         | FuseOperation::Write { offset, .. }
@@ -131,7 +131,7 @@ mod tests {
         *,
     };
 
-    fn back(work: FuseWork) -> (Vec<u8>, FuseOperation) {
+    fn round_trip(work: FuseWork) -> (Vec<u8>, FuseOperation) {
         let bytes = encode(&FuseIncomingRequest { unique: 78, charged_bytes: 0, work });
         let FuseRequest { unique, operation } = parse(&bytes, bytes.len()).expect("it is one");
         assert_eq!((unique, split(&bytes)), (78, Some(vec![bytes.clone()])));
@@ -143,27 +143,27 @@ mod tests {
         fn an_encoded_request_is_parsed_as_before(
             offset: u64,
             number: u64,
-            small: u32,
+            value: u32,
             changes in proptest::array::uniform3(proptest::option::of(any::<u32>())),
             size: Option<u64>,
         ) {
             let [mode, uid, gid] = changes;
             for operation in [
                 FuseOperation::SetAttributes(AttributeChanges { size, mode, uid, gid }),
-                FuseOperation::Open { flags: small },
+                FuseOperation::Open { flags: value },
                 FuseOperation::GetAttributes,
                 FuseOperation::Sync,
-                FuseOperation::Allocate { offset, length: number, mode: small },
-                FuseOperation::Seek { offset, whence: small },
+                FuseOperation::Allocate { offset, length: number, mode: value },
+                FuseOperation::Seek { offset, whence: value },
             ] {
-                prop_assert_eq!(back(FuseWork::Other(operation)).1, operation);
+                prop_assert_eq!(round_trip(FuseWork::Other(operation)).1, operation);
             }
-            let length = small as usize;
-            prop_assert_eq!(back(FuseWork::Read { offset, length }).1, FuseOperation::Read { offset, length: small });
+            let length = value as usize;
+            prop_assert_eq!(round_trip(FuseWork::Read { offset, length }).1, FuseOperation::Read { offset, length: value });
         }
 
         #[test]
-        fn bytes_that_are_no_messages_are_refused(bytes: Vec<u8>) {
+        fn malformed_messages_are_not_split(bytes: Vec<u8>) {
             if let Some(messages) = split(&bytes) {
                 prop_assert_eq!(messages.concat(), bytes);
             }
@@ -171,18 +171,18 @@ mod tests {
     }
 
     #[test]
-    fn writes_keep_their_data_their_place_and_whether_they_append() {
+    fn writes_keep_data_offset_and_append_flag() {
         let data = || Segments::from(IoBuffer::copy_of(b"weir"));
         let durability = Durability::Synchronous;
-        let (bytes, operation) = back(FuseWork::Write { offset: 4096, data: data(), durability });
+        let (bytes, operation) = round_trip(FuseWork::Write { offset: 4096, data: data(), durability });
         assert!(bytes.ends_with(b"weir"));
         assert_eq!(operation, write(4096, 4, libc::O_DSYNC as u32, true));
         let durability = Durability::Cached;
         let extend = |offset, may_grow| FuseWork::Extend { offset, data: data(), durability, may_grow };
-        assert_eq!(back(extend(Some(9), true)).1, write(9, 4, 0, false));
-        assert_eq!(back(extend(Some(9), false)).1, write(9, 4, 0, true));
+        assert_eq!(round_trip(extend(Some(9), true)).1, write(9, 4, 0, false));
+        assert_eq!(round_trip(extend(Some(9), false)).1, write(9, 4, 0, true));
         for may_grow in [true, false] {
-            assert_eq!(back(extend(None, may_grow)).1, write(0, 4, libc::O_APPEND as u32, false));
+            assert_eq!(round_trip(extend(None, may_grow)).1, write(0, 4, libc::O_APPEND as u32, false));
         }
         assert_eq!(split(&[bytes.clone(), bytes[..50].to_vec()].concat()), None);
         assert_eq!(split(&[0; 80]), None);

@@ -49,52 +49,52 @@ const QUIESCING: Error = Error::from_errno(512);
 
 impl FuseQueue {
     pub(super) async fn execute(self: Rc<Self>, incoming: FuseIncomingRequest) {
-        let FuseIncomingRequest { unique, charged_bytes: kept, work } = incoming;
+        let FuseIncomingRequest { unique, charged_bytes: charged, work } = incoming;
         match work {
-            FuseWork::Read { offset, length } => self.read(unique, kept, offset, length).await,
+            FuseWork::Read { offset, length } => self.read(unique, charged, offset, length).await,
             FuseWork::Write { offset, data, durability } => {
-                self.write_one(unique, kept, offset, data, durability).await;
+                self.write_one(unique, charged, offset, data, durability).await;
             }
             // Boxed, because the future of every read and write would otherwise be as large as the
             // largest arm.
             work @ FuseWork::Extend { .. } => {
-                Box::pin(self.extend_one(FuseIncomingRequest { unique, charged_bytes: kept, work })).await;
+                Box::pin(self.extend_one(FuseIncomingRequest { unique, charged_bytes: charged, work })).await;
             }
             FuseWork::Other(operation) => match Box::pin(self.other(unique, operation)).await {
-                Err(QUIESCING) => self.put_back(FuseIncomingRequest { unique, charged_bytes: kept, work }),
-                reply => self.answer(unique, kept, reply),
+                Err(QUIESCING) => self.put_back(FuseIncomingRequest { unique, charged_bytes: charged, work }),
+                reply => self.answer(unique, charged, reply),
             },
         }
     }
 
-    async fn read(&self, unique: u64, kept: usize, offset: u64, length: usize) {
+    async fn read(&self, unique: u64, charged: usize, offset: u64, length: usize) {
         let cost = RequestCost::one(length as u64);
-        let pass = match self.admit(&[unique], Direction::Read, cost).await {
-            Ok(pass) => pass,
+        let permit = match self.admit(&[unique], Direction::Read, cost).await {
+            Ok(permit) => permit,
             Err(denied) => {
                 let work = FuseWork::Read { offset, length };
-                return self.deny(FuseIncomingRequest { unique, charged_bytes: kept, work }, &denied);
+                return self.deny(FuseIncomingRequest { unique, charged_bytes: charged, work }, &denied);
             }
         };
-        let result = match self.device.disk().read(pass, offset, length).await {
+        let result = match self.device.disk().read(permit, offset, length).await {
             Err(Error::INVALID) => self.read_remaining(offset, length).await,
             result => result,
         };
-        self.answer_read(unique, kept, result);
+        self.answer_read(unique, charged, result);
     }
 
     /// Repeats a read that failed because the disk was shrunk while it was in flight, for the part
     /// that is inside the file now.
     async fn read_remaining(&self, offset: u64, length: usize) -> Result<Segments> {
-        let left = self.device.file_bytes().saturating_sub(offset).min(length as u64) as usize;
-        if left == length {
+        let remaining = self.device.file_bytes().saturating_sub(offset).min(length as u64) as usize;
+        if remaining == length {
             return Err(Error::INVALID);
         }
-        if left == 0 {
+        if remaining == 0 {
             return Ok(Segments::default());
         }
-        let pass = self.admit_anyway(Direction::Read, left as u64);
-        self.device.disk().retry_read(pass, offset, left).await
+        let permit = self.admit_anyway(Direction::Read, remaining as u64);
+        self.device.disk().retry_read(permit, offset, remaining).await
     }
 
     /// Executes adjacent reads as one I/O and divides its data among them.
@@ -102,11 +102,11 @@ impl FuseQueue {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let cost = RequestCost::merged(&lengths);
         let (offset, total) = (parts[0].candidate().offset, cost.bytes() as usize);
-        let pass = match self.admit(&uniques(&parts), Direction::Read, cost).await {
-            Ok(pass) => pass,
+        let permit = match self.admit(&uniques(&parts), Direction::Read, cost).await {
+            Ok(permit) => permit,
             Err(denied) => return self.continue_without(parts, denied),
         };
-        match self.device.disk().read(pass, offset, total).await {
+        match self.device.disk().read(permit, offset, total).await {
             Ok(mut rest) => {
                 for (part, length) in parts.into_iter().zip(lengths) {
                     let tail = rest.split_off(length as usize);
@@ -124,8 +124,8 @@ impl FuseQueue {
         for part in parts {
             let (offset, length) = (part.candidate().offset, part.candidate().length);
             match self.admit(&[part.unique], Direction::Read, RequestCost::one(length)).await {
-                Ok(pass) => {
-                    let result = match disk.retry_read(pass, offset, length as usize).await {
+                Ok(permit) => {
+                    let result = match disk.retry_read(permit, offset, length as usize).await {
                         Err(Error::INVALID) => self.read_remaining(offset, length as usize).await,
                         result => result,
                     };
@@ -136,27 +136,27 @@ impl FuseQueue {
         }
     }
 
-    fn answer_read(&self, unique: u64, kept: usize, result: Result<Segments>) {
+    fn answer_read(&self, unique: u64, charged: usize, result: Result<Segments>) {
         match result {
             Ok(data) => {
                 self.reply(&FuseReply::data(unique, data.len()), &data);
-                self.count_out(kept);
+                self.count_out(charged);
             }
-            Err(error) => self.answer(unique, kept, Err(error)),
+            Err(error) => self.answer(unique, charged, Err(error)),
         }
     }
 
-    async fn write_one(&self, unique: u64, kept: usize, offset: u64, data: Segments, durability: Durability) {
+    async fn write_one(&self, unique: u64, charged: usize, offset: u64, data: Segments, durability: Durability) {
         let bytes = data.len();
-        let pass = match self.admit(&[unique], Direction::Write, RequestCost::one(bytes as u64)).await {
-            Ok(pass) => pass,
+        let permit = match self.admit(&[unique], Direction::Write, RequestCost::one(bytes as u64)).await {
+            Ok(permit) => permit,
             Err(denied) => {
                 let work = FuseWork::Write { offset, data, durability };
-                return self.deny(FuseIncomingRequest { unique, charged_bytes: kept, work }, &denied);
+                return self.deny(FuseIncomingRequest { unique, charged_bytes: charged, work }, &denied);
             }
         };
-        let result = self.write_inside(pass, offset, data, durability).await;
-        self.answer(unique, kept, result.map(|()| FuseReply::written(unique, bytes as u32)));
+        let result = self.write_inside(permit, offset, data, durability).await;
+        self.answer(unique, charged, result.map(|()| FuseReply::written(unique, bytes as u32)));
     }
 
     /// Executes adjacent writes as one gathered I/O. All of them fail together, because a failed
@@ -165,22 +165,22 @@ impl FuseQueue {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let offset = parts[0].candidate().offset;
         let cost = RequestCost::merged(&lengths);
-        let pass = match self.admit(&uniques(&parts), Direction::Write, cost).await {
-            Ok(pass) => pass,
+        let permit = match self.admit(&uniques(&parts), Direction::Write, cost).await {
+            Ok(permit) => permit,
             Err(denied) => return self.continue_without(parts, denied),
         };
         let mut all = Segments::default();
         let mut durable = Durability::Cached;
-        let mut answers = Vec::with_capacity(parts.len());
-        for FuseIncomingRequest { unique, charged_bytes: kept, work } in parts {
+        let mut replies = Vec::with_capacity(parts.len());
+        for FuseIncomingRequest { unique, charged_bytes: charged, work } in parts {
             let FuseWork::Write { data, durability, .. } = work else { unreachable!("planned as writes") };
-            answers.push((unique, kept, data.len() as u32));
+            replies.push((unique, charged, data.len() as u32));
             durable = durability;
             all.append(data);
         }
-        let result = self.write_inside(pass, offset, all, durable).await;
-        for (unique, kept, bytes) in answers {
-            self.answer(unique, kept, result.map(|()| FuseReply::written(unique, bytes)));
+        let result = self.write_inside(permit, offset, all, durable).await;
+        for (unique, charged, bytes) in replies {
+            self.answer(unique, charged, result.map(|()| FuseReply::written(unique, bytes)));
         }
     }
 
@@ -188,7 +188,7 @@ impl FuseQueue {
     /// meanwhile, the part past its end is dropped, as if the write had preceded the shrink.
     async fn write_inside(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         mut data: Segments,
         durability: Durability,
@@ -196,15 +196,15 @@ impl FuseQueue {
         let _steady = self.lock_size().await;
         if self.device.export.growable {
             // Under `lock_size`, so the length cannot change before the write has ended.
-            let room = self.device.file_bytes().saturating_sub(offset);
-            if room == 0 {
+            let available = self.device.file_bytes().saturating_sub(offset);
+            if available == 0 {
                 return Ok(());
             }
-            if room < data.len() as u64 {
-                drop(data.split_off(room as usize));
+            if available < data.len() as u64 {
+                drop(data.split_off(available as usize));
             }
         }
-        self.write_to_disk(pass, offset, data, durability).await
+        self.write_to_disk(permit, offset, data, durability).await
     }
 
     /// Guard that keeps clients of the file from changing its size; not needed if they cannot.
@@ -219,24 +219,24 @@ impl FuseQueue {
 
     async fn write_to_disk(
         &self,
-        pass: AdmissionPermit,
+        permit: AdmissionPermit,
         offset: u64,
         data: Segments,
         durability: Durability,
     ) -> Result<()> {
         // Set even if the write fails: a part of it may have been written.
         self.device.mark_changed();
-        self.device.disk().write(pass, offset, data, durability).await
+        self.device.disk().write(permit, offset, data, durability).await
     }
 
     /// Continues after some of several merged requests were cancelled: the rest wait separately.
     fn continue_without(self: Rc<Self>, parts: Vec<FuseIncomingRequest>, denied: AdmissionDenied) {
-        let is_over = |unique: u64| match &denied {
+        let is_denied = |unique: u64| match &denied {
             AdmissionDenied::Interrupted(requests) => requests.contains(&unique),
             AdmissionDenied::Stopped | AdmissionDenied::Resting => true,
         };
         for part in parts {
-            if is_over(part.unique) {
+            if is_denied(part.unique) {
                 self.deny(part, &denied);
             } else {
                 reactor::spawn(Rc::clone(&self).execute(part));
@@ -246,23 +246,23 @@ impl FuseQueue {
 
     async fn extend_one(&self, incoming: FuseIncomingRequest) {
         let cost = RequestCost::one(incoming.work.data_bytes());
-        let pass = match self.admit(&[incoming.unique], Direction::Write, cost).await {
-            Ok(pass) => pass,
+        let permit = match self.admit(&[incoming.unique], Direction::Write, cost).await {
+            Ok(permit) => permit,
             Err(denied) => return self.deny(incoming, &denied),
         };
-        let FuseIncomingRequest { unique, charged_bytes: kept, work } = incoming;
-        let written = self.extend(pass, work).await;
-        self.answer(unique, kept, written.map(|bytes| FuseReply::written(unique, bytes)));
+        let FuseIncomingRequest { unique, charged_bytes: charged, work } = incoming;
+        let written = self.extend(permit, work).await;
+        self.answer(unique, charged, written.map(|bytes| FuseReply::written(unique, bytes)));
     }
 
     /// Executes a write that extends past the disk's end as it was received; returns the number of
     /// bytes written. A disk of fixed size takes the part that fits.
-    async fn extend(&self, pass: AdmissionPermit, work: FuseWork) -> Result<u32> {
+    async fn extend(&self, permit: AdmissionPermit, work: FuseWork) -> Result<u32> {
         let FuseWork::Extend { offset, mut data, durability, may_grow } = work else {
             unreachable!("what it is called for")
         };
         // Exclusive: no write may run between reading the end and moving it.
-        let _turn = self.device.size_lock.exclusive(0..1).await;
+        let _size_lock = self.device.size_lock.exclusive(0..1).await;
         self.device.end.forget_stale(self.device.disk());
         let size = self.device.file_bytes();
         let offset = offset.unwrap_or(size);
@@ -277,7 +277,7 @@ impl FuseQueue {
             }
         }
         let bytes = data.len() as u32;
-        self.write_to_disk(pass, offset, data, durability).await?;
+        self.write_to_disk(permit, offset, data, durability).await?;
         Ok(bytes)
     }
 
@@ -301,10 +301,10 @@ impl FuseQueue {
         if is_cut {
             // Zeroed before the end is moved: after a failure the file is longer, with unchanged
             // bytes.
-            let pass = self.admit_anyway(Direction::Write, size - bytes);
+            let permit = self.admit_anyway(Direction::Write, size - bytes);
             let options =
                 ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
-            disk.write_zeroes(pass, bytes, size - bytes, options).await?;
+            disk.write_zeroes(permit, bytes, size - bytes, options).await?;
         }
         device.end.set(Some(bytes));
         Ok(())
@@ -314,14 +314,14 @@ impl FuseQueue {
     async fn other(&self, unique: u64, operation: FuseOperation) -> Result<FuseReply> {
         match operation {
             FuseOperation::Sync => {
-                let patience = &self.device.cancel_token;
-                self.device.disk().flush_for(Some(patience)).await.map(|()| FuseReply::done(unique))
+                let cancel_token = &self.device.cancel_token;
+                self.device.disk().flush_for(Some(cancel_token)).await.map(|()| FuseReply::done(unique))
             }
             FuseOperation::Allocate { offset, length, mode } => {
                 self.allocate(unique, offset, length, mode).await.map(|()| FuseReply::done(unique))
             }
             FuseOperation::Seek { offset, whence } => {
-                self.seek(unique, offset, whence).await.map(|place| FuseReply::offset(unique, place))
+                self.seek(unique, offset, whence).await.map(|position| FuseReply::offset(unique, position))
             }
             FuseOperation::GetAttributes => {
                 self.device.count_space().await;
@@ -346,8 +346,8 @@ impl FuseQueue {
 
     /// Changes the length of the file; a removed tail is charged as a discard.
     async fn change_size(&self, unique: u64, changes: &AttributeChanges) -> Result<()> {
-        let now = self.device.file_bytes();
-        let Some(size) = changes.size.filter(|size| *size != now) else { return Ok(()) };
+        let current_bytes = self.device.file_bytes();
+        let Some(size) = changes.size.filter(|size| *size != current_bytes) else { return Ok(()) };
         if self.device.export.read_only {
             return Err(Error::from_errno(libc::EROFS));
         }
@@ -355,8 +355,8 @@ impl FuseQueue {
             return Err(Error::NOT_PERMITTED);
         }
         // Admission before the lock: a request that waits for limits must not block other changes.
-        drop(self.admit_discard(unique, now.saturating_sub(size)).await?);
-        let _turn = self.device.size_lock.exclusive(0..1).await;
+        drop(self.admit_discard(unique, current_bytes.saturating_sub(size)).await?);
+        let _size_lock = self.device.size_lock.exclusive(0..1).await;
         match self.device.file_bytes() == size {
             true => Ok(()),
             false => self.resize(size).await,
@@ -366,16 +366,16 @@ impl FuseQueue {
     /// Waits for admission of a discard of `bytes`: one operation for each part, and one for no
     /// bytes.
     async fn admit_discard(&self, unique: u64, mut bytes: u64) -> Result<AdmissionPermit> {
-        let most = part_bytes(bytes);
+        let max_part = part_bytes(bytes);
         loop {
             self.check_not_ending()?;
-            let part = most.min(bytes);
+            let part = max_part.min(bytes);
             let admitted = self.admit(&[unique], Direction::Write, RequestCost::one(part)).await;
-            let pass = admitted.map_err(|denied| denied.error())?;
+            let permit = admitted.map_err(|denied| denied.error())?;
             bytes -= part;
             // The permit of the last part; those of earlier parts were charged and dropped.
             if bytes == 0 {
-                return Ok(pass);
+                return Ok(permit);
             }
             reactor::yield_now().await;
         }
@@ -420,7 +420,7 @@ impl FuseQueue {
             return Err(Error::NO_SPACE);
         }
         drop(self.admit_discard(unique, 0).await?);
-        let _turn = self.device.size_lock.exclusive(0..1).await;
+        let _size_lock = self.device.size_lock.exclusive(0..1).await;
         match end <= self.device.file_bytes() {
             true => Ok(()),
             false => self.resize(end).await,
@@ -439,9 +439,9 @@ impl FuseQueue {
             return Err(Error::UNSUPPORTED);
         }
         // Moves no data, so no bytes are charged.
-        let pass = self.admit_discard(unique, 0).await?;
-        let _turn = self.device.size_lock.exclusive(0..1).await;
-        disk.reserve(pass, range.start, range.end - range.start).await?;
+        let permit = self.admit_discard(unique, 0).await?;
+        let _size_lock = self.device.size_lock.exclusive(0..1).await;
+        disk.reserve(permit, range.start, range.end - range.start).await?;
         match is_past_end(self) && !keeps_size {
             true => self.resize(range.end).await,
             false => Ok(()),
@@ -450,16 +450,16 @@ impl FuseQueue {
 
     async fn zero(&self, unique: u64, mut range: std::ops::Range<u64>, may_unmap: bool) -> Result<()> {
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
-        let most = part_bytes(range.end.min(self.device.file_bytes()).saturating_sub(range.start));
+        let max_part = part_bytes(range.end.min(self.device.file_bytes()).saturating_sub(range.start));
         loop {
             self.check_not_ending()?;
             let inside = |queue: &Self| range.end.min(queue.device.file_bytes()).saturating_sub(range.start);
-            let part = most.min(inside(self));
+            let part = max_part.min(inside(self));
             if part == 0 {
                 return Ok(());
             }
             let admitted = self.admit(&[unique], Direction::Write, RequestCost::one(part)).await;
-            let pass = admitted.map_err(|denied| denied.error())?;
+            let permit = admitted.map_err(|denied| denied.error())?;
             let _steady = self.lock_size().await;
             // The file may have been shrunk while this request waited.
             let part = part.min(inside(self));
@@ -467,7 +467,7 @@ impl FuseQueue {
                 return Ok(());
             }
             self.device.mark_changed();
-            self.device.disk().write_zeroes(pass, range.start, part, options).await?;
+            self.device.disk().write_zeroes(permit, range.start, part, options).await?;
             range.start += part;
             reactor::yield_now().await;
         }
@@ -486,15 +486,15 @@ impl FuseQueue {
         let mut at = offset;
         loop {
             self.check_not_ending()?;
-            let left = self.device.file_bytes().saturating_sub(at);
-            if left == 0 {
+            let remaining = self.device.file_bytes().saturating_sub(at);
+            if remaining == 0 {
                 // The end of the file counts as a hole.
                 return if for_data || at == offset { Err(NOTHING) } else { Ok(at) };
             }
             // Only metadata is read.
             let admitted = self.admit(&[unique], Direction::Read, RequestCost::one(0)).await;
-            let pass = admitted.map_err(|denied| denied.error())?;
-            let extents = disk.block_status(&pass, at, left.min(SEEK_PART)).await?;
+            let permit = admitted.map_err(|denied| denied.error())?;
+            let extents = disk.block_status(&permit, at, remaining.min(SEEK_PART)).await?;
             for extent in &extents {
                 // The first extent of the wanted kind, or the requested offset inside of it.
                 if extent.zero != for_data {
@@ -527,7 +527,7 @@ impl FuseQueue {
     }
 
     /// Sends the reply, or the error.
-    fn answer(&self, unique: u64, kept: usize, result: Result<FuseReply>) {
+    fn answer(&self, unique: u64, charged: usize, result: Result<FuseReply>) {
         match result {
             Ok(reply) => self.reply(&reply, &Segments::default()),
             Err(error) => {
@@ -535,13 +535,13 @@ impl FuseQueue {
                 self.reply_error(unique, error.errno());
             }
         }
-        self.count_out(kept);
+        self.count_out(charged);
     }
 
     /// Charges a further step of an admitted request without waiting.
     fn admit_anyway(&self, direction: Direction, bytes: u64) -> AdmissionPermit {
-        let pass = self.device.disk().charge_unconditionally(direction, &RequestCost::one(bytes));
-        pass.with_cancel_token(&self.device.cancel_token)
+        let permit = self.device.disk().charge_unconditionally(direction, &RequestCost::one(bytes));
+        permit.with_cancel_token(&self.device.cancel_token)
     }
 
     /// Waits for admission by the disk's limits.
@@ -555,14 +555,14 @@ impl FuseQueue {
         // Created only for a request that has to wait: most are admitted at the first poll.
         let mut waiting = None;
         let admitted = poll_fn(|context| {
-            if let Poll::Ready(pass) = admission.as_mut().poll(context) {
-                return Poll::Ready(Ok(pass));
+            if let Poll::Ready(permit) = admission.as_mut().poll(context) {
+                return Poll::Ready(Ok(permit));
             }
             let waiting = waiting.get_or_insert_with(|| AdmissionWait::new(self, requests));
             waiting.poll_denied(self, context).map(Err)
         })
         .await;
-        admitted.map(|pass| pass.with_cancel_token(&self.device.cancel_token))
+        admitted.map(|permit| permit.with_cancel_token(&self.device.cancel_token))
     }
 }
 

@@ -15,13 +15,13 @@ pub fn fuse_message(data: &[u8]) {
     let mut message = rest.to_vec();
     let length = message.len();
     if traits & 1 == 0
-        && let Some(said) = message.get_mut(..4)
+        && let Some(length_field) = message.get_mut(..4)
     {
-        said.copy_from_slice(&(length as u32).to_ne_bytes());
+        length_field.copy_from_slice(&(length as u32).to_ne_bytes());
     }
     // As `FuseReceiveBuffer::parse`, which passes only the head of a long message.
-    let seen = &message[..length.min(MAX_PARSED_BYTES)];
-    match parse(seen, length) {
+    let parsed = &message[..length.min(MAX_PARSED_BYTES)];
+    match parse(parsed, length) {
         Ok(FuseRequest { unique, operation }) => {
             assert_eq!(message[8..16], unique.to_ne_bytes());
             assert_eq!(message[..4], (length as u32).to_ne_bytes());
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn noise_is_parsed_or_refused() {
+    fn random_bytes_are_parsed_or_rejected() {
         let mut random = fastrand::Rng::with_seed(1);
         for _ in 0..20_000 {
             let length = random.usize(..200);

@@ -119,7 +119,7 @@ pub enum FuseOperation {
     /// The process of a request was interrupted. No reply.
     Interrupt {
         /// The interrupted request.
-        of: u64,
+        unique: u64,
     },
     /// The kernel drops references to an inode. No reply.
     Forget,
@@ -174,7 +174,7 @@ pub fn parse(bytes: &[u8], length: usize) -> Result<FuseRequest, MalformedFuseMe
     let header = FuseFields(bytes.get(..HEADER_BYTES).ok_or(MalformedFuseMessage { unique: None })?);
     let unique = header.u64(8).ok_or_else(malformed(None))?;
     // The unique number is read first, so that a message of wrong length can still be answered.
-    let fits = header.u32(0).and_then(|said| usize::try_from(said).ok()) == Some(length);
+    let fits = header.u32(0).and_then(|declared| usize::try_from(declared).ok()) == Some(length);
     let body = FuseFields(&bytes[HEADER_BYTES..]);
     let operation = header.u32(4).filter(|_| fits).and_then(|opcode| operation(opcode, body, length));
     Ok(FuseRequest { unique, operation: operation.ok_or_else(malformed(Some(unique)))? })
@@ -194,14 +194,14 @@ fn operation(opcode: u32, body: FuseFields<'_>, length: usize) -> Option<FuseOpe
         opcode::GETATTR => FuseOperation::GetAttributes,
         opcode::SETATTR => {
             let changed = body.u32(0)?;
-            let has = |bit| changed & bit != 0;
+            let is_changed = |bit| changed & bit != 0;
             let (size, mode) = (body.u64(16)?, body.u32(68)?);
             let (uid, gid) = (body.u32(76)?, body.u32(80)?);
             FuseOperation::SetAttributes(AttributeChanges {
-                size: has(valid::SIZE).then_some(size),
-                mode: has(valid::MODE).then_some(mode),
-                uid: has(valid::UID).then_some(uid),
-                gid: has(valid::GID).then_some(gid),
+                size: is_changed(valid::SIZE).then_some(size),
+                mode: is_changed(valid::MODE).then_some(mode),
+                uid: is_changed(valid::UID).then_some(uid),
+                gid: is_changed(valid::GID).then_some(gid),
             })
         }
         opcode::OPEN => FuseOperation::Open { flags: body.u32(0)? },
@@ -210,8 +210,8 @@ fn operation(opcode: u32, body: FuseFields<'_>, length: usize) -> Option<FuseOpe
         opcode::WRITE => {
             let (offset, bytes, flags) = (body.u64(8)?, body.u32(16)?, body.u32(32)?);
             // The data must be complete: its length is used to take memory from the receive buffer.
-            let follows = length.checked_sub(WRITE_HEAD_BYTES)?;
-            if usize::try_from(bytes) != Ok(follows) {
+            let data_bytes = length.checked_sub(WRITE_HEAD_BYTES)?;
+            if usize::try_from(bytes) != Ok(data_bytes) {
                 return None;
             }
             // FUSE_WRITE_CACHE
@@ -224,7 +224,7 @@ fn operation(opcode: u32, body: FuseFields<'_>, length: usize) -> Option<FuseOpe
         }
         opcode::LSEEK => FuseOperation::Seek { offset: body.u64(8)?, whence: body.u32(16)? },
         opcode::STATFS => FuseOperation::StatFs,
-        opcode::INTERRUPT => FuseOperation::Interrupt { of: body.u64(0)? },
+        opcode::INTERRUPT => FuseOperation::Interrupt { unique: body.u64(0)? },
         opcode::FORGET | opcode::BATCH_FORGET => FuseOperation::Forget,
         opcode::IOCTL => FuseOperation::Ioctl,
         _ => FuseOperation::Other,
@@ -433,8 +433,8 @@ impl FuseReply {
     }
 
     /// Sets the length field to the encoded bytes and the data that follows.
-    fn seal(mut self, follows: usize) -> Self {
-        let length = u32::try_from(self.length + follows).expect("less than 4 GiB are asked for");
+    fn seal(mut self, data_bytes: usize) -> Self {
+        let length = u32::try_from(self.length + data_bytes).expect("less than 4 GiB are asked for");
         self.bytes[..4].copy_from_slice(&length.to_ne_bytes());
         self
     }
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_where_the_kernel_puts_them() {
+    fn fields_are_parsed_at_the_specified_offsets() {
         let fh = (9, 8);
         assert_eq!(
             parsed(opcode::READ, &[fh, (4096, 8), (512, 4), (0, 4), (0, 8), (0x8000, 4), (0, 4)]),
@@ -486,7 +486,7 @@ mod tests {
             FuseOperation::Seek { offset: 10, whence: 4 }
         );
         assert_eq!(parsed(opcode::OPEN, &[(2, 4), (0, 4)]), FuseOperation::Open { flags: 2 });
-        assert_eq!(parsed(opcode::INTERRUPT, &[(76, 8)]), FuseOperation::Interrupt { of: 76 });
+        assert_eq!(parsed(opcode::INTERRUPT, &[(76, 8)]), FuseOperation::Interrupt { unique: 76 });
         assert_eq!(
             parsed(opcode::INIT, &[(7, 4), (31, 4), (65_536, 4), (5, 4)]),
             FuseOperation::Init(Init { major: 7, minor: 31, max_readahead: 65_536, flags: 5 })

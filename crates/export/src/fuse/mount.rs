@@ -176,21 +176,21 @@ impl FuseMount {
     /// Fails if no file descriptor is available.
     pub fn transfer_state(&self) -> io::Result<TransferredMount> {
         let watcher = self.watcher();
-        let bell = watcher.as_ref().map(|watcher| watcher.pipe.try_clone()).transpose()?;
+        let pipe = watcher.as_ref().map(|watcher| watcher.pipe.try_clone()).transpose()?;
         Ok(TransferredMount {
             path: self.path.clone(),
             device: self.device.as_fd().try_clone_to_owned()?,
             by_helper: self.by_helper,
             number: self.number,
-            watcher: bell,
+            watcher: pipe,
         })
     }
 
     /// Wraps the mount of another process; it is not unmounted here before
     /// [`take_ownership`](FuseMount::take_ownership). Does not access the file, because no process
     /// may answer now.
-    pub fn adopt(told: TransferredMount, owner: FuseFileOwner) -> Self {
-        let TransferredMount { path, device, by_helper, number, watcher } = told;
+    pub fn adopt(state: TransferredMount, owner: FuseFileOwner) -> Self {
+        let TransferredMount { path, device, by_helper, number, watcher } = state;
         let watcher = watcher.map(|bell| MountWatcher { pipe: bell, child: None });
         let root = mounted(&path).filter(|(_, found)| Some(*found) == number);
         Self {
@@ -263,13 +263,13 @@ impl Drop for FuseMount {
 /// because the file system below may not answer.
 fn open_path(path: &Path) -> rustix::io::Result<(OwnedFd, Statx)> {
     let file = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
-    let seen = statx(
+    let status = statx(
         &file,
         c"",
         AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC,
         StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID | StatxFlags::GID | StatxFlags::MNT_ID,
     )?;
-    Ok((file, seen))
+    Ok((file, status))
 }
 
 /// Path of an open file that other processes cannot redirect.
@@ -279,9 +279,9 @@ fn path_of(file: &OwnedFd) -> String {
 
 /// Root of the mount at this path, and its mount ID.
 fn mounted(path: &Path) -> Option<(OwnedFd, u64)> {
-    let (root, seen) = open_path(path).ok()?;
-    let known = StatxFlags::from_bits_retain(seen.stx_mask).contains(StatxFlags::MNT_ID);
-    (known && seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some((root, seen.stx_mnt_id))
+    let (root, status) = open_path(path).ok()?;
+    let known = StatxFlags::from_bits_retain(status.stx_mask).contains(StatxFlags::MNT_ID);
+    (known && status.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some((root, status.stx_mnt_id))
 }
 
 /// Marks the file system that is mounted over the file at `path` as served by this process, which
@@ -293,28 +293,28 @@ pub fn served_at(path: &Path) -> Option<OwnMount> {
 
 /// Marks a mount, by its root and number, as served by this process.
 fn mark_own((root, _): &(OwnedFd, u64)) -> Option<OwnMount> {
-    let own = OwnMount::of(root);
-    own.inspect_err(|error| tracing::warn!(%error, "images on this mount cannot be detected")).ok()
+    let own_mount = OwnMount::of(root);
+    own_mount.inspect_err(|error| tracing::warn!(%error, "images on this mount cannot be detected")).ok()
 }
 
 /// Opens the file to be mounted over; returns its owner and permissions.
 fn open(path: &Path) -> Result<(OwnedFd, FuseFileOwner), NotMounted> {
-    let (file, seen) = match open_path(path) {
-        Ok(seen) => seen,
+    let (file, status) = match open_path(path) {
+        Ok(status) => status,
         Err(Errno::NOENT) => return Err(NotMounted::Missing(path.into())),
         Err(errno) => return Err(NotMounted::Path(path.into(), errno.into())),
     };
-    if FileType::from_raw_mode(seen.stx_mode.into()) != FileType::RegularFile {
+    if FileType::from_raw_mode(status.stx_mode.into()) != FileType::RegularFile {
         return Err(NotMounted::NotAFile(path.into()));
     }
     // `remove_dead` has removed dead mounts as far as possible, so this one is in use.
-    if seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+    if status.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
         return Err(NotMounted::Mounted(path.into()));
     }
     let owner = FuseFileOwner {
-        permissions: u32::from(seen.stx_mode) & 0o7777,
-        uid: seen.stx_uid,
-        gid: seen.stx_gid,
+        permissions: u32::from(status.stx_mode) & 0o7777,
+        uid: status.stx_uid,
+        gid: status.stx_gid,
     };
     Ok((file, owner))
 }
@@ -378,7 +378,7 @@ fn mount_by_helper(path: &Path, options: FuseMountOptions) -> Result<OwnedFd, No
 fn run_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd, NotMounted> {
     let no_helper = |error: io::Error| NotMounted::NoHelper(path.into(), error);
     let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
-    let (ours, theirs) = pair.map_err(|errno| no_helper(errno.into()))?;
+    let (local_end, helper_end) = pair.map_err(|errno| no_helper(errno.into()))?;
     let mut options = format!("fsname=weir,subtype=weir,default_permissions,max_read={MAX_REQUEST_BYTES}");
     for (option, is_on) in [("ro", read_only), ("allow_other", allow_other)] {
         if is_on {
@@ -391,24 +391,24 @@ fn run_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
         .arg(path)
         // The helper sends the descriptor over its standard input, which is a socket.
         .env("_FUSE_COMMFD", "0")
-        .stdin(Stdio::from(theirs))
+        .stdin(Stdio::from(helper_end))
         .output()
         .map_err(no_helper)?;
     let refused = || {
-        let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
-        let remedy = if said.contains("user_allow_other") {
+        let stderr = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
+        let remedy = if stderr.contains("user_allow_other") {
             " (or omit allow-other)"
-        } else if said.contains(DEVICE) {
+        } else if stderr.contains(DEVICE) {
             " (as root: chmod 666 /dev/fuse, which is the mode that udev sets)"
         } else {
             ""
         };
-        NotMounted::HelperRefuses { path: path.into(), stderr: said, remedy }
+        NotMounted::HelperRefuses { path: path.into(), stderr, remedy }
     };
     if !output.status.success() {
         return Err(refused());
     }
-    let device = receive_descriptor(&ours).ok_or_else(refused)?;
+    let device = receive_descriptor(&local_end).ok_or_else(refused)?;
     // The helper opens the device in blocking mode.
     rustix::fs::fcntl_setfl(&device, OFlags::NONBLOCK).map_err(|errno| no_helper(errno.into()))?;
     Ok(device)
@@ -431,8 +431,8 @@ fn unmount(root: &OwnedFd, path: &Path, by_helper: bool) {
     let result = match rustix::mount::unmount(path_of(root), UnmountFlags::DETACH) {
         Err(Errno::PERM) if by_helper => {
             Command::new(HELPER).args(["-u", "-z", "-q", "--"]).arg(path).output().and_then(|output| {
-                let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-                if output.status.success() { Ok(()) } else { Err(io::Error::other(said)) }
+                let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+                if output.status.success() { Ok(()) } else { Err(io::Error::other(stderr)) }
             })
         }
         result => result.map_err(io::Error::from),
@@ -469,18 +469,18 @@ fn remove_dead(path: &Path) {
 }
 
 /// Waits for a change of the mount table after which `is_so` is true; false after `time`.
-fn wait_until_changed(time: Duration, is_so: impl Fn() -> bool) -> io::Result<bool> {
+fn wait_until_changed(time: Duration, is_met: impl Fn() -> bool) -> io::Result<bool> {
     let mounts = File::open("/proc/self/mounts")?;
     let deadline = Instant::now() + time;
     loop {
-        if is_so() {
+        if is_met() {
             return Ok(true);
         }
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        let remaining = Timespec { tv_sec: 0, tv_nsec: remaining.subsec_nanos().into() };
         // poll(2) reports POLLPRI when the mount table has changed, see proc_pid_mounts(5).
-        match poll(&mut [PollFd::new(&mounts, PollFlags::PRI)], Some(&left)) {
-            Ok(0) => return Ok(is_so()),
+        match poll(&mut [PollFd::new(&mounts, PollFlags::PRI)], Some(&remaining)) {
+            Ok(0) => return Ok(is_met()),
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -514,8 +514,8 @@ impl MountWatcher {
             .stderr(Stdio::null())
             .process_group(0)
             .spawn()?;
-        let bell = child.stdin.take().ok_or_else(|| io::Error::other("it has no standard input"))?.into();
-        Ok(Self { pipe: bell, child: Some(child) })
+        let pipe = child.stdin.take().ok_or_else(|| io::Error::other("it has no standard input"))?.into();
+        Ok(Self { pipe, child: Some(child) })
     }
 
     fn dismiss(self) {

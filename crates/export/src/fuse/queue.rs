@@ -87,39 +87,39 @@ impl FuseQueue {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let number = NEXT.fetch_add(1, Relaxed);
         let (in_flight, put_back) = (Cell::new(0), RefCell::default());
-        let (flow, news) = (FairQueueFlow::default(), Signal::default());
-        Rc::new(Self { device, channel, number, in_flight, flow, put_back, request_done: news })
+        let (flow, request_done) = (FairQueueFlow::default(), Signal::default());
+        Rc::new(Self { device, channel, number, in_flight, flow, put_back, request_done })
     }
 
     /// Serves until the device is stopped or gone; then no request is in flight.
     pub(super) async fn serve(self: Rc<Self>) -> FuseQueueEnd {
-        let ended = self.run().await;
+        let end = self.run().await;
         // The end of one queue ends the export: the kernel gives requests to any descriptor, so
         // those of this queue would not be served.
         self.device.stop();
         while self.in_flight.get() > 0 {
             self.request_done.wait().await;
         }
-        ended
+        end
     }
 
     async fn run(self: &Rc<Self>) -> FuseQueueEnd {
-        let mut letter = FuseReceiveBuffer::new();
-        let mut intake = MergeBatch::default();
-        let mut launcher = TaskSpawner::new();
+        let mut receive_buffer = FuseReceiveBuffer::new();
+        let mut batch = MergeBatch::default();
+        let mut spawner = TaskSpawner::new();
         let mut stop = self.device.state_changed.listen();
         for message in self.device.take_inherited_messages() {
-            self.accept_again(&message, &mut letter, &mut intake).await;
+            self.accept_again(&message, &mut receive_buffer, &mut batch).await;
         }
         while !self.device.is_stopping() {
             if self.device.is_quiescing() {
-                self.start(&mut intake, &mut launcher, Self::execute);
-                self.quiesce_until_resumed(&mut intake).await;
+                self.start(&mut batch, &mut spawner, Self::execute);
+                self.quiesce_until_resumed(&mut batch).await;
                 continue;
             }
-            let taken = self.read_messages(&mut letter, &mut intake).await;
+            let taken = self.read_messages(&mut receive_buffer, &mut batch).await;
             // Requests that were read before the end are started too.
-            self.start(&mut intake, &mut launcher, Self::execute);
+            self.start(&mut batch, &mut spawner, Self::execute);
             match taken {
                 Err(NoMessage::Ever) => return FuseQueueEnd::Gone,
                 Err(NoMessage::Failed(errno)) => return FuseQueueEnd::Failed(errno),
@@ -143,7 +143,7 @@ impl FuseQueue {
 
     /// Waits while the device is quiesced. Requests that were put back are accepted again
     /// afterwards.
-    async fn quiesce_until_resumed(self: &Rc<Self>, intake: &mut MergeBatch<FuseIncomingRequest>) {
+    async fn quiesce_until_resumed(self: &Rc<Self>, batch: &mut MergeBatch<FuseIncomingRequest>) {
         let mut is_at_rest = false;
         loop {
             let changed = self.device.state_changed.listen();
@@ -161,15 +161,15 @@ impl FuseQueue {
         }
         self.device.withdraw_quiesced(self.number);
         for incoming in self.put_back.take() {
-            self.accept_request(incoming, intake).await;
+            self.accept_request(incoming, batch).await;
         }
     }
 
     /// Stores a request that must not be started while the device is quiesced.
     pub(super) fn put_back(&self, incoming: FuseIncomingRequest) {
-        let kept = incoming.charged_bytes;
+        let charged = incoming.charged_bytes;
         self.put_back.borrow_mut().push(incoming);
-        self.count_out(kept);
+        self.count_out(charged);
     }
 
     fn has_room(&self) -> bool {
@@ -179,23 +179,23 @@ impl FuseQueue {
     /// Reads available messages; returns their number.
     async fn read_messages(
         self: &Rc<Self>,
-        letter: &mut FuseReceiveBuffer,
-        intake: &mut MergeBatch<FuseIncomingRequest>,
+        receive_buffer: &mut FuseReceiveBuffer,
+        batch: &mut MergeBatch<FuseIncomingRequest>,
     ) -> Result<usize, NoMessage> {
         let mut taken = 0;
         let outcome = loop {
             if taken == MAX_MESSAGES_PER_TURN || !self.has_room() {
                 break Ok(());
             }
-            let received = self.channel.receive(&mut letter.io_slices());
+            let received = self.channel.receive(&mut receive_buffer.io_slices());
             let length = match received {
                 Ok(length) => length,
                 Err(NoMessage::Yet) => break Ok(()),
-                Err(why) => break Err(why),
+                Err(reason) => break Err(reason),
             };
             taken += 1;
-            match letter.parse(length) {
-                Ok(request) => self.accept(request, letter, intake).await,
+            match receive_buffer.parse(length) {
+                Ok(request) => self.accept(request, receive_buffer, batch).await,
                 Err(MalformedFuseMessage { unique: Some(unique) }) => self.reply_error(unique, libc::EINVAL),
                 Err(MalformedFuseMessage { unique: None }) => {}
             }
@@ -207,14 +207,14 @@ impl FuseQueue {
     async fn accept(
         self: &Rc<Self>,
         request: FuseRequest,
-        letter: &mut FuseReceiveBuffer,
-        intake: &mut MergeBatch<FuseIncomingRequest>,
+        receive_buffer: &mut FuseReceiveBuffer,
+        batch: &mut MergeBatch<FuseIncomingRequest>,
     ) {
         let FuseRequest { unique, operation } = request;
-        let (kept, work) = match operation {
+        let (charged, work) = match operation {
             FuseOperation::Read { offset, length } => {
-                let left = self.device.file_bytes().saturating_sub(offset);
-                let length = u64::from(length.min(MAX_REQUEST_BYTES)).min(left) as usize;
+                let remaining = self.device.file_bytes().saturating_sub(offset);
+                let length = u64::from(length.min(MAX_REQUEST_BYTES)).min(remaining) as usize;
                 if length == 0 {
                     return self.reply(&FuseReply::data(unique, 0), &Segments::default());
                 }
@@ -228,7 +228,7 @@ impl FuseQueue {
             }
             FuseOperation::Write { offset, length, flags, cached } => {
                 let length = length as usize;
-                (charged_bytes(length), self.write(offset, flags, cached, letter.take_data(length)))
+                (charged_bytes(length), self.write(offset, flags, cached, receive_buffer.take_data(length)))
             }
             FuseOperation::Sync
             | FuseOperation::Allocate { .. }
@@ -243,25 +243,25 @@ impl FuseQueue {
             {
                 (0, FuseWork::Other(operation))
             }
-            FuseOperation::Interrupt { of } => {
+            FuseOperation::Interrupt { unique: interrupted } => {
                 // The interrupted request may still be in the batch, so that is started first.
-                self.start_as_tasks(intake);
-                return self.device.interrupts.interrupt(of);
+                self.start_as_tasks(batch);
+                return self.device.interrupts.interrupt(interrupted);
             }
             _ => return self.answer_at_once(unique, operation),
         };
-        self.accept_request(FuseIncomingRequest { unique, charged_bytes: kept, work }, intake).await;
+        self.accept_request(FuseIncomingRequest { unique, charged_bytes: charged, work }, batch).await;
     }
 
     /// Accepts a message that the old process had read.
     async fn accept_again(
         self: &Rc<Self>,
         message: &[u8],
-        letter: &mut FuseReceiveBuffer,
-        intake: &mut MergeBatch<FuseIncomingRequest>,
+        receive_buffer: &mut FuseReceiveBuffer,
+        batch: &mut MergeBatch<FuseIncomingRequest>,
     ) {
-        match letter.copy(message) {
-            Ok(request) => self.accept(request, letter, intake).await,
+        match receive_buffer.copy(message) {
+            Ok(request) => self.accept(request, receive_buffer, batch).await,
             Err(MalformedFuseMessage { unique: Some(unique) }) => self.reply_error(unique, libc::EINVAL),
             Err(MalformedFuseMessage { unique: None }) => {}
         }
@@ -270,12 +270,12 @@ impl FuseQueue {
     async fn accept_request(
         self: &Rc<Self>,
         incoming: FuseIncomingRequest,
-        intake: &mut MergeBatch<FuseIncomingRequest>,
+        batch: &mut MergeBatch<FuseIncomingRequest>,
     ) {
-        if self.reserve_memory(incoming.charged_bytes, intake).await {
+        if self.reserve_memory(incoming.charged_bytes, batch).await {
             self.in_flight.set(self.in_flight.get() + 1);
             self.device.in_flight.fetch_add(1, Relaxed);
-            intake.push(incoming);
+            batch.push(incoming);
         } else if self.device.is_stopping() {
             self.reply_error(incoming.unique, Error::SHUTDOWN.errno());
         } else {
@@ -284,11 +284,11 @@ impl FuseQueue {
     }
 
     fn write(&self, offset: u64, flags: u32, cached: bool, data: Segments) -> FuseWork {
-        let has = |flag: i32| flags & flag as u32 != 0;
-        let durability = if has(libc::O_DSYNC) { Durability::Synchronous } else { Durability::Cached };
+        let is_set = |flag: i32| flags & flag as u32 != 0;
+        let durability = if is_set(libc::O_DSYNC) { Durability::Synchronous } else { Durability::Cached };
         // O_APPEND: the kernel's value of the end may be stale. Written-back pages have a fixed
         // offset.
-        let appends = has(libc::O_APPEND) && !cached;
+        let appends = is_set(libc::O_APPEND) && !cached;
         let end = offset.checked_add(data.len() as u64);
         if !appends && end.is_some_and(|end| end <= self.device.file_bytes()) {
             return FuseWork::Write { offset, data, durability };
@@ -303,13 +303,13 @@ impl FuseQueue {
     async fn reserve_memory(
         self: &Rc<Self>,
         bytes: usize,
-        intake: &mut MergeBatch<FuseIncomingRequest>,
+        batch: &mut MergeBatch<FuseIncomingRequest>,
     ) -> bool {
         let memory = self.device.disk().memory();
         if bytes == 0 || memory.try_acquire(bytes as u64) {
             return true;
         }
-        self.start_as_tasks(intake);
+        self.start_as_tasks(batch);
         let stop = self.device.state_changed.listen();
         if self.device.is_stopping() || self.device.is_quiescing() {
             return false;
@@ -317,21 +317,21 @@ impl FuseQueue {
         matches!(first(memory.acquire(&self.flow, bytes as u64), stop).await, FirstReady::One(()))
     }
 
-    fn start_as_tasks(self: &Rc<Self>, intake: &mut MergeBatch<FuseIncomingRequest>) {
-        self.start(intake, &mut TaskSpawner::new(), Self::execute);
+    fn start_as_tasks(self: &Rc<Self>, batch: &mut MergeBatch<FuseIncomingRequest>) {
+        self.start(batch, &mut TaskSpawner::new(), Self::execute);
     }
 
     fn start<F>(
         self: &Rc<Self>,
-        intake: &mut MergeBatch<FuseIncomingRequest>,
-        launcher: &mut TaskSpawner<F>,
-        carry_out: impl Fn(Rc<Self>, FuseIncomingRequest) -> F,
+        batch: &mut MergeBatch<FuseIncomingRequest>,
+        spawner: &mut TaskSpawner<F>,
+        execute_one: impl Fn(Rc<Self>, FuseIncomingRequest) -> F,
     ) where
         F: Future<Output = ()> + 'static,
     {
-        intake.start(
-            launcher,
-            |only| carry_out(Rc::clone(self), only),
+        batch.start(
+            spawner,
+            |only| execute_one(Rc::clone(self), only),
             |parts| Rc::clone(self).read_merged(parts),
             |parts| Rc::clone(self).write_merged(parts),
         );
@@ -367,9 +367,9 @@ impl FuseQueue {
 
     /// Returns the memory of a request that was answered or put back, and removes it from those in
     /// flight.
-    pub(super) fn count_out(&self, kept: usize) {
-        if kept > 0 {
-            self.device.disk().memory().release(kept as u64);
+    pub(super) fn count_out(&self, charged: usize) {
+        if charged > 0 {
+            self.device.disk().memory().release(charged as u64);
         }
         self.in_flight.set(self.in_flight.get() - 1);
         self.device.in_flight.fetch_sub(1, Relaxed);

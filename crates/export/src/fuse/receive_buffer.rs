@@ -38,17 +38,17 @@ impl FuseReceiveBuffer {
         let tiers = self.tiers.iter_mut().zip(TIERS);
         // Replaces only the tiers that earlier writes have taken.
         let tiers = tiers.map(|(tier, bytes)| tier.get_or_insert_with(|| IoBuffer::new(bytes)));
-        let places = [&mut self.head[..]].into_iter().chain(tiers.map(|tier| &mut tier[..]));
-        places.map(IoSliceMut::new).collect()
+        let buffers = [&mut self.head[..]].into_iter().chain(tiers.map(|tier| &mut tier[..]));
+        buffers.map(IoSliceMut::new).collect()
     }
 
     /// Copies a message into the buffer and parses it.
     pub(super) fn copy(&mut self, message: &[u8]) -> Result<FuseRequest, MalformedFuseMessage> {
         let mut rest = message;
-        for mut place in self.io_slices() {
-            let (here, after) = rest.split_at(rest.len().min(place.len()));
-            place[..here.len()].copy_from_slice(here);
-            rest = after;
+        for mut slice in self.io_slices() {
+            let (part, remaining) = rest.split_at(rest.len().min(slice.len()));
+            slice[..part.len()].copy_from_slice(part);
+            rest = remaining;
         }
         if rest.is_empty() { self.parse(message.len()) } else { Err(MalformedFuseMessage { unique: None }) }
     }
@@ -88,14 +88,14 @@ impl FuseReceiveBuffer {
 
 /// Bytes of memory that a write of this length holds.
 pub(super) fn charged_bytes(length: usize) -> usize {
-    let mut kept = 0;
+    let mut charged = 0;
     for tier in TIERS {
-        if length <= kept {
+        if length <= charged {
             break;
         }
-        kept += tier;
+        charged += tier;
     }
-    kept
+    charged
 }
 
 #[cfg(test)]
@@ -103,10 +103,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_write_takes_the_memory_that_its_data_lies_in() {
+    fn write_takes_the_buffers_that_hold_its_data() {
         let longest = MAX_REQUEST_BYTES as usize;
         let data: Vec<u8> = (0..longest).map(|at| (at % 251) as u8).collect();
-        for (length, segments, kept) in [
+        for (length, segments, charged) in [
             (1, 1, 4096),
             (4096, 1, 4096),
             (4097, 2, 65_536),
@@ -114,15 +114,15 @@ mod tests {
             (65_537, 3, longest),
             (longest, 3, longest),
         ] {
-            let mut letter = FuseReceiveBuffer::new();
+            let mut receive_buffer = FuseReceiveBuffer::new();
             let mut message = vec![0; WRITE_HEAD_BYTES];
             message.extend(&data[..length]);
-            letter.copy(&message).unwrap_err();
-            let taken = letter.take_data(length);
+            receive_buffer.copy(&message).unwrap_err();
+            let taken = receive_buffer.take_data(length);
             assert_eq!(taken.to_vec(), data[..length]);
-            assert_eq!((taken.as_slice().len(), charged_bytes(length)), (segments, kept));
-            let room: usize = letter.io_slices().iter().map(|place| place.len()).sum();
-            assert_eq!(room, WRITE_HEAD_BYTES + longest, "for the next");
+            assert_eq!((taken.as_slice().len(), charged_bytes(length)), (segments, charged));
+            let capacity: usize = receive_buffer.io_slices().iter().map(|slice| slice.len()).sum();
+            assert_eq!(capacity, WRITE_HEAD_BYTES + longest, "for the next");
         }
     }
 }

@@ -60,7 +60,7 @@ pub struct QuiescedFuseFile {
     /// The mount and its descriptors.
     pub mount: TransferredMount,
     /// State of the file.
-    pub standing: FuseFileState,
+    pub state: FuseFileState,
 }
 
 /// One export of a disk as a file.
@@ -91,10 +91,10 @@ impl FuseExportServer {
     ///
     /// # Errors
     /// Fails if the requests from the old process are malformed.
-    pub fn adopt(export: FuseExport, standing: &FuseFileState) -> io::Result<Arc<Self>> {
+    pub fn adopt(export: FuseExport, state: &FuseFileState) -> io::Result<Arc<Self>> {
         let server = Self::new(export);
         server.is_initialized.store(true, SeqCst);
-        match server.device.restore(standing) {
+        match server.device.restore(state) {
             true => Ok(server),
             false => Err(io::Error::other("the requests of the old process are malformed")),
         }
@@ -102,13 +102,13 @@ impl FuseExportServer {
 
     /// Quiesces every queue: started requests are answered, requests that wait for limits are put
     /// back. False if that takes longer than `patience`.
-    pub async fn quiesce(&self, patience: Duration) -> bool {
+    pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.device.set_quiescing(true);
-        let is_moving = |server: &Self| {
+        let is_active = |server: &Self| {
             !server.is_initialized.load(SeqCst)
                 || server.device.quiesced_queue_count() < server.queues.load(SeqCst)
         };
-        reactor::timeout(patience, self.wait_while(is_moving)).await.is_ok()
+        reactor::timeout(timeout, self.wait_while(is_active)).await.is_ok()
     }
 
     /// State for the new process, once quiesced; `None` if the file was unmounted from outside.
@@ -118,7 +118,7 @@ impl FuseExportServer {
     pub fn quiesced_state(&self) -> io::Result<Option<QuiescedFuseFile>> {
         let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         let Some(mount) = mount else { return Ok(None) };
-        Ok(Some(QuiescedFuseFile { mount: mount.transfer_state()?, standing: self.device.state() }))
+        Ok(Some(QuiescedFuseFile { mount: mount.transfer_state()?, state: self.device.state() }))
     }
 
     /// Resumes after [`FuseExportServer::quiesce`].
@@ -136,7 +136,7 @@ impl FuseExportServer {
         let mount = Arc::new(mount);
         mount.take_ownership();
         *self.mount.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&mount);
-        let result = self.attend(&mount, &workers).await;
+        let result = self.serve_queues(&mount, &workers).await;
         // Dropping the last descriptor aborts the connection; processes with the file open get
         // errors.
         let path = mount.path().display().to_string();
@@ -201,21 +201,21 @@ impl FuseExportServer {
         self.closing.load(SeqCst)
     }
 
-    async fn attend(self: &Arc<Self>, mount: &Arc<FuseMount>, workers: &[ReactorWorker]) -> io::Result<()> {
+    async fn serve_queues(self: &Arc<Self>, mount: &Arc<FuseMount>, workers: &[ReactorWorker]) -> io::Result<()> {
         let channel = FuseChannel::Device(mount.device().clone());
         if !self.is_initialized.load(SeqCst) {
             match first(answer_init(&channel), self.wait_while(|server| !server.is_closing())).await {
-                FirstReady::One(greeted) => {
-                    if !greeted? {
+                FirstReady::One(agreed) => {
+                    if !agreed? {
                         return Ok(());
                     }
                 }
                 FirstReady::Other(()) => return Ok(()),
             }
         }
-        let (reports, ended) = async_channel::unbounded();
-        let turn = NEXT.fetch_add(1, Relaxed) % workers.len().max(1);
-        for (number, worker) in workers.iter().cycle().skip(turn).take(QUEUES).enumerate() {
+        let (reports, queue_ends) = async_channel::unbounded();
+        let first_worker = NEXT.fetch_add(1, Relaxed) % workers.len().max(1);
+        for (number, worker) in workers.iter().cycle().skip(first_worker).take(QUEUES).enumerate() {
             // The first queue uses the mount's own descriptor; the new process of an upgrade
             // inherits that.
             let device = if number == 0 { Ok(mount.device().clone()) } else { mount.another_device() };
@@ -244,7 +244,7 @@ impl FuseExportServer {
         };
         let all_ended = async {
             let mut result = Ok(());
-            while let Ok(queue) = ended.recv().await {
+            while let Ok(queue) = queue_ends.recv().await {
                 if let FuseQueueEnd::Failed(errno) = queue {
                     result = Err(errno.into());
                 }
@@ -272,40 +272,40 @@ async fn serve_queue(
         );
     }
     let queue = FuseQueue::new(Arc::clone(&server.device), FuseChannel::Device(device));
-    let ended = queue.serve().await;
+    let end = queue.serve().await;
     server.queues.fetch_sub(1, Relaxed);
     server.device.clients.notify(usize::MAX);
-    let _ = reports.try_send(ended);
+    let _ = reports.try_send(end);
 }
 
 /// Answers INIT; false if the file system is gone before.
 pub(super) async fn answer_init(channel: &FuseChannel) -> io::Result<bool> {
-    let mut letter = FuseReceiveBuffer::new();
+    let mut receive_buffer = FuseReceiveBuffer::new();
     loop {
         channel.readable().await;
-        let length = match channel.receive(&mut letter.io_slices()) {
+        let length = match channel.receive(&mut receive_buffer.io_slices()) {
             Ok(length) => length,
             Err(NoMessage::Yet) => continue,
             Err(NoMessage::Ever) => return Ok(false),
             Err(NoMessage::Failed(errno)) => return Err(errno.into()),
         };
-        let answer = |reply: FuseReply| channel.reply(&[IoSlice::new(reply.as_bytes())]);
-        match letter.parse(length) {
+        let send_reply = |reply: FuseReply| channel.reply(&[IoSlice::new(reply.as_bytes())]);
+        match receive_buffer.parse(length) {
             Ok(FuseRequest { unique, operation: FuseOperation::Init(init) }) => match negotiate(&init) {
                 InitOutcome::Agreed(reply) => {
-                    answer(FuseReply::init(unique, &reply))?;
+                    send_reply(FuseReply::init(unique, &reply))?;
                     return Ok(true);
                 }
-                InitOutcome::RetryVersion(reply) => answer(FuseReply::init(unique, &reply))?,
+                InitOutcome::RetryVersion(reply) => send_reply(FuseReply::init(unique, &reply))?,
                 InitOutcome::TooOld => {
-                    answer(FuseReply::error(unique, libc::EPROTO))?;
+                    send_reply(FuseReply::error(unique, libc::EPROTO))?;
                     return Err(io::Error::other(format!(
                         "the kernel's FUSE is version {}.{} (weir needs Linux 6.1)",
                         init.major, init.minor
                     )));
                 }
             },
-            Ok(FuseRequest { unique, .. }) => answer(FuseReply::error(unique, libc::EIO))?,
+            Ok(FuseRequest { unique, .. }) => send_reply(FuseReply::error(unique, libc::EIO))?,
             Err(_) => {}
         }
     }

@@ -63,7 +63,7 @@ const LSEEK: u32 = 46;
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
-struct FuseSimulationTally {
+struct FuseSimulationCounts {
     answered: u64,
     failed: u64,
     flushed: u64,
@@ -72,20 +72,20 @@ struct FuseSimulationTally {
     unmounted: u64,
     merged: u64,
     waited: u64,
-    rests: u64,
+    quiesces: u64,
     put_back: u64,
     taken_over: u64,
 }
 
 #[test]
 fn programs_are_served_whatever_happens() {
-    let tally = Rc::new(Cell::new(FuseSimulationTally::default()));
+    let counts = Rc::new(Cell::new(FuseSimulationCounts::default()));
     let seeds = seeds::for_each("--lib", "programs_are_served_whatever_happens", 600, |seed| {
-        sim::run(seed, run(Rc::clone(&tally)));
+        sim::run(seed, run(Rc::clone(&counts)));
     });
-    let all = tally.get();
+    let all = counts.get();
     if seeds >= 100 {
-        let FuseSimulationTally {
+        let FuseSimulationCounts {
             answered,
             failed,
             flushed,
@@ -96,17 +96,17 @@ fn programs_are_served_whatever_happens() {
             waited,
             ..
         } = all;
-        let FuseSimulationTally { rests, put_back, taken_over, .. } = all;
+        let FuseSimulationCounts { quiesces: rests, put_back, taken_over, .. } = all;
         let happened = [answered / 10, failed, flushed, interrupted, stopped, unmounted, merged, waited];
         let happened = [&happened[..], &[rests, put_back, taken_over]].concat();
         assert!(happened.iter().all(|&count| count > seeds / 10), "too little happened: {all:?}");
     }
 }
 
-fn count(tally: &Cell<FuseSimulationTally>, change: impl FnOnce(&mut FuseSimulationTally)) {
-    let mut all = tally.get();
+fn count(counts: &Cell<FuseSimulationCounts>, change: impl FnOnce(&mut FuseSimulationCounts)) {
+    let mut all = counts.get();
     change(&mut all);
-    tally.set(all);
+    counts.set(all);
 }
 
 /// A file system, its programs, and the disk's content after all of them.
@@ -115,14 +115,14 @@ struct FuseWorld {
     queues: RefCell<Vec<JoinHandle<FuseQueueEnd>>>,
     connection: Rc<SimulatedFuseConnection>,
     model: RefCell<Model>,
-    passed: RefCell<GroupSamples>,
+    samples: RefCell<GroupSamples>,
     may_fail: bool,
     /// True if it is stopped or unmounted while there are requests.
-    ends: Cell<bool>,
-    tally: Rc<Cell<FuseSimulationTally>>,
+    is_ended: Cell<bool>,
+    counts: Rc<Cell<FuseSimulationCounts>>,
 }
 
-async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
+async fn run(tally: Rc<Cell<FuseSimulationCounts>>) {
     let settings = GroupSettings { limits: random::limits(40), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
@@ -137,12 +137,12 @@ async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
         queues: RefCell::default(),
         connection: Rc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
-        passed: RefCell::new(GroupSamples::new(&group, MAX_REQUEST)),
+        samples: RefCell::new(GroupSamples::new(&group, MAX_REQUEST)),
         may_fail,
-        ends: Cell::new(false),
-        tally: Rc::clone(&tally),
+        is_ended: Cell::new(false),
+        counts: Rc::clone(&tally),
     });
-    let (hostile, noise) = (device(&other), Rc::<SimulatedFuseConnection>::default());
+    let (hostile, hostile_connection) = (device(&other), Rc::<SimulatedFuseConnection>::default());
     let serve = |device: &Arc<FuseDevice>, connection: &Rc<SimulatedFuseConnection>| {
         let channel = FuseChannel::Simulated(connection.descriptor());
         spawn_joinable(FuseQueue::new(Arc::clone(device), channel).serve())
@@ -151,11 +151,11 @@ async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
         let queue = serve(&world.device.borrow(), &world.connection);
         world.queues.borrow_mut().push(queue);
     }
-    let noisy = serve(&hostile, &noise);
+    let hostile_queue = serve(&hostile, &hostile_connection);
     let programs: Vec<_> = (0..sim::random(|random| random.usize(1..=6)))
         .map(|_| spawn_joinable(Rc::clone(&world).program()))
         .collect();
-    let noise_maker = spawn_joinable(make_noise(Rc::clone(&noise)));
+    let noise_task = spawn_joinable(send_random_messages(Rc::clone(&hostile_connection)));
     for _ in 0..sim::random(|random| random.usize(..4)) {
         sleep_randomly(Duration::from_millis(50)).await;
         world.rest(&disk).await;
@@ -167,7 +167,7 @@ async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
     let queues = world.queues.take();
     let mut all = Vec::new();
     // Requests that a stopped queue has not read are answered when the device is closed.
-    if world.ends.get() {
+    if world.is_ended.get() {
         for queue in queues {
             all.push(timeout(FOREVER, queue).await.expect("a queue ends"));
         }
@@ -185,16 +185,16 @@ async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
             all.push(timeout(FOREVER, queue).await.expect("a queue ends"));
         }
     }
-    assert!(all.iter().all(|ended| matches!(ended, FuseQueueEnd::Gone | FuseQueueEnd::Stopped)), "{all:?}");
-    noise_maker.await;
-    noise.unmount();
-    timeout(FOREVER, noisy).await.expect("a queue ends");
+    assert!(all.iter().all(|end| matches!(end, FuseQueueEnd::Gone | FuseQueueEnd::Stopped)), "{all:?}");
+    noise_task.await;
+    hostile_connection.unmount();
+    timeout(FOREVER, hostile_queue).await.expect("a queue ends");
     for (device, disk) in [(&*world.device.borrow(), &disk), (&hostile, &other)] {
         assert_eq!(device.in_flight.load(SeqCst), 0);
         assert_eq!(disk.memory().used(), 0, "memory was not released");
     }
     world.model.borrow_mut().crash(storage.crash());
-    world.passed.borrow().check();
+    world.samples.borrow().check();
     let stats = group.stats();
     count(&tally, |all| {
         all.waited += stats.reads.throttled + stats.writes.throttled;
@@ -237,16 +237,16 @@ impl FuseWorld {
             }
         };
         timeout(FOREVER, at_rest).await.expect("it comes to rest");
-        let moved = disk.totals();
+        let totals = disk.totals();
         sleep_randomly(Duration::from_millis(20)).await;
-        assert_eq!(disk.totals(), moved, "something was done in a rest");
-        let standing = device.state();
-        let put_back = encode::split(&standing.messages).expect("they are messages").len() as u64;
+        assert_eq!(disk.totals(), totals, "something was done in a rest");
+        let state = device.state();
+        let put_back = encode::split(&state.messages).expect("they are messages").len() as u64;
         assert!(put_back <= self.connection.unanswered() as u64, "more is put back than was asked");
         // With one queue, its descriptor can be passed on, as the server does in an upgrade.
         let is_taken_over = queues == 1 && chance(50);
-        count(&self.tally, |all| {
-            all.rests += 1;
+        count(&self.counts, |all| {
+            all.quiesces += 1;
             all.put_back += put_back;
             all.taken_over += u64::from(is_taken_over);
         });
@@ -255,22 +255,22 @@ impl FuseWorld {
             return;
         }
         assert_eq!(device.in_flight.load(SeqCst), 0);
-        let before = self.queues.take().remove(0);
-        before.cancel().await;
-        let next = self::device(disk);
-        assert!(next.restore(&standing));
+        let old_queue = self.queues.take().remove(0);
+        old_queue.cancel().await;
+        let new_device = self::device(disk);
+        assert!(new_device.restore(&state));
         let channel = FuseChannel::Simulated(self.connection.descriptor_with_number(0));
-        self.queues.borrow_mut().push(spawn_joinable(FuseQueue::new(Arc::clone(&next), channel).serve()));
-        *self.device.borrow_mut() = next;
+        self.queues.borrow_mut().push(spawn_joinable(FuseQueue::new(Arc::clone(&new_device), channel).serve()));
+        *self.device.borrow_mut() = new_device;
     }
 
     async fn end(&self) {
-        self.ends.set(true);
+        self.is_ended.set(true);
         if chance(50) {
-            count(&self.tally, |all| all.stopped += 1);
+            count(&self.counts, |all| all.stopped += 1);
             self.device.borrow().stop();
         } else {
-            count(&self.tally, |all| all.unmounted += 1);
+            count(&self.counts, |all| all.unmounted += 1);
             self.connection.unmount();
         }
     }
@@ -278,10 +278,10 @@ impl FuseWorld {
     /// Sends requests, singly or several at once.
     async fn program(self: Rc<Self>) {
         for _ in 0..sim::random(|random| random.usize(1..12)) {
-            let together: Vec<_> = (0..sim::random(|random| random.usize(1..=8)))
+            let tasks: Vec<_> = (0..sim::random(|random| random.usize(1..=8)))
                 .map(|number| spawn_joinable(Rc::clone(&self).request(number)))
                 .collect();
-            for request in together {
+            for request in tasks {
                 request.await;
             }
             if chance(30) {
@@ -291,7 +291,7 @@ impl FuseWorld {
     }
 
     async fn request(self: Rc<Self>, number: usize) {
-        self.passed.borrow_mut().look();
+        self.samples.borrow_mut().sample();
         // Requests sent together are often adjacent.
         let blocks = sim::random(|random| random.usize(1..=8));
         let (start, length) = if chance(50) {
@@ -305,7 +305,7 @@ impl FuseWorld {
             0..4 => {
                 let began = self.model.borrow_mut().begin();
                 let body = read_or_write(range.start, length, 0);
-                if let Some(found) = self.ask(READ, &body, &[]).await {
+                if let Some(found) = self.request_reply(READ, &body, &[]).await {
                     assert_eq!(found.len(), length, "it lies inside the disk");
                     self.model.borrow().check_read(began, range.start, &found);
                 }
@@ -315,7 +315,7 @@ impl FuseWorld {
                 let flags = if durable { libc::O_DSYNC } else { 0 };
                 let (change, data) = self.model.borrow_mut().begin_write(range.clone());
                 let body = read_or_write(range.start, length, flags as u32);
-                let outcome = match self.ask(WRITE, &body, &data).await {
+                let outcome = match self.request_reply(WRITE, &body, &data).await {
                     Some(reply) => {
                         assert_eq!(reply[..4], (length as u32).to_ne_bytes(), "all was written");
                         if durable { Outcome::Durable } else { Outcome::Applied }
@@ -335,14 +335,14 @@ impl FuseWorld {
                 body[8..16].copy_from_slice(&(range.start as u64).to_ne_bytes());
                 body[16..24].copy_from_slice(&(length as u64).to_ne_bytes());
                 body[24..28].copy_from_slice(&mode.to_ne_bytes());
-                let done = self.ask(FALLOCATE, &body, &[]).await;
+                let done = self.request_reply(FALLOCATE, &body, &[]).await;
                 let outcome = if done.is_some() { Outcome::Applied } else { Outcome::Open };
                 self.model.borrow_mut().end_change(change, outcome);
             }
             _ => {
                 let began = self.model.borrow_mut().begin();
-                if self.ask(FSYNC, &[0; 16], &[]).await.is_some() {
-                    count(&self.tally, |all| all.flushed += 1);
+                if self.request_reply(FSYNC, &[0; 16], &[]).await.is_some() {
+                    count(&self.counts, |all| all.flushed += 1);
                     self.model.borrow_mut().end_flush(began);
                 }
             }
@@ -350,17 +350,17 @@ impl FuseWorld {
     }
 
     /// Body of the reply; `None` if the request failed and was allowed to.
-    async fn ask(&self, opcode: u32, body: &[u8], data: &[u8]) -> Option<Vec<u8>> {
+    async fn request_reply(&self, opcode: u32, body: &[u8], data: &[u8]) -> Option<Vec<u8>> {
         let unique = self.connection.send(opcode, body, data, true);
-        if self.ends.get() {
+        if self.is_ended.get() {
             // It may have been sent too late to be read.
             return self.connection.answer(unique).await.ok();
         }
         let mut is_interrupted = false;
-        let answer = if chance(10) {
-            let patience = Duration::from_nanos(sim::random(|random| random.u64(..50_000_000)));
-            match timeout(patience, self.connection.answer(unique)).await {
-                Ok(answer) => answer,
+        let result = if chance(10) {
+            let delay = Duration::from_nanos(sim::random(|random| random.u64(..50_000_000)));
+            match timeout(delay, self.connection.answer(unique)).await {
+                Ok(result) => result,
                 Err(_) => {
                     is_interrupted = true;
                     self.connection.send(INTERRUPT, &unique.to_ne_bytes(), &[], false);
@@ -370,15 +370,15 @@ impl FuseWorld {
         } else {
             self.connection.answer(unique).await
         };
-        match answer {
+        match result {
             Ok(reply) => {
-                count(&self.tally, |all| all.answered += 1);
+                count(&self.counts, |all| all.answered += 1);
                 return Some(reply);
             }
             // Only requests that were interrupted may fail with EINTR.
-            Err(libc::EINTR) if is_interrupted => count(&self.tally, |all| all.interrupted += 1),
-            Err(_) if self.ends.get() => {}
-            Err(libc::EIO) if self.may_fail => count(&self.tally, |all| all.failed += 1),
+            Err(libc::EINTR) if is_interrupted => count(&self.counts, |all| all.interrupted += 1),
+            Err(_) if self.is_ended.get() => {}
+            Err(libc::EIO) if self.may_fail => count(&self.counts, |all| all.failed += 1),
             Err(errno) => panic!("opcode {opcode} failed with {errno}"),
         }
         None
@@ -395,7 +395,7 @@ fn read_or_write(offset: usize, length: usize, flags: u32) -> Vec<u8> {
 }
 
 /// Malformed messages: of any length, with any numbers.
-async fn make_noise(connection: Rc<SimulatedFuseConnection>) {
+async fn send_random_messages(hostile_connection: Rc<SimulatedFuseConnection>) {
     const OPCODES: [u32; 7] = [SETATTR, READ, WRITE, FSYNC, INTERRUPT, FALLOCATE, LSEEK];
     for _ in 0..sim::random(|random| random.usize(..40)) {
         let mut message: Vec<u8> = sim::random(|random| {
@@ -403,16 +403,16 @@ async fn make_noise(connection: Rc<SimulatedFuseConnection>) {
             (0..length).map(|_| if random.bool() { 0 } else { random.u8(..) }).collect()
         });
         let length = message.len();
-        if let Some(said) = message.get_mut(..4)
+        if let Some(length_field) = message.get_mut(..4)
             && chance(90)
         {
-            said.copy_from_slice(&(length as u32).to_ne_bytes());
+            length_field.copy_from_slice(&(length as u32).to_ne_bytes());
         }
         if let Some(opcode) = message.get_mut(4..8) {
             let drawn = sim::random(|random| *random.choice(&OPCODES).expect("there are some"));
             opcode.copy_from_slice(&drawn.to_ne_bytes());
         }
-        connection.send_raw(message);
+        hostile_connection.send_raw(message);
         if chance(20) {
             sleep_randomly(Duration::from_millis(10)).await;
         }

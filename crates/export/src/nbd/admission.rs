@@ -60,10 +60,10 @@ pub(super) struct NbdAccessControl {
 
 impl NbdAccessControl {
     /// Creates the access control of a server with at most `most_of_one` connections per address.
-    pub(super) fn new(access: AccessRules, most_of_one: usize) -> Self {
+    pub(super) fn new(access: AccessRules, max_per_address: usize) -> Self {
         Self {
             access,
-            max_per_address: most_of_one,
+            max_per_address,
             connections_by_origin: Mutex::default(),
             counts: Default::default(),
             log_limit: LogRateLimit::default(),
@@ -152,7 +152,7 @@ impl NbdAccessControl {
     fn reject(&self, why: RejectionReason, client: &ClientIdentity, export: Option<&str>) {
         // Every rejection is counted, but only one a second is logged: a client could fill the log.
         self.counts[why as usize].fetch_add(1, Relaxed);
-        if let Some(left_out) = self.log_limit.try_log(reactor::coarse_now()) {
+        if let Some(suppressed) = self.log_limit.try_log(reactor::coarse_now()) {
             let reason = match why {
                 RejectionReason::Network => "its network is not allowed",
                 RejectionReason::Connections => "too many connections of its address",
@@ -164,7 +164,7 @@ impl NbdAccessControl {
                 name = client.name.as_deref().map(|name| format!("{:?}", wire::truncated(name))),
                 export,
                 reason,
-                left_out,
+                suppressed,
                 "a client was refused"
             );
         }

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn the_minimum_shrinks_where_the_end_would_be_out_of_reach() {
+    fn minimum_block_shrinks_to_reach_the_last_byte() {
         let sizes = BlockSizes::new(4096, 4096, 1 << 20).unwrap();
         assert_eq!(sizes.minimum_for(0), 4096);
         assert_eq!(sizes.minimum_for(1 << 40), 4096);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_that_need_chunks_wait_for_them() {
+    fn chunk_flags_are_offered_only_with_chunks() {
         let features = Features { dont_fragment: true, ..Features::default() };
         assert_eq!(features.flags(ReplyStyle::Simple, true), export_flag::HAS_FLAGS);
         let structured = export_flag::HAS_FLAGS | export_flag::SEND_DF;

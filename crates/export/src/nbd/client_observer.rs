@@ -25,7 +25,7 @@ pub struct NbdClientInfo {
 /// Observer of clients.
 pub trait ClientObserver: Send + Sync + fmt::Debug {
     /// A client may now send requests.
-    fn connected(&self, visit: &NbdClientInfo);
+    fn connected(&self, client: &NbdClientInfo);
     /// A client has disconnected; `lasted` is the time since it connected.
-    fn disconnected(&self, visit: &NbdClientInfo, lasted: Duration);
+    fn disconnected(&self, client: &NbdClientInfo, duration: Duration);
 }

@@ -36,30 +36,30 @@ fn serve(read_only: bool) -> Pipe {
             access: AccessRules::default(),
         })
         .expect("the first of its name");
-    let (ours, theirs) = Pipe::pair();
+    let (client_end, server_end) = Pipe::pair();
     spawn(async move {
         let stop = Arc::<StopSignal>::default();
         if let Ok(Some((connection, inbox))) =
-            server.open(NbdStream::Simulated(theirs.clone()), &stop, 0).await
+            server.open(NbdStream::Simulated(server_end.clone()), &stop, 0).await
         {
             let _ = connection.serve(inbox).await;
         }
-        theirs.close();
+        server_end.close();
     });
-    ours
+    client_end
 }
 
-async fn client_of(pipe: Pipe, export: &str) -> Result<NbdClient, NbdConnectError> {
-    let wanted = HandshakeOptions { export: export.to_owned(), ..HandshakeOptions::default() };
-    let hands = shake_hands(NbdStream::Simulated(pipe), &wanted);
-    timeout(Duration::from_secs(5), hands).await.expect("the handshake ends").map(NbdClient::start)
+async fn connect_to_export(pipe: Pipe, export: &str) -> Result<NbdClient, NbdConnectError> {
+    let options = HandshakeOptions { export: export.to_owned(), ..HandshakeOptions::default() };
+    let handshake = shake_hands(NbdStream::Simulated(pipe), &options);
+    timeout(Duration::from_secs(5), handshake).await.expect("the handshake ends").map(NbdClient::start)
 }
 
 #[test]
 fn written_data_is_read_back_under_concurrency() {
     for seed in 0..20 {
         sim::run(seed, async move {
-            let client = Rc::new(client_of(serve(false), "disk").await.unwrap());
+            let client = Rc::new(connect_to_export(serve(false), "disk").await.unwrap());
             assert_eq!(client.export().size_bytes, SIZE);
             let known = Rc::new(RefCell::new(vec![0; SIZE as usize]));
             let tasks = (0..5_usize).map(|task| {
@@ -95,7 +95,7 @@ fn written_data_is_read_back_under_concurrency() {
 #[test]
 fn a_dropped_request_does_not_affect_others() {
     sim::run(1, async {
-        let client = client_of(serve(false), "disk").await.unwrap();
+        let client = connect_to_export(serve(false), "disk").await.unwrap();
         for _ in 0..10 {
             let dropped = timeout(Duration::ZERO, client.read(0, 60_000)).await;
             assert!(dropped.is_err());
@@ -114,7 +114,7 @@ fn a_dropped_request_does_not_affect_others() {
 #[test]
 fn writes_to_a_read_only_export_are_not_sent() {
     sim::run(1, async {
-        let client = client_of(serve(true), "disk").await.unwrap();
+        let client = connect_to_export(serve(true), "disk").await.unwrap();
         let written = client.write(0, IoBuffer::zeroed(512).into(), false).await;
         assert_eq!(written, Err(Error::NOT_PERMITTED));
     });
@@ -122,20 +122,20 @@ fn writes_to_a_read_only_export_are_not_sent() {
 
 #[test]
 fn a_missing_export_is_named() {
-    let refused = sim::run(1, async { client_of(serve(false), "vm1").await.unwrap_err().to_string() });
+    let refused = sim::run(1, async { connect_to_export(serve(false), "vm1").await.unwrap_err().to_string() });
     assert!(refused.starts_with("refused export \"vm1\": no export of this name"), "{refused}");
 }
 
 #[test]
 fn a_weir_server_reports_all_its_features() {
     sim::run(1, async {
-        let wanted =
+        let options =
             HandshakeOptions { export: "disk".to_owned(), allocation: true, ..HandshakeOptions::default() };
-        let hands = shake_hands(NbdStream::Simulated(serve(false)), &wanted);
-        let client = NbdClient::start(hands.await.unwrap());
-        let about = client.export();
-        assert!(about.can_flush() && about.can_fua() && about.can_zero() && about.can_trim());
-        assert!(about.has_allocation() && about.can_multi_conn());
+        let handshake = shake_hands(NbdStream::Simulated(serve(false)), &options);
+        let client = NbdClient::start(handshake.await.unwrap());
+        let export = client.export();
+        assert!(export.can_flush() && export.can_fua() && export.can_zero() && export.can_trim());
+        assert!(export.has_allocation() && export.can_multi_conn());
         client.write(8192, IoBuffer::copy_of(&[7; 4096]).into(), true).await.unwrap();
         let extents = client.extents(0, 90_000).await.unwrap();
         assert!(extents.len() >= 2, "{extents:?}");
@@ -149,7 +149,7 @@ fn a_weir_server_reports_all_its_features() {
 fn a_retired_connection_is_resumed() {
     for seed in 0..50 {
         sim::run(seed, async {
-            let mut client = client_of(serve(false), "disk").await.unwrap();
+            let mut client = connect_to_export(serve(false), "disk").await.unwrap();
             for round in 0..5_u8 {
                 client.write(0, IoBuffer::copy_of(&[round; 700]).into(), false).await.unwrap();
                 let left = client.retire().await.expect("nothing is in flight");
@@ -162,26 +162,26 @@ fn a_retired_connection_is_resumed() {
 
 /// A server that sends `script`, whatever the client does, and closes.
 fn scripted(script: Vec<u8>) -> Pipe {
-    let (ours, theirs) = Pipe::pair();
-    let end = theirs.clone();
+    let (client_end, server_end) = Pipe::pair();
+    let sender = server_end.clone();
     spawn(async move {
         // Receives whatever the client sends, because the client would block otherwise.
         loop {
-            let (result, _) = theirs.receive(IoBuffer::new(4096), 0).await;
+            let (result, _) = server_end.receive(IoBuffer::new(4096), 0).await;
             if !matches!(result, Ok(1..)) {
                 break;
             }
         }
     });
     spawn(async move {
-        if end.send(IoBuffer::copy_of(&script).into()).await.is_ok() {
+        if sender.send(IoBuffer::copy_of(&script).into()).await.is_ok() {
             // A script cannot see requests, so it leaves time for them before the end of the
             // stream.
             sleep_until(now() + Duration::from_secs(1)).await;
         }
-        end.close();
+        sender.close();
     });
-    ours
+    client_end
 }
 
 fn greeting(flags: u16) -> Vec<u8> {
@@ -211,7 +211,7 @@ fn welcome(structured: bool) -> Vec<u8> {
 }
 
 #[test]
-fn a_server_that_does_not_shake_hands_rightly_is_left() {
+fn malformed_handshake_closes_the_connection() {
     let no = option_reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]);
     let go = |kind, data: &[u8]| [greeting(3), no.clone(), option_reply(opt::GO, kind, data)].concat();
     let mut long = option_reply(opt::GO, rep::INFO, &[]);
@@ -232,7 +232,7 @@ fn a_server_that_does_not_shake_hands_rightly_is_left() {
         (go(rep::ERR_POLICY, b"no\x1b[2J"), "refused export \"disk\": no?[2J"),
         ([greeting(3), no.clone(), long].concat(), "longer than any option needs"),
     ] {
-        let error = sim::run(1, async move { client_of(scripted(script), "disk").await.unwrap_err() });
+        let error = sim::run(1, async move { connect_to_export(scripted(script), "disk").await.unwrap_err() });
         assert!(error.to_string().contains(why), "{error}, not {why}");
     }
 }
@@ -262,7 +262,7 @@ fn announced(kind: u16, length: u32) -> Vec<u8> {
 fn read_from(structured: bool, replies: &[Vec<u8>]) -> (Result<IoBuffer, Error>, Option<String>) {
     let script = [welcome(structured), replies.concat()].concat();
     sim::run(1, async move {
-        let client = client_of(scripted(script), "disk").await.unwrap();
+        let client = connect_to_export(scripted(script), "disk").await.unwrap();
         let read = timeout(Duration::from_secs(5), client.read(1000, 100)).await.expect("it does not hang");
         (read, client.fault())
     })
@@ -285,7 +285,7 @@ fn simple_and_chunked_replies_complete_requests() {
 }
 
 #[test]
-fn errors_are_the_server_s() {
+fn server_errors_are_returned() {
     assert_eq!(read_from(false, &[simple(0, 5)]).0.unwrap_err(), Error::IO);
     let message = [&28_u32.to_be_bytes()[..], &4_u16.to_be_bytes(), b"full"].concat();
     let (read, _) = read_from(true, &[chunk(reply_flag::DONE, reply_type::ERROR, &message)]);
@@ -294,21 +294,21 @@ fn errors_are_the_server_s() {
 
 #[test]
 fn protocol_violation_or_disconnect_fails_requests_in_flight() {
-    let whole = data(1000, &[7; 100]);
+    let payload = data(1000, &[7; 100]);
     let error = chunk(0, reply_type::ERROR, &[0, 0, 0, 5, 0, 0]);
-    for (structured, replies, why) in [
+    for (structured, replies, expected) in [
         (false, vec![], "has closed the connection"),
         (false, vec![simple(0, 0), vec![7; 99]], "the connection broke"),
         (false, vec![simple(1, 0)], "a reply to a request that was not sent"),
         (false, vec![simple(u64::MAX, 0)], "a reply to a request that was not sent"),
         (false, vec![vec![0xff; 16]], "wrong magic number"),
-        (false, vec![chunk(1, reply_type::OFFSET_DATA, &whole)], "which was not negotiated"),
+        (false, vec![chunk(1, reply_type::OFFSET_DATA, &payload)], "which was not negotiated"),
         (true, vec![simple(0, 0)], "a simple reply to a read"),
         (true, vec![chunk(1, reply_type::NONE, &[])], "less data than requested"),
         (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(999, &[7; 100]))], "more data than"),
         (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(1001, &[7; 100]))], "more data than"),
         (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(u64::MAX, &[7; 100]))], "more data than"),
-        (true, vec![chunk(0, reply_type::OFFSET_DATA, &whole); 2], "a part of a read's data twice"),
+        (true, vec![chunk(0, reply_type::OFFSET_DATA, &payload); 2], "a part of a read's data twice"),
         (true, vec![chunk(1, reply_type::OFFSET_HOLE, &data(1000, &[0xff; 4]))], "more data than"),
         (true, vec![error; 1025], "more errors than one reply can have"),
         (true, vec![announced(reply_type::OFFSET_DATA, 109)], "more data than"),
@@ -316,9 +316,9 @@ fn protocol_violation_or_disconnect_fails_requests_in_flight() {
         (true, vec![announced(reply_type::BLOCK_STATUS, 12)], "extents in a reply"),
     ] {
         let (read, fault) = read_from(structured, &replies);
-        assert_eq!(read.unwrap_err(), CONNECTION_LOST, "{why}");
-        let fault = fault.expect(why);
-        assert!(fault.contains(why), "{fault}, not {why}");
+        assert_eq!(read.unwrap_err(), CONNECTION_LOST, "{expected}");
+        let fault = fault.expect(expected);
+        assert!(fault.contains(expected), "{fault}, not {expected}");
     }
 }
 
@@ -341,7 +341,7 @@ fn every_request_completes_for_any_server_output() {
                     script[at] = if random.bool() { random.u8(..) } else { script[at] ^ 1 << random.u8(..8) };
                 }
             });
-            let Ok(client) = client_of(scripted(script), "disk").await else { return false };
+            let Ok(client) = connect_to_export(scripted(script), "disk").await else { return false };
             let read =
                 timeout(Duration::from_secs(5), client.read(1000, 100)).await.expect("it does not hang");
             let flushed = timeout(Duration::from_secs(5), client.flush()).await.expect("it does not hang");

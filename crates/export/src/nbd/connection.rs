@@ -86,9 +86,9 @@ pub(super) struct NbdConnection {
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
     /// Quiesce state of the server (`ConnectionQuiesce`), and the number of this connection in it.
-    rest: Option<(Arc<ConnectionQuiesce>, u64)>,
+    quiesce: Option<(Arc<ConnectionQuiesce>, u64)>,
     /// True while the connection quiesces: no request is started.
-    pub(super) resting: Cell<bool>,
+    pub(super) quiescing: Cell<bool>,
     /// Requests that were parsed but not started when the connection quiesced.
     put_back: RefCell<Vec<NbdIncomingRequest>>,
     sending: Cell<bool>,
@@ -100,7 +100,7 @@ pub(super) struct NbdConnection {
     flow: FairQueueFlow,
     /// Cancel token of the connection's requests at the disk. Cancelled when the client has
     /// disconnected or the server ends the connection, so that a stopped disk does not hold them.
-    pub(super) patience: Arc<CancelToken>,
+    pub(super) cancel_token: Arc<CancelToken>,
 }
 
 /// Memory of a request that is being received; returned on drop.
@@ -143,10 +143,10 @@ impl NbdConnection {
         session: NbdSession,
         stop: Arc<StopSignal>,
     ) -> Rc<Self> {
-        let holding = ClientTransfers::with(&stream, &disk);
+        let transfers = ClientTransfers::with(&stream, &disk);
         Rc::new(Self {
             stream,
-            transfers: holding,
+            transfers,
             flow: FairQueueFlow::default(),
             disk,
             bitmaps,
@@ -158,9 +158,9 @@ impl NbdConnection {
             finished: Cell::new(false),
             abandoned: Cell::new(false),
             abandonment: Event::new(),
-            patience: Arc::default(),
-            rest: None,
-            resting: Cell::new(false),
+            cancel_token: Arc::default(),
+            quiesce: None,
+            quiescing: Cell::new(false),
             put_back: RefCell::default(),
             sending: Cell::new(false),
             receiving: Cell::new(true),
@@ -168,13 +168,13 @@ impl NbdConnection {
     }
 
     /// Registers the connection with a server that may quiesce it.
-    pub(super) fn with_quiesce(self: Rc<Self>, rest: &Arc<ConnectionQuiesce>, number: u64) -> Rc<Self> {
+    pub(super) fn with_quiesce(self: Rc<Self>, quiesce: &Arc<ConnectionQuiesce>, number: u64) -> Rc<Self> {
         let this = Rc::into_inner(self).expect("made for this");
-        Rc::new(Self { rest: Some((Arc::clone(rest), number)), ..this })
+        Rc::new(Self { quiesce: Some((Arc::clone(quiesce), number)), ..this })
     }
 
     /// Progress of transfers, for other threads.
-    pub(super) fn holding(&self) -> &Arc<ClientTransfers> {
+    pub(super) fn transfers(&self) -> &Arc<ClientTransfers> {
         &self.transfers
     }
 
@@ -185,15 +185,15 @@ impl NbdConnection {
         mut inbox: ReceiveBuffer,
     ) -> Result<NbdConnectionEnd, NbdConnectionError> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
-        let attention = reactor::spawn_joinable(Rc::clone(&self).watch_quiesce());
-        let mut intake = MergeBatch::default();
+        let quiesce_watcher = reactor::spawn_joinable(Rc::clone(&self).watch_quiesce());
+        let mut batch = MergeBatch::default();
         // From here on the receive size adapts to the client, and a larger buffer is charged.
         inbox.adapt_to_requests(self.disk.memory().budget());
         let outcome = loop {
-            let outcome = self.receive_requests(&mut inbox, &mut intake).await;
+            let outcome = self.receive_requests(&mut inbox, &mut batch).await;
             // Parsed requests are started however receiving ended: each was accepted and needs a
             // reply.
-            self.start(&mut intake).await;
+            self.start(&mut batch).await;
             if !matches!(outcome, Ok(NbdConnectionEnd::Quiesced))
                 || !self.quiesce_until_resumed(&mut inbox).await
             {
@@ -201,9 +201,9 @@ impl NbdConnection {
             }
         };
         // Cancelled before the last replies are sent, which a quiesce must not interrupt.
-        attention.cancel().await;
+        quiesce_watcher.cancel().await;
         if self.stop.is_raised() {
-            self.patience.cancel();
+            self.cancel_token.cancel();
         }
         let watch = match outcome {
             Ok(NbdConnectionEnd::Orderly) => {
@@ -244,8 +244,8 @@ impl NbdConnection {
         }
         let mut buffer = IoBuffer::new(1);
         loop {
-            let (result, back) = self.stream.receive(buffer, 0).await;
-            buffer = back;
+            let (result, returned) = self.stream.receive(buffer, 0).await;
+            buffer = returned;
             if !matches!(result, Ok(1..)) {
                 break;
             }
@@ -258,15 +258,15 @@ impl NbdConnection {
     fn abandon(&self) {
         self.abandoned.set(true);
         self.abandonment.notify(usize::MAX);
-        self.patience.cancel();
+        self.cancel_token.cancel();
     }
 
     async fn receive_requests(
         self: &Rc<Self>,
         inbox: &mut ReceiveBuffer,
-        intake: &mut MergeBatch<NbdIncomingRequest>,
+        batch: &mut MergeBatch<NbdIncomingRequest>,
     ) -> Result<NbdConnectionEnd, NbdConnectionError> {
-        match self.receive_until_rest(inbox, intake).await {
+        match self.receive_until_rest(inbox, batch).await {
             Err(NbdConnectionError::Stream(error)) if self.is_interruption(&error) => {
                 Ok(NbdConnectionEnd::Quiesced)
             }
@@ -277,12 +277,12 @@ impl NbdConnection {
     async fn receive_until_rest(
         self: &Rc<Self>,
         inbox: &mut ReceiveBuffer,
-        intake: &mut MergeBatch<NbdIncomingRequest>,
+        batch: &mut MergeBatch<NbdIncomingRequest>,
     ) -> Result<NbdConnectionEnd, NbdConnectionError> {
         // The rest of a payload whose receiving was interrupted by an earlier quiesce.
         inbox.skip(0, &self.stream).await?;
         while !self.stop.is_raised() {
-            if self.resting.get() {
+            if self.quiescing.get() {
                 return Ok(NbdConnectionEnd::Quiesced);
             }
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
@@ -292,17 +292,17 @@ impl NbdConnection {
             }
             match parsed {
                 Parsed::Incomplete => {
-                    self.start(intake).await;
+                    self.start(batch).await;
                     if !inbox.fill(&self.stream).await? && !self.stop.is_raised() {
                         return Ok(NbdConnectionEnd::HardDisconnect);
                     }
                 }
-                Parsed::Close(breach) => return Err(breach.into()),
+                Parsed::Close(violation) => return Err(violation.into()),
                 Parsed::Refused(refused) => {
-                    if let Some(nothing) = self.reserve_memory(intake, 0).await {
+                    if let Some(nothing) = self.reserve_memory(batch, 0).await {
                         nothing.keep();
                     }
-                    self.start(intake).await;
+                    self.start(batch).await;
                     // The payload is skipped before the error is sent: libnbd takes a reply to a
                     // request that it still sends for an unknown cookie and closes the connection.
                     // Only if the skip is interrupted is the error sent at once, because the new
@@ -314,7 +314,7 @@ impl NbdConnection {
                 Parsed::Request(request::NbdRequest { command: NbdCommand::Disconnect, .. }) => break,
                 Parsed::Request(request) => {
                     let command = request.command;
-                    let Some(memory) = self.reserve_memory(intake, bytes_in_flight(command)).await else {
+                    let Some(memory) = self.reserve_memory(batch, bytes_in_flight(command)).await else {
                         // The loop continues with the request, or ends because the connection
                         // stops.
                         self.return_unstarted(request.tag, command, None);
@@ -330,7 +330,7 @@ impl NbdConnection {
                         length => {
                             // Parsed requests start first: the client may wait for their replies
                             // before it sends the payload.
-                            self.start(intake).await;
+                            self.start(batch).await;
                             let receiving = self.transfers.receives();
                             let moved = |bytes| receiving.moved(bytes);
                             let payload = inbox.payload_in_parts(length, &self.stream, moved).await;
@@ -344,7 +344,7 @@ impl NbdConnection {
                     // Counted in only after its payload has arrived: an incomplete request has no
                     // reply.
                     self.outbox.count_in(bytes_in_flight(command));
-                    intake.push(NbdIncomingRequest { tag: request.tag, command, data });
+                    batch.push(NbdIncomingRequest { tag: request.tag, command, data });
                 }
             }
         }
@@ -352,28 +352,28 @@ impl NbdConnection {
     }
 
     fn is_interruption(&self, error: &io::Error) -> bool {
-        self.resting.get() && error.raw_os_error() == Some(libc::ECANCELED)
+        self.quiescing.get() && error.raw_os_error() == Some(libc::ECANCELED)
     }
 
     /// Quiesces the connection whenever the server enters [`QuiesceStage::Quiescing`].
     async fn watch_quiesce(self: Rc<Self>) {
-        let Some((rest, _)) = &self.rest else { return };
+        let Some((quiesce, _)) = &self.quiesce else { return };
         loop {
-            rest.wait_for_stage(|stage| stage >= QuiesceStage::Quiescing).await;
-            let turn = rest.generation();
-            self.resting.set(true);
+            quiesce.wait_for_stage(|stage| stage >= QuiesceStage::Quiescing).await;
+            let generation = quiesce.generation();
+            self.quiescing.set(true);
             // Wakes requests that wait for limits; they are put back.
             self.abandonment.notify(usize::MAX);
             self.stop.interrupt();
             // The server may quiesce and resume between two polls of this task.
-            while self.resting.get() && self.receiving.get() {
+            while self.quiescing.get() && self.receiving.get() {
                 if !self.sending.get() {
                     self.stream.interrupt();
                 }
                 // Repeated: an interrupt between two receives has no effect.
                 reactor::sleep_until(reactor::now() + INTERRUPT_INTERVAL).await;
             }
-            if rest.wait_for_end_of_quiesce(turn).await {
+            if quiesce.wait_for_end_of_quiesce(generation).await {
                 return;
             }
         }
@@ -382,14 +382,14 @@ impl NbdConnection {
     /// Waits until no request is in flight, publishes the connection's state, and waits for the
     /// server to resume. False if another process has taken the connection over.
     async fn quiesce_until_resumed(&self, inbox: &mut ReceiveBuffer) -> bool {
-        let Some((rest, number)) = &self.rest else { return false };
+        let Some((quiesce, number)) = &self.quiesce else { return false };
         self.receiving.set(false);
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
         // Bytes to be transferred: an interrupted payload, then unparsed bytes, or a rest to be
         // skipped.
-        let (unfinished, behind, skip) = inbox.take_rest();
+        let (unfinished, unparsed, skip) = inbox.take_rest();
         let mut bytes = Vec::new();
         // A request whose payload was interrupted must be last, directly before the bytes of its
         // payload that follow in the stream; it was put back first.
@@ -400,36 +400,36 @@ impl NbdConnection {
             request.write(&self.session, &mut bytes);
         }
         bytes.extend(unfinished);
-        bytes.extend(behind);
+        bytes.extend(unparsed);
         *inbox = ReceiveBuffer::with_content(&bytes, skip);
         inbox.adapt_to_requests(self.disk.memory().budget());
         let (tls, session) = (self.stream.is_tls(), self.session);
-        let rested = self.stream.socket().cloned();
-        let rested =
-            rested.map(|socket| QuiescedNbdConnection { socket, tls, session, bytes, skip: skip as u64 });
-        let is_anothers = rest.publish_until_resumed(*number, rested).await;
-        self.resting.set(false);
+        let stream_socket = self.stream.socket().cloned();
+        let quiesced =
+            stream_socket.map(|socket| QuiescedNbdConnection { socket, tls, session, bytes, skip: skip as u64 });
+        let is_transferred = quiesce.publish_until_resumed(*number, quiesced).await;
+        self.quiescing.set(false);
         self.receiving.set(true);
-        !is_anothers
+        !is_transferred
     }
 
     /// Keeps a request that was not started for the process that continues the connection.
     pub(super) fn return_unstarted(&self, tag: RequestTag, command: NbdCommand, data: Option<IoBuffer>) {
-        if self.resting.get() {
+        if self.quiescing.get() {
             self.put_back.borrow_mut().push(NbdIncomingRequest { tag, command, data });
         }
     }
 
-    async fn start(self: &Rc<Self>, intake: &mut MergeBatch<NbdIncomingRequest>) {
-        if intake.is_empty() {
+    async fn start(self: &Rc<Self>, batch: &mut MergeBatch<NbdIncomingRequest>) {
+        if batch.is_empty() {
             return;
         }
-        if let Some(only) = intake.take_only() {
+        if let Some(only) = batch.take_only() {
             self.wait_while_congested().await;
             reactor::spawn(Rc::clone(self).run(only));
             return;
         }
-        for joined in intake.take_merged() {
+        for joined in batch.take_merged() {
             self.wait_while_congested().await;
             let this = Rc::clone(self);
             match joined {
@@ -444,25 +444,25 @@ impl NbdConnection {
     /// requests first. `None` if the connection stops or quiesces before.
     async fn reserve_memory(
         self: &Rc<Self>,
-        intake: &mut MergeBatch<NbdIncomingRequest>,
+        batch: &mut MergeBatch<NbdIncomingRequest>,
         bytes: usize,
     ) -> Option<ReceivingMemory<'_>> {
         let memory = self.disk.memory();
         if !self.outbox.has_room(bytes) {
-            self.start(intake).await;
+            self.start(batch).await;
             while !self.outbox.has_room(bytes) {
-                let room = reactor::timeout(CHECK_INTERVAL, self.outbox.room.wait()).await;
-                let is_over = || self.stop.is_raised() || self.stream.is_closed_by_peer();
-                if room.is_err() && is_over() {
-                    self.patience.cancel();
+                let waited = reactor::timeout(CHECK_INTERVAL, self.outbox.room.wait()).await;
+                let is_ending = || self.stop.is_raised() || self.stream.is_closed_by_peer();
+                if waited.is_err() && is_ending() {
+                    self.cancel_token.cancel();
                 }
             }
         }
         if bytes > 0 && !memory.try_acquire(bytes as u64) {
-            self.start(intake).await;
+            self.start(batch).await;
             loop {
                 let interrupted = self.stop.listen();
-                if self.stop.is_raised() || self.resting.get() {
+                if self.stop.is_raised() || self.quiescing.get() {
                     return None;
                 }
                 if let FirstReady::One(()) =

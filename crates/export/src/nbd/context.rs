@@ -74,8 +74,8 @@ impl MetaContext {
     pub fn is_listed_by(name: &str, query: &str) -> bool {
         // A query may name a namespace with an empty leaf, but no prefix within a leaf, except that
         // of bitmaps, which QEMU treats like a namespace.
-        let whole = query.ends_with(':') && name.starts_with(query);
-        query == name || whole && (name.find(':') == Some(query.len() - 1) || query == BITMAPS)
+        let is_namespace = query.ends_with(':') && name.starts_with(query);
+        query == name || is_namespace && (name.find(':') == Some(query.len() - 1) || query == BITMAPS)
     }
 }
 
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_namespace_lists_but_is_no_name() {
+    fn namespace_lists_contexts_but_selects_none() {
         let bitmaps = ["b0".into()];
         let names: Vec<_> = MetaContext::of_export(1).map(|context| context.name(&bitmaps)).collect();
         assert_eq!(names, ["base:allocation", "qemu:allocation-depth", "qemu:dirty-bitmap:b0"]);

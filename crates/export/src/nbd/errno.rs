@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_the_specification_s_and_clients_understand_them() {
+    fn codes_match_the_specification() {
         for (errno, code, raw) in [
             (Errno::Perm, 1, libc::EPERM),
             (Errno::Io, 5, libc::EIO),

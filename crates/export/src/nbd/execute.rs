@@ -44,21 +44,21 @@ impl NbdConnection {
                 let length = data.len();
                 self.write(offset, data.into(), fua, &[(tag, length)]).await;
             }
-            NbdCommand::Flush => self.answer(tag, self.disk.flush_for(Some(&self.patience)).await, 0),
+            NbdCommand::Flush => self.answer(tag, self.disk.flush_for(Some(&self.cancel_token)).await, 0),
             NbdCommand::Trim { offset, length, fua } => {
-                let Some(pass) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
+                let Some(permit) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
                     return self.return_unstarted(tag, command, None);
                 };
-                self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
+                self.answer(tag, self.disk.discard(permit, offset, length, durability(fua)).await, 0);
             }
             NbdCommand::Cache { offset, length } => self.cache(offset, length, tag).await,
             NbdCommand::WriteZeroes { offset, length, fua, no_hole, fast } => {
-                let Some(pass) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
+                let Some(permit) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
                     return self.return_unstarted(tag, command, None);
                 };
                 let options =
                     ZeroOptions { may_unmap: !no_hole, only_if_fast: fast, durability: durability(fua) };
-                let result = self.disk.write_zeroes(pass, offset, length, options).await;
+                let result = self.disk.write_zeroes(permit, offset, length, options).await;
                 self.answer_zeroes(tag, result, fast);
             }
             NbdCommand::BlockStatus(query) => self.block_status(tag, query, 0).await,
@@ -77,18 +77,18 @@ impl NbdConnection {
         }
     }
 
-    async fn read(&self, offset: u64, length: u32, whole: bool, tag: RequestTag) {
+    async fn read(&self, offset: u64, length: u32, dont_fragment: bool, tag: RequestTag) {
         let bytes = length as usize;
         let cost = RequestCost::one(u64::from(length));
-        let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else {
+        let Some(permit) = self.admit(Direction::Read, cost, 1, bytes).await else {
             return self.return_unstarted(
                 tag,
-                NbdCommand::Read { offset, length, dont_fragment: whole },
+                NbdCommand::Read { offset, length, dont_fragment },
                 None,
             );
         };
-        match self.disk.read(pass, offset, bytes).await {
-            Ok(data) => self.answer_read(tag, offset, data, whole),
+        match self.disk.read(permit, offset, bytes).await {
+            Ok(data) => self.answer_read(tag, offset, data, dont_fragment),
             Err(error) => self.fail(tag, errno(error), "reading failed", bytes),
         }
     }
@@ -96,11 +96,11 @@ impl NbdConnection {
     /// Queues the data of a read. Segments known to be zero are sent as holes, unless the client
     /// set DF or did not negotiate chunks. The data is not scanned and no metadata is looked up:
     /// zeroes that the image does not report are sent as data.
-    fn answer_read(&self, tag: RequestTag, offset: u64, mut data: Segments, whole: bool) {
+    fn answer_read(&self, tag: RequestTag, offset: u64, mut data: Segments, dont_fragment: bool) {
         let bytes = data.len();
         let mut at = offset;
         let parts = data.as_slice();
-        if !whole
+        if !dont_fragment
             && parts.len() <= MAX_CHUNKS
             && self.session.style.has_chunks()
             && parts.iter().any(Segment::is_known_zero)
@@ -133,10 +133,10 @@ impl NbdConnection {
         let mut rest = if self.disk.can_read_ahead() { offset..offset + length } else { 0..0 };
         while !rest.is_empty() && !self.abandoned.get() {
             let part = PART.min(rest.end - rest.start);
-            let Some(pass) = self.admit(Direction::Read, RequestCost::one(part), 1, 0).await else {
+            let Some(permit) = self.admit(Direction::Read, RequestCost::one(part), 1, 0).await else {
                 return self.return_unstarted(tag, NbdCommand::Cache { offset, length }, None);
             };
-            self.disk.will_need(pass, rest.start, part).await;
+            self.disk.will_need(permit, rest.start, part).await;
             rest.start += part;
         }
         self.answer(tag, Ok(()), 0);
@@ -147,10 +147,10 @@ impl NbdConnection {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let cost = RequestCost::merged(&lengths);
         let total = cost.bytes() as usize;
-        let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else {
+        let Some(permit) = self.admit(Direction::Read, cost, parts.len(), total).await else {
             return parts.into_iter().for_each(|part| self.return_unstarted(part.tag, part.command, None));
         };
-        let result = self.disk.read(pass, parts[0].candidate().offset, total).await;
+        let result = self.disk.read(permit, parts[0].candidate().offset, total).await;
         let mut rest = match result {
             Ok(data) => data,
             Err(error) => return self.retry_separately(parts, error).await,
@@ -158,7 +158,7 @@ impl NbdConnection {
         for part in parts {
             let MergeCandidate { offset, length, .. } = part.candidate();
             let tail = rest.split_off(length as usize);
-            self.answer_read(part.tag, offset, std::mem::replace(&mut rest, tail), wants_whole(&part));
+            self.answer_read(part.tag, offset, std::mem::replace(&mut rest, tail), wants_unfragmented(&part));
         }
     }
 
@@ -168,12 +168,12 @@ impl NbdConnection {
         for part in parts {
             let MergeCandidate { offset, length, .. } = part.candidate();
             let admitted = self.admit(Direction::Read, RequestCost::one(length), 1, length as usize).await;
-            let Some(pass) = admitted else {
+            let Some(permit) = admitted else {
                 self.return_unstarted(part.tag, part.command, None);
                 continue;
             };
-            match self.disk.retry_read(pass, offset, length as usize).await {
-                Ok(data) => self.answer_read(part.tag, offset, data, wants_whole(&part)),
+            match self.disk.retry_read(permit, offset, length as usize).await {
+                Ok(data) => self.answer_read(part.tag, offset, data, wants_unfragmented(&part)),
                 Err(error) => self.fail(part.tag, errno(error), "reading failed", length as usize),
             }
         }
@@ -185,36 +185,36 @@ impl NbdConnection {
             unreachable!("planned as writes");
         };
         let mut data = Segments::default();
-        let mut answers = Vec::with_capacity(parts.len());
+        let mut replies = Vec::with_capacity(parts.len());
         for part in parts {
             let payload = part.data.expect("parsed with its payload");
-            answers.push((part.tag, payload.len()));
+            replies.push((part.tag, payload.len()));
             data.push(payload);
         }
-        self.write(offset, data, fua, &answers).await;
+        self.write(offset, data, fua, &replies).await;
     }
 
     /// Writes `data` for the requests in `answers`, each with the length of its payload. All of
     /// them fail together, because a failed write leaves its range undefined anyway.
-    async fn write(&self, mut offset: u64, mut data: Segments, fua: bool, answers: &[(RequestTag, usize)]) {
-        let cost = match answers {
+    async fn write(&self, mut offset: u64, mut data: Segments, fua: bool, replies: &[(RequestTag, usize)]) {
+        let cost = match replies {
             [(_, length)] => RequestCost::one(*length as u64),
-            _ => RequestCost::merged(&answers.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
+            _ => RequestCost::merged(&replies.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
         };
         let bytes = data.len();
-        let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else {
-            for &(tag, bytes) in answers {
-                let behind = data.split_off(bytes);
+        let Some(permit) = self.admit(Direction::Write, cost, replies.len(), bytes).await else {
+            for &(tag, bytes) in replies {
+                let tail = data.split_off(bytes);
                 // Cannot truncate: the length was parsed from 32 bits.
                 let length = bytes as u32;
-                let payload = std::mem::replace(&mut data, behind).joined();
+                let payload = std::mem::replace(&mut data, tail).joined();
                 self.return_unstarted(tag, NbdCommand::Write { offset, length, fua }, Some(payload));
                 offset += bytes as u64;
             }
             return;
         };
-        let result = self.disk.write(pass, offset, data, durability(fua)).await;
-        for &(tag, length) in answers {
+        let result = self.disk.write(permit, offset, data, durability(fua)).await;
+        for &(tag, length) in replies {
             self.answer(tag, result, length);
         }
     }
@@ -222,14 +222,14 @@ impl NbdConnection {
     async fn block_status(&self, tag: RequestTag, query: StatusQuery, bytes: usize) {
         // An operation without bytes: metadata reads count against IOPS limits, or status queries
         // would be a way around them.
-        let Some(pass) = self.admit(Direction::Read, RequestCost::one(0), 1, bytes).await else {
+        let Some(permit) = self.admit(Direction::Read, RequestCost::one(0), 1, bytes).await else {
             return self.return_unstarted(tag, NbdCommand::BlockStatus(query), None);
         };
         let mut reply = Vec::new();
         let contexts = query.contexts.len();
         for (index, context) in query.contexts.iter().enumerate() {
             let last = index + 1 == contexts;
-            let extents = match self.status_of(&pass, context, &query).await {
+            let extents = match self.status_of(&permit, context, &query).await {
                 Ok(extents) => extents,
                 // Chunks of other contexts may already precede the error chunk.
                 Err(error) => {
@@ -250,13 +250,13 @@ impl NbdConnection {
     /// Extents of the queried range in one context.
     async fn status_of(
         &self,
-        pass: &AdmissionPermit,
+        permit: &AdmissionPermit,
         context: MetaContext,
         query: &StatusQuery,
     ) -> Result<Vec<reply::NbdExtent>> {
         match context {
             MetaContext::BaseAllocation => {
-                let extents = self.disk.block_status(pass, query.offset, query.length).await?;
+                let extents = self.disk.block_status(permit, query.offset, query.length).await?;
                 let flags = |extent: &Extent| {
                     let hole = if extent.hole { proto::state::HOLE } else { 0 };
                     let zero = if extent.zero { proto::state::ZERO } else { 0 };
@@ -268,7 +268,7 @@ impl NbdConnection {
                     .collect())
             }
             MetaContext::AllocationDepth => {
-                let runs = self.disk.allocation_depth(pass, query.offset, query.length).await?;
+                let runs = self.disk.allocation_depth(permit, query.offset, query.length).await?;
                 Ok(runs.iter().map(|run| reply::NbdExtent { length: run.length, flags: run.depth }).collect())
             }
             MetaContext::DirtyBitmap(index) => {
@@ -300,14 +300,14 @@ impl NbdConnection {
         }
     }
 
-    fn fail(&self, tag: RequestTag, errno: Errno, what: &str, bytes: usize) {
-        self.fail_after(tag, errno, what, Vec::new(), bytes);
+    fn fail(&self, tag: RequestTag, errno: Errno, failure: &str, bytes: usize) {
+        self.fail_after(tag, errno, failure, Vec::new(), bytes);
     }
 
     /// [`fail`](Self::fail) behind chunks of the same reply.
-    fn fail_after(&self, tag: RequestTag, errno: Errno, what: &str, mut reply: Vec<u8>, bytes: usize) {
-        tracing::debug!(disk = %self.disk.name(), ?errno, what, offset = tag.offset, "request failed");
-        self.replier.error(tag, errno, what, &mut reply);
+    fn fail_after(&self, tag: RequestTag, errno: Errno, failure: &str, mut reply: Vec<u8>, bytes: usize) {
+        tracing::debug!(disk = %self.disk.name(), ?errno, failure, offset = tag.offset, "request failed");
+        self.replier.error(tag, errno, failure, &mut reply);
         self.outbox.push_bytes(&reply, bytes);
     }
 
@@ -324,20 +324,20 @@ impl NbdConnection {
         let mut admission = pin!(self.disk.admit(direction, cost));
         // Created only if the request has to wait: most are admitted at the first poll.
         let mut abandonment = None;
-        let pass = poll_fn(|context| {
-            if let Poll::Ready(pass) = admission.as_mut().poll(context) {
-                return Poll::Ready(Some(pass));
+        let permit = poll_fn(|context| {
+            if let Poll::Ready(permit) = admission.as_mut().poll(context) {
+                return Poll::Ready(Some(permit));
             }
             let abandonment = abandonment.get_or_insert_with(|| self.abandonment.listen());
-            let gone =
-                Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get() || self.resting.get();
-            if gone { Poll::Ready(None) } else { Poll::Pending }
+            let is_abandoned =
+                Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get() || self.quiescing.get();
+            if is_abandoned { Poll::Ready(None) } else { Poll::Pending }
         })
         .await;
-        if pass.is_none() {
+        if permit.is_none() {
             self.count_out(requests, bytes, 0);
         }
-        pass.map(|pass| pass.with_cancel_token(&self.patience))
+        permit.map(|permit| permit.with_cancel_token(&self.cancel_token))
     }
 }
 
@@ -348,7 +348,7 @@ fn first_run(parts: &[Segment]) -> (bool, usize) {
     (is_zero, parts.iter().take_while(alike).map(Segment::len).sum())
 }
 
-fn wants_whole(read: &NbdIncomingRequest) -> bool {
+fn wants_unfragmented(read: &NbdIncomingRequest) -> bool {
     matches!(read.command, NbdCommand::Read { dont_fragment: true, .. })
 }
 

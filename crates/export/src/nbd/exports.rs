@@ -146,10 +146,10 @@ impl RegisteredExports {
     pub(super) fn next(
         &self,
         from: usize,
-        may_have: impl Fn(&AccessRules) -> bool,
+        is_allowed: impl Fn(&AccessRules) -> bool,
     ) -> Option<(usize, ExportInfo)> {
         let mut later = self.by_number.range(from..);
-        let next = later.find(|(_, export)| may_have(&export.access));
+        let next = later.find(|(_, export)| is_allowed(&export.access));
         next.map(|(&number, export)| (number, export.info()))
     }
 }

@@ -24,8 +24,8 @@ const CONTEXT: u32 = 7;
 async fn receive<const N: usize>(pipe: &Pipe) -> Option<[u8; N]> {
     let (mut buffer, mut filled) = (IoBuffer::new(N), 0);
     while filled < N {
-        let (result, back) = pipe.receive(buffer, filled).await;
-        buffer = back;
+        let (result, returned) = pipe.receive(buffer, filled).await;
+        buffer = returned;
         filled += result.ok().filter(|&count| count > 0)?;
     }
     buffer[..].try_into().ok()
@@ -49,7 +49,7 @@ async fn shake_hands(pipe: &Pipe) -> Option<()> {
             receive::<1>(pipe).await?;
         }
         let option = number(8);
-        let answer = match option {
+        let reply = match option {
             opt::SET_META_CONTEXT => {
                 let context = [&CONTEXT.to_be_bytes()[..], b"base:allocation"].concat();
                 option_reply(option, rep::META_CONTEXT, &context)
@@ -61,7 +61,7 @@ async fn shake_hands(pipe: &Pipe) -> Option<()> {
             }
             _ => Vec::new(),
         };
-        send([answer, option_reply(option, rep::ACK, &[])].concat()).await?;
+        send([reply, option_reply(option, rep::ACK, &[])].concat()).await?;
         if option == opt::GO {
             return Some(());
         }
@@ -69,7 +69,7 @@ async fn shake_hands(pipe: &Pipe) -> Option<()> {
 }
 
 /// Serves BLOCK_STATUS requests: `answer` returns the extents for an offset and a length.
-async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, answer: fn(u64, u32) -> Vec<[u32; 2]>) -> Option<()> {
+async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, extents_of: fn(u64, u32) -> Vec<[u32; 2]>) -> Option<()> {
     shake_hands(&pipe).await?;
     loop {
         let request = receive::<{ proto::REQUEST_BYTES }>(&pipe).await?;
@@ -81,7 +81,7 @@ async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, answer: fn(u64, u32) -> Vec
         requests.fetch_add(1, Ordering::Relaxed);
         let offset = u64::from_be_bytes(request[16..24].try_into().ok()?);
         let length = u32::from_be_bytes(request[24..28].try_into().ok()?);
-        let extents = answer(offset, length).concat().into_iter().flat_map(u32::to_be_bytes);
+        let extents = extents_of(offset, length).concat().into_iter().flat_map(u32::to_be_bytes);
         let data: Vec<u8> = CONTEXT.to_be_bytes().into_iter().chain(extents).collect();
         let kinds = [reply_flag::DONE, reply_type::BLOCK_STATUS].map(u16::to_be_bytes).concat();
         let magic = proto::STRUCTURED_REPLY_MAGIC.to_be_bytes();
@@ -93,22 +93,22 @@ async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, answer: fn(u64, u32) -> Vec
 
 /// Queries the whole disk as `weir image convert` does. Returns the number of requests and the
 /// number of bytes reported as data.
-fn walk(answer: fn(u64, u32) -> Vec<[u32; 2]>) -> Result<(u64, u64), Error> {
+fn walk(extents_of: fn(u64, u32) -> Vec<[u32; 2]>) -> Result<(u64, u64), Error> {
     sim::run(1, async move {
         let requests = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&requests);
-        let dial = Box::new(move || {
-            let (ours, theirs) = Pipe::pair();
+        let connect = Box::new(move || {
+            let (client_end, server_end) = Pipe::pair();
             spawn({
                 let requests = Arc::clone(&requests);
                 async move {
-                    let _ = serve(theirs, requests, answer).await;
+                    let _ = serve(server_end, requests, extents_of).await;
                 }
             });
-            Ok(NbdStream::Simulated(ours))
+            Ok(NbdStream::Simulated(client_end))
         });
         let options = NbdOptions { is_format_known: true, read_only: true, ..NbdOptions::default() };
-        let storage: Storage = simulated(dial, "disk", &options).await.unwrap();
+        let storage: Storage = simulated(connect, "disk", &options).await.unwrap();
         let (mut at, mut data) = (0, 0);
         let walk = async {
             while at < SIZE {

@@ -106,11 +106,11 @@ pub enum NbdDeviceError {
 /// # Errors
 /// As for [`NbdDeviceServer::connect`].
 pub fn disconnect(number: u32) -> Result<(), NbdDeviceError> {
-    let gone = || -> io::Result<()> {
+    let try_disconnect = || -> io::Result<()> {
         let control = NbdNetlinkControl::open()?;
         if control.is_connected(number)? { control.disconnect(number) } else { Ok(()) }
     };
-    gone().map_err(|error| match error.raw_os_error() {
+    try_disconnect().map_err(|error| match error.raw_os_error() {
         Some(libc::ENOENT) => NbdDeviceError::NoDriver,
         _ => NbdDeviceError::of(error, Some(number)),
     })
@@ -186,11 +186,11 @@ pub struct NbdDeviceServer {
     sockets: Mutex<Vec<QuiescedNbdSocket>>,
     quiesce_state: Arc<ConnectionQuiesce>,
     /// Connections that are served or being replaced.
-    attended: AtomicUsize,
+    served_connections: AtomicUsize,
     live: Mutex<Vec<(Fd, Arc<StopSignal>)>>,
     /// True if the device exists and is served by this server.
     is_connected: AtomicBool,
-    course: AtomicU8,
+    shutdown: AtomicU8,
     resizes: AtomicUsize,
     replaced: AtomicU64,
     /// Notified on every change of the fields above.
@@ -205,15 +205,15 @@ impl NbdDeviceServer {
     /// [`NbdDeviceError`]; then no device was created.
     pub async fn connect(export: NbdDeviceExport) -> Result<Arc<Self>, NbdDeviceError> {
         exports::refresh_size(&export.disk).await;
-        let (wanted, connections) = (Arc::new(device(&export)), export.connections);
-        let made = {
-            let wanted = Arc::clone(&wanted);
+        let (parameters, connections) = (Arc::new(device(&export)), export.connections);
+        let created = {
+            let parameters = Arc::clone(&parameters);
             // The netlink call returns after the kernel has created the device.
-            reactor::run_blocking(move || create_or_take_over(&wanted, connections)).await
+            reactor::run_blocking(move || create_or_take_over(&parameters, connections)).await
         };
-        let (control, number, sockets) = made?;
+        let (control, number, sockets) = created?;
         let sockets = sockets.into_iter().map(Into::into).collect();
-        Ok(Self::new(&export, wanted, control, QuiescedNbdDevice { number, connections: sockets }, true))
+        Ok(Self::new(&export, parameters, control, QuiescedNbdDevice { number, connections: sockets }, true))
     }
 
     /// Continues with a device of another process after that has quiesced it. The device is not
@@ -221,16 +221,16 @@ impl NbdDeviceServer {
     ///
     /// # Errors
     /// [`NbdDeviceError`].
-    pub fn adopt(export: &NbdDeviceExport, rested: QuiescedNbdDevice) -> Result<Arc<Self>, NbdDeviceError> {
+    pub fn adopt(export: &NbdDeviceExport, quiesced: QuiescedNbdDevice) -> Result<Arc<Self>, NbdDeviceError> {
         let control = NbdNetlinkControl::open().map_err(|error| NbdDeviceError::of(error, None))?;
-        Ok(Self::new(export, Arc::new(device(export)), control, rested, false))
+        Ok(Self::new(export, Arc::new(device(export)), control, quiesced, false))
     }
 
     fn new(
         export: &NbdDeviceExport,
         device: Arc<NbdDeviceParameters>,
         control: NbdNetlinkControl,
-        rested: QuiescedNbdDevice,
+        quiesced: QuiescedNbdDevice,
         is_there: bool,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -239,13 +239,13 @@ impl NbdDeviceServer {
             session: session(device.flags),
             control: Arc::new(control),
             device,
-            number: rested.number,
-            sockets: Mutex::new(rested.connections),
+            number: quiesced.number,
+            sockets: Mutex::new(quiesced.connections),
             quiesce_state: Arc::default(),
-            attended: AtomicUsize::new(0),
+            served_connections: AtomicUsize::new(0),
             live: Mutex::default(),
             is_connected: AtomicBool::new(is_there),
-            course: AtomicU8::new(NbdDeviceShutdown::Serve as u8),
+            shutdown: AtomicU8::new(NbdDeviceShutdown::Serve as u8),
             resizes: AtomicUsize::new(0),
             replaced: AtomicU64::new(0),
             changed: Event::new(),
@@ -263,24 +263,24 @@ impl NbdDeviceServer {
     /// # Errors
     /// Fails if the kernel does not disconnect the device; it is no longer served.
     pub async fn serve(self: Arc<Self>, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
-        let (ended, all_ended) = async_channel::bounded::<()>(1);
+        let (alive, all_ended) = async_channel::bounded::<()>(1);
         self.is_connected.store(true, SeqCst);
         let sockets = std::mem::take(&mut *lock(&self.sockets));
-        for (turn, socket) in sockets.into_iter().enumerate() {
-            let (server, ended) = (Arc::clone(&self), ended.clone());
-            self.attended.fetch_add(1, SeqCst);
+        for (index, socket) in sockets.into_iter().enumerate() {
+            let (server, alive) = (Arc::clone(&self), alive.clone());
+            self.served_connections.fetch_add(1, SeqCst);
             // Connections are distributed over the workers; the kernel distributes requests by CPU.
-            workers[turn % workers.len()].spawn(move || async move {
+            workers[index % workers.len()].spawn(move || async move {
                 // Writeback to this device must not wait for memory that only writeback can free.
                 // Needs root; without it, serving works as before.
                 let _ = reactor::set_io_flusher();
-                server.serve_and_replace(socket, turn as u64).await;
-                server.attended.fetch_sub(1, SeqCst);
+                server.serve_and_replace(socket, index as u64).await;
+                server.served_connections.fetch_sub(1, SeqCst);
                 server.changed.notify(usize::MAX);
-                drop(ended);
+                drop(alive);
             });
         }
-        drop(ended);
+        drop(alive);
         let result = self.until_all_ended(&all_ended).await;
         let _ = all_ended.recv().await;
         self.is_connected.store(false, SeqCst);
@@ -293,21 +293,21 @@ impl NbdDeviceServer {
         let mut resizes = 0;
         loop {
             let changed = self.changed.listen();
-            if self.is_on(NbdDeviceShutdown::Close) {
+            if self.is_shutting_down(NbdDeviceShutdown::Close) {
                 let (control, number) = (Arc::clone(&self.control), self.number);
-                let gone = reactor::run_blocking(move || control.disconnect(number)).await;
-                if gone.is_err() {
-                    self.hang_up();
+                let result = reactor::run_blocking(move || control.disconnect(number)).await;
+                if result.is_err() {
+                    self.shut_down_connections();
                 }
-                return gone;
+                return result;
             }
-            if self.is_on(NbdDeviceShutdown::Leave) {
-                self.hang_up();
+            if self.is_shutting_down(NbdDeviceShutdown::Leave) {
+                self.shut_down_connections();
                 return Ok(());
             }
-            let wanted = self.resizes.load(SeqCst);
-            if wanted != resizes {
-                resizes = wanted;
+            let requested = self.resizes.load(SeqCst);
+            if requested != resizes {
+                resizes = requested;
                 self.resize().await;
             }
             if let FirstReady::One(_) = first(all_ended.recv(), changed).await {
@@ -361,15 +361,15 @@ impl NbdDeviceServer {
 
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
     /// for limits are put back. False if that takes longer than `patience`.
-    pub async fn quiesce(&self, patience: Duration) -> bool {
+    pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.quiesce_state.set(QuiesceStage::Quiescing);
-        reactor::timeout(patience, async {
+        reactor::timeout(timeout, async {
             loop {
-                let (changed, rest) = (self.changed.listen(), self.quiesce_state.listen_to_progress());
-                if self.quiesce_state.lock_quiesced_states().len() == self.attended.load(SeqCst) {
+                let (changed, progress) = (self.changed.listen(), self.quiesce_state.listen_to_progress());
+                if self.quiesce_state.lock_quiesced_states().len() == self.served_connections.load(SeqCst) {
                     return;
                 }
-                first(changed, rest).await;
+                first(changed, progress).await;
             }
         })
         .await
@@ -378,14 +378,14 @@ impl NbdDeviceServer {
 
     /// State for the new process; complete after [`NbdDeviceServer::quiesce`].
     pub fn quiesced_state(&self) -> QuiescedNbdDevice {
-        let rested =
+        let states =
             self.quiesce_state.lock_quiesced_states().values().flatten().cloned().collect::<Vec<_>>();
         let connection = |quiesce::QuiescedNbdConnection { socket, bytes, skip, .. }| QuiescedNbdSocket {
             socket,
             bytes,
             skip,
         };
-        QuiescedNbdDevice { number: self.number, connections: rested.into_iter().map(connection).collect() }
+        QuiescedNbdDevice { number: self.number, connections: states.into_iter().map(connection).collect() }
     }
 
     /// Resumes all connections after [`NbdDeviceServer::quiesce`].
@@ -394,21 +394,21 @@ impl NbdDeviceServer {
     }
 
     /// Sets how the server ends; the first call decides.
-    fn begin_shutdown(&self, course: NbdDeviceShutdown) {
+    fn begin_shutdown(&self, shutdown: NbdDeviceShutdown) {
         // Quiesced connections must run to end.
         self.quiesce_state.set(QuiesceStage::Open);
         // A `leave` after a `close` must not keep a device that is being disconnected.
-        let _ = self.course.compare_exchange(NbdDeviceShutdown::Serve as u8, course as u8, SeqCst, SeqCst);
+        let _ = self.shutdown.compare_exchange(NbdDeviceShutdown::Serve as u8, shutdown as u8, SeqCst, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    fn is_on(&self, course: NbdDeviceShutdown) -> bool {
-        self.course.load(SeqCst) == course as u8
+    fn is_shutting_down(&self, shutdown: NbdDeviceShutdown) -> bool {
+        self.shutdown.load(SeqCst) == shutdown as u8
     }
 
     /// Ends all connections as the death of the process would, except that requests in flight are
     /// answered.
-    fn hang_up(&self) {
+    fn shut_down_connections(&self) {
         for (socket, stop) in &*lock(&self.live) {
             stop.raise();
             // Fails if the kernel has already closed its end.
@@ -462,17 +462,17 @@ impl NbdDeviceServer {
         lock(&self.live).push((socket.clone(), Arc::clone(&stop)));
         // `leave` between the check in `replace` and the registration above would be missed
         // otherwise.
-        if self.is_on(NbdDeviceShutdown::Leave) {
-            self.hang_up();
+        if self.is_shutting_down(NbdDeviceShutdown::Leave) {
+            self.shut_down_connections();
         }
         let stream = NbdStream::Plain(socket);
         let disk = Arc::clone(&self.disk);
         let connection = NbdConnection::new(stream, disk, Arc::default(), self.session, Arc::clone(&stop));
         let inbox = ReceiveBuffer::with_content(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
         drop(bytes);
-        let ended = connection.with_quiesce(&self.quiesce_state, number).serve(inbox).await;
+        let result = connection.with_quiesce(&self.quiesce_state, number).serve(inbox).await;
         lock(&self.live).retain(|(_, other)| !Arc::ptr_eq(other, &stop));
-        ended
+        result
     }
 
     /// Socket of a new connection; `None` if none is to be made.
@@ -481,7 +481,7 @@ impl NbdDeviceServer {
         loop {
             // Created before the check, so that a change between check and wait is not missed.
             let changed = self.changed.listen();
-            if !self.is_on(NbdDeviceShutdown::Serve) {
+            if !self.is_shutting_down(NbdDeviceShutdown::Serve) {
                 return None;
             }
             let _ = reactor::timeout(pause, changed).await;
@@ -490,11 +490,11 @@ impl NbdDeviceServer {
             let (control, device, number) =
                 (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
             let replaced = reactor::run_blocking(move || {
-                let (ours, kernels) = pairs(1)?;
-                control.reconnect(number, &device, &kernels).map(|()| ours)
+                let (sockets, kernel_sockets) = pairs(1)?;
+                control.reconnect(number, &device, &kernel_sockets).map(|()| sockets)
             });
             match replaced.await {
-                Ok(ours) => return ours.into_iter().next(),
+                Ok(sockets) => return sockets.into_iter().next(),
                 // EINVAL: the device was disconnected, or belongs to another backend.
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return None,
                 Err(error) => tracing::warn!(export = %self.id, %error, "a connection cannot be replaced"),
@@ -506,7 +506,7 @@ impl NbdDeviceServer {
 impl Drop for NbdDeviceServer {
     /// Disconnects a device that was never served or has lost its server.
     fn drop(&mut self) {
-        if self.is_connected.load(SeqCst) && !self.is_on(NbdDeviceShutdown::Leave) {
+        if self.is_connected.load(SeqCst) && !self.is_shutting_down(NbdDeviceShutdown::Leave) {
             let _ = self.control.disconnect(self.number);
         }
     }
@@ -555,10 +555,10 @@ fn create_or_take_over(
         Some(libc::ENOENT | libc::EPROTONOSUPPORT | libc::EAFNOSUPPORT) => NbdDeviceError::NoDriver,
         _ => NbdDeviceError::of(error, None),
     })?;
-    let (ours, kernels) = pairs(connections)?;
+    let (sockets, kernel_sockets) = pairs(connections)?;
     // Found by identity, not by number: another server may have taken the number meanwhile.
-    let left_behind = control::find_orphaned(device.number, &device.backend);
-    if let Some(number) = left_behind
+    let orphaned = control::find_orphaned(device.number, &device.backend);
+    if let Some(number) = orphaned
         && control.is_connected(number).map_err(|error| NbdDeviceError::of(error, Some(number)))?
     {
         tracing::info!(device = number, "taking over an orphaned device");
@@ -570,18 +570,18 @@ fn create_or_take_over(
         }
         // The kernel keeps the length of the earlier server, so it is corrected before requests
         // resume.
-        let taken = control.reconnect(number, device, &kernels).and_then(|()| {
+        let taken_over = control.reconnect(number, device, &kernel_sockets).and_then(|()| {
             match control::size_bytes(number) == Some(device.size_bytes) {
                 true => Ok(()),
                 false => control.resize(number, device, device.size_bytes),
             }
         });
-        taken.map_err(|error| NbdDeviceError::of(error, Some(number)))?;
-        return Ok((control, number, ours));
+        taken_over.map_err(|error| NbdDeviceError::of(error, Some(number)))?;
+        return Ok((control, number, sockets));
     }
     let number =
-        control.connect(device, &kernels).map_err(|error| NbdDeviceError::of(error, device.number))?;
-    Ok((control, number, ours))
+        control.connect(device, &kernel_sockets).map_err(|error| NbdDeviceError::of(error, device.number))?;
+    Ok((control, number, sockets))
 }
 
 /// Creates `count` socket pairs; returns our ends and the kernel's.

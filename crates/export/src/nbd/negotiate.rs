@@ -196,12 +196,12 @@ impl Handshake {
     }
 
     /// Moves bytes from `rest` to the buffer; returns the message once it has `want` bytes.
-    fn gather(&mut self, rest: &mut &[u8], want: usize) -> Option<Vec<u8>> {
-        let missing = want - self.buffer.len();
+    fn gather(&mut self, rest: &mut &[u8], length: usize) -> Option<Vec<u8>> {
+        let missing = length - self.buffer.len();
         let (taken, left) = rest.split_at(missing.min(rest.len()));
         self.buffer.extend_from_slice(taken);
         *rest = left;
-        (self.buffer.len() == want).then(|| std::mem::take(&mut self.buffer))
+        (self.buffer.len() == length).then(|| std::mem::take(&mut self.buffer))
     }
 
     fn client_flags(&mut self, mut bytes: WireFields<'_>) -> Option<HandshakeEvent> {

@@ -111,7 +111,7 @@ impl HandshakeTranscript {
 }
 
 /// Feeds the input in pieces of these lengths, cyclically.
-fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> HandshakeTranscript {
+fn transcript_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> HandshakeTranscript {
     let mut out = Vec::new();
     let mut handshake = Handshake::start(policy, &mut out);
     let (mut start, mut tls) = (0, 0);
@@ -131,10 +131,10 @@ fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usi
             }
             HandshakeEvent::Replied => {}
             HandshakeEvent::StartTls => {
-                let again = handshake.advance(&input[start..end], exports, &mut out);
+                let repeated = handshake.advance(&input[start..end], exports, &mut out);
                 // Until `tls_established`, the handshake accepts nothing.
                 assert_eq!(
-                    again,
+                    repeated,
                     HandshakeStep { consumed: 0, event: HandshakeEvent::StartTls },
                     "went on without TLS"
                 );
@@ -152,34 +152,34 @@ fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usi
     }
 }
 
-fn talk_with(policy: TlsPolicy, client: &HandshakeInput) -> HandshakeTranscript {
-    talk_in(policy, &table(), &client.0, &[usize::MAX / 2])
+fn transcript_with(policy: TlsPolicy, client: &HandshakeInput) -> HandshakeTranscript {
+    transcript_in(policy, &table(), &client.0, &[usize::MAX / 2])
 }
 
-fn talk(client: &HandshakeInput) -> HandshakeTranscript {
-    talk_with(TlsPolicy::Off, client)
+fn transcript_of(client: &HandshakeInput) -> HandshakeTranscript {
+    transcript_with(TlsPolicy::Off, client)
 }
 
 /// The kinds of replies to one option of a client without TLS.
 fn kinds(option: u32, data: &[u8]) -> Vec<u32> {
-    talk(&HandshakeInput::fixed().option(option, data)).kinds()
+    transcript_of(&HandshakeInput::fixed().option(option, data)).kinds()
 }
 
 #[test]
-fn the_greeting_is_the_specification_s() {
-    let out = talk(&HandshakeInput(Vec::new())).out;
+fn greeting_matches_the_specification() {
+    let out = transcript_of(&HandshakeInput(Vec::new())).out;
     assert_eq!(out, b"NBDMAGICIHAVEOPT\0\x03");
 }
 
 #[test]
 fn flags_that_were_not_offered_close() {
-    assert_eq!(talk(&HandshakeInput::new(4)).last, HandshakeEvent::Close(HandshakeClose::ClientFlags(4)));
+    assert_eq!(transcript_of(&HandshakeInput::new(4)).last, HandshakeEvent::Close(HandshakeClose::ClientFlags(4)));
     // GET_FEATURES and SET_OWNER of vhost-user, in little-endian order.
     for flags in [0x0100_0000, 0x0300_0000] {
-        assert_eq!(talk(&HandshakeInput::new(flags)).last, HandshakeEvent::Close(HandshakeClose::VhostUser));
+        assert_eq!(transcript_of(&HandshakeInput::new(flags)).last, HandshakeEvent::Close(HandshakeClose::VhostUser));
     }
     assert_eq!(
-        talk(&HandshakeInput::new(u32::MAX)).last,
+        transcript_of(&HandshakeInput::new(u32::MAX)).last,
         HandshakeEvent::Close(HandshakeClose::ClientFlags(u32::MAX))
     );
 }
@@ -187,14 +187,14 @@ fn flags_that_were_not_offered_close() {
 #[test]
 fn export_name_answers_size_flags_and_124_zeroes() {
     let flags = export_flag::HAS_FLAGS | export_flag::SEND_FLUSH | export_flag::SEND_FUA;
-    let answer = [&(1u64 << 20).to_be_bytes()[..], &flags.to_be_bytes()].concat();
+    let reply = [&(1u64 << 20).to_be_bytes()[..], &flags.to_be_bytes()].concat();
 
-    let padded = talk(&HandshakeInput::new(1).option(opt::EXPORT_NAME, b"disk").raw(b"next"));
-    assert_eq!(padded.out[GREETING_BYTES..], [answer.clone(), vec![0; 124]].concat());
+    let padded = transcript_of(&HandshakeInput::new(1).option(opt::EXPORT_NAME, b"disk").raw(b"next"));
+    assert_eq!(padded.out[GREETING_BYTES..], [reply.clone(), vec![0; 124]].concat());
     assert_eq!(padded.left, 4, "the first request belongs to the next phase");
 
-    let plain = talk(&HandshakeInput::fixed().option(opt::EXPORT_NAME, b"disk"));
-    assert_eq!(plain.out[GREETING_BYTES..], answer);
+    let plain = transcript_of(&HandshakeInput::fixed().option(opt::EXPORT_NAME, b"disk"));
+    assert_eq!(plain.out[GREETING_BYTES..], reply);
     let session = plain.session();
     assert_eq!((session.export, session.style, session.flags), (0, ReplyStyle::Simple, flags));
     assert_eq!((session.sizes_acknowledged, session.minimum_block), (false, 1));
@@ -202,44 +202,44 @@ fn export_name_answers_size_flags_and_124_zeroes() {
 
 #[test]
 fn without_fixed_newstyle_only_export_name_is_allowed() {
-    assert_eq!(talk(&HandshakeInput::new(0).option(opt::EXPORT_NAME, b"disk")).session().export, 0);
+    assert_eq!(transcript_of(&HandshakeInput::new(0).option(opt::EXPORT_NAME, b"disk")).session().export, 0);
     for option in [opt::LIST, opt::GO, opt::STARTTLS, opt::ABORT, 99] {
-        let talk = talk(&HandshakeInput::new(client_flag::NO_ZEROES).option(option, b""));
-        assert_eq!(talk.last, HandshakeEvent::Close(HandshakeClose::NotFixedNewstyle(option)));
-        assert_eq!(talk.kinds(), [0_u32; 0]);
+        let transcript = transcript_of(&HandshakeInput::new(client_flag::NO_ZEROES).option(option, b""));
+        assert_eq!(transcript.last, HandshakeEvent::Close(HandshakeClose::NotFixedNewstyle(option)));
+        assert_eq!(transcript.kinds(), [0_u32; 0]);
     }
 }
 
 #[test]
 fn export_name_closes_where_it_cannot_succeed() {
     for name in [&b"other"[..], b"\xff", b"di\0sk"] {
-        let talk = talk(&HandshakeInput::fixed().option(opt::EXPORT_NAME, name));
-        assert!(matches!(talk.last, HandshakeEvent::Close(HandshakeClose::ExportName(_))), "{name:?}");
-        assert_eq!(talk.kinds(), [0_u32; 0]);
+        let transcript = transcript_of(&HandshakeInput::fixed().option(opt::EXPORT_NAME, name));
+        assert!(matches!(transcript.last, HandshakeEvent::Close(HandshakeClose::ExportName(_))), "{name:?}");
+        assert_eq!(transcript.kinds(), [0_u32; 0]);
     }
-    let long = talk(&HandshakeInput::fixed().header(opt::EXPORT_NAME, 4097));
+    let long = transcript_of(&HandshakeInput::fixed().header(opt::EXPORT_NAME, 4097));
     assert!(matches!(long.last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
     let extended =
         HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::EXPORT_NAME, b"disk");
-    assert!(matches!(talk(&extended).last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
+    assert!(matches!(transcript_of(&extended).last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
 }
 
 #[test]
 fn abort_is_acknowledged_with_any_payload() {
     for data in [&b""[..], b"bye"] {
-        let talk = talk(&HandshakeInput::fixed().option(opt::ABORT, data));
+        let transcript = transcript_of(&HandshakeInput::fixed().option(opt::ABORT, data));
         assert_eq!(
-            (talk.last, talk.kinds()),
+            (transcript.last, transcript.kinds()),
             (HandshakeEvent::Close(HandshakeClose::Aborted), vec![rep::ACK])
         );
     }
 }
 
 #[test]
-fn something_that_is_no_option_closes() {
-    let talk = talk(&HandshakeInput::fixed().raw(b"GET / HTTP/1.1\r\n"));
+fn wrong_option_magic_closes() {
+    let transcript = transcript_of(&HandshakeInput::fixed().raw(b"GET / HTTP/1.1\r\n"));
     assert_eq!(
-        talk.last,
+        transcript.last,
         HandshakeEvent::Close(HandshakeClose::OptionMagic(u64::from_be_bytes(*b"GET / HT")))
     );
 }
@@ -247,17 +247,17 @@ fn something_that_is_no_option_closes() {
 #[test]
 fn unknown_options_are_refused_and_skipped() {
     let client = HandshakeInput::fixed().option(4, b"peek").option(77, &[1; 100_000]).option(opt::LIST, b"");
-    assert_eq!(talk(&client).kinds(), [rep::ERR_UNSUP, rep::ERR_UNSUP, rep::SERVER, rep::SERVER, rep::ACK]);
+    assert_eq!(transcript_of(&client).kinds(), [rep::ERR_UNSUP, rep::ERR_UNSUP, rep::SERVER, rep::SERVER, rep::ACK]);
 }
 
 #[test]
 fn oversized_option_is_rejected_and_huge_one_disconnects() {
     let big = HandshakeInput::fixed().option(opt::GO, &vec![0; MAX_OPTION_BYTES + 1]).option(opt::LIST, b"");
-    assert_eq!(talk(&big).kinds(), [rep::ERR_TOO_BIG, rep::SERVER, rep::SERVER, rep::ACK]);
+    assert_eq!(transcript_of(&big).kinds(), [rep::ERR_TOO_BIG, rep::SERVER, rep::SERVER, rep::ACK]);
     for option in [opt::GO, opt::ABORT, 77] {
         let huge = HandshakeInput::fixed().header(option, MAX_SKIPPED_BYTES + 1);
         let length = MAX_SKIPPED_BYTES + 1;
-        assert_eq!(talk(&huge).last, HandshakeEvent::Close(HandshakeClose::OptionTooLong { option, length }));
+        assert_eq!(transcript_of(&huge).last, HandshakeEvent::Close(HandshakeClose::OptionTooLong { option, length }));
     }
 }
 
@@ -267,16 +267,16 @@ fn the_number_of_options_is_limited() {
     for _ in 0..=MAX_OPTIONS {
         client = client.option(opt::STRUCTURED_REPLY, b"");
     }
-    let talk = talk(&client);
-    assert_eq!(talk.last, HandshakeEvent::Close(HandshakeClose::TooManyOptions));
-    assert_eq!(talk.kinds().len() as u32, MAX_OPTIONS);
+    let transcript = transcript_of(&client);
+    assert_eq!(transcript.last, HandshakeEvent::Close(HandshakeClose::TooManyOptions));
+    assert_eq!(transcript.kinds().len() as u32, MAX_OPTIONS);
 }
 
 #[test]
-fn options_without_data_refuse_some() {
+fn data_is_rejected_on_options_without_data() {
     for option in [opt::LIST, opt::STARTTLS, opt::STRUCTURED_REPLY, opt::EXTENDED_HEADERS] {
         let client = HandshakeInput::fixed().option(option, b"x").option(option, b"");
-        let kinds = talk_with(TlsPolicy::Allowed, &client).kinds();
+        let kinds = transcript_with(TlsPolicy::Allowed, &client).kinds();
         assert_eq!(kinds[0], rep::ERR_INVALID, "option {option}");
         assert_eq!(*kinds.last().unwrap(), rep::ACK, "option {option}");
     }
@@ -284,8 +284,8 @@ fn options_without_data_refuse_some() {
 
 #[test]
 fn list_names_every_export() {
-    let talk = talk(&HandshakeInput::fixed().option(opt::LIST, b""));
-    let replies = talk.replies();
+    let transcript = transcript_of(&HandshakeInput::fixed().option(opt::LIST, b""));
+    let replies = transcript.replies();
     assert_eq!(replies[0], (opt::LIST, rep::SERVER, [text("disk"), b"a disk".to_vec()].concat()));
     assert_eq!(replies[1], (opt::LIST, rep::SERVER, text("")));
     assert_eq!(replies[2], (opt::LIST, rep::ACK, vec![]));
@@ -307,28 +307,28 @@ fn long_list_is_sent_in_parts() {
         step = handshake.advance(b"", &exports, &mut out);
         all.extend_from_slice(&out);
     }
-    let talk = HandshakeTranscript { out: all, left: 0, last: step.event, tls: 0 };
-    assert_eq!(talk.kinds().len(), 1001);
-    assert_eq!(talk.last, HandshakeEvent::NeedInput);
+    let transcript = HandshakeTranscript { out: all, left: 0, last: step.event, tls: 0 };
+    assert_eq!(transcript.kinds().len(), 1001);
+    assert_eq!(transcript.last, HandshakeEvent::NeedInput);
 }
 
 #[test]
 fn names_the_protocol_cannot_carry_are_not_listed() {
     let exports = ExportTable::new(vec![export(&"n".repeat(4097), "", 0), export("a\0b", "", 0)]);
     let client = HandshakeInput::fixed().option(opt::LIST, b"").option(opt::GO, &about("x", &[]));
-    let talk = talk_in(TlsPolicy::Off, &exports, &client.0, &[1]);
-    assert_eq!(talk.kinds(), [rep::ACK, rep::ERR_UNKNOWN]);
+    let transcript = transcript_in(TlsPolicy::Off, &exports, &client.0, &[1]);
+    assert_eq!(transcript.kinds(), [rep::ACK, rep::ERR_UNKNOWN]);
 }
 
 #[test]
 fn info_has_the_requested_items_and_always_size_and_flags() {
     let data = about("disk", &[info::NAME, info::DESCRIPTION, info::BLOCK_SIZE, 99]);
-    let talk = talk(&HandshakeInput::fixed().option(opt::INFO, &data));
-    let told: Vec<_> = talk.replies().into_iter().map(|(_, kind, data)| (kind, data)).collect();
+    let transcript = transcript_of(&HandshakeInput::fixed().option(opt::INFO, &data));
+    let items: Vec<_> = transcript.replies().into_iter().map(|(_, kind, data)| (kind, data)).collect();
     let flags = export_flag::HAS_FLAGS | export_flag::SEND_FLUSH | export_flag::SEND_FUA;
     let item = |kind: u16, parts: &[&[u8]]| (rep::INFO, [&kind.to_be_bytes(), &parts.concat()[..]].concat());
     assert_eq!(
-        told,
+        items,
         [
             item(info::EXPORT, &[&(1u64 << 20).to_be_bytes(), &flags.to_be_bytes()]),
             item(info::NAME, &[b"disk"]),
@@ -340,12 +340,12 @@ fn info_has_the_requested_items_and_always_size_and_flags() {
             (rep::ACK, vec![]),
         ]
     );
-    assert_eq!(talk.last, HandshakeEvent::NeedInput, "INFO does not start transmission");
+    assert_eq!(transcript.last, HandshakeEvent::NeedInput, "INFO does not start transmission");
 }
 
 #[test]
 fn client_without_block_size_request_may_use_any_alignment() {
-    let replies = talk(&HandshakeInput::fixed().option(opt::INFO, &about("disk", &[]))).replies();
+    let replies = transcript_of(&HandshakeInput::fixed().option(opt::INFO, &about("disk", &[]))).replies();
     let sizes = &replies[1].2;
     assert_eq!(sizes[..2], info::BLOCK_SIZE.to_be_bytes());
     assert_eq!(sizes[2..6], 1u32.to_be_bytes());
@@ -353,28 +353,28 @@ fn client_without_block_size_request_may_use_any_alignment() {
 
 #[test]
 fn the_default_export_has_the_empty_name() {
-    let talk = talk(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::NAME])));
-    assert_eq!(talk.session().export, 1);
-    assert!(talk.replies().contains(&(opt::GO, rep::INFO, info::NAME.to_be_bytes().to_vec())));
+    let transcript = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::NAME])));
+    assert_eq!(transcript.session().export, 1);
+    assert!(transcript.replies().contains(&(opt::GO, rep::INFO, info::NAME.to_be_bytes().to_vec())));
 }
 
 #[test]
 fn go_with_block_sizes_enforces_alignment() {
-    let bound = talk(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[info::BLOCK_SIZE]))).session();
+    let bound = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[info::BLOCK_SIZE]))).session();
     assert_eq!((bound.sizes_acknowledged, bound.minimum_block), (true, 512));
-    let free = talk(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[]))).session();
+    let free = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[]))).session();
     assert_eq!((free.sizes_acknowledged, free.minimum_block), (false, 1));
     assert_eq!(free.maximum_payload, 1 << 20);
     // The default export's size is odd: its last byte must stay within reach.
-    let odd = talk(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::BLOCK_SIZE]))).session();
+    let odd = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::BLOCK_SIZE]))).session();
     assert_eq!((odd.sizes_acknowledged, odd.minimum_block), (true, 1));
 }
 
 #[test]
-fn asking_with_info_does_not_bind() {
-    let asked = about("disk", &[info::BLOCK_SIZE]);
-    let client = HandshakeInput::fixed().option(opt::INFO, &asked).option(opt::GO, &about("disk", &[]));
-    assert!(!talk(&client).session().sizes_acknowledged);
+fn info_does_not_acknowledge_sizes() {
+    let request = about("disk", &[info::BLOCK_SIZE]);
+    let client = HandshakeInput::fixed().option(opt::INFO, &request).option(opt::GO, &about("disk", &[]));
+    assert!(!transcript_of(&client).session().sizes_acknowledged);
 }
 
 #[test]
@@ -384,9 +384,9 @@ fn unknown_exports_are_rejected_and_negotiation_continues() {
         .option(opt::INFO, &about("other", &[]))
         .option(opt::LIST_META_CONTEXT, &queries("other", &[]))
         .option(opt::GO, &about("disk", &[]));
-    let talk = talk(&client);
-    assert_eq!(talk.kinds()[..3], [rep::ERR_UNKNOWN; 3]);
-    assert_eq!(talk.session().export, 0);
+    let transcript = transcript_of(&client);
+    assert_eq!(transcript.kinds()[..3], [rep::ERR_UNKNOWN; 3]);
+    assert_eq!(transcript.session().export, 0);
 }
 
 #[test]
@@ -410,17 +410,17 @@ fn structured_replies_and_extended_headers_are_negotiated_once() {
     let go = about("disk", &[]);
     let client =
         HandshakeInput::fixed().option(opt::STRUCTURED_REPLY, b"").option(opt::STRUCTURED_REPLY, b"");
-    let talk1 = talk(&client.clone().option(opt::GO, &go));
-    assert_eq!(talk1.kinds()[..2], [rep::ACK, rep::ERR_INVALID]);
-    assert_eq!(talk1.session().style, ReplyStyle::Structured);
-    assert!(talk1.session().offers(export_flag::SEND_DF));
+    let structured_transcript = transcript_of(&client.clone().option(opt::GO, &go));
+    assert_eq!(structured_transcript.kinds()[..2], [rep::ACK, rep::ERR_INVALID]);
+    assert_eq!(structured_transcript.session().style, ReplyStyle::Structured);
+    assert!(structured_transcript.session().offers(export_flag::SEND_DF));
 
     let client = client.option(opt::EXTENDED_HEADERS, b"").option(opt::EXTENDED_HEADERS, b"");
-    let talk2 = talk(&client.clone().option(opt::STRUCTURED_REPLY, b"").option(opt::GO, &go));
+    let talk2 = transcript_of(&client.clone().option(opt::STRUCTURED_REPLY, b"").option(opt::GO, &go));
     assert_eq!(talk2.kinds()[2..5], [rep::ACK, rep::ERR_INVALID, rep::ERR_EXT_HEADER_REQD]);
     assert_eq!(talk2.session().style, ReplyStyle::Extended);
 
-    let alone = talk(&HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::GO, &go));
+    let alone = transcript_of(&HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::GO, &go));
     assert_eq!(alone.session().style, ReplyStyle::Extended);
     assert!(!alone.session().offers(export_flag::BLOCK_STATUS_PAYLOAD), "no context was selected");
 }
@@ -443,7 +443,7 @@ fn contexts_are_listed_by_name_namespace_or_without_a_query() {
     for queried in [&["qemu:dirty-bitmap"][..], &["base:other"], &["base"], &[""]] {
         assert_eq!(kinds(opt::LIST_META_CONTEXT, &queries("disk", queried)), [rep::ACK], "{queried:?}");
     }
-    let replies = talk(&HandshakeInput::fixed().option(opt::LIST_META_CONTEXT, &queries("", &[]))).replies();
+    let replies = transcript_of(&HandshakeInput::fixed().option(opt::LIST_META_CONTEXT, &queries("", &[]))).replies();
     assert_eq!(replies[0].2, b"\0\0\0\0base:allocation");
     assert_eq!(replies[1].2, b"\0\0\0\0qemu:allocation-depth");
     assert_eq!(replies[2].2, b"\0\0\0\0qemu:dirty-bitmap:b0");
@@ -455,7 +455,7 @@ fn contexts_after(sets: &[Vec<u8>], go: &str) -> MetaContexts {
     for set in sets {
         client = client.option(opt::SET_META_CONTEXT, set);
     }
-    talk(&client.option(opt::GO, &about(go, &[]))).session().contexts
+    transcript_of(&client.option(opt::GO, &about(go, &[]))).session().contexts
 }
 
 #[test]
@@ -464,8 +464,8 @@ fn contexts_are_selected_by_full_name_for_one_export() {
     assert!(contexts_after(std::slice::from_ref(&allocation), "disk").contains(MetaContext::BaseAllocation));
     assert!(contexts_after(std::slice::from_ref(&allocation), "").is_empty(), "selected for another export");
     assert!(contexts_after(&[], "disk").is_empty());
-    for nothing in [&["base:"][..], &[], &["x-y:z"]] {
-        assert!(contexts_after(&[queries("disk", nothing)], "disk").is_empty(), "{nothing:?}");
+    for unmatched in [&["base:"][..], &[], &["x-y:z"]] {
+        assert!(contexts_after(&[queries("disk", unmatched)], "disk").is_empty(), "{unmatched:?}");
     }
     // Each selection replaces the earlier one, also if it fails.
     for failing in [queries("disk", &[]), queries("other", &[]), vec![1], vec![0; MAX_OPTION_BYTES + 1]] {
@@ -478,10 +478,10 @@ fn a_selected_context_is_named_once_with_its_number() {
     let set = queries("disk", &["base:allocation", "base:allocation"]);
     let client =
         HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::SET_META_CONTEXT, &set);
-    let talk = talk(&client.option(opt::GO, &about("disk", &[])));
-    assert_eq!(talk.kinds()[1..3], [rep::META_CONTEXT, rep::ACK]);
-    assert_eq!(talk.replies()[1].2, b"\0\0\0\x01base:allocation");
-    assert!(talk.session().offers(export_flag::BLOCK_STATUS_PAYLOAD));
+    let transcript = transcript_of(&client.option(opt::GO, &about("disk", &[])));
+    assert_eq!(transcript.kinds()[1..3], [rep::META_CONTEXT, rep::ACK]);
+    assert_eq!(transcript.replies()[1].2, b"\0\0\0\x01base:allocation");
+    assert!(transcript.session().offers(export_flag::BLOCK_STATUS_PAYLOAD));
 }
 
 #[test]
@@ -514,11 +514,11 @@ fn starttls_discards_earlier_negotiation() {
         .option(opt::STARTTLS, b"")
         .option(opt::GO, &about("disk", &[]));
     for policy in [TlsPolicy::Allowed, TlsPolicy::Required] {
-        let talk = talk_with(policy, &client);
-        assert_eq!(talk.tls, 1);
-        assert!(talk.replies().contains(&(opt::STARTTLS, rep::ACK, vec![])));
-        assert!(talk.replies().iter().any(|r| (r.0, r.1) == (opt::STARTTLS, rep::ERR_INVALID)));
-        let session = talk.session();
+        let transcript = transcript_with(policy, &client);
+        assert_eq!(transcript.tls, 1);
+        assert!(transcript.replies().contains(&(opt::STARTTLS, rep::ACK, vec![])));
+        assert!(transcript.replies().iter().any(|r| (r.0, r.1) == (opt::STARTTLS, rep::ERR_INVALID)));
+        let session = transcript.session();
         assert_eq!((session.style, session.contexts.is_empty()), (ReplyStyle::Simple, true));
     }
 }
@@ -529,24 +529,24 @@ fn extended_headers_do_not_survive_tls() {
         .option(opt::EXTENDED_HEADERS, b"")
         .option(opt::STARTTLS, b"")
         .option(opt::EXPORT_NAME, b"disk");
-    assert_eq!(talk_with(TlsPolicy::Allowed, &client).session().style, ReplyStyle::Simple);
+    assert_eq!(transcript_with(TlsPolicy::Allowed, &client).session().style, ReplyStyle::Simple);
 }
 
 #[test]
 fn required_tls_rejects_other_options_first() {
     for option in [opt::LIST, opt::INFO, opt::GO, opt::STRUCTURED_REPLY, opt::EXTENDED_HEADERS, 4, 99] {
-        let talk = talk_with(TlsPolicy::Required, &HandshakeInput::fixed().option(option, b""));
-        assert_eq!(talk.kinds(), [rep::ERR_TLS_REQD], "option {option}");
+        let transcript = transcript_with(TlsPolicy::Required, &HandshakeInput::fixed().option(option, b""));
+        assert_eq!(transcript.kinds(), [rep::ERR_TLS_REQD], "option {option}");
     }
     let named = HandshakeInput::fixed().option(opt::EXPORT_NAME, b"disk");
     assert!(matches!(
-        talk_with(TlsPolicy::Required, &named).last,
+        transcript_with(TlsPolicy::Required, &named).last,
         HandshakeEvent::Close(HandshakeClose::ExportName(_))
     ));
     let abort = HandshakeInput::fixed().option(opt::ABORT, b"");
-    assert_eq!(talk_with(TlsPolicy::Required, &abort).kinds(), [rep::ACK]);
+    assert_eq!(transcript_with(TlsPolicy::Required, &abort).kinds(), [rep::ACK]);
     let plain = HandshakeInput::fixed().option(opt::GO, &about("disk", &[]));
-    assert_eq!(talk_with(TlsPolicy::Allowed, &plain).session().export, 0);
+    assert_eq!(transcript_with(TlsPolicy::Allowed, &plain).session().export, 0);
 }
 
 #[test]
@@ -583,7 +583,7 @@ fn any_policy() -> impl Strategy<Value = TlsPolicy> {
 
 proptest! {
     #[test]
-    fn how_the_input_is_split_changes_nothing(
+    fn split_of_input_does_not_matter(
         policy in any_policy(),
         options in prop::collection::vec(any_option(), 0..12),
         tail in prop::collection::vec(any::<u8>(), 0..30),
@@ -591,24 +591,24 @@ proptest! {
     ) {
         let client = options.iter().fold(HandshakeInput::fixed(), |client, (option, data)| client.option(*option, data));
         let client = client.raw(&tail);
-        let whole = talk_in(policy, &table(), &client.0, &[usize::MAX / 2]);
-        let split = talk_in(policy, &table(), &client.0, &pieces);
-        prop_assert_eq!(whole, split);
+        let unsplit = transcript_in(policy, &table(), &client.0, &[usize::MAX / 2]);
+        let split = transcript_in(policy, &table(), &client.0, &pieces);
+        prop_assert_eq!(unsplit, split);
     }
 
     #[test]
-    fn no_bytes_make_it_panic(policy in any_policy(), bytes in prop::collection::vec(any::<u8>(), 0..300)) {
-        talk_in(policy, &table(), &bytes, &[7]);
-        talk_in(policy, &table(), &HandshakeInput::fixed().raw(&bytes).0, &[64]);
+    fn any_bytes_are_parsed_without_panic(policy in any_policy(), bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        transcript_in(policy, &table(), &bytes, &[7]);
+        transcript_in(policy, &table(), &HandshakeInput::fixed().raw(&bytes).0, &[64]);
     }
 
     #[test]
     fn every_option_has_one_final_reply(options in prop::collection::vec(any_option(), 0..12)) {
         // Up to the option that ends the negotiation.
         let client = options.iter().fold(HandshakeInput::fixed(), |client, (option, data)| client.option(*option, data));
-        let talk = talk_with(TlsPolicy::Allowed, &client);
-        if talk.last == HandshakeEvent::NeedInput {
-            let finals = talk.kinds().into_iter().filter(|kind| *kind == rep::ACK || kind >> 31 == 1).count();
+        let transcript = transcript_with(TlsPolicy::Allowed, &client);
+        if transcript.last == HandshakeEvent::NeedInput {
+            let finals = transcript.kinds().into_iter().filter(|kind| *kind == rep::ACK || kind >> 31 == 1).count();
             prop_assert_eq!(finals, options.len());
         }
     }

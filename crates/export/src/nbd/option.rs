@@ -32,7 +32,7 @@ impl NegotiatedTerms {
         }
     }
 
-    pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> NbdSession {
+    pub(super) fn session(&self, export: usize, export_info: &ExportInfo, sizes_acknowledged: bool) -> NbdSession {
         // "SET_META_CONTEXT": a selection for another export does not count.
         let contexts = match self.contexts {
             Some((selected_for, contexts)) if selected_for == export => contexts,
@@ -41,11 +41,11 @@ impl NegotiatedTerms {
         NbdSession {
             export,
             style: self.style(),
-            flags: about.features.flags(self.style(), !contexts.is_empty()),
+            flags: export_info.features.flags(self.style(), !contexts.is_empty()),
             contexts,
             sizes_acknowledged,
-            minimum_block: if sizes_acknowledged { about.sizes.minimum_for(about.size_bytes) } else { 1 },
-            maximum_payload: about.sizes.maximum,
+            minimum_block: if sizes_acknowledged { export_info.sizes.minimum_for(export_info.size_bytes) } else { 1 },
+            maximum_payload: export_info.sizes.maximum,
         }
     }
 }
@@ -157,11 +157,11 @@ fn export_name(
         return OptionOutcome::NoExport("the name is not UTF-8 without NUL");
     };
     let found = exports.find(name).and_then(|export| Some((export, exports.get(export)?)));
-    let Some((export, about)) = found else {
+    let Some((export, export_info)) = found else {
         return OptionOutcome::NoExport("no export of this name");
     };
-    let session = terms.session(export, &about, false);
-    out.extend_from_slice(&about.size_bytes.to_be_bytes());
+    let session = terms.session(export, &export_info, false);
+    out.extend_from_slice(&export_info.size_bytes.to_be_bytes());
     out.extend_from_slice(&session.flags.to_be_bytes());
     // 124 zeroes, unless both sides set NO_ZEROES ("NBD_OPT_EXPORT_NAME").
     if !terms.no_zeroes {
@@ -283,17 +283,17 @@ struct InfoRequest<'a> {
 /// information MUST be ignored.
 fn parse_info_request(data: &[u8]) -> Option<InfoRequest<'_>> {
     let mut fields = WireFields::new(data);
-    let mut wanted =
+    let mut request =
         InfoRequest { name: fields.string()?, canonical_name: false, description: false, block_sizes: false };
     for _ in 0..fields.u16()? {
         match fields.u16()? {
-            info::NAME => wanted.canonical_name = true,
-            info::DESCRIPTION => wanted.description = true,
-            info::BLOCK_SIZE => wanted.block_sizes = true,
+            info::NAME => request.canonical_name = true,
+            info::DESCRIPTION => request.description = true,
+            info::BLOCK_SIZE => request.block_sizes = true,
             _ => {}
         }
     }
-    fields.is_empty().then_some(wanted)
+    fields.is_empty().then_some(request)
 }
 
 /// Answers INFO or GO, and returns the session that GO starts. Block sizes are always sent, but a
@@ -304,19 +304,19 @@ fn describe(
     exports: &dyn ExportCatalog,
     replies: &mut OptionReplies<'_>,
 ) -> Result<NbdSession, OptionRejection> {
-    let wanted = parse_info_request(data).ok_or(OptionRejection::invalid(
+    let request = parse_info_request(data).ok_or(OptionRejection::invalid(
         "the lengths do not add up, or the name is not UTF-8 of at most 4096 bytes",
     ))?;
-    let export = exports.find(wanted.name).ok_or(OptionRejection::unknown_export())?;
-    let about = exports.get(export).ok_or(OptionRejection::unknown_export())?;
-    let session = terms.session(export, &about, wanted.block_sizes);
-    send_info(&wanted, &about, &session, replies);
+    let export = exports.find(request.name).ok_or(OptionRejection::unknown_export())?;
+    let export_info = exports.get(export).ok_or(OptionRejection::unknown_export())?;
+    let session = terms.session(export, &export_info, request.block_sizes);
+    send_info(&request, &export_info, &session, replies);
     Ok(session)
 }
 
 fn send_info(
-    wanted: &InfoRequest<'_>,
-    about: &ExportInfo,
+    request: &InfoRequest<'_>,
+    export_info: &ExportInfo,
     session: &NbdSession,
     replies: &mut OptionReplies<'_>,
 ) {
@@ -324,16 +324,16 @@ fn send_info(
         replies.send(rep::INFO, &[&kind.to_be_bytes(), parts[0], parts[1], parts[2]]);
     };
     // Mandatory in every reply to INFO and GO, whether the client requested it or not.
-    item(info::EXPORT, [&about.size_bytes.to_be_bytes(), &session.flags.to_be_bytes(), &[]]);
-    if wanted.canonical_name
-        && let Some(name) = wire::string(about.name.as_bytes())
+    item(info::EXPORT, [&export_info.size_bytes.to_be_bytes(), &session.flags.to_be_bytes(), &[]]);
+    if request.canonical_name
+        && let Some(name) = wire::string(export_info.name.as_bytes())
     {
         item(info::NAME, [name.as_bytes(), &[], &[]]);
     }
-    if wanted.description && !about.description.is_empty() {
-        item(info::DESCRIPTION, [wire::truncated(&about.description).as_bytes(), &[], &[]]);
+    if request.description && !export_info.description.is_empty() {
+        item(info::DESCRIPTION, [wire::truncated(&export_info.description).as_bytes(), &[], &[]]);
     }
-    let sizes = [session.minimum_block, about.sizes.preferred, session.maximum_payload];
+    let sizes = [session.minimum_block, export_info.sizes.preferred, session.maximum_payload];
     let [minimum, preferred, maximum] = sizes.map(u32::to_be_bytes);
     item(info::BLOCK_SIZE, [&minimum, &preferred, &maximum]);
 }

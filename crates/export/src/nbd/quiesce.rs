@@ -103,10 +103,10 @@ impl ConnectionQuiesce {
 
     pub(super) fn set(&self, stage: QuiesceStage) {
         {
-            let mut rested = self.lock_quiesced_states();
+            let mut states = self.lock_quiesced_states();
             // Published states are stale once connections resume.
             if stage != QuiesceStage::HandedOver {
-                rested.clear();
+                states.clear();
             }
             if stage == QuiesceStage::Quiescing {
                 // Under the lock of `rested`, so that `publish_until_resumed` cannot publish state
@@ -127,12 +127,12 @@ impl ConnectionQuiesce {
     }
 
     /// Waits until the stage satisfies `is_it`; returns the stage.
-    pub(super) async fn wait_for_stage(&self, is_it: impl Fn(QuiesceStage) -> bool) -> QuiesceStage {
+    pub(super) async fn wait_for_stage(&self, predicate: impl Fn(QuiesceStage) -> bool) -> QuiesceStage {
         loop {
             // The listener exists before the stage is read, so that a change in between wakes it.
             let changed = self.changed.listen();
             let stage = self.stage();
-            if is_it(stage) {
+            if predicate(stage) {
                 return stage;
             }
             changed.await;
@@ -145,9 +145,9 @@ impl ConnectionQuiesce {
 
     /// Waits for the end of the quiesce with this number; true if another process continues the
     /// connection. A quiesce that follows at once has another number.
-    pub(super) async fn wait_for_end_of_quiesce(&self, turn: u64) -> bool {
+    pub(super) async fn wait_for_end_of_quiesce(&self, generation: u64) -> bool {
         let stage =
-            self.wait_for_stage(|stage| stage != QuiesceStage::Quiescing || self.generation() != turn).await;
+            self.wait_for_stage(|stage| stage != QuiesceStage::Quiescing || self.generation() != generation).await;
         stage == QuiesceStage::HandedOver
     }
 
@@ -156,20 +156,20 @@ impl ConnectionQuiesce {
     pub(super) async fn publish_until_resumed(
         &self,
         number: u64,
-        has: Option<QuiescedNbdConnection>,
+        state: Option<QuiescedNbdConnection>,
     ) -> bool {
         loop {
-            let turn = self.generation();
+            let generation = self.generation();
             {
-                let mut rested = self.lock_quiesced_states();
+                let mut states = self.lock_quiesced_states();
                 // The state is published only for the current quiesce: an older one was already
                 // cleared.
-                if self.generation() == turn && self.stage() == QuiesceStage::Quiescing {
-                    rested.insert(number, has.clone());
+                if self.generation() == generation && self.stage() == QuiesceStage::Quiescing {
+                    states.insert(number, state.clone());
                 }
             }
             self.progress.notify(usize::MAX);
-            if self.wait_for_end_of_quiesce(turn).await {
+            if self.wait_for_end_of_quiesce(generation).await {
                 return true;
             }
             match self.stage() {
@@ -181,9 +181,9 @@ impl ConnectionQuiesce {
 
     /// True if another process continues this connection.
     pub(super) fn is_handed_over(&self, number: u64) -> bool {
-        let rested = self.lock_quiesced_states();
+        let states = self.lock_quiesced_states();
         self.stage() == QuiesceStage::HandedOver
-            && rested.get(&number).is_some_and(|has| has.as_ref().is_some_and(|has| !has.tls))
+            && states.get(&number).is_some_and(|state| state.as_ref().is_some_and(|has| !has.tls))
     }
 
     pub(super) fn lock_quiesced_states(&self) -> MutexGuard<'_, HashMap<u64, Option<QuiescedNbdConnection>>> {
@@ -209,15 +209,15 @@ mod tests {
     fn connections_are_woken_by_stages_alone() {
         const CONNECTIONS: u64 = 100;
         sim::run(1, async {
-            let rest = Arc::<ConnectionQuiesce>::default();
+            let quiesce = Arc::<ConnectionQuiesce>::default();
             let polls: Rc<Cell<u64>> = Rc::default();
             let connection = |_| {
-                let (rest, polls) = (Arc::clone(&rest), Rc::clone(&polls));
+                let (quiesce, polls) = (Arc::clone(&quiesce), Rc::clone(&polls));
                 spawn_joinable(async move {
-                    let mut still = pin!(rest.wait_for_stage(|stage| stage >= QuiesceStage::Quiescing));
+                    let mut wait = pin!(quiesce.wait_for_stage(|stage| stage >= QuiesceStage::Quiescing));
                     poll_fn(|context| {
                         polls.set(polls.get() + 1);
-                        still.as_mut().poll(context)
+                        wait.as_mut().poll(context)
                     })
                     .await
                 })
@@ -230,15 +230,15 @@ mod tests {
             };
             settle().await;
             for _ in 0..1000 {
-                let heard = rest.listen_to_progress();
-                drop(rest.arriving());
-                heard.await;
+                let progress = quiesce.listen_to_progress();
+                drop(quiesce.arriving());
+                progress.await;
             }
             settle().await;
             assert_eq!(polls.get(), CONNECTIONS);
-            rest.set(QuiesceStage::NotAccepting);
+            quiesce.set(QuiesceStage::NotAccepting);
             settle().await;
-            rest.set(QuiesceStage::Quiescing);
+            quiesce.set(QuiesceStage::Quiescing);
             for connection in connections {
                 assert_eq!(connection.await, QuiesceStage::Quiescing);
             }

@@ -169,8 +169,8 @@ impl NbdReplyEncoder {
         // The count is known after the extents are written, so the front is filled in afterwards.
         let start = out.len();
         out.resize(start + header + fixed, 0);
-        let most = if query.one { 1 } else { self.max_extents };
-        let count = put_extents(wide, query, most, extents, out);
+        let max_extents = if query.one { 1 } else { self.max_extents };
+        let count = put_extents(wide, query, max_extents, extents, out);
         let payload = (out.len() - start - header) as u64;
         let kind = if wide { reply_type::BLOCK_STATUS_EXT } else { reply_type::BLOCK_STATUS };
         let mut front = self.chunk(tag, kind, payload, last).put(context.id().to_be_bytes());
@@ -210,7 +210,7 @@ fn simple(tag: RequestTag, errno: u32) -> ReplyHeader {
 fn put_extents(
     wide: bool,
     query: &StatusQuery,
-    most: usize,
+    max_extents: usize,
     extents: &[NbdExtent],
     out: &mut Vec<u8>,
 ) -> u32 {
@@ -222,24 +222,24 @@ fn put_extents(
     let cap = if query.one { query.length } else { u64::MAX };
     let cap = if wide { cap } else { cap.min(MAX_EXTENT_32) };
     let (mut covered, mut count) = (0u64, 0u32);
-    for extent in usable.iter().filter(|extent| extent.length > 0).take(most) {
+    for extent in usable.iter().filter(|extent| extent.length > 0).take(max_extents) {
         if covered >= query.length {
             break;
         }
-        let told = extent.length.min(cap);
+        let reported = extent.length.min(cap);
         if wide {
-            out.extend_from_slice(&told.to_be_bytes());
+            out.extend_from_slice(&reported.to_be_bytes());
             out.extend_from_slice(&u64::from(extent.flags).to_be_bytes());
         } else {
-            out.extend_from_slice(&(told as u32).to_be_bytes());
+            out.extend_from_slice(&(reported as u32).to_be_bytes());
             out.extend_from_slice(&extent.flags.to_be_bytes());
         }
         count += 1;
-        if told < extent.length {
+        if reported < extent.length {
             // The extents behind a clipped one would be at the wrong offset for the client.
             break;
         }
-        covered = covered.saturating_add(told);
+        covered = covered.saturating_add(reported);
     }
     count
 }

@@ -143,7 +143,7 @@ fn block_status() {
 }
 
 /// The extents of an encoded reply.
-fn told(style: ReplyStyle, query: StatusQuery, extents: &[(u64, u32)]) -> Vec<(u64, u32)> {
+fn encoded_extents(style: ReplyStyle, query: StatusQuery, extents: &[(u64, u32)]) -> Vec<(u64, u32)> {
     let bytes = status(style, query, extents);
     let front = if style == EXTENDED { 40 } else { 24 };
     let size = if style == EXTENDED { 16 } else { 8 };
@@ -160,32 +160,32 @@ fn told(style: ReplyStyle, query: StatusQuery, extents: &[(u64, u32)]) -> Vec<(u
 #[test]
 fn only_the_last_extent_reaches_beyond_the_query() {
     let extents = [(4096, 0), (8192, 3), (4096, 0)];
-    assert_eq!(told(STRUCTURED, query(4096, false), &extents), extents[..1]);
-    assert_eq!(told(STRUCTURED, query(4097, false), &extents), extents[..2]);
-    assert_eq!(told(EXTENDED, query(1 << 30, false), &extents), extents);
+    assert_eq!(encoded_extents(STRUCTURED, query(4096, false), &extents), extents[..1]);
+    assert_eq!(encoded_extents(STRUCTURED, query(4097, false), &extents), extents[..2]);
+    assert_eq!(encoded_extents(EXTENDED, query(1 << 30, false), &extents), extents);
 }
 
 #[test]
 fn req_one_returns_one_extent_within_the_range() {
     for style in [STRUCTURED, EXTENDED] {
-        assert_eq!(told(style, query(512, true), &[(4096, 3), (4096, 0)]), [(512, 3)]);
-        assert_eq!(told(style, query(1 << 20, true), &[(4096, 3), (4096, 0)]), [(4096, 3)]);
+        assert_eq!(encoded_extents(style, query(512, true), &[(4096, 3), (4096, 0)]), [(512, 3)]);
+        assert_eq!(encoded_extents(style, query(1 << 20, true), &[(4096, 3), (4096, 0)]), [(4096, 3)]);
     }
 }
 
 #[test]
 fn an_extent_longer_than_32_bits_is_cut_and_ends_the_chunk() {
     let extents = [(5 << 30, 3), (4096, 0)];
-    assert_eq!(told(STRUCTURED, query(6 << 30, false), &extents), [(0xffff_0000, 3)]);
-    assert_eq!(told(EXTENDED, query(6 << 30, false), &extents), extents);
+    assert_eq!(encoded_extents(STRUCTURED, query(6 << 30, false), &extents), [(0xffff_0000, 3)]);
+    assert_eq!(encoded_extents(EXTENDED, query(6 << 30, false), &extents), extents);
 }
 
 #[test]
 fn unknown_allocation_is_reported_as_data() {
     for style in [STRUCTURED, EXTENDED] {
-        assert_eq!(told(style, query(4096, false), &[]), [(4096, 0)]);
-        assert_eq!(told(style, query(4096, false), &[(0, 3)]), [(4096, 0)]);
-        assert_eq!(told(style, query(4096, false), &[(0, 3), (512, 1)]), [(512, 1)]);
+        assert_eq!(encoded_extents(style, query(4096, false), &[]), [(4096, 0)]);
+        assert_eq!(encoded_extents(style, query(4096, false), &[(0, 3)]), [(4096, 0)]);
+        assert_eq!(encoded_extents(style, query(4096, false), &[(0, 3), (512, 1)]), [(512, 1)]);
     }
 }
 
@@ -214,21 +214,21 @@ proptest! {
         extents in prop::collection::vec((0u64..(1 << 34), 0u32..4), 0..20),
     ) {
         let style = if wide { EXTENDED } else { STRUCTURED };
-        let told = told(style, query(length, one), &extents);
-        prop_assert!(!told.is_empty());
-        prop_assert!(told.iter().all(|extent| extent.0 > 0));
-        let before_last: u64 = told[..told.len() - 1].iter().map(|extent| extent.0).sum();
+        let reported = encoded_extents(style, query(length, one), &extents);
+        prop_assert!(!reported.is_empty());
+        prop_assert!(reported.iter().all(|extent| extent.0 > 0));
+        let before_last: u64 = reported[..reported.len() - 1].iter().map(|extent| extent.0).sum();
         prop_assert!(before_last < length);
         if one {
-            prop_assert!(told.len() == 1 && told[0].0 <= length);
+            prop_assert!(reported.len() == 1 && reported[0].0 <= length);
         }
         // The reply is a prefix of the known extents: equal flags at equal offsets.
         let known: Vec<_> = extents.iter().filter(|extent| extent.0 > 0).collect();
         if !known.is_empty() {
-            for (told, known) in told.iter().zip(&known) {
-                prop_assert!(told.1 == known.1 && told.0 <= known.0);
+            for (reply_extent, known) in reported.iter().zip(&known) {
+                prop_assert!(reply_extent.1 == known.1 && reply_extent.0 <= known.0);
             }
-            prop_assert!(told.iter().zip(&known).rev().skip(1).all(|(told, known)| told.0 == known.0));
+            prop_assert!(reported.iter().zip(&known).rev().skip(1).all(|(reply_extent, known)| reply_extent.0 == known.0));
         }
     }
 }

@@ -170,9 +170,9 @@ pub fn parse(input: &[u8], session: &NbdSession, size_bytes: u64) -> Parsed {
     let payload = if header.has_payload { header.length } else { 0 };
     // Payloads up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that
     // length is larger than the advertised maximum payload size", so they are skipped.
-    let most = session.maximum_payload.max(proto::DEFAULT_MAX_PAYLOAD);
+    let max_payload = session.maximum_payload.max(proto::DEFAULT_MAX_PAYLOAD);
     let skip = match u32::try_from(payload) {
-        Ok(payload) if payload <= most => payload,
+        Ok(payload) if payload <= max_payload => payload,
         _ => return Parsed::Close(ProtocolViolation::Payload(payload)),
     };
     match check(&header, session, size_bytes) {
@@ -210,18 +210,18 @@ fn check(header: &NbdRequestHeader, session: &NbdSession, size_bytes: u64) -> Re
 
 /// All violations are EINVAL ("Error values").
 fn check_flags(header: &NbdRequestHeader, session: &NbdSession) -> Result<(), Refusal> {
-    let when = |flag, offered| if session.offers(offered) { flag } else { 0 };
-    let of_command = match header.kind {
-        cmd::READ => when(cmd_flag::DF, export_flag::SEND_DF),
+    let flag_if = |flag, offered| if session.offers(offered) { flag } else { 0 };
+    let allowed_flags = match header.kind {
+        cmd::READ => flag_if(cmd_flag::DF, export_flag::SEND_DF),
         cmd::WRITE if session.style == ReplyStyle::Extended => cmd_flag::PAYLOAD_LEN,
-        cmd::WRITE_ZEROES => cmd_flag::NO_HOLE | when(cmd_flag::FAST_ZERO, export_flag::SEND_FAST_ZERO),
+        cmd::WRITE_ZEROES => cmd_flag::NO_HOLE | flag_if(cmd_flag::FAST_ZERO, export_flag::SEND_FAST_ZERO),
         cmd::BLOCK_STATUS => {
-            cmd_flag::REQ_ONE | when(cmd_flag::PAYLOAD_LEN, export_flag::BLOCK_STATUS_PAYLOAD)
+            cmd_flag::REQ_ONE | flag_if(cmd_flag::PAYLOAD_LEN, export_flag::BLOCK_STATUS_PAYLOAD)
         }
         _ => 0,
     };
     // Valid on every command once offered: existing clients set it on reads too.
-    let allowed = of_command | when(cmd_flag::FUA, export_flag::SEND_FUA);
+    let allowed = allowed_flags | flag_if(cmd_flag::FUA, export_flag::SEND_FUA);
     // "Command flags": unknown or unoffered flags are EINVAL, never ignored.
     if header.flags & !allowed != 0 {
         return Err((
@@ -252,10 +252,10 @@ struct RequestRange<'a> {
 
 impl RequestRange<'_> {
     /// Fails with `beyond` if the range ends past the export.
-    fn inside(&self, beyond: Errno) -> Result<(), Refusal> {
+    fn inside(&self, errno: Errno) -> Result<(), Refusal> {
         let end = self.offset.checked_add(self.length);
         if end.is_none_or(|end| end > self.size_bytes) {
-            return Err((beyond, "the range ends beyond the export"));
+            return Err((errno, "the range ends beyond the export"));
         }
         // The minimum block is a power of two of at least 1.
         let mask = u64::from(self.session.minimum_block) - 1;
@@ -331,8 +331,8 @@ fn block_status(header: &NbdRequestHeader, range: &RequestRange<'_>) -> Result<N
         let wrong = (Errno::Inval, "the BLOCK_STATUS payload is not a length and one to all of the contexts");
         let payload = u32::try_from(header.length).map_err(|_| wrong)?;
         // A longer list has repeated or unknown contexts, so it need not be read.
-        let most = 8 + 4 * contexts.len() as u32;
-        if !(12..=most).contains(&payload) || !payload.is_multiple_of(4) {
+        let max_payload = 8 + 4 * contexts.len() as u32;
+        if !(12..=max_payload).contains(&payload) || !payload.is_multiple_of(4) {
             return Err(wrong);
         }
         return Ok(NbdCommand::BlockStatusPayload { offset: range.offset, payload, one });
@@ -381,36 +381,36 @@ fn selected(payload: &[u8], session: &NbdSession) -> Result<(u64, MetaContexts),
 /// Encodes the request that [`parse`] parsed to `command`, without its payload. A block status with
 /// a subset of the session's contexts is encoded with the payload that selects them.
 pub(super) fn encode(tag: RequestTag, command: NbdCommand, session: &NbdSession, out: &mut Vec<u8>) {
-    let with = |flag: u16, set: bool| if set { flag } else { 0 };
-    let fua_flag = |fua| with(cmd_flag::FUA, fua);
+    let flag_if = |flag: u16, set: bool| if set { flag } else { 0 };
+    let fua_flag = |fua| flag_if(cmd_flag::FUA, fua);
     let is_extended = session.style == ReplyStyle::Extended;
-    let mut behind = Vec::new();
+    let mut trailing_payload = Vec::new();
     let (kind, flags, length) = match command {
         NbdCommand::Read { length, dont_fragment, .. } => {
-            (cmd::READ, with(cmd_flag::DF, dont_fragment), u64::from(length))
+            (cmd::READ, flag_if(cmd_flag::DF, dont_fragment), u64::from(length))
         }
         NbdCommand::Write { length, fua, .. } => {
-            (cmd::WRITE, fua_flag(fua) | with(cmd_flag::PAYLOAD_LEN, is_extended), u64::from(length))
+            (cmd::WRITE, fua_flag(fua) | flag_if(cmd_flag::PAYLOAD_LEN, is_extended), u64::from(length))
         }
         NbdCommand::Disconnect => (cmd::DISC, 0, 0),
         NbdCommand::Flush => (cmd::FLUSH, 0, 0),
         NbdCommand::Trim { length, fua, .. } => (cmd::TRIM, fua_flag(fua), length),
         NbdCommand::Cache { length, .. } => (cmd::CACHE, 0, length),
         NbdCommand::WriteZeroes { length, fua, no_hole, fast, .. } => {
-            let flags = with(cmd_flag::NO_HOLE, no_hole) | with(cmd_flag::FAST_ZERO, fast);
+            let flags = flag_if(cmd_flag::NO_HOLE, no_hole) | flag_if(cmd_flag::FAST_ZERO, fast);
             (cmd::WRITE_ZEROES, fua_flag(fua) | flags, length)
         }
         NbdCommand::BlockStatus(query) if query.contexts == session.contexts => {
-            (cmd::BLOCK_STATUS, with(cmd_flag::REQ_ONE, query.one), query.length)
+            (cmd::BLOCK_STATUS, flag_if(cmd_flag::REQ_ONE, query.one), query.length)
         }
         NbdCommand::BlockStatus(query) => {
-            behind.extend(query.length.to_be_bytes());
-            behind.extend(query.contexts.iter().flat_map(|context| context.id().to_be_bytes()));
-            let flags = cmd_flag::PAYLOAD_LEN | with(cmd_flag::REQ_ONE, query.one);
-            (cmd::BLOCK_STATUS, flags, behind.len() as u64)
+            trailing_payload.extend(query.length.to_be_bytes());
+            trailing_payload.extend(query.contexts.iter().flat_map(|context| context.id().to_be_bytes()));
+            let flags = cmd_flag::PAYLOAD_LEN | flag_if(cmd_flag::REQ_ONE, query.one);
+            (cmd::BLOCK_STATUS, flags, trailing_payload.len() as u64)
         }
         NbdCommand::BlockStatusPayload { payload, one, .. } => {
-            let flags = cmd_flag::PAYLOAD_LEN | with(cmd_flag::REQ_ONE, one);
+            let flags = cmd_flag::PAYLOAD_LEN | flag_if(cmd_flag::REQ_ONE, one);
             (cmd::BLOCK_STATUS, flags, u64::from(payload))
         }
         // An empty request has no effect, so its type does not matter.
@@ -426,7 +426,7 @@ pub(super) fn encode(tag: RequestTag, command: NbdCommand, session: &NbdSession,
         Ok(length) if !is_extended => out.extend(length.to_be_bytes()),
         _ => out.extend(length.to_be_bytes()),
     }
-    out.extend(behind);
+    out.extend(trailing_payload);
 }
 
 #[cfg(test)]

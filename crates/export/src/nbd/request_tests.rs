@@ -169,7 +169,7 @@ fn unknown_commands_are_refused() {
 
 #[test]
 fn flags_are_valid_only_where_they_belong() {
-    let belongs = [
+    let valid = [
         (cmd::READ, cmd_flag::DF),
         (cmd::WRITE_ZEROES, cmd_flag::NO_HOLE),
         (cmd::WRITE_ZEROES, cmd_flag::FAST_ZERO),
@@ -178,7 +178,7 @@ fn flags_are_valid_only_where_they_belong() {
     for kind in [cmd::READ, cmd::TRIM, cmd::CACHE, cmd::WRITE_ZEROES, cmd::BLOCK_STATUS] {
         for bit in 1..16 {
             let request = raw(kind, 0, 512).with(1 << bit);
-            if belongs.contains(&(kind, 1 << bit)) {
+            if valid.contains(&(kind, 1 << bit)) {
                 assert!(matches!(run(&structured(), request), Parsed::Request(_)), "{kind} {bit}");
             } else {
                 refuses(&structured(), request, Errno::Inval, 0);
@@ -286,15 +286,15 @@ fn payloads_have_a_limit_and_ranges_do_not() {
 
 #[test]
 fn up_to_32_mib_is_skipped_and_more_closes() {
-    let most = u64::from(proto::DEFAULT_MAX_PAYLOAD);
-    refuses(&simple(), raw(cmd::WRITE, 0, most), Errno::Inval, most as u32);
+    let max_payload = u64::from(proto::DEFAULT_MAX_PAYLOAD);
+    refuses(&simple(), raw(cmd::WRITE, 0, max_payload), Errno::Inval, max_payload as u32);
     assert_eq!(
-        run(&simple(), raw(cmd::WRITE, 0, most + 1)),
-        Parsed::Close(ProtocolViolation::Payload(most + 1))
+        run(&simple(), raw(cmd::WRITE, 0, max_payload + 1)),
+        Parsed::Close(ProtocolViolation::Payload(max_payload + 1))
     );
     let payload = cmd_flag::PAYLOAD_LEN;
-    refuses(&extended(), raw(cmd::TRIM, 0, most).with(payload), Errno::Inval, most as u32);
-    for length in [most + 1, 1 << 32, u64::MAX] {
+    refuses(&extended(), raw(cmd::TRIM, 0, max_payload).with(payload), Errno::Inval, max_payload as u32);
+    for length in [max_payload + 1, 1 << 32, u64::MAX] {
         let request = raw(cmd::TRIM, 0, length).with(payload);
         assert_eq!(run(&extended(), request), Parsed::Close(ProtocolViolation::Payload(length)));
     }
@@ -333,7 +333,7 @@ fn payload_len_means_a_payload_with_extended_headers() {
 
 /// QEMU's client sends a WRITE without PAYLOAD_LEN.
 #[test]
-fn a_write_has_its_payload_whether_or_not_it_says_so() {
+fn extended_write_has_a_payload_without_payload_len() {
     let (offset, length) = (4096, 512);
     let write = raw(cmd::WRITE, offset, 512);
     accepts(&extended(), write, NbdCommand::Write { offset, length, fua: false });
@@ -341,11 +341,11 @@ fn a_write_has_its_payload_whether_or_not_it_says_so() {
     refuses(&read_only(extended()), write, Errno::Perm, 512);
     refuses(&extended(), write.with(cmd_flag::DF), Errno::Inval, 512);
     refuses(&extended(), raw(cmd::WRITE, SIZE, 512), Errno::NoSpc, 512);
-    let most = u64::from(proto::DEFAULT_MAX_PAYLOAD);
-    refuses(&extended(), raw(cmd::WRITE, 0, most), Errno::Inval, most as u32);
+    let max_payload = u64::from(proto::DEFAULT_MAX_PAYLOAD);
+    refuses(&extended(), raw(cmd::WRITE, 0, max_payload), Errno::Inval, max_payload as u32);
     assert_eq!(
-        run(&extended(), raw(cmd::WRITE, 0, most + 1)),
-        Parsed::Close(ProtocolViolation::Payload(most + 1))
+        run(&extended(), raw(cmd::WRITE, 0, max_payload + 1)),
+        Parsed::Close(ProtocolViolation::Payload(max_payload + 1))
     );
 }
 
@@ -360,7 +360,7 @@ fn status_with(length: u64) -> RawNbdRequest {
 }
 
 #[test]
-fn block_status_may_carry_the_contexts_it_wants() {
+fn block_status_payload_selects_contexts() {
     let command = NbdCommand::BlockStatusPayload { offset: 512, payload: 12, one: true };
     accepts(&extended(), status_with(12), command);
     assert_eq!(command.payload_bytes(), 12);
@@ -399,15 +399,15 @@ fn any_style() -> impl Strategy<Value = ReplyStyle> {
 }
 
 /// Numbers near the edges, and arbitrary ones.
-fn edgy() -> impl Strategy<Value = u64> {
+fn edge_numbers() -> impl Strategy<Value = u64> {
     let edges = vec![0, 512, 4096, SIZE - 512, SIZE, 1 << 20, 1 << 25, (1 << 32) - 512, 1 << 32, u64::MAX];
     prop_oneof![prop::sample::select(edges), any::<u64>(), (0..SIZE / 512).prop_map(|n| n * 512)]
 }
 
 proptest! {
     #[test]
-    fn what_is_accepted_lies_inside_the_export(
-        style in any_style(), flags in 0u16..64, kind in 0u16..10, offset in edgy(), length in edgy(),
+    fn accepted_requests_lie_inside_the_export(
+        style in any_style(), flags in 0u16..64, kind in 0u16..10, offset in edge_numbers(), length in edge_numbers(),
         offers in any::<u16>(), block in 0u32..=16,
     ) {
         let length = if style == ReplyStyle::Extended { length } else { length.min(u64::from(u32::MAX)) };
@@ -423,8 +423,8 @@ proptest! {
                 prop_assert!(refused.skip == 0 || u64::from(refused.skip) == length);
                 return Ok(());
             }
-            Parsed::Close(breach) => {
-                prop_assert_eq!(breach, ProtocolViolation::Payload(length));
+            Parsed::Close(violation) => {
+                prop_assert_eq!(violation, ProtocolViolation::Payload(length));
                 return Ok(());
             }
         };
@@ -450,7 +450,7 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_make_it_panic(style in any_style(), bytes in prop::collection::vec(any::<u8>(), 0..64), size in any::<u64>()) {
+    fn any_bytes_are_parsed_without_panic(style in any_style(), bytes in prop::collection::vec(any::<u8>(), 0..64), size in any::<u64>()) {
         parse(&bytes, &session(style), size);
         let tag = RequestTag { cookie: 0, offset: size };
         let _ = status_payload(&bytes, tag, true, &session(style), size);
@@ -460,7 +460,7 @@ proptest! {
 proptest! {
     /// A request that was put back is parsed to an equal one by the new process.
     #[test]
-    fn what_is_encoded_is_parsed_as_it_was(
+    fn encoded_requests_round_trip(
         style in prop_oneof![Just(ReplyStyle::Simple), Just(ReplyStyle::Structured), Just(ReplyStyle::Extended)],
         kind in 0_u16..8,
         flags in 0_u16..128,
@@ -474,11 +474,11 @@ proptest! {
         if let Parsed::Request(NbdRequest { tag, command }) = first {
             let mut bytes = Vec::new();
             encode(tag, command, &session, &mut bytes);
-            let again = parse(&bytes, &session, SIZE);
+            let reparsed = parse(&bytes, &session, SIZE);
             match command {
                 // An empty request has no effect, so its encoding may differ.
-                NbdCommand::Empty | NbdCommand::Disconnect => prop_assert!(matches!(again, Parsed::Request(_))),
-                _ => prop_assert_eq!(again, first),
+                NbdCommand::Empty | NbdCommand::Disconnect => prop_assert!(matches!(reparsed, Parsed::Request(_))),
+                _ => prop_assert_eq!(reparsed, first),
             }
         }
     }
@@ -491,13 +491,13 @@ fn partial_block_status_is_requested_again() {
     let mut contexts = MetaContexts::NONE;
     contexts.insert(MetaContext::AllocationDepth);
     let (offset, length, one) = (512, 4096, true);
-    let asked = NbdCommand::BlockStatus(StatusQuery { offset, length, one, contexts });
+    let requested = NbdCommand::BlockStatus(StatusQuery { offset, length, one, contexts });
     let tag = RequestTag { cookie: COOKIE, offset };
     let mut bytes = Vec::new();
-    encode(tag, asked, &session, &mut bytes);
+    encode(tag, requested, &session, &mut bytes);
     let parsed = parse(&bytes, &session, SIZE);
     let command = NbdCommand::BlockStatusPayload { offset, payload: 12, one };
     assert_eq!(parsed, Parsed::Request(NbdRequest { tag, command }));
     let payload = &bytes[proto::EXTENDED_REQUEST_BYTES..];
-    assert_eq!(status_payload(payload, tag, one, &session, SIZE), Ok(asked));
+    assert_eq!(status_payload(payload, tag, one, &session, SIZE), Ok(requested));
 }

@@ -68,7 +68,7 @@ pub struct NbdServerTerms {
     /// Time for the whole handshake, TLS included.
     pub handshake_timeout: Duration,
     /// Observer of clients that connect and disconnect.
-    pub visited: Option<Arc<dyn ClientObserver>>,
+    pub observer: Option<Arc<dyn ClientObserver>>,
 }
 
 impl Default for NbdServerTerms {
@@ -79,7 +79,7 @@ impl Default for NbdServerTerms {
             max_of_one_address: None,
             access: AccessRules::default(),
             handshake_timeout: Duration::from_secs(10),
-            visited: None,
+            observer: None,
         }
     }
 }
@@ -88,8 +88,8 @@ impl NbdServerTerms {
     pub(super) fn max_connections_per_address(&self) -> usize {
         match (self.max_of_one_address, self.max_connections) {
             (Some(0), _) | (None, 0) => usize::MAX,
-            (Some(most), _) => most,
-            (None, most) => most - most / 10,
+            (Some(limit), _) => limit,
+            (None, limit) => limit - limit / 10,
         }
     }
 }
@@ -249,11 +249,11 @@ impl NbdServer {
         clients.sort_by_key(|(number, ..)| *number);
         let more = clients.len().saturating_sub(MAX_NAMED_CLIENTS);
         let named = clients.into_iter().take(MAX_NAMED_CLIENTS).map(|(number, address, socket)| {
-            let of = match address {
+            let owner = match address {
                 Some(address) => Some(address.to_string()),
                 None => PeerProcess::of_peer(&socket).map(|process| process.to_string()),
             };
-            format!("client {number}{}", of.map(|of| format!(" of {of}")).unwrap_or_default())
+            format!("client {number}{}", owner.map(|owner| format!(" of {owner}")).unwrap_or_default())
         });
         let named = named.collect::<Vec<_>>().join(", ");
         if more == 0 { named } else { format!("{named} and {more} more") }
@@ -265,31 +265,31 @@ impl NbdServer {
     }
 
     /// Counts connection `number` to its export; false if the export was removed meanwhile.
-    fn choose(&self, export: usize, number: u64, client: &ClientIdentity) -> bool {
+    fn choose_export(&self, export: usize, number: u64, client: &ClientIdentity) -> bool {
         let exports = self.exports();
         let Some(chosen) = exports.get(export) else { return false };
-        let visit = self.visit(chosen, number, client);
-        let is_there = self.lock().choose(number, export, visit.clone());
+        let client_info = self.client_info(chosen, number, client);
+        let is_connected = self.lock().choose(number, export, client_info.clone());
         // Dropped after the client is counted: see `NbdServer::remove`.
         drop(exports);
-        if is_there {
+        if is_connected {
             self.served.store(true, Ordering::SeqCst);
             self.freed.notify(usize::MAX);
-            if let (Some(visited), Some(visit)) = (&self.terms.visited, visit) {
-                visited.connected(&visit);
+            if let (Some(observer), Some(client_info)) = (&self.terms.observer, client_info) {
+                observer.connected(&client_info);
             }
         }
         true
     }
 
     /// `None` if there is no observer.
-    fn visit(
+    fn client_info(
         &self,
         export: &NbdServerExport,
         number: u64,
         client: &ClientIdentity,
     ) -> Option<Box<NbdClientInfo>> {
-        self.terms.visited.as_ref()?;
+        self.terms.observer.as_ref()?;
         let (disk, export) = (Arc::clone(export.disk.name()), Arc::clone(&export.name));
         Some(Box::new(NbdClientInfo {
             number,
@@ -305,23 +305,23 @@ impl NbdServer {
     /// # Errors
     /// Fails if `accept(2)` cannot work on this socket.
     pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
-        let mut turn = 0;
+        let mut next_worker = 0;
         loop {
             // The slot is taken before the client is accepted, so that excess clients wait in the
             // kernel.
-            let Some(mut place) = ConnectionSlot::take(&self, &listener).await else { return Ok(()) };
-            let (socket, arriving) = loop {
-                let Some((socket, arriving)) = self.accept(&listener).await? else { return Ok(()) };
-                if place.is_for(&socket) {
-                    break (socket, arriving);
+            let Some(mut slot) = ConnectionSlot::take(&self, &listener).await else { return Ok(()) };
+            let (socket, arrival_guard) = loop {
+                let Some((socket, arrival_guard)) = self.accept(&listener).await? else { return Ok(()) };
+                if slot.is_for(&socket) {
+                    break (socket, arrival_guard);
                 }
             };
             // After accept, because the kernel has already completed the connection: an accepted
             // client waits here, and no further one is accepted meanwhile.
             let Some(memory) = self.connection_memory(CONNECTION_BYTES).await else { continue };
-            place.memory = Some(memory);
-            workers[turn % workers.len()].spawn(move || place.welcome_and_hold(socket, arriving));
-            turn += 1;
+            slot.memory = Some(memory);
+            workers[next_worker % workers.len()].spawn(move || slot.serve_in_slot(socket, arrival_guard));
+            next_worker += 1;
         }
     }
 
@@ -338,9 +338,9 @@ impl NbdServer {
             if self.stopping.load(Ordering::SeqCst) || self.quiesce_state.stage() != QuiesceStage::Open {
                 return None;
             }
-            if let Some(left_out) = self.refusals.try_log(reactor::coarse_now()) {
+            if let Some(suppressed) = self.refusals.try_log(reactor::coarse_now()) {
                 tracing::warn!(
-                    left_out,
+                    suppressed,
                     "a client waits for a connection: memory is used up (allow more with --memory)"
                 );
             }
@@ -359,7 +359,7 @@ impl NbdServer {
     /// disconnects, and logs the state once. It holds the caller's slot meanwhile: freeing it
     /// would notify `freed`, which this function waits for.
     async fn accept(&self, listener: &Fd) -> io::Result<Option<(OwnedFd, ArrivalGuard)>> {
-        let (mut failures, mut told) = (0_u64, false);
+        let (mut failures, mut was_logged) = (0_u64, false);
         loop {
             let freed = self.freed.listen();
             let stage = self
@@ -369,17 +369,17 @@ impl NbdServer {
             if stage == QuiesceStage::HandedOver {
                 return Ok(None);
             }
-            let arriving = self.quiesce_state.arriving();
+            let arrival_guard = self.quiesce_state.arriving();
             let socket = match operation::has_client_descriptors() {
                 true => self.accept_while_open(listener).await,
                 false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
             };
             match socket {
                 Ok(socket) => {
-                    if told {
+                    if was_logged {
                         tracing::info!(failures, "connections are accepted again");
                     }
-                    return Ok(Some((socket, arriving)));
+                    return Ok(Some((socket, arrival_guard)));
                 }
                 Err(_) if self.stopping.load(Ordering::SeqCst) => return Ok(None),
                 Err(error) => match error.raw_os_error() {
@@ -393,16 +393,16 @@ impl NbdServer {
                     // Short of descriptors or memory, a network error, a firewall: transient.
                     _ => {
                         if failures == 0
-                            && let Some(left_out) = self.refusals.try_log(reactor::coarse_now())
+                            && let Some(suppressed) = self.refusals.try_log(reactor::coarse_now())
                         {
-                            told = true;
+                            was_logged = true;
                             tracing::warn!(
-                                %error, left_out,
+                                %error, suppressed,
                                 "cannot accept connections, trying again every second"
                             );
                         }
                         failures += 1;
-                        drop(arriving);
+                        drop(arrival_guard);
                         let _ = reactor::timeout(Duration::from_secs(1), freed).await;
                     }
                 },
@@ -415,15 +415,15 @@ impl NbdServer {
     async fn accept_while_open(&self, listener: &Fd) -> io::Result<OwnedFd> {
         let mut accepting = pin!(operation::accept(listener));
         let mut closed = pin!(self.quiesce_state.wait_for_stage(|stage| stage != QuiesceStage::Open));
-        let mut is_told = false;
+        let mut was_closed = false;
         poll_fn(|context| {
             // The accept first: a client that has just been accepted must not be lost to the
             // interrupt.
             if let Poll::Ready(accepted) = accepting.as_mut().poll(context) {
                 return Poll::Ready(accepted);
             }
-            if !is_told && closed.as_mut().poll(context).is_ready() {
-                is_told = true;
+            if !was_closed && closed.as_mut().poll(context).is_ready() {
+                was_closed = true;
                 operation::cancel_all_on(listener);
             }
             Poll::Pending
@@ -434,7 +434,7 @@ impl NbdServer {
     /// Stops accepting, so that clients wait in the listeners' queues, and waits until every
     /// handshake has finished; clients that take longer than `patience` are disconnected. Continue
     /// with [`NbdServer::quiesce`] or [`NbdServer::resume`].
-    pub async fn stop_accepting(&self, patience: Duration) {
+    pub async fn stop_accepting(&self, timeout: Duration) {
         self.quiesce_state.set(QuiesceStage::NotAccepting);
         let finished = async {
             loop {
@@ -445,7 +445,7 @@ impl NbdServer {
                 first(freed, changed).await;
             }
         };
-        if reactor::timeout(patience, finished).await.is_err() {
+        if reactor::timeout(timeout, finished).await.is_err() {
             for live in self.lock().unfinished() {
                 let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
             }
@@ -454,9 +454,9 @@ impl NbdServer {
 
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
     /// for limits are put back. False if that takes longer than `patience`.
-    pub async fn quiesce(&self, patience: Duration) -> bool {
+    pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.quiesce_state.set(QuiesceStage::Quiescing);
-        reactor::timeout(patience, async {
+        reactor::timeout(timeout, async {
             loop {
                 let (freed, changed) = (self.freed.listen(), self.quiesce_state.listen_to_progress());
                 if self.quiesce_state.has_no_arrivals()
@@ -474,13 +474,13 @@ impl NbdServer {
     /// State of every quiesced connection with its export's name, in the order of arrival.
     pub fn quiesced_state(&self) -> Vec<(Arc<str>, QuiescedNbdConnection)> {
         let exports = self.exports();
-        let rested = self.quiesce_state.lock_quiesced_states();
+        let states = self.quiesce_state.lock_quiesced_states();
         // Ascending numbers are the order of arrival, which the new process keeps.
-        let mut numbers: Vec<_> = rested.keys().copied().collect();
+        let mut numbers: Vec<_> = states.keys().copied().collect();
         numbers.sort_unstable();
         let named = |number: u64| {
-            let rested = rested.get(&number)?.clone()?;
-            Some((Arc::clone(&exports.get(rested.session.export)?.name), rested))
+            let state = states.get(&number)?.clone()?;
+            Some((Arc::clone(&exports.get(state.session.export)?.name), state))
         };
         numbers.into_iter().filter_map(named).collect()
     }
@@ -499,34 +499,34 @@ impl NbdServer {
 
     /// Continues with a client of another process, on `worker`. Its session must name an export of
     /// this server.
-    pub fn adopt(self: &Arc<Self>, rested: QuiescedNbdConnection, worker: &ReactorWorker) {
+    pub fn adopt(self: &Arc<Self>, quiesced: QuiescedNbdConnection, worker: &ReactorWorker) {
         // Not bounded by `max_connections`: the client was already admitted by the old process.
         self.used_slots.fetch_add(1, Ordering::SeqCst);
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
-        let address = admission::peer_address(&rested.socket);
+        let address = admission::peer_address(&quiesced.socket);
         address.into_iter().for_each(|address| self.admission.count_transferred(address));
-        let memory = Some(ConnectionMemory::taken_over(MemoryBudget::process(), CONNECTION_BYTES));
-        let place = ConnectionSlot { server: Arc::clone(self), number, address, memory };
+        let memory = Some(ConnectionMemory::transferred(MemoryBudget::process(), CONNECTION_BYTES));
+        let slot = ConnectionSlot { server: Arc::clone(self), number, address, memory };
         let client = ClientIdentity { address, name: None };
-        let visit =
-            self.exports().get(rested.session.export).and_then(|one| self.visit(one, number, &client));
-        let live = ConnectedClient::new(rested.socket.clone(), address, reactor::now());
+        let client_info =
+            self.exports().get(quiesced.session.export).and_then(|export| self.client_info(export, number, &client));
+        let live = ConnectedClient::new(quiesced.socket.clone(), address, reactor::now());
         let stop = Arc::clone(&live.stop);
         {
-            let mut roster = self.lock();
-            roster.insert(number, live);
-            roster.choose(number, rested.session.export, visit);
+            let mut clients = self.lock();
+            clients.insert(number, live);
+            clients.choose(number, quiesced.session.export, client_info);
         }
         self.served.store(true, Ordering::SeqCst);
         worker.spawn(move || async move {
-            place.server.serve_adopted(rested, &stop, number).await;
-            drop(place);
+            slot.server.serve_adopted(quiesced, &stop, number).await;
+            drop(slot);
             trim::trim_memory_soon();
         });
     }
 
-    async fn serve_adopted(&self, rested: QuiescedNbdConnection, stop: &Arc<StopSignal>, number: u64) {
-        let QuiescedNbdConnection { socket, session, bytes, skip, .. } = rested;
+    async fn serve_adopted(&self, quiesced: QuiescedNbdConnection, stop: &Arc<StopSignal>, number: u64) {
+        let QuiescedNbdConnection { socket, session, bytes, skip, .. } = quiesced;
         let inbox = ReceiveBuffer::with_content(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
         drop(bytes);
         // A stop before the registration would be missed otherwise.
@@ -580,13 +580,13 @@ impl NbdServer {
             // closed.
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
-        let gone = || self.wait_while(|server| server.connections() > 0);
-        if reactor::timeout(STOP_TIMEOUT, gone()).await.is_err() {
+        let disconnected = || self.wait_while(|server| server.connections() > 0);
+        if reactor::timeout(STOP_TIMEOUT, disconnected()).await.is_err() {
             for (_, live) in self.lock().iter() {
                 // Ends the send that the connection waits in.
                 let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
             }
-            gone().await;
+            disconnected().await;
         }
     }
 
@@ -614,19 +614,19 @@ impl NbdServer {
 
     /// Numbers of the clients that have finished the handshake.
     pub(super) fn client_numbers(&self) -> Vec<u64> {
-        self.lock().iter().filter(|(_, live)| live.holding.is_some()).map(|(number, _)| number).collect()
+        self.lock().iter().filter(|(_, live)| live.transfers.is_some()).map(|(number, _)| number).collect()
     }
 
     /// Transfers of a client that has finished the handshake.
     pub(super) fn transfers(&self, number: u64) -> Option<Arc<ClientTransfers>> {
-        self.lock().get(number)?.holding.clone()
+        self.lock().get(number)?.transfers.clone()
     }
 
     /// Clients to which a message is being sent, with [`ClientTransfers::sending_state`].
     pub(super) fn sending_states(&self) -> Vec<(u64, (u64, usize))> {
         let live = self.lock();
         live.iter()
-            .filter_map(|(number, live)| Some((number, live.holding.as_ref()?.sending_state()?)))
+            .filter_map(|(number, live)| Some((number, live.transfers.as_ref()?.sending_state()?)))
             .collect()
     }
 
@@ -634,11 +634,11 @@ impl NbdServer {
     pub(super) fn describe_client(&self, number: u64) -> String {
         let (export, address) =
             self.lock().get(number).map_or((None, None), |live| (live.export(), live.address));
-        let of = address.map(|address| format!(" of {address}")).unwrap_or_default();
+        let address_text = address.map(|address| format!(" of {address}")).unwrap_or_default();
         let exports = self.exports();
         let export = export.and_then(|export| exports.get(export));
-        let at = export.map(|export| format!(" at export {}", export.name)).unwrap_or_default();
-        format!("client {number}{of}{at}")
+        let export_text = export.map(|export| format!(" at export {}", export.name)).unwrap_or_default();
+        format!("client {number}{address_text}{export_text}")
     }
 
     fn exports(&self) -> RwLockReadGuard<'_, RegisteredExports> {
@@ -662,7 +662,7 @@ impl NbdServer {
         let (disk, bitmaps) = (Arc::clone(&export.disk), Arc::clone(&export.bitmaps));
         let connection = NbdConnection::new(stream, disk, bitmaps, session, Arc::clone(stop));
         if let Some(live) = self.lock().get_mut(number) {
-            live.holding = Some(Arc::clone(connection.holding()));
+            live.transfers = Some(Arc::clone(connection.transfers()));
         }
         Some(connection.with_quiesce(&self.quiesce_state, number))
     }
@@ -697,9 +697,9 @@ impl ConnectionSlot {
     /// Waits for a free slot; `None` when the server stops. While all slots are taken and a
     /// client waits on `listener`, the oldest client in its handshake is disconnected.
     async fn take(server: &Arc<NbdServer>, listener: &Fd) -> Option<Self> {
-        let most = match server.terms.max_connections {
+        let limit = match server.terms.max_connections {
             0 => usize::MAX,
-            most => most,
+            limit => limit,
         };
         loop {
             let freed = server.freed.listen();
@@ -708,13 +708,13 @@ impl ConnectionSlot {
             }
             // Only a client that actually waits may displace another, hence the wait for
             // `readable`.
-            let take = |taken: usize| (taken < most).then(|| taken + 1);
-            if server.used_slots.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
+            let take_slot = |taken: usize| (taken < limit).then(|| taken + 1);
+            if server.used_slots.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take_slot).is_ok() {
                 let number = server.next_number.fetch_add(1, Ordering::Relaxed);
                 return Some(Self { server: Arc::clone(server), number, address: None, memory: None });
             }
             let mut freed = pin!(freed);
-            let mut wanted = pin!(async {
+            let mut displacement = pin!(async {
                 if operation::readable(listener).await.is_ok() {
                     while let Some(next_look) = server.disconnect_oldest() {
                         reactor::sleep_until(reactor::now() + next_look).await;
@@ -724,7 +724,7 @@ impl ConnectionSlot {
             });
             poll_fn(|context| match freed.as_mut().poll(context) {
                 Poll::Ready(()) => Poll::Ready(()),
-                Poll::Pending => wanted.as_mut().poll(context),
+                Poll::Pending => displacement.as_mut().poll(context),
             })
             .await;
         }
@@ -740,21 +740,21 @@ impl ConnectionSlot {
         admitted
     }
 
-    async fn welcome_and_hold(self, socket: OwnedFd, arriving: ArrivalGuard) {
-        self.server.serve_client(socket, self.number, self.address, arriving).await;
+    async fn serve_in_slot(self, socket: OwnedFd, arrival_guard: ArrivalGuard) {
+        self.server.serve_client(socket, self.number, self.address, arrival_guard).await;
         trim::trim_memory_soon();
     }
 }
 
 impl Drop for ConnectionSlot {
     fn drop(&mut self) {
-        let gone = self.server.lock().remove(self.number);
+        let removed = self.server.lock().remove(self.number);
         // A transferred client has not disconnected: the new process reports its end.
-        if let (Some(visited), Some(ConnectedClient { visit: Some(visit), since, .. })) =
-            (&self.server.terms.visited, gone)
+        if let (Some(observer), Some(ConnectedClient { client_info: Some(visit), since, .. })) =
+            (&self.server.terms.observer, removed)
             && !self.server.quiesce_state.is_handed_over(self.number)
         {
-            visited.disconnected(&visit, reactor::real_time() - since);
+            observer.disconnected(&visit, reactor::real_time() - since);
         }
         if let Some(address) = self.address {
             self.server.admission.release(address);

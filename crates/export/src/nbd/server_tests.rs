@@ -34,11 +34,11 @@ fn export(name: &str) -> NbdServerExport {
 
 /// Connects a client to `server`, which runs on this thread; returns the client's end.
 fn connect(server: &Arc<NbdServer>, number: u64) -> UnixStream {
-    let (ours, theirs) = UnixStream::pair().expect("sockets");
-    let place = ConnectionSlot { server: Arc::clone(server), number, address: None, memory: None };
+    let (client_end, server_end) = UnixStream::pair().expect("sockets");
+    let slot = ConnectionSlot { server: Arc::clone(server), number, address: None, memory: None };
     server.used_slots.fetch_add(1, Ordering::SeqCst);
-    reactor::spawn(place.welcome_and_hold(theirs.into(), server.quiesce_state.arriving()));
-    ours
+    reactor::spawn(slot.serve_in_slot(server_end.into(), server.quiesce_state.arriving()));
+    client_end
 }
 
 /// Chooses an export by EXPORT_NAME. Returns its size, or `None` if the server closes.
@@ -82,8 +82,8 @@ fn an_export_is_found_from_when_it_is_added_until_it_is_removed() {
         assert_eq!(server.remove(first, Removal::IfUnused), Ok(()));
         assert_eq!(server.remove(first, Removal::IfUnused), Err(NotRemoved::Unknown));
         assert!(choose(connect(&server, 3), "vm1").await.is_none());
-        let again = server.add(export("vm1")).expect("free again");
-        assert_ne!(again, first, "a number is given once");
+        let second = server.add(export("vm1")).expect("free again");
+        assert_ne!(second, first, "a number is given once");
     });
 }
 
@@ -125,8 +125,8 @@ fn throttled_client_is_disconnected_with_its_export() {
         })
         .await;
         assert_eq!(server.remove(number, Removal::Hard), Ok(()));
-        let gone = reactor::timeout(Duration::from_secs(30), server.wait_until_unused(number)).await;
-        assert!(gone.is_ok(), "it waits for its limits");
+        let unused = reactor::timeout(Duration::from_secs(30), server.wait_until_unused(number)).await;
+        assert!(unused.is_ok(), "it waits for its limits");
     });
 }
 
@@ -142,7 +142,7 @@ fn rejected_write_is_answered_after_its_payload() {
             [&head, &offset.to_be_bytes()[..], &length.to_be_bytes()].concat()
         };
         let payload = vec![1; 1 << 20];
-        let answers = reactor::run_blocking(move || {
+        let replies = reactor::run_blocking(move || {
             let mut client = client;
             client.write_all(&request(1, size_bytes - 512, 1 << 20)).expect("sent");
             client.write_all(&payload[1..]).expect("sent");
@@ -151,14 +151,14 @@ fn rejected_write_is_answered_after_its_payload() {
             client.set_nonblocking(false).expect("set");
             client.write_all(&payload[..1]).expect("sent");
             client.write_all(&request(0, 0, 1)).expect("sent");
-            let mut answers = [0; 16 + 17];
-            client.read_exact(&mut answers).expect("two answers");
-            (early, answers)
+            let mut replies = [0; 16 + 17];
+            client.read_exact(&mut replies).expect("two answers");
+            (early, replies)
         });
-        let (early, answers) = answers.await;
+        let (early, replies) = replies.await;
         // The last byte of the payload was withheld until here.
         assert_eq!(early, Err(ErrorKind::WouldBlock), "nothing before the last byte");
-        let (refused, read) = answers.split_at(16);
+        let (refused, read) = replies.split_at(16);
         assert_eq!((&refused[4..8], &refused[8..]), (&28_u32.to_be_bytes()[..], &[1; 8][..]));
         assert_eq!((&read[4..8], &read[8..]), (&[0; 4][..], &[0, 0, 0, 0, 0, 0, 0, 0, 0][..]));
     });
@@ -167,7 +167,7 @@ fn rejected_write_is_answered_after_its_payload() {
 /// Thousands of options at full speed, with no reply read: whatever the options are, the memory
 /// held for replies is bounded. The receive buffer is not counted.
 #[test]
-fn a_client_that_reads_no_replies_of_its_options_costs_little() {
+fn option_replies_use_bounded_memory() {
     real(async {
         let server = NbdServer::new(None, NbdServerTerms::default());
         for number in 0..200 {
@@ -179,16 +179,16 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
         for (option, data) in [(3, &[][..]), (6, &info), (77, b""), (8, b"")] {
             let mut out = Vec::new();
             let mut handshake = Handshake::start(TlsPolicy::Off, &mut out);
-            let one = [b"IHAVEOPT", &u32::to_be_bytes(option)[..], &(data.len() as u32).to_be_bytes(), data]
+            let option_bytes = [b"IHAVEOPT", &u32::to_be_bytes(option)[..], &(data.len() as u32).to_be_bytes(), data]
                 .concat();
-            let input = [&3_u32.to_be_bytes()[..], &one.repeat(4096 / one.len())].concat();
-            let (mut input, mut sent, mut most) = (&input[..], 0, 0);
+            let input = [&3_u32.to_be_bytes()[..], &option_bytes.repeat(4096 / option_bytes.len())].concat();
+            let (mut input, mut sent, mut max_bytes) = (&input[..], 0, 0);
             loop {
                 let step = handshake.advance(input, &offer, &mut out);
                 input = &input[step.consumed..];
-                most = most.max(out.capacity());
+                max_bytes = max_bytes.max(out.capacity());
                 if let Some(reply) = take_replies(step.event, &mut out) {
-                    most = most.max(reply.len() + out.capacity());
+                    max_bytes = max_bytes.max(reply.len() + out.capacity());
                     sent += reply.len();
                 }
                 if matches!(step.event, negotiate::HandshakeEvent::NeedInput) {
@@ -196,7 +196,7 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
                 }
             }
             assert!(sent > 4096 && out.is_empty(), "option {option}: {sent} bytes were answered");
-            assert!(most <= 8 << 10, "option {option}: {most} bytes are kept");
+            assert!(max_bytes <= 8 << 10, "option {option}: {max_bytes} bytes are kept");
         }
     });
 }
@@ -208,12 +208,12 @@ fn a_client_in_its_handshake_is_disconnected_once() {
     sim::run(1, async {
         let server = NbdServer::new(None, NbdServerTerms::default());
         assert_eq!(server.disconnect_oldest(), Some(HANDSHAKE_GRACE));
-        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        server.lock().insert(1, ConnectedClient::new(OwnedFd::from(ours).into(), None, reactor::now()));
+        let (server_end, mut client_end) = UnixStream::pair().expect("sockets");
+        server.lock().insert(1, ConnectedClient::new(OwnedFd::from(server_end).into(), None, reactor::now()));
         assert_eq!(server.disconnect_oldest(), Some(HANDSHAKE_GRACE));
         reactor::sleep_until(reactor::now() + HANDSHAKE_GRACE).await;
         assert_eq!(server.disconnect_oldest(), None);
-        assert_eq!(theirs.read(&mut [0; 1]).ok(), Some(0), "it is disconnected");
+        assert_eq!(client_end.read(&mut [0; 1]).ok(), Some(0), "it is disconnected");
         assert_eq!(server.disconnect_oldest(), Some(HANDSHAKE_GRACE));
     });
 }

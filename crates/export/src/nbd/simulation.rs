@@ -145,18 +145,18 @@ impl Crowd {
 
     /// The client's end of a pipe, and the connection at its other end.
     fn connect(&self) -> (Pipe, SimulatedNbdConnection) {
-        let (ours, theirs) = Pipe::pair();
+        let (client_end, server_end) = Pipe::pair();
         let stop = Arc::<StopSignal>::default();
         let in_flight = Rc::new(Cell::new((0, 0)));
         let number = self.numbers.replace(self.numbers.get() + 1);
         let task = serve_connection(
             (Arc::clone(&self.server), number),
-            theirs.clone(),
+            server_end.clone(),
             Arc::clone(&stop),
             Rc::clone(&in_flight),
             Rc::clone(&self.served),
         );
-        (ours, SimulatedNbdConnection { task: spawn_joinable(task), end: theirs, stop, in_flight })
+        (client_end, SimulatedNbdConnection { task: spawn_joinable(task), end: server_end, stop, in_flight })
     }
 
     /// Quiesces and resumes all connections several times: sometimes before all are quiesced,
@@ -333,7 +333,7 @@ fn a_client_that_reads_no_replies_costs_a_bounded_amount_of_memory() {
 
 #[test]
 fn requests_held_by_a_stopped_disk_end_with_their_connection() {
-    for server_ends_it in [false, true] {
+    for ended_by_server in [false, true] {
         sim::run(1, async move {
             let full = "kind=write,error=ENOSPC".parse().expect("valid");
             let disk = Arc::new(disk(Storage::memory(1 << 20).with_faults(vec![full]), Limits::default()));
@@ -351,7 +351,7 @@ fn requests_held_by_a_stopped_disk_end_with_their_connection() {
             sleep_until(now() + Duration::from_secs(100)).await;
             // The disk is stopped: the writes are held, and neither answered nor dropped.
             assert!(!served.task.is_finished() && wire.left_over() == 0);
-            if server_ends_it {
+            if ended_by_server {
                 served.stop.raise();
                 served.end.end_receiving();
                 let replies = wire.take(8 * 16).await.expect("each is answered with the error");

@@ -20,7 +20,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A client that may have stopped reading: the observed state and its first observation.
 struct StalledReader {
-    seen: (u64, usize),
+    state: (u64, usize),
     since: Instant,
 }
 
@@ -35,32 +35,32 @@ impl StalledReaders {
         &mut self,
         sending: impl Iterator<Item = (u64, (u64, usize))>,
         now: Instant,
-        patience: Duration,
+        timeout: Duration,
     ) -> Vec<u64> {
-        let mut before = std::mem::take(&mut self.0);
-        let mut stuck = Vec::new();
+        let mut previous = std::mem::take(&mut self.0);
+        let mut stalled = Vec::new();
         for (number, seen) in sending {
-            let suspect = before.remove(&number).filter(|suspect| suspect.seen == seen);
-            let suspect = suspect.unwrap_or(StalledReader { seen, since: now });
-            if now - suspect.since >= patience {
-                stuck.push(number);
+            let suspect = previous.remove(&number).filter(|suspect| suspect.state == seen);
+            let suspect = suspect.unwrap_or(StalledReader { state: seen, since: now });
+            if now - suspect.since >= timeout {
+                stalled.push(number);
             } else {
                 self.0.insert(number, suspect);
             }
         }
-        stuck
+        stalled
     }
 }
 
 impl NbdServer {
     /// Disconnects clients that have not read a byte of a reply for `patience`. Returns
     /// descriptions of the disconnected clients once no suspect is left.
-    pub async fn disconnect_stalled(&self, patience: Duration) -> Vec<String> {
-        let (mut suspects, mut gone) = (StalledReaders::default(), Vec::new());
+    pub async fn disconnect_stalled(&self, timeout: Duration) -> Vec<String> {
+        let (mut suspects, mut disconnected) = (StalledReaders::default(), Vec::new());
         loop {
-            gone.extend(self.disconnect_stuck(&mut suspects, patience));
+            disconnected.extend(self.disconnect_stalled_now(&mut suspects, timeout));
             if suspects.0.is_empty() {
-                return gone;
+                return disconnected;
             }
             reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
@@ -69,32 +69,32 @@ impl NbdServer {
     /// Disconnects such clients until this future is dropped, while the server
     /// [quiesces](NbdServer::quiesce). No message is sent to quiesced connections, so these are
     /// not affected. Calls `told` with a description of each disconnected client.
-    pub async fn disconnect_stalled_until_dropped(&self, patience: Duration, told: impl Fn(String)) {
+    pub async fn disconnect_stalled_until_dropped(&self, timeout: Duration, report: impl Fn(String)) {
         let mut suspects = StalledReaders::default();
         loop {
-            self.disconnect_stuck(&mut suspects, patience).into_iter().for_each(&told);
+            self.disconnect_stalled_now(&mut suspects, timeout).into_iter().for_each(&report);
             reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
     }
 
-    fn disconnect_stuck(&self, suspects: &mut StalledReaders, patience: Duration) -> Vec<String> {
-        let stuck = suspects.find_stalled(self.sending_states().into_iter(), reactor::now(), patience);
-        let push_out = |number| {
+    fn disconnect_stalled_now(&self, suspects: &mut StalledReaders, timeout: Duration) -> Vec<String> {
+        let stalled = suspects.find_stalled(self.sending_states().into_iter(), reactor::now(), timeout);
+        let disconnect = |number| {
             // Read before the disconnect: its worker then removes the client from the tables.
             let client = self.describe_client(number);
             self.transfers(number)?.disconnect();
             Some(client)
         };
-        stuck.into_iter().filter_map(push_out).collect()
+        stalled.into_iter().filter_map(disconnect).collect()
     }
 
     /// Description of a client that has not quiesced; `None` if all have.
     pub fn unquiesced_client(&self) -> Option<String> {
-        let restless = {
-            let (live, rested) = (self.client_numbers(), self.quiesce_state.lock_quiesced_states());
-            live.into_iter().filter(|number| !rested.contains_key(number)).min()
+        let unquiesced = {
+            let (live, quiesced) = (self.client_numbers(), self.quiesce_state.lock_quiesced_states());
+            live.into_iter().filter(|number| !quiesced.contains_key(number)).min()
         };
-        restless.map(|number| self.describe_client(number))
+        unquiesced.map(|number| self.describe_client(number))
     }
 }
 
@@ -105,17 +105,17 @@ mod tests {
     #[test]
     fn only_readers_stalled_for_the_timeout_are_found() {
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
-        let patience = Duration::from_millis(100);
+        let timeout = Duration::from_millis(100);
         let mut suspects = StalledReaders::default();
         // 1 reads nothing; 2 reads slowly from a long message; 3 is always sent another message.
-        let seen = |ms: u64| [(1, (7, 4096)), (2, (7, 9000 - ms as usize)), (3, (ms, 4096))];
+        let states = |ms: u64| [(1, (7, 4096)), (2, (7, 9000 - ms as usize)), (3, (ms, 4096))];
         for ms in (0..100).step_by(10) {
-            assert_eq!(suspects.find_stalled(seen(ms).into_iter(), at(ms), patience), [0; 0]);
+            assert_eq!(suspects.find_stalled(states(ms).into_iter(), at(ms), timeout), [0; 0]);
         }
-        assert_eq!(suspects.find_stalled(seen(100).into_iter(), at(100), patience), [1]);
+        assert_eq!(suspects.find_stalled(states(100).into_iter(), at(100), timeout), [1]);
         // A check without a message in between ends the suspicion.
-        suspects.find_stalled(std::iter::empty(), at(110), patience);
+        suspects.find_stalled(std::iter::empty(), at(110), timeout);
         assert!(suspects.0.is_empty());
-        assert_eq!(suspects.find_stalled(seen(200).into_iter().take(1), at(200), patience), [0; 0]);
+        assert_eq!(suspects.find_stalled(states(200).into_iter().take(1), at(200), timeout), [0; 0]);
     }
 }

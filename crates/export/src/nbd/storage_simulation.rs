@@ -103,27 +103,27 @@ fn dial(world: &SharedNbdHost) -> std::io::Result<NbdStream> {
     if !host.is_up || host.open.load(Ordering::Relaxed) > 0 {
         return Err(std::io::ErrorKind::ConnectionRefused.into());
     }
-    let (ours, theirs) = Pipe::pair();
-    host.pipes.push(theirs.clone());
+    let (client_end, server_end) = Pipe::pair();
+    host.pipes.push(server_end.clone());
     host.connections += 1;
     host.open.fetch_add(1, Ordering::Relaxed);
     let (server, open, number) = (Arc::clone(&host.server), Arc::clone(&host.open), host.connections);
     spawn(async move {
         let stop = Arc::<StopSignal>::default();
-        let stream = NbdStream::Simulated(theirs.clone());
+        let stream = NbdStream::Simulated(server_end.clone());
         if let Ok(Some((connection, inbox))) = server.open(stream, &stop, number).await {
             let _ = connection.serve(inbox).await;
         }
-        theirs.close();
+        server_end.close();
         open.fetch_sub(1, Ordering::Relaxed);
     });
-    Ok(NbdStream::Simulated(ours))
+    Ok(NbdStream::Simulated(client_end))
 }
 
 async fn open(world: &SharedNbdHost, delay: Duration) -> Arc<Storage> {
     let options = NbdOptions { is_format_known: true, reconnect_delay: delay, ..NbdOptions::default() };
-    let there = Arc::clone(world);
-    let opened = simulated(Box::new(move || dial(&there)), "disk", &options).await;
+    let host = Arc::clone(world);
+    let opened = simulated(Box::new(move || dial(&host)), "disk", &options).await;
     Arc::new(opened.expect("the server is there"))
 }
 
@@ -131,30 +131,30 @@ async fn open(world: &SharedNbdHost, delay: Duration) -> Arc<Storage> {
 async fn client(storage: Arc<Storage>, number: usize, requests: usize) -> Vec<u8> {
     let mut known = vec![0; REGION];
     for _ in 0..requests {
-        let (at, length, byte, what) = sim::random(|random| {
+        let (at, length, byte, choice) = sim::random(|random| {
             let at = random.usize(..REGION - 1);
             (at, random.usize(1..=(REGION - at).min(6000)), random.u8(1..), random.u32(..100))
         });
-        let place = (number * REGION + at) as u64;
-        let durability = if what % 7 == 0 { Durability::Synchronous } else { Durability::Cached };
-        match what {
+        let offset = (number * REGION + at) as u64;
+        let durability = if choice % 7 == 0 { Durability::Synchronous } else { Durability::Cached };
+        match choice {
             0..45 => {
                 let data = IoBuffer::copy_of(&vec![byte; length]);
-                storage.write(place, data.into(), durability).await.expect("it waits for the server");
+                storage.write(offset, data.into(), durability).await.expect("it waits for the server");
                 known[at..at + length].fill(byte);
             }
             45..55 => {
                 let options = ZeroOptions { may_unmap: byte % 2 == 0, only_if_fast: false, durability };
-                storage.write_zeroes(place, length as u64, options).await.expect("it waits");
+                storage.write_zeroes(offset, length as u64, options).await.expect("it waits");
                 known[at..at + length].fill(0);
             }
             55..65 => storage.flush().await.expect("it waits for the server"),
             65..70 => {
-                let extents = storage.block_status(place, length as u64).await.expect("it waits");
+                let extents = storage.block_status(offset, length as u64).await.expect("it waits");
                 assert!(extents.iter().map(|extent| extent.length).sum::<u64>() <= length as u64);
             }
             _ => {
-                let read = storage.read(place, IoBuffer::new(length)).await.expect("it waits");
+                let read = storage.read(offset, IoBuffer::new(length)).await.expect("it waits");
                 assert!(read[..] == known[at..at + length], "client {number}, {length} bytes at {at}");
             }
         }
@@ -199,14 +199,14 @@ fn nothing_that_was_answered_is_lost_whatever_happens_to_the_server() {
             let of_seed = sim::run(seed, async {
                 let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
                 let storage = open(&world, Duration::from_secs(3600)).await;
-                let trouble = inject_faults(&world);
+                let fault_injector = inject_faults(&world);
                 let clients =
                     (0..CLIENTS).map(|number| spawn_joinable(client(Arc::clone(&storage), number, 40)));
                 let mut known = Vec::new();
                 for client in clients.collect::<Vec<_>>() {
                     known.extend(timeout(Duration::from_secs(3600), client).await.expect("it ends"));
                 }
-                let happened = timeout(Duration::from_secs(3600), trouble).await.expect("it ends");
+                let happened = timeout(Duration::from_secs(3600), fault_injector).await.expect("it ends");
                 storage.flush().await.expect("the server is there");
                 assert_eq!(storage.remote_status().expect("it is at a server").unflushed_bytes, 0);
                 let content = lock(&world).disk.crash();
@@ -236,21 +236,21 @@ fn without_reconnect_delay_possible_loss_is_reported_permanently() {
             storage.flush().await.expect("the server is there");
             lock(&world).cut();
             // Everything was flushed, so nothing is lost with the connection.
-            let back = async {
+            let reconnected = async {
                 while write(2).await.is_err() {
                     pause(50).await;
                 }
             };
-            timeout(Duration::from_secs(60), back).await.expect("it connects again by itself");
+            timeout(Duration::from_secs(60), reconnected).await.expect("it connects again by itself");
             assert!(storage.remote_status().expect("it is at a server").reconnections > 0);
             lock(&world).lose_power();
             lock(&world).is_up = true;
-            let back = async {
+            let reconnected = async {
                 while storage.read(0, IoBuffer::new(512)).await.is_err() {
                     pause(50).await;
                 }
             };
-            timeout(Duration::from_secs(60), back).await.expect("it connects again by itself");
+            timeout(Duration::from_secs(60), reconnected).await.expect("it connects again by itself");
             assert!(storage.flush().await.is_err(), "seed {seed}: the second write may be lost");
             write(3).await.expect("the server is there");
             assert!(storage.flush().await.is_err(), "seed {seed}: and it stays so");
@@ -292,19 +292,19 @@ fn open_timeout_waits_for_a_late_server() {
                 open_timeout: Duration::from_secs(seconds),
                 ..NbdOptions::default()
             };
-            let there = Arc::clone(&world);
+            let host = Arc::clone(&world);
             async move {
                 let began = now();
-                let opened = simulated(Box::new(move || dial(&there)), "disk", &options).await;
+                let opened = simulated(Box::new(move || dial(&host)), "disk", &options).await;
                 (opened.is_ok(), now() - began)
             }
         };
         assert_eq!(opened(0).await, (false, Duration::ZERO));
         assert_eq!(opened(30).await, (false, Duration::from_secs(30)));
-        let there = Arc::clone(&world);
+        let host = Arc::clone(&world);
         let starting = spawn_joinable(async move {
             sleep_until(now() + Duration::from_secs(20)).await;
-            lock(&there).is_up = true;
+            lock(&host).is_up = true;
         });
         let (is_open, waited) = opened(60).await;
         starting.await;
@@ -315,10 +315,10 @@ fn open_timeout_waits_for_a_late_server() {
         // A pipe whose ends were dropped does not end by itself, as a cable does not.
         lock(&world).cut();
         // A server that answers but lacks the export is not tried again.
-        let there = Arc::clone(&world);
+        let host = Arc::clone(&world);
         let options = NbdOptions { open_timeout: Duration::from_secs(60), ..NbdOptions::default() };
         let began = now();
-        assert!(simulated(Box::new(move || dial(&there)), "other", &options).await.is_err());
+        assert!(simulated(Box::new(move || dial(&host)), "other", &options).await.is_err());
         assert!(now() - began < Duration::from_secs(1));
     });
 }
@@ -340,7 +340,7 @@ fn first_ways(seed: u64) -> ServerProperties {
 
 /// Properties of the server after a restart: fewer or more features, or unfit to continue the disk.
 fn later_ways(first: ServerProperties) -> ServerProperties {
-    let mut ways = first;
+    let mut properties = first;
     sim::random(|random| {
         for flag in [
             export_flag::SEND_FUA,
@@ -348,28 +348,28 @@ fn later_ways(first: ServerProperties) -> ServerProperties {
             export_flag::SEND_WRITE_ZEROES,
             export_flag::SEND_FAST_ZERO,
         ] {
-            ways.flags &= if random.bool() { !flag } else { !0 };
+            properties.flags &= if random.bool() { !flag } else { !0 };
         }
-        ways.flags |= if random.bool() { export_flag::SEND_FLUSH } else { 0 };
-        ways.flags |= if random.bool() { export_flag::CAN_MULTI_CONN } else { 0 };
-        ways.minimum_block = [1, 512][random.usize(..2)];
-        ways.maximum_payload = [4096, 16 << 10, 32 << 20][random.usize(..3)];
-        ways.structured = random.bool();
-        ways.refuses = [0, 0, 20][random.usize(..3)];
-        ways.size += if random.bool() { 4096 } else { 0 };
+        properties.flags |= if random.bool() { export_flag::SEND_FLUSH } else { 0 };
+        properties.flags |= if random.bool() { export_flag::CAN_MULTI_CONN } else { 0 };
+        properties.minimum_block = [1, 512][random.usize(..2)];
+        properties.maximum_payload = [4096, 16 << 10, 32 << 20][random.usize(..3)];
+        properties.structured = random.bool();
+        properties.refuses = [0, 0, 20][random.usize(..3)];
+        properties.size += if random.bool() { 4096 } else { 0 };
         let is_durable = |flags: u16| flags & (export_flag::SEND_FLUSH | export_flag::SEND_FUA) != 0;
         match random.u32(..6) {
-            0 => (ways.size, ways.is_unfit) = (SIZE - 512, true),
-            1 => (ways.minimum_block, ways.is_unfit) = (1024, true),
-            2 => (ways.flags, ways.is_unfit) = (ways.flags | export_flag::READ_ONLY, true),
-            3 => ways.flags &= !export_flag::SEND_FLUSH,
+            0 => (properties.size, properties.is_unfit) = (SIZE - 512, true),
+            1 => (properties.minimum_block, properties.is_unfit) = (1024, true),
+            2 => (properties.flags, properties.is_unfit) = (properties.flags | export_flag::READ_ONLY, true),
+            3 => properties.flags &= !export_flag::SEND_FLUSH,
             _ => {}
         }
         // Unfit too: a server whose cache can no longer be flushed, or that cannot make data
         // durable at all.
-        ways.is_unfit |= first.flags & !ways.flags & export_flag::SEND_FLUSH != 0 || !is_durable(ways.flags);
+        properties.is_unfit |= first.flags & !properties.flags & export_flag::SEND_FLUSH != 0 || !is_durable(properties.flags);
     });
-    ways
+    properties
 }
 
 /// Writes, zeroes, reads and flushes its region of a server that may refuse. Returns the expected
@@ -386,36 +386,36 @@ async fn client_of_failing_server(
         known.iter().zip(found).all(|(known, found)| known.is_none_or(|known| known == *found))
     };
     for _ in 0..requests {
-        let (at, length, byte, what) = sim::random(|random| {
+        let (at, length, byte, choice) = sim::random(|random| {
             let at = random.usize(..REGION - 1);
             (at, random.usize(1..=(REGION - at).min(9000)), random.u8(1..), random.u32(..100))
         });
-        let place = (base + at) as u64;
-        let is_durable = what % 7 == 0;
+        let offset = (base + at) as u64;
+        let is_durable = choice % 7 == 0;
         let durability = if is_durable { Durability::Synchronous } else { Durability::Cached };
-        let changed = match what {
+        let changed = match choice {
             0..40 => {
                 let data = IoBuffer::copy_of(&vec![byte; length]);
-                Some((storage.write(place, data.into(), durability).await, byte))
+                Some((storage.write(offset, data.into(), durability).await, byte))
             }
             40..58 => {
                 let only_if_fast = byte % 3 == 0;
                 let options = ZeroOptions { may_unmap: byte % 2 == 0, only_if_fast, durability };
-                Some((storage.write_zeroes(place, length as u64, options).await, 0))
+                Some((storage.write_zeroes(offset, length as u64, options).await, 0))
             }
             58..66 => {
                 storage.flush().await.expect("it waits for the server");
-                let there = lock_disk(&server, base..base + REGION);
-                assert!(agrees(&known, &there), "client {number}: not all that was flushed is on the disk");
+                let on_disk = lock_disk(&server, base..base + REGION);
+                assert!(agrees(&known, &on_disk), "client {number}: not all that was flushed is on the disk");
                 None
             }
             66..72 => {
-                let extents = storage.block_status(place, length as u64).await.expect("it waits");
+                let extents = storage.block_status(offset, length as u64).await.expect("it waits");
                 assert!(extents.iter().map(|extent| extent.length).sum::<u64>() <= length as u64);
                 None
             }
             _ => {
-                let read = storage.read(place, IoBuffer::new(length)).await.expect("it waits");
+                let read = storage.read(offset, IoBuffer::new(length)).await.expect("it waits");
                 assert!(agrees(&known[at..at + length], &read), "client {number}, {length} bytes at {at}");
                 None
             }
@@ -423,9 +423,9 @@ async fn client_of_failing_server(
         if let Some((result, byte)) = changed {
             // After a failure the range may hold the old or the new bytes.
             known[at..at + length].fill(result.is_ok().then_some(byte));
-            let there = lock_disk(&server, base + at..base + at + length);
-            let is_there = agrees(&known[at..at + length], &there);
-            assert!(result.is_err() || !is_durable || is_there, "client {number}: it is not durable");
+            let on_disk = lock_disk(&server, base + at..base + at + length);
+            let is_on_disk = agrees(&known[at..at + length], &on_disk);
+            assert!(result.is_err() || !is_durable || is_on_disk, "client {number}: it is not durable");
         }
     }
     known
@@ -448,24 +448,24 @@ fn a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing()
                 reconnect_delay: Duration::from_secs(3600),
                 ..NbdOptions::default()
             };
-            let there = Arc::clone(&server);
-            let dial = Box::new(move || changing::dial(&there));
-            let storage = Arc::new(simulated(dial, "disk", &options).await.expect("the server is there"));
-            let there = Arc::clone(&server);
-            let trouble = spawn_joinable(async move {
+            let shared = Arc::clone(&server);
+            let connect = Box::new(move || changing::dial(&shared));
+            let storage = Arc::new(simulated(connect, "disk", &options).await.expect("the server is there"));
+            let shared = Arc::clone(&server);
+            let fault_injector = spawn_joinable(async move {
                 for _ in 0..sim::random(|random| random.usize(..8)) {
                     pause(20).await;
                     if sim::random(fastrand::Rng::bool) {
-                        changing::lock(&there).lose_power();
+                        changing::lock(&shared).lose_power();
                         pause(500).await;
                     }
-                    changing::lock(&there).come_back(later_ways(first));
+                    changing::lock(&shared).restart(later_ways(first));
                     pause(2000).await;
-                    if changing::lock(&there).ways.is_unfit {
-                        changing::lock(&there).come_back(first);
+                    if changing::lock(&shared).ways.is_unfit {
+                        changing::lock(&shared).restart(first);
                     }
                 }
-                changing::lock(&there).come_back(first);
+                changing::lock(&shared).restart(first);
             });
             let clients = (0..CLIENTS).map(|number| {
                 let (storage, server) = (Arc::clone(&storage), Arc::clone(&server));
@@ -475,14 +475,14 @@ fn a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing()
             for client in clients.collect::<Vec<_>>() {
                 known.extend(timeout(Duration::from_secs(3600), client).await.expect("it ends"));
             }
-            timeout(Duration::from_secs(3600), trouble).await.expect("it ends");
+            timeout(Duration::from_secs(3600), fault_injector).await.expect("it ends");
             storage.flush().await.expect("the server is there");
             assert_eq!(storage.remote_status().expect("it is at a server").unflushed_bytes, 0);
             let state = changing::lock(&server);
             assert!(state.faults.is_empty(), "{:#?}", state.faults);
-            let is_there =
+            let is_on_disk =
                 known.iter().zip(&state.disk).all(|(known, found)| known.is_none_or(|k| k == *found));
-            assert!(is_there, "what was flushed is not there");
+            assert!(is_on_disk, "what was flushed is not there");
             state.refused
         });
     });

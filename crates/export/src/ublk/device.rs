@@ -39,7 +39,7 @@ pub struct UblkOffer {
     /// the device; 0 for no limit. Not passed to the kernel.
     pub dead_timeout_s: u32,
     /// Longest read or write in bytes: whole pages.
-    pub most_bytes: u32,
+    pub max_request_bytes: u32,
     /// True if the device is read-only.
     pub read_only: bool,
     /// True if DISCARD is supported.
@@ -71,7 +71,7 @@ impl Default for UblkOffer {
             depth: 128,
             dead_timeout_s: 0,
             // The kernel splits larger I/O. A larger value would lend memory that is rarely used.
-            most_bytes: 256 << 10,
+            max_request_bytes: 256 << 10,
             read_only: false,
             discard: true,
             write_zeroes: true,
@@ -92,17 +92,17 @@ const MAX_ERASE_SECTORS: u32 = 1 << 21;
 impl UblkOffer {
     /// Parameters in the driver's form, for a disk of this length.
     pub(super) fn params(&self, size_bytes: u64) -> UblkParams {
-        let when = |condition: bool, bits| if condition { bits } else { 0 };
-        let erases = |offered: bool| when(offered && !self.read_only, MAX_ERASE_SECTORS);
+        let flags_if = |condition: bool, bits| if condition { bits } else { 0 };
+        let erases = |offered: bool| flags_if(offered && !self.read_only, MAX_ERASE_SECTORS);
         let shift = |bytes: u32| bytes.ilog2() as u8;
         let mut params = UblkParams::default();
-        params.attributes = when(self.read_only, UblkParams::READ_ONLY)
-            | when(self.write_cache, UblkParams::VOLATILE_CACHE | UblkParams::FUA);
+        params.attributes = flags_if(self.read_only, UblkParams::READ_ONLY)
+            | flags_if(self.write_cache, UblkParams::VOLATILE_CACHE | UblkParams::FUA);
         params.logical_block_shift = shift(self.block_bytes);
         params.physical_block_shift = shift(self.physical_block_bytes);
         params.minimum_io_shift = params.physical_block_shift;
         params.optimal_io_shift = shift(self.optimal_io_bytes);
-        params.max_sectors = self.most_bytes / SECTOR_BYTES as u32;
+        params.max_sectors = self.max_request_bytes / SECTOR_BYTES as u32;
         params.sectors = size_bytes / SECTOR_BYTES;
         params.discard_granularity = self.discard_granularity_bytes;
         params.max_discard_sectors = erases(self.discard);
@@ -117,7 +117,7 @@ pub(super) struct UblkDevice {
     pub(super) id: Arc<str>,
     disk: Arc<Disk>,
     read_only: bool,
-    most_bytes: u64,
+    max_request_bytes: u64,
     durability: Durability,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
@@ -152,7 +152,7 @@ impl UblkDevice {
             id: Arc::clone(&export.id),
             disk: Arc::clone(&export.disk),
             read_only: export.offer.read_only || params.attributes & UblkParams::READ_ONLY != 0,
-            most_bytes: u64::from(info.max_request_bytes),
+            max_request_bytes: u64::from(info.max_request_bytes),
             durability: if cached { Durability::Cached } else { Durability::Synchronous },
             requests: AtomicU64::default(),
             in_flight: AtomicU64::default(),
@@ -173,14 +173,14 @@ impl UblkDevice {
         UblkRequestRules {
             size_bytes: self.disk.size_bytes(),
             read_only: self.read_only,
-            max_io_bytes: self.most_bytes,
+            max_io_bytes: self.max_request_bytes,
             durability: self.durability,
         }
     }
 
     /// Quiesces the queues, or resumes them.
-    pub(super) fn set_quiescing(&self, is_to: bool) {
-        self.quiescing.store(is_to, SeqCst);
+    pub(super) fn set_quiescing(&self, quiescing: bool) {
+        self.quiescing.store(quiescing, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
@@ -189,15 +189,15 @@ impl UblkDevice {
     }
 
     /// Ends the device; that also ends a quiesce.
-    pub(super) fn shut_down(&self, how: UblkShutdown) {
+    pub(super) fn shut_down(&self, shutdown: UblkShutdown) {
         // Quiesced queues have to run to end.
         self.quiescing.store(false, SeqCst);
-        self.shutdown[how as usize].store(true, SeqCst);
+        self.shutdown[shutdown as usize].store(true, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    pub(super) fn is_shutting_down(&self, how: UblkShutdown) -> bool {
-        self.shutdown[how as usize].load(SeqCst)
+    pub(super) fn is_shutting_down(&self, shutdown: UblkShutdown) -> bool {
+        self.shutdown[shutdown as usize].load(SeqCst)
     }
 
     pub(super) fn count(&self, taken: u64) {

@@ -37,7 +37,7 @@ impl UblkIoQueue {
                 Box::pin(self.erase(incoming)).await;
             }
             UblkOperation::Flush => {
-                let result = Box::pin(self.device.disk().flush_for(Some(&self.patience))).await;
+                let result = Box::pin(self.device.disk().flush_for(Some(&self.cancel_token))).await;
                 self.answer(&incoming, result);
             }
             UblkOperation::Refused(error) => self.answer(&incoming, Err(error)),
@@ -46,20 +46,20 @@ impl UblkIoQueue {
 
     async fn read(self: Rc<Self>, incoming: UblkIncomingRequest) {
         let cost = RequestCost::one(incoming.request.bytes);
-        let Some(pass) = self.admit(Direction::Read, cost).await else { return self.postpone(incoming) };
+        let Some(permit) = self.admit(Direction::Read, cost).await else { return self.postpone(incoming) };
         let target = ReadTarget::Segments(self.buffer(&incoming).into());
-        let result = self.device.disk().read_to(pass, incoming.request.offset, target).await;
+        let result = self.device.disk().read_to(permit, incoming.request.offset, target).await;
         self.answer(&incoming, result.map(drop));
     }
 
     /// Executes adjacent reads as one I/O into all their buffers.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<UblkIncomingRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
-        let Some(pass) = self.admit(Direction::Read, RequestCost::merged(&lengths)).await else {
+        let Some(permit) = self.admit(Direction::Read, RequestCost::merged(&lengths)).await else {
             return parts.into_iter().for_each(|part| self.postpone(part));
         };
         let target = ReadTarget::Segments(self.buffers(&parts));
-        match self.device.disk().read_to(pass, parts[0].request.offset, target).await {
+        match self.device.disk().read_to(permit, parts[0].request.offset, target).await {
             Ok(_) => parts.iter().for_each(|part| self.answer(part, Ok(()))),
             Err(error) => self.retry_separately(parts, error).await,
         }
@@ -70,21 +70,21 @@ impl UblkIoQueue {
         let disk = self.device.disk();
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
-            let Some(pass) = self.admit(Direction::Read, RequestCost::one(part.request.bytes)).await else {
+            let Some(permit) = self.admit(Direction::Read, RequestCost::one(part.request.bytes)).await else {
                 self.postpone(part);
                 continue;
             };
             let target = ReadTarget::Segments(self.buffer(&part).into());
-            let result = disk.retry_read_to(pass, part.request.offset, target).await;
+            let result = disk.retry_read_to(permit, part.request.offset, target).await;
             self.answer(&part, result.map(drop));
         }
     }
 
     async fn write(self: Rc<Self>, incoming: UblkIncomingRequest, durability: Durability) {
         let cost = RequestCost::one(incoming.request.bytes);
-        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.postpone(incoming) };
+        let Some(permit) = self.admit(Direction::Write, cost).await else { return self.postpone(incoming) };
         let data = self.buffer(&incoming).into();
-        let result = self.device.disk().write(pass, incoming.request.offset, data, durability).await;
+        let result = self.device.disk().write(permit, incoming.request.offset, data, durability).await;
         self.answer(&incoming, result);
     }
 
@@ -92,14 +92,14 @@ impl UblkIoQueue {
     /// because a failed write leaves its range undefined anyway.
     pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<UblkIncomingRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
-        let Some(pass) = self.admit(Direction::Write, RequestCost::merged(&lengths)).await else {
+        let Some(permit) = self.admit(Direction::Write, RequestCost::merged(&lengths)).await else {
             return parts.into_iter().for_each(|part| self.postpone(part));
         };
         let UblkOperation::Write(durability) = parts[0].request.kind else {
             unreachable!("planned as writes")
         };
         let (offset, data) = (parts[0].request.offset, self.buffers(&parts));
-        let result = self.device.disk().write(pass, offset, data, durability).await;
+        let result = self.device.disk().write(permit, offset, data, durability).await;
         parts.iter().for_each(|part| self.answer(part, result));
     }
 
@@ -107,7 +107,7 @@ impl UblkIoQueue {
     async fn move_registered(self: Rc<Self>, incoming: UblkIncomingRequest) {
         let UblkRequest { kind, offset, bytes } = incoming.request;
         let direction = if kind == UblkOperation::Read { Direction::Read } else { Direction::Write };
-        let Some(pass) = self.admit(direction, RequestCost::one(bytes)).await else {
+        let Some(permit) = self.admit(direction, RequestCost::one(bytes)).await else {
             return self.postpone(incoming);
         };
         let UblkData::Registered(data) = self.channel.data(incoming.tag, bytes as usize) else {
@@ -115,8 +115,8 @@ impl UblkIoQueue {
         };
         let disk = self.device.disk();
         let result = match kind {
-            UblkOperation::Write(durability) => disk.write_registered(pass, offset, &data, durability).await,
-            _ => disk.read_registered(pass, offset, &data).await,
+            UblkOperation::Write(durability) => disk.write_registered(permit, offset, &data, durability).await,
+            _ => disk.read_registered(permit, offset, &data).await,
         };
         self.answer(&incoming, result);
     }
@@ -124,13 +124,13 @@ impl UblkIoQueue {
     async fn erase(self: Rc<Self>, incoming: UblkIncomingRequest) {
         let (disk, request) = (self.device.disk(), incoming.request);
         let cost = RequestCost::one(request.bytes);
-        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.postpone(incoming) };
+        let Some(permit) = self.admit(Direction::Write, cost).await else { return self.postpone(incoming) };
         let result = match request.kind {
             UblkOperation::WriteZeroes { may_unmap, durability } => {
                 let options = ZeroOptions { may_unmap, only_if_fast: false, durability };
-                disk.write_zeroes(pass, request.offset, request.bytes, options).await
+                disk.write_zeroes(permit, request.offset, request.bytes, options).await
             }
-            _ => disk.discard(pass, request.offset, request.bytes, self.device.rules().durability).await,
+            _ => disk.discard(permit, request.offset, request.bytes, self.device.rules().durability).await,
         };
         self.answer(&incoming, result);
     }
@@ -139,7 +139,7 @@ impl UblkIoQueue {
     fn buffer(&self, incoming: &UblkIncomingRequest) -> GuestBytes {
         // `parse` bounds the length by the memory of a tag.
         match self.channel.data(incoming.tag, incoming.request.bytes as usize) {
-            UblkData::Lent(place) => place,
+            UblkData::Copied(buffer) => buffer,
             UblkData::Registered(_) => unreachable!("not of such a channel"),
         }
     }
@@ -150,12 +150,12 @@ impl UblkIoQueue {
 
     /// Waits for admission by the disk's limits; `None` if the device is left or quiesces before.
     async fn admit(&self, direction: Direction, cost: RequestCost) -> Option<AdmissionPermit> {
-        let mut pass = pin!(self.device.disk().admit(direction, cost));
+        let mut admission = pin!(self.device.disk().admit(direction, cost));
         // Created only for a request that has to wait: most are admitted at the first poll.
         let mut leave = None;
-        let pass = poll_fn(|context| {
-            if let Poll::Ready(pass) = pass.as_mut().poll(context) {
-                return Poll::Ready(Some(pass));
+        let permit = poll_fn(|context| {
+            if let Poll::Ready(permit) = admission.as_mut().poll(context) {
+                return Poll::Ready(Some(permit));
             }
             loop {
                 if self.is_holding_back() {
@@ -171,7 +171,7 @@ impl UblkIoQueue {
             }
         })
         .await;
-        pass.map(|pass| pass.with_cancel_token(&self.patience))
+        permit.map(|permit| permit.with_cancel_token(&self.cancel_token))
     }
 
     fn answer(self: &Rc<Self>, incoming: &UblkIncomingRequest, result: Result<()>) {

@@ -72,7 +72,7 @@ pub(super) fn replace(
 
 /// Ends the guard of a device, if it has one.
 pub(super) fn dismiss(control: &UblkControl, number: u32) -> io::Result<()> {
-    while let Some(process) = control.guardian(number)? {
+    while let Some(process) = control.keeper(number)? {
         let Some(pid) = Some(process).filter(|process| *process > 0).and_then(Pid::from_raw) else {
             return Err(io::Error::other(
                 "its guard is not visible in this PID namespace (end `weir ublk-guard` where its weir ran)",
@@ -83,7 +83,7 @@ pub(super) fn dismiss(control: &UblkControl, number: u32) -> io::Result<()> {
             handle => handle?,
         };
         // The process ID may have been reused before pidfd_open, but only a guard has the lock.
-        if control.guardian(number)? != Some(process) {
+        if control.keeper(number)? != Some(process) {
             continue;
         }
         match pidfd_send_signal(&handle, Signal::KILL) {
@@ -120,10 +120,10 @@ impl UblkGuard {
             server: process::id(),
             timeout: Duration::from_secs(seconds.into()),
         };
-        let told = orders.write(&mut stdin);
+        let written = orders.write(&mut stdin);
         let guard = Self(Some(child));
         // After `Guard` owns the child, so that an error still reaps it.
-        told?;
+        written?;
         let mut ready = String::new();
         BufReader::new(stdout).read_line(&mut ready)?;
         match ready.is_empty() {
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn orders_are_read_as_they_were_written() {
+    fn orders_round_trip() {
         let orders =
             UblkGuardOrders { number: 7, mark: u64::MAX, server: 12, timeout: Duration::from_secs(86_400) };
         let mut line = Vec::new();

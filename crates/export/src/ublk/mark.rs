@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mark_is_ours_and_its_images_alone() {
+    fn mark_identifies_weir_and_the_image() {
         let one = mark([8, 1234, 0]);
         assert!(is_ours(one) && is_ours(mark_without_image()) && !is_ours(0) && !is_ours(1234));
         assert!([[8, 1235, 0], [9, 1234, 0], [8, 1234, 1]].iter().all(|other| mark(*other) != one));

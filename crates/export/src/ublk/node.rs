@@ -107,8 +107,8 @@ fn of_process(process: Option<u32>) -> String {
 }
 
 /// Adds the purpose of an operation to its error.
-pub(super) fn kernel<T>(what: impl Into<String>, result: io::Result<T>) -> Result<T, UblkError> {
-    result.map_err(|error| UblkError::Kernel { what: what.into(), error })
+pub(super) fn kernel<T>(operation: impl Into<String>, result: io::Result<T>) -> Result<T, UblkError> {
+    result.map_err(|error| UblkError::Kernel { what: operation.into(), error })
 }
 
 /// A device of the driver, made by any program.
@@ -144,13 +144,13 @@ pub fn list() -> Result<Vec<UblkDeviceInfo>, UblkError> {
 /// [`UblkError::Taken`]: a process serves it. Any error of the kernel.
 pub fn remove(number: u32) -> Result<(), UblkError> {
     let mut control = open()?;
-    let what = format!("/dev/ublkb{number}: not removed");
-    let info = kernel(what.clone(), control.info(number))?;
+    let operation = format!("/dev/ublkb{number}: not removed");
+    let info = kernel(operation.clone(), control.info(number))?;
     if let Some(process) = server_of(&info) {
         return Err(UblkError::Taken { number, process: Some(process) });
     }
-    kernel(what.clone(), guard::dismiss(&control, number))?;
-    kernel(what, control.delete(&info))
+    kernel(operation.clone(), guard::dismiss(&control, number))?;
+    kernel(operation, control.delete(&info))
 }
 
 fn found(info: &UblkInfo) -> UblkDeviceInfo {
@@ -180,14 +180,14 @@ fn open() -> Result<UblkControl, UblkError> {
 fn begin_recovery(
     control: &mut UblkControl,
     info: &UblkInfo,
-    what: impl Fn() -> String,
+    operation: impl Fn() -> String,
 ) -> Result<bool, UblkError> {
     let Err(error) = control.start_recovery(info) else { return Ok(true) };
     match error.raw_os_error() {
         Some(libc::EBUSY) => Ok(false),
         // Already begun, by a process that was killed before it fetched a request.
         Some(libc::EINVAL) => Ok(true),
-        _ => Err(UblkError::Kernel { what: what(), error }),
+        _ => Err(UblkError::Kernel { what: operation(), error }),
     }
 }
 
@@ -208,8 +208,8 @@ fn wait_for_owner(number: u32) -> Result<(), UblkError> {
 fn may_be_zero_copy(control: &UblkControl, export: &UblkExport) -> bool {
     let UblkExport { offer, disk, .. } = export;
     // Zero copy needs root: the kernel does not let other users reference foreign pages.
-    let is_wanted = offer.zero_copy && !offer.unprivileged && disk.supports_registered();
-    is_wanted && control.features() & feature::ZERO_COPY == feature::ZERO_COPY
+    let is_requested = offer.zero_copy && !offer.unprivileged && disk.supports_registered();
+    is_requested && control.features() & feature::ZERO_COPY == feature::ZERO_COPY
 }
 
 /// Numbers of devices that this process serves or is about to serve.
@@ -258,21 +258,21 @@ impl UblkNode {
     fn make(control: &mut UblkControl, export: &UblkExport, mark: Option<u64>) -> Result<Self, UblkError> {
         let offer = &export.offer;
         let recovery = feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE;
-        let wanted = if mark.is_some() { recovery } else { 0 } | feature::UPDATE_SIZE;
+        let features = if mark.is_some() { recovery } else { 0 } | feature::UPDATE_SIZE;
         // Requested features are limited to those of this kernel, except UNPRIVILEGED, which must
         // not be dropped silently.
         let unprivileged = if offer.unprivileged { feature::UNPRIVILEGED } else { 0 };
-        let mut info = UblkInfo::new(offer.queues, offer.depth, offer.most_bytes);
-        info.features = wanted & control.features() | unprivileged;
+        let mut info = UblkInfo::new(offer.queues, offer.depth, offer.max_request_bytes);
+        info.features = features & control.features() | unprivileged;
         info.user_data = mark.unwrap_or(mark::mark_without_image());
         // Held until the number is inserted, so that no other task takes the new device for an
         // orphan.
         let mut claimed = claimed();
-        let made = match may_be_zero_copy(control, export) {
+        let created = match may_be_zero_copy(control, export) {
             true => Self::add_zero_copy(control, export, info, mark),
             false => control.add(offer.number, info),
         };
-        let info = made.map_err(|error| match (error.raw_os_error(), offer.number) {
+        let info = created.map_err(|error| match (error.raw_os_error(), offer.number) {
             (Some(libc::EEXIST), Some(number)) => {
                 let process = control.info(number).ok().and_then(|info| server_of(&info));
                 UblkError::Taken { number, process }
@@ -312,12 +312,12 @@ impl UblkNode {
         info.features |= feature::ZERO_COPY;
         info.user_data = mark.map_or(mark::mark_without_image(), mark::zero_copy);
         control.add(export.offer.number, info).or_else(|error| {
-            let made = control.add(export.offer.number, plain)?;
+            let created = control.add(export.offer.number, plain)?;
             tracing::warn!(
                 export = %export.id, %error,
                 "the kernel refuses a zero-copy device, so data is copied"
             );
-            Ok(made)
+            Ok(created)
         })
     }
 
@@ -325,15 +325,15 @@ impl UblkNode {
         control: &mut UblkControl,
         export: &UblkExport,
         mark: u64,
-        waits: bool,
+        is_server_exiting: bool,
     ) -> Result<Option<Self>, UblkError> {
         for number in numbers() {
             // Claimed first, so that two exports of this process never take over one device.
-            let is_asked_for = export.offer.number.is_none_or(|asked| asked == number);
-            if !is_asked_for || !claimed().insert(number) {
+            let is_requested = export.offer.number.is_none_or(|requested| requested == number);
+            if !is_requested || !claimed().insert(number) {
                 continue;
             }
-            match Self::take_over_orphaned(control, export, number, mark, waits) {
+            match Self::take_over_orphaned(control, export, number, mark, is_server_exiting) {
                 Ok(None) => claimed().remove(&number),
                 Ok(node) => return Ok(node),
                 Err(error) => {
@@ -352,37 +352,37 @@ impl UblkNode {
         export: &UblkExport,
         number: u32,
         mark: u64,
-        waits: bool,
+        is_server_exiting: bool,
     ) -> Result<Option<Self>, UblkError> {
-        let what = || format!("/dev/ublkb{number}, which an earlier weir has left");
-        let look = |control: &mut UblkControl| {
+        let operation = || format!("/dev/ublkb{number}, which an earlier weir has left");
+        let find_info = |control: &mut UblkControl| {
             let info = control.info(number).ok().filter(|_| numbers().contains(&number))?;
-            let is_it = [mark, mark::zero_copy(mark)].contains(&info.user_data);
+            let is_marked = [mark, mark::zero_copy(mark)].contains(&info.user_data);
             // A device with a live server is not taken over, unless the caller knows that the
             // server is ending.
-            (is_it && (waits || server_of(&info).is_none())).then_some(info)
+            (is_marked && (is_server_exiting || server_of(&info).is_none())).then_some(info)
         };
-        let Some(info) = look(control) else { return Ok(None) };
+        let Some(info) = find_info(control) else { return Ok(None) };
         // From here on only this process may remove it.
-        let guard = kernel(what(), guard::replace(control, &info, export.offer.dead_timeout_s))?;
+        let guard = kernel(operation(), guard::replace(control, &info, export.offer.dead_timeout_s))?;
         let end = Instant::now() + EXIT_NOTICE_TIMEOUT;
-        while let Some(info) = look(control) {
+        while let Some(info) = find_info(control) {
             match info.state() {
                 // Its server has ended, and the kernel has not noticed yet.
                 UblkState::Live => {}
-                UblkState::Quiesced if begin_recovery(control, &info, what)? => {
-                    let params = kernel(what(), control.params(&info))?;
+                UblkState::Quiesced if begin_recovery(control, &info, operation)? => {
+                    let params = kernel(operation(), control.params(&info))?;
                     return Ok(Some(Self { info, params, is_taken_over: true, _guard: guard }));
                 }
                 UblkState::Quiesced => {}
                 UblkState::Dead | UblkState::FailIo => {
-                    kernel(what(), begin_removal(info))?;
+                    kernel(operation(), begin_removal(info))?;
                     return Ok(None);
                 }
             }
             if Instant::now() > end {
                 let error = io::Error::from_raw_os_error(libc::EBUSY);
-                return Err(UblkError::Kernel { what: what(), error });
+                return Err(UblkError::Kernel { what: operation(), error });
             }
             thread::sleep(POLL_INTERVAL);
         }

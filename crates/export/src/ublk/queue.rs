@@ -69,18 +69,18 @@ pub(super) struct UblkIoQueue {
     pub(super) channel: UblkChannel,
     depth: u16,
     arrived: RefCell<MergeBatch<UblkIncomingRequest>>,
-    news: Signal,
+    wakeup: Signal,
     /// Number of requests that were fetched and are not committed.
     in_flight: Cell<u64>,
     /// Number of tags that the kernel has not aborted.
     tags: Cell<u16>,
     /// Error of the first aborted tag.
-    over: Cell<Option<io::Error>>,
-    leaving: Cell<bool>,
-    resting: Cell<bool>,
+    abort_error: Cell<Option<io::Error>>,
+    is_leaving: Cell<bool>,
+    quiescing: Cell<bool>,
     /// Wakes requests that wait for limits.
     pub(super) leave: Event,
-    pub(super) patience: Arc<CancelToken>,
+    pub(super) cancel_token: Arc<CancelToken>,
 }
 
 impl UblkIoQueue {
@@ -90,14 +90,14 @@ impl UblkIoQueue {
             channel,
             depth,
             arrived: RefCell::default(),
-            news: Signal::default(),
+            wakeup: Signal::default(),
             in_flight: Cell::new(0),
             tags: Cell::new(depth),
-            over: Cell::new(None),
-            leaving: Cell::new(false),
-            resting: Cell::new(false),
+            abort_error: Cell::new(None),
+            is_leaving: Cell::new(false),
+            quiescing: Cell::new(false),
             leave: Event::new(),
-            patience: Arc::default(),
+            cancel_token: Arc::default(),
         })
     }
 
@@ -112,41 +112,41 @@ impl UblkIoQueue {
         self.channel.begun().await?;
         // Lets the tasks of rejected tags run before their error is read.
         reactor::yield_now().await;
-        self.over.take().map_or(Ok(()), Err)
+        self.abort_error.take().map_or(Ok(()), Err)
     }
 
     /// Serves until the device has stopped, or is left.
     pub(super) async fn serve(self: Rc<Self>) {
-        let watching = reactor::spawn_joinable(Rc::clone(&self).watch());
-        let mut launcher = TaskSpawner::new();
+        let watcher = reactor::spawn_joinable(Rc::clone(&self).watch());
+        let mut spawner = TaskSpawner::new();
         let mut taken = MergeBatch::default();
         while !self.is_over() {
-            if self.resting.get() {
+            if self.quiescing.get() {
                 self.quiesce_until_resumed().await;
                 continue;
             }
             // Swapped, because executing a request may make the next one arrive.
             std::mem::swap(&mut taken, &mut *self.arrived.borrow_mut());
-            self.start(&mut taken, &mut launcher, Self::execute);
-            self.news.wait().await;
+            self.start(&mut taken, &mut spawner, Self::execute);
+            self.wakeup.wait().await;
         }
-        watching.cancel().await;
+        watcher.cancel().await;
     }
 
     /// Quiesces, and waits until the device resumes.
     async fn quiesce_until_resumed(&self) {
-        while self.resting.get() && self.in_flight.get() > self.waiting() {
-            self.news.wait().await;
+        while self.quiescing.get() && self.in_flight.get() > self.waiting() {
+            self.wakeup.wait().await;
         }
         // Waits until the kernel has received all commits; a process that ends now loses none.
         let submitted = self.channel.begun().await;
-        if !self.resting.get() || submitted.is_err() {
+        if !self.quiescing.get() || submitted.is_err() {
             return;
         }
         self.device.quiesced_queues.fetch_add(1, SeqCst);
         self.device.changed.notify(usize::MAX);
-        while self.resting.get() {
-            self.news.wait().await;
+        while self.quiescing.get() {
+            self.wakeup.wait().await;
         }
         self.device.quiesced_queues.fetch_sub(1, SeqCst);
     }
@@ -157,18 +157,18 @@ impl UblkIoQueue {
     }
 
     fn is_over(&self) -> bool {
-        self.in_flight.get() == 0 && (self.tags.get() == 0 || self.leaving.get())
+        self.in_flight.get() == 0 && (self.tags.get() == 0 || self.is_leaving.get())
     }
 
     fn start<F: Future<Output = ()> + 'static>(
         self: &Rc<Self>,
         taken: &mut MergeBatch<UblkIncomingRequest>,
-        launcher: &mut TaskSpawner<F>,
-        carry_out: impl Fn(Rc<Self>, UblkIncomingRequest) -> F,
+        spawner: &mut TaskSpawner<F>,
+        execute_one: impl Fn(Rc<Self>, UblkIncomingRequest) -> F,
     ) {
         taken.start(
-            launcher,
-            |only| carry_out(Rc::clone(self), only),
+            spawner,
+            |only| execute_one(Rc::clone(self), only),
             |parts| Rc::clone(self).read_merged(parts),
             |parts| Rc::clone(self).write_merged(parts),
         );
@@ -179,20 +179,20 @@ impl UblkIoQueue {
         loop {
             let changed = self.device.changed.listen();
             if self.device.is_shutting_down(UblkShutdown::Stop) {
-                self.patience.cancel();
+                self.cancel_token.cancel();
             }
-            if self.device.is_shutting_down(UblkShutdown::Leave) && !self.leaving.replace(true) {
-                self.patience.cancel();
+            if self.device.is_shutting_down(UblkShutdown::Leave) && !self.is_leaving.replace(true) {
+                self.cancel_token.cancel();
                 self.leave.notify(usize::MAX);
                 // Not committed, so the driver issues them again to the next server.
                 let waiting = std::mem::take(self.arrived.borrow_mut().all());
                 waiting.iter().for_each(|_| self.count_out());
-                self.news.raise();
+                self.wakeup.raise();
             }
-            let resting = self.device.is_quiescing();
-            if self.resting.replace(resting) != resting {
+            let quiescing = self.device.is_quiescing();
+            if self.quiescing.replace(quiescing) != quiescing {
                 self.leave.notify(usize::MAX);
-                self.news.raise();
+                self.wakeup.raise();
             }
             changed.await;
         }
@@ -205,18 +205,18 @@ impl UblkIoQueue {
         reactor::spawn(async move {
             match next.await {
                 Ok(()) => this.arrive(tag),
-                Err(why) => {
+                Err(error) => {
                     // The kernel has aborted the tag: the device stops.
                     this.tags.set(this.tags.get() - 1);
-                    this.over.set(this.over.take().or(Some(why)));
-                    this.news.raise();
+                    this.abort_error.set(this.abort_error.take().or(Some(error)));
+                    this.wakeup.raise();
                 }
             }
         });
     }
 
     fn arrive(&self, tag: u16) {
-        if self.leaving.get() {
+        if self.is_leaving.get() {
             // Not counted: the driver issues it again to the next server.
             return;
         }
@@ -225,7 +225,7 @@ impl UblkIoQueue {
         self.arrived.borrow_mut().push(UblkIncomingRequest { tag, request, is_alone });
         self.in_flight.set(self.in_flight.get() + 1);
         self.device.count(1);
-        self.news.raise();
+        self.wakeup.raise();
     }
 
     /// Commits a result and fetches the next request.
@@ -236,28 +236,28 @@ impl UblkIoQueue {
 
     /// Keeps a request that waited for limits and is not to be started now.
     pub(super) fn postpone(&self, incoming: UblkIncomingRequest) {
-        if self.leaving.get() {
+        if self.is_leaving.get() {
             return self.count_out();
         }
         self.arrived.borrow_mut().push(incoming);
-        self.news.raise();
+        self.wakeup.raise();
     }
 
     /// Counts out a request that was committed, or is left to the next server.
     pub(super) fn count_out(&self) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.device.in_flight.fetch_sub(1, Relaxed);
-        if self.is_over() || self.resting.get() {
-            self.news.raise();
+        if self.is_over() || self.quiescing.get() {
+            self.wakeup.raise();
         }
     }
 
     /// True if no request is to be started.
     pub(super) fn is_holding_back(&self) -> bool {
-        self.leaving.get() || self.resting.get()
+        self.is_leaving.get() || self.quiescing.get()
     }
 
     pub(super) fn is_leaving(&self) -> bool {
-        self.leaving.get()
+        self.is_leaving.get()
     }
 }

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn malformed_requests_are_rejected() {
         for (operation, first, sectors, error) in [
             (4, 0, 1, Error::UNSUPPORTED),
             (18, 0, 1, Error::UNSUPPORTED),

@@ -63,18 +63,18 @@ pub struct UblkServer {
     device: Arc<UblkDevice>,
     node: UblkNode,
     queues: AtomicUsize,
-    is_over: AtomicBool,
+    has_ended: AtomicBool,
     /// Notified when the device stops or has ended, and when the disk was resized.
     changed: Event,
     resizes: AtomicU64,
-    lent: LentMemory,
+    queue_memory: QueueMemory,
 }
 
 /// Memory that is reserved until this is dropped.
 #[derive(Debug)]
-struct LentMemory(u64);
+struct QueueMemory(u64);
 
-impl LentMemory {
+impl QueueMemory {
     const WHAT: &'static str = "memory lent to the kernel for a block device";
 
     fn of(info: &UblkInfo) -> Result<Self, OutOfBudget> {
@@ -84,7 +84,7 @@ impl LentMemory {
     }
 }
 
-impl Drop for LentMemory {
+impl Drop for QueueMemory {
     fn drop(&mut self) {
         // Reducing a reservation cannot fail.
         let _ = MemoryBudget::process().reserve(Self::WHAT, self.0, 0);
@@ -98,8 +98,8 @@ impl UblkServer {
     /// # Errors
     /// [`UblkError`]. An orphaned device stays.
     pub async fn open(export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
-        let of_node = export.clone();
-        let node = reactor::run_blocking(move || UblkNode::open(&of_node)).await?;
+        let node_export = export.clone();
+        let node = reactor::run_blocking(move || UblkNode::open(&node_export)).await?;
         Self::with(node, export, workers).await
     }
 
@@ -108,8 +108,8 @@ impl UblkServer {
     /// # Errors
     /// [`UblkError`]. The device stays and waits.
     pub async fn recover(export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
-        let of_node = export.clone();
-        let node = reactor::run_blocking(move || UblkNode::recover(&of_node)).await?;
+        let node_export = export.clone();
+        let node = reactor::run_blocking(move || UblkNode::recover(&node_export)).await?;
         Self::with(node, export, workers).await
     }
 
@@ -118,8 +118,8 @@ impl UblkServer {
         export: UblkExport,
         workers: &[ReactorWorker],
     ) -> Result<Arc<Self>, UblkError> {
-        let lent = match LentMemory::of(&node.info) {
-            Ok(lent) => lent,
+        let queue_memory = match QueueMemory::of(&node.info) {
+            Ok(queue_memory) => queue_memory,
             Err(error) => {
                 discard_node(node).await;
                 return Err(error.into());
@@ -130,12 +130,12 @@ impl UblkServer {
             device,
             node,
             queues: AtomicUsize::new(0),
-            is_over: AtomicBool::new(false),
+            has_ended: AtomicBool::new(false),
             changed: Event::new(),
             resizes: AtomicU64::new(0),
-            lent,
+            queue_memory,
         });
-        let (ending, ended) = async_channel::unbounded();
+        let (ending, queue_ends) = async_channel::unbounded();
         // A device that was taken over may have openers, so it is left for a later attempt.
         if let Err(error) = server.start(workers, ending).await {
             if server.node.is_taken_over {
@@ -143,13 +143,13 @@ impl UblkServer {
             } else {
                 server.device.shut_down(UblkShutdown::Stop);
                 server.call_driver(UblkNode::stop).await;
-                server.until_ended(&ended).await;
+                server.until_ended(&queue_ends).await;
                 server.call_driver(UblkNode::delete).await;
             }
             return Err(error);
         }
         server.log_start(&export);
-        reactor::spawn(Arc::clone(&server).handle_changes(ended));
+        reactor::spawn(Arc::clone(&server).handle_changes(queue_ends));
         Ok(server)
     }
 
@@ -171,7 +171,7 @@ impl UblkServer {
 
     /// 1 while the device exists, otherwise 0.
     pub fn connections(&self) -> usize {
-        usize::from(!self.is_over.load(SeqCst))
+        usize::from(!self.has_ended.load(SeqCst))
     }
 
     /// Always true: a device is in use from its start.
@@ -194,7 +194,7 @@ impl UblkServer {
             in_flight: self.device.in_flight.load(Relaxed),
             is_taken_over: self.node.is_taken_over,
             survives: self.survives(),
-            lent_bytes: self.lent.0,
+            lent_bytes: self.queue_memory.0,
             is_zero_copy: self.node.info.is_zero_copy(),
             copied_bytes: self.device.copied.load(Relaxed),
         }
@@ -232,11 +232,11 @@ impl UblkServer {
         self.device.set_quiescing(true);
         reactor::timeout(patience, async {
             loop {
-                let (changed, ended) = (self.device.changed.listen(), self.changed.listen());
+                let (changed, server_changed) = (self.device.changed.listen(), self.changed.listen());
                 if self.device.quiesced_queues.load(SeqCst) >= self.queues.load(SeqCst) {
                     return;
                 }
-                first(changed, ended).await;
+                first(changed, server_changed).await;
             }
         })
         .await
@@ -261,12 +261,12 @@ impl UblkServer {
 
     /// Makes every queue fetch, and then starts the device.
     async fn start(self: &Arc<Self>, workers: &[ReactorWorker], ending: Sender<()>) -> Result<(), UblkError> {
-        let what = || format!("{}: cannot receive its requests", self.path().display());
+        let operation = || format!("{}: cannot receive its requests", self.path().display());
         let number = self.number();
         // One open file for all queues: the driver allows a single one.
         let channel = reactor::run_blocking(move || ublk::UblkQueue::open_device(number)).await;
-        let channel = kernel(what(), channel)?;
-        let (ready, readied) = async_channel::unbounded();
+        let channel = kernel(operation(), channel)?;
+        let (ready, all_ready) = async_channel::unbounded();
         for number in 0..self.node.info.queues {
             let (server, channel) = (Arc::clone(self), channel.clone());
             let (ready, ending) = (ready.clone(), ending.clone());
@@ -276,8 +276,8 @@ impl UblkServer {
         }
         drop((ready, channel));
         let mut queues = 0;
-        while let Ok(begun) = readied.recv().await {
-            kernel(what(), begun)?;
+        while let Ok(started) = all_ready.recv().await {
+            kernel(operation(), started)?;
             queues += 1;
             // START_DEV blocks until every tag of every queue was fetched, so it comes last.
             if queues == self.node.info.queues {
@@ -329,10 +329,10 @@ impl UblkServer {
         if node.is_taken_over {
             tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "took over an orphaned device");
             let size_bytes = export.disk.size_bytes();
-            let wanted = export.offer.params(size_bytes);
+            let offered = export.offer.params(size_bytes);
             let settings = |params: &UblkParams| (params.attributes, params.logical_block_shift);
             // Parameters of a device cannot change while it exists.
-            if settings(&wanted) != settings(&node.params) {
+            if settings(&offered) != settings(&node.params) {
                 tracing::warn!(
                     export = %id,
                     "the device keeps the settings that it was created with: read-only, write \
@@ -348,7 +348,7 @@ impl UblkServer {
     }
 
     /// Handles changes until the device has ended.
-    async fn handle_changes(self: Arc<Self>, ended: Receiver<()>) {
+    async fn handle_changes(self: Arc<Self>, queue_ends: Receiver<()>) {
         let (mut resizes, mut is_stopped) = (0, false);
         while self.queues.load(SeqCst) > 0 {
             let changed = self.changed.listen();
@@ -362,10 +362,10 @@ impl UblkServer {
                 self.call_driver(UblkNode::stop).await;
                 continue;
             }
-            if let FirstReady::One(_) = first(ended.recv(), changed).await {
+            if let FirstReady::One(_) = first(queue_ends.recv(), changed).await {
                 // One aborted queue means that the kernel has stopped the device, so all of them
                 // end.
-                self.until_ended(&ended).await;
+                self.until_ended(&queue_ends).await;
             }
         }
         let path = self.path();
@@ -378,13 +378,13 @@ impl UblkServer {
             self.call_driver(UblkNode::delete).await;
             tracing::info!(export = %self.device.id, device = %path.display(), "the device has gone");
         }
-        self.is_over.store(true, SeqCst);
+        self.has_ended.store(true, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    async fn until_ended(&self, ended: &Receiver<()>) {
+    async fn until_ended(&self, queue_ends: &Receiver<()>) {
         while self.queues.load(SeqCst) > 0 {
-            let Ok(()) = ended.recv().await else { return };
+            let Ok(()) = queue_ends.recv().await else { return };
         }
     }
 
@@ -410,10 +410,10 @@ impl UblkServer {
     /// Calls the driver on a blocking thread; logs a failure.
     async fn call_driver(
         self: &Arc<Self>,
-        ask: impl FnOnce(&UblkNode) -> Result<(), UblkError> + Send + 'static,
+        call: impl FnOnce(&UblkNode) -> Result<(), UblkError> + Send + 'static,
     ) {
         let server = Arc::clone(self);
-        if let Err(error) = reactor::run_blocking(move || ask(&server.node)).await {
+        if let Err(error) = reactor::run_blocking(move || call(&server.node)).await {
             tracing::error!(export = %self.device.id, %error, "the ublk driver has failed");
         }
     }

@@ -61,13 +61,13 @@ const MAX_REQUEST: u64 = 256 << 10;
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
-struct UblkSimulationTally {
+struct UblkSimulationCounts {
     answered: u64,
     failed: u64,
     flushed: u64,
     kills: u64,
     leaves: u64,
-    rests: u64,
+    quiesces: u64,
     reissued: u64,
     merged: u64,
     waited: u64,
@@ -79,10 +79,10 @@ struct UblkSimulationTally {
 
 #[test]
 fn devices_survive_killed_and_replaced_processes() {
-    let tally = Rc::new(Cell::new(UblkSimulationTally::default()));
+    let counts = Rc::new(Cell::new(UblkSimulationCounts::default()));
     let name = "devices_survive_killed_and_replaced_processes";
-    let seeds = seeds::for_each("--lib", name, 600, |seed| sim::run(seed, run(Rc::clone(&tally))));
-    let all = tally.get();
+    let seeds = seeds::for_each("--lib", name, 600, |seed| sim::run(seed, run(Rc::clone(&counts))));
+    let all = counts.get();
     if seeds >= 100 {
         let happened = [
             all.answered / 10,
@@ -90,7 +90,7 @@ fn devices_survive_killed_and_replaced_processes() {
             all.flushed,
             all.kills,
             all.leaves,
-            all.rests,
+            all.quiesces,
             all.reissued,
             all.merged,
             all.waited,
@@ -102,7 +102,7 @@ fn devices_survive_killed_and_replaced_processes() {
     }
 }
 
-async fn run(tally: Rc<Cell<UblkSimulationTally>>) {
+async fn run(counts: Rc<Cell<UblkSimulationCounts>>) {
     let settings = GroupSettings { limits: random::limits(30), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
@@ -117,17 +117,17 @@ async fn run(tally: Rc<Cell<UblkSimulationTally>>) {
     let disk = Disk::new("disk", image, DiskSettings::default(), Some(&group)).expect("no reservation");
     let (write_cache, depth) = (chance(80), sim::random(|random| random.u16(1..=12)));
     let most_bytes = (MAX_SECTORS * BLOCK) as u32;
-    let offer = UblkOffer { write_cache, depth, most_bytes, ..UblkOffer::default() };
+    let offer = UblkOffer { write_cache, depth, max_request_bytes: most_bytes, ..UblkOffer::default() };
     let export = UblkExport { id: "device".into(), disk: Arc::new(disk), offer };
     let world = Rc::new(UblkWorld {
         kernel: SimulatedUblkDriver::new(depth, most_bytes as usize, chance(50)),
         copied: Arc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
-        passed: RefCell::new(GroupSamples::new(&group, MAX_REQUEST)),
+        samples: RefCell::new(GroupSamples::new(&group, MAX_REQUEST)),
         export,
         may_fail,
         next: Cell::new(0),
-        tally,
+        counts,
     });
     let clients: Vec<_> = (0..sim::random(|random| random.usize(1..=12)))
         .map(|_| spawn_joinable(Rc::clone(&world).ask()))
@@ -139,7 +139,7 @@ async fn run(tally: Rc<Cell<UblkSimulationTally>>) {
     }
     all_asked.set(true);
     timeout(FOREVER, processes).await.expect("a device that stops has an end");
-    world.passed.borrow().check();
+    world.samples.borrow().check();
     world.model.borrow_mut().crash(storage.crash());
     let stats = group.stats();
     world.count(|all| {
@@ -165,12 +165,12 @@ struct UblkWorld {
     /// Bytes that the processes have copied.
     copied: Arc<AtomicU64>,
     model: RefCell<Model>,
-    passed: RefCell<GroupSamples>,
+    samples: RefCell<GroupSamples>,
     export: UblkExport,
     may_fail: bool,
     /// The sector behind the most recent request of any client.
     next: Cell<usize>,
-    tally: Rc<Cell<UblkSimulationTally>>,
+    counts: Rc<Cell<UblkSimulationCounts>>,
 }
 
 /// A process that serves.
@@ -182,10 +182,10 @@ struct SimulatedUblkProcess {
 }
 
 impl UblkWorld {
-    fn count(&self, change: impl FnOnce(&mut UblkSimulationTally)) {
-        let mut all = self.tally.get();
+    fn count(&self, change: impl FnOnce(&mut UblkSimulationCounts)) {
+        let mut all = self.counts.get();
         change(&mut all);
-        self.tally.set(all);
+        self.counts.set(all);
     }
 
     /// Runs processes in sequence; the last stops the device.
@@ -208,7 +208,7 @@ impl UblkWorld {
         }
         let process = self.begin();
         while !all_asked.get() {
-            self.passed.borrow_mut().look();
+            self.samples.borrow_mut().sample();
             sleep_until(now() + Duration::from_millis(10)).await;
         }
         self.kernel.stop();
@@ -219,7 +219,7 @@ impl UblkWorld {
 
     fn begin(&self) -> SimulatedUblkProcess {
         let UblkExport { offer, .. } = &self.export;
-        let info = UblkInfo::new(1, offer.depth, offer.most_bytes);
+        let info = UblkInfo::new(1, offer.depth, offer.max_request_bytes);
         let device = Arc::new(UblkDevice::new(&self.export, &info, &offer.params(DISK_BYTES as u64)));
         let channel = UblkChannel::Simulated(self.kernel.channel(&self.copied));
         let queue = UblkIoQueue::new(channel, offer.depth, Arc::clone(&device));
@@ -250,7 +250,7 @@ impl UblkWorld {
         let moved = self.export.disk.totals();
         sleep_randomly(Duration::from_millis(20)).await;
         assert_eq!(self.export.disk.totals(), moved, "something was done in a rest");
-        self.count(|all| all.rests += 1);
+        self.count(|all| all.quiesces += 1);
     }
 
     async fn end(&self, process: SimulatedUblkProcess) {
@@ -292,15 +292,15 @@ impl UblkWorld {
                 let settings = if chance(50) { PrefetchConfig::default() } else { PrefetchConfig::off() };
                 self.export.disk.prefetch().set(settings).expect("valid");
             }
-            self.ask_one().await;
-            self.passed.borrow_mut().look();
+            self.send_random_request().await;
+            self.samples.borrow_mut().sample();
             if chance(50) {
                 sleep_randomly(Duration::from_millis(5)).await;
             }
         }
     }
 
-    async fn ask_one(&self) {
+    async fn send_random_request(&self) {
         const FUA: u32 = 1 << 13;
         let (first, sectors) = sim::random(|random| {
             let sectors = random.usize(1..=MAX_SECTORS);
@@ -349,8 +349,8 @@ impl UblkWorld {
                 }
             }
             _ => {
-                let behind = UblkDescriptor::new(1, (DISK_BYTES / BLOCK) as u64, 1);
-                let (result, _) = self.kernel.ask(behind, vec![1; BLOCK], 0).await;
+                let past_end = UblkDescriptor::new(1, (DISK_BYTES / BLOCK) as u64, 1);
+                let (result, _) = self.kernel.ask(past_end, vec![1; BLOCK], 0).await;
                 assert_eq!(result, -libc::EIO, "a write behind the end");
             }
         }

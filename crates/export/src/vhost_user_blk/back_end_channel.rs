@@ -60,14 +60,14 @@ mod tests {
 
     #[test]
     fn end_of_a_socket_pair_is_a_channel() {
-        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        let ours = OwnedFd::from(ours);
+        let (back_end, mut front_end) = UnixStream::pair().expect("sockets");
+        let back_end = OwnedFd::from(back_end);
         for _ in 0..2 {
-            let channel = channel(ours.try_clone().expect("a descriptor")).expect("it is one");
+            let channel = channel(back_end.try_clone().expect("a descriptor")).expect("it is one");
             rustix::io::write(&channel, b"changed").expect("there is room");
-            theirs.read_exact(&mut [0; 7]).expect("it came");
+            front_end.read_exact(&mut [0; 7]).expect("it came");
         }
-        assert!(theirs.write_all(&[1]).is_err(), "its peer is closed");
+        assert!(front_end.write_all(&[1]).is_err(), "its peer is closed");
     }
 
     #[test]
@@ -87,9 +87,9 @@ mod tests {
 
     #[test]
     fn closed_peer_is_still_a_channel() {
-        let (mut ours, theirs) = UnixStream::pair().expect("sockets");
-        ours.write_all(&[1]).expect("there is room");
-        drop(theirs);
-        channel(ours.into()).expect("a front end may close what it likes");
+        let (mut back_end, front_end) = UnixStream::pair().expect("sockets");
+        back_end.write_all(&[1]).expect("there is room");
+        drop(front_end);
+        channel(back_end.into()).expect("a front end may close what it likes");
     }
 }

@@ -31,7 +31,7 @@ impl IdleBackoff {
         self.fruitless = if found { 0 } else { self.fruitless.saturating_add(1) };
         match (has_kick, self.fruitless.checked_sub(FREE_KICKS)) {
             (true, None) => Duration::ZERO,
-            (true, Some(vain)) => doubled(vain),
+            (true, Some(attempts)) => doubled(attempts),
             (false, _) => doubled(self.fruitless),
         }
     }
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_kick_pauses_double_until_something_is_found() {
+    fn pauses_double_until_a_request_is_found() {
         let mut idle = IdleBackoff::default();
         let doubled = [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000];
         assert_eq!(pauses_us(&mut idle, 0, false, 8), doubled);
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn kicks_that_bring_something_never_wait() {
+    fn kicks_with_requests_are_never_delayed() {
         let mut idle = IdleBackoff::default();
         assert!((0..100).all(|kick| idle.pause(kick / 15, true) == Duration::ZERO));
     }

@@ -24,7 +24,7 @@ pub(super) struct BusyPolling {
     is_worthwhile: bool,
     since: Option<Instant>,
     /// Time of the last poll.
-    looked: Option<Instant>,
+    last_poll: Option<Instant>,
     /// `penalty`: number of sleeps without polling after the next failure; `skipped`: number left.
     penalty: u32,
     skipped: u32,
@@ -36,7 +36,7 @@ impl BusyPolling {
         if self.since.take().is_some() {
             self.penalty = 0;
         }
-        self.looked = None;
+        self.last_poll = None;
     }
 
     /// Records that nothing was found; true to poll again, false to sleep.
@@ -50,10 +50,10 @@ impl BusyPolling {
         }
         let since = *self.since.get_or_insert(now);
         // An unchanged clock, as in simulation, must not poll forever.
-        if now - since < MAX_POLL_TIME && self.looked.replace(now) != Some(now) {
+        if now - since < MAX_POLL_TIME && self.last_poll.replace(now) != Some(now) {
             return true;
         }
-        (self.since, self.looked) = (None, None);
+        (self.since, self.last_poll) = (None, None);
         // Exponential backoff: failures cost processor time that the guest may need.
         self.penalty = (self.penalty * 2).clamp(1, MAX_SKIPPED);
         self.skipped = self.penalty;
@@ -74,58 +74,58 @@ mod tests {
 
     /// Polls until it sleeps; returns the number of polls, each of which advances `now` by
     /// [`STEP`].
-    fn looks(patrol: &mut BusyPolling, now: &mut Instant) -> u64 {
-        let mut looks = 0;
-        while patrol.should_poll(*now) {
-            looks += 1;
+    fn count_polls(polling: &mut BusyPolling, now: &mut Instant) -> u64 {
+        let mut polls = 0;
+        while polling.should_poll(*now) {
+            polls += 1;
             *now += STEP;
         }
-        looks
+        polls
     }
 
     #[test]
-    fn it_looks_only_after_a_short_sleep() {
-        let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
-        assert_eq!(looks(&mut patrol, &mut now), 0, "nothing is known");
-        patrol.record_sleep(MAX_POLL_TIME + STEP);
-        assert_eq!(looks(&mut patrol, &mut now), 0, "it would have looked in vain");
-        patrol.record_sleep(MAX_POLL_TIME);
-        assert_eq!(looks(&mut patrol, &mut now), 64);
+    fn polling_starts_only_after_a_short_sleep() {
+        let (mut polling, mut now) = (BusyPolling::default(), Instant::ZERO);
+        assert_eq!(count_polls(&mut polling, &mut now), 0, "nothing is known");
+        polling.record_sleep(MAX_POLL_TIME + STEP);
+        assert_eq!(count_polls(&mut polling, &mut now), 0, "it would have looked in vain");
+        polling.record_sleep(MAX_POLL_TIME);
+        assert_eq!(count_polls(&mut polling, &mut now), 64);
     }
 
     #[test]
     fn polling_continues_while_it_finds_requests() {
-        let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
-        patrol.record_sleep(STEP);
+        let (mut polling, mut now) = (BusyPolling::default(), Instant::ZERO);
+        polling.record_sleep(STEP);
         for _ in 0..100 {
             for _ in 0..63 {
-                assert!(patrol.should_poll(now));
+                assert!(polling.should_poll(now));
                 now += STEP;
             }
-            patrol.record_progress();
+            polling.record_progress();
         }
     }
 
     #[test]
-    fn in_vain_it_looks_ever_more_seldom_until_it_finds() {
-        let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
-        patrol.record_sleep(STEP);
-        let mut between = Vec::new();
+    fn fruitless_polling_backs_off_until_a_success() {
+        let (mut polling, mut now) = (BusyPolling::default(), Instant::ZERO);
+        polling.record_sleep(STEP);
+        let mut skipped_sleeps = Vec::new();
         let mut slept = 0;
-        while between.len() < 14 {
-            match looks(&mut patrol, &mut now) {
+        while skipped_sleeps.len() < 14 {
+            match count_polls(&mut polling, &mut now) {
                 0 => slept += 1,
-                _ => between.push(std::mem::take(&mut slept)),
+                _ => skipped_sleeps.push(std::mem::take(&mut slept)),
             }
         }
-        assert_eq!(between, [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024]);
+        assert_eq!(skipped_sleeps, [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024]);
         for _ in 0..1024 {
-            assert!(!patrol.should_poll(now));
+            assert!(!polling.should_poll(now));
         }
-        assert!(patrol.should_poll(now));
-        patrol.record_progress();
-        assert_eq!(looks(&mut patrol, &mut now), 64, "it pays again");
-        assert_eq!(looks(&mut patrol, &mut now), 0);
-        assert_eq!(looks(&mut patrol, &mut now), 64);
+        assert!(polling.should_poll(now));
+        polling.record_progress();
+        assert_eq!(count_polls(&mut polling, &mut now), 64, "it pays again");
+        assert_eq!(count_polls(&mut polling, &mut now), 0);
+        assert_eq!(count_polls(&mut polling, &mut now), 64);
     }
 }

@@ -131,7 +131,7 @@ impl VhostUserClient {
     /// # Errors
     /// Fails if no file descriptor is available.
     pub fn start(queue: DriverQueue) -> io::Result<Self> {
-        let bell = operation::Fd::from(queue.notification_fd()?);
+        let call_fd = operation::Fd::from(queue.notification_fd()?);
         let count = queue.slots().count;
         let requests = Rc::new(ClientRequests {
             queue: RefCell::new(queue),
@@ -143,8 +143,8 @@ impl VhostUserClient {
             fault: RefCell::default(),
         });
         let pump = spawn_joinable(Rc::clone(&requests).pump());
-        let bell = spawn_joinable(Rc::clone(&requests).forward_calls(bell));
-        Ok(Self { requests, _pump: pump, _bell: bell })
+        let call_task = spawn_joinable(Rc::clone(&requests).forward_calls(call_fd));
+        Ok(Self { requests, _pump: pump, _bell: call_task })
     }
 
     /// Reason why the server has gone; `None` while it is connected.
@@ -214,15 +214,15 @@ impl ClientRequests {
 
     /// Polls until no request is in flight.
     async fn poll_until_idle(&self) -> io::Result<()> {
-        let mut looking = None;
+        let mut idle_since = None;
         while self.in_flight.get() > 0 {
             if self.poll_completions()? > 0 {
-                looking = None;
+                idle_since = None;
             } else {
                 let at = now();
-                if at - *looking.get_or_insert(at) >= POLL_TIME {
+                if at - *idle_since.get_or_insert(at) >= POLL_TIME {
                     self.sleep().await?;
-                    looking = None;
+                    idle_since = None;
                     continue;
                 }
             }
@@ -239,20 +239,20 @@ impl ClientRequests {
         self.queue.borrow_mut().enable_notifications(true);
         let answered = self.poll_completions()?;
         self.is_pump_asleep.set(true);
-        let quiet = answered == 0 && timeout(QUIET, self.wakeup.wait()).await.is_err();
+        let timed_out = answered == 0 && timeout(QUIET, self.wakeup.wait()).await.is_err();
         self.is_pump_asleep.set(false);
         self.queue.borrow_mut().enable_notifications(false);
-        if quiet && self.poll_completions()? == 0 {
-            let ask = self.queue.borrow().liveness_probe();
-            run_blocking(ask).await?;
+        if timed_out && self.poll_completions()? == 0 {
+            let probe = self.queue.borrow().liveness_probe();
+            run_blocking(probe).await?;
         }
         Ok(())
     }
 
-    async fn forward_calls(self: Rc<Self>, bell: operation::Fd) {
-        while operation::readable(&bell).await.is_ok() {
+    async fn forward_calls(self: Rc<Self>, call_fd: operation::Fd) {
+        while operation::readable(&call_fd).await.is_ok() {
             // May fail because a turn has already read the eventfd.
-            let _ = nix::unistd::read(&bell, &mut [0; 8]);
+            let _ = nix::unistd::read(&call_fd, &mut [0; 8]);
             self.wake_pump();
         }
     }

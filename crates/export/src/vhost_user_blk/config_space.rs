@@ -36,10 +36,10 @@ const WRITEBACK: u32 = 32;
 
 /// Returns `count` bytes of the configuration from `offset`.
 pub fn read(offer: &VhostUserOffer, writeback: bool, offset: u32, count: usize) -> Vec<u8> {
-    let whole = whole(offer, writeback);
+    let space = encode(offer, writeback);
     let from = usize::try_from(normalized_offset(offset)).map_or(BYTES, |from| from.min(BYTES));
-    let there = &whole[from..];
-    let mut piece = there[..count.min(there.len())].to_vec();
+    let available = &space[from..];
+    let mut piece = available[..count.min(available.len())].to_vec();
     piece.resize(count, 0);
     piece
 }
@@ -48,7 +48,7 @@ pub fn read(offer: &VhostUserOffer, writeback: bool, offset: u32, count: usize) 
 /// other than of exactly this byte.
 pub fn written_writeback(offset: u32, content: &[u8]) -> Option<bool> {
     match (normalized_offset(offset), content) {
-        (WRITEBACK, [wanted]) => Some(*wanted != 0),
+        (WRITEBACK, [value]) => Some(*value != 0),
         _ => None,
     }
 }
@@ -57,12 +57,12 @@ pub fn written_writeback(offset: u32, content: &[u8]) -> Option<bool> {
 /// end; `None` if the range does not contain it.
 pub fn migrated_writeback(offset: u32, content: &[u8]) -> Option<bool> {
     let at = usize::try_from(WRITEBACK.checked_sub(normalized_offset(offset))?).ok()?;
-    content.get(at).map(|wanted| *wanted != 0)
+    content.get(at).map(|value| *value != 0)
 }
 
 /// Offset and content of a configuration write that sets `writeback`.
-pub fn writeback(wanted: bool) -> (u32, [u8; 1]) {
-    (WRITEBACK, [wanted.into()])
+pub fn writeback(enabled: bool) -> (u32, [u8; 1]) {
+    (WRITEBACK, [enabled.into()])
 }
 
 /// True if a read of this range returns the whole capacity.
@@ -80,36 +80,36 @@ fn normalized_offset(offset: u32) -> u32 {
     offset.checked_sub(MMIO_OFFSET).unwrap_or(offset)
 }
 
-fn whole(offer: &VhostUserOffer, writeback: bool) -> [u8; BYTES] {
+fn encode(offer: &VhostUserOffer, writeback: bool) -> [u8; BYTES] {
     let mut space = [0; BYTES];
-    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+    let mut store = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     // Capacity counts sectors, but only whole blocks are offered.
     let block = offer.block_bytes.max(1);
-    let rest = offer.size_bytes % u64::from(block);
-    put(0, &((offer.size_bytes - rest) / SECTOR_BYTES).to_le_bytes());
-    put(12, &offer.segments().to_le_bytes());
-    put(BLOCK as usize, &offer.block_bytes.to_le_bytes());
+    let remainder = offer.size_bytes % u64::from(block);
+    store(0, &((offer.size_bytes - remainder) / SECTOR_BYTES).to_le_bytes());
+    store(12, &offer.segments().to_le_bytes());
+    store(BLOCK as usize, &offer.block_bytes.to_le_bytes());
     // Topology counts in blocks. Its first field is the binary logarithm of physical per logical
     // block.
     let physical_blocks = (offer.physical_block_bytes / block).max(1);
-    put(24, &[physical_blocks.ilog2() as u8]);
+    store(24, &[physical_blocks.ilog2() as u8]);
     // min_io_size: smaller writes need a read-modify-write of a physical block.
-    let least = u16::try_from(physical_blocks).unwrap_or(u16::MAX);
-    put(26, &least.to_le_bytes());
-    put(28, &(offer.optimal_io_bytes / block).to_le_bytes());
-    put(WRITEBACK as usize, &[u8::from(writeback)]);
-    put(34, &offer.queues.to_le_bytes());
+    let min_io_blocks = u16::try_from(physical_blocks).unwrap_or(u16::MAX);
+    store(26, &min_io_blocks.to_le_bytes());
+    store(28, &(offer.optimal_io_bytes / block).to_le_bytes());
+    store(WRITEBACK as usize, &[u8::from(writeback)]);
+    store(34, &offer.queues.to_le_bytes());
     let alignment = (u64::from(offer.discard_alignment_bytes) / SECTOR_BYTES).max(1) as u32;
     if !offer.read_only && offer.discard {
-        put(36, &offer.max_erase_sectors.to_le_bytes());
-        put(40, &offer.max_discard_segments.to_le_bytes());
-        put(44, &alignment.to_le_bytes());
+        store(36, &offer.max_erase_sectors.to_le_bytes());
+        store(40, &offer.max_discard_segments.to_le_bytes());
+        store(44, &alignment.to_le_bytes());
     }
     if !offer.read_only && offer.write_zeroes {
-        put(48, &offer.max_erase_sectors.to_le_bytes());
-        put(52, &offer.max_write_zeroes_segments.to_le_bytes());
+        store(48, &offer.max_erase_sectors.to_le_bytes());
+        store(52, &offer.max_write_zeroes_segments.to_le_bytes());
         // write_zeroes_may_unmap: zeroed ranges may be deallocated if the request allows it.
-        put(56, &[1]);
+        store(56, &[1]);
     }
     space
 }
@@ -133,7 +133,7 @@ mod tests {
 
     /// The layout as a C compiler lays it out, field by field.
     #[test]
-    fn the_fields_are_where_a_driver_looks_for_them() {
+    fn fields_have_the_specified_offsets() {
         let space = read(&offer(), true, 0, 60);
         let number = |at: usize, bytes: usize| {
             space[at..at + bytes].iter().rev().fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
@@ -224,13 +224,13 @@ mod tests {
     proptest! {
         /// A range of the configuration equals that range of the whole, padded with zeroes.
         #[test]
-        fn any_piece_can_be_read(offset: u32, small in 0_u32..0x200, count in 0_usize..200) {
-            let whole = read(&offer(), true, 0, 0x1000);
+        fn any_range_can_be_read(offset: u32, small in 0_u32..0x200, count in 0_usize..200) {
+            let space = read(&offer(), true, 0, 0x1000);
             for offset in [offset, small] {
                 let from = offset.checked_sub(0x100).unwrap_or(offset) as usize;
-                let due: Vec<u8> =
-                    (from..from + count).map(|at| whole.get(at).copied().unwrap_or(0)).collect();
-                prop_assert_eq!(read(&offer(), true, offset, count), due);
+                let expected: Vec<u8> =
+                    (from..from + count).map(|at| space.get(at).copied().unwrap_or(0)).collect();
+                prop_assert_eq!(read(&offer(), true, offset, count), expected);
             }
         }
     }

@@ -104,8 +104,8 @@ impl VhostUserConnection {
     }
 
     /// Continues a connection with the session of another process.
-    pub(super) fn from_transferred(export: Arc<str>, arrived: TransferredFrontEnd) -> Self {
-        let TransferredFrontEnd { socket, session, outputs, inbox, used_ns: _ } = arrived;
+    pub(super) fn from_transferred(export: Arc<str>, transferred: TransferredFrontEnd) -> Self {
+        let TransferredFrontEnd { socket, session, outputs, inbox, used_ns: _ } = transferred;
         let deadline = (inbox.filled > 0).then(|| reactor::now() + MESSAGE_TIMEOUT);
         Self { outputs, inbox: VhostUserInbox { deadline, ..inbox }, ..Self::new(export, socket, session) }
     }
@@ -208,7 +208,7 @@ impl VhostUserConnection {
     }
 
     /// See [`VhostUserSession::queried_queue_count`].
-    pub fn queues_asked_for(&self) -> Option<u16> {
+    pub fn requested_queues(&self) -> Option<u16> {
         self.session.queried_queue_count()
     }
 
@@ -248,8 +248,8 @@ impl VhostUserConnection {
     }
 
     fn log(&self, request: &str, why: &RequestRejection) {
-        if let Some(left_out) = self.refusals.try_log(reactor::coarse_now()) {
-            tracing::warn!(export = %self.export, request, %why, left_out, "a front end's request was refused");
+        if let Some(suppressed) = self.refusals.try_log(reactor::coarse_now()) {
+            tracing::warn!(export = %self.export, request, %why, suppressed, "a front end's request was refused");
         }
     }
 
@@ -346,7 +346,7 @@ impl VhostUserInbox {
                 Err(FrontEndEnd::Socket(error)) if error.kind() == io::ErrorKind::ConnectionReset => {
                     return Err(FrontEndEnd::Disconnected);
                 }
-                Err(ended) => return Err(ended),
+                Err(end) => return Err(end),
             }
         }
     }
@@ -356,8 +356,8 @@ impl VhostUserInbox {
         match self.deadline {
             None => Ok(readable.await?),
             Some(deadline) => {
-                let left = deadline - reactor::now();
-                reactor::timeout(left, readable)
+                let remaining = deadline - reactor::now();
+                reactor::timeout(remaining, readable)
                     .await
                     .map_err(|reactor::Timeout| FrontEndEnd::IncompleteMessage)??;
                 Ok(())
@@ -368,9 +368,9 @@ impl VhostUserInbox {
     /// Receives available bytes up to the end of the header or of the message; returns the message
     /// once it is complete.
     fn fill(&mut self, socket: &Fd) -> Result<Option<VhostUserMessage>, FrontEndEnd> {
-        let due = HEADER_BYTES + self.header.map_or(0, |header| header.payload_bytes);
-        self.bytes.resize(due, 0);
-        if self.filled < due {
+        let message_bytes = HEADER_BYTES + self.header.map_or(0, |header| header.payload_bytes);
+        self.bytes.resize(message_bytes, 0);
+        if self.filled < message_bytes {
             let count = self.receive_once(socket)?;
             // Set once at the first byte: a slow front end cannot extend it by sending single
             // bytes.
@@ -380,7 +380,7 @@ impl VhostUserInbox {
         if self.descriptors.len() > MAX_DESCRIPTORS {
             return Err(FrontEndEnd::Descriptors);
         }
-        if self.filled < due {
+        if self.filled < message_bytes {
             return Ok(None);
         }
         let Some(header) = self.header else {
@@ -415,7 +415,7 @@ impl VhostUserInbox {
             RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC,
         );
         // Descriptors are collected before any error is returned, so that each is closed on drop.
-        let had = self.descriptors.len();
+        let previous_count = self.descriptors.len();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {
                 self.descriptors.extend(descriptors);
@@ -424,7 +424,7 @@ impl VhostUserInbox {
         let received = received.map_err(io::Error::from)?;
         // The kernel has closed the descriptors that did not fit. Descriptors near the limit are
         // left to the rest of the process, so their sender is disconnected.
-        let is_short = self.descriptors.len() > had && !operation::has_shared_descriptors();
+        let is_short = self.descriptors.len() > previous_count && !operation::has_shared_descriptors();
         if received.flags.contains(ReturnFlags::CTRUNC) || is_short {
             return Err(FrontEndEnd::Descriptors);
         }

@@ -22,10 +22,10 @@ fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
 }
 
 fn connection() -> (VhostUserConnection, UnixStream) {
-    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let (back_end, front_end) = UnixStream::pair().expect("sockets");
     let session =
         VhostUserSession::new(VhostUserOffer { size_bytes: 1 << 20, queues: 2, ..VhostUserOffer::default() });
-    (VhostUserConnection::new("vm1".into(), ours.into(), session), theirs)
+    (VhostUserConnection::new("vm1".into(), back_end.into(), session), front_end)
 }
 
 fn message(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
@@ -53,14 +53,14 @@ fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: usize) {
 }
 
 /// The next `count` bytes that the front end receives.
-async fn received(connection: &mut VhostUserConnection, theirs: &UnixStream, count: usize) -> Vec<u8> {
-    let theirs = Fd::from(theirs.try_clone().expect("a copy"));
+async fn received(connection: &mut VhostUserConnection, front_end: &UnixStream, count: usize) -> Vec<u8> {
+    let front_end = Fd::from(front_end.try_clone().expect("a copy"));
     let mut reading = pin!(async {
         let mut buffer = IoBuffer::new(count);
         let mut filled = 0;
         while filled < count {
-            let (result, back) = operation::receive(&theirs, buffer, filled).await;
-            (filled, buffer) = (filled + result.expect("connected"), back);
+            let (result, returned) = operation::receive(&front_end, buffer, filled).await;
+            (filled, buffer) = (filled + result.expect("connected"), returned);
         }
         buffer.to_vec()
     });
@@ -78,7 +78,7 @@ async fn received(connection: &mut VhostUserConnection, theirs: &UnixStream, cou
 }
 
 /// Polls the connection once, so that it receives available bytes.
-async fn look_once(connection: &mut VhostUserConnection) {
+async fn poll_once(connection: &mut VhostUserConnection) {
     let mut next = pin!(connection.next());
     poll_fn(|context| {
         assert!(next.as_mut().poll(context).is_pending());
@@ -90,47 +90,47 @@ async fn look_once(connection: &mut VhostUserConnection) {
 #[test]
 fn messages_parse_in_any_pieces() {
     real(async {
-        let (mut connection, mut theirs) = connection();
-        let asks = [
+        let (mut connection, mut front_end) = connection();
+        let requests = [
             message(code::GET_QUEUE_NUM, 1, &[]),
             number(code::SET_PROTOCOL_FEATURES, protocol::REPLY_ACK),
             message(code::SET_STATUS, 9, &3_u64.to_ne_bytes()),
             message(code::GET_STATUS, 1, &[]),
         ];
-        let asks = asks.concat();
-        let answers =
+        let requests = requests.concat();
+        let replies =
             [reply(code::GET_QUEUE_NUM, 2), reply(code::SET_STATUS, 0), reply(code::GET_STATUS, 3)].concat();
-        theirs.write_all(&asks).expect("there is room");
-        assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
+        front_end.write_all(&requests).expect("there is room");
+        assert_eq!(received(&mut connection, &front_end, replies.len()).await, replies);
         // The same messages byte by byte: each is parsed only when it is complete.
-        for byte in &asks {
-            theirs.write_all(&[*byte]).expect("there is room");
-            look_once(&mut connection).await;
+        for byte in &requests {
+            front_end.write_all(&[*byte]).expect("there is room");
+            poll_once(&mut connection).await;
         }
-        assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
-        drop(theirs);
+        assert_eq!(received(&mut connection, &front_end, replies.len()).await, replies);
+        drop(front_end);
         assert!(matches!(connection.next().await, Err(FrontEndEnd::Disconnected)));
     });
 }
 
 #[test]
-fn a_descriptor_belongs_to_the_message_that_it_came_with() {
+fn descriptors_belong_to_their_message() {
     real(async {
-        let (mut connection, mut theirs) = connection();
-        theirs.write_all(&number(code::SET_PROTOCOL_FEATURES, protocol::OFFERED)).expect("sent");
+        let (mut connection, mut front_end) = connection();
+        front_end.write_all(&number(code::SET_PROTOCOL_FEATURES, protocol::OFFERED)).expect("sent");
         for _ in 0..2 {
-            send_with(&theirs, &message(code::SET_BACKEND_REQ_FD, 9, &[]), 1);
-            theirs.write_all(&message(code::GET_QUEUE_NUM, 9, &[])).expect("sent");
+            send_with(&front_end, &message(code::SET_BACKEND_REQ_FD, 9, &[]), 1);
+            front_end.write_all(&message(code::GET_QUEUE_NUM, 9, &[])).expect("sent");
         }
-        send_with(&theirs, &message(code::SET_BACKEND_REQ_FD, 9, &[]), 2);
+        send_with(&front_end, &message(code::SET_BACKEND_REQ_FD, 9, &[]), 2);
         // Passed with the payload instead of the header.
         let kick = message(code::SET_VRING_KICK, 9, &[0; 8]);
-        theirs.write_all(&kick[..12]).expect("sent");
-        send_with(&theirs, &kick[12..], 1);
+        front_end.write_all(&kick[..12]).expect("sent");
+        send_with(&front_end, &kick[12..], 1);
         let (channel, queues) = (reply(code::SET_BACKEND_REQ_FD, 0), reply(code::GET_QUEUE_NUM, 2));
         let (refused, kick) = (reply(code::SET_BACKEND_REQ_FD, 1), reply(code::SET_VRING_KICK, 0));
-        let answers = [&channel[..], &queues, &channel, &queues, &refused, &kick].concat();
-        assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
+        let replies = [&channel[..], &queues, &channel, &queues, &refused, &kick].concat();
+        assert_eq!(received(&mut connection, &front_end, replies.len()).await, replies);
     });
 }
 
@@ -138,17 +138,17 @@ fn a_descriptor_belongs_to_the_message_that_it_came_with() {
 fn too_many_descriptors_end_the_connection() {
     for count in [40, 64] {
         real(async move {
-            let (mut connection, theirs) = connection();
-            send_with(&theirs, &message(code::SET_OWNER, 1, &[]), count);
+            let (mut connection, front_end) = connection();
+            send_with(&front_end, &message(code::SET_OWNER, 1, &[]), count);
             assert!(matches!(connection.next().await, Err(FrontEndEnd::Descriptors)));
         });
     }
     real(async {
         // A few descriptors with each byte.
-        let (mut connection, theirs) = connection();
+        let (mut connection, front_end) = connection();
         let bytes = message(code::SET_VRING_ADDR, 1, &[0; 40]);
         for byte in &bytes[..40] {
-            send_with(&theirs, &[*byte], 4);
+            send_with(&front_end, &[*byte], 4);
         }
         assert!(matches!(connection.next().await, Err(FrontEndEnd::Descriptors)));
     });
@@ -167,21 +167,21 @@ fn malformed_header_ends_the_connection() {
         ),
     ] {
         real(async move {
-            let (mut connection, mut theirs) = connection();
-            theirs.write_all(&bytes).expect("sent");
-            let ended = connection.next().await.expect_err("it ends");
-            assert_eq!(ended.to_string(), why);
+            let (mut connection, mut front_end) = connection();
+            front_end.write_all(&bytes).expect("sent");
+            let end = connection.next().await.expect_err("it ends");
+            assert_eq!(end.to_string(), why);
         });
     }
 }
 
 /// The reactor's clock is real here, so the test moves the deadline instead.
 #[test]
-fn half_a_message_is_not_waited_for_for_ever() {
+fn incomplete_message_times_out() {
     real(async {
-        let (mut connection, mut theirs) = connection();
-        theirs.write_all(&message(code::SET_OWNER, 1, &[])[..5]).expect("sent");
-        look_once(&mut connection).await;
+        let (mut connection, mut front_end) = connection();
+        front_end.write_all(&message(code::SET_OWNER, 1, &[])[..5]).expect("sent");
+        poll_once(&mut connection).await;
         let deadline = connection.inbox.deadline.as_mut().expect("it has begun");
         assert!(*deadline > reactor::now());
         *deadline = reactor::now();
@@ -192,35 +192,35 @@ fn half_a_message_is_not_waited_for_for_ever() {
 #[test]
 fn front_end_that_reads_nothing_is_disconnected() {
     real(async {
-        let (mut connection, theirs) = connection();
-        let asks = message(code::GET_FEATURES, 1, &[]).repeat(64);
-        let asking = std::thread::spawn(move || {
-            let mut theirs = theirs;
+        let (mut connection, front_end) = connection();
+        let requests = message(code::GET_FEATURES, 1, &[]).repeat(64);
+        let writer = std::thread::spawn(move || {
+            let mut front_end = front_end;
             // Ends when the connection is dropped. It blocks once the server has stopped reading.
-            while theirs.write_all(&asks).is_ok() {}
+            while front_end.write_all(&requests).is_ok() {}
         });
         assert!(matches!(connection.next().await, Err(FrontEndEnd::NotReading)));
         drop(connection);
-        asking.join().expect("it ends with the connection");
+        writer.join().expect("it ends with the connection");
     });
 }
 
 #[test]
-fn the_base_of_a_ring_that_does_not_run_is_sent_at_once() {
+fn base_of_a_stopped_ring_is_sent_at_once() {
     real(async {
-        let (mut connection, mut theirs) = connection();
-        theirs.write_all(&message(code::GET_VRING_BASE, 1, &[0; 8])).expect("sent");
+        let (mut connection, mut front_end) = connection();
+        front_end.write_all(&message(code::GET_VRING_BASE, 1, &[0; 8])).expect("sent");
         let base = reply(code::GET_VRING_BASE, 0);
-        assert_eq!(received(&mut connection, &theirs, base.len()).await, base);
+        assert_eq!(received(&mut connection, &front_end, base.len()).await, base);
         connection.stopped(0, 5);
         assert_eq!(connection.running().count(), 0);
     });
 }
 
 #[test]
-fn a_front_end_that_leaves_while_rings_stop_is_missed() {
+fn disconnect_while_rings_stop_is_detected() {
     real(async {
-        let (mut connection, mut theirs) = connection();
+        let (mut connection, mut front_end) = connection();
         let (begin, ring) = (0x10_0000, 0);
         let region = RegionInfo { guest_address: 0, bytes: 1 << 16, user_address: begin, file_offset: 0 };
         let memory = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
@@ -245,9 +245,9 @@ fn a_front_end_that_leaves_while_rings_stop_is_missed() {
         assert!(matches!(connection.next().await, Ok(Effect::Start { ring: 0, .. })));
         assert!(matches!(connection.next().await, Ok(Effect::Stop { ring: 0 })));
         // The next message is not received while a reply is pending.
-        theirs.write_all(&message(code::GET_FEATURES, 1, &[])).expect("sent");
-        look_once(&mut connection).await;
-        drop(theirs);
+        front_end.write_all(&message(code::GET_FEATURES, 1, &[])).expect("sent");
+        poll_once(&mut connection).await;
+        drop(front_end);
         assert!(matches!(connection.next().await, Err(FrontEndEnd::Disconnected)));
         assert_eq!(connection.running().collect::<Vec<_>>(), [0]);
         connection.stopped(0, 7);
@@ -258,22 +258,22 @@ fn a_front_end_that_leaves_while_rings_stop_is_missed() {
 #[test]
 fn resize_is_sent_once_on_the_channel() {
     real(async {
-        let (mut connection, mut theirs) = connection();
+        let (mut connection, mut front_end) = connection();
         let (channel, mut events) = UnixStream::pair().expect("sockets");
-        theirs.write_all(&number(code::SET_PROTOCOL_FEATURES, protocol::OFFERED)).expect("sent");
+        front_end.write_all(&number(code::SET_PROTOCOL_FEATURES, protocol::OFFERED)).expect("sent");
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let descriptors = [channel.as_fd()];
         assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
         let bytes = message(code::SET_BACKEND_REQ_FD, 1, &[]);
-        sendmsg(&theirs, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).expect("sent");
-        theirs.write_all(&message(code::GET_QUEUE_NUM, 1, &[])).expect("sent");
-        received(&mut connection, &theirs, 20).await;
+        sendmsg(&front_end, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).expect("sent");
+        front_end.write_all(&message(code::GET_QUEUE_NUM, 1, &[])).expect("sent");
+        received(&mut connection, &front_end, 20).await;
         connection.resize(2 << 20);
         connection.resize(2 << 20);
-        let mut told = [0; 13];
-        assert_eq!(events.read(&mut told).expect("an event is written"), 12, "once");
-        assert_eq!(told[..12], message(code::CONFIG_CHANGE_MSG, 1, &[]));
+        let mut notification = [0; 13];
+        assert_eq!(events.read(&mut notification).expect("an event is written"), 12, "once");
+        assert_eq!(notification[..12], message(code::CONFIG_CHANGE_MSG, 1, &[]));
         // Neither a full channel nor a closed one is an error.
         for size_bytes in 0..10_000 {
             connection.resize(size_bytes);

@@ -87,7 +87,7 @@ impl VhostUserDevice {
         let (write_cache, chosen_write_cache) = (cache(), cache());
         let (no_events, switches, broken_rings, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
-        let (requests_before, is_doubted, is_out_of_step, is_told_of_loss, is_ring_short, resting) =
+        let (requests_before, is_doubted, is_out_of_step, is_told_of_loss, is_ring_short, is_quiescing) =
             Default::default();
         Self {
             export,
@@ -99,7 +99,7 @@ impl VhostUserDevice {
             has_warned_of_block_size: is_out_of_step,
             has_warned_of_loss: is_told_of_loss,
             has_warned_of_short_ring: is_ring_short,
-            is_quiescing: resting,
+            is_quiescing,
             quiesce_changed: Event::new(),
             missing_event_logs: no_events,
             cache_switch_logs: switches,
@@ -114,8 +114,8 @@ impl VhostUserDevice {
     }
 
     /// Quiesces or resumes the front end.
-    pub(super) fn set_quiescing(&self, is_to: bool) {
-        self.is_quiescing.store(is_to, SeqCst);
+    pub(super) fn set_quiescing(&self, quiescing: bool) {
+        self.is_quiescing.store(quiescing, SeqCst);
         self.quiesce_changed.notify(usize::MAX);
     }
 
@@ -128,8 +128,8 @@ impl VhostUserDevice {
         self.quiesce_changed.listen()
     }
 
-    pub(super) fn with_observer(self, told: Arc<dyn ExportObserver>) -> Self {
-        Self { observer: Some(told), ..self }
+    pub(super) fn with_observer(self, observer: Arc<dyn ExportObserver>) -> Self {
+        Self { observer: Some(observer), ..self }
     }
 
     pub(super) fn disk(&self) -> &Disk {
@@ -169,11 +169,11 @@ impl VhostUserDevice {
     pub(super) fn set_write_cache(&self, negotiated: bool, chosen: bool) {
         self.write_cache.store(negotiated, Relaxed);
         // Logged only if the guest's choice has changed, not at each renegotiation.
-        let is_news = self.chosen_write_cache.swap(chosen, Relaxed) != chosen;
+        let has_changed = self.chosen_write_cache.swap(chosen, Relaxed) != chosen;
         let line = || self.cache_switch_logs.try_log_burst(reactor::coarse_now(), SWITCH_LOG_BURST);
-        if let Some(left_out) = is_news.then(line).flatten() {
+        if let Some(suppressed) = has_changed.then(line).flatten() {
             let export = &self.export.id;
-            tracing::info!(%export, write_cache = chosen, left_out, "the guest switched the write cache");
+            tracing::info!(%export, write_cache = chosen, suppressed, "the guest switched the write cache");
         }
     }
 
@@ -183,25 +183,25 @@ impl VhostUserDevice {
     }
 
     pub(super) fn warn_of_event(&self, queue: u16, why: &NotAnEventfd) {
-        if let Some(left_out) = self.missing_event_logs.try_log(reactor::coarse_now()) {
-            tracing::warn!(export = %self.export.id, queue, %why, left_out, "a ring is served without an event");
+        if let Some(suppressed) = self.missing_event_logs.try_log(reactor::coarse_now()) {
+            tracing::warn!(export = %self.export.id, queue, %why, suppressed, "a ring is served without an event");
         }
     }
 
     /// Reports an event to the observer, if there is one.
-    pub(super) fn report(&self, happening: &FrontEndEvent<'_>, left_out: u64) {
-        if let Some(told) = &self.observer {
-            told.observe(&self.export.id, self.disk().name(), happening, left_out);
+    pub(super) fn report(&self, event: &FrontEndEvent<'_>, suppressed: u64) {
+        if let Some(observer) = &self.observer {
+            observer.observe(&self.export.id, self.disk().name(), event, suppressed);
         }
     }
 
     /// Reports a broken ring, rate-limited: a guest can break and reset its rings thousands of
     /// times.
     pub(super) fn report_ring_broken(&self, ring: u16, why: &dyn Display) {
-        if let Some(left_out) = self.broken_ring_logs.try_log(reactor::coarse_now()) {
+        if let Some(suppressed) = self.broken_ring_logs.try_log(reactor::coarse_now()) {
             // Remembered only if reported, so that each report has at most one counterpart.
             self.broken().entry(ring).or_insert_with(reactor::now);
-            self.report(&FrontEndEvent::RingBroken { ring, why }, left_out);
+            self.report(&FrontEndEvent::RingBroken { ring, why }, suppressed);
         }
     }
 

@@ -24,7 +24,7 @@ pub enum FrontEndEvent<'a> {
         /// The front end's process.
         process: Option<&'a PeerProcess>,
         /// Time since it began to use the disk, or since it was transferred.
-        lasted: Duration,
+        duration: Duration,
     },
     /// A front end broke the protocol and was disconnected, before or after it used the disk.
     ProtocolError {
@@ -59,7 +59,7 @@ pub enum FrontEndEvent<'a> {
 /// Observer of events.
 pub trait ExportObserver: Send + Sync + fmt::Debug {
     /// Receives an event of the export with this id and the disk with this name. Events that a
-    /// client can cause by the thousand are limited to one a second; `left_out` is the number of
+    /// client can cause by the thousand are limited to one a second; `suppressed` is the number of
     /// omitted ones since the last.
-    fn observe(&self, export: &str, disk: &str, happening: &FrontEndEvent<'_>, left_out: u64);
+    fn observe(&self, export: &str, disk: &str, event: &FrontEndEvent<'_>, suppressed: u64);
 }

@@ -47,9 +47,9 @@ impl VhostUserQueue {
             BlkOperation::Id(_) => {
                 incoming.request.write_id(self.device.id());
                 incoming
-                    .places()
+                    .buffers()
                     .iter()
-                    .for_each(|place| self.mark_dirty(place.guest_address(), place.bytes()));
+                    .for_each(|segment| self.mark_dirty(segment.guest_address(), segment.bytes()));
                 self.complete_request(incoming, Ok(()));
             }
             &BlkOperation::Completed(status) => self.finish(incoming.ticket, incoming.request, status),
@@ -64,10 +64,10 @@ impl VhostUserQueue {
         let disk = self.device.disk();
         // Read before the flush begins: it covers only writes that were acknowledged until now.
         let covered = self.loss.as_ref().map(|loss| (loss, loss.recorded_writes()));
-        let mut result = disk.flush_for(Some(&self.patience)).await;
-        if let Some((loss, noted)) = covered {
+        let mut result = disk.flush_for(Some(&self.cancel_token)).await;
+        if let Some((loss, recorded_writes)) = covered {
             if result.is_ok() {
-                loss.flushed(noted, || disk.has_volatile_writes());
+                loss.flushed(recorded_writes, || disk.has_volatile_writes());
             }
             // The guest must see an error, or it would rely on writes that a killed process has
             // lost.
@@ -81,30 +81,30 @@ impl VhostUserQueue {
 
     async fn read(&self, mut incoming: VringRequest) {
         let cost = RequestCost::one(incoming.request.bytes());
-        let Some(pass) = self.admit(Direction::Read, cost, incoming.must_complete).await else {
+        let Some(permit) = self.admit(Direction::Read, cost, incoming.must_complete).await else {
             return self.return_request(incoming);
         };
         let offset = incoming.candidate().offset;
         let target = ReadTarget::Segments(self.data_for_disk(&mut incoming).into_iter().collect());
-        let result = self.device.disk().read_to(pass, offset, target).await;
+        let result = self.device.disk().read_to(permit, offset, target).await;
         self.answer_read(incoming, result);
     }
 
     /// Executes adjacent reads as one I/O into all their buffers.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<VringRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
-        let Some(pass) = self.admit(Direction::Read, RequestCost::merged(&lengths), false).await else {
+        let Some(permit) = self.admit(Direction::Read, RequestCost::merged(&lengths), false).await else {
             return parts.into_iter().for_each(|part| self.return_request(part));
         };
-        let target = ReadTarget::Segments(parts.iter().flat_map(VringRequest::places).cloned().collect());
-        let result = self.device.disk().read_to(pass, parts[0].candidate().offset, target).await;
+        let target = ReadTarget::Segments(parts.iter().flat_map(VringRequest::buffers).cloned().collect());
+        let result = self.device.disk().read_to(permit, parts[0].candidate().offset, target).await;
         match result {
             Ok(_) => {
                 for mut part in parts {
                     // `read_to` has filled the parts' own buffers in place; only the dirty log has
                     // to be updated.
-                    let places = take_data(&mut part);
-                    self.answer_read(part, Ok(places.into_iter().collect()));
+                    let segments = take_data(&mut part);
+                    self.answer_read(part, Ok(segments.into_iter().collect()));
                 }
             }
             Err(error) => self.retry_separately(parts, error).await,
@@ -117,13 +117,13 @@ impl VhostUserQueue {
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for mut part in parts {
             let cost = RequestCost::one(part.request.bytes());
-            let Some(pass) = self.admit(Direction::Read, cost, part.must_complete).await else {
+            let Some(permit) = self.admit(Direction::Read, cost, part.must_complete).await else {
                 self.return_request(part);
                 continue;
             };
             let offset = part.candidate().offset;
             let target = ReadTarget::Segments(self.data_for_disk(&mut part).into_iter().collect());
-            let result = disk.retry_read_to(pass, offset, target).await;
+            let result = disk.retry_read_to(permit, offset, target).await;
             self.answer_read(part, result);
         }
     }
@@ -131,8 +131,8 @@ impl VhostUserQueue {
     fn answer_read(&self, incoming: VringRequest, result: Result<Segments>) {
         if let Ok(filled) = &result {
             for segment in filled.iter() {
-                if let Segment::Guest(place) = segment {
-                    self.mark_dirty(place.guest_address(), place.bytes());
+                if let Segment::Guest(guest_bytes) = segment {
+                    self.mark_dirty(guest_bytes.guest_address(), guest_bytes.bytes());
                 }
             }
         }
@@ -141,12 +141,12 @@ impl VhostUserQueue {
 
     async fn write(&self, mut incoming: VringRequest) {
         let cost = RequestCost::one(incoming.request.bytes());
-        let Some(pass) = self.admit(Direction::Write, cost, incoming.must_complete).await else {
+        let Some(permit) = self.admit(Direction::Write, cost, incoming.must_complete).await else {
             return self.return_request(incoming);
         };
         let offset = incoming.candidate().offset;
         let data: Segments = self.data_for_disk(&mut incoming).into_iter().collect();
-        let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
+        let result = self.device.disk().write(permit, offset, data, self.device.durability()).await;
         self.complete_request(incoming, result);
     }
 
@@ -154,12 +154,12 @@ impl VhostUserQueue {
     /// write leaves its range undefined anyway.
     pub(super) async fn write_merged(self: Rc<Self>, mut parts: Vec<VringRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
-        let Some(pass) = self.admit(Direction::Write, RequestCost::merged(&lengths), false).await else {
+        let Some(permit) = self.admit(Direction::Write, RequestCost::merged(&lengths), false).await else {
             return parts.into_iter().for_each(|part| self.return_request(part));
         };
         let offset = parts[0].candidate().offset;
         let data: Segments = parts.iter_mut().flat_map(|part| self.data_for_disk(part)).collect();
-        let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
+        let result = self.device.disk().write(permit, offset, data, self.device.durability()).await;
         for part in parts {
             self.complete_request(part, result);
         }
@@ -177,16 +177,16 @@ impl VhostUserQueue {
         let mut outcome = Ok(());
         for (index, range) in ranges.iter().enumerate() {
             // After the first range, the request has had effects and cannot go back into the ring.
-            let must_go = incoming.must_complete || index > 0;
-            let Some(pass) = self.admit(Direction::Write, RequestCost::one(range.bytes), must_go).await
+            let must_complete = incoming.must_complete || index > 0;
+            let Some(permit) = self.admit(Direction::Write, RequestCost::one(range.bytes), must_complete).await
             else {
                 return self.return_request(incoming);
             };
             let result = if zeroes {
                 let options = ZeroOptions { may_unmap: range.may_unmap, only_if_fast: false, durability };
-                disk.write_zeroes(pass, range.offset, range.bytes, options).await
+                disk.write_zeroes(permit, range.offset, range.bytes, options).await
             } else {
-                disk.discard(pass, range.offset, range.bytes, durability).await
+                disk.discard(permit, range.offset, range.bytes, durability).await
             };
             outcome = outcome.and(result);
         }
@@ -199,14 +199,14 @@ impl VhostUserQueue {
         &self,
         direction: Direction,
         cost: RequestCost,
-        must_go: bool,
+        must_complete: bool,
     ) -> Option<AdmissionPermit> {
-        let pass = match must_go {
+        let permit = match must_complete {
             true => Box::pin(self.admit_final(direction, cost)).await,
             false => self.unless_stopping(self.device.disk().admit(direction, cost), false).await,
         };
-        let pass = pass.filter(|_| !self.is_lost());
-        pass.map(|pass| pass.with_cancel_token(&self.patience))
+        let permit = permit.filter(|_| !self.is_lost());
+        permit.map(|permit| permit.with_cancel_token(&self.cancel_token))
     }
 
     /// Waits for admission of a request that cannot go back into the ring. If an upgrade waits for
@@ -215,10 +215,10 @@ impl VhostUserQueue {
     /// an upgrade.
     async fn admit_final(&self, direction: Direction, cost: RequestCost) -> Option<AdmissionPermit> {
         let disk = self.device.disk();
-        let is_over = || self.is_abandoned() || self.device.is_quiescing();
-        match self.unless(disk.admit(direction, cost.clone()), is_over).await {
+        let is_ending = || self.is_abandoned() || self.device.is_quiescing();
+        match self.unless(disk.admit(direction, cost.clone()), is_ending).await {
             None if !self.is_abandoned() => Some(disk.charge_unconditionally(direction, &cost)),
-            passed => passed,
+            permit => permit,
         }
     }
 
@@ -226,22 +226,22 @@ impl VhostUserQueue {
     /// the front end has disconnected.
     pub(super) async fn unless_stopping<T>(
         &self,
-        wanted: impl Future<Output = T>,
-        must_go: bool,
+        future: impl Future<Output = T>,
+        must_complete: bool,
     ) -> Option<T> {
-        self.unless(wanted, || if must_go { self.is_abandoned() } else { self.is_stopping() }).await
+        self.unless(future, || if must_complete { self.is_abandoned() } else { self.is_stopping() }).await
     }
 
-    async fn unless<T>(&self, wanted: impl Future<Output = T>, is_over: impl Fn() -> bool) -> Option<T> {
-        let mut wanted = pin!(wanted);
+    async fn unless<T>(&self, future: impl Future<Output = T>, is_ending: impl Fn() -> bool) -> Option<T> {
+        let mut future = pin!(future);
         // Created only for a request that has to wait.
         let mut stop = None;
         poll_fn(|context| {
-            if let Poll::Ready(had) = wanted.as_mut().poll(context) {
-                return Poll::Ready(Some(had));
+            if let Poll::Ready(output) = future.as_mut().poll(context) {
+                return Poll::Ready(Some(output));
             }
             loop {
-                if is_over() {
+                if is_ending() {
                     return Poll::Ready(None);
                 }
                 // Registered before `is_over` is evaluated again, so that a stop in between is not
@@ -265,7 +265,7 @@ impl VhostUserQueue {
     /// have to be retried.
     fn data_for_disk(&self, incoming: &mut VringRequest) -> Data {
         match self.device.disk().failures().may_wait() {
-            true => incoming.places().clone(),
+            true => incoming.buffers().clone(),
             false => take_data(incoming),
         }
     }
@@ -305,8 +305,8 @@ impl VhostUserQueue {
     }
 
     fn finish(&self, ticket: ChainTicket, request: BlkRequest, status: BlkStatus) {
-        let place = request.status_place();
-        let (address, bytes) = (place.guest_address(), place.bytes());
+        let status_byte = request.status_place();
+        let (address, bytes) = (status_byte.guest_address(), status_byte.bytes());
         let written = request.finish(status);
         self.mark_dirty(address, bytes);
         self.complete(ticket, written);
@@ -316,8 +316,8 @@ impl VhostUserQueue {
 /// Moves the buffers out of a request; its length is lost.
 fn take_data(incoming: &mut VringRequest) -> Data {
     match &mut incoming.request.kind {
-        BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => {
-            mem::take(places)
+        BlkOperation::Read { into: buffers, .. } | BlkOperation::Write { from: buffers, .. } => {
+            mem::take(buffers)
         }
         _ => unreachable!("planned as reads or writes"),
     }

@@ -164,7 +164,7 @@ impl VhostUserOffer {
     /// Reply to GET_FEATURES.
     pub fn features(&self) -> u64 {
         use virtio::*;
-        let when = |condition: bool, bits: u64| if condition { bits } else { 0 };
+        let flags_if = |condition: bool, bits: u64| if condition { bits } else { 0 };
         let writable = !self.read_only;
         SEG_MAX
             | BLK_SIZE
@@ -175,12 +175,12 @@ impl VhostUserOffer {
             | EVENT_IDX
             | PROTOCOL_FEATURES
             | VERSION_1
-            | when(self.queues > 1, MQ)
-            | when(self.packed, RING_PACKED)
-            | when(self.read_only, RO)
-            | when(writable, CONFIG_WCE)
-            | when(writable && self.discard, DISCARD)
-            | when(writable && self.write_zeroes, WRITE_ZEROES)
+            | flags_if(self.queues > 1, MQ)
+            | flags_if(self.packed, RING_PACKED)
+            | flags_if(self.read_only, RO)
+            | flags_if(writable, CONFIG_WCE)
+            | flags_if(writable && self.discard, DISCARD)
+            | flags_if(writable && self.write_zeroes, WRITE_ZEROES)
     }
 
     /// Largest number of data segments as offered to the guest: no more than fit into the ring
@@ -198,19 +198,19 @@ mod tests {
     #[test]
     fn features_disabled_by_options_are_named() {
         assert_eq!(not_offered(1 << 35), "features 0x800000000 were not offered");
-        let said = not_offered(1 << 35 | virtio::DISCARD | virtio::CONFIG_WCE);
+        let message = not_offered(1 << 35 | virtio::DISCARD | virtio::CONFIG_WCE);
         assert!(
-            said.starts_with("features 0x800002800 were not offered, CONFIG_WCE, DISCARD among them ("),
-            "{said}"
+            message.starts_with("features 0x800002800 were not offered, CONFIG_WCE, DISCARD among them ("),
+            "{message}"
         );
     }
 
     #[test]
-    fn an_export_offers_what_it_can_do() {
+    fn offered_features_match_the_options() {
         let all = VhostUserOffer { queues: 4, ..VhostUserOffer::default() };
         // Bit by bit, from the specifications.
-        let due = [2, 6, 9, 10, 11, 12, 13, 14, 26, 28, 29, 30, 32, 34].map(|bit| 1_u64 << bit);
-        assert_eq!(all.features(), due.iter().sum::<u64>());
+        let expected = [2, 6, 9, 10, 11, 12, 13, 14, 26, 28, 29, 30, 32, 34].map(|bit| 1_u64 << bit);
+        assert_eq!(all.features(), expected.iter().sum::<u64>());
         let without = |offer: VhostUserOffer| all.features() & !offer.features();
         assert_eq!(without(VhostUserOffer { queues: 1, ..all.clone() }), virtio::MQ);
         assert_eq!(without(VhostUserOffer { discard: false, ..all.clone() }), virtio::DISCARD);

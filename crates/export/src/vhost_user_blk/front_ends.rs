@@ -99,17 +99,17 @@ enum FrontEndSource {
 impl FrontEnds {
     /// Front ends of the export `id` that connect to a listening Unix socket.
     pub fn listen(id: &str, listener: Fd) -> Self {
-        Self::by(id, FrontEndSource::Listen(listener))
+        Self::with_source(id, FrontEndSource::Listen(listener))
     }
 
     /// A front end that listens at `path`; connects to it whenever possible.
     pub fn call(id: &str, path: PathBuf) -> Self {
-        Self::by(id, FrontEndSource::Connect { path, pause: Duration::ZERO, last_logged: String::new() })
+        Self::with_source(id, FrontEndSource::Connect { path, pause: Duration::ZERO, last_logged: String::new() })
     }
 
-    fn by(id: &str, way: FrontEndSource) -> Self {
+    fn with_source(id: &str, source: FrontEndSource) -> Self {
         let (first, waiting, refusals) = Default::default();
-        Self { id: id.into(), source: way, first, waiting, refusals, silence: SILENCE_TIMEOUT, device: None }
+        Self { id: id.into(), source, first, waiting, refusals, silence: SILENCE_TIMEOUT, device: None }
     }
 
     /// Sets a front end that is already connected.
@@ -140,14 +140,14 @@ impl FrontEnds {
             let began = reactor::now();
             {
                 let mut served = pin!(serve(socket.clone()));
-                let mut others = pin!(self.reject_competitors(&socket, &is_silent));
-                let over = poll_fn(|context| match served.as_mut().poll(context) {
+                let mut competitors = pin!(self.reject_competitors(&socket, &is_silent));
+                let session_end = poll_fn(|context| match served.as_mut().poll(context) {
                     Poll::Ready(()) => Poll::Ready(Ok(())),
                     // Both are polled, because a competing front end must be handled while one is
                     // served.
-                    Poll::Pending => others.as_mut().poll(context),
+                    Poll::Pending => competitors.as_mut().poll(context),
                 });
-                over.await?;
+                session_end.await?;
             }
             self.record_duration(began);
         }
@@ -158,13 +158,13 @@ impl FrontEnds {
         self.waiting.retain(|waiting| !has_hung_up(&waiting.socket));
         // One that has sent a message is preferred over silent ones, which may be no front ends at
         // all.
-        let speaks = self.waiting.iter().position(|waiting| has_sent(&waiting.socket));
-        if let Some(waiting) = self.waiting.remove(speaks.unwrap_or(0)) {
+        let active = self.waiting.iter().position(|waiting| has_sent(&waiting.socket));
+        if let Some(waiting) = self.waiting.remove(active.unwrap_or(0)) {
             return Ok(waiting.socket);
         }
         match &mut self.source {
             FrontEndSource::Listen(listener) => Ok(accept(&self.id, listener, &self.refusals).await?.into()),
-            FrontEndSource::Connect { path, pause, last_logged: told } => {
+            FrontEndSource::Connect { path, pause, last_logged } => {
                 let address = SocketAddrUnix::new(&*path)?;
                 loop {
                     reactor::sleep_until(reactor::now() + *pause).await;
@@ -172,7 +172,7 @@ impl FrontEnds {
                     match call(&address) {
                         Ok(socket) => return Ok(socket.into()),
                         // Any error is retried: the front end may start later.
-                        Err(error) => log_once(&self.id, path, told, io::Error::from(error).to_string()),
+                        Err(error) => log_once(&self.id, path, last_logged, io::Error::from(error).to_string()),
                     }
                 }
             }
@@ -194,10 +194,10 @@ impl FrontEnds {
         let FrontEndSource::Listen(listener) = &self.source else { return pending().await };
         let listener = listener.clone();
         let began = reactor::now();
-        let mut gone = pin!(operation::peer_shut_down(current));
+        let mut disconnect = pin!(operation::peer_shut_down(current));
         loop {
             let is_silent = is_silent();
-            let patience = match is_silent {
+            let timeout = match is_silent {
                 true if !has_sent(current) && self.must_make_room(began) => {
                     tracing::warn!(
                         export = %self.id,
@@ -212,17 +212,17 @@ impl FrontEnds {
                 true => Duration::MAX,
                 false => self.reject_after(REJECT_DELAY, current),
             };
-            let speaks = async {
+            let any_message = async {
                 match is_silent {
                     true => any_readable(&self.waiting).await,
                     false => pending().await,
                 }
             };
-            let news = first(gone.as_mut(), first(operation::readable(&listener), speaks));
-            match reactor::timeout(patience, news).await {
+            let event = first(disconnect.as_mut(), first(operation::readable(&listener), any_message));
+            match reactor::timeout(timeout, event).await {
                 Ok(FirstReady::One(_)) => return pending().await,
-                Ok(FirstReady::Other(FirstReady::One(came))) => {
-                    came?;
+                Ok(FirstReady::Other(FirstReady::One(readable))) => {
+                    readable?;
                     let socket = accept(&self.id, &listener, &self.refusals).await?.into();
                     self.waiting.push_back(WaitingFrontEnd { socket, since: reactor::now() });
                     // Bounded, or a local process could exhaust descriptors by connecting.
@@ -244,10 +244,10 @@ impl FrontEnds {
     }
 
     /// Rejects front ends that have waited for `patience`; returns the time until the next one has.
-    fn reject_after(&mut self, patience: Duration, current: &Fd) -> Duration {
+    fn reject_after(&mut self, delay: Duration, current: &Fd) -> Duration {
         let now = reactor::now();
         while let Some(oldest) = self.waiting.front() {
-            let until = oldest.since + patience;
+            let until = oldest.since + delay;
             if now < until {
                 return until - now;
             }
@@ -258,10 +258,10 @@ impl FrontEnds {
 
     fn reject_oldest(&mut self, current: &Fd) {
         let Some(oldest) = self.waiting.pop_front() else { return };
-        if let (Some(left_out), Some(device)) = (self.refusals.try_log(reactor::coarse_now()), &self.device) {
+        if let (Some(suppressed), Some(device)) = (self.refusals.try_log(reactor::coarse_now()), &self.device) {
             let (process, connected) = (PeerProcess::of_peer(&oldest.socket), PeerProcess::of_peer(current));
             let (process, connected) = (process.as_ref(), connected.as_ref());
-            device.report(&FrontEndEvent::Rejected { process, connected }, left_out);
+            device.report(&FrontEndEvent::Rejected { process, connected }, suppressed);
         }
     }
 }
@@ -281,7 +281,7 @@ async fn any_readable(waiting: &VecDeque<WaitingFrontEnd>) {
 fn peek(socket: &Fd) -> Option<Result<usize, Errno>> {
     match recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Err(Errno::AGAIN | Errno::INTR) => None,
-        came => Some(came.map(|(_, bytes)| bytes)),
+        result => Some(result.map(|(_, bytes)| bytes)),
     }
 }
 
@@ -294,15 +294,15 @@ fn has_hung_up(socket: &Fd) -> bool {
 }
 
 /// Logs why there is no front end at `path`, unless the same reason was logged last.
-fn log_once(id: &str, path: &Path, told: &mut String, why: String) {
-    if *told != why {
+fn log_once(id: &str, path: &Path, last_logged: &mut String, why: String) {
+    if *last_logged != why {
         tracing::warn!(
             export = %id,
             path = %path.display(),
             %why,
             "cannot connect to a front end, trying again every second (does the machine listen there?)"
         );
-        *told = why;
+        *last_logged = why;
     }
 }
 
@@ -329,9 +329,9 @@ async fn accept(id: &str, listener: &Fd, refusals: &LogRateLimit) -> io::Result<
             // The front end closed before it was accepted.
             Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
             _ => {
-                if let Some(left_out) = refusals.try_log(reactor::coarse_now()) {
+                if let Some(suppressed) = refusals.try_log(reactor::coarse_now()) {
                     tracing::warn!(
-                        export = %id, %error, left_out,
+                        export = %id, %error, suppressed,
                         "cannot accept a front end, trying again every second"
                     );
                 }

@@ -17,35 +17,35 @@ fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
 }
 
 /// Timeout of a wait that must succeed.
-const LONG: Duration = Duration::from_secs(30);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Serves a front end until it hangs up, and then until its rings would have ended.
 #[derive(Default)]
 struct FrontEndOwner {
-    came: Cell<usize>,
-    news: Signal,
+    connections: Cell<usize>,
+    changed: Signal,
     /// True if rings take time to end.
     slow: Cell<bool>,
     /// True if the served front end has sent something.
-    spoke: Cell<bool>,
+    has_sent: Cell<bool>,
     hung_up: Signal,
     ended: Signal,
 }
 
 impl FrontEndOwner {
     async fn serve(self: Rc<Self>, socket: Fd) {
-        self.came.set(self.came.get() + 1);
-        self.spoke.set(false);
-        self.news.raise();
+        self.connections.set(self.connections.get() + 1);
+        self.has_sent.set(false);
+        self.changed.raise();
         let mut buffer = IoBuffer::new(1);
         loop {
-            let (result, back) = operation::receive(&socket, buffer, 0).await;
-            buffer = back;
+            let (result, returned) = operation::receive(&socket, buffer, 0).await;
+            buffer = returned;
             if !matches!(result, Ok(1..)) {
                 break;
             }
-            self.spoke.set(true);
-            self.news.raise();
+            self.has_sent.set(true);
+            self.changed.raise();
         }
         if self.slow.get() {
             self.hung_up.raise();
@@ -53,23 +53,23 @@ impl FrontEndOwner {
         }
     }
 
-    async fn has_seen(&self, count: usize) {
-        self.until("it is not served", || self.came.get() >= count).await;
+    async fn wait_for_connections(&self, count: usize) {
+        self.until("it is not served", || self.connections.get() >= count).await;
     }
 
     /// Sends a byte and waits until the served front end has sent something.
-    async fn hears(&self, mut socket: &UnixStream) {
+    async fn send_and_wait(&self, mut socket: &UnixStream) {
         socket.write_all(&[1]).expect("connected");
-        self.until("it is not heard", || self.spoke.get()).await;
+        self.until("it is not heard", || self.has_sent.get()).await;
     }
 
-    async fn until(&self, why: &str, seen: impl Fn() -> bool) {
-        let seen = async {
-            while !seen() {
-                self.news.wait().await;
+    async fn until(&self, why: &str, condition: impl Fn() -> bool) {
+        let wait = async {
+            while !condition() {
+                self.changed.wait().await;
             }
         };
-        assert!(reactor::timeout(LONG, seen).await.is_ok(), "{why}");
+        assert!(reactor::timeout(WAIT_TIMEOUT, wait).await.is_ok(), "{why}");
     }
 }
 
@@ -77,21 +77,21 @@ fn spawn(mut front_ends: FrontEnds) -> (Rc<FrontEndOwner>, reactor::JoinHandle<i
     let owner = Rc::<FrontEndOwner>::default();
     let serving = Rc::clone(&owner);
     let task = reactor::spawn_joinable(async move {
-        front_ends.serve(|| !serving.spoke.get(), |socket| Rc::clone(&serving).serve(socket)).await
+        front_ends.serve(|| !serving.has_sent.get(), |socket| Rc::clone(&serving).serve(socket)).await
     });
     (owner, task)
 }
 
 /// Longer than a test takes.
-const PATIENT: Duration = Duration::from_secs(3600);
+const MAX_SILENCE: Duration = Duration::from_secs(3600);
 
 /// A socket at which front ends are served.
-struct Listening {
+struct ListeningFixture {
     owner: Rc<FrontEndOwner>,
     path: PathBuf,
 }
 
-impl Listening {
+impl ListeningFixture {
     /// Runs `test` while front ends are served; one that sends nothing keeps its place for
     /// `silence`.
     fn run(name: &'static str, silence: Duration, test: impl AsyncFnOnce(&Self) + 'static) {
@@ -128,7 +128,7 @@ fn is_served(socket: &UnixStream) {
 }
 
 /// Waits until the peer closes.
-async fn turned_away(mut socket: UnixStream) {
+async fn assert_rejected(mut socket: UnixStream) {
     let read = reactor::run_blocking(move || socket.read(&mut [0])).await;
     assert!(matches!(read, Ok(0)), "{read:?}");
 }
@@ -142,112 +142,112 @@ fn directory(name: &str) -> PathBuf {
 
 #[test]
 fn a_front_end_that_connects_shortly_before_a_disconnect_is_served() {
-    Listening::run("early", PATIENT, async |it| {
-        let owner = &it.owner;
-        let first = it.connect();
-        owner.has_seen(1).await;
-        let second = it.connect();
-        it.pause().await;
+    ListeningFixture::run("early", MAX_SILENCE, async |fixture| {
+        let owner = &fixture.owner;
+        let first = fixture.connect();
+        owner.wait_for_connections(1).await;
+        let second = fixture.connect();
+        fixture.pause().await;
         drop(first);
-        owner.has_seen(2).await;
+        owner.wait_for_connections(2).await;
         is_served(&second);
     });
 }
 
 #[test]
 fn a_second_front_end_is_rejected_until_the_first_disconnects() {
-    Listening::run("second", PATIENT, async |it| {
-        let owner = &it.owner;
-        let first = it.connect();
-        owner.has_seen(1).await;
-        owner.hears(&first).await;
+    ListeningFixture::run("second", MAX_SILENCE, async |fixture| {
+        let owner = &fixture.owner;
+        let first = fixture.connect();
+        owner.wait_for_connections(1).await;
+        owner.send_and_wait(&first).await;
         for _ in 0..3 {
-            turned_away(it.connect()).await;
+            assert_rejected(fixture.connect()).await;
         }
         drop(first);
-        let second = it.connect();
-        owner.has_seen(2).await;
+        let second = fixture.connect();
+        owner.wait_for_connections(2).await;
         // A half-closed connection counts as disconnected.
         second.shutdown(Shutdown::Write).expect("connected");
-        let _third = it.connect();
-        owner.has_seen(3).await;
+        let _third = fixture.connect();
+        owner.wait_for_connections(3).await;
     });
 }
 
 #[test]
 fn a_silent_front_end_is_replaced_by_the_next() {
-    Listening::run("silent", Duration::ZERO, async |it| {
-        let owner = &it.owner;
-        let silent = it.connect();
-        owner.has_seen(1).await;
-        let second = it.connect();
-        turned_away(silent).await;
-        owner.has_seen(2).await;
+    ListeningFixture::run("silent", Duration::ZERO, async |fixture| {
+        let owner = &fixture.owner;
+        let silent = fixture.connect();
+        owner.wait_for_connections(1).await;
+        let second = fixture.connect();
+        assert_rejected(silent).await;
+        owner.wait_for_connections(2).await;
         // A front end that has sent something stays, and later ones are rejected.
-        owner.hears(&second).await;
-        turned_away(it.connect()).await;
-        assert_eq!(owner.came.get(), 2);
+        owner.send_and_wait(&second).await;
+        assert_rejected(fixture.connect()).await;
+        assert_eq!(owner.connections.get(), 2);
     });
 }
 
 #[test]
 fn a_front_end_that_sends_is_preferred_over_many_silent_ones() {
-    Listening::run("crowd", PATIENT, async |it| {
-        let owner = &it.owner;
+    ListeningFixture::run("crowd", MAX_SILENCE, async |fixture| {
+        let owner = &fixture.owner;
         // More than `MAX_WAITING`, so that the oldest are rejected while the test runs.
-        let mut crowd: Vec<_> = (0..100).map(|_| it.connect()).collect();
-        owner.has_seen(1).await;
-        let speaks = it.connect();
-        owner.hears(&speaks).await;
-        assert_eq!(owner.came.get(), 2, "none of the others is served before");
-        turned_away(crowd.swap_remove(0)).await;
+        let mut crowd: Vec<_> = (0..100).map(|_| fixture.connect()).collect();
+        owner.wait_for_connections(1).await;
+        let sender = fixture.connect();
+        owner.send_and_wait(&sender).await;
+        assert_eq!(owner.connections.get(), 2, "none of the others is served before");
+        assert_rejected(crowd.swap_remove(0)).await;
     });
 }
 
 #[test]
 fn a_disconnected_front_end_replaces_none() {
-    Listening::run("hasty", PATIENT, async |it| {
-        let owner = &it.owner;
-        let silent = it.connect();
-        owner.has_seen(1).await;
+    ListeningFixture::run("hasty", MAX_SILENCE, async |fixture| {
+        let owner = &fixture.owner;
+        let silent = fixture.connect();
+        owner.wait_for_connections(1).await;
         for _ in 0..3 {
-            drop(it.connect());
+            drop(fixture.connect());
         }
-        owner.hears(&silent).await;
-        turned_away(it.connect()).await;
-        assert_eq!(owner.came.get(), 1);
+        owner.send_and_wait(&silent).await;
+        assert_rejected(fixture.connect()).await;
+        assert_eq!(owner.connections.get(), 1);
     });
 }
 
 #[test]
 fn a_silent_front_end_keeps_its_place_for_the_timeout() {
-    Listening::run("quiet", PATIENT, async |it| {
-        let owner = &it.owner;
-        let silent = it.connect();
-        owner.has_seen(1).await;
-        let second = it.connect();
-        it.pause().await;
-        assert_eq!(owner.came.get(), 1);
-        owner.hears(&silent).await;
-        turned_away(second).await;
-        assert_eq!(owner.came.get(), 1);
+    ListeningFixture::run("quiet", MAX_SILENCE, async |fixture| {
+        let owner = &fixture.owner;
+        let silent = fixture.connect();
+        owner.wait_for_connections(1).await;
+        let second = fixture.connect();
+        fixture.pause().await;
+        assert_eq!(owner.connections.get(), 1);
+        owner.send_and_wait(&silent).await;
+        assert_rejected(second).await;
+        assert_eq!(owner.connections.get(), 1);
     });
 }
 
 #[test]
 fn the_next_front_end_waits_until_the_rings_of_the_last_have_ended() {
-    Listening::run("rings", PATIENT, async |it| {
-        let owner = &it.owner;
+    ListeningFixture::run("rings", MAX_SILENCE, async |fixture| {
+        let owner = &fixture.owner;
         owner.slow.set(true);
-        let first = it.connect();
-        owner.has_seen(1).await;
+        let first = fixture.connect();
+        owner.wait_for_connections(1).await;
         drop(first);
-        let second = it.connect();
+        let second = fixture.connect();
         owner.hung_up.wait().await;
-        it.pause().await;
-        assert_eq!(owner.came.get(), 1);
+        fixture.pause().await;
+        assert_eq!(owner.connections.get(), 1);
         owner.ended.raise();
-        owner.has_seen(2).await;
+        owner.wait_for_connections(2).await;
         is_served(&second);
     });
 }
@@ -262,14 +262,14 @@ fn listening_front_end_is_reconnected() {
         let accept =
             |listener: UnixListener| reactor::run_blocking(move || listener.accept().map(|_| listener));
         let listener = accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls");
-        owner.has_seen(1).await;
+        owner.wait_for_connections(1).await;
         let listener = accept(listener).await.expect("it calls again");
-        owner.has_seen(2).await;
+        owner.wait_for_connections(2).await;
         // The front end restarts.
         drop(listener);
         std::fs::remove_file(&path).expect("removed");
         accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls the new one");
-        owner.has_seen(3).await;
+        owner.wait_for_connections(3).await;
         task.cancel().await;
         std::fs::remove_dir_all(directory).expect("removed");
     });
@@ -281,22 +281,22 @@ fn the_reason_of_a_failed_connect_is_logged() {
         let directory = directory("why");
         let path = directory.join("s");
         let mut front_ends = FrontEnds::call("e", path.clone());
-        let mut told = async || {
-            let few = Duration::from_secs(5);
+        let mut last_message = async || {
+            let limit = Duration::from_secs(5);
             assert!(
-                reactor::timeout(few, front_ends.serve(|| false, async |_| {})).await.is_err(),
+                reactor::timeout(limit, front_ends.serve(|| false, async |_| {})).await.is_err(),
                 "it goes on"
             );
             match &front_ends.source {
-                FrontEndSource::Connect { last_logged: told, .. } => told.clone(),
+                FrontEndSource::Connect { last_logged: message, .. } => message.clone(),
                 FrontEndSource::Listen(_) => unreachable!("it calls"),
             }
         };
-        assert!(told().await.starts_with("No such file"));
+        assert!(last_message().await.starts_with("No such file"));
         let listener = UnixListener::bind(&path).expect("a socket");
-        assert_eq!(told().await, "it hung up at once");
+        assert_eq!(last_message().await, "it hung up at once");
         drop(listener);
-        assert!(told().await.starts_with("Connection refused"));
+        assert!(last_message().await.starts_with("Connection refused"));
         std::fs::remove_dir_all(directory).expect("removed");
     });
 }
@@ -315,7 +315,7 @@ fn connecting_is_retried_until_the_socket_type_matches() {
             drop(wrong);
             std::fs::remove_file(&path).expect("removed");
             let _listener = UnixListener::bind(&path).expect("a socket");
-            assert!(matches!(reactor::timeout(LONG, next).await, Ok(Ok(_))), "it calls the new one");
+            assert!(matches!(reactor::timeout(WAIT_TIMEOUT, next).await, Ok(Ok(_))), "it calls the new one");
         }
         std::fs::remove_dir_all(directory).expect("removed");
     });

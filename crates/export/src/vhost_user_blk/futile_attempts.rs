@@ -19,7 +19,7 @@ struct LastAttempt {
     process: Option<u32>,
     why: String,
     logged_at: Instant,
-    left_out: u64,
+    suppressed: u64,
 }
 
 impl FutileAttempts {
@@ -39,18 +39,18 @@ impl FutileAttempts {
     ) -> Option<u64> {
         let mut last = self.last();
         let same = last.as_mut().filter(|last| last.process == process && last.why == why);
-        let left_out = match same {
+        let suppressed = match same {
             Some(same) if same.is_fresh(now) => {
                 // Counted, so that the next line of the same reason reports the number of omitted
                 // ones.
-                same.left_out += 1 + unseen;
+                same.suppressed += 1 + unseen;
                 return None;
             }
-            Some(same) => same.left_out + unseen,
+            Some(same) => same.suppressed + unseen,
             None => unseen,
         };
-        *last = Some(LastAttempt { process, why: why.to_owned(), logged_at: now, left_out: 0 });
-        Some(left_out)
+        *last = Some(LastAttempt { process, why: why.to_owned(), logged_at: now, suppressed: 0 });
+        Some(suppressed)
     }
 
     /// Resets the state when a front end uses the disk, so that the next failure is logged.
@@ -75,19 +75,19 @@ mod tests {
 
     #[test]
     fn repeated_reasons_are_rate_limited_and_new_ones_are_logged() {
-        let vain = FutileAttempts::default();
+        let attempts = FutileAttempts::default();
         let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
-        let went =
-            |process, why, unseen, seconds| vain.record_attempt(Some(process), why, unseen, at(seconds));
-        assert!(!vain.was_logged_recently(Some(1), at(0)));
-        assert_eq!([went(1, "a", 0, 0), went(1, "a", 0, 1), went(1, "a", 2, 599)], [Some(0), None, None]);
-        assert!(vain.was_logged_recently(Some(1), at(599)) && !vain.was_logged_recently(Some(2), at(599)));
-        assert!(!vain.was_logged_recently(Some(1), at(600)));
-        assert_eq!([went(1, "a", 1, 600), went(1, "a", 0, 601)], [Some(5), None]);
-        assert_eq!(went(1, "b", 0, 602), Some(0), "another reason");
-        assert_eq!(went(2, "b", 0, 603), Some(0), "another machine");
-        vain.forget();
-        assert!(!vain.was_logged_recently(Some(2), at(604)));
-        assert_eq!(went(2, "b", 0, 604), Some(0), "it has used the disk meanwhile");
+        let record =
+            |process, why, unseen, seconds| attempts.record_attempt(Some(process), why, unseen, at(seconds));
+        assert!(!attempts.was_logged_recently(Some(1), at(0)));
+        assert_eq!([record(1, "a", 0, 0), record(1, "a", 0, 1), record(1, "a", 2, 599)], [Some(0), None, None]);
+        assert!(attempts.was_logged_recently(Some(1), at(599)) && !attempts.was_logged_recently(Some(2), at(599)));
+        assert!(!attempts.was_logged_recently(Some(1), at(600)));
+        assert_eq!([record(1, "a", 1, 600), record(1, "a", 0, 601)], [Some(5), None]);
+        assert_eq!(record(1, "b", 0, 602), Some(0), "another reason");
+        assert_eq!(record(2, "b", 0, 603), Some(0), "another machine");
+        attempts.forget();
+        assert!(!attempts.was_logged_recently(Some(2), at(604)));
+        assert_eq!(record(2, "b", 0, 604), Some(0), "it has used the disk meanwhile");
     }
 }

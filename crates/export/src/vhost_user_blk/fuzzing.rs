@@ -52,9 +52,9 @@ pub fn vhost_user_session(data: &[u8]) {
         run.running.remove(&ring);
     }
     run.execute_outputs(&mut out);
-    let still: BTreeSet<u16> = run.session.running().collect();
+    let running: BTreeSet<u16> = run.session.running().collect();
     // The session and this model must agree, whatever the front end has sent.
-    assert_eq!(still, run.running, "rings that run");
+    assert_eq!(running, run.running, "rings that run");
     run.check_transfer();
 }
 
@@ -119,17 +119,17 @@ impl SessionFuzzer {
             self.session.resume(&mut VecDeque::new());
             quiesce(&mut self.session);
         }
-        let said = |session: &VhostUserSession| {
-            let said = session.to_messages().ok()?.into_iter();
-            Some(said.map(|said| (said.code, said.payload, said.descriptors.len())).collect::<Vec<_>>())
+        let messages_of = |session: &VhostUserSession| {
+            let messages = session.to_messages().ok()?.into_iter();
+            Some(messages.map(|message| (message.code, message.payload, message.descriptors.len())).collect::<Vec<_>>())
         };
-        let (Ok(told), Some(ours)) = (self.session.to_messages(), said(&self.session)) else { return };
+        let (Ok(messages), Some(expected)) = (self.session.to_messages(), messages_of(&self.session)) else { return };
         let (mut other, _) =
-            VhostUserSession::from_messages(self.offer, told).expect("a front end could say all that");
+            VhostUserSession::from_messages(self.offer, messages).expect("a front end could say all that");
         let running: Vec<u16> = other.running().collect();
         quiesce(&mut other);
-        if let Some(theirs) = said(&other) {
-            assert_eq!(ours, theirs);
+        if let Some(transferred) = messages_of(&other) {
+            assert_eq!(expected, transferred);
         }
         self.session.resume(&mut VecDeque::new());
         assert_eq!(self.session.running().collect::<Vec<_>>(), running, "rings that go on");
@@ -201,15 +201,15 @@ impl SessionFuzzer {
             assert!(!self.stopping.is_empty(), "it waits for nothing");
             // The reply to the request comes only after all rings have stopped.
             assert_eq!(replies, 0, "a reply too early");
-            let which = input.small() as usize % self.stopping.len();
-            self.has_stopped(self.stopping[which], input.small() as u32, &mut out);
+            let index = input.small() as usize % self.stopping.len();
+            self.has_stopped(self.stopping[index], input.small() as u32, &mut out);
             let more = self.execute_outputs(&mut out);
             (replies, closed) = (replies + more.0, closed || more.1);
         }
         // SET_LOG_BASE is answered if that was negotiated, whether a reply was requested or not.
         let may_be_more = usize::from(code == code::SET_LOG_BASE);
-        let right = closed || (usize::from(due)..=usize::from(due).max(may_be_more)).contains(&replies);
-        assert!(right, "{} replies to {}", replies, message::name(code));
+        let is_expected = closed || (usize::from(due)..=usize::from(due).max(may_be_more)).contains(&replies);
+        assert!(is_expected, "{} replies to {}", replies, message::name(code));
         !closed
     }
 
@@ -233,13 +233,13 @@ impl SessionFuzzer {
                 SessionOutput::Rejected { why, .. } => assert!(why.to_string().len() < 200),
                 SessionOutput::Close { .. } => closed = true,
                 SessionOutput::ConfigChanged => assert!(self.session.channel().is_some()),
-                SessionOutput::Effect(effect) => self.act(effect),
+                SessionOutput::Effect(effect) => self.apply_effect(effect),
             }
         }
         (replies, closed)
     }
 
-    fn act(&mut self, effect: Effect) {
+    fn apply_effect(&mut self, effect: Effect) {
         match effect {
             Effect::Start { ring, settings } => {
                 assert!(ring < self.offer.queues && self.running.insert(ring), "ring {ring} starts twice");
@@ -247,12 +247,12 @@ impl SessionFuzzer {
                 let packed = features & virtio::RING_PACKED != 0;
                 assert_eq!(features & !self.offer.features(), 0);
                 assert!((1..=self.offer.queue_size).contains(&size) && (packed || size.is_power_of_two()));
-                let places = settings.places;
-                assert_eq!(places.descriptors.bytes(), 16 * usize::from(size));
-                assert!(places.descriptors.is_aligned(16) && places.device.is_aligned(4));
+                let areas = settings.areas;
+                assert_eq!(areas.descriptors.bytes(), 16 * usize::from(size));
+                assert!(areas.descriptors.is_aligned(16) && areas.device.is_aligned(4));
                 // The located memory must be accessible.
                 let mut byte = [0];
-                places.device.read(places.device.bytes() - 1, &mut byte);
+                areas.device.read(areas.device.bytes() - 1, &mut byte);
             }
             Effect::Stop { ring } => {
                 assert!(self.running.contains(&ring) && !self.stopping.contains(&ring));
@@ -282,8 +282,8 @@ fn raw_message(input: &mut FuzzBytes<'_>) -> Option<(u32, bool, Vec<u8>, usize)>
 fn mostly_valid_message(kind: u8, queues: u16, input: &mut FuzzBytes<'_>) -> (u32, Vec<u8>, usize) {
     use code::*;
     let pair = |ring: u64, number: u64| [ring as u32, number as u32].map(u32::to_ne_bytes).concat();
-    let region = |place: u64| {
-        let begin = (place & 7) * REGION_BYTES;
+    let region = |index: u64| {
+        let begin = (index & 7) * REGION_BYTES;
         [begin, REGION_BYTES, USER_ADDRESS + begin, 0]
     };
     // Rarely a ring that does not exist.
@@ -298,8 +298,8 @@ fn mostly_valid_message(kind: u8, queues: u16, input: &mut FuzzBytes<'_>) -> (u3
         5 => {
             let count = value % 9;
             let mut table = pair(count, 0);
-            for place in 0..count {
-                table.extend(numbers(&region(place)));
+            for index in 0..count {
+                table.extend(numbers(&region(index)));
             }
             (SET_MEM_TABLE, table, count as usize)
         }
@@ -357,7 +357,7 @@ mod tests {
 
     /// The generated bytes reach the states that they are for.
     #[test]
-    fn rings_start_and_stop_in_conversations_that_have_a_sense() {
+    fn rings_start_and_stop_in_mostly_valid_sessions() {
         let (mut steps, mut started, mut stopped) = (0, 0, 0);
         fastrand::seed(7);
         for _ in 0..1000 {

@@ -23,37 +23,37 @@ impl VhostUserQueue {
     /// Executes all requests that are admitted at once; passes the rest to `usual`.
     pub(super) fn execute_immediately(
         &self,
-        intake: &mut MergeBatch<VringRequest>,
-        mut usual: impl FnMut(VringRequest),
+        batch: &mut MergeBatch<VringRequest>,
+        mut fallback: impl FnMut(VringRequest),
     ) {
         let disk = self.device.disk();
-        let mut passes: SmallVec<[Option<AdmissionPermit>; MAX_ADMISSIONS]> = SmallVec::new();
-        for some in intake.all().chunks(MAX_ADMISSIONS) {
-            let costs = some.iter().filter_map(task).map(|(direction, _, data)| (direction, cost(data)));
-            disk.try_admit_batch(costs, |pass| passes.push(pass));
+        let mut permits: SmallVec<[Option<AdmissionPermit>; MAX_ADMISSIONS]> = SmallVec::new();
+        for chunk in batch.all().chunks(MAX_ADMISSIONS) {
+            let costs = chunk.iter().filter_map(task).map(|(direction, _, data)| (direction, cost(data)));
+            disk.try_admit_batch(costs, |permit| permits.push(permit));
         }
         // Permits are in the order of the requests that `task` accepts, so one iterator assigns
         // them.
-        let mut passes = passes.into_iter();
-        for incoming in intake.all().drain(..) {
-            match task(&incoming).and_then(|_| passes.next().flatten()) {
-                Some(pass) => self.execute_now(incoming, &pass),
-                None => usual(incoming),
+        let mut permits = permits.into_iter();
+        for incoming in batch.all().drain(..) {
+            match task(&incoming).and_then(|_| permits.next().flatten()) {
+                Some(permit) => self.execute_now(incoming, &permit),
+                None => fallback(incoming),
             }
         }
     }
 
-    fn execute_now(&self, incoming: VringRequest, pass: &AdmissionPermit) {
+    fn execute_now(&self, incoming: VringRequest, permit: &AdmissionPermit) {
         let disk = self.device.disk();
         let result = match task(&incoming) {
             _ if self.is_lost() => Err(Error::FAULT),
             Some((Direction::Read, offset, data)) => {
-                let result = disk.read_now(pass, offset, data).unwrap_or(Err(Error::UNSUPPORTED));
-                data.iter().for_each(|place| self.mark_dirty(place.guest_address(), place.bytes()));
+                let result = disk.read_now(permit, offset, data).unwrap_or(Err(Error::UNSUPPORTED));
+                data.iter().for_each(|segment| self.mark_dirty(segment.guest_address(), segment.bytes()));
                 result
             }
             Some((Direction::Write, offset, data)) => {
-                disk.write_now(pass, offset, data).unwrap_or(Err(Error::UNSUPPORTED))
+                disk.write_now(permit, offset, data).unwrap_or(Err(Error::UNSUPPORTED))
             }
             None => unreachable!("it has a pass"),
         };

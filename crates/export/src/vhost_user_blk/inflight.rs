@@ -92,8 +92,8 @@ pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(OwnedFd, u6
 
 fn check_shape(queues: u16, queue_size: u16) -> Result<(), InflightError> {
     // Bounds the size of an area before anything is allocated or multiplied.
-    let right = (1..=MAX_QUEUES).contains(&queues) && (1..=MAX_QUEUE_SIZE).contains(&queue_size);
-    if right { Ok(()) } else { Err(InflightError::Shape { queues, queue_size }) }
+    let is_valid = (1..=MAX_QUEUES).contains(&queues) && (1..=MAX_QUEUE_SIZE).contains(&queue_size);
+    if is_valid { Ok(()) } else { Err(InflightError::Shape { queues, queue_size }) }
 }
 
 /// An area that a front end has passed.
@@ -120,14 +120,14 @@ pub struct UnflushedWrites {
     state_bytes: GuestBytes,
     opened: u64,
     /// Number of writes that would have been lost when they were acknowledged.
-    noted: AtomicU64,
+    recorded: AtomicU64,
     /// Held from the check of the disk until its result is stored.
     check_lock: Mutex<()>,
 }
 
 impl UnflushedWrites {
-    fn new(place: GuestBytes, opened: u64) -> Self {
-        Self { state_bytes: place, opened, noted: AtomicU64::new(0), check_lock: Mutex::default() }
+    fn new(state_bytes: GuestBytes, opened: u64) -> Self {
+        Self { state_bytes, opened, recorded: AtomicU64::new(0), check_lock: Mutex::default() }
     }
 
     /// True if writes were lost. Permanent until the guest resets its device, because the lost
@@ -148,32 +148,32 @@ impl UnflushedWrites {
 
     /// Carries the state over to a new area. A reset machine passes another area, but that does not
     /// make its earlier writes durable.
-    pub fn inherit(&self, before: &Self) {
-        if before.state_bytes.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
-            let _turn = self.lock();
+    pub fn inherit(&self, previous: &Self) {
+        if previous.state_bytes.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
+            let _lock = self.lock();
             self.set(true);
         }
     }
 
     /// Records a write that would be lost; call it before the write is acknowledged.
     pub fn record_write(&self, would_lose: impl FnOnce() -> bool) {
-        let _turn = self.lock();
+        let _lock = self.lock();
         // Before the state is stored: a flush that reads the count earlier does not clear this
         // write.
-        self.noted.fetch_add(1, AcqRel);
+        self.recorded.fetch_add(1, AcqRel);
         self.set(would_lose());
     }
 
     /// Number of recorded writes; call it before a flush, which covers these.
     pub fn recorded_writes(&self) -> u64 {
-        self.noted.load(Acquire)
+        self.recorded.load(Acquire)
     }
 
     /// Clears the record after a successful flush, unless more writes were recorded since `noted`.
     /// Losses of other clients of the disk do not concern this guest.
-    pub fn flushed(&self, noted: u64, would_lose: impl FnOnce() -> bool) {
-        let _turn = self.lock();
-        self.set(self.recorded_writes() != noted && would_lose());
+    pub fn flushed(&self, recorded: u64, would_lose: impl FnOnce() -> bool) {
+        let _lock = self.lock();
+        self.set(self.recorded_writes() != recorded && would_lose());
     }
 
     fn set(&self, would_lose: bool) {
@@ -206,20 +206,20 @@ impl InflightArea {
         let &InflightInfo { bytes, file_offset, queues, queue_size, .. } = info;
         check_shape(queues, queue_size)?;
         // The layout of the rings is not known yet; split rings need less.
-        let due = u64::from(queues) * part_bytes(queue_size, false);
-        if bytes < due {
-            return Err(InflightError::TooSmall { is: bytes, due });
+        let min_bytes = u64::from(queues) * part_bytes(queue_size, false);
+        if bytes < min_bytes {
+            return Err(InflightError::TooSmall { is: bytes, due: min_bytes });
         }
         // No address refers to the area, so it is mapped at guest address 0.
         let region = Region::map(file, 0, 0, bytes, file_offset, quota)?;
         let memory = GuestMemory::new(vec![region])?;
-        let choice = bytes.checked_sub(CHOICE_BYTES).filter(|at| *at >= due);
+        let choice = bytes.checked_sub(CHOICE_BYTES).filter(|at| *at >= min_bytes);
         let choice = choice.and_then(|at| memory.range(at, CHOICE_BYTES as usize));
-        let choice = choice.filter(|place| place.is_aligned(8) && place.load_u64(0, Acquire) == CHOICE_MARK);
+        let choice = choice.filter(|area| area.is_aligned(8) && area.load_u64(0, Acquire) == CHOICE_MARK);
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
         // Checked, because the front end may pass another number of queues than it requested.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
-        let loss = choice.clone().map(|place| Arc::new(UnflushedWrites::new(place, opened)));
+        let loss = choice.clone().map(|state_bytes| Arc::new(UnflushedWrites::new(state_bytes, opened)));
         Ok(Self { memory, info: *info, stride, choice, loss })
     }
 
@@ -244,30 +244,30 @@ impl InflightArea {
     }
 
     /// Records the guest's choice, if the area has room for it.
-    pub fn store_write_cache(&self, wanted: bool) {
-        if let Some(place) = &self.choice {
-            place.store_u64(CHOICE_AT, if wanted { CACHED } else { THROUGH }, Release);
+    pub fn store_write_cache(&self, enabled: bool) {
+        if let Some(choice) = &self.choice {
+            choice.store_u64(CHOICE_AT, if enabled { CACHED } else { THROUGH }, Release);
         }
     }
 
     /// Block size that the guest has read, in bytes; `None` if none is recorded.
     pub fn block_bytes(&self) -> Option<u64> {
-        let told = self.choice.as_ref()?.load_u64(BLOCK_AT, Acquire);
-        (told > 0).then_some(told)
+        let block_bytes = self.choice.as_ref()?.load_u64(BLOCK_AT, Acquire);
+        (block_bytes > 0).then_some(block_bytes)
     }
 
     /// Records the guest's block size, if the area has room for it.
-    pub fn store_block_bytes(&self, told: u32) {
-        if let Some(place) = &self.choice {
-            place.store_u64(BLOCK_AT, told.into(), Release);
+    pub fn store_block_bytes(&self, block_bytes: u32) {
+        if let Some(choice) = &self.choice {
+            choice.store_u64(BLOCK_AT, block_bytes.into(), Release);
         }
     }
 
     /// Part of a ring of `size` descriptors; `None` if the area has no room for it.
     pub fn part(&self, ring: u16, size: u16, packed: bool) -> Option<GuestBytes> {
-        let each = self.stride.unwrap_or_else(|| part_bytes(self.info.queue_size, packed));
-        let (begin, needed) = (u64::from(ring) * each, InflightQueueArea::bytes(size, packed));
-        if ring >= self.info.queues || needed as u64 > each || begin + each > self.info.bytes {
+        let part_size = self.stride.unwrap_or_else(|| part_bytes(self.info.queue_size, packed));
+        let (begin, needed) = (u64::from(ring) * part_size, InflightQueueArea::bytes(size, packed));
+        if ring >= self.info.queues || needed as u64 > part_size || begin + part_size > self.info.bytes {
             return None;
         }
         self.memory.range(begin, needed)
@@ -279,7 +279,7 @@ mod tests {
     use super::*;
 
     /// More than a test maps.
-    fn plenty() -> MappingQuota {
+    fn ample_quota() -> MappingQuota {
         MappingQuota::new(16, 1 << 47)
     }
 
@@ -293,7 +293,7 @@ mod tests {
         for (packed, stride) in [(false, 2112), (true, 4160)] {
             let (file, bytes) = create(2, 128, packed).expect("made");
             assert_eq!(bytes, 2 * stride + 64);
-            let area = InflightArea::map(&info(bytes, 2, 128), file, &plenty(), 0).expect("mapped");
+            let area = InflightArea::map(&info(bytes, 2, 128), file, &ample_quota(), 0).expect("mapped");
             let part = |ring, size| area.part(ring, size, packed).map(|part| part.guest_address());
             assert_eq!((part(0, 128), part(1, 128), part(1, 7)), (Some(0), Some(stride), Some(stride)));
             assert_eq!((part(2, 128), part(0, 256)), (None, None));
@@ -303,19 +303,19 @@ mod tests {
     }
 
     #[test]
-    fn an_area_has_room_for_rings_larger_than_the_front_end_says() {
+    fn area_has_room_for_larger_rings_than_requested() {
         for packed in [false, true] {
             let (file, bytes) = create(2, 1024, packed).expect("made");
             let map = |queues| {
                 let file = file.try_clone().expect("a descriptor");
-                InflightArea::map(&info(bytes, queues, 128), file, &plenty(), 0).expect("mapped")
+                InflightArea::map(&info(bytes, queues, 128), file, &ample_quota(), 0).expect("mapped")
             };
             let parts = [0, 1].map(|ring| map(2).part(ring, 1024, packed).expect("there").guest_address());
             assert_eq!(parts, [0, part_bytes(1024, packed)]);
             // Parts of any length keep the alignment.
             for queues in 1..=MAX_QUEUES {
                 let file = file.try_clone().expect("a descriptor");
-                let area = InflightArea::map(&info(bytes, queues, 2), file, &plenty(), 0);
+                let area = InflightArea::map(&info(bytes, queues, 2), file, &ample_quota(), 0);
                 let part = area.ok().and_then(|area| area.part(queues - 1, 2, packed));
                 assert!(part.is_none_or(|part| part.is_aligned(64)), "{queues}");
             }
@@ -325,7 +325,7 @@ mod tests {
     #[test]
     fn area_of_split_rings_does_not_fit_a_packed_ring() {
         let (file, bytes) = create(1, 128, false).expect("made");
-        let area = InflightArea::map(&info(bytes, 1, 128), file, &plenty(), 0).expect("mapped");
+        let area = InflightArea::map(&info(bytes, 1, 128), file, &ample_quota(), 0).expect("mapped");
         assert!(area.part(0, 128, false).is_some());
         assert!(area.part(0, 128, true).is_none());
     }
@@ -334,12 +334,12 @@ mod tests {
     fn write_cache_choice_is_stored_in_own_areas_only() {
         for packed in [false, true] {
             let (file, bytes) = create(3, 128, packed).expect("made");
-            let again = || file.try_clone().expect("a descriptor");
-            let map = |bytes| InflightArea::map(&info(bytes, 3, 128), again(), &plenty(), 0).expect("mapped");
+            let duplicate = || file.try_clone().expect("a descriptor");
+            let map = |bytes| InflightArea::map(&info(bytes, 3, 128), duplicate(), &ample_quota(), 0).expect("mapped");
             assert_eq!(map(bytes).write_cache(), None);
-            for wanted in [false, true] {
-                map(bytes).store_write_cache(wanted);
-                assert_eq!(map(bytes).write_cache(), Some(wanted));
+            for enabled in [false, true] {
+                map(bytes).store_write_cache(enabled);
+                assert_eq!(map(bytes).write_cache(), Some(enabled));
             }
             // An area of another back end, or one that the front end describes differently.
             let rings = bytes - CHOICE_BYTES;
@@ -358,8 +358,8 @@ mod tests {
     #[test]
     fn block_size_is_stored_in_own_areas_only() {
         let (file, bytes) = create(1, 128, true).expect("made");
-        let again = || file.try_clone().expect("a descriptor");
-        let map = |bytes| InflightArea::map(&info(bytes, 1, 128), again(), &plenty(), 0).expect("mapped");
+        let duplicate = || file.try_clone().expect("a descriptor");
+        let map = |bytes| InflightArea::map(&info(bytes, 1, 128), duplicate(), &ample_quota(), 0).expect("mapped");
         assert_eq!(map(bytes).block_bytes(), None);
         map(bytes).store_block_bytes(4096);
         assert_eq!((map(bytes).block_bytes(), map(bytes).write_cache()), (Some(4096), None));
@@ -372,7 +372,7 @@ mod tests {
     #[test]
     fn area_description_is_validated() {
         let map =
-            |info: InflightInfo| InflightArea::map(&info, create(1, 4, false).expect("made").0, &plenty(), 0);
+            |info: InflightInfo| InflightArea::map(&info, create(1, 4, false).expect("made").0, &ample_quota(), 0);
         assert!(map(info(128, 1, 4)).is_ok());
         assert!(matches!(map(info(127, 1, 4)), Err(InflightError::TooSmall { is: 127, due: 128 })));
         assert!(matches!(map(info(1 << 40, 1, 4)), Err(InflightError::Map(_))), "longer than its file");
@@ -394,31 +394,31 @@ mod tests {
         let (file, bytes) = create(1, 4, false).expect("made");
         let area = |opened| {
             let file = file.try_clone().expect("a descriptor");
-            InflightArea::map(&info(bytes, 1, 4), file, &plenty(), opened).expect("mapped")
+            InflightArea::map(&info(bytes, 1, 4), file, &ample_quota(), opened).expect("mapped")
         };
         let is_lost_with = |opened: u64| {
-            let word = || area(opened).loss().expect("made here").state_bytes.load_u64(LOSS_AT, Acquire);
-            match word() {
+            let loss_state = || area(opened).loss().expect("made here").state_bytes.load_u64(LOSS_AT, Acquire);
+            match loss_state() {
                 0 => false,
                 WOULD_LOSE => true,
                 other => panic!("{other}"),
             }
         };
-        let ours = area(7);
-        let loss = ours.loss().expect("made here");
+        let own_area = area(7);
+        let loss = own_area.loss().expect("made here");
         loss.flushed(loss.recorded_writes(), || true);
         assert!(!is_lost_with(7), "it has not written");
         loss.record_write(|| true);
-        let noted = loss.recorded_writes();
+        let recorded = loss.recorded_writes();
         loss.record_write(|| true);
-        loss.flushed(noted, || true);
+        loss.flushed(recorded, || true);
         assert!(is_lost_with(7), "a write was acknowledged beside the flush");
         loss.flushed(loss.recorded_writes(), || true);
         assert!(!is_lost_with(7));
 
         loss.record_write(|| true);
         let (file, bytes) = create(1, 4, false).expect("made");
-        let other = InflightArea::map(&info(bytes, 1, 4), file, &plenty(), 7).expect("mapped");
+        let other = InflightArea::map(&info(bytes, 1, 4), file, &ample_quota(), 7).expect("mapped");
         let replacing = other.loss().expect("made here");
         replacing.inherit(loss);
         assert_eq!(

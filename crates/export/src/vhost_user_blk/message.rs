@@ -352,9 +352,9 @@ impl<'a> Body<'a> {
     /// Takes the whole payload, which must have `N` bytes.
     fn whole<const N: usize>(&mut self) -> Result<&'a [u8; N], MalformedVhostUserMessage> {
         let wrong = MalformedVhostUserMessage::Size { is: self.payload.len(), due: N };
-        let whole = <&[u8; N]>::try_from(self.payload).map_err(|_| wrong)?;
+        let payload = <&[u8; N]>::try_from(self.payload).map_err(|_| wrong)?;
         self.payload = &[];
-        Ok(whole)
+        Ok(payload)
     }
 
     fn number(&mut self) -> Result<u64, MalformedVhostUserMessage> {
@@ -709,8 +709,8 @@ mod tests {
 
         let parsed = VhostUserRequest::parse(code::ADD_MEM_REG, &bytes, descriptors(1)).expect("well formed");
         let VhostUserRequest::AddMemReg(region, _) = parsed else { panic!("{parsed:?}") };
-        let due = RegionInfo { guest_address: 2, bytes: 3, user_address: 4, file_offset: 5 };
-        assert_eq!(region, due);
+        let expected = RegionInfo { guest_address: 2, bytes: 3, user_address: 4, file_offset: 5 };
+        assert_eq!(region, expected);
 
         let enable = |number: u32| {
             VhostUserRequest::parse(

@@ -24,36 +24,36 @@ pub(super) async fn wait_for_image(
     settings: &mut RingSettings,
     orders: &Receiver<QueueOrder>,
 ) -> Result<Option<ReplacedEvents>, HoldError> {
-    let is_over = Cell::new(false);
-    let mut hold = pin!(disk.hold(IMAGE_TIMEOUT, || !is_over.get()));
-    let mut rewired = ReplacedEvents::new();
-    let held = loop {
+    let is_stopped = Cell::new(false);
+    let mut hold = pin!(disk.hold(IMAGE_TIMEOUT, || !is_stopped.get()));
+    let mut replaced = ReplacedEvents::new();
+    let result = loop {
         match first(hold.as_mut(), orders.recv()).await {
-            FirstReady::One(held) => break held,
-            FirstReady::Other(Ok(QueueOrder::Memory(memory, places, _in_use))) => {
+            FirstReady::One(result) => break result,
+            FirstReady::Other(Ok(QueueOrder::Memory(memory, areas, _in_use))) => {
                 // Dropping the sender at the end of this arm confirms that the new memory is in
                 // use.
-                (settings.memory, settings.places) = (memory, places);
+                (settings.memory, settings.areas) = (memory, areas);
             }
-            FirstReady::Other(Ok(QueueOrder::Event(kind, bell))) => {
+            FirstReady::Other(Ok(QueueOrder::Event(kind, event))) => {
                 // Only the most recent event of each kind is kept.
-                rewired.retain(|(other, _)| *other != kind);
-                rewired.push((kind, bell));
+                replaced.retain(|(other, _)| *other != kind);
+                replaced.push((kind, event));
             }
             FirstReady::Other(Ok(QueueOrder::Stop { .. }) | Err(_)) => {
-                is_over.set(true);
+                is_stopped.set(true);
                 // Awaited instead of dropped: if it holds the image by now, that has to be
                 // released below.
                 break hold.await;
             }
         }
     };
-    match held {
-        Ok(()) if is_over.get() => {
+    match result {
+        Ok(()) if is_stopped.get() => {
             disk.release().await;
             Ok(None)
         }
-        Ok(()) => Ok(Some(rewired)),
+        Ok(()) => Ok(Some(replaced)),
         Err(HoldError::Cancelled) => Ok(None),
         Err(error) => Err(error),
     }

@@ -26,9 +26,9 @@ const PIECE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
 pub(super) fn needs_no_split(data: &Data) -> bool {
     let sector = SECTOR_BYTES as usize;
     let mut bytes = 0;
-    data.iter().all(|place| {
-        bytes += place.bytes();
-        bytes <= PIECE_BYTES && place.is_aligned(sector) && place.bytes().is_multiple_of(sector)
+    data.iter().all(|segment| {
+        bytes += segment.bytes();
+        bytes <= PIECE_BYTES && segment.is_aligned(sector) && segment.bytes().is_multiple_of(sector)
     })
 }
 
@@ -49,13 +49,13 @@ impl VhostUserQueue {
             _ => Direction::Write,
         };
         let is_large = incoming.request.bytes() > PIECE_BYTES as u64;
-        let _turn = if is_large { Some(self.large.exclusive(0..1).await) } else { None };
+        let _large = if is_large { Some(self.large.exclusive(0..1).await) } else { None };
         if self.is_stopping() && !incoming.must_complete {
             return self.return_request(incoming);
         }
         let mut offset = incoming.candidate().offset;
-        let mut rest: Segments = incoming.places().iter().cloned().collect();
-        let mut must_go = incoming.must_complete;
+        let mut rest: Segments = incoming.buffers().iter().cloned().collect();
+        let mut must_complete = incoming.must_complete;
         let mut outcome = Ok(());
         while !rest.is_empty() && outcome.is_ok() {
             let bytes = rest.len().min(PIECE_BYTES);
@@ -63,18 +63,18 @@ impl VhostUserQueue {
             let after = rest.split_off(bytes);
             let piece = mem::replace(&mut rest, after);
             let (disk, bytes) = (self.device.disk(), bytes as u64);
-            if self.unless_stopping(disk.memory().acquire(&self.flow, bytes), must_go).await.is_none() {
+            if self.unless_stopping(disk.memory().acquire(&self.flow, bytes), must_complete).await.is_none() {
                 return self.return_request(incoming);
             }
             let _charge = PieceMemoryCharge(disk.memory(), bytes);
-            let Some(pass) = self.admit(direction, RequestCost::one(bytes), must_go).await else {
+            let Some(permit) = self.admit(direction, RequestCost::one(bytes), must_complete).await else {
                 return self.return_request(incoming);
             };
             // The first piece has effects, so the request cannot go back into the ring any more.
-            must_go = true;
+            must_complete = true;
             outcome = match direction {
-                Direction::Read => disk.read_to(pass, offset, ReadTarget::Segments(piece)).await.map(drop),
-                Direction::Write => disk.write(pass, offset, piece, self.device.durability()).await,
+                Direction::Read => disk.read_to(permit, offset, ReadTarget::Segments(piece)).await.map(drop),
+                Direction::Write => disk.write(permit, offset, piece, self.device.durability()).await,
             };
             offset += bytes;
             // Storage in memory completes without waiting, so other tasks would not run between
@@ -84,7 +84,7 @@ impl VhostUserQueue {
         if direction == Direction::Read {
             // After the last piece: a dirty log that is set between pieces has to cover all of
             // them.
-            incoming.places().iter().for_each(|place| self.mark_dirty(place.guest_address(), place.bytes()));
+            incoming.buffers().iter().for_each(|segment| self.mark_dirty(segment.guest_address(), segment.bytes()));
         }
         self.complete_request(incoming, outcome);
     }

@@ -33,7 +33,7 @@ use super::{
     features::virtio,
     inflight::UnflushedWrites,
     session::EventKind,
-    vring::{RingPlaces, RingSettings},
+    vring::{RingAreas, RingSettings},
     vring_event::VringEvent,
 };
 use crate::{
@@ -82,7 +82,7 @@ pub(super) enum QueueOrder {
         abandoned: bool,
     },
     /// Replace the memory. The channel closes when the new memory is in use or the queue has ended.
-    Memory(GuestMemory, RingPlaces, async_channel::Sender<Infallible>),
+    Memory(GuestMemory, RingAreas, async_channel::Sender<Infallible>),
     Event(EventKind, Option<VringEvent>),
 }
 
@@ -102,11 +102,11 @@ impl VringRequest {
     ///
     /// # Panics
     /// If it has none.
-    pub(super) fn places(&self) -> &Data {
+    pub(super) fn buffers(&self) -> &Data {
         match &self.request.kind {
-            BlkOperation::Read { into: places, .. }
-            | BlkOperation::Write { from: places, .. }
-            | BlkOperation::Id(places) => places,
+            BlkOperation::Read { into: buffers, .. }
+            | BlkOperation::Write { from: buffers, .. }
+            | BlkOperation::Id(buffers) => buffers,
             _ => unreachable!("it has no data"),
         }
     }
@@ -146,10 +146,10 @@ pub(super) struct VhostUserQueue {
     memory_changed: Cell<bool>,
     /// See [`VhostUserQueue::is_lost`].
     lost: Cell<bool>,
-    bells: RefCell<VringEvents>,
+    events: RefCell<VringEvents>,
     notifier: EventfdNotifier,
     /// Notified when the kick was replaced.
-    rewired: Event,
+    kick_replaced: Event,
     /// Number of completions for which the driver was not called yet.
     unannounced: Cell<usize>,
     /// Requests that waited for limits when the queue was stopped.
@@ -157,12 +157,12 @@ pub(super) struct VhostUserQueue {
     in_flight: Cell<usize>,
     taken: Cell<u64>,
     kicks: Cell<u64>,
-    news: Signal,
+    wakeup: Signal,
     stopping: Cell<bool>,
     abandoned: Cell<bool>,
     /// Wakes requests that wait for limits.
     pub(super) stop: Event,
-    pub(super) patience: Arc<CancelToken>,
+    pub(super) cancel_token: Arc<CancelToken>,
     /// Share of the disk's memory while requests wait for it.
     pub(super) flow: FairQueueFlow,
     /// Held by the large request that is being executed.
@@ -179,19 +179,19 @@ impl VhostUserQueue {
         settings: RingSettings,
         device: Arc<VhostUserDevice>,
     ) -> Result<Rc<Self>, RingError> {
-        let RingSettings { size, places, memory, features, base, inflight, loss, kick, call, error } =
+        let RingSettings { size, areas: places, memory, features, base, inflight, loss, kick, call, error } =
             settings;
-        let bell = |event| vring_event(&device, number, event);
-        let bells = VringEvents { kick: bell(kick), call: bell(call), error: bell(error) };
-        let has = |feature| features & feature != 0;
+        let open_event = |event| vring_event(&device, number, event);
+        let bells = VringEvents { kick: open_event(kick), call: open_event(call), error: open_event(error) };
+        let has_feature = |feature| features & feature != 0;
         let layout = RingLayout {
             size,
             descriptors: places.descriptors,
             driver: places.driver,
             device: places.device,
-            packed: has(virtio::RING_PACKED),
-            event_idx: has(virtio::EVENT_IDX),
-            indirect: has(virtio::INDIRECT_DESC),
+            packed: has_feature(virtio::RING_PACKED),
+            event_idx: has_feature(virtio::EVENT_IDX),
+            indirect: has_feature(virtio::INDIRECT_DESC),
         };
         let ring = match inflight {
             None => Virtqueue::new(layout, memory.clone(), base)?,
@@ -207,19 +207,19 @@ impl VhostUserQueue {
             memory: RefCell::new(memory),
             memory_changed: Cell::new(false),
             lost: Cell::new(false),
-            bells: RefCell::new(bells),
+            events: RefCell::new(bells),
             notifier: EventfdNotifier::default(),
-            rewired: Event::new(),
+            kick_replaced: Event::new(),
             unannounced: Cell::new(0),
             returned: RefCell::default(),
             in_flight: Cell::new(0),
             taken: Cell::new(0),
             kicks: Cell::new(0),
-            news: Signal::default(),
+            wakeup: Signal::default(),
             stopping: Cell::new(false),
             abandoned: Cell::new(false),
             stop: Event::new(),
-            patience: Arc::default(),
+            cancel_token: Arc::default(),
             flow: FairQueueFlow::default(),
             large: RangeLocks::default(),
         }))
@@ -228,21 +228,21 @@ impl VhostUserQueue {
     /// Replaces the events by simulated ones before the queue serves.
     #[cfg(test)]
     pub(super) fn set_simulated_events(&self, kick: Option<VringEvent>, call: VringEvent) {
-        let mut bells = self.bells.borrow_mut();
-        (bells.kick, bells.call) = (kick, Some(call));
+        let mut events = self.events.borrow_mut();
+        (events.kick, events.call) = (kick, Some(call));
     }
 
     /// Serves the ring until an order to stop or a violation by the driver; returns the index at
     /// which the ring continues.
     pub(super) async fn serve(self: Rc<Self>, orders: async_channel::Receiver<QueueOrder>) -> u32 {
-        let bell = reactor::spawn_joinable(Rc::clone(&self).watch_kick());
-        let obeying = reactor::spawn_joinable(Rc::clone(&self).execute_orders(orders));
+        let kick_task = reactor::spawn_joinable(Rc::clone(&self).watch_kick());
+        let order_task = reactor::spawn_joinable(Rc::clone(&self).execute_orders(orders));
         if let Err(why) = self.run().await {
             self.fail(&why);
         }
         self.drain().await;
-        bell.cancel().await;
-        obeying.cancel().await;
+        kick_task.cancel().await;
+        order_task.cancel().await;
         let this = Rc::into_inner(self).expect("its tasks have ended");
         let ring = this.ring.into_inner();
         // A front end that has disconnected did not receive the base; the next one uses the
@@ -251,28 +251,28 @@ impl VhostUserQueue {
     }
 
     async fn run(self: &Rc<Self>) -> Result<(), RingError> {
-        let mut intake = MergeBatch::default();
-        let mut launcher = TaskSpawner::new();
-        let mut patrol = BusyPolling::default();
+        let mut batch = MergeBatch::default();
+        let mut spawner = TaskSpawner::new();
+        let mut polling = BusyPolling::default();
         // An earlier process may have died between a completion and its call.
         self.call();
         while !self.stopping.get() {
             self.ring.borrow_mut().suppress_kicks();
-            let taken = self.take_requests(&mut intake);
+            let taken = self.take_requests(&mut batch);
             // Requests in front of a violation are valid and are executed.
-            self.start(&mut intake, &mut launcher, Self::execute);
-            let ended = self.announce_completions();
-            if taken? > 0 || ended {
-                patrol.record_progress();
+            self.start(&mut batch, &mut spawner, Self::execute);
+            let announced = self.announce_completions();
+            if taken? > 0 || announced {
+                polling.record_progress();
             // `listen` enables kicks and looks once more: a request added in between may come
             // without a kick.
-            } else if !patrol.should_poll(reactor::now()) && !self.ring.borrow_mut().enable_kicks() {
+            } else if !polling.should_poll(reactor::now()) && !self.ring.borrow_mut().enable_kicks() {
                 if self.taken.get() == 0 && self.kicks.get() >= MAX_FRUITLESS_KICKS {
                     self.device.warn_of_unshared_memory(self.number);
                 }
                 let began = reactor::now();
-                self.news.wait().await;
-                patrol.record_sleep(reactor::now() - began);
+                self.wakeup.wait().await;
+                polling.record_sleep(reactor::now() - began);
                 continue;
             }
             // Yields after each turn, so that a busy ring cannot starve the worker's other tasks.
@@ -282,7 +282,7 @@ impl VhostUserQueue {
     }
 
     /// Takes requests from the ring; returns their number.
-    fn take_requests(&self, intake: &mut MergeBatch<VringRequest>) -> Result<usize, RingError> {
+    fn take_requests(&self, batch: &mut MergeBatch<VringRequest>) -> Result<usize, RingError> {
         let mut ring = self.ring.borrow_mut();
         if ring.is_truncated() || self.is_lost() {
             return Err(RingError::MemoryTruncated);
@@ -291,30 +291,30 @@ impl VhostUserQueue {
         let (mut taken, mut descriptors) = (0, 0);
         let mut chains: SmallVec<[DescriptorChain; FETCHED]> = SmallVec::new();
         let mut outcome = Ok(());
-        let mut is_over = false;
-        while !is_over {
-            while chains.len() < FETCHED && !is_over {
+        let mut is_done = false;
+        while !is_done {
+            while chains.len() < FETCHED && !is_done {
                 match ring.take() {
                     Ok(Some(chain)) => {
                         chain.prefetch();
                         taken += 1;
                         descriptors += chain.descriptors;
-                        is_over = taken == MAX_REQUESTS_PER_TURN || descriptors >= MAX_DESCRIPTORS_PER_TURN;
+                        is_done = taken == MAX_REQUESTS_PER_TURN || descriptors >= MAX_DESCRIPTORS_PER_TURN;
                         chains.push(chain);
                     }
-                    Ok(None) => is_over = true,
-                    Err(why) => (outcome, is_over) = (Err(why), true),
+                    Ok(None) => is_done = true,
+                    Err(error) => (outcome, is_done) = (Err(error), true),
                 }
             }
             // Parsed after the whole batch was taken, when the prefetched headers have arrived.
             for chain in chains.drain(..) {
-                self.parse(chain, &limits, &mut ring, intake);
+                self.parse(chain, &limits, &mut ring, batch);
             }
         }
         drop(ring);
         if descriptors > MANY_DESCRIPTORS {
             // Makes the worker look at completions before it runs the next task.
-            reactor::yield_after_turn();
+            reactor::reap_after_task();
         }
         if taken > 0 {
             self.in_flight.set(self.in_flight.get() + taken);
@@ -329,7 +329,7 @@ impl VhostUserQueue {
         chain: DescriptorChain,
         limits: &requests::BlkDeviceConfig,
         ring: &mut Virtqueue,
-        intake: &mut MergeBatch<VringRequest>,
+        batch: &mut MergeBatch<VringRequest>,
     ) {
         let fault = chain.fault;
         let (ticket, request) = requests::parse(chain, limits);
@@ -339,7 +339,7 @@ impl VhostUserQueue {
         let number = self.taken.get();
         self.taken.set(number + 1);
         match request {
-            Some(request) => intake.push(VringRequest { ticket, request, number, must_complete: false }),
+            Some(request) => batch.push(VringRequest { ticket, request, number, must_complete: false }),
             None => {
                 ring.complete(ticket, 0);
                 self.unannounced.set(self.unannounced.get() + 1);
@@ -349,23 +349,23 @@ impl VhostUserQueue {
 
     fn start<F>(
         self: &Rc<Self>,
-        intake: &mut MergeBatch<VringRequest>,
-        launcher: &mut TaskSpawner<CopyCountingIo<F>>,
-        carry_out: impl Fn(Rc<Self>, VringRequest) -> F,
+        batch: &mut MergeBatch<VringRequest>,
+        spawner: &mut TaskSpawner<CopyCountingIo<F>>,
+        execute_one: impl Fn(Rc<Self>, VringRequest) -> F,
     ) where
         F: Future<Output = ()> + 'static,
     {
-        if intake.is_empty() {
+        if batch.is_empty() {
             return;
         }
         if self.device.disk().is_instant() {
-            return self.execute_immediately(intake, |incoming| {
-                launcher.spawn(self.counted(carry_out(Rc::clone(self), incoming)));
+            return self.execute_immediately(batch, |incoming| {
+                spawner.spawn(self.counted(execute_one(Rc::clone(self), incoming)));
             });
         }
-        intake.start(
-            launcher,
-            |only| self.counted(carry_out(Rc::clone(self), only)),
+        batch.start(
+            spawner,
+            |only| self.counted(execute_one(Rc::clone(self), only)),
             |parts| self.counted(Rc::clone(self).read_merged(parts)),
             |parts| self.counted(Rc::clone(self).write_merged(parts)),
         );
@@ -385,7 +385,7 @@ impl VhostUserQueue {
         if count == MAX_UNANNOUNCED {
             self.announce_completions();
         }
-        self.news.raise();
+        self.wakeup.raise();
     }
 
     /// Returns a request that was not executed, or is to be retried, while the queue is stopping or
@@ -393,13 +393,13 @@ impl VhostUserQueue {
     pub(super) fn return_request(&self, incoming: VringRequest) {
         self.returned.borrow_mut().push(incoming);
         self.count_out(1);
-        self.news.raise();
+        self.wakeup.raise();
     }
 
     /// Drops a request without a reply; the next front end finds it in the in-flight area.
     pub(super) fn drop_request(&self, _: ChainTicket) {
         self.count_out(1);
-        self.news.raise();
+        self.wakeup.raise();
     }
 
     fn count_out(&self, count: usize) {
@@ -429,26 +429,26 @@ impl VhostUserQueue {
     async fn watch_kick(self: Rc<Self>) {
         let mut idle = IdleBackoff::default();
         loop {
-            let mut rewired = self.rewired.listen();
-            let kick = self.bells.borrow().kick.clone();
+            let mut kick_replaced = self.kick_replaced.listen();
+            let kick = self.events.borrow().kick.clone();
             let pause = idle.pause(self.taken.get(), kick.is_some());
-            if !pause.is_zero() && reactor::timeout(pause, &mut rewired).await.is_ok() {
+            if !pause.is_zero() && reactor::timeout(pause, &mut kick_replaced).await.is_ok() {
                 idle = IdleBackoff::default();
                 continue;
             }
             let Some(kick) = kick else {
-                self.news.raise();
+                self.wakeup.raise();
                 continue;
             };
-            match first(kick.heard(), rewired).await {
+            match first(kick.wait(), kick_replaced).await {
                 FirstReady::One(Ok(())) => {
                     self.device.kicks.fetch_add(1, Relaxed);
                     self.kicks.set(self.kicks.get() + 1);
-                    self.news.raise();
+                    self.wakeup.raise();
                 }
                 FirstReady::One(Err(why)) => {
                     self.device.warn_of_event(self.number, &why);
-                    self.bells.borrow_mut().kick = None;
+                    self.events.borrow_mut().kick = None;
                 }
                 FirstReady::Other(()) => idle = IdleBackoff::default(),
             }
@@ -457,21 +457,21 @@ impl VhostUserQueue {
 
     async fn execute_orders(self: Rc<Self>, orders: async_channel::Receiver<QueueOrder>) {
         loop {
-            let rests = self.device.listen_to_quiesce();
+            let quiesce_changed = self.device.listen_to_quiesce();
             if self.device.is_quiescing() {
                 // The front end may have stopped the ring before the upgrade; then no order will
                 // follow.
                 self.stop.notify(usize::MAX);
             }
-            let order = match first(orders.recv(), rests).await {
+            let order = match first(orders.recv(), quiesce_changed).await {
                 FirstReady::One(Ok(order)) => order,
                 FirstReady::One(Err(_)) => break,
                 FirstReady::Other(()) => continue,
             };
             match order {
                 QueueOrder::Stop { abandoned } => self.stop(abandoned),
-                QueueOrder::Memory(memory, places, _in_use) => self.set_memory(memory, places),
-                QueueOrder::Event(kind, bell) => self.set_bell(kind, bell),
+                QueueOrder::Memory(memory, areas, _in_use) => self.set_memory(memory, areas),
+                QueueOrder::Event(kind, event) => self.set_event(kind, event),
             }
         }
         // The sender was dropped: the front end has disconnected.
@@ -479,26 +479,26 @@ impl VhostUserQueue {
         pending::<()>().await;
     }
 
-    pub(super) fn set_bell(&self, kind: EventKind, bell: Option<VringEvent>) {
+    pub(super) fn set_event(&self, kind: EventKind, event: Option<VringEvent>) {
         match kind {
             EventKind::Kick => {
-                self.bells.borrow_mut().kick = bell;
-                self.rewired.notify(usize::MAX);
+                self.events.borrow_mut().kick = event;
+                self.kick_replaced.notify(usize::MAX);
                 // A signal on the old kick may not have been read.
-                self.news.raise();
+                self.wakeup.raise();
             }
             EventKind::Call => {
-                self.bells.borrow_mut().call = bell;
+                self.events.borrow_mut().call = event;
                 // Completions since the last call may not have been signalled.
                 self.call_always();
             }
-            EventKind::Error => self.bells.borrow_mut().error = bell,
+            EventKind::Error => self.events.borrow_mut().error = event,
         }
     }
 
     fn call_always(&self) {
-        if let Some(call) = &self.bells.borrow().call {
-            call.ring(&self.notifier);
+        if let Some(call) = &self.events.borrow().call {
+            call.signal(&self.notifier);
             self.device.calls.fetch_add(1, Relaxed);
         }
     }
@@ -507,10 +507,10 @@ impl VhostUserQueue {
         let had_stopped = self.stopping.replace(true);
         self.abandoned.set(self.abandoned.get() || abandoned);
         if abandoned || !had_stopped {
-            self.patience.cancel();
+            self.cancel_token.cancel();
         }
         self.stop.notify(usize::MAX);
-        self.news.raise();
+        self.wakeup.raise();
     }
 
     /// True if memory of the front end was truncated, now or earlier. Reads into it would go to
@@ -529,8 +529,8 @@ impl VhostUserQueue {
         self.abandoned.get()
     }
 
-    fn set_memory(&self, memory: GuestMemory, places: RingPlaces) {
-        let RingPlaces { descriptors, driver, device } = places;
+    fn set_memory(&self, memory: GuestMemory, areas: RingAreas) {
+        let RingAreas { descriptors, driver, device } = areas;
         let changed = self.ring.borrow_mut().set_memory(memory.clone(), descriptors, driver, device);
         match changed {
             Ok(()) => {
@@ -546,16 +546,16 @@ impl VhostUserQueue {
         if !self.memory_changed.get() || self.memory.borrow().log().is_none() {
             return;
         }
-        let mut places = ChainMemory::new();
+        let mut ranges = ChainMemory::new();
         // The new memory may divide the range into other regions.
-        self.memory.borrow().ranges(address, bytes, &mut places);
-        places.iter().for_each(GuestBytes::mark_dirty);
+        self.memory.borrow().ranges(address, bytes, &mut ranges);
+        ranges.iter().for_each(GuestBytes::mark_dirty);
     }
 
     fn fail(&self, why: &RingError) {
         self.device.report_ring_broken(self.number, why);
-        if let Some(error) = &self.bells.borrow().error {
-            error.ring(&self.notifier);
+        if let Some(error) = &self.events.borrow().error {
+            error.signal(&self.notifier);
         }
         self.stop(false);
     }
@@ -566,7 +566,7 @@ impl VhostUserQueue {
         loop {
             self.announce_completions();
             if self.in_flight.get() > 0 {
-                self.news.wait().await;
+                self.wakeup.wait().await;
                 continue;
             }
             let mut returned = self.returned.take();
@@ -575,7 +575,7 @@ impl VhostUserQueue {
             }
             if !self.abandoned.get() {
                 // Requests that cannot go back have to wait for the disk.
-                self.patience.reset();
+                self.cancel_token.reset();
             }
             returned.sort_by_key(|incoming| incoming.number);
             while let Some(VringRequest { ticket, request, number, .. }) = returned.pop() {
@@ -588,8 +588,8 @@ impl VhostUserQueue {
                 }
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.device.in_flight.fetch_add(1, Relaxed);
-                let again = VringRequest { ticket, request, number, must_complete: true };
-                reactor::spawn(self.counted(Rc::clone(self).execute(again)));
+                let retried = VringRequest { ticket, request, number, must_complete: true };
+                reactor::spawn(self.counted(Rc::clone(self).execute(retried)));
             }
         }
     }
@@ -597,8 +597,8 @@ impl VhostUserQueue {
 
 /// Wraps an eventfd. A ring with an invalid event is served as if it had been given none.
 pub(super) fn vring_event(device: &VhostUserDevice, number: u16, event: Option<Fd>) -> Option<VringEvent> {
-    let bell = VringEvent::new(event?);
-    bell.inspect_err(|why| device.warn_of_event(number, why)).ok()
+    let opened = VringEvent::new(event?);
+    opened.inspect_err(|why| device.warn_of_event(number, why)).ok()
 }
 
 #[cfg(test)]

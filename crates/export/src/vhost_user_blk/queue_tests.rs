@@ -25,26 +25,26 @@ fn take_the_longest_chains() {
     let offer = VhostUserOffer::default();
     let export = VhostUserExport { id: "vm1".into(), disk: Arc::new(disk), offer, serial: "disk".into() };
     let memory = GuestMemory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
-    let place = |at, bytes| memory.range(at, bytes).expect("inside");
+    let bytes_at = |at, bytes| memory.range(at, bytes).expect("inside");
     let parts = RingParts::of(SIZE, false, false);
-    let places = RingPlaces {
-        descriptors: place(0, parts.descriptors.0),
-        driver: place(0x1000, parts.driver.0),
-        device: place(0x2000, parts.device.0),
+    let areas = RingAreas {
+        descriptors: bytes_at(0, parts.descriptors.0),
+        driver: bytes_at(0x1000, parts.driver.0),
+        device: bytes_at(0x2000, parts.device.0),
     };
-    let RingPlaces { descriptors, driver, device } = places.clone();
+    let RingAreas { descriptors, driver, device } = areas.clone();
     let (packed, event_idx, indirect) = (false, false, true);
     let mut driver =
         RingDriver::new(&RingLayout { size: SIZE, descriptors, driver, device, packed, event_idx, indirect });
     // Chains of empty buffers: each is completed at once.
-    let nothing = DriverBuffer { address: 0, bytes: 0, writable: false };
+    let empty_buffer = DriverBuffer { address: 0, bytes: 0, writable: false };
     for _ in 0..5 {
-        let table = place(0x4000, MAX_DESCRIPTORS * 16);
-        driver.add_indirect(&table, &[nothing; MAX_DESCRIPTORS]).expect("there is room");
+        let table = bytes_at(0x4000, MAX_DESCRIPTORS * 16);
+        driver.add_indirect(&table, &[empty_buffer; MAX_DESCRIPTORS]).expect("there is room");
     }
     let settings = RingSettings {
         size: SIZE,
-        places,
+        areas,
         memory: memory.clone(),
         features: virtio::INDIRECT_DESC,
         base: 0,
@@ -56,6 +56,6 @@ fn take_the_longest_chains() {
     };
     let queue =
         VhostUserQueue::new(0, settings, Arc::new(VhostUserDevice::new(export))).expect("a good ring");
-    let mut intake = MergeBatch::default();
-    assert_eq!([0; 4].map(|_| queue.take_requests(&mut intake)), [Ok(2), Ok(2), Ok(1), Ok(0)]);
+    let mut batch = MergeBatch::default();
+    assert_eq!([0; 4].map(|_| queue.take_requests(&mut batch)), [Ok(2), Ok(2), Ok(1), Ok(0)]);
 }

@@ -95,7 +95,7 @@ pub struct VhostUserServer {
     /// State of the connected front end, once it is quiesced.
     quiesced_state: Mutex<Option<QuiescedFrontEnd>>,
     /// A front end transferred from another process, until it is served.
-    arrived: Mutex<Option<TransferredFrontEnd>>,
+    transferred: Mutex<Option<TransferredFrontEnd>>,
     /// Notified when the server stops, quiesces or resumes, when a front end connects, disconnects
     /// or is quiesced, and when the disk was resized.
     changed: Event,
@@ -114,8 +114,8 @@ impl VhostUserServer {
     }
 
     /// Creates a server that reports events to `told`.
-    pub fn with_observer(told: Arc<dyn ExportObserver>, export: VhostUserExport) -> Arc<Self> {
-        Self::of(VhostUserDevice::new(export).with_observer(told))
+    pub fn with_observer(observer: Arc<dyn ExportObserver>, export: VhostUserExport) -> Arc<Self> {
+        Self::of(VhostUserDevice::new(export).with_observer(observer))
     }
 
     fn of(device: VhostUserDevice) -> Arc<Self> {
@@ -129,7 +129,7 @@ impl VhostUserServer {
             queues: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
             quiesced_state: Mutex::default(),
-            arrived: Mutex::default(),
+            transferred: Mutex::default(),
             changed: Event::new(),
             arrivals: LogRateLimit::default(),
             departures: LogRateLimit::default(),
@@ -145,14 +145,14 @@ impl VhostUserServer {
     /// # Errors
     /// As [`FrontEnds::serve`].
     pub async fn serve(self: Arc<Self>, mut front_ends: FrontEnds, threads: Threads) -> io::Result<()> {
-        if let Some(arrived) = &*self.arrived() {
-            front_ends.set_first(arrived.socket.clone());
+        if let Some(transferred) = &*self.transferred() {
+            front_ends.set_first(transferred.socket.clone());
         }
         front_ends.set_device(&self.device);
         while !self.stopping.load(SeqCst) {
             let is_silent = || self.silent.load(SeqCst);
             let serving = front_ends.serve(is_silent, |socket| self.serve_front_end(socket, threads.clone()));
-            if let FirstReady::One(result) = first(serving, self.until_not_accepting()).await {
+            if let FirstReady::One(result) = first(serving, self.wait_until_not_accepting()).await {
                 return result;
             }
             self.wait_while(|server| server.device.is_quiescing() && !server.stopping.load(SeqCst)).await;
@@ -162,11 +162,11 @@ impl VhostUserServer {
 
     /// Stops accepting and quiesces the connected front end: its rings stop as if it had requested
     /// that. False if that takes longer than `patience`.
-    pub async fn quiesce(&self, patience: Duration) -> bool {
+    pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.device.set_quiescing(true);
         self.changed.notify(usize::MAX);
         let at_rest = self.wait_while(|server| server.connections() > 0 && server.quiesced().is_none());
-        reactor::timeout(patience, at_rest).await.is_ok()
+        reactor::timeout(timeout, at_rest).await.is_ok()
     }
 
     /// State of the quiesced front end for another process; returned once.
@@ -185,11 +185,11 @@ impl VhostUserServer {
     ///
     /// # Errors
     /// Fails if the state does not fit this export: see [`VhostUserSession::from_messages`].
-    pub fn adopt(&self, rested: QuiescedFrontEnd) -> Result<(), RequestRejection> {
-        let QuiescedFrontEnd { socket, messages: said, bytes, descriptors, used_ns } = rested;
+    pub fn adopt(&self, quiesced: QuiescedFrontEnd) -> Result<(), RequestRejection> {
+        let QuiescedFrontEnd { socket, messages: said, bytes, descriptors, used_ns } = quiesced;
         let (session, outputs) = VhostUserSession::from_messages(self.device.offer(), said)?;
         let inbox = VhostUserInbox::of(bytes, descriptors)?;
-        *self.arrived() = Some(TransferredFrontEnd { socket, session, outputs, inbox, used_ns });
+        *self.transferred() = Some(TransferredFrontEnd { socket, session, outputs, inbox, used_ns });
         Ok(())
     }
 
@@ -197,8 +197,8 @@ impl VhostUserServer {
         self.quiesced_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn arrived(&self) -> MutexGuard<'_, Option<TransferredFrontEnd>> {
-        self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
+    fn transferred(&self) -> MutexGuard<'_, Option<TransferredFrontEnd>> {
+        self.transferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn process(&self) -> MutexGuard<'_, Option<PeerProcess>> {
@@ -266,7 +266,7 @@ impl VhostUserServer {
         }
     }
 
-    async fn until_not_accepting(&self) {
+    async fn wait_until_not_accepting(&self) {
         let is_open = |server: &Self| !server.stopping.load(SeqCst) && !server.device.is_quiescing();
         self.wait_while(|server| is_open(server) || server.connections() > 0).await;
     }
@@ -283,14 +283,14 @@ impl VhostUserServer {
         let pid = process.as_ref().map(|process| process.pid);
         // Before the offer reads the size: a later resize is then noticed in `run`.
         let resizes = self.resizes.load(SeqCst);
-        let arrived = self.arrived().take();
-        self.silent.store(arrived.is_none(), SeqCst);
+        let transferred = self.transferred().take();
+        self.silent.store(transferred.is_none(), SeqCst);
         // The old process has already reported a transferred front end.
-        let used_ns = arrived.as_ref().and_then(|arrived| arrived.used_ns);
+        let used_ns = transferred.as_ref().and_then(|transferred| transferred.used_ns);
         let before = |ns| Instant::from_nanos(reactor::now().as_nanos().saturating_sub(ns));
         let began = used_ns.map(before);
-        let connection = if let Some(arrived) = arrived {
-            let connection = VhostUserConnection::from_transferred(Arc::clone(id), arrived);
+        let connection = if let Some(transferred) = transferred {
+            let connection = VhostUserConnection::from_transferred(Arc::clone(id), transferred);
             // The old process has flushed everything; writes cached in this process begin now.
             if let Some(loss) = connection.loss() {
                 loss.flushed(loss.recorded_writes(), || false);
@@ -299,13 +299,13 @@ impl VhostUserServer {
         } else {
             let now = reactor::coarse_now();
             if !self.futile_attempts.was_logged_recently(pid, now)
-                && let Some(left_out) = self.arrivals.try_log(now)
+                && let Some(suppressed) = self.arrivals.try_log(now)
             {
-                tracing::info!(export = %id, process = pid, left_out, "a front end has connected");
+                tracing::info!(export = %id, process = pid, suppressed, "a front end has connected");
             }
             VhostUserConnection::new(Arc::clone(id), socket, VhostUserSession::new(self.device.offer()))
         };
-        let mut attendance = ServedFrontEnd {
+        let mut front_end = ServedFrontEnd {
             server: self,
             connection,
             process,
@@ -317,16 +317,16 @@ impl VhostUserServer {
             resizes,
             is_published: false,
         };
-        let ended = match first(attendance.run(), self.log_silence(pid)).await {
-            FirstReady::One(ended) => ended,
+        let end = match first(front_end.run(), self.log_silence(pid)).await {
+            FirstReady::One(end) => end,
             FirstReady::Other(never) => match never {},
         };
         // Queues first: only after they have ended are their writes complete and can be flushed.
-        attendance.end().await;
-        attendance.leave_nothing_to_lose().await;
-        attendance.report_end(&ended);
-        self.device.remember_write_cache(attendance.connection.write_cache());
-        drop(attendance);
+        front_end.end().await;
+        front_end.leave_nothing_to_lose().await;
+        front_end.report_end(&end);
+        self.device.remember_write_cache(front_end.connection.write_cache());
+        drop(front_end);
         self.device.reset_front_end();
     }
 }
@@ -337,10 +337,10 @@ impl VhostUserServer {
     async fn log_silence(&self, pid: Option<u32>) -> Infallible {
         reactor::sleep_until(reactor::now() + SILENCE_TIMEOUT).await;
         if self.silent.load(SeqCst)
-            && let Some(left_out) = self.silences.try_log(reactor::coarse_now())
+            && let Some(suppressed) = self.silences.try_log(reactor::coarse_now())
         {
             tracing::info!(
-                export = %self.device.export.id, process = pid, left_out,
+                export = %self.device.export.id, process = pid, suppressed,
                 "the connected process has sent nothing for {} s: is it an NBD client? (this \
                  socket is for vhost-user-blk, --nbd is for NBD; a virtual machine that gets the \
                  disk later will send then)",
@@ -388,7 +388,7 @@ struct ServedFrontEnd<'s> {
     is_published: bool,
 }
 
-enum AttendanceEvent {
+enum ServedFrontEndEvent {
     Effect(Effect),
     Stopped(Report),
     Changed,
@@ -409,14 +409,14 @@ impl ServedFrontEnd<'_> {
                 self.connection.resize(self.server.device.disk().size_bytes());
             }
             match self.next_event(changed).await {
-                Ok(AttendanceEvent::Effect(effect)) => {
-                    if let Err(ended) = self.execute_unless_disconnected(effect).await {
-                        return ended;
+                Ok(ServedFrontEndEvent::Effect(effect)) => {
+                    if let Err(end) = self.execute_unless_disconnected(effect).await {
+                        return end;
                     }
                 }
-                Ok(AttendanceEvent::Stopped((ring, base))) => self.ring_stopped(ring, base),
-                Ok(AttendanceEvent::Changed) => {}
-                Err(ended) => return ended,
+                Ok(ServedFrontEndEvent::Stopped((ring, base))) => self.ring_stopped(ring, base),
+                Ok(ServedFrontEndEvent::Changed) => {}
+                Err(end) => return end,
             }
         }
     }
@@ -424,16 +424,16 @@ impl ServedFrontEnd<'_> {
     /// Quiesces or resumes the connection as the server requires. If no file descriptor is left for
     /// the state, the front end stays in this process.
     fn quiesce_or_resume(&mut self) {
-        let wanted = self.server.device.is_quiescing();
-        match (wanted, self.connection.is_quiescing()) {
+        let must_quiesce = self.server.device.is_quiescing();
+        match (must_quiesce, self.connection.is_quiescing()) {
             (true, false) => self.connection.quiesce(),
             (false, true) => self.connection.resume(),
             _ => {}
         }
-        if wanted && self.connection.is_quiesced() && !self.is_published {
+        if must_quiesce && self.connection.is_quiesced() && !self.is_published {
             match self.connection.told(self.began.map(|began| reactor::now().nanos_since(began))) {
-                Ok(rested) => {
-                    (*self.server.quiesced(), self.is_published) = (Some(rested), true);
+                Ok(state) => {
+                    (*self.server.quiesced(), self.is_published) = (Some(state), true);
                     self.server.changed.notify(usize::MAX);
                 }
                 Err(error) => {
@@ -442,29 +442,29 @@ impl ServedFrontEnd<'_> {
                 }
             }
         }
-        self.is_published &= wanted;
+        self.is_published &= must_quiesce;
     }
 
     async fn next_event(
         &mut self,
         changed: event_listener::EventListener,
-    ) -> Result<AttendanceEvent, FrontEndEnd> {
+    ) -> Result<ServedFrontEndEvent, FrontEndEnd> {
         let reports = self.stopped.1.clone();
         let report = async {
             match reports.recv().await {
-                Ok(report) => AttendanceEvent::Stopped(report),
+                Ok(report) => ServedFrontEndEvent::Stopped(report),
                 Err(_) => pending().await,
             }
         };
-        let ours = first(report, async {
+        let internal_event = first(report, async {
             changed.await;
-            AttendanceEvent::Changed
+            ServedFrontEndEvent::Changed
         });
-        match first(ours, self.connection.step()).await {
-            FirstReady::One(FirstReady::One(news) | FirstReady::Other(news)) => Ok(news),
+        match first(internal_event, self.connection.step()).await {
+            FirstReady::One(FirstReady::One(event) | FirstReady::Other(event)) => Ok(event),
             FirstReady::Other(effect) => {
                 self.server.silent.store(false, SeqCst);
-                Ok(effect?.map_or(AttendanceEvent::Changed, AttendanceEvent::Effect))
+                Ok(effect?.map_or(ServedFrontEndEvent::Changed, ServedFrontEndEvent::Effect))
             }
         }
     }
@@ -488,16 +488,16 @@ impl ServedFrontEnd<'_> {
             }
             Effect::Memory { memory, rings } => {
                 let (in_use, all_in_use) = async_channel::bounded(1);
-                for (ring, places) in rings {
-                    self.order(ring, QueueOrder::Memory(memory.clone(), places, in_use.clone())).await;
+                for (ring, areas) in rings {
+                    self.order(ring, QueueOrder::Memory(memory.clone(), areas, in_use.clone())).await;
                 }
                 drop(in_use);
                 // The reply that may follow confirms that every write is logged from now on.
                 let _ = all_in_use.recv().await;
             }
             Effect::Event { ring, kind, event } => {
-                let bell = vring_event(&self.server.device, ring, event);
-                self.order(ring, QueueOrder::Event(kind, bell)).await;
+                let ring_event = vring_event(&self.server.device, ring, event);
+                self.order(ring, QueueOrder::Event(kind, ring_event)).await;
             }
             Effect::WriteCache(on) => {
                 self.server.device.set_write_cache(on, self.connection.write_cache());
@@ -542,33 +542,33 @@ impl ServedFrontEnd<'_> {
         let VhostUserServer { device, departures, refusals, futile_attempts: vain, .. } = &**self.server;
         let (now, process) = (reactor::coarse_now(), self.process.as_ref());
         if let Some(began) = self.began {
-            if let Some(left_out) = ended.fault().and_then(|_| refusals.try_log(now)) {
-                device.report(&FrontEndEvent::ProtocolError { process, why: ended }, left_out);
+            if let Some(suppressed) = ended.fault().and_then(|_| refusals.try_log(now)) {
+                device.report(&FrontEndEvent::ProtocolError { process, why: ended }, suppressed);
             }
             return device
-                .report(&FrontEndEvent::Disconnected { process, lasted: reactor::now() - began }, 0);
+                .report(&FrontEndEvent::Disconnected { process, duration: reactor::now() - began }, 0);
         }
-        let (seldom, queues) = match ended.fault() {
+        let (log_limit, queues) = match ended.fault() {
             Some(_) => (refusals, None),
             // When the server stops, the number of queues explains nothing about the disconnect.
             None if self.server.stopping.load(SeqCst) => (departures, None),
-            None => (departures, self.connection.queues_asked_for()),
+            None => (departures, self.connection.requested_queues()),
         };
         let pid = process.map(|process| process.pid);
         let why = format!("{ended}, of {queues:?} queues");
-        let told = seldom.try_log(now).and_then(|unseen| vain.record_attempt(pid, &why, unseen, now));
-        let Some(left_out) = told else { return };
+        let logged = log_limit.try_log(now).and_then(|unseen| vain.record_attempt(pid, &why, unseen, now));
+        let Some(suppressed) = logged else { return };
         let export = &device.export.id;
         match (ended.fault(), queues) {
-            (Some(why), _) => device.report(&FrontEndEvent::ProtocolError { process, why }, left_out),
+            (Some(why), _) => device.report(&FrontEndEvent::ProtocolError { process, why }, suppressed),
             (None, Some(queues)) => tracing::warn!(
-                %export, process = pid, queues, left_out,
+                %export, process = pid, queues, suppressed,
                 "the front end disconnected after asking for the number of queues: its machine \
                  probably has more (give this export as many; stop and start the machine if it \
                  does not reconnect)"
             ),
             (None, None) => {
-                tracing::info!(%export, process = pid, left_out, "the front end has disconnected");
+                tracing::info!(%export, process = pid, suppressed, "the front end has disconnected");
             }
         }
     }
@@ -600,12 +600,12 @@ impl ServedFrontEnd<'_> {
 
 /// Flushes writes that would be lost with this process.
 async fn leave_nothing_to_lose(disk: &Disk, loss: &UnflushedWrites) {
-    let noted = loss.recorded_writes();
+    let recorded = loss.recorded_writes();
     // Flushes the image, because a disk that is stopped by an error would hold the flush back.
-    let is_kept = !disk.has_volatile_writes()
+    let is_durable = !disk.has_volatile_writes()
         || matches!(reactor::timeout(FLUSH_TIMEOUT, disk.image().flush()).await, Ok(Ok(())));
-    if is_kept {
-        loss.flushed(noted, || disk.has_volatile_writes());
+    if is_durable {
+        loss.flushed(recorded, || disk.has_volatile_writes());
     }
 }
 
@@ -621,16 +621,16 @@ async fn serve_ring(
     let disk = server.device.disk();
     // A disk in migration may still be locked by the source host; see `handover.rs`.
     let base = match wait_for_image(disk, &mut settings, &orders).await {
-        Ok(Some(rewired)) => {
+        Ok(Some(replaced)) => {
             if disk.has_handover() {
                 // The source host may have resized the image.
                 server.refresh_size();
             }
-            let knows = |feature| settings.features & feature != 0;
+            let has_feature = |feature| settings.features & feature != 0;
             let needed = server.device.export.offer.segments() + 2;
             // Linux waits forever for space for a request that is longer than the whole ring.
             let is_short =
-                knows(virtio::SEG_MAX) && !knows(virtio::INDIRECT_DESC) && u32::from(settings.size) < needed;
+                has_feature(virtio::SEG_MAX) && !has_feature(virtio::INDIRECT_DESC) && u32::from(settings.size) < needed;
             let size = settings.size;
             let base = match VhostUserQueue::new(ring, settings, Arc::clone(&server.device)) {
                 Ok(queue) => {
@@ -638,7 +638,7 @@ async fn serve_ring(
                         server.device.warn_of_short_ring(size);
                     }
                     server.device.report_ring_served(ring);
-                    rewired.into_iter().for_each(|(kind, bell)| queue.set_bell(kind, bell));
+                    replaced.into_iter().for_each(|(kind, event)| queue.set_event(kind, event));
                     queue.serve(orders).await
                 }
                 Err(why) => {
@@ -673,7 +673,7 @@ async fn serve_ring(
 fn report_unserved_ring(device: &VhostUserDevice, ring: u16, why: &dyn Display, error: Option<Fd>) {
     device.report_ring_broken(ring, why);
     if let Some(error) = vring_event(device, ring, error) {
-        error.ring(&EventfdNotifier::default());
+        error.signal(&EventfdNotifier::default());
     }
 }
 

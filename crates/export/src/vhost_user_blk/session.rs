@@ -84,17 +84,17 @@ pub struct VhostUserSession {
     writeback: bool,
     /// Length of the disk as the front end has read it, or was notified to read it, since it
     /// connected.
-    told_size: Option<u64>,
+    announced_size: Option<u64>,
     /// Block size that the guest has read, in bytes; `None` if unknown.
-    told_block: Option<u32>,
+    guest_block_bytes: Option<u32>,
     /// Last value sent to the owner.
     write_cache: Option<bool>,
     rings: Vec<Vring>,
     /// True while the session is recreated from another process's messages: see
     /// [`VhostUserSession::from_messages`].
-    is_heard: bool,
+    is_replaying: bool,
     /// True while the session is quiesced: no ring runs, whatever the front end requests.
-    resting: bool,
+    quiescing: bool,
     /// Action after all rings that are stopping have stopped.
     waiting: Option<AfterStop>,
     /// The most recent request.
@@ -129,12 +129,12 @@ impl VhostUserSession {
             back_end: None,
             status: 0,
             writeback: offer.write_cache,
-            told_size: None,
-            told_block: None,
+            announced_size: None,
+            guest_block_bytes: None,
             write_cache: None,
             rings: (0..offer.queues).map(|_| Vring::default()).collect(),
-            is_heard: false,
-            resting: false,
+            is_replaying: false,
+            quiescing: false,
             waiting: None,
             last_code: None,
             offer,
@@ -167,11 +167,11 @@ impl VhostUserSession {
         // Evaluated before the request, which may itself negotiate REPLY_ACK.
         let acknowledge = need_reply && self.has(protocol::REPLY_ACK) && !message::has_answer(code);
         let acknowledge = acknowledge.then_some(code);
-        let answer = request
+        let outcome = request
             .map_err(RequestRejection::from)
             .and_then(|request| self.execute(request, acknowledge, out));
         let request = message::name(code);
-        match answer {
+        match outcome {
             Ok(VhostUserOutcome::Done) => out.extend(acknowledgement(acknowledge, 0)),
             Ok(VhostUserOutcome::Reply(reply)) => out.push_back(SessionOutput::Reply(reply)),
             Ok(VhostUserOutcome::RejectedWithReply(reply, why)) => {
@@ -218,7 +218,7 @@ impl VhostUserSession {
             return None;
         }
         self.offer.size_bytes = size_bytes;
-        self.told_size = Some(size_bytes);
+        self.announced_size = Some(size_bytes);
         self.channel()
     }
 
@@ -316,9 +316,9 @@ impl VhostUserSession {
             VhostUserRequest::SetLogFd(_) => {}
 
             VhostUserRequest::SetVringNum { ring, descriptors } => {
-                let most = self.offer.queue_size;
-                let size = u16::try_from(descriptors).ok().filter(|size| (1..=most).contains(size));
-                let size = size.ok_or(RequestRejection::RingSize { is: descriptors, most })?;
+                let max_size = self.offer.queue_size;
+                let size = u16::try_from(descriptors).ok().filter(|size| (1..=max_size).contains(size));
+                let size = size.ok_or(RequestRejection::RingSize { is: descriptors, most: max_size })?;
                 self.stopped_ring(ring)?.size = Some(size);
                 self.start_or_stop_number(ring, out)?;
             }
@@ -352,11 +352,11 @@ impl VhostUserSession {
             VhostUserRequest::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
             VhostUserRequest::GetConfig { offset, flags, bytes } => {
                 // A read after a resize does not change the block size that the guest uses.
-                if self.told_size.is_none() && config_space::covers_block_size(offset, bytes) {
-                    self.told_block.get_or_insert(self.offer.block_bytes);
+                if self.announced_size.is_none() && config_space::covers_block_size(offset, bytes) {
+                    self.guest_block_bytes.get_or_insert(self.offer.block_bytes);
                 }
                 if config_space::covers_capacity(offset, bytes) {
-                    self.told_size = Some(self.offer.size_bytes);
+                    self.announced_size = Some(self.offer.size_bytes);
                 }
                 let content = config_space::read(&self.offer, self.writeback, offset, bytes);
                 return Ok(VhostUserOutcome::Reply(VhostUserReply::config(offset, flags, &content)));
@@ -370,9 +370,9 @@ impl VhostUserSession {
             VhostUserRequest::SetInflightFd(info, file) => {
                 let area = InflightArea::map(&info, file, &self.quota, self.offer.opened)?;
                 self.check_block_size(&area)?;
-                if let Some(loss) = area.loss().filter(|_| !self.is_heard) {
+                if let Some(loss) = area.loss().filter(|_| !self.is_replaying) {
                     loss.evaluate();
-                    self.loss.iter().for_each(|before| loss.inherit(before));
+                    self.loss.iter().for_each(|previous| loss.inherit(previous));
                 }
                 self.loss = area.loss().cloned();
                 match area.write_cache() {
@@ -399,15 +399,15 @@ impl VhostUserSession {
         }
         // LOG_ALL may change while rings run: migration switches it. Other features define the
         // layout.
-        let before = self.features;
-        if (features ^ before) & !virtio::LOG_ALL != 0
+        let previous = self.features;
+        if (features ^ previous) & !virtio::LOG_ALL != 0
             && let Some(ring) = self.running().next()
         {
             return Err(RequestRejection::FeaturesInUse(ring));
         }
         self.features = features;
         // Logging starts with SET_LOG_BASE and ends when the feature is withdrawn.
-        if before & !features & virtio::LOG_ALL != 0 && self.memory.log().is_some() {
+        if previous & !features & virtio::LOG_ALL != 0 && self.memory.log().is_some() {
             self.memory = self.memory.with_log(None);
             self.emit_memory(out);
         }
@@ -462,15 +462,15 @@ impl VhostUserSession {
     /// Compares block sizes with those that the guest read when its machine started. Smaller
     /// blocks than these are possible; larger ones would fail its requests.
     fn check_block_size(&mut self, area: &InflightArea) -> Result<(), RequestRejection> {
-        let Some(told) = area.block_bytes() else {
-            self.told_block.iter().for_each(|told| area.store_block_bytes(*told));
+        let Some(stored) = area.block_bytes() else {
+            self.guest_block_bytes.iter().for_each(|bytes| area.store_block_bytes(*bytes));
             return Ok(());
         };
-        let is = self.offer.block_bytes;
-        if !told.is_multiple_of(is.into()) {
-            return Err(RequestRejection::Blocks { is, told });
+        let offered = self.offer.block_bytes;
+        if !stored.is_multiple_of(offered.into()) {
+            return Err(RequestRejection::Blocks { is: offered, told: stored });
         }
-        self.told_block = u32::try_from(told).ok();
+        self.guest_block_bytes = u32::try_from(stored).ok();
         Ok(())
     }
 

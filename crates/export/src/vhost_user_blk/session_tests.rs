@@ -11,7 +11,7 @@ use rustix::{
 use super::*;
 use crate::vhost_user_blk::{
     message::HEADER_BYTES,
-    vring::{RingPlaces, RingSettings},
+    vring::{RingAreas, RingSettings},
 };
 use ::virtio::block::SECTOR_BYTES;
 
@@ -32,8 +32,8 @@ fn event() -> OwnedFd {
 }
 
 fn channel() -> OwnedFd {
-    let (ours, _) = std::os::unix::net::UnixStream::pair().expect("sockets");
-    ours.into()
+    let (socket, _) = std::os::unix::net::UnixStream::pair().expect("sockets");
+    socket.into()
 }
 
 fn number(number: u64) -> Vec<u8> {
@@ -85,7 +85,7 @@ impl SessionFrontEnd {
     fn send(&mut self, code: u32, need_reply: bool, payload: &[u8], descriptors: Vec<OwnedFd>) -> String {
         let request = VhostUserRequest::parse(code, payload, descriptors);
         self.session.receive(code, need_reply, request, &mut self.out);
-        self.came_out()
+        self.take_outputs()
     }
 
     fn plain(&mut self, code: u32, payload: &[u8]) -> String {
@@ -94,16 +94,16 @@ impl SessionFrontEnd {
 
     fn stopped(&mut self, ring: u16, base: u32) -> String {
         self.session.ring_stopped(ring, base, &mut self.out);
-        self.came_out()
+        self.take_outputs()
     }
 
-    fn came_out(&mut self) -> String {
-        let words: Vec<String> =
-            std::mem::take(&mut self.out).into_iter().map(|out| self.word(out)).collect();
-        words.join(", ")
+    fn take_outputs(&mut self) -> String {
+        let outputs: Vec<String> =
+            std::mem::take(&mut self.out).into_iter().map(|out| self.describe(out)).collect();
+        outputs.join(", ")
     }
 
-    fn word(&mut self, output: SessionOutput) -> String {
+    fn describe(&mut self, output: SessionOutput) -> String {
         match output {
             SessionOutput::Reply(reply) => {
                 self.payload = reply.bytes[HEADER_BYTES..].to_vec();
@@ -136,13 +136,13 @@ impl SessionFrontEnd {
 
     /// Sets up a ring except for enabling it.
     fn set_up(&mut self, ring: u32, base: u32) -> String {
-        let words = [
+        let outputs = [
             self.plain(code::SET_VRING_NUM, &pair(ring, 128)),
             self.plain(code::SET_VRING_BASE, &pair(ring, base)),
             self.plain(code::SET_VRING_ADDR, &addresses(ring)),
             self.send(code::SET_VRING_KICK, PLAIN, &number(u64::from(ring)), vec![event()]),
         ];
-        words.concat()
+        outputs.concat()
     }
 
     /// A front end of two rings that has negotiated memory and features.
@@ -195,11 +195,11 @@ fn qemu_with_its_firmware_and_then_linux() {
     let firmware = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::SEG_MAX | virtio::BLK_SIZE;
     assert_eq!(qemu.plain(SET_FEATURES, &number(firmware)), "cache false");
     let mut has_memory = false;
-    let asked = [numbers(&[0, 0]), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
+    let request = [numbers(&[0, 0]), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
     let mut start = |qemu: &mut SessionFrontEnd, features: u64, rings: u32, base: u32| {
         assert_eq!(qemu.plain(GET_STATUS, &[]), "reply 0x0");
         assert_eq!(qemu.plain(SET_STATUS, &number(8)), "");
-        assert_eq!(qemu.plain(GET_INFLIGHT_FD, &asked), "reply of 24");
+        assert_eq!(qemu.plain(GET_INFLIGHT_FD, &request), "reply of 24");
         let (area, file) = (qemu.payload.clone(), qemu.descriptor.take().expect("a file"));
         assert_eq!(area[..8], (2 * 16448_u64 + 64).to_ne_bytes(), "two rings of 1024, and a choice");
         assert_eq!(fstat(&file).expect("its length").st_size, 2 * 16448 + 64);
@@ -216,11 +216,11 @@ fn qemu_with_its_firmware_and_then_linux() {
         }
         // QEMU 11.1 requests acknowledgements of these.
         for ring in 0..2 {
-            let words = qemu.send(SET_VRING_ENABLE, NEED_REPLY, &pair(ring, 1), vec![]);
+            let output = qemu.send(SET_VRING_ENABLE, NEED_REPLY, &pair(ring, 1), vec![]);
             // Also for a ring that was never set up.
             let started =
                 if ring < rings { format!("start {ring} of 128 at {base}, ") } else { String::new() };
-            assert_eq!(words, format!("{started}reply 0x0"));
+            assert_eq!(output, format!("{started}reply 0x0"));
         }
         assert_eq!(qemu.plain(SET_STATUS, &number(15)), "");
     };
@@ -282,8 +282,8 @@ fn libblkio() {
     }
     assert_eq!(blkio.send(SET_VRING_KICK, NEED_REPLY, &number(0), vec![event()]), "reply 0x0");
     assert_eq!(blkio.send(SET_VRING_CALL, NEED_REPLY, &number(0), vec![event()]), "reply 0x0");
-    let words = blkio.send(SET_VRING_ENABLE, NEED_REPLY, &pair(0, 1), vec![]);
-    assert_eq!(words, "start 0 of 256 at 0, reply 0x0");
+    let output = blkio.send(SET_VRING_ENABLE, NEED_REPLY, &pair(0, 1), vec![]);
+    assert_eq!(output, "start 0 of 256 at 0, reply 0x0");
     assert_eq!(
         blkio.send(REM_MEM_REG, NEED_REPLY, &numbers(&[0, 1, 2, 3, 0]), vec![]),
         "refused REM_MEM_REG: no such region: 2 bytes at 0x1, reply 0x1"
@@ -345,8 +345,8 @@ fn cloud_hypervisor() {
     assert_eq!(hypervisor.plain(GET_VRING_BASE, &pair(1, 0)), format!("reply {:#x}", 6_u64 << 32 | 1));
     for ring in 0..2 {
         // The second ring was never disabled.
-        let words = hypervisor.set_up(ring, 0) + &hypervisor.plain(SET_VRING_ENABLE, &pair(ring, 1));
-        assert_eq!(words, format!("start {ring} of 128 at 0"));
+        let output = hypervisor.set_up(ring, 0) + &hypervisor.plain(SET_VRING_ENABLE, &pair(ring, 1));
+        assert_eq!(output, format!("start {ring} of 128 at 0"));
     }
 }
 
@@ -409,7 +409,7 @@ fn a_ring_that_breaks_waits_to_be_set_up_again() {
 }
 
 #[test]
-fn a_ring_outside_memory_costs_that_ring() {
+fn ring_outside_memory_faults_alone() {
     let mut front_end = SessionFrontEnd::running();
     assert_eq!(front_end.send(code::SET_VRING_ERR, PLAIN, &number(1), vec![event()]), "");
     let far = numbers(&[1, USER + GUEST_BYTES - 16, USER + 0x1000, USER + 0x2000, 0]);
@@ -422,9 +422,9 @@ fn a_ring_outside_memory_costs_that_ring() {
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
     // Set up again, with a reply requested.
     front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
-    let again = front_end.send(code::SET_VRING_KICK, NEED_REPLY, &number(1), vec![event()]);
+    let repeated = front_end.send(code::SET_VRING_KICK, NEED_REPLY, &number(1), vec![event()]);
     let refused = why.replace("fault 1:", "refused SET_VRING_KICK: ring 1:").replace(" (notified)", "");
-    assert_eq!(again, format!("{why}, {refused}, reply 0x1"));
+    assert_eq!(repeated, format!("{why}, {refused}, reply 0x1"));
     front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
     front_end.plain(code::SET_VRING_ADDR, &numbers(&[1, USER + 8, USER + 0x1000, USER + 0x2000, 0]));
     let unaligned = "fault 1: its descriptors at 0x7f1234000008 must be aligned to 16 bytes (notified)";
@@ -438,10 +438,10 @@ fn the_sizes_of_rings_are_checked() {
     front_end.set_up(0, 0);
     let mut size = |size| front_end.send(code::SET_VRING_NUM, NEED_REPLY, &pair(0, size), vec![]);
     for wrong in [0, 1025, 65536, u32::MAX] {
-        let words = size(wrong);
+        let output = size(wrong);
         assert!(
-            words.starts_with("refused SET_VRING_NUM: a ring of") && words.ends_with("reply 0x1"),
-            "{words}"
+            output.starts_with("refused SET_VRING_NUM: a ring of") && output.ends_with("reply 0x1"),
+            "{output}"
         );
     }
     assert_eq!(
@@ -449,8 +449,8 @@ fn the_sizes_of_rings_are_checked() {
         ("reply 0x0".into(), "reply 0x0".into(), "reply 0x0".into())
     );
     size(100);
-    let words = front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1));
-    assert_eq!(words, "fault 0: a split ring has 100 descriptors, which is no power of two");
+    let output = front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1));
+    assert_eq!(output, "fault 0: a split ring has 100 descriptors, which is no power of two");
     let mut packed = SessionFrontEnd::negotiated(FEATURES | virtio::RING_PACKED);
     packed.set_up(0, 0);
     packed.plain(code::SET_VRING_NUM, &pair(0, 100));
@@ -467,9 +467,9 @@ fn memory_changes_under_rings_that_run() {
     front_end.send(code::ADD_MEM_REG, PLAIN, &more, vec![memory()]);
     assert_eq!(front_end.send(code::REM_MEM_REG, PLAIN, &more, vec![memory()]), "memory [0]");
     assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "memory [0]");
-    let words = front_end.plain(code::REM_MEM_REG, &region());
-    assert!(words.starts_with("fault 0: no region of the guest's memory holds"), "{words}");
-    assert!(words.ends_with(", stop 0"), "{words}");
+    let output = front_end.plain(code::REM_MEM_REG, &region());
+    assert!(output.starts_with("fault 0: no region of the guest's memory holds"), "{output}");
+    assert!(output.ends_with(", stop 0"), "{output}");
     assert!(!front_end.session.is_waiting_for_rings());
     assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "");
     assert_eq!(front_end.stopped(0, 3), "", "it waits to be set up again");
@@ -489,7 +489,7 @@ fn the_parts_of_a_ring_are_as_long_as_it_needs() {
         front_end.set_up(0, 0);
         front_end.plain(code::SET_VRING_NUM, &pair(0, 256));
         let settings = front_end.session.settings(0).expect("it is set up");
-        let RingPlaces { descriptors, driver, device } = settings.places;
+        let RingAreas { descriptors, driver, device } = settings.areas;
         assert_eq!([&descriptors, &driver, &device].map(GuestBytes::bytes), bytes);
         let at = [&descriptors, &driver, &device].map(GuestBytes::guest_address);
         assert_eq!(at, [0, 0x8000, 0x4000], "the used ring is said before the available one");
@@ -499,8 +499,8 @@ fn the_parts_of_a_ring_are_as_long_as_it_needs() {
 #[test]
 fn wrong_memory_is_refused() {
     let mut front_end = SessionFrontEnd::negotiated(FEATURES);
-    let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]);
-    assert_eq!(words, "refused ADD_MEM_REG: a region at 0x0 overlaps another, reply 0x1");
+    let output = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]);
+    assert_eq!(output, "refused ADD_MEM_REG: a region at 0x0 overlaps another, reply 0x1");
     for wrong in [
         [0, GUEST_BYTES, 0, USER, 0],
         [0, GUEST_BYTES, GUEST_BYTES + 1, USER, 0],
@@ -509,32 +509,32 @@ fn wrong_memory_is_refused() {
         [0, GUEST_BYTES, 4096, u64::MAX - 15, 0],
         [0, GUEST_BYTES, u64::MAX, USER, u64::MAX],
     ] {
-        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &numbers(&wrong), vec![memory()]);
-        assert!(words.starts_with("refused ADD_MEM_REG: ") && words.ends_with("reply 0x1"), "{words}");
-        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &numbers(&wrong), vec![event()]);
-        assert!(words.starts_with("refused ADD_MEM_REG: "), "{words}");
+        let output = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &numbers(&wrong), vec![memory()]);
+        assert!(output.starts_with("refused ADD_MEM_REG: ") && output.ends_with("reply 0x1"), "{output}");
+        let output = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &numbers(&wrong), vec![event()]);
+        assert!(output.starts_with("refused ADD_MEM_REG: "), "{output}");
     }
-    let words = front_end.send(code::ADD_MEM_REG, PLAIN, &region(), vec![memory()]);
-    assert!(words.starts_with("close ADD_MEM_REG: "), "the error is reported: {words}");
+    let output = front_end.send(code::ADD_MEM_REG, PLAIN, &region(), vec![memory()]);
+    assert!(output.starts_with("close ADD_MEM_REG: "), "the error is reported: {output}");
 }
 
 #[test]
 fn memory_mapped_by_a_front_end_is_bounded() {
     let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     let more = numbers(&[0, GUEST_BYTES, 4096, USER + GUEST_BYTES, 0]);
-    let mut held = Vec::new();
-    let words = loop {
-        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &more, vec![memory()]);
-        if words != "reply 0x0" {
-            break words;
+    let mut mappings = Vec::new();
+    let output = loop {
+        let output = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &more, vec![memory()]);
+        if output != "reply 0x0" {
+            break output;
         }
         // As a request holds it that waits for limits.
-        held.push(front_end.session.memory.clone());
+        mappings.push(front_end.session.memory.clone());
         assert_eq!(front_end.send(code::REM_MEM_REG, NEED_REPLY, &more, vec![]), "reply 0x0");
     };
-    assert!(words.starts_with("refused ADD_MEM_REG: 1018 mappings of this front end"), "{words}");
-    assert_eq!(held.len(), 1017, "beside the one that it has");
-    held.pop();
+    assert!(output.starts_with("refused ADD_MEM_REG: 1018 mappings of this front end"), "{output}");
+    assert_eq!(mappings.len(), 1017, "beside the one that it has");
+    mappings.pop();
     assert_eq!(front_end.send(code::ADD_MEM_REG, NEED_REPLY, &more, vec![memory()]), "reply 0x0");
 
     let file = memory();
@@ -542,40 +542,40 @@ fn memory_mapped_by_a_front_end_is_bounded() {
     let mut add = |bytes: u64| {
         let huge = numbers(&[0, 1 << 50, bytes, 1 << 50, 0]);
         let file = file.try_clone().expect("a descriptor");
-        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &huge, vec![file]);
+        let output = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &huge, vec![file]);
         front_end.send(code::REM_MEM_REG, NEED_REPLY, &huge, vec![]);
-        words
+        output
     };
-    drop(held);
-    let words = add(1 << 44);
-    assert!(words.ends_with("16 TiB at most), reply 0x1"), "{words}");
-    let most = words.split_once("more than ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
-    let most: u64 = most.expect("a number of bytes");
-    assert_ne!(add(most), "reply 0x0", "it has some already");
-    assert_eq!(add(most - (1 << 30)), "reply 0x0");
+    drop(mappings);
+    let output = add(1 << 44);
+    assert!(output.ends_with("16 TiB at most), reply 0x1"), "{output}");
+    let available = output.split_once("more than ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
+    let available: u64 = available.expect("a number of bytes");
+    assert_ne!(add(available), "reply 0x0", "it has some already");
+    assert_eq!(add(available - (1 << 30)), "reply 0x0");
 }
 
 #[test]
 fn malformed_messages_are_rejected_or_end_the_session() {
     let mut front_end = SessionFrontEnd::negotiated(FEATURES);
-    let words = front_end.send(code::SET_VRING_NUM, NEED_REPLY, &[0; 7], vec![]);
-    assert_eq!(words, "refused SET_VRING_NUM: a payload of 7 bytes instead of 8, reply 0x1");
-    let words = front_end.send(code::SET_OWNER, NEED_REPLY, &[], vec![event()]);
-    assert_eq!(words, "refused SET_OWNER: 1 descriptors instead of 0, reply 0x1");
-    let words = front_end.send(99, NEED_REPLY, &[], vec![]);
-    assert_eq!(words, "refused a request without a name here: request 99 is not known, reply 0x1");
+    let output = front_end.send(code::SET_VRING_NUM, NEED_REPLY, &[0; 7], vec![]);
+    assert_eq!(output, "refused SET_VRING_NUM: a payload of 7 bytes instead of 8, reply 0x1");
+    let output = front_end.send(code::SET_OWNER, NEED_REPLY, &[], vec![event()]);
+    assert_eq!(output, "refused SET_OWNER: 1 descriptors instead of 0, reply 0x1");
+    let output = front_end.send(99, NEED_REPLY, &[], vec![]);
+    assert_eq!(output, "refused a request without a name here: request 99 is not known, reply 0x1");
     assert_eq!(
         front_end.plain(code::GET_CONFIG, &config(0, 5)[..16]),
         "refused GET_CONFIG: a payload of 16 bytes instead of 17, reply of 0"
     );
-    let words = front_end.plain(code::SET_VRING_ENABLE, &pair(2, 1));
-    assert_eq!(words, "close SET_VRING_ENABLE: no ring 2: 2 were offered");
-    let words = front_end.send(code::GET_VRING_BASE, NEED_REPLY, &pair(7, 0), vec![]);
-    assert_eq!(words, "close GET_VRING_BASE: no ring 7: 2 were offered", "it awaits another reply");
-    let words = front_end.plain(code::SET_FEATURES, &number(1 << 35));
-    assert_eq!(words, "close SET_FEATURES: features 0x800000000 were not offered");
-    let words = front_end.plain(code::SET_PROTOCOL_FEATURES, &number(1 << 8));
-    assert_eq!(words, "close SET_PROTOCOL_FEATURES: protocol features 0x100 were not offered");
+    let output = front_end.plain(code::SET_VRING_ENABLE, &pair(2, 1));
+    assert_eq!(output, "close SET_VRING_ENABLE: no ring 2: 2 were offered");
+    let output = front_end.send(code::GET_VRING_BASE, NEED_REPLY, &pair(7, 0), vec![]);
+    assert_eq!(output, "close GET_VRING_BASE: no ring 7: 2 were offered", "it awaits another reply");
+    let output = front_end.plain(code::SET_FEATURES, &number(1 << 35));
+    assert_eq!(output, "close SET_FEATURES: features 0x800000000 were not offered");
+    let output = front_end.plain(code::SET_PROTOCOL_FEATURES, &number(1 << 8));
+    assert_eq!(output, "close SET_PROTOCOL_FEATURES: protocol features 0x100 were not offered");
 }
 
 #[test]
@@ -586,8 +586,8 @@ fn settings_of_a_running_ring_cannot_change() {
         (code::SET_VRING_BASE, pair(0, 64)),
         (code::SET_FEATURES, number(FEATURES | virtio::RING_PACKED)),
     ] {
-        let words = front_end.send(code, NEED_REPLY, &payload, vec![]);
-        assert!(words.starts_with("refused") && words.contains("ring 0 runs"), "{words}");
+        let output = front_end.send(code, NEED_REPLY, &payload, vec![]);
+        assert!(output.starts_with("refused") && output.contains("ring 0 runs"), "{output}");
     }
     assert_eq!(front_end.plain(code::SET_VRING_ADDR, &addresses(0)), "", "the same once more");
     assert_eq!(
@@ -610,8 +610,8 @@ fn writes_are_logged_while_the_log_feature_is_set() {
     let file = log.try_clone().expect("a copy");
     assert_eq!(front_end.send(code::SET_LOG_BASE, NEED_REPLY, &area, vec![file]), "memory [0], reply 0x0");
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES | virtio::LOG_ALL)), "");
-    let place = front_end.session.memory.range(0x5000, 1).expect("it is there");
-    place.write(0, &[1]);
+    let buffer = front_end.session.memory.range(0x5000, 1).expect("it is there");
+    buffer.write(0, &[1]);
     let mut recorded = [0; 2];
     rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
     assert_eq!(recorded, [1 << 5, 0], "page 5");
@@ -619,8 +619,8 @@ fn writes_are_logged_while_the_log_feature_is_set() {
     front_end.session.memory.range(0x6000, 1).expect("it is there").write(0, &[1]);
     rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
     assert_eq!(recorded, [1 << 5, 0], "page 6 is not");
-    let words = front_end.send(code::SET_LOG_BASE, NEED_REPLY, &number(0), vec![]);
-    assert!(words.contains("the address of a log"), "{words}");
+    let output = front_end.send(code::SET_LOG_BASE, NEED_REPLY, &number(0), vec![]);
+    assert!(output.contains("the address of a log"), "{output}");
     assert_eq!(front_end.send(code::SET_LOG_FD, PLAIN, &[], vec![event()]), "");
 }
 
@@ -639,12 +639,12 @@ fn the_write_cache_follows_features_and_configuration() {
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(1)), "cache true");
     // A driver without FLUSH.
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(virtio::PROTOCOL_FEATURES)), "cache false");
-    let words = front_end.plain(code::SET_CONFIG, &config(0, 8));
-    assert_eq!(words, "close SET_CONFIG: 8 bytes of the configuration at 0 cannot be written");
+    let output = front_end.plain(code::SET_CONFIG, &config(0, 8));
+    assert_eq!(output, "close SET_CONFIG: 8 bytes of the configuration at 0 cannot be written");
 
     let mut read_only = SessionFrontEnd::new(VhostUserOffer { read_only: true, ..offer() });
-    let words = read_only.plain(code::SET_CONFIG, &write(0));
-    assert!(words.starts_with("close SET_CONFIG"), "{words}");
+    let output = read_only.plain(code::SET_CONFIG, &write(0));
+    assert!(output.starts_with("close SET_CONFIG"), "{output}");
     let mut through = SessionFrontEnd::new(VhostUserOffer { write_cache: false, ..offer() });
     assert_eq!(through.plain(code::SET_FEATURES, &number(FEATURES)), "cache false");
     assert_eq!(through.plain(code::SET_CONFIG, &write(1)), "cache true", "the guest may say so");
@@ -659,15 +659,15 @@ fn the_choice_of_a_write_cache_outlasts_the_back_end() {
     before.plain(code::SET_CONFIG, &write(0));
     assert_eq!(before.plain(code::GET_INFLIGHT_FD, &shape), "reply of 24");
     let (shape, area) = (before.payload.clone(), before.descriptor.take().expect("an area"));
-    let again = || vec![area.try_clone().expect("a descriptor")];
-    assert_eq!(before.send(code::SET_INFLIGHT_FD, PLAIN, &shape, again()), "");
+    let duplicate = || vec![area.try_clone().expect("a descriptor")];
+    assert_eq!(before.send(code::SET_INFLIGHT_FD, PLAIN, &shape, duplicate()), "");
 
     // Another process, which offers a cache.
     let restarted = || {
         let mut after = SessionFrontEnd::negotiated(FEATURES);
-        let words = after.send(code::SET_INFLIGHT_FD, PLAIN, &shape, again());
+        let output = after.send(code::SET_INFLIGHT_FD, PLAIN, &shape, duplicate());
         assert_eq!(after.plain(code::GET_CONFIG, &config(32, 1)), "reply of 13");
-        (after.payload[12], words)
+        (after.payload[12], output)
     };
     assert_eq!(restarted(), (0, "cache false".to_owned()));
     assert_eq!(before.plain(code::SET_CONFIG, &write(1)), "cache true");
@@ -689,50 +689,50 @@ fn a_guest_that_knows_smaller_blocks_is_rejected() {
     let first = |mut front_end: SessionFrontEnd| {
         front_end.plain(code::GET_INFLIGHT_FD, &shape);
         let (shape, area) = (front_end.payload.clone(), front_end.descriptor.take().expect("an area"));
-        let again = move || (shape.clone(), vec![area.try_clone().expect("a descriptor")]);
-        let (shape, file) = again();
+        let duplicate = move || (shape.clone(), vec![area.try_clone().expect("a descriptor")]);
+        let (shape, file) = duplicate();
         assert_eq!(front_end.send(code::SET_INFLIGHT_FD, PLAIN, &shape, file), "");
-        (front_end, again)
+        (front_end, duplicate)
     };
-    let comes_back = |block_bytes, reads, again: &dyn Fn() -> (Vec<u8>, Vec<OwnedFd>)| {
-        let (shape, file) = again();
+    let reconnect = |block_bytes, reads, duplicate: &dyn Fn() -> (Vec<u8>, Vec<OwnedFd>)| {
+        let (shape, file) = duplicate();
         front_end(block_bytes, reads).send(code::SET_INFLIGHT_FD, PLAIN, &shape, file)
     };
     let refused = "close SET_INFLIGHT_FD: blocks of 4096 bytes, and its guest uses blocks of 512 \
                    (restore this export's logical-block-size, or stop and start the machine)";
-    let (told_512, area) = first(front_end(512, true));
-    assert_eq!([512, 4096].map(|bytes| comes_back(bytes, false, &area)), ["", refused]);
+    let (reader_of_512, area) = first(front_end(512, true));
+    assert_eq!([512, 4096].map(|bytes| reconnect(bytes, false, &area)), ["", refused]);
     assert_eq!(
-        comes_back(4096, true, &area),
+        reconnect(4096, true, &area),
         refused,
         "a front end that reads the config again does not notify its guest"
     );
     let (_, area) = first(front_end(4096, true));
-    assert_eq!([512, 1024, 4096].map(|bytes| comes_back(bytes, false, &area)), [""; 3], "they fit");
+    assert_eq!([512, 1024, 4096].map(|bytes| reconnect(bytes, false, &area)), [""; 3], "they fit");
 
     // After a reconnect without an area, the guest's block size is unknown; what the front end
     // reads later does not reach its guest.
     let (mut unknown, area) = first(front_end(512, false));
-    assert_eq!(comes_back(4096, false, &area), "");
+    assert_eq!(reconnect(4096, false, &area), "");
     unknown.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel()]);
     unknown.plain(code::SET_PROTOCOL_FEATURES, &number(protocol::OFFERED));
     assert!(unknown.session.resize(1 << 20).is_some(), "it is to look again");
     unknown.plain(code::GET_CONFIG, &config(0, 60));
     let (_, area) = first(unknown);
-    assert_eq!(comes_back(4096, false, &area), "");
+    assert_eq!(reconnect(4096, false, &area), "");
 
     // A process that takes the session over has the same knowledge, with and without an area.
-    let heard = |mut front_end: SessionFrontEnd, block_bytes| {
+    let transfer = |mut front_end: SessionFrontEnd, block_bytes| {
         front_end.session.quiesce(&mut front_end.out);
-        let said = front_end.session.to_messages().expect("descriptors");
-        let heard = VhostUserSession::from_messages(VhostUserOffer { block_bytes, ..offer() }, said);
-        heard
+        let messages = front_end.session.to_messages().expect("descriptors");
+        let received = VhostUserSession::from_messages(VhostUserOffer { block_bytes, ..offer() }, messages);
+        received
             .map(|(session, _)| SessionFrontEnd { session, ..SessionFrontEnd::new(offer()) })
             .map_err(|why| why.to_string())
     };
-    assert!(heard(told_512, 4096).is_err_and(|why| refused.ends_with(&why)));
-    let (_, area) = first(heard(front_end(512, true), 512).expect("the same"));
-    assert_eq!(comes_back(4096, false, &area), refused);
+    assert!(transfer(reader_of_512, 4096).is_err_and(|why| refused.ends_with(&why)));
+    let (_, area) = first(transfer(front_end(512, true), 512).expect("the same"));
+    assert_eq!(reconnect(4096, false, &area), refused);
 }
 
 #[test]
@@ -749,9 +749,9 @@ fn a_reconnected_front_end_is_asked_to_read_the_size() {
         let first = front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1));
         (first, front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)))
     };
-    let words = |first: &str, second: &str| (first.to_owned(), second.to_owned());
-    assert_eq!(start(true), words("start 0 of 128 at 0", "start 1 of 128 at 0"));
-    assert_eq!(start(false), words("start 0 of 128 at 0, config", "start 1 of 128 at 0"), "once");
+    let owned = |first: &str, second: &str| (first.to_owned(), second.to_owned());
+    assert_eq!(start(true), owned("start 0 of 128 at 0", "start 1 of 128 at 0"));
+    assert_eq!(start(false), owned("start 0 of 128 at 0, config", "start 1 of 128 at 0"), "once");
 }
 
 #[test]
@@ -766,13 +766,13 @@ fn a_reset_stops_everything_first_and_keeps_memory() {
         assert_eq!(front_end.stopped(1, 7), "");
         assert!(front_end.session.is_waiting_for_rings());
         assert_eq!(front_end.stopped(0, 7), "reply 0x0");
-        let told = front_end.plain(code::GET_VRING_BASE, &pair(0, 0));
-        assert_eq!(told, format!("reply {:#x}", base << 32), "a machine that was paused goes on there");
+        let reply = front_end.plain(code::GET_VRING_BASE, &pair(0, 0));
+        assert_eq!(reply, format!("reply {:#x}", base << 32), "a machine that was paused goes on there");
         assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x0");
         assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "", "it is not set up");
         assert_eq!(front_end.set_up(0, 0), "start 0 of 128 at 0", "in the memory that was there");
-        let words = front_end.send(code::SET_STATUS, NEED_REPLY, &number(256), vec![]);
-        assert_eq!(words, "refused SET_STATUS: 0x100 is no status, reply 0x1");
+        let output = front_end.send(code::SET_STATUS, NEED_REPLY, &number(256), vec![]);
+        assert_eq!(output, "refused SET_STATUS: 0x100 is no status, reply 0x1");
     }
 }
 
@@ -782,8 +782,8 @@ fn an_in_flight_area_that_is_wrong_is_refused() {
     let area = |bytes: u64, queues: u8, size: u8| {
         [numbers(&[bytes, 0]), vec![queues, 0, size, 0, 0, 0, 0, 0]].concat()
     };
-    let words = front_end.plain(code::GET_INFLIGHT_FD, &area(0, 0, 128));
-    assert!(words.starts_with("refused GET_INFLIGHT_FD") && words.ends_with("reply of 24"), "{words}");
+    let output = front_end.plain(code::GET_INFLIGHT_FD, &area(0, 0, 128));
+    assert!(output.starts_with("refused GET_INFLIGHT_FD") && output.ends_with("reply of 24"), "{output}");
     assert_eq!(front_end.payload[..8], [0; 8]);
     assert!(front_end.descriptor.is_none());
     let too_small = front_end.send(code::SET_INFLIGHT_FD, NEED_REPLY, &area(100, 2, 128), vec![memory()]);
@@ -796,6 +796,6 @@ fn an_in_flight_area_that_is_wrong_is_refused() {
     front_end.set_up(0, 0);
     front_end.set_up(1, 0);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 128 at 0");
-    let words = front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1));
-    assert_eq!(words, "fault 1: the in-flight area has no room for it");
+    let output = front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1));
+    assert_eq!(output, "fault 1: the in-flight area has no room for it");
 }

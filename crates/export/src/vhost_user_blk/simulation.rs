@@ -63,7 +63,7 @@ const SERIAL: &str = "a serial number that is too long";
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
-struct VhostUserSimulationTally {
+struct VhostUserSimulationCounts {
     answered: u64,
     failed: u64,
     flushed: u64,
@@ -82,22 +82,22 @@ struct VhostUserSimulationTally {
 
 #[test]
 fn guests_are_served_whatever_others_do() {
-    let tally = Rc::new(Cell::new(VhostUserSimulationTally::default()));
+    let counts = Rc::new(Cell::new(VhostUserSimulationCounts::default()));
     let seeds = seeds::for_each("--lib", "guests_are_served_whatever_others_do", 600, |seed| {
-        let prey = VolatileMemory::default();
-        let world = run(Rc::clone(&tally), Rc::clone(&prey));
+        let volatile_memory = VolatileMemory::default();
+        let world = run(Rc::clone(&counts), Rc::clone(&volatile_memory));
         let mut random = fastrand::Rng::with_seed(!seed);
         // Hostile memory also changes while the device reads it.
         let change = move |_| {
             if random.u8(..) == 0
-                && let Some(place) = random.choice(&*prey.borrow())
+                && let Some(target) = random.choice(&*volatile_memory.borrow())
             {
-                place.write(random.usize(..place.bytes()), &[random.u8(..)]);
+                target.write(random.usize(..target.bytes()), &[random.u8(..)]);
             }
         };
         with_hook(change, || sim::run(seed, world));
     });
-    let all = tally.get();
+    let all = counts.get();
     if seeds >= 100 {
         let happened = [
             all.answered / 10,
@@ -117,28 +117,28 @@ fn guests_are_served_whatever_others_do() {
     }
 }
 
-fn count(tally: &Cell<VhostUserSimulationTally>, change: impl FnOnce(&mut VhostUserSimulationTally)) {
-    let mut all = tally.get();
+fn count(counts: &Cell<VhostUserSimulationCounts>, change: impl FnOnce(&mut VhostUserSimulationCounts)) {
+    let mut all = counts.get();
     change(&mut all);
-    tally.set(all);
+    counts.set(all);
 }
 
 /// Memory that changes at any time.
 type VolatileMemory = Rc<RefCell<Vec<GuestBytes>>>;
 
-async fn run(tally: Rc<Cell<VhostUserSimulationTally>>, prey: VolatileMemory) {
+async fn run(counts: Rc<Cell<VhostUserSimulationCounts>>, volatile_memory: VolatileMemory) {
     let settings = GroupSettings { limits: random::limits(30), ..GroupSettings::default() };
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
-    let passed = Rc::new(RefCell::new(GroupSamples::new(&group, MAX_REQUEST)));
+    let samples = Rc::new(RefCell::new(GroupSamples::new(&group, MAX_REQUEST)));
     let lives: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
-        .map(|_| spawn_joinable(SimulatedDiskLife::draw(&group, &tally, &passed, &prey).run()))
+        .map(|_| spawn_joinable(SimulatedDiskLife::draw(&group, &counts, &samples, &volatile_memory).run()))
         .collect();
     for life in lives {
         timeout(FOREVER, life).await.expect("every request completes within a day of virtual time");
     }
-    passed.borrow().check();
+    samples.borrow().check();
     let stats = group.stats();
-    count(&tally, |all| all.waited += stats.reads.throttled + stats.writes.throttled);
+    count(&counts, |all| all.waited += stats.reads.throttled + stats.writes.throttled);
 }
 
 /// One disk, its machines, and its content after all of them.
@@ -151,16 +151,16 @@ struct SimulatedDiskLife {
     /// The guests' choice of the write cache, and the number of changes.
     cache: Rc<Cell<(bool, u64)>>,
     device: Arc<VhostUserDevice>,
-    passed: Rc<RefCell<GroupSamples>>,
-    tally: Rc<Cell<VhostUserSimulationTally>>,
+    samples: Rc<RefCell<GroupSamples>>,
+    counts: Rc<Cell<VhostUserSimulationCounts>>,
 }
 
 impl SimulatedDiskLife {
     fn draw(
         group: &Arc<ThrottleGroup>,
-        tally: &Rc<Cell<VhostUserSimulationTally>>,
+        tally: &Rc<Cell<VhostUserSimulationCounts>>,
         passed: &Rc<RefCell<GroupSamples>>,
-        prey: &VolatileMemory,
+        volatile_memory: &VolatileMemory,
     ) -> Self {
         let may_fail = chance(30);
         let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
@@ -173,10 +173,10 @@ impl SimulatedDiskLife {
         for _ in 0..sim::random(|random| random.usize(..=2)) {
             let guest = if chance(50) {
                 // On the same disk, read-only.
-                HostileGuest::new(export(&disk, true), tally, prey)
+                HostileGuest::new(export(&disk, true), tally, volatile_memory)
             } else {
                 let (_, other) = open(vec![0; DISK_BYTES], behaviour, group);
-                HostileGuest::new(export(&other, false), tally, prey)
+                HostileGuest::new(export(&other, false), tally, volatile_memory)
             };
             hostile.push(spawn_joinable(guest.run()));
         }
@@ -188,8 +188,8 @@ impl SimulatedDiskLife {
             may_fail,
             cache: Rc::new(Cell::new((device.offer().write_cache, 0))),
             device,
-            passed: Rc::clone(passed),
-            tally: Rc::clone(tally),
+            samples: Rc::clone(passed),
+            counts: Rc::clone(tally),
         }
     }
 
@@ -210,7 +210,7 @@ impl SimulatedDiskLife {
         let machines: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
             .map(|_| {
                 let machine = SimulatedGuest::draw(&self);
-                spawn_joinable(SimulatedFrontEnd::new(machine, Rc::clone(&self.tally)).run())
+                spawn_joinable(SimulatedFrontEnd::new(machine, Rc::clone(&self.counts)).run())
             })
             .collect();
         let mut killed = false;
@@ -259,7 +259,7 @@ fn export(disk: &Arc<Disk>, read_only: bool) -> Arc<VhostUserDevice> {
 /// its memory and events while it runs.
 struct SimulatedFrontEnd {
     machine: Rc<SimulatedGuest>,
-    tally: Rc<Cell<VhostUserSimulationTally>>,
+    counts: Rc<Cell<VhostUserSimulationCounts>>,
     /// Value for SET_VRING_BASE.
     base: u32,
     killed: bool,
@@ -274,8 +274,8 @@ struct RunningQueue {
 }
 
 impl SimulatedFrontEnd {
-    fn new(machine: Rc<SimulatedGuest>, tally: Rc<Cell<VhostUserSimulationTally>>) -> Self {
-        Self { base: machine.start(), machine, tally, killed: false }
+    fn new(machine: Rc<SimulatedGuest>, counts: Rc<Cell<VhostUserSimulationCounts>>) -> Self {
+        Self { base: machine.start(), machine, counts, killed: false }
     }
 
     /// Runs to the end; true if a queue was killed.
@@ -284,7 +284,7 @@ impl SimulatedFrontEnd {
         for _ in 0..sim::random(|random| random.usize(..6)) {
             let running = self.start();
             self.change_repeatedly(&running).await;
-            self.machine.some_moment().await;
+            self.machine.wait_random_moment().await;
             self.end(running).await;
             if chance(70) {
                 sleep_randomly(Duration::from_millis(20)).await;
@@ -299,13 +299,13 @@ impl SimulatedFrontEnd {
 
     fn start(&mut self) -> RunningQueue {
         let machine = &self.machine;
-        if machine.has_inflight() && machine.waits() {
-            count(&self.tally, |all| all.resumed += 1);
+        if machine.has_inflight() && machine.has_pending_requests() {
+            count(&self.counts, |all| all.resumed += 1);
         }
-        let (memory, places) = machine.map();
+        let (memory, areas) = machine.map();
         let settings = RingSettings {
             size: machine.shape.size,
-            places,
+            areas,
             memory,
             features: machine.features(),
             base: self.base,
@@ -317,24 +317,24 @@ impl SimulatedFrontEnd {
         };
         let queue = VhostUserQueue::new(0, settings, Arc::clone(&machine.device)).expect("a good ring");
         let (kick, call) = (self.machine.new_kick(), self.machine.new_call());
-        queue.set_simulated_events(kick.map(|counter| counter.bell()), call.bell());
+        queue.set_simulated_events(kick.map(|counter| counter.vring_event()), call.vring_event());
         let (orders, received) = async_channel::unbounded();
         RunningQueue { orders, queue: Rc::downgrade(&queue), serving: spawn_joinable(queue.serve(received)) }
     }
 
     /// Replaces an event of a ring.
     fn replace_event(&self, running: &RunningQueue, kind: EventKind) {
-        let bell = match kind {
+        let event = match kind {
             EventKind::Kick => self.machine.new_kick(),
             _ => Some(self.machine.new_call()),
         };
-        let order = QueueOrder::Event(kind, bell.map(|counter| counter.bell()));
+        let order = QueueOrder::Event(kind, event.map(|counter| counter.vring_event()));
         running.orders.try_send(order).expect("the queue runs");
     }
 
     async fn change_repeatedly(&self, running: &RunningQueue) {
         for _ in 0..sim::random(|random| random.usize(..4)) {
-            self.machine.some_moment().await;
+            self.machine.wait_random_moment().await;
             self.change(running).await;
         }
     }
@@ -348,12 +348,12 @@ impl SimulatedFrontEnd {
                 // Other mappings of the same memory, with another log or none from now on.
                 let log = chance(70).then(|| DirtyLog::on_heap(64));
                 self.machine.log_changes();
-                let (memory, places) = self.machine.map_with(log.clone());
+                let (memory, areas) = self.machine.map_with(log.clone());
                 let (in_use, is_in_use) = async_channel::bounded(1);
-                let order = QueueOrder::Memory(memory, places, in_use);
+                let order = QueueOrder::Memory(memory, areas, in_use);
                 running.orders.try_send(order).expect("the queue runs");
                 let _ = timeout(FOREVER, is_in_use.recv()).await.expect("the memory is replaced");
-                self.machine.log_is(log);
+                self.machine.set_log(log);
             }
         }
     }
@@ -362,9 +362,9 @@ impl SimulatedFrontEnd {
         // Without an in-flight area, a guest loses the requests that a queue leaves.
         match sim::random(|random| random.u8(..4)) {
             1 if self.machine.has_inflight() => {
-                count(&self.tally, |all| all.abandoned += 1);
-                let was_told = chance(30);
-                if was_told {
+                count(&self.counts, |all| all.abandoned += 1);
+                let was_stopped = chance(30);
+                if was_stopped {
                     running.orders.try_send(QueueOrder::Stop { abandoned: false }).expect("the queue runs");
                     sleep_randomly(Duration::from_millis(5)).await;
                 }
@@ -376,13 +376,13 @@ impl SimulatedFrontEnd {
                 let end = timeout(FOREVER, running.serving).await;
                 let base = end.expect("a queue ends without its front end");
                 // If it had stopped before, its front end has received the base.
-                if was_told && !self.machine.is_inflight_in_use() {
+                if was_stopped && !self.machine.is_inflight_in_use() {
                     self.base = base;
                 }
                 assert_eq!(running.queue.strong_count(), 0, "tasks of a queue that has ended");
             }
             2 if self.machine.has_inflight() => {
-                count(&self.tally, |all| all.kills += 1);
+                count(&self.counts, |all| all.kills += 1);
                 self.killed = true;
                 drop(running.serving);
                 // Its I/O ends before the front end is notified; otherwise it would write
@@ -396,7 +396,7 @@ impl SimulatedFrontEnd {
     }
 
     async fn stop(&mut self, running: RunningQueue) {
-        count(&self.tally, |all| all.stops += 1);
+        count(&self.counts, |all| all.stops += 1);
         running.orders.try_send(QueueOrder::Stop { abandoned: false }).expect("the queue runs");
         let end = timeout(FOREVER, running.serving).await;
         self.base = end.expect("the queue ends on request");

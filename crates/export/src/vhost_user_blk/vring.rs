@@ -18,7 +18,7 @@ use ::virtio::ring::RingParts;
 
 /// Parts of a ring, each inside one region and aligned as virtio 1.3 § 2.7 and § 2.8 require.
 #[derive(Clone, Debug)]
-pub struct RingPlaces {
+pub struct RingAreas {
     /// The descriptor table, or a packed ring's descriptors.
     pub descriptors: GuestBytes,
     /// The available ring with its event index, or the driver's event suppression.
@@ -33,7 +33,7 @@ pub struct RingSettings {
     /// Number of descriptors; a power of two for a split ring.
     pub size: u16,
     /// Locations of its parts.
-    pub places: RingPlaces,
+    pub areas: RingAreas,
     /// The guest's memory, with its dirty log if there is one.
     pub memory: GuestMemory,
     /// Negotiated features: see [`virtio`].
@@ -110,7 +110,7 @@ pub(super) struct Vring {
 
 impl Vring {
     /// True if the ring should be served.
-    pub(super) fn is_wanted(&self, features: u64) -> bool {
+    pub(super) fn should_run(&self, features: u64) -> bool {
         // "Ring states": without protocol features a ring is enabled from the start, with them
         // disabled.
         let enabled = self.enabled.unwrap_or(features & virtio::PROTOCOL_FEATURES == 0);
@@ -119,7 +119,7 @@ impl Vring {
     }
 
     /// Locates its parts in the guest's memory.
-    pub(super) fn places(&self, memory: &GuestMemory, features: u64) -> Result<RingPlaces, VringFault> {
+    pub(super) fn areas(&self, memory: &GuestMemory, features: u64) -> Result<RingAreas, VringFault> {
         let (Some(size), Some(addresses)) = (self.size, self.addresses) else {
             unreachable!("only a ring that is set up is looked for")
         };
@@ -129,14 +129,14 @@ impl Vring {
             return Err(VringFault::Size(size));
         }
         let parts = RingParts::of(size, packed, features & virtio::EVENT_IDX != 0);
-        let find = |what, address, (bytes, alignment)| {
-            let place = memory.user_range(address, bytes).ok_or(VringFault::Outside { what, address })?;
-            match place.is_aligned(alignment) {
-                true => Ok(place),
-                false => Err(VringFault::Unaligned { what, address, alignment }),
+        let find = |area_name, address, (bytes, alignment)| {
+            let area = memory.user_range(address, bytes).ok_or(VringFault::Outside { what: area_name, address })?;
+            match area.is_aligned(alignment) {
+                true => Ok(area),
+                false => Err(VringFault::Unaligned { what: area_name, address, alignment }),
             }
         };
-        Ok(RingPlaces {
+        Ok(RingAreas {
             descriptors: find("descriptors", addresses.descriptors, parts.descriptors)?,
             driver: find("available ring", addresses.driver, parts.driver)?,
             device: find("used ring", addresses.device, parts.device)?,

@@ -50,7 +50,7 @@ impl VringEvent {
     ///
     /// Blocks only if no descriptor or memory is left for a non-blocking submission, and the front
     /// end fills the counter and clears `O_NONBLOCK` at the same moment.
-    pub(super) fn ring(&self, notifier: &EventfdNotifier) {
+    pub(super) fn signal(&self, notifier: &EventfdNotifier) {
         match self {
             Self::Event(event) => {
                 // The notifier does not depend on O_NONBLOCK, whose flag the front end shares. The
@@ -60,16 +60,16 @@ impl VringEvent {
                 }
             }
             #[cfg(test)]
-            Self::Simulated(counter) => counter.ring(),
+            Self::Simulated(counter) => counter.signal(),
         }
     }
 
     /// Waits for a signal since the last call.
-    pub(super) async fn heard(&self) -> Result<(), NotAnEventfd> {
+    pub(super) async fn wait(&self) -> Result<(), NotAnEventfd> {
         let event = match self {
             Self::Event(event) => event,
             #[cfg(test)]
-            Self::Simulated(counter) => return counter.heard().await,
+            Self::Simulated(counter) => return counter.wait().await,
         };
         loop {
             operation::readable(event).await.map_err(|_: io::Error| NotAnEventfd)?;
@@ -120,11 +120,11 @@ mod tests {
     #[test]
     fn signalling_a_full_blocking_eventfd_does_not_wait() {
         let event = Fd::from(eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd"));
-        let bell = VringEvent::new(event.clone()).expect("it is one");
+        let vring_event = VringEvent::new(event.clone()).expect("it is one");
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).expect("so much fits");
         fcntl_setfl(&event, fcntl_getfl(&event).expect("flags") - OFlags::NONBLOCK)
             .expect("by the front end");
-        bell.ring(&EventfdNotifier::default());
+        vring_event.signal(&EventfdNotifier::default());
         assert!(!fcntl_getfl(&event).expect("flags").contains(OFlags::NONBLOCK), "it was written to");
     }
 
@@ -157,12 +157,12 @@ pub(super) mod simulated {
     pub(in super::super) struct SimulatedEvent(Arc<(AtomicU64, Event)>);
 
     impl SimulatedEvent {
-        pub(in super::super) fn ring(&self) {
+        pub(in super::super) fn signal(&self) {
             self.0.0.fetch_add(1, SeqCst);
             self.0.1.notify(usize::MAX);
         }
 
-        pub(in super::super) async fn heard(&self) -> Result<(), NotAnEventfd> {
+        pub(in super::super) async fn wait(&self) -> Result<(), NotAnEventfd> {
             loop {
                 let rung = self.0.1.listen();
                 if self.count() == 0 {
@@ -186,7 +186,7 @@ pub(super) mod simulated {
             self.0.0.load(SeqCst)
         }
 
-        pub(in super::super) fn bell(&self) -> VringEvent {
+        pub(in super::super) fn vring_event(&self) -> VringEvent {
             VringEvent::Simulated(self.clone())
         }
     }

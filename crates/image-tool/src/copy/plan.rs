@@ -25,17 +25,17 @@ pub(super) struct CopyPlanner {
     /// Last piece, which may still grow.
     last: Option<(Range<u64>, ExtentKind)>,
     /// Zeroes in the last, incomplete block; data that follows in the same block absorbs them.
-    begun: Vec<Range<u64>>,
+    partial_zeroes: Vec<Range<u64>>,
 }
 
 impl CopyPlanner {
     pub(super) fn new(size: u64, align: u64, unit: u64) -> Self {
-        Self { align, unit, size, done: 0, last: None, begun: Vec::new() }
+        Self { align, unit, size, done: 0, last: None, partial_zeroes: Vec::new() }
     }
 
     /// Adds the next piece, which begins where the last one ended, and appends the items that are
     /// complete.
-    pub(super) fn piece(&mut self, range: Range<u64>, kind: ExtentKind, items: &mut Vec<CopyItem>) {
+    pub(super) fn add_piece(&mut self, range: Range<u64>, kind: ExtentKind, items: &mut Vec<CopyItem>) {
         match &mut self.last {
             Some((last, same)) if *same == kind => last.end = range.end,
             _ => {
@@ -67,20 +67,20 @@ impl CopyPlanner {
                 // block.
                 let block = range.end - range.end % self.align;
                 let start = range.start.max(self.done);
-                if self.begun.first().is_some_and(|begun| begun.start < block) {
+                if self.partial_zeroes.first().is_some_and(|zeroes| zeroes.start < block) {
                     self.zero_partial_item(items);
                 }
                 if start < block {
                     self.zero(start..block, items);
                 }
                 // May be empty: `zero` ignores empty ranges.
-                self.begun.push(start.max(block)..range.end);
+                self.partial_zeroes.push(start.max(block)..range.end);
             }
         }
     }
 
     fn zero_partial_item(&mut self, items: &mut Vec<CopyItem>) {
-        for range in std::mem::take(&mut self.begun) {
+        for range in std::mem::take(&mut self.partial_zeroes) {
             self.zero(range, items);
         }
     }
@@ -95,11 +95,11 @@ impl CopyPlanner {
     fn data(&mut self, range: Range<u64>, items: &mut Vec<CopyItem>) {
         // Starts after blocks that an earlier item already covers.
         let mut at = (range.start - range.start % self.align).max(self.done);
-        if self.begun.first().is_some_and(|begun| begun.start < at) {
+        if self.partial_zeroes.first().is_some_and(|zeroes| zeroes.start < at) {
             self.zero_partial_item(items);
         }
         // These zeroes are in the first block of the data, which covers them.
-        self.begun.clear();
+        self.partial_zeroes.clear();
         let end = range.end.next_multiple_of(self.align).min(self.size);
         while at < end {
             let next = (at + 1).next_multiple_of(self.unit).min(end);
@@ -120,7 +120,7 @@ mod tests {
         let mut planner = CopyPlanner::new(size, align, unit);
         let (mut at, mut items) = (0, Vec::new());
         for &(length, kind) in pieces {
-            planner.piece(at..at + length, kind, &mut items);
+            planner.add_piece(at..at + length, kind, &mut items);
             at += length;
         }
         planner.finish(&mut items);
@@ -155,15 +155,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_data_is_copied_nothing_twice_and_zeroes_stay_where_they_are(
+        fn all_data_is_copied_exactly_once(
             pieces in prop::collection::vec((1_u64..40, prop_oneof![Just(ExtentKind::Data), Just(ExtentKind::Zero), Just(ExtentKind::Below)]), 1..20),
             align in prop_oneof![Just(1_u64), Just(4), Just(8)],
         ) {
             let size = pieces.iter().map(|(length, _)| length).sum();
-            let truth: Vec<ExtentKind> = pieces.iter().flat_map(|&(length, kind)| vec![kind; length as usize]).collect();
+            let expected: Vec<ExtentKind> = pieces.iter().flat_map(|&(length, kind)| vec![kind; length as usize]).collect();
             let items = plan(size, align, 16, &pieces);
             let mut end = 0;
-            let mut copied = vec![None; truth.len()];
+            let mut copied = vec![None; expected.len()];
             for CopyItem { range, kind } in items {
                 prop_assert!(range.start >= end && range.end > range.start && range.end <= size);
                 end = range.end;
@@ -174,8 +174,8 @@ mod tests {
                     prop_assert!(range.end % align == 0 || range.end == size);
                 }
             }
-            for (truth, copied) in truth.iter().zip(copied) {
-                match truth {
+            for (expected, copied) in expected.iter().zip(copied) {
+                match expected {
                     ExtentKind::Data => prop_assert_eq!(copied, Some(ExtentKind::Data)),
                     ExtentKind::Zero => prop_assert!(copied.is_some()),
                     ExtentKind::Below => prop_assert!(copied != Some(ExtentKind::Zero)),

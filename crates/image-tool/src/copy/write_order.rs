@@ -13,7 +13,7 @@ pub(super) struct WriteOrder(Mutex<WriteOrderState>);
 #[derive(Debug, Default)]
 struct WriteOrderState {
     next: u64,
-    over: bool,
+    ended: bool,
     waiting: Vec<Waker>,
 }
 
@@ -21,8 +21,8 @@ impl WriteOrder {
     pub(super) async fn wait(&self, number: u64) -> bool {
         poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if state.over || state.next == number {
-                return Poll::Ready(!state.over);
+            if state.ended || state.next == number {
+                return Poll::Ready(!state.ended);
             }
             // All waiting tasks are woken at each change: there are at most 64.
             state.waiting.push(context.waker().clone());
@@ -36,7 +36,7 @@ impl WriteOrder {
     }
 
     pub(super) fn end(&self) {
-        self.change(|state| state.over = true);
+        self.change(|state| state.ended = true);
     }
 
     fn change(&self, change: impl FnOnce(&mut WriteOrderState)) {

@@ -16,7 +16,7 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
 /// Divides `bytes`, which begin at `offset` of the disk, into adjacent parts that are to be
 /// written (true) or skipped. A skipped part is zeroes: whole grains, aligned on the disk, and at
 /// least `least` bytes or all of `bytes`.
-pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Vec<(Range<usize>, bool)> {
+pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, min_bytes: usize) -> Vec<(Range<usize>, bool)> {
     let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;
     while at < bytes.len() {
@@ -30,17 +30,17 @@ pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Ve
         }
         at = end;
     }
-    if least > grain {
+    if min_bytes > grain {
         // Runs of zeroes that are too short are merged into the data around them.
-        join_short(&mut parts, least.min(bytes.len()));
+        join_short(&mut parts, min_bytes.min(bytes.len()));
     }
     parts
 }
 
-fn join_short(parts: &mut Vec<(Range<usize>, bool)>, least: usize) {
+fn join_short(parts: &mut Vec<(Range<usize>, bool)>, min_bytes: usize) {
     let mut joined: Vec<(Range<usize>, bool)> = Vec::with_capacity(parts.len());
     for (range, data) in parts.drain(..) {
-        let data = data || range.len() < least;
+        let data = data || range.len() < min_bytes;
         match joined.last_mut() {
             Some((last, kind)) if *kind == data => last.end = range.end,
             _ => joined.push((range, data)),
@@ -59,8 +59,8 @@ mod tests {
         blocks.bytes().flat_map(|block| [if block == b'0' { 0 } else { block }; 512]).collect()
     }
 
-    fn data_of(blocks: &str, offset: u64, grain: usize, least: usize) -> Vec<(usize, usize)> {
-        let parts = parts(&bytes(blocks), offset * 512, grain * 512, least * 512);
+    fn data_of(blocks: &str, offset: u64, grain: usize, min_blocks: usize) -> Vec<(usize, usize)> {
+        let parts = parts(&bytes(blocks), offset * 512, grain * 512, min_blocks * 512);
         let data = parts.into_iter().filter(|(_, data)| *data);
         data.map(|(range, _)| (range.start / 512, range.end / 512)).collect()
     }

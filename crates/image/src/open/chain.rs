@@ -28,7 +28,7 @@ pub(super) struct ChainLevel {
     pub(super) storage: Storage,
     pub(super) read_only: bool,
     /// True if the format was probed; writes must not change the result of the next probe.
-    pub(super) guessed: bool,
+    pub(super) is_probed: bool,
     /// `None` for a raw image.
     pub(super) qcow2: Option<Qcow2Files>,
 }
@@ -53,7 +53,7 @@ struct NextBackingFile {
     path: PathBuf,
     format: ImageFormat,
     /// Name of the image that refers to it.
-    of: String,
+    referrer: String,
 }
 
 /// Opens the files of the chain that begins with `spec`, topmost first; at least one.
@@ -61,7 +61,7 @@ pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<Chain
     let mut seen = ChainFiles::default();
     let (top, mut next) = find_top(spec, options, &mut seen).await?;
     let mut levels = vec![top];
-    while let Some(NextBackingFile { path, format, of }) = next {
+    while let Some(NextBackingFile { path, format, referrer: of }) = next {
         if levels.len() == MAX_CHAIN {
             let why = format!("the chain of backing files is longer than {MAX_CHAIN} images");
             return Err(OpenError::new(spec, why, "shorten it: `weir image commit` or `weir image rebase`"));
@@ -78,20 +78,20 @@ async fn find_top(
     options: &ImageOptions,
     seen: &mut ChainFiles,
 ) -> Result<(ChainLevel, Option<NextBackingFile>), OpenError> {
-    let own = &options.storage;
-    let (path, is_far) = match spec.parse() {
+    let storage_options = &options.storage;
+    let (path, is_remote) = match spec.parse() {
         Ok(StorageSpec::File(path)) => (Some(path), false),
         Ok(StorageSpec::Nbd(_) | StorageSpec::Rbd(_)) => (None, true),
         _ => (None, false),
     };
     let name = path.as_ref().map_or_else(|| spec.to_owned(), |path| path.display().to_string());
-    let (bottom, probed) = open_storage(spec.to_owned(), own.clone()).await?;
+    let (bottom, probed) = open_storage(spec.to_owned(), storage_options.clone()).await?;
     seen.add(&bottom, &name)?;
     // Memory and null storage have no persistent header that a later probe could read.
-    let guessed = own.format.is_none() && (path.is_some() || is_far);
-    let format = check_format(own.format, probed, &name)?;
+    let is_probed = storage_options.format.is_none() && (path.is_some() || is_remote);
+    let format = check_format(storage_options.format, probed, &name)?;
     warn_of_container(&name, probed);
-    if own.part.is_some() && format != ImageFormat::Raw {
+    if storage_options.part.is_some() && format != ImageFormat::Raw {
         return Err(OpenError::new(
             &name,
             "is not raw: only raw images have offset and size options",
@@ -99,36 +99,36 @@ async fn find_top(
         ));
     }
     let level = ChainLevel {
-        storage: add_wrappers(spec, bottom, own.clone())?,
+        storage: add_wrappers(spec, bottom, storage_options.clone())?,
         name,
-        read_only: own.read_only,
-        guessed,
+        read_only: storage_options.read_only,
+        is_probed,
         qcow2: None,
     };
-    follow(level, path.as_deref(), format, options, seen).await
+    read_references(level, path.as_deref(), format, options, seen).await
 }
 
 async fn find_backing(
     path: PathBuf,
     format: ImageFormat,
-    of: &str,
+    referrer: &str,
     options: &ImageOptions,
     seen: &mut ChainFiles,
 ) -> Result<(ChainLevel, Option<NextBackingFile>), OpenError> {
-    let name = format!("{of}: its backing file {}", path.display());
+    let name = format!("{referrer}: its backing file {}", path.display());
     // The part of an overlay beyond the end of a raw backing file reads as zeroes, so the
     // file may even be empty.
     let may_be_empty = format == ImageFormat::Raw;
-    let own = storage::OpenOptions { read_only: true, may_be_empty, ..backing_options(options, format) };
-    let (storage, probed) = open_backing(&path, &name, own, seen).await?;
+    let storage_options = storage::OpenOptions { read_only: true, may_be_empty, ..backing_options(options, format) };
+    let (storage, probed) = open_backing(&path, &name, storage_options, seen).await?;
     warn_of_container(&name, probed);
     let name = path.display().to_string();
-    let level = ChainLevel { name, storage, read_only: true, guessed: false, qcow2: None };
-    follow(level, Some(&path), format, options, seen).await
+    let level = ChainLevel { name, storage, read_only: true, is_probed: false, qcow2: None };
+    read_references(level, Some(&path), format, options, seen).await
 }
 
 /// Reads the header, opens the data file and returns the backing file to open next.
-async fn follow(
+async fn read_references(
     mut level: ChainLevel,
     path: Option<&Path>,
     format: ImageFormat,
@@ -158,7 +158,7 @@ fn check(level: &ChainLevel, header: &Qcow2Header) -> Result<(), OpenError> {
     }
     // Otherwise a guest of a raw disk could write a qcow2 header that names any file of
     // the host.
-    if level.guessed && (header.backing.is_some() || header.has_data_file()) {
+    if level.is_probed && (header.backing.is_some() || header.has_data_file()) {
         return Err(OpenError::new(
             &level.name,
             "looks like qcow2 and names other files, so its format must be given",
@@ -193,7 +193,7 @@ fn next(
     let path = names::resolve(path, &backing.name).map_err(|why| {
         refused(why, "write a path into the image: qemu-img rebase -u -b PATH -F raw|qcow2 IMAGE")
     })?;
-    Ok(Some(NextBackingFile { path, format, of: name.to_owned() }))
+    Ok(Some(NextBackingFile { path, format, referrer: name.to_owned() }))
 }
 
 async fn open_data_file(
@@ -219,8 +219,8 @@ async fn open_data_file(
     })?;
     let name = format!("{}: its data file {}", level.name, path.display());
     let (read_only, handover) = (level.read_only, options.storage.handover);
-    let own = storage::OpenOptions { read_only, handover, ..backing_options(options, ImageFormat::Raw) };
-    open_backing(&path, &name, own, seen).await.map(|(storage, _)| Some(storage))
+    let storage_options = storage::OpenOptions { read_only, handover, ..backing_options(options, ImageFormat::Raw) };
+    open_backing(&path, &name, storage_options, seen).await.map(|(storage, _)| Some(storage))
 }
 
 /// Options of a file behind the image. Delay, rate and faults are not inherited.
@@ -248,8 +248,8 @@ async fn open_backing(
     // Checked before the locks are taken: a loop would otherwise be reported as a lock
     // conflict.
     let at = path.to_owned();
-    let there = reactor::run_blocking(move || FileIdentity::of_path(&at)).await;
-    seen.check(there, name)?;
+    let identity = reactor::run_blocking(move || FileIdentity::of_path(&at)).await;
+    seen.check(identity, name)?;
     let Some(text) = path.to_str() else {
         return Err(OpenError::new(name, "its name is not UTF-8", "rename it or its directory"));
     };
@@ -274,7 +274,7 @@ async fn open_storage(spec: String, options: storage::OpenOptions) -> Result<(St
 fn invalid(level: &ChainLevel, error: &MetadataError) -> OpenError {
     let name = &level.name;
     match error {
-        MetadataError::Invalid(error) if level.guessed => {
+        MetadataError::Invalid(error) if level.is_probed => {
             let why = format!("looks like qcow2, but cannot be used: {error}");
             OpenError::new(name, why, "--format raw serves its bytes as they are")
         }

@@ -100,8 +100,8 @@ mod tests {
             ("file:", "empty"),
             ("a\0b", "zero byte"),
         ] {
-            let said = resolve(Some(Path::new("/images/vm.qcow2")), name).expect_err(name);
-            assert!(said.contains(why), "{name}: {said}");
+            let message = resolve(Some(Path::new("/images/vm.qcow2")), name).expect_err(name);
+            assert!(message.contains(why), "{name}: {message}");
         }
     }
 }

@@ -35,18 +35,18 @@ impl TestImages {
     /// Creates an image of 1 MiB, replacing the previous one.
     fn create(&self, name: &str, options: CreateOptions) {
         let options = CreateOptions { size_bytes: 1 << 20, ..options };
-        let made_file = |path: PathBuf| {
+        let create_file = |path: PathBuf| {
             fs::write(&path, [0; 512]).expect("written");
             format!("file:{}", path.to_str().expect("text"))
         };
         let path = self.0.path().join(name);
-        let data = options.data_file.as_ref().map(|name| made_file(path.with_file_name(name)));
-        let image = made_file(path);
-        let made = reactor::run(PollingMode::Off, async move {
+        let data = options.data_file.as_ref().map(|name| create_file(path.with_file_name(name)));
+        let image = create_file(path);
+        let created = reactor::run(PollingMode::Off, async move {
             let opened = |spec: &str| open_storage(spec, OpenOptions::default()).expect("opens");
             create(&opened(&image), data.as_deref().map(opened).as_ref(), &options).await
         });
-        made.expect("io_uring works").expect("valid");
+        created.expect("io_uring works").expect("valid");
     }
 
     /// Creates an overlay.
@@ -57,7 +57,7 @@ impl TestImages {
 
     /// Fills clusters of 64 KiB with a byte.
     fn write(&self, name: &str, byte: u8, first: u64, clusters: usize) {
-        with(self.path(name), writing(), async move |opened| {
+        with_opened(self.path(name), writing(), async move |opened| {
             let image = opened.expect("opens");
             let data = IoBuffer::copy_of(&vec![byte; clusters << 16]);
             image.write(first << 16, data.into(), Durability::Cached).await.expect("written");
@@ -91,21 +91,21 @@ fn writing() -> ImageOptions {
     ImageOptions { storage: OpenOptions { read_only: false, ..qcow2().storage }, ..qcow2() }
 }
 
-fn with<T: 'static>(
+fn with_opened<T: 'static>(
     path: String,
     options: ImageOptions,
-    look: impl AsyncFnOnce(Result<Image, String>) -> T + 'static,
+    inspect: impl AsyncFnOnce(Result<Image, String>) -> T + 'static,
 ) -> T {
     reactor::run(PollingMode::Off, async move {
-        look(open(&format!("file:{path}"), options).await.map_err(|error| error.to_string())).await
+        inspect(open(&format!("file:{path}"), options).await.map_err(|error| error.to_string())).await
     })
     .expect("io_uring works")
 }
 
 #[track_caller]
-fn refused(path: String, options: ImageOptions, part: &str) {
-    let said = with(path, options, async |opened| opened.expect_err("refused"));
-    assert!(said.contains(part), "{said}");
+fn assert_refused(path: String, options: ImageOptions, part: &str) {
+    let message = with_opened(path, options, async |opened| opened.expect_err("refused"));
+    assert!(message.contains(part), "{message}");
 }
 
 /// First byte of each 64 KiB.
@@ -121,12 +121,12 @@ async fn bytes(image: &Image) -> Vec<u8> {
 #[test]
 fn a_chain_is_read_through() {
     let images = TestImages::chain();
-    with(images.path("top.qcow2"), qcow2(), async |opened| {
+    with_opened(images.path("top.qcow2"), qcow2(), async |opened| {
         let image = opened.expect("opens");
         assert_eq!(bytes(&image).await, [1, 2, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     });
     let alone = ImageOptions { backing: BackingChoice::Nothing, ..qcow2() };
-    with(images.path("top.qcow2"), alone, async |opened| {
+    with_opened(images.path("top.qcow2"), alone, async |opened| {
         assert_eq!(bytes(&opened.expect("opens")).await[..5], [0, 0, 0, 0, 3]);
     });
 }
@@ -134,15 +134,15 @@ fn a_chain_is_read_through() {
 #[test]
 fn format_is_probed_only_if_none_is_given() {
     let images = TestImages::chain();
-    refused(images.path("top.qcow2"), options(None), "looks like qcow2 and names other files");
+    assert_refused(images.path("top.qcow2"), options(None), "looks like qcow2 and names other files");
     images.create("alone.qcow2", CreateOptions::default());
-    with(images.path("alone.qcow2"), options(None), async |opened| {
+    with_opened(images.path("alone.qcow2"), options(None), async |opened| {
         assert!(matches!(opened.expect("opens"), Image::Qcow2(_)));
     });
-    with(images.path("top.qcow2"), options(Some(ImageFormat::Raw)), async |opened| {
+    with_opened(images.path("top.qcow2"), options(Some(ImageFormat::Raw)), async |opened| {
         assert!(matches!(opened.expect("opens"), Image::Raw(_)));
     });
-    refused(images.path("sub/base.raw"), qcow2(), "is not a usable qcow2 image");
+    assert_refused(images.path("sub/base.raw"), qcow2(), "is not a usable qcow2 image");
 }
 
 #[test]
@@ -151,8 +151,8 @@ fn invalid_chains_are_rejected() {
     images.over("a.qcow2", "b.qcow2", Some("qcow2"));
     symlink(images.path("a.qcow2"), images.path("link.qcow2")).expect("linked");
     images.over("b.qcow2", "link.qcow2", Some("qcow2"));
-    refused(images.path("a.qcow2"), qcow2(), "is already in the chain");
-    refused(images.path("a.qcow2"), writing(), "is already in the chain");
+    assert_refused(images.path("a.qcow2"), qcow2(), "is already in the chain");
+    assert_refused(images.path("a.qcow2"), writing(), "is already in the chain");
     for (backing, format, part) in [
         ("none.raw", Some("raw"), "b.qcow2: its backing file"),
         ("none.raw", Some("raw"), "no such file"),
@@ -164,7 +164,7 @@ fn invalid_chains_are_rejected() {
         ("sub/base.raw", None, "has no format, and probing it is not safe"),
     ] {
         images.over("b.qcow2", backing, format);
-        refused(images.path("b.qcow2"), qcow2(), part);
+        assert_refused(images.path("b.qcow2"), qcow2(), part);
     }
 }
 
@@ -174,7 +174,7 @@ fn empty_raw_image_is_rejected() {
     fs::write(images.path("empty"), []).expect("written");
     images.over("top.qcow2", "empty", Some("raw"));
     images.write("top.qcow2", 3, 4, 1);
-    with(images.path("top.qcow2"), writing(), async |opened| {
+    with_opened(images.path("top.qcow2"), writing(), async |opened| {
         let image = opened.expect("opens");
         assert_eq!(bytes(&image).await[..6], [0, 0, 0, 0, 3, 0]);
         // The rest of the cluster is copied from the backing file.
@@ -183,8 +183,8 @@ fn empty_raw_image_is_rejected() {
         image.close().await.expect("closed");
     });
     images.over("top.qcow2", "empty", Some("qcow2"));
-    refused(images.path("top.qcow2"), qcow2(), "is empty");
-    refused(images.path("empty"), options(Some(ImageFormat::Raw)), "is empty");
+    assert_refused(images.path("top.qcow2"), qcow2(), "is empty");
+    assert_refused(images.path("empty"), options(Some(ImageFormat::Raw)), "is empty");
 }
 
 #[test]
@@ -192,7 +192,7 @@ fn a_backing_file_is_locked_against_writers() {
     let images = TestImages::chain();
     let base = images.path("sub/middle.qcow2");
     let top = images.path("top.qcow2");
-    with(base, writing(), async move |opened| {
+    with_opened(base, writing(), async move |opened| {
         let opened = opened.expect("opens");
         let error = open(&format!("file:{top}"), qcow2())
             .await
@@ -203,7 +203,7 @@ fn a_backing_file_is_locked_against_writers() {
         open(&format!("file:{top}"), qcow2()).await.expect("no writer any more");
     });
     let base = images.path("sub/middle.qcow2");
-    with(images.path("top.qcow2"), qcow2(), async move |opened| {
+    with_opened(images.path("top.qcow2"), qcow2(), async move |opened| {
         let _opened = opened.expect("opens");
         open(&format!("file:{base}"), writing()).await.expect_err("it is in use as a backing file");
     });
@@ -224,29 +224,29 @@ fn beneath(images: &TestImages, directory: &str, format: Option<ImageFormat>) ->
 #[test]
 fn image_root_applies_to_backing_files() {
     let images = TestImages::chain();
-    let of = |directory: &str| beneath(&images, directory, Some(ImageFormat::Qcow2));
-    with(images.path("top.qcow2"), of(""), async |opened| drop(opened.expect("all of it is inside")));
-    refused(images.path("top.qcow2"), of("sub"), "lies outside of the image root");
+    let options = |directory: &str| beneath(&images, directory, Some(ImageFormat::Qcow2));
+    with_opened(images.path("top.qcow2"), options(""), async |opened| drop(opened.expect("all of it is inside")));
+    assert_refused(images.path("top.qcow2"), options("sub"), "lies outside of the image root");
     images.over("sub/over.qcow2", "../top.qcow2", Some("qcow2"));
-    let said = with(images.path("sub/over.qcow2"), of("sub"), async |opened| opened.expect_err("leads out"));
-    assert!(said.contains("over.qcow2: its backing file") && said.contains("lies outside"), "{said}");
+    let message = with_opened(images.path("sub/over.qcow2"), options("sub"), async |opened| opened.expect_err("leads out"));
+    assert!(message.contains("over.qcow2: its backing file") && message.contains("lies outside"), "{message}");
     symlink("../top.qcow2", images.path("sub/inside.qcow2")).expect("linked");
-    refused(images.path("sub/inside.qcow2"), of("sub"), "lies outside of the image root");
+    assert_refused(images.path("sub/inside.qcow2"), options("sub"), "lies outside of the image root");
     images.create("sub/data.qcow2", with_data("../data"));
-    refused(images.path("sub/data.qcow2"), of("sub"), "its data file");
+    assert_refused(images.path("sub/data.qcow2"), options("sub"), "its data file");
 }
 
 #[test]
-fn data_files_are_opened_beside_the_image() {
+fn data_files_are_opened_relative_to_the_image() {
     let images = TestImages::new();
     images.create("disk.qcow2", with_data("disk.data"));
     images.write("disk.qcow2", 7, 0, 16);
-    with(images.path("disk.qcow2"), qcow2(), async |opened| {
+    with_opened(images.path("disk.qcow2"), qcow2(), async |opened| {
         assert_eq!(bytes(&opened.expect("opens")).await, [7; 16]);
     });
-    refused(images.path("disk.qcow2"), options(None), "names other files");
+    assert_refused(images.path("disk.qcow2"), options(None), "names other files");
     fs::remove_file(images.path("disk.data")).expect("removed");
-    refused(images.path("disk.qcow2"), qcow2(), "its data file");
+    assert_refused(images.path("disk.qcow2"), qcow2(), "its data file");
 }
 
 #[test]
@@ -256,7 +256,7 @@ fn legacy_encryption_is_refused_by_name() {
     let mut file = fs::read(images.path("a.qcow2")).expect("readable");
     file[35] = 1;
     fs::write(images.path("a.qcow2"), file).expect("written");
-    refused(images.path("a.qcow2"), qcow2(), "has legacy encryption (\"aes\")");
+    assert_refused(images.path("a.qcow2"), qcow2(), "has legacy encryption (\"aes\")");
 }
 
 #[test]
@@ -269,18 +269,18 @@ fn missing_and_unused_secrets_are_reported() {
         secrets: secrets.iter().map(|text| Secret::new(text.as_bytes().to_vec())).collect(),
         ..qcow2()
     };
-    refused(
+    assert_refused(
         images.path("e.qcow2"),
         qcow2(),
         "is encrypted with LUKS (give its passphrase with --secret-file)",
     );
-    refused(images.path("e.qcow2"), with_secrets(&["geheim", "b"]), "2 secrets for 1 encrypted images");
-    refused(
+    assert_refused(images.path("e.qcow2"), with_secrets(&["geheim", "b"]), "2 secrets for 1 encrypted images");
+    assert_refused(
         images.path("e.qcow2"),
         with_secrets(&["falsch"]),
         "does not unlock any of its 1 key slots (is it",
     );
-    refused(images.path("e.qcow2"), with_secrets(&["geheim\n"]), "a line break at the end");
+    assert_refused(images.path("e.qcow2"), with_secrets(&["geheim\n"]), "a line break at the end");
     images.create("plain.qcow2", CreateOptions::default());
-    refused(images.path("plain.qcow2"), with_secrets(&["geheim"]), "is not encrypted");
+    assert_refused(images.path("plain.qcow2"), with_secrets(&["geheim"]), "is not encrypted");
 }

@@ -45,7 +45,7 @@ impl Qcow2Image {
             }
         }
         changed.encode().map_err(|_| Error::NO_SPACE)?;
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         self.update_header(|header| {
             header.version = changed.version;
             header.compatible = changed.compatible;

@@ -14,7 +14,7 @@ use storage::FileStamp;
 use crate::Image;
 
 // Interval at which the backing files are checked for changes.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
+const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
 impl Qcow2Image {
     /// Starts a task that checks every two seconds whether a file of the backing chain was written
@@ -39,14 +39,14 @@ impl Qcow2Image {
                     let now = below.storage().stamp().await;
                     first.resize(first.len().max(at + 1), None);
                     match (first[at], now) {
-                        (Some(before), Some(now)) if before != now => return image.lose_backing(below),
+                        (Some(before), Some(now)) if before != now => return image.mark_backing_changed(below),
                         (None, Some(now)) => first[at] = Some(now),
                         // An error does not prove a change of the file.
                         _ => {}
                     }
                 }
                 drop(image);
-                reactor::sleep_until(reactor::now() + LOOK_EVERY).await;
+                reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
         });
     }
@@ -60,7 +60,7 @@ impl Qcow2Image {
         self.backing().into_iter().flat_map(Image::chain)
     }
 
-    fn lose_backing(&self, changed: &Image) {
+    fn mark_backing_changed(&self, changed: &Image) {
         self.backing_changed.store(true, Relaxed);
         tracing::error!(
             image = self.description(),
@@ -83,7 +83,7 @@ impl Qcow2Image {
         let mut changed = self.header();
         changed.backing.clone_from(&backing);
         changed.encode().map_err(|_| Error::INVALID)?;
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         self.update_header(|header| header.backing = backing).await
     }
 
@@ -97,7 +97,7 @@ impl Qcow2Image {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
-        let _quiet = self.quiesce().await?;
-        self.forget(0, self.size_bytes()).await
+        let _quiesced = self.quiesce().await?;
+        self.unmap_clusters(0, self.size_bytes()).await
     }
 }

@@ -159,14 +159,14 @@ impl L2Cache {
     }
 
     /// Applies `look` to a cached slice, without taking a reference; `None` on a miss.
-    pub(super) fn with<T>(&self, number: u64, look: impl FnOnce(&L2Slice) -> T) -> Option<T> {
+    pub(super) fn with_slice<T>(&self, number: u64, inspect: impl FnOnce(&L2Slice) -> T) -> Option<T> {
         for way in self.set(number) {
             let guard = way.load();
             if let Some(slice) = guard.as_ref().filter(|slice| slice.number == number) {
                 self.touch(slice);
                 // Counters are per thread, so this causes no contention.
                 self.hits[slot_of_thread()].0.fetch_add(1, Relaxed);
-                return Some(look(slice));
+                return Some(inspect(slice));
             }
         }
         None
@@ -201,18 +201,18 @@ impl L2Cache {
         let mut victim = None;
         for way in set {
             let guard = way.load();
-            let Some(held) = guard.as_ref() else {
+            let Some(cached) = guard.as_ref() else {
                 drop(guard);
                 way.store(Some(slice));
                 self.misses.fetch_add(1, Relaxed);
                 self.slices.fetch_add(1, Relaxed);
                 return Ok(());
             };
-            debug_assert_ne!(held.number, slice.number, "a slice is loaded once");
-            if held.dirty.load(Relaxed) || held.writing.load(Relaxed) {
+            debug_assert_ne!(cached.number, slice.number, "a slice is loaded once");
+            if cached.dirty.load(Relaxed) || cached.writing.load(Relaxed) {
                 continue;
             }
-            let age = clock.wrapping_sub(held.used.load(Relaxed));
+            let age = clock.wrapping_sub(cached.used.load(Relaxed));
             if victim.is_none_or(|(oldest, _)| age > oldest) {
                 victim = Some((age, way));
             }
@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     fn slice(number: u64) -> Arc<L2Slice> {
-        Arc::new(L2Slice::new(number, (0..8).map(|word| number * 100 + word)))
+        Arc::new(L2Slice::new(number, (0..8).map(|index| number * 100 + index)))
     }
 
     #[test]
@@ -278,7 +278,7 @@ mod tests {
             cache.insert(slice(number)).expect("room");
         }
         for number in 0..64 {
-            assert_eq!(cache.with(number, |slice| slice.get(3, false).0), Some(number * 100 + 3));
+            assert_eq!(cache.with_slice(number, |slice| slice.get(3, false).0), Some(number * 100 + 3));
         }
         let statistics = cache.statistics(8, 512);
         assert_eq!((statistics.hits, statistics.misses, statistics.evictions), (64, 64, 0));

@@ -102,8 +102,8 @@ impl CacheSettings {
     /// [`InvalidCache`].
     pub fn sizes(&self, header: &Qcow2Header) -> Result<CacheSizes, InvalidCache> {
         let cluster_bytes = header.cluster_bytes();
-        let covers = 1_u64 << (header.cluster_bits + header.l2_bits());
-        let needed = header.size_bytes.div_ceil(covers).max(1) * cluster_bytes;
+        let coverage = 1_u64 << (header.cluster_bits + header.l2_bits());
+        let needed = header.size_bytes.div_ceil(coverage).max(1) * cluster_bytes;
         let l2 = self.l2.map(|size| match size {
             L2CacheSize::Bytes(bytes) => bytes,
             L2CacheSize::Full => needed,

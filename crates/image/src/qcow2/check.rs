@@ -117,15 +117,15 @@ pub struct CheckReport {
     /// Findings and repairs as text for users; at most [`MAX_FINDINGS`].
     pub findings: Vec<String>,
     /// Number of findings beyond the limit.
-    pub unsaid: u64,
+    pub unreported: u64,
 }
 
 impl CheckReport {
-    fn report(&mut self, what: impl Into<String>) {
+    fn report(&mut self, finding: impl Into<String>) {
         if self.findings.len() < MAX_FINDINGS {
-            self.findings.push(what.into());
+            self.findings.push(finding.into());
         } else {
-            self.unsaid += 1;
+            self.unreported += 1;
         }
     }
 
@@ -206,7 +206,7 @@ async fn repair_surveyed(
             report.report(format!("Still: {finding}"));
         }
         second.findings = report.findings;
-        second.unsaid += report.unsaid;
+        second.unreported += report.unreported;
         report = second;
     }
     Ok(report)
@@ -220,9 +220,9 @@ async fn read_repairable(storage: &Storage) -> Result<Qcow2Header, MetadataError
         Ok(header) => return Ok(header),
         Err(invalid) => invalid,
     };
-    let behind = storage.size_bytes().next_multiple_of(MAX_CLUSTER);
+    let beyond_end = storage.size_bytes().next_multiple_of(MAX_CLUSTER);
     let Some(place) = start.get_mut(48..60) else { return Err(invalid.into()) };
-    place[..8].copy_from_slice(&behind.to_be_bytes());
+    place[..8].copy_from_slice(&beyond_end.to_be_bytes());
     place[8..].copy_from_slice(&1_u32.to_be_bytes());
     Qcow2Header::parse(&start).map_err(|_| invalid.into())
 }
@@ -342,7 +342,7 @@ impl<'a> CheckPass<'a> {
             self.compare(structures).await?;
         }
         let has_moved = self.planned.is_some();
-        self.put_snapshot_table().await?;
+        self.write_snapshot_table().await?;
         self.check_copied().await?;
         self.flush_repairs().await?;
         self.report.ambiguous = self.ambiguous.finish();
@@ -369,33 +369,33 @@ impl<'a> CheckPass<'a> {
     }
 
     /// Reports unrepaired damage that may hide references.
-    fn hidden(&mut self, what: impl Into<String>) {
-        let what = what.into();
-        self.miss_references(&*what);
-        self.corrupt(what);
+    fn report_hiding_damage(&mut self, damage: impl Into<String>) {
+        let damage = damage.into();
+        self.miss_references(&*damage);
+        self.report_corruption(damage);
     }
 
     /// Reports unrepaired damage.
-    fn corrupt(&mut self, what: impl Into<String>) {
+    fn report_corruption(&mut self, damage: impl Into<String>) {
         self.report.corruptions += 1;
-        self.report.report(format!("ERROR: {}", what.into()));
+        self.report.report(format!("ERROR: {}", damage.into()));
     }
 
     /// Reports repaired damage.
-    fn corrected(&mut self, what: impl Into<String>) {
+    fn report_repair(&mut self, damage: impl Into<String>) {
         self.report.corruptions_fixed += 1;
-        self.report.report(format!("Repaired: {}", what.into()));
+        self.report.report(format!("Repaired: {}", damage.into()));
     }
 
     /// Reads metadata of bounded length. A failure is reported and returns `None`.
-    async fn read(&mut self, what: &str, offset: u64, length: u64) -> Option<Vec<u8>> {
+    async fn read(&mut self, structure: &str, offset: u64, length: u64) -> Option<Vec<u8>> {
         match metadata_io::read(self.storage, offset, length as usize).await {
             Ok(bytes) => Some(bytes),
             Err(error) => {
-                let what = format!("{what} at {offset:#x} cannot be read: {error}");
+                let message = format!("{structure} at {offset:#x} cannot be read: {error}");
                 self.report.check_errors += 1;
-                self.report.report(format!("ERROR: {what}"));
-                self.miss_references(what);
+                self.report.report(format!("ERROR: {message}"));
+                self.miss_references(message);
                 None
             }
         }
@@ -409,12 +409,12 @@ impl<'a> CheckPass<'a> {
 
     /// Counts the clusters of a region with `times` references. Returns false, and reports it, if
     /// the region is beyond the end of the file.
-    fn count_region(&mut self, what: &str, offset: u64, length: u64, times: u64) -> bool {
+    fn count_region(&mut self, structure: &str, offset: u64, length: u64, times: u64) -> bool {
         if length == 0 {
             return true;
         }
         if !self.is_inside(offset, length) {
-            self.corrupt(format!("{what} at {offset:#x} ({length} bytes) lies beyond the end of the file"));
+            self.report_corruption(format!("{structure} at {offset:#x} ({length} bytes) lies beyond the end of the file"));
             return false;
         }
         let bits = self.header.cluster_bits;

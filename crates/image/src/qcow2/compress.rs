@@ -55,10 +55,10 @@ pub fn decompress(kind: CompressionType, data: &[u8], cluster: &mut [u8]) -> Res
 /// Compresses a whole cluster; `None` if that saves no space.
 pub fn compress(kind: CompressionType, cluster: &[u8]) -> Option<Vec<u8>> {
     // At least one byte less than the cluster, as in QEMU.
-    let most = cluster.len().checked_sub(1)?;
+    let max_bytes = cluster.len().checked_sub(1)?;
     match kind {
-        CompressionType::Zlib => deflate(cluster, most),
-        CompressionType::Zstd => zstd(cluster, most),
+        CompressionType::Zlib => deflate(cluster, max_bytes),
+        CompressionType::Zstd => zstd(cluster, max_bytes),
     }
 }
 
@@ -86,7 +86,7 @@ fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
             Some(context) => context,
             None => slot.insert(new_reader()?),
         };
-        context.reinit().map_err(|error| no_context(&error))?;
+        context.reinit().map_err(|error| context_error(&error))?;
         let length = cluster.len();
         let mut input = InBuffer::around(data);
         let mut output = OutBuffer::around(cluster);
@@ -111,13 +111,13 @@ fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
 }
 
 fn new_reader() -> Result<zstd::stream::raw::Decoder<'static>, InvalidImage> {
-    let mut context = zstd::stream::raw::Decoder::new().map_err(|error| no_context(&error))?;
+    let mut context = zstd::stream::raw::Decoder::new().map_err(|error| context_error(&error))?;
     let window = DParameter::WindowLogMax(ZSTD_WINDOW_BITS);
-    context.set_parameter(window).map_err(|error| no_context(&error))?;
+    context.set_parameter(window).map_err(|error| context_error(&error))?;
     Ok(context)
 }
 
-fn no_context(error: &std::io::Error) -> InvalidImage {
+fn context_error(error: &std::io::Error) -> InvalidImage {
     InvalidImage::new(format!("zstd cannot be used: {error}"))
 }
 
@@ -125,7 +125,7 @@ fn truncated_input(why: &str, filled: u64, length: usize) -> InvalidImage {
     InvalidImage::new(format!("compressed data {why} after {filled} of the cluster's {length} bytes"))
 }
 
-fn deflate(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
+fn deflate(cluster: &[u8], max_bytes: usize) -> Option<Vec<u8>> {
     DEFLATE.with_borrow_mut(|context| {
         let context = context.get_or_insert_with(|| {
             Compress::new_with_window_bits(flate2::Compression::default(), false, WRITTEN_WINDOW_BITS)
@@ -137,17 +137,17 @@ fn deflate(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
         let status = context.compress(cluster, &mut packed, FlushCompress::Finish).ok()?;
         let length = usize::try_from(context.total_out()).ok()?;
         packed.truncate(length);
-        (status == Status::StreamEnd && length <= most).then_some(packed)
+        (status == Status::StreamEnd && length <= max_bytes).then_some(packed)
     })
 }
 
-fn zstd(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
+fn zstd(cluster: &[u8], max_bytes: usize) -> Option<Vec<u8>> {
     ZSTD_WRITER.with_borrow_mut(|slot| {
         let context = match slot {
             Some(context) => context,
             None => slot.insert(zstd::bulk::Compressor::new(zstd_safe::CLEVEL_DEFAULT).ok()?),
         };
-        let mut packed = vec![0; most];
+        let mut packed = vec![0; max_bytes];
         // Running out of space is an error of zstd, and means that the data is incompressible.
         let length = context.compress_to_buffer(cluster, &mut packed[..]).ok()?;
         packed.truncate(length);
@@ -177,10 +177,10 @@ mod tests {
 
     #[test]
     fn incompressible_data_is_not_compressed() {
-        let mut noise = vec![0; 65536];
-        fastrand::Rng::with_seed(1).fill(&mut noise);
+        let mut random_bytes = vec![0; 65536];
+        fastrand::Rng::with_seed(1).fill(&mut random_bytes);
         for kind in KINDS {
-            assert_eq!(compress(kind, &noise), None);
+            assert_eq!(compress(kind, &random_bytes), None);
             assert_eq!(compress(kind, &[]), None);
         }
     }
@@ -191,9 +191,9 @@ mod tests {
         for kind in KINDS {
             for length in [512, 4096, 16384] {
                 for _ in 0..300 {
-                    let mut noise = vec![0; length];
-                    random.fill(&mut noise);
-                    assert_eq!(compress(kind, &noise), None);
+                    let mut random_bytes = vec![0; length];
+                    random.fill(&mut random_bytes);
+                    assert_eq!(compress(kind, &random_bytes), None);
                     let packed = compress(kind, &text(length)).expect("text shrinks");
                     let mut unpacked = vec![0; length];
                     decompress(kind, &packed, &mut unpacked).expect("it was just packed");
@@ -207,10 +207,10 @@ mod tests {
     fn short_long_and_truncated_streams_are_rejected() {
         for kind in KINDS {
             let packed = compress(kind, &text(8192)).expect("text shrinks");
-            let said = decompress(kind, &packed, &mut [0; 16384]).expect_err("too short").to_string();
-            assert!(said.contains("ends after 8192 of the cluster's 16384"), "{said}");
-            let said = decompress(kind, &packed[..packed.len() / 2], &mut [0; 8192]).expect_err("cut");
-            assert!(said.to_string().contains("breaks off"), "{said}");
+            let message = decompress(kind, &packed, &mut [0; 16384]).expect_err("too short").to_string();
+            assert!(message.contains("ends after 8192 of the cluster's 16384"), "{message}");
+            let error = decompress(kind, &packed[..packed.len() / 2], &mut [0; 8192]).expect_err("cut");
+            assert!(error.to_string().contains("breaks off"), "{error}");
             let long = decompress(kind, &packed, &mut [0; 4096]);
             assert_eq!(long.is_ok(), kind == CompressionType::Zlib, "{long:?}");
             assert!(decompress(kind, &[], &mut [0; 512]).is_err());
@@ -221,9 +221,9 @@ mod tests {
     fn zstd_window_is_bounded() {
         // Magic number, no content size, window of 2^31 bytes, then an empty last block.
         let frame = [0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00];
-        let said =
+        let message =
             decompress(CompressionType::Zstd, &frame, &mut [0; 65536]).expect_err("too large").to_string();
-        assert!(said.contains("too much memory"), "{said}");
+        assert!(message.contains("too much memory"), "{message}");
     }
 
     proptest! {

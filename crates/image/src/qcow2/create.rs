@@ -123,7 +123,7 @@ pub enum CreateError {
     Rule(#[from] InvalidImageOption),
     /// The storage has a fixed size (device, NBD server) that is too small.
     #[error("needs at least {needed} bytes, but there are only {present}")]
-    NoRoom {
+    NoSpace {
         /// Size of the new image in bytes.
         needed: u64,
         /// Size of the storage in bytes.
@@ -157,7 +157,7 @@ pub async fn create(
     let old_end = storage.size_bytes();
     let needed = layout.clusters << layout.cluster_bits;
     if storage.has_fixed_size() && old_end < needed {
-        return Err(CreateError::NoRoom { needed, present: old_end });
+        return Err(CreateError::NoSpace { needed, present: old_end });
     }
     // An old header must not survive next to new tables.
     clear_header(storage).await?;
@@ -200,7 +200,7 @@ fn header(options: &CreateOptions, layout: &ImageLayout) -> Qcow2Header {
         data_file: options.data_file.clone(),
         bitmaps: None,
         encryption: luks_bytes.map(|length| FileRegion { offset: layout.luks_offset, length }),
-        others: Vec::new(),
+        unknown_extensions: Vec::new(),
         later_fields: Vec::new(),
     }
 }

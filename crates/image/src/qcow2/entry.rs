@@ -166,14 +166,14 @@ impl EntryFormat {
     ///
     /// # Errors
     /// Fails if the cluster lies elsewhere.
-    pub fn check_place(self, cluster: ClusterMapping, offset: u64) -> Result<(), InvalidImage> {
-        let own = offset >> self.cluster_bits << self.cluster_bits;
+    pub fn check_host_offset(self, cluster: ClusterMapping, offset: u64) -> Result<(), InvalidImage> {
+        let cluster_start = offset >> self.cluster_bits << self.cluster_bits;
         match cluster {
             ClusterMapping::Standard(StandardCluster { host: Some(host), .. })
-                if self.data_file && host != own =>
+                if self.data_file && host != cluster_start =>
             {
                 Err(InvalidImage::new(format!(
-                    "the guest cluster at {own:#x} is mapped to {host:#x} of the data file instead \
+                    "the guest cluster at {cluster_start:#x} is mapped to {host:#x} of the data file instead \
                      of the same offset"
                 )))
             }

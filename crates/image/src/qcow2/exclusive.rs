@@ -14,7 +14,7 @@ use storage::RangeGuard;
 #[derive(Debug)]
 pub(super) struct ExclusiveImage<'a> {
     _closed: ExclusiveGuard<'a>,
-    _giving: RangeGuard<'a>,
+    _freeing: RangeGuard<'a>,
 }
 
 impl Qcow2Image {
@@ -22,10 +22,10 @@ impl Qcow2Image {
     pub(super) async fn quiesce(&self) -> Result<ExclusiveImage<'_>> {
         // Before the gate: a task that frees clusters waits for requests, which the closed gate
         // would block.
-        let giving = self.giving.exclusive(0..1).await;
+        let freeing = self.freeing.exclusive(0..1).await;
         let closed = self.gate.close().await;
         self.flush_all_metadata().await?;
-        Ok(ExclusiveImage { _closed: closed, _giving: giving })
+        Ok(ExclusiveImage { _closed: closed, _freeing: freeing })
     }
 
     /// Writes all dirty metadata, durably. Requires that no request is in flight or no cluster is
@@ -58,10 +58,10 @@ impl Qcow2Image {
     /// Errors of the file, also if a bitmap cannot be stored; the image then remains usable and
     /// continues to record.
     pub(crate) async fn write_for_handover(&self) -> Result<()> {
-        let _giving = self.giving.exclusive(0..1).await;
+        let _freeing = self.freeing.exclusive(0..1).await;
         let _closed = self.gate.close().await;
         self.flush_remaining_metadata().await?;
-        let Some((name, why)) = self.lay_down_bitmaps().await.pop() else {
+        let Some((name, why)) = self.store_recorded_bitmaps().await.pop() else {
             return self.flush_remaining_metadata().await;
         };
         let image = self.file.storage().description();
@@ -81,8 +81,8 @@ impl Qcow2Image {
         if self.read_only || self.file.is_corrupt() {
             return Ok(());
         }
-        let _quiet = self.quiesce().await?;
-        for (name, why) in self.lay_down_bitmaps().await {
+        let _quiesced = self.quiesce().await?;
+        for (name, why) in self.store_recorded_bitmaps().await {
             self.warn_of_loss(&name, &why);
         }
         let end = self.refcounts.used_end(&self.file).await?;
@@ -92,9 +92,9 @@ impl Qcow2Image {
 
     /// Allocates consecutive clusters for metadata, and protects them from guest data.
     pub(super) async fn allocate(&self, clusters: u64) -> Result<u64> {
-        let found = self.refcounts.allocate_all(&self.file, &self.overlap, clusters).await?;
-        self.overlap.add(found.offset, clusters << self.shape.cluster_bits);
-        Ok(found.offset)
+        let allocated = self.refcounts.allocate_all(&self.file, &self.overlap, clusters).await?;
+        self.overlap.add(allocated.offset, clusters << self.shape.cluster_bits);
+        Ok(allocated.offset)
     }
 
     /// Adds `by` (1 or -1) to the refcounts of all clusters that these bytes touch. Clusters that
@@ -149,7 +149,7 @@ impl Qcow2Image {
         let header = self.file.header();
         let bytes = self.file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
         let l1 = L1::parse(header.l1_offset, &bytes, self.shape, self.file.size_bytes())
-            .map_err(|invalid| self.file.found(&invalid))?;
+            .map_err(|invalid| self.file.report_invalid(&invalid))?;
         self.replace_l1(l1);
         self.size.store(header.size_bytes, Release);
         Ok(())
@@ -158,8 +158,8 @@ impl Qcow2Image {
     /// Switches to another L1 table. Requires that no request is in flight.
     pub(super) fn replace_l1(&self, l1: L1) {
         let tables = l1.tables().map(|table| (table, 1 << self.shape.cluster_bits));
-        let places: Vec<_> = tables.chain([(l1.offset, l1.len() as u64 * 8)]).collect();
-        self.overlap.add_all(&places);
+        let regions: Vec<_> = tables.chain([(l1.offset, l1.len() as u64 * 8)]).collect();
+        self.overlap.add_all(&regions);
         let _pending = self.pending();
         self.cache.load().clear();
         self.l1.store(l1.into());

@@ -34,8 +34,8 @@ pub(super) struct ImageFile {
     storage: Storage,
     header: Mutex<StoredHeader>,
     /// Serializes changes of the header; `size_turn` serializes changes of the file's size.
-    header_turn: RangeLocks,
-    size_turn: RangeLocks,
+    header_lock: RangeLocks,
+    size_lock: RangeLocks,
     corrupt: AtomicBool,
     /// True if the header has the corrupt mark, or marking it failed.
     marked: AtomicBool,
@@ -77,8 +77,8 @@ impl ImageFile {
             zero_from: AtomicU64::new(u64::MAX),
             storage,
             header: Mutex::new(StoredHeader::new(header, bytes)),
-            header_turn: RangeLocks::default(),
-            size_turn: RangeLocks::default(),
+            header_lock: RangeLocks::default(),
+            size_lock: RangeLocks::default(),
             corrupt: AtomicBool::new(is_corrupt),
             marked: AtomicBool::new(is_corrupt),
         }
@@ -91,7 +91,7 @@ impl ImageFile {
         self.zero_from.store(u64::MAX, Relaxed);
         self.corrupt.store(is_corrupt, Relaxed);
         self.marked.store(is_corrupt, Relaxed);
-        *self.kept() = StoredHeader::new(header, bytes);
+        *self.stored_header() = StoredHeader::new(header, bytes);
     }
 
     pub(super) fn storage(&self) -> &Storage {
@@ -102,27 +102,27 @@ impl ImageFile {
         self.storage.size_bytes()
     }
 
-    fn kept(&self) -> MutexGuard<'_, StoredHeader> {
+    fn stored_header(&self) -> MutexGuard<'_, StoredHeader> {
         // A poisoned lock is safe to use: both fields are replaced together by one assignment.
         self.header.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Header in the file.
     pub(super) fn header(&self) -> Qcow2Header {
-        self.kept().header.clone()
+        self.stored_header().header.clone()
     }
 
     /// Reports an invalid structure and returns the error for the request that found it.
     /// Background work, such as read-ahead, does not mark the image: a request that needs the
     /// structure finds it again.
-    pub(super) fn found(&self, what: &InvalidImage) -> Error {
+    pub(super) fn report_invalid(&self, fault: &InvalidImage) -> Error {
         if reactor::is_in_background() {
             return Error::IO;
         }
         if !self.corrupt.swap(true, Relaxed) {
             tracing::error!(
                 image = self.storage.description(),
-                "the image is corrupt and becomes read-only: {what} (`weir image check` shows the damage)"
+                "the image is corrupt and becomes read-only: {fault} (`weir image check` shows the damage)"
             );
         }
         Error::IO
@@ -175,12 +175,12 @@ impl ImageFile {
     /// Reads metadata.
     pub(super) async fn read(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
         // The file may end inside its last cluster, whose rest reads as zeroes.
-        let end = self.size_bytes().next_multiple_of(self.kept().header.cluster_bytes());
+        let end = self.size_bytes().next_multiple_of(self.stored_header().header.cluster_bytes());
         if offset.checked_add(length).is_none_or(|last| last > end) {
-            let what = format!(
+            let message = format!(
                 "{length} bytes of metadata at {offset:#x} are beyond the end of the file ({end:#x})"
             );
-            return Err(self.found(&InvalidImage::new(what)));
+            return Err(self.report_invalid(&InvalidImage::new(message)));
         }
         metadata_io::read(&self.storage, offset, length as usize).await
     }
@@ -205,7 +205,7 @@ impl ImageFile {
         if end <= self.size_bytes() {
             return Ok(());
         }
-        let _turn = self.size_turn.exclusive(0..1).await;
+        let _lock = self.size_lock.exclusive(0..1).await;
         // Another task may have grown the file while this one waited.
         let size = self.size_bytes();
         if end <= size {
@@ -216,8 +216,8 @@ impl ImageFile {
             return if self.storage.refresh_size().await? >= end { Ok(()) } else { Err(Error::NO_SPACE) };
         }
         let more = (end / GROWTH_PART).clamp(MIN_GROWTH, MAX_GROWTH);
-        let wanted = (end + more).next_multiple_of(MIN_GROWTH);
-        match self.storage.resize(wanted).await {
+        let preferred = (end + more).next_multiple_of(MIN_GROWTH);
+        match self.storage.resize(preferred).await {
             // A nearly full file system may still have space for the required minimum.
             Err(ResizeError::Failed(_) | ResizeError::TooLarge { .. }) => {
                 metadata_io::set_size(&self.storage, end).await?;
@@ -232,12 +232,12 @@ impl ImageFile {
 
     /// Extends the file to a multiple of the cluster size, if it can grow.
     pub(super) async fn pad_to_cluster(&self, cluster_bytes: u64) -> Result<()> {
-        let _turn = self.size_turn.exclusive(0..1).await;
-        let whole = self.size_bytes().next_multiple_of(cluster_bytes);
-        if whole == self.size_bytes() || !self.storage.can_grow() {
+        let _lock = self.size_lock.exclusive(0..1).await;
+        let padded = self.size_bytes().next_multiple_of(cluster_bytes);
+        if padded == self.size_bytes() || !self.storage.can_grow() {
             return Ok(());
         }
-        metadata_io::set_size(&self.storage, whole).await
+        metadata_io::set_size(&self.storage, padded).await
     }
 
     /// Allows the file to shrink below its size at open time, after the disk was shrunk or
@@ -248,7 +248,7 @@ impl ImageFile {
 
     /// Truncates the file to `end`, but not below its size at open time.
     pub(super) async fn truncate(&self, end: u64) -> Result<()> {
-        let _turn = self.size_turn.exclusive(0..1).await;
+        let _lock = self.size_lock.exclusive(0..1).await;
         let end = end.max(self.kept_bytes.load(Relaxed));
         if end >= self.size_bytes() || !self.storage.can_grow() {
             return Ok(());
@@ -258,14 +258,14 @@ impl ImageFile {
 
     /// Changes the header durably. Everything written before the change becomes durable as well.
     pub(super) async fn update_header(&self, change: impl FnOnce(&mut Qcow2Header)) -> Result<()> {
-        let _turn = self.header_turn.exclusive(0..1).await;
+        let _lock = self.header_lock.exclusive(0..1).await;
         let (old, old_bytes) = {
-            let kept = self.kept();
-            (kept.header.clone(), kept.first_cluster())
+            let stored = self.stored_header();
+            (stored.header.clone(), stored.first_cluster())
         };
         let mut header = old.clone();
         change(&mut header);
-        let bytes = header_change::changed(&old_bytes, &old, &header).map_err(|invalid| {
+        let bytes = header_change::encode_change(&old_bytes, &old, &header).map_err(|invalid| {
             tracing::error!(image = self.storage.description(), "the header cannot be changed: {invalid}");
             Error::NO_SPACE
         })?;
@@ -278,7 +278,7 @@ impl ImageFile {
         }
         // Published after both writes are durable, so that `header` never returns a header that a
         // crash could lose.
-        *self.kept() = StoredHeader::new(header, &bytes);
+        *self.stored_header() = StoredHeader::new(header, &bytes);
         Ok(())
     }
 
@@ -313,8 +313,8 @@ mod tests {
     fn zeroes_at_the_end_of_the_first_cluster_take_no_memory() {
         let header = header();
         let bytes = header.encode().expect("valid");
-        let kept = StoredHeader::new(header, &bytes);
-        assert!(kept.start.len() < 1024 && bytes.len() >= 65536, "{} of {}", kept.start.len(), bytes.len());
-        assert_eq!(kept.first_cluster(), bytes);
+        let stored = StoredHeader::new(header, &bytes);
+        assert!(stored.start.len() < 1024 && bytes.len() >= 65536, "{} of {}", stored.start.len(), bytes.len());
+        assert_eq!(stored.first_cluster(), bytes);
     }
 }

@@ -35,11 +35,11 @@ use crate::{Image, RawImage};
 // Larger images only take more time.
 const LARGEST: usize = 4 << 20;
 // Size limit of other files of the image.
-const MAX_OTHER: u64 = 64 << 20;
+const MAX_OTHER_FILE_BYTES: u64 = 64 << 20;
 // Size limit of a resize.
-const MAX_DISK: u64 = 16 << 20;
+const MAX_DISK_BYTES: u64 = 16 << 20;
 // Limit of queries and reads of an image: a disk of 2⁶⁰ bytes would take forever.
-const MAX_QUESTIONS: usize = 500;
+const MAX_QUERIES: usize = 500;
 // Encoded size of a `FuzzRequest`.
 const REQUEST_BYTES: usize = 6;
 // Limit of requests to an image.
@@ -47,7 +47,7 @@ const MAX_REQUESTS: usize = 32;
 
 /// Checks and repairs an image.
 pub fn check(data: &[u8]) {
-    with(data, async |content| {
+    with_content(data, async |content| {
         let image = Storage::with_content(&content).await;
         let Ok(found) = check::check(&image, Repair::Nothing).await else { return };
         for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
@@ -56,9 +56,9 @@ pub fn check(data: &[u8]) {
             if repaired.corruptions + repaired.check_errors > 0 {
                 continue;
             }
-            let again = check::check(&image, Repair::Nothing).await.expect("its header was read before");
+            let rechecked = check::check(&image, Repair::Nothing).await.expect("its header was read before");
             assert_eq!(
-                (again.corruptions, again.check_errors, again.leaks),
+                (rechecked.corruptions, rechecked.check_errors, rechecked.leaks),
                 (0, 0, repaired.leaks),
                 "{found:?}"
             );
@@ -69,7 +69,7 @@ pub fn check(data: &[u8]) {
 /// Opens an image for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS
 /// header.
 pub fn open(data: &[u8]) {
-    with(data, async |content| {
+    with_content(data, async |content| {
         let storage = Storage::with_content(&content).await;
         let Ok(header) = read_header(&storage).await else { return };
         if let Some(place) = header.encryption {
@@ -77,7 +77,7 @@ pub fn open(data: &[u8]) {
         }
         if let Ok(image) = Qcow2Image::open(parts(&content, &header, true).await).await {
             verify(&image).await;
-            look_at_bitmaps(&image).await;
+            read_bitmaps(&image).await;
             for snapshot in image.snapshots().await.unwrap_or_default().iter().take(4) {
                 let parts = parts(&content, &header, true).await;
                 if let Ok(disk) = Qcow2Image::open_snapshot(parts, &snapshot.id()).await {
@@ -104,7 +104,7 @@ pub fn lookup(data: &[u8]) {
     let Some(end) = rest.len().checked_sub(count * REQUEST_BYTES) else { return };
     let (content, requests) = rest.split_at(end);
     let requests: Vec<FuzzRequest> = requests.chunks_exact(REQUEST_BYTES).map(FuzzRequest::decode).collect();
-    with(content, async move |content| {
+    with_content(content, async move |content| {
         let storage = Storage::with_content(&content).await;
         let Ok(header) = read_header(&storage).await else { return };
         let was_consistent = is_consistent(&storage).await;
@@ -162,7 +162,7 @@ impl FuzzRequest {
             5 | 6 => drop(image.write_zeroes(offset, length, zeroes(self.kind == 5)).await),
             7 => drop(image.discard(offset, length).await),
             8 => drop(image.flush().await),
-            9 => drop(image.resize((offset % MAX_DISK).next_multiple_of(512)).await),
+            9 => drop(image.resize((offset % MAX_DISK_BYTES).next_multiple_of(512)).await),
             10 | 11 => self.write_compressed(image, offset).await,
             12 => drop(image.create_snapshot(NewSnapshot { name: "new", date_s: 1, date_ns: 2 }).await),
             13 => drop(image.apply_snapshot("1").await),
@@ -193,7 +193,7 @@ impl FuzzRequest {
 }
 
 /// Runs `test` with an image that is neither empty nor too large.
-fn with(data: &[u8], test: impl AsyncFnOnce(Vec<u8>) + 'static) {
+fn with_content(data: &[u8], test: impl AsyncFnOnce(Vec<u8>) + 'static) {
     if data.is_empty() || data.len() > LARGEST {
         return;
     }
@@ -209,7 +209,7 @@ async fn is_consistent(storage: &Storage) -> bool {
 /// Opens the image with the files that its header names and with the smallest caches.
 async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Components {
     let other = |bytes: u64| {
-        let bytes = bytes.min(MAX_OTHER).next_multiple_of(512);
+        let bytes = bytes.min(MAX_OTHER_FILE_BYTES).next_multiple_of(512);
         Storage::memory(bytes)
     };
     let backing = match &header.backing {
@@ -239,7 +239,7 @@ async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Co
 async fn verify(image: &Qcow2Image) {
     let size = image.size_bytes();
     let mut at = 0;
-    for _ in 0..MAX_QUESTIONS {
+    for _ in 0..MAX_QUERIES {
         if at >= size {
             return;
         }
@@ -258,7 +258,7 @@ async fn verify(image: &Qcow2Image) {
     }
 }
 
-async fn look_at_bitmaps(image: &Qcow2Image) {
+async fn read_bitmaps(image: &Qcow2Image) {
     if image.header().autoclear & autoclear::BITMAPS == 0 {
         return;
     }
@@ -266,7 +266,7 @@ async fn look_at_bitmaps(image: &Qcow2Image) {
         let Ok(view) = image.view_bitmap(&entry.name()).await else { continue };
         let size = image.size_bytes();
         let mut at = 0;
-        for _ in 0..MAX_QUESTIONS {
+        for _ in 0..MAX_QUERIES {
             let Some(length) = size.checked_sub(at).filter(|length| *length > 0) else { break };
             let Ok(runs) = view.marked(at, length).await else { break };
             let sum: u64 = runs.iter().map(|run| run.length).sum();

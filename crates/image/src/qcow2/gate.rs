@@ -46,10 +46,10 @@ pub(super) struct EpochGate {
     state: AtomicUsize,
     slots: Box<[RequestCountSlot]>,
     /// Number of tasks that wait for counts to reach zero.
-    waiting: AtomicUsize,
+    waiters: AtomicUsize,
     changed: Event,
     /// Serializes `wait_for_earlier_requests` and `close`.
-    turn: RangeLocks,
+    close_lock: RangeLocks,
 }
 
 // Two cache lines: processors prefetch the adjacent one.
@@ -71,7 +71,7 @@ pub(super) struct RequestGuard<'a> {
 #[derive(Debug)]
 pub(super) struct ExclusiveGuard<'a> {
     gate: &'a EpochGate,
-    _turn: storage::RangeGuard<'a>,
+    _lock: storage::RangeGuard<'a>,
 }
 
 /// Number of slots in structures with one per thread: at least the number of processors plus one
@@ -96,17 +96,17 @@ impl EpochGate {
         Self {
             state: AtomicUsize::new(0),
             slots: (0..slots()).map(|_| RequestCountSlot::default()).collect(),
-            waiting: AtomicUsize::new(0),
+            waiters: AtomicUsize::new(0),
             changed: Event::new(),
-            turn: RangeLocks::default(),
+            close_lock: RangeLocks::default(),
         }
     }
 
     /// Counts a request; waits while the gate is closed.
     pub(super) async fn enter(&self) -> RequestGuard<'_> {
         loop {
-            if let Some(pass) = self.try_enter() {
-                return pass;
+            if let Some(guard) = self.try_enter() {
+                return guard;
             }
             let listener = self.changed.listen();
             // The gate may have been opened before `listen`, whose notification would then be
@@ -127,41 +127,41 @@ impl EpochGate {
             let generation = state & GENERATION;
             // First count, then check the state again: see the head of this file.
             self.slots[slot].inside[generation].fetch_add(1, SeqCst);
-            let pass = RequestGuard { gate: self, slot, generation };
+            let guard = RequestGuard { gate: self, slot, generation };
             if self.state.load(SeqCst) == state {
-                return Some(pass);
+                return Some(guard);
             }
         }
     }
 
     /// Waits for all requests that were in flight at the time of the call.
     pub(super) async fn wait_for_earlier_requests(&self) {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _turn = self.close_lock.exclusive(0..1).await;
         self.wait_for_earlier_requests_in_order().await;
     }
 
     async fn wait_for_earlier_requests_in_order(&self) {
         let old = self.state.fetch_xor(GENERATION, SeqCst) & GENERATION;
-        self.drained(old).await;
+        self.wait_until_drained(old).await;
     }
 
     /// Blocks new requests and waits until none is in flight. A task that holds a guard must not
     /// await it: deadlock.
     pub(super) async fn close(&self) -> ExclusiveGuard<'_> {
-        let turn = self.turn.exclusive(0..1).await;
+        let lock = self.close_lock.exclusive(0..1).await;
         // Created before the first await, so that cancellation opens the gate again.
-        let closed = ExclusiveGuard { gate: self, _turn: turn };
+        let closed = ExclusiveGuard { gate: self, _lock: lock };
         self.state.fetch_or(CLOSED, SeqCst);
-        self.drained(0).await;
-        self.drained(1).await;
+        self.wait_until_drained(0).await;
+        self.wait_until_drained(1).await;
         closed
     }
 
-    async fn drained(&self, generation: usize) {
+    async fn wait_until_drained(&self, generation: usize) {
         // Announced before the counts are read, or the last guard could be dropped without a
         // notification.
-        self.waiting.fetch_add(1, SeqCst);
-        let waiting = DrainWaiter(self);
+        self.waiters.fetch_add(1, SeqCst);
+        let waiter = DrainWaiter(self);
         loop {
             let listener = self.changed.listen();
             if self.slots.iter().all(|slot| slot.inside[generation].load(SeqCst) == 0) {
@@ -169,7 +169,7 @@ impl EpochGate {
             }
             listener.await;
         }
-        drop(waiting);
+        drop(waiter);
     }
 }
 
@@ -177,14 +177,14 @@ struct DrainWaiter<'a>(&'a EpochGate);
 
 impl Drop for DrainWaiter<'_> {
     fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, SeqCst);
+        self.0.waiters.fetch_sub(1, SeqCst);
     }
 }
 
 impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
         self.gate.slots[self.slot].inside[self.generation].fetch_sub(1, SeqCst);
-        if self.gate.waiting.load(SeqCst) > 0 {
+        if self.gate.waiters.load(SeqCst) > 0 {
             self.gate.changed.notify(usize::MAX);
         }
     }
@@ -207,28 +207,28 @@ mod tests {
     use reactor::{now, sim, sleep_until, spawn_joinable, yield_now};
 
     #[test]
-    fn settling_waits_only_for_earlier_requests() {
+    fn wait_covers_only_earlier_requests() {
         for seed in 0..100 {
             sim::run(seed, async {
                 let gate = Rc::new(EpochGate::new());
                 let first = gate.enter().await;
-                let settled = Rc::new(Cell::new(false));
+                let done = Rc::new(Cell::new(false));
                 let task = spawn_joinable({
-                    let (gate, settled) = (Rc::clone(&gate), Rc::clone(&settled));
+                    let (gate, done) = (Rc::clone(&gate), Rc::clone(&done));
                     async move {
                         gate.wait_for_earlier_requests().await;
-                        settled.set(true);
+                        done.set(true);
                     }
                 });
-                while gate.waiting.load(SeqCst) == 0 {
+                while gate.waiters.load(SeqCst) == 0 {
                     yield_now().await;
                 }
                 yield_now().await;
-                assert!(!settled.get(), "a request is still in flight");
+                assert!(!done.get(), "a request is still in flight");
                 let second = gate.enter().await;
                 drop(first);
                 task.await;
-                assert!(settled.get());
+                assert!(done.get());
                 drop(second);
             });
         }
@@ -253,7 +253,7 @@ mod tests {
                                     yield_now().await;
                                     assert_eq!(inside.get(), 0);
                                 } else {
-                                    let _pass = gate.enter().await;
+                                    let _guard = gate.enter().await;
                                     inside.set(inside.get() + 1);
                                     yield_now().await;
                                     inside.set(inside.get() - 1);

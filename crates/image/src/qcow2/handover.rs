@@ -27,7 +27,7 @@ impl Qcow2Image {
     /// Errors of the file; the image then remains usable.
     pub(crate) async fn hand_over(&self) -> Result<()> {
         self.close().await?;
-        self.forget_bitmaps();
+        self.invalidate_recording();
         Ok(())
     }
 
@@ -40,24 +40,24 @@ impl Qcow2Image {
     /// [`OpenFailure`]; the image then still belongs to the previous process.
     pub(crate) async fn take_over(&self) -> std::result::Result<(), OpenFailure> {
         // A read-ahead may still be in flight, and would insert old metadata into the cache.
-        let _giving = self.giving.exclusive(0..1).await;
+        let _freeing = self.freeing.exclusive(0..1).await;
         let _closed = self.gate.close().await;
         if self.is_dirty() {
             self.flush_remaining_metadata().await?;
         }
         let storage = self.file.storage();
         let header = read_header(storage).await?;
-        if lasting(&header) != lasting(&self.file.header()) {
+        if invariant_parts(&header) != invariant_parts(&self.file.header()) {
             // The marks were not checked when the image was opened for handover.
             return Err(OpenFailure::Changed);
         }
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
         let first = metadata_io::read(storage, 0, header.cluster_bytes() as usize).await?;
         self.file.reset_cached_header(header.clone(), &first);
-        let ResidentTables { l1, refcounts, places } =
+        let ResidentTables { l1, refcounts, regions: places } =
             ResidentTables::read(&self.file, &header, self.shape).await?;
         self.overlap.replace(&places);
-        self.overlap.check_apart(&places)?;
+        self.overlap.check_disjoint(&places)?;
         self.refcounts.replace(&header, refcounts);
         {
             // Under the lock: cache and L1 table must change together.
@@ -71,7 +71,7 @@ impl Qcow2Image {
 }
 
 /// The parts of a header that must not change during a handover.
-fn lasting(header: &Qcow2Header) -> Qcow2Header {
+fn invariant_parts(header: &Qcow2Header) -> Qcow2Header {
     Qcow2Header {
         size_bytes: 0,
         l1_offset: 0,
@@ -85,7 +85,7 @@ fn lasting(header: &Qcow2Header) -> Qcow2Header {
         compatible: 0,
         bitmaps: None,
         encryption: None,
-        others: Vec::new(),
+        unknown_extensions: Vec::new(),
         later_fields: Vec::new(),
         ..header.clone()
     }

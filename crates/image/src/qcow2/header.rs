@@ -170,7 +170,7 @@ pub struct Qcow2Header {
     /// Location of the LUKS header.
     pub encryption: Option<FileRegion>,
     /// Unknown extensions as pairs of type and data; preserved.
-    pub others: Vec<(u32, Vec<u8>)>,
+    pub unknown_extensions: Vec<(u32, Vec<u8>)>,
     /// Unknown fields after the known ones; preserved.
     pub later_fields: Vec<u8>,
 }
@@ -237,7 +237,7 @@ impl Qcow2Header {
             data_file: None,
             bitmaps: None,
             encryption: None,
-            others: Vec::new(),
+            unknown_extensions: Vec::new(),
             later_fields: bytes.get(OWN_LENGTH..length).unwrap_or_default().to_vec(),
         };
         // Extensions first: the feature name table supplies names for the error about unknown
@@ -257,16 +257,16 @@ impl Qcow2Header {
     pub fn encode(&self) -> Result<Vec<u8>, InvalidImage> {
         self.check()?;
         let mut bytes = Vec::with_capacity(self.cluster_bytes() as usize);
-        let long = |bytes: &mut Vec<u8>, value: u64| bytes.extend(value.to_be_bytes());
-        let word = |bytes: &mut Vec<u8>, value: u32| bytes.extend(value.to_be_bytes());
+        let put_u64 = |bytes: &mut Vec<u8>, value: u64| bytes.extend(value.to_be_bytes());
+        let put_u32 = |bytes: &mut Vec<u8>, value: u32| bytes.extend(value.to_be_bytes());
         bytes.extend(MAGIC);
-        word(&mut bytes, self.version);
+        put_u32(&mut bytes, self.version);
         // Offset and length of the backing file's name, patched below: the name follows the
         // extensions.
         bytes.extend([0; 12]);
-        word(&mut bytes, self.cluster_bits);
-        long(&mut bytes, self.size_bytes);
-        word(
+        put_u32(&mut bytes, self.cluster_bits);
+        put_u64(&mut bytes, self.size_bytes);
+        put_u32(
             &mut bytes,
             match self.crypt {
                 EncryptionMethod::None => 0,
@@ -274,18 +274,18 @@ impl Qcow2Header {
                 EncryptionMethod::Luks => 2,
             },
         );
-        word(&mut bytes, self.l1_entries);
-        long(&mut bytes, self.l1_offset);
-        long(&mut bytes, self.refcount_table_offset);
-        word(&mut bytes, self.refcount_table_clusters);
-        word(&mut bytes, self.snapshots);
-        long(&mut bytes, self.snapshots_offset);
+        put_u32(&mut bytes, self.l1_entries);
+        put_u64(&mut bytes, self.l1_offset);
+        put_u64(&mut bytes, self.refcount_table_offset);
+        put_u32(&mut bytes, self.refcount_table_clusters);
+        put_u32(&mut bytes, self.snapshots);
+        put_u64(&mut bytes, self.snapshots_offset);
         if self.version >= 3 {
-            long(&mut bytes, self.incompatible);
-            long(&mut bytes, self.compatible);
-            long(&mut bytes, self.autoclear);
-            word(&mut bytes, self.refcount_order);
-            word(&mut bytes, (OWN_LENGTH + self.later_fields.len()) as u32);
+            put_u64(&mut bytes, self.incompatible);
+            put_u64(&mut bytes, self.compatible);
+            put_u64(&mut bytes, self.autoclear);
+            put_u32(&mut bytes, self.refcount_order);
+            put_u32(&mut bytes, (OWN_LENGTH + self.later_fields.len()) as u32);
             bytes.push(match self.compression {
                 CompressionType::Zlib => 0,
                 CompressionType::Zstd => 1,
@@ -373,39 +373,39 @@ impl Qcow2Header {
             }
             extension::DATA_FILE => self.data_file = Some(text(data, "the data file's name")?),
             extension::END => {}
-            _ => self.others.push((kind, data.to_vec())),
+            _ => self.unknown_extensions.push((kind, data.to_vec())),
         }
         Ok(())
     }
 
     fn write_extensions(&self, bytes: &mut Vec<u8>) {
-        let mut put = |kind: u32, data: &[u8]| {
+        let mut push_extension = |kind: u32, data: &[u8]| {
             bytes.extend(kind.to_be_bytes());
             bytes.extend((data.len() as u32).to_be_bytes());
             bytes.extend(data);
             bytes.resize(bytes.len().next_multiple_of(8), 0);
         };
         if let Some(BackingReference { format: Some(format), .. }) = &self.backing {
-            put(extension::BACKING_FORMAT, format.as_bytes());
+            push_extension(extension::BACKING_FORMAT, format.as_bytes());
         }
         if let Some(name) = &self.data_file {
-            put(extension::DATA_FILE, name.as_bytes());
+            push_extension(extension::DATA_FILE, name.as_bytes());
         }
         if let Some(FileRegion { offset, length }) = self.encryption {
-            put(extension::ENCRYPTION, &[offset.to_be_bytes(), length.to_be_bytes()].concat());
+            push_extension(extension::ENCRYPTION, &[offset.to_be_bytes(), length.to_be_bytes()].concat());
         }
         if let Some(bitmaps) = self.bitmaps {
-            put(extension::BITMAPS, &bitmaps_extension(bitmaps)[8..]);
+            push_extension(extension::BITMAPS, &bitmaps_extension(bitmaps)[8..]);
         }
         // Optional, and clusters of 512 bytes have no space for it.
         let names = FeatureName::table();
         if self.version >= 3 && self.cluster_bytes() >= 4096 {
-            put(extension::FEATURE_NAMES, &names);
+            push_extension(extension::FEATURE_NAMES, &names);
         }
-        for (kind, data) in &self.others {
-            put(*kind, data);
+        for (kind, data) in &self.unknown_extensions {
+            push_extension(*kind, data);
         }
-        put(extension::END, &[]);
+        push_extension(extension::END, &[]);
     }
 
     fn read_backing_name(&mut self, fields: &HeaderFields<'_>) -> Result<(), InvalidImage> {
@@ -457,15 +457,15 @@ impl Qcow2Header {
     /// Checks all rules that need no access to the file.
     fn check(&self) -> Result<(), InvalidImage> {
         let cluster = self.cluster_bytes();
-        let table = |what: &str, offset: u64, length: u64| {
+        let table = |structure: &str, offset: u64, length: u64| {
             if !offset.is_multiple_of(cluster) {
-                return Err(InvalidImage::new(format!("{what} at {offset:#x} is not aligned to a cluster")));
+                return Err(InvalidImage::new(format!("{structure} at {offset:#x} is not aligned to a cluster")));
             }
             if offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT) {
-                return Err(InvalidImage::new(format!("{what} at {offset:#x} is beyond the largest offset")));
+                return Err(InvalidImage::new(format!("{structure} at {offset:#x} is beyond the largest offset")));
             }
             if offset == 0 && length > 0 {
-                return Err(InvalidImage::new(format!("{what} overlaps the header")));
+                return Err(InvalidImage::new(format!("{structure} overlaps the header")));
             }
             Ok(())
         };
@@ -569,16 +569,16 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
     let mut next = Some(start);
     std::iter::from_fn(move || {
         let at = next.take().filter(|at| at + 8 <= end)?;
-        let word = |at: usize| u32_at(bytes, at);
-        let (kind, length) = (word(at), word(at + 4) as usize);
+        let read_u32 = |at: usize| u32_at(bytes, at);
+        let (kind, length) = (read_u32(at), read_u32(at + 4) as usize);
         if kind == extension::END {
             return Some(Ok((kind, at, &bytes[at..at])));
         }
         let data = (at + 8).checked_add(length).and_then(|end| bytes.get(at + 8..end));
         let Some(data) = data else {
             let at = at + 8;
-            let what = format!("header extension {kind:#x} at {at:#x} has {length} bytes, which do not fit");
-            return Some(Err(InvalidImage::new(what)));
+            let message = format!("header extension {kind:#x} at {at:#x} has {length} bytes, which do not fit");
+            return Some(Err(InvalidImage::new(message)));
         };
         next = Some(at + 8 + length.next_multiple_of(8));
         Some(Ok((kind, at, data)))
@@ -664,8 +664,8 @@ impl HeaderFields<'_> {
     }
 }
 
-fn text(bytes: &[u8], what: &str) -> Result<String, InvalidImage> {
-    String::from_utf8(bytes.to_vec()).map_err(|_| InvalidImage::new(format!("{what} is not UTF-8")))
+fn text(bytes: &[u8], label: &str) -> Result<String, InvalidImage> {
+    String::from_utf8(bytes.to_vec()).map_err(|_| InvalidImage::new(format!("{label} is not UTF-8")))
 }
 
 #[cfg(test)]
@@ -693,7 +693,7 @@ pub(super) mod tests {
             data_file: None,
             bitmaps: None,
             encryption: None,
-            others: vec![(0x1234_5678, vec![1, 2, 3])],
+            unknown_extensions: vec![(0x1234_5678, vec![1, 2, 3])],
             later_fields: vec![0; 8],
         }
     }
@@ -747,8 +747,8 @@ pub(super) mod tests {
         for (part, change) in cases {
             let mut bytes = header().encode().expect("valid");
             change(&mut bytes);
-            let said = Qcow2Header::parse(&bytes).expect_err(part).to_string();
-            assert!(said.contains(part), "{said}");
+            let message = Qcow2Header::parse(&bytes).expect_err(part).to_string();
+            assert!(message.contains(part), "{message}");
         }
     }
 

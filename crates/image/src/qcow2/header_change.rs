@@ -17,7 +17,7 @@ const NUMBERS_2: std::ops::Range<usize> = 24..72;
 const NUMBERS_3: std::ops::Range<usize> = 24..96;
 
 /// First cluster with the header `new`, given its present bytes and the header they encode.
-pub(super) fn changed(bytes: &[u8], old: &Qcow2Header, new: &Qcow2Header) -> Result<Vec<u8>, InvalidImage> {
+pub(super) fn encode_change(bytes: &[u8], old: &Qcow2Header, new: &Qcow2Header) -> Result<Vec<u8>, InvalidImage> {
     let encoded = new.encode()?;
     let mut patched = bytes.to_vec();
     patched.resize(encoded.len(), 0);
@@ -72,7 +72,7 @@ mod tests {
             bitmaps: Some(BitmapsExtension { count: 2, directory }),
             ..old.clone()
         };
-        let after = changed(&bytes, &old, &new).expect("valid");
+        let after = encode_change(&bytes, &old, &new).expect("valid");
         assert_eq!(Qcow2Header::parse(&after), Ok(new));
         let moved = (0..bytes.len()).filter(|at| bytes[*at] != after[*at]).collect::<Vec<_>>();
         assert!(moved.len() < 16 && moved.iter().all(|at| (24..512).contains(at)), "{moved:?}");
@@ -86,7 +86,7 @@ mod tests {
             backing: Some(BackingReference { name: "other".into(), format: None }),
             ..old.clone()
         };
-        let after = changed(&bytes, &old, &new).expect("valid");
+        let after = encode_change(&bytes, &old, &new).expect("valid");
         assert_eq!(after, new.encode().expect("valid"));
     }
 }

@@ -53,7 +53,7 @@ pub struct MappedRun {
     /// Length in bytes.
     pub length: u64,
     /// Mapping of the bytes.
-    pub what: GuestMapping,
+    pub mapping: GuestMapping,
 }
 
 impl GuestMapping {
@@ -76,7 +76,7 @@ impl Qcow2Image {
     pub(super) async fn lookup(&self, offset: u64, length: u64) -> Result<MappedRun> {
         loop {
             if let Some(piece) = self.cached_mapping(offset, length) {
-                return piece.map_err(|invalid| self.file.found(&invalid));
+                return piece.map_err(|invalid| self.file.report_invalid(&invalid));
             }
             self.slice(self.slice_number(offset)).await?;
         }
@@ -90,42 +90,42 @@ impl Qcow2Image {
             // Without an L2 table the whole range of the table is unallocated.
             let table_covers = 1_u64 << (self.shape.cluster_bits + self.l2_bits);
             let rest = table_covers - offset % table_covers;
-            return Some(Ok(MappedRun { length: length.min(rest), what: GuestMapping::Unallocated }));
+            return Some(Ok(MappedRun { length: length.min(rest), mapping: GuestMapping::Unallocated }));
         }
-        self.cache.load().with(self.slice_number(offset), |slice| self.run_in_slice(slice, offset, length))
+        self.cache.load().with_slice(self.slice_number(offset), |slice| self.run_in_slice(slice, offset, length))
     }
 
     fn run_in_slice(&self, slice: &L2Slice, offset: u64, length: u64) -> LookupResult<MappedRun> {
-        let covers = self.slice_covers();
-        let end = (offset + length).min((offset / covers + 1) * covers);
+        let coverage = self.slice_coverage();
+        let end = (offset + length).min((offset / coverage + 1) * coverage);
         let mut piece: Option<MappedRun> = None;
         let mut at = offset;
         while at < end {
             let (what, length) = self.part_of_cluster(slice, at)?;
             match &mut piece {
-                None => piece = Some(MappedRun { length, what }),
-                Some(piece) if piece.what.extends(piece.length, &what) => piece.length += length,
+                None => piece = Some(MappedRun { length, mapping: what }),
+                Some(piece) if piece.mapping.extends(piece.length, &what) => piece.length += length,
                 Some(_) => break,
             }
             at += length;
         }
-        let piece = piece.unwrap_or(MappedRun { length: 0, what: GuestMapping::Unallocated });
+        let piece = piece.unwrap_or(MappedRun { length: 0, mapping: GuestMapping::Unallocated });
         Ok(MappedRun { length: piece.length.min(end - offset), ..piece })
     }
 
     /// Mapping at `at`, and its length up to the next change or the end of the cluster.
     fn part_of_cluster(&self, slice: &L2Slice, at: u64) -> LookupResult<(GuestMapping, u64)> {
         let shape = self.shape;
-        let (word, map) = slice.get(self.entry_in_slice(at), shape.extended);
+        let (raw, map) = slice.get(self.entry_in_slice(at), shape.extended);
         let cluster_bytes = 1_u64 << shape.cluster_bits;
-        let within = at & (cluster_bytes - 1);
-        let standard = match self.decode_at(at, word, map)? {
+        let offset_in_cluster = at & (cluster_bytes - 1);
+        let standard = match self.decode_at(at, raw, map)? {
             ClusterMapping::Compressed { offset, length } => {
-                return Ok((GuestMapping::Compressed { offset, length }, cluster_bytes - within));
+                return Ok((GuestMapping::Compressed { offset, length }, cluster_bytes - offset_in_cluster));
             }
             ClusterMapping::Standard(standard) => standard,
         };
-        let first = (within >> shape.subcluster_bits()) as u32;
+        let first = (offset_in_cluster >> shape.subcluster_bits()) as u32;
         let bit = |map: u32, number: u32| map >> number & 1;
         // Subclusters with the same two bits are contiguous in the host cluster and form one part.
         let kind = |number: u32| (bit(standard.allocated, number), bit(standard.zero, number));
@@ -133,21 +133,21 @@ impl Qcow2Image {
         while last < shape.subclusters() && kind(last) == kind(first) {
             last += 1;
         }
-        let host = standard.host.map(|host| host + within);
-        let what = match (kind(first), host) {
+        let host = standard.host.map(|host| host + offset_in_cluster);
+        let mapping = match (kind(first), host) {
             ((1, _), Some(host)) => GuestMapping::Data { host, copied: standard.copied },
             ((_, 1), host) => GuestMapping::Zero { host },
             _ => GuestMapping::Unallocated,
         };
-        Ok((what, (u64::from(last) << shape.subcluster_bits()) - within))
+        Ok((mapping, (u64::from(last) << shape.subcluster_bits()) - offset_in_cluster))
     }
 
     /// Decodes the entry of the guest cluster at `offset`. In a data file each cluster must lie at
     /// its guest offset (qcow2 specification, "Cluster mapping"): clusters there have no
     /// refcounts, so sharing would go undetected.
-    pub(super) fn decode_at(&self, offset: u64, word: u64, map: u64) -> LookupResult<ClusterMapping> {
-        let cluster = self.shape.decode(word, map)?;
-        self.shape.check_place(cluster, offset)?;
+    pub(super) fn decode_at(&self, offset: u64, raw: u64, map: u64) -> LookupResult<ClusterMapping> {
+        let cluster = self.shape.decode(raw, map)?;
+        self.shape.check_host_offset(cluster, offset)?;
         Ok(cluster)
     }
 
@@ -158,7 +158,7 @@ impl Qcow2Image {
             if let Some(slice) = cache.get(number) {
                 return Ok(Some(slice));
             }
-            let _turn = self.loading.exclusive(number..number + 1).await;
+            let _lock = self.loading.exclusive(number..number + 1).await;
             // Another task may have loaded it while this one waited.
             if let Some(slice) = cache.get(number) {
                 return Ok(Some(slice));
@@ -184,7 +184,7 @@ impl Qcow2Image {
     }
 
     /// Guest bytes that a slice maps.
-    pub(super) fn slice_covers(&self) -> u64 {
+    pub(super) fn slice_coverage(&self) -> u64 {
         1 << (self.shape.cluster_bits + self.slice_bits())
     }
 

@@ -44,11 +44,11 @@ pub(super) async fn read_start(storage: &Storage) -> Result<Vec<u8>> {
 
 /// Reads `length` bytes at `offset`; bytes beyond the end of the file are zeroes.
 pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Result<Vec<u8>> {
-    let there = storage.size_bytes().saturating_sub(offset).min(length as u64) as usize;
+    let available = storage.size_bytes().saturating_sub(offset).min(length as u64) as usize;
     let mut bytes = vec![0; length];
-    if there > 0 {
-        let buffer = storage.read(offset, IoBuffer::new(there)).await?;
-        bytes[..there].copy_from_slice(&buffer);
+    if available > 0 {
+        let buffer = storage.read(offset, IoBuffer::new(available)).await?;
+        bytes[..available].copy_from_slice(&buffer);
     }
     Ok(bytes)
 }

@@ -112,7 +112,7 @@ pub enum OpenFailure {
 enum Qcow2Purpose<'a> {
     Disk,
     Handover,
-    Upkeep,
+    Maintenance,
     Snapshot(&'a str),
 }
 
@@ -154,7 +154,7 @@ pub struct Qcow2State {
     /// Serializes tasks that write metadata.
     pub(super) writing: RangeLocks,
     /// Serializes tasks that free clusters.
-    pub(super) giving: RangeLocks,
+    pub(super) freeing: RangeLocks,
 }
 
 impl Qcow2Image {
@@ -178,7 +178,7 @@ impl Qcow2Image {
     /// # Panics
     /// Panics outside a reactor.
     pub async fn open_for_maintenance(storage: Storage) -> Result<Self, OpenFailure> {
-        Self::open_for(Qcow2Components::of(storage), Qcow2Purpose::Upkeep).await
+        Self::open_for(Qcow2Components::of(storage), Qcow2Purpose::Maintenance).await
     }
 
     /// Opens an internal snapshot, by id or name, as a read-only disk.
@@ -225,11 +225,11 @@ impl Qcow2Image {
         }
         let first = metadata_io::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
-        let is_upkeep = matches!(purpose, Qcow2Purpose::Upkeep);
+        let is_maintenance = matches!(purpose, Qcow2Purpose::Maintenance);
         // During a handover the marks belong to the previous process; `take_over` reads and checks
         // them again.
-        let judged_later = read_only || is_handover;
-        check_openable(&header, judged_later, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
+        let is_check_deferred = read_only || is_handover;
+        check_openable(&header, is_check_deferred, is_maintenance || data.is_some(), is_maintenance || cipher.is_some())?;
         let sizes = caches.sizes(&header)?;
         let shape = EntryFormat {
             cluster_bits: header.cluster_bits,
@@ -240,7 +240,7 @@ impl Qcow2Image {
         let writes_through = storage.writes_through();
         let file = ImageFile::new(storage, header.clone(), &first);
         drop(first);
-        let ResidentTables { l1, refcounts: table, places } = match is_handover {
+        let ResidentTables { l1, refcounts: table, regions: places } = match is_handover {
             true => ResidentTables::none(shape),
             false => ResidentTables::read(&file, &header, shape).await?,
         };
@@ -248,7 +248,7 @@ impl Qcow2Image {
         // A writable image with overlapping metadata would damage itself; a read-only one stays
         // readable.
         if !read_only {
-            overlap.check_apart(&places)?;
+            overlap.check_disjoint(&places)?;
         }
         let refcounts = Refcounts::new(&header, table, sizes.refcount_bytes);
         let image = Self(Arc::new(Qcow2State {
@@ -276,10 +276,10 @@ impl Qcow2Image {
             tables: RangeLocks::default(),
             loading: RangeLocks::default(),
             writing: RangeLocks::default(),
-            giving: RangeLocks::default(),
+            freeing: RangeLocks::default(),
         }));
         if !read_only && !is_handover {
-            image.prepare(&header, is_upkeep).await?;
+            image.prepare(&header, is_maintenance).await?;
         }
         image.keep_cache_clean(caches.clean_interval);
         Ok(image)
@@ -293,7 +293,7 @@ impl Qcow2Image {
             self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
         }
         if !keeps_bitmaps {
-            self.take_up_bitmaps().await?.map_err(OpenFailure::Bitmaps)?;
+            self.load_recorded_bitmaps().await?.map_err(OpenFailure::Bitmaps)?;
         }
         // The last cluster may be incomplete, and a guest may write to its end.
         Ok(self.file.pad_to_cluster(header.cluster_bytes()).await?)
@@ -302,22 +302,22 @@ impl Qcow2Image {
     /// Starts a task that drops unused slices at each `interval`, and ends the previous one. A
     /// zero interval only ends it.
     fn keep_cache_clean(&self, interval: policy::time::Duration) {
-        let turn = self.cleaning.fetch_add(1, Relaxed) + 1;
+        let generation = self.cleaning.fetch_add(1, Relaxed) + 1;
         if interval.is_zero() {
             return;
         }
         // A weak reference, so that the task does not keep the image open.
         let image = Arc::downgrade(&self.0);
         reactor::spawn(async move {
-            let mut seen = 0;
+            let mut last_clock = 0;
             loop {
                 reactor::sleep_until(reactor::now() + interval).await;
                 let Some(image) = image.upgrade().map(Self) else { return };
-                if image.cleaning.load(Relaxed) != turn {
+                if image.cleaning.load(Relaxed) != generation {
                     return;
                 }
                 let _pending = image.pending();
-                seen = image.cache.load().drop_unused(seen);
+                last_clock = image.cache.load().drop_unused(last_clock);
             }
         });
     }
@@ -331,7 +331,7 @@ impl Qcow2Image {
         let sizes = settings.sizes(&self.file.header())?;
         // No request is in flight while caches and slice size change: a slice's number depends on
         // both.
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let _pending = self.pending();
         self.slice_size_bits
             .store(u64::from(sizes.entry_bytes.trailing_zeros()), std::sync::atomic::Ordering::Release);
@@ -347,12 +347,12 @@ pub(super) struct ResidentTables {
     pub(super) l1: L1,
     pub(super) refcounts: RefcountTable,
     /// Offsets and lengths of all metadata, for the overlap check.
-    pub(super) places: Vec<(u64, u64)>,
+    pub(super) regions: Vec<(u64, u64)>,
 }
 
 impl ResidentTables {
     fn none(shape: EntryFormat) -> Self {
-        Self { l1: L1::empty(shape), refcounts: RefcountTable::default(), places: Vec::new() }
+        Self { l1: L1::empty(shape), refcounts: RefcountTable::default(), regions: Vec::new() }
     }
 
     pub(super) async fn read(
@@ -364,7 +364,7 @@ impl ResidentTables {
         let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file.size_bytes())?;
         let refcounts = read_refcount_table(file, header).await?;
         let cluster_bytes = header.cluster_bytes();
-        let places = [
+        let regions = [
             (0, cluster_bytes),
             (header.l1_offset, u64::from(header.l1_entries) * 8),
             (header.refcount_table_offset, refcounts.entries() as u64 * 8),
@@ -372,8 +372,8 @@ impl ResidentTables {
             header.encryption.map_or((0, 0), |place| (place.offset, place.length)),
         ];
         let tables = l1.tables().chain(refcounts.blocks().map(|(_, offset)| offset));
-        let places = places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))).collect();
-        Ok(Self { l1, refcounts, places })
+        let regions = regions.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))).collect();
+        Ok(Self { l1, refcounts, regions })
     }
 }
 

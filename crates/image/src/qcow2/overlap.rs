@@ -50,28 +50,28 @@ pub(super) struct MetadataClusters {
 }
 
 impl MetadataClusters {
-    pub(super) fn new(cluster_bits: u32, places: &[(u64, u64)]) -> Self {
-        let clusters = places.iter().flat_map(|(offset, length)| clusters_of(cluster_bits, *offset, *length));
+    pub(super) fn new(cluster_bits: u32, regions: &[(u64, u64)]) -> Self {
+        let clusters = regions.iter().flat_map(|(offset, length)| clusters_of(cluster_bits, *offset, *length));
         Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
     }
 
     /// Replaces the whole set.
-    pub(super) fn replace(&self, places: &[(u64, u64)]) {
-        self.clusters.store(Self::new(self.cluster_bits, places).clusters.into_inner());
+    pub(super) fn replace(&self, regions: &[(u64, u64)]) {
+        self.clusters.store(Self::new(self.cluster_bits, regions).clusters.into_inner());
     }
 
     /// Fails if two of the ranges that the set was created from overlap: a change of one would
     /// damage both.
-    pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), InvalidImage> {
-        let all = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
+    pub(super) fn check_disjoint(&self, regions: &[(u64, u64)]) -> std::result::Result<(), InvalidImage> {
+        let clusters = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
         // Equal counts prove that no cluster is in two ranges; the search below runs only for the
         // error.
-        if places.iter().map(|place| all(place).count()).sum::<usize>() == self.clusters.load().len() {
+        if regions.iter().map(|place| clusters(place).count()).sum::<usize>() == self.clusters.load().len() {
             return Ok(());
         }
         let mut seen = MetadataClusterSet::default();
-        let twice = places.iter().flat_map(all).find(|cluster| !seen.insert(*cluster)).unwrap_or(0);
-        let offset = twice << self.cluster_bits;
+        let duplicate = regions.iter().flat_map(clusters).find(|cluster| !seen.insert(*cluster)).unwrap_or(0);
+        let offset = duplicate << self.cluster_bits;
         Err(InvalidImage::new(format!("two tables overlap at {offset:#x}")))
     }
 
@@ -84,8 +84,8 @@ impl MetadataClusters {
     /// Marks the image corrupt and fails if any of these bytes belong to metadata.
     pub(super) fn check(&self, file: &ImageFile, offset: u64, length: u64) -> Result<()> {
         if self.contains(offset, length) {
-            let what = format!("guest data at {offset:#x} would overwrite metadata");
-            return Err(file.found(&InvalidImage::new(what)));
+            let message = format!("guest data at {offset:#x} would overwrite metadata");
+            return Err(file.report_invalid(&InvalidImage::new(message)));
         }
         Ok(())
     }
@@ -94,11 +94,11 @@ impl MetadataClusters {
         self.add_all(&[(offset, length)]);
     }
 
-    pub(super) fn add_all(&self, places: &[(u64, u64)]) {
+    pub(super) fn add_all(&self, regions: &[(u64, u64)]) {
         self.change(|clusters| {
-            let all =
-                places.iter().flat_map(|(offset, length)| clusters_of(self.cluster_bits, *offset, *length));
-            clusters.extend(all);
+            let added =
+                regions.iter().flat_map(|(offset, length)| clusters_of(self.cluster_bits, *offset, *length));
+            clusters.extend(added);
         });
     }
 

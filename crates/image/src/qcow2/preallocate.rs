@@ -27,15 +27,15 @@ impl Qcow2Image {
     ///
     /// # Errors
     /// As [`Qcow2Image::write`]; some of the clusters may then be allocated.
-    pub async fn preallocate(&self, first: u64, last: u64, how: Preallocation) -> Result<()> {
-        if how == Preallocation::Off || first >= last {
+    pub async fn preallocate(&self, first: u64, last: u64, mode: Preallocation) -> Result<()> {
+        if mode == Preallocation::Off || first >= last {
             return Ok(());
         }
         self.check_change(first, last - first)?;
         let image = self.clone();
         let all = reactor::spawn_detached(async move {
-            let _pass = image.gate.enter().await;
-            image.preallocate_inside(first, last, Some(how)).await
+            let _guard = image.gate.enter().await;
+            image.preallocate_inside(first, last, Some(mode)).await
         });
         all.await.unwrap_or(Err(Error::SHUTDOWN))
     }
@@ -45,31 +45,31 @@ impl Qcow2Image {
         &self,
         first: u64,
         last: u64,
-        how: Option<Preallocation>,
+        mode: Option<Preallocation>,
     ) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let covers = self.slice_covers();
+        let coverage = self.slice_coverage();
         let mut at = first & !(cluster_bytes - 1);
         while at < last {
             // Limited to one slice, so that all entries are linked in one step.
-            let end = last.min((at / covers + 1) * covers).next_multiple_of(cluster_bytes);
-            let _own = self.guest.exclusive(at..end).await;
+            let end = last.min((at / coverage + 1) * coverage).next_multiple_of(cluster_bytes);
+            let _exclusive = self.guest.exclusive(at..end).await;
             self.writable_l2_table(self.l1_index(at)).await?;
             while at < end {
-                at += self.place(at, end, how).await? * cluster_bytes;
+                at += self.allocate_host_clusters(at, end, mode).await? * cluster_bytes;
             }
         }
         Ok(())
     }
 
     /// Allocates host clusters for the first guest clusters from `guest` on; returns their number.
-    async fn place(&self, guest: u64, end: u64, how: Option<Preallocation>) -> Result<u64> {
+    async fn allocate_host_clusters(&self, guest: u64, end: u64, mode: Option<Preallocation>) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let has_none =
+        let is_unmapped =
             |cluster| matches!(cluster, ClusterMapping::Standard(StandardCluster { host: None, .. }));
         let mut wanted = 0;
         while guest + wanted * cluster_bytes < end
-            && has_none(self.cluster_at(guest + wanted * cluster_bytes).await?)
+            && is_unmapped(self.cluster_at(guest + wanted * cluster_bytes).await?)
         {
             wanted += 1;
         }
@@ -80,22 +80,22 @@ impl Qcow2Image {
             self.allocate_for_write(guest, wanted).await?;
         let placed = async {
             // Zeroes first: once linked, the clusters are visible to the guest.
-            if let Some(how) = how {
-                self.make_zero(host, clusters * cluster_bytes, untouched, how).await?;
+            if let Some(mode) = mode {
+                self.make_zero(host, clusters * cluster_bytes, untouched, mode).await?;
             }
             self.change_entries(guest, clusters, |index, old| {
-                ClusterMapping::Standard(self.placed(old, host + index * cluster_bytes))
+                ClusterMapping::Standard(self.with_host_cluster(old, host + index * cluster_bytes))
             })
             .await
         };
         let placed = placed.await;
         if placed.is_err() && self.data.is_none() {
-            self.undo(host, clusters * cluster_bytes).await;
+            self.free_unlinked(host, clusters * cluster_bytes).await;
         }
         placed.map(|()| clusters)
     }
 
-    fn placed(&self, old: ClusterMapping, host: u64) -> StandardCluster {
+    fn with_host_cluster(&self, old: ClusterMapping, host: u64) -> StandardCluster {
         let zero = match old {
             ClusterMapping::Standard(StandardCluster { zero, .. }) if zero != 0 => zero,
             // Zeroes in the file would be decrypted to garbage. LUKS requires version 3, which has
@@ -109,16 +109,16 @@ impl Qcow2Image {
     }
 
     /// Makes the host clusters read as zeroes, by the method of `how`.
-    async fn make_zero(&self, host: u64, length: u64, untouched: bool, how: Preallocation) -> Result<()> {
+    async fn make_zero(&self, host: u64, length: u64, untouched: bool, mode: Preallocation) -> Result<()> {
         let storage = self.storage();
         // A data file ends at the end of the disk, possibly inside a cluster.
         let end = if self.data.is_some() { (host + length).min(storage.size_bytes()) } else { host + length };
         let zeroes = ZeroOptions {
-            may_unmap: how == Preallocation::Metadata,
+            may_unmap: mode == Preallocation::Metadata,
             only_if_fast: false,
             durability: Durability::Cached,
         };
-        match how {
+        match mode {
             Preallocation::Full => {
                 let mut at = host;
                 while at < end {
@@ -180,7 +180,7 @@ mod tests {
     #[test]
     fn added_clusters_are_allocated_and_read_as_zeroes() {
         for options in kinds() {
-            for how in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
+            for mode in [Preallocation::Metadata, Preallocation::Falloc, Preallocation::Full] {
                 let options = options.clone();
                 sim::run(1, async move {
                     let image = image(&options).await;
@@ -190,11 +190,11 @@ mod tests {
                     image.discard(0, OLD).await.expect("memory");
                     image.flush().await.expect("memory");
                     image.resize(NEW).await.expect("possible");
-                    image.preallocate(OLD, NEW, how).await.expect("possible");
+                    image.preallocate(OLD, NEW, mode).await.expect("possible");
                     let first = OLD.next_multiple_of(options.cluster_bytes);
                     for piece in image.map(first, NEW - first).await.expect("readable") {
-                        let what = piece.what;
-                        let has_place = match what {
+                        let mapping = piece.mapping;
+                        let is_preallocated = match mapping {
                             GuestMapping::Data { .. } => true,
                             GuestMapping::Zero { host } => host.is_some(),
                             // The mapping does not distinguish preallocated from unallocated
@@ -202,14 +202,14 @@ mod tests {
                             GuestMapping::Unallocated => options.extended_l2,
                             GuestMapping::Compressed { .. } => false,
                         };
-                        assert!(has_place, "{options:?} {how:?}: {what:?}");
+                        assert!(is_preallocated, "{options:?} {mode:?}: {mapping:?}");
                     }
                     let mut read = IoBuffer::new((NEW - OLD) as usize);
                     image.read(OLD, read.len()).await.expect("readable").copy_to(&mut read);
-                    assert!(read.iter().all(|byte| *byte == 0), "{options:?} {how:?}");
+                    assert!(read.iter().all(|byte| *byte == 0), "{options:?} {mode:?}");
                     image.close().await.expect("memory");
                     let report = check(image.storage(), Repair::Nothing).await.expect("readable");
-                    assert_eq!((report.corruptions, report.leaks), (0, 0), "{options:?} {how:?}: {report:?}");
+                    assert_eq!((report.corruptions, report.leaks), (0, 0), "{options:?} {mode:?}: {report:?}");
                 });
             }
         }

@@ -26,7 +26,7 @@ impl Qcow2Image {
 
     /// Like [`Self::read`], into the memory that `target` names.
     pub(crate) async fn read_to(&self, offset: u64, target: ReadTarget) -> Result<Segments> {
-        let _pass = self.gate.enter().await;
+        let _guard = self.gate.enter().await;
         // Checked under the guard: a resize waits until no request holds one.
         if !self.is_inside(offset, target.len() as u64) {
             return Err(Error::INVALID);
@@ -51,7 +51,7 @@ impl Qcow2Image {
     /// all of them even after an error, because the kernel may write to the guest's memory until
     /// they complete.
     async fn read_pieces(&self, offset: u64, mut target: ReadTarget, first: MappedRun) -> Result<Segments> {
-        let mut others = Vec::new();
+        let mut tasks = Vec::new();
         let first_target = target.split_front(first.length as usize);
         let mut at = offset + first.length;
         let mut failed = Ok(());
@@ -68,7 +68,7 @@ impl Qcow2Image {
             // The tasks end before this future does, and its caller holds the guard of the gate.
             let reading = async move { image.read_piece(at, piece, part).await };
             at += piece.length;
-            others.push(if reactor::is_in_background() {
+            tasks.push(if reactor::is_in_background() {
                 reactor::spawn_joinable(reactor::in_background(reading))
             } else {
                 reactor::spawn_joinable(reading)
@@ -78,8 +78,8 @@ impl Qcow2Image {
             Ok(()) => self.read_piece(offset, first, first_target).await,
             Err(error) => Err(error),
         };
-        for other in others {
-            let read = other.await;
+        for task in tasks {
+            let read = task.await;
             data = data.and_then(|mut data| {
                 data.append(read?);
                 Ok(data)
@@ -89,7 +89,7 @@ impl Qcow2Image {
     }
 
     async fn read_piece(&self, offset: u64, piece: MappedRun, target: ReadTarget) -> Result<Segments> {
-        match piece.what {
+        match piece.mapping {
             GuestMapping::Data { host, .. } => self.read_data(host, target).await,
             GuestMapping::Zero { .. } => Ok(target.zeroes()),
             GuestMapping::Unallocated => Box::pin(self.read_backing(offset, target)).await,
@@ -117,13 +117,13 @@ impl Qcow2Image {
     async fn read_stored(&self, host: u64, mut target: ReadTarget) -> Result<Segments> {
         let storage = self.storage();
         // The file may end inside its last cluster; the rest reads as zeroes.
-        let there = storage.size_bytes().saturating_sub(host).min(target.len() as u64) as usize;
-        if there == target.len() {
+        let available = storage.size_bytes().saturating_sub(host).min(target.len() as u64) as usize;
+        if available == target.len() {
             return storage.read_into(host, target.into_memory()).await;
         }
-        let front = target.split_front(there);
+        let front = target.split_front(available);
         let mut data = Segments::default();
-        if there > 0 {
+        if available > 0 {
             data = storage.read_into(host, front.into_memory()).await?;
         }
         data.append(target.zeroes());
@@ -132,15 +132,15 @@ impl Qcow2Image {
 
     /// Reads from the backing file; bytes beyond its end are zeroes.
     async fn read_backing(&self, offset: u64, mut target: ReadTarget) -> Result<Segments> {
-        let there = self.backing_bytes(offset).min(target.len() as u64) as usize;
+        let available = self.backing_bytes(offset).min(target.len() as u64) as usize;
         // The backing file was changed by another process: fail instead of mixing old and new
         // data.
-        if there > 0 && self.backing_changed.load(Relaxed) {
+        if available > 0 && self.backing_changed.load(Relaxed) {
             return Err(Error::IO);
         }
         let mut data = Segments::default();
-        if let Some(backing) = self.backing.as_ref().filter(|_| there > 0) {
-            data = backing.read_to(offset, target.split_front(there)).await?;
+        if let Some(backing) = self.backing.as_ref().filter(|_| available > 0) {
+            data = backing.read_to(offset, target.split_front(available)).await?;
         }
         if !target.is_empty() {
             data.append(target.zeroes());
@@ -158,26 +158,26 @@ impl Qcow2Image {
         offset: u64,
         target: ReadTarget,
         host: u64,
-        most: u64,
+        max_bytes: u64,
     ) -> Result<Segments> {
         let cluster_bytes = 1_usize << self.shape.cluster_bits;
         // The file may end inside the last sector of compressed data.
-        let there = self.file.size_bytes().saturating_sub(host).min(most);
-        if there == 0 {
-            let what = format!("compressed data at {host:#x} lies beyond the end of the file");
-            return Err(self.file.found(&InvalidImage::new(what)));
+        let available = self.file.size_bytes().saturating_sub(host).min(max_bytes);
+        if available == 0 {
+            let message = format!("compressed data at {host:#x} lies beyond the end of the file");
+            return Err(self.file.report_invalid(&InvalidImage::new(message)));
         }
-        let packed = self.file.storage().read(host, IoBuffer::new(there as usize)).await?.to_vec();
+        let packed = self.file.storage().read(host, IoBuffer::new(available as usize)).await?.to_vec();
         let kind = self.compression;
         // Decompression runs on another thread: it would delay all disks of this worker.
         let unpacked = reactor::run_computation(move || {
             let mut cluster = vec![0; cluster_bytes];
             compress::decompress(kind, &packed, &mut cluster).map(|()| cluster)
         });
-        let cluster = unpacked.await.map_err(|invalid| self.file.found(&invalid))?;
-        let within = (offset as usize) & (cluster_bytes - 1);
-        let end = within + target.len();
-        Ok(target.copy_of(&cluster[within..end]))
+        let cluster = unpacked.await.map_err(|invalid| self.file.report_invalid(&invalid))?;
+        let offset_in_cluster = (offset as usize) & (cluster_bytes - 1);
+        let end = offset_in_cluster + target.len();
+        Ok(target.copy_of(&cluster[offset_in_cluster..end]))
     }
 
     /// True if the whole range reads as zeroes according to this image's own metadata; does not
@@ -185,7 +185,7 @@ impl Qcow2Image {
     pub(super) async fn is_zero(&self, mut offset: u64, mut length: u64) -> Result<bool> {
         while length > 0 {
             let piece = self.lookup(offset, length).await?;
-            let is_zero = match piece.what {
+            let is_zero = match piece.mapping {
                 GuestMapping::Zero { .. } => true,
                 GuestMapping::Unallocated => self.backing_bytes(offset) == 0,
                 GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => false,

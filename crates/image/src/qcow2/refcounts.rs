@@ -54,10 +54,10 @@ pub(super) enum FreedContent {
 pub(super) struct Refcounts {
     cluster_bits: u32,
     order: u32,
-    turn: RangeLocks,
+    change_lock: RangeLocks,
     state: Mutex<RefcountState>,
     /// Limit of cached blocks; exceeded only if all are dirty.
-    most_blocks: AtomicU64,
+    max_blocks: AtomicU64,
     hits: AtomicU64,
     misses: AtomicU64,
 }
@@ -147,9 +147,9 @@ impl Refcounts {
         Self {
             cluster_bits: header.cluster_bits,
             order: header.refcount_order,
-            turn: RangeLocks::default(),
+            change_lock: RangeLocks::default(),
             state: Mutex::new(RefcountState::new(header, table)),
-            most_blocks: AtomicU64::new((cache_bytes >> header.cluster_bits).max(1)),
+            max_blocks: AtomicU64::new((cache_bytes >> header.cluster_bits).max(1)),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
         }
@@ -166,12 +166,12 @@ impl Refcounts {
     }
 
     pub(super) fn set_cache_bytes(&self, bytes: u64) {
-        self.most_blocks.store((bytes >> self.cluster_bits).max(1), Relaxed);
+        self.max_blocks.store((bytes >> self.cluster_bits).max(1), Relaxed);
     }
 
     pub(super) fn statistics(&self) -> RefcountStatistics {
         let bytes = (self.lock().blocks.len() as u64) << self.cluster_bits;
-        let limit_bytes = self.most_blocks.load(Relaxed) << self.cluster_bits;
+        let limit_bytes = self.max_blocks.load(Relaxed) << self.cluster_bits;
         let (hits, misses) = (self.hits.load(Relaxed), self.misses.load(Relaxed));
         RefcountStatistics { hits, misses, bytes, limit_bytes }
     }
@@ -193,7 +193,7 @@ impl Refcounts {
         metadata: &MetadataClusters,
         wanted: u64,
     ) -> Result<AllocatedRun> {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         self.allocate_run(file, metadata, 1, wanted).await
     }
 
@@ -204,7 +204,7 @@ impl Refcounts {
         metadata: &MetadataClusters,
         wanted: u64,
     ) -> Result<AllocatedRun> {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         self.allocate_run(file, metadata, wanted, wanted).await
     }
 
@@ -212,18 +212,18 @@ impl Refcounts {
         &self,
         file: &ImageFile,
         metadata: &MetadataClusters,
-        least: u64,
-        most: u64,
+        min_clusters: u64,
+        max_clusters: u64,
     ) -> Result<AllocatedRun> {
         let mut start = self.lock().first_free;
         loop {
-            let run = self.find(file, start, least, most).await?;
+            let run = self.find(file, start, min_clusters, max_clusters).await?;
             // A run may extend into an area without a refcount block, which must exist before the
             // run is used.
             if let Some(block) = self.first_missing_block(&run) {
                 // The new block takes a cluster of the run; the search continues after it.
-                let took_it = self.add_block(file, metadata, block, run.start).await?;
-                start = run.start + u64::from(took_it);
+                let is_block_added = self.add_block(file, metadata, block, run.start).await?;
+                start = run.start + u64::from(is_block_added);
                 continue;
             }
             // A refcount of 0 for a metadata cluster means that the image is corrupt: fail before
@@ -233,7 +233,7 @@ impl Refcounts {
                 run.start << self.cluster_bits,
                 (run.end - run.start) << self.cluster_bits,
             )?;
-            let run = self.with_file_space(file, run, least).await?;
+            let run = self.with_file_space(file, run, min_clusters).await?;
             for cluster in run.clone() {
                 self.put(cluster, 1);
             }
@@ -243,7 +243,7 @@ impl Refcounts {
             let untouched = is_new && run.start >= state.untouched;
             state.untouched = state.untouched.max(run.end);
             // With `least` above 1, smaller gaps before the run are still free.
-            if least == 1 || state.first_free >= run.start {
+            if min_clusters == 1 || state.first_free >= run.start {
                 state.first_free = run.end;
             }
             return Ok(AllocatedRun {
@@ -256,13 +256,13 @@ impl Refcounts {
 
     /// Grows the file to contain the run. If it cannot grow that far, shortens the run to what
     /// fits, but not below `least` clusters.
-    async fn with_file_space(&self, file: &ImageFile, run: Range<u64>, least: u64) -> Result<Range<u64>> {
+    async fn with_file_space(&self, file: &ImageFile, run: Range<u64>, min_clusters: u64) -> Result<Range<u64>> {
         match file.grow_to(run.end << self.cluster_bits).await {
             Ok(()) => Ok(run),
             Err(error) => {
-                let there = file.size_bytes() >> self.cluster_bits;
-                if error == Error::NO_SPACE && run.start + least <= there {
-                    Ok(run.start..run.end.min(there))
+                let file_clusters = file.size_bytes() >> self.cluster_bits;
+                if error == Error::NO_SPACE && run.start + min_clusters <= file_clusters {
+                    Ok(run.start..run.end.min(file_clusters))
                 } else {
                     Err(error)
                 }
@@ -271,7 +271,7 @@ impl Refcounts {
     }
 
     /// Finds the first run of `least` to `most` free clusters from `start` on.
-    async fn find(&self, file: &ImageFile, start: u64, least: u64, most: u64) -> Result<Range<u64>> {
+    async fn find(&self, file: &ImageFile, start: u64, min_clusters: u64, max_clusters: u64) -> Result<Range<u64>> {
         let mut run = start..start;
         loop {
             let cluster = run.end;
@@ -282,7 +282,7 @@ impl Refcounts {
             }
             if self.lock().full.contains(&block) {
                 let next = (block as u64 + 1) * self.block_entries();
-                if run.end - run.start >= least {
+                if run.end - run.start >= min_clusters {
                     return Ok(run);
                 }
                 run = next..next;
@@ -297,10 +297,10 @@ impl Refcounts {
                     if get(bytes, self.order, index) == 0 {
                         is_full = false;
                         run.end += 1;
-                        if run.end - run.start == most {
+                        if run.end - run.start == max_clusters {
                             return Ok(run);
                         }
-                    } else if run.end - run.start >= least {
+                    } else if run.end - run.start >= min_clusters {
                         return Ok(run);
                     } else {
                         run = run.end + 1..run.end + 1;
@@ -312,8 +312,8 @@ impl Refcounts {
             } else {
                 // An area without a block is free: absent blocks mean refcount 0.
                 run.end = run.start.max(run.end) + (self.block_entries() - index as u64);
-                if run.end - run.start >= most {
-                    run.end = run.start + most;
+                if run.end - run.start >= max_clusters {
+                    run.end = run.start + max_clusters;
                     return Ok(run);
                 }
             }
@@ -358,8 +358,8 @@ impl Refcounts {
         metadata.add(offset, 1 << self.cluster_bits);
         // The block counts its own cluster, or an existing block does: a run begins at the end of
         // the previous block at the latest.
-        let (own, _) = self.block_of(at);
-        self.load(file, own).await?;
+        let (covering_block, _) = self.block_of(at);
+        self.load(file, covering_block).await?;
         self.put(at, 1);
         Ok(true)
     }
@@ -399,7 +399,7 @@ impl Refcounts {
         file.grow_to(end << self.cluster_bits).await?;
         let mut table = old_table.clone();
         table.grow((table_clusters * per_cluster) as usize);
-        let mut made = Vec::new();
+        let mut new_blocks = Vec::new();
         for number in 0..blocks {
             let mut bytes = vec![0; cluster_bytes as usize];
             for index in 0..entries.min((end - first).saturating_sub(number * entries)) {
@@ -407,7 +407,7 @@ impl Refcounts {
             }
             let block = (old_entries + number) as usize;
             table.set(block, (first + table_clusters + number) << self.cluster_bits);
-            made.push((block, bytes));
+            new_blocks.push((block, bytes));
         }
         let offset = first << self.cluster_bits;
         // The new table also refers to blocks that were added since the last flush, so they must
@@ -417,7 +417,7 @@ impl Refcounts {
             for (offset, bytes) in &dirty.blocks {
                 file.write(*offset, bytes).await?;
             }
-            for (block, bytes) in &made {
+            for (block, bytes) in &new_blocks {
                 file.write(table.get(*block), bytes).await?;
             }
             file.write(offset, &table.bytes()).await?;
@@ -429,7 +429,7 @@ impl Refcounts {
             .await
         };
         if let Err(error) = write.await {
-            self.keep(&dirty);
+            self.restore_dirty(&dirty);
             return Err(error);
         }
         metadata.add(offset, (end - first) << self.cluster_bits);
@@ -439,7 +439,7 @@ impl Refcounts {
             state.table = table;
             state.table_offset = offset;
             state.dirty_entries.clear();
-            for (block, bytes) in made {
+            for (block, bytes) in new_blocks {
                 state.clock += 1;
                 state.blocks.insert(block, RefcountBlock { bytes, dirty: false, used: state.clock });
             }
@@ -454,7 +454,7 @@ impl Refcounts {
 
     /// Increments the refcounts of allocated clusters; either all or none.
     pub(super) async fn increment(&self, file: &ImageFile, clusters: Range<u64>) -> Result<()> {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         // Checked first for all clusters, so that an error leaves no partial change.
         for cluster in clusters.clone() {
             let now = self.read(file, cluster).await?;
@@ -475,22 +475,22 @@ impl Refcounts {
         file: &ImageFile,
         metadata: &MetadataClusters,
         clusters: Range<u64>,
-        held: FreedContent,
+        content: FreedContent,
     ) -> Result<()> {
         // Held until the discard completes: a cluster that was allocated again meanwhile would
         // lose its data.
-        let _turn = self.turn.exclusive(0..1).await;
-        if held != FreedContent::Metadata {
+        let _lock = self.change_lock.exclusive(0..1).await;
+        if content != FreedContent::Metadata {
             let length = (clusters.end - clusters.start) << self.cluster_bits;
             metadata.check(file, clusters.start << self.cluster_bits, length)?;
         }
         for freed in self.decrement(file, clusters).await? {
             let (offset, length) =
                 (freed.start << self.cluster_bits, (freed.end - freed.start) << self.cluster_bits);
-            if held == FreedContent::Metadata {
+            if content == FreedContent::Metadata {
                 metadata.remove(offset, length);
             }
-            if matches!(held, FreedContent::Metadata | FreedContent::Data { unmapped: true }) {
+            if matches!(content, FreedContent::Metadata | FreedContent::Data { unmapped: true }) {
                 // Only a hint: a failed discard wastes space and nothing else.
                 let _ = file.storage().discard(offset, length).await;
             }
@@ -505,7 +505,7 @@ impl Refcounts {
         file: &ImageFile,
         metadata: &MetadataClusters,
     ) -> Result<()> {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         let blocks: Vec<_> = self.lock().table.blocks().collect();
         let mut dropped = Vec::new();
         for (block, offset) in blocks {
@@ -555,9 +555,9 @@ impl Refcounts {
         for cluster in clusters {
             let now = self.read(file, cluster).await?;
             // A refcount that is too low is left for `check` to find; skipping it loses nothing.
-            let Some(less) = now.checked_sub(1) else { continue };
-            self.put(cluster, less);
-            if less > 0 {
+            let Some(decremented) = now.checked_sub(1) else { continue };
+            self.put(cluster, decremented);
+            if decremented > 0 {
                 continue;
             }
             let mut state = self.lock();
@@ -577,7 +577,7 @@ impl Refcounts {
 
     /// Refcount of a cluster.
     pub(super) async fn get(&self, file: &ImageFile, cluster: u64) -> Result<u64> {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         self.read(file, cluster).await
     }
 
@@ -608,7 +608,7 @@ impl Refcounts {
         metadata: &MetadataClusters,
         length: u64,
     ) -> Result<u64> {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         let cluster_bytes = 1_u64 << self.cluster_bits;
         let end = self.lock().compressed_end;
         // The last cluster can be shared if it has space and its refcount can be incremented.
@@ -621,16 +621,16 @@ impl Refcounts {
             self.lock().compressed_end = end + length;
             return Ok(end);
         }
-        let found = self.allocate_run(file, metadata, 1, 1).await?;
+        let allocated = self.allocate_run(file, metadata, 1, 1).await?;
         // The data begins in the last cluster and ends in the newly allocated next one.
-        if is_shared && found.offset >> self.cluster_bits == last + 1 {
+        if is_shared && allocated.offset >> self.cluster_bits == last + 1 {
             let number = self.read(file, last).await?;
             self.put(last, number + 1);
             self.lock().compressed_end = end + length;
             return Ok(end);
         }
-        self.lock().compressed_end = found.offset + length;
-        Ok(found.offset)
+        self.lock().compressed_end = allocated.offset + length;
+        Ok(allocated.offset)
     }
 
     /// Loads a block into the cache. The caller must hold `turn`.
@@ -660,7 +660,7 @@ impl Refcounts {
         loop {
             let (block, offset, dirty) = {
                 let mut state = self.lock();
-                if (state.blocks.len() as u64) < self.most_blocks.load(Relaxed) {
+                if (state.blocks.len() as u64) < self.max_blocks.load(Relaxed) {
                     return Ok(());
                 }
                 let Some((&number, block)) = state.blocks.iter().min_by_key(|(_, block)| block.used) else {
@@ -704,11 +704,11 @@ impl Refcounts {
     /// flush.
     pub(super) async fn write(&self, file: &ImageFile) -> Result<DirtyRefcounts> {
         // Excludes eviction, which also writes blocks.
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         let dirty = self.collect_dirty();
         for (offset, bytes) in &dirty.blocks {
             if let Err(error) = file.write(*offset, bytes).await {
-                self.keep(&dirty);
+                self.restore_dirty(&dirty);
                 return Err(error);
             }
         }
@@ -733,7 +733,7 @@ impl Refcounts {
     }
 
     /// Marks metadata dirty again after a failed write.
-    pub(super) fn keep(&self, dirty: &DirtyRefcounts) {
+    pub(super) fn restore_dirty(&self, dirty: &DirtyRefcounts) {
         let mut state = self.lock();
         for number in &dirty.indices {
             if let Some(block) = state.blocks.get_mut(number) {
@@ -751,11 +751,11 @@ impl Refcounts {
 
     /// End of the last allocated cluster, for truncating the file.
     pub(super) async fn used_end(&self, file: &ImageFile) -> Result<u64> {
-        let _turn = self.turn.exclusive(0..1).await;
+        let _lock = self.change_lock.exclusive(0..1).await;
         let mut cluster = file.size_bytes().div_ceil(1 << self.cluster_bits);
         // Skips whole blocks: a sparse file can be arbitrarily long.
-        let (most, entries) = (self.lock().table.entries() as u64, self.block_entries());
-        cluster = cluster.min(most.saturating_mul(entries));
+        let (table_entries, entries) = (self.lock().table.entries() as u64, self.block_entries());
+        cluster = cluster.min(table_entries.saturating_mul(entries));
         while cluster > 0 {
             let (block, last) = self.block_of(cluster - 1);
             if self.has_block(block) {

@@ -36,7 +36,7 @@ impl Qcow2Image {
         if header.snapshots > 0 && header.version < 3 {
             return Err(ResizeError::SnapshotsWithoutSize);
         }
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         // Read under exclusive access: another resize may have completed meanwhile.
         let from = self.size_bytes();
         if size_bytes < from {
@@ -50,7 +50,7 @@ impl Qcow2Image {
     async fn shrink(&self, to: u64, from: u64) -> Result<()> {
         // The bytes that are cut off change before the size does, so dirty bitmaps must record
         // that.
-        self.begin_recording().await?;
+        self.mark_recording_in_use().await?;
         let first = to.next_multiple_of(1 << self.shape.cluster_bits).min(from);
         let shrunk = self.unmap_tail(first, to, from).await;
         if shrunk.is_err() {
@@ -63,7 +63,7 @@ impl Qcow2Image {
 
     async fn unmap_tail(&self, first: u64, to: u64, from: u64) -> Result<()> {
         if first < from {
-            self.forget(first, from).await?;
+            self.unmap_clusters(first, from).await?;
             self.refcounts.drop_empty_blocks(&self.file, &self.overlap).await?;
             self.flush_all_metadata().await?;
         }
@@ -133,7 +133,7 @@ impl Qcow2Image {
         let clusters = (bytes.len() as u64).div_ceil(cluster_bytes);
         let offset = self.allocate(clusters).await?;
         let table = L1::parse(offset, &bytes, self.shape, self.file.size_bytes())
-            .map_err(|invalid| self.file.found(&invalid))?;
+            .map_err(|invalid| self.file.report_invalid(&invalid))?;
         self.write_metadata(offset, &padded(bytes)).await?;
         // The new table must be durable before the header refers to it.
         self.flush_metadata().await?;

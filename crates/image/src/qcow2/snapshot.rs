@@ -81,20 +81,20 @@ pub(super) async fn select_snapshot(
     header: &mut Qcow2Header,
     name: &str,
 ) -> Result<bool, MetadataError> {
-    let SnapshotTable { snapshots, cut, .. } = SnapshotTable::read(storage, header).await?;
+    let SnapshotTable { snapshots, truncation: cut, .. } = SnapshotTable::read(storage, header).await?;
     // A truncated table may hide the snapshot: report the damage instead of "not found".
-    let Some(snapshot) = InternalSnapshot::find(&snapshots, name).map(|found| &snapshots[found]) else {
+    let Some(snapshot) = InternalSnapshot::find(&snapshots, name).map(|index| &snapshots[index]) else {
         return cut.map_or(Ok(false), |cut| Err(cut.into()));
     };
     snapshot.check(header)?;
     header.size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
     (header.l1_offset, header.l1_entries) = (snapshot.l1_offset, snapshot.l1_entries);
     if u64::from(header.l1_entries) < header.l1_entries_for(header.size_bytes) {
-        let what = format!(
+        let message = format!(
             "the L1 table of snapshot {name:?} is too small for its disk of {} bytes",
             header.size_bytes
         );
-        return Err(InvalidImage::new(what).into());
+        return Err(InvalidImage::new(message).into());
     }
     Ok(true)
 }

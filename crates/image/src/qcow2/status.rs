@@ -17,7 +17,7 @@ impl Qcow2Image {
         if length == 0 || !self.is_inside(offset, length) {
             return Err(Error::INVALID);
         }
-        let _pass = self.gate.enter().await;
+        let _guard = self.gate.enter().await;
         let mut extents = Vec::new();
         let mut done = 0;
         while done < length && extents.len() < MAX_EXTENTS {
@@ -31,19 +31,19 @@ impl Qcow2Image {
     /// Appends the status of a piece, or of its first part, and returns the length of that part.
     async fn push_status(&self, extents: &mut Vec<Extent>, at: u64, piece: MappedRun) -> Result<u64> {
         let length = piece.length;
-        let extent = match piece.what {
+        let extent = match piece.mapping {
             GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => {
                 Extent { length, hole: false, zero: false }
             }
             GuestMapping::Zero { host } => Extent { length, hole: host.is_none(), zero: true },
             GuestMapping::Unallocated => {
-                let there = self.backing_bytes(at).min(length);
-                let Some(backing) = self.backing.as_ref().filter(|_| there > 0) else {
+                let backed_bytes = self.backing_bytes(at).min(length);
+                let Some(backing) = self.backing.as_ref().filter(|_| backed_bytes > 0) else {
                     push_extent(extents, Extent { length, hole: true, zero: true });
                     return Ok(length);
                 };
                 let mut sum = 0;
-                for extent in Box::pin(backing.block_status(at, there)).await? {
+                for extent in Box::pin(backing.block_status(at, backed_bytes)).await? {
                     sum += extent.length;
                     push_extent(extents, extent);
                 }
@@ -60,7 +60,7 @@ impl Qcow2Image {
         if length == 0 || !self.is_inside(offset, length) {
             return Err(Error::INVALID);
         }
-        let _pass = self.gate.enter().await;
+        let _guard = self.gate.enter().await;
         let mut pieces: Vec<MappedRun> = Vec::new();
         let mut done = 0;
         while done < length && pieces.len() < MAX_EXTENTS {
@@ -80,25 +80,25 @@ impl Qcow2Image {
             _ => runs.push(ChainDepthRun { length, depth }),
         };
         let mut at = offset;
-        for MappedRun { length, what } in self.map(offset, length).await? {
-            match (what, &self.backing) {
+        for MappedRun { length, mapping } in self.map(offset, length).await? {
+            match (mapping, &self.backing) {
                 (GuestMapping::Unallocated, None) => push(length, 0),
                 (GuestMapping::Unallocated, Some(backing)) => {
-                    let there = self.backing_bytes(at).min(length);
-                    let mut told = 0;
-                    if there > 0 {
-                        for below in Box::pin(backing.allocation_depth(at, there)).await? {
+                    let backed_bytes = self.backing_bytes(at).min(length);
+                    let mut reported = 0;
+                    if backed_bytes > 0 {
+                        for below in Box::pin(backing.allocation_depth(at, backed_bytes)).await? {
                             push(below.length, if below.depth == 0 { 0 } else { below.depth + 1 });
-                            told += below.length;
+                            reported += below.length;
                         }
                     }
                     // The backing file returned fewer runs than requested: end here, the
                     // caller requests the rest.
-                    if told < there {
+                    if reported < backed_bytes {
                         break;
                     }
-                    if there < length {
-                        push(length - there, 2);
+                    if backed_bytes < length {
+                        push(length - backed_bytes, 2);
                     }
                 }
                 _ => push(length, 1),

@@ -134,8 +134,8 @@ impl DiskTestWorld {
         create(&storage, None, &kind.options).await.expect("valid");
         let content = storage.read_all().await.expect("memory");
         let image = open(&kind, &content).await;
-        let there = if kind.has_backing { BACKING_SIZE } else { 0 };
-        let model = (0..SIZE).map(|at| if at < there { base(at) } else { 0 }).collect();
+        let backed_bytes = if kind.has_backing { BACKING_SIZE } else { 0 };
+        let model = (0..SIZE).map(|at| if at < backed_bytes { base(at) } else { 0 }).collect();
         Self { kind, image, model, open: vec![false; SIZE] }
     }
 
@@ -205,7 +205,7 @@ impl DiskTestWorld {
 }
 
 #[test]
-fn a_read_that_fails_ends_when_nothing_writes_to_its_memory_any_more() {
+fn failed_read_ends_after_all_writes_to_its_memory() {
     sim::run(1, async {
         let cluster = 65_536;
         let options = CreateOptions {
@@ -302,7 +302,7 @@ fn dirty_image_is_repaired_on_open() {
 }
 
 #[test]
-fn a_compressed_write_of_nothing_is_refused_also_at_the_end() {
+fn empty_compressed_write_is_rejected() {
     sim::run(1, async {
         let image = Qcow2Image::open(parts_of(&written().await).await).await.expect("an image");
         for offset in [0, 4096, SIZE as u64] {
@@ -370,8 +370,8 @@ fn guest_write_on_metadata_is_rejected_and_marks_the_image_corrupt() {
             }
             assert_eq!(result, Err(Error::IO), "{forged:#x}");
             assert!(image.is_read_only());
-            let again = image.write(32_768, IoBuffer::zeroed(512).into(), Durability::Cached).await;
-            assert_eq!(again, Err(Error::NOT_PERMITTED));
+            let retried = image.write(32_768, IoBuffer::zeroed(512).into(), Durability::Cached).await;
+            assert_eq!(retried, Err(Error::NOT_PERMITTED));
             assert!(image.read(32_768, 512).await.is_ok(), "undamaged clusters can be read");
             assert_eq!(image.flush().await, Err(Error::IO));
             let after = image.storage().read_all().await.expect("memory");
@@ -430,8 +430,8 @@ fn failed_header_write_keeps_the_old_header() {
             let changed = image.update_header(|header| header.size_bytes -= 512).await;
             assert_eq!(changed, Err(Error::IO));
             assert_eq!(image.header().size_bytes, SIZE as u64);
-            let there = image.storage().read_all().await.expect("memory");
-            assert_eq!(Qcow2Header::parse(&there[..4096]).expect("valid").size_bytes, SIZE as u64);
+            let written_content = image.storage().read_all().await.expect("memory");
+            assert_eq!(Qcow2Header::parse(&written_content[..4096]).expect("valid").size_bytes, SIZE as u64);
             // If the header could not be restored either, all writes are rejected.
             assert_eq!(image.is_read_only(), count != "count=1");
         });
@@ -494,16 +494,16 @@ fn unused_cache_slices_are_dropped_on_request() {
         let image = Qcow2Image::open(Qcow2Components { caches: never, ..parts_of(&content).await })
             .await
             .expect("valid");
-        let pass = async |seconds| {
+        let has_cache_after = async |seconds| {
             image.read(0, 512).await.expect("reads");
             reactor::sleep_until(reactor::now() + Duration::from_secs(seconds)).await;
             image.cache_statistics().bytes > 0
         };
-        assert!(pass(10_000).await, "never");
+        assert!(has_cache_after(10_000).await, "never");
         let often = CacheSettings { clean_interval: Duration::from_secs(1), ..never };
         image.set_caches(often).await.expect("valid");
-        assert!(!pass(3).await, "after a second, or two");
+        assert!(!has_cache_after(3).await, "after a second, or two");
         image.set_caches(never).await.expect("valid");
-        assert!(pass(10_000).await, "never again");
+        assert!(has_cache_after(10_000).await, "never again");
     });
 }

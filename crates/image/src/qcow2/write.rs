@@ -36,14 +36,14 @@ struct ClusterAllocation {
     clusters: u64,
     /// True if the clusters were already assigned to these guest clusters, so they are not freed
     /// after an error.
-    kept: bool,
+    is_assigned: bool,
     /// True if the clusters read as zeroes now.
     untouched: bool,
     /// Guest range that is written, including the copied bytes around the request.
     from: u64,
     to: u64,
     /// True if all subclusters become allocated.
-    whole: bool,
+    allocates_all: bool,
 }
 
 impl Qcow2Image {
@@ -62,20 +62,20 @@ impl Qcow2Image {
     async fn write_to_end(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let length = data.len() as u64;
         {
-            let _pass = self.gate.enter().await;
+            let _guard = self.gate.enter().await;
             // Checked under the guard: a resize waits until no request holds one.
             self.check_change(offset, length)?;
             self.record(offset, length).await?;
             self.write_inside(offset, data, durability).await?;
         }
-        self.made_durable(offset, length, durability).await
+        self.ensure_durable(offset, length, durability).await
     }
 
     /// Makes a change of a range durable if `durability` or the cache mode demands it. Data
     /// written in place with FUA already is, and its entry may be; only then is the flush saved.
-    pub(super) async fn made_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
+    pub(super) async fn ensure_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
         let at_once = durability == Durability::Synchronous || self.writes_through;
-        if at_once && !self.is_settled(offset, length) {
+        if at_once && !self.is_durable(offset, length) {
             return self.flush().await;
         }
         if self.pending().has_many_unreferenced() {
@@ -93,7 +93,7 @@ impl Qcow2Image {
     ) -> Result<()> {
         while !data.is_empty() {
             let piece = self.lookup(offset, data.len() as u64).await?;
-            let written = match piece.what {
+            let written = match piece.mapping {
                 // In place. No lock: requests of a client to the same bytes at the same time have
                 // no order.
                 GuestMapping::Data { host, copied: true } => {
@@ -117,8 +117,8 @@ impl Qcow2Image {
     /// Marks the image corrupt and fails if an entry maps data beyond the end of the file.
     fn check_inside_file(&self, host: u64, length: u64) -> Result<()> {
         if self.data.is_none() && host + length > self.file.size_bytes() {
-            let what = format!("the cluster at {host:#x} lies beyond the end of the file");
-            return Err(self.file.found(&InvalidImage::new(what)));
+            let message = format!("the cluster at {host:#x} lies beyond the end of the file");
+            return Err(self.file.report_invalid(&InvalidImage::new(message)));
         }
         Ok(())
     }
@@ -158,12 +158,12 @@ impl Qcow2Image {
             let _with_others = self.guest.shared(first..last).await;
             return self.write_data(host, data, durability).await;
         }
-        let _own = self.guest.exclusive(first..last).await;
+        let _exclusive = self.guest.exclusive(first..last).await;
         let mut sectors = IoBuffer::new((last - first) as usize);
-        let there = last.min(self.size_bytes()).saturating_sub(first);
+        let inside = last.min(self.size_bytes()).saturating_sub(first);
         sectors.fill(0);
-        let old = self.read_inside(first, ReadTarget::Anywhere(there as usize)).await?;
-        old.copy_to(&mut sectors[..there as usize]);
+        let old = self.read_inside(first, ReadTarget::Anywhere(inside as usize)).await?;
+        old.copy_to(&mut sectors[..inside as usize]);
         data.copy_to(&mut sectors[(offset - first) as usize..][..data.len()]);
         self.write_data(host - (offset - first), sectors.into(), durability).await
     }
@@ -174,10 +174,10 @@ impl Qcow2Image {
     async fn write_new(&self, offset: u64, data: &mut Segments) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let first = offset & !(cluster_bytes - 1);
-        let covers = self.slice_covers();
+        let coverage = self.slice_coverage();
         // Limited to one slice, so that all entries are linked in one step.
-        let end = (offset + data.len() as u64).min((offset / covers + 1) * covers);
-        let _own = self.guest.exclusive(first..end.next_multiple_of(cluster_bytes)).await;
+        let end = (offset + data.len() as u64).min((offset / coverage + 1) * coverage);
+        let _exclusive = self.guest.exclusive(first..end.next_multiple_of(cluster_bytes)).await;
         // The clusters were looked up without the lock; `plan` looks again under it.
         let Some(plan) = self.plan(offset, end).await? else { return Ok(0) };
         let end = end.min(plan.guest + plan.clusters * cluster_bytes).min(plan.to);
@@ -188,15 +188,15 @@ impl Qcow2Image {
             Ok(()) => self.update_mapping(&plan).await.map(|()| end - offset),
             Err(error) => Err(error),
         };
-        if linked.is_err() && !plan.kept {
-            self.undo(plan.host, plan.clusters << self.shape.cluster_bits).await;
+        if linked.is_err() && !plan.is_assigned {
+            self.free_unlinked(plan.host, plan.clusters << self.shape.cluster_bits).await;
         }
         linked
     }
 
     /// Frees clusters that were allocated and never linked; no request can be using them. An error
     /// leaks them.
-    pub(super) async fn undo(&self, offset: u64, length: u64) {
+    pub(super) async fn free_unlinked(&self, offset: u64, length: u64) {
         let clusters = self.clusters_of(offset, length);
         let _ = self
             .refcounts
@@ -225,16 +225,16 @@ impl Qcow2Image {
                 return Ok(None);
             }
             let end = end.min(first + ((u64::from(start) + free as u64) << bits));
-            let (from, to) = self.completed(offset, end, 1 << bits);
+            let (from, to) = self.aligned_range(offset, end, 1 << bits);
             return Ok(Some(ClusterAllocation {
                 guest: first,
                 host,
                 clusters: 1,
-                kept: true,
+                is_assigned: true,
                 untouched: false,
                 from,
                 to,
-                whole: false,
+                allocates_all: false,
             }));
         }
         // A shared cluster that contains data is copied completely; otherwise its other
@@ -259,16 +259,16 @@ impl Qcow2Image {
         let whole = !shape.extended || is_copied || clusters > 1;
         // Without a copy, only the touched subclusters are written and become allocated.
         let grain = if whole { cluster_bytes } else { 1 << shape.subcluster_bits() };
-        let (from, to) = self.completed(offset, end, grain);
+        let (from, to) = self.aligned_range(offset, end, grain);
         Ok(Some(ClusterAllocation {
             guest: first,
             host,
             clusters,
-            kept: self.data.is_some(),
+            is_assigned: self.data.is_some(),
             untouched,
             from,
             to,
-            whole,
+            allocates_all: whole,
         }))
     }
 
@@ -281,7 +281,7 @@ impl Qcow2Image {
     }
 
     /// The range, extended to multiples of `grain`.
-    fn completed(&self, offset: u64, end: u64, grain: u64) -> (u64, u64) {
+    fn aligned_range(&self, offset: u64, end: u64, grain: u64) -> (u64, u64) {
         (offset & !(grain - 1), end.next_multiple_of(grain))
     }
 
@@ -314,24 +314,24 @@ impl Qcow2Image {
             return Ok(None);
         }
         // Bytes of the last cluster beyond the end of the disk are zeroes.
-        let there = to.min(self.size_bytes()).saturating_sub(from);
+        let inside = to.min(self.size_bytes()).saturating_sub(from);
         // A data file ends at the end of the disk, possibly inside a cluster.
-        let to = if self.data.is_some() { from + there } else { to };
+        let to = if self.data.is_some() { from + inside } else { to };
         if from == to {
             return Ok(None);
         }
-        let is_zero = self.is_zero(from, there).await?;
+        let is_zero = self.is_zero(from, inside).await?;
         // Zeroes in the file would decrypt to garbage.
         if is_zero && plan.untouched && self.cipher.is_none() {
             return Ok(None);
         }
         let mut data = if is_zero {
-            Segments::from(IoBuffer::zeroed(there as usize))
+            Segments::from(IoBuffer::zeroed(inside as usize))
         } else {
-            self.read_inside(from, ReadTarget::Anywhere(there as usize)).await?
+            self.read_inside(from, ReadTarget::Anywhere(inside as usize)).await?
         };
-        if from + there < to {
-            data.push(IoBuffer::zeroed((to - from - there) as usize));
+        if from + inside < to {
+            data.push(IoBuffer::zeroed((to - from - inside) as usize));
         }
         Ok(Some(data))
     }
@@ -343,7 +343,7 @@ impl Qcow2Image {
             let host = plan.host + (index << shape.cluster_bits);
             let first = plan.guest + (index << shape.cluster_bits);
             let bits = shape.subcluster_bits();
-            let touched = if plan.whole || !shape.extended {
+            let touched = if plan.allocates_all || !shape.extended {
                 shape.all()
             } else {
                 mask(
@@ -352,7 +352,7 @@ impl Qcow2Image {
                 )
             };
             let (allocated, zero) = match old {
-                ClusterMapping::Standard(StandardCluster { allocated, zero, .. }) if !plan.whole => {
+                ClusterMapping::Standard(StandardCluster { allocated, zero, .. }) if !plan.allocates_all => {
                     (allocated, zero)
                 }
                 _ => (0, 0),
@@ -387,9 +387,9 @@ impl Qcow2Image {
             let Some(slice) = self.cache.load().get(number) else { continue };
             for index in 0..clusters {
                 let at = self.entry_in_slice(guest) + index as usize;
-                let (word, map) = slice.get(at, shape.extended);
+                let (raw, map) = slice.get(at, shape.extended);
                 let offset = guest + (index << shape.cluster_bits);
-                let old = self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))?;
+                let old = self.decode_at(offset, raw, map).map_err(|invalid| self.file.report_invalid(&invalid))?;
                 let new = change(index, old);
                 if new == old {
                     continue;
@@ -398,7 +398,7 @@ impl Qcow2Image {
                 if let Some(freed) = self.unreferenced_clusters(old, new) {
                     pending.add_unreferenced(freed);
                 }
-                pending.changed(&slice);
+                pending.mark_dirty(&slice);
             }
             return Ok(());
         }
@@ -412,13 +412,13 @@ impl Qcow2Image {
         };
         match old {
             ClusterMapping::Compressed { offset, length } => {
-                (new != old).then_some(UnreferencedRange { offset, length, held: FreedContent::Compressed })
+                (new != old).then_some(UnreferencedRange { offset, length, content: FreedContent::Compressed })
             }
             ClusterMapping::Standard(_) if self.data.is_some() || host(old) == host(new) => None,
             ClusterMapping::Standard(_) => {
                 let length = 1 << self.shape.cluster_bits;
                 let held = FreedContent::Data { unmapped: host(new).is_none() };
-                host(old).map(|offset| UnreferencedRange { offset, length, held })
+                host(old).map(|offset| UnreferencedRange { offset, length, content: held })
             }
         }
     }
@@ -428,8 +428,8 @@ impl Qcow2Image {
         let Some(slice) = self.slice(self.slice_number(offset)).await? else {
             return Ok(ClusterMapping::Standard(StandardCluster::UNALLOCATED));
         };
-        let (word, map) = slice.get(self.entry_in_slice(offset), self.shape.extended);
-        self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))
+        let (raw, map) = slice.get(self.entry_in_slice(offset), self.shape.extended);
+        self.decode_at(offset, raw, map).map_err(|invalid| self.file.report_invalid(&invalid))
     }
 
     /// Ensures that the L2 table exists and is not shared: allocates one, or copies a snapshot's.
@@ -437,39 +437,39 @@ impl Qcow2Image {
         if self.l1.load().get(index).copied {
             return Ok(());
         }
-        let _turn = self.tables.exclusive(index as u64..index as u64 + 1).await;
+        let _lock = self.tables.exclusive(index as u64..index as u64 + 1).await;
         let old = self.l1.load().get(index);
         if old.copied {
             return Ok(());
         }
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let found = self.refcounts.allocate(&self.file, &self.overlap, 1).await?;
-        let made = async {
+        let allocated = self.refcounts.allocate(&self.file, &self.overlap, 1).await?;
+        let initialized = async {
             // A copy leaves the refcounts of data clusters alone: they count disk and snapshots,
             // not tables.
             if old.offset != 0 {
                 let table = self.file.read(old.offset, cluster_bytes).await?;
-                self.file.write(found.offset, &table).await
-            } else if found.untouched {
+                self.file.write(allocated.offset, &table).await
+            } else if allocated.untouched {
                 Ok(())
             } else {
-                self.file.write(found.offset, &vec![0; cluster_bytes as usize]).await
+                self.file.write(allocated.offset, &vec![0; cluster_bytes as usize]).await
             }
         };
-        if let Err(error) = made.await {
-            self.undo(found.offset, cluster_bytes).await;
+        if let Err(error) = initialized.await {
+            self.free_unlinked(allocated.offset, cluster_bytes).await;
             return Err(error);
         }
         // Protected from now on; the L1 entry below makes the table reachable.
-        self.overlap.add(found.offset, cluster_bytes);
+        self.overlap.add(allocated.offset, cluster_bytes);
         let mut pending = self.pending();
-        self.l1.load().set(index, L1Entry { offset: found.offset, copied: true });
+        self.l1.load().set(index, L1Entry { offset: allocated.offset, copied: true });
         pending.new_table(index);
         if old.offset != 0 {
             pending.add_unreferenced(UnreferencedRange {
                 offset: old.offset,
                 length: cluster_bytes,
-                held: FreedContent::Metadata,
+                content: FreedContent::Metadata,
             });
         }
         Ok(())
@@ -502,7 +502,7 @@ impl Qcow2Image {
         let Some(packed) = packed else { return self.write(offset, data, Durability::Cached).await };
         let image = self.clone();
         let write = reactor::spawn_detached(async move {
-            let _pass = image.gate.enter().await;
+            let _guard = image.gate.enter().await;
             image.check_change(offset, length)?;
             image.record(offset, length).await?;
             image.write_packed(offset, packed).await
@@ -512,7 +512,7 @@ impl Qcow2Image {
 
     async fn write_packed(&self, guest: u64, packed: Vec<u8>) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let _own = self.guest.exclusive(guest..guest + cluster_bytes).await;
+        let _exclusive = self.guest.exclusive(guest..guest + cluster_bytes).await;
         self.writable_l2_table(self.l1_index(guest)).await?;
         let length = packed.len() as u64;
         let offset = self.refcounts.allocate_bytes(&self.file, &self.overlap, length).await?;
@@ -523,7 +523,7 @@ impl Qcow2Image {
         };
         let result = written.await;
         if result.is_err() {
-            self.undo(offset, length).await;
+            self.free_unlinked(offset, length).await;
         }
         result
     }

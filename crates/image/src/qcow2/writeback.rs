@@ -44,7 +44,7 @@ pub(super) struct UnreferencedRange {
     /// Length in bytes; every cluster that it touches counts.
     pub(super) length: u64,
     /// Former content.
-    pub(super) held: FreedContent,
+    pub(super) content: FreedContent,
 }
 
 /// Changes in memory that are not in the file.
@@ -56,7 +56,7 @@ pub(super) struct PendingMetadata {
     /// L2 tables whose L1 entry is not in the file, by index. The value distinguishes successive
     /// tables of one index.
     new_tables: HashMap<usize, u64>,
-    tables_made: u64,
+    tables_created: u64,
     /// Ranges that nothing in memory refers to, but the file may.
     freed: Vec<UnreferencedRange>,
     /// Ranges that neither memory nor the file refers to.
@@ -79,7 +79,7 @@ struct MetadataBatch {
 
 impl PendingMetadata {
     /// Marks a slice dirty.
-    pub(super) fn changed(&mut self, slice: &Arc<L2Slice>) {
+    pub(super) fn mark_dirty(&mut self, slice: &Arc<L2Slice>) {
         if !slice.dirty.swap(true, Relaxed) {
             self.slices.push(Arc::clone(slice));
         }
@@ -88,8 +88,8 @@ impl PendingMetadata {
     /// Records that an L1 entry refers to a new L2 table.
     pub(super) fn new_table(&mut self, index: usize) {
         self.l1_sectors.insert(index / SECTOR_ENTRIES);
-        self.tables_made += 1;
-        self.new_tables.insert(index, self.tables_made);
+        self.tables_created += 1;
+        self.new_tables.insert(index, self.tables_created);
     }
 
     /// Records that a range is no longer referenced in memory.
@@ -97,8 +97,8 @@ impl PendingMetadata {
         // Neighbouring data clusters are merged to one discard; compressed ones share clusters and
         // are not.
         if let Some(last) = self.freed.last_mut()
-            && matches!(freed.held, FreedContent::Data { .. })
-            && last.held == freed.held
+            && matches!(freed.content, FreedContent::Data { .. })
+            && last.content == freed.content
             && last.offset + last.length == freed.offset
         {
             last.length += freed.length;
@@ -141,7 +141,7 @@ impl Qcow2Image {
     }
 
     /// See [`Image::has_volatile_writes`](crate::Image::has_volatile_writes).
-    pub fn would_lose(&self) -> bool {
+    pub fn has_volatile_writes(&self) -> bool {
         self.pending().has_dirty_mappings()
     }
 
@@ -151,7 +151,7 @@ impl Qcow2Image {
     }
 
     /// True if the entries of a range, and everything they depend on, are durable.
-    pub(super) fn is_settled(&self, offset: u64, length: u64) -> bool {
+    pub(super) fn is_durable(&self, offset: u64, length: u64) -> bool {
         // Longer ranges are not examined: a flush costs less.
         const MOST: u64 = 1024;
         let pending = self.pending();
@@ -174,7 +174,7 @@ impl Qcow2Image {
     }
 
     async fn write_tables_to_end(&self) -> Result<bool> {
-        let _turn = self.writing.exclusive(0..1).await;
+        let _lock = self.writing.exclusive(0..1).await;
         self.file.mark_corrupt().await;
         let batch = self.take_batch();
         if self.file.is_corrupt() && !self.read_only {
@@ -185,7 +185,7 @@ impl Qcow2Image {
         let result = self.write_batch(&batch).await;
         match result {
             Ok(flushed) => {
-                self.written(batch);
+                self.complete_batch(batch);
                 Ok(flushed)
             }
             Err(error) => {
@@ -229,7 +229,7 @@ impl Qcow2Image {
         let refcounts = self.refcounts.write(&self.file).await?;
         let result = self.write_in_order(batch, &refcounts).await;
         if result.is_err() {
-            self.refcounts.keep(&refcounts);
+            self.refcounts.restore_dirty(&refcounts);
         }
         result
     }
@@ -288,14 +288,14 @@ impl Qcow2Image {
         Ok(())
     }
 
-    fn written(&self, batch: MetadataBatch) {
+    fn complete_batch(&self, batch: MetadataBatch) {
         let mut pending = self.pending();
         pending.writing = false;
         for (slice, ..) in &batch.slices {
             slice.writing.store(false, Relaxed);
         }
         // A table that was replaced again meanwhile is not in the file.
-        pending.new_tables.retain(|index, made| batch.new_tables.get(index) != Some(made));
+        pending.new_tables.retain(|index, generation| batch.new_tables.get(index) != Some(generation));
         pending.unused.extend(batch.freed);
     }
 
@@ -304,12 +304,12 @@ impl Qcow2Image {
         pending.writing = false;
         for (slice, ..) in &batch.slices {
             slice.writing.store(false, Relaxed);
-            pending.changed(slice);
+            pending.mark_dirty(slice);
         }
         pending.l1_sectors.extend(batch.l1_sectors.iter().map(|(sector, ..)| *sector));
         // Their L1 entries may have reached the file. The tables no longer count as new, so that
         // the next attempt writes their slices after the refcounts.
-        pending.new_tables.retain(|index, made| batch.new_tables.get(index) != Some(made));
+        pending.new_tables.retain(|index, generation| batch.new_tables.get(index) != Some(generation));
         pending.freed.extend(batch.freed);
     }
 
@@ -331,7 +331,7 @@ impl Qcow2Image {
     pub(super) async fn free_unreferenced(&self) -> Result<()> {
         // `quiesce` takes this lock before it closes the gate, so that freeing is never in
         // progress then.
-        let _turn = self.giving.exclusive(0..1).await;
+        let _lock = self.freeing.exclusive(0..1).await;
         let unused = std::mem::take(&mut self.pending().unused);
         if unused.is_empty() {
             return Ok(());
@@ -356,6 +356,6 @@ impl Qcow2Image {
 
     async fn free_range(&self, freed: UnreferencedRange) -> Result<()> {
         let clusters = self.clusters_of(freed.offset, freed.length);
-        self.refcounts.free_clusters(&self.file, &self.overlap, clusters, freed.held).await
+        self.refcounts.free_clusters(&self.file, &self.overlap, clusters, freed.content).await
     }
 }

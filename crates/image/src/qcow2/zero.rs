@@ -45,12 +45,12 @@ impl Qcow2Image {
         let image = self.clone();
         let zero = reactor::spawn_detached(async move {
             {
-                let _pass = image.gate.enter().await;
+                let _guard = image.gate.enter().await;
                 image.check_change(offset, length)?;
                 image.record(offset, length).await?;
                 image.zero_inside(offset, length, options).await?;
             }
-            image.made_durable(offset, length, options.durability).await
+            image.ensure_durable(offset, length, options.durability).await
         });
         zero.await.unwrap_or(Err(Error::SHUTDOWN))
     }
@@ -60,10 +60,10 @@ impl Qcow2Image {
     ///
     /// # Errors
     /// As [`Qcow2Image::write`]; [`Error::UNSUPPORTED`] for version 2, which has no zero clusters.
-    pub async fn hide(&self, offset: u64, length: u64) -> Result<()> {
+    pub async fn write_zero_clusters(&self, offset: u64, length: u64) -> Result<()> {
         let image = self.clone();
         let hide = reactor::spawn_detached(async move {
-            let _pass = image.gate.enter().await;
+            let _guard = image.gate.enter().await;
             image.check_change(offset, length)?;
             let (first, last) = image.whole_clusters(offset, offset + length);
             if image.shape.version < 3 || (first, last) != (offset, offset + length) {
@@ -107,12 +107,12 @@ impl Qcow2Image {
         let image = self.clone();
         let discard = reactor::spawn_detached(async move {
             {
-                let _pass = image.gate.enter().await;
+                let _guard = image.gate.enter().await;
                 image.check_change(offset, length)?;
                 image.record(offset, length).await?;
                 image.discard_inside(offset, length).await?;
             }
-            image.made_durable(offset, length, Durability::Cached).await
+            image.ensure_durable(offset, length, Durability::Cached).await
         });
         discard.await.unwrap_or(Err(Error::SHUTDOWN))
     }
@@ -127,20 +127,20 @@ impl Qcow2Image {
             // or as zeroes.
             return data.discard(first, last.min(data.size_bytes()).saturating_sub(first)).await;
         }
-        let what = match (&self.backing, self.shape.version) {
+        let change = match (&self.backing, self.shape.version) {
             (None, _) => ClusterChange::Unallocated,
             // Otherwise the content of the backing file would become visible again.
             (Some(_), 3..) => ClusterChange::Zero { unmap: true },
             (Some(_), _) => return Ok(()),
         };
-        self.change_clusters(first, last, what).await
+        self.change_clusters(first, last, change).await
     }
 
     /// Makes a range of whole clusters unallocated and frees it at once. Requires that no request
     /// is in flight.
-    pub(super) async fn forget(&self, first: u64, last: u64) -> Result<()> {
+    pub(super) async fn unmap_clusters(&self, first: u64, last: u64) -> Result<()> {
         // In steps, to bound the number of clusters that wait to be freed.
-        let step = self.slice_covers() * 64;
+        let step = self.slice_coverage() * 64;
         let mut at = first;
         while at < last {
             let end = last.min(at.saturating_add(step));
@@ -178,26 +178,26 @@ impl Qcow2Image {
 
     /// Changes the state of whole clusters, one slice at a time. `last` is the end of a cluster or
     /// of the disk.
-    async fn change_clusters(&self, first: u64, last: u64, what: ClusterChange) -> Result<()> {
+    async fn change_clusters(&self, first: u64, last: u64, change: ClusterChange) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let covers = self.slice_covers();
+        let coverage = self.slice_coverage();
         let mut at = first;
         while at < last {
-            let end = last.min((at / covers + 1) * covers);
+            let end = last.min((at / coverage + 1) * coverage);
             let clusters = (end - at).div_ceil(cluster_bytes);
-            let _own = self.guest.exclusive(at..at + clusters * cluster_bytes).await;
+            let _exclusive = self.guest.exclusive(at..at + clusters * cluster_bytes).await;
             // Without an L2 table there is nothing to free, and without a backing file nothing to
             // hide.
             let has_table = self.slice_offset(self.slice_number(at)).is_some();
-            let hides = match what {
+            let hides_backing = match change {
                 ClusterChange::Unallocated => false,
                 ClusterChange::Zero { .. } => self.backing_bytes(at) > 0,
                 ClusterChange::OwnZero => true,
             };
-            if has_table || hides {
+            if has_table || hides_backing {
                 self.writable_l2_table(self.l1_index(at)).await?;
                 self.change_entries(at, clusters, |index, old| {
-                    self.changed(old, what, at + index * cluster_bytes)
+                    self.mapping_after(old, change, at + index * cluster_bytes)
                 })
                 .await?;
             }
@@ -206,9 +206,9 @@ impl Qcow2Image {
         Ok(())
     }
 
-    fn changed(&self, old: ClusterMapping, what: ClusterChange, guest: u64) -> ClusterMapping {
+    fn mapping_after(&self, old: ClusterMapping, change: ClusterChange, guest: u64) -> ClusterMapping {
         let zero = self.shape.all();
-        match what {
+        match change {
             ClusterChange::Unallocated => ClusterMapping::Standard(StandardCluster::UNALLOCATED),
             ClusterChange::OwnZero => {
                 ClusterMapping::Standard(StandardCluster { host: None, copied: false, allocated: 0, zero })
@@ -219,7 +219,7 @@ impl Qcow2Image {
                 {
                     return old;
                 }
-                let kept =
+                let kept_host =
                     match old {
                         // A host cluster that a snapshot shares cannot be kept; in a data file the
                         // offset is fixed anyway.
@@ -229,8 +229,8 @@ impl Qcow2Image {
                         _ => None,
                     };
                 ClusterMapping::Standard(StandardCluster {
-                    host: kept,
-                    copied: kept.is_some(),
+                    host: kept_host,
+                    copied: kept_host.is_some(),
                     allocated: 0,
                     zero,
                 })

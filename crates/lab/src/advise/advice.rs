@@ -119,10 +119,10 @@ fn limit<S: Serializer>(limit: &RateLimit, serializer: S) -> Result<S::Ok, S::Er
 
 impl RateInterval {
     pub(super) fn of(rate: u64, interval: ConfidenceInterval) -> Self {
-        let times = |times: f64| (rate as f64 * times).ceil() as u64;
+        let scaled_rate = |times: f64| (rate as f64 * times).ceil() as u64;
         // The largest scale tried was too small for some draws: there is no upper end.
-        let high = (interval.high.is_finite()).then(|| times(interval.high));
-        Self { low: times(interval.low), high }
+        let high = (interval.high.is_finite()).then(|| scaled_rate(interval.high));
+        Self { low: scaled_rate(interval.low), high }
     }
 
     pub(super) fn shown(self, unit: ReservationUnit) -> String {
@@ -146,12 +146,12 @@ impl GroupMembership {
 
     fn shown(&self) -> String {
         let Self { group, weight, iops_reservation, bps_reservation } = self;
-        let promised = match (iops_reservation, bps_reservation) {
+        let reservation = match (iops_reservation, bps_reservation) {
             (0, 0) => String::new(),
             (0, bytes) => format!(", reservation bps {}", settings::exact_size(*bytes)),
             (operations, _) => format!(", reservation iops {operations}"),
         };
-        format!("weight {weight} in {group}{promised}")
+        format!("weight {weight} in {group}{reservation}")
     }
 }
 
@@ -186,7 +186,7 @@ impl Advice {
         for table in [
             self.smallest(ReservationUnit::Iops),
             self.smallest(ReservationUnit::Bps),
-            self.felt(),
+            self.results_table(),
             self.packed(),
         ] {
             text.push(table.render(false));
@@ -206,7 +206,7 @@ impl Advice {
     }
 
     fn smallest(&self, unit: ReservationUnit) -> TextTable {
-        let (name, of): (_, fn(&TenantAdvice) -> &Option<SmallestLimit>) = match unit {
+        let (name, smallest_of): (_, fn(&TenantAdvice) -> &Option<SmallestLimit>) = match unit {
             ReservationUnit::Iops => ("IOPS-TOTAL", |line| &line.smallest_iops),
             ReservationUnit::Bps => ("BPS-TOTAL", |line| &line.smallest_bps),
         };
@@ -215,7 +215,7 @@ impl Advice {
             &["REQUESTS", name, "BETWEEN", "BURST", "WITHOUT BURST"],
         ));
         for line in &self.tenants {
-            if let Some(smallest) = of(line) {
+            if let Some(smallest) = smallest_of(line) {
                 let mut row = vec![shown(line), line.requests.to_string()];
                 row.extend(smallest.cells(unit));
                 table.row(row);
@@ -224,7 +224,7 @@ impl Advice {
         table
     }
 
-    fn felt(&self) -> TextTable {
+    fn results_table(&self) -> TextTable {
         let percentile = self.keep.to_uppercase();
         let wait = format!("WAIT {percentile}");
         let numbers = ["IOPS", "BYTES/S", "P50", &percentile, "WAIT P50", &wait, "WAITED"];
@@ -239,9 +239,9 @@ impl Advice {
             };
             // The target is judged with the advice only; the first row is for comparison.
             let rows = [("as it is".to_owned(), line.before, None), (set, line.after, line.kept)];
-            for (with, felt, kept) in rows {
-                let Some(felt) = felt else { continue };
-                let target = match kept {
+            for (with, figures, meets_target) in rows {
+                let Some(figures) = figures else { continue };
+                let target = match meets_target {
                     None => "",
                     Some(_) if !line.asked => "not asked",
                     Some(true) => "kept",
@@ -250,13 +250,13 @@ impl Advice {
                 table.row(vec![
                     shown(line),
                     with,
-                    figures::count(felt.iops),
-                    figures::bytes(felt.bps),
-                    figures::time(felt.latency_p50_ns),
-                    figures::time(felt.latency_ns),
-                    figures::time(felt.wait_p50_ns),
-                    figures::time(felt.wait_ns),
-                    figures::share(felt.held),
+                    figures::count(figures.iops),
+                    figures::bytes(figures.bps),
+                    figures::time(figures.latency_p50_ns),
+                    figures::time(figures.latency_ns),
+                    figures::time(figures.wait_p50_ns),
+                    figures::time(figures.wait_ns),
+                    figures::share(figures.held),
                     target.to_owned(),
                 ]);
             }

@@ -111,25 +111,25 @@ pub(super) fn measure_rates(
     rates: &[f64],
     wait_s: f64,
 ) -> Vec<RateHistogram> {
-    let lane = |&rate: &f64| RateHistogram {
+    let histogram = |&rate: &f64| RateHistogram {
         level: UnboundedBucket::new(rate, unit),
         counts: vec![0; STEPS],
         over: 0,
     };
-    let mut lanes: Vec<RateHistogram> = rates.iter().map(lane).collect();
+    let mut lanes: Vec<RateHistogram> = rates.iter().map(histogram).collect();
     let mut before = 0;
     for (at_ns, units) in demand {
         let after_s = (at_ns - before) as f64 / 1e9;
         before = at_ns;
-        for lane in &mut lanes {
-            let found_s = lane.level.arrive(after_s, units);
-            lane.over += u64::from(exceeds(found_s, NO_BURST_S, wait_s));
+        for histogram in &mut lanes {
+            let found_s = histogram.level.arrive(after_s, units);
+            histogram.over += u64::from(exceeds(found_s, NO_BURST_S, wait_s));
             // The bits of a positive float order like its value: exponent and leading mantissa bits
             // select the step.
             let step = (found_s.to_bits() >> (52 - STEP_BITS)).wrapping_sub(FIRST);
             // Waits below the first step wrap around to an index out of range: they are not
             // counted.
-            if let Some(count) = lane.counts.get_mut(step as usize) {
+            if let Some(count) = histogram.counts.get_mut(step as usize) {
                 *count = count.saturating_add(1);
             }
         }
@@ -158,16 +158,16 @@ impl LimitBuckets {
     }
 
     /// A bucket with scaled rates and unchanged burst length.
-    pub(super) fn scaled(limit: RateLimit, unit: ReservationUnit, times: f64) -> Self {
+    pub(super) fn scaled(limit: RateLimit, unit: ReservationUnit, factor: f64) -> Self {
         let RateLimit { rate, burst_rate, burst_length_s } = limit;
         // As in `policy`: a burst enlarges the bucket to its rate times its length.
         let size_s = match burst_rate {
             0 => NO_BURST_S,
             _ => burst_rate as f64 * burst_length_s as f64 / rate as f64,
         };
-        let level = UnboundedBucket::new(rate as f64 * times, unit);
+        let level = UnboundedBucket::new(rate as f64 * factor, unit);
         // A slice is defined by the rate, also for the burst bucket.
-        let burst = UnboundedBucket { rate: burst_rate as f64 * times, ..level };
+        let burst = UnboundedBucket { rate: burst_rate as f64 * factor, ..level };
         Self { level, size_s, burst: (burst_rate > 0 && burst_length_s > 1).then_some(burst) }
     }
 
@@ -205,10 +205,10 @@ pub(super) fn late_requests(
     demand: impl Iterator<Item = (u64, f64)>,
     unit: ReservationUnit,
     limit: RateLimit,
-    times: f64,
+    factor: f64,
     wait_s: f64,
 ) -> u64 {
-    let (mut buckets, mut before) = (LimitBuckets::scaled(limit, unit, times), 0);
+    let (mut buckets, mut before) = (LimitBuckets::scaled(limit, unit, factor), 0);
     let mut over = 0;
     for (at_ns, units) in demand {
         over += u64::from(buckets.exceeds((at_ns - before) as f64 / 1e9, units, wait_s));

@@ -78,7 +78,7 @@ impl TraceArrivals {
     pub(super) fn read(
         source: &mut dyn RecordSource,
         stop: &AtomicBool,
-        tell: &dyn Fn(u64),
+        report_progress: &dyn Fn(u64),
     ) -> anyhow::Result<Self> {
         let (mut arrivals, mut records) = (Self::default(), Vec::with_capacity(BATCH));
         loop {
@@ -97,7 +97,7 @@ impl TraceArrivals {
                     arrivals.measure(record, measured);
                 }
             }
-            tell(arrivals.requests);
+            report_progress(arrivals.requests);
             // An error after the first request leaves a usable, partial trace.
             match filled {
                 Err(error) if arrivals.requests == 0 => return Err(error),
@@ -240,7 +240,7 @@ impl Iterator for MergedArrivals<'_> {
         let place = first.0.1;
         // Replacing the top of the heap in place costs one sift instead of a pop and a push.
         let (disk, iter, arrival) = &mut self.sources[place];
-        let told = (*disk, *arrival);
+        let earliest = (*disk, *arrival);
         match iter.next() {
             Some(next) => {
                 *arrival = next;
@@ -248,7 +248,7 @@ impl Iterator for MergedArrivals<'_> {
             }
             None => drop(std::collections::binary_heap::PeekMut::pop(first)),
         }
-        Some(told)
+        Some(earliest)
     }
 }
 

@@ -100,7 +100,7 @@ pub(super) fn limit_interval(
     let step = (WIDEST / NARROWEST).powf(1.0 / (SCALES - 1) as f64);
     let scales: Vec<f64> = (0..SCALES).map(|index| NARROWEST * step.powi(index as i32)).collect();
     let mut lanes: Vec<LimitBuckets> =
-        scales.iter().map(|&times| LimitBuckets::scaled(limit, unit, times)).collect();
+        scales.iter().map(|&factor| LimitBuckets::scaled(limit, unit, factor)).collect();
     let mut parts = vec![BlockHistogram::default(); blocks.count];
     let mut before = 0;
     for (at_ns, units) in demand {
@@ -151,15 +151,15 @@ pub(super) fn limit_interval(
 
 /// The smallest scale that suffices for a part fuller than the fullest, by the spread of the parts.
 fn scale_for_unseen(parts: &[BlockHistogram], target: &LatencyTarget) -> usize {
-    let times = student_quantile(parts.len() - 1);
-    let does = |scale: usize| {
+    let quantile = student_quantile(parts.len() - 1);
+    let suffices = |scale: usize| {
         let full = parts.iter().map(|part| part.full_at(scale, target));
         // Sample variance with n - 1, since the mean is estimated from the same parts.
         let mean = full.clone().sum::<f64>() / parts.len() as f64;
         let variance = full.clone().map(|full| (full - mean).powi(2)).sum::<f64>() / (parts.len() - 1) as f64;
-        full.fold(0.0, f64::max) + times * variance.sqrt() <= 1.0
+        full.fold(0.0, f64::max) + quantile * variance.sqrt() <= 1.0
     };
-    (0..SCALES).find(|&scale| does(scale)).unwrap_or(SCALES)
+    (0..SCALES).find(|&scale| suffices(scale)).unwrap_or(SCALES)
 }
 
 /// The 0.995 quantile of Student's distribution (Abramowitz and Stegun, 26.7.5; 3 % too low for
@@ -182,7 +182,7 @@ pub(super) fn interval_of_tried(
 ) -> Option<(f64, f64)> {
     let blocks = tried.first()?.1.first()?.0.len();
     // Blocks without judged requests carry no information about the target.
-    let any = |block: &usize| tried.iter().any(|(_, judged)| judged.iter().any(|(_, all)| all[*block] > 0));
+    let any = |block: &usize| tried.iter().any(|(_, late_requests)| late_requests.iter().any(|(_, all)| all[*block] > 0));
     let blocks: Vec<usize> = (0..blocks).filter(any).collect();
     if blocks.len() < MIN_BLOCKS {
         return None;
@@ -192,13 +192,13 @@ pub(super) fn interval_of_tried(
     for _ in 0..DRAWS {
         // The same draw is applied to all levels and tenants, which keeps them comparable.
         let drawn: Vec<usize> = blocks.iter().map(|_| blocks[random.usize(..blocks.len())]).collect();
-        let holds = |judged: &LateRequests| {
-            judged.iter().all(|(over, all)| {
-                let sum = |of: &[u32]| drawn.iter().map(|&block| u64::from(of[block])).sum::<u64>();
+        let holds = |late_requests: &LateRequests| {
+            late_requests.iter().all(|(over, all)| {
+                let sum = |counts: &[u32]| drawn.iter().map(|&block| u64::from(counts[block])).sum::<u64>();
                 sum(over) <= target.allowed_late(sum(all))
             })
         };
-        let holding = tried.iter().filter(|(_, judged)| holds(judged)).map(|(level, _)| *level);
+        let holding = tried.iter().filter(|(_, late_requests)| holds(late_requests)).map(|(level, _)| *level);
         let best = if is_highest { holding.reduce(f64::max) } else { holding.reduce(f64::min) };
         found.push(best.unwrap_or(if is_highest { 0.0 } else { f64::INFINITY }));
     }

@@ -41,7 +41,7 @@ const CLOSE: f64 = 1.02;
 /// Number of times that a plan failing on the whole trace is tightened, by a twentieth each.
 const TIGHTENINGS: usize = 6;
 /// Factor below which harm counts as less.
-const LESS: f64 = 0.95;
+const HARM_RATIO: f64 = 0.95;
 
 /// Settings for the tenants of a device.
 #[derive(Clone, Debug)]
@@ -59,10 +59,10 @@ pub(super) struct NeighbourAdvice {
     pub(super) plan: NeighbourPlan,
     /// Simulated results, in the order of the neighbours.
     pub(super) results: Vec<TrialResult>,
-    pub(super) is_kept: bool,
+    pub(super) meets_target: bool,
     /// The shortest time of a target that all could keep, of all plans tried; set if the target is
     /// missed.
-    pub(super) could_ns: Option<u64>,
+    pub(super) reachable_ns: Option<u64>,
     /// Confidence interval of the limits, or of the group's limit.
     pub(super) interval: Option<ConfidenceInterval>,
 }
@@ -88,8 +88,8 @@ pub(super) struct Neighbours<'a> {
     search: AdviseSearch<'a>,
     tenants: &'a [usize],
     loads: Vec<TenantLoad>,
-    kept: Vec<bool>,
-    room: TenantWorld,
+    has_target: Vec<bool>,
+    tenant_world: TenantWorld,
     disks: Vec<usize>,
     /// The group with limits that contains all of them.
     common: Option<usize>,
@@ -105,42 +105,42 @@ struct TriedPlan {
     level: Option<f64>,
     worst_ns: u64,
     /// Requests of the unlimited tenants, and of the limited ones.
-    judged: [LateRequests; 2],
+    late_requests: [LateRequests; 2],
 }
 
 /// Factors around the level found, tried for the confidence interval.
-const BESIDE: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0];
+const LEVEL_FACTORS: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0];
 
 /// The unit in which a tenant uses more of its device or groups; seconds of the whole for one unit,
 /// and for all units.
 pub(super) fn cost(search: &AdviseSearch<'_>, tenant: usize) -> (ReservationUnit, f64, f64) {
-    let of = &search.tenants.tenants[tenant];
-    let place = search.tenants.world.disks[search.tenants.disks[of.disks[0]]].place;
+    let details = &search.tenants.tenants[tenant];
+    let place = search.tenants.world.disks[search.tenants.disks[details.disks[0]]].place;
     // Comparing full and minimal lengths shows whether operations or bytes dominate the service
     // time.
     let world = &search.tenants.world;
     let worked_s = |with_length: bool| {
         let mut devices = SimulatedDevices::default();
         devices.follow(&world.stations, &world.budgets);
-        for arrival in of.disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter()) {
+        for arrival in details.disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter()) {
             // One sector: the service time of a request without its payload.
             let length = if with_length { arrival.length } else { arrival.length.min(512) };
             devices.begin(place, arrival.op, length, 0);
         }
         devices.worked_ns(place, u64::MAX / 2) as f64 / 1e9
     };
-    let (whole, small) = (worked_s(true), worked_s(false));
+    let (total_s, small) = (worked_s(true), worked_s(false));
     // Fixed costs dominate if minimal requests take more than half of the time.
-    let of_device = (if small >= whole / 2.0 { ReservationUnit::Iops } else { ReservationUnit::Bps }, whole);
-    let groups = search.tenants.limited_around(tenant).map(|group| &world.groups[group].hold.limits);
+    let of_device = (if small >= total_s / 2.0 { ReservationUnit::Iops } else { ReservationUnit::Bps }, total_s);
+    let groups = search.tenants.limited_around(tenant).map(|group| &world.groups[group].settings.limits);
     let of_groups = groups
-        .flat_map(|limits| LimitKind::ALL.map(|kind| seconds_of_limit(search, &of.disks, limits, kind)));
-    let (unit, whole) = std::iter::once(of_device)
+        .flat_map(|limits| LimitKind::ALL.map(|kind| seconds_of_limit(search, &details.disks, limits, kind)));
+    let (unit, total_s) = std::iter::once(of_device)
         .chain(of_groups)
         .max_by(|one, other| one.1.total_cmp(&other.1))
         .expect("there is one");
-    let units = amount(search.arrivals, &of.disks, unit).units.max(1) as f64;
-    (unit, whole / units, whole)
+    let units = amount(search.arrivals, &details.disks, unit).units.max(1) as f64;
+    (unit, total_s / units, total_s)
 }
 
 /// Seconds in which a limit admits as much as these disks request.
@@ -181,10 +181,10 @@ impl<'a> Neighbours<'a> {
             let steady = smallest.map_or(f64::INFINITY, |smallest| smallest.steady as f64);
             TenantLoad { unit, unit_s, steady, units, work_s }
         };
-        let room = search.tenants.world_of(&search.tenants.bare, tenants);
+        let tenant_world = search.tenants.world_of(&search.tenants.unlimited_world, tenants);
         let disks: Vec<usize> =
             tenants.iter().flat_map(|&tenant| search.tenants.tenants[tenant].disks.iter().copied()).collect();
-        let kept = tenants
+        let has_target = tenants
             .iter()
             .map(|&tenant| search.tenants.tenants[tenant].has_target && needs[tenant].is_some())
             .collect::<Vec<_>>();
@@ -192,8 +192,8 @@ impl<'a> Neighbours<'a> {
             search,
             tenants,
             loads: tenants.iter().map(load).collect(),
-            kept,
-            room,
+            has_target,
+            tenant_world,
             disks,
             common: search.tenants.common_group(tenants),
             blocks: Vec::new(),
@@ -207,14 +207,14 @@ impl<'a> Neighbours<'a> {
 
     /// Selects the blocks with the most late requests; all blocks of a short trace.
     fn choose_blocks(&mut self, before: &[TrialResult]) {
-        let judge = &self.search.criterion;
-        let mut requests = vec![0_u64; judge.blocks.count];
+        let criterion = &self.search.criterion;
+        let mut requests = vec![0_u64; criterion.blocks.count];
         for (_, arrival) in self.search.arrivals.merged(&self.disks) {
-            requests[judge.blocks.of(arrival.at_ns)] += 1;
+            requests[criterion.blocks.of(arrival.at_ns)] += 1;
         }
         let over = |block: usize| {
-            let kept = before.iter().zip(&self.kept).filter(|(_, is_kept)| **is_kept);
-            kept.map(|(felt, _)| u64::from(felt.over_in[block])).sum::<u64>()
+            let targeted = before.iter().zip(&self.has_target).filter(|(_, has_target)| **has_target);
+            targeted.map(|(result, _)| u64::from(result.late_in[block])).sum::<u64>()
         };
         let mut order: Vec<usize> = (0..requests.len()).collect();
         order.sort_by_key(|&block| std::cmp::Reverse(over(block)));
@@ -228,15 +228,15 @@ impl<'a> Neighbours<'a> {
                 self.blocks[block] = true;
             }
         }
-        let allowed = |felt: &TrialResult| {
-            let of_blocks = felt.over_in.iter().zip(&self.blocks);
+        let allowed = |result: &TrialResult| {
+            let of_blocks = result.late_in.iter().zip(&self.blocks);
             let inside: u64 = of_blocks.filter(|(_, is_in)| **is_in).map(|(over, _)| u64::from(*over)).sum();
-            let allowed = judge.target.allowed_late(felt.requests);
+            let allowed = criterion.target.allowed_late(result.requests);
             // Blocks that are not searched keep their share of the allowance.
-            if felt.late == 0 {
+            if result.late == 0 {
                 allowed
             } else {
-                (u128::from(allowed) * u128::from(inside) / u128::from(felt.late)) as u64
+                (u128::from(allowed) * u128::from(inside) / u128::from(result.late)) as u64
             }
         };
         self.allowed = before.iter().map(allowed).collect();
@@ -244,10 +244,10 @@ impl<'a> Neighbours<'a> {
 
     fn limited(&self, level: f64) -> Vec<Option<Limits>> {
         let is_for_some = self.search.tenants.tenants.iter().any(|tenant| !tenant.has_target);
-        let limit = |(load, &is_kept): (&TenantLoad, &bool)| {
+        let limit = |(load, &has_target): (&TenantLoad, &bool)| {
             let rate = level / load.unit_s;
             // A tenant with a target is spared only if other tenants have none.
-            let spared = is_for_some && is_kept || rate >= load.steady || !rate.is_finite();
+            let spared = is_for_some && has_target || rate >= load.steady || !rate.is_finite();
             (!spared).then(|| {
                 let mut by_unit = [None; 2];
                 by_unit[load.unit.index()] =
@@ -255,7 +255,7 @@ impl<'a> Neighbours<'a> {
                 limits_of(by_unit)
             })
         };
-        self.loads.iter().zip(&self.kept).map(limit).collect()
+        self.loads.iter().zip(&self.has_target).map(limit).collect()
     }
 
     fn at_level(&self, level: f64) -> NeighbourPlan {
@@ -265,7 +265,7 @@ impl<'a> Neighbours<'a> {
     /// Simulates a plan, on the searched blocks or on everything.
     fn run(&self, plan: &NeighbourPlan, everything: bool) -> anyhow::Result<Vec<TrialResult>> {
         let world = self.world(plan);
-        let TenantWorld { disks, tenant_of, .. } = &self.room;
+        let TenantWorld { disks, tenant_of, .. } = &self.tenant_world;
         let trial = SimulatedTrial { world: &world, disks, tenants: tenant_of, count: self.tenants.len() };
         let blocks = self.search.criterion.blocks;
         let arrivals = self.search.arrivals.merged(&self.disks);
@@ -275,20 +275,20 @@ impl<'a> Neighbours<'a> {
     }
 
     fn world(&self, plan: &NeighbourPlan) -> WorldSpec {
-        let house = self.search.tenants;
-        let mut world = house.bare.clone();
+        let tenants = self.search.tenants;
+        let mut world = tenants.unlimited_world.clone();
         for (&tenant, limits) in self.tenants.iter().zip(&plan.limits) {
             if let Some(limits) = limits {
-                house.set_limits(&mut world, tenant, *limits);
+                tenants.set_limits(&mut world, tenant, *limits);
             }
         }
         if let Some((_, shares)) = &plan.group {
             self.tenants
                 .iter()
                 .zip(shares)
-                .for_each(|(&tenant, share)| house.share(&mut world, tenant, *share));
+                .for_each(|(&tenant, share)| tenants.share(&mut world, tenant, *share));
         }
-        let mut world = house.world_of(&world, self.tenants).world;
+        let mut world = tenants.world_of(&world, self.tenants).world;
         if let Some((limits, _)) = &plan.group
             // An existing group keeps its limits; only the shares in it change.
             && self.common.is_none()
@@ -299,30 +299,30 @@ impl<'a> Neighbours<'a> {
     }
 
     /// True if all tenants with a target keep it, among those that `is_asked` selects.
-    fn keeps(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> bool {
-        let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
-        asked.all(|(place, felt)| felt.late <= self.allowed[place])
+    fn keeps(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> bool {
+        let mut selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        selected.all(|(place, result)| result.late <= self.allowed[place])
     }
 
-    fn worst_ns(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> u64 {
-        let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
-        asked
-            .map(|(_, felt)| if felt.abandoned { u64::MAX } else { felt.judged_ns(&self.search.criterion) })
+    fn worst_ns(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> u64 {
+        let selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        selected
+            .map(|(_, result)| if result.abandoned { u64::MAX } else { result.judged_ns(&self.search.criterion) })
             .max()
             .unwrap_or(0)
     }
 
-    fn record_tried(&mut self, level: Option<f64>, plan: &NeighbourPlan, felt: &[TrialResult]) {
-        let worst_ns = self.worst_ns(felt, |_| true);
-        let judged = [false, true]
-            .map(|is_limited| self.judged(felt, |place| plan.limits[place].is_some() == is_limited));
-        self.tried.push(TriedPlan { level, worst_ns, judged });
+    fn record_tried(&mut self, level: Option<f64>, plan: &NeighbourPlan, results: &[TrialResult]) {
+        let worst_ns = self.worst_ns(results, |_| true);
+        let late_requests = [false, true]
+            .map(|is_limited| self.late_requests(results, |place| plan.limits[place].is_some() == is_limited));
+        self.tried.push(TriedPlan { level, worst_ns, late_requests });
     }
 
     /// Late and all requests by block, of the tenants with a target that `is_asked` selects.
-    fn judged(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> LateRequests {
-        let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
-        asked.map(|(_, felt)| (felt.over_in.clone(), felt.requests_in.clone())).collect()
+    fn late_requests(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> LateRequests {
+        let selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        selected.map(|(_, result)| (result.late_in.clone(), result.requests_in.clone())).collect()
     }
 
     /// True if all blocks are searched: only then do blocks represent days.
@@ -336,12 +336,12 @@ impl<'a> Neighbours<'a> {
             return Ok(None);
         }
         // Adds levels around the result, between which the bootstrap can place the boundary.
-        for times in BESIDE {
-            self.try_level(level * times)?;
+        for factor in LEVEL_FACTORS {
+            self.try_level(level * factor)?;
         }
         let tried = self.tried.iter_mut().filter_map(|tried| {
-            let judged = std::mem::take(&mut tried.judged[usize::from(!is_highest)]);
-            tried.level.map(|level| (level, judged)).filter(|(_, judged)| !judged.is_empty())
+            let late_requests = std::mem::take(&mut tried.late_requests[usize::from(!is_highest)]);
+            tried.level.map(|level| (level, late_requests)).filter(|(_, judged)| !judged.is_empty())
         });
         let tried: Vec<_> = tried.collect();
         let found = interval_of_tried(&tried, is_highest, &self.search.criterion.target);
@@ -350,12 +350,12 @@ impl<'a> Neighbours<'a> {
 
     fn try_level(&mut self, level: f64) -> anyhow::Result<(bool, bool)> {
         let plan = self.at_level(level);
-        let felt = self.run(&plan, false)?;
-        self.record_tried(Some(level), &plan, &felt);
+        let results = self.run(&plan, false)?;
+        self.record_tried(Some(level), &plan, &results);
         let left_alone = |place: usize| plan.limits[place].is_none();
         // A trial is abandoned when too many requests wait, which are those of limited tenants.
-        let is_whole = felt.iter().all(|felt| !felt.abandoned);
-        Ok((self.keeps(&felt, left_alone), is_whole && self.keeps(&felt, |place| !left_alone(place))))
+        let is_whole = results.iter().all(|result| !result.abandoned);
+        Ok((self.keeps(&results, left_alone), is_whole && self.keeps(&results, |place| !left_alone(place))))
     }
 
     /// The best plan, confirmed on the whole trace.
@@ -365,12 +365,12 @@ impl<'a> Neighbours<'a> {
         if let Some((level, is_highest)) = by_level {
             // Before confirming: the interval is about the search's level, not the tightened one.
             interval = self.interval(level, is_highest)?;
-            best = Some(self.confirm(|this, step| this.at_level(level * 0.95_f64.powi(step)))?);
+            best = Some(self.confirm(|neighbours, step| neighbours.at_level(level * 0.95_f64.powi(step)))?);
             let limited: Vec<bool> = self.limited(level).iter().map(Option::is_some).collect();
             for group in [self.by_weight(&limited)?, self.by_reservation(&limited)?].into_iter().flatten() {
                 let (size, shares) = group;
                 let of_group =
-                    self.confirm(|this, step| this.grouped(size * 0.95_f64.powi(step), &shares))?;
+                    self.confirm(|neighbours, step| neighbours.grouped(size * 0.95_f64.powi(step), &shares))?;
                 if best.as_ref().is_none_or(|before| self.is_better(&of_group, before, &limited)) {
                     interval = self.interval_of_group(size, &shares, &limited)?;
                     best = Some(of_group);
@@ -379,25 +379,25 @@ impl<'a> Neighbours<'a> {
         }
         // Weights in the existing group need no new limit; tried last, and preferred only if
         // better.
-        if let Some(weighed) = self.by_own_weight()? {
+        if let Some(weighed) = self.by_existing_group_weight()? {
             let limited: Vec<bool> = self.limited(LOWEST).iter().map(Option::is_some).collect();
             if best.as_ref().is_none_or(|before| self.is_better(&weighed, before, &limited)) {
                 (best, interval) = (Some(weighed), None);
             }
         }
-        let (plan, felt, is_kept) = match best {
+        let (plan, results, meets_target) = match best {
             Some(best) => best,
             None => {
                 // No level suffices, even with all others limited to the minimum.
                 let plan = NeighbourPlan { limits: vec![None; self.tenants.len()], group: None };
-                let felt = self.run(&plan, true)?;
-                (plan, felt, false)
+                let results = self.run(&plan, true)?;
+                (plan, results, false)
             }
         };
-        let could_ns = (!is_kept)
+        let reachable_ns = (!meets_target)
             .then(|| self.tried.iter().map(|tried| tried.worst_ns).filter(|&ns| ns < u64::MAX).min())
             .flatten();
-        Ok(NeighbourAdvice { plan, results: felt, is_kept, could_ns, interval })
+        Ok(NeighbourAdvice { plan, results, meets_target, reachable_ns, interval })
     }
 
     /// Searches the level, with true for the highest that suffices and false for the lowest. `None`
@@ -407,7 +407,7 @@ impl<'a> Neighbours<'a> {
             .loads
             .iter()
             .map(|load| load.steady * load.unit_s)
-            .filter(|it| it.is_finite())
+            .filter(|level| level.is_finite())
             .fold(1.0, f64::max);
         // Bisection on a logarithmic scale.
         // If even the strictest limits do not help, the search need not bisect.
@@ -419,17 +419,17 @@ impl<'a> Neighbours<'a> {
             let middle = (low * high).sqrt();
             if self.try_level(middle)?.0 { low = middle } else { high = middle }
         }
-        let most = low;
+        let max_level = low;
         // The limited tenants with a target miss it: no level suits both sides.
-        if !self.try_level(most)?.1 {
-            self.balance(most, highest)?;
-            return Ok(Some((most, true)));
+        if !self.try_level(max_level)?.1 {
+            self.balance(max_level, highest)?;
+            return Ok(Some((max_level, true)));
         }
         // Some limited tenant has no target: the highest level harms it least.
-        if self.limited(most).iter().zip(&self.kept).any(|(limits, is_kept)| limits.is_some() && !is_kept) {
-            return Ok(Some((most, true)));
+        if self.limited(max_level).iter().zip(&self.has_target).any(|(limits, has_target)| limits.is_some() && !has_target) {
+            return Ok(Some((max_level, true)));
         }
-        let (mut low, mut high) = (LOWEST, most);
+        let (mut low, mut high) = (LOWEST, max_level);
         while high / low > CLOSE {
             let middle = (low * high).sqrt();
             if self.try_level(middle)?.1 { high = middle } else { low = middle }
@@ -444,10 +444,10 @@ impl<'a> Neighbours<'a> {
         for _ in 0..6 {
             let middle = (low * high).sqrt();
             let plan = self.at_level(middle);
-            let felt = self.run(&plan, false)?;
-            self.record_tried(Some(middle), &plan, &felt);
-            let limited = self.worst_ns(&felt, |place| plan.limits[place].is_some());
-            if limited > self.worst_ns(&felt, |place| plan.limits[place].is_none()) {
+            let results = self.run(&plan, false)?;
+            self.record_tried(Some(middle), &plan, &results);
+            let limited = self.worst_ns(&results, |place| plan.limits[place].is_some());
+            if limited > self.worst_ns(&results, |place| plan.limits[place].is_none()) {
                 low = middle;
             } else {
                 high = middle;
@@ -462,16 +462,16 @@ impl<'a> Neighbours<'a> {
         let mut step = 0;
         loop {
             let plan = plan(self, step);
-            let felt = self.run(&plan, true)?;
+            let results = self.run(&plan, true)?;
             let target = self.search.criterion.target;
-            let holds = |place: usize| !self.kept[place] || felt[place].holds(&target);
+            let holds = |place: usize| !self.has_target[place] || results[place].holds(&target);
             let places = 0..self.tenants.len();
-            let is_kept = places.clone().all(holds);
+            let meets_target = places.clone().all(holds);
             // Tightening helps unlimited tenants only; without one that is late it can stop.
             let is_tight = places.clone().all(|place| plan.limits[place].is_some() || holds(place));
             step += 1;
-            if is_kept || is_tight && plan.group.is_none() || step as usize > TIGHTENINGS {
-                return Ok((plan, felt, is_kept));
+            if meets_target || is_tight && plan.group.is_none() || step as usize > TIGHTENINGS {
+                return Ok((plan, results, meets_target));
             }
         }
     }
@@ -479,24 +479,24 @@ impl<'a> Neighbours<'a> {
     /// True if `one` keeps the target and `other` does not, or if it does less harm to the limited
     /// tenants.
     fn is_better(&self, one: &ConfirmedPlan, other: &ConfirmedPlan, limited: &[bool]) -> bool {
-        let harm = |felt: &[TrialResult]| {
+        let harm = |results: &[TrialResult]| {
             let limited = (0..self.tenants.len()).filter(|&place| limited[place]);
-            limited.map(|place| felt[place].latency.mean()).fold(0.0, f64::max)
+            limited.map(|place| results[place].latency.mean()).fold(0.0, f64::max)
         };
         match (one.2, other.2) {
             (true, false) => true,
             (false, true) => false,
-            (true, true) => harm(&one.1) < LESS * harm(&other.1),
+            (true, true) => harm(&one.1) < HARM_RATIO * harm(&other.1),
             // Neither keeps the target for all: it must at least be kept for the unlimited tenants.
             (false, false) => {
-                self.keeps_all(&one.1, |place| !limited[place]) && harm(&one.1) < LESS * harm(&other.1)
+                self.keeps_all(&one.1, |place| !limited[place]) && harm(&one.1) < HARM_RATIO * harm(&other.1)
             }
         }
     }
 
-    fn keeps_all(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> bool {
+    fn keeps_all(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> bool {
         let target = self.search.criterion.target;
-        let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
-        asked.all(|(_, felt)| felt.holds(&target))
+        let mut selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        selected.all(|(_, result)| result.holds(&target))
     }
 }

@@ -22,7 +22,7 @@ use super::{
 /// Bound on identical devices.
 const MAX_DEVICES: usize = 1000;
 /// Number of disks above which the exhaustive search is skipped.
-const MAX_IN_ALL_WAYS: usize = 64;
+const MAX_EXHAUSTIVE_DISKS: usize = 64;
 /// Requests simulated in an exhaustive search before it is abandoned.
 const MAX_TRIED: u64 = 5_000_000;
 /// Thresholds of utilization, tried in this order.
@@ -38,7 +38,7 @@ pub(super) enum AvailableDevices {
 }
 
 impl AvailableDevices {
-    fn most(&self) -> usize {
+    fn max_count(&self) -> usize {
         match self {
             Self::Any(_) => MAX_DEVICES,
             Self::These(these) => these.len(),
@@ -76,7 +76,7 @@ pub(super) struct Packing {
 /// Packs all tenants that have requests.
 pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> anyhow::Result<Packing> {
     let packer = Packer::new(search, devices);
-    let mut packing = Packing { devices: Vec::new(), left_over: Vec::new(), at_least: packer.at_least() };
+    let mut packing = Packing { devices: Vec::new(), left_over: Vec::new(), at_least: packer.min_devices() };
     let mut order = Vec::new();
     for tenant in 0..search.tenants.tenants.len() {
         if search.tenants.tenants[tenant]
@@ -107,8 +107,8 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
     }
     // Fewer devices, evenly loaded; exhaustively if the disks are few.
     // Any further result must use fewer devices than the first fit, if that succeeded.
-    let most = best.as_ref().map_or(devices.most().min(order.len()), |bins| used(bins).saturating_sub(1));
-    for count in (packing.at_least.max(1)..=most).take(if order.is_empty() { 0 } else { MAX_DEVICES }) {
+    let max_devices = best.as_ref().map_or(devices.max_count().min(order.len()), |bins| used(bins).saturating_sub(1));
+    for count in (packing.at_least.max(1)..=max_devices).take(if order.is_empty() { 0 } else { MAX_DEVICES }) {
         let bins = packer.spread(&order, count);
         let bins =
             if packer.all_keep_target(&bins)? { Some(bins) } else { packer.exhaustive(&order, count)? };
@@ -124,9 +124,9 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
     };
     for (device, mut tenants) in bins.into_iter().enumerate().filter(|(_, tenants)| !tenants.is_empty()) {
         tenants.sort_unstable();
-        let felt = packer.run(device, &tenants)?;
+        let results = packer.run(device, &tenants)?;
         let busiest = packer.busiest(device, &tenants);
-        packing.devices.push(DeviceAssignment { device, tenants, results: felt, busiest });
+        packing.devices.push(DeviceAssignment { device, tenants, results, busiest });
     }
     Ok(packing)
 }
@@ -196,13 +196,13 @@ impl<'a> Packer<'a> {
     }
 
     /// Lower bound from the total work: work left at the end of the trace is later than any target.
-    fn at_least(&self) -> usize {
+    fn min_devices(&self) -> usize {
         let length_s = (self.search.arrivals.length_ns as f64 / 1e9).max(self.part_s);
         // The most favourable kind of device gives a valid lower bound for a mixed inventory.
         let all = |kind: usize| self.work[kind].iter().flatten().sum::<f64>() / length_s;
-        let least = self.kinds().map(all).fold(f64::INFINITY, f64::min);
+        let min_devices = self.kinds().map(all).fold(f64::INFINITY, f64::min);
         // Tolerates a small backlog at the end.
-        ((least - 0.05).ceil() as usize).max(1)
+        ((min_devices - 0.05).ceil() as usize).max(1)
     }
 
     fn first_fit(&self, order: &[usize], full: f64) -> Option<Vec<Vec<usize>>> {
@@ -217,7 +217,7 @@ impl<'a> Packer<'a> {
                 Some(place) => place,
                 None => loop {
                     // A tenant above the threshold gets an identical device for itself.
-                    if bins.len() == self.devices.most() {
+                    if bins.len() == self.devices.max_count() {
                         return None;
                     }
                     bins.push((Vec::new(), vec![0.0; self.search.criterion.blocks.count]));
@@ -243,8 +243,8 @@ impl<'a> Packer<'a> {
                 tenants.push(tenant);
                 (self.busiest(device, &tenants), device)
             };
-            let least = bins.iter().enumerate().map(with).min_by(|one, other| one.0.total_cmp(&other.0));
-            if let Some((_, device)) = least {
+            let least_loaded = bins.iter().enumerate().map(with).min_by(|one, other| one.0.total_cmp(&other.0));
+            if let Some((_, device)) = least_loaded {
                 bins[device].push(tenant);
             }
         }
@@ -254,16 +254,16 @@ impl<'a> Packer<'a> {
     /// Backtracking over all assignments, disk by disk. Prunes: additional requests never make a
     /// device faster, so an infeasible set has no feasible superset.
     fn exhaustive(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
-        if order.len() > MAX_IN_ALL_WAYS {
+        if order.len() > MAX_EXHAUSTIVE_DISKS {
             return Ok(None);
         }
-        let mut ways = ExhaustiveSearch { packer: self, order, left: MAX_TRIED, known: HashMap::new() };
+        let mut search = ExhaustiveSearch { packer: self, order, left: MAX_TRIED, known: HashMap::new() };
         let mut bins = vec![0; count];
-        let found = ways.place_next(0, &mut bins)?;
-        let places = |bin: &u64| {
+        let found = search.place_next(0, &mut bins)?;
+        let tenants_of = |bin: &u64| {
             (0..order.len()).filter(|place| bin >> place & 1 == 1).map(|place| order[place]).collect()
         };
-        Ok(found.then(|| bins.iter().map(places).collect()))
+        Ok(found.then(|| bins.iter().map(tenants_of).collect()))
     }
 
     fn all_keep_target(&self, bins: &[Vec<usize>]) -> anyhow::Result<bool> {
@@ -277,20 +277,20 @@ impl<'a> Packer<'a> {
     }
 
     fn holds(&self, device: usize, tenants: &[usize]) -> anyhow::Result<bool> {
-        Ok(self.run(device, tenants)?.iter().all(|felt| felt.holds(&self.search.criterion.target)))
+        Ok(self.run(device, tenants)?.iter().all(|result| result.holds(&self.search.criterion.target)))
     }
 
     fn run(&self, device: usize, tenants: &[usize]) -> anyhow::Result<Vec<TrialResult>> {
-        let house = self.search.tenants;
-        let mut room = house.world_of(&house.bare, tenants);
-        let place = room.world.add_device(self.devices.at(self.kind(device)));
-        room.world.disks.iter_mut().for_each(|disk| disk.place = place);
+        let all_tenants = self.search.tenants;
+        let mut tenant_world = all_tenants.world_of(&all_tenants.unlimited_world, tenants);
+        let place = tenant_world.world.add_device(self.devices.at(self.kind(device)));
+        tenant_world.world.disks.iter_mut().for_each(|disk| disk.place = place);
         let disks: Vec<usize> =
-            tenants.iter().flat_map(|&tenant| house.tenants[tenant].disks.iter().copied()).collect();
+            tenants.iter().flat_map(|&tenant| all_tenants.tenants[tenant].disks.iter().copied()).collect();
         let trial = SimulatedTrial {
-            world: &room.world,
-            disks: &room.disks,
-            tenants: &room.tenant_of,
+            world: &tenant_world.world,
+            disks: &tenant_world.disks,
+            tenants: &tenant_world.tenant_of,
             count: tenants.len(),
         };
         trial.run(self.search.arrivals.merged(&disks), &self.search.criterion, self.search.stop)
@@ -337,8 +337,8 @@ impl ExhaustiveSearch<'_> {
         }
         let members = (0..self.order.len()).filter(|place| set >> place & 1 == 1);
         let tenants: Vec<usize> = members.map(|place| self.order[place]).collect();
-        let house = self.packer.search.tenants;
-        let disks = tenants.iter().flat_map(|&tenant| &house.tenants[tenant].disks);
+        let all_tenants = self.packer.search.tenants;
+        let disks = tenants.iter().flat_map(|&tenant| &all_tenants.tenants[tenant].disks);
         let requests: u64 = disks.map(|&disk| self.packer.search.arrivals.streams[disk].requests).sum();
         // Out of budget counts as infeasible: the search then returns without a result.
         let Some(left) = self.left.checked_sub(requests) else { return Ok(false) };

@@ -82,7 +82,7 @@ pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
     let allowed = terms.target.allowed_late(amount.requests);
     let mut points =
         MeasuredRates { allowed, terms: *terms, steady: f64::INFINITY, below: 0.0, best: Vec::new() };
-    let mut look = |rates: &[f64]| {
+    let mut measure = |rates: &[f64]| {
         points.add(&measure_rates(demand(arrivals(), unit), unit, rates, terms.wait_s));
         points.next()
     };
@@ -93,14 +93,14 @@ pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
     // Each pass over the requests measures all rates at once, so few passes are needed.
     let mut rates = spread(low, high.max(low).max(2.0), COARSE);
     for _ in 0..=REFINEMENTS {
-        rates = look(&rates);
+        rates = measure(&rates);
     }
-    let whole = |units: f64| valid_rate(units, unit);
+    let to_valid_rate = |units: f64| valid_rate(units, unit);
     // If no rate sufficed without a burst, the upper bound is tried in whole numbers.
-    let steady = RateLimit { rate: whole(points.steady.min(high)), ..RateLimit::NONE };
+    let steady = RateLimit { rate: to_valid_rate(points.steady.min(high)), ..RateLimit::NONE };
     let mut best = steady;
     if let Some(&(_, rate, size_s)) = points.cheapest() {
-        let bursting = limit_with_burst(rate, size_s, steady.rate, whole);
+        let bursting = limit_with_burst(rate, size_s, steady.rate, to_valid_rate);
         // A burst pays only if it reduces the capacity within `over_s`.
         if capacity(bursting, terms.over_s) < capacity(steady, terms.over_s) {
             best = bursting;
@@ -111,7 +111,7 @@ pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
         |limit: RateLimit| late_requests(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
     let grown = |limit: RateLimit| {
         // At least one more, or small rates would never grow by rounding.
-        let grow = |rate: u64| whole(rate as f64 * 1.01).max(rate + 1);
+        let grow = |rate: u64| to_valid_rate(rate as f64 * 1.01).max(rate + 1);
         let RateLimit { rate, burst_rate, burst_length_s } = limit;
         RateLimit {
             rate: grow(rate),
@@ -146,14 +146,14 @@ pub(super) fn valid_rate(units: f64, unit: ReservationUnit) -> u64 {
 
 /// A limit of this rate with a bucket of `size_s` seconds of it; bursts longer than a second run at
 /// `steady`.
-fn limit_with_burst(rate: f64, size_s: f64, steady: u64, whole: impl Fn(f64) -> u64) -> RateLimit {
+fn limit_with_burst(rate: f64, size_s: f64, steady: u64, to_valid_rate: impl Fn(f64) -> u64) -> RateLimit {
     let size = rate * size_s;
-    let rate = whole(rate);
+    let rate = to_valid_rate(rate);
     let fast = steady.max(rate);
     // The length is rounded up and the rate fitted to it, so the bucket is never smaller than
     // needed.
     let burst_length_s = (size / fast as f64).ceil().max(1.0) as u64;
-    let burst_rate = whole(size / burst_length_s as f64).max(rate);
+    let burst_rate = to_valid_rate(size / burst_length_s as f64).max(rate);
     if burst_length_s == 1 {
         return RateLimit { rate, burst_rate, burst_length_s };
     }
@@ -178,14 +178,14 @@ struct MeasuredRates {
 
 impl MeasuredRates {
     fn add(&mut self, lanes: &[RateHistogram]) {
-        for lane in lanes {
-            let rate = lane.rate();
-            if lane.over <= self.allowed {
+        for histogram in lanes {
+            let rate = histogram.rate();
+            if histogram.over <= self.allowed {
                 self.steady = self.steady.min(rate);
             } else {
                 self.below = self.below.max(rate);
                 // A burst lasts at least one second, at no less than the limit's rate.
-                let size_s = lane.size_s(self.allowed, self.terms.wait_s).max(1.0);
+                let size_s = histogram.size_s(self.allowed, self.terms.wait_s).max(1.0);
                 self.best.push((rate * (1.0 + size_s / self.terms.over_s), rate, size_s));
             }
         }

@@ -35,7 +35,7 @@ pub(super) struct AdvisedChange {
 impl AdvisedChange {
     /// Options that differ from their defaults, with their values; true for sizes.
     fn options(&self) -> Vec<(&'static str, u64, bool)> {
-        let Self { limits, share, before: DiskSettings { share: held, .. }, .. } = self;
+        let Self { limits, share, before: DiskSettings { share: current_share, .. }, .. } = self;
         let limits = LimitSetting::ALL.iter().filter(|setting| is_set(limits, **setting));
         let mut options: Vec<_> =
             limits.map(|setting| (setting.name(), self.limits.get(*setting), setting.is_size())).collect();
@@ -43,12 +43,12 @@ impl AdvisedChange {
         if self.group.is_none() {
             return options;
         }
-        if self.is_weighed || share.weight() != held.weight() {
+        if self.is_weighed || share.weight() != current_share.weight() {
             options.push(("weight", share.weight().into(), false));
         }
         for (name, value, before, is_size) in [
-            ("iops-reservation", share.iops_reservation(), held.iops_reservation(), false),
-            ("bps-reservation", share.bps_reservation(), held.bps_reservation(), true),
+            ("iops-reservation", share.iops_reservation(), current_share.iops_reservation(), false),
+            ("bps-reservation", share.bps_reservation(), current_share.bps_reservation(), true),
         ] {
             if value > 0 || before > 0 {
                 options.push((name, value, is_size));
@@ -187,7 +187,7 @@ mod tests {
     const BURST: RateLimit = RateLimit { rate: 100, burst_rate: 400, burst_length_s: 3 };
 
     #[test]
-    fn commands_can_be_pasted() {
+    fn commands_are_quoted_for_a_shell() {
         let line = |name: &str| change(name, LimitKind::IopsTotal, BURST).command();
         let options = "--iops-total 100 --iops-total-max 400 --iops-total-max-length 3";
         assert_eq!(line("vm1"), format!("weir throttle vm1 {options}"));
@@ -210,13 +210,13 @@ mod tests {
             ..member.clone()
         };
         assert_eq!(weighed.command(), "weir throttle vm2 --weight 500 --group shared");
-        let mut held =
+        let mut configured =
             DiskSettings { share: NodeShare::new(50).unwrap().with_reservation(0, 9), ..weighed.before };
-        *held.limits.limit_mut(LimitKind::IopsRead) = BURST;
-        let promised =
-            AdvisedChange { share: NodeShare::default(), is_weighed: false, before: held, ..weighed };
+        *configured.limits.limit_mut(LimitKind::IopsRead) = BURST;
+        let reset =
+            AdvisedChange { share: NodeShare::default(), is_weighed: false, before: configured, ..weighed };
         assert_eq!(
-            promised.command(),
+            reset.command(),
             "weir throttle vm2 --weight 100 --bps-reservation 0 --iops-read 0 --iops-read-max 0 \
              --iops-read-max-length 1 --group shared"
         );
@@ -229,8 +229,8 @@ mod tests {
         let names = ["vm1", "8,0", "a \"b\" c", "/dev/sda"];
         let changes = names.map(|name| change(name, LimitKind::IopsTotal, BURST));
         let text = config(None, &changes).unwrap();
-        let draft = settings::config::parse("new.toml", &text, Path::new("")).unwrap();
-        let plan = settings::DesiredState::new(draft, 0).unwrap();
+        let parsed = settings::config::parse("new.toml", &text, Path::new("")).unwrap();
+        let plan = settings::DesiredState::new(parsed, 0).unwrap();
         for (disk, name) in plan.disks.iter().zip(names) {
             assert_eq!((disk.name.as_str(), disk.settings.limits.limit(LimitKind::IopsTotal)), (name, BURST));
         }

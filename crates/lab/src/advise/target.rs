@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_is_a_percentile_and_a_time() {
+    fn latency_target_is_parsed() {
         assert_eq!("p99=10ms".parse(), Ok(LatencyTarget::new(99.0, 10_000_000)));
         assert_eq!("p99.9=0".parse(), Ok(LatencyTarget::new(99.9, 0)));
         for (text, why) in [

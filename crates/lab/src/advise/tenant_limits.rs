@@ -25,16 +25,16 @@ pub(super) struct TenantLimits {
     /// By unit; `None` if that unit is not limited.
     pub(super) smallest: [Option<SmallestLimits>; 2],
     /// Confidence interval of each, or the reason why there is none.
-    pub(super) certainty: [Option<Result<ConfidenceInterval, String>>; 2],
+    pub(super) intervals: [Option<Result<ConfidenceInterval, String>>; 2],
     /// Simulated alone with these limits.
-    pub(super) felt: TrialResult,
+    pub(super) result: TrialResult,
     /// Latency at the percentile if the target is missed even without limits and neighbours.
     pub(super) impossible_ns: Option<u64>,
 }
 
 impl TenantLimits {
     pub(super) fn limits(&self) -> Limits {
-        limits_of(self.smallest.map(|smallest| smallest.map(|it| it.limit)))
+        limits_of(self.smallest.map(|smallest| smallest.map(|found| found.limit)))
     }
 }
 
@@ -101,21 +101,21 @@ impl AdviseSearch<'_> {
         if requests == 0 {
             return Ok(None);
         }
-        let room = self.tenants.world_of(&self.tenants.bare, &[tenant]);
+        let tenant_world = self.tenants.world_of(&self.tenants.unlimited_world, &[tenant]);
         let target = self.criterion.target;
         let mut need = TenantLimits {
             smallest: [None; 2],
-            certainty: [None, None],
-            felt: self.simulate_alone(&room, tenant, [None; 2])?,
+            intervals: [None, None],
+            result: self.simulate_alone(&tenant_world, tenant, [None; 2])?,
             impossible_ns: None,
         };
         // Further search is pointless: no limit improves the latency of a tenant that is alone.
-        if !need.felt.holds(&target) {
-            need.impossible_ns = Some(need.felt.judged_ns(&self.criterion));
+        if !need.result.holds(&target) {
+            need.impossible_ns = Some(need.result.judged_ns(&self.criterion));
             return Ok(Some(need));
         }
         // Waits may use only the time that the device leaves of the target.
-        let free_ns = target.time_ns.saturating_sub(need.felt.judged_ns(&self.criterion));
+        let free_ns = target.time_ns.saturating_sub(need.result.judged_ns(&self.criterion));
         let terms = SearchTerms { target, wait_s: free_ns as f64 / 1e9, over_s: self.over_s };
         for &unit in units {
             let found = smallest(
@@ -127,26 +127,26 @@ impl AdviseSearch<'_> {
             need.smallest[unit.index()] = found;
         }
         // The computed limits ignore the device's queue; a common factor corrects them.
-        let (times, felt) = self.fit_to_simulation(&room, tenant, &need)?;
+        let (factor, felt) = self.fit_to_simulation(&tenant_world, tenant, &need)?;
         for unit in ReservationUnit::ALL {
             if let Some(smallest) = &mut need.smallest[unit.index()] {
-                smallest.limit = scaled(smallest.limit, times, unit);
-                smallest.steady = scale(smallest.steady, times, unit);
+                smallest.limit = scaled(smallest.limit, factor, unit);
+                smallest.steady = scale(smallest.steady, factor, unit);
             }
         }
         // Waits in the simulation at the target's percentile: together with the device they just
         // meet it.
-        let wait_s = if self.criterion.whole {
+        let wait_s = if self.criterion.is_latency {
             felt.waited.value_at_quantile(target.share()) as f64 / 1e9
         } else {
             terms.wait_s
         };
-        need.felt = felt;
+        need.result = felt;
         for unit in ReservationUnit::ALL {
             let Some(SmallestLimits { limit, .. }) = need.smallest[unit.index()] else { continue };
             let demand = demand(merged_arrivals(self.arrivals, disks), unit);
             let terms = SearchTerms { wait_s, ..terms };
-            need.certainty[unit.index()] =
+            need.intervals[unit.index()] =
                 Some(confidence::limit_interval(demand, unit, limit, &terms, self.criterion.blocks));
         }
         Ok(Some(need))
@@ -155,21 +155,21 @@ impl AdviseSearch<'_> {
     /// The smallest factor on the limits that suffices in a simulation, and its result.
     fn fit_to_simulation(
         &self,
-        room: &TenantWorld,
+        tenant_world: &TenantWorld,
         tenant: usize,
         need: &TenantLimits,
     ) -> anyhow::Result<(f64, TrialResult)> {
-        let limits = |times: f64| {
+        let limits = |factor: f64| {
             ReservationUnit::ALL
-                .map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
+                .map(|unit| need.smallest[unit.index()].map(|smallest| scaled(smallest.limit, factor, unit)))
         };
-        let trial = |times: f64| self.simulate_alone(room, tenant, limits(times));
-        let holds = |felt: &TrialResult| felt.holds(&self.criterion.target);
+        let trial = |factor: f64| self.simulate_alone(tenant_world, tenant, limits(factor));
+        let holds = |result: &TrialResult| result.holds(&self.criterion.target);
         let (mut low, mut high) = (1.0, 1.0);
-        let mut felt = trial(1.0)?;
-        if holds(&felt) {
-            if !self.criterion.whole {
-                return Ok((1.0, felt));
+        let mut result = trial(1.0)?;
+        if holds(&result) {
+            if !self.criterion.is_latency {
+                return Ok((1.0, result));
             }
             // The device's time at a percentile and the wait at a percentile do not add up, so the
             // computed limit may be too large.
@@ -178,8 +178,8 @@ impl AdviseSearch<'_> {
             // Exponential search for a sufficient factor; bisection follows.
             for raise in 0..RAISES {
                 (low, high) = (high, 1.0 + 0.01 * f64::from(1 << raise));
-                felt = trial(high)?;
-                if holds(&felt) {
+                result = trial(high)?;
+                if holds(&result) {
                     break;
                 }
             }
@@ -189,49 +189,49 @@ impl AdviseSearch<'_> {
             let middle = f64::midpoint(low, high);
             let tried = trial(middle)?;
             if holds(&tried) {
-                (high, felt) = (middle, tried);
+                (high, result) = (middle, tried);
             } else {
                 low = middle;
             }
         }
-        Ok((high, felt))
+        Ok((high, result))
     }
 
     fn simulate_alone(
         &self,
-        room: &TenantWorld,
+        tenant_world: &TenantWorld,
         tenant: usize,
         limits: [Option<RateLimit>; 2],
     ) -> anyhow::Result<TrialResult> {
-        let TenantWorld { world, disks, tenant_of } = room;
-        let of = &self.tenants.tenants[tenant];
+        let TenantWorld { world, disks, tenant_of } = tenant_world;
+        let details = &self.tenants.tenants[tenant];
         let mut world = world.clone();
         // The room has only this tenant's disks, so a lone disk has index 0.
-        let hold = match of.group {
-            Some(group) => &mut world.groups[group].hold,
-            None => &mut world.disks[0].hold,
+        let hold = match details.group {
+            Some(group) => &mut world.groups[group].settings,
+            None => &mut world.disks[0].settings,
         };
         hold.limits = limits_of(limits);
         let trial = SimulatedTrial { world: &world, disks, tenants: tenant_of, count: 1 };
-        let felt = match of.disks[..] {
+        let results = match details.disks[..] {
             // One stream is ordered already.
             [only] => {
                 let arrivals = self.arrivals.streams[only].iter().map(|arrival| (only, arrival));
                 trial.run(arrivals, &self.criterion, self.stop)?
             }
-            _ => trial.run(self.arrivals.merged(&of.disks), &self.criterion, self.stop)?,
+            _ => trial.run(self.arrivals.merged(&details.disks), &self.criterion, self.stop)?,
         };
-        Ok(felt.into_iter().next().expect("there is one tenant"))
+        Ok(results.into_iter().next().expect("there is one tenant"))
     }
 }
 
-fn scale(rate: u64, times: f64, unit: ReservationUnit) -> u64 {
+fn scale(rate: u64, factor: f64, unit: ReservationUnit) -> u64 {
     // The common case, exact without rounding.
-    if times == 1.0 { rate } else { valid_rate(rate as f64 * times, unit) }
+    if factor == 1.0 { rate } else { valid_rate(rate as f64 * factor, unit) }
 }
 
-fn scaled(limit: RateLimit, times: f64, unit: ReservationUnit) -> RateLimit {
-    let rate = scale(limit.rate, times, unit);
-    let burst_rate = if limit.burst_rate == 0 { 0 } else { scale(limit.burst_rate, times, unit).max(rate) };
+fn scaled(limit: RateLimit, factor: f64, unit: ReservationUnit) -> RateLimit {
+    let rate = scale(limit.rate, factor, unit);
+    let burst_rate = if limit.burst_rate == 0 { 0 } else { scale(limit.burst_rate, factor, unit).max(rate) };
     RateLimit { rate, burst_rate, ..limit }
 }

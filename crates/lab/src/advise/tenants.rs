@@ -33,16 +33,16 @@ pub(super) struct Tenants {
     /// With the limits of the config file.
     pub(super) world: WorldSpec,
     /// Without limits on tenants.
-    pub(super) bare: WorldSpec,
+    pub(super) unlimited_world: WorldSpec,
     /// Index of the world's disk, by the trace's disk.
     pub(super) disks: Vec<usize>,
     pub(super) tenants: Vec<Tenant>,
     /// Index of the tenant, by the world's disk.
     pub(super) tenant_of: Vec<usize>,
     /// Groups that are no tenants because their disks are.
-    open: HashSet<usize>,
+    open_groups: HashSet<usize>,
     /// The open groups and their ancestors: their limits stay in force.
-    around: HashSet<usize>,
+    enclosing_groups: HashSet<usize>,
     /// True if any device has a service time.
     pub(super) has_device: bool,
     pub(super) remarks: Vec<String>,
@@ -102,9 +102,9 @@ impl Tenants {
             }
         };
         let names = arrivals.streams.iter().map(|stream| stream.name.as_str());
-        let mut house = Self::of_setup(&setup, names)?;
-        house.restrict_target(&arguments.whom).map_err(|why| CommandFailure::Failed(anyhow!(why)))?;
-        Ok(house)
+        let mut tenants = Self::of_setup(&setup, names)?;
+        tenants.restrict_target(&arguments.whom).map_err(|why| CommandFailure::Failed(anyhow!(why)))?;
+        Ok(tenants)
     }
 
     pub(super) fn of_setup<'a>(
@@ -124,13 +124,13 @@ impl Tenants {
         let has_device = world.disks.iter().any(|disk| takes_time(&disk.place));
         let remarks = setup.remarks.clone();
         let mut house = Self {
-            bare: WorldSpec::default(),
+            unlimited_world: WorldSpec::default(),
             world,
             disks,
             tenants: Vec::new(),
             tenant_of: Vec::new(),
-            open: HashSet::new(),
-            around: HashSet::new(),
+            open_groups: HashSet::new(),
+            enclosing_groups: HashSet::new(),
             has_device,
             remarks,
         };
@@ -146,7 +146,7 @@ impl Tenants {
         let mut of_group = HashMap::new();
         for (of_trace, &of_world) in self.disks.iter().enumerate() {
             let disk = &self.world.disks[of_world];
-            let group = disk.group.filter(|group| !self.open.contains(group));
+            let group = disk.group.filter(|group| !self.open_groups.contains(group));
             let tenants = &mut self.tenants;
             let mut add = |name: &str| {
                 tenants.push(Tenant { name: name.to_owned(), group, disks: Vec::new(), has_target: true });
@@ -160,15 +160,15 @@ impl Tenants {
             self.tenant_of[of_world] = tenant;
         }
         // A copy without tenants' limits is the starting point of every search.
-        let mut bare = self.world.clone();
-        (0..self.tenants.len()).for_each(|tenant| self.set_limits(&mut bare, tenant, Limits::default()));
-        self.bare = bare;
+        let mut unlimited_world = self.world.clone();
+        (0..self.tenants.len()).for_each(|tenant| self.set_limits(&mut unlimited_world, tenant, Limits::default()));
+        self.unlimited_world = unlimited_world;
     }
 
     /// Restricts the target to these tenants, if any is named.
-    pub(super) fn restrict_target(&mut self, whom: &[String]) -> Result<(), String> {
-        let is_tenant = |house: &Self, name: &String| house.tenants.iter().any(|tenant| tenant.name == *name);
-        let unknown: Vec<&String> = whom.iter().filter(|name| !is_tenant(self, name)).collect();
+    pub(super) fn restrict_target(&mut self, selected: &[String]) -> Result<(), String> {
+        let is_tenant = |tenants: &Self, name: &String| tenants.tenants.iter().any(|tenant| tenant.name == *name);
+        let unknown: Vec<&String> = selected.iter().filter(|name| !is_tenant(self, name)).collect();
         if !unknown.is_empty() {
             let group_of = |name: &String| {
                 let disk = self.disks.iter().find(|disk| self.world.disks[**disk].name == *name);
@@ -177,20 +177,20 @@ impl Tenants {
             // A named disk inside a group opens that group; any other unknown name is an error.
             let groups: Result<_, _> =
                 unknown.iter().map(|name| group_of(name).ok_or_else(|| self.unknown(name))).collect();
-            self.open = groups?;
+            self.open_groups = groups?;
             let parent = |group: &usize| self.world.groups[*group].parent;
             let above = |&group: &usize| std::iter::successors(Some(group), parent);
-            self.around = self.open.iter().flat_map(above).collect();
+            self.enclosing_groups = self.open_groups.iter().flat_map(above).collect();
             // Opening a group turns its disks into tenants, which changes all indices.
             self.determine_tenants();
         }
-        if let Some(group) = whom.iter().find(|name| !is_tenant(self, name)) {
+        if let Some(group) = selected.iter().find(|name| !is_tenant(self, name)) {
             return Err(format!(
                 "{group}: so is a disk in it (--for takes a group or disks of it, not both)"
             ));
         }
-        if !whom.is_empty() {
-            self.tenants.iter_mut().for_each(|tenant| tenant.has_target = whom.contains(&tenant.name));
+        if !selected.is_empty() {
+            self.tenants.iter_mut().for_each(|tenant| tenant.has_target = selected.contains(&tenant.name));
         }
         Ok(())
     }
@@ -219,8 +219,8 @@ impl Tenants {
     pub(super) fn configured(&self, tenant: usize) -> &DiskSettings {
         let Tenant { group, disks, .. } = &self.tenants[tenant];
         match group {
-            Some(group) => &self.world.groups[*group].hold,
-            None => &self.world.disks[self.disks[disks[0]]].hold,
+            Some(group) => &self.world.groups[*group].settings,
+            None => &self.world.disks[self.disks[disks[0]]].settings,
         }
     }
 
@@ -228,7 +228,7 @@ impl Tenants {
     pub(super) fn limited_around(&self, tenant: usize) -> impl Iterator<Item = usize> + '_ {
         let groups = self.world.groups_above(self.first_disk(tenant));
         groups.filter(|group| {
-            self.around.contains(group) && self.world.groups[*group].hold.limits != Limits::default()
+            self.enclosing_groups.contains(group) && self.world.groups[*group].settings.limits != Limits::default()
         })
     }
 
@@ -237,7 +237,7 @@ impl Tenants {
         let group = self.first_disk(*tenants.first()?).group?;
         let is_in = |tenant: &usize| self.first_disk(*tenant).group == Some(group);
         let is_limited = self.limited_around(tenants[0]).any(|limited| limited == group);
-        (self.open.contains(&group) && is_limited && tenants.iter().all(is_in)).then_some(group)
+        (self.open_groups.contains(&group) && is_limited && tenants.iter().all(is_in)).then_some(group)
     }
 
     fn first_disk(&self, tenant: usize) -> &DiskSpec {
@@ -251,19 +251,19 @@ impl Tenants {
     fn hold(&self, world: &mut WorldSpec, tenant: usize, change: impl Fn(&mut DiskSettings)) {
         let Tenant { group, disks, .. } = &self.tenants[tenant];
         match group {
-            Some(group) => change(&mut world.groups[*group].hold),
-            None => change(&mut world.disks[self.disks[disks[0]]].hold),
+            Some(group) => change(&mut world.groups[*group].settings),
+            None => change(&mut world.disks[self.disks[disks[0]]].settings),
         }
     }
 
     /// A world with the disks of these tenants, all groups, and only the devices that they use.
     pub(super) fn world_of(&self, world: &WorldSpec, tenants: &[usize]) -> TenantWorld {
-        let mut room = TenantWorld {
+        let mut tenant_world = TenantWorld {
             world: WorldSpec { groups: world.groups.clone(), ..WorldSpec::default() },
             disks: Vec::new(),
             tenant_of: Vec::new(),
         };
-        room.disks = vec![usize::MAX; self.disks.len()];
+        tenant_world.disks = vec![usize::MAX; self.disks.len()];
         let (mut stations, mut budgets) = (HashMap::new(), HashMap::new());
         for (place, &tenant) in tenants.iter().enumerate() {
             for &of_trace in &self.tenants[tenant].disks {
@@ -274,19 +274,19 @@ impl Tenants {
                     station: at.station.map(|station| {
                         *stations
                             .entry(station)
-                            .or_insert_with(|| room.world.add_station(world.stations[station]))
+                            .or_insert_with(|| tenant_world.world.add_station(world.stations[station]))
                     }),
                     budget: at.budget.map(|budget| {
-                        *budgets.entry(budget).or_insert_with(|| room.world.add_budget(world.budgets[budget]))
+                        *budgets.entry(budget).or_insert_with(|| tenant_world.world.add_budget(world.budgets[budget]))
                     }),
                 };
-                (disk.place, disk.watched) = (moved(disk.place), disk.watched.map(&mut moved));
-                room.disks[of_trace] = room.world.disks.len();
-                room.world.disks.push(disk);
-                room.tenant_of.push(place);
+                (disk.place, disk.sampled_device) = (moved(disk.place), disk.sampled_device.map(&mut moved));
+                tenant_world.disks[of_trace] = tenant_world.world.disks.len();
+                tenant_world.world.disks.push(disk);
+                tenant_world.tenant_of.push(place);
             }
         }
-        room
+        tenant_world
     }
 
     /// Sets of tenants that share a device, or an open group with limits.

@@ -59,16 +59,16 @@ fn setup(device: Option<&str>) -> SimulationSetup {
     SimulationSetup::of_terms(&terms, UNKNOWN_SIZE, (None, None), device)
 }
 
-fn house(arrivals: &TraceArrivals, device: Option<&str>) -> Tenants {
+fn tenants(arrivals: &TraceArrivals, device: Option<&str>) -> Tenants {
     Tenants::of_setup(&setup(device), arrivals.streams.iter().map(|stream| stream.name.as_str())).unwrap()
 }
 
 /// The wait of each request by the policy's own decisions.
 fn waits(arrivals: &TraceArrivals, limit: RateLimit, unit: ReservationUnit) -> Vec<u64> {
-    let mut world = house(arrivals, None).world;
+    let mut world = tenants(arrivals, None).world;
     let mut by_unit = [None; 2];
     by_unit[unit.index()] = Some(limit);
-    world.disks[0].hold.limits = limits_of(by_unit);
+    world.disks[0].settings.limits = limits_of(by_unit);
     let mut engine = SimulationEngine::new(&world, true).unwrap();
     for TraceArrival { at_ns, op, length } in arrivals.streams[0].iter() {
         engine.arrive(SimulatedRequest { at_ns, disk: 0, op, offset: 0, length }, &AtomicBool::new(false));
@@ -78,7 +78,7 @@ fn waits(arrivals: &TraceArrivals, limit: RateLimit, unit: ReservationUnit) -> V
 }
 
 #[test]
-fn waits_computed_from_arrivals_are_those_of_the_policy() {
+fn computed_waits_match_the_throttle_policy() {
     for seed in 0..40 {
         let arrivals = bursty(seed, 400);
         let mut random = fastrand::Rng::with_seed(1000 + seed);
@@ -106,8 +106,8 @@ fn waits_computed_from_arrivals_are_those_of_the_policy() {
                     // sooner.
                     let is_sliced = unit == ReservationUnit::Bps && units > slice;
                     sliced += u32::from(is_sliced);
-                    let most = if is_sliced { 90e6 } else { 1000.0 };
-                    assert!((-1000.0..=most).contains(&beyond), "seed {seed}, {limit:?}, {at_ns}: {beyond}");
+                    let max_beyond = if is_sliced { 90e6 } else { 1000.0 };
+                    assert!((-1000.0..=max_beyond).contains(&beyond), "seed {seed}, {limit:?}, {at_ns}: {beyond}");
                 }
                 assert!(sliced < 200, "most are whole");
             }
@@ -121,7 +121,7 @@ fn terms(target: LatencyTarget, over_s: f64) -> SearchTerms {
 
 /// Every limit of a grid is simulated with the policy's own decisions.
 #[test]
-fn no_lower_limit_of_a_grid_keeps_the_target() {
+fn no_lower_limit_in_a_grid_meets_the_target() {
     for seed in 0..12 {
         let arrivals = bursty(seed, 300);
         let target = LatencyTarget::new(99.0, [0, 10 * MS, 100 * MS][seed as usize % 3]);
@@ -147,7 +147,7 @@ fn no_lower_limit_of_a_grid_keeps_the_target() {
             !holds(RateLimit { rate: found.steady * 97 / 100 - 1, ..RateLimit::NONE }),
             "seed {seed}: {found:?}"
         );
-        let mut least = f64::INFINITY;
+        let mut min_capacity = f64::INFINITY;
         let busiest = amount(&arrivals, &[0], ReservationUnit::Iops).busiest.ceil() as u64;
         for step in 0..60 {
             let rate = (found.steady as f64 * 0.93_f64.powi(step)).ceil() as u64;
@@ -158,26 +158,26 @@ fn no_lower_limit_of_a_grid_keeps_the_target() {
                 let burst_rate = if burst == 0 { 0 } else { (rate as f64 * 1.2_f64.powi(burst - 1)) as u64 };
                 for burst_length_s in if burst == 0 { 1..=1 } else { 1..=3 } {
                     let limit = RateLimit { rate, burst_rate, burst_length_s };
-                    if capacity(limit, 20.0) < least && holds(limit) {
-                        least = capacity(limit, 20.0);
+                    if capacity(limit, 20.0) < min_capacity && holds(limit) {
+                        min_capacity = capacity(limit, 20.0);
                     }
                 }
             }
         }
         let cost = capacity(found.limit, 20.0);
-        assert!(cost <= least * 1.05, "seed {seed}: {found:?} takes {cost}, and {least} does");
+        assert!(cost <= min_capacity * 1.05, "seed {seed}: {found:?} takes {cost}, and {min_capacity} does");
     }
 }
 
-fn judge(target: LatencyTarget, whole: bool, arrivals: &TraceArrivals) -> TrialCriterion {
-    TrialCriterion { target, whole, blocks: TraceBlocks::new(arrivals.length_ns) }
+fn criterion(target: LatencyTarget, is_latency: bool, arrivals: &TraceArrivals) -> TrialCriterion {
+    TrialCriterion { target, is_latency, blocks: TraceBlocks::new(arrivals.length_ns) }
 }
 
 /// The advice for a trace, as the command gives it.
-fn advised(arrivals: &TraceArrivals, device: Option<&str>, whom: &[&str], target: LatencyTarget) -> Advice {
-    let mut house = house(arrivals, device);
-    house.restrict_target(&whom.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
-    let (stop, judge) = (AtomicBool::new(false), judge(target, device.is_some(), arrivals));
+fn advised(arrivals: &TraceArrivals, device: Option<&str>, selected: &[&str], target: LatencyTarget) -> Advice {
+    let mut house = tenants(arrivals, device);
+    house.restrict_target(&selected.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
+    let (stop, judge) = (AtomicBool::new(false), criterion(target, device.is_some(), arrivals));
     let search = AdviseSearch { tenants: &house, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
     advise(&search, None, &|_| ()).unwrap()
 }
@@ -192,11 +192,11 @@ fn simulated(
     device: &str,
     limits: &[(usize, &figures::SettingValues)],
 ) -> Vec<Percentiles> {
-    let mut world = house(arrivals, Some(device)).world;
+    let mut world = tenants(arrivals, Some(device)).world;
     for (disk, set) in limits {
         for (name, value) in *set {
             let setting = policy::throttle::LimitSetting::from_name(name).unwrap();
-            world.disks[*disk].hold.limits.set(setting, *value).unwrap();
+            world.disks[*disk].settings.limits.set(setting, *value).unwrap();
         }
     }
     let mut engine = SimulationEngine::new(&world, false).unwrap();
@@ -228,7 +228,7 @@ fn noisy_neighbour(seed: u64, seconds: u64) -> TraceArrivals {
 const DEVICE: &str = "read=1ms,parallel=1";
 
 #[test]
-fn a_noisy_neighbour_is_recorded_advised_upon_and_quiet() {
+fn advised_limits_quiet_a_noisy_neighbour() {
     let recorded = noisy_neighbour(1, 600);
     let before = simulated(&recorded, DEVICE, &[]);
     assert!(before[0].p99 > 100 * MS, "it is slow: {:?}", before[0]);
@@ -253,23 +253,23 @@ fn a_noisy_neighbour_is_recorded_advised_upon_and_quiet() {
             advice.commands
         ),
     }
-    let again = advised(&recorded, Some(DEVICE), &["a"], target);
-    assert_eq!(again.text(true), advice.text(true), "the same again");
+    let repeated = advised(&recorded, Some(DEVICE), &["a"], target);
+    assert_eq!(repeated.text(true), advice.text(true), "the same again");
 }
 
 #[test]
-fn limits_that_cause_a_miss_are_remarked() {
+fn limits_that_cause_a_miss_are_reported() {
     let arrivals = noisy_neighbour(1, 60);
-    let said = |rate: u64| {
-        let mut house = house(&arrivals, Some(DEVICE));
+    let outcome_of = |rate: u64| {
+        let mut house = tenants(&arrivals, Some(DEVICE));
         house.restrict_target(&["a".to_owned()]).unwrap();
-        house.world.disks[0].hold.limits = limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]);
-        let (stop, judge) =
-            (AtomicBool::new(false), judge(LatencyTarget::new(99.0, 20 * MS), true, &arrivals));
+        house.world.disks[0].settings.limits = limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]);
+        let (stop, criterion) =
+            (AtomicBool::new(false), criterion(LatencyTarget::new(99.0, 20 * MS), true, &arrivals));
         let search = AdviseSearch {
             tenants: &house,
             arrivals: &arrivals,
-            criterion: judge,
+            criterion,
             over_s: 60.0,
             stop: &stop,
         };
@@ -277,11 +277,11 @@ fn limits_that_cause_a_miss_are_remarked() {
         (advice.kept, advice.remarks.iter().any(|remark| remark.starts_with("a: its own limits, of the ")))
     };
     // Its demand is some 100 per second.
-    assert_eq!((said(50), said(10_000)), ((false, true), (true, false)));
+    assert_eq!((outcome_of(50), outcome_of(10_000)), ((false, true), (true, false)));
 }
 
 #[test]
-fn limits_of_the_noisy_are_as_loose_as_a_scan_of_all_finds() {
+fn limit_of_the_noisy_disk_is_the_loosest_of_a_scan() {
     for seed in 10..14 {
         let arrivals = noisy_neighbour(seed, 30);
         let target = LatencyTarget::new(99.0, 30 * MS);
@@ -316,27 +316,27 @@ fn busy_neighbour(seed: u64, seconds: u64) -> TraceArrivals {
 
 /// Number of late requests beyond the allowance, in one group of this rate with these weights.
 fn weighed(arrivals: &TraceArrivals, rate: u64, weights: &[u32], target: LatencyTarget) -> Vec<u64> {
-    let mut world = house(arrivals, Some(DEVICE)).world;
+    let mut world = tenants(arrivals, Some(DEVICE)).world;
     for (disk, weight) in world.disks.iter_mut().zip(weights) {
-        disk.hold.share = NodeShare::new(*weight).unwrap();
+        disk.settings.share = NodeShare::new(*weight).unwrap();
     }
     world.add_common_group(limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]));
     let trial = SimulatedTrial { world: &world, disks: &[0, 1], tenants: &[0, 1], count: 2 };
-    let judge = judge(target, true, arrivals);
-    let felt = trial.run(arrivals.merged(&[0, 1]), &judge, &AtomicBool::new(false)).unwrap();
-    felt.iter().map(|felt| felt.late.saturating_sub(target.allowed_late(felt.requests))).collect()
+    let criterion = criterion(target, true, arrivals);
+    let results = trial.run(arrivals.merged(&[0, 1]), &criterion, &AtomicBool::new(false)).unwrap();
+    results.iter().map(|result| result.late.saturating_sub(target.allowed_late(result.requests))).collect()
 }
 
 /// Every group of a grid is simulated: its size, and the weight of the quiet disk.
 #[test]
-fn no_larger_group_of_a_grid_keeps_the_target() {
+fn no_larger_group_in_a_grid_meets_the_target() {
     let mut advised_weights = 0;
     for seed in 20..24 {
         let (arrivals, target) = (busy_neighbour(seed, 30), LatencyTarget::new(99.0, 120 * MS));
         let advice = advised(&arrivals, Some(DEVICE), &["a"], target);
         let number = |line: usize, option: &str| -> Option<u64> {
-            let mut words = advice.commands.get(line)?.split(' ').skip_while(|word| *word != option);
-            words.nth(1)?.parse().ok()
+            let mut arguments = advice.commands.get(line)?.split(' ').skip_while(|argument| *argument != option);
+            arguments.nth(1)?.parse().ok()
         };
         let (Some(rate), Some(weight)) = (number(0, "--iops-total"), number(1, "--weight")) else { continue };
         advised_weights += 1;
@@ -360,18 +360,18 @@ fn impossible_target_names_a_possible_one() {
     (0..4000).for_each(|number| push(&mut arrivals, number * MS, (number % 2) as u32, RequestOp::Read, 4096));
     let advice = advised(&arrivals, Some("read=2ms,parallel=1"), &[], LatencyTarget::new(99.0, 10 * MS));
     assert!(!advice.kept);
-    let said = advice.remarks.join("\n");
-    assert!(said.contains("the device cannot do it for all"), "{said}");
-    assert!(said.contains("--keep p99="), "{said}");
+    let remarks = advice.remarks.join("\n");
+    assert!(remarks.contains("the device cannot do it for all"), "{remarks}");
+    assert!(remarks.contains("--keep p99="), "{remarks}");
     // Less than the service time of one request.
     let advice = advised(&arrivals, Some("read=2ms,parallel=9"), &["a"], LatencyTarget::new(99.0, 0));
-    let said = advice.remarks.join("\n");
-    assert!(said.contains("a: without limits and alone on its device its p99 is 2.0ms"), "{said}");
+    let remarks = advice.remarks.join("\n");
+    assert!(remarks.contains("a: without limits and alone on its device its p99 is 2.0ms"), "{remarks}");
     assert!(!advice.kept && advice.commands.is_empty());
 }
 
 #[test]
-fn odd_traces_are_advised_upon_as_far_as_they_go() {
+fn unusual_traces_get_partial_advice() {
     let target = LatencyTarget::new(99.0, 10 * MS);
     let mut flushes = TraceArrivals::default();
     (0..100).for_each(|number| push(&mut flushes, number * S, 0, RequestOp::Flush, 0));
@@ -379,9 +379,9 @@ fn odd_traces_are_advised_upon_as_far_as_they_go() {
     assert_eq!(advice.remarks, ["a: it only flushes, which no limit holds."]);
     assert!(advice.kept && advice.commands.is_empty());
 
-    let mut one = TraceArrivals::default();
-    push(&mut one, 0, 0, RequestOp::Write, 4096);
-    let advice = advised(&one, None, &[], target);
+    let mut single = TraceArrivals::default();
+    push(&mut single, 0, 0, RequestOp::Write, 4096);
+    let advice = advised(&single, None, &[], target);
     assert!(advice.remarks[0].starts_with("a: too short to say: p99 takes 1000 requests, and there are 1."));
     assert_eq!(advice.commands, ["weir throttle a --bps-total 40K --iops-total 10"]);
 
@@ -399,27 +399,27 @@ fn odd_traces_are_advised_upon_as_far_as_they_go() {
 /// Tries all assignments of disks to this number of devices.
 fn fits_on(arrivals: &TraceArrivals, device: &str, count: usize, target: LatencyTarget) -> bool {
     let disks = arrivals.streams.len();
-    (0..count.pow(disks as u32)).any(|mut way| {
-        let places: Vec<usize> = (0..disks).map(|_| (way % count, way /= count).0).collect();
+    (0..count.pow(disks as u32)).any(|mut assignment| {
+        let device_of: Vec<usize> = (0..disks).map(|_| (assignment % count, assignment /= count).0).collect();
         (0..count).all(|place| {
-            let together: Vec<usize> = (0..disks).filter(|&disk| places[disk] == place).collect();
-            let house = house(arrivals, Some(device));
-            let room = house.world_of(&house.world, &together);
+            let together: Vec<usize> = (0..disks).filter(|&disk| device_of[disk] == place).collect();
+            let house = tenants(arrivals, Some(device));
+            let tenant_world = house.world_of(&house.world, &together);
             let trial = SimulatedTrial {
-                world: &room.world,
-                disks: &room.disks,
-                tenants: &room.tenant_of,
+                world: &tenant_world.world,
+                disks: &tenant_world.disks,
+                tenants: &tenant_world.tenant_of,
                 count: together.len(),
             };
-            let judge = judge(target, true, arrivals);
-            let felt = trial.run(arrivals.merged(&together), &judge, &AtomicBool::new(false)).unwrap();
-            felt.iter().all(|felt| felt.holds(&target))
+            let criterion = criterion(target, true, arrivals);
+            let results = trial.run(arrivals.merged(&together), &criterion, &AtomicBool::new(false)).unwrap();
+            results.iter().all(|result| result.holds(&target))
         })
     })
 }
 
 #[test]
-fn no_way_to_put_disks_onto_fewer_devices_keeps_the_target() {
+fn packing_uses_the_fewest_devices() {
     for seed in 0..8 {
         let mut random = fastrand::Rng::with_seed(seed);
         let mut requests = Vec::new();
@@ -432,12 +432,12 @@ fn no_way_to_put_disks_onto_fewer_devices_keeps_the_target() {
         (0..5).for_each(|disk| push(&mut arrivals, 0, disk, RequestOp::Read, 4096));
         requests.iter().for_each(|&(at, disk)| push(&mut arrivals, at, disk, RequestOp::Read, 4096));
         let target = LatencyTarget::new(99.0, 8 * MS);
-        let house = house(&arrivals, None);
-        let (stop, judge) = (AtomicBool::new(false), judge(target, true, &arrivals));
+        let house = tenants(&arrivals, None);
+        let (stop, criterion) = (AtomicBool::new(false), criterion(target, true, &arrivals));
         let search = AdviseSearch {
             tenants: &house,
             arrivals: &arrivals,
-            criterion: judge,
+            criterion,
             over_s: 60.0,
             stop: &stop,
         };
@@ -449,7 +449,7 @@ fn no_way_to_put_disks_onto_fewer_devices_keeps_the_target() {
         let mut all: Vec<usize> = packing.devices.iter().flat_map(|packed| packed.tenants.clone()).collect();
         all.sort_unstable();
         assert_eq!(all, [0, 1, 2, 3, 4]);
-        assert!(packing.devices.iter().all(|packed| packed.results.iter().all(|felt| felt.holds(&target))));
+        assert!(packing.devices.iter().all(|packed| packed.results.iter().all(|result| result.holds(&target))));
         let count = packing.devices.len();
         assert!(count >= packing.at_least);
         assert!(
@@ -460,82 +460,82 @@ fn no_way_to_put_disks_onto_fewer_devices_keeps_the_target() {
 }
 
 #[test]
-fn an_interval_without_an_upper_end_says_so() {
+fn missing_upper_end_of_an_interval_is_reported() {
     let arrivals = noisy_neighbour(1, 1);
-    let house = house(&arrivals, None);
-    let judge = judge(LatencyTarget::new(99.0, 10 * MS), true, &arrivals);
+    let tenants = tenants(&arrivals, None);
+    let criterion = criterion(LatencyTarget::new(99.0, 10 * MS), true, &arrivals);
     let stop = AtomicBool::new(false);
     let search =
-        AdviseSearch { tenants: &house, arrivals: &arrivals, criterion: judge, over_s: 60.0, stop: &stop };
+        AdviseSearch { tenants: &tenants, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
     let limits = limits_of([Some(RateLimit { rate: 1000, ..RateLimit::NONE }), None]);
-    let said = |low, high| interval_text(&search, "b", &limits, ConfidenceInterval { low, high });
-    let this = "b: iops-total 1000 is for this trace";
+    let text_of = |low, high| interval_text(&search, "b", &limits, ConfidenceInterval { low, high });
+    let prefix = "b: iops-total 1000 is for this trace";
     let days = "on 95 of 100 other days made of the same tenths it would be";
-    assert_eq!(said(0.5, 2.0), format!("{this}; {days} between 500 and 2.0K."));
+    assert_eq!(text_of(0.5, 2.0), format!("{prefix}; {days} between 500 and 2.0K."));
     assert_eq!(
-        said(0.5, f64::INFINITY),
-        format!("{this}; {days} at least 500, and this trace does not show how much at most.")
+        text_of(0.5, f64::INFINITY),
+        format!("{prefix}; {days} at least 500, and this trace does not show how much at most.")
     );
     assert_eq!(
-        said(0.0, f64::INFINITY),
-        format!("{this}, whose tenths differ too much to estimate it for other days.")
+        text_of(0.0, f64::INFINITY),
+        format!("{prefix}, whose tenths differ too much to estimate it for other days.")
     );
     let limits = limits_of([None, Some(RateLimit { rate: 2187 << 10, ..RateLimit::NONE })]);
-    let said = interval_text(&search, "b", &limits, ConfidenceInterval { low: 0.5, high: 2.0 });
-    assert!(said.starts_with("b: bps-total 2187K is for this trace; "), "{said}");
+    let text = interval_text(&search, "b", &limits, ConfidenceInterval { low: 0.5, high: 2.0 });
+    assert!(text.starts_with("b: bps-total 2187K is for this trace; "), "{text}");
 }
 
 #[test]
-fn a_limit_of_a_spared_disk_is_explained_without_a_device() {
+fn limit_of_a_spared_disk_without_device_is_explained() {
     let arrivals = noisy_neighbour(1, 1);
     let stop = AtomicBool::new(false);
-    let remark = |whom: Option<&str>, device: Option<&str>| {
-        let mut house = house(&arrivals, device);
-        house.restrict_target(&whom.map(str::to_owned).into_iter().collect::<Vec<_>>()).unwrap();
-        let judge = judge(LatencyTarget::new(99.0, 10 * MS), house.has_device, &arrivals);
+    let remark = |selected: Option<&str>, device: Option<&str>| {
+        let mut house = tenants(&arrivals, device);
+        house.restrict_target(&selected.map(str::to_owned).into_iter().collect::<Vec<_>>()).unwrap();
+        let criterion = criterion(LatencyTarget::new(99.0, 10 * MS), house.has_device, &arrivals);
         let search = AdviseSearch {
             tenants: &house,
             arrivals: &arrivals,
-            criterion: judge,
+            criterion,
             over_s: 60.0,
             stop: &stop,
         };
         let advice = advise(&search, None, &|_| ()).unwrap();
         advice.remarks.into_iter().find(|remark| remark.contains("without a device"))
     };
-    let name = house(&arrivals, None).tenants[0].name.clone();
-    let said = remark(Some(&name), None).expect("a remark");
-    assert!(said.starts_with(&format!("{name}: this is the smallest limit of the disk itself.")), "{said}");
+    let name = tenants(&arrivals, None).tenants[0].name.clone();
+    let text = remark(Some(&name), None).expect("a remark");
+    assert!(text.starts_with(&format!("{name}: this is the smallest limit of the disk itself.")), "{text}");
     assert_eq!(remark(None, None), None, "all disks are to be limited");
 }
 
 /// Disks of one group with this rate, on a device.
 fn grouped(arrivals: &TraceArrivals, rate: u64, device: Option<&str>) -> Tenants {
-    let mut house = house(arrivals, device);
-    house.world.add_common_group(limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]));
-    house.world.groups[0].name = "all".into();
-    house.determine_tenants();
-    house
+    let mut tenants = tenants(arrivals, device);
+    tenants.world.add_common_group(limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]));
+    tenants.world.groups[0].name = "all".into();
+    tenants.determine_tenants();
+    tenants
 }
 
 #[test]
-fn a_member_is_spared_in_its_group_as_it_is() {
+fn member_is_spared_within_its_existing_group() {
     let (arrivals, target) = (busy_neighbour(20, 30), LatencyTarget::new(99.0, 70 * MS));
-    let of = |rate: u64, device: Option<&str>, whom: &str, target: LatencyTarget| {
+    let advice_for = |rate: u64, device: Option<&str>, selected: &str, target: LatencyTarget| {
         let mut house = grouped(&arrivals, rate, device);
-        house.restrict_target(&[whom.to_owned()]).unwrap();
-        let (stop, judge) = (AtomicBool::new(false), judge(target, device.is_some(), &arrivals));
+        house.restrict_target(&[selected.to_owned()]).unwrap();
+        let (stop, criterion) = (AtomicBool::new(false), criterion(target, device.is_some(), &arrivals));
         let search = AdviseSearch {
             tenants: &house,
             arrivals: &arrivals,
-            criterion: judge,
+            criterion,
             over_s: 60.0,
             stop: &stop,
         };
         advise(&search, None, &|_| ()).unwrap()
     };
     // Without a device they compete for the group's limit.
-    let advice = of(900, None, "a", target);
+    let advice = advice_for(900, None, "a", target);
     let (a, b) = (line(&advice, "a"), line(&advice, "b"));
     assert!(advice.kept && a.asked && !b.asked, "{}", advice.text(true));
     assert!(a.before.unwrap().wait_ns > 100 * MS, "{}", advice.text(true));
@@ -543,21 +543,21 @@ fn a_member_is_spared_in_its_group_as_it_is() {
     let command = format!("weir throttle a --weight {weight} --group all");
     assert_eq!(advice.commands, [&*command, "weir throttle b --weight 100 --group all"]);
     // They share a device, so the noisy one gets a limit.
-    let advice = of(0, Some(DEVICE), "a", target);
+    let advice = advice_for(0, Some(DEVICE), "a", target);
     assert!(advice.kept, "{}", advice.text(true));
     let command = &advice.commands[..];
     assert!(command.len() == 1 && command[0].starts_with("weir throttle b --iops-total "), "{command:?}");
     // The group's limit stays, and makes the target impossible.
-    let said = of(50, None, "a", target).remarks.join("\n");
-    assert!(said.contains("a: without own limits and alone in all its p99 is "), "{said}");
+    let remarks = advice_for(50, None, "a", target).remarks.join("\n");
+    assert!(remarks.contains("a: without own limits and alone in all its p99 is "), "{remarks}");
     // No competition.
-    let advice = of(100_000, None, "a", target);
+    let advice = advice_for(100_000, None, "a", target);
     assert_eq!(
         advice.remarks.last().unwrap(),
         "a, b: together in all they meet the target without any limit."
     );
     // The group itself is advised upon as before.
-    let advice = of(1000, None, "all", target);
+    let advice = advice_for(1000, None, "all", target);
     assert_eq!((advice.tenants.len(), advice.tenants[0].kind), (1, "group"));
     let error =
         grouped(&arrivals, 1000, None).restrict_target(&["all".to_owned(), "a".to_owned()]).unwrap_err();
@@ -567,23 +567,23 @@ fn a_member_is_spared_in_its_group_as_it_is() {
 #[test]
 fn throttled_recording_is_remarked() {
     let mut arrivals = busy_neighbour(20, 5);
-    let said = |arrivals: &TraceArrivals| {
+    let remarks_of = |arrivals: &TraceArrivals| {
         advised(arrivals, None, &[], LatencyTarget::new(99.0, MS)).remarks.join("\n")
     };
     // Occasional throttling of a burst is no reason for a remark.
     arrivals.streams[0].throttled = arrivals.streams[0].requests / 20;
-    assert!(!said(&arrivals).contains("limits throttled"), "{}", said(&arrivals));
+    assert!(!remarks_of(&arrivals).contains("limits throttled"), "{}", remarks_of(&arrivals));
     arrivals.streams[0].throttled = arrivals.streams[0].requests / 2;
     assert!(
-        said(&arrivals).contains("a: limits throttled 50 % of its requests during the recording."),
+        remarks_of(&arrivals).contains("a: limits throttled 50 % of its requests during the recording."),
         "{}",
-        said(&arrivals)
+        remarks_of(&arrivals)
     );
 }
 
 #[test]
 fn unknown_tenant_is_rejected() {
     let arrivals = noisy_neighbour(1, 1);
-    let error = house(&arrivals, None).restrict_target(&["bb".to_owned()]).unwrap_err();
+    let error = tenants(&arrivals, None).restrict_target(&["bb".to_owned()]).unwrap_err();
     assert!(error.starts_with("bb: the trace has no requests of"), "{error}");
 }

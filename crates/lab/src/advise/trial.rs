@@ -22,7 +22,7 @@ const BATCH: usize = 4096;
 pub(super) struct TrialCriterion {
     pub(super) target: LatencyTarget,
     /// True to judge the whole latency, including the device; false for the wait at limits alone.
-    pub(super) whole: bool,
+    pub(super) is_latency: bool,
     pub(super) blocks: TraceBlocks,
 }
 
@@ -34,10 +34,10 @@ pub(super) struct TrialResult {
     pub(super) latency: Latencies,
     pub(super) waited: Latencies,
     /// Requests that were throttled at all.
-    pub(super) held: u64,
+    pub(super) throttled: u64,
     /// Late requests, in total and by block.
     pub(super) late: u64,
-    pub(super) over_in: Vec<u32>,
+    pub(super) late_in: Vec<u32>,
     pub(super) requests_in: Vec<u32>,
     first_ns: u64,
     last_ns: u64,
@@ -68,9 +68,9 @@ impl TrialResult {
             bytes: 0,
             latency,
             waited,
-            held: 0,
+            throttled: 0,
             late: 0,
-            over_in: vec![0; blocks],
+            late_in: vec![0; blocks],
             requests_in: vec![0; blocks],
             first_ns: u64::MAX,
             last_ns: 0,
@@ -84,9 +84,9 @@ impl TrialResult {
     }
 
     /// The judged time at the target's percentile.
-    pub(super) fn judged_ns(&self, judge: &TrialCriterion) -> u64 {
-        let of = if judge.whole { &self.latency } else { &self.waited };
-        of.value_at_quantile(judge.target.share())
+    pub(super) fn judged_ns(&self, criterion: &TrialCriterion) -> u64 {
+        let times = if criterion.is_latency { &self.latency } else { &self.waited };
+        times.value_at_quantile(criterion.target.share())
     }
 
     pub(super) fn figures(&self, target: &LatencyTarget) -> TrialFigures {
@@ -99,7 +99,7 @@ impl TrialResult {
             latency_ns: self.latency.value_at_quantile(target.share()),
             wait_p50_ns: self.waited.value_at_quantile(0.5),
             wait_ns: self.waited.value_at_quantile(target.share()),
-            held: self.held as f64 / self.requests.max(1) as f64,
+            held: self.throttled as f64 / self.requests.max(1) as f64,
         }
     }
 }
@@ -121,12 +121,12 @@ impl SimulatedTrial<'_> {
     pub(super) fn run(
         &self,
         arrivals: impl Iterator<Item = (usize, TraceArrival)>,
-        judge: &TrialCriterion,
+        criterion: &TrialCriterion,
         stop: &AtomicBool,
     ) -> anyhow::Result<Vec<TrialResult>> {
         let mut engine = SimulationEngine::new(self.world, true)?;
-        let mut felt: Vec<TrialResult> =
-            (0..self.count).map(|_| TrialResult::new(judge.blocks.count)).collect();
+        let mut results: Vec<TrialResult> =
+            (0..self.count).map(|_| TrialResult::new(criterion.blocks.count)).collect();
         let mut pending = 0;
         for (disk, TraceArrival { at_ns, op, length }) in arrivals {
             engine.arrive(SimulatedRequest { at_ns, disk: self.disks[disk], op, offset: 0, length }, stop);
@@ -134,12 +134,12 @@ impl SimulatedTrial<'_> {
             if pending == BATCH {
                 // Rows are drained in batches, so that memory stays bounded for long traces.
                 pending = 0;
-                self.note(&mut engine, judge, &mut felt);
+                self.note(&mut engine, criterion, &mut results);
                 // Under a limit far too low the queue grows without bound; the target is missed
                 // anyway.
                 if engine.waiting() > MAX_WAITING {
-                    felt.iter_mut().for_each(|felt| felt.abandoned = true);
-                    return Ok(felt);
+                    results.iter_mut().for_each(|result| result.abandoned = true);
+                    return Ok(results);
                 }
                 anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
             }
@@ -147,32 +147,32 @@ impl SimulatedTrial<'_> {
         // Drains the queue after the last arrival, in batches for prompt cancellation.
         while engine.run(BATCH) {
             anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
-            self.note(&mut engine, judge, &mut felt);
+            self.note(&mut engine, criterion, &mut results);
         }
-        self.note(&mut engine, judge, &mut felt);
-        Ok(felt)
+        self.note(&mut engine, criterion, &mut results);
+        Ok(results)
     }
 
-    fn note(&self, engine: &mut SimulationEngine, judge: &TrialCriterion, felt: &mut [TrialResult]) {
+    fn note(&self, engine: &mut SimulationEngine, criterion: &TrialCriterion, results: &mut [TrialResult]) {
         for row in engine.take_rows() {
             let SimulatedRequest { at_ns, disk, op, length, .. } = row.request;
             if op == RequestOp::Flush {
                 continue;
             }
-            let felt = &mut felt[self.tenants[disk]];
+            let result = &mut results[self.tenants[disk]];
             let (wait_ns, latency_ns) = (row.admitted_ns - at_ns, row.completed_ns - at_ns);
-            felt.requests += 1;
-            felt.bytes = felt.bytes.saturating_add(length);
-            felt.held += u64::from(wait_ns > 0);
-            latencies::note(&mut felt.waited, wait_ns);
-            latencies::note(&mut felt.latency, latency_ns);
-            felt.requests_in[judge.blocks.of(at_ns)] += 1;
-            if (if judge.whole { latency_ns } else { wait_ns }) > judge.target.time_ns {
-                felt.late += 1;
-                felt.over_in[judge.blocks.of(at_ns)] += 1;
+            result.requests += 1;
+            result.bytes = result.bytes.saturating_add(length);
+            result.throttled += u64::from(wait_ns > 0);
+            latencies::note(&mut result.waited, wait_ns);
+            latencies::note(&mut result.latency, latency_ns);
+            result.requests_in[criterion.blocks.of(at_ns)] += 1;
+            if (if criterion.is_latency { latency_ns } else { wait_ns }) > criterion.target.time_ns {
+                result.late += 1;
+                result.late_in[criterion.blocks.of(at_ns)] += 1;
             }
-            felt.first_ns = felt.first_ns.min(at_ns);
-            felt.last_ns = felt.last_ns.max(row.completed_ns);
+            result.first_ns = result.first_ns.min(at_ns);
+            result.last_ns = result.last_ns.max(row.completed_ns);
         }
     }
 }

@@ -95,7 +95,7 @@ fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
 /// Rejects options that only a server could honour.
 fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
     let disk = arguments.disk()?;
-    let said = [
+    let options = [
         ("-f", arguments.format.is_some_and(|format| format != storage::ImageFormat::Raw)),
         ("-t", arguments.cache != storage::CacheMode::default()),
         ("-U", arguments.force_share),
@@ -106,7 +106,7 @@ fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
             disk.prefetch != PrefetchConfig { mode: PrefetchMode::Off, ..PrefetchConfig::default() },
         ),
     ];
-    if let Some((option, _)) = said.iter().find(|(_, said)| *said) {
+    if let Some((option, _)) = options.iter().find(|(_, is_given)| *is_given) {
         bail!("{option}: is for images, and what a server does with its own is its choice (leave it away)");
     }
     if let Some(option) = disk.first_qcow2_key() {
@@ -137,7 +137,7 @@ pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Load
         depth: arguments.depth,
         readers: arguments.readers,
         block_bytes: usize::try_from(block).context("that is too large for this machine")?,
-        places: OffsetPattern {
+        pattern: OffsetPattern {
             offset: arguments.offset,
             // As with qemu-img, 0 is the default.
             step_bytes: if step == 0 { block } else { step },
@@ -228,30 +228,30 @@ mod tests {
              a --hot 0/10; a --hot 90/100; a --jobs 0; a --rate-iops 0; a --rate-iops -1; \
              a --rate-iops nan; a --arrivals fixed; a --runtime 30; nbds://h/a";
         for text in lines.split("; ") {
-            let words = ["weir", "bench"].into_iter().chain(text.split_whitespace());
-            assert!(BenchLine::try_parse_from(words).is_err(), "{text}");
+            let tokens = ["weir", "bench"].into_iter().chain(text.split_whitespace());
+            assert!(BenchLine::try_parse_from(tokens).is_err(), "{text}");
         }
     }
 
     #[test]
     fn options_become_a_load() {
-        let of = |text| job(&arguments(text), 1 << 30).unwrap();
-        assert_eq!((of("a").load.count, of("a -c 7").load.count), (75_000, 7));
-        assert_eq!((of("a --runtime 3s").load.count, of("a --runtime 3s -c 7").load.count), (u64::MAX, 7));
-        assert_eq!(of("a --zipf 1.1 --seed 4").locality, Locality::Zipf(1.1));
-        assert_eq!(of("a --zipf 1.1 --seed 4").load.places.random, Some(4));
-        assert_eq!(of("a --hot 90/10").locality, Locality::Hot { requests: 90, places: 10 });
-        assert_eq!((of("a").load.places.random, of("a --random").load.places.random), (None, Some(1)));
-        let arrivals = |text| of(text).arrivals.unwrap();
+        let job_of = |text| job(&arguments(text), 1 << 30).unwrap();
+        assert_eq!((job_of("a").load.count, job_of("a -c 7").load.count), (75_000, 7));
+        assert_eq!((job_of("a --runtime 3s").load.count, job_of("a --runtime 3s -c 7").load.count), (u64::MAX, 7));
+        assert_eq!(job_of("a --zipf 1.1 --seed 4").locality, Locality::Zipf(1.1));
+        assert_eq!(job_of("a --zipf 1.1 --seed 4").load.pattern.random, Some(4));
+        assert_eq!(job_of("a --hot 90/10").locality, Locality::Hot { requests: 90, places: 10 });
+        assert_eq!((job_of("a").load.pattern.random, job_of("a --random").load.pattern.random), (None, Some(1)));
+        let arrivals = |text| job_of(text).arrivals.unwrap();
         assert_eq!(arrivals("a --rate-iops 1.5"), OpenLoop { per_second: 1.5, spacing: Spacing::Poisson });
         assert_eq!(arrivals("a --rate-iops 9 --arrivals fixed").spacing, Spacing::Fixed);
-        assert_eq!(of("a -w --rwmixread 70").read_percent, 70);
+        assert_eq!(job_of("a -w --rwmixread 70").read_percent, 70);
     }
 
     #[test]
-    fn a_request_must_fit_into_the_image() {
+    fn request_larger_than_the_image_is_rejected() {
         let options = arguments("a -s 8K -o 4K");
-        assert_eq!(job(&options, 12 << 10).unwrap().load.places.last, 4 << 10);
+        assert_eq!(job(&options, 12 << 10).unwrap().load.pattern.last, 4 << 10);
         assert!(job(&options, 11 << 10).unwrap_err().to_string().contains("does not fit"));
         assert!(job(&options, 7 << 10).unwrap_err().to_string().contains("choose a smaller one"));
     }

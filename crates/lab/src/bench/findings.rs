@@ -22,11 +22,11 @@ struct DirectionFindings<'a> {
     latencies: &'a Latencies,
     part: fn(&SecondCounts) -> u64,
     part_ns: fn(&SecondCounts) -> u64,
-    took: fn(&SecondCounts) -> &Counts,
+    latency_counts: fn(&SecondCounts) -> &Counts,
     over_time: &'a TimeSeries,
 }
 
-pub(super) fn findings(outcome: &LoadOutcome, told: Vec<String>) -> Findings {
+pub(super) fn findings(outcome: &LoadOutcome, lines: Vec<String>) -> Findings {
     let measured = &outcome.measured;
     let both = [
         DirectionFindings {
@@ -34,7 +34,7 @@ pub(super) fn findings(outcome: &LoadOutcome, told: Vec<String>) -> Findings {
             latencies: &measured.reads,
             part: |second| second.reads,
             part_ns: |second| second.reads_ns,
-            took: |second| &second.reads_took,
+            latency_counts: |second| &second.read_latencies,
             over_time: &measured.reads_over_time,
         },
         DirectionFindings {
@@ -42,7 +42,7 @@ pub(super) fn findings(outcome: &LoadOutcome, told: Vec<String>) -> Findings {
             latencies: &measured.writes,
             part: |second| second.writes,
             part_ns: |second| second.writes_ns,
-            took: |second| &second.writes_took,
+            latency_counts: |second| &second.write_latencies,
             over_time: &measured.writes_over_time,
         },
     ];
@@ -53,7 +53,7 @@ pub(super) fn findings(outcome: &LoadOutcome, told: Vec<String>) -> Findings {
         charts.push(distribution(&directions));
     }
     Findings {
-        summary: told,
+        summary: lines,
         measures: directions.iter().flat_map(|direction| measures(outcome, direction)).collect(),
         tables: vec![table(outcome, &directions)],
         charts,
@@ -62,7 +62,7 @@ pub(super) fn findings(outcome: &LoadOutcome, told: Vec<String>) -> Findings {
 }
 
 fn measures(outcome: &LoadOutcome, direction: &DirectionFindings<'_>) -> Vec<Measure> {
-    let DirectionFindings { name, latencies, part, part_ns, took, .. } = direction;
+    let DirectionFindings { name, latencies, part, part_ns, latency_counts: took, .. } = direction;
     let seconds = &outcome.measured.seconds;
     // Too few seconds for an interval: one sample for the run, which is reported without one.
     let are_few = seconds.len() < FEWEST_SECONDS;
@@ -74,16 +74,16 @@ fn measures(outcome: &LoadOutcome, direction: &DirectionFindings<'_>) -> Vec<Mea
     let means = seconds.iter().filter(|second| part(second) > 0);
     let means: Vec<f64> = means.map(|second| part_ns(second) as f64 / part(second) as f64).collect();
     let means = if are_few || means.is_empty() { vec![latencies.mean()] } else { means };
-    let latency = |what: &str, samples| {
-        Measure::new(format!("{name} latency, {what}"), MeasureUnit::Nanoseconds, Better::Lower, samples)
+    let latency = |statistic: &str, samples| {
+        Measure::new(format!("{name} latency, {statistic}"), MeasureUnit::Nanoseconds, Better::Lower, samples)
     };
     let rate = Measure::new(format!("{name} IOPS"), MeasureUnit::Iops, Better::Higher, rates);
     let mean = latency("mean", means);
     let each: Vec<Latencies> = seconds.iter().map(|second| latencies::from_counts(took(second))).collect();
-    let percentile = |(what, value): (&str, u64)| {
+    let percentile = |(quantile, value): (&str, u64)| {
         // A second has a sample only if it has enough requests for the percentile.
-        let samples = latencies::percentile_of_each(each.iter(), what);
-        latency(what, if samples.len() < FEWEST_SECONDS { vec![value as f64] } else { samples })
+        let samples = latencies::percentile_of_each(each.iter(), quantile);
+        latency(quantile, if samples.len() < FEWEST_SECONDS { vec![value as f64] } else { samples })
     };
     let all = [rate, mean].into_iter().chain(percentiles(latencies).map(percentile));
     all.map(|measure| Measure { samples_are: SamplesAre::Seconds, ..measure }).collect()
@@ -146,10 +146,10 @@ mod tests {
     fn outcome(seconds: usize) -> LoadOutcome {
         let mut measured = Measured::default();
         (1..=1000).for_each(|number| measured.reads.record(number * 1000).unwrap());
-        let reads_took = (1..=200).map(|number| (number * 1000, 1)).collect();
+        let read_latencies = (1..=200).map(|number| (number * 1000, 1)).collect();
         measured.seconds =
             vec![
-                SecondCounts { reads: 200, reads_ns: 200_000, reads_took, ..SecondCounts::default() };
+                SecondCounts { reads: 200, reads_ns: 200_000, read_latencies, ..SecondCounts::default() };
                 seconds
             ];
         (0..800).for_each(|number| measured.reads_over_time.note(number * 5_000_000, 1));
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn each_second_is_a_sample_and_the_whole_run_of_percentiles_that_no_second_can_tell() {
+    fn seconds_are_samples_unless_too_short_for_a_percentile() {
         let found = findings(&outcome(4), vec!["told".to_owned()]);
         let names: Vec<_> = found.measures.iter().map(|measure| measure.name.as_str()).collect();
         assert_eq!(names[..3], ["read IOPS", "read latency, mean", "read latency, p50"]);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_go_forward_and_end_at_the_slowest() {
+    fn distribution_is_monotonic_up_to_the_maximum() {
         let found = findings(&outcome(4), vec![]);
         assert_eq!(found.charts.len(), 2);
         for chart in &found.charts {
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_of_four_seconds_is_a_line_of_many_points() {
+    fn short_run_has_a_line_of_many_points() {
         let found = findings(&outcome(3), vec![]);
         let Chart::Lines(lines) = &found.charts[0] else { panic!() };
         let rates = &lines.series[0].points;

@@ -48,11 +48,11 @@ pub(super) fn weir_json(
         "depth": load.depth,
         "jobs": arguments.jobs,
         "buffer-size": load.block_bytes,
-        "step-size": load.places.step_bytes,
-        "offset": load.places.offset,
-        "random-seed": load.places.random,
-        "run": load.places.run,
-        "backward": load.places.backward,
+        "step-size": load.pattern.step_bytes,
+        "offset": load.pattern.offset,
+        "random-seed": load.pattern.random,
+        "run": load.pattern.run,
+        "backward": load.pattern.backward,
         "readers": load.readers,
         // Requests of the slowest reader, relative to the average.
         "slowest-reader": outcome.slowest as f64 * readers / count.max(1) as f64,
@@ -74,7 +74,7 @@ pub(super) fn weir_json(
     })
 }
 
-pub(super) fn report(arguments: &BenchArgs, job: &LoadJob, outcome: &LoadOutcome, own: &Value) -> Value {
+pub(super) fn report(arguments: &BenchArgs, job: &LoadJob, outcome: &LoadOutcome, weir_keys: &Value) -> Value {
     let Measured { reads, writes, flushes, .. } = &outcome.measured;
     let direction = |latencies: &Latencies, part: fn(&SecondCounts) -> u64| {
         let each: Vec<u64> = outcome.measured.seconds.iter().map(part).collect();
@@ -99,7 +99,7 @@ pub(super) fn report(arguments: &BenchArgs, job: &LoadJob, outcome: &LoadOutcome
             "sync": { "total_ios": flushes.len(), "lat_ns": latency(flushes, true) },
             "job_runtime": milliseconds(outcome),
         }],
-        "weir": own,
+        "weir": weir_keys,
     })
 }
 
@@ -109,7 +109,7 @@ fn milliseconds(outcome: &LoadOutcome) -> u64 {
 
 fn options(arguments: &BenchArgs, job: &LoadJob) -> Value {
     let load = &job.load;
-    let random = load.places.random.is_some();
+    let random = load.pattern.random.is_some();
     let mut options = Map::new();
     let mut put = |name: &str, value: String| options.insert(name.to_owned(), Value::String(value));
     let kind = match (load.write, job.read_percent) {
@@ -223,25 +223,25 @@ mod tests {
         LoadOutcome { elapsed: Duration::from_millis(1500), measured, ..LoadOutcome::default() }
     }
 
-    fn told() -> Value {
+    fn sample_report() -> Value {
         let arguments = arguments("a -w --rwmixread 80 --random --runtime 2s");
         let (job, outcome) = (job(&arguments, 1 << 20).unwrap(), outcome());
-        let own =
+        let weir_keys =
             weir_json(&arguments, &job, (&outcome, Duration::from_nanos(5000)), None, Some("interrupted"));
-        report(&arguments, &job, &outcome, &own)
+        report(&arguments, &job, &outcome, &weir_keys)
     }
 
     #[test]
-    fn fio_gives_each_job_its_share() {
+    fn job_options_are_per_job_as_in_fio() {
         let arguments = arguments("a -c 1001 --jobs 4 --rate-iops 500");
-        let told = options(&arguments, &job(&arguments, 1 << 20).unwrap());
-        assert_eq!((&told["number_ios"], &told["rate_iops"]), (&json!("251"), &json!("125")));
+        let reported = options(&arguments, &job(&arguments, 1 << 20).unwrap());
+        assert_eq!((&reported["number_ios"], &reported["rate_iops"]), (&json!("251"), &json!("125")));
     }
 
     #[test]
-    fn numbers_are_in_fio_s_units() {
-        let told = told();
-        let job = &told["jobs"][0];
+    fn numbers_are_in_units_of_fio() {
+        let report = sample_report();
+        let job = &report["jobs"][0];
         let read = &job["read"];
         assert_eq!(read["io_bytes"], 4 * 4096);
         assert_eq!(
@@ -262,13 +262,13 @@ mod tests {
 
     #[test]
     fn weir_keys_are_present() {
-        let own = &told()["weir"];
-        assert_eq!((&own["count"], &own["operation"]), (&json!(5), &json!("mixed")));
-        assert_eq!(own["iops-each-second"], json!([3]));
-        assert_eq!(own["partial"], "interrupted");
+        let weir_keys = &sample_report()["weir"];
+        assert_eq!((&weir_keys["count"], &weir_keys["operation"]), (&json!(5), &json!("mixed")));
+        assert_eq!(weir_keys["iops-each-second"], json!([3]));
+        assert_eq!(weir_keys["partial"], "interrupted");
         let keys = "image depth buffer-size seconds iops bytes-per-second slowest-reader hit-rate";
         for key in keys.split(' ') {
-            assert!(own.get(key).is_some(), "{key}");
+            assert!(weir_keys.get(key).is_some(), "{key}");
         }
     }
 }

@@ -25,37 +25,37 @@ pub(super) struct BenchProgress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
 
 impl BenchProgress {
     /// `counts` belong to the jobs that share `whole`.
-    pub(super) fn begin(silent: bool, whole: &LoadJob, counts: &[CompletedCount]) -> Self {
+    pub(super) fn begin(silent: bool, job: &LoadJob, counts: &[CompletedCount]) -> Self {
         if silent || !stderr().is_terminal() {
             return Self::default();
         }
         let counts = counts.to_vec();
-        let time = whole.runtime.map(|runtime| whole.ramp + runtime);
-        let requests = whole.load.count;
-        let ended = Arc::new(AtomicBool::new(false));
-        let seen = Arc::clone(&ended);
+        let time = job.runtime.map(|runtime| job.ramp + runtime);
+        let requests = job.load.count;
+        let stop = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&stop);
         let draw = move || draw(&counts, requests, time, &seen);
         let thread = thread::Builder::new().name("progress".to_owned()).spawn(draw);
-        Self(thread.ok().map(|thread| (ended, thread)))
+        Self(thread.ok().map(|thread| (stop, thread)))
     }
 }
 
 impl Drop for BenchProgress {
     fn drop(&mut self) {
-        if let Some((ended, thread)) = self.0.take() {
-            ended.store(true, Ordering::Relaxed);
+        if let Some((stop, thread)) = self.0.take() {
+            stop.store(true, Ordering::Relaxed);
             thread.thread().unpark();
             let _ = thread.join();
         }
     }
 }
 
-fn draw(counts: &[CompletedCount], requests: u64, time: Option<Duration>, ended: &AtomicBool) {
+fn draw(counts: &[CompletedCount], requests: u64, time: Option<Duration>, stop: &AtomicBool) {
     let length = time.map_or(requests, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
     let bar = bar(if time.is_some() { OF_TIME } else { OF_REQUESTS }, length);
     let began = Instant::now();
     let (mut at, mut before) = (began, 0);
-    while !ended.load(Ordering::Relaxed) {
+    while !stop.load(Ordering::Relaxed) {
         let answered: u64 = counts.iter().map(CompletedCount::get).sum();
         let rate = (answered - before) as f64 / at.elapsed().as_secs_f64().max(1e-9);
         (at, before) = (Instant::now(), answered);

@@ -8,7 +8,7 @@ use settings::{ImageLocation, RuleError as _};
 
 const VHOST_USER: &str = "vhost-user:";
 /// Prefixes of a socket's path in options and logs of `weir serve`, rejected with advice.
-const OF_SERVE: [&str; 3] = ["unix:", "vhost-user-blk:unix:", "vhost-user:unix:"];
+const SERVE_PREFIXES: [&str; 3] = ["unix:", "vhost-user-blk:unix:", "vhost-user:unix:"];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BenchTarget {
@@ -23,7 +23,7 @@ impl FromStr for BenchTarget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(path) = OF_SERVE.iter().find_map(|prefix| text.strip_prefix(prefix)) {
+        if let Some(path) = SERVE_PREFIXES.iter().find_map(|prefix| text.strip_prefix(prefix)) {
             return Err(format!(
                 "names a socket as `weir serve` does; write vhost-user:{path}, or \
                  nbd+unix:///EXPORT?socket={path}"
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn uris_that_weir_serve_prints_are_understood() {
+    fn uris_printed_by_weir_serve_are_accepted() {
         let tcp = |host: &str, port, name: &str| {
             Ok((NbdEndpoint::Tcp { host: host.to_owned(), port }, name.to_owned()))
         };
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_of_vhost_user_is_named_by_its_path() {
+    fn vhost_user_socket_is_a_path() {
         for path in ["vm1.sock", "/run/my vm:1.sock", "nbd://a"] {
             let text = format!("vhost-user:{path}");
             let target: BenchTarget = text.parse().unwrap();
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_uri_says_how_to_write_it() {
+    fn invalid_uri_error_suggests_the_form() {
         for (text, why) in [
             ("nbds://host/a?color=red", "has an unknown parameter"),
             ("nbd+vsock:///a", "is an unknown kind of NBD URI"),

@@ -38,7 +38,7 @@ pub(super) fn announcement(job: &LoadJob, jobs: u32) -> String {
 }
 
 fn places(job: &LoadJob, jobs: u32) -> String {
-    let OffsetPattern { offset, step_bytes, backward, random, run, .. } = job.load.places;
+    let OffsetPattern { offset, step_bytes, backward, random, run, .. } = job.load.pattern;
     let mut text = match random {
         None => format!("starting at offset {offset}, step size {step_bytes}"),
         Some(seed) => format!("at random multiples of {step_bytes} from offset {offset}, seed {seed}"),
@@ -121,9 +121,9 @@ pub(super) fn details(outcome: &LoadOutcome) -> String {
     }
     if !measured.late.is_empty() {
         let late = &measured.late;
-        let [mean, p99, most] =
+        let [mean, p99, max] =
             [late.mean() as u64, late.value_at_quantile(0.99), late.max()].map(figures::time);
-        let _ = write!(text, "Sent later than due: mean {mean}, p99 {p99}, max {most}");
+        let _ = write!(text, "Sent later than due: mean {mean}, p99 {p99}, max {max}");
         let behind = figures::time(nanoseconds(measured.behind));
         text += &if measured.behind.is_zero() {
             "\n".to_owned()
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn every_run_has_rates_latencies_and_the_cost_of_a_request() {
+    fn summary_has_rates_latencies_and_cpu_per_request() {
         let mut outcome = LoadOutcome { elapsed: Duration::from_secs(2), ..LoadOutcome::default() };
         (1..=1000).for_each(|number| outcome.measured.writes.record(number * 1000).unwrap());
         let job = job(&arguments("a -w -s 1M -c 1000"), 1 << 30).unwrap();

@@ -29,7 +29,7 @@ pub(crate) enum LoadSource {
     Disk(Arc<Disk>),
     Nbd {
         server: NbdEndpoint,
-        wanted: HandshakeOptions,
+        options: HandshakeOptions,
     },
     /// One for each job.
     VhostUser(Arc<Mutex<Vec<DriverQueue>>>),
@@ -47,14 +47,14 @@ enum JobEvent {
 }
 
 impl LoadSource {
-    pub(crate) async fn client(server: &NbdEndpoint, wanted: &HandshakeOptions) -> anyhow::Result<NbdClient> {
-        Ok(connect(server, wanted, CONNECT_TIMEOUT).await?)
+    pub(crate) async fn client(server: &NbdEndpoint, options: &HandshakeOptions) -> anyhow::Result<NbdClient> {
+        Ok(connect(server, options, CONNECT_TIMEOUT).await?)
     }
 
     async fn open(self) -> anyhow::Result<LoadTarget> {
         match self {
             Self::Disk(disk) => Ok(disk.into()),
-            Self::Nbd { server, wanted } => {
+            Self::Nbd { server, options: wanted } => {
                 Ok(LoadTarget::Nbd(Rc::new(Self::client(&server, &wanted).await?)))
             }
             Self::VhostUser(queues) => {
@@ -74,46 +74,46 @@ pub(crate) async fn run_jobs(
 ) -> anyhow::Result<JobResult> {
     let count = jobs.len();
     // Each job sends two messages, so no job ever waits for the collector.
-    let (tell, told) = async_channel::bounded(2 * count.max(1));
-    let (gate, opened) = async_channel::bounded(1);
+    let (sender, events) = async_channel::bounded(2 * count.max(1));
+    let (opener, opened) = async_channel::bounded(1);
     let stop = jobs.first().map(|job| job.stop.clone()).unwrap_or_default();
     let mut workers = Vec::new();
     if count == 1 {
         // On this reactor: a daemon's worker also serves all its requests on one thread.
         let alone =
-            jobs.into_iter().map(|job| open_and_run(job, source.clone(), tell.clone(), opened.clone()));
+            jobs.into_iter().map(|job| open_and_run(job, source.clone(), sender.clone(), opened.clone()));
         alone.for_each(reactor::spawn);
     } else {
         for (number, job) in jobs.into_iter().enumerate() {
             let worker = ReactorWorker::start(&format!("job {number}"), PollingMode::Off).context(NO_RING)?;
-            let (source, tell, opened) = (source.clone(), tell.clone(), opened.clone());
-            worker.spawn(move || open_and_run(job, source, tell, opened));
+            let (source, sender, opened) = (source.clone(), sender.clone(), opened.clone());
+            worker.spawn(move || open_and_run(job, source, sender, opened));
             workers.push(worker);
         }
     }
     // Otherwise a job that panics would leave `gather` waiting for ever.
-    drop((tell, opened));
-    let ran = gather(count, &told, &gate, begin, || _ = stop.stop()).await;
+    drop((sender, opened));
+    let result = gather(count, &events, &opener, begin, || _ = stop.stop()).await;
     for worker in workers {
         worker.stop().context("a job's thread ended with an error")?;
     }
-    Ok(ran)
+    Ok(result)
 }
 
 /// Collects the results. Opens the gate once all jobs are ready; `fail` is called if one fails.
 async fn gather(
     count: usize,
-    told: &Receiver<JobEvent>,
-    gate: &Sender<()>,
+    events: &Receiver<JobEvent>,
+    opener: &Sender<()>,
     begin: impl FnOnce() -> anyhow::Result<()>,
     fail: impl Fn(),
 ) -> JobResult {
-    let nothing = LoadOutcome { slowest: u64::MAX, ..LoadOutcome::default() };
-    let mut sum = JobResult { outcome: nothing, failed: None };
+    let empty = LoadOutcome { slowest: u64::MAX, ..LoadOutcome::default() };
+    let mut sum = JobResult { outcome: empty, failed: None };
     let mut begin = Some(begin);
     let (mut ready, mut ended) = (0, 0);
     while ended < count {
-        match told.recv().await {
+        match events.recv().await {
             Ok(JobEvent::Ready) => ready += 1,
             Ok(JobEvent::Ended(ran)) => {
                 ended += 1;
@@ -133,7 +133,7 @@ async fn gather(
         // Jobs that failed to start count as well, or the gate would stay closed.
         // Closing the channel wakes all jobs at once.
         if ready + ended >= count {
-            gate.close();
+            opener.close();
         }
     }
     sum
@@ -150,19 +150,19 @@ impl JobResult {
     }
 }
 
-async fn open_and_run(job: LoadJob, source: LoadSource, tell: Sender<JobEvent>, opened: Receiver<()>) {
+async fn open_and_run(job: LoadJob, source: LoadSource, sender: Sender<JobEvent>, opened: Receiver<()>) {
     let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
-    let ran = match stop.unless_stopped(source.open()).await {
+    let result = match stop.unless_stopped(source.open()).await {
         Some(Ok(target)) => {
-            let _ = tell.send(JobEvent::Ready).await;
+            let _ = sender.send(JobEvent::Ready).await;
             let _ = opened.recv().await;
-            let ran = measured(run_job(job, target.clone()).await, &target);
-            flush_and_disconnect(ran, target, writes, &stop).await
+            let result = measured(run_job(job, target.clone()).await, &target);
+            flush_and_disconnect(result, target, writes, &stop).await
         }
         Some(Err(error)) => JobResult { outcome: LoadOutcome::default(), failed: Some(error) },
         None => JobResult { outcome: LoadOutcome::default(), failed: None },
     };
-    let _ = tell.send(JobEvent::Ended(Box::new(ran))).await;
+    let _ = sender.send(JobEvent::Ended(Box::new(result))).await;
 }
 
 fn measured(result: Result<LoadOutcome, FailedLoad>, target: &LoadTarget) -> JobResult {
@@ -185,24 +185,24 @@ fn measured(result: Result<LoadOutcome, FailedLoad>, target: &LoadTarget) -> Job
 
 /// Flushes after writes, except on a server that left requests unanswered.
 async fn flush_and_disconnect(
-    mut ran: JobResult,
+    mut result: JobResult,
     target: LoadTarget,
     writes: bool,
     stop: &LoadStop,
 ) -> JobResult {
-    if ran.outcome.unanswered > 0 {
-        return ran;
+    if result.outcome.unanswered > 0 {
+        return result;
     }
-    if writes && ran.failed.is_none() {
+    if writes && result.failed.is_none() {
         let flush = target.flush();
         // A local disk is awaited in any case: its flush ends.
         let is_bounded = target.may_never_answer();
         let flushed = if is_bounded { stop.unless_overdue(flush).await } else { Some(flush.await) };
         match flushed {
-            Some(flushed) => ran.failed = flushed.context("the last flush failed").err(),
+            Some(flushed) => result.failed = flushed.context("the last flush failed").err(),
             None => {
-                ran.outcome.unanswered = 1;
-                return ran;
+                result.outcome.unanswered = 1;
+                return result;
             }
         }
     }
@@ -212,5 +212,5 @@ async fn flush_and_disconnect(
     {
         client.disconnect().await;
     }
-    ran
+    result
 }

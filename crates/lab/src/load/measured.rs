@@ -57,8 +57,8 @@ pub(crate) struct SecondCounts {
     pub(crate) reads_ns: u64,
     pub(crate) writes_ns: u64,
     /// Latencies.
-    pub(crate) reads_took: Counts,
-    pub(crate) writes_took: Counts,
+    pub(crate) read_latencies: Counts,
+    pub(crate) write_latencies: Counts,
 }
 
 impl Default for Measured {
@@ -96,8 +96,8 @@ impl Measured {
             ours.reads_ns = ours.reads_ns.saturating_add(theirs.reads_ns);
             ours.writes_ns = ours.writes_ns.saturating_add(theirs.writes_ns);
             // Equal latencies may occur twice in the list, which `from_counts` adds up.
-            ours.reads_took.extend(&theirs.reads_took);
-            ours.writes_took.extend(&theirs.writes_took);
+            ours.read_latencies.extend(&theirs.read_latencies);
+            ours.write_latencies.extend(&theirs.write_latencies);
         }
         self.reads_over_time.add(&other.reads_over_time);
         self.writes_over_time.add(&other.writes_over_time);
@@ -134,8 +134,8 @@ impl LoadRecorder {
         }
         // Closes every second that has ended, including seconds without completions.
         while at >= self.second_ends {
-            self.second.reads_took = latencies::take_counts(&mut self.reads);
-            self.second.writes_took = latencies::take_counts(&mut self.writes);
+            self.second.read_latencies = latencies::take_counts(&mut self.reads);
+            self.second.write_latencies = latencies::take_counts(&mut self.writes);
             self.measured.seconds.push(std::mem::take(&mut self.second));
             self.second_ends += SECOND;
         }
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn results_of_jobs_are_summed() {
-        let one = |kinds: &[RequestKind], seconds| {
+        let result_of = |kinds: &[RequestKind], seconds| {
             let mut recorder = LoadRecorder::new(at(0));
             for &kind in kinds {
                 recorder.answered(kind, at(1), at(2));
@@ -204,16 +204,16 @@ mod tests {
             recorder.answered(RequestKind::Write, at(0), at(seconds * 1000));
             recorder.end(Duration::from_millis(seconds))
         };
-        let mut sum = one(&[RequestKind::Read, RequestKind::Flush], 1);
-        sum.add(&one(&[RequestKind::Read, RequestKind::Write], 2));
+        let mut sum = result_of(&[RequestKind::Read, RequestKind::Flush], 1);
+        sum.add(&result_of(&[RequestKind::Read, RequestKind::Write], 2));
         assert_eq!((sum.reads.len(), sum.writes.len(), sum.flushes.len()), (2, 3, 1));
         let drawn = |series: &TimeSeries| series.points().map(|(_, count)| count).sum::<u64>();
         assert_eq!((drawn(&sum.reads_over_time), drawn(&sum.writes_over_time)), (2, 3));
         let [first, second] = sum.seconds.as_slice() else { panic!("{:?}", sum.seconds) };
         assert_eq!((first.reads, first.writes), (2, 1));
         assert_eq!((first.reads_ns, first.writes_ns), (2_000_000, 1_000_000));
-        let took = latencies::from_counts(&first.reads_took);
-        assert!(took.len() == 2 && took.equivalent(took.max(), 1_000_000), "{:?}", first.reads_took);
+        let read_latencies = latencies::from_counts(&first.read_latencies);
+        assert!(read_latencies.len() == 2 && read_latencies.equivalent(read_latencies.max(), 1_000_000), "{:?}", first.read_latencies);
         assert_eq!(*second, SecondCounts::default());
         assert_eq!(sum.behind, Duration::from_millis(2));
     }

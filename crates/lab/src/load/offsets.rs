@@ -40,11 +40,11 @@ pub(crate) enum Locality {
 pub(crate) struct JobPart {
     pub(crate) number: u32,
     /// Number of parts; not 0.
-    pub(crate) of: u32,
+    pub(crate) count: u32,
 }
 
 impl JobPart {
-    pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
+    pub(crate) const WHOLE: Self = Self { number: 0, count: 1 };
 
     /// Seed of this part; that of the first part is `seed` itself.
     pub(super) fn seed(self, seed: u64) -> u64 {
@@ -55,7 +55,7 @@ impl JobPart {
 
 #[derive(Debug)]
 pub(super) struct OffsetGenerator {
-    places: OffsetPattern,
+    pattern: OffsetPattern,
     block_bytes: u64,
     random: RefCell<fastrand::Rng>,
     draw: RandomBlocks,
@@ -110,19 +110,19 @@ pub(super) struct LoadReader {
 
 impl OffsetGenerator {
     /// Every part has the same hot places, but draws in its own order.
-    pub(super) fn new(places: OffsetPattern, block_bytes: u64, locality: Locality, part: JobPart) -> Self {
-        let seed = places.random.unwrap_or_default();
-        let draw = RandomBlocks::new(places.last_step().saturating_add(1), locality, seed);
+    pub(super) fn new(pattern: OffsetPattern, block_bytes: u64, locality: Locality, part: JobPart) -> Self {
+        let seed = pattern.random.unwrap_or_default();
+        let draw = RandomBlocks::new(pattern.last_step().saturating_add(1), locality, seed);
         let random = RefCell::new(fastrand::Rng::with_seed(part.seed(seed)));
-        Self { places, block_bytes, random, draw }
+        Self { pattern, block_bytes, random, draw }
     }
 
     /// Readers start at equal distances over all parts.
     pub(super) fn readers(&self, count: u32, part: JobPart) -> Vec<LoadReader> {
-        let OffsetPattern { offset, step_bytes, .. } = self.places;
-        let all = u64::from(count) * u64::from(part.of);
+        let OffsetPattern { offset, step_bytes, .. } = self.pattern;
+        let all = u64::from(count) * u64::from(part.count);
         // A multiple of the step, so that random and sequential offsets have the same alignment.
-        let distance = self.places.last_step() / all * step_bytes;
+        let distance = self.pattern.last_step() / all * step_bytes;
         let first = u64::from(part.number) * u64::from(count);
         let reader = |number| LoadReader {
             next_offset: Cell::new(offset + (first + u64::from(number)) * distance),
@@ -133,7 +133,7 @@ impl OffsetGenerator {
     }
 
     pub(super) fn next(&self, reader: &LoadReader) -> u64 {
-        let OffsetPattern { offset, step_bytes, last, backward, random, run } = self.places;
+        let OffsetPattern { offset, step_bytes, last, backward, random, run } = self.pattern;
         let mut place = reader.next_offset.get();
         if random.is_some() {
             if reader.left_of_run.get() == 0 {
@@ -164,9 +164,9 @@ mod tests {
 
     fn course(locality: Locality, part: JobPart) -> OffsetGenerator {
         let last = (BLOCKS - 1) * 4096;
-        let places =
+        let pattern =
             OffsetPattern { offset: 0, step_bytes: 4096, last, backward: false, random: Some(5), run: 1 };
-        OffsetGenerator::new(places, 4096, locality, part)
+        OffsetGenerator::new(pattern, 4096, locality, part)
     }
 
     fn blocks(course: &OffsetGenerator, count: usize) -> Vec<u64> {
@@ -186,7 +186,7 @@ mod tests {
     #[test]
     fn jobs_share_hot_blocks_but_not_their_sequence() {
         let hottest = |number| {
-            let drawn = blocks(&course(Locality::Zipf(1.2), JobPart { number, of: 2 }), 10_000);
+            let drawn = blocks(&course(Locality::Zipf(1.2), JobPart { number, count: 2 }), 10_000);
             let count = |block| drawn.iter().filter(|&&other| other == block).count();
             (drawn[..20].to_vec(), (0..BLOCKS).max_by_key(|&block| count(block)))
         };
@@ -196,9 +196,9 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_of_one_block_has_one_place() {
+    fn single_block_disk_has_one_offset() {
         for locality in [Locality::Even, Locality::Zipf(1.0), Locality::Hot { requests: 50, places: 99 }] {
-            let places = OffsetPattern {
+            let pattern = OffsetPattern {
                 offset: 0,
                 step_bytes: 4096,
                 last: 0,
@@ -206,18 +206,18 @@ mod tests {
                 random: Some(1),
                 run: 1,
             };
-            let course = OffsetGenerator::new(places, 4096, locality, JobPart::WHOLE);
+            let course = OffsetGenerator::new(pattern, 4096, locality, JobPart::WHOLE);
             assert_eq!(blocks(&course, 10), [0; 10]);
         }
     }
 
     #[test]
-    fn parts_begin_where_as_many_readers_would() {
+    fn parts_start_at_the_offsets_of_as_many_readers() {
         let begins = |readers, part| {
             let readers = course(Locality::Even, part).readers(readers, part);
             readers.iter().map(|reader| reader.next_offset.get()).collect::<Vec<_>>()
         };
-        let parts = [0, 1].map(|number| begins(2, JobPart { number, of: 2 })).concat();
+        let parts = [0, 1].map(|number| begins(2, JobPart { number, count: 2 })).concat();
         assert_eq!(parts, begins(4, JobPart::WHOLE));
     }
 }

@@ -43,7 +43,7 @@ impl ArrivalSchedule {
             Spacing::Poisson => exponential(gap_ns, &mut random),
             // Parts are offset against each other, so that together they are equally spaced as
             // well.
-            Spacing::Fixed => gap_ns * f64::from(part.number) / f64::from(part.of),
+            Spacing::Fixed => gap_ns * f64::from(part.number) / f64::from(part.count),
         };
         Self { arrivals, began, next_ns, random }
     }
@@ -82,11 +82,11 @@ mod tests {
     #[test]
     fn fixed_arrivals_are_equidistant_and_jobs_interleave() {
         assert_eq!(drawn(Spacing::Fixed, JobPart::WHOLE, 3), [0, 1_000_000, 2_000_000]);
-        assert_eq!(drawn(Spacing::Fixed, JobPart { number: 1, of: 2 }, 2), [500_000, 1_500_000]);
+        assert_eq!(drawn(Spacing::Fixed, JobPart { number: 1, count: 2 }, 2), [500_000, 1_500_000]);
     }
 
     #[test]
-    fn gaps_between_poisson_s_are_exponential() {
+    fn poisson_gaps_are_exponential() {
         let drawn = drawn(Spacing::Poisson, JobPart::WHOLE, 100_000);
         let gaps: Vec<f64> = drawn.windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).collect();
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;

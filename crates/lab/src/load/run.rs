@@ -54,7 +54,7 @@ struct RunningJob {
     until: Instant,
     sent: Cell<u64>,
     /// Due times taken by requests that count; each is sent unless the load ends before.
-    promised: Cell<u64>,
+    scheduled: Cell<u64>,
     answered: Cell<u64>,
     written: Cell<u64>,
     in_flight: Cell<u32>,
@@ -93,13 +93,13 @@ pub(crate) async fn run_job(
         all.await;
         false
     };
-    let ended = now();
+    let end = now();
     let outcome = LoadOutcome {
-        elapsed: ended - run.from,
+        elapsed: end - run.from,
         slowest: run.readers.iter().map(|reader| reader.answered.get()).min().unwrap_or_default(),
         // A flush in flight is not counted in `in_flight`.
         unanswered: if overdue { run.in_flight.get().max(1).into() } else { 0 },
-        measured: run.recorder.replace(LoadRecorder::new(ended)).end(run.behind(ended)),
+        measured: run.recorder.replace(LoadRecorder::new(end)).end(run.behind(end)),
     };
     match run.failed.get() {
         Some((request, error)) => Err(FailedLoad { request, error, outcome: Box::new(outcome) }),
@@ -113,11 +113,11 @@ impl RunningJob {
         let content: Arc<[u8]> =
             load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes + ALIGNMENT]).into();
         // One seed for everything: the same options send the same requests at the same times.
-        let seed = load.places.random.unwrap_or_default();
+        let seed = load.pattern.random.unwrap_or_default();
         // Offsets are drawn by the course, not by the tasks: their order does not depend on
         // completions.
         let course =
-            OffsetGenerator::new(load.places.clone(), load.block_bytes as u64, job.locality, job.part);
+            OffsetGenerator::new(load.pattern.clone(), load.block_bytes as u64, job.locality, job.part);
         let began = now();
         let from = began + job.ramp;
         let schedule = |arrivals| RefCell::new(ArrivalSchedule::new(arrivals, began, seed, job.part));
@@ -134,7 +134,7 @@ impl RunningJob {
             from,
             until: job.runtime.map_or(Instant::MAX, |runtime| from + runtime),
             sent: Cell::new(0),
-            promised: Cell::new(0),
+            scheduled: Cell::new(0),
             answered: Cell::new(0),
             written: Cell::new(0),
             in_flight: Cell::new(0),
@@ -169,7 +169,7 @@ impl RunningJob {
                     let result = self.request(offset, kind).await;
                     at = now();
                     self.in_flight.set(self.in_flight.get() - 1);
-                    self.answer(reader, SentRequest { kind, offset }, began, at, result);
+                    self.record_completion(reader, SentRequest { kind, offset }, began, at, result);
                 }
                 NextAction::Flush => {
                     let result = self.target.flush().await;
@@ -197,7 +197,7 @@ impl RunningJob {
 
     async fn wait_until_due(&self, schedule: &RefCell<ArrivalSchedule>, at: Instant) -> Option<Instant> {
         // Counted when the due time is taken, or many tasks would wait for the last request.
-        if self.is_over(at) || self.promised.get() >= self.job.load.count {
+        if self.is_over(at) || self.scheduled.get() >= self.job.load.count {
             return None;
         }
         let due = schedule.borrow().next();
@@ -207,7 +207,7 @@ impl RunningJob {
         }
         schedule.borrow_mut().take();
         if due >= self.from {
-            self.promised.set(self.promised.get() + 1);
+            self.scheduled.set(self.scheduled.get() + 1);
         }
         let early = due - at;
         if early > Duration::ZERO {
@@ -216,13 +216,13 @@ impl RunningJob {
         Some(due)
     }
 
-    fn behind(&self, ended: Instant) -> Duration {
+    fn behind(&self, end: Instant) -> Duration {
         let Some(schedule) = &self.schedule else { return Duration::ZERO };
         if self.sent.get() >= self.job.load.count {
             return Duration::ZERO;
         }
         // The time between the first unsent request and the end of the run.
-        self.until.min(ended) - schedule.borrow().next()
+        self.until.min(end) - schedule.borrow().next()
     }
 
     fn is_over(&self, at: Instant) -> bool {
@@ -280,7 +280,7 @@ impl RunningJob {
         self.target.write(offset, IoBuffer::view_of(&self.content, self.first..self.first + length)).await
     }
 
-    fn answer(
+    fn record_completion(
         &self,
         reader: &LoadReader,
         request: SentRequest,

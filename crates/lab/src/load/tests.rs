@@ -9,7 +9,7 @@ use storage::OpenOptions;
 
 use super::*;
 
-fn places() -> OffsetPattern {
+fn pattern() -> OffsetPattern {
     OffsetPattern {
         offset: 0,
         step_bytes: 4096,
@@ -21,7 +21,7 @@ fn places() -> OffsetPattern {
 }
 
 fn load(count: u64, depth: u32) -> LoadSpec {
-    LoadSpec { count, depth, readers: 1, block_bytes: 4096, places: places(), write: None, flush: None }
+    LoadSpec { count, depth, readers: 1, block_bytes: 4096, pattern: pattern(), write: None, flush: None }
 }
 
 fn disk(spec: &str, rules: &[&str]) -> Arc<Disk> {
@@ -32,7 +32,7 @@ fn disk(spec: &str, rules: &[&str]) -> Arc<Disk> {
     Arc::new(Disk::new("load", image, DiskSettings::default(), None).unwrap())
 }
 
-fn put_on(job: impl Into<LoadJob>, rules: &'static [&str]) -> Result<LoadOutcome, Error> {
+fn run_on_disk(job: impl Into<LoadJob>, rules: &'static [&str]) -> Result<LoadOutcome, Error> {
     let job = job.into();
     sim::run(1, async move { run_job(job, disk("memory:1M", rules)).await.map_err(|failed| failed.error) })
 }
@@ -40,7 +40,7 @@ fn put_on(job: impl Into<LoadJob>, rules: &'static [&str]) -> Result<LoadOutcome
 #[test]
 fn queue_depth_is_reached() {
     for depth in [1, 8, 64] {
-        let outcome = put_on(load(640, depth), &[]).unwrap();
+        let outcome = run_on_disk(load(640, depth), &[]).unwrap();
         assert_eq!(outcome.elapsed, Duration::from_millis(640 / u64::from(depth)), "depth {depth}");
     }
 }
@@ -48,15 +48,15 @@ fn queue_depth_is_reached() {
 #[test]
 fn draining_flush_follows_each_interval_of_writes() {
     let flush = Some(FlushSpec { interval: 64, drain: true });
-    let outcome = put_on(LoadSpec { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+    let outcome = run_on_disk(LoadSpec { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
     // Ten times: 64 writes take 2 ms at depth 32, and the flush 10 ms.
     assert_eq!(outcome.elapsed, Duration::from_millis(10 * (2 + 10)));
 }
 
 #[test]
-fn without_draining_writes_go_on_during_a_flush() {
+fn writes_continue_during_a_flush_without_drain() {
     let flush = Some(FlushSpec { interval: 64, drain: false });
-    let outcome = put_on(LoadSpec { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+    let outcome = run_on_disk(LoadSpec { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
     assert!(outcome.elapsed < Duration::from_millis(50), "{:?}", outcome.elapsed);
 }
 
@@ -66,16 +66,16 @@ fn first_failure_ends_the_load_during_a_flush() {
     let load = LoadSpec { write: Some(7), flush, ..load(640, 32) };
     for rule in ["kind=flush,error=EIO", "kind=write,offset=128K-129K,error=EIO"] {
         let rules: &'static [&str] = Box::leak(Box::new([rule]));
-        assert_eq!(put_on(load.clone(), rules), Err(Error::IO), "{rule}");
+        assert_eq!(run_on_disk(load.clone(), rules), Err(Error::IO), "{rule}");
     }
 }
 
 #[test]
-fn places_follow_each_other_as_if_the_end_were_the_beginning() {
-    let places = OffsetPattern { offset: 8192, step_bytes: 500_000, ..places() };
+fn sequential_offsets_wrap_at_the_end() {
+    let pattern = OffsetPattern { offset: 8192, step_bytes: 500_000, ..pattern() };
     let written = sim::run(1, async move {
         let disk = disk("memory:1M", &[]);
-        run_job(LoadSpec { write: Some(7), places, ..load(6, 1) }, Arc::clone(&disk)).await.unwrap();
+        run_job(LoadSpec { write: Some(7), pattern, ..load(6, 1) }, Arc::clone(&disk)).await.unwrap();
         let mut found = Vec::new();
         for offset in [8192, 508_192, 1_008_192, 459_616, 959_616, 411_040, 0] {
             let read = disk.image().read(offset, 1).await.unwrap();
@@ -94,7 +94,7 @@ fn random_offsets_cover_the_disk_and_repeat_for_a_seed() {
             let disk = disk("memory:1M", &[]);
             let load = LoadSpec {
                 write: Some(7),
-                places: OffsetPattern { random: Some(seed), ..places() },
+                pattern: OffsetPattern { random: Some(seed), ..pattern() },
                 ..load(256, 16)
             };
             run_job(load, Arc::clone(&disk)).await.unwrap();
@@ -127,19 +127,19 @@ fn readers_start_equidistant_and_the_slowest_is_reported() {
     let load = LoadSpec { readers: 4, ..load(20, 1) };
     let expect: Vec<usize> = (0..4).flat_map(|reader| (0..5).map(move |block| reader * 63 + block)).collect();
     assert_eq!(blocks(load.clone()), expect);
-    assert_eq!(put_on(load, &[]).map(|outcome| outcome.slowest), Ok(5));
+    assert_eq!(run_on_disk(load, &[]).map(|outcome| outcome.slowest), Ok(5));
 }
 
 #[test]
 fn backward_wraps_from_the_start_to_the_end() {
-    let load = LoadSpec { places: OffsetPattern { offset: 8192, backward: true, ..places() }, ..load(5, 1) };
+    let load = LoadSpec { pattern: OffsetPattern { offset: 8192, backward: true, ..pattern() }, ..load(5, 1) };
     assert_eq!(blocks(load), [0, 1, 2, 254, 255]);
 }
 
 #[test]
 fn sequential_run_follows_each_random_offset() {
     let written =
-        blocks(LoadSpec { places: OffsetPattern { random: Some(1), run: 4, ..places() }, ..load(12, 1) });
+        blocks(LoadSpec { pattern: OffsetPattern { random: Some(1), run: 4, ..pattern() }, ..load(12, 1) });
     assert!((9..=12).contains(&written.len()), "{written:?}");
     let follow = written.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count();
     assert!(follow >= 8, "{written:?}");
@@ -147,7 +147,7 @@ fn sequential_run_follows_each_random_offset() {
 
 #[test]
 fn latencies_are_those_of_the_disk() {
-    let outcome = put_on(load(640, 8), &[]).unwrap();
+    let outcome = run_on_disk(load(640, 8), &[]).unwrap();
     let reads = &outcome.measured.reads;
     assert_eq!((reads.len(), outcome.measured.writes.len()), (640, 0));
     assert!(
@@ -159,12 +159,12 @@ fn latencies_are_those_of_the_disk() {
 #[test]
 fn read_percentage_does_not_change_offsets() {
     let mixed = |percent| {
-        let places = OffsetPattern { random: Some(3), ..places() };
+        let pattern = OffsetPattern { random: Some(3), ..pattern() };
         let job = LoadJob {
             read_percent: percent,
-            ..LoadSpec { write: Some(7), places, ..load(10_000, 16) }.into()
+            ..LoadSpec { write: Some(7), pattern, ..load(10_000, 16) }.into()
         };
-        put_on(job, &[]).unwrap().measured
+        run_on_disk(job, &[]).unwrap().measured
     };
     let measured = mixed(70);
     assert!((6850..7150).contains(&measured.reads.len()), "{} reads", measured.reads.len());
@@ -173,10 +173,10 @@ fn read_percentage_does_not_change_offsets() {
 }
 
 #[test]
-fn a_flush_counts_writes_alone() {
+fn flush_interval_counts_writes_only() {
     let flush = Some(FlushSpec { interval: 64, drain: true });
     let job = LoadJob { read_percent: 50, ..LoadSpec { write: Some(7), flush, ..load(6400, 32) }.into() };
-    let measured = put_on(job, &[]).unwrap().measured;
+    let measured = run_on_disk(job, &[]).unwrap().measured;
     assert_eq!(measured.flushes.len(), measured.writes.len() / 64);
 }
 
@@ -187,11 +187,11 @@ fn runtime_ends_the_load_and_warm_up_is_excluded() {
         runtime: Some(Duration::from_millis(3500)),
         ..load(u64::MAX, 4).into()
     };
-    let outcome = put_on(job.clone(), &[]).unwrap();
+    let outcome = run_on_disk(job.clone(), &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(3500));
     let seconds: Vec<_> = outcome.measured.seconds.iter().map(|second| second.reads).collect();
     assert!(seconds.len() == 3 && seconds.iter().all(|reads| (3996..=4004).contains(reads)), "{seconds:?}");
-    let outcome = put_on(LoadJob { load: load(1000, 4), ..job }, &[]).unwrap();
+    let outcome = run_on_disk(LoadJob { load: load(1000, 4), ..job }, &[]).unwrap();
     assert!((249..=251).contains(&outcome.elapsed.as_millis()), "{:?}", outcome.elapsed);
 }
 
@@ -201,13 +201,13 @@ fn slowly() -> Option<OpenLoop> {
 
 #[test]
 fn open_loop_requests_wait_at_full_queue_depth() {
-    let outcome = put_on(LoadJob { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
+    let outcome = run_on_disk(LoadJob { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
     assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
     // Capacity for 1000 per second, arrivals of 2000: the hundredth waits for half of the earlier
     // ones.
     let arrivals = Some(OpenLoop { per_second: 2000.0, spacing: Spacing::Fixed });
-    let outcome = put_on(LoadJob { arrivals, ..load(100, 1).into() }, &[]).unwrap();
+    let outcome = run_on_disk(LoadJob { arrivals, ..load(100, 1).into() }, &[]).unwrap();
     let reads = &outcome.measured.reads;
     assert!(reads.equivalent(reads.max(), 50_500_000), "{}", reads.max());
     assert!(reads.equivalent(reads.min(), 1_000_000), "{}", reads.min());
@@ -218,7 +218,7 @@ fn open_loop_requests_wait_at_full_queue_depth() {
 fn final_lag_behind_the_schedule_is_reported() {
     let arrivals = Some(OpenLoop { per_second: 2000.0, spacing: Spacing::Fixed });
     let runtime = Some(Duration::from_secs(1));
-    let outcome = put_on(LoadJob { arrivals, runtime, ..load(u64::MAX, 1).into() }, &[]).unwrap();
+    let outcome = run_on_disk(LoadJob { arrivals, runtime, ..load(u64::MAX, 1).into() }, &[]).unwrap();
     assert_eq!(outcome.measured.reads.len(), 1000);
     assert_eq!(outcome.measured.behind, Duration::from_millis(500));
 }
@@ -254,5 +254,5 @@ fn jobs_share_requests_and_rate() {
     let rate: f64 = parts.iter().filter_map(|job| job.arrivals).map(|arrivals| arrivals.per_second).sum();
     assert!((rate - 100.0).abs() < 1e-9);
     assert!(parts[0].stop.stop() && parts[2].stop.is_stopped(), "all of them stop together");
-    assert_eq!(parts[2].part, JobPart { number: 2, of: 3 });
+    assert_eq!(parts[2].part, JobPart { number: 2, count: 3 });
 }

@@ -21,14 +21,14 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub(crate) struct LoadStop {
     stopped: Arc<AtomicBool>,
-    bell: Sender<()>,
-    heard: Receiver<()>,
+    sender: Sender<()>,
+    receiver: Receiver<()>,
 }
 
 impl Default for LoadStop {
     fn default() -> Self {
-        let (bell, heard) = async_channel::bounded(1);
-        Self { stopped: Arc::default(), bell, heard }
+        let (sender, receiver) = async_channel::bounded(1);
+        Self { stopped: Arc::default(), sender, receiver }
     }
 }
 
@@ -37,7 +37,7 @@ impl LoadStop {
     pub(crate) fn stop(&self) -> bool {
         // The flag for the hot path, the closed channel for sleeping tasks.
         let first = !self.stopped.swap(true, Ordering::Relaxed);
-        self.bell.close();
+        self.sender.close();
         first
     }
 
@@ -46,27 +46,27 @@ impl LoadStop {
     }
 
     pub(super) async fn wait(&self, time: Duration) {
-        let _ = timeout(time, self.heard.recv()).await;
+        let _ = timeout(time, self.receiver.recv()).await;
     }
 
     /// `None` after it is stopped.
-    pub(crate) async fn unless_stopped<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
-        self.unless_stopped_for(Duration::ZERO, awaited).await
+    pub(crate) async fn unless_stopped<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        self.unless_stopped_for(Duration::ZERO, future).await
     }
 
     /// `None` if it has been stopped for [`REPLY_TIMEOUT`]: a server may never reply.
-    pub(crate) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
-        self.unless_stopped_for(REPLY_TIMEOUT, awaited).await
+    pub(crate) async fn unless_overdue<T>(&self, future: impl Future<Output = T>) -> Option<T> {
+        self.unless_stopped_for(REPLY_TIMEOUT, future).await
     }
 
-    async fn unless_stopped_for<T>(&self, grace: Duration, awaited: impl Future<Output = T>) -> Option<T> {
-        let mut awaited = pin!(awaited);
+    async fn unless_stopped_for<T>(&self, grace: Duration, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = pin!(future);
         let mut overdue = pin!(async {
-            let _ = self.heard.recv().await;
+            let _ = self.receiver.recv().await;
             sleep_until(now() + grace).await;
         });
         // The result first: one that is ready at the deadline still counts.
-        poll_fn(|context| match awaited.as_mut().poll(context) {
+        poll_fn(|context| match future.as_mut().poll(context) {
             Poll::Ready(result) => Poll::Ready(Some(result)),
             Poll::Pending => overdue.as_mut().poll(context).map(|()| None),
         })

@@ -43,9 +43,9 @@ impl Zipf {
             // Inverts the integral of the density, then rounds to the nearest rank.
             let x = inverse(u, self.theta);
             let k = (x.round() as u64).clamp(1, self.count);
-            let near = k as f64;
+            let rank = k as f64;
             // The first condition accepts nearly all draws without another logarithm.
-            if near - x <= self.sure || u >= integral(near + 0.5, self.theta) - density(near, self.theta) {
+            if rank - x <= self.sure || u >= integral(rank + 0.5, self.theta) - density(rank, self.theta) {
                 return k - 1;
             }
         }
@@ -129,9 +129,9 @@ mod tests {
     fn every_block_has_one_rank() {
         for count in [1, 2, 3, 6, 10, 97, 1000, 1024, 262_144] {
             let scatter = ScatteredRanks::new(count, 3);
-            let mut places: Vec<_> = (0..count).map(|rank| scatter.place(rank)).collect();
-            places.sort_unstable();
-            assert!(places.into_iter().eq(0..count), "{count}");
+            let mut blocks: Vec<_> = (0..count).map(|rank| scatter.place(rank)).collect();
+            blocks.sort_unstable();
+            assert!(blocks.into_iter().eq(0..count), "{count}");
         }
     }
 
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_disks_and_the_steepest_distributions_are_drawn_from() {
+    fn extreme_sizes_and_exponents_can_be_drawn() {
         let mut random = fastrand::Rng::with_seed(1);
         for (count, theta) in [(1, 1.0), (u64::MAX, 0.5), (u64::MAX, 1.0), (u64::MAX, 50.0), (2, 1e-9)] {
             let zipf = Zipf::new(count, theta, 1);

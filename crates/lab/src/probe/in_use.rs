@@ -49,10 +49,10 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
         Err(error) => return Err(error).with_context(|| format!("{name}: cannot be opened for writing")),
     };
     // Last, under the exclusive open: the content cannot change in between.
-    if let (Some(what), false) = (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
+    if let (Some(content), false) = (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
     {
         bail!(
-            "{name}: has the signature of {what}, which writing would destroy (add --force if it \
+            "{name}: has the signature of {content}, which writing would destroy (add --force if it \
              is not needed)"
         );
     }
@@ -125,11 +125,11 @@ const SIGNATURES: [(usize, &[u8], &str); 13] = [
     (0, b"\xfc\x4e\x2b\xa9", "a RAID member"),
 ];
 /// Bytes that contain all signatures.
-const LOOKED_AT: usize = 0x10048;
+const SIGNATURE_BYTES: usize = 0x10048;
 
 fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {
     use std::os::unix::fs::FileExt as _;
-    let mut start = vec![0; LOOKED_AT];
+    let mut start = vec![0; SIGNATURE_BYTES];
     let mut length = 0;
     while length < start.len() {
         match file.read_at(&mut start[length..], length as u64)? {
@@ -148,7 +148,7 @@ fn known(start: &[u8]) -> Option<&'static str> {
     }
     let here =
         |(at, bytes, _): &&(usize, &[u8], &str)| start.get(*at..).is_some_and(|rest| rest.starts_with(bytes));
-    SIGNATURES.iter().find(here).map(|(_, _, what)| *what)
+    SIGNATURES.iter().find(here).map(|(_, _, content)| *content)
 }
 
 #[cfg(test)]
@@ -156,20 +156,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_signature_is_seen_where_it_is() {
-        for (at, bytes, what) in SIGNATURES {
-            let mut start = vec![0; LOOKED_AT];
+    fn every_signature_is_found_at_its_offset() {
+        for (at, bytes, content) in SIGNATURES {
+            let mut start = vec![0; SIGNATURE_BYTES];
             start[at..at + bytes.len()].copy_from_slice(bytes);
-            assert_eq!(known(&start), Some(what));
+            assert_eq!(known(&start), Some(content));
             assert_eq!(known(&start[..at]), None, "cut off before it");
         }
         assert_eq!(known(b"QFI\xfb"), Some("a disk image or an encrypted volume"));
-        assert_eq!(known(&[0; LOOKED_AT]), None);
+        assert_eq!(known(&[0; SIGNATURE_BYTES]), None);
         assert_eq!(known(&[]), None);
     }
 
     #[test]
-    fn a_mount_is_found_by_its_device_s_number() {
+    fn mount_is_found_by_device_number() {
         let mounts =
             "24 1 254:0 / / rw - ext4 /dev/root rw\n25 24 0:23 / /dev/shm rw - tmpfs tmpfs rw\ngarbage\n";
         let at = |major, minor| mounted_at(mounts, DeviceNumber { major, minor });

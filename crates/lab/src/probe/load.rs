@@ -30,7 +30,7 @@ const STEADY: f64 = 0.3;
 const LONGER: [u32; 2] = [2, 4];
 /// Minimum average of completions in a window, to limit random error; windows with fewer are
 /// joined.
-const ANSWERS: u64 = 10;
+const MIN_COMPLETIONS: u64 = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ProbePattern {
@@ -252,10 +252,10 @@ impl ProbeRun {
 fn figure(load: ProbeLoad, marks: &[(Instant, u64)]) -> ProbeResult {
     let windows = marks.len() - 1;
     // The first mark is the end of the warm-up.
-    let answers = marks[windows].1 - marks[0].1;
+    let completed = marks[windows].1 - marks[0].1;
     let counted =
         // An odd number of windows, so that the median is one of them.
-        (1..=windows).rev().filter(|count| count % 2 == 1).find(|count| answers / *count as u64 >= ANSWERS);
+        (1..=windows).rev().filter(|count| count % 2 == 1).find(|count| completed / *count as u64 >= MIN_COMPLETIONS);
     // The spread is taken over single windows, the median over joined ones.
     let (each, long) = (rates(marks, windows), rates(marks, counted.unwrap_or(1)));
     let median = long[long.len() / 2];
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn few_answers_are_counted_over_a_longer_time() {
+    fn few_completions_join_windows() {
         // Windows of 100 ms with rates of 20, 30 or 40 per second; 29 on average.
         let figure = figure(LOAD, &marks(10, [2, 4, 2, 3, 2, 4, 3]));
         assert!((figure.rate - 20.0 / 0.7).abs() < 1e-9 && figure.spread > 0.5, "{figure:?}");
@@ -306,13 +306,13 @@ mod tests {
         assert!((figure.rate - 60.0).abs() < 1e-9, "{figure:?}");
     }
 
-    fn marks(a_second: u64, answers: [u64; WINDOWS as usize]) -> Vec<(Instant, u64)> {
+    fn marks(a_second: u64, completed: [u64; WINDOWS as usize]) -> Vec<(Instant, u64)> {
         let mut done = 0;
         let ends = (0..).map(|number| Instant::from_nanos(number * 1_000_000_000 / a_second));
-        let marks = [0].into_iter().chain(answers).zip(ends);
+        let marks = [0].into_iter().chain(completed).zip(ends);
         marks
-            .map(|(answers, end)| {
-                done += answers;
+            .map(|(completed, end)| {
+                done += completed;
                 (end, done)
             })
             .collect()
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_device_is_measured_to_the_percent() {
+    fn slow_device_is_measured_within_a_percent() {
         // 3 or 4 requests of 1 MiB in each window.
         let load = ProbeLoad {
             pattern: ProbePattern::Sequential,
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_that_varies_is_measured_for_longer() {
+    fn varying_rate_is_measured_for_longer() {
         // The competing load is active in some seconds.
         let with_competitor = |is_active: fn(u64) -> bool| {
             sim::run(1, async move {
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_completes_too_few_requests_has_no_rate() {
+    fn too_few_completions_give_no_rate() {
         // Requests complete one second apart.
         let error = sim::run(1, async move {
             let image = Rc::new(open_raw("memory:64M", rate("iops=1")).unwrap());
@@ -417,13 +417,13 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_below_one_is_no_zero() {
+    fn rate_below_one_is_not_zero() {
         let figure = ProbeResult { load: LOAD, rate: 0.3, spread: 0.0 };
         assert_eq!(figure.iops(), 1);
     }
 
     #[test]
-    fn a_request_that_fails_ends_the_measuring() {
+    fn failed_request_ends_the_measurement() {
         let faults = vec!["kind=read,error=EIO,offset=4M-8M".parse().unwrap()];
         let options = OpenOptions { faults, ..OpenOptions::default() };
         let failed = measured("null:8M", options, (LOAD, 8 << 20), Duration::from_millis(10)).unwrap_err();

@@ -41,8 +41,8 @@ impl ProbeReport {
         }
         text += &table.render(false);
         text.push('\n');
-        for what in &self.not_measured {
-            let _ = writeln!(text, "not measured: {what}");
+        for item in &self.not_measured {
+            let _ = writeln!(text, "not measured: {item}");
         }
         let _ = match &self.kept {
             Some(path) => writeln!(text, "kept in {}", path.display()),
@@ -64,7 +64,7 @@ impl ProbeReport {
                 "spread": figure.spread,
             })
         };
-        let mut answer = json!({
+        let mut report = json!({
             "target": self.target,
             "size-bytes": self.size_bytes,
             "loads": self.figures.iter().map(load).collect::<Vec<_>>(),
@@ -72,20 +72,20 @@ impl ProbeReport {
             "not-measured": self.not_measured,
         });
         if let Some((node, key)) = &self.device {
-            answer["device"] = json!({ "name": node, "key": key });
+            report["device"] = json!({ "name": node, "key": key });
         }
         if let Some(path) = &self.kept {
-            answer["kept"] = json!(path.display().to_string());
+            report["kept"] = json!(path.display().to_string());
         }
-        format!("{answer:#}\n")
+        format!("{report:#}\n")
     }
 }
 
 /// Formats a size in the largest unit that divides it.
 pub(super) fn size(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let whole = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
-    whole.map_or_else(|| format!("{bytes} B"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
+    let largest = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
+    largest.map_or_else(|| format!("{bytes} B"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
 }
 
 #[cfg(test)]
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn people_get_a_table() {
+    fn text_report_is_a_table() {
         let expect = "\
 /srv on /dev/vda (serial x, 5 bytes)
 1 GiB measured, 32 requests at a time
@@ -119,24 +119,24 @@ not measured: writes: not asked for (--read-only)
 kept in /var/lib/weir/capacity/x.json
 ";
         assert_eq!(report().text(), expect);
-        let nowhere = ProbeReport { device: None, kept: None, ..report() };
-        assert!(nowhere.text().starts_with("/srv, on no disk of this machine\n"));
-        assert!(nowhere.text().ends_with("not kept: a capacity is kept for disks of this machine\n"));
+        let without_device = ProbeReport { device: None, kept: None, ..report() };
+        assert!(without_device.text().starts_with("/srv, on no disk of this machine\n"));
+        assert!(without_device.text().ends_with("not kept: a capacity is kept for disks of this machine\n"));
     }
 
     #[test]
-    fn programs_get_an_object() {
-        let answer: serde_json::Value = serde_json::from_str(&report().json()).unwrap();
-        assert_eq!(answer["loads"][0]["bps"], 104_857_600);
-        assert_eq!(answer["capacity"]["read-iops"], 25_600);
-        assert_eq!(answer["device"]["name"], "/dev/vda");
-        let nowhere = ProbeReport { device: None, kept: None, ..report() };
-        let answer: serde_json::Value = serde_json::from_str(&nowhere.json()).unwrap();
-        assert!(answer.get("device").is_none() && answer.get("kept").is_none());
+    fn json_report_is_an_object() {
+        let object: serde_json::Value = serde_json::from_str(&report().json()).unwrap();
+        assert_eq!(object["loads"][0]["bps"], 104_857_600);
+        assert_eq!(object["capacity"]["read-iops"], 25_600);
+        assert_eq!(object["device"]["name"], "/dev/vda");
+        let without_device = ProbeReport { device: None, kept: None, ..report() };
+        let object: serde_json::Value = serde_json::from_str(&without_device.json()).unwrap();
+        assert!(object.get("device").is_none() && object.get("kept").is_none());
     }
 
     #[test]
-    fn sizes_are_whole() {
+    fn sizes_are_integers_of_the_largest_unit() {
         for (bytes, text) in
             [(0, "0 B"), (5, "5 B"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 40, "1024 GiB")]
         {

@@ -54,32 +54,32 @@ enum ProbeTargetGuard {
 }
 
 impl ProbeTarget {
-    pub(super) fn open(wish: ProbeOptions<'_>) -> anyhow::Result<Self> {
-        let name = wish.path.display();
-        let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be probed"))?;
+    pub(super) fn open(options: ProbeOptions<'_>) -> anyhow::Result<Self> {
+        let name = options.path.display();
+        let metadata = fs::metadata(options.path).with_context(|| format!("{name}: cannot be probed"))?;
         if metadata.is_dir() {
             ensure!(
-                !wish.write,
+                !options.write,
                 "{name}: is a directory, where a file is written without --write (leave it out)"
             );
-            Self::in_directory(wish)
+            Self::in_directory(options)
         } else if metadata.file_type().is_block_device() {
-            Self::device(wish, &metadata)
+            Self::device(options, &metadata)
         } else {
             bail!("{name}: is neither a directory nor a block device (name the directory that it is in)")
         }
     }
 
-    fn in_directory(wish: ProbeOptions<'_>) -> anyhow::Result<Self> {
+    fn in_directory(options: ProbeOptions<'_>) -> anyhow::Result<Self> {
         use std::os::unix::fs::MetadataExt as _;
-        let name = wish.path.display();
-        let file = tempfile::tempfile_in(wish.path).with_context(|| {
+        let name = options.path.display();
+        let file = tempfile::tempfile_in(options.path).with_context(|| {
             format!("{name}: cannot create a file there (choose a directory that you may write to)")
         })?;
         // Blocks available to this user: root's reserve must not be used up.
         let space = fstatvfs(&file).with_context(|| format!("{name}: its free space is unknown"))?;
         let free = space.fragment_size().saturating_mul(space.blocks_available());
-        let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(DEFAULT_SIZE.min(free / 4)));
+        let size_bytes = whole_blocks(options.size_bytes.unwrap_or(DEFAULT_SIZE.min(free / 4)));
         ensure!(
             size_bytes >= MIN_SIZE,
             "{name}: {size_bytes} bytes are too few to be measured (make room, or give --size \
@@ -92,7 +92,7 @@ impl ProbeTarget {
         file.set_len(size_bytes)
             .with_context(|| format!("{name}: cannot create a file of {size_bytes} bytes"))?;
         // The unlinked file has no other name.
-        let image = opened(wish.path, &format!("file:/proc/self/fd/{}", file.as_raw_fd()), false)?;
+        let image = opened(options.path, &format!("file:/proc/self/fd/{}", file.as_raw_fd()), false)?;
         let device_number = file.metadata()?.dev();
         Ok(Self {
             image,
@@ -103,15 +103,15 @@ impl ProbeTarget {
         })
     }
 
-    fn device(wish: ProbeOptions<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
+    fn device(options: ProbeOptions<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
         use std::os::unix::fs::MetadataExt as _;
-        let name = wish.path.display();
+        let name = options.path.display();
         // Before the device is opened for writing.
-        let claim = wish.write.then(|| in_use::claim(wish.path, metadata.rdev(), wish.force)).transpose()?;
+        let claim = options.write.then(|| in_use::claim(options.path, metadata.rdev(), options.force)).transpose()?;
         let text =
-            wish.path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
-        let image = opened(wish.path, &format!("file:{text}"), !wish.write)?;
-        let size_bytes = whole_blocks(image.size_bytes().min(wish.size_bytes.unwrap_or(u64::MAX)));
+            options.path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
+        let image = opened(options.path, &format!("file:{text}"), !options.write)?;
+        let size_bytes = whole_blocks(image.size_bytes().min(options.size_bytes.unwrap_or(u64::MAX)));
         ensure!(
             size_bytes >= MIN_SIZE,
             "{name}: {size_bytes} bytes are too few to be measured (it takes {MIN_SIZE} at least)"
@@ -119,7 +119,7 @@ impl ProbeTarget {
         Ok(Self {
             image,
             size_bytes,
-            kind: ProbeTargetKind::Device { writable: wish.write },
+            kind: ProbeTargetKind::Device { writable: options.write },
             device_number: metadata.rdev(),
             _held: ProbeTargetGuard::Device { _claim: claim },
         })

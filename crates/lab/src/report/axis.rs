@@ -46,7 +46,7 @@ impl AxisScale {
         values: impl Iterator<Item = f64>,
         axis: &ChartAxis,
         ends: ScaleEnds,
-        most: usize,
+        max_ticks: usize,
     ) -> Self {
         let shown = values.filter_map(|value| representable(value, axis.logarithmic));
         let (low, high) = shown
@@ -55,11 +55,11 @@ impl AxisScale {
         if axis.logarithmic {
             scale.widen_logarithmic(ends);
         } else {
-            scale.widen_linear(axis.unit, ends, most);
+            scale.widen_linear(axis.unit, ends, max_ticks);
         }
         // Ticks outside of the scale, by rounding of its ends, are dropped.
         scale.ticks = scale
-            .named(axis.unit, most)
+            .named(axis.unit, max_ticks)
             .into_iter()
             .map(|(value, label)| AxisTick {
                 position: scale.along(transformed(value, axis.logarithmic)),
@@ -92,7 +92,7 @@ impl AxisScale {
         }
     }
 
-    fn widen_linear(&mut self, unit: MeasureUnit, ends: ScaleEnds, most: usize) {
+    fn widen_linear(&mut self, unit: MeasureUnit, ends: ScaleEnds, max_ticks: usize) {
         if self.low > self.high {
             (self.low, self.high) = (0.0, 0.0);
         }
@@ -106,53 +106,53 @@ impl AxisScale {
             (self.low, self.high) = (self.low - magnitude / 10.0, self.high + magnitude / 10.0);
         }
         if ends == ScaleEnds::Ticks {
-            let (step, _) = self.step(unit, most);
+            let (step, _) = self.step(unit, max_ticks);
             // The tolerance keeps an end that is a tick from being extended by a whole step.
             self.low = (self.low / step + 1e-6).floor().min(0.0) * step;
             self.high = (self.high / step - 1e-6).ceil().max(0.0) * step;
         }
     }
 
-    fn step(&self, unit: MeasureUnit, most: usize) -> (f64, (f64, &'static str)) {
+    fn step(&self, unit: MeasureUnit, max_ticks: usize) -> (f64, (f64, &'static str)) {
         let shown = quantity::scale(unit, self.low.abs().max(self.high.abs()));
-        (nice((self.high - self.low) / shown.0 / most.max(1) as f64) * shown.0, shown)
+        (nice((self.high - self.low) / shown.0 / max_ticks.max(1) as f64) * shown.0, shown)
     }
 
-    fn named(&self, unit: MeasureUnit, most: usize) -> Vec<(f64, String)> {
+    fn named(&self, unit: MeasureUnit, max_ticks: usize) -> Vec<(f64, String)> {
         if !self.logarithmic {
-            return self.at_equal_differences(unit, most);
+            return self.at_equal_differences(unit, max_ticks);
         }
         if self.high - self.low < NARROW {
             // Within less than a decade linear ticks are easier to read.
             let (low, high) = (10f64.powf(self.low), 10f64.powf(self.high));
             return Self { logarithmic: false, low, high, ticks: Vec::new() }
-                .at_equal_differences(unit, most);
+                .at_equal_differences(unit, max_ticks);
         }
-        self.at_equal_factors(unit, most)
+        self.at_equal_factors(unit, max_ticks)
     }
 
-    fn at_equal_differences(&self, unit: MeasureUnit, most: usize) -> Vec<(f64, String)> {
-        let (step, shown) = self.step(unit, most);
+    fn at_equal_differences(&self, unit: MeasureUnit, max_ticks: usize) -> Vec<(f64, String)> {
+        let (step, shown) = self.step(unit, max_ticks);
         // As many decimals as the step needs, so that neighbouring labels differ.
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
         // Up to `most` and a rounded step at each end; a single tick if steps vanish in rounding.
-        let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
+        let count = if last - first <= (max_ticks + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
         (0..count)
             .map(|number| (value(number), quantity::with_digits(value(number), shown, digits)))
             .collect()
     }
 
-    fn at_equal_factors(&self, unit: MeasureUnit, most: usize) -> Vec<(f64, String)> {
+    fn at_equal_factors(&self, unit: MeasureUnit, max_ticks: usize) -> Vec<(f64, String)> {
         // Sizes get powers of two, which are round numbers in KiB and MiB.
         let binary = matches!(unit, MeasureUnit::Bytes | MeasureUnit::BytesPerSecond);
         let (base, mantissas): (f64, &[f64]) = if binary { (2.0, &[1.0]) } else { (10.0, &[1.0, 2.0, 5.0]) };
         let per_decade = base.log10();
         let (first, last) = ((self.low / per_decade).floor() as i32, (self.high / per_decade).ceil() as i32);
         let powers = (self.high - self.low) / per_decade;
-        let mantissas = if powers * mantissas.len() as f64 <= most as f64 { mantissas } else { &[1.0] };
-        let stride = ((powers / most.max(1) as f64).ceil() as i32).max(1);
+        let mantissas = if powers * mantissas.len() as f64 <= max_ticks as f64 { mantissas } else { &[1.0] };
+        let stride = ((powers / max_ticks.max(1) as f64).ceil() as i32).max(1);
         let powers = (first..=last).filter(|power| power.rem_euclid(stride) == 0);
         powers
             .flat_map(|power| mantissas.iter().map(move |mantissa| mantissa * base.powi(power)))
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_a_single_value_have_a_scale() {
+    fn empty_and_single_value_axes_have_a_scale() {
         assert_eq!(
             labels(&[], MeasureUnit::Iops, false, ScaleEnds::Ticks).first().map(String::as_str),
             Some("0")

@@ -12,13 +12,13 @@ pub(super) fn sides(table: &ResultTable) -> Vec<ColumnAlignment> {
     let side = |column: usize| {
         let cells = || table.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.trim());
         let holds =
-            column > 0 && cells().any(is_number) && cells().all(|cell| is_number(cell) || is_nothing(cell));
+            column > 0 && cells().any(is_number) && cells().all(|cell| is_number(cell) || is_placeholder(cell));
         if holds { ColumnAlignment::Right } else { ColumnAlignment::Left }
     };
     (0..table.columns.len()).map(side).collect()
 }
 
-fn is_nothing(cell: &str) -> bool {
+fn is_placeholder(cell: &str) -> bool {
     matches!(cell, "" | "-" | "–" | "—" | "exact" | "one run")
 }
 
@@ -29,10 +29,10 @@ fn is_number(cell: &str) -> bool {
     // An interval after the value does not change its kind.
     let value = unsigned.split(['[', '(', '…']).next().unwrap_or_default();
     let value = value.split(" to ").next().unwrap_or_default().trim_end();
-    let behind = value.trim_start_matches(|letter: char| letter.is_ascii_digit() || ".,".contains(letter));
+    let suffix = value.trim_start_matches(|letter: char| letter.is_ascii_digit() || ".,".contains(letter));
     unsigned.starts_with(|letter: char| letter.is_ascii_digit())
-        && behind.chars().count() <= UNIT
-        && !behind.trim().contains([' ', '-', '='])
+        && suffix.chars().count() <= UNIT
+        && !suffix.trim().contains([' ', '-', '='])
 }
 
 #[cfg(test)]
@@ -55,13 +55,13 @@ mod tests {
         ] {
             assert!(is_number(number), "{number}");
         }
-        for words in ["", "none", "4 KiB random read", "2-way", "64K cluster", "v1.2", "-"] {
-            assert!(!is_number(words), "{words}");
+        for text in ["", "none", "4 KiB random read", "2-way", "64K cluster", "v1.2", "-"] {
+            assert!(!is_number(text), "{text}");
         }
     }
 
     #[test]
-    fn a_column_of_numbers_stands_at_the_right() {
+    fn number_columns_are_right_aligned() {
         let row = |cells: [&str; 4]| cells.map(str::to_owned).to_vec();
         let table = ResultTable {
             columns: row(["size", "IOPS", "mode", "nothing"]),

@@ -72,13 +72,13 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), CommandFailure> {
         let why = anyhow!("{}: is no recording, unlike the first (name recordings only)", other.display());
         return Err(CommandFailure::Usage(why));
     }
-    let begun = ResultHeader::begin();
+    let header_start = ResultHeader::begin();
     let setup = arguments.config.as_deref().map(|path| SimulationSetup::of_config(path, None)).transpose()?;
     let limits = setup.as_ref().map(SimulationSetup::limits_by_disk);
     let DrawnRecording { findings, began_s, seconds, partial } =
         recording_charts::draw(&paths, limits.as_ref())?;
     // Time and duration of the recording; the machine that draws it is irrelevant.
-    let header = ResultHeader { began: began_s, seconds, machine: MachineInfo::default(), ..begun.end(None) };
+    let header = ResultHeader { began: began_s, seconds, machine: MachineInfo::default(), ..header_start.end(None) };
     let result = ResultFile { partial, ..ResultFile::new(header, findings) };
     show(arguments, &result)?;
     match &result.partial {
@@ -99,7 +99,7 @@ fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
         pictures::save(&result.findings.charts, directory)?;
     }
     if arguments.json {
-        return print_json(&of_one(result));
+        return print_json(&result_json(result));
     }
     let written: Vec<&Path> =
         [&arguments.report, &arguments.charts].into_iter().flatten().map(PathBuf::as_path).collect();
@@ -116,7 +116,7 @@ fn compare(
         write(path, OutputKind::Page, &super::comparison(a, b)?)?;
     }
     if arguments.json {
-        print_json(&of_two(&differences, a.0, b.0))?;
+        print_json(&differences_json(&differences, a.0, b.0))?;
     } else {
         let written: Vec<&Path> = arguments.report.as_deref().into_iter().collect();
         print(&text::comparison(&differences, a, b, &written, stdout().is_terminal()))?;
@@ -140,7 +140,7 @@ fn interval_json(estimate: Estimate, interval: IntervalKind) -> Value {
     }
 }
 
-fn of_one(result: &ResultFile) -> Value {
+fn result_json(result: &ResultFile) -> Value {
     let measure = |measure: &Measure| {
         json!({
             "name": measure.name,
@@ -159,7 +159,7 @@ fn of_one(result: &ResultFile) -> Value {
     })
 }
 
-fn of_two(differences: &Differences, a: &str, b: &str) -> Value {
+fn differences_json(differences: &Differences, a: &str, b: &str) -> Value {
     let verdict = |outcome| match outcome {
         DifferenceVerdict::Better => "better",
         DifferenceVerdict::Worse => "worse",
@@ -178,7 +178,7 @@ fn of_two(differences: &Differences, a: &str, b: &str) -> Value {
         })
     });
     let others =
-        differences.others.iter().map(|other| json!({ "what": other.what, "a": other.a, "b": other.b }));
+        differences.differing_facts.iter().map(|other| json!({ "what": other.what, "a": other.a, "b": other.b }));
     json!({
         "a": a,
         "b": b,

@@ -68,24 +68,24 @@ pub(super) struct Differences {
     /// Including measures whose unit differs.
     pub(super) only_a: Vec<String>,
     pub(super) only_b: Vec<String>,
-    pub(super) others: Vec<DifferingFact>,
+    pub(super) differing_facts: Vec<DifferingFact>,
 }
 
 impl Differences {
     pub(super) fn between(a: &ResultFile, b: &ResultFile) -> Self {
         let (list_a, list_b) = (&a.findings.measures, &b.findings.measures);
-        let alone = |list: &[Measure], other: &[Measure]| {
-            let alone = list.iter().filter(|measure| counterpart(other, measure).is_none());
-            alone.map(|measure| measure.name.clone()).collect()
+        let only_in = |list: &[Measure], other: &[Measure]| {
+            let unmatched = list.iter().filter(|measure| counterpart(other, measure).is_none());
+            unmatched.map(|measure| measure.name.clone()).collect()
         };
         Self {
             rows: list_a
                 .iter()
                 .filter_map(|one| Some(DifferenceRow::new(one, counterpart(list_b, one)?)))
                 .collect(),
-            only_a: alone(list_a, list_b),
-            only_b: alone(list_b, list_a),
-            others: others(&a.header, &b.header),
+            only_a: only_in(list_a, list_b),
+            only_b: only_in(list_b, list_a),
+            differing_facts: differing_facts(&a.header, &b.header),
         }
     }
 
@@ -93,12 +93,12 @@ impl Differences {
         self.rows.iter().filter(|row| row.outcome == outcome).count()
     }
 
-    fn told(&self) -> usize {
+    fn decided(&self) -> usize {
         self.rows.len() - self.count(DifferenceVerdict::Unknown)
     }
 
     /// Number of measures in which a difference may be due to chance.
-    fn told_by_chance(&self) -> usize {
+    fn decided_from_samples(&self) -> usize {
         let is_measured = |row: &&DifferenceRow| {
             row.outcome != DifferenceVerdict::Unknown && row.samples_are != SamplesAre::Exact
         };
@@ -106,28 +106,28 @@ impl Differences {
     }
 
     pub(super) fn expected_by_chance(&self) -> f64 {
-        self.told_by_chance() as f64 * FALSE_DIFFERENCE_RATE
+        self.decided_from_samples() as f64 * FALSE_DIFFERENCE_RATE
     }
 
     pub(super) fn conclusion(&self) -> String {
-        let (told, better, worse) =
-            (self.told(), self.count(DifferenceVerdict::Better), self.count(DifferenceVerdict::Worse));
-        let measures = if told == 1 { "measure" } else { "measures" };
+        let (decided, better, worse) =
+            (self.decided(), self.count(DifferenceVerdict::Better), self.count(DifferenceVerdict::Worse));
+        let measures = if decided == 1 { "measure" } else { "measures" };
         let mut text = match better + worse {
             _ if self.rows.is_empty() => {
                 return "No measure is in both results: there is nothing to compare.".to_owned();
             }
-            _ if told == 0 => "No difference can be shown or excluded.".to_owned(),
-            0 => format!("No real difference: none of {told} {measures} differs by more than noise."),
+            _ if decided == 0 => "No difference can be shown or excluded.".to_owned(),
+            0 => format!("No real difference: none of {decided} {measures} differs by more than noise."),
             differ => format!(
-                "{differ} of {told} {measures} differ{} by more than noise: B is better in \
+                "{differ} of {decided} {measures} differ{} by more than noise: B is better in \
                  {better} and worse in {worse}.",
                 if differ == 1 { "s" } else { "" }
             ),
         };
         // With many measures some differ by chance; the reader should know how many.
         let chance = self.expected_by_chance();
-        let by_chance = self.told_by_chance();
+        let by_chance = self.decided_from_samples();
         if by_chance >= MIN_MEASURES_FOR_NOTE && better + worse > 0 {
             let _ = write!(text, " Of {by_chance} about {chance:.0} would differ by chance alone");
             text += if (better + worse) as f64 <= chance {
@@ -155,7 +155,7 @@ impl Differences {
 
     pub(super) fn table(&self) -> ResultTable {
         let row = |row: &DifferenceRow| {
-            let told = |estimate: Estimate, interval: IntervalKind| {
+            let estimate_text = |estimate: Estimate, interval: IntervalKind| {
                 let [median, low, high] = quantity::estimate(estimate, row.unit);
                 match interval {
                     IntervalKind::Estimated => format!("{median} [{low}, {high}]"),
@@ -170,20 +170,20 @@ impl Differences {
                 row.outcome.text().to_owned(),
                 percent(row.ratio.median),
                 a.both(b).text(&percent(row.ratio.low), &percent(row.ratio.high)),
-                told(row.a, a),
-                told(row.b, b),
+                estimate_text(row.a, a),
+                estimate_text(row.b, b),
             ]
         };
         let columns = ["measure", "B is", "difference", "between", "A", "B"];
         ResultTable::new("Measures that both have", columns, self.rows.iter().map(row).collect())
     }
 
-    pub(super) fn others_table(&self) -> ResultTable {
+    pub(super) fn facts_table(&self) -> ResultTable {
         let row = |other: &DifferingFact| vec![other.what.to_owned(), other.a.clone(), other.b.clone()];
         let note = Some("These differences alone may explain different measures.".to_owned());
         ResultTable {
             note,
-            ..ResultTable::new("Not the same", ["", "A", "B"], self.others.iter().map(row).collect())
+            ..ResultTable::new("Not the same", ["", "A", "B"], self.differing_facts.iter().map(row).collect())
         }
     }
 }
@@ -249,12 +249,12 @@ fn can_show_difference(a: usize, b: usize) -> bool {
     compare(&vec![1.0; a], &vec![2.0; b]).verdict != RankVerdict::Same
 }
 
-fn counterpart<'a>(list: &'a [Measure], of: &Measure) -> Option<&'a Measure> {
-    list.iter().find(|measure| measure.name == of.name && measure.unit == of.unit)
+fn counterpart<'a>(list: &'a [Measure], sought: &Measure) -> Option<&'a Measure> {
+    list.iter().find(|measure| measure.name == sought.name && measure.unit == sought.unit)
 }
 
 /// Differing facts, except time and duration.
-fn others(a: &ResultHeader, b: &ResultHeader) -> Vec<DifferingFact> {
+fn differing_facts(a: &ResultHeader, b: &ResultHeader) -> Vec<DifferingFact> {
     let (facts_a, facts_b) = (facts(a), facts(b));
     let fact = |facts: &[(&str, String)], name| {
         facts
@@ -268,9 +268,9 @@ fn others(a: &ResultHeader, b: &ResultHeader) -> Vec<DifferingFact> {
         "Machine" => {
             let (one, other) = (&a.machine, &b.machine);
             let memory = one.memory_bytes.abs_diff(other.memory_bytes) as f64;
-            let most = one.memory_bytes.max(other.memory_bytes) as f64;
+            let larger = one.memory_bytes.max(other.memory_bytes) as f64;
             (&one.processor, one.processors) != (&other.processor, other.processors)
-                || memory > most * SAME_MEMORY
+                || memory > larger * SAME_MEMORY
         }
         "Device" => a.device != b.device,
         name => fact(&facts_a, name) != fact(&facts_b, name),
@@ -296,7 +296,7 @@ mod tests {
             intervals: [IntervalKind::Estimated; 2],
         };
         let rows = outcomes.iter().flat_map(|(outcome, count)| std::iter::repeat_n(outcome, *count)).map(row);
-        Differences { rows: rows.collect(), only_a: vec![], only_b: vec![], others: vec![] }
+        Differences { rows: rows.collect(), only_a: vec![], only_b: vec![], differing_facts: vec![] }
     }
 
     #[test]
@@ -339,22 +339,22 @@ mod tests {
 
     #[test]
     fn too_few_samples_are_unknown() {
-        let of = |a: &[f64], b: &[f64]| outcome(a, b, Better::Lower).1;
-        assert_eq!(of(&[1.0], &[9.0]), DifferenceVerdict::Unknown);
-        assert_eq!(of(&[1.0], &[1.0]), DifferenceVerdict::Same);
-        assert_eq!(of(&[0.0; 9], &[9.0; 9]), DifferenceVerdict::Unknown);
-        assert_eq!(of(&[0.0; 9], &[0.0; 9]), DifferenceVerdict::Same);
-        assert_eq!(of(&[1.0, 1.1, 1.2, 1.1], &[1.1, 1.2, 1.0, 1.1]), DifferenceVerdict::Same);
-        assert_eq!(of(&[1.0, 1.1, 1.2, 1.1], &[9.1, 9.2, 9.0, 9.1]), DifferenceVerdict::Worse);
+        let verdict_of = |a: &[f64], b: &[f64]| outcome(a, b, Better::Lower).1;
+        assert_eq!(verdict_of(&[1.0], &[9.0]), DifferenceVerdict::Unknown);
+        assert_eq!(verdict_of(&[1.0], &[1.0]), DifferenceVerdict::Same);
+        assert_eq!(verdict_of(&[0.0; 9], &[9.0; 9]), DifferenceVerdict::Unknown);
+        assert_eq!(verdict_of(&[0.0; 9], &[0.0; 9]), DifferenceVerdict::Same);
+        assert_eq!(verdict_of(&[1.0, 1.1, 1.2, 1.1], &[1.1, 1.2, 1.0, 1.1]), DifferenceVerdict::Same);
+        assert_eq!(verdict_of(&[1.0, 1.1, 1.2, 1.1], &[9.1, 9.2, 9.0, 9.1]), DifferenceVerdict::Worse);
     }
 
     #[test]
     fn verdict_depends_on_the_kind_of_samples() {
-        let of = |samples_are, samples: &[f64]| Measure {
+        let measure_of = |samples_are, samples: &[f64]| Measure {
             samples_are,
             ..Measure::new("it", MeasureUnit::Nanoseconds, Better::Lower, samples.to_vec())
         };
-        let outcome = |are, a: &[f64], b: &[f64]| DifferenceRow::new(&of(are, a), &of(are, b)).outcome;
+        let outcome = |are, a: &[f64], b: &[f64]| DifferenceRow::new(&measure_of(are, a), &measure_of(are, b)).outcome;
         assert_eq!(outcome(SamplesAre::Exact, &[100.0], &[100.1]), DifferenceVerdict::Worse);
         assert_eq!(outcome(SamplesAre::Exact, &[0.0], &[1.0]), DifferenceVerdict::Worse);
         assert_eq!(outcome(SamplesAre::Exact, &[2.0], &[2.0]), DifferenceVerdict::Same);
@@ -365,18 +365,18 @@ mod tests {
         let (a, b): (Vec<_>, Vec<_>) = (waves(0.0).collect(), waves(2.0).collect());
         assert_eq!(outcome(SamplesAre::Seconds, &a, &b), DifferenceVerdict::Same);
         let b: Vec<_> = b.iter().map(|sample| sample * 2.0).collect();
-        let row = DifferenceRow::new(&of(SamplesAre::Seconds, &a), &of(SamplesAre::Seconds, &b));
+        let row = DifferenceRow::new(&measure_of(SamplesAre::Seconds, &a), &measure_of(SamplesAre::Seconds, &b));
         assert_eq!(row.outcome, DifferenceVerdict::Worse);
-        let told = Differences { rows: vec![row], only_a: vec![], only_b: vec![], others: vec![] };
-        assert!(told.conclusion().contains("compare single runs"), "{}", told.conclusion());
-        let exact = of(SamplesAre::Exact, &[1.0]);
-        let rows = vec![DifferenceRow::new(&exact, &of(SamplesAre::Exact, &[2.0])); 40];
-        let told = Differences { rows, ..told };
-        assert!(!told.conclusion().contains("chance") && told.expected_by_chance() == 0.0);
+        let differences = Differences { rows: vec![row], only_a: vec![], only_b: vec![], differing_facts: vec![] };
+        assert!(differences.conclusion().contains("compare single runs"), "{}", differences.conclusion());
+        let exact = measure_of(SamplesAre::Exact, &[1.0]);
+        let rows = vec![DifferenceRow::new(&exact, &measure_of(SamplesAre::Exact, &[2.0])); 40];
+        let differences = Differences { rows, ..differences };
+        assert!(!differences.conclusion().contains("chance") && differences.expected_by_chance() == 0.0);
     }
 
     #[test]
-    fn which_way_is_better_decides() {
+    fn verdict_depends_on_the_better_direction() {
         let measure = |unit, better, middle: f64| {
             let samples = (0..9).map(|step| middle * (1.0 + f64::from(step) / 1e3)).collect();
             Measure::new("it", unit, better, samples)

@@ -80,8 +80,8 @@ fn bands(map: &HeatMap) -> Vec<Range<usize>> {
     let columns = map.columns.len().min(MAX_COLUMNS);
     let HeatMapLayout { name_width, cell_width, .. } = HeatMapLayout::of(map, 0..columns);
     // At least one column in a band, however wide its cells are.
-    let most = (((BAND - name_width) / cell_width) as usize).max(1);
-    let bands = columns.div_ceil(most).max(1);
+    let max_columns = (((BAND - name_width) / cell_width) as usize).max(1);
+    let bands = columns.div_ceil(max_columns).max(1);
     (0..bands).map(|band| band * columns / bands..(band + 1) * columns / bands).collect()
 }
 
@@ -111,24 +111,24 @@ struct HeatMapLayout {
 impl HeatMapLayout {
     fn of(map: &HeatMap, columns: Range<usize>) -> Self {
         let rows = map.rows.len().min(MAX_COLUMNS);
-        let room = |letters: usize, (least, most): (f64, f64)| {
-            (letters as f64 * LETTER_WIDTH + 2.0 * MARGIN).clamp(least, most)
+        let room = |letters: usize, (min, max): (f64, f64)| {
+            (letters as f64 * LETTER_WIDTH + 2.0 * MARGIN).clamp(min, max)
         };
         let longest = |names: &mut dyn Iterator<Item = &String>| {
             names.map(|name| name.chars().count()).max().unwrap_or(0)
         };
         // Widths are determined over all columns, so that the bands are aligned.
-        let whole = map.columns.len().min(MAX_COLUMNS);
-        let cells = (0..rows).flat_map(|row| (0..whole).filter_map(move |column| value(map, row, column)));
+        let column_count = map.columns.len().min(MAX_COLUMNS);
+        let cells = (0..rows).flat_map(|row| (0..column_count).filter_map(move |column| value(map, row, column)));
         let cells: Vec<String> = cells.map(|value| shown(value, map.unit)).collect();
-        let most = fitting(NAME_WIDTHS.1);
-        let names: Vec<_> = map.rows[..rows].iter().map(|name| wrapped(name, most)).collect();
+        let max_letters = fitting(NAME_WIDTHS.1);
+        let names: Vec<_> = map.rows[..rows].iter().map(|name| wrapped(name, max_letters)).collect();
         Self {
             rows,
             name_width: room(longest(&mut names.iter().flatten()), NAME_WIDTHS),
             names,
             cell_width: room(longest(&mut cells.iter()), CELL_WIDTHS) - GAP,
-            head_height: room(longest(&mut map.columns[..whole].iter()), HEAD_HEIGHTS),
+            head_height: room(longest(&mut map.columns[..column_count].iter()), HEAD_HEIGHTS),
             columns,
         }
     }
@@ -204,11 +204,11 @@ fn fitting(width: f64) -> usize {
 }
 
 /// Breaks a name between words; the rest is elided in the middle.
-fn wrapped(name: &str, most: usize) -> Vec<String> {
+fn wrapped(name: &str, max_letters: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in name.split_whitespace() {
         match lines.last_mut() {
-            Some(line) if line.chars().count() + 1 + word.chars().count() <= most => {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= max_letters => {
                 line.push(' ');
                 *line += word;
             }
@@ -219,7 +219,7 @@ fn wrapped(name: &str, most: usize) -> Vec<String> {
         let rest = lines.split_off(LINES - 1).join(" ");
         lines.push(rest);
     }
-    lines.iter().map(|line| elided(line, most)).collect()
+    lines.iter().map(|line| elided(line, max_letters)).collect()
 }
 
 fn range(map: &HeatMap) -> (f64, f64) {
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_may_have_holes_and_no_end() {
+    fn missing_and_infinite_cells_are_drawn() {
         assert!(html(&map(vec![])).unwrap().contains("<rect"));
         let mut large = map(vec![vec![Some(1.0); 200]; 3]);
         large.columns = vec!["x".to_owned(); 200];
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quotient_is_blue_or_orange_and_noise_is_neither() {
+    fn noise_has_neither_colour_of_a_quotient() {
         let colour = |value, better, is_noise| ratio_colours(value, better, is_noise).0.light;
         for (value, higher, lower) in [
             (0.2, WORSE[3], BETTER[3]),
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_stand_out_most() {
+    fn best_cells_have_the_most_contrast() {
         let best = CELLS.len() - 1;
         assert_eq!(strength(10.0, (1.0, 10.0), Better::Higher), best);
         assert_eq!(strength(10.0, (1.0, 10.0), Better::Lower), 0);

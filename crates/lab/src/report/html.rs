@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_may_be_called_anything() {
+    fn any_disk_name_is_escaped() {
         let name = "<script>alert(\"1\" + '&')</script>\u{1b}[2J\0";
         let escaped = "&lt;script&gt;alert(&quot;1&quot; + &#39;&amp;&#39;)&lt;/script&gt;?[2J?";
         assert_eq!(escape(name), escaped);
@@ -50,11 +50,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_begins_a_tag(text in any::<String>()) {
+        fn escaped_text_starts_no_tag(text in any::<String>()) {
             let escaped = escape(&text);
             prop_assert!(!escaped.contains(['<', '>', '"', '\'']), "{escaped}");
-            let back = escaped.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"");
-            prop_assert_eq!(back.replace("&#39;", "'").replace("&amp;", "&"), clean(&text));
+            let unescaped = escaped.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"");
+            prop_assert_eq!(unescaped.replace("&#39;", "'").replace("&amp;", "&"), clean(&text));
         }
     }
 }

@@ -222,7 +222,7 @@ fn chart_points(series: &ChartSeries, x: &AxisScale, y: &AxisScale) -> Vec<(f64,
         return all;
     }
     let column = |point: &(f64, f64)| (point.0 * COLUMNS as f64) as usize;
-    let mut kept = Vec::new();
+    let mut reduced = Vec::new();
     for column in all.chunk_by(|one, other| column(one) == column(other)) {
         let by_value = |one: &&(f64, f64), other: &&(f64, f64)| one.1.total_cmp(&other.1);
         let extremes = [column.iter().min_by(by_value), column.iter().max_by(by_value)];
@@ -231,9 +231,9 @@ fn chart_points(series: &ChartSeries, x: &AxisScale, y: &AxisScale) -> Vec<(f64,
         // References into one slice: their addresses restore the order of the series.
         shown.sort_by_key(|point| std::ptr::from_ref(*point));
         shown.dedup_by_key(|point| std::ptr::from_ref(*point));
-        kept.extend(shown.into_iter().copied());
+        reduced.extend(shown.into_iter().copied());
     }
-    kept
+    reduced
 }
 
 #[cfg(test)]
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_goes_from_corner_to_corner() {
+    fn line_spans_the_plot() {
         let svg = html(&lines(vec![series("a<b", &[(0.0, 0.0), (10.0, 20_000.0)])])).unwrap();
         assert!(svg.contains("aria-label=\"IOPS over time\""), "{svg}");
         assert!(svg.contains("</svg>a&lt;b</li>"), "{svg}");
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_a_dashed_line_with_its_name() {
+    fn limit_is_a_named_dashed_line() {
         let rates = series("vm1", &[(0.0, 14.0), (10.0, 15.0)]);
         let limits = vec![series("iops-total 15 of vm1", &[(0.0, 15.0), (5.0, 20.0), (10.0, 20.0)])];
         let lines = Lines { limits, ..lines(vec![rates]) };
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_one_point_are_drawn() {
+    fn empty_and_single_point_series_are_drawn() {
         assert!(html(&lines(vec![])).unwrap().contains("no values"));
         assert!(html(&lines(vec![series("", &[])])).unwrap().contains("no values"));
         let svg = html(&lines(vec![series("", &[(1.0, 5.0)])])).unwrap();
@@ -310,25 +310,25 @@ mod tests {
     }
 
     #[test]
-    fn a_value_holds_until_the_next() {
+    fn step_value_lasts_until_the_next() {
         let stairs = [(0.0, 0.0), (0.2, 0.0), (0.2, 0.0), (0.2, 0.5), (0.6, 0.5), (0.6, 1.0), (1.0, 1.0)];
         assert_eq!(stepped(&[(0.2, 0.0), (0.2, 0.5), (0.6, 1.0)]), stairs);
         assert!(stepped(&[]).is_empty());
     }
 
     #[test]
-    fn a_long_line_keeps_its_spikes() {
+    fn long_series_keeps_its_spikes() {
         let mut points: Vec<(f64, f64)> = (0..100_000).map(|second| (f64::from(second), 100.0)).collect();
         points[54_321].1 = 0.0;
         points[77_777].1 = 200.0;
         let (x, y) = (&lines(vec![]).x, &lines(vec![]).y);
         let x = AxisScale::over(points.iter().map(|point| point.0), x, ScaleEnds::Values, 6);
         let y = AxisScale::over(points.iter().map(|point| point.1), y, ScaleEnds::Ticks, 6);
-        let places = chart_points(&series("", &points), &x, &y);
-        assert!(places.len() <= 4 * (COLUMNS + 1), "{}", places.len());
-        assert!(places.is_sorted_by(|one, other| one.0 <= other.0));
+        let reduced = chart_points(&series("", &points), &x, &y);
+        assert!(reduced.len() <= 4 * (COLUMNS + 1), "{}", reduced.len());
+        assert!(reduced.is_sorted_by(|one, other| one.0 <= other.0));
         for extreme in [0.0, 1.0] {
-            assert_eq!(places.iter().filter(|place| place.1 == extreme).count(), 1);
+            assert_eq!(reduced.iter().filter(|place| place.1 == extreme).count(), 1);
         }
     }
 }

@@ -145,25 +145,25 @@ impl ReportPage {
 
 /// The command as one would type it, without the program's directory.
 pub(super) fn command(header: &ResultHeader) -> String {
-    let program = |word: &String| word.rsplit('/').next().unwrap_or_default().to_owned();
-    let quoted = |word: &String| {
+    let program = |argument: &String| argument.rsplit('/').next().unwrap_or_default().to_owned();
+    let quoted = |argument: &String| {
         let plain = |letter: char| letter.is_alphanumeric() || "-_./:=,+@%".contains(letter);
-        let is_plain = !word.is_empty() && word.chars().all(plain);
-        if is_plain { word.clone() } else { format!("'{}'", word.replace('\'', r"'\''")) }
+        let is_plain = !argument.is_empty() && argument.chars().all(plain);
+        if is_plain { argument.clone() } else { format!("'{}'", argument.replace('\'', r"'\''")) }
     };
-    let words = header.command.iter().skip(1).map(quoted);
-    header.command.first().map(program).into_iter().chain(words).collect::<Vec<_>>().join(" ")
+    let arguments = header.command.iter().skip(1).map(quoted);
+    header.command.first().map(program).into_iter().chain(arguments).collect::<Vec<_>>().join(" ")
 }
 
 /// Known facts about the run.
 pub(super) fn facts(header: &ResultHeader) -> Vec<(&'static str, String)> {
     let machine = &header.machine;
     let began = figures::date(u32::try_from(header.began).unwrap_or(u32::MAX));
-    let took = duration(header.seconds);
+    let elapsed = duration(header.seconds);
     let when = match header.began {
         0 if header.seconds == 0.0 => String::new(),
-        0 => took,
-        _ => format!("{began} UTC, for {took}"),
+        0 => elapsed,
+        _ => format!("{began} UTC, for {elapsed}"),
     };
     let device = header.device.as_ref().map_or_else(String::new, |device| {
         let system = device.file_system.as_ref().map(|name| format!(", {name}")).unwrap_or_default();

@@ -114,28 +114,28 @@ mod tests {
     const MODES: [fn(&ColourPair) -> RGBColor; 2] = [|pair| pair.light, |pair| pair.dark];
 
     #[test]
-    fn lines_and_letters_stand_out_from_the_ground() {
-        for of in MODES {
-            let ground = of(&GROUND);
+    fn lines_and_text_contrast_with_the_background() {
+        for mode in MODES {
+            let ground = mode(&GROUND);
             let mut lines = LINES.iter().chain([&LIMIT]);
-            assert!(lines.all(|line| contrast(of(line), ground) >= 3.0), "success criterion 1.4.11");
-            assert!(contrast(of(&INK), ground) >= 4.5, "success criterion 1.4.3");
+            assert!(lines.all(|line| contrast(mode(line), ground) >= 3.0), "success criterion 1.4.11");
+            assert!(contrast(mode(&INK), ground) >= 4.5, "success criterion 1.4.3");
         }
     }
 
     #[test]
-    fn letters_stand_out_from_cells() {
-        for of in MODES {
+    fn cell_text_contrasts_with_its_cell() {
+        for mode in MODES {
             for (index, cell) in CELLS.iter().enumerate() {
                 let letters = if index < FAINT { ON_FAINT } else { ON_STRONG };
-                let contrast = contrast(of(cell), of(&letters));
+                let contrast = contrast(mode(cell), mode(&letters));
                 assert!(contrast >= 4.5, "cell {index}: {contrast}");
             }
-            assert!(contrast(of(&NO_CELL), of(&ON_FAINT)) >= 4.5);
+            assert!(contrast(mode(&NO_CELL), mode(&ON_FAINT)) >= 4.5);
             for (index, (better, worse)) in BETTER.iter().zip(&WORSE).enumerate() {
                 let letters = if index < BETTER.len() / 2 { ON_FAINT } else { ON_STRONG };
                 for cell in [better, worse] {
-                    let contrast = contrast(of(cell), of(&letters));
+                    let contrast = contrast(mode(cell), mode(&letters));
                     assert!(contrast >= 4.5, "step {index}: {contrast}");
                 }
             }
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn each_colour_means_one_thing() {
+    fn colours_have_one_meaning() {
         let mut codes: Vec<String> = ALL.into_iter().flatten().map(|pair| code(pair.light)).collect();
         let count = codes.len();
         codes.sort();
@@ -162,7 +162,7 @@ mod tests {
     ];
 
     /// Coordinates in CIE 1976 L*a*b*.
-    fn seen(colour: RGBColor, deficiency: &[[f64; 3]; 3]) -> [f64; 3] {
+    fn seen_with(colour: RGBColor, deficiency: &[[f64; 3]; 3]) -> [f64; 3] {
         let light = linear(colour);
         let dot = |row: &[f64; 3]| row.iter().zip(light).map(|(weight, part)| weight * part).sum::<f64>();
         let [red, green, blue] = deficiency.each_ref().map(|row| dot(row).clamp(0.0, 1.0));
@@ -175,12 +175,12 @@ mod tests {
 
     #[test]
     fn colours_differ_for_colour_blind_readers() {
-        for of in MODES {
+        for mode in MODES {
             for deficiency in &DEFICIENCIES {
                 for same_stroke in [&LINES[..SOLID], &LINES[SOLID..]] {
                     for (index, one) in same_stroke.iter().enumerate() {
                         for other in &same_stroke[index + 1..] {
-                            let [one, other] = [one, other].map(|pair| seen(of(pair), deficiency));
+                            let [one, other] = [one, other].map(|pair| seen_with(mode(pair), deficiency));
                             let distance =
                                 one.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
                             // A distance of about 2.3 is just noticeable; thin lines need several

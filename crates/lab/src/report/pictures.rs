@@ -40,10 +40,10 @@ fn names(charts: &[Chart], directory: &Path) -> Vec<PathBuf> {
 
 /// Converts a title: `Latency, by p99` becomes `latency-by-p99`.
 fn plain(title: &str) -> String {
-    let letter =
+    let simplified =
         |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { ' ' };
-    let words: String = title.chars().map(letter).collect();
-    let joined = words.split_whitespace().collect::<Vec<_>>().join("-");
+    let spaced: String = title.chars().map(simplified).collect();
+    let joined = spaced.split_whitespace().collect::<Vec<_>>().join("-");
     let cut: String = joined.chars().take(MAX_NAME).collect();
     if cut.is_empty() { "chart".to_owned() } else { cut }
 }
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn each_chart_is_a_file_whose_name_is_its_title() {
+    fn charts_are_files_named_by_title() {
         let directory = tempfile::tempdir().unwrap();
         let inner = directory.path().join("new");
         let charts = ["Share, <of> all/requests", "../../etc", "", "Share of: all requests"].map(chart);

@@ -20,7 +20,7 @@ const SHARE: [UnitStep; 1] = [(0.01, "%")];
 const RATIO: [UnitStep; 1] = [(1.0, "×")];
 
 /// Numbers above this, and below its inverse, are printed with an exponent.
-const WRITTEN_OUT: f64 = 1e7;
+const MAX_WITHOUT_EXPONENT: f64 = 1e7;
 
 fn steps(unit: MeasureUnit) -> &'static [UnitStep] {
     match unit {
@@ -66,9 +66,9 @@ pub(super) fn estimate(estimate: Estimate, unit: MeasureUnit) -> [String; 3] {
     // of the median.
     let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
     let digits = digits.clamp(0.0, 9.0) as usize;
-    let alone = low == median && high == median;
+    let is_exact = low == median && high == median;
     [median, low, high]
-        .map(|value| if alone { with_digits(value, step, digits) } else { in_full(value, step, digits) })
+        .map(|value| if is_exact { with_digits(value, step, digits) } else { in_full(value, step, digits) })
 }
 
 fn in_full(value: f64, (factor, suffix): UnitStep, digits: usize) -> String {
@@ -77,7 +77,7 @@ fn in_full(value: f64, (factor, suffix): UnitStep, digits: usize) -> String {
 }
 
 fn is_far_off(value: f64) -> bool {
-    value != 0.0 && !(1.0 / WRITTEN_OUT..WRITTEN_OUT).contains(&value.abs())
+    value != 0.0 && !(1.0 / MAX_WITHOUT_EXPONENT..MAX_WITHOUT_EXPONENT).contains(&value.abs())
 }
 
 /// Formats with at most `digits` decimals, without trailing zeros.
@@ -115,30 +115,30 @@ mod tests {
     #[test]
     fn three_digits_and_a_unit() {
         let iops = [0.0, 0.4, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, -1500.0]
-            .map(|it| short(it, MeasureUnit::Iops));
+            .map(|value| short(value, MeasureUnit::Iops));
         assert_eq!(iops, ["0", "0.4", "998", "1K", "12.3K", "123K", "1T", "-1.5K"]);
-        let times = [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|it| short(it, MeasureUnit::Nanoseconds));
+        let times = [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|value| short(value, MeasureUnit::Nanoseconds));
         assert_eq!(times, ["0ns", "85us", "1.23ms", "4.1s", "90s"]);
-        assert_eq!([0.0, 0.0025, 61.0].map(|it| short(it, MeasureUnit::Seconds)), ["0s", "2.5ms", "61s"]);
-        assert_eq!([4096.0, 1_073_741_824.0].map(|it| short(it, MeasureUnit::Bytes)), ["4K", "1G"]);
+        assert_eq!([0.0, 0.0025, 61.0].map(|value| short(value, MeasureUnit::Seconds)), ["0s", "2.5ms", "61s"]);
+        assert_eq!([4096.0, 1_073_741_824.0].map(|value| short(value, MeasureUnit::Bytes)), ["4K", "1G"]);
         assert_eq!(short(10_485_760.0, MeasureUnit::BytesPerSecond), "10M/s");
-        assert_eq!([0.0, 0.4237, 1.0].map(|it| short(it, MeasureUnit::Share)), ["0%", "42.4%", "100%"]);
+        assert_eq!([0.0, 0.4237, 1.0].map(|value| short(value, MeasureUnit::Share)), ["0%", "42.4%", "100%"]);
         assert_eq!(short(1.018, MeasureUnit::Ratio), "1.02×");
     }
 
     #[test]
     fn interval_ends_have_enough_digits() {
-        let told = |median, low, high| estimate(Estimate { median, low, high }, MeasureUnit::Iops);
-        assert_eq!(told(1e4, 9970.0, 10_030.0), ["10.00K", "9.97K", "10.03K"]);
-        assert_eq!(told(1e4, 5e3, 2e4), ["10.0K", "5.0K", "20.0K"]);
-        assert_eq!(told(999.0, 998.0, 1001.0), ["999", "998", "1001"]);
-        assert_eq!(told(5.0, 5.0, 5.0), ["5", "5", "5"]);
-        assert_eq!(told(0.0, 0.0, 0.0), ["0", "0", "0"]);
-        assert_eq!(told(f64::MAX, f64::MIN, f64::MAX)[0], "1.8e296T");
+        let shown = |median, low, high| estimate(Estimate { median, low, high }, MeasureUnit::Iops);
+        assert_eq!(shown(1e4, 9970.0, 10_030.0), ["10.00K", "9.97K", "10.03K"]);
+        assert_eq!(shown(1e4, 5e3, 2e4), ["10.0K", "5.0K", "20.0K"]);
+        assert_eq!(shown(999.0, 998.0, 1001.0), ["999", "998", "1001"]);
+        assert_eq!(shown(5.0, 5.0, 5.0), ["5", "5", "5"]);
+        assert_eq!(shown(0.0, 0.0, 0.0), ["0", "0", "0"]);
+        assert_eq!(shown(f64::MAX, f64::MIN, f64::MAX)[0], "1.8e296T");
     }
 
     #[test]
-    fn no_number_is_too_long_to_show() {
+    fn shown_numbers_are_short() {
         for value in [f64::MAX, f64::MIN, f64::MIN_POSITIVE, 5e-324, -1e-30, 123_456_789.123, 1e19] {
             for unit in [
                 MeasureUnit::Iops,
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn differences_have_a_sign() {
-        let told = [1.0, 1.124, 0.5, 1.000_01, f64::INFINITY, f64::NAN, 1e9].map(percent);
-        assert_eq!(told, ["0.0%", "+12.4%", "-50.0%", "0.0%", "-", "-", "+1.0e11%"]);
+        let shown = [1.0, 1.124, 0.5, 1.000_01, f64::INFINITY, f64::NAN, 1e9].map(percent);
+        assert_eq!(shown, ["0.0%", "+12.4%", "-50.0%", "0.0%", "-", "-", "+1.0e11%"]);
     }
 }

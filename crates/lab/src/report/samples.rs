@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn seconds_become_means_of_parts_without_a_beginning_that_differs() {
+    fn seconds_are_averaged_without_a_differing_start() {
         let seconds = || (0..60).map(|second| if second < 12 { 10.0 } else { 100.0 + f64::from(second % 3) });
         let means = independent(&measure(SamplesAre::Seconds, seconds().collect())).into_owned();
         assert_eq!(means.len(), PARTS);

@@ -19,9 +19,9 @@ impl ResultArgs {
     }
 
     /// Saves both files; a failure of one does not prevent the second.
-    pub(crate) fn keep(&self, result: &ResultFile) -> anyhow::Result<()> {
-        let kept = self.result.as_ref().map_or(Ok(()), |path| save(result, path));
+    pub(crate) fn save_files(&self, result: &ResultFile) -> anyhow::Result<()> {
+        let saved = self.result.as_ref().map_or(Ok(()), |path| save(result, path));
         let draw = |path| write(path, OutputKind::Page, &page(result)?);
-        kept.and(self.report.as_ref().map_or(Ok(()), |path: &std::path::PathBuf| draw(path)))
+        saved.and(self.report.as_ref().map_or(Ok(()), |path: &std::path::PathBuf| draw(path)))
     }
 }

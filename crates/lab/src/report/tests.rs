@@ -149,7 +149,7 @@ fn page_loads_no_other_resources() {
 }
 
 #[test]
-fn two_pages_side_by_side_say_which_is_better() {
+fn comparison_page_reports_the_better_result() {
     let (a, mut b) = (small(), small());
     let samples =
         |middle: f64| (-5..=5).map(|step| middle * (1.0 + f64::from(step) / 1e3)).collect::<Vec<_>>();
@@ -270,7 +270,7 @@ fn assert_sound(page: &str) {
 }
 
 #[test]
-fn a_small_page_is_sound() {
+fn small_page_is_well_formed() {
     assert_sound(&page(&small()).unwrap());
 }
 

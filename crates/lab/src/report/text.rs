@@ -59,12 +59,12 @@ pub(super) fn comparison(
     for warning in warnings(a, b) {
         let _ = writeln!(text, "{}", clean(&warning));
     }
-    text += &titled(&differences.others_table(), bold);
+    text += &titled(&differences.facts_table(), bold);
     text += &titled(&differences.table(), bold);
     for (letter, only) in [("A", &differences.only_a), ("B", &differences.only_b)] {
         for (index, name) in only.iter().enumerate() {
-            let apart = if index == 0 { "\n" } else { "" };
-            let _ = writeln!(text, "{apart}only in {letter}: {}", clean(name));
+            let separator = if index == 0 { "\n" } else { "" };
+            let _ = writeln!(text, "{separator}only in {letter}: {}", clean(name));
         }
     }
     let _ = writeln!(text, "\n{}", differences.conclusion());

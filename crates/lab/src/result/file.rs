@@ -99,13 +99,13 @@ fn unnamed(path: &Path) -> io::Result<tempfile::NamedTempFile> {
 
 /// Fails if the file cannot be written, as far as that is known in advance.
 pub(crate) fn check(path: &Path, kind: OutputKind) -> anyhow::Result<()> {
-    let look = || {
+    let try_create = || {
         if let OutputDestination::File(path) = OutputDestination::of(path, kind)? {
             unnamed(&path)?;
         }
         anyhow::Ok(())
     };
-    look().with_context(|| cannot(path))
+    try_create().with_context(|| cannot(path))
 }
 
 pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
@@ -188,10 +188,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a.json");
         save(&result(), &path).unwrap();
-        let again = load(&path).unwrap();
-        assert_eq!(again.findings, result().findings);
-        save(&again, &path).unwrap();
-        assert_eq!(load(&path).unwrap(), again);
+        let reloaded = load(&path).unwrap();
+        assert_eq!(reloaded.findings, result().findings);
+        save(&reloaded, &path).unwrap();
+        assert_eq!(load(&path).unwrap(), reloaded);
         assert_eq!(directory.path().read_dir().unwrap().count(), 1, "nothing else is left");
     }
 

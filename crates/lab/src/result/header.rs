@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_names_this_machine() {
+    fn header_describes_this_machine() {
         let header = ResultHeader::begin().end(None);
         assert!(header.machine.kernel.starts_with("Linux "), "{header:?}");
         assert!(header.machine.memory_bytes > 0 && header.machine.processors > 0, "{header:?}");
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_is_found_by_its_number() {
+    fn file_system_is_found_by_device_number() {
         let mounts =
             "24 1 254:0 / / rw shared:1 - ext4 /dev/root rw\n25 24 0:23 / /dev/shm rw - tmpfs tmpfs rw\n";
         let at = |major, minor| file_system(mounts, DeviceNumber { major, minor });

@@ -33,7 +33,7 @@ use crate::result::Findings;
 /// Operations per second and host of the default limit.
 const IOPS_OF_ONE: u64 = 100;
 /// Options that can be combined with it, besides limits.
-pub(super) const OTHERS: [&str; 5] = ["cluster", "seed", "json", "result", "report"];
+pub(super) const CLUSTER_OPTIONS: [&str; 5] = ["cluster", "seed", "json", "result", "report"];
 
 /// Result of a simulation.
 pub(super) struct ClusterResult {
@@ -60,7 +60,7 @@ pub(super) fn simulate(
     let (limits, remarks) = of_group(limits, spec)?;
     let progress = ActivitySpinner::new();
     let outcome = run::run(spec, limits, seed, stop, |at| {
-        progress.say(|| format!("{} of {} s simulated", figures::time(at), spec.seconds));
+        progress.set_message(|| format!("{} of {} s simulated", figures::time(at), spec.seconds));
     });
     drop(progress);
     let summary = ClusterSummary::new(spec, &limits, seed, &outcome, remarks);
@@ -73,11 +73,11 @@ fn of_group(
     mut limits: Limits,
     spec: &ClusterSpec,
 ) -> Result<(ClusterGroupLimits, Vec<String>), CommandFailure> {
-    let wrong = |why: String| CommandFailure::Usage(anyhow!("--cluster: {why}"));
+    let usage_error = |why: String| CommandFailure::Usage(anyhow!("--cluster: {why}"));
     for kind in [LimitKind::IopsWrite, LimitKind::BpsWrite] {
         if limits.limit(kind).rate > 0 {
             let name = LimitSetting::Limit(kind, LimitPart::Rate).name();
-            return Err(wrong(format!("{name}: its clients only read (limit reads, or both together)")));
+            return Err(usage_error(format!("{name}: its clients only read (limit reads, or both together)")));
         }
     }
     let mut remarks = Vec::new();
@@ -88,13 +88,13 @@ fn of_group(
             .push(format!("No limit was given: iops-total={rate} was taken, {IOPS_OF_ONE} for each host."));
     }
     let group = ClusterGroupLimits::new(1, limits, spec.hosts as u32, spec.safe_share_ppm)
-        .map_err(|error| wrong(error.to_string()))?;
+        .map_err(|error| usage_error(error.to_string()))?;
     // Reservations beyond the limit could not all be in force, and the ideal would be undefined.
     let promised = spec.total_reservation();
     for kind in [LimitKind::IopsTotal, LimitKind::IopsRead] {
         let rate = limits.limit(kind).rate;
         if rate > 0 && promised > rate {
-            return Err(wrong(format!(
+            return Err(usage_error(format!(
                 "reservation: {promised} operations per second are reserved in total, more than \
                  the limit of {rate} (lower reserved, reservation or disks)"
             )));

@@ -83,13 +83,13 @@ pub(crate) struct SimulationJob<'a> {
     pub(crate) events: Option<Arc<Mutex<EventsFile>>>,
     pub(crate) stop: &'a AtomicBool,
     /// Progress callback: number of requests, and time of the last one.
-    pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
+    pub(crate) report_progress: &'a (dyn Fn(u64, u64) + Sync),
 }
 
 impl<'a> SimulationJob<'a> {
     /// A job on one thread, with and without limits, without progress.
     pub(crate) fn new(setup: &'a SimulationSetup, input: SimulationInput, stop: &'a AtomicBool) -> Self {
-        Self { setup, input, threads: 1, before: true, events: None, stop, tell: &|_, _| () }
+        Self { setup, input, threads: 1, before: true, events: None, stop, report_progress: &|_, _| () }
     }
 }
 
@@ -157,7 +157,7 @@ impl SimulationReader<'_> {
         &mut self,
         source: &mut dyn RecordSource,
         stop: &AtomicBool,
-        tell: &dyn Fn(u64, u64),
+        report_progress: &dyn Fn(u64, u64),
         mut hand_on: impl FnMut(&WorldSpec, bool, &mut Vec<SimulatedRequest>) -> anyhow::Result<ControlFlow<()>>,
     ) -> anyhow::Result<()> {
         let (mut records, mut requests) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
@@ -173,7 +173,7 @@ impl SimulationReader<'_> {
             let grown = self.world.disks.len() > disks;
             self.requests += requests.len() as u64;
             if let Some(last) = requests.last() {
-                tell(self.requests, last.at_ns);
+                report_progress(self.requests, last.at_ns);
             }
             // Also after an error: the requests before it are part of the result.
             let more = hand_on(&self.world, grown, &mut requests)?;
@@ -232,7 +232,7 @@ impl SimulationReader<'_> {
         job: SimulationJob<'_>,
         clients: &[ClientSpec],
     ) -> anyhow::Result<SimulationOutcome> {
-        let SimulationJob { mut input, stop, tell, events, before, .. } = job;
+        let SimulationJob { mut input, stop, report_progress: tell, events, before, .. } = job;
         let follow = |world: &WorldSpec| {
             if let Some(events) = &events {
                 locked(events).follow(world);
@@ -261,25 +261,25 @@ impl SimulationReader<'_> {
         shards: usize,
         clients: &[ClientSpec],
     ) -> anyhow::Result<SimulationOutcome> {
-        let SimulationJob { setup, mut input, stop, tell, before, .. } = job;
+        let SimulationJob { setup, mut input, stop, report_progress: tell, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
         // Each shard simulates the clients of its disks, and all shards share the bound on memory.
         let mut pairs = Vec::with_capacity(shards);
         let memory = BacklogMemory::default();
         for shard in 0..shards {
-            let own = |client: &&ClientSpec| shard_of(client.disk) == shard;
-            let own: Vec<_> = clients.iter().filter(own).cloned().collect();
-            pairs.push(EnginePair::new(&self.world, before, None, &own, &memory)?);
+            let is_own = |client: &&ClientSpec| shard_of(client.disk) == shard;
+            let own_clients: Vec<_> = clients.iter().filter(is_own).cloned().collect();
+            pairs.push(EnginePair::new(&self.world, before, None, &own_clients, &memory)?);
         }
         let full = AtomicBool::new(false);
         let pairs = thread::scope(|scope| {
             let full = &full;
             let (mut workers, mut channels) = (Vec::new(), Vec::new());
             for pair in pairs {
-                let (give, take): (SyncSender<RequestBatch>, _) = sync_channel(LAG);
-                channels.push(give);
+                let (sender, receiver): (SyncSender<RequestBatch>, _) = sync_channel(LAG);
+                channels.push(sender);
                 let world = Arc::new(self.world.clone());
-                workers.push(scope.spawn(move || pair.work(world, &take, stop, full)));
+                workers.push(scope.spawn(move || pair.work(world, &receiver, stop, full)));
             }
             let mut divided: Vec<Vec<SimulatedRequest>> = vec![Vec::new(); shards];
             let read = self.read(&mut *input.source, stop, tell, |world, grown, requests| {
@@ -351,14 +351,14 @@ impl SimulationReader<'_> {
             }
             let names: Vec<&str> = above.iter().map(|&group| world.groups[group].name.as_str()).collect();
             let prefetch = pair.after.prefetch(index);
-            let (_, queue, held) = pair.after.disk(index);
-            let held = held.times().into_iter().map(|(bucket, ns)| (bucket.name(&names), ns)).collect();
+            let (_, queue, throttle_times) = pair.after.disk(index);
+            let throttle_times = throttle_times.times().into_iter().map(|(bucket, ns)| (bucket.name(&names), ns)).collect();
             let queue = *queue;
             disks.push(SimulatedDisk {
-                after: pair.after.take_tally(index),
-                before: pair.before.as_mut().map(|before| before.take_tally(index)),
+                after: pair.after.take_statistics(index),
+                before: pair.before.as_mut().map(|before| before.take_statistics(index)),
                 queue,
-                throttled: held,
+                throttled: throttle_times,
                 prefetch,
             });
         }
@@ -452,8 +452,8 @@ impl EnginePair {
 
     fn finish(&mut self, world: &WorldSpec, stop: &AtomicBool) -> Result<(), WorldError> {
         self.follow(world, world.disks.len())?;
-        let is_over = self.is_full();
-        let is_stopped = || is_over || stop.load(Ordering::Relaxed);
+        let is_full = self.is_full();
+        let is_stopped = || is_full || stop.load(Ordering::Relaxed);
         // Run in portions, so that an interruption takes effect.
         while self.after.run(STEPS) && !is_stopped() {}
         self.after.settle();

@@ -1,7 +1,7 @@
 //! Result file of a simulation: measures to compare, tables, and charts of the first disks.
 
 use console::figures;
-use simulator::{engine::DRAWN, tally::RequestStatistics};
+use simulator::{engine::MAX_CHARTS, tally::RequestStatistics};
 
 use super::{
     drive::SimulationOutcome,
@@ -25,9 +25,9 @@ fn exact(name: String, unit: MeasureUnit, better: Better, value: f64) -> Measure
 
 pub(super) fn of_run(summary: &SimulationSummary, outcome: &SimulationOutcome) -> Findings {
     let mut measures = Vec::new();
-    for (what, line) in summary.lines() {
+    for (kind, line) in summary.lines() {
         let mut measure = |name: &str, unit, better, value: f64| {
-            measures.push(exact(format!("{what} {}: {name}", line.name), unit, better, value));
+            measures.push(exact(format!("{kind} {}: {name}", line.name), unit, better, value));
         };
         let SimulationFigures { latency_ns, iops, bps, .. } = &line.after;
         measure("requests a second", MeasureUnit::Iops, Better::Higher, *iops);
@@ -38,7 +38,7 @@ pub(super) fn of_run(summary: &SimulationSummary, outcome: &SimulationOutcome) -
         measure("time throttled", MeasureUnit::Share, Better::Lower, line.throttled);
     }
     Findings {
-        summary: summary.lines().map(|(what, line)| sentence(what, line, summary.compared())).collect(),
+        summary: summary.lines().map(|(kind, line)| sentence(kind, line, summary.compared())).collect(),
         measures,
         tables: vec![table(summary)],
         charts: charts(outcome, summary.compared()),
@@ -108,17 +108,17 @@ pub(super) fn of_sweep(swept: &SweepResult) -> Findings {
     }
 }
 
-pub(super) fn of_story(story: &ScenarioTable) -> Findings {
+pub(super) fn of_scenario(table: &ScenarioTable) -> Findings {
     let measure =
         |(name, value): &(String, f64)| exact(name.clone(), MeasureUnit::Count, Better::Higher, *value);
     Findings {
-        measures: story.measures.iter().map(measure).collect(),
-        tables: vec![story.table()],
+        measures: table.measures.iter().map(measure).collect(),
+        tables: vec![table.table()],
         ..Findings::default()
     }
 }
 
-fn sentence(what: &str, line: &SummaryLine, compared: &str) -> String {
+fn sentence(kind: &str, line: &SummaryLine, compared: &str) -> String {
     let p99 = |figures: &SimulationFigures| figures::time(figures.latency_ns.p99);
     let before = match &line.before {
         None => String::new(),
@@ -129,7 +129,7 @@ fn sentence(what: &str, line: &SummaryLine, compared: &str) -> String {
     };
     let held = line.held_by.first().map_or_else(String::new, |held| format!(", mostly for {}", held.limit));
     format!(
-        "{what} {}: 99 of 100 requests within {}{before}; requests waited {} of the time{held}.",
+        "{kind} {}: 99 of 100 requests within {}{before}; requests waited {} of the time{held}.",
         line.name,
         p99(&line.after),
         figures::share(line.throttled)
@@ -143,7 +143,7 @@ fn table(summary: &SimulationSummary) -> ResultTable {
     let mut rows = Vec::new();
     let lines = summary
         .lines()
-        .map(|(what, line)| (format!("{what} {}", line.name), line.before.as_ref(), &line.after, Some(line)));
+        .map(|(kind, line)| (format!("{kind} {}", line.name), line.before.as_ref(), &line.after, Some(line)));
     let all = summary.all.iter().map(|all| ("all disks".to_owned(), all.before.as_ref(), &all.after, None));
     for (name, before, after, line) in lines.chain(all) {
         let with = before.map_or("none", |_| "with");
@@ -179,18 +179,18 @@ fn charts(outcome: &SimulationOutcome, compared: &str) -> Vec<Chart> {
     let mut waiting = Vec::new();
     let mut charts = Vec::new();
     let mut limits = LimitRates::default();
-    for (disk, of) in world.disks.iter().zip(&outcome.disks).take(DRAWN) {
-        let Some(drawn) = of.after.drawn.as_ref().filter(|_| of.after.requests > 0) else { continue };
+    for (disk, result) in world.disks.iter().zip(&outcome.disks).take(MAX_CHARTS) {
+        let Some(drawn) = result.after.chart.as_ref().filter(|_| result.after.requests > 0) else { continue };
         let series = |points: Vec<_>| ChartSeries { name: disk.name.clone(), points };
         done.push(series(drawn.done.joined_for_rates(&drawn.done, MAX_POINTS).rates()));
         moved.push(series(drawn.done_bytes.joined_for_rates(&drawn.done, MAX_POINTS).rates()));
         let depths = drawn.waiting.with_at_most(MAX_POINTS);
         waiting.push(series(depths.points().map(|(at, depth)| (at, depth as f64)).collect()));
-        limits.add(Some(&disk.name), &disk.hold.limits);
+        limits.add(Some(&disk.name), &disk.settings.limits);
         for group in world.groups_above(disk).map(|group| &world.groups[group]) {
-            limits.add(Some(&group.name), &group.hold.limits);
+            limits.add(Some(&group.name), &group.settings.limits);
         }
-        charts.extend(distribution(&disk.name, &of.after, of.before.as_ref(), compared));
+        charts.extend(distribution(&disk.name, &result.after, result.before.as_ref(), compared));
     }
     let over_time = |title: &str, label: &str, unit, series: Vec<ChartSeries>, limits: LimitsShown| {
         let series: Vec<_> = series.into_iter().filter(|series| !series.points.is_empty()).collect();
@@ -200,7 +200,7 @@ fn charts(outcome: &SimulationOutcome, compared: &str) -> Vec<Chart> {
         (!lines.series.is_empty()).then_some(Chart::Lines(lines))
     };
     let [of_iops, of_bps] =
-        [(&limits.iops, &done), (&limits.bps, &moved)].map(|(of, drawn)| lines_of(of, drawn));
+        [(&limits.iops, &done), (&limits.bps, &moved)].map(|(rates, drawn)| lines_of(rates, drawn));
     // Bytes have a chart only if a limit on bytes exists.
     let moved = if limits.bps.is_empty() { Vec::new() } else { moved };
     // Charts over time precede the distributions of single disks.
@@ -230,8 +230,8 @@ fn distribution(
     before: Option<&RequestStatistics>,
     compared: &str,
 ) -> Option<Chart> {
-    let line = |name: &str, tally: &RequestStatistics| {
-        let points = latencies::distribution(&tally.latency);
+    let line = |name: &str, statistics: &RequestStatistics| {
+        let points = latencies::distribution(&statistics.latency);
         ChartSeries { name: name.to_owned(), points }
     };
     let with = line(&format!("with {compared}"), after);

@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_gives_the_same_requests_again() {
+    fn same_seed_generates_the_same_requests() {
         let text = "random:iops=5000,size=4K,disks=4,seconds=2,read=70";
         let records = generated(text, 7);
         assert_eq!(records, generated(text, 7));
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn hot_places_get_their_part() {
+    fn hot_blocks_get_their_share() {
         let records = generated("hot-cold:iops=10000,seconds=2,requests=90,space=10,span=1M", 1);
         let hot = records.iter().filter(|record| record.offset < (1 << 20) / 10).count();
         assert!((hot as f64 / records.len() as f64 - 0.9).abs() < 0.01, "{hot} of {}", records.len());

@@ -29,9 +29,9 @@ impl<'a> SpecKeys<'a> {
 
     /// Accepts a key under its old name, with a notice.
     pub(super) fn accept_old_name(&mut self, old: &str, new: &'static str) {
-        let is_new_given = self.left.iter().any(|(said, _)| *said == new);
-        if let Some((said, _)) = self.left.iter_mut().find(|(said, _)| *said == old && !is_new_given) {
-            *said = new;
+        let is_new_given = self.left.iter().any(|(name, _)| *name == new);
+        if let Some((name, _)) = self.left.iter_mut().find(|(said, _)| *said == old && !is_new_given) {
+            *name = new;
             console::print_notice(&format!(
                 "{old} is the old name of {new} (the next release refuses the old name)"
             ));
@@ -41,7 +41,7 @@ impl<'a> SpecKeys<'a> {
     pub(super) fn take(&mut self, key: &str) -> Option<&'a str> {
         // Every key that the caller reads counts as known, present or not.
         self.known.push(key.to_owned());
-        let at = self.left.iter().position(|(said, _)| *said == key)?;
+        let at = self.left.iter().position(|(name, _)| *name == key)?;
         Some(self.left.remove(at).1)
     }
 

@@ -82,16 +82,16 @@ pub(crate) struct PrefetchSummary {
 }
 
 impl SimulationFigures {
-    fn of(tally: &RequestStatistics) -> Self {
+    fn of(statistics: &RequestStatistics) -> Self {
         Self {
-            requests: tally.requests,
-            bytes: tally.bytes,
-            seconds: tally.seconds(),
-            iops: tally.a_second(tally.requests),
-            bps: tally.a_second(tally.bytes),
-            latency_ns: Percentiles::of(&tally.latency),
-            waited_ns: Percentiles::of(&tally.waited),
-            served_ns: Percentiles::of(&tally.served),
+            requests: statistics.requests,
+            bytes: statistics.bytes,
+            seconds: statistics.seconds(),
+            iops: statistics.per_second(statistics.requests),
+            bps: statistics.per_second(statistics.bytes),
+            latency_ns: Percentiles::of(&statistics.latency),
+            waited_ns: Percentiles::of(&statistics.waited),
+            served_ns: Percentiles::of(&statistics.served),
         }
     }
 }
@@ -114,15 +114,15 @@ impl SummaryLine {
         }
     }
 
-    fn of_disk(name: &str, disk: &SimulatedDisk, is_known: bool) -> Self {
-        let before = disk.before.as_ref().filter(|_| is_known);
+    fn of_disk(name: &str, disk: &SimulatedDisk, is_compared: bool) -> Self {
+        let before = disk.before.as_ref().filter(|_| is_compared);
         let mut line = Self::new(name, &disk.after, before, &disk.queue);
-        let held = |(limit, ns): &(String, u64)| ThrottleCauseShare {
+        let cause_share = |(limit, ns): &(String, u64)| ThrottleCauseShare {
             limit: limit.clone(),
             seconds: *ns as f64 / 1e9,
             share: disk.after.share(*ns),
         };
-        line.held_by = disk.throttled.iter().map(held).collect();
+        line.held_by = disk.throttled.iter().map(cause_share).collect();
         line.prefetch = disk.prefetch.map(|stats| PrefetchSummary {
             hit_rate: stats.hit_rate(),
             accuracy: stats.accuracy(),
@@ -139,31 +139,31 @@ impl SimulationSummary {
         let reads_ahead =
             |disk: &SimulatedDisk| disk.prefetch.is_some_and(|stats| stats.read_ahead_bytes > 0);
         // Without limits or prefetching both runs are identical, and the comparison is omitted.
-        let is_known =
+        let is_compared =
             (is_limited || disks.iter().any(reads_ahead)) && disks.iter().any(|disk| disk.before.is_some());
         // Disks of the config file without requests are omitted.
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
         let lines: Vec<_> =
-            used.map(|(disk, named)| SummaryLine::of_disk(&named.name, disk, is_known)).collect();
-        let sum = |of: fn(&SimulatedDisk) -> Option<&RequestStatistics>| {
+            used.map(|(disk, named)| SummaryLine::of_disk(&named.name, disk, is_compared)).collect();
+        let sum = |statistics_of: fn(&SimulatedDisk) -> Option<&RequestStatistics>| {
             let mut sum = RequestStatistics::default();
-            disks.iter().filter_map(of).for_each(|tally| sum.add(tally));
+            disks.iter().filter_map(statistics_of).for_each(|statistics| sum.add(statistics));
             SimulationFigures::of(&sum)
         };
         let all = (lines.len() > 1).then(|| AllDisks {
-            before: is_known.then(|| sum(|disk| disk.before.as_ref())),
+            before: is_compared.then(|| sum(|disk| disk.before.as_ref())),
             after: sum(|disk| Some(&disk.after)),
         });
         let of_group = |(index, queue): (usize, &QueueStatistics)| {
             let (mut after, mut before) = (RequestStatistics::default(), RequestStatistics::default());
             // A group's figures cover all disks below it, directly or through other groups.
-            for (disk, of) in world.disks.iter().zip(disks) {
+            for (disk, result) in world.disks.iter().zip(disks) {
                 if world.groups_above(disk).any(|group| group == index) {
-                    after.add(&of.after);
-                    of.before.iter().for_each(|one| before.add(one));
+                    after.add(&result.after);
+                    result.before.iter().for_each(|one| before.add(one));
                 }
             }
-            SummaryLine::new(&world.groups[index].name, &after, is_known.then_some(&before), queue)
+            SummaryLine::new(&world.groups[index].name, &after, is_compared.then_some(&before), queue)
         };
         let groups = groups.iter().enumerate().map(of_group).filter(|line| line.after.requests > 0).collect();
         Self { all, disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone(), is_limited }
@@ -173,7 +173,7 @@ impl SimulationSummary {
     /// prefetching.
     pub(crate) fn compared(&self) -> &'static str {
         let reads_ahead =
-            |line: &SummaryLine| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
+            |line: &SummaryLine| line.prefetch.as_ref().is_some_and(|prefetch| prefetch.read_ahead_bytes > 0);
         match (self.is_limited, self.disks.iter().any(reads_ahead)) {
             (false, true) => "prefetch",
             (true, true) => "limits and prefetch",
@@ -203,7 +203,7 @@ impl SimulationSummary {
         let numbers = ["REQUESTS", "BYTES", "IOPS", "BYTES/S", "P50", "P90", "P99", "P99.9", "MAX"];
         let compared = self.compared().to_uppercase();
         let mut table = TextTable::new(columns(&["DISK", &compared], &numbers));
-        let lines = self.lines().map(|(what, line)| (shown(what, line), line.before.as_ref(), &line.after));
+        let lines = self.lines().map(|(kind, line)| (shown(kind, line), line.before.as_ref(), &line.after));
         let all = self.all.iter().map(|all| ("all disks".to_owned(), all.before.as_ref(), &all.after));
         for (name, before, after) in lines.chain(all) {
             let with = before.map_or("none", |_| "with");
@@ -232,10 +232,10 @@ impl SimulationSummary {
     fn parts(&self) -> Option<TextTable> {
         let mut table =
             TextTable::new(columns(&["DISK", "TIME"], &["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
-        for (what, line) in self.waited() {
+        for (kind, line) in self.waited() {
             for (part, percentiles) in [("waited", &line.after.waited_ns), ("served", &line.after.served_ns)]
             {
-                let mut row = vec![shown(what, line), part.to_owned()];
+                let mut row = vec![shown(kind, line), part.to_owned()];
                 row.extend(percentiles.shown());
                 row.push(figures::time(percentiles.mean as u64));
                 table.row(row);
@@ -252,12 +252,12 @@ impl SimulationSummary {
             ("LONGEST QUEUE", ColumnAlignment::Right),
             ("HELD BY", ColumnAlignment::Left),
         ]);
-        for (what, line) in self.lines() {
+        for (kind, line) in self.lines() {
             let held =
                 line.held_by.iter().map(|held| format!("{} {}", held.limit, figures::share(held.share)));
             let held: Vec<_> = held.collect();
             table.row(vec![
-                shown(what, line),
+                shown(kind, line),
                 figures::share(line.throttled),
                 line.longest_queue.to_string(),
                 if held.is_empty() { "-".to_owned() } else { held.join(", ") },
@@ -285,6 +285,6 @@ impl SimulationSummary {
     }
 }
 
-fn shown(what: &str, line: &SummaryLine) -> String {
-    if what == "disk" { line.name.clone() } else { format!("{what} {}", line.name) }
+fn shown(kind: &str, line: &SummaryLine) -> String {
+    if kind == "disk" { line.name.clone() } else { format!("{kind} {}", line.name) }
 }

@@ -17,8 +17,8 @@ use super::{
     workload::Scenario,
 };
 
-pub(crate) fn simulate(tale: &Scenario) -> Result<ScenarioTable, WorldError> {
-    match tale {
+pub(crate) fn simulate(scenario: &Scenario) -> Result<ScenarioTable, WorldError> {
+    match scenario {
         Scenario::TwoStreams { cache_bytes } => two_streams::simulate_all(*cache_bytes),
         Scenario::Burst => burst(),
         Scenario::Group => group(),
@@ -53,9 +53,9 @@ fn rounded(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
 
-fn compared_cells(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f64)>) -> [String; 2] {
-    story.push((name.to_owned(), simulated));
-    [rounded(simulated), rounded(said_rate)]
+fn compared_cells(name: &str, simulated: f64, published_rate: f64, measures: &mut Vec<(String, f64)>) -> [String; 2] {
+    measures.push((name.to_owned(), simulated));
+    [rounded(simulated), rounded(published_rate)]
 }
 
 /// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100
@@ -107,10 +107,10 @@ fn burst() -> Result<ScenarioTable, WorldError> {
 fn group() -> Result<ScenarioTable, WorldError> {
     let group = |name: &str, rate| DiskGroupSpec {
         name: name.to_owned(),
-        hold: DiskSettings { limits: one_limit(LimitKind::IopsTotal, rate), ..DiskSettings::default() },
+        settings: DiskSettings { limits: one_limit(LimitKind::IopsTotal, rate), ..DiskSettings::default() },
         parent: None,
     };
-    let of = [Some(0), Some(0), Some(1), Some(0), Some(1), None];
+    let group_of_disk = [Some(0), Some(0), Some(1), Some(0), Some(1), None];
     let alone = one_limit(LimitKind::IopsTotal, 5000);
     let disk = |(index, group): (usize, &Option<usize>)| {
         let limits = if group.is_none() { alone } else { Limits::default() };
@@ -118,11 +118,11 @@ fn group() -> Result<ScenarioTable, WorldError> {
     };
     let world = WorldSpec {
         groups: vec![group("foo", 6000), group("bar", 3000)],
-        disks: of.iter().enumerate().map(disk).collect(),
+        disks: group_of_disk.iter().enumerate().map(disk).collect(),
         ..WorldSpec::default()
     };
     // The first second is not measured: the bucket is full at first.
-    let clients: Vec<_> = (0..of.len()).map(|disk| reader(disk, 4096, 32, 11)).collect();
+    let clients: Vec<_> = (0..group_of_disk.len()).map(|disk| reader(disk, 4096, 32, 11)).collect();
     let rows = run(&world, &clients)?;
     let mut measures = Vec::new();
     let row = |(index, group): (usize, &Option<usize>)| {
@@ -139,7 +139,7 @@ fn group() -> Result<ScenarioTable, WorldError> {
     Ok(ScenarioTable {
         title: "Disks that share limits: requests a second",
         columns: columns(&["DISK", "GROUP"], &["IOPS-TOTAL", "SIMULATED", "AN EQUAL SHARE"]),
-        rows: of.iter().enumerate().map(row).collect(),
+        rows: group_of_disk.iter().enumerate().map(row).collect(),
         note: "Each disk has a client that always has 32 requests waiting; from the second second on."
             .to_owned(),
         measures,
@@ -152,7 +152,7 @@ fn depths() -> Result<ScenarioTable, WorldError> {
     const QEMU: [f64; 2] = [738.0, 1290.0];
     let hold = DiskSettings { limits: one_limit(LimitKind::IopsTotal, 2000), ..DiskSettings::default() };
     let world = WorldSpec {
-        groups: vec![DiskGroupSpec { name: "group".to_owned(), hold, parent: None }],
+        groups: vec![DiskGroupSpec { name: "group".to_owned(), settings: hold, parent: None }],
         disks: vec![
             disk("depth 1", Limits::default(), Some(0)),
             disk("depth 64", Limits::default(), Some(0)),
@@ -183,8 +183,8 @@ fn depths() -> Result<ScenarioTable, WorldError> {
 mod tests {
     use super::*;
 
-    fn measures(tale: &Scenario) -> Vec<(String, f64)> {
-        simulate(tale).unwrap().measures
+    fn measures(scenario: &Scenario) -> Vec<(String, f64)> {
+        simulate(scenario).unwrap().measures
     }
 
     #[test]
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_share_and_others_do_not() {
+    fn only_disks_of_a_group_share_its_limit() {
         let expected = [2000.0, 2000.0, 1500.0, 2000.0, 1500.0, 5000.0];
         for ((name, simulated), expected) in measures(&Scenario::Group).iter().zip(expected) {
             assert!((simulated / expected - 1.0).abs() < 0.01, "{name}: {simulated} instead of {expected}");
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_queue_gets_its_share() {
+    fn short_queue_gets_its_share() {
         for (name, simulated) in measures(&Scenario::Depths) {
             assert!((simulated / 1000.0 - 1.0).abs() < 0.05, "{name}: {simulated}");
         }

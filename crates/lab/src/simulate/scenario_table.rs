@@ -40,12 +40,12 @@ impl ScenarioTable {
 pub(super) fn disk(name: &str, limits: Limits, group: Option<usize>) -> DiskSpec {
     DiskSpec {
         name: name.to_owned(),
-        hold: DiskSettings { limits, ..DiskSettings::default() },
+        settings: DiskSettings { limits, ..DiskSettings::default() },
         group,
         prefetch: prefetch::PrefetchConfig::off(),
         size_bytes: UNKNOWN_SIZE,
         place: DevicePlacement::default(),
-        watched: None,
+        sampled_device: None,
     }
 }
 

@@ -69,7 +69,7 @@ impl SimulationSetup {
             Some(path) => Ok(Self::of_config(path, device)?),
             None => {
                 let terms =
-                    arguments.terms().map_err(|wrong| console::CommandFailure::Usage(wrong.into()))?;
+                    arguments.terms().map_err(|error| console::CommandFailure::Usage(error.into()))?;
                 let size = arguments.devices.size.unwrap_or(UNKNOWN_SIZE);
                 let devices = (arguments.devices.delay.as_ref(), arguments.devices.rate.as_ref());
                 Ok(Self::of_terms(&terms, size, devices, device))
@@ -88,7 +88,7 @@ impl SimulationSetup {
         for group in &plan.groups {
             let hold = group.settings.to_disk_settings();
             let parent = index_of(group.group.as_ref());
-            world.groups.push(DiskGroupSpec { name: group.name.clone(), hold, parent });
+            world.groups.push(DiskGroupSpec { name: group.name.clone(), settings: hold, parent });
         }
         // Budgets with a name are shared by all disks that refer to it.
         let mut budgets = HashMap::new();
@@ -113,12 +113,12 @@ impl SimulationSetup {
             };
             world.disks.push(DiskSpec {
                 name: disk.name.clone(),
-                hold: disk.settings.to_disk_settings(),
+                settings: disk.settings.to_disk_settings(),
                 group: index_of(disk.group.as_ref()),
                 prefetch: disk.prefetch,
                 size_bytes: size_of(&disk.image)?,
                 place,
-                watched,
+                sampled_device: watched,
             });
         }
         let names = world.disks.iter().enumerate().map(|(index, disk)| (disk.name.clone(), index));
@@ -131,17 +131,17 @@ impl SimulationSetup {
         };
         let mut remarks: Vec<_> = faulty.map(|disk| remark(&disk.name)).collect();
         if let Some(shared) = shared {
-            let own = world.disks.iter().filter(|disk| disk.place != shared).count();
+            let with_own = world.disks.iter().filter(|disk| disk.place != shared).count();
             ensure!(
-                own == 0 || own < world.disks.len(),
+                with_own == 0 || with_own < world.disks.len(),
                 "--device: it applies to no disk, because each in {} has a delay or rate (remove \
                  those, or leave --device out)",
                 path.display()
             );
-            if own > 0 {
+            if with_own > 0 {
                 remarks.push(format!(
                     "--device applies to the disks without a delay or rate of their own: {} of {}.",
-                    world.disks.len() - own,
+                    world.disks.len() - with_own,
                     world.disks.len()
                 ));
             }
@@ -162,30 +162,30 @@ impl SimulationSetup {
         let group = terms.group.as_ref().map(|(name, settings)| {
             world.groups.push(DiskGroupSpec {
                 name: name.clone(),
-                hold: settings.to_disk_settings(),
+                settings: settings.to_disk_settings(),
                 parent: None,
             });
             0
         });
         let mut disk = DiskSpec {
             name: String::new(),
-            hold: terms.disk.to_disk_settings(),
+            settings: terms.disk.to_disk_settings(),
             group,
             prefetch: terms.prefetch,
             size_bytes,
             place: DevicePlacement::default(),
-            watched: None,
+            sampled_device: None,
         };
         if let Some(device) = device {
             disk.place = world.add_device(device);
-            disk.watched = Some(disk.place);
+            disk.sampled_device = Some(disk.place);
         }
         // A shared budget is created once here; otherwise `DiskResolver::add` creates one for each
         // disk.
         let mut budget = rate.map(budget_of);
         if rate.is_some_and(|rate| rate.shared.is_some()) {
             disk.place.budget = budget.take().map(|budget| world.add_budget(budget));
-            disk.watched = Some(disk.place);
+            disk.sampled_device = Some(disk.place);
         }
         let any = AnyDisk { disk, station: delay.map(station_of), budget };
         Self { world, remarks: Vec::new(), kind: SetupKind::Any(Box::new(any)) }
@@ -195,9 +195,9 @@ impl SimulationSetup {
     pub(crate) fn limits_by_disk(&self) -> HashMap<String, LimitRates> {
         let of_disk = |disk: &DiskSpec| {
             let mut limits = LimitRates::default();
-            limits.add(None, &disk.hold.limits);
+            limits.add(None, &disk.settings.limits);
             for group in self.world.groups_above(disk).map(|group| &self.world.groups[group]) {
-                limits.add(Some(&group.name), &group.hold.limits);
+                limits.add(Some(&group.name), &group.settings.limits);
             }
             (disk.name.clone(), limits)
         };
@@ -230,7 +230,7 @@ impl SimulationSetup {
     /// disks.
     pub(crate) fn with_limit(
         &self,
-        of: Option<&str>,
+        limited: Option<&str>,
         setting: LimitSetting,
         value: u64,
     ) -> anyhow::Result<Self> {
@@ -245,37 +245,37 @@ impl SimulationSetup {
                 .map_err(|invalid| anyhow::anyhow!("{}: {} {}", place(), invalid.setting, invalid.rule))
         };
         let WorldSpec { groups, disks, .. } = &mut setup.world;
-        let group = match of {
+        let group = match limited {
             Some(name) => groups.iter_mut().find(|group| group.name == name),
             None if groups.len() == 1 => groups.first_mut(),
             None => None,
         };
         // A group takes precedence; without a name, the target must be unambiguous.
-        match (group, of, &mut setup.kind) {
-            (Some(group), _, _) => change(&group.name, &mut group.hold.limits)?,
+        match (group, limited, &mut setup.kind) {
+            (Some(group), _, _) => change(&group.name, &mut group.settings.limits)?,
             (None, Some(name), SetupKind::Config { file, .. }) => {
                 let disk = disks.iter_mut().find(|disk| disk.name == name);
                 let disk = disk.with_context(|| format!("{name}: is no disk and no group of {file}"))?;
-                change(&disk.name, &mut disk.hold.limits)?;
+                change(&disk.name, &mut disk.settings.limits)?;
             }
             (None, Some(name), SetupKind::Any(_)) => {
-                let places = if groups.is_empty() {
+                let advice = if groups.is_empty() {
                     format!("add --config FILE with this disk or group, or --group {name}")
                 } else {
                     format!("the group is {}; for a disk, use --config FILE", groups[0].name)
                 };
                 anyhow::bail!(
                     "--sweep-of {name}: without --config a limit is that of --group or of each \
-                     disk ({places}, or leave --sweep-of out)"
+                     disk ({advice}, or leave --sweep-of out)"
                 )
             }
             (None, None, SetupKind::Config { .. }) => match &mut disks[..] {
-                [disk] => change(&disk.name, &mut disk.hold.limits)?,
+                [disk] => change(&disk.name, &mut disk.settings.limits)?,
                 _ => {
                     anyhow::bail!("--sweep: there are several disks and groups (choose one with --sweep-of)")
                 }
             },
-            (None, None, SetupKind::Any(any)) => change("", &mut any.disk.hold.limits)?,
+            (None, None, SetupKind::Any(any)) => change("", &mut any.disk.settings.limits)?,
         }
         Ok(setup)
     }
@@ -306,7 +306,7 @@ impl<'a> DiskResolver<'a> {
                     return Err(format!("there are more than {MAX_DISKS} disks (split the trace)"));
                 }
                 let mut place = disk.place;
-                let mut watched = disk.watched;
+                let mut watched = disk.sampled_device;
                 if let Some(station) = station {
                     place.station = Some(world.add_station(*station));
                 }
@@ -314,7 +314,7 @@ impl<'a> DiskResolver<'a> {
                     place.budget = Some(world.add_budget(*budget));
                     watched = Some(DevicePlacement { station: None, ..place });
                 }
-                world.disks.push(DiskSpec { name: name.to_owned(), place, watched, ..disk.clone() });
+                world.disks.push(DiskSpec { name: name.to_owned(), place, sampled_device: watched, ..disk.clone() });
                 world.disks.len() - 1
             }
             SetupKind::Config { file, by_name } => match by_name.get(name) {

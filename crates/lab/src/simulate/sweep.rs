@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sweep_is_a_limit_and_its_values() {
+    fn sweep_is_parsed() {
         let sweep: SweepValues = "iops-total=500..2000:500".parse().unwrap();
         assert_eq!(sweep.setting.name(), "iops-total");
         assert_eq!(sweep.values, [500, 1000, 1500, 2000]);

@@ -159,8 +159,8 @@ impl SweepPoint {
         Ok(Self {
             value,
             latency_ns: Percentiles::of(&all.latency),
-            iops: all.a_second(all.requests),
-            bps: all.a_second(all.bytes),
+            iops: all.per_second(all.requests),
+            bps: all.per_second(all.bytes),
             throttled,
             disks: if disks.len() > 1 { disks } else { Vec::new() },
             judged_p99_ns: Percentiles::of(&judged.latency).p99,
@@ -178,7 +178,7 @@ pub(crate) fn sweep<T: Send>(
     values: &[u64],
     threads: usize,
     simulate: impl Fn(u64) -> anyhow::Result<Option<T>> + Sync,
-    tell: impl Fn(usize) + Sync,
+    report_progress: impl Fn(usize) + Sync,
 ) -> anyhow::Result<Vec<T>> {
     let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let results = Mutex::new(Vec::new());
@@ -195,7 +195,7 @@ pub(crate) fn sweep<T: Send>(
                     if is_last {
                         next.store(values.len(), Ordering::Relaxed);
                     }
-                    tell(done.fetch_add(1, Ordering::Relaxed) + 1);
+                    report_progress(done.fetch_add(1, Ordering::Relaxed) + 1);
                 }
             });
         }
@@ -214,11 +214,11 @@ impl SweepResult {
         below: Option<(u64, Option<&str>)>,
         partial: Option<String>,
     ) -> Self {
-        let p99 = below.map(|(below_ns, of)| {
+        let p99 = below.map(|(below_ns, judged)| {
             let is_below = |point: &&SweepPoint| point.judged_p99_ns < below_ns;
             let judges = points.first().map_or(JudgedDisks::Limited, |point| point.judges);
             // From the end that helps most: an isolated value below the bound does not count.
-            let kept = match judges {
+            let best = match judges {
                 JudgedDisks::Limited | JudgedDisks::Both => {
                     let keep = points.iter().rev().take_while(is_below);
                     BestLimit::Smallest(keep.last().map(|point| point.value))
@@ -228,7 +228,7 @@ impl SweepResult {
                     BestLimit::Largest(keep.last().map(|point| point.value))
                 }
             };
-            P99Bound { below_ns, of: of.map(str::to_owned), kept }
+            P99Bound { below_ns, of: judged.map(str::to_owned), kept: best }
         });
         Self { limit: sweep.setting.name(), points, p99, partial, setting: Some(sweep.setting) }
     }
@@ -275,8 +275,8 @@ impl SweepResult {
 
     /// A cell for each of [`columns`](Self::columns).
     pub(crate) fn p99_of_disks(&self, point: &SweepPoint) -> impl Iterator<Item = String> {
-        let of = |name: String| point.disks.iter().find(|disk| disk.name == name).map(|disk| disk.p99_ns);
-        let cells = self.columns().into_iter().map(of);
+        let p99_of = |name: String| point.disks.iter().find(|disk| disk.name == name).map(|disk| disk.p99_ns);
+        let cells = self.columns().into_iter().map(p99_of);
         cells
             .map(|p99_ns| p99_ns.map_or_else(|| "-".to_owned(), figures::time))
             .collect::<Vec<_>>()
@@ -284,8 +284,8 @@ impl SweepResult {
     }
 
     pub(crate) fn sentence(&self, bound: &P99Bound) -> String {
-        let of = bound.of.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
-        let keeps = format!("keeps 99 of 100 requests{of} below {}", figures::time(bound.below_ns));
+        let subject = bound.of.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
+        let keeps = format!("keeps 99 of 100 requests{subject} below {}", figures::time(bound.below_ns));
         let (which, value) = match bound.kept {
             BestLimit::Smallest(value) => ("smallest", value),
             BestLimit::Largest(value) => ("largest", value),
@@ -307,8 +307,8 @@ impl SweepResult {
     /// histogram.
     fn is_indifferent(&self) -> bool {
         let p99s = || self.points.iter().map(|point| point.judged_p99_ns);
-        let (least, most) = (p99s().min().unwrap_or(0), p99s().max().unwrap_or(0));
-        self.points.len() > 1 && most - least <= least / 50
+        let (min, max) = (p99s().min().unwrap_or(0), p99s().max().unwrap_or(0));
+        self.points.len() > 1 && max - min <= min / 50
     }
 
     /// Reason why no value keeps the bound, with the change that helps, if any.
@@ -348,13 +348,13 @@ mod tests {
         SweepResult::new(&sweep, points, Some((100, Some("db"))), None)
     }
 
-    fn kept(judges: JudgedDisks, p99s: [u64; 4]) -> BestLimit {
+    fn best_limit(judges: JudgedDisks, p99s: [u64; 4]) -> BestLimit {
         swept(judges, 0.5, p99s).p99.unwrap().kept
     }
 
     #[test]
-    fn the_smallest_limit_is_that_from_which_on_all_keep_below() {
-        let smallest = |p99s| kept(JudgedDisks::Limited, p99s);
+    fn smallest_limit_starts_the_values_that_all_meet_the_bound() {
+        let smallest = |p99s| best_limit(JudgedDisks::Limited, p99s);
         assert_eq!(smallest([400, 300, 90, 50]), BestLimit::Smallest(Some(3)));
         assert_eq!(smallest([90, 300, 90, 50]), BestLimit::Smallest(Some(3)));
         assert_eq!(smallest([400, 300, 200, 100]), BestLimit::Smallest(None));
@@ -363,7 +363,7 @@ mod tests {
 
     #[test]
     fn neighbours_target_is_kept_up_to_the_reported_limit() {
-        let largest = |p99s| kept(JudgedDisks::Neighbours, p99s);
+        let largest = |p99s| best_limit(JudgedDisks::Neighbours, p99s);
         assert_eq!(largest([50, 90, 300, 400]), BestLimit::Largest(Some(2)));
         assert_eq!(largest([50, 90, 300, 90]), BestLimit::Largest(Some(2)));
         assert_eq!(largest([100, 200, 300, 400]), BestLimit::Largest(None));
@@ -371,12 +371,12 @@ mod tests {
 
     #[test]
     fn advice_names_the_helpful_direction() {
-        let told = |judges, throttled, p99s| {
+        let sentence_of = |judges, throttled, p99s| {
             let swept = swept(judges, throttled, p99s);
             swept.sentence(swept.p99.as_ref().unwrap())
         };
         assert_eq!(
-            told(JudgedDisks::Neighbours, 0.5, [50, 90, 300, 400]),
+            sentence_of(JudgedDisks::Neighbours, 0.5, [50, 90, 300, 400]),
             "The largest that keeps 99 of 100 requests of db below 100ns: iops-total=2"
         );
         let none = "None of these keeps 99 of 100 requests of db below 100ns";
@@ -386,10 +386,10 @@ mod tests {
             (JudgedDisks::Neighbours, 0.5, [200, 300, 400, 500], "try smaller ones"),
             (JudgedDisks::Neighbours, 0.5, [500, 500, 500, 500], "this limit makes no difference to it"),
         ] {
-            let text = told(judges, throttled, p99s);
+            let text = sentence_of(judges, throttled, p99s);
             assert!(text.starts_with(&format!("{none} ({why}")), "{text}");
         }
-        let text = told(JudgedDisks::Neighbours, 0.5, [50, 50, 50, 50]);
+        let text = sentence_of(JudgedDisks::Neighbours, 0.5, [50, 50, 50, 50]);
         assert!(text.starts_with("Each of these keeps") && text.contains("no difference"), "{text}");
     }
 

@@ -6,7 +6,7 @@ use clap::Parser as _;
 
 use super::{drive::SimulationOutcome, *};
 
-static GO_ON: AtomicBool = AtomicBool::new(false);
+static NOT_STOPPED: AtomicBool = AtomicBool::new(false);
 const HEADER: &str = "time_ns,disk,op,offset,length\n";
 
 #[derive(Debug, clap::Parser)]
@@ -15,9 +15,9 @@ struct Line {
     arguments: SimulateArgs,
 }
 
-fn arguments(words: &str) -> SimulateArgs {
-    let words = ["simulate"].into_iter().chain(words.split_whitespace());
-    Line::try_parse_from(words).unwrap().arguments
+fn arguments(options: &str) -> SimulateArgs {
+    let tokens = ["simulate"].into_iter().chain(options.split_whitespace());
+    Line::try_parse_from(tokens).unwrap().arguments
 }
 
 struct Files(tempfile::TempDir);
@@ -38,17 +38,17 @@ impl Files {
     }
 }
 
-fn outcome(words: &str, threads: usize) -> anyhow::Result<SimulationOutcome> {
-    let arguments = arguments(words);
+fn outcome(options: &str, threads: usize) -> anyhow::Result<SimulationOutcome> {
+    let arguments = arguments(options);
     let setup = SimulationSetup::new(&arguments).map_err(|failure| match failure {
         CommandFailure::Usage(error) | CommandFailure::Failed(error) => error,
         CommandFailure::Found(_) => unreachable!("it finds nothing"),
     })?;
-    simulate(SimulationJob { threads, ..SimulationJob::new(&setup, input(&arguments)?, &GO_ON) })
+    simulate(SimulationJob { threads, ..SimulationJob::new(&setup, input(&arguments)?, &NOT_STOPPED) })
 }
 
-fn told(words: &str, threads: usize) -> String {
-    serde_json::to_string_pretty(&SimulationSummary::new(&outcome(words, threads).unwrap(), &[])).unwrap()
+fn summary_json(options: &str, threads: usize) -> String {
+    serde_json::to_string_pretty(&SimulationSummary::new(&outcome(options, threads).unwrap(), &[])).unwrap()
 }
 
 fn trace(disks: u64, requests: u64) -> String {
@@ -100,16 +100,16 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let files = Files::new();
     let trace = files.with("a.csv", &trace(5, 20_000));
     let config = files.with("weir.toml", CONFIG);
-    let words = format!("{trace} --config {config}");
-    let one = told(&words, 1);
-    assert!(one.contains("\"name\": \"silver\""), "{one}");
+    let options = format!("{trace} --config {config}");
+    let single_threaded = summary_json(&options, 1);
+    assert!(single_threaded.contains("\"name\": \"silver\""), "{single_threaded}");
     for threads in [1, 2, 3, 8] {
-        assert_eq!(told(&words, threads), one, "with {threads} threads");
+        assert_eq!(summary_json(&options, threads), single_threaded, "with {threads} threads");
     }
     // Without a config file every disk has a separate device.
-    let words = format!("{trace} --iops-total 300 --delay read=1ms,parallel=1");
-    let one = told(&words, 1);
-    assert_eq!(told(&words, 4), one);
+    let options = format!("{trace} --iops-total 300 --delay read=1ms,parallel=1");
+    let single_threaded = summary_json(&options, 1);
+    assert_eq!(summary_json(&options, 4), single_threaded);
     // Disks that appear late, on separate devices with a watermark.
     let mut late = HEADER.to_owned();
     let mut random = fastrand::Rng::with_seed(7);
@@ -118,15 +118,15 @@ fn results_do_not_depend_on_the_number_of_threads() {
         late += &format!("{},vm{disk},write,0,65536\n", number * 400_000 + random.u64(0..400_000));
     }
     let late = files.with("late.csv", &late);
-    let words = format!("{late} --bps-write 4M --watermark 80 --rate bytes=20M --window 1000");
-    let one = told(&words, 1);
+    let options = format!("{late} --bps-write 4M --watermark 80 --rate bytes=20M --window 1000");
+    let single_threaded = summary_json(&options, 1);
     for threads in [2, 3, 8] {
-        assert_eq!(told(&words, threads), one, "with {threads} threads");
+        assert_eq!(summary_json(&options, threads), single_threaded, "with {threads} threads");
     }
 }
 
 #[test]
-fn a_disk_is_the_same_in_whichever_company() {
+fn disk_result_is_independent_of_other_disks() {
     let files = Files::new();
     let all = trace(3, 9000);
     let only: String = all
@@ -149,15 +149,15 @@ fn a_disk_is_the_same_in_whichever_company() {
 
 #[test]
 fn results_repeat_for_a_seed_and_differ_for_another() {
-    let words = "--workload zipf:iops=3000,seconds=2,disks=3,read=60 --iops-total 1500 --seed";
-    assert_eq!(told(&format!("{words} 1"), 2), told(&format!("{words} 1"), 2));
-    assert_ne!(told(&format!("{words} 1"), 2), told(&format!("{words} 2"), 2));
+    let options = "--workload zipf:iops=3000,seconds=2,disks=3,read=60 --iops-total 1500 --seed";
+    assert_eq!(summary_json(&format!("{options} 1"), 2), summary_json(&format!("{options} 1"), 2));
+    assert_ne!(summary_json(&format!("{options} 1"), 2), summary_json(&format!("{options} 2"), 2));
 }
 
 #[test]
 fn larger_limits_never_increase_waits() {
-    let words = "--workload random:iops=2000,seconds=5 --sweep iops-total=500..4000:500 --p99 10ms";
-    let arguments = arguments(words);
+    let options = "--workload random:iops=2000,seconds=5 --sweep iops-total=500..4000:500 --p99 10ms";
+    let arguments = arguments(options);
     let setup = SimulationSetup::new(&arguments).unwrap();
     let values = arguments.sweep.sweep.clone().unwrap();
     let points: Vec<SweepPoint> = values
@@ -167,7 +167,7 @@ fn larger_limits_never_increase_waits() {
             let setup = setup.with_limit(None, values.setting, value).unwrap();
             let job = SimulationJob {
                 before: false,
-                ..SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON)
+                ..SimulationJob::new(&setup, input(&arguments).unwrap(), &NOT_STOPPED)
             };
             let all = SweptNames { limited: None, judged: None };
             SweepPoint::new(value, &simulate(job).unwrap(), all).unwrap()
@@ -191,7 +191,7 @@ fn without_limits_no_request_waits() {
 }
 
 #[test]
-fn several_disks_have_a_line_for_all_of_them() {
+fn several_disks_have_a_total() {
     let workload = "--workload random:iops=5000,seconds=2,disks=3";
     for (limits, rows) in [("", 1), (" --iops-total 1000", 2)] {
         let outcome = outcome(&format!("{workload}{limits}"), 1).unwrap();
@@ -205,7 +205,7 @@ fn several_disks_have_a_line_for_all_of_them() {
 }
 
 #[test]
-fn clients_wait_for_the_limits_and_not_for_a_clock() {
+fn simulated_clients_do_not_wait_for_real_time() {
     let outcome =
         outcome("--workload sequential:op=write,size=1M,seconds=4,depth=2 --bps-write 10M", 1).unwrap();
     let line = &SimulationSummary::new(&outcome, &[]).disks[0];
@@ -214,7 +214,7 @@ fn clients_wait_for_the_limits_and_not_for_a_clock() {
 }
 
 #[test]
-fn a_trace_with_one_disk_is_that_of_a_config_with_one() {
+fn single_disk_of_trace_and_config_are_matched() {
     let files = Files::new();
     let config = files.with("weir.toml", "[disk.only]\nimage = \"null:1G\"\niops-total = 1\n");
     let other = files.with("other.csv", &format!("{HEADER}0,sda,read,0,512\n1,sda,read,0,512\n"));
@@ -224,9 +224,9 @@ fn a_trace_with_one_disk_is_that_of_a_config_with_one() {
 }
 
 #[track_caller]
-fn check_error(words: &str, expect: &str) {
-    let error = format!("{:#}", outcome(words, 1).map(drop).unwrap_err());
-    assert_eq!(error, expect, "{words}");
+fn check_error(options: &str, expect: &str) {
+    let error = format!("{:#}", outcome(options, 1).map(drop).unwrap_err());
+    assert_eq!(error, expect, "{options}");
 }
 
 #[test]
@@ -234,13 +234,13 @@ fn inapplicable_options_are_named() {
     let files = Files::new();
     let dir = files.path().display().to_string();
     let config = files.with("weir.toml", "[disk.a]\nimage = \"null:1M\"\n[disk.b]\nimage = \"null:1M\"\n");
-    let one = files.with("one.toml", "[disk.a]\nimage = \"null:1M\"\n");
-    let (c, past) = (
+    let one_disk = files.with("one.toml", "[disk.a]\nimage = \"null:1M\"\n");
+    let (c, past_end) = (
         files.with("c.csv", &format!("{HEADER}0,c,read,0,512\n")),
         files.with("past.csv", &format!("{HEADER}5,a,write,1048064,1024\n")),
     );
     let two = files.with("two.csv", &format!("{HEADER}0,c,read,0,512\n1,d,read,0,512\n"));
-    let odd = files.with("odd.csv", "what is this\n");
+    let malformed = files.with("odd.csv", "what is this\n");
     check_error(
         &format!("{c} --config {config}"),
         &format!(
@@ -249,20 +249,20 @@ fn inapplicable_options_are_named() {
         ),
     );
     check_error(
-        &format!("{past} --config {config}"),
+        &format!("{past_end} --config {config}"),
         &format!(
             "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \
              \"a\", which has 1048576 bytes"
         ),
     );
     check_error(
-        &format!("{past} --size 1M"),
+        &format!("{past_end} --size 1M"),
         &format!(
             "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \
              \"a\", which has 1048576 bytes"
         ),
     );
-    let partial = outcome(&format!("{two} --config {one}"), 1).unwrap().partial.unwrap();
+    let partial = outcome(&format!("{two} --config {one_disk}"), 1).unwrap().partial.unwrap();
     assert_eq!(
         partial,
         format!(
@@ -281,12 +281,12 @@ fn inapplicable_options_are_named() {
              No such file or directory (os error 2)"
         ),
     );
-    let error = format!("{:#}", outcome(&odd, 1).map(drop).unwrap_err());
+    let error = format!("{:#}", outcome(&malformed, 1).map(drop).unwrap_err());
     assert!(error.starts_with(&format!("{dir}/odd.csv")) && error.contains("what is this"), "{error}");
 }
 
 #[test]
-fn rows_before_a_broken_line_are_kept() {
+fn requests_before_an_invalid_line_are_reported() {
     let files = Files::new();
     let broken = files.with("a.csv", &format!("{HEADER}0,a,read,0,512\n1,a,read,0,512\n2,a,read,zero,512\n"));
     let outcome = outcome(&broken, 1).unwrap();
@@ -303,25 +303,25 @@ fn simulate_with(events: EventsFile, job: SimulationJob<'_>) -> (SimulationOutco
     (outcome, events.into_inner().unwrap())
 }
 
-fn events(files: &Files, words: &str) -> (String, String) {
-    let arguments = arguments(words);
+fn events(files: &Files, options: &str) -> (String, String) {
+    let arguments = arguments(options);
     let setup = SimulationSetup::new(&arguments).unwrap();
     let path = files.path().join("events.csv");
     let events = EventsFile::create(&path, &arguments.traces).unwrap();
-    let job = SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON);
+    let job = SimulationJob::new(&setup, input(&arguments).unwrap(), &NOT_STOPPED);
     simulate_with(events, SimulationJob { threads: 4, ..job }).1.finish().unwrap();
     (path.display().to_string(), fs::read_to_string(&path).unwrap())
 }
 
 #[test]
-fn event_file_has_a_line_for_each_request_and_is_a_trace() {
+fn events_file_is_a_trace_of_all_requests() {
     let files = Files::new();
     let trace = files.with(
         "a.csv",
         &format!("{HEADER}0,\"8,0\",read,0,512\n5,\"8,0\",write,4096,512\n9,\"8,0\",flush,0,0\n10,\"8,0\",read,0,512\n"),
     );
-    let words = "--group g --iops-total 10 --delay read=1us,write=2us,flush=3us";
-    let (path, written) = events(&files, &format!("{trace} {words}"));
+    let options = "--group g --iops-total 10 --delay read=1us,write=2us,flush=3us";
+    let (path, written) = events(&files, &format!("{trace} {options}"));
     // One operation fits into the bucket; the second overfills it.
     let expect = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
                   0,\"8,0\",read,0,512,0,1000,-\n\
@@ -329,23 +329,23 @@ fn event_file_has_a_line_for_each_request_and_is_a_trace() {
                   9,\"8,0\",flush,0,0,9,3009,-\n\
                   10,\"8,0\",read,0,512,100000000,100001000,iops-total@g\n";
     assert_eq!(written, expect);
-    assert_eq!(told(&format!("{path} {words}"), 1), told(&format!("{trace} {words}"), 1));
+    assert_eq!(summary_json(&format!("{path} {options}"), 1), summary_json(&format!("{trace} {options}"), 1));
     // Several disks wait for different times: rows are not in arrival order.
     let many = files.with("many.csv", &self::trace(5, 5000));
-    let words = "--iops-read 200 --bps-write 3M";
-    let (path, written) = events(&files, &format!("{many} {words}"));
+    let options = "--iops-read 200 --bps-write 3M";
+    let (path, written) = events(&files, &format!("{many} {options}"));
     let times = written.lines().skip(1).map(|line| line.split(',').next().unwrap().parse::<u64>().unwrap());
     assert!(!times.is_sorted());
-    let again = |path: &str| {
-        let mut all: serde_json::Value = serde_json::from_str(&told(&format!("{path} {words}"), 1)).unwrap();
+    let with_sorted_disks = |path: &str| {
+        let mut all: serde_json::Value = serde_json::from_str(&summary_json(&format!("{path} {options}"), 1)).unwrap();
         all["disks"].as_array_mut().unwrap().sort_by_key(|disk| disk["name"].to_string());
         all
     };
-    assert_eq!(again(&path), again(&many));
+    assert_eq!(with_sorted_disks(&path), with_sorted_disks(&many));
 }
 
 #[test]
-fn event_file_replaces_its_target_atomically_and_never_an_input() {
+fn events_file_is_replaced_atomically_and_never_an_input() {
     let files = Files::new();
     let trace = files.with("a.csv", HEADER);
     let link = files.path().join("link.csv");
@@ -364,11 +364,11 @@ fn event_file_replaces_its_target_atomically_and_never_an_input() {
 }
 
 #[test]
-fn a_full_disk_ends_the_events_and_not_the_simulation() {
+fn full_disk_ends_the_events_file_only() {
     let events = EventsFile::create(Path::new("/dev/full"), &[]).unwrap();
     let arguments = arguments("--workload random:iops=20000,seconds=1");
     let setup = SimulationSetup::new(&arguments).unwrap();
-    let job = SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON);
+    let job = SimulationJob::new(&setup, input(&arguments).unwrap(), &NOT_STOPPED);
     let (outcome, events) = simulate_with(events, job);
     assert!(outcome.partial.is_none() && outcome.disks[0].after.requests > 15_000);
     let error = format!("{:#}", events.finish().unwrap_err());
@@ -376,7 +376,7 @@ fn a_full_disk_ends_the_events_and_not_the_simulation() {
 }
 
 #[test]
-fn lengths_that_no_sum_holds_are_simulated() {
+fn overflowing_length_sums_are_simulated() {
     let files = Files::new();
     let half = 1_u64 << 63;
     let trace = files.with(
@@ -389,9 +389,9 @@ fn lengths_that_no_sum_holds_are_simulated() {
 
 #[test]
 fn options_unfit_for_a_workload_are_rejected() {
-    let refused = |words: &str| match run(arguments(words)) {
+    let refused = |line: &str| match run(arguments(line)) {
         Err(CommandFailure::Usage(error)) => error.to_string(),
-        other => panic!("{words}: {other:?}"),
+        other => panic!("{line}: {other:?}"),
     };
     let options = "config=x iops-total=5 group=g device=/ delay=read=1ms rate=bytes=1M weight=5 prefetch=on \
                    sweep=iops-total=1..2 events=x threads=2 size=1G prefetch-memory=1M watermark=5";
@@ -402,9 +402,9 @@ fn options_unfit_for_a_workload_are_rejected() {
     }
     assert!(refused("--workload sequential --seed 5").starts_with("--seed: nothing of the workload"));
     assert!(refused("x --sweep iops-size=1..2 --p99 1ms").starts_with("--p99: iops-size is no rate"));
-    for words in ["x --seed 1", "--workload burst --window 9", "--workload random --absolute-time"] {
-        let words = format!("simulate {words}");
-        assert!(Line::try_parse_from(words.split_whitespace()).is_err(), "{words}");
+    for rejected in ["x --seed 1", "--workload burst --window 9", "--workload random --absolute-time"] {
+        let command_line = format!("simulate {rejected}");
+        assert!(Line::try_parse_from(command_line.split_whitespace()).is_err(), "{command_line}");
     }
 }
 
@@ -422,12 +422,12 @@ fn interruption_keeps_the_partial_result() {
 fn sweep_of_an_unknown_disk_fails() {
     let files = Files::new();
     let config = files.with("weir.toml", CONFIG);
-    let error = |words: &str, of: Option<&str>, value| {
-        let arguments = arguments(&format!("x {words} --sweep iops-total=1..2"));
+    let error = |options: &str, limited: Option<&str>, value| {
+        let arguments = arguments(&format!("x {options} --sweep iops-total=1..2"));
         let setup = SimulationSetup::new(&arguments).unwrap();
         format!(
             "{:#}",
-            setup.with_limit(of, arguments.sweep.sweep.unwrap().setting, value).map(drop).unwrap_err()
+            setup.with_limit(limited, arguments.sweep.sweep.unwrap().setting, value).map(drop).unwrap_err()
         )
     };
     let config = format!("--config {config}");
@@ -436,8 +436,8 @@ fn sweep_of_an_unknown_disk_fails() {
         "--sweep: there are several disks and groups (choose one with --sweep-of)"
     );
     assert!(error(&config, Some("vm9"), 1).starts_with("vm9: is no disk and no group of "));
-    let wrong = error("", Some("gold"), 1);
-    assert!(wrong.starts_with("--sweep-of gold: without --config a limit is that of --group"), "{wrong}");
-    assert!(wrong.contains("add --config FILE with this disk or group, or --group gold"), "{wrong}");
+    let message = error("", Some("gold"), 1);
+    assert!(message.starts_with("--sweep-of gold: without --config a limit is that of --group"), "{message}");
+    assert!(message.contains("add --config FILE with this disk or group, or --group gold"), "{message}");
     assert!(error("--iops-read 5", None, 1).starts_with("each disk: iops-total=1: "));
 }

@@ -109,7 +109,7 @@ fn simulate(case: &StreamsCase, cache_bytes: u64) -> Result<StreamRates, WorldEr
         let limits = one_limit(LimitKind::BpsWrite, if case.limited { rate } else { 0 });
         let watermark = Watermark::new(case.watermark).unwrap_or_default();
         let hold = DiskSettings { limits, watermark, ..DiskSettings::default() };
-        DiskSpec { hold, place, watched: Some(place), ..disk(name, limits, None) }
+        DiskSpec { settings: hold, place, sampled_device: Some(place), ..disk(name, limits, None) }
     };
     let world = WorldSpec {
         disks: vec![stream("cgrp1", 4 * MIB), stream("cgrp2", 2 * MIB)],
@@ -129,18 +129,18 @@ fn simulate(case: &StreamsCase, cache_bytes: u64) -> Result<StreamRates, WorldEr
         time: 0..u64::MAX,
     };
     let rows = run(&world, &[client(0), client(1)])?;
-    let of = |disk: usize| rows.iter().filter(move |row| row.request.disk == disk);
-    let ended = [0, 1].map(|disk| {
+    let rows_of = |disk: usize| rows.iter().filter(move |row| row.request.disk == disk);
+    let end_ns = [0, 1].map(|disk| {
         // Buffered: `dd` ends when its last write enters the cache, before it reaches the device.
-        let ends = of(disk).map(|row| if case.direct { row.completed_ns } else { row.request.at_ns });
+        let ends = rows_of(disk).map(|row| if case.direct { row.completed_ns } else { row.request.at_ns });
         ends.max().unwrap_or(0)
     });
-    let written = [0, 1].map(|disk| of(disk).map(|row| row.completed_ns).max().unwrap_or(0));
+    let written = [0, 1].map(|disk| rows_of(disk).map(|row| row.completed_ns).max().unwrap_or(0));
     let both = written[0].min(written[1]);
     let megabytes = |count: u64, ns: u64| (count * MIB) as f64 / 1e6 / (ns.max(1) as f64 / 1e9);
-    let until = |disk| of(disk).filter(|row| row.completed_ns <= both).count() as u64;
+    let until = |disk| rows_of(disk).filter(|row| row.completed_ns <= both).count() as u64;
     Ok(StreamRates {
-        streams: ended.map(|end| megabytes(COUNT, end)),
+        streams: end_ns.map(|end| megabytes(COUNT, end)),
         together: [0, 1].map(|disk| megabytes(until(disk), both)),
     })
 }
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_hold_as_in_2009() {
+    fn limits_are_met_as_in_the_2009_measurement() {
         let [one, other] = figures(4).streams;
         assert_near(one, 4.2);
         assert_near(other, 2.1);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn above_the_watermark_the_device_is_busy_and_shared_as_the_limits_say() {
+    fn above_the_watermark_limits_set_the_shares_of_a_busy_device() {
         for case in [6, 8] {
             let [one, other] = figures(case).together;
             assert!(one + other > 0.9 * 22.0 * 1.048, "case {case}: {one} + {other}");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_through_a_cache_seems_faster_than_the_device() {
+    fn cached_stream_exceeds_the_device_rate() {
         let [one, other] = figures(1).streams;
         assert!(one + other > 23.0, "{one} + {other}");
     }

@@ -5,7 +5,7 @@
 //! how many ratios at each end lie outside the 95 % interval. The noise may have any distribution,
 //! and outliers have little effect.
 
-use super::ranks::{EXACT_UP_TO, RankComparison, comparison, exact_places, normal_places};
+use super::ranks::{MAX_EXACT_SAMPLES, RankComparison, comparison, exact_places, normal_places};
 
 /// Maximum number of samples of a group: larger ones are represented by this many, evenly chosen by
 /// rank.
@@ -34,7 +34,7 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
 /// Number of ratios to drop at each end, by [`ONE_SIDED_ERROR`](super::ranks::ONE_SIDED_ERROR);
 /// `None`: too few samples.
 fn dropped_ratios(base: usize, other: usize) -> Option<usize> {
-    if base.max(other) > EXACT_UP_TO {
+    if base.max(other) > MAX_EXACT_SAMPLES {
         let (base, other) = (base as f64, other as f64);
         // Mean and deviation of Mann and Whitney's U without a difference.
         let deviation = (base * other * (base + other + 1.0) / 12.0).sqrt();
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn chance_is_seldom_taken_for_a_difference() {
+    fn false_differences_are_rare() {
         for count in [4, 5, 7, 10, 20, 40] {
             let false_ones = found(count, 0.03, 1.0);
             assert!(false_ones <= 0.05, "{count} samples: {false_ones}");
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenth_more_or_less_is_found() {
+    fn difference_of_ten_percent_is_found() {
         for (count, noise) in [(8, 0.02), (10, 0.03), (15, 0.04), (20, 0.05)] {
             for factor in [1.1, 0.9] {
                 let found = found(count, noise, factor);
@@ -124,12 +124,12 @@ mod tests {
     }
 
     #[test]
-    fn the_distribution_is_that_of_all_orders() {
+    fn distribution_matches_enumeration_of_all_orders() {
         let mut counted = vec![0.0; 4 * 5 + 1];
         for order in (0_u32..1 << 9).filter(|order| order.count_ones() == 4) {
             let is_base = |at: u32| order >> at & 1 == 1;
-            let behind = |at: u32| (0..at).filter(|&before| !is_base(before)).count();
-            counted[(0..9).filter(|&at| is_base(at)).map(behind).sum::<usize>()] += 1.0;
+            let others_before = |at: u32| (0..at).filter(|&before| !is_base(before)).count();
+            counted[(0..9).filter(|&at| is_base(at)).map(others_before).sum::<usize>()] += 1.0;
         }
         assert_eq!(rank_sum_ways(4, 5), counted);
         // Of 252 orders, four have a U of 2 or less (1.6 %), seven one of 3 or less (2.8 %).
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn few_or_odd_samples_are_no_difference() {
+    fn few_or_invalid_samples_show_no_difference() {
         for (base, other) in
             [(&[][..], &[][..]), (&[1.0], &[]), (&[1.0, 1.0], &[9.0, 9.0]), (&[0.0; 9], &[0.0; 9])]
         {

@@ -36,9 +36,9 @@ pub(crate) fn estimate(samples: &[f64]) -> Estimate {
 }
 
 /// Applies `of` to groups, each resampled separately; the full range for five samples or fewer.
-pub(super) fn resampled(groups: &[&[f64]], of: impl Fn(&mut [Vec<f64>]) -> f64) -> Estimate {
+pub(super) fn resampled(groups: &[&[f64]], statistic: impl Fn(&mut [Vec<f64>]) -> f64) -> Estimate {
     let mut drawn: Vec<Vec<f64>> = groups.iter().map(|group| group.to_vec()).collect();
-    let median = of(&mut drawn);
+    let median = statistic(&mut drawn);
     let mut random = fastrand::Rng::with_seed(SEED);
     let mut results: Vec<f64> = (0..DRAWS)
         .map(|_| {
@@ -46,7 +46,7 @@ pub(super) fn resampled(groups: &[&[f64]], of: impl Fn(&mut [Vec<f64>]) -> f64) 
                 drawn.clear();
                 drawn.extend((0..group.len()).map(|_| group[random.usize(..group.len())]));
             }
-            of(&mut drawn)
+            statistic(&mut drawn)
         })
         .collect();
     results.sort_unstable_by(f64::total_cmp);
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_middle_is_in_the_middle() {
+    fn median_lies_within_its_interval() {
         assert_eq!(median(&[]), 0.0);
         assert_eq!(median(&[3.0]), 3.0);
         assert_eq!(median(&[9.0, 1.0, 2.0]), 2.0);

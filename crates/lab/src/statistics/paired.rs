@@ -6,7 +6,7 @@
 
 use super::{
     compare::representatives,
-    ranks::{EXACT_UP_TO, RankComparison, comparison, exact_places, normal_places},
+    ranks::{MAX_EXACT_SAMPLES, RankComparison, comparison, exact_places, normal_places},
 };
 
 /// Compares ratios of other to base, one for each round, above 0; without any, the two count as
@@ -25,7 +25,7 @@ pub(crate) fn compare_rounds(quotients: &[f64]) -> RankComparison {
 
 /// Number of means to drop at each end, as in `compare::places`.
 fn dropped_means(rounds: usize) -> Option<usize> {
-    if rounds > EXACT_UP_TO {
+    if rounds > MAX_EXACT_SAMPLES {
         let rounds = rounds as f64;
         // Mean and deviation of Wilcoxon's signed-rank statistic without a difference.
         let deviation = (rounds * (rounds + 1.0) * (2.0 * rounds + 1.0) / 24.0).sqrt();
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn chance_is_seldom_taken_for_a_difference() {
+    fn false_differences_are_rare() {
         for count in [5, 6, 8, 12, 20, 40] {
             let same = found(count, 0.05, 1.0, RankVerdict::Same);
             assert!(same >= 0.95, "{count} rounds: {same}");
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenth_more_or_less_is_found() {
+    fn difference_of_ten_percent_is_found() {
         for (count, noise) in [(18, 0.02), (18, 0.04), (24, 0.05)] {
             for (factor, verdict) in [(1.1, RankVerdict::Higher), (0.9, RankVerdict::Lower)] {
                 let found = found(count, noise, factor, verdict);
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn the_distribution_is_that_of_all_signs() {
+    fn distribution_matches_enumeration_of_all_signs() {
         let mut counted = vec![0.0; 16];
         for signs in 0_u32..1 << 5 {
             counted[(0..5).filter(|rank| signs >> rank & 1 == 1).map(|rank| rank + 1).sum::<usize>()] += 1.0;
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn few_or_odd_quotients_are_no_difference() {
+    fn few_or_invalid_quotients_show_no_difference() {
         for quotients in [&[][..], &[9.0], &[2.0; 5], &[1.0; 9], &[0.0; 9], &[f64::NAN; 9]] {
             assert_eq!(compare_rounds(quotients).verdict, RankVerdict::Same, "{quotients:?}");
         }

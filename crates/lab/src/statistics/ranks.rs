@@ -9,7 +9,7 @@ use super::estimate::{Estimate, median};
 /// One-sided error; one in twenty-five in both directions together.
 pub(super) const ONE_SIDED_ERROR: f64 = 0.02;
 /// Number of samples above which the normal approximation is good to the third digit.
-pub(super) const EXACT_UP_TO: usize = 25;
+pub(super) const MAX_EXACT_SAMPLES: usize = 25;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct RankComparison {
@@ -29,7 +29,7 @@ pub(crate) enum RankVerdict {
 pub(super) fn comparison(
     ordered: &[f64],
     places: Option<usize>,
-    back: impl Fn(f64) -> f64,
+    inverse: impl Fn(f64) -> f64,
 ) -> RankComparison {
     let Some(last) = ordered.len().checked_sub(1) else {
         return RankComparison {
@@ -40,7 +40,7 @@ pub(super) fn comparison(
     // At least the middle remains.
     let cut = places.unwrap_or(0).min(last / 2);
     let ratio =
-        Estimate { median: back(median(ordered)), low: back(ordered[cut]), high: back(ordered[last - cut]) };
+        Estimate { median: inverse(median(ordered)), low: inverse(ordered[cut]), high: inverse(ordered[last - cut]) };
     let verdict = match places {
         Some(_) if ratio.low > 1.0 => RankVerdict::Higher,
         Some(_) if ratio.high < 1.0 => RankVerdict::Lower,

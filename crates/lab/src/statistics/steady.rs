@@ -102,17 +102,17 @@ mod tests {
     fn steady_series_is_not_cut() {
         let mut random = fastrand::Rng::with_seed(1);
         for length in [10, 30, 100, 300, 3000] {
-            let whole = (0..200).filter(|_| {
+            let uncut = (0..200).filter(|_| {
                 let series: Vec<f64> = (0..length).map(|_| noisy(&mut random, 1000.0)).collect();
                 steady(&series) == (0..length)
             });
-            let share = whole.count() as f64 / 200.0;
+            let share = uncut.count() as f64 / 200.0;
             assert!(share >= 0.95, "{length} values: {share}");
         }
     }
 
     #[test]
-    fn a_beginning_and_an_end_that_differ_are_cut_off() {
+    fn differing_start_and_end_are_cut_off() {
         let mut random = fastrand::Rng::with_seed(2);
         for (first, last, factor) in [(20, 100, 0.5), (10, 90, 1.5), (0, 80, 0.7), (30, 100, 0.85)] {
             let right = (0..100).filter(|_| {
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_curve_that_grows_is_cut_where_it_no_longer_does() {
+    fn growing_start_is_cut_off() {
         let mut random = fastrand::Rng::with_seed(3);
         let series: Vec<f64> = (0..200)
             .map(|at| noisy(&mut random, 1000.0 * (1.0 - 0.8 * (-f64::from(at) / 12.0).exp())))
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn short_and_level_series_are_taken_as_they_are() {
+    fn short_and_level_series_are_not_cut() {
         for length in [0, 1, 9, 10, 700] {
             assert_eq!(steady(&vec![5.0; length]), 0..length);
         }

@@ -156,8 +156,8 @@ fn convert_sorted(
             Ok(None) => break Ok(()),
             Err(error) => break Err(error.into()),
         };
-        let noted = source.outcome(&record);
-        let outcome = noted.and_then(|noted| source.outcome_with_names(&record, noted));
+        let numbered = source.outcome(&record);
+        let outcome = numbered.and_then(|numbered| source.outcome_with_names(&record, numbered));
         let name = &source.disks()[record.disk.index()];
         let recording::TraceRecord { time_ns, disk, op, offset, length, .. } = record;
         sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome })
@@ -184,17 +184,17 @@ fn convert_recording(
     let mut changes = Vec::new();
     let read = loop {
         // Limit changes precede the request that they were read with.
-        let told = blocks.next(lines, &mut |change| changes.push(change));
+        let next_request = blocks.next(lines, &mut |change| changes.push(change));
         for change in changes.drain(..) {
             sink.change_limits(change).with_context(cannot)?;
         }
-        let told = match told {
-            Ok(Some(told)) => told,
+        let request = match next_request {
+            Ok(Some(request)) => request,
             Ok(None) => break Ok(()),
             Err(error) => break Err(error.into()),
         };
-        let disk = disks.id(told.disk.as_bytes()).map_err(|why| lines.line_error_at(told.number, why))?;
-        let (entry, name, limit) = (told.entry, told.disk, told.limit);
+        let disk = disks.id(request.disk.as_bytes()).map_err(|why| lines.line_error_at(request.number, why))?;
+        let (entry, name, limit) = (request.entry, request.disk, request.limit);
         let outcome = entry.times.map(|times| RequestOutcome { times, has_failed: entry.has_failed, limit });
         let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);
         sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome })

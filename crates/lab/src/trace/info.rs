@@ -164,8 +164,8 @@ impl TraceSummary {
             let (mut blocks, mut first_ns) = (RecordingReader::default(), None);
             let read = loop {
                 match blocks.next(&mut lines, &mut |_| ()) {
-                    Ok(Some(told)) => {
-                        let RecordedRequest { entry, arrival_ns, disk, limit, .. } = told;
+                    Ok(Some(recorded)) => {
+                        let RecordedRequest { entry, arrival_ns, disk, limit, .. } = recorded;
                         let time_ns = match options.absolute_time {
                             // Relative times start with the first request.
                             Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
@@ -176,8 +176,8 @@ impl TraceSummary {
                             CountedRequest { time_ns, op: entry.op, length: entry.length, latency_ns };
                         let has_failed = entry.has_failed;
                         let outcome = entry.times.map(|times| RequestOutcome { times, has_failed, limit });
-                        let (of, limits) = self.count(disk, &request);
-                        of.add_result(outcome, limits);
+                        let (summary, limits) = self.count(disk, &request);
+                        summary.add_result(outcome, limits);
                     }
                     Ok(None) => break Ok(()),
                     Err(error) => break Err(error),
@@ -199,17 +199,17 @@ impl TraceSummary {
                 Ok(None) => break Ok(()),
                 Err(error) => break Err(error),
             };
-            let outcome = reader.outcome(&record).and_then(|noted| reader.named(noted));
+            let outcome = reader.outcome(&record).and_then(|numbered| reader.named(numbered));
             let request = CountedRequest {
                 time_ns: zero_ns + record.time_ns,
                 op: record.op,
                 length: record.length,
                 latency_ns: outcome.as_ref().map_or(0, |outcome| outcome.times.latency_ns()),
             };
-            let (of, limits) = self.count(&reader.disks()[record.disk.index()], &request);
+            let (summary, limits) = self.count(&reader.disks()[record.disk.index()], &request);
             // Without results in the format, a missing result is no loss.
             if reader.has_outcomes() {
-                of.add_result(outcome, limits);
+                summary.add_result(outcome, limits);
             }
         };
         self.empty = self.empty.saturating_add(reader.empty());
@@ -224,9 +224,9 @@ impl TraceSummary {
         {
             place.insert(DiskSummary::beginning(request.time_ns));
         }
-        let of = self.disks.get_mut(disk).expect("it was put there");
-        of.count(request);
-        (of, &mut self.limits)
+        let summary = self.disks.get_mut(disk).expect("it was put there");
+        summary.count(request);
+        (summary, &mut self.limits)
     }
 
     fn text(&self) -> String {
@@ -243,7 +243,7 @@ impl TraceSummary {
         }
         let measured = self.disks.values().any(|disk| disk.measured.is_some());
         if measured {
-            text.extend([self.times().render(false), self.held().render(false)]);
+            text.extend([self.times().render(false), self.throttling_table().render(false)]);
         }
         let unmeasured: u64 = self.disks.values().map(|disk| disk.unmeasured).sum();
         if unmeasured > 0 {
@@ -271,25 +271,25 @@ impl TraceSummary {
             figures::bytes(bytes as f64)
         }
         let all: [Column; 11] = [
-            ("REQUESTS", |of, _| of.requests.to_string()),
-            ("READS", |of, _| of.reads.to_string()),
-            ("WRITES", |of, _| of.writes.to_string()),
-            ("DISCARDS", |of, _| of.discards.to_string()),
-            ("ZEROES", |of, _| of.write_zeroes.to_string()),
-            ("READ", |of, _| size(of.read_bytes)),
-            ("WRITTEN", |of, _| size(of.written_bytes)),
-            ("DISCARDED", |of, _| size(of.discarded_bytes)),
-            ("ZEROED", |of, _| size(of.zeroed_bytes)),
-            ("IOPS", |of, seconds| {
-                a_second(of.requests, seconds).map_or_else(|| "-".to_owned(), figures::count)
+            ("REQUESTS", |summary, _| summary.requests.to_string()),
+            ("READS", |summary, _| summary.reads.to_string()),
+            ("WRITES", |summary, _| summary.writes.to_string()),
+            ("DISCARDS", |summary, _| summary.discards.to_string()),
+            ("ZEROES", |summary, _| summary.write_zeroes.to_string()),
+            ("READ", |summary, _| size(summary.read_bytes)),
+            ("WRITTEN", |summary, _| size(summary.written_bytes)),
+            ("DISCARDED", |summary, _| size(summary.discarded_bytes)),
+            ("ZEROED", |summary, _| size(summary.zeroed_bytes)),
+            ("IOPS", |summary, seconds| {
+                a_second(summary.requests, seconds).map_or_else(|| "-".to_owned(), figures::count)
             }),
-            ("BYTES/S", |of, seconds| {
-                a_second(of.bytes(), seconds).map_or_else(|| "-".to_owned(), figures::bytes)
+            ("BYTES/S", |summary, seconds| {
+                a_second(summary.bytes(), seconds).map_or_else(|| "-".to_owned(), figures::bytes)
             }),
         ];
         // Most traces have none of these.
-        let has = |count: fn(&DiskSummary) -> u64| self.disks.values().any(|of| count(of) > 0);
-        let (discards, zeroes) = (has(|of| of.discards), has(|of| of.write_zeroes));
+        let has = |count: fn(&DiskSummary) -> u64| self.disks.values().any(|summary| count(summary) > 0);
+        let (discards, zeroes) = (has(|summary| summary.discards), has(|of| of.write_zeroes));
         let is_shown = |(name, _): &Column| match *name {
             "DISCARDS" | "DISCARDED" => discards,
             "ZEROES" | "ZEROED" => zeroes,
@@ -300,8 +300,8 @@ impl TraceSummary {
         let mut table = TextTable::new(columns(&["DISK"], &names));
         // All disks share one period, so that their rates add up.
         let seconds = self.seconds();
-        for (name, of) in &self.disks {
-            let cells = shown.iter().map(|(_, cell)| cell(of, seconds));
+        for (name, summary) in &self.disks {
+            let cells = shown.iter().map(|(_, cell)| cell(summary, seconds));
             table.row(std::iter::once(name.clone()).chain(cells).collect());
         }
         table
@@ -316,9 +316,9 @@ impl TraceSummary {
         let mut table = TextTable::new(columns(&["DISK", "TIME"], &numbers));
         for (name, measured) in self.measured() {
             let DiskLatencies { latency, waited, served, .. } = measured;
-            for (what, times) in [("latency", latency), ("waited", waited), ("served", served)] {
+            for (part, times) in [("latency", latency), ("waited", waited), ("served", served)] {
                 let percentiles = times.percentiles();
-                let mut row = vec![name.clone(), what.to_owned()];
+                let mut row = vec![name.clone(), part.to_owned()];
                 row.extend(percentiles.shown());
                 row.push(figures::time(percentiles.mean as u64));
                 table.row(row);
@@ -327,7 +327,7 @@ impl TraceSummary {
         table
     }
 
-    fn held(&self) -> TextTable {
+    fn throttling_table(&self) -> TextTable {
         let heading = RequestsByLimit::HEADING.to_uppercase();
         let mut table = TextTable::new([
             ("DISK", ColumnAlignment::Left),

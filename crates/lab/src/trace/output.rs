@@ -33,7 +33,7 @@ pub(crate) enum TraceOutput {
 impl TraceOutput {
     /// Creates an output. `inputs` are rejected as the output; `what` names the option in errors.
     pub(crate) fn create<'a>(
-        what: &str,
+        option: &str,
         path: &Path,
         inputs: impl IntoIterator<Item = &'a PathBuf>,
     ) -> anyhow::Result<Self> {
@@ -48,7 +48,7 @@ impl TraceOutput {
                     .is_ok_and(|input| (input.dev(), input.ino()) == (earlier.dev(), earlier.ino()))
             };
             if let Some(input) = inputs.into_iter().find(is_same) {
-                bail!("{what}: {name} is {}, which is read (name another file)", input.display());
+                bail!("{option}: {name} is {}, which is read (name another file)", input.display());
             }
         }
         // A pipe or a terminal cannot be replaced by renaming a file.

@@ -9,7 +9,7 @@ pub(super) fn recorded_limits(history: &LimitHistory, disk: &str) -> LimitRates 
     let mut limits = LimitRates::default();
     history.visit(disk, &mut |in_force| {
         let change = in_force.change;
-        limits.add_during(in_force.of, &change.limits, change.watermark, in_force.during_ns);
+        limits.add_during(in_force.group, &change.limits, change.watermark, in_force.during_ns);
     });
     limits
 }
@@ -41,7 +41,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_a_limit_is_a_step() {
+    fn limit_change_is_a_step() {
         let mut history = LimitHistory::default();
         for (at_s, iops) in [(0, 100), (10, 100), (20, 200)] {
             history.note(change(at_s, LimitOwner::Disk, "vm1", None, iops));
@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_s_limit_applies_while_the_disk_is_a_member() {
+    fn group_limit_applies_during_membership() {
         let mut history = LimitHistory::default();
         history.note(change(20, LimitOwner::Disk, "vm1", None, 0));
         history.note(change(0, LimitOwner::Disk, "vm1", None, 0));
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_in_a_circle_end() {
+    fn cyclic_groups_are_cut_off() {
         let mut history = LimitHistory::default();
         history.note(change(0, LimitOwner::Disk, "vm1", Some("a"), 0));
         history.note(change(0, LimitOwner::Group, "a", Some("b"), 100));

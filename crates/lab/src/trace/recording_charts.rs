@@ -114,7 +114,7 @@ impl ReadRecording {
         let mut source = MergedTraces::open(paths, &options)?;
         let clock_ns = source.clock_ns();
         let (mut disks, mut partial, mut last_ns): (Vec<RecordedDisk>, _, u64) = (Vec::new(), None, 0);
-        let mut places: HashMap<usize, usize> = HashMap::new();
+        let mut indices: HashMap<usize, usize> = HashMap::new();
         let mut names = LimitNames::default();
         loop {
             let record = match source.next() {
@@ -129,7 +129,7 @@ impl ReadRecording {
                 }
             };
             // Disks are listed in order of their first request.
-            let place = match places.get(&record.disk.index()) {
+            let place = match indices.get(&record.disk.index()) {
                 Some(place) => *place,
                 None if disks.len() == MAX_DISKS => {
                     return Err(anyhow!(
@@ -139,12 +139,12 @@ impl ReadRecording {
                 None => {
                     let name = &source.disks()[record.disk.index()];
                     disks.push(RecordedDisk::new(name, is_drawn(name, disks.len())));
-                    places.insert(record.disk.index(), disks.len() - 1);
+                    indices.insert(record.disk.index(), disks.len() - 1);
                     disks.len() - 1
                 }
             };
-            let noted = source.outcome(&record);
-            let outcome = noted.and_then(|noted| source.outcome_with_names(&record, noted));
+            let numbered = source.outcome(&record);
+            let outcome = numbered.and_then(|numbered| source.outcome_with_names(&record, numbered));
             let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
             last_ns = last_ns.max(record.time_ns.saturating_add(took_ns));
             disks[place].add(&record, outcome.as_ref(), &mut names);
@@ -275,9 +275,9 @@ impl RecordedDisk {
 
     fn row(&self, seconds: f64) -> Vec<String> {
         let a_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
-        let times = |times: &ExactTimes, of: fn(&Percentiles) -> u64| match times.count() {
+        let times = |times: &ExactTimes, percentile: fn(&Percentiles) -> u64| match times.count() {
             0 => "-".to_owned(),
-            _ => figures::time(of(&times.percentiles())),
+            _ => figures::time(percentile(&times.percentiles())),
         };
         vec![
             self.name.clone(),
@@ -308,7 +308,7 @@ impl RecordedDisk {
             ShownLimits::OfConfig(by_disk) => by_disk.get(&self.name).unwrap_or(&none),
         };
         let mut charts = Vec::new();
-        for (what, unit, series, limits) in [
+        for (label, unit, series, limits) in [
             ("requests a second", MeasureUnit::Iops, done, &limits.iops),
             ("bytes a second", MeasureUnit::BytesPerSecond, done_bytes, &limits.bps),
         ] {
@@ -317,13 +317,13 @@ impl RecordedDisk {
                 points: series.joined_for_rates(done, MAX_POINTS).rates(),
             }];
             let limits = lines_of(limits, &rates);
-            charts.push(over_time_chart(&self.name, what, ChartAxis::new(what, unit), rates, limits));
+            charts.push(over_time_chart(&self.name, label, ChartAxis::new(label, unit), rates, limits));
         }
         let points = latency.points();
-        let line = |name: &str, of: fn(&(f64, u64, u64)) -> u64| {
+        let line = |name: &str, value_of: fn(&(f64, u64, u64)) -> u64| {
             // A logarithmic scale cannot show zero.
-            let points = points.iter().filter(|point| of(point) > 0);
-            let points = points.map(|point| (point.0, of(point) as f64)).collect();
+            let points = points.iter().filter(|point| value_of(point) > 0);
+            let points = points.map(|point| (point.0, value_of(point) as f64)).collect();
             ChartSeries { name: name.to_owned(), points }
         };
         if !points.is_empty() {
@@ -340,10 +340,10 @@ impl RecordedDisk {
         };
         let series: Vec<_> = self.by_limit.iter().zip(throttled).map(line).collect();
         if !series.is_empty() {
-            let what = "share of the time throttled, by limit";
+            let label = "share of the time throttled, by limit";
             charts.push(over_time_chart(
                 &self.name,
-                what,
+                label,
                 ChartAxis::new("throttled", MeasureUnit::Share),
                 series,
                 (Vec::new(), None),
@@ -360,12 +360,12 @@ fn share(ns: u64, seconds: f64) -> f64 {
 /// `limits` are lines of limits, and a note on those that are not drawn.
 fn over_time_chart(
     disk: &str,
-    what: &str,
+    label: &str,
     y: ChartAxis,
     series: Vec<ChartSeries>,
     (limits, note): (Vec<ChartSeries>, Option<String>),
 ) -> Chart {
-    let (title, x) = (format!("{disk}: {what}"), ChartAxis::new("time", MeasureUnit::Seconds));
+    let (title, x) = (format!("{disk}: {label}"), ChartAxis::new("time", MeasureUnit::Seconds));
     Chart::Lines(Lines { title, x, y, steps: false, series, limits, note })
 }
 
@@ -413,7 +413,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_recording_without_requests_is_named_as_empty() {
+    fn empty_recording_is_reported() {
         let history = LimitHistory::default();
         let found = findings(&[], &ShownLimits::Recorded(&history), 0.0, 0);
         assert_eq!(found.summary, ["The recording has no requests."]);

@@ -49,7 +49,7 @@ impl ApplyCommands {
         let l2_bytes = qcow2.map(|Qcow2Choice { cluster_bytes, l2 }| l2.bytes(disk_bytes, cluster_bytes));
         // A raw image has no L2 tables, so the option is absent.
         let option = l2_bytes.map_or(String::new(), |bytes| format!(",l2-cache-size={bytes}"));
-        let own = qcow2.map_or(String::new(), |qcow2| match qcow2.l2 {
+        let weir_option = qcow2.map_or(String::new(), |qcow2| match qcow2.l2 {
             L2Share::Full => " --l2-cache-size full".to_owned(),
             L2Share::Part(_) => format!(" --l2-cache-size {}", l2_bytes.unwrap_or(0)),
         });
@@ -60,7 +60,7 @@ impl ApplyCommands {
                 format!("qemu-img create -f qcow2 -o cluster_size={cluster} {} {size}", shell_word(name))
             }),
             weir: format!(
-                "weir serve {} --format {format} --cache {mode}{own} --prefetch {prefetch}",
+                "weir serve {} --format {format} --cache {mode}{weir_option} --prefetch {prefetch}",
                 shell_word(name)
             ),
             qemu_drive: format!(
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn modes_in_parts_are_those_of_qemu_s_table() {
+    fn cache_mode_flags_match_qemu_s_table() {
         // qemu-system-x86_64(1): cache.writeback, cache.direct, cache.no-flush.
         let parts = [
             (CacheMode::Writeback, "off", "off", "on"),
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_raw_disk_has_no_clusters_and_no_l2_cache() {
+    fn raw_disk_has_no_cluster_size_or_l2_cache() {
         let raw =
             DiskConfiguration { cache: CacheMode::Directsync, qcow2: None, prefetch: PrefetchMode::Off };
         let target = AppliedDisk { name: "/dev/sdb", disk_bytes: 1 << 30, kind: DiskOrigin::Device };
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_names_are_one_word_and_one_value() {
+    fn unusual_names_are_quoted() {
         let target = AppliedDisk { name: "/vm's/a, b.qcow2", disk_bytes: 1 << 30, kind: DiskOrigin::New };
         let commands = ApplyCommands::new(&configuration(CacheMode::None, PrefetchMode::Auto), target);
         assert!(commands.weir.starts_with(r"weir serve '/vm'\''s/a, b.qcow2' --format"), "{commands:?}");

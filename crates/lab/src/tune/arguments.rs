@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn budgets_have_minutes_and_hours() {
+    fn budget_accepts_minutes_and_hours() {
         assert_eq!(budget("10m"), Ok(Duration::from_secs(600)));
         assert_eq!(budget("2h"), Ok(Duration::from_secs(7200)));
         assert_eq!(budget("2500ms"), Ok(Duration::from_millis(2500)));

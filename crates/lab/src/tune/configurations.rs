@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_comes_first_and_one_factor_changes_at_a_time() {
+    fn default_is_first_and_one_factor_changes_at_a_time() {
         let space = ConfigurationSpace::of_made_images(16 << 30);
         let list = space.one_at_a_time();
         assert_eq!(list.len(), 1 + 4 + 5 + 3 + 2);
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_is_sized_by_the_formula_of_qemu_and_the_seed() {
+    fn l2_cache_size_follows_qemu_s_formula() {
         // As published: 16 GiB with clusters of 64 KiB, 2 MiB, and 16 KiB for 128 MiB.
         assert_eq!(L2Share::Full.bytes(16 << 30, 64 << 10), 2_097_152);
         assert_eq!(L2Share::Part(128).bytes(16 << 30, 64 << 10), 16_384);
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_raw_disk_has_cache_modes_and_prefetch() {
+    fn raw_disk_varies_cache_mode_and_prefetch_only() {
         let space = ConfigurationSpace::of_image(1 << 30, None);
         assert_eq!(space.one_at_a_time().len(), 7);
         assert_eq!(space.all().len(), 15);

@@ -84,9 +84,9 @@ impl TuneFindings<'_> {
                 text += &format!("  with the same options as for {}\n", earlier.goal.name());
                 continue;
             }
-            for (what, line) in recommendation.how() {
+            for (purpose, line) in recommendation.how() {
                 let line = line.replace('\n', &format!("\n{:12}", ""));
-                text += &format!("  {what:<9} {line}\n");
+                text += &format!("  {purpose:<9} {line}\n");
             }
         }
         text += &match recommendations.as_slice() {
@@ -120,7 +120,7 @@ impl TuneFindings<'_> {
         let search = self.search;
         let scores = search.scores();
         let row = |configuration: &DiskConfiguration| {
-            let of = |goal: TuneGoal| {
+            let score_of = |goal: TuneGoal| {
                 let quotients = scores.of(goal, configuration);
                 match (quotients.is_empty(), goal.allows(configuration.cache)) {
                     (true, _) => "-".to_owned(),
@@ -131,7 +131,7 @@ impl TuneFindings<'_> {
                 }
             };
             let rounds = search.samples.rounds(configuration, &search.patterns);
-            [configuration.to_string(), rounds.to_string()].into_iter().chain(TuneGoal::ALL.map(of)).collect()
+            [configuration.to_string(), rounds.to_string()].into_iter().chain(TuneGoal::ALL.map(score_of)).collect()
         };
         let columns = ["Configuration", "Rounds"].into_iter().chain(TuneGoal::ALL.map(TuneGoal::name));
         let rows = self.ordered().iter().map(row).collect();
@@ -147,19 +147,19 @@ impl TuneFindings<'_> {
         let samples = &self.search.samples;
         let default = self.search.space.default_configuration();
         let row = |configuration: &DiskConfiguration| {
-            let own = samples.of(configuration, pattern);
-            if own.is_empty() {
+            let values = samples.of(configuration, pattern);
+            if values.is_empty() {
                 return None;
             }
-            let all = estimate(&own);
-            let beside = samples.compare_cells((&default, pattern), (configuration, pattern));
+            let all = estimate(&values);
+            let default_comparison = samples.compare_cells((&default, pattern), (configuration, pattern));
             let [median, low, high] = [all.median, all.low, all.high].map(figures::count);
             let cells = vec![
                 configuration.to_string(),
                 median,
                 format!("{low} to {high}"),
-                beside.map_or_else(String::new, |comparison| beside_default(&comparison)),
-                own.len().to_string(),
+                default_comparison.map_or_else(String::new, |comparison| versus_default(&comparison)),
+                values.len().to_string(),
             ];
             Some((all.median, cells))
         };
@@ -243,7 +243,7 @@ impl TuneFindings<'_> {
     }
 }
 
-fn beside_default(comparison: &RankComparison) -> String {
+fn versus_default(comparison: &RankComparison) -> String {
     match comparison.verdict {
         RankVerdict::Same => "no difference".to_owned(),
         RankVerdict::Higher | RankVerdict::Lower => percent(&comparison.ratio),
@@ -259,6 +259,6 @@ fn recommended(recommendations: &[Recommendation]) -> ResultTable {
 
 fn apply(recommendation: &Recommendation) -> ResultTable {
     let title = format!("For {}: {}", recommendation.goal.name(), recommendation.configuration);
-    let rows = recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect();
+    let rows = recommendation.how().into_iter().map(|(purpose, line)| vec![purpose.to_owned(), line]).collect();
     ResultTable::new(&title, ["For", "What to type"], rows)
 }

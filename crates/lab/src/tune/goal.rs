@@ -88,7 +88,7 @@ impl CacheSafety {
         }
     }
 
-    pub(super) fn words(self) -> &'static str {
+    pub(super) fn description(self) -> &'static str {
         match self {
             Self::Always => {
                 "survives a power failure of the host also with guests that send no flushes: a \
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn each_goal_has_reads_and_writes_and_none_has_reads_from_memory() {
+    fn each_goal_has_reads_and_writes_but_no_rereads() {
         for goal in TuneGoal::ALL {
             let patterns: Vec<_> =
                 RequestPattern::all().into_iter().filter(|pattern| goal.counts(pattern)).collect();

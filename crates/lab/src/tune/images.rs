@@ -70,9 +70,9 @@ impl TuneImages {
         stop: &TuneStop,
         progress: &Rc<StepProgress>,
     ) -> anyhow::Result<Vec<u64>> {
-        let mut made = Vec::new();
+        let mut created = Vec::new();
         // Nothing is created for an existing image or a device.
-        let Some(base) = self.place.made(BASE) else { return Ok(clusters.to_vec()) };
+        let Some(base) = self.place.created_path(BASE) else { return Ok(clusters.to_vec()) };
         fs::File::create(&base)
             .and_then(|file| file.set_len(self.place.size_bytes))
             .context("cannot create it")?;
@@ -87,12 +87,12 @@ impl TuneImages {
                 fs::remove_file(&path).context("a file cannot be removed")?;
                 break;
             }
-            made.push(cluster_bytes);
+            created.push(cluster_bytes);
         }
-        if made.is_empty() {
+        if created.is_empty() {
             bail!("writing the images took too long (give a smaller --size or a longer --budget)");
         }
-        Ok(made)
+        Ok(created)
     }
 
     pub(super) async fn open(&self, configuration: &DiskConfiguration) -> anyhow::Result<Arc<Disk>> {
@@ -111,7 +111,7 @@ impl TuneImages {
     }
 
     pub(super) async fn open_overlay(&self, configuration: &DiskConfiguration) -> anyhow::Result<Arc<Disk>> {
-        let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
+        let path = self.place.created_path(OVERLAY).context("there is no directory for an overlay")?;
         let cluster_bytes = configuration.qcow2.map_or(0, |qcow2| qcow2.cluster_bytes);
         let backing = BackingReference { name: BASE.to_owned(), format: Some("raw".to_owned()) };
         self.create(&path, cluster_bytes, Some(backing)).await?;
@@ -119,7 +119,7 @@ impl TuneImages {
     }
 
     pub(super) async fn remove_overlay(&self) -> anyhow::Result<()> {
-        let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
+        let path = self.place.created_path(OVERLAY).context("there is no directory for an overlay")?;
         run_blocking(move || fs::remove_file(path)).await.context("the overlay cannot be removed")
     }
 
@@ -141,12 +141,12 @@ impl TuneImages {
 
     fn path(&self, cluster_bytes: u64) -> anyhow::Result<PathBuf> {
         self.place
-            .made(&format!("{}.qcow2", exact_size(cluster_bytes)))
+            .created_path(&format!("{}.qcow2", exact_size(cluster_bytes)))
             .context("there is no directory for images")
     }
 
     fn base(&self) -> anyhow::Result<PathBuf> {
-        self.place.made(BASE).context("there is no directory for images")
+        self.place.created_path(BASE).context("there is no directory for images")
     }
 
     async fn create(
@@ -158,8 +158,8 @@ impl TuneImages {
         fs::File::create(path).and_then(|file| file.set_len(MIN_FILE)).context("cannot create an image")?;
         let storage = open_storage(&spec(path)?, OpenOptions::default())?;
         let size_bytes = self.place.size_bytes;
-        let wish = CreateOptions { size_bytes, cluster_bytes, backing, ..CreateOptions::default() };
-        create(&storage, None, &wish).await.context("cannot create an image")?;
+        let options = CreateOptions { size_bytes, cluster_bytes, backing, ..CreateOptions::default() };
+        create(&storage, None, &options).await.context("cannot create an image")?;
         Ok(())
     }
 

@@ -112,11 +112,11 @@ impl SampleMeter {
         configuration: &DiskConfiguration,
         pattern: RequestPattern,
     ) -> anyhow::Result<Option<f64>> {
-        let whole = self.images.place.size_bytes;
+        let disk_bytes = self.images.place.size_bytes;
         // Rereads use a part that fits into the page cache.
         let size_bytes = match pattern.operation {
-            PatternOperation::Reread => whole.min(REREAD_BYTES),
-            _ => whole,
+            PatternOperation::Reread => disk_bytes.min(REREAD_BYTES),
+            _ => disk_bytes,
         };
         match pattern.operation {
             PatternOperation::Read => self.images.drop_from_page_cache(disk).await?,
@@ -151,14 +151,14 @@ impl SampleMeter {
         stop: &TuneStop,
     ) -> anyhow::Result<SampleSeries> {
         let mut walk = BatchOffsets::new(pattern, size_bytes, &mut self.random);
-        let most = most_requests(pattern, size_bytes);
+        let max_requests = most_requests(pattern, size_bytes);
         let mut series = SampleSeries::default();
         let mut rate = self.rates.get(&(*configuration, pattern)).copied();
-        while series.elapsed < self.slice && series.requests < most && !stop.is_due() {
+        while series.elapsed < self.slice && series.requests < max_requests && !stop.is_due() {
             // The rate of the last batch determines the size of the next.
             let wanted = rate.map_or(0.0, |rate| rate * self.slice.as_secs_f64() / f64::from(BATCHES));
             let count =
-                (wanted.min(LARGEST_BATCH) as u64).max(pattern.depth.into()).min(most - series.requests);
+                (wanted.min(LARGEST_BATCH) as u64).max(pattern.depth.into()).min(max_requests - series.requests);
             let outcome = run_job(walk.load(count), Arc::clone(disk)).await?;
             let is_first = rate.is_none();
             let now = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
@@ -279,7 +279,7 @@ impl BatchOffsets {
             depth: pattern.depth,
             readers: 1,
             block_bytes: usize::try_from(block).unwrap_or(usize::MAX),
-            places: OffsetPattern {
+            pattern: OffsetPattern {
                 offset: if is_random { 0 } else { self.offset },
                 step_bytes: block,
                 last: size_bytes - block,
@@ -306,26 +306,26 @@ mod tests {
     }
 
     #[test]
-    fn sequential_batches_follow_each_other_and_random_ones_are_not_the_same() {
+    fn sequential_batches_continue_and_random_ones_differ() {
         let mut walk = BatchOffsets {
             offset: 0,
             seed: 7,
             size_bytes: 10 << 20,
             pattern: pattern(AccessOrder::Sequential, PatternOperation::Read),
         };
-        let begins: Vec<_> = [4, 4, 4].map(|count| walk.load(count).places.offset >> 20).to_vec();
+        let begins: Vec<_> = [4, 4, 4].map(|count| walk.load(count).pattern.offset >> 20).to_vec();
         assert_eq!(begins, [0, 4, 8], "and the last goes on at the beginning");
-        assert_eq!(walk.load(1).places.offset >> 20, 2);
+        assert_eq!(walk.load(1).pattern.offset >> 20, 2);
         let mut walk =
             BatchOffsets { pattern: pattern(AccessOrder::Random, PatternOperation::SyncWrite), ..walk };
         let loads = [walk.load(1), walk.load(1)];
-        assert_ne!(loads[0].places.random, loads[1].places.random);
+        assert_ne!(loads[0].pattern.random, loads[1].pattern.random);
         assert_eq!(loads[0].flush, Some(FlushSpec { interval: 1, drain: true }));
         assert_eq!(loads[0].write, Some(BYTE));
     }
 
     #[test]
-    fn a_slice_with_a_slow_beginning_counts_from_where_it_is_steady() {
+    fn slow_start_of_a_slice_is_discarded() {
         let rate = |batch: u32| if batch < BATCHES * 5 / 12 { 50.0 } else { 100.0 + f64::from(batch % 5) };
         let rates: Vec<f64> = (0..BATCHES).map(rate).collect();
         assert!((steady_rate(&rates) - 102.0).abs() < 1e-9, "{}", steady_rate(&rates));
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn every_configuration_writes_the_same_and_an_overlay_does_not_grow_beyond_its_room() {
+    fn write_amount_is_equal_and_overlays_are_bounded() {
         let small = RequestPattern {
             block_bytes: 4096,
             ..pattern(AccessOrder::Random, PatternOperation::FirstWrite)

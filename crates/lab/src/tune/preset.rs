@@ -185,7 +185,7 @@ impl PublishedTable {
             let configuration = self.row(name)?.configuration;
             Some((configuration, column.pattern(&configuration)))
         };
-        let judge = |(one, other): &(String, String)| {
+        let pair_agreement = |(one, other): &(String, String)| {
             let (Some(one), Some(other)) = (cell(one), cell(other)) else {
                 return ClaimAgreement::NotMeasured;
             };
@@ -194,7 +194,7 @@ impl PublishedTable {
             else {
                 return ClaimAgreement::NotMeasured;
             };
-            let is_known = [one, other]
+            let has_enough = [one, other]
                 .iter()
                 .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= MIN_ROUNDS);
             // A claim is judged by the interval of the ratio, not by its median.
@@ -203,7 +203,7 @@ impl PublishedTable {
                     ClaimAgreement::Agrees
                 }
                 // The lack of a visible difference agrees only if a difference would be visible.
-                (ClaimRelation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => {
+                (ClaimRelation::NotLower, _) if has_enough && ratio.low >= 1.0 - MARGIN => {
                     ClaimAgreement::Agrees
                 }
                 (_, RankVerdict::Same) => ClaimAgreement::NotSeen,
@@ -211,7 +211,7 @@ impl PublishedTable {
             }
         };
         // The worst pair decides: `ClaimAgreement` is ordered from best to worst.
-        claim.pairs.iter().map(judge).max().unwrap_or(ClaimAgreement::NotMeasured)
+        claim.pairs.iter().map(pair_agreement).max().unwrap_or(ClaimAgreement::NotMeasured)
     }
 
     fn rounds(&self, samples: &TuneSamples, without: &[DiskConfiguration]) -> usize {
@@ -311,10 +311,10 @@ impl TurnSource for PresetCourse {
     }
 
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
-        let has = |row: &&PublishedRow| {
-            row.configuration.qcow2.is_some_and(|own| own.cluster_bytes == cluster_bytes)
+        let has_cluster_size = |row: &&PublishedRow| {
+            row.configuration.qcow2.is_some_and(|qcow2| qcow2.cluster_bytes == cluster_bytes)
         };
-        let rows: Vec<&PublishedRow> = self.tables.iter().flat_map(|table| &table.rows).filter(has).collect();
+        let rows: Vec<&PublishedRow> = self.tables.iter().flat_map(|table| &table.rows).filter(has_cluster_size).collect();
         self.refused.extend(rows.iter().map(|row| row.configuration));
         rows.iter().map(|row| format!("{}:", row.name)).collect()
     }
@@ -331,7 +331,7 @@ mod tests {
     const ALL: [Preset; 4] = [Preset::CacheModes, Preset::ClusterSize, Preset::L2Cache, Preset::Pcache];
 
     #[test]
-    fn every_conclusion_is_about_rows_and_columns_that_are_there() {
+    fn every_claim_refers_to_existing_rows_and_columns() {
         for table in ALL.into_iter().flat_map(Preset::tables) {
             assert!(table.row(table.reference).is_some(), "{}", table.title);
             for row in &table.rows {
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn the_published_figures_agree_with_themselves() {
+    fn published_figures_agree_with_their_claims() {
         for table in ALL.into_iter().flat_map(Preset::tables) {
             let mut samples = TuneSamples::default();
             for row in table.rows.iter().filter(|row| !row.published.is_empty()) {
@@ -374,7 +374,7 @@ mod tests {
     fn opposite_effect_differs_from_no_effect() {
         let table = published::streams_by_cluster_size();
         let claim = &table.claims[0];
-        let judged = |small: f64, large: f64| {
+        let agreement = |small: f64, large: f64| {
             let mut samples = TuneSamples::default();
             for (name, value) in [("64K", small), ("2M", large)] {
                 let row = table.row(name).unwrap();
@@ -385,16 +385,16 @@ mod tests {
             }
             table.agreement(&samples, claim)
         };
-        assert_eq!(judged(100.0, 200.0), ClaimAgreement::Agrees);
-        assert_eq!(judged(200.0, 100.0), ClaimAgreement::Contradicted);
-        assert_eq!(judged(100.0, 100.0), ClaimAgreement::NotSeen);
+        assert_eq!(agreement(100.0, 200.0), ClaimAgreement::Agrees);
+        assert_eq!(agreement(200.0, 100.0), ClaimAgreement::Contradicted);
+        assert_eq!(agreement(100.0, 100.0), ClaimAgreement::NotSeen);
     }
 
     #[test]
     fn no_harm_needs_enough_statistical_power() {
         let table = published::reads_by_prefetch();
         let claim = table.claims.iter().find(|claim| claim.relation == ClaimRelation::NotLower).unwrap();
-        let judged = |rounds: u32, noise: f64, factor: f64| {
+        let agreement = |rounds: u32, noise: f64, factor: f64| {
             let mut samples = TuneSamples::default();
             for (name, value) in [("without", 100.0), ("with", 100.0 * factor)] {
                 let row = table.row(name).unwrap();
@@ -406,14 +406,14 @@ mod tests {
             }
             table.agreement(&samples, claim)
         };
-        assert_eq!(judged(5, 0.0, 1.0), ClaimAgreement::NotSeen, "five rounds show nothing");
-        assert_eq!(judged(20, 0.2, 1.0), ClaimAgreement::NotSeen, "nor does so much noise");
-        assert_eq!(judged(20, 0.01, 1.0), ClaimAgreement::Agrees);
-        assert_eq!(judged(20, 0.01, 0.8), ClaimAgreement::Contradicted);
+        assert_eq!(agreement(5, 0.0, 1.0), ClaimAgreement::NotSeen, "five rounds show nothing");
+        assert_eq!(agreement(20, 0.2, 1.0), ClaimAgreement::NotSeen, "nor does so much noise");
+        assert_eq!(agreement(20, 0.01, 1.0), ClaimAgreement::Agrees);
+        assert_eq!(agreement(20, 0.01, 0.8), ClaimAgreement::Contradicted);
     }
 
     #[test]
-    fn the_fastest_three_of_five_are_averaged_as_published() {
+    fn fastest_three_of_five_are_averaged() {
         // The published runs of writethrough and their average: 577, 735, 637, 596, 574 and 656.
         let figure = PublishedFigure::FastestThree.of(&[577.0, 735.0, 637.0, 596.0, 574.0]);
         assert!((figure - 656.0).abs() < 0.5, "{figure}");

@@ -13,7 +13,7 @@ use super::{
 use crate::statistics::{Estimate, RankVerdict};
 
 /// Maximum number of differences in the summary; the result's tables have all.
-const MAX_TOLD: usize = 4;
+const MAX_LISTED: usize = 4;
 
 #[derive(Clone, Debug)]
 pub(super) struct Recommendation {
@@ -69,21 +69,21 @@ impl Recommendation {
             is_default: configuration == default,
             is_compared: [default, configuration]
                 .iter()
-                .all(|one| samples.rounds(one, patterns) >= MIN_ROUNDS),
+                .all(|compared| samples.rounds(compared, patterns) >= MIN_ROUNDS),
         }
     }
 
     /// Table row: goal, configuration, safety, gains, costs.
     pub(super) fn row(&self) -> Vec<String> {
-        let told = |list: &[PatternDifference]| match list {
+        let list_text = |list: &[PatternDifference]| match list {
             _ if self.is_default => "-".to_owned(),
             _ if !self.is_compared => "too few samples".to_owned(),
             [] => "nothing beyond noise".to_owned(),
             list => {
-                let told = list.iter().take(MAX_TOLD).map(PatternDifference::brief);
-                let more = list.len().saturating_sub(MAX_TOLD);
+                let texts = list.iter().take(MAX_LISTED).map(PatternDifference::brief);
+                let more = list.len().saturating_sub(MAX_LISTED);
                 let more = (more > 0).then(|| format!("and {more} more"));
-                told.chain(more).collect::<Vec<_>>().join("\n")
+                texts.chain(more).collect::<Vec<_>>().join("\n")
             }
         };
         let memory = format!("{} more memory", figures::bytes(self.more_memory_bytes as f64));
@@ -93,13 +93,13 @@ impl Recommendation {
             (self.more_memory_bytes > 0, &memory),
         ];
         let remarks =
-            remarks.into_iter().filter(|(is_so, _)| *is_so).map(|(_, remark)| format!("\n{remark}"));
+            remarks.into_iter().filter(|(applies, _)| *applies).map(|(_, remark)| format!("\n{remark}"));
         vec![
             self.goal.name().to_owned(),
             format!("{}{}", self.configuration, remarks.collect::<String>()),
             CacheSafety::of(self.configuration.cache).loses().to_owned(),
-            told(&self.gains),
-            told(&self.costs),
+            list_text(&self.gains),
+            list_text(&self.costs),
         ]
     }
 
@@ -111,28 +111,28 @@ impl Recommendation {
             text += " (no difference shown)";
         }
         text += ".";
-        let told = |list: &[PatternDifference]| {
-            let told: Vec<_> = list.iter().take(MAX_TOLD).map(PatternDifference::text).collect();
-            let more = list.len().saturating_sub(MAX_TOLD);
-            told.join("; ") + &if more > 0 { format!("; and {more} more") } else { String::new() }
+        let list_text = |list: &[PatternDifference]| {
+            let texts: Vec<_> = list.iter().take(MAX_LISTED).map(PatternDifference::text).collect();
+            let more = list.len().saturating_sub(MAX_LISTED);
+            texts.join("; ") + &if more > 0 { format!("; and {more} more") } else { String::new() }
         };
         if !self.is_default && !self.is_compared {
             text += " What it gains and costs beside the default is not known: there are too few samples.";
         } else if !self.is_default {
-            let none = |what: &str| format!(" {what} nothing beyond noise.");
+            let none = |verb: &str| format!(" {verb} nothing beyond noise.");
             text += &match self.gains.as_slice() {
                 [] => none("Gains"),
-                gains => format!(" Gains beside the default: {}.", told(gains)),
+                gains => format!(" Gains beside the default: {}.", list_text(gains)),
             };
             text += &match self.costs.as_slice() {
                 [] => none("Costs"),
-                costs => format!(" Costs: {}.", told(costs)),
+                costs => format!(" Costs: {}.", list_text(costs)),
             };
         }
         if self.more_memory_bytes > 0 {
             text += &format!(" Takes {} of memory more.", figures::bytes(self.more_memory_bytes as f64));
         }
-        text += &format!(" Safety: {}.", CacheSafety::of(self.configuration.cache).words());
+        text += &format!(" Safety: {}.", CacheSafety::of(self.configuration.cache).description());
         if !self.settled && self.leader != self.configuration {
             text += &format!(" Ahead so far: {}; more --budget can show whether it is better.", self.leader);
         } else if !self.settled {
@@ -206,8 +206,8 @@ mod tests {
         let target = AppliedDisk { name: "a.qcow2", disk_bytes: 100 << 30, kind: DiskOrigin::New };
         let choice =
             GoalChoice { goal: TuneGoal::Balanced, configuration: other, leader: other, settled: true };
-        let made = Recommendation::new(&choice, &samples, &patterns, &space, target);
-        let text = made.sentence();
+        let recommendation = Recommendation::new(&choice, &samples, &patterns, &space, target);
+        let text = recommendation.sentence();
         assert!(text.starts_with("For balanced: none, 64K. Gains beside the default: +100 % ["), "{text}");
         assert!(text.contains("Costs: -50 % ["), "{text}");
         assert!(

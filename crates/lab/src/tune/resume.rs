@@ -90,7 +90,7 @@ impl StoredSamples {
             self.size_bytes
         );
         // Samples of another device or version would bias the comparison without a visible sign.
-        self.is_of_the_same(place, space)?;
+        self.check_comparable(place, space)?;
         // Results store names, so the possible configurations are matched by name.
         let configurations: Vec<(String, DiskConfiguration)> =
             space.all().into_iter().map(|one| (one.to_string(), one)).collect();
@@ -116,7 +116,7 @@ impl StoredSamples {
 }
 
 impl StoredSamples {
-    fn is_of_the_same(&self, place: &TuneTarget, space: &ConfigurationSpace) -> anyhow::Result<()> {
+    fn check_comparable(&self, place: &TuneTarget, space: &ConfigurationSpace) -> anyhow::Result<()> {
         let name = |device: Option<&str>| device.unwrap_or("an unknown device").to_owned();
         let clusters = |clusters: &[u64]| match clusters {
             [] => "a raw disk".to_owned(),
@@ -130,10 +130,10 @@ impl StoredSamples {
             ("by weir", self.weir.clone(), env!("CARGO_PKG_VERSION").to_owned()),
             ("of", clusters(&self.clusters), clusters(&space.clusters)),
         ];
-        for (what, theirs, here) in differences {
+        for (property, stored, here) in differences {
             ensure!(
-                theirs == here,
-                "the samples to continue with are {what} {theirs}, not {here}: they cannot be \
+                stored == here,
+                "the samples to continue with are {property} {stored}, not {here}: they cannot be \
                  compared (start again without --resume)"
             );
         }
@@ -157,7 +157,7 @@ mod tests {
 
     fn place(directory: &Path, size_bytes: u64) -> TuneTarget {
         let size_bytes = Some(size_bytes);
-        let wish = TuneTargetOptions {
+        let options = TuneTargetOptions {
             path: directory,
             size_bytes,
             format: None,
@@ -165,7 +165,7 @@ mod tests {
             force: false,
             budget_seconds: 9,
         };
-        TuneTarget::open(wish, |_, _, _| unreachable!("a directory has no image")).unwrap()
+        TuneTarget::open(options, |_, _, _| unreachable!("a directory has no image")).unwrap()
     }
 
     #[test]
@@ -177,30 +177,30 @@ mod tests {
         let mut samples = TuneSamples::default();
         samples.add(configuration, pattern, 2, 100.5);
         samples.add(configuration, pattern, 4, 99.0);
-        let kept = StoredSamples::new(&here, Duration::from_millis(20), &samples);
-        let text = serde_json::to_string(&kept).unwrap();
-        let again: StoredSamples = serde_json::from_str(&text).unwrap();
-        let found = again.samples(&here, &space).unwrap();
+        let stored = StoredSamples::new(&here, Duration::from_millis(20), &samples);
+        let text = serde_json::to_string(&stored).unwrap();
+        let reloaded: StoredSamples = serde_json::from_str(&text).unwrap();
+        let found = reloaded.samples(&here, &space).unwrap();
         assert!(found.cell(&configuration, &pattern).eq([(2, 100.5), (4, 99.0)]));
-        assert_eq!(again.slice(), Duration::from_millis(20));
+        assert_eq!(reloaded.slice(), Duration::from_millis(20));
         let larger = place(directory.path(), 32 << 20);
-        let wrong = again.samples(&larger, &space).unwrap_err().to_string();
-        assert!(wrong.ends_with("(give --size 16777216)"), "{wrong}");
+        let message = reloaded.samples(&larger, &space).unwrap_err().to_string();
+        assert!(message.ends_with("(give --size 16777216)"), "{message}");
         let elsewhere = tempfile::tempdir().unwrap();
-        let wrong = again.samples(&place(elsewhere.path(), 16 << 20), &space).unwrap_err().to_string();
-        assert!(wrong.contains("not to"), "{wrong}");
-        let wrong = |change: fn(&mut StoredSamples)| {
-            let mut kept = again.clone();
-            change(&mut kept);
-            kept.samples(&here, &space).unwrap_err().to_string()
+        let message = reloaded.samples(&place(elsewhere.path(), 16 << 20), &space).unwrap_err().to_string();
+        assert!(message.contains("not to"), "{message}");
+        let message_after = |change: fn(&mut StoredSamples)| {
+            let mut changed = reloaded.clone();
+            change(&mut changed);
+            changed.samples(&here, &space).unwrap_err().to_string()
         };
-        assert!(wrong(|kept| kept.weir = "0.0.0".to_owned()).contains("are by weir 0.0.0, not "));
+        assert!(message_after(|changed| changed.weir = "0.0.0".to_owned()).contains("are by weir 0.0.0, not "));
         assert!(
-            wrong(|kept| kept.device = Some("other".to_owned())).contains("are on the device other, not ")
+            message_after(|changed| changed.device = Some("other".to_owned())).contains("are on the device other, not ")
         );
         assert!(
-            wrong(|kept| kept.clusters = vec![4096]).contains("are of clusters of 4K, not clusters of 64K, ")
+            message_after(|changed| changed.clusters = vec![4096]).contains("are of clusters of 4K, not clusters of 64K, ")
         );
-        assert!(wrong(|kept| kept.cells[0].rounds[1] = u32::MAX).contains("are corrupt"));
+        assert!(message_after(|changed| changed.cells[0].rounds[1] = u32::MAX).contains("are corrupt"));
     }
 }

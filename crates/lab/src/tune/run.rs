@@ -16,7 +16,7 @@ use super::{
     target::TuneTarget,
 };
 
-const SHARE_FOR_END: u32 = 50;
+const END_SHARE: u32 = 50;
 
 #[derive(Debug)]
 pub(super) struct TuneRun<C> {
@@ -49,13 +49,13 @@ impl<C: TurnSource> TuneRun<C> {
     pub(super) async fn measure(
         &mut self,
         for_images: Duration,
-        kept_back: Duration,
+        reserved: Duration,
     ) -> anyhow::Result<Option<SampleMeter>> {
         let images = TuneImages::new(Rc::clone(&self.place));
         self.make(&images, for_images).await?;
         // The rest of the budget is for closing images and removing them.
-        let left = self.stop.left().saturating_sub(self.budget / SHARE_FOR_END);
-        let stop = self.stop.within(left.saturating_sub(kept_back));
+        let left = self.stop.left().saturating_sub(self.budget / END_SHARE);
+        let stop = self.stop.within(left.saturating_sub(reserved));
         let mut meter = SampleMeter::new(images, self.slice, stop, self.seed);
         self.turns(&mut meter).await?;
         Ok((!self.stop.is_interrupted()).then_some(meter))
@@ -63,18 +63,18 @@ impl<C: TurnSource> TuneRun<C> {
 
     async fn make(&mut self, images: &TuneImages, time: Duration) -> anyhow::Result<()> {
         let all = self.course.clusters();
-        let made = images.make(&all, &self.stop.within(time), &self.progress).await;
+        let created = images.make(&all, &self.stop.within(time), &self.progress).await;
         self.progress.end();
-        let made = match made {
+        let created = match created {
             // After an interruption a failure to write is expected; the caller reports the
             // interruption.
             Err(_) if self.stop.is_interrupted() => return Ok(()),
-            made => made?,
+            created => created?,
         };
-        for cluster_bytes in all.into_iter().filter(|cluster_bytes| !made.contains(cluster_bytes)) {
-            self.remarks.extend(self.course.leave_out(cluster_bytes).into_iter().map(|what| {
+        for cluster_bytes in all.into_iter().filter(|cluster_bytes| !created.contains(cluster_bytes)) {
+            self.remarks.extend(self.course.leave_out(cluster_bytes).into_iter().map(|subject| {
                 format!(
-                    "Not measured: {what} writing the images took too long (give a smaller --size \
+                    "Not measured: {subject} writing the images took too long (give a smaller --size \
                      or a longer --budget)."
                 )
             }));
@@ -85,14 +85,14 @@ impl<C: TurnSource> TuneRun<C> {
     async fn turns(&mut self, meter: &mut SampleMeter) -> anyhow::Result<()> {
         let stop = meter.stop.clone();
         let all = stop.left();
-        let mut told = None;
+        let mut shown_round = None;
         loop {
             // The share that is left steers the search; 0 ends it.
             let left =
                 if stop.is_due() { 0.0 } else { stop.left().as_secs_f64() / all.as_secs_f64().max(1e-9) };
             let Some(turn) = self.course.next(left) else { return Ok(()) };
             // One progress message for each round.
-            if told.replace(turn.round) != Some(turn.round) {
+            if shown_round.replace(turn.round) != Some(turn.round) {
                 self.progress.end();
                 self.progress.step(&self.course.is_at());
             }
@@ -101,8 +101,8 @@ impl<C: TurnSource> TuneRun<C> {
                 Ok(()) => {}
                 // Many file systems lack O_DIRECT, which the direct cache modes need.
                 Err(TurnError::NotOpened(why)) if turn.configuration.cache.is_direct() => {
-                    let what = self.course.refuse(turn.configuration);
-                    self.remarks.push(format!("Not measured: {what}: {why:#}."));
+                    let subject = self.course.refuse(turn.configuration);
+                    self.remarks.push(format!("Not measured: {subject}: {why:#}."));
                 }
                 Err(TurnError::NotOpened(error) | TurnError::Failed(error)) => return Err(error),
             }

@@ -106,13 +106,13 @@ impl TuneSamples {
         through: &DiskConfiguration,
     ) -> (RankComparison, usize) {
         let together = self.quotients(base, other, patterns);
-        let [of_base, of_other] = [base, other].map(|one| self.quotients(through, one, patterns));
-        let apart = of_base.len().min(of_other.len());
+        let [of_base, of_other] = [base, other].map(|configuration| self.quotients(through, configuration, patterns));
+        let separate_rounds = of_base.len().min(of_other.len());
         // Rounds of both together exclude drift; apart, both are compared through a third one.
-        if together.len() >= MIN_ROUNDS || apart < MIN_ROUNDS {
+        if together.len() >= MIN_ROUNDS || separate_rounds < MIN_ROUNDS {
             (compare_rounds(&together), together.len())
         } else {
-            (compare(&of_base, &of_other), apart)
+            (compare(&of_base, &of_other), separate_rounds)
         }
     }
 
@@ -144,7 +144,7 @@ mod tests {
     use crate::{statistics::RankVerdict, tune::configurations::ConfigurationSpace};
 
     #[test]
-    fn common_drift_and_one_outlier_change_no_comparison() {
+    fn comparison_ignores_drift_and_one_outlier() {
         let list = ConfigurationSpace::of_made_images(1 << 30).one_at_a_time();
         let (default, faster) = (list[0], list[13]);
         let patterns = RequestPattern::all();
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_counts_when_it_is_complete_and_once() {
+    fn only_complete_rounds_are_counted() {
         let list = ConfigurationSpace::of_made_images(1 << 30).one_at_a_time();
         let patterns = RequestPattern::all();
         let mut samples = TuneSamples::default();

@@ -26,7 +26,7 @@ use super::{
 use crate::statistics::median;
 
 /// Minimum share of the time for stage 2.
-const LEFT_FOR_COMBINATIONS: f64 = 0.45;
+const COMBINATIONS_SHARE: f64 = 0.45;
 /// Maximum number of rounds of stage 1; the remaining time goes to stage 2.
 const MAX_ROUNDS: usize = 30;
 const MAX_COMBINATIONS: usize = 12;
@@ -103,24 +103,24 @@ impl TurnSource for ConfigurationSearch {
     /// Excludes all configurations with its cache mode.
     fn refuse(&mut self, configuration: DiskConfiguration) -> String {
         let cache = configuration.cache;
-        self.keep(|other| other.cache != cache);
+        self.retain_configurations(|other| other.cache != cache);
         self.space.caches.retain(|&other| other != cache);
         cache.to_string()
     }
 
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
-        self.keep(|one| one.qcow2.is_none_or(|qcow2| qcow2.cluster_bytes != cluster_bytes));
+        self.retain_configurations(|candidate| candidate.qcow2.is_none_or(|qcow2| qcow2.cluster_bytes != cluster_bytes));
         self.space.clusters.retain(|&other| other != cluster_bytes);
         vec![format!("clusters of {}, because", settings::exact_size(cluster_bytes))]
     }
 
     fn is_at(&self) -> String {
-        let what = match self.stage {
+        let stage = match self.stage {
             SearchStage::Factors => "one factor at a time",
             SearchStage::Combinations => "combinations",
             SearchStage::Done => "done",
         };
-        format!("{what}: round {} of {} configurations", self.rounds, self.candidates.len())
+        format!("{stage}: round {} of {} configurations", self.rounds, self.candidates.len())
     }
 }
 
@@ -136,7 +136,7 @@ impl ConfigurationSearch {
     ) -> Self {
         let candidates = space.one_at_a_time();
         let round = samples.next_round();
-        let mut this = Self {
+        let mut search = Self {
             space,
             patterns,
             goals,
@@ -149,11 +149,11 @@ impl ConfigurationSearch {
             queue: Vec::new(),
         };
         // Samples of an earlier run count as rounds.
-        this.rounds = this.rounds_so_far();
-        this
+        search.rounds = search.rounds_so_far();
+        search
     }
 
-    fn keep(&mut self, keeps: impl Fn(&DiskConfiguration) -> bool) {
+    fn retain_configurations(&mut self, keeps: impl Fn(&DiskConfiguration) -> bool) {
         self.candidates.retain(&keeps);
         self.queue.retain(&keeps);
     }
@@ -181,7 +181,7 @@ impl ConfigurationSearch {
             // Configurations behind for every goal cost time without a chance of being recommended.
             self.candidates = self.still_competitive();
             // Stage 2 begins when stage 1 has decided, or has used its share of the time.
-            let is_late = left < LEFT_FOR_COMBINATIONS;
+            let is_late = left < COMBINATIONS_SHARE;
             if is_late || self.rounds >= MAX_ROUNDS || self.is_settled() {
                 return self.begin_combinations();
             }
@@ -223,8 +223,8 @@ impl ConfigurationSearch {
         for GoalChoice { goal, leader, .. } in open {
             candidates.extend(goal.base(&self.space));
             let measured = self.samples.configurations.iter().copied();
-            candidates.extend(measured.filter(|one| {
-                goal.allows(one.cache) && standing(*goal, &scores, leader, one) != CandidateStanding::Behind
+            candidates.extend(measured.filter(|candidate| {
+                goal.allows(candidate.cache) && standing(*goal, &scores, leader, candidate) != CandidateStanding::Behind
             }));
         }
         self.distinct(candidates)
@@ -283,15 +283,15 @@ impl ConfigurationSearch {
         let gains: HashMap<(TuneGoal, DiskConfiguration), f64> = self
             .goals
             .iter()
-            .flat_map(|&goal| factors.iter().map(move |one| (goal, *one)))
-            .map(|(goal, one)| {
-                let quotients = scores.of(goal, &one);
-                ((goal, one), if quotients.is_empty() { 1.0 } else { median(&quotients) })
+            .flat_map(|&goal| factors.iter().map(move |factor| (goal, *factor)))
+            .map(|(goal, factor)| {
+                let quotients = scores.of(goal, &factor);
+                ((goal, factor), if quotients.is_empty() { 1.0 } else { median(&quotients) })
             })
             .collect();
         // Unmeasured factors count as no gain.
         let gains =
-            |goal: TuneGoal, one: &DiskConfiguration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
+            |goal: TuneGoal, factor: &DiskConfiguration| gains.get(&(goal, *factor)).copied().unwrap_or(1.0);
         let mattered = |configuration: &DiskConfiguration| {
             self.goals.iter().any(|&goal| {
                 // Integrity's combinations need a safe mode.
@@ -300,28 +300,28 @@ impl ConfigurationSearch {
             })
         };
         // Only changes that helped on their own are combined.
-        let kept: Vec<_> = factors.iter().copied().filter(|one| *one == default || mattered(one)).collect();
-        let is_kept = |part: DiskConfiguration| kept.contains(&part);
-        let promise = |combination: &DiskConfiguration| {
+        let helpful: Vec<_> = factors.iter().copied().filter(|factor| *factor == default || mattered(factor)).collect();
+        let is_helpful = |part: DiskConfiguration| helpful.contains(&part);
+        let predicted_gain = |combination: &DiskConfiguration| {
             let parts = parts(combination, &default);
             // Predicted as if the gains of the parts were independent.
-            let of = |goal: &TuneGoal| parts.iter().map(|part| gains(*goal, part)).product::<f64>();
+            let gain_for = |goal: &TuneGoal| parts.iter().map(|part| gains(*goal, part)).product::<f64>();
             // Relative to the goal's best: a combination need not be good for every goal.
             let best = |goal: &TuneGoal| {
-                let allowed = factors.iter().filter(|one| goal.allows(one.cache));
-                allowed.map(|one| gains(*goal, one)).fold(f64::MIN_POSITIVE, f64::max)
+                let allowed = factors.iter().filter(|factor| goal.allows(factor.cache));
+                allowed.map(|factor| gains(*goal, factor)).fold(f64::MIN_POSITIVE, f64::max)
             };
             let allowed = self.goals.iter().filter(|goal| goal.allows(combination.cache));
-            allowed.map(|goal| of(goal) / best(goal)).fold(0.0, f64::max)
+            allowed.map(|goal| gain_for(goal) / best(goal)).fold(0.0, f64::max)
         };
         let mut list: Vec<_> = self
             .space
             .all()
             .into_iter()
-            .filter(|one| self.space.changes(one) >= 2 && parts(one, &default).into_iter().all(is_kept))
-            .map(|one| (promise(&one), one))
+            .filter(|one| self.space.changes(one) >= 2 && parts(one, &default).into_iter().all(is_helpful))
+            .map(|one| (predicted_gain(&one), one))
             // A combination must be predicted to beat the best single change of some goal.
-            .filter(|(promise, _)| *promise > 1.0)
+            .filter(|(gain, _)| *gain > 1.0)
             .collect();
         list.sort_by(|(one, _), (other, _)| other.total_cmp(one));
         list.truncate(MAX_COMBINATIONS);
@@ -334,10 +334,10 @@ fn parts(configuration: &DiskConfiguration, default: &DiskConfiguration) -> Vec<
         DiskConfiguration { cache: configuration.cache, ..*default },
         DiskConfiguration { prefetch: configuration.prefetch, ..*default },
     ];
-    if let (Some(own), Some(usual)) = (configuration.qcow2, default.qcow2) {
+    if let (Some(chosen), Some(usual)) = (configuration.qcow2, default.qcow2) {
         let with = |qcow2| DiskConfiguration { qcow2: Some(qcow2), ..*default };
-        parts.push(with(Qcow2Choice { cluster_bytes: own.cluster_bytes, ..usual }));
-        parts.push(with(Qcow2Choice { l2: own.l2, ..usual }));
+        parts.push(with(Qcow2Choice { cluster_bytes: chosen.cluster_bytes, ..usual }));
+        parts.push(with(Qcow2Choice { l2: chosen.l2, ..usual }));
     }
     parts.retain(|part| part != default);
     parts

@@ -89,7 +89,7 @@ fn disk(configuration: &DiskConfiguration, pattern: &RequestPattern) -> f64 {
 }
 
 #[test]
-fn two_seeds_recommend_the_same_and_it_is_the_best() {
+fn two_seeds_recommend_the_best_configuration() {
     let expect = BTreeMap::from([
         ("throughput", "none, 64K, prefetch on".to_owned()),
         ("latency", "none, 64K, prefetch on".to_owned()),
@@ -116,7 +116,7 @@ fn equal_configurations_recommend_the_default_early() {
 }
 
 #[test]
-fn a_machine_that_becomes_faster_between_the_stages_makes_no_combination_better() {
+fn speedup_between_stages_favours_no_combination() {
     let space = ConfigurationSpace::of_made_images(1 << 30);
     let default = space.default_configuration();
     let combinations = space.all().into_iter().filter(|one| space.changes(one) == 2).take(12);
@@ -153,7 +153,7 @@ fn two_seeds_recommend_the_same_on_a_noisy_machine() {
         })
         .collect();
     let agree = |one: &BTreeMap<_, String>, other: &BTreeMap<_, String>| {
-        one.iter().all(|(goal, name)| other.get(goal).is_none_or(|theirs| theirs == name))
+        one.iter().all(|(goal, name)| other.get(goal).is_none_or(|other_name| other_name == name))
     };
     let pairs =
         all.iter().enumerate().flat_map(|(at, one)| all[..at].iter().map(move |other| agree(one, other)));
@@ -183,8 +183,8 @@ fn budget_is_kept_and_partial_results_are_reported() {
     let found = machine.search(search(1));
     let measured: usize = RequestPattern::all()
         .iter()
-        .flat_map(|pattern| found.samples.configurations.iter().map(move |one| (one, pattern)))
-        .map(|(one, pattern)| found.samples.cell(one, pattern).count())
+        .flat_map(|pattern| found.samples.configurations.iter().map(move |configuration| (configuration, pattern)))
+        .map(|(configuration, pattern)| found.samples.cell(configuration, pattern).count())
         .sum();
     assert_eq!(measured, 100, "all of the time, and not more");
     let bases = TuneGoal::ALL.map(|goal| goal.base(&found.space).unwrap());
@@ -220,7 +220,7 @@ fn search_resumes_from_earlier_samples() {
 }
 
 #[test]
-fn a_mode_that_the_file_system_does_not_have_is_left_out() {
+fn unsupported_cache_mode_is_excluded() {
     let mut search = search(1);
     let mut machine = Machine::new(disk, 1, 9_000);
     while let Some(turn) = search.next(machine.left / machine.all) {

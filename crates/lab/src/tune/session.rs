@@ -31,9 +31,9 @@ use super::{
 /// The default disk for printed options, from the measurement that recommends clusters of 2 MiB.
 const USUAL_DISK: u64 = 100 << 30;
 /// Upper bound of the budget's share for images, as a divisor.
-const SHARE_FOR_IMAGES: u32 = 3;
+const IMAGES_DIVISOR: u32 = 3;
 /// The budget's share for all curves, as a divisor.
-const SHARE_FOR_GROWTH: u32 = 20;
+const GROWTH_DIVISOR: u32 = 20;
 /// Slices in a budget: both stages with seven rounds each, and opening and flushing.
 const SLICES_PER_BUDGET: u32 = 15 * 22 * 7 * 4;
 
@@ -86,8 +86,8 @@ impl TuneSession {
     async fn measure(&mut self) -> anyhow::Result<()> {
         let budget = self.run.budget;
         // The curves come last, and their time is kept back from the search.
-        let growth = if self.can_grow() { budget / SHARE_FOR_GROWTH } else { Duration::ZERO };
-        match self.run.measure(budget / SHARE_FOR_IMAGES, growth).await? {
+        let growth = if self.can_grow() { budget / GROWTH_DIVISOR } else { Duration::ZERO };
+        match self.run.measure(budget / IMAGES_DIVISOR, growth).await? {
             Some(meter) if self.can_grow() => self.grow(meter, growth).await,
             _ => Ok(()),
         }

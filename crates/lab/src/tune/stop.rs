@@ -60,8 +60,8 @@ impl TuneStop {
     }
 }
 
-fn directory(of: &Mutex<Option<PathBuf>>) -> MutexGuard<'_, Option<PathBuf>> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
+fn directory(mutex: &Mutex<Option<PathBuf>>) -> MutexGuard<'_, Option<PathBuf>> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -96,40 +96,40 @@ impl TuneTarget {
     /// Opens the target without changing it. `image` inspects an image: its format, and the number
     /// of bytes to inspect (or all).
     pub(super) fn open(
-        wish: TuneTargetOptions<'_>,
+        options: TuneTargetOptions<'_>,
         image: impl FnOnce(&Path, Option<ImageFormat>, Option<u64>) -> anyhow::Result<InspectedImage>,
     ) -> anyhow::Result<Self> {
-        let name = wish.path.display();
-        let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be measured"))?;
+        let name = options.path.display();
+        let metadata = fs::metadata(options.path).with_context(|| format!("{name}: cannot be measured"))?;
         let is_device = metadata.file_type().is_block_device();
         ensure!(
-            is_device || !(wish.write || wish.force),
+            is_device || !(options.write || options.force),
             "{name}: is no device, and --write and --force are for devices (leave them out)"
         );
         if metadata.is_dir() {
             ensure!(
-                wish.format.is_none(),
+                options.format.is_none(),
                 "{name}: is a directory, and --format is for an image (leave it out)"
             );
-            return Self::directory(wish);
+            return Self::directory(options);
         }
         let mut remarks = Vec::new();
         let (kind, whole_bytes) = if is_device {
             // The claim is held until the end, so that the device cannot be mounted meanwhile.
-            let claim = if wish.write {
-                in_use::claim(wish.path, metadata.rdev(), wish.force)?
+            let claim = if options.write {
+                in_use::claim(options.path, metadata.rdev(), options.force)?
             } else {
-                in_use::claim_to_read(wish.path)?
+                in_use::claim_to_read(options.path)?
             };
             // A device has no holes to count.
-            let seen = image(wish.path, Some(ImageFormat::Raw), Some(0))?;
-            (TuneTargetKind::Device { writable: wish.write, _claim: claim }, seen.size_bytes)
+            let seen = image(options.path, Some(ImageFormat::Raw), Some(0))?;
+            (TuneTargetKind::Device { writable: options.write, _claim: claim }, seen.size_bytes)
         } else if metadata.is_file() {
-            let seen = image(wish.path, wish.format, wish.size_bytes)?;
-            let measured = wish.size_bytes.unwrap_or(seen.size_bytes).min(seen.size_bytes);
-            remarks.extend(holes(wish.path, measured, seen.data_bytes)?);
+            let seen = image(options.path, options.format, options.size_bytes)?;
+            let measured = options.size_bytes.unwrap_or(seen.size_bytes).min(seen.size_bytes);
+            remarks.extend(holes(options.path, measured, seen.data_bytes)?);
             (
-                TuneTargetKind::Image { format: wish.format, cluster_bytes: seen.cluster_bytes },
+                TuneTargetKind::Image { format: options.format, cluster_bytes: seen.cluster_bytes },
                 seen.size_bytes,
             )
         } else {
@@ -138,21 +138,21 @@ impl TuneTarget {
                  directory that it is in)"
             )
         };
-        let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(whole_bytes).min(whole_bytes));
-        check_size(wish.path, size_bytes)?;
-        Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes, remarks })
+        let size_bytes = whole_blocks(options.size_bytes.unwrap_or(whole_bytes).min(whole_bytes));
+        check_size(options.path, size_bytes)?;
+        Ok(Self { kind, path: options.path.to_owned(), size_bytes, whole_bytes, remarks })
     }
 
-    fn directory(wish: TuneTargetOptions<'_>) -> anyhow::Result<Self> {
-        let name = wish.path.display();
-        let remarks = remove_stale(wish.path);
-        let space = statvfs(wish.path).with_context(|| format!("{name}: its free space is unknown"))?;
+    fn directory(options: TuneTargetOptions<'_>) -> anyhow::Result<Self> {
+        let name = options.path.display();
+        let remarks = remove_stale(options.path);
+        let space = statvfs(options.path).with_context(|| format!("{name}: its free space is unknown"))?;
         let free = space.fragment_size().saturating_mul(space.blocks_available());
-        let by_time = wish.budget_seconds.saturating_mul(BYTES_PER_SECOND);
+        let by_time = options.budget_seconds.saturating_mul(BYTES_PER_SECOND);
         // A sixteenth of the free space leaves room for all images and for other programs.
         let usual = by_time.min(free / 16).clamp(MIN_SIZE, USUAL_SIZE);
-        let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(usual));
-        check_size(wish.path, size_bytes)?;
+        let size_bytes = whole_blocks(options.size_bytes.unwrap_or(usual));
+        check_size(options.path, size_bytes)?;
         let needed = needed_bytes(size_bytes);
         ensure!(
             needed <= free,
@@ -161,22 +161,22 @@ impl TuneTarget {
             needed,
             exact_size(size_bytes)
         );
-        let made = tempfile::Builder::new()
+        let created = tempfile::Builder::new()
             .prefix(&format!("{PREFIX}{}-", process::id()))
-            .tempdir_in(wish.path)
+            .tempdir_in(options.path)
             .with_context(|| {
                 format!(
                     "{name}: no directory can be created there (choose a directory with write permission)"
                 )
             })?;
         // The lock belongs to the open directory and ends with the process, even if it is killed.
-        let held = fs::File::open(made.path()).with_context(|| format!("{name}: cannot be opened"))?;
-        let lock = lock(held);
-        let kind = TuneTargetKind::Made { directory: made, _lock: lock };
-        Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })
+        let open_directory = fs::File::open(created.path()).with_context(|| format!("{name}: cannot be opened"))?;
+        let lock = lock(open_directory);
+        let kind = TuneTargetKind::Made { directory: created, _lock: lock };
+        Ok(Self { kind, path: options.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })
     }
 
-    pub(super) fn removed_by(&self, stop: &TuneStop) {
+    pub(super) fn register_for_removal(&self, stop: &TuneStop) {
         if let TuneTargetKind::Made { directory, .. } = &self.kind {
             stop.removes(directory.path());
         }
@@ -204,7 +204,7 @@ impl TuneTarget {
     }
 
     pub(super) fn remarks(&self) -> Vec<String> {
-        let not_measured = self.not_measured().map(|what| format!("Not measured: {what}."));
+        let not_measured = self.not_measured().map(|part| format!("Not measured: {part}."));
         self.remarks.iter().cloned().chain(not_measured).collect()
     }
 
@@ -225,7 +225,7 @@ impl TuneTarget {
         }
     }
 
-    pub(super) fn made(&self, name: &str) -> Option<PathBuf> {
+    pub(super) fn created_path(&self, name: &str) -> Option<PathBuf> {
         match &self.kind {
             TuneTargetKind::Made { directory, .. } => Some(directory.path().join(name)),
             TuneTargetKind::Device { .. } | TuneTargetKind::Image { .. } => None,
@@ -311,13 +311,13 @@ mod tests {
         }
     }
 
-    fn open(wish: TuneTargetOptions<'_>) -> anyhow::Result<TuneTarget> {
-        opened(wish, 60 << 20)
+    fn open(options: TuneTargetOptions<'_>) -> anyhow::Result<TuneTarget> {
+        opened(options, 60 << 20)
     }
 
-    fn opened(wish: TuneTargetOptions<'_>, data_bytes: u64) -> anyhow::Result<TuneTarget> {
+    fn opened(options: TuneTargetOptions<'_>, data_bytes: u64) -> anyhow::Result<TuneTarget> {
         let size_bytes = 100 << 20;
-        TuneTarget::open(wish, |_, _, _| {
+        TuneTarget::open(options, |_, _, _| {
             Ok(InspectedImage { size_bytes, cluster_bytes: Some(65_536), data_bytes })
         })
     }
@@ -328,7 +328,7 @@ mod tests {
         let path = directory.path();
         let usual = target_options(path);
         let sized = |size_bytes| TuneTargetOptions { size_bytes: Some(size_bytes), ..usual };
-        for (wish, why) in [
+        for (options, why) in [
             (sized(1 << 60), "are free (make room, or give a smaller --size)"),
             (sized(1 << 20), "too few to be measured (it takes 16M"),
             (TuneTargetOptions { write: true, ..usual }, "is no device, and --write"),
@@ -336,7 +336,7 @@ mod tests {
             (target_options(&path.join("none")), "cannot be measured: No such file"),
             (target_options(Path::new("/dev/null")), "is neither a directory nor"),
         ] {
-            let refused = format!("{:#}", open(wish).unwrap_err());
+            let refused = format!("{:#}", open(options).unwrap_err());
             assert!(refused.contains(why), "{refused}");
         }
         assert_eq!(fs::read_dir(path).unwrap().count(), 0);
@@ -346,7 +346,7 @@ mod tests {
     fn created_files_are_removed_on_drop() {
         let directory = tempfile::tempdir().unwrap();
         let place = open(target_options(directory.path())).unwrap();
-        fs::write(place.made("64K.qcow2").unwrap(), "x").unwrap();
+        fs::write(place.created_path("64K.qcow2").unwrap(), "x").unwrap();
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
         drop(place);
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
@@ -359,16 +359,16 @@ mod tests {
         // Larger than any pid (proc_sys_kernel(5), pid_max).
         let [left, locked] =
             ["4194305-aaaaaa", "4194306-bbbbbb"].map(|name| directory.path().join(format!("{PREFIX}{name}")));
-        let others = directory.path().join(".weir-tune-mine");
-        for path in [&left, &locked, &others] {
+        let foreign = directory.path().join(".weir-tune-mine");
+        for path in [&left, &locked, &foreign] {
             fs::create_dir(path).unwrap();
             fs::write(path.join("base.raw"), "x").unwrap();
         }
         let _lock = lock(fs::File::open(&locked).unwrap()).unwrap();
         let place = open(target_options(directory.path())).unwrap();
         assert!(place.remarks()[0].contains("4194305-aaaaaa"), "{:?}", place.remarks());
-        assert_eq!([&left, &locked, &others].map(|path| path.exists()), [false, true, true]);
-        assert!(running.made("").unwrap().exists());
+        assert_eq!([&left, &locked, &foreign].map(|path| path.exists()), [false, true, true]);
+        assert!(running.created_path("").unwrap().exists());
     }
 
     #[test]
@@ -389,6 +389,6 @@ mod tests {
             1,
             "full: nothing to say"
         );
-        assert_eq!(place.made("x"), None);
+        assert_eq!(place.created_path("x"), None);
     }
 }

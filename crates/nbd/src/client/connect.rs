@@ -54,15 +54,15 @@ pub enum NbdAddress {
 #[derive(Debug)]
 pub struct EstablishedConnection {
     pub(super) stream: NbdStream,
-    pub(super) about: NbdExportInfo,
+    pub(super) export: NbdExportInfo,
     /// Bytes received after the handshake.
     pub(super) received: Vec<u8>,
 }
 
 impl EstablishedConnection {
     /// Properties of the export.
-    pub fn about(&self) -> &NbdExportInfo {
-        &self.about
+    pub fn export(&self) -> &NbdExportInfo {
+        &self.export
     }
 }
 
@@ -73,14 +73,14 @@ impl EstablishedConnection {
 /// handshake is not complete within `limit`.
 pub async fn connect(
     endpoint: &NbdEndpoint,
-    wanted: &HandshakeOptions,
+    options: &HandshakeOptions,
     limit: Duration,
 ) -> Result<NbdClient, NbdConnectError> {
     let endpoint = endpoint.clone();
     let connecting = async {
         // Connecting to a Unix socket with a full backlog blocks, and so does resolving a name.
         let socket = run_blocking(move || dial(&endpoint, limit)).await?;
-        shake_hands(NbdStream::Plain(Fd::from(socket)), wanted).await
+        shake_hands(NbdStream::Plain(Fd::from(socket)), options).await
     };
     with_timeout(limit, connecting).await.map(NbdClient::start)
 }
@@ -105,15 +105,15 @@ pub async fn with_timeout<T>(
 /// Fails if the server does not speak NBD, has no such export, or lacks the required TLS.
 pub async fn shake_hands(
     stream: NbdStream,
-    wanted: &HandshakeOptions,
+    options: &HandshakeOptions,
 ) -> Result<EstablishedConnection, NbdConnectError> {
-    let (stream, about, inbox) = negotiate(stream, wanted).await?;
-    Ok(EstablishedConnection { stream, about, received: inbox.bytes().to_vec() })
+    let (stream, export, inbox) = negotiate(stream, options).await?;
+    Ok(EstablishedConnection { stream, export, received: inbox.bytes().to_vec() })
 }
 
 impl EstablishedConnection {
     pub(super) fn into_parts(self) -> (NbdStream, NbdExportInfo, ReceiveBuffer) {
-        (self.stream, self.about, ReceiveBuffer::with_content(&self.received, 0))
+        (self.stream, self.export, ReceiveBuffer::with_content(&self.received, 0))
     }
 }
 

@@ -58,8 +58,8 @@ impl NbdExportInfo {
     /// True if both describe the same export, as far as is visible. Context ids are ignored, since
     /// they differ between connections.
     pub fn is_same_export(&self, other: &Self) -> bool {
-        let plain = |about: &Self| Self { allocation: about.allocation.map(|_| 0), ..about.clone() };
-        plain(self) == plain(other)
+        let without_context_id = |export: &Self| Self { allocation: export.allocation.map(|_| 0), ..export.clone() };
+        without_context_id(self) == without_context_id(other)
     }
 
     fn has(&self, flag: u16) -> bool {
@@ -150,24 +150,24 @@ impl From<TlsFailure> for NbdConnectError {
 /// Performs the negotiation. Bytes after the handshake stay in the inbox.
 pub(super) async fn negotiate(
     stream: NbdStream,
-    wanted: &HandshakeOptions,
+    options: &HandshakeOptions,
 ) -> Result<(NbdStream, NbdExportInfo, ReceiveBuffer), NbdConnectError> {
     let mut negotiation = Negotiation::new(stream);
     negotiation.greet().await?;
-    if let Some(tls) = &wanted.tls {
+    if let Some(tls) = &options.tls {
         negotiation = negotiation.start_tls(tls).await?;
     }
     // The first message under TLS: a server that requires a client certificate disconnects here.
     let structured = negotiation.negotiate_structured_replies().await.map_err(|error| match error {
-        NbdConnectError::Io(error) if wanted.tls.is_some() => NbdConnectError::Disconnected(error),
+        NbdConnectError::Io(error) if options.tls.is_some() => NbdConnectError::Disconnected(error),
         error => error,
     })?;
-    let allocation = match wanted.allocation && structured {
-        true => negotiation.negotiate_allocation(&wanted.export).await?,
+    let allocation = match options.allocation && structured {
+        true => negotiation.negotiate_allocation(&options.export).await?,
         false => None,
     };
-    let about = negotiation.go(&wanted.export, structured, allocation).await?;
-    Ok((negotiation.stream, about, negotiation.inbox))
+    let export_info = negotiation.go(&options.export, structured, allocation).await?;
+    Ok((negotiation.stream, export_info, negotiation.inbox))
 }
 
 pub(super) struct Negotiation {
@@ -191,11 +191,11 @@ impl Negotiation {
         self.option(opt::STARTTLS, &[]).await?;
         let reply = self.reply(opt::STARTTLS).await?;
         if reply.kind != rep::ACK {
-            let said = server_text(&reply.data);
-            return Err(NbdConnectError::Tls(if said.is_empty() {
+            let message = server_text(&reply.data);
+            return Err(NbdConnectError::Tls(if message.is_empty() {
                 "the server has no TLS".to_owned()
             } else {
-                said
+                message
             }));
         }
         let connection = tls.connect().map_err(|error| NbdConnectError::Tls(error.to_string()))?;
@@ -282,14 +282,14 @@ impl Negotiation {
         data.extend_from_slice(&info::BLOCK_SIZE.to_be_bytes());
         self.option(opt::GO, &data).await?;
         // Defaults without information from the server ("Size constraints").
-        let (mut about, mut sizes) = (None, ((1, 4096), proto::DEFAULT_MAX_PAYLOAD));
+        let (mut size_and_flags, mut sizes) = (None, ((1, 4096), proto::DEFAULT_MAX_PAYLOAD));
         loop {
             let OptionReply { kind, data } = self.reply(opt::GO).await?;
             let mut fields = WireFields::new(&data);
             match kind {
                 rep::ACK => break,
                 rep::INFO => match fields.u16() {
-                    Some(info::EXPORT) => about = fields.u64().zip(fields.u16()),
+                    Some(info::EXPORT) => size_and_flags = fields.u64().zip(fields.u16()),
                     Some(info::BLOCK_SIZE) => {
                         // A truncated one is ignored, since the defaults are always safe.
                         sizes = fields.u32().zip(fields.u32()).zip(fields.u32()).unwrap_or(sizes);
@@ -305,7 +305,7 @@ impl Negotiation {
             }
         }
         let (size_bytes, flags) =
-            about.ok_or(NbdConnectError::ProtocolViolation("it does not report the export's size"))?;
+            size_and_flags.ok_or(NbdConnectError::ProtocolViolation("it does not report the export's size"))?;
         // Most servers and Linux use signed offsets.
         if i64::try_from(size_bytes).is_err() {
             return Err(NbdConnectError::ProtocolViolation("it reports a size of 8 EiB or more"));
@@ -321,8 +321,8 @@ impl Negotiation {
         }
         // Rounded down, so that the parts of a split request stay aligned.
         let maximum_payload = maximum & !(minimum_block - 1);
-        let is_sensible = preferred.is_power_of_two() && preferred <= maximum_payload;
-        let preferred = if is_sensible { preferred } else { 4096 };
+        let is_valid = preferred.is_power_of_two() && preferred <= maximum_payload;
+        let preferred = if is_valid { preferred } else { 4096 };
         if maximum_payload == 0 {
             return Err(NbdConnectError::ProtocolViolation(
                 "its maximum payload is smaller than its minimum block",
@@ -356,8 +356,8 @@ impl Negotiation {
         let mut fields = WireFields::new(&header);
         let magic = fields.u64();
         let option = fields.u32();
-        let rest = fields.u32().zip(fields.u32());
-        let Some((kind, length)) = rest.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
+        let kind_and_length = fields.u32().zip(fields.u32());
+        let Some((kind, length)) = kind_and_length.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
             return Err(NbdConnectError::ProtocolViolation("a reply has a wrong magic number"));
         };
         // One option is in flight at a time, so its replies come next.
@@ -380,7 +380,7 @@ impl Negotiation {
 }
 
 pub(super) fn refused_error(export: &str, kind: u32, data: &[u8]) -> NbdConnectError {
-    let meaning = match kind {
+    let default_message = match kind {
         rep::ERR_UNSUP => "the server is too old: it does not support the option GO",
         rep::ERR_POLICY => "not permitted",
         rep::ERR_TLS_REQD => "the server requires TLS (nbds://)",
@@ -388,8 +388,8 @@ pub(super) fn refused_error(export: &str, kind: u32, data: &[u8]) -> NbdConnectE
         rep::ERR_SHUTDOWN => "the server is shutting down",
         _ => "the server gives no reason",
     };
-    let said = server_text(data);
-    let why = if said.is_empty() || kind == rep::ERR_TLS_REQD { meaning.to_owned() } else { said };
+    let message = server_text(data);
+    let why = if message.is_empty() || kind == rep::ERR_TLS_REQD { default_message.to_owned() } else { message };
     NbdConnectError::Refused { export: export.to_owned(), why }
 }
 

@@ -42,11 +42,11 @@ pub struct ListedExport {
 /// within `limit`.
 pub async fn list(endpoint: &NbdEndpoint, limit: Duration) -> Result<Vec<ListedExport>, NbdConnectError> {
     let endpoint = endpoint.clone();
-    let asking = async {
+    let listing = async {
         let socket = run_blocking(move || dial(&endpoint, limit)).await?;
         list_on(NbdStream::Plain(Fd::from(socket))).await
     };
-    match timeout(limit, asking).await {
+    match timeout(limit, listing).await {
         Ok(result) => result,
         Err(_) => Err(NbdConnectError::TimedOut(limit.as_secs())),
     }
@@ -76,9 +76,9 @@ struct TextBudget(usize);
 impl TextBudget {
     fn charge(&mut self, text: &str) -> Result<String, NbdConnectError> {
         // An empty name needs memory as well.
-        let left = self.0.checked_sub(text.len() + size_of::<String>());
+        let remaining = self.0.checked_sub(text.len() + size_of::<String>());
         self.0 =
-            left.ok_or(NbdConnectError::ProtocolViolation("its names and descriptions exceed 16 MiB"))?;
+            remaining.ok_or(NbdConnectError::ProtocolViolation("its names and descriptions exceed 16 MiB"))?;
         Ok(text.to_owned())
     }
 }
@@ -108,9 +108,9 @@ async fn names(
 }
 
 /// Encodes a name with its length, followed by the rest of an option's data.
-fn option_data(name: &str, rest: &[u8]) -> Vec<u8> {
+fn option_data(name: &str, queries: &[u8]) -> Vec<u8> {
     let length = u32::try_from(name.len()).unwrap_or(u32::MAX);
-    [&length.to_be_bytes(), name.as_bytes(), rest].concat()
+    [&length.to_be_bytes(), name.as_bytes(), queries].concat()
 }
 
 async fn query_export(
@@ -119,8 +119,8 @@ async fn query_export(
     text: &mut TextBudget,
 ) -> Result<(), NbdConnectError> {
     // Two information items are requested; NBD_INFO_EXPORT (size and flags) is always sent.
-    let wanted = [2, info::DESCRIPTION, info::BLOCK_SIZE].map(u16::to_be_bytes).concat();
-    negotiation.option(opt::INFO, &option_data(&export.name, &wanted)).await?;
+    let requested = [2, info::DESCRIPTION, info::BLOCK_SIZE].map(u16::to_be_bytes).concat();
+    negotiation.option(opt::INFO, &option_data(&export.name, &requested)).await?;
     loop {
         let reply = negotiation.reply(opt::INFO).await?;
         let mut fields = WireFields::new(&reply.data);
@@ -188,32 +188,32 @@ mod tests {
     /// The result for a server that has `count` exports with names of 4096 bytes.
     fn list_of(count: usize) -> Result<Vec<ListedExport>, NbdConnectError> {
         sim::run(1, async move {
-            let (ours, theirs) = Pipe::pair();
-            let receiving = theirs.clone();
+            let (client, server) = Pipe::pair();
+            let receiving = server.clone();
             spawn(async move { while let (Ok(1..), _) = receiving.receive(IoBuffer::new(4096), 0).await {} });
             spawn(async move {
                 let magic = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
                 let greeting = [magic, 3_u16.to_be_bytes().to_vec()].concat();
                 let no_chunks = option_reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]);
-                let _ = theirs.send(IoBuffer::copy_of(&[greeting, no_chunks].concat()).into()).await;
+                let _ = server.send(IoBuffer::copy_of(&[greeting, no_chunks].concat()).into()).await;
                 let name = option_reply(opt::LIST, rep::SERVER, &option_data(&"n".repeat(4096), &[]));
                 for _ in 0..count {
-                    if theirs.send(IoBuffer::copy_of(&name).into()).await.is_err() {
+                    if server.send(IoBuffer::copy_of(&name).into()).await.is_err() {
                         return;
                     }
                 }
                 let end = option_reply(opt::LIST, rep::ACK, &[]);
                 let infos = option_reply(opt::INFO, rep::ACK, &[]).repeat(count);
-                let _ = theirs.send(IoBuffer::copy_of(&[end, infos].concat()).into()).await;
+                let _ = server.send(IoBuffer::copy_of(&[end, infos].concat()).into()).await;
             });
-            list_on(NbdStream::Simulated(ours)).await
+            list_on(NbdStream::Simulated(client)).await
         })
     }
 
     #[test]
     fn memory_of_names_is_bounded() {
         assert_eq!(list_of(100).unwrap().len(), 100);
-        let refused = list_of(MAX_TEXT_BYTES / 4096).unwrap_err().to_string();
-        assert!(refused.contains("names and descriptions exceed 16 MiB"), "{refused}");
+        let error = list_of(MAX_TEXT_BYTES / 4096).unwrap_err().to_string();
+        assert!(error.contains("names and descriptions exceed 16 MiB"), "{error}");
     }
 }

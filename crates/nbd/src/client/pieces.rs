@@ -54,14 +54,14 @@ mod tests {
             let (mut found, mut model) = (ReceivedPieces::default(), [false; 90]);
             for (start, length) in pieces {
                 let part = &mut model[start..start + length];
-                let is_new = part.iter().all(|there| !there);
+                let is_new = part.iter().all(|is_received| !is_received);
                 prop_assert_eq!(found.add(start..start + length).is_ok(), is_new);
                 if is_new {
                     part.fill(true);
                 }
-                let all = model.iter().take_while(|there| **there).count();
-                let is_one = model[all..].iter().all(|there| !there);
-                prop_assert!((0..90).all(|length| found.covers(length) == (length == 0 || (is_one && length == all))));
+                let all = model.iter().take_while(|is_received| **is_received).count();
+                let is_contiguous = model[all..].iter().all(|is_received| !is_received);
+                prop_assert!((0..90).all(|length| found.covers(length) == (length == 0 || (is_contiguous && length == all))));
             }
         }
     }

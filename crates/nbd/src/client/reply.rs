@@ -127,7 +127,7 @@ fn chunk(
         }
         _ => return Err("an error chunk of invalid length"),
     };
-    Ok(found.map(|(chunk, more)| (ClientReplyHeader::Chunk { cookie, last, chunk }, CHUNK_BYTES + more)))
+    Ok(found.map(|(chunk, body_bytes)| (ClientReplyHeader::Chunk { cookie, last, chunk }, CHUNK_BYTES + body_bytes)))
 }
 
 /// True if a chunk of this length has a context and a valid number of extents, at least one.
@@ -171,27 +171,27 @@ mod tests {
             let length = data.len() as u32;
             [&head, &kind.to_be_bytes()[..], &7_u64.to_be_bytes(), &length.to_be_bytes(), data].concat()
         };
-        let ours = |chunk, last| ClientReplyHeader::Chunk { cookie: 7, last, chunk };
+        let expected = |chunk, last| ClientReplyHeader::Chunk { cookie: 7, last, chunk };
         let simple = [proto::SIMPLE_REPLY_MAGIC, 0, 0, 7].map(u32::to_be_bytes).concat();
         check(&simple, ClientReplyHeader::Simple { cookie: 7, error: 0 });
-        check(&chunk(1, reply_type::NONE, &[]), ours(ReplyChunk::None, true));
+        check(&chunk(1, reply_type::NONE, &[]), expected(ReplyChunk::None, true));
         let at = 512_u64.to_be_bytes();
         let data = [&at[..], &[1; 9]].concat();
         check(
             &chunk(0, reply_type::OFFSET_DATA, &data),
-            ours(ReplyChunk::Data { offset: 512, length: 9 }, false),
+            expected(ReplyChunk::Data { offset: 512, length: 9 }, false),
         );
         let hole = [&at[..], &9_u32.to_be_bytes()].concat();
         check(
             &chunk(1, reply_type::OFFSET_HOLE, &hole),
-            ours(ReplyChunk::Hole { offset: 512, length: 9 }, true),
+            expected(ReplyChunk::Hole { offset: 512, length: 9 }, true),
         );
         let error = [&28_u32.to_be_bytes()[..], &4_u16.to_be_bytes(), b"full"].concat();
-        check(&chunk(1, reply_type::ERROR, &error), ours(ReplyChunk::Error { error: 28, rest: 6 }, true));
+        check(&chunk(1, reply_type::ERROR, &error), expected(ReplyChunk::Error { error: 28, rest: 6 }, true));
         let status = [3_u32, 4096, 1, 512, 0].map(u32::to_be_bytes).concat();
         check(
             &chunk(1, reply_type::BLOCK_STATUS, &status),
-            ours(ReplyChunk::Status { context: 3, length: 16 }, true),
+            expected(ReplyChunk::Status { context: 3, length: 16 }, true),
         );
     }
 
@@ -226,15 +226,15 @@ mod tests {
             // The header is enough to reject it, unless the error is behind it.
             let head =
                 if why == "a hole without a length" { bytes.len() } else { bytes.len().min(CHUNK_BYTES) };
-            let refused = parse(&bytes[..head], true).expect_err(why);
-            assert!(refused.starts_with(why), "{refused}, not {why}");
+            let error = parse(&bytes[..head], true).expect_err(why);
+            assert!(error.starts_with(why), "{error}, not {why}");
         }
         assert!(parse(&chunk(1, reply_type::NONE, 0), false).is_err());
         let data = chunk(1, reply_type::OFFSET_DATA, 9);
         let status = chunk(1, reply_type::BLOCK_STATUS, 12);
         for (bytes, why) in [(data, "data in a reply"), (status, "extents in a reply")] {
-            let refused = super::parse(&bytes[..CHUNK_BYTES], true, |_| Ok(ChunkLimits::default()));
-            assert!(refused.expect_err(why).starts_with(why));
+            let error = super::parse(&bytes[..CHUNK_BYTES], true, |_| Ok(ChunkLimits::default()));
+            assert!(error.expect_err(why).starts_with(why));
         }
     }
 }

@@ -63,8 +63,8 @@ fn glob_matches(pattern: &str, name: &str) -> bool {
                 read += 1;
             }
             _ => {
-                let Some((behind, taken)) = last else { return false };
-                (at, read) = (behind, taken + 1);
+                let Some((after_star, matched_end)) = last else { return false };
+                (at, read) = (after_star, matched_end + 1);
                 last = Some((at, read));
             }
         }
@@ -84,12 +84,12 @@ enum PatternChar {
 fn characters(text: &str) -> Vec<PatternChar> {
     let is_special = |next: &char| matches!(next, '"' | '+' | ',' | ';' | '<' | '>' | '\\' | ' ' | '#');
     let mut rest = text.chars().peekable();
-    let mut read = Vec::new();
+    let mut parsed = Vec::new();
     while let Some(character) = rest.next() {
         let escaped = if character == '\\' { rest.next_if(is_special) } else { None };
-        read.push(escaped.map_or(Plain(character), Escaped));
+        parsed.push(escaped.map_or(Plain(character), Escaped));
     }
-    read
+    parsed
 }
 
 #[cfg(test)]
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn patterns_match_as_in_a_shell() {
-        for (pattern, fits, others) in [
+        for (pattern, matching, not_matching) in [
             ("alice", &["alice"][..], &["", "alic", "alice2", "Alice"][..]),
             ("*", &["", "a", "é"], &[]),
             ("CN=*,O=Acme", &["CN=,O=Acme", "CN=a,O=x,O=Acme"], &["CN=a,O=Acme Ltd", "O=Acme"]),
@@ -113,8 +113,8 @@ mod tests {
             ("DOMAIN\\*", &["DOMAIN\\alice"], &["DOMAIN"]),
         ] {
             let names = NameRules::any_of([pattern.to_owned()]);
-            assert!(fits.iter().all(|name| names.allows(name)), "{pattern}");
-            assert!(!others.iter().any(|name| names.allows(name)), "{pattern}");
+            assert!(matching.iter().all(|name| names.allows(name)), "{pattern}");
+            assert!(!not_matching.iter().any(|name| names.allows(name)), "{pattern}");
         }
     }
 

@@ -60,20 +60,20 @@ impl FromStr for Network {
         let (address, length) = text.split_once('/').map_or((text, None), |(a, b)| (a, Some(b)));
         let address: IpAddr = address.parse().map_err(|_| usage)?;
         let bits = if address.is_ipv4() { 32 } else { 128 };
-        let plain = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+        let is_decimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
         let length: u8 = match length {
             None => bits,
-            Some(text) => text.parse().ok().filter(|length| plain(text) && *length <= bits).ok_or(usage)?,
+            Some(text) => text.parse().ok().filter(|length| is_decimal(text) && *length <= bits).ok_or(usage)?,
         };
-        let whole = Self::containing(address, length);
-        if whole.address != address {
-            return Err(format!("has bits set beyond its prefix length; write {}/{length}", whole.address));
+        let network = Self::containing(address, length);
+        if network.address != address {
+            return Err(format!("has bits set beyond its prefix length; write {}/{length}", network.address));
         }
         Ok(match (address, address.to_canonical()) {
             (IpAddr::V6(_), v4 @ IpAddr::V4(_)) if length >= IPV4_MAPPED_PREFIX_BITS => {
                 Self { address: v4, length: length - IPV4_MAPPED_PREFIX_BITS }
             }
-            _ => whole,
+            _ => network,
         })
     }
 }
@@ -136,8 +136,8 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(networks: &NetworkRules, admitted: &[&str], refused: &[&str]) {
-        for (addresses, expect) in [(admitted, true), (refused, false)] {
+    fn check(networks: &NetworkRules, admitted: &[&str], denied: &[&str]) {
+        for (addresses, expect) in [(admitted, true), (denied, false)] {
             for address in addresses {
                 assert_eq!(networks.allows(Some(address.parse().unwrap())), expect, "{address}");
             }

@@ -68,64 +68,64 @@ struct TickSample {
 impl RateEstimate {
     /// Demand in units per second.
     fn update_demand(&mut self, tick: TickSample) -> u64 {
-        let a_second = |units: u128| {
+        let per_second = |units: u128| {
             let parts = units.saturating_mul(FIXED_POINT_SCALE) * u128::from(NANOS_PER_SECOND);
             u64::try_from(parts / u128::from(tick.elapsed_ns)).unwrap_or(u64::MAX)
         };
         if tick.request_units > 0 {
             self.request_units = tick.request_units;
         }
-        let one = u128::from(self.request_units.max(1));
-        let (now, one_more) = (a_second(tick.units.into()), a_second(one));
-        let is_held = tick.throttled_ns > tick.elapsed_ns / THROTTLED_FRACTION;
-        let off = now.abs_diff(self.rate);
-        let is_none = tick.units == 0;
+        let request_units = u128::from(self.request_units.max(1));
+        let (now, one_more) = (per_second(tick.units.into()), per_second(request_units));
+        let is_throttled = tick.throttled_ns > tick.elapsed_ns / THROTTLED_FRACTION;
+        let deviation = now.abs_diff(self.rate);
+        let is_idle = tick.units == 0;
         // Once the variation is known, a deviation that Poisson arrivals would allow is a change if
         // it exceeds four times that variation.
-        let known = if self.ticks > AVERAGING_TICKS { self.deviation.saturating_mul(4) } else { u64::MAX };
-        let chance = self.poisson_tolerance(tick.elapsed_ns).min(known.saturating_add(one_more));
-        let is_other = off > chance || self.is_drift(now, off, chance) || (is_none && self.was_idle);
-        self.was_idle = is_none;
-        if is_other {
+        let max_deviation = if self.ticks > AVERAGING_TICKS { self.deviation.saturating_mul(4) } else { u64::MAX };
+        let tolerance = self.poisson_tolerance(tick.elapsed_ns).min(max_deviation.saturating_add(one_more));
+        let is_change = deviation > tolerance || self.is_drift(now, deviation, tolerance) || (is_idle && self.was_idle);
+        self.was_idle = is_idle;
+        if is_change {
             self.same_side_run = Default::default();
         }
         // Two levels: a sixteenth of the tick counts as throttling, half of it as being throttled
         // mostly.
-        let is_mostly = tick.throttled_ns > tick.elapsed_ns / 2;
-        self.throttled_ticks = if is_mostly { self.throttled_ticks.saturating_add(1) } else { 0 };
+        let is_mostly_throttled = tick.throttled_ns > tick.elapsed_ns / 2;
+        self.throttled_ticks = if is_mostly_throttled { self.throttled_ticks.saturating_add(1) } else { 0 };
         // A client that has just begun to wait needs slightly or much more than its quota:
         // everything is demanded. A client that has gradually used up its burst needs slightly
         // more.
-        if is_held && (is_mostly || (is_other && now > self.rate)) {
-            let is_all = self.throttled_ticks != 1 || is_other;
+        if is_throttled && (is_mostly_throttled || (is_change && now > self.rate)) {
+            let demands_everything = self.throttled_ticks != 1 || is_change;
             (self.rate, self.deviation, self.ticks, self.reported) = (now, 0, 0, 0);
-            return if is_all {
+            return if demands_everything {
                 u64::MAX
             } else {
                 now.max(one_more).saturating_mul(2) / FIXED_POINT_SCALE as u64
             };
         }
         // A change falls into the middle of a tick, and the backlog is admitted in the next two.
-        self.ticks = if is_other { 1 } else { self.ticks.saturating_add(1) };
+        self.ticks = if is_change { 1 } else { self.ticks.saturating_add(1) };
         if self.ticks <= 3 {
             (self.rate, self.deviation, self.reported) = (now, 0, 0);
         } else {
-            let forgets = (self.ticks - 2).min(AVERAGING_TICKS);
-            let towards = |from: u64, to: u64| from - from / forgets + to / forgets;
-            (self.rate, self.deviation) = (towards(self.rate, now), towards(self.deviation, off));
+            let averaging_ticks = (self.ticks - 2).min(AVERAGING_TICKS);
+            let move_towards = |from: u64, to: u64| from - from / averaging_ticks + to / averaging_ticks;
+            (self.rate, self.deviation) = (move_towards(self.rate, now), move_towards(self.deviation, deviation));
         }
         if self.rate == 0 {
             return 0;
         }
-        let more = (self.rate / HEADROOM).max(one_more).max(self.deviation);
-        let wants = u128::from(self.rate) + u128::from(more);
+        let margin = (self.rate / HEADROOM).max(one_more).max(self.deviation);
+        let demand = u128::from(self.rate) + u128::from(margin);
         // The backlog must be admitted within a tick, or the host appears throttled and demands
         // everything.
-        let held_ns = u128::from(tick.throttled_ns.max(tick.elapsed_ns / 2));
-        let held = if is_held { wants * held_ns / u128::from(tick.elapsed_ns) } else { 0 };
-        let wants = u64::try_from(wants + held).unwrap_or(u64::MAX);
-        if wants.abs_diff(self.reported) > self.deviation.saturating_mul(2) {
-            self.reported = wants;
+        let backlog_ns = u128::from(tick.throttled_ns.max(tick.elapsed_ns / 2));
+        let backlog = if is_throttled { demand * backlog_ns / u128::from(tick.elapsed_ns) } else { 0 };
+        let demand = u64::try_from(demand + backlog).unwrap_or(u64::MAX);
+        if demand.abs_diff(self.reported) > self.deviation.saturating_mul(2) {
+            self.reported = demand;
         }
         self.reported / FIXED_POINT_SCALE as u64
     }
@@ -133,28 +133,28 @@ impl RateEstimate {
     /// True if the deviations of consecutive ticks on one side of the average exceed chance, whose
     /// sum grows with the root of their number. The bound is a fifth higher than that of a single
     /// tick, because it is tested in each tick.
-    fn is_drift(&mut self, now: u64, off: u64, chance: u64) -> bool {
+    fn is_drift(&mut self, now: u64, deviation: u64, tolerance: u64) -> bool {
         let is_above = now > self.rate;
         let (was_above, ticks, sum) = self.same_side_run;
         // A small deviation ends the series too: it would dilute those that follow.
-        self.same_side_run = match is_above == was_above && off > chance / 5 {
-            true => (is_above, ticks.saturating_add(1), sum.saturating_add(off)),
-            false => (is_above, 1, off),
+        self.same_side_run = match is_above == was_above && deviation > tolerance / 5 {
+            true => (is_above, ticks.saturating_add(1), sum.saturating_add(deviation)),
+            false => (is_above, 1, deviation),
         };
         let (_, ticks, sum) = self.same_side_run;
         let square = |value: u64| u128::from(value).pow(2);
         // sum / ticks.sqrt() > chance * 6 / 5, squared to stay with integers.
-        ticks > 1 && square(sum) / 36 > (square(chance) / 25).saturating_mul(ticks.into())
+        ticks > 1 && square(sum) / 36 > (square(tolerance) / 25).saturating_mul(ticks.into())
     }
 
     /// Deviation of a tick that Poisson arrivals allow: half a request, plus 2.5 standard
     /// deviations (roots of the expected number).
     fn poisson_tolerance(&self, elapsed_ns: u64) -> u64 {
-        let one = u128::from(self.request_units.max(1));
+        let request_units = u128::from(self.request_units.max(1));
         let second = u128::from(NANOS_PER_SECOND);
-        let expected = u128::from(self.rate) * u128::from(elapsed_ns) / second / one;
+        let expected = u128::from(self.rate) * u128::from(elapsed_ns) / second / request_units;
         let requests = expected.isqrt() * FIXED_POINT_SCALE.isqrt() * 5 / 2 + FIXED_POINT_SCALE / 2;
-        u64::try_from(requests.saturating_mul(one) * second / u128::from(elapsed_ns)).unwrap_or(u64::MAX)
+        u64::try_from(requests.saturating_mul(request_units) * second / u128::from(elapsed_ns)).unwrap_or(u64::MAX)
     }
 }
 
@@ -183,7 +183,7 @@ impl DemandEstimator {
         let before = counters(&core::mem::replace(&mut self.last, stats));
         self.at = now;
         // A counter fell: the group was replaced, and its work since the last call is unknown.
-        let Some([held_ns, read_requests, read_bytes, write_requests, written_bytes]) =
+        let Some([throttled_ns, read_requests, read_bytes, write_requests, written_bytes]) =
             counter::growths(&before, &counters(&stats))
         else {
             return self.demand;
@@ -202,18 +202,18 @@ impl DemandEstimator {
         let (bytes, requests) = (passed(LimitKind::BpsTotal), passed(LimitKind::IopsTotal).max(1));
         let demand = LimitKind::ALL.map(|kind| {
             let units = passed(kind);
-            let one = match (units, kind.counts_bytes()) {
+            let request_units = match (units, kind.counts_bytes()) {
                 (0, _) => 0,
                 (_, true) => bytes / requests,
                 (_, false) => 1,
             };
             // Throttled time is attributed to the limit that binds at the end of the tick.
-            let held_ns = if stats.throttle_cause == Some(kind) { held_ns } else { 0 };
+            let throttled_ns = if stats.throttle_cause == Some(kind) { throttled_ns } else { 0 };
             self.estimates[kind.index()].update_demand(TickSample {
                 units,
-                request_units: one,
+                request_units,
                 elapsed_ns,
-                throttled_ns: held_ns,
+                throttled_ns,
             })
         });
         self.demand = demand;
@@ -233,52 +233,52 @@ mod tests {
 
     const TICK_NS: u64 = NANOS_PER_SECOND / 5;
 
-    fn wants(usual: &mut RateEstimate, requests: u64, held_percent: u64) -> u64 {
-        let held_ns = TICK_NS / 100 * held_percent;
-        usual.update_demand(TickSample {
+    fn update(estimate: &mut RateEstimate, requests: u64, throttled_percent: u64) -> u64 {
+        let throttled_ns = TICK_NS / 100 * throttled_percent;
+        estimate.update_demand(TickSample {
             units: requests,
             request_units: u64::from(requests > 0),
             elapsed_ns: TICK_NS,
-            throttled_ns: held_ns,
+            throttled_ns,
         })
     }
 
     #[test]
     fn throttled_host_demands_all_and_idle_host_soon_nothing() {
-        let mut usual = RateEstimate::default();
-        assert_eq!(wants(&mut usual, 4, 30), u64::MAX, "it has just begun");
-        assert_eq!(wants(&mut usual, 20, 100), u64::MAX);
-        assert_eq!(wants(&mut usual, 20, 0), 105);
-        assert_eq!(wants(&mut usual, 0, 0), 0, "twenty are no chance");
+        let mut estimate = RateEstimate::default();
+        assert_eq!(update(&mut estimate, 4, 30), u64::MAX, "it has just begun");
+        assert_eq!(update(&mut estimate, 20, 100), u64::MAX);
+        assert_eq!(update(&mut estimate, 20, 0), 105);
+        assert_eq!(update(&mut estimate, 0, 0), 0, "twenty are no chance");
         for requests in [4, 6, 2, 5, 3, 6, 2, 5, 3, 4, 6, 2] {
-            wants(&mut usual, requests, 0);
+            update(&mut estimate, requests, 0);
         }
-        assert_ne!(wants(&mut usual, 0, 0), 0, "four that come as they like may be");
-        assert_eq!(wants(&mut usual, 0, 0), 0);
+        assert_ne!(update(&mut estimate, 0, 0), 0, "four that come as they like may be");
+        assert_eq!(update(&mut estimate, 0, 0), 0);
         for _ in 0..2 * AVERAGING_TICKS {
-            wants(&mut usual, 4, 0);
+            update(&mut estimate, 4, 0);
         }
-        assert_eq!(wants(&mut usual, 0, 0), 0, "four that came evenly have stopped");
+        assert_eq!(update(&mut estimate, 0, 0), 0, "four that came evenly have stopped");
     }
 
     #[test]
     fn several_ticks_below_average_are_a_change() {
-        let mut usual = RateEstimate::default();
+        let mut estimate = RateEstimate::default();
         for _ in 0..5 {
-            wants(&mut usual, 113, 0);
+            update(&mut estimate, 113, 0);
         }
-        let [first, .., third] = [93, 84, 84].map(|count| wants(&mut usual, count, 0));
+        let [first, .., third] = [93, 84, 84].map(|count| update(&mut estimate, count, 0));
         assert!(first > 540, "the change may be in the middle of a tick: {first}");
         assert!(third < 84 * 5 + 20, "each alone could be chance: {third}");
     }
 
     #[test]
     fn random_arrivals_yield_steady_demand_with_margin() {
-        let mut usual = RateEstimate::default();
+        let mut estimate = RateEstimate::default();
         let counts = [10, 13, 7, 9, 14, 6, 11, 10, 8, 12].repeat(10);
-        let all: Vec<u64> = counts.into_iter().map(|count| wants(&mut usual, count, 0)).collect();
-        let late = &all[30..];
-        assert!(late.iter().all(|wants| (55..=75).contains(wants)), "{late:?}");
-        assert!(wants(&mut usual, 10, 45) > late[69], "waiting a little is more");
+        let all: Vec<u64> = counts.into_iter().map(|count| update(&mut estimate, count, 0)).collect();
+        let settled = &all[30..];
+        assert!(settled.iter().all(|wants| (55..=75).contains(wants)), "{settled:?}");
+        assert!(update(&mut estimate, 10, 45) > settled[69], "waiting a little is more");
     }
 }

@@ -51,8 +51,8 @@ pub fn divide_quota(available: ByKind, claims: &[QuotaClaim]) -> Vec<ByKind> {
 struct ClaimBounds {
     weight: u128,
     floor: u128,
-    least: u128,
-    most: u128,
+    min: u128,
+    max: u128,
 }
 
 impl ClaimBounds {
@@ -61,71 +61,71 @@ impl ClaimBounds {
         let demand = if claim.waiting_ns >= STARVED_AFTER_NS { u64::MAX } else { claim.demand[at] };
         let reserved = claim.reserved[usize::from(kind.counts_bytes())];
         let floor = claim.floor[at];
-        let least = floor.max(reserved.min(demand));
+        let min = floor.max(reserved.min(demand));
         Self {
             weight: claim.weight.clamp(1, MAX_WEIGHT).into(),
             floor: floor.into(),
-            least: least.into(),
-            most: demand.into(),
+            min: min.into(),
+            max: demand.into(),
         }
     }
 
     fn quota_at_level(&self, level: u128) -> u128 {
-        ((level * self.weight) >> FRACTION_BITS).clamp(self.least, self.most)
+        ((level * self.weight) >> FRACTION_BITS).clamp(self.min, self.max)
     }
 
     /// As [`ClaimBounds::quota_at_level`], rounded up: no host gains the units that others lose by
     /// rounding.
     fn quota_at_level_rounded_up(&self, level: u128) -> u128 {
-        (level * self.weight).div_ceil(1 << FRACTION_BITS).clamp(self.least, self.most)
+        (level * self.weight).div_ceil(1 << FRACTION_BITS).clamp(self.min, self.max)
     }
 }
 
-fn divide_limit(available: u64, mut wants: Vec<ClaimBounds>) -> Vec<u64> {
+fn divide_limit(available: u64, mut claims: Vec<ClaimBounds>) -> Vec<u64> {
     let available = u128::from(available);
     // Floors that do not fit are scaled down first, then the reservations above the floors.
-    scale_down_to_fit(available, &mut wants, |want| (&mut want.floor, 0));
-    scale_down_to_fit(available, &mut wants, |want| {
-        let floor = want.floor;
-        (&mut want.least, floor)
+    scale_down_to_fit(available, &mut claims, |claim| (&mut claim.floor, 0));
+    scale_down_to_fit(available, &mut claims, |claim| {
+        let floor = claim.floor;
+        (&mut claim.min, floor)
     });
-    for want in &mut wants {
-        want.most = want.most.min(available).max(want.least);
+    for claim in &mut claims {
+        claim.max = claim.max.min(available).max(claim.min);
     }
-    let sum = |level: u128| wants.iter().map(|want| want.quota_at_level_rounded_up(level)).sum::<u128>();
+    let sum = |level: u128| claims.iter().map(|claim| claim.quota_at_level_rounded_up(level)).sum::<u128>();
     // Binary search for the highest level that fits: the sum is monotonic in the level.
     let (mut fits, mut above) = (0, (available << FRACTION_BITS) + 1);
     while fits + 1 < above {
         let middle = fits + (above - fits) / 2;
         if sum(middle) <= available { fits = middle } else { above = middle }
     }
-    let rest = available.saturating_sub(sum(fits));
+    let surplus = available.saturating_sub(sum(fits));
     // While some host has unmet demand, the rest is only what rounding has left.
-    let rest = if wants.iter().any(|want| want.quota_at_level(fits) < want.most) { 0 } else { rest };
-    let weights: u128 = wants.iter().map(|want| want.weight).sum();
-    wants.iter().map(|want| (want.quota_at_level(fits) + rest * want.weight / weights) as u64).collect()
+    let surplus = if claims.iter().any(|want| want.quota_at_level(fits) < want.max) { 0 } else { surplus };
+    let weights: u128 = claims.iter().map(|want| want.weight).sum();
+    claims.iter().map(|want| (want.quota_at_level(fits) + surplus * want.weight / weights) as u64).collect()
 }
 
 /// Scales one value of each claim down towards its floor, by the same factor, until all fit.
 fn scale_down_to_fit(
     available: u128,
-    wants: &mut [ClaimBounds],
-    mut of: impl FnMut(&mut ClaimBounds) -> (&mut u128, u128),
+    claims: &mut [ClaimBounds],
+    mut value_and_floor: impl FnMut(&mut ClaimBounds) -> (&mut u128, u128),
 ) {
-    let (mut kept, mut more) = (0, 0);
-    for want in wants.iter_mut() {
-        let (number, floor) = of(want);
-        kept += floor;
-        more += number.saturating_sub(floor);
+    let (mut floors, mut above_floors) = (0, 0);
+    for claim in claims.iter_mut() {
+        let (number, floor) = value_and_floor(claim);
+        floors += floor;
+        above_floors += number.saturating_sub(floor);
     }
     // Floors of zero make this the same scaling for the first and the second call.
-    let left = available.saturating_sub(kept);
-    if more <= left {
+    let remaining = available.saturating_sub(floors);
+    if above_floors <= remaining {
         return;
     }
-    for want in wants {
-        let (number, floor) = of(want);
-        *number = floor + number.saturating_sub(floor) * left / more;
+    for claim in claims {
+        let (number, floor) = value_and_floor(claim);
+        *number = floor + number.saturating_sub(floor) * remaining / above_floors;
     }
 }
 
@@ -137,12 +137,12 @@ mod tests {
     const IOPS: usize = LimitKind::IopsTotal.index();
 
     fn claim(weight: u64, floor: u64, reserved: u64, demand: u64) -> QuotaClaim {
-        let only = |units| core::array::from_fn(|at| if at == IOPS { units } else { 0 });
+        let iops_only = |units| core::array::from_fn(|at| if at == IOPS { units } else { 0 });
         QuotaClaim {
-            floor: only(floor),
+            floor: iops_only(floor),
             weight,
             reserved: [reserved, 0],
-            demand: only(demand),
+            demand: iops_only(demand),
             waiting_ns: 0,
         }
     }
@@ -185,9 +185,9 @@ mod tests {
 
     fn claims() -> impl Strategy<Value = Vec<QuotaClaim>> {
         let demand = prop_oneof![Just(ALL), 0..2_000u64, 0..1_000_000_000_000_000u64];
-        let one = (1..20_000u64, 0..20u64, 0..500u64, demand);
+        let any_claim = (1..20_000u64, 0..20u64, 0..500u64, demand);
         prop::collection::vec(
-            one.prop_map(|(weight, floor, reserved, demand)| claim(weight, floor, reserved, demand)),
+            any_claim.prop_map(|(weight, floor, reserved, demand)| claim(weight, floor, reserved, demand)),
             1..30,
         )
     }
@@ -203,28 +203,28 @@ mod tests {
         #[test]
         fn no_starvation_and_no_gain_from_exaggerated_demand(available in 20_000..1_000_000u64, claims in claims()) {
             let weights: u64 = claims.iter().map(|claim| claim.weight).sum();
-            let promised: u64 = claims.iter().map(|claim| claim.reserved[0].max(claim.floor[IOPS])).sum();
+            let reserved: u64 = claims.iter().map(|claim| claim.reserved[0].max(claim.floor[IOPS])).sum();
             for (claim, part) in claims.iter().zip(parts(available, &claims)) {
-                let (fair, demand) = (available.saturating_sub(promised) * claim.weight / weights, claim.demand[IOPS]);
+                let (fair, demand) = (available.saturating_sub(reserved) * claim.weight / weights, claim.demand[IOPS]);
                 prop_assert!(part + 2 >= demand.min(fair).max(claim.reserved[0].min(demand)).max(claim.floor[IOPS]));
             }
             // All others demand everything: a host that exaggerates gets its share or reservation.
             let mut busy = claims.clone();
             busy.iter_mut().for_each(|claim| claim.demand[IOPS] = ALL);
-            let liar = busy[0];
-            let fair = available * liar.weight / weights;
-            prop_assert!(parts(available, &busy)[0] <= fair.max(liar.reserved[0]).max(liar.floor[IOPS]) + 1);
+            let greedy = busy[0];
+            let share = available * greedy.weight / weights;
+            prop_assert!(parts(available, &busy)[0] <= share.max(greedy.reserved[0]).max(greedy.floor[IOPS]) + 1);
         }
 
         #[test]
-        fn higher_demand_never_lowers_own_quota(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
+        fn higher_demand_does_not_lower_the_quota_of_its_host(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
             // Rounding may leave undistributed units in one division and distribute them in the
             // next.
             let rounding = 2 * claims.len() as u64;
             let before = parts(available, &claims);
-            let mut wants_more = claims.clone();
-            wants_more[0].demand[IOPS] = wants_more[0].demand[IOPS].saturating_add(more);
-            let after = parts(available, &wants_more);
+            let mut higher_claims = claims.clone();
+            higher_claims[0].demand[IOPS] = higher_claims[0].demand[IOPS].saturating_add(more);
+            let after = parts(available, &higher_claims);
             prop_assert!(after[0] + rounding >= before[0], "{} became {}", before[0], after[0]);
             for (before, after) in before.iter().zip(&after).skip(1) {
                 prop_assert!(*after <= before + rounding);
@@ -241,12 +241,12 @@ mod tests {
 
         #[test]
         fn order_of_claims_does_not_matter(available in 1..1_000_000u64, claims in claims(), turn in 0..30usize) {
-            let mut turned = claims.clone();
-            let turn = turn % claims.len();
-            turned.rotate_left(turn);
+            let mut rotated = claims.clone();
+            let rotation = turn % claims.len();
+            rotated.rotate_left(rotation);
             let mut parts_of_claims = parts(available, &claims);
-            parts_of_claims.rotate_left(turn);
-            prop_assert_eq!(parts_of_claims, parts(available, &turned));
+            parts_of_claims.rotate_left(rotation);
+            prop_assert_eq!(parts_of_claims, parts(available, &rotated));
         }
     }
 }

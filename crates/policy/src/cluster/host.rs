@@ -146,9 +146,9 @@ impl HostQuota {
         self.first_report_of_term = self.number + 1;
         // A leader that returns still accounts in its own totals, so they must continue, not
         // restart.
-        let known = self.past_leaders.iter().rev().find(|(term, ..)| *term == leader);
+        let past = self.past_leaders.iter().rev().find(|(term, ..)| *term == leader);
         (self.seq, self.released_capacity, self.credit) =
-            known.map_or((0, [0; 6], [0; 6]), |(_, seq, given, credit)| (*seq, *given, *credit));
+            past.map_or((0, [0; 6], [0; 6]), |(_, seq, released, credit)| (*seq, *released, *credit));
         self.is_urgent = true;
     }
 
@@ -166,10 +166,10 @@ impl HostQuota {
         now: Instant,
         divide: impl FnOnce(Limits, ByKind, Instant) -> ByKind,
     ) {
-        let is_mine = grant.instance == self.instance && self.followed_term == Some(grant.term);
+        let is_addressed = grant.instance == self.instance && self.followed_term == Some(grant.term);
         let is_old = grant.report_number < self.first_report_of_term.max(self.last_answered_report)
             || grant.seq < self.seq.max(1);
-        let Some(until) = self.lease_end_of(grant).filter(|_| is_mine && !is_old) else { return };
+        let Some(until) = self.lease_end_of(grant).filter(|_| is_addressed && !is_old) else { return };
         // After an expiry `expire_lease` must come first, or capacity of the expired lease would be
         // kept.
         if until <= now || now >= self.lease_end() {
@@ -181,36 +181,36 @@ impl HostQuota {
         let is_new = grant.seq > self.seq;
         let rates = grant.spec.rates();
         // Whatever the store contains, no host gets more than the leasable rate of all hosts.
-        let most = zip_with(rates, grant.spec.fallback_share(), u64::saturating_sub);
-        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, zip_with(grant.leased, most, u64::min));
+        let max_leased = zip_with(rates, grant.spec.fallback_share(), u64::saturating_sub);
+        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, zip_with(grant.leased, max_leased, u64::min));
         // Credits are cumulative: only the part that is new since the last grant is added.
         let credit = zip_with(grant.credit, self.credit, u64::saturating_sub);
         let credit = zip_with(credit, grant.spec.scaled_capacity(rates), u64::min);
         self.credit = zip_with(self.credit, grant.credit, u64::max);
         if is_new || before != self.limits() {
-            let given = divide(self.limits(), credit, now);
-            self.released_capacity = zip_with(self.released_capacity, given, u64::saturating_add);
+            let released = divide(self.limits(), credit, now);
+            self.released_capacity = zip_with(self.released_capacity, released, u64::saturating_add);
             self.is_urgent = true;
         }
     }
 
     /// The report to send now, if any: the demand changed, another grant is in force, or the lease
     /// must be extended.
-    pub fn tick(&mut self, wants: ReportedDemand, now: Instant) -> Option<HostReport> {
+    pub fn tick(&mut self, demand: ReportedDemand, now: Instant) -> Option<HostReport> {
         let since = self.sent.back().map_or(Instant::ZERO, |(_, at)| *at);
         let (age, tick) = (now - since, self.timing.tick);
         // Two fifths of a lease remain for the answer. Reports are sent more often while it is
         // missing.
         let is_late =
-            age >= self.timing.lease * 3 / 5 || (age >= tick * 2 && self.is_answer_overdue(&wants, now));
-        let told = self.reported.filter(|told| !self.is_reportable_change(told, &wants));
-        if !self.is_urgent && !is_late && (told.is_some() || self.reported.is_none()) {
+            age >= self.timing.lease * 3 / 5 || (age >= tick * 2 && self.is_answer_overdue(&demand, now));
+        let unchanged = self.reported.filter(|told| !self.is_reportable_change(told, &demand));
+        if !self.is_urgent && !is_late && (unchanged.is_some() || self.reported.is_none()) {
             return None;
         }
         // A change within the noise is reported as the old value, so that the leader moves nothing.
-        let wants = told.map_or(wants, |told| ReportedDemand { waiting_ns: wants.waiting_ns, ..told });
+        let demand = unchanged.map_or(demand, |unchanged| ReportedDemand { waiting_ns: demand.waiting_ns, ..unchanged });
         self.is_urgent = false;
-        self.reported = Some(wants);
+        self.reported = Some(demand);
         self.number += 1;
         self.sent.push_back((self.number, now));
         if self.sent.len() > MAX_SENT_REPORTS {
@@ -225,44 +225,44 @@ impl HostQuota {
             version: self.spec.version(),
             fallback: self.spec.fallback_share(),
             released_capacity: self.released_capacity,
-            demand: wants,
+            demand,
         })
     }
 
     /// True if an answer is overdue: the lease ends soon, or there is none and demand exceeds the
     /// fallback share. A host in any other state has nothing to repeat.
-    fn is_answer_overdue(&self, wants: &ReportedDemand, now: Instant) -> bool {
+    fn is_answer_overdue(&self, demand: &ReportedDemand, now: Instant) -> bool {
         if self.is_leased() {
             return self.until - now < self.timing.lease / 3;
         }
-        let safe = self.spec.fallback_share();
+        let fallback = self.spec.fallback_share();
         LimitKind::ALL.into_iter().any(|kind| {
             let at = kind.index();
-            safe[at] > 0 && wants.demand[at] > safe[at]
+            fallback[at] > 0 && demand.demand[at] > fallback[at]
         })
     }
 
-    fn is_reportable_change(&self, told: &ReportedDemand, wants: &ReportedDemand) -> bool {
+    fn is_reportable_change(&self, reported: &ReportedDemand, demand: &ReportedDemand) -> bool {
         let [bytes, requests] =
-            [LimitKind::BpsTotal, LimitKind::IopsTotal].map(|kind| told.demand[kind.index()]);
+            [LimitKind::BpsTotal, LimitKind::IopsTotal].map(|kind| reported.demand[kind.index()]);
         let request = bytes / requests.max(1);
         let tick_ns = (self.timing.tick.as_nanos() as u64).max(1);
         let ticks = (NANOS_PER_SECOND / tick_ns).max(1);
-        let noticed = |kind: LimitKind| {
-            let (at, whole) = (kind.index(), self.spec.limits().limit(kind).rate);
-            let (told, wants) = (told.demand[at].min(whole), wants.demand[at].min(whole));
+        let is_noticeable = |kind: LimitKind| {
+            let (at, limit_rate) = (kind.index(), self.spec.limits().limit(kind).rate);
+            let (reported_units, demand_units) = (reported.demand[at].min(limit_rate), demand.demand[at].min(limit_rate));
             let size = if kind.counts_bytes() { request.max(1) } else { 1 };
             // Two requests more or less in a tick are chance, whatever the rate.
             let noise = size.saturating_mul(2).saturating_mul(ticks);
             // A change that is small for the group as a whole is not worth a report either.
-            let few = (whole / u64::from(self.spec.hosts()) / EQUAL_SHARE_THRESHOLD)
-                .min(whole / (REPORT_THRESHOLD * 4));
-            told.abs_diff(wants) > few.max(told / REPORT_THRESHOLD).max(noise)
+            let min_change = (limit_rate / u64::from(self.spec.hosts()) / EQUAL_SHARE_THRESHOLD)
+                .min(limit_rate / (REPORT_THRESHOLD * 4));
+            reported_units.abs_diff(demand_units) > min_change.max(reported_units / REPORT_THRESHOLD).max(noise)
         };
         // The weight matters only to a host whose demand is not met. Otherwise which disks are
         // active in a tick is chance.
-        let is_held = wants.demand.contains(&u64::MAX);
-        (is_held && (told.weight, told.reserved) != (wants.weight, wants.reserved))
-            || LimitKind::ALL.into_iter().any(noticed)
+        let is_throttled = demand.demand.contains(&u64::MAX);
+        (is_throttled && (reported.weight, reported.reserved) != (demand.weight, demand.reserved))
+            || LimitKind::ALL.into_iter().any(is_noticeable)
     }
 }

@@ -59,9 +59,9 @@ struct HostState {
     version: u64,
     /// Instant, by this leader's clock, from which no part of `held` is in force.
     until: Instant,
-    sent: Option<UnacknowledgedGrant>,
-    answered: u64,
-    given: ByKind,
+    unacknowledged: Option<UnacknowledgedGrant>,
+    answered_report: u64,
+    released_capacity: ByKind,
     credit: ByKind,
     /// True if the host has left the group; it is forgotten once its lease has expired.
     has_left: bool,
@@ -80,9 +80,9 @@ impl HostState {
             seq: 0,
             lease: [0; 6],
             until: now,
-            sent: None,
-            answered: 0,
-            given: [0; 6],
+            unacknowledged: None,
+            answered_report: 0,
+            released_capacity: [0; 6],
             credit: [0; 6],
             has_left: false,
             is_release_void: false,
@@ -91,7 +91,7 @@ impl HostState {
 
     /// The largest rates that may be in force on the host.
     fn max_in_force(&self) -> ByKind {
-        zip_with(self.lease, self.sent.map_or([0; 6], |sent| sent.leased), u64::max)
+        zip_with(self.lease, self.unacknowledged.map_or([0; 6], |sent| sent.leased), u64::max)
     }
 
     fn expire(&mut self, now: Instant) {
@@ -101,8 +101,8 @@ impl HostState {
             self.is_release_void |= self.lease != [0; 6];
             self.lease = [0; 6];
         }
-        if self.sent.is_some_and(|sent| sent.until <= now) {
-            self.sent = None;
+        if self.unacknowledged.is_some_and(|sent| sent.until <= now) {
+            self.unacknowledged = None;
             self.is_release_void = true;
         }
     }
@@ -110,7 +110,7 @@ impl HostState {
     /// True if a lease in force or in transit is a part of limits of another version.
     fn has_other_version(&self, version: u64) -> bool {
         (self.lease != [0; 6] && self.version != version)
-            || self.sent.is_some_and(|sent| sent.version != version)
+            || self.unacknowledged.is_some_and(|sent| sent.version != version)
     }
 }
 
@@ -150,28 +150,28 @@ pub struct QuotaLeader {
 impl QuotaLeader {
     /// The winner of an election that was requested at `asked` and won by `won`. No other leader of
     /// this group has granted anything since `won`.
-    pub fn new(term: Term, spec: ClusterGroupLimits, timing: Timing, asked: Instant, won: Instant) -> Self {
+    pub fn new(term: Term, spec: ClusterGroupLimits, timing: Timing, requested_at: Instant, won_at: Instant) -> Self {
         let mut leader = Self {
             term,
             spec,
             timing,
-            valid_until: asked,
+            valid_until: requested_at,
             is_deposed: false,
-            unknown_until: won + timing.lease + timing.clock_margin(),
+            unknown_until: won_at + timing.lease + timing.clock_margin(),
             quota_found: [0; 6],
             counted_hosts: BTreeSet::new(),
             members: BTreeMap::new(),
             released_capacity: [0; 6],
-            next: won,
+            next: won_at,
             ticked: Instant::ZERO,
         };
-        leader.on_key_renewed(asked);
+        leader.on_key_renewed(requested_at);
         leader
     }
 
     /// Records that the lease of the leader's key was renewed by a request sent at `asked`.
-    pub fn on_key_renewed(&mut self, asked: Instant) {
-        let until = asked + self.timing.term_lease().saturating_sub(self.timing.clock_margin());
+    pub fn on_key_renewed(&mut self, requested_at: Instant) {
+        let until = requested_at + self.timing.term_lease().saturating_sub(self.timing.clock_margin());
         self.valid_until = self.valid_until.max(until);
     }
 
@@ -211,7 +211,7 @@ impl QuotaLeader {
     /// of a later run while the current run may hold a lease.
     pub fn on_report(&mut self, name: &str, report: HostReport, now: Instant) {
         let report = report.clamped();
-        let late = now + self.timing.lease + self.timing.clock_margin();
+        let latest_end = now + self.timing.lease + self.timing.clock_margin();
         if !self.members.contains_key(name) {
             self.members.insert(String::from(name), HostState::new(report.clone(), now));
         }
@@ -219,8 +219,8 @@ impl QuotaLeader {
         member.expire(now);
         if report.instance != member.last.instance {
             // Two runs must not hold leases at once: their sum could exceed the accounted quota.
-            let is_over = member.max_in_force() == [0; 6] && report.instance > member.last.instance;
-            if !is_over {
+            let has_ended = member.max_in_force() == [0; 6] && report.instance > member.last.instance;
+            if !has_ended {
                 return;
             }
             *member = HostState::new(report.clone(), now);
@@ -231,36 +231,36 @@ impl QuotaLeader {
             (member.last_heard, member.has_left) = (now, false);
         }
         // A report that only extends the lease waits for the next tick.
-        let same = HostReport { report_number: report.report_number, ..member.last.clone() };
+        let renewal = HostReport { report_number: report.report_number, ..member.last.clone() };
         let waiting_ns = report.demand.waiting_ns;
         // A longer wait alone is no news: it changes with every report of a throttled host.
-        let is_news = HostReport { demand: ReportedDemand { waiting_ns, ..same.demand }, ..same } != report
+        let is_change = HostReport { demand: ReportedDemand { waiting_ns, ..renewal.demand }, ..renewal } != report
             || !member.follows
-            || member.sent.is_some();
+            || member.unacknowledged.is_some();
         if report.followed_term == Some(self.term) {
             if !member.follows {
                 member.follows = true;
-                (member.lease, member.until, member.version) = (report.leased, late, report.version);
-                (member.given, member.seq) = (report.released_capacity, report.seq);
+                (member.lease, member.until, member.version) = (report.leased, latest_end, report.version);
+                (member.released_capacity, member.seq) = (report.released_capacity, report.seq);
                 // Counted once for each name: a later run can hold only what this leader granted.
                 if self.counted_hosts.insert(String::from(name)) {
                     self.quota_found = zip_with(self.quota_found, report.leased, u64::saturating_add);
                 }
             // An acknowledgement of the grant in transit: it replaces `held` only now, because
             // until then either of the two may have been in force.
-            } else if let Some(sent) = member.sent.filter(|_| report.seq == member.seq) {
+            } else if let Some(sent) = member.unacknowledged.filter(|_| report.seq == member.seq) {
                 (member.lease, member.until, member.version) = (sent.leased, sent.until, sent.version);
-                member.sent = None;
+                member.unacknowledged = None;
                 if !member.is_release_void {
-                    let given = zip_with(report.released_capacity, member.given, u64::saturating_sub);
-                    self.released_capacity = zip_with(self.released_capacity, given, u64::saturating_add);
+                    let released = zip_with(report.released_capacity, member.released_capacity, u64::saturating_sub);
+                    self.released_capacity = zip_with(self.released_capacity, released, u64::saturating_add);
                 }
                 member.is_release_void = false;
-                member.given = report.released_capacity;
+                member.released_capacity = report.released_capacity;
             }
         }
         member.last = report;
-        if is_news {
+        if is_change {
             self.schedule_tick(now);
         }
     }
@@ -276,11 +276,11 @@ impl QuotaLeader {
     /// True if a lease of this host may be in force, granted by this leader or an earlier one. If
     /// false, its last grant is worthless and may be deleted once its report is gone.
     pub fn may_have_lease(&self, name: &str, now: Instant) -> bool {
-        let holds = |member: &HostState| {
+        let may_hold = |member: &HostState| {
             (member.lease != [0; 6] && now < member.until)
-                || member.sent.is_some_and(|sent| sent.leased != [0; 6] && now < sent.until)
+                || member.unacknowledged.is_some_and(|sent| sent.leased != [0; 6] && now < sent.until)
         };
-        now < self.unknown_until || self.members.get(name).is_some_and(holds)
+        now < self.unknown_until || self.members.get(name).is_some_and(may_hold)
     }
 
     /// Schedules a tick before the regular one, but not for each report alone.
@@ -310,11 +310,11 @@ impl QuotaLeader {
     /// Sum of all fallback shares, including those of hosts not heard of, and of hosts that use
     /// other limits.
     fn reserved_for_fallback(&self) -> ByKind {
-        let safe = self.spec.fallback_share();
+        let fallback = self.spec.fallback_share();
         let hosts = u64::from(self.spec.hosts()).max(self.members.len() as u64);
-        let others = self.members.values().filter(|member| member.last.version != self.spec.version());
-        others.fold(safe.map(|safe| safe.saturating_mul(hosts)), |sum, member| {
-            zip_with(sum, zip_with(member.last.fallback, safe, u64::saturating_sub), u64::saturating_add)
+        let on_other_version = self.members.values().filter(|member| member.last.version != self.spec.version());
+        on_other_version.fold(fallback.map(|safe| safe.saturating_mul(hosts)), |sum, member| {
+            zip_with(sum, zip_with(member.last.fallback, fallback, u64::saturating_sub), u64::saturating_add)
         })
     }
 
@@ -327,34 +327,34 @@ impl QuotaLeader {
     fn free_quota(&self, now: Instant) -> ByKind {
         // While leases of earlier leaders may be in force, only quota that hosts have reported to
         // this leader is known to be exclusively its own.
-        let found = if now < self.unknown_until { self.quota_found } else { [u64::MAX; 6] };
-        let there_is = zip_with(self.leasable(), found, u64::min);
+        let known = if now < self.unknown_until { self.quota_found } else { [u64::MAX; 6] };
+        let distributable = zip_with(self.leasable(), known, u64::min);
         self.members
             .values()
-            .fold(there_is, |free, member| zip_with(free, member.max_in_force(), u64::saturating_sub))
+            .fold(distributable, |free, member| zip_with(free, member.max_in_force(), u64::saturating_sub))
     }
 
     /// Target quota of each reachable host, besides its fallback share.
     fn target_quotas(&self, now: Instant) -> BTreeMap<String, ByKind> {
-        let safe = self.spec.fallback_share();
-        let alive = |member: &&HostState| {
+        let fallback = self.spec.fallback_share();
+        let is_reachable = |member: &&HostState| {
             member.follows && !member.has_left && now < member.last_heard + self.timing.lease
         };
-        let names = self.members.iter().filter(|(_, member)| alive(member)).map(|(name, _)| name.clone());
+        let names = self.members.iter().filter(|(_, member)| is_reachable(member)).map(|(name, _)| name.clone());
         let claim = |member: &HostState| QuotaClaim {
-            floor: safe,
+            floor: fallback,
             weight: member.last.demand.weight,
             reserved: member.last.demand.reserved,
             demand: member.last.demand.demand,
             waiting_ns: member.last.demand.waiting_ns,
         };
-        let claims: Vec<QuotaClaim> = self.members.values().filter(alive).map(claim).collect();
+        let claims: Vec<QuotaClaim> = self.members.values().filter(is_reachable).map(claim).collect();
         // The claims' floors are fallback shares, which are not part of the leasable rates.
         let count = claims.len() as u64;
         let available =
-            zip_with(self.leasable(), safe.map(|safe| safe.saturating_mul(count)), u64::saturating_add);
+            zip_with(self.leasable(), fallback.map(|safe| safe.saturating_mul(count)), u64::saturating_add);
         let parts = divide_quota(available, &claims).into_iter();
-        names.zip(parts.map(|part| zip_with(part, safe, u64::saturating_sub))).collect()
+        names.zip(parts.map(|part| zip_with(part, fallback, u64::saturating_sub))).collect()
     }
 
     /// Next quota of each host whose quota changes.
@@ -362,25 +362,25 @@ impl QuotaLeader {
         let (rates, version) = (self.spec.rates(), self.spec.version());
         // Parts of two versions of the limits may together exceed both, so none is raised.
         let mixed = self.members.values().any(|member| member.has_other_version(version));
-        let (over, safe) = (self.exceeded_limits(), self.spec.fallback_share());
-        let open = || {
+        let (exceeded, fallback) = (self.exceeded_limits(), self.spec.fallback_share());
+        let candidates = || {
             targets.iter().filter_map(|(name, target)| {
                 let member = self.members.get(name)?;
                 // A larger fallback share is backed by quota that other hosts must give up first.
-                let waits = over.contains(&true)
-                    && (0..6).any(|at| member.lease[at] + member.last.fallback[at] < safe[at]);
-                (member.sent.is_none() && !waits).then_some((name, member, target))
+                let must_wait = exceeded.contains(&true)
+                    && (0..6).any(|at| member.lease[at] + member.last.fallback[at] < fallback[at]);
+                (member.unacknowledged.is_none() && !must_wait).then_some((name, member, target))
             })
         };
-        let is_worth = |at: usize, one: u64, other: u64| {
-            one.abs_diff(other) > (rates[at] / (2 * CHANGE_THRESHOLD)).min(one.max(other) / CHANGE_THRESHOLD)
+        let is_worth_changing = |at: usize, current: u64, proposed: u64| {
+            current.abs_diff(proposed) > (rates[at] / (2 * CHANGE_THRESHOLD)).min(current.max(proposed) / CHANGE_THRESHOLD)
         };
-        let mut wanted = [0_u128; 6];
-        for (_, member, target) in open() {
-            for (at, sum) in wanted.iter_mut().enumerate() {
-                let (held, target) = (member.lease[at], target[at]);
-                if target > held && is_worth(at, held, target) {
-                    *sum += u128::from(target - held);
+        let mut total_raises = [0_u128; 6];
+        for (_, member, target) in candidates() {
+            for (at, sum) in total_raises.iter_mut().enumerate() {
+                let (leased, target) = (member.lease[at], target[at]);
+                if target > leased && is_worth_changing(at, leased, target) {
+                    *sum += u128::from(target - leased);
                 }
             }
         }
@@ -388,34 +388,34 @@ impl QuotaLeader {
             core::array::from_fn(|at| {
                 // The fallback share that comes with the new limits replaces a part of the lease,
                 // so that the sum of both does not rise.
-                let less = safe[at].saturating_sub(member.last.fallback[at]);
-                let less = if member.last.version == version { 0 } else { less };
-                let (held, target) = (member.lease[at].saturating_sub(less), target[at]);
+                let fallback_growth = fallback[at].saturating_sub(member.last.fallback[at]);
+                let fallback_growth = if member.last.version == version { 0 } else { fallback_growth };
+                let (leased, target) = (member.lease[at].saturating_sub(fallback_growth), target[at]);
                 // Quota above the demand is moved only if the gain is large.
-                let wants = member.last.demand.demand[at].saturating_sub(safe[at]);
-                let is_spare = held >= wants && target > held && member.last.demand.waiting_ns == 0;
-                let is_worth = |at, held: u64, target: u64| {
-                    is_worth(at, held, target)
-                        && (!is_spare || held.abs_diff(target) > held.max(target) / SPARE_CHANGE_THRESHOLD)
+                let demand = member.last.demand.demand[at].saturating_sub(fallback[at]);
+                let is_spare = leased >= demand && target > leased && member.last.demand.waiting_ns == 0;
+                let is_worth_changing = |at, leased: u64, target: u64| {
+                    is_worth_changing(at, leased, target)
+                        && (!is_spare || leased.abs_diff(target) > leased.max(target) / SPARE_CHANGE_THRESHOLD)
                 };
-                if target < held {
+                if target < leased {
                     // A small surplus of many hosts adds up for one that lacks quota, so it is
                     // taken if the raises exceed the free quota.
-                    let is_little = !is_worth(at, held, target)
-                        && (wanted[at] <= u128::from(free[at])
-                            || held - target <= held / (8 * CHANGE_THRESHOLD));
-                    return if over[at] || !is_little { target } else { held };
+                    let is_negligible = !is_worth_changing(at, leased, target)
+                        && (total_raises[at] <= u128::from(free[at])
+                            || leased - target <= leased / (8 * CHANGE_THRESHOLD));
+                    return if exceeded[at] || !is_negligible { target } else { leased };
                 }
-                if mixed || !is_worth(at, held, target) {
-                    return held;
+                if mixed || !is_worth_changing(at, leased, target) {
+                    return leased;
                 }
-                let more = u128::from(target - held);
+                let increase = u128::from(target - leased);
                 // If the raises exceed the free quota, each is scaled by the same factor.
-                let share = more * u128::from(free[at]) / wanted[at].max(1);
-                held + more.min(share) as u64
+                let share = increase * u128::from(free[at]) / total_raises[at].max(1);
+                leased + increase.min(share) as u64
             })
         };
-        open()
+        candidates()
             .map(|(name, member, target)| (name.clone(), next(member, target)))
             .filter(|(name, next)| {
                 let member = &self.members[name];
@@ -428,31 +428,31 @@ impl QuotaLeader {
     fn exceeded_limits(&self) -> [bool; 6] {
         let leasable = self.leasable();
         let bounds = self.members.values().map(HostState::max_in_force);
-        let held = bounds.fold([0; 6], |sum, bound| zip_with(sum, bound, u64::saturating_add));
-        LimitKind::ALL.map(|kind| held[kind.index()] > leasable[kind.index()])
+        let leased = bounds.fold([0; 6], |sum, bound| zip_with(sum, bound, u64::saturating_add));
+        LimitKind::ALL.map(|kind| leased[kind.index()] > leasable[kind.index()])
     }
 
     /// The grants to write: changes, and answers to unanswered reports.
     fn build_grants(&mut self, free: ByKind, changes: BTreeMap<String, ByKind>) -> Vec<(String, QuotaGrant)> {
-        let (spec, term, late) = (self.spec, self.term, self.timing.lease + self.timing.clock_margin());
-        let room = self.released_capacity;
+        let (spec, term, lease_with_margin) = (self.spec, self.term, self.timing.lease + self.timing.clock_margin());
+        let released = self.released_capacity;
         let mut grants = Vec::new();
         for (name, member) in self.members.iter_mut().filter(|(_, member)| member.follows) {
-            let until = member.last_heard + late;
+            let until = member.last_heard + lease_with_margin;
             if let Some(leased) = changes.get(name) {
-                let more = zip_with(*leased, member.lease, u64::saturating_sub);
+                let increase = zip_with(*leased, member.lease, u64::saturating_sub);
                 // Burst capacity in proportion to the free quota that the host gets.
                 let credit = core::array::from_fn(|at| {
-                    let part = u128::from(room[at]) * u128::from(more[at]) / u128::from(free[at].max(1));
+                    let part = u128::from(released[at]) * u128::from(increase[at]) / u128::from(free[at].max(1));
                     part as u64
                 });
                 self.released_capacity = zip_with(self.released_capacity, credit, u64::saturating_sub);
                 member.credit = zip_with(member.credit, credit, u64::saturating_add);
                 member.seq = member.seq.saturating_add(1);
-                member.sent = Some(UnacknowledgedGrant { leased: *leased, version: spec.version(), until });
-            } else if member.last.report_number <= member.answered {
+                member.unacknowledged = Some(UnacknowledgedGrant { leased: *leased, version: spec.version(), until });
+            } else if member.last.report_number <= member.answered_report {
                 continue;
-            } else if let Some(sent) = &mut member.sent {
+            } else if let Some(sent) = &mut member.unacknowledged {
                 // A grant under old limits is not extended: it must expire.
                 if sent.version != spec.version() {
                     continue;
@@ -463,10 +463,10 @@ impl QuotaLeader {
             } else {
                 continue;
             }
-            member.answered = member.last.report_number;
+            member.answered_report = member.last.report_number;
             // A repeated grant carries the same contents, so it does not matter which copy the host
             // reads.
-            let leased = member.sent.map_or(member.lease, |sent| sent.leased);
+            let leased = member.unacknowledged.map_or(member.lease, |sent| sent.leased);
             // A host may report a larger lease than the limit.
             let leased = zip_with(leased, spec.rates(), u64::min);
             let grant = QuotaGrant {

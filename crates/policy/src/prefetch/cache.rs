@@ -113,7 +113,7 @@ pub struct PrefetchCache<T> {
     stats: PrefetchStats,
     /// Read-ahead used since the last request for admission.
     refund: SpareRefund,
-    dropped: Vec<T>,
+    dropped_tokens: Vec<T>,
 }
 
 /// State of the data that a request needs, in the order of increasing delay.
@@ -140,7 +140,7 @@ impl<T> Default for PrefetchCache<T> {
             congestion: CongestionControl::new(settings.memory_bytes),
             stats: PrefetchStats::default(),
             refund: SpareRefund::NONE,
-            dropped: Vec::new(),
+            dropped_tokens: Vec::new(),
         }
     }
 }
@@ -174,7 +174,7 @@ impl<T: Clone> PrefetchCache<T> {
             self.gate.resize(settings.memory_bytes);
             self.congestion.resize(settings.memory_bytes);
         }
-        self.make_room(0);
+        self.free_memory(0);
         Ok(())
     }
 
@@ -182,7 +182,7 @@ impl<T: Clone> PrefetchCache<T> {
     /// outside the lock.
     #[must_use = "the caller frees the memory of the returned chunks"]
     pub fn take_dropped_tokens(&mut self) -> Vec<T> {
-        core::mem::take(&mut self.dropped)
+        core::mem::take(&mut self.dropped_tokens)
     }
 
     /// Counters since the creation, and current levels.
@@ -212,7 +212,7 @@ impl<T: Clone> PrefetchCache<T> {
         range: Range<u64>,
         requests: u64,
         size_bytes: u64,
-        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
+        try_admit: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> (CacheLookup<T>, Option<ReadAhead>) {
         if self.expectations.is_none() {
             return (CacheLookup::Nothing, None);
@@ -224,29 +224,29 @@ impl<T: Clone> PrefetchCache<T> {
             self.stats.skipped += 1;
             return (CacheLookup::Nothing, None);
         }
-        let (found, met, owner) = self.find(&range);
+        let (found, state, owner) = self.find(&range);
         let stream = match self.streams.get_mut(owner).map(|stream| stream.step()) {
             Some(step) if !step.has_gaps() => Some(owner),
             // A strided stream that finds its data in the gaps of another may be a sequential scan.
             Some(_) => self.follow_expectation(&range, Some(owner)),
             None => self.follow_expectation(&range, None),
         };
-        let ahead = stream.and_then(|stream| self.advance_stream(stream, &range, met, size_bytes, may));
+        let ahead = stream.and_then(|stream| self.advance_stream(stream, &range, state, size_bytes, try_admit));
         (found, ahead)
     }
 
     fn find(&mut self, range: &Range<u64>) -> (CacheLookup<T>, DataState, StreamId) {
         // The common case, one extent that covers the read, without an allocation.
         let last = self.extents.overlapping(range).next();
-        let (found, met, stream) = match last {
+        let (found, state, stream) = match last {
             None => (CacheLookup::Nothing, DataState::Missing, StreamId::NONE),
             Some(last) if last.offset <= range.start && last.end() >= range.end => {
-                let (cached, met, stream) = self.use_extent(last.within(range));
-                (CacheLookup::Whole(cached), met, stream)
+                let (cached, state, stream) = self.use_extent(last.within(range));
+                (CacheLookup::Whole(cached), state, stream)
             }
             Some(_) => self.find_parts(range),
         };
-        match (&found, met) {
+        match (&found, state) {
             (CacheLookup::Nothing, _) => self.stats.misses += 1,
             (_, DataState::Missing) => self.stats.partial_hits += 1,
             (_, DataState::Cached) => self.stats.hits += 1,
@@ -255,7 +255,7 @@ impl<T: Clone> PrefetchCache<T> {
                 self.stats.waited += 1;
             }
         }
-        (found, met, stream)
+        (found, state, stream)
     }
 
     fn find_parts(&mut self, range: &Range<u64>) -> (CacheLookup<T>, DataState, StreamId) {
@@ -272,9 +272,9 @@ impl<T: Clone> PrefetchCache<T> {
                 parts.push(CachePart::Missing(at..extent.offset));
             }
             at = extent.end();
-            let (cached, met, owner) = self.use_extent(extent);
+            let (cached, state, owner) = self.use_extent(extent);
             // The stream of the last part is the one that the read continues.
-            (worst, stream) = (worst.max(met), owner);
+            (worst, stream) = (worst.max(state), owner);
             parts.push(CachePart::Cached(cached));
         }
         if at < range.end {
@@ -288,12 +288,12 @@ impl<T: Clone> PrefetchCache<T> {
         let range = extent.chunk_offset..extent.chunk_offset + extent.length;
         let chunk = self.chunks.get_mut(extent.chunk);
         let used = chunk.settle(range.start, range.end);
-        let met = if chunk.requested_at.is_none() { DataState::Cached } else { DataState::InFlight };
+        let state = if chunk.requested_at.is_none() { DataState::Cached } else { DataState::InFlight };
         let cached = CachedRange { token: chunk.token.clone(), range };
         let (owner, on_trial, is_used_up) = (chunk.stream, chunk.on_trial, chunk.open_blocks == 0);
         let charged = chunk.charged_bytes;
         self.stats.hit_bytes += extent.length;
-        if met == DataState::Cached {
+        if state == DataState::Cached {
             self.chunks.touch(extent.chunk);
         }
         if used > 0 {
@@ -304,12 +304,12 @@ impl<T: Clone> PrefetchCache<T> {
         }
         // A chunk that was read to its end shows that the window was not too large: it may grow.
         if used > 0 && is_used_up {
-            let most = self.max_read_ahead();
+            let max_bytes = self.max_read_ahead();
             if let Some(stream) = self.streams.get_mut(owner) {
-                stream.window.grow(most);
+                stream.window.grow(max_bytes);
             }
         }
-        (cached, met, owner)
+        (cached, state, owner)
     }
 
     /// Finds the stream of a request that hit no chunk of a stream, or one of a strided stream. The
@@ -317,42 +317,42 @@ impl<T: Clone> PrefetchCache<T> {
     fn follow_expectation(&mut self, range: &Range<u64>, with_gaps: Option<StreamId>) -> Option<StreamId> {
         let expectations = self.expectations.as_mut()?;
         let length = range.end - range.start;
-        let Some(met) = expectations.take_match(range.start) else {
+        let Some(expected) = expectations.take_match(range.start) else {
             match with_gaps {
                 Some(_) => expectations.expect_forward(range.end),
                 None => expectations.expect_any(range.start, length),
             }
             return with_gaps;
         };
-        if met.step.has_gaps() {
+        if expected.step.has_gaps() {
             expectations.expect_forward(range.end);
         }
-        if self.streams.get_mut(met.stream).is_some() {
-            return Some(met.stream);
+        if self.streams.get_mut(expected.stream).is_some() {
+            return Some(expected.stream);
         }
-        let run = met.run + 1;
-        let next = met.step.next(range.start, length);
+        let run = expected.run + 1;
+        let next = expected.step.next(range.start, length);
         if run < STREAM_AFTER_REQUESTS {
             if let Some(next) = next {
-                expectations.expect(next, ExpectedRequest { run, ..met });
+                expectations.expect(next, ExpectedRequest { run, ..expected });
             }
             return with_gaps;
         }
         // The head of a backward stream is its last offset; of any other the next one.
-        let head = if met.step == ScanStep::Backward { range.start } else { next? };
+        let head = if expected.step == ScanStep::Backward { range.start } else { next? };
         let window = ReadAheadWindow::new(self.settings.window_min_bytes, self.max_read_ahead());
-        Some(self.streams.find_or_add(met.step, head, length, window))
+        Some(self.streams.find_or_add(expected.step, head, length, window))
     }
 
     fn advance_stream(
         &mut self,
         id: StreamId,
         range: &Range<u64>,
-        met: DataState,
+        state: DataState,
         size_bytes: u64,
-        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
+        try_admit: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Option<ReadAhead> {
-        let (most, is_congested) = (self.max_read_ahead(), self.congestion.is_congested());
+        let (max_bytes, is_congested) = (self.max_read_ahead(), self.congestion.is_congested());
         let length = range.end - range.start;
         let stream = self.streams.get_mut(id)?;
         let had_lead = stream.lead_bytes() > 0;
@@ -360,15 +360,15 @@ impl<T: Clone> PrefetchCache<T> {
         let has_lead = stream.lead_bytes() > 0;
         // The reader has caught up with its read-ahead. On a congested device a larger lead is no
         // remedy.
-        let is_late = met == DataState::InFlight || (met == DataState::Missing && had_lead && !has_lead);
+        let is_late = state == DataState::InFlight || (state == DataState::Missing && had_lead && !has_lead);
         if is_late && !is_congested {
-            stream.window.reader_waited(most);
+            stream.window.reader_waited(max_bytes);
         }
         let (step, next) = (stream.step(), stream.next(length));
         // Memory for less than two requests gains nothing.
-        let ahead = if most < 2 * length { None } else { self.plan(id, most, size_bytes, may) };
+        let ahead = if max_bytes < 2 * length { None } else { self.plan(id, max_bytes, size_bytes, try_admit) };
         // A stream that is found by its data needs no expectation, which would displace others.
-        let is_found = met != DataState::Missing && (has_lead || ahead.is_some());
+        let is_found = state != DataState::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
             expectations.expect(next, ExpectedRequest { step, run: STREAM_AFTER_REQUESTS, stream: id });
         }
@@ -379,12 +379,12 @@ impl<T: Clone> PrefetchCache<T> {
     fn plan(
         &mut self,
         id: StreamId,
-        most: u64,
+        max_bytes: u64,
         size_bytes: u64,
-        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
+        try_admit: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Option<ReadAhead> {
         let stream = self.streams.get_mut(id)?;
-        let (window, lead) = (stream.window.within(most), stream.lead_bytes());
+        let (window, lead) = (stream.window.within(max_bytes), stream.lead_bytes());
         if lead > window.trigger {
             return None;
         }
@@ -398,7 +398,7 @@ impl<T: Clone> PrefetchCache<T> {
         // The order matters: congestion may reserve a turn, and admission is charged. Only if both
         // agree has the stream advanced.
         let ahead = ReadAhead { on_trial, ..stream.plan(id, bytes, size_bytes)? };
-        if !may(&ahead, core::mem::take(&mut self.refund)) {
+        if !try_admit(&ahead, core::mem::take(&mut self.refund)) {
             return None;
         }
         stream.advance_read_ahead(&ahead);
@@ -417,7 +417,7 @@ impl<T: Clone> PrefetchCache<T> {
         ahead: &ReadAhead,
         range: Range<u64>,
         now: Instant,
-        mut make: impl FnMut() -> T,
+        mut new_token: impl FnMut() -> T,
     ) -> Vec<Fetch<T>> {
         let mut fetches = Vec::new();
         if self.expectations.is_none() {
@@ -433,10 +433,10 @@ impl<T: Clone> PrefetchCache<T> {
                 if self.writes.overlaps(&piece) {
                     continue;
                 }
-                if !self.make_room(footprint(end - piece.start)) {
+                if !self.free_memory(footprint(end - piece.start)) {
                     return fetches;
                 }
-                fetches.push(self.begin_chunk(ahead, piece, now, make()));
+                fetches.push(self.begin_chunk(ahead, piece, now, new_token()));
             }
         }
         fetches
@@ -460,10 +460,10 @@ impl<T: Clone> PrefetchCache<T> {
     /// Records that the data of a chunk has arrived.
     pub fn complete(&mut self, id: FetchId, now: Instant) {
         let chunk = self.chunks.get_mut(id.0);
-        let begun = chunk.requested_at.take().expect("completed once");
+        let requested_at = chunk.requested_at.take().expect("completed once");
         let (length, is_found) = (chunk.length, chunk.extent_count > 0);
         self.congestion.remove_in_flight(length);
-        self.congestion.record_response(length, now.nanos_since(begun));
+        self.congestion.record_response(length, now.nanos_since(requested_at));
         // A write has removed the chunk from the map while it was in flight.
         if is_found {
             self.chunks.touch(id.0);
@@ -471,7 +471,7 @@ impl<T: Clone> PrefetchCache<T> {
             self.remove(id.0);
         }
         // The memory limit may have been lowered while chunks in flight could not be evicted.
-        self.make_room(0);
+        self.free_memory(0);
     }
 
     /// Records that the data of a chunk could not be read, and removes the chunk.
@@ -499,25 +499,25 @@ impl<T: Clone> PrefetchCache<T> {
             return;
         }
         let mut parts = Vec::new();
-        self.extents.remove_range(range, |gone, extents| parts.push((gone, extents)));
-        for (gone, extents) in parts {
-            let chunk = self.chunks.get_mut(gone.chunk);
+        self.extents.remove_range(range, |removed, extents| parts.push((removed, extents)));
+        for (removed, extents) in parts {
+            let chunk = self.chunks.get_mut(removed.chunk);
             chunk.extent_count = chunk.extent_count.wrapping_add_signed(extents);
-            let (is_there, is_found) = (chunk.requested_at.is_none(), chunk.extent_count > 0);
+            let (has_arrived, is_found) = (chunk.requested_at.is_none(), chunk.extent_count > 0);
             let unread = if is_found {
-                chunk.settle(gone.chunk_offset, gone.chunk_offset + gone.length)
+                chunk.settle(removed.chunk_offset, removed.chunk_offset + removed.length)
             } else {
                 chunk.settle_rest()
             };
-            self.count_wasted(gone.chunk, unread);
-            if is_there && !is_found {
-                self.remove(gone.chunk);
+            self.count_wasted(removed.chunk, unread);
+            if has_arrived && !is_found {
+                self.remove(removed.chunk);
             }
         }
     }
 
     /// Evicts chunks until `bytes` more fit; returns false if that is not possible now.
-    fn make_room(&mut self, bytes: u64) -> bool {
+    fn free_memory(&mut self, bytes: u64) -> bool {
         // Terminates: each round removes a chunk or finds that all are in flight.
         while self.memory_bytes + bytes > self.settings.memory_bytes {
             let Some(victim) = self.chunks.victim() else { return false };
@@ -536,9 +536,9 @@ impl<T: Clone> PrefetchCache<T> {
         let chunk = self.chunks.get(number);
         if chunk.extent_count > 0 {
             let range = chunk.offset..chunk.offset + chunk.length;
-            let shown: Vec<ChunkExtent> =
+            let extents: Vec<ChunkExtent> =
                 self.extents.overlapping(&range).filter(|extent| extent.chunk == number).collect();
-            for extent in shown {
+            for extent in extents {
                 self.extents.remove_range(&(extent.offset..extent.end()), |_, _| {});
             }
         }
@@ -559,7 +559,7 @@ impl<T: Clone> PrefetchCache<T> {
     fn remove(&mut self, number: u32) {
         let chunk = self.chunks.remove(number);
         self.memory_bytes -= chunk.footprint();
-        self.dropped.push(chunk.token);
+        self.dropped_tokens.push(chunk.token);
     }
 }
 

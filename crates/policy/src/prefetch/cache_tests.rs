@@ -15,17 +15,17 @@ const NOW: Instant = Instant::ZERO;
 struct CacheBench {
     cache: PrefetchCache<u32>,
     disk_bytes: u64,
-    made: u32,
+    last_token: u32,
     /// Ranges read ahead, in order.
     fetched: Vec<Range<u64>>,
-    on_their_way: VecDeque<FetchId>,
+    in_flight: VecDeque<FetchId>,
 }
 
 impl CacheBench {
     fn new(settings: PrefetchConfig) -> Self {
         let mut cache = PrefetchCache::default();
         cache.set(settings).unwrap();
-        Self { cache, disk_bytes: DISK, made: 0, fetched: Vec::new(), on_their_way: VecDeque::new() }
+        Self { cache, disk_bytes: DISK, last_token: 0, fetched: Vec::new(), in_flight: VecDeque::new() }
     }
 
     fn with(setting: PrefetchSetting, value: u64) -> Self {
@@ -35,19 +35,19 @@ impl CacheBench {
     }
 
     /// A read whose read-ahead stays in flight.
-    fn ask(&mut self, offset: u64, length: u64) -> CacheLookup<u32> {
+    fn lookup(&mut self, offset: u64, length: u64) -> CacheLookup<u32> {
         let range = offset..offset + length;
         let (found, ahead) = self.cache.read(range, 1, self.disk_bytes, |_, _| true);
         if let Some(ahead) = ahead {
             for range in ahead.ranges() {
-                let made = &mut self.made;
+                let last_token = &mut self.last_token;
                 let fetches = self.cache.begin(&ahead, range, NOW, || {
-                    *made += 1;
-                    *made
+                    *last_token += 1;
+                    *last_token
                 });
                 for fetch in fetches {
                     self.fetched.push(fetch.range);
-                    self.on_their_way.push_back(fetch.id);
+                    self.in_flight.push_back(fetch.id);
                 }
             }
         }
@@ -55,14 +55,14 @@ impl CacheBench {
     }
 
     fn arrive(&mut self) {
-        for id in core::mem::take(&mut self.on_their_way) {
+        for id in core::mem::take(&mut self.in_flight) {
             self.cache.complete(id, NOW);
         }
     }
 
     /// A read of 4 KiB whose read-ahead completes before the next one. Returns true for a hit.
     fn read(&mut self, offset: u64) -> bool {
-        let found = self.ask(offset, 4 * K);
+        let found = self.lookup(offset, 4 * K);
         self.arrive();
         is_hit(&found)
     }
@@ -166,8 +166,8 @@ fn requests_that_overtake_each_other_are_one_stream() {
     let mut bench = CacheBench::new(PrefetchConfig::default());
     // A queue depth of eight, completing in any order.
     let (mut offsets, mut random): (Vec<_>, _) = (blocks(4000).collect(), fastrand());
-    for some in offsets.chunks_mut(8) {
-        (1..8).for_each(|at| some.swap(at, random() as usize % (at + 1)));
+    for batch in offsets.chunks_mut(8) {
+        (1..8).for_each(|at| batch.swap(at, random() as usize % (at + 1)));
     }
     assert!(bench.hits(offsets) > 3900);
     // A second stream may have been detected where requests went a few steps backward.
@@ -178,11 +178,11 @@ fn requests_that_overtake_each_other_are_one_stream() {
 fn chunks_in_flight_are_awaited_not_read_twice() {
     let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
-    assert_eq!(bench.ask(8 * K, 4 * K), CacheLookup::Nothing);
-    let CacheLookup::Whole(cached) = bench.ask(12 * K, 4 * K) else { panic!("it is on its way") };
+    assert_eq!(bench.lookup(8 * K, 4 * K), CacheLookup::Nothing);
+    let CacheLookup::Whole(cached) = bench.lookup(12 * K, 4 * K) else { panic!("it is on its way") };
     assert_eq!(cached, CachedRange { token: 1, range: 0..4 * K });
     bench.arrive();
-    let CacheLookup::Whole(cached) = bench.ask(16 * K, 4 * K) else { panic!("it is there") };
+    let CacheLookup::Whole(cached) = bench.lookup(16 * K, 4 * K) else { panic!("it is there") };
     assert_eq!(cached, CachedRange { token: 1, range: 4 * K..8 * K });
     assert_eq!(bench.cache.stats().waited, 1);
 }
@@ -196,7 +196,7 @@ fn partial_hit_reads_only_missing_part() {
         CachePart::Cached(CachedRange { token: 1, range: end - start - 4 * K..end - start }),
         CachePart::Missing(end..end + 4 * K),
     ]);
-    assert_eq!(bench.ask(end - 4 * K, 8 * K), expect);
+    assert_eq!(bench.lookup(end - 4 * K, 8 * K), expect);
     assert_eq!(bench.cache.stats().partial_hits, 1);
 }
 
@@ -204,7 +204,7 @@ fn partial_hit_reads_only_missing_part() {
 fn large_requests_bypass_the_cache() {
     let mut bench = CacheBench::new(PrefetchConfig::default());
     for request in 0..10 {
-        assert_eq!(bench.ask(request * 128 * K, 128 * K), CacheLookup::Nothing);
+        assert_eq!(bench.lookup(request * 128 * K, 128 * K), CacheLookup::Nothing);
     }
     assert_eq!((bench.cache.stats().skipped, bench.fetched.len()), (10, 0));
     // Small requests merged into a large one count as small.
@@ -227,11 +227,11 @@ fn write_invalidates_only_its_range() {
 fn write_invalidates_chunks_in_flight() {
     let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
-    bench.ask(8 * K, 4 * K);
+    bench.lookup(8 * K, 4 * K);
     let write = bench.cache.write_begins(0..16 * K);
     bench.arrive();
-    assert!(!is_hit(&bench.ask(12 * K, 4 * K)), "begun before the write");
-    assert!(is_hit(&bench.ask(16 * K, 4 * K)), "not overlapped");
+    assert!(!is_hit(&bench.lookup(12 * K, 4 * K)), "begun before the write");
+    assert!(is_hit(&bench.lookup(16 * K, 4 * K)), "not overlapped");
     bench.cache.write_ends(write);
 }
 
@@ -248,11 +248,11 @@ fn no_read_ahead_during_a_write() {
 }
 
 #[test]
-fn a_read_ahead_that_fails_leaves_nothing_behind() {
+fn failed_read_ahead_leaves_nothing_behind() {
     let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
-    bench.ask(8 * K, 4 * K);
-    for id in core::mem::take(&mut bench.on_their_way) {
+    bench.lookup(8 * K, 4 * K);
+    for id in core::mem::take(&mut bench.in_flight) {
         bench.cache.fail(id);
     }
     assert_eq!(bench.cache.stats().memory_bytes, 0);
@@ -302,9 +302,9 @@ fn refused_read_ahead_is_retried() {
 fn the_window_grows_to_its_maximum_and_no_further() {
     let mut bench = CacheBench::with(PrefetchSetting::WindowMax, 512 * K);
     for offset in blocks(4000) {
-        bench.ask(offset, 4 * K);
+        bench.lookup(offset, 4 * K);
         // Slow storage: read-ahead arrives after it was needed.
-        if bench.on_their_way.len() > 2 {
+        if bench.in_flight.len() > 2 {
             bench.arrive();
         }
     }
@@ -344,8 +344,8 @@ enum CacheEvent {
     Scan { at: u64, step: i64, count: u64 },
     WriteBegins { at: u64, length: u64 },
     WriteEnds,
-    Arrives { which: usize },
-    Fails { which: usize },
+    Arrives { index: usize },
+    Fails { index: usize },
     Set { memory: u64, mode: PrefetchMode },
 }
 
@@ -356,8 +356,8 @@ fn event() -> impl Strategy<Value = CacheEvent> {
         6 => (at.clone(), -8..9_i64, 1..40_u64).prop_map(|(at, step, count)| CacheEvent::Scan { at, step, count }),
         3 => (at, 1..30_u64).prop_map(|(at, length)| CacheEvent::WriteBegins { at, length }),
         3 => Just(CacheEvent::WriteEnds),
-        6 => (0..8_usize).prop_map(|which| CacheEvent::Arrives { which }),
-        1 => (0..8_usize).prop_map(|which| CacheEvent::Fails { which }),
+        6 => (0..8_usize).prop_map(|index| CacheEvent::Arrives { index }),
+        1 => (0..8_usize).prop_map(|index| CacheEvent::Fails { index }),
         1 => (256..2048_u64, 0..3_usize).prop_map(|(memory, mode)| CacheEvent::Set { memory: memory * K, mode: PrefetchMode::ALL[mode] }),
     ]
 }
@@ -381,8 +381,8 @@ proptest! {
         let mut cache = PrefetchCache::<usize>::default();
         cache.set(PrefetchConfig { window_min_bytes: 8 * K, ..PrefetchConfig::default() }).unwrap();
         let mut model = DiskModel { versions: vec![0; UNITS], seen: Vec::new(), writing: VecDeque::new(), next: 0 };
-        let mut on_their_way: Vec<FetchId> = Vec::new();
-        let over = Cell::new(0);
+        let mut in_flight: Vec<FetchId> = Vec::new();
+        let exceeded_bytes = Cell::new(0);
         for event in events {
             let mut reads = Vec::new();
             match event {
@@ -402,15 +402,15 @@ proptest! {
                         cache.write_ends(id);
                     }
                 }
-                CacheEvent::Arrives { which } if !on_their_way.is_empty() => {
-                    cache.complete(on_their_way.swap_remove(which % on_their_way.len()), NOW);
+                CacheEvent::Arrives { index } if !in_flight.is_empty() => {
+                    cache.complete(in_flight.swap_remove(index % in_flight.len()), NOW);
                 }
-                CacheEvent::Fails { which } if !on_their_way.is_empty() => {
-                    cache.fail(on_their_way.swap_remove(which % on_their_way.len()));
+                CacheEvent::Fails { index } if !in_flight.is_empty() => {
+                    cache.fail(in_flight.swap_remove(index % in_flight.len()));
                 }
                 CacheEvent::Set { memory, mode } => {
                     // A chunk in flight stays above a lowered limit until it has arrived.
-                    over.set(over.get().max(cache.stats().memory_bytes));
+                    exceeded_bytes.set(exceeded_bytes.get().max(cache.stats().memory_bytes));
                     cache.set(PrefetchConfig { memory_bytes: memory, mode, window_min_bytes: 8 * K, ..PrefetchConfig::default() }).unwrap();
                 }
                 _ => {}
@@ -449,20 +449,20 @@ proptest! {
                         for fetch in fetches {
                             let units = (fetch.range.start / UNIT) as usize..fetch.range.end.div_ceil(UNIT) as usize;
                             model.seen[fetch.token] = model.versions[units].to_vec();
-                            on_their_way.push(fetch.id);
+                            in_flight.push(fetch.id);
                         }
                     }
                 }
             }
-            if on_their_way.is_empty() {
-                over.set(0);
+            if in_flight.is_empty() {
+                exceeded_bytes.set(0);
             }
             let stats = cache.stats();
-            let bound = cache.settings().memory_bytes.max(over.get());
+            let bound = cache.settings().memory_bytes.max(exceeded_bytes.get());
             prop_assert!(stats.memory_bytes <= bound, "{} above {}", stats.memory_bytes, bound);
             prop_assert!(stats.used_bytes + stats.wasted_bytes <= stats.read_ahead_bytes);
         }
-        on_their_way.drain(..).for_each(|id| cache.complete(id, NOW));
+        in_flight.drain(..).for_each(|id| cache.complete(id, NOW));
         cache.set(PrefetchConfig::off()).unwrap();
         prop_assert_eq!(cache.stats().memory_bytes, 0);
         prop_assert_eq!(cache.stats().streams, 0);

@@ -33,7 +33,7 @@ const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 
 #[derive(Debug)]
 pub(super) struct CongestionControl {
-    paces: [ResponseTime; SIZES],
+    response_times: [ResponseTime; SIZES],
     is_congested: bool,
     /// Bytes in flight, and their limit.
     in_flight_bytes: u64,
@@ -53,7 +53,7 @@ struct ResponseTime {
 impl CongestionControl {
     pub(super) fn new(memory_bytes: u64) -> Self {
         Self {
-            paces: [ResponseTime::default(); SIZES],
+            response_times: [ResponseTime::default(); SIZES],
             is_congested: false,
             in_flight_bytes: 0,
             in_flight_limit: INITIAL_IN_FLIGHT_LIMIT,
@@ -70,23 +70,23 @@ impl CongestionControl {
 
     /// Number of bytes, up to `wanted`, that the stream may read ahead now; 0 if less than a useful
     /// request. At most a quarter of the limit, so that large windows do not displace small ones.
-    pub(super) fn allowed_bytes(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
+    pub(super) fn allowed_bytes(&mut self, stream: StreamId, requested_bytes: u64, has_data: bool) -> u64 {
         self.forget_departed();
-        let place = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
-        let before = place.unwrap_or(self.waiting.len()) as u64;
+        let position = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
+        let before = position.unwrap_or(self.waiting.len()) as u64;
         // Each stream that waits before this one has a share reserved.
         let free =
             self.in_flight_limit.saturating_sub(self.in_flight_bytes).saturating_sub(before * WAITING_SHARE);
-        let is_alone = self.waiting.len() == usize::from(place.is_some());
-        let most = if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE) } else { WAITING_SHARE };
-        let room = wanted.min(free).min(most);
-        if room >= wanted.min(MIN_REQUEST_BYTES) {
-            place.map(|place| self.waiting.remove(place));
-            return room;
+        let is_alone = self.waiting.len() == usize::from(position.is_some());
+        let max_bytes = if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE) } else { WAITING_SHARE };
+        let granted = requested_bytes.min(free).min(max_bytes);
+        if granted >= requested_bytes.min(MIN_REQUEST_BYTES) {
+            position.map(|place| self.waiting.remove(place));
+            return granted;
         }
         if !has_data {
             self.refused_requests += 1;
-            match place {
+            match position {
                 Some(place) => self.waiting[place].1 = self.refused_requests,
                 None => self.waiting.push_back((stream, self.refused_requests)),
             }
@@ -95,8 +95,8 @@ impl CongestionControl {
     }
 
     fn forget_departed(&mut self) {
-        let patience = REMEMBERED + 4 * self.waiting.len() as u64;
-        while self.waiting.front().is_some_and(|(_, asked)| self.refused_requests - asked > patience) {
+        let max_age = REMEMBERED + 4 * self.waiting.len() as u64;
+        while self.waiting.front().is_some_and(|(_, refused_at)| self.refused_requests - refused_at > max_age) {
             self.waiting.pop_front();
         }
     }
@@ -109,19 +109,19 @@ impl CongestionControl {
         self.in_flight_bytes -= bytes;
     }
 
-    pub(super) fn record_response(&mut self, bytes: u64, took_ns: u64) {
-        let pace = &mut self.paces[(bytes.max(1).ilog2() as usize).min(SIZES - 1)];
-        let took_ns = took_ns.max(1);
+    pub(super) fn record_response(&mut self, bytes: u64, response_ns: u64) {
+        let response = &mut self.response_times[(bytes.max(1).ilog2() as usize).min(SIZES - 1)];
+        let response_ns = response_ns.max(1);
         // The first request of this size is its own reference.
-        if pace.best_ns == 0 {
-            *pace = ResponseTime { best_ns: took_ns, smoothed_ns: took_ns };
+        if response.best_ns == 0 {
+            *response = ResponseTime { best_ns: response_ns, smoothed_ns: response_ns };
         }
         // The best time ages because devices change: it doubles after some hundred requests.
-        pace.best_ns = took_ns.min(pace.best_ns.saturating_add(pace.best_ns / 512 + 1));
-        pace.smoothed_ns = pace.smoothed_ns - pace.smoothed_ns / 8 + took_ns / 8;
-        let bound_ns = pace.best_ns.saturating_mul(CONGESTION_RATIO).max(MIN_CONGESTED_NS);
-        self.is_congested = pace.smoothed_ns > bound_ns;
-        self.in_flight_limit = if took_ns > bound_ns {
+        response.best_ns = response_ns.min(response.best_ns.saturating_add(response.best_ns / 512 + 1));
+        response.smoothed_ns = response.smoothed_ns - response.smoothed_ns / 8 + response_ns / 8;
+        let bound_ns = response.best_ns.saturating_mul(CONGESTION_RATIO).max(MIN_CONGESTED_NS);
+        self.is_congested = response.smoothed_ns > bound_ns;
+        self.in_flight_limit = if response_ns > bound_ns {
             (self.in_flight_limit - self.in_flight_limit / 8).max(MIN_IN_FLIGHT_LIMIT)
         } else {
             (self.in_flight_limit + bytes / 8).min(self.max_in_flight_limit)
@@ -162,36 +162,36 @@ mod tests {
     fn congestion_lowers_the_limit_and_serves_longest_waiting_stream() {
         let mut streams = StreamTable::new(3);
         let window = ReadAheadWindow::new(WINDOW, 1 << 20);
-        let [one, other, third] =
+        let [first, second, third] =
             [1, 2, 3].map(|place: u64| streams.find_or_add(ScanStep::Forward, place << 30, 4096, window));
         let mut congestion = CongestionControl::new(64 << 20);
         congestion.add_in_flight(1 << 20);
-        assert_eq!(congestion.allowed_bytes(one, 1 << 20, true), 512 << 10, "a quarter");
+        assert_eq!(congestion.allowed_bytes(first, 1 << 20, true), 512 << 10, "a quarter");
         for _ in 0..1000 {
             congestion.record_response(WINDOW, 500_000);
         }
         assert_eq!(
-            congestion.allowed_bytes(one, 1 << 20, true),
+            congestion.allowed_bytes(first, 1 << 20, true),
             1 << 20,
             "nothing takes longer than it should"
         );
         for _ in 0..100 {
             congestion.record_response(WINDOW, 20_000_000);
         }
-        assert_eq!(congestion.allowed_bytes(other, WINDOW, false), 0);
+        assert_eq!(congestion.allowed_bytes(second, WINDOW, false), 0);
         assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0);
         congestion.remove_in_flight(1 << 20);
         congestion.add_in_flight(WAITING_SHARE);
-        assert_eq!(congestion.allowed_bytes(one, WINDOW, true), 0, "other streams have waited");
+        assert_eq!(congestion.allowed_bytes(first, WINDOW, true), 0, "other streams have waited");
         assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0, "one of them longer");
         assert_eq!(
-            congestion.allowed_bytes(other, 1 << 20, false),
+            congestion.allowed_bytes(second, 1 << 20, false),
             WAITING_SHARE,
             "an equal share while other streams wait"
         );
         assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE);
         congestion.add_in_flight(WAITING_SHARE);
-        assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), 0);
+        assert_eq!(congestion.allowed_bytes(second, 1 << 20, false), 0);
         for _ in 0..=REMEMBERED + 8 {
             congestion.allowed_bytes(third, WINDOW, false);
         }

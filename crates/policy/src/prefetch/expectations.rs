@@ -39,8 +39,8 @@ pub(super) struct ExpectedRequest {
 #[repr(align(32))]
 struct ExpectationSlot {
     offset: u64,
-    made: u32,
-    what: ExpectedRequest,
+    recorded_at: u32,
+    request: ExpectedRequest,
 }
 
 const _: () = assert!(size_of::<ExpectationSlot>() == 32);
@@ -63,35 +63,35 @@ impl Expectations {
     pub(super) fn take_match(&mut self, offset: u64) -> Option<ExpectedRequest> {
         self.clock = self.clock.wrapping_add(1);
         let slot = self.slots.get_mut(slot_index(offset))?;
-        if slot.offset != offset || self.clock.wrapping_sub(slot.made) > LIFETIME {
+        if slot.offset != offset || self.clock.wrapping_sub(slot.recorded_at) > LIFETIME {
             return None;
         }
         // Met once: a repeated read of the same offset is no scan.
         slot.offset = u64::MAX;
-        Some(slot.what)
+        Some(slot.request)
     }
 
     /// Records an expectation, unless that would replace one of a longer scan, or one without gaps
     /// by a strided one: interleaved readers look strided.
-    pub(super) fn expect(&mut self, offset: u64, what: ExpectedRequest) {
+    pub(super) fn expect(&mut self, offset: u64, request: ExpectedRequest) {
         if self.slots.is_empty() {
             self.slots = empty_slots();
         }
         let slot = &mut self.slots[slot_index(offset)];
-        let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;
+        let is_young = self.clock.wrapping_sub(slot.recorded_at) <= LIFETIME;
         if slot.offset != u64::MAX && is_young {
             // At the same offset, a scan without gaps is preferred, then the longer one.
             let order = |expected: &ExpectedRequest| (!expected.step.has_gaps(), expected.run);
             let is_better = if slot.offset == offset {
-                order(&slot.what) > order(&what)
+                order(&slot.request) > order(&request)
             } else {
-                slot.what.run > what.run
+                slot.request.run > request.run
             };
             if is_better {
                 return;
             }
         }
-        *slot = ExpectationSlot { offset, made: self.clock, what };
+        *slot = ExpectationSlot { offset, recorded_at: self.clock, request };
     }
 
     pub(super) fn expect_any(&mut self, offset: u64, length: u64) {
@@ -122,9 +122,9 @@ impl Expectations {
 
 #[cold]
 fn empty_slots() -> Box<[ExpectationSlot]> {
-    let what = ExpectedRequest { step: ScanStep::Forward, run: 0, stream: StreamId::NONE };
+    let request = ExpectedRequest { step: ScanStep::Forward, run: 0, stream: StreamId::NONE };
     // No request begins at u64::MAX.
-    vec![ExpectationSlot { offset: u64::MAX, made: 0, what }; SLOTS].into()
+    vec![ExpectationSlot { offset: u64::MAX, recorded_at: 0, request }; SLOTS].into()
 }
 
 /// Fibonacci hashing, because requests are aligned and their low bits are mostly zero.

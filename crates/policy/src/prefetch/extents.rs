@@ -91,12 +91,12 @@ impl ExtentMap {
         loop {
             let Some(extent) = self.overlapping(range).next() else { return };
             self.0.remove(&extent.offset);
-            let gone = extent.within(range);
-            let left = ChunkExtent { length: gone.offset - extent.offset, ..extent };
+            let removed = extent.within(range);
+            let left = ChunkExtent { length: removed.offset - extent.offset, ..extent };
             let right = ChunkExtent {
-                offset: gone.end(),
-                length: extent.end() - gone.end(),
-                chunk_offset: gone.chunk_offset + gone.length,
+                offset: removed.end(),
+                length: extent.end() - removed.end(),
+                chunk_offset: removed.chunk_offset + removed.length,
                 ..extent
             };
             // What remains on either side of the removed part goes back into the map.
@@ -107,7 +107,7 @@ impl ExtentMap {
                     extents += 1;
                 }
             }
-            cut(gone, extents);
+            cut(removed, extents);
         }
     }
 
@@ -153,10 +153,10 @@ mod tests {
                         (gap.clone()).for_each(|at| model[at as usize] = Some((chunk, at - gap.start)));
                     }
                 } else {
-                    let mut gone = 0;
-                    extents.remove_range(&range, |part, _| gone += part.length);
+                    let mut removed_bytes = 0;
+                    extents.remove_range(&range, |part, _| removed_bytes += part.length);
                     let before = range.clone().filter(|at| model[*at as usize].take().is_some()).count();
-                    prop_assert_eq!(gone, before as u64);
+                    prop_assert_eq!(removed_bytes, before as u64);
                 }
                 prop_assert_eq!(&flat(&extents), &model);
             }

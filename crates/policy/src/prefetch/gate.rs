@@ -30,8 +30,8 @@ pub(super) struct ReadAheadGate {
 
 impl ReadAheadGate {
     pub(super) fn new(memory_bytes: u64) -> Self {
-        let most_credit = memory_bytes.max(MIN_CREDIT).cast_signed();
-        Self { credit: most_credit, max_credit: most_credit, remainder: 0 }
+        let max_credit = memory_bytes.max(MIN_CREDIT).cast_signed();
+        Self { credit: max_credit, max_credit, remainder: 0 }
     }
 
     pub(super) fn resize(&mut self, memory_bytes: u64) {
@@ -40,9 +40,9 @@ impl ReadAheadGate {
     }
 
     pub(super) fn count_requested(&mut self, bytes: u64) {
-        let rest = self.remainder + bytes;
-        self.remainder = rest % REQUESTED_FRACTION;
-        self.add_credit(rest / REQUESTED_FRACTION);
+        let total = self.remainder + bytes;
+        self.remainder = total % REQUESTED_FRACTION;
+        self.add_credit(total / REQUESTED_FRACTION);
     }
 
     /// True if `bytes` may be read ahead on trial.
@@ -78,23 +78,23 @@ mod tests {
 
     const WINDOW: u64 = 128 << 10;
 
-    fn try_in_vain(gate: &mut ReadAheadGate) -> bool {
-        let lends = gate.is_open_for(WINDOW);
-        if lends {
+    fn charge_wasted_trial(gate: &mut ReadAheadGate) -> bool {
+        let is_open = gate.is_open_for(WINDOW);
+        if is_open {
             gate.charge_trial(WINDOW);
             gate.count_wasted(WINDOW, true);
         }
-        lends
+        is_open
     }
 
     #[test]
     fn gate_closes_without_use_and_retries_for_one_byte_in_64() {
         let mut gate = ReadAheadGate::new(0);
-        while try_in_vain(&mut gate) {}
+        while charge_wasted_trial(&mut gate) {}
         let mut tries = 0;
         for _ in 0..64_000 {
             gate.count_requested(16 << 10);
-            tries += u64::from(try_in_vain(&mut gate));
+            tries += u64::from(charge_wasted_trial(&mut gate));
         }
         assert_eq!(tries, 64_000 * (16 << 10) / 64 / WINDOW);
     }
@@ -102,7 +102,7 @@ mod tests {
     #[test]
     fn used_data_earns_interest() {
         let mut gate = ReadAheadGate::new(0);
-        while try_in_vain(&mut gate) {}
+        while charge_wasted_trial(&mut gate) {}
         gate.count_requested(64 * WINDOW);
         for _ in 0..8 {
             assert!(gate.is_open_for(WINDOW));

@@ -46,7 +46,7 @@ struct LruList {
     newest: u32,
     oldest: u32,
     bytes: u64,
-    passed: u64,
+    entered_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -67,7 +67,7 @@ pub(super) struct ChunkLists<T> {
 
 impl<T> ChunkLists<T> {
     pub(super) fn new(memory_bytes: u64) -> Self {
-        let list = LruList { newest: NONE, oldest: NONE, bytes: 0, passed: 0 };
+        let list = LruList { newest: NONE, oldest: NONE, bytes: 0, entered_bytes: 0 };
         let mut chunks = Self {
             slots: Vec::new(),
             vacant: Vec::new(),
@@ -133,8 +133,8 @@ impl<T> ChunkLists<T> {
         let list = &mut self.lists[part as usize];
         let older = core::mem::replace(&mut list.newest, number);
         list.bytes += bytes;
-        list.passed += bytes;
-        let stamp = list.passed;
+        list.entered_bytes += bytes;
+        let stamp = list.entered_bytes;
         if older == NONE {
             list.oldest = number;
         } else {
@@ -145,10 +145,10 @@ impl<T> ChunkLists<T> {
 
     // The list above its target is shortened. If neither is, read data is evicted first.
     pub(super) fn victim(&self) -> Option<u32> {
-        let [ahead, behind] = &self.lists;
-        let behind_first =
-            behind.bytes > self.memory_bytes - self.unread_target || ahead.bytes <= self.unread_target;
-        let (first, second) = if behind_first { (behind, ahead) } else { (ahead, behind) };
+        let [unread, read] = &self.lists;
+        let read_first =
+            read.bytes > self.memory_bytes - self.unread_target || unread.bytes <= self.unread_target;
+        let (first, second) = if read_first { (read, unread) } else { (unread, read) };
         [first.oldest, second.oldest].into_iter().find(|number| *number != NONE)
     }
 
@@ -168,10 +168,10 @@ impl<T> ChunkLists<T> {
             return;
         }
         // Bounds keep a minimum of both lists, so that each can still produce hits to learn from.
-        let (least, most) = (self.memory_bytes / 4, self.memory_bytes / 16 * 15);
+        let (min, max) = (self.memory_bytes / 4, self.memory_bytes / 16 * 15);
         self.unread_target = match part {
-            ListKind::Unread => (self.unread_target + bytes).min(most),
-            ListKind::Read => self.unread_target.saturating_sub(bytes).max(least),
+            ListKind::Unread => (self.unread_target + bytes).min(max),
+            ListKind::Read => self.unread_target.saturating_sub(bytes).max(min),
         };
     }
 
@@ -202,7 +202,7 @@ mod tests {
 
     const CHUNK: u64 = 128 << 10;
 
-    fn full(count: u64) -> (ChunkLists<()>, Vec<u32>) {
+    fn full_lists(count: u64) -> (ChunkLists<()>, Vec<u32>) {
         let mut chunks = ChunkLists::new(count * CHUNK);
         let numbers: Vec<_> = (0..count)
             .map(|_| chunks.insert(CacheChunk::new((), &(0..CHUNK), &ReadAhead::NOTHING, Instant::ZERO)))
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn read_chunks_are_evicted_first_in_lru_order() {
-        let (mut chunks, numbers) = full(8);
+        let (mut chunks, numbers) = full_lists(8);
         assert_eq!(chunks.victim(), Some(numbers[0]), "nothing was read");
         read(&mut chunks, numbers[5]);
         read(&mut chunks, numbers[2]);
@@ -234,23 +234,23 @@ mod tests {
 
     #[test]
     fn memory_follows_marginal_hits() {
-        let (mut chunks, numbers) = full(32);
+        let (mut chunks, numbers) = full_lists(32);
         for number in &numbers[..8] {
             read(&mut chunks, *number);
         }
-        let begin = chunks.unread_target();
+        let initial_target = chunks.unread_target();
         for _ in 0..4 {
             // Hits at the oldest end of the read list: with slightly less memory they would be
             // misses.
             let oldest = chunks.lists[ListKind::Read as usize].oldest;
             chunks.touch(oldest);
         }
-        assert!(chunks.unread_target() < begin);
-        let less = chunks.unread_target();
+        assert!(chunks.unread_target() < initial_target);
+        let lowered_target = chunks.unread_target();
         for _ in 0..8 {
             let oldest = chunks.lists[ListKind::Unread as usize].oldest;
             chunks.touch(oldest);
         }
-        assert!(chunks.unread_target() > less);
+        assert!(chunks.unread_target() > lowered_target);
     }
 }

@@ -125,20 +125,20 @@ impl PrefetchStream {
                 (self.ahead, end.checked_sub(self.ahead)?, 0, 1)
             }
             ScanStep::Backward => {
-                let from = self.ahead.saturating_sub(bytes).next_multiple_of(BLOCK_BYTES).min(self.ahead);
-                (from, self.ahead - from, 0, 1)
+                let start = self.ahead.saturating_sub(bytes).next_multiple_of(BLOCK_BYTES).min(self.ahead);
+                (start, self.ahead - start, 0, 1)
             }
             ScanStep::Stride(step) => {
                 // Whole blocks are read and cached, so a short request costs a block.
-                let most = bytes.div_ceil(self.length.max(BLOCK_BYTES)).min(MAX_STRIDED_RANGES);
-                let there = if step > 0 {
+                let max_count = bytes.div_ceil(self.length.max(BLOCK_BYTES)).min(MAX_STRIDED_RANGES);
+                let available = if step > 0 {
                     // The last range must end inside the disk.
                     let room = size_bytes.checked_sub(self.ahead.checked_add(self.length)?)?;
                     room / u64::from(step.unsigned_abs()) + 1
                 } else {
                     self.ahead / u64::from(step.unsigned_abs()) + 1
                 };
-                (self.ahead, self.length, step.into(), most.min(there))
+                (self.ahead, self.length, step.into(), max_count.min(available))
             }
         };
         let is_inside = first.checked_add(length).is_some_and(|end| end <= size_bytes);
@@ -173,8 +173,8 @@ impl PrefetchStream {
 }
 
 /// True if `place` comes before `other` in the direction of the stride.
-const fn is_before(place: u64, other: u64, step: i32) -> bool {
-    if step > 0 { place < other } else { place > other }
+const fn is_before(position: u64, other: u64, step: i32) -> bool {
+    if step > 0 { position < other } else { position > other }
 }
 
 #[derive(Debug)]
@@ -188,10 +188,10 @@ pub(super) struct StreamTable {
 }
 
 impl StreamTable {
-    pub(super) const fn new(most: u32) -> Self {
+    pub(super) const fn new(max_streams: u32) -> Self {
         Self {
             slots: Vec::new(),
-            max_streams: most as usize,
+            max_streams: max_streams as usize,
             clock_hand: 0,
             unread_streams: 0,
             next_generation: 0,
@@ -199,9 +199,9 @@ impl StreamTable {
     }
 
     /// Forgets all streams and limits their number to `most`.
-    pub(super) fn reset(&mut self, most: u32) {
+    pub(super) fn reset(&mut self, max_streams: u32) {
         // Generations continue, so that no old ID finds a new stream.
-        *self = Self { next_generation: self.next_generation, ..Self::new(most) };
+        *self = Self { next_generation: self.next_generation, ..Self::new(max_streams) };
     }
 
     pub(super) fn get_mut(&mut self, id: StreamId) -> Option<&mut PrefetchStream> {
@@ -230,10 +230,10 @@ impl StreamTable {
     fn reduce_unread(&mut self, id: StreamId, bytes: u64, count: impl FnOnce(&mut PrefetchStream)) {
         let Some(stream) = self.get_mut(id) else { return };
         count(stream);
-        let left = stream.unread_bytes.saturating_sub(bytes);
-        let ends = stream.unread_bytes > 0 && left == 0;
-        stream.unread_bytes = left;
-        self.unread_streams -= u32::from(ends);
+        let unread_bytes = stream.unread_bytes.saturating_sub(bytes);
+        let has_no_more_unread = stream.unread_bytes > 0 && unread_bytes == 0;
+        stream.unread_bytes = unread_bytes;
+        self.unread_streams -= u32::from(has_no_more_unread);
     }
 
     /// Returns the stream of a scan that has reached `next`: an existing one nearby, or a new one.

@@ -22,23 +22,23 @@ pub(super) struct ReadAheadWindow {
 
 impl ReadAheadWindow {
     /// Initial window of a stream: size `min`, triggered at half of it.
-    pub(super) fn new(min: u64, most: u64) -> Self {
-        let size = largest_chunk_size(min, most);
-        Self { size, trigger: size / 2 }.within(most)
+    pub(super) fn new(min: u64, max_bytes: u64) -> Self {
+        let size = largest_chunk_size(min, max_bytes);
+        Self { size, trigger: size / 2 }.within(max_bytes)
     }
 
     /// The window, limited to `most` bytes of read-ahead.
-    pub(super) fn within(self, most: u64) -> Self {
-        let size = largest_chunk_size(self.size, most);
-        Self { size, trigger: self.trigger.min(most.saturating_sub(size)) }
+    pub(super) fn within(self, max_bytes: u64) -> Self {
+        let size = largest_chunk_size(self.size, max_bytes);
+        Self { size, trigger: self.trigger.min(max_bytes.saturating_sub(size)) }
     }
 
-    pub(super) fn grow(&mut self, most: u64) {
-        *self = Self { size: self.size * 2, ..*self }.within(most);
+    pub(super) fn grow(&mut self, max_bytes: u64) {
+        *self = Self { size: self.size * 2, ..*self }.within(max_bytes);
     }
 
-    pub(super) fn reader_waited(&mut self, most: u64) {
-        *self = Self { trigger: self.trigger + self.size, ..*self }.within(most);
+    pub(super) fn reader_waited(&mut self, max_bytes: u64) {
+        *self = Self { trigger: self.trigger + self.size, ..*self }.within(max_bytes);
     }
 
     pub(super) fn shrink(&mut self) {
@@ -49,8 +49,8 @@ impl ReadAheadWindow {
 }
 
 /// Largest power of two (as buffers are) up to `wanted` of which two fit into `most`.
-fn largest_chunk_size(wanted: u64, most: u64) -> u64 {
-    let size = wanted.min(most / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
+fn largest_chunk_size(requested_bytes: u64, max_bytes: u64) -> u64 {
+    let size = requested_bytes.min(max_bytes / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
     1 << size.ilog2()
 }
 
@@ -62,20 +62,20 @@ mod tests {
 
     #[test]
     fn window_grows_when_used_up_and_triggers_earlier_after_a_wait() {
-        let most = 2 << 20;
-        let mut window = ReadAheadWindow::new(128 * K, most);
+        let max_bytes = 2 << 20;
+        let mut window = ReadAheadWindow::new(128 * K, max_bytes);
         assert_eq!(window, ReadAheadWindow { size: 128 * K, trigger: 64 * K });
-        window.reader_waited(most);
+        window.reader_waited(max_bytes);
         assert_eq!(window, ReadAheadWindow { size: 128 * K, trigger: 192 * K });
         for _ in 0..10 {
-            window.grow(most);
-            window.reader_waited(most);
+            window.grow(max_bytes);
+            window.reader_waited(max_bytes);
         }
         assert_eq!(window, ReadAheadWindow { size: 1 << 20, trigger: 1 << 20 });
     }
 
     #[test]
-    fn it_shrinks_when_memory_does_not_hold_it() {
+    fn window_shrinks_to_fit_into_memory() {
         let mut window = ReadAheadWindow::new(512 * K, 4 << 20);
         window.shrink();
         assert_eq!(window, ReadAheadWindow { size: 256 * K, trigger: 256 * K });

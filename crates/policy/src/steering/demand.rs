@@ -29,13 +29,13 @@ impl MemberDemand {
             return;
         }
         // First-order low-pass filter, stable for any interval between measurements.
-        let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
-        let now = units as f64 / elapsed_s;
-        self.rate += (now - self.rate) * fresh;
+        let smoothing = elapsed_s / (SMOOTHING_S + elapsed_s);
+        let current_rate = units as f64 / elapsed_s;
+        self.rate += (current_rate - self.rate) * smoothing;
         self.throttled_for_s -= elapsed_s;
-        let held_back = granted.is_some_and(|granted| self.rate.max(now) >= granted * THROTTLED_SHARE);
+        let is_throttled = granted.is_some_and(|granted| self.rate.max(current_rate) >= granted * THROTTLED_SHARE);
         // A member without a limit cannot be throttled by it, however long it waits.
-        if held_back || (stuck && granted.is_some()) {
+        if is_throttled || (stuck && granted.is_some()) {
             self.throttled_for_s = THROTTLED_FOR_S;
         }
     }
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     /// Demand after two seconds of the same load.
-    fn after(units_per_tick: u64, granted: f64, stuck: bool) -> f64 {
+    fn demand_after_2s(units_per_tick: u64, granted: f64, stuck: bool) -> f64 {
         let mut demand = MemberDemand::default();
         for _ in 0..20 {
             demand.observe(units_per_tick, 0.1, Some(granted), stuck);
@@ -64,18 +64,18 @@ mod tests {
 
     #[test]
     fn full_use_demands_all_and_partial_use_a_margin() {
-        assert_eq!(after(100, 1000.0, false), f64::INFINITY);
-        assert!((after(50, 1000.0, false) - 500.0 * HEADROOM).abs() < 10.0);
+        assert_eq!(demand_after_2s(100, 1000.0, false), f64::INFINITY);
+        assert!((demand_after_2s(50, 1000.0, false) - 500.0 * HEADROOM).abs() < 10.0);
     }
 
     #[test]
     fn stuck_member_demands_all() {
-        assert_eq!(after(0, 1000.0, true), f64::INFINITY);
-        assert!(after(0, 1000.0, false) < f64::EPSILON);
+        assert_eq!(demand_after_2s(0, 1000.0, true), f64::INFINITY);
+        assert!(demand_after_2s(0, 1000.0, false) < f64::EPSILON);
     }
 
     #[test]
-    fn a_large_request_now_and_then_is_a_rate() {
+    fn periodic_large_requests_demand_everything() {
         let mut demand = MemberDemand::default();
         // 1 MiB every second at a rate of 1 MiB/s.
         for tick in 0..40 {
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_remembered_for_three_seconds() {
+    fn throttling_is_remembered_for_three_seconds() {
         let mut demand = MemberDemand::default();
         demand.observe(100, 0.1, Some(1000.0), false);
         demand.observe(0, 2.5, Some(1000.0), false);

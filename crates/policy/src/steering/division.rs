@@ -19,24 +19,24 @@ pub(super) struct RateClaim {
 pub(super) fn divide_rate(rate: f64, claims: &[RateClaim]) -> Vec<f64> {
     let mut parts: Vec<f64> = claims.iter().map(|_| 0.0).collect();
     let mut open: Vec<usize> = (0..claims.len()).collect();
-    let mut left = rate;
+    let mut remaining = rate;
     // In ascending order of demand per weight, one pass suffices: an unmet claim is never followed
     // by one that could be met.
-    open.sort_by(|&one, &other| {
+    open.sort_by(|&left_index, &right_index| {
         let level = |index: usize| claims[index].demand / claims[index].weight;
-        level(one).total_cmp(&level(other))
+        level(left_index).total_cmp(&level(right_index))
     });
     let mut weights: f64 = claims.iter().map(|claim| claim.weight).sum();
     for &index in &open {
         let RateClaim { weight, demand } = claims[index];
-        let share = left * weight / weights;
+        let share = remaining * weight / weights;
         parts[index] = demand.min(share);
-        left -= parts[index];
+        remaining -= parts[index];
         weights -= weight;
     }
     let weights: f64 = claims.iter().map(|claim| claim.weight).sum();
     for (part, claim) in parts.iter_mut().zip(claims) {
-        *part += left.max(0.0) * claim.weight / weights;
+        *part += remaining.max(0.0) * claim.weight / weights;
     }
     parts
 }
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_decide_where_all_want_more() {
+    fn unmet_demand_is_divided_by_weight() {
         check(600.0, &[(100.0, ALL), (200.0, ALL)], &[200.0, 400.0]);
         check(600.0, &[(100.0, ALL)], &[600.0]);
         check(600.0, &[], &[]);

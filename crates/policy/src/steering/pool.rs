@@ -63,14 +63,14 @@ const IDLE_FALL_THRESHOLD: f64 = 0.9;
 
 /// Units of rates, and the limits in each.
 const UNITS: [UnitLimits; 2] = [
-    UnitLimits { total: LimitKind::BpsTotal, of: [LimitKind::BpsRead, LimitKind::BpsWrite] },
-    UnitLimits { total: LimitKind::IopsTotal, of: [LimitKind::IopsRead, LimitKind::IopsWrite] },
+    UnitLimits { total: LimitKind::BpsTotal, by_direction: [LimitKind::BpsRead, LimitKind::BpsWrite] },
+    UnitLimits { total: LimitKind::IopsTotal, by_direction: [LimitKind::IopsRead, LimitKind::IopsWrite] },
 ];
 
 struct UnitLimits {
     total: LimitKind,
     /// Limits of reads and writes.
-    of: [LimitKind; 2],
+    by_direction: [LimitKind; 2],
 }
 
 /// A member of a pool.
@@ -122,7 +122,7 @@ impl SteeredMember {
 /// Limits and the members that share them.
 #[derive(Clone, Debug)]
 pub struct SteeringPool {
-    ledger: KernelBuckets,
+    buckets: KernelBuckets,
     members: Vec<SteeredMember>,
     /// True for limits at their burst rate, by [`LimitKind::index`].
     bursting: [bool; 6],
@@ -134,23 +134,23 @@ pub struct SteeringPool {
     has_changed: bool,
     decided_at: Option<Instant>,
     /// As [`ThrottleStats::throttled_ns`] and [`ThrottleStats::throttle_cause`].
-    limited_ns: u64,
-    binding: Option<LimitKind>,
+    throttled_ns: u64,
+    throttle_cause: Option<LimitKind>,
 }
 
 impl SteeringPool {
     /// A pool without members. The limits must be valid.
     pub fn new(limits: &Limits, now: Instant) -> Self {
         Self {
-            ledger: KernelBuckets::new(limits, now),
+            buckets: KernelBuckets::new(limits, now),
             members: Vec::new(),
             bursting: LimitKind::ALL.map(|kind| limits.limit(kind).burst_rate > 0),
             passed: IoCounters::default(),
             is_quota: false,
             has_changed: false,
             decided_at: None,
-            limited_ns: 0,
-            binding: None,
+            throttled_ns: 0,
+            throttle_cause: None,
         }
     }
 
@@ -158,11 +158,11 @@ impl SteeringPool {
     /// next [`decide`](SteeringPool::decide) lowers every rate above its part, by however little.
     /// Bucket levels are kept.
     pub fn set_limits(&mut self, limits: &Limits, now: Instant) {
-        self.ledger.leak_to(now);
-        let (levels, enforcement) = (self.ledger.levels(), self.enforcement());
-        self.ledger = KernelBuckets::new(limits, now);
-        self.ledger.enforce(enforcement);
-        self.ledger.restore(levels);
+        self.buckets.leak_to(now);
+        let (levels, enforcement) = (self.buckets.levels(), self.enforcement());
+        self.buckets = KernelBuckets::new(limits, now);
+        self.buckets.enforce(enforcement);
+        self.buckets.restore(levels);
         (self.is_quota, self.has_changed) = (true, true);
     }
 
@@ -175,8 +175,8 @@ impl SteeringPool {
             writes,
             waits: WaitSummary::default(),
             recent_waits: WaitSummary::default(),
-            throttled_ns: self.limited_ns,
-            throttle_cause: self.binding,
+            throttled_ns: self.throttled_ns,
+            throttle_cause: self.throttle_cause,
             tokens: [None; 6],
             levels: [None; 6],
             waiting: [0; 2],
@@ -193,12 +193,12 @@ impl SteeringPool {
     /// A limit that some member uses entirely.
     fn throttling_limit(&self) -> Option<LimitKind> {
         let takes_all = |unit: usize, directions: core::ops::Range<usize>| {
-            let there = self.members.iter().filter(|member| !member.is_absent && !member.is_unmeasurable);
-            there
+            let present = self.members.iter().filter(|member| !member.is_absent && !member.is_unmeasurable);
+            present
                 .flat_map(|member| &member.demand[unit][directions.clone()])
                 .any(|demand| demand.demand().is_infinite())
         };
-        let of_unit = |(unit, UnitLimits { total, of }): (usize, &UnitLimits)| {
+        let of_unit = |(unit, UnitLimits { total, by_direction: of }): (usize, &UnitLimits)| {
             let kinds = [(*total, 0..2), (of[0], 0..1), (of[1], 1..2)];
             let mut kinds = kinds.into_iter().filter(|(kind, _)| self.limits().limit(*kind).rate > 0);
             kinds.find(|(_, directions)| takes_all(unit, directions.clone())).map(|(kind, _)| kind)
@@ -218,7 +218,7 @@ impl SteeringPool {
 
     /// The limits of the pool.
     pub fn limits(&self) -> &Limits {
-        self.ledger.limits()
+        self.buckets.limits()
     }
 
     /// I/O of all members since the creation.
@@ -228,13 +228,13 @@ impl SteeringPool {
 
     /// Bucket levels by [`LimitKind::index`], for [`resume`](SteeringPool::resume).
     pub fn levels(&self) -> [u64; 6] {
-        self.ledger.levels()
+        self.buckets.levels()
     }
 
     /// Continues for another pool: with its bucket levels, and its members' counters as of `since`.
     /// I/O since then is charged at the next measurement.
     pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<IoCounters>]) {
-        self.ledger.restore(levels);
+        self.buckets.restore(levels);
         for (member, passed) in self.members.iter_mut().zip(passed) {
             member.last_measurement = passed.map(|passed| (since, passed));
         }
@@ -242,12 +242,12 @@ impl SteeringPool {
 
     /// Changes how the limits are enforced, with the next [`decide`](SteeringPool::decide).
     pub fn enforce(&mut self, enforcement: Enforcement) {
-        self.ledger.enforce(enforcement);
+        self.buckets.enforce(enforcement);
     }
 
     /// Current enforcement of the limits.
     pub const fn enforcement(&self) -> Enforcement {
-        self.ledger.enforcement()
+        self.buckets.enforcement()
     }
 
     /// Records that setting a member's rates failed, so that the next decision sets them again.
@@ -273,10 +273,10 @@ impl SteeringPool {
     /// Records a member's counters at `now`, and if it has waited since the last measurement
     /// (`None` if unknown).
     pub fn observe(&mut self, member: usize, now: Instant, passed: IoCounters, waited: Option<bool>) {
-        let of = &mut self.members[member];
-        (of.is_absent, of.is_unmeasurable) = (false, false);
-        let Some((before_at, before)) = of.last_measurement.replace((now, passed)) else { return };
-        of.waiting_seen = waited.is_some();
+        let observed = &mut self.members[member];
+        (observed.is_absent, observed.is_unmeasurable) = (false, false);
+        let Some((before_at, before)) = observed.last_measurement.replace((now, passed)) else { return };
+        observed.waiting_seen = waited.is_some();
         let elapsed_s = now.nanos_since(before_at) as f64 / 1e9;
         let counters = |passed: &IoCounters| passed.map(|passed| [passed.bytes, passed.requests]);
         let since =
@@ -284,42 +284,42 @@ impl SteeringPool {
         // A counter fell: the cgroup was recreated, and its I/O since the last call is unknown.
         let (Some(read), Some(written)) = (since(0), since(1)) else { return };
         let since = [read, written];
-        let nothing = since.iter().flatten().all(|units| *units == 0);
-        of.stuck_s = if waited == Some(true) && nothing { of.stuck_s + elapsed_s } else { 0.0 };
-        of.idle_s = if waited == Some(false) && nothing { of.idle_s + elapsed_s } else { 0.0 };
-        if of.idle_s >= DEMAND_EXPIRY_S {
-            of.demand = Default::default();
+        let is_idle = since.iter().flatten().all(|units| *units == 0);
+        observed.stuck_s = if waited == Some(true) && is_idle { observed.stuck_s + elapsed_s } else { 0.0 };
+        observed.idle_s = if waited == Some(false) && is_idle { observed.idle_s + elapsed_s } else { 0.0 };
+        if observed.idle_s >= DEMAND_EXPIRY_S {
+            observed.demand = Default::default();
         }
-        let is_stuck = of.stuck_s > 0.0 && of.stuck_s < MAX_STUCK_S;
+        let is_stuck = observed.stuck_s > 0.0 && observed.stuck_s < MAX_STUCK_S;
         // A stuck member demands more in the directions that it has used. Without waiting
         // statistics by direction, its recent rates are the only hint.
-        let stuck = if is_stuck { of.active_directions() } else { [false; 2] };
-        let told = of.rates_set.unwrap_or_default();
+        let stuck = if is_stuck { observed.active_directions() } else { [false; 2] };
+        let rates_set = observed.rates_set.unwrap_or_default();
         for direction in Direction::ALL {
             let index = direction.index();
             let [bytes, operations] = since[index];
-            for (unit, told) in [told.bps[index], told.iops[index]].into_iter().enumerate() {
-                let allowed = told.map(|rate| rate as f64);
-                of.demand[unit][index].observe(since[index][unit], elapsed_s, allowed, stuck[index]);
+            for (unit, unit_rates) in [rates_set.bps[index], rates_set.iops[index]].into_iter().enumerate() {
+                let allowed = unit_rates.map(|rate| rate as f64);
+                observed.demand[unit][index].observe(since[index][unit], elapsed_s, allowed, stuck[index]);
             }
-            self.ledger.charge(direction, operations, bytes);
+            self.buckets.charge(direction, operations, bytes);
             let sum = &mut self.passed[index];
             sum.bytes = sum.bytes.saturating_add(bytes);
             sum.requests = sum.requests.saturating_add(operations);
         }
-        let any = !nothing || waited == Some(true);
-        if any {
-            of.active = Some(now);
+        let is_active = !is_idle || waited == Some(true);
+        if is_active {
+            observed.active = Some(now);
         }
     }
 
     /// The rates to set now, with the index of the member: those that fall come first.
     pub fn decide(&mut self, now: Instant) -> Vec<(usize, IoMaxRates)> {
-        self.ledger.leak_to(now);
+        self.buckets.leak_to(now);
         if let Some(kind) = self.throttling_limit() {
             let since = self.decided_at.unwrap_or(now);
-            self.limited_ns = self.limited_ns.saturating_add(now.nanos_since(since));
-            self.binding = Some(kind);
+            self.throttled_ns = self.throttled_ns.saturating_add(now.nanos_since(since));
+            self.throttle_cause = Some(kind);
         }
         self.decided_at = Some(now);
         let has_changed = core::mem::take(&mut self.has_changed);
@@ -327,39 +327,39 @@ impl SteeringPool {
             self.bursting[kind.index()] = self.may_burst(kind);
         }
         let rates = self.divided(|limit, kind| self.rate_now(limit, kind), MemberDemand::demand);
-        let scaled = matches!(self.enforcement(), Enforcement::Scaled(_));
-        let fall = |member: &SteeredMember| match (member.is_active(now), scaled) {
+        let is_scaled = matches!(self.enforcement(), Enforcement::Scaled(_));
+        let fall_threshold_of = |member: &SteeredMember| match (member.is_active(now), is_scaled) {
             (false, _) => IDLE_FALL_THRESHOLD,
             (true, true) => WATERMARK_FALL_THRESHOLD,
             (true, false) => FALL_THRESHOLD,
         };
-        let worth = |member: &SteeredMember, rates: &IoMaxRates, fall: f64| {
+        let rank_with = |member: &SteeredMember, rates: &IoMaxRates, fall: f64| {
             if member.is_absent || member.is_unmeasurable {
                 None
             } else {
                 change_rank(member.rates_set, *rates, fall)
             }
         };
-        let both = || self.members.iter().zip(&rates);
+        let pairs = || self.members.iter().zip(&rates);
         // If one member's rate rises, others must fall by as much, so even small falls are set.
-        let somebody_gains = both().any(|(member, rates)| {
-            worth(member, rates, fall(member)).is_some() && any_rate_rises(member.rates_set, *rates)
+        let any_gains = pairs().any(|(member, rates)| {
+            rank_with(member, rates, fall_threshold_of(member)).is_some() && any_rate_rises(member.rates_set, *rates)
         });
-        let order = |(member, rates): (&SteeredMember, &IoMaxRates)| {
-            let least = match (self.is_quota, somebody_gains) {
+        let rank_of = |(member, rates): (&SteeredMember, &IoMaxRates)| {
+            let fall_threshold = match (self.is_quota, any_gains) {
                 (true, true) => 1.0,
                 (true, false) if has_changed => 1.0,
                 (_, true) => SHARED_FALL_THRESHOLD,
-                (_, false) => fall(member),
+                (_, false) => fall_threshold_of(member),
             };
-            worth(member, rates, least)
+            rank_with(member, rates, fall_threshold)
         };
-        let orders: Vec<Option<u8>> = both().map(order).collect();
+        let ranks: Vec<Option<u8>> = pairs().map(rank_of).collect();
         let mut changes = Vec::new();
-        for (index, (order, rates)) in orders.into_iter().zip(rates).enumerate() {
-            if let Some(order) = order {
+        for (index, (rank, rates)) in ranks.into_iter().zip(rates).enumerate() {
+            if let Some(rank) = rank {
                 self.members[index].rates_set = Some(rates);
-                changes.push((order, index, rates));
+                changes.push((rank, index, rates));
             }
         }
         changes.sort_by_key(|&(order, index, _)| (order, index));
@@ -375,26 +375,26 @@ impl SteeringPool {
     /// pool because of a watermark.
     pub fn next_measurement_of_any(&self, member: usize, now: Instant) -> Instant {
         let member = &self.members[member];
-        let Some((seen, _)) = member.last_measurement else { return now };
-        let at_the_latest = seen + if member.is_active(now) { ACTIVE } else { IDLE };
-        self.bursts_end(now).map_or(at_the_latest, |end| at_the_latest.min(end))
+        let Some((measured_at, _)) = member.last_measurement else { return now };
+        let latest = measured_at + if member.is_active(now) { ACTIVE } else { IDLE };
+        self.bursts_end(now).map_or(latest, |end| latest.min(end))
     }
 
     /// Earliest possible end of a burst, when all members must be measured; `None` without a burst.
     pub fn bursts_end(&self, now: Instant) -> Option<Instant> {
         let scale = self.scale();
-        let there = self.members.iter().filter(|member| !member.is_absent);
+        let present = self.members.iter().filter(|member| !member.is_absent);
         // I/O since the oldest measurement is not in the buckets yet; the burst rate bounds it.
-        let oldest = there.filter_map(|member| Some(member.last_measurement?.0)).min().unwrap_or(now);
+        let oldest = present.filter_map(|member| Some(member.last_measurement?.0)).min().unwrap_or(now);
         let unknown_s = now.nanos_since(oldest) as f64 / 1e9;
-        let lasts_s = |kind: LimitKind| {
+        let burst_duration_s = |kind: LimitKind| {
             let RateLimit { rate, burst_rate, .. } = self.limits().limit(kind);
-            let remaining = self.ledger.remaining(kind).filter(|_| self.bursting[kind.index()])?;
+            let remaining = self.buckets.remaining(kind).filter(|_| self.bursting[kind.index()])?;
             let surplus = burst_rate.saturating_sub(rate) as f64 * scale;
-            let known = (remaining as f64 - burst_rate as f64 * scale * unknown_s).max(0.0);
-            (surplus > 0.0).then(|| known / surplus)
+            let known_credit = (remaining as f64 - burst_rate as f64 * scale * unknown_s).max(0.0);
+            (surplus > 0.0).then(|| known_credit / surplus)
         };
-        let shortest_s = LimitKind::ALL.into_iter().filter_map(lasts_s).reduce(f64::min)?;
+        let shortest_s = LimitKind::ALL.into_iter().filter_map(burst_duration_s).reduce(f64::min)?;
         Some(now + Duration::from_secs_f64(shortest_s.min(MAX_S)).max(MIN_INTERVAL))
     }
 
@@ -411,7 +411,7 @@ impl SteeringPool {
 
     fn may_burst(&self, kind: LimitKind) -> bool {
         let RateLimit { rate, burst_rate, .. } = self.limits().limit(kind);
-        let Some(remaining) = self.ledger.remaining(kind).filter(|_| burst_rate > 0) else { return false };
+        let Some(remaining) = self.buckets.remaining(kind).filter(|_| burst_rate > 0) else { return false };
         let scale = self.scale();
         if self.bursting[kind.index()] {
             remaining as f64 > burst_rate.saturating_sub(rate) as f64 * scale * NEARLY_FULL_S
@@ -436,19 +436,19 @@ impl SteeringPool {
     fn divided(
         &self,
         rate: impl Fn(RateLimit, LimitKind) -> Option<f64>,
-        wants: impl Fn(&MemberDemand) -> f64,
+        demand_of: impl Fn(&MemberDemand) -> f64,
     ) -> Vec<IoMaxRates> {
         let mut all: Vec<IoMaxRates> = self.members.iter().map(|_| IoMaxRates::NONE).collect();
-        for (unit, UnitLimits { total, of }) in UNITS.iter().enumerate() {
-            for (kind, directions) in [(*total, 0..2), (of[0], 0..1), (of[1], 1..2)] {
+        for (unit, UnitLimits { total, by_direction }) in UNITS.iter().enumerate() {
+            for (kind, directions) in [(*total, 0..2), (by_direction[0], 0..1), (by_direction[1], 1..2)] {
                 let Some(rate) = rate(self.limits().limit(kind), kind) else { continue };
-                let parts = self.parts(rate, unit, directions.clone(), &wants);
+                let parts = self.parts(rate, unit, directions.clone(), &demand_of);
                 for (rates, parts) in all.iter_mut().zip(parts) {
-                    let told = if unit == 0 { &mut rates.bps } else { &mut rates.iops };
+                    let unit_rates = if unit == 0 { &mut rates.bps } else { &mut rates.iops };
                     for direction in directions.clone() {
                         // The kernel rejects rates below 2 (block/blk-throttle.c, tg_set_limit).
                         let part = (parts[direction] as u64).max(MIN_KERNEL_RATE);
-                        told[direction] = Some(told[direction].map_or(part, |told| told.min(part)));
+                        unit_rates[direction] = Some(unit_rates[direction].map_or(part, |current| current.min(part)));
                     }
                 }
             }
@@ -466,19 +466,19 @@ impl SteeringPool {
         rate: f64,
         unit: usize,
         directions: core::ops::Range<usize>,
-        wants: impl Fn(&MemberDemand) -> f64,
+        demand_of: impl Fn(&MemberDemand) -> f64,
     ) -> Vec<[f64; 2]> {
-        let there = || self.members.iter().filter(|member| !member.is_absent);
-        let weights: f64 = there().map(|member| f64::from(member.weight)).sum();
+        let present = || self.members.iter().filter(|member| !member.is_absent);
+        let weights: f64 = present().map(|member| f64::from(member.weight)).sum();
         let claim = |member: &SteeredMember| {
             let weight = f64::from(member.weight);
-            let seen = || member.demand[unit][directions.clone()].iter().map(&wants).sum();
-            let wanted: f64 = if member.is_unmeasurable { f64::INFINITY } else { seen() };
+            let measured = || member.demand[unit][directions.clone()].iter().map(&demand_of).sum();
+            let member_demand: f64 = if member.is_unmeasurable { f64::INFINITY } else { measured() };
             // An idle member keeps a small part: with a rate of nearly zero it could not show a new
             // demand.
-            RateClaim { weight, demand: wanted.max(rate * weight / weights * member.idle_part()) }
+            RateClaim { weight, demand: member_demand.max(rate * weight / weights * member.idle_part()) }
         };
-        let claims: Vec<RateClaim> = there().map(claim).collect();
+        let claims: Vec<RateClaim> = present().map(claim).collect();
         let mut of_members = divide_rate(rate, &claims).into_iter();
         let of_directions = |(member, part): (&SteeredMember, f64)| {
             if directions.len() == 1 {
@@ -486,7 +486,7 @@ impl SteeringPool {
             }
             let claim = |demand: &MemberDemand| RateClaim {
                 weight: 1.0,
-                demand: wants(demand).max(part / 2.0 * member.idle_part()),
+                demand: demand_of(demand).max(part / 2.0 * member.idle_part()),
             };
             // The kernel has no total: the member's part is split between its directions.
             let parts = divide_rate(part, &member.demand[unit].each_ref().map(claim));
@@ -516,8 +516,8 @@ impl SteeredMember {
     /// Directions with recent operations; both if neither has any.
     fn active_directions(&self) -> [bool; 2] {
         let operations = self.demand[1].each_ref().map(MemberDemand::rate);
-        let all: f64 = operations.iter().sum();
-        operations.map(|operations| operations >= all / 10.0)
+        let total: f64 = operations.iter().sum();
+        operations.map(|operations| operations >= total / 10.0)
     }
 
     fn idle_part(&self) -> f64 {
@@ -531,16 +531,16 @@ fn bound_sizes(rates: &mut IoMaxRates, iops_size: u64) {
     for direction in Direction::ALL.map(Direction::index) {
         let Some(operations) = rates.iops[direction] else { continue };
         let bytes = operations.saturating_mul(iops_size);
-        rates.bps[direction] = Some(rates.bps[direction].map_or(bytes, |told| told.min(bytes)));
+        rates.bps[direction] = Some(rates.bps[direction].map_or(bytes, |current| current.min(bytes)));
     }
 }
 
 /// Returns `None` if a change is too small to be set, otherwise its rank: 0 if a rate falls, so
 /// that it is set before those that only rise (1).
-fn change_rank(told: Option<IoMaxRates>, rates: IoMaxRates, fall: f64) -> Option<u8> {
-    let Some(told) = told else { return Some(1) };
+fn change_rank(rates_set: Option<IoMaxRates>, rates: IoMaxRates, fall: f64) -> Option<u8> {
+    let Some(rates_set) = rates_set else { return Some(1) };
     let (mut falls, mut rises) = (false, false);
-    for (before, after) in told.bps.iter().chain(&told.iops).zip(rates.bps.iter().chain(&rates.iops)) {
+    for (before, after) in rates_set.bps.iter().chain(&rates_set.iops).zip(rates.bps.iter().chain(&rates.iops)) {
         match (before, after) {
             (None, None) => {}
             (None, Some(_)) => falls = true,
@@ -555,9 +555,9 @@ fn change_rank(told: Option<IoMaxRates>, rates: IoMaxRates, fall: f64) -> Option
     (falls || rises).then_some(u8::from(!falls))
 }
 
-fn any_rate_rises(told: Option<IoMaxRates>, rates: IoMaxRates) -> bool {
-    let most = |rate: Option<u64>| rate.unwrap_or(u64::MAX);
-    let Some(told) = told else { return true };
-    let before = told.bps.into_iter().chain(told.iops).map(most);
-    before.zip(rates.bps.into_iter().chain(rates.iops).map(most)).any(|(before, after)| after > before)
+fn any_rate_rises(rates_set: Option<IoMaxRates>, rates: IoMaxRates) -> bool {
+    let rate_or_max = |rate: Option<u64>| rate.unwrap_or(u64::MAX);
+    let Some(rates_set) = rates_set else { return true };
+    let before = rates_set.bps.into_iter().chain(rates_set.iops).map(rate_or_max);
+    before.zip(rates.bps.into_iter().chain(rates.iops).map(rate_or_max)).any(|(before, after)| after > before)
 }

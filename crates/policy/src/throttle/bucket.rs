@@ -107,19 +107,19 @@ impl LeakyBucket {
     ///
     /// A limit that is removed keeps its levels unchanged. They do not leak meanwhile: work is then
     /// charged to other limits, and must not reduce the level here as well.
-    fn change(&mut self, limit: RateLimit, scale: LimitScale, rest: ExcessTreatment) {
+    fn change(&mut self, limit: RateLimit, scale: LimitScale, excess_treatment: ExcessTreatment) {
         let mut new = Self::scaled(limit, scale);
         if new.rate == 0 {
             (self.rate, self.burst_rate) = (0, 0);
             return;
         }
-        (new.level, new.deferred) = carry_level(self.size, self.level, self.deferred, new.size, rest);
+        (new.level, new.deferred) = carry_level(self.size, self.level, self.deferred, new.size, excess_treatment);
         if new.burst_rate == 0 {
             new.burst_size = self.burst_size;
             (new.burst_level, new.burst_deferred) = (self.burst_level, self.burst_deferred);
         } else {
             (new.burst_level, new.burst_deferred) =
-                carry_level(self.burst_size, self.burst_level, self.burst_deferred, new.burst_size, rest);
+                carry_level(self.burst_size, self.burst_level, self.burst_deferred, new.burst_size, excess_treatment);
         }
         *self = new;
     }
@@ -182,11 +182,11 @@ fn carry_level(
     level: u128,
     deferred: u128,
     new_size: u128,
-    rest: ExcessTreatment,
+    excess_treatment: ExcessTreatment,
 ) -> (u128, u128) {
     let (ceiling, passed) = (size.saturating_add(deferred), level.saturating_add(deferred));
-    let most = if rest == ExcessTreatment::Deferred { passed } else { deferred };
-    let deferred = ceiling.saturating_sub(new_size).min(most);
+    let max_deferred = if excess_treatment == ExcessTreatment::Deferred { passed } else { deferred };
+    let deferred = ceiling.saturating_sub(new_size).min(max_deferred);
     (passed - deferred, deferred)
 }
 
@@ -237,7 +237,7 @@ pub(super) struct NodeBuckets {
     applying: [ApplyingLimits; 2],
     iops_size: u64,
     /// The smallest `iops-size` so far; 0 if there was none.
-    least_iops_size: u64,
+    min_iops_size: u64,
     /// Instant of the levels.
     now: Instant,
     spare: SpareLevels,
@@ -250,7 +250,7 @@ impl NodeBuckets {
             buckets: LimitKind::ALL.map(|kind| LeakyBucket::new(limits.limit(kind))),
             applying: Direction::ALL.map(|direction| ApplyingLimits::new(limits, direction)),
             iops_size: limits.iops_size,
-            least_iops_size: limits.iops_size,
+            min_iops_size: limits.iops_size,
             now,
             spare: SpareLevels::default(),
         }
@@ -317,8 +317,8 @@ impl NodeBuckets {
         self.applying = Direction::ALL.map(|direction| ApplyingLimits::new(limits, direction));
         self.iops_size = limits.iops_size;
         // For upper bounds of past operations (`carried.rs`): the smallest size counts most.
-        if limits.iops_size > 0 && (self.least_iops_size == 0 || limits.iops_size < self.least_iops_size) {
-            self.least_iops_size = limits.iops_size;
+        if limits.iops_size > 0 && (self.min_iops_size == 0 || limits.iops_size < self.min_iops_size) {
+            self.min_iops_size = limits.iops_size;
         }
         self.drop_unlimited_spare();
     }
@@ -352,16 +352,16 @@ impl NodeBuckets {
 
     /// Fraction of a request, in parts of [`WHOLE_REQUEST`], that fits into all its buckets.
     pub(super) fn room(&self, direction: Direction, cost: &RequestCost) -> u32 {
-        let mut least = WHOLE_REQUEST;
+        let mut min_room = WHOLE_REQUEST;
         for (kind, bucket) in self.applying(direction) {
             let units = self.units(kind, cost);
             let room = bucket.room();
             if room < units {
                 // Below `WHOLE_REQUEST`, because room < units.
-                least = least.min((room.saturating_mul(u128::from(WHOLE_REQUEST)) / units) as u32);
+                min_room = min_room.min((room.saturating_mul(u128::from(WHOLE_REQUEST)) / units) as u32);
             }
         }
-        least
+        min_room
     }
 
     pub(super) fn charge_part(&mut self, direction: Direction, cost: &RequestCost, part: &Range<u32>) {

@@ -120,14 +120,14 @@ mod tests {
     #[test]
     fn merging_does_not_change_the_cost() {
         for lengths in [&[4096; 5][..], &[512, 6144, 100_000], &[7], &[]] {
-            let apart: u128 = lengths.iter().map(|length| RequestCost::one(*length).operations(4096)).sum();
+            let separate_cost: u128 = lengths.iter().map(|length| RequestCost::one(*length).operations(4096)).sum();
             let merged = RequestCost::merged(lengths);
-            assert_eq!(merged.operations(4096), apart);
+            assert_eq!(merged.operations(4096), separate_cost);
             assert_eq!(merged.bytes(), lengths.iter().sum());
             assert_eq!(merged.requests(), lengths.len() as u64);
-            assert!(merged.lengths().is_none_or(|kept| kept == lengths));
-            let each = merged.bytes() / merged.requests().max(1);
-            assert_eq!(merged.lengths().is_none(), lengths.iter().all(|length| *length == each));
+            assert!(merged.lengths().is_none_or(|stored| stored == lengths));
+            let mean_length = merged.bytes() / merged.requests().max(1);
+            assert_eq!(merged.lengths().is_none(), lengths.iter().all(|length| *length == mean_length));
         }
     }
 

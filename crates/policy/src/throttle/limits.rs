@@ -178,9 +178,9 @@ impl RateLimit {
         if self.burst_rate <= self.rate {
             return None;
         }
-        let above = (self.burst_rate - self.rate) as u128;
-        let held = self.burst_length_s as u128 * self.burst_rate as u128 * 1000;
-        let ms = (held + above / 2) / above;
+        let surplus_rate = (self.burst_rate - self.rate) as u128;
+        let burst_units = self.burst_length_s as u128 * self.burst_rate as u128 * 1000;
+        let ms = (burst_units + surplus_rate / 2) / surplus_rate;
         // Both factors of a valid limit are bounded by `MAX_VALUE`.
         Some(if ms > u64::MAX as u128 { u64::MAX } else { ms as u64 })
     }
@@ -255,11 +255,11 @@ impl Limits {
     }
 
     fn reset_dependents(&mut self, is_given: impl Fn(LimitSetting) -> bool) {
-        let gone = |limits: &Self, setting| is_given(setting) && limits.get(setting) == 0;
+        let is_removed = |limits: &Self, setting| is_given(setting) && limits.get(setting) == 0;
         for kind in LimitKind::ALL {
             let [rate, burst, length] = [Rate, BurstRate, BurstLength].map(|part| Of(kind, part));
-            let without_rate = gone(self, rate);
-            if (without_rate || gone(self, burst)) && !is_given(length) {
+            let without_rate = is_removed(self, rate);
+            if (without_rate || is_removed(self, burst)) && !is_given(length) {
                 self.limit_mut(kind).burst_length_s = 1;
             }
             if without_rate && !is_given(burst) {
@@ -268,7 +268,7 @@ impl Limits {
         }
         let rates = [IopsTotal, IopsRead, IopsWrite].map(|kind| Of(kind, Rate));
         let is_last =
-            rates.iter().any(|&rate| gone(self, rate)) && rates.iter().all(|&rate| self.get(rate) == 0);
+            rates.iter().any(|&rate| is_removed(self, rate)) && rates.iter().all(|&rate| self.get(rate) == 0);
         if is_last && !is_given(IopsSize) {
             self.iops_size = 0;
         }
@@ -300,8 +300,8 @@ impl Limits {
         [total, read, write]: [LimitKind; 3],
         part: LimitPart,
     ) -> Result<(), InvalidLimit> {
-        for one in [read, write] {
-            let other = Of(one, part);
+        for kind in [read, write] {
+            let other = Of(kind, part);
             if self.get(Of(total, part)) > 0 && self.get(other) > 0 {
                 return Err(self.invalid(Of(total, part), LimitRule::Excludes(other, self.get(other))));
             }

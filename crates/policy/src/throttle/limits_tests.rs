@@ -11,7 +11,7 @@ fn limits(settings: &[(&str, u64)]) -> Limits {
     limits
 }
 
-fn refused(settings: &[(&str, u64)]) -> alloc::string::String {
+fn validation_error(settings: &[(&str, u64)]) -> alloc::string::String {
     limits(settings).validate().unwrap_err().to_string()
 }
 
@@ -74,15 +74,15 @@ fn total_excludes_read_and_write_of_the_same_kind() {
         for max in ["", "-max"] {
             let name = |scope| alloc::format!("{kind}-{scope}{max}");
             let (total, read, write) = (name("total"), name("read"), name("write"));
-            for others in [&[&read][..], &[&write], &[&read, &write]] {
+            for excluded in [&[&read][..], &[&write], &[&read, &write]] {
                 let mut settings = alloc::vec![(total.as_str(), 9)];
-                settings.extend(others.iter().map(|other| (other.as_str(), 5)));
+                settings.extend(excluded.iter().map(|other| (other.as_str(), 5)));
                 assert_eq!(
-                    refused(&settings),
+                    validation_error(&settings),
                     alloc::format!(
                         "{total} (9) cannot be set together with {} (5); \
                          use either the total or read and write",
-                        others[0]
+                        excluded[0]
                     )
                 );
             }
@@ -94,7 +94,7 @@ fn total_excludes_read_and_write_of_the_same_kind() {
 #[test]
 fn iops_size_needs_an_iops_limit() {
     assert_eq!(
-        refused(&[("iops-size", 4096)]),
+        validation_error(&[("iops-size", 4096)]),
         "iops-size (4096) has no limit to apply to; it needs iops-total, iops-read or iops-write"
     );
     assert!(!valid(&[("iops-size", 4096), ("bps-total", 10)]));
@@ -115,7 +115,7 @@ fn values_go_up_to_ten_to_the_fifteenth() {
 }
 
 #[test]
-fn setting_too_large_a_value_is_refused_and_changes_nothing() {
+fn too_large_value_is_rejected_and_changes_nothing() {
     for setting in LimitSetting::ALL {
         let mut limits = Limits::default();
         assert_eq!(limits.set(setting, setting.maximum()), Ok(()));
@@ -138,13 +138,13 @@ fn burst_length_is_at_least_one_and_needs_a_burst_rate() {
     assert_eq!(burst(10, 20, 0), Err(LimitRule::AtLeastOneSecond));
     assert_eq!(burst(10, 0, 0), Err(LimitRule::AtLeastOneSecond));
     assert_eq!(
-        refused(&[("bps-write", 1), ("bps-write-max", 1), ("bps-write-max-length", 0)]),
+        validation_error(&[("bps-write", 1), ("bps-write-max", 1), ("bps-write-max-length", 0)]),
         "bps-write-max-length (0) is too short; a burst length must be at least 1 second"
     );
     assert_eq!(burst(10, 0, 1), Ok(()));
     assert_eq!(burst(10, 0, 2), Err(LimitRule::Needs(Of(IopsRead, BurstRate))));
     assert_eq!(
-        refused(&[("iops-total", 100), ("iops-total-max-length", 60)]),
+        validation_error(&[("iops-total", 100), ("iops-total-max-length", 60)]),
         "iops-total-max-length (60) is set without iops-total-max; set iops-total-max too"
     );
 }
@@ -154,7 +154,7 @@ fn burst_is_at_most_ten_to_the_fifteenth_units() {
     assert_eq!(burst(1, 2, MAX_VALUE / 2), Ok(()));
     assert_eq!(burst(1, 3, MAX_VALUE / 2), Err(LimitRule::BurstTooLarge(Of(IopsRead, BurstRate), 3)));
     assert_eq!(
-        refused(&[("bps-total", 1), ("bps-total-max", 1_000_000_000_000), ("bps-total-max-length", 1001)]),
+        validation_error(&[("bps-total", 1), ("bps-total-max", 1_000_000_000_000), ("bps-total-max-length", 1001)]),
         "bps-total-max-length (1001) is too long for bps-total-max (1000000000000); \
          their product may be 1000000000000000 at most"
     );
@@ -168,11 +168,11 @@ fn burst_rate_needs_a_rate_and_is_not_below_it() {
     assert_eq!(burst(100, 30, 1), Err(LimitRule::AtLeastRate(Of(IopsRead, Rate), 100)));
     assert_eq!(burst(100, 100, 1), Ok(()));
     assert_eq!(
-        refused(&[("iops-total", 1000), ("iops-total-max", 500)]),
+        validation_error(&[("iops-total", 1000), ("iops-total-max", 500)]),
         "iops-total-max (500) is below iops-total (1000); a burst rate must be at least the rate"
     );
     assert_eq!(
-        refused(&[("iops-total-max", 500)]),
+        validation_error(&[("iops-total-max", 500)]),
         "iops-total-max (500) is set without iops-total; set iops-total too"
     );
 }

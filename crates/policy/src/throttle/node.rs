@@ -47,7 +47,7 @@ pub(super) struct QueuedRequest<T> {
     pub(super) charged_parts: u32,
     /// Throttled time of its disk and of the group above when the request was queued, in
     /// nanoseconds.
-    pub(super) limited_ns: [u64; 2],
+    pub(super) throttled_ns: [u64; 2],
     pub(super) token: T,
 }
 
@@ -134,9 +134,9 @@ pub(super) struct ThrottleNode<T> {
     /// Start of the current state: throttled by its own limits, or not.
     blocked_or_free_since: Instant,
     /// By direction: the last limit that requests waited for, and until when.
-    freed: [Option<(LimitKind, Instant)>; 2],
-    limited_ns: u64,
-    binding: Option<LimitKind>,
+    last_throttled: [Option<(LimitKind, Instant)>; 2],
+    throttled_ns: u64,
+    last_cause: Option<LimitKind>,
     waits: Option<Box<WaitHistograms>>,
     /// `None` unless the node itself has a reservation.
     pub(super) reservation_monitor: Option<Box<ReservationMonitor>>,
@@ -175,9 +175,9 @@ impl<T> ThrottleNode<T> {
             requests_seen: 0,
             blocked: [false; 2],
             blocked_or_free_since: now,
-            freed: [None; 2],
-            limited_ns: 0,
-            binding: None,
+            last_throttled: [None; 2],
+            throttled_ns: 0,
+            last_cause: None,
             waits: None,
             reservation_monitor: None,
             device: ReservableCapacity::default(),
@@ -207,10 +207,10 @@ impl<T> ThrottleNode<T> {
 
     /// Sets the share. A changed reservation resets its statistics.
     pub(super) fn set_share(&mut self, share: NodeShare, now: Instant) {
-        let is_same = |promise: &NodeShare| (promise.iops_reservation(), promise.bps_reservation());
+        let reservations = |node_share: &NodeShare| (node_share.iops_reservation(), node_share.bps_reservation());
         if !share.is_reserved() {
             self.reservation_monitor = None;
-        } else if self.reservation_monitor.is_none() || is_same(&self.share) != is_same(&share) {
+        } else if self.reservation_monitor.is_none() || reservations(&self.share) != reservations(&share) {
             self.reservation_monitor = Some(Box::new(ReservationMonitor::new(self.waiting != [0; 2], now)));
         }
         self.share = share;
@@ -226,10 +226,10 @@ impl<T> ThrottleNode<T> {
         let before = self.limited.take().or_else(|| self.past_limits.take());
         let mut limited = before.unwrap_or_else(|| Box::new(NodeLimits::new(now)));
         limited.buckets.leak_to(now);
-        let given = limited.buckets.set_quota(&limits, credit);
+        let released = limited.buckets.set_quota(&limits, credit);
         limited.limits = limits;
         self.limited = Some(limited);
-        given
+        released
     }
 
     /// Changes the enforcement of the limits.
@@ -293,27 +293,27 @@ impl<T> ThrottleNode<T> {
         queue.remove(at)
     }
 
-    pub(super) fn set_blocked(&mut self, direction: Direction, by: Option<LimitKind>, now: Instant) {
-        let was = self.blocked != [false; 2];
-        self.blocked[direction.index()] = by.is_some();
-        let is = self.blocked != [false; 2];
-        if was && !is {
-            self.limited_ns += now.nanos_since(self.blocked_or_free_since);
+    pub(super) fn set_blocked(&mut self, direction: Direction, cause: Option<LimitKind>, now: Instant) {
+        let was_blocked = self.blocked != [false; 2];
+        self.blocked[direction.index()] = cause.is_some();
+        let is_blocked = self.blocked != [false; 2];
+        if was_blocked && !is_blocked {
+            self.throttled_ns += now.nanos_since(self.blocked_or_free_since);
         }
-        if was != is {
+        if was_blocked != is_blocked {
             self.blocked_or_free_since = now;
         }
-        if by.is_some() {
-            self.binding = by;
+        if cause.is_some() {
+            self.last_cause = cause;
         }
         // While blocked, the end of the block is updated at each check; afterwards it stays.
-        let freed = &mut self.freed[direction.index()];
-        *freed = by.or(freed.map(|(kind, _)| kind)).map(|kind| (kind, now));
+        let last_throttled = &mut self.last_throttled[direction.index()];
+        *last_throttled = cause.or(last_throttled.map(|(kind, _)| kind)).map(|kind| (kind, now));
     }
 
     /// The last limit that requests of this direction waited for, and until when.
     pub(super) fn last_throttled(&self, direction: Direction) -> Option<(LimitKind, Instant)> {
-        self.freed[direction.index()]
+        self.last_throttled[direction.index()]
     }
 
     pub(super) fn count(
@@ -333,50 +333,50 @@ impl<T> ThrottleNode<T> {
     /// Time for which requests waited for this node's limits, in nanoseconds.
     pub(super) fn throttled_ns(&self, now: Instant) -> u64 {
         let so_far = if self.blocked == [false; 2] { 0 } else { now.nanos_since(self.blocked_or_free_since) };
-        self.limited_ns + so_far
+        self.throttled_ns + so_far
     }
 
     pub(super) fn summary(&self, now: Instant) -> ThrottleSummary {
         let is_blocked = self.blocked != [false; 2];
         let since = now.nanos_since(self.blocked_or_free_since);
         // Requests that pass this node at once may wait for a group above it.
-        let binds = is_blocked || (self.waiting != [0; 2] && since < CAUSE_EXPIRY_NS);
+        let is_throttled = is_blocked || (self.waiting != [0; 2] && since < CAUSE_EXPIRY_NS);
         ThrottleSummary {
-            limited_ns: self.throttled_ns(now),
-            throttle_cause: self.binding.filter(|_| binds),
+            throttled_ns: self.throttled_ns(now),
+            throttle_cause: self.last_cause.filter(|_| is_throttled),
             waiting: self.waiting,
-            kept: self.reservation_monitor.as_ref().map(|promise| promise.times(now)),
+            reservation_times: self.reservation_monitor.as_ref().map(|monitor| monitor.times(now)),
         }
     }
 
     pub(super) fn cumulative(&self, now: Instant) -> CumulativeStats {
-        let ThrottleSummary { limited_ns, kept, .. } = self.summary(now);
-        let mut counted =
-            CumulativeStats { passed: self.counters, limited_ns, kept, ..CumulativeStats::default() };
+        let ThrottleSummary { throttled_ns: limited_ns, reservation_times: kept, .. } = self.summary(now);
+        let mut stats =
+            CumulativeStats { passed: self.counters, throttled_ns: limited_ns, reservation_times: kept, ..CumulativeStats::default() };
         if let Some(waits) = &self.waits {
-            waits.export(&mut counted);
+            waits.export(&mut stats);
         }
-        counted
+        stats
     }
 
-    pub(super) fn add_cumulative(&mut self, counted: &CumulativeStats, now: Instant) {
-        let CumulativeStats { passed, limited_ns, kept, waits, longest_wait_ns: _ } = counted;
-        for (own, more) in self.counters.iter_mut().zip(passed) {
-            *own = own.sum(*more);
+    pub(super) fn add_cumulative(&mut self, stats: &CumulativeStats, now: Instant) {
+        let CumulativeStats { passed, throttled_ns: limited_ns, reservation_times: kept, waits, longest_wait_ns: _ } = stats;
+        for (counters, more) in self.counters.iter_mut().zip(passed) {
+            *counters = counters.sum(*more);
             // These requests were made in another process and are not new demand here.
             self.requests_seen = self.requests_seen.saturating_add(more.requests);
         }
-        self.limited_ns = self.limited_ns.saturating_add(*limited_ns);
-        if let (Some(promise), Some(kept)) = (&mut self.reservation_monitor, kept) {
-            promise.add_times(*kept);
+        self.throttled_ns = self.throttled_ns.saturating_add(*limited_ns);
+        if let (Some(monitor), Some(kept)) = (&mut self.reservation_monitor, kept) {
+            monitor.add_times(*kept);
         }
         if !waits.is_empty() {
-            self.waits.get_or_insert_with(|| Box::new(WaitHistograms::new(now))).add_cumulative(counted);
+            self.waits.get_or_insert_with(|| Box::new(WaitHistograms::new(now))).add_cumulative(stats);
         }
     }
 
     pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
-        let ThrottleSummary { limited_ns, throttle_cause: binding, waiting, kept } = self.summary(now);
+        let ThrottleSummary { throttled_ns: limited_ns, throttle_cause: binding, waiting, reservation_times: kept } = self.summary(now);
         let buckets = self.limited.as_ref().map(|limited| {
             let mut buckets = limited.buckets.clone();
             buckets.leak_to(now);

@@ -52,27 +52,27 @@ mod tests {
 
     const OPERATION: u128 = BILLION as u128;
 
-    fn given_back(parts: &[(u64, u64)]) -> SpareRefund {
+    fn refund(parts: &[(u64, u64)]) -> SpareRefund {
         let mut sum = SpareRefund::NONE;
-        parts.iter().for_each(|(bytes, of)| sum.add(*bytes, *of));
+        parts.iter().for_each(|(bytes, charged)| sum.add(*bytes, *charged));
         sum
     }
 
     #[test]
     fn piecewise_use_refunds_the_whole_charge() {
-        let bits = given_back(&[(4096, 131_072); 32]);
-        assert_eq!(bits.bytes(), 131_072);
-        assert_eq!(bits.operations(0), OPERATION);
-        assert_eq!(bits.operations(1 << 20), OPERATION);
-        assert_eq!(bits.operations(4096), 32 * OPERATION);
-        assert_eq!(given_back(&[(65_536, 131_072)]).operations(0), OPERATION / 2);
+        let pieces = refund(&[(4096, 131_072); 32]);
+        assert_eq!(pieces.bytes(), 131_072);
+        assert_eq!(pieces.operations(0), OPERATION);
+        assert_eq!(pieces.operations(1 << 20), OPERATION);
+        assert_eq!(pieces.operations(4096), 32 * OPERATION);
+        assert_eq!(refund(&[(65_536, 131_072)]).operations(0), OPERATION / 2);
     }
 
     #[test]
     fn refund_never_exceeds_the_charge() {
-        assert_eq!(given_back(&[(8192, 4096), (1, 0)]), given_back(&[(4096, 4096)]));
-        let endless = given_back(&[(u64::MAX, u64::MAX); 3]);
-        assert_eq!((endless.bytes(), endless.operations(0)), (u64::MAX, 3 * OPERATION));
+        assert_eq!(refund(&[(8192, 4096), (1, 0)]), refund(&[(4096, 4096)]));
+        let saturated = refund(&[(u64::MAX, u64::MAX); 3]);
+        assert_eq!((saturated.bytes(), saturated.operations(0)), (u64::MAX, 3 * OPERATION));
     }
 
     proptest! {
@@ -81,11 +81,11 @@ mod tests {
             parts in prop::collection::vec((1..1_000_000u64, 1..1_000_000u64), 1..20),
             iops_size in prop_oneof![Just(0), 512..300_000u64],
         ) {
-            let charged: u128 = parts.iter().map(|(_, of)| RequestCost::one(*of).operations(iops_size)).sum();
-            prop_assert!(given_back(&parts).operations(iops_size) <= charged);
+            let charged: u128 = parts.iter().map(|(_, charged_bytes)| RequestCost::one(*charged_bytes).operations(iops_size)).sum();
+            prop_assert!(refund(&parts).operations(iops_size) <= charged);
             // Refunded together or one by one.
             let one_by_one: u128 =
-                parts.iter().map(|part| given_back(&[*part]).operations(iops_size)).sum();
+                parts.iter().map(|part| refund(&[*part]).operations(iops_size)).sum();
             prop_assert!(one_by_one <= charged);
         }
     }

@@ -34,23 +34,23 @@ pub struct ReservationTimes {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ReservationMonitor {
-    kept: ReservationTimes,
+    times: ReservationTimes,
     waits_since: Option<Instant>,
     /// Start of the current window.
     began: Instant,
     waited_ns: u64,
-    had_ns: u64,
+    served_ns: u64,
 }
 
 impl ReservationMonitor {
     pub(super) const fn new(waits: bool, now: Instant) -> Self {
         let waits_since = if waits { Some(now) } else { None };
         Self {
-            kept: ReservationTimes { met_ns: 0, missed_ns: 0 },
+            times: ReservationTimes { met_ns: 0, missed_ns: 0 },
             waits_since,
             began: now,
             waited_ns: 0,
-            had_ns: 0,
+            served_ns: 0,
         }
     }
 
@@ -63,27 +63,27 @@ impl ReservationMonitor {
         let is_stale = now.nanos_since(self.began) > STALE_NS;
         // A window is continued across short gaps, so that a bursty client fills it at all.
         if waits && (self.waited_ns == 0 || is_stale) {
-            (self.began, self.waited_ns, self.had_ns) = (now, 0, 0);
+            (self.began, self.waited_ns, self.served_ns) = (now, 0, 0);
         }
         self.waits_since = waits.then_some(now);
     }
 
     /// Records service, in time of the reservation.
-    pub(super) fn add_service(&mut self, promised_ns: u64, now: Instant) {
-        self.had_ns = self.had_ns.saturating_add(promised_ns);
+    pub(super) fn add_service(&mut self, service_ns: u64, now: Instant) {
+        self.served_ns = self.served_ns.saturating_add(service_ns);
         self.advance(now);
     }
 
     /// Result as of `now`, including a wait that has not ended.
     pub(super) fn times(mut self, now: Instant) -> ReservationTimes {
         self.advance(now);
-        self.kept
+        self.times
     }
 
     /// Adds the result of another process.
-    pub(super) const fn add_times(&mut self, kept: ReservationTimes) {
-        self.kept.met_ns = self.kept.met_ns.saturating_add(kept.met_ns);
-        self.kept.missed_ns = self.kept.missed_ns.saturating_add(kept.missed_ns);
+    pub(super) const fn add_times(&mut self, times: ReservationTimes) {
+        self.times.met_ns = self.times.met_ns.saturating_add(times.met_ns);
+        self.times.missed_ns = self.times.missed_ns.saturating_add(times.missed_ns);
     }
 
     fn advance(&mut self, now: Instant) {
@@ -93,10 +93,10 @@ impl ReservationMonitor {
         if self.waited_ns < WINDOW_NS {
             return;
         }
-        let is_kept = u128::from(self.had_ns) * 100 >= u128::from(self.waited_ns) * u128::from(MET_PERCENT);
-        let sum = if is_kept { &mut self.kept.met_ns } else { &mut self.kept.missed_ns };
+        let is_met = u128::from(self.served_ns) * 100 >= u128::from(self.waited_ns) * u128::from(MET_PERCENT);
+        let sum = if is_met { &mut self.times.met_ns } else { &mut self.times.missed_ns };
         *sum = sum.saturating_add(self.waited_ns);
-        (self.began, self.waited_ns, self.had_ns) = (now, 0, 0);
+        (self.began, self.waited_ns, self.served_ns) = (now, 0, 0);
     }
 }
 
@@ -108,50 +108,50 @@ mod tests {
         Instant::from_nanos(ms * 1_000_000)
     }
 
-    fn of(met_ms: u64, missed_ms: u64) -> ReservationTimes {
+    fn times_ms(met_ms: u64, missed_ms: u64) -> ReservationTimes {
         ReservationTimes { met_ns: met_ms * 1_000_000, missed_ns: missed_ms * 1_000_000 }
     }
 
     #[test]
     fn service_of_95_percent_meets_the_reservation() {
-        for (each_us, expect) in [(9_500, of(1000, 0)), (9_400, of(0, 1000))] {
-            let mut promise = ReservationMonitor::new(true, ms(0));
+        for (each_us, expect) in [(9_500, times_ms(1000, 0)), (9_400, times_ms(0, 1000))] {
+            let mut monitor = ReservationMonitor::new(true, ms(0));
             for at in (10..=1000).step_by(10) {
-                promise.add_service(each_us * 1000, ms(at));
+                monitor.add_service(each_us * 1000, ms(at));
             }
-            assert_eq!(promise.times(ms(1000)), expect, "{each_us} us of each 10 ms");
+            assert_eq!(monitor.times(ms(1000)), expect, "{each_us} us of each 10 ms");
         }
     }
 
     #[test]
     fn unused_reservation_is_not_missed() {
-        let mut promise = ReservationMonitor::new(false, ms(0));
-        promise.add_service(1, ms(5000));
-        promise.set_waiting(true, ms(6000));
-        promise.set_waiting(false, ms(6900));
-        assert_eq!(promise.times(ms(60_000)), ReservationTimes::default());
+        let mut monitor = ReservationMonitor::new(false, ms(0));
+        monitor.add_service(1, ms(5000));
+        monitor.set_waiting(true, ms(6000));
+        monitor.set_waiting(false, ms(6900));
+        assert_eq!(monitor.times(ms(60_000)), ReservationTimes::default());
         // A window that began long ago is discarded.
-        promise.set_waiting(true, ms(60_000));
-        promise.set_waiting(false, ms(60_500));
-        assert_eq!(promise.times(ms(90_000)), ReservationTimes::default());
+        monitor.set_waiting(true, ms(60_000));
+        monitor.set_waiting(false, ms(60_500));
+        assert_eq!(monitor.times(ms(90_000)), ReservationTimes::default());
     }
 
     #[test]
     fn starvation_is_reported_before_any_service() {
-        let promise = ReservationMonitor::new(true, ms(0));
-        assert_eq!(promise.times(ms(999)), ReservationTimes::default());
-        assert_eq!(promise.times(ms(7000)), of(0, 7000));
+        let monitor = ReservationMonitor::new(true, ms(0));
+        assert_eq!(monitor.times(ms(999)), ReservationTimes::default());
+        assert_eq!(monitor.times(ms(7000)), times_ms(0, 7000));
     }
 
     #[test]
     fn only_waiting_time_counts() {
-        let mut promise = ReservationMonitor::new(false, ms(0));
+        let mut monitor = ReservationMonitor::new(false, ms(0));
         // Waits for half of each 100 ms, and gets half of the reservation for all of it.
         for at in (0..2000).step_by(100) {
-            promise.set_waiting(true, ms(at));
-            promise.set_waiting(false, ms(at + 50));
-            promise.add_service(50_000_000, ms(at + 50));
+            monitor.set_waiting(true, ms(at));
+            monitor.set_waiting(false, ms(at + 50));
+            monitor.add_service(50_000_000, ms(at + 50));
         }
-        assert_eq!(promise.times(ms(2000)), of(1000, 0));
+        assert_eq!(monitor.times(ms(2000)), times_ms(1000, 0));
     }
 }

@@ -201,17 +201,17 @@ pub(super) struct CapacitySupply {
 }
 
 impl CapacitySupply {
-    pub(super) fn check(&self, promised: [u64; 2]) -> Result<(), ReservationExceeded> {
+    pub(super) fn check(&self, reserved: [u64; 2]) -> Result<(), ReservationExceeded> {
         for unit in ReservationUnit::ALL {
-            let asked = promised[unit.index()];
+            let requested = reserved[unit.index()];
             let of_device = self.device.probed_at_s.map_or(ReservationBound::Rate, ReservationBound::Probe);
             let bounds = [
                 (ReservationBound::Limit, max_sustained_rate(&self.limits, unit)),
                 (of_device, self.device.amounts[unit.index()]),
             ];
             for (bound, available) in bounds {
-                if available > 0 && asked > available {
-                    return Err(ReservationExceeded { unit, requested: asked, available, bound });
+                if available > 0 && requested > available {
+                    return Err(ReservationExceeded { unit, requested, available, bound });
                 }
             }
         }
@@ -238,7 +238,7 @@ fn max_sustained_rate(limits: &Limits, unit: ReservationUnit) -> u64 {
 
 /// Part of the parent's capacity that a node reserves: its own reservation, or the sum of those
 /// below it if that is larger.
-pub(super) fn reserved_by(share: NodeShare, promised_below: [u64; 2]) -> [u64; 2] {
-    let own = [share.iops_reservation(), share.bps_reservation()];
-    ReservationUnit::ALL.map(|unit| own[unit.index()].max(promised_below[unit.index()]))
+pub(super) fn reserved_by(share: NodeShare, reserved_below: [u64; 2]) -> [u64; 2] {
+    let own_reservation = [share.iops_reservation(), share.bps_reservation()];
+    ReservationUnit::ALL.map(|unit| own_reservation[unit.index()].max(reserved_below[unit.index()]))
 }

@@ -292,7 +292,7 @@ impl ChildScheduler {
         lane: TagLane,
         now: Instant,
     ) -> Option<ScheduleCandidate> {
-        let (turn, child) = self.by_weight[direction.index()].first()?;
+        let (key, child) = self.by_weight[direction.index()].first()?;
         // R may be due, but the weight phase has its fraction first.
         if let Some((due, child)) = self.by_reservation[direction.index()].first()
             && due <= now.as_nanos()
@@ -300,7 +300,7 @@ impl ChildScheduler {
         {
             return Some(ScheduleCandidate { phase: SchedulePhase::Reservation, tag: due, child });
         }
-        Some(ScheduleCandidate { phase: SchedulePhase::Weight, tag: turn.start, child })
+        Some(ScheduleCandidate { phase: SchedulePhase::Weight, tag: key.start, child })
     }
 
     /// Charges a child for a service. If it is on offer, it must be offered again or withdrawn.
@@ -343,8 +343,8 @@ impl ChildScheduler {
         for child in self.children.iter_mut().flatten() {
             child.finish = [0; 2];
         }
-        for turns in &mut self.by_weight {
-            turns.map_keys(|_| WeightKey { start: 0, order: 0 });
+        for heap in &mut self.by_weight {
+            heap.map_keys(|_| WeightKey { start: 0, order: 0 });
         }
     }
 
@@ -354,17 +354,17 @@ impl ChildScheduler {
         // Start tags are at most the credit behind v. A tag further behind belongs to an idle
         // child, which starts at the floor anyway.
         let clock = &mut self.clocks[lane.index()];
-        let by = clock.now - MAX_VIRTUAL_TIME / 2;
-        clock.now -= by;
-        clock.latest_mark = clock.latest_mark.saturating_sub(by);
-        clock.previous_mark = clock.previous_mark.saturating_sub(by);
+        let shift = clock.now - MAX_VIRTUAL_TIME / 2;
+        clock.now -= shift;
+        clock.latest_mark = clock.latest_mark.saturating_sub(shift);
+        clock.previous_mark = clock.previous_mark.saturating_sub(shift);
         for child in self.children.iter_mut().flatten() {
-            child.finish[lane.index()] = child.finish[lane.index()].saturating_sub(by);
+            child.finish[lane.index()] = child.finish[lane.index()].saturating_sub(shift);
         }
         for direction in Direction::ALL {
             if lane.covers(direction) {
-                let back = |turn: WeightKey| WeightKey { start: turn.start.saturating_sub(by), ..turn };
-                self.by_weight[direction.index()].map_keys(back);
+                let move_back = |key: WeightKey| WeightKey { start: key.start.saturating_sub(shift), ..key };
+                self.by_weight[direction.index()].map_keys(move_back);
             }
         }
     }

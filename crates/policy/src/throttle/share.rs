@@ -54,9 +54,9 @@ impl NodeShare {
 
     /// Time of the reservation that a request uses up, in nanoseconds.
     pub(super) fn reservation_ns(self, cost: &RequestCost, operations: u64) -> u64 {
-        let of = |billionths, rate| if rate == 0 { 0 } else { time_for(billionths, rate) };
-        of(u128::from(operations), self.iops_reservation)
-            .max(of(u128::from(cost.bytes()) * u128::from(BILLION), self.bps_reservation))
+        let time_at = |billionths, rate| if rate == 0 { 0 } else { time_for(billionths, rate) };
+        time_at(u128::from(operations), self.iops_reservation)
+            .max(time_at(u128::from(cost.bytes()) * u128::from(BILLION), self.bps_reservation))
     }
 }
 

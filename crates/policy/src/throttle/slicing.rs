@@ -64,10 +64,10 @@ mod tests {
             let mut cuts = cuts;
             cuts.sort_unstable();
             let mut sum = 0;
-            let mut paid = 0;
+            let mut charged = 0;
             for cut in cuts.into_iter().chain([WHOLE_REQUEST]) {
-                sum += proportional_part(amount, &(paid..cut));
-                paid = cut;
+                sum += proportional_part(amount, &(charged..cut));
+                charged = cut;
             }
             prop_assert_eq!(sum, amount);
         }

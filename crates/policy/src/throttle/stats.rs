@@ -111,9 +111,9 @@ pub struct CumulativeStats {
     /// Admitted requests, by direction.
     pub passed: [AdmissionCounters; 2],
     /// As [`ThrottleStats::throttled_ns`].
-    pub limited_ns: u64,
+    pub throttled_ns: u64,
     /// As [`ThrottleStats::reservation`].
-    pub kept: Option<ReservationTimes>,
+    pub reservation_times: Option<ReservationTimes>,
     /// Histogram of waits: step and number of requests, for the steps with any.
     pub waits: Vec<(u16, u32)>,
     /// The longest wait in nanoseconds.
@@ -129,8 +129,8 @@ pub fn throttled_with_groups_ns(
     waited_ns: u64,
     still_waits: bool,
 ) -> u64 {
-    let most = if still_waits { u64::MAX } else { waited_ns };
-    own_ns.max(above_ns.into_iter().max().unwrap_or(0).min(most))
+    let max_above_ns = if still_waits { u64::MAX } else { waited_ns };
+    own_ns.max(above_ns.into_iter().max().unwrap_or(0).min(max_above_ns))
 }
 
 /// The part of [`ThrottleStats`] that is cheap to compute, for callers that poll thousands of
@@ -138,13 +138,13 @@ pub fn throttled_with_groups_ns(
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThrottleSummary {
     /// As [`ThrottleStats::throttled_ns`].
-    pub limited_ns: u64,
+    pub throttled_ns: u64,
     /// As [`ThrottleStats::throttle_cause`].
     pub throttle_cause: Option<LimitKind>,
     /// As [`ThrottleStats::waiting`].
     pub waiting: [usize; 2],
     /// As [`ThrottleStats::reservation`].
-    pub kept: Option<ReservationTimes>,
+    pub reservation_times: Option<ReservationTimes>,
 }
 
 /// Minimum time for which a wait counts as recent, in nanoseconds; the maximum is twice that.
@@ -191,10 +191,10 @@ impl WaitHistogram {
     fn percentile(&self, percent: u64) -> u64 {
         let total: u64 = self.counts.iter().map(|count| u64::from(*count)).sum();
         let rank = (u128::from(total) * u128::from(percent)).div_ceil(100);
-        let mut seen = 0;
+        let mut counted = 0;
         for (at, count) in self.counts.iter().enumerate() {
-            seen += u128::from(*count);
-            if seen >= rank && *count > 0 {
+            counted += u128::from(*count);
+            if counted >= rank && *count > 0 {
                 return middle_of(at).min(self.max_ns);
             }
         }
@@ -226,16 +226,16 @@ pub(super) struct WaitHistograms {
     /// The newer one first.
     recent: [WaitHistogram; 2],
     /// Start of the newer one.
-    begun: Instant,
+    newer_since: Instant,
 }
 
 impl WaitHistograms {
     pub(super) fn new(now: Instant) -> Self {
-        Self { all: WaitHistogram::new(), recent: [WaitHistogram::new(), WaitHistogram::new()], begun: now }
+        Self { all: WaitHistogram::new(), recent: [WaitHistogram::new(), WaitHistogram::new()], newer_since: now }
     }
 
     pub(super) fn add(&mut self, wait_ns: u64, requests: u64, now: Instant) {
-        let age_ns = now.nanos_since(self.begun);
+        let age_ns = now.nanos_since(self.newer_since);
         if age_ns >= RECENT_NS {
             self.recent.swap(0, 1);
             self.recent[0] = WaitHistogram::new();
@@ -244,7 +244,7 @@ impl WaitHistograms {
             if age_ns >= 2 * RECENT_NS {
                 self.recent[1] = WaitHistogram::new();
             }
-            self.begun = now;
+            self.newer_since = now;
         }
         self.all.add(wait_ns, requests);
         self.recent[0].add(wait_ns, requests);
@@ -255,32 +255,32 @@ impl WaitHistograms {
     }
 
     /// Writes all waits to `counted`, for [`WaitHistograms::add_cumulative`].
-    pub(super) fn export(&self, counted: &mut CumulativeStats) {
+    pub(super) fn export(&self, stats: &mut CumulativeStats) {
         let steps = (0..).zip(self.all.counts.iter().copied());
-        counted.waits = steps.filter(|(_, count)| *count > 0).collect();
-        counted.longest_wait_ns = self.all.max_ns;
+        stats.waits = steps.filter(|(_, count)| *count > 0).collect();
+        stats.longest_wait_ns = self.all.max_ns;
     }
 
     /// Adds waits of another process; they are not recent. An unknown step counts as the longest.
-    pub(super) fn add_cumulative(&mut self, counted: &CumulativeStats) {
-        self.all.max_ns = self.all.max_ns.max(counted.longest_wait_ns);
-        for &(step, count) in &counted.waits {
+    pub(super) fn add_cumulative(&mut self, stats: &CumulativeStats) {
+        self.all.max_ns = self.all.max_ns.max(stats.longest_wait_ns);
+        for &(step, count) in &stats.waits {
             let sum = &mut self.all.counts[usize::from(step).min(ALL_STEPS - 1)];
             *sum = sum.saturating_add(count);
         }
     }
 
     pub(super) fn recent(&self, now: Instant) -> WaitSummary {
-        match now.nanos_since(self.begun) {
+        match now.nanos_since(self.newer_since) {
             age_ns if age_ns >= 2 * RECENT_NS => WaitSummary::default(),
             age_ns if age_ns >= RECENT_NS => self.recent[0].summary(),
             _ => {
-                let mut both = self.recent[0].clone();
-                both.max_ns = both.max_ns.max(self.recent[1].max_ns);
-                for (count, older) in both.counts.iter_mut().zip(self.recent[1].counts.iter()) {
+                let mut merged = self.recent[0].clone();
+                merged.max_ns = merged.max_ns.max(self.recent[1].max_ns);
+                for (count, older) in merged.counts.iter_mut().zip(self.recent[1].counts.iter()) {
                     *count = count.saturating_add(*older);
                 }
-                both.summary()
+                merged.summary()
             }
         }
     }
@@ -294,9 +294,9 @@ mod tests {
     proptest! {
         #[test]
         fn waits_are_accurate_to_a_32nd_or_512_ns(ns in prop_oneof![0..100_000u64, 0..1u64 << 42]) {
-            let told = middle_of(step_of(ns));
-            prop_assert!(told.abs_diff(ns) <= (ns / 32).max(512), "{ns} is reported as {told}");
-            prop_assert_eq!(step_of(told), step_of(ns));
+            let reported_ns = middle_of(step_of(ns));
+            prop_assert!(reported_ns.abs_diff(ns) <= (ns / 32).max(512), "{ns} is reported as {reported_ns}");
+            prop_assert_eq!(step_of(reported_ns), step_of(ns));
         }
     }
 

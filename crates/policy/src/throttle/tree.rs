@@ -184,17 +184,17 @@ impl<T> ThrottleTree<T> {
     /// As [`ThrottleTree::add`].
     pub fn add_replacing(
         &mut self,
-        leaving: NodeId,
+        replaced: NodeId,
         parent: Option<NodeId>,
         limits: Limits,
         share: NodeShare,
     ) -> Result<NodeId, ThrottleError> {
-        self.add_node(Some(self.slot(leaving)), parent, limits, share)
+        self.add_node(Some(self.slot(replaced)), parent, limits, share)
     }
 
     fn add_node(
         &mut self,
-        leaving: Option<usize>,
+        replaced: Option<usize>,
         parent: Option<NodeId>,
         limits: Limits,
         share: NodeShare,
@@ -205,16 +205,16 @@ impl<T> ThrottleTree<T> {
         if level > MAX_LEVELS {
             return Err(ThrottleError::TooDeep);
         }
-        let waits = Direction::ALL.iter().any(|direction| !self.nodes[parent].queue(*direction).is_empty());
-        assert!(!waits, "a disk with requests waiting cannot become a group");
-        let wanted = reserved_by(share, [0; 2]);
-        CapacitySupply { limits, device: ReservableCapacity::default() }.check(wanted)?;
-        let freed = leaving.map(|leaving| self.reserved_without(leaving)).unwrap_or_default();
-        self.check_reservations(parent, [0; 2], wanted, &freed)?;
+        let has_waiting = Direction::ALL.iter().any(|direction| !self.nodes[parent].queue(*direction).is_empty());
+        assert!(!has_waiting, "a disk with requests waiting cannot become a group");
+        let reserved = reserved_by(share, [0; 2]);
+        CapacitySupply { limits, device: ReservableCapacity::default() }.check(reserved)?;
+        let freed = replaced.map(|replaced| self.reserved_without(replaced)).unwrap_or_default();
+        self.check_reservations(parent, [0; 2], reserved, &freed)?;
 
         // All checks precede the first change, so an error leaves the tree unchanged.
-        if let Some(leaving) = leaving {
-            self.apply_share(leaving, self.nodes[leaving].share.with_reservation(0, 0));
+        if let Some(replaced) = replaced {
+            self.apply_share(replaced, self.nodes[replaced].share.with_reservation(0, 0));
         }
         let mut node = ThrottleNode::new(parent, level, limits, share, self.now);
         let slot = self.vacant.pop().unwrap_or(self.nodes.len());
@@ -227,7 +227,7 @@ impl<T> ThrottleTree<T> {
             node.generation = self.nodes[slot].generation + 1;
             self.nodes[slot] = node;
         }
-        self.update_reserved(parent, [0; 2], wanted);
+        self.update_reserved(parent, [0; 2], reserved);
         Ok(self.id(slot))
     }
 
@@ -262,12 +262,12 @@ impl<T> ThrottleTree<T> {
         }
         self.update_reserved(parent, freed, [0; 2]);
         self.vacant.push(slot);
-        let give_back = |(direction, waiter): (Direction, QueuedRequest<T>)| ReturnedRequest {
+        let returned = |(direction, waiter): (Direction, QueuedRequest<T>)| ReturnedRequest {
             direction,
             cost: waiter.cost,
             token: waiter.token,
         };
-        waiters.into_iter().map(give_back).collect()
+        waiters.into_iter().map(returned).collect()
     }
 
     /// Changes limits and share at once, also for waiting requests: poll afterwards.
@@ -290,20 +290,20 @@ impl<T> ThrottleTree<T> {
         limits.validate()?;
         let slot = self.slot(node);
         self.advance_to(now);
-        let here = &self.nodes[slot];
+        let current = &self.nodes[slot];
         let (old, new) =
-            (reserved_by(here.share, here.reserved_below), reserved_by(share, here.reserved_below));
-        let limits = match self.lent(node) {
-            Some(_) => self.check_supply(slot, new).map(|()| here.limits())?,
-            None => CapacitySupply { limits, device: here.device }.check(new).map(|()| limits)?,
+            (reserved_by(current.share, current.reserved_below), reserved_by(share, current.reserved_below));
+        let limits = match self.lease(node) {
+            Some(_) => self.check_supply(slot, new).map(|()| current.limits())?,
+            None => CapacitySupply { limits, device: current.device }.check(new).map(|()| limits)?,
         };
         self.check_reservations(self.nodes[slot].parent, old, new, &[])?;
-        let here = &self.nodes[slot];
-        let (other_limits, other_share) = (limits != here.limits(), share != here.share);
-        if other_share {
+        let current = &self.nodes[slot];
+        let (limits_change, share_change) = (limits != current.limits(), share != current.share);
+        if share_change {
             self.apply_share(slot, share);
         }
-        if other_limits {
+        if limits_change {
             self.apply_limits(slot, limits);
         }
         Ok(())
@@ -377,9 +377,9 @@ impl<T> ThrottleTree<T> {
         }
         let number = self.next_number;
         self.next_number += 1;
-        let around = self.nodes[disk.slot].parent;
-        let limited_ns = [disk.slot, around].map(|slot| self.nodes[slot].throttled_ns(self.now));
-        let waiter = QueuedRequest { number, since: self.now, cost, charged_parts: 0, limited_ns, token };
+        let parent = self.nodes[disk.slot].parent;
+        let limited_ns = [disk.slot, parent].map(|slot| self.nodes[slot].throttled_ns(self.now));
+        let waiter = QueuedRequest { number, since: self.now, cost, charged_parts: 0, throttled_ns: limited_ns, token };
         let queue = self.nodes[disk.slot].queue_mut(direction);
         let is_first = queue.is_empty();
         queue.push_back(waiter);
@@ -503,8 +503,8 @@ impl<T> ThrottleTree<T> {
             let node = &mut self.nodes[at];
             let waiting = &mut node.waiting[direction.index()];
             *waiting = change(*waiting);
-            if let Some(promise) = &mut node.reservation_monitor {
-                promise.set_waiting(node.waiting != [0; 2], self.now);
+            if let Some(monitor) = &mut node.reservation_monitor {
+                monitor.set_waiting(node.waiting != [0; 2], self.now);
             }
             if at == ROOT {
                 return;
@@ -526,10 +526,10 @@ impl<T> ThrottleTree<T> {
         for slot in self.path_up(slot) {
             let node = &self.nodes[slot];
             let before =
-                freed.iter().find(|(at, _)| *at == slot).map_or(node.reserved_below, |(_, left)| *left);
-            let promised = replace_in_sum(before, old, new);
-            self.check_supply(slot, promised)?;
-            (old, new) = (reserved_by(node.share, before), reserved_by(node.share, promised));
+                freed.iter().find(|(at, _)| *at == slot).map_or(node.reserved_below, |(_, sum)| *sum);
+            let reserved = replace_in_sum(before, old, new);
+            self.check_supply(slot, reserved)?;
+            (old, new) = (reserved_by(node.share, before), reserved_by(node.share, reserved));
         }
         Ok(())
     }
@@ -540,9 +540,9 @@ impl<T> ThrottleTree<T> {
         let (mut old, mut new) = (reserved_by(node.share, node.reserved_below), [0; 2]);
         let above = self.path_up(node.parent).map(|slot| {
             let node = &self.nodes[slot];
-            let promised = replace_in_sum(node.reserved_below, old, new);
-            (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(node.share, promised));
-            (slot, promised)
+            let reserved = replace_in_sum(node.reserved_below, old, new);
+            (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(node.share, reserved));
+            (slot, reserved)
         });
         above.collect()
     }
@@ -552,9 +552,9 @@ impl<T> ThrottleTree<T> {
         let (mut at, mut old, mut new) = (slot, old, new);
         while at != ROOT && old != new {
             let node = &mut self.nodes[at];
-            let promised = replace_in_sum(node.reserved_below, old, new);
-            (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(node.share, promised));
-            node.reserved_below = promised;
+            let reserved = replace_in_sum(node.reserved_below, old, new);
+            (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(node.share, reserved));
+            node.reserved_below = reserved;
             let above = node.parent;
             if old != new {
                 // The parent's scheduler orders this node by its reservation, including the sum.

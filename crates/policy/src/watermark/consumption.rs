@@ -43,45 +43,45 @@ impl GroupConsumption {
 #[derive(Debug, Default)]
 pub struct DeviceConsumption {
     /// By [`LimitKind::index`]: units consumed, and units allowed times 10⁹.
-    together: [(u128, u128); LimitKind::ALL.len()],
+    totals: [(u128, u128); LimitKind::ALL.len()],
     /// The largest multiple of a limit consumed by a single group, in thousandths.
-    most: u64,
+    max_multiple: u64,
 }
 
 impl DeviceConsumption {
     /// Adds one group's consumption.
-    pub fn add(&mut self, taken: &GroupConsumption) {
+    pub fn add(&mut self, consumption: &GroupConsumption) {
         for kind in LimitKind::ALL {
-            let rate = taken.limits.limit(kind).rate;
+            let rate = consumption.limits.limit(kind).rate;
             if rate == 0 {
                 continue;
             }
             let [read, written] =
-                if kind.counts_bytes() { taken.bytes.map(|bytes| [bytes; 2]) } else { taken.operations };
-            let [least, most] = [0, 1].map(|bound: usize| match kind {
+                if kind.counts_bytes() { consumption.bytes.map(|bytes| [bytes; 2]) } else { consumption.operations };
+            let [lower, upper] = [0, 1].map(|bound: usize| match kind {
                 LimitKind::BpsTotal | LimitKind::IopsTotal => read[bound].saturating_add(written[bound]),
                 LimitKind::BpsRead | LimitKind::IopsRead => read[bound],
                 LimitKind::BpsWrite | LimitKind::IopsWrite => written[bound],
             });
-            let own = u128::from(rate).saturating_mul(taken.elapsed.as_nanos());
+            let allowed_units = u128::from(rate).saturating_mul(consumption.elapsed.as_nanos());
             // An upper bound here, a lower bound below: both err on the side of enforcing the
             // limits.
-            self.most = self.most.max(multiple((most.into(), own)));
-            let (passed, allowed) = &mut self.together[kind.index()];
-            *passed += u128::from(least);
-            *allowed += own;
+            self.max_multiple = self.max_multiple.max(multiple((upper.into(), allowed_units)));
+            let (passed, allowed) = &mut self.totals[kind.index()];
+            *passed += u128::from(lower);
+            *allowed += allowed_units;
         }
     }
 
     /// Consumption of all groups as a multiple of their limits, in thousandths; 0 without limits.
     pub fn combined_multiple(&self) -> u64 {
-        let limited = self.together.iter().filter(|(_, allowed)| *allowed > 0);
+        let limited = self.totals.iter().filter(|(_, allowed)| *allowed > 0);
         limited.copied().map(multiple).max().unwrap_or(0)
     }
 
     /// Multiple of the greediest group, in thousandths. An upper bound.
     pub fn max_multiple(&self) -> u64 {
-        self.most
+        self.max_multiple
     }
 }
 

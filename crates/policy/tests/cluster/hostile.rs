@@ -32,7 +32,7 @@ fn report() -> impl Strategy<Value = HostReport> {
     );
     let counts = (number(), number(), number(), number());
     (counts, follows(), by_kind(), by_kind(), by_kind(), usage).prop_map(
-        |((instance, number, seq, version), follows, leased, safe, given, wants)| HostReport {
+        |((instance, number, seq, version), follows, leased, safe, released, reported_demand)| HostReport {
             instance,
             report_number: number,
             followed_term: follows,
@@ -40,8 +40,8 @@ fn report() -> impl Strategy<Value = HostReport> {
             leased,
             version,
             fallback: safe,
-            released_capacity: given,
-            demand: wants,
+            released_capacity: released,
+            demand: reported_demand,
         },
     )
 }

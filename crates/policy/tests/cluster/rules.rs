@@ -88,23 +88,23 @@ fn foreign_grants_are_ignored() {
 #[test]
 fn no_raise_before_acknowledged_release() {
     let mut leader = settled();
-    let [mut one, mut other] = [1, 1].map(|instance| HostQuota::new(instance, spec(), TIMING));
-    leader.on_report("one", report(&mut one, ONE, at(4000)), at(4000));
-    accept(&mut one, &grants(&mut leader, at(4000))[0], at(4001));
-    leader.on_report("one", one.tick(ALL, at(4001)).unwrap(), at(4001));
-    leader.on_report("other", report(&mut other, ONE, at(4001)), at(4001));
+    let [mut first, mut second] = [1, 1].map(|instance| HostQuota::new(instance, spec(), TIMING));
+    leader.on_report("one", report(&mut first, ONE, at(4000)), at(4000));
+    accept(&mut first, &grants(&mut leader, at(4000))[0], at(4001));
+    leader.on_report("one", first.tick(ALL, at(4001)).unwrap(), at(4001));
+    leader.on_report("other", report(&mut second, ONE, at(4001)), at(4001));
     let lowered = grants(&mut leader, at(4030));
     let leased: Vec<u64> = lowered.iter().map(|grant| grant.leased[LimitKind::IopsTotal.index()]).collect();
     // The first host is lowered; the second gets nothing until that is acknowledged.
     assert_eq!(leased, [400, 0]);
-    accept(&mut one, &lowered[0], at(4031));
-    accept(&mut other, &lowered[1], at(4031));
-    leader.on_report("other", other.tick(ALL, at(4031)).unwrap(), at(4031));
+    accept(&mut first, &lowered[0], at(4031));
+    accept(&mut second, &lowered[1], at(4031));
+    leader.on_report("other", second.tick(ALL, at(4031)).unwrap(), at(4031));
     assert_eq!(grants(&mut leader, at(4060)).len(), 0, "not acknowledged yet");
-    leader.on_report("one", one.tick(ALL, at(4061)).unwrap(), at(4061));
+    leader.on_report("one", first.tick(ALL, at(4061)).unwrap(), at(4061));
     let raised = grants(&mut leader, at(4090));
-    accept(&mut other, raised.last().unwrap(), at(4091));
-    assert_eq!((iops(&one), iops(&other)), (500, 500));
+    accept(&mut second, raised.last().unwrap(), at(4091));
+    assert_eq!((iops(&first), iops(&second)), (500, 500));
 }
 
 #[test]
@@ -128,9 +128,9 @@ fn new_leader_waits_one_lease_for_unknown_quota() {
 
 #[test]
 fn departed_host_keeps_lease_and_frees_fallback_share() {
-    let (mut leader, mut one) = (settled(), HostQuota::new(1, spec(), TIMING));
-    leader.on_report("a", report(&mut one, ONE, at(4000)), at(4000));
-    accept(&mut one, &grants(&mut leader, at(4000))[0], at(4000));
+    let (mut leader, mut host) = (settled(), HostQuota::new(1, spec(), TIMING));
+    leader.on_report("a", report(&mut host, ONE, at(4000)), at(4000));
+    accept(&mut host, &grants(&mut leader, at(4000))[0], at(4000));
     // A host with other limits, under which its fallback share would be larger for ever.
     let safe = [0, 0, 0, 700, 0, 0];
     let ghost = HostReport {
@@ -139,7 +139,7 @@ fn departed_host_keeps_lease_and_frees_fallback_share() {
         ..report(&mut HostQuota::new(1, spec(), TIMING), TWO, at(4000))
     };
     leader.on_report("ghost", ghost, at(4100));
-    leader.on_report("a", one.tick(ALL, at(4100)).unwrap(), at(4100));
+    leader.on_report("a", host.tick(ALL, at(4100)).unwrap(), at(4100));
     let less = grants(&mut leader, at(4300))[0].leased[3];
     assert!(less <= 200, "700 of 1000 are set aside: {less}");
     leader.on_host_removed("ghost");
@@ -162,12 +162,12 @@ fn departed_host_keeps_lease_and_frees_fallback_share() {
     assert_eq!(grants(&mut leader, at(7000))[0].leased[3], 800, "all but the safe shares");
     // The host reports again, and its grants continue in sequence.
     leader.on_host_removed("b");
-    let back = one.tick(ALL, at(10_000)).unwrap();
+    let late_report = host.tick(ALL, at(10_000)).unwrap();
     leader.on_key_renewed(at(10_000));
-    leader.on_report("a", back.clone(), at(10_000));
-    let again = grants(&mut leader, at(10_000));
-    assert_eq!((again.len(), again[0].leased[3]), (1, 800));
-    assert!(again[0].seq > back.seq, "else it would be an old one");
+    leader.on_report("a", late_report.clone(), at(10_000));
+    let new_grants = grants(&mut leader, at(10_000));
+    assert_eq!((new_grants.len(), new_grants[0].leased[3]), (1, 800));
+    assert!(new_grants[0].seq > late_report.seq, "else it would be an old one");
 }
 
 #[test]

@@ -12,7 +12,7 @@ const RATE: u64 = 2000;
 
 #[test]
 fn shares_are_within_five_percent_three_ticks_after_a_change() {
-    for_each("--test cluster", "shares", 8, one);
+    for_each("--test cluster", "shares", 8, run_seed);
 }
 
 /// Weighted max-min fair shares, reservations first: raises all until nothing is left.
@@ -30,7 +30,7 @@ fn ideal(hosts: &[(f64, f64, f64)]) -> Vec<f64> {
     at(level)
 }
 
-fn one(seed: u64) {
+fn run_seed(seed: u64) {
     let mut random = SeededRandom::new(seed ^ 0xfa1e);
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::IopsTotal).rate = RATE;
@@ -41,9 +41,9 @@ fn one(seed: u64) {
         vec![SimulatedClient::new(ClientLoad::Greedy(16), 4096, random.between(100, 300) as u32, reserved)]
     };
     let clients: Vec<_> = (0..hosts).map(|_| client(&mut random)).collect();
-    let mut world = SimulatedCluster::new(seed, spec, &clients, setting(2, None));
+    let mut cluster = SimulatedCluster::new(seed, spec, &clients, setting(2, None));
     // Time for the election, and for the lease that a new leader waits for.
-    world.run_until(5 * NANOS_PER_S);
+    cluster.run_until(5 * NANOS_PER_S);
     for _ in 0..6 {
         {
             let host = random.below(hosts as u64) as usize;
@@ -52,38 +52,38 @@ fn one(seed: u64) {
                 1 => ClientLoad::Paced(NANOS_PER_S / random.between(50, 600)),
                 _ => ClientLoad::Greedy(16),
             };
-            world.set_load(host, 0, load);
+            cluster.set_load(host, 0, load);
         }
-        world.run_until(world.now + 3 * 200 * NANOS_PER_MS);
-        let before = world.admissions.clone();
-        world.run_until(world.now + 2 * NANOS_PER_S);
-        let wants = |host: usize| {
+        cluster.run_until(cluster.now + 3 * 200 * NANOS_PER_MS);
+        let before = cluster.admissions.clone();
+        cluster.run_until(cluster.now + 2 * NANOS_PER_S);
+        let host_demand = |host: usize| {
             let client = &clients[host][0];
-            let demand = match world.machines[host].clients[0].load {
+            let demand = match cluster.machines[host].clients[0].load {
                 ClientLoad::Idle => 0.0,
                 ClientLoad::Greedy(_) => f64::INFINITY,
                 ClientLoad::Paced(pace) | ClientLoad::Random(pace) => NANOS_PER_S as f64 / pace as f64,
             };
             (demand, f64::from(client.weight), client.reserved as f64)
         };
-        let ideal = ideal(&(0..hosts).map(wants).collect::<Vec<_>>());
+        let ideal = ideal(&(0..hosts).map(host_demand).collect::<Vec<_>>());
         // A host below its quota keeps a margin, so that it can show more demand: one request in a
         // tick, or a fraction of its rate. Greedy hosts go without that quota.
-        let has_margin = |host: &usize| (0.0..f64::INFINITY).contains(&wants(*host).0) && ideal[*host] > 0.0;
-        let margin = |host: usize| (wants(host).0 / 64.0).max(1.0 / 0.2);
+        let has_margin = |host: &usize| (0.0..f64::INFINITY).contains(&host_demand(*host).0) && ideal[*host] > 0.0;
+        let margin = |host: usize| (host_demand(host).0 / 64.0).max(1.0 / 0.2);
         let margins: f64 = (0..hosts).filter(has_margin).map(margin).sum();
         for (host, ideal) in ideal.into_iter().enumerate() {
-            let got = (world.admissions[host].0 - before[host].0) as f64 / 2.0;
+            let rate = (cluster.admissions[host].0 - before[host].0) as f64 / 2.0;
             // The backlog of a client that has stopped is still admitted.
             let waited = if ideal == 0.0 { 16.0 / 2.0 } else { 1.0 };
-            let (demand, ..) = wants(host);
-            let left = if ideal < demand { margins } else { 0.0 };
+            let (demand, ..) = host_demand(host);
+            let taken_margin = if ideal < demand { margins } else { 0.0 };
             assert!(
-                (got - ideal).abs() <= ideal * 0.05 + waited + left,
-                "host {host} has {got} instead of {ideal} at {} ms: {:?}, with {:?}",
-                world.now / NANOS_PER_MS,
-                (0..hosts).map(wants).collect::<Vec<_>>(),
-                world
+                (rate - ideal).abs() <= ideal * 0.05 + waited + taken_margin,
+                "host {host} has {rate} instead of {ideal} at {} ms: {:?}, with {:?}",
+                cluster.now / NANOS_PER_MS,
+                (0..hosts).map(host_demand).collect::<Vec<_>>(),
+                cluster
                     .machines
                     .iter()
                     .map(|at| at.host.limits().limit(LimitKind::IopsTotal).rate)

@@ -10,15 +10,15 @@ const TIMERS_LATE_BY: [Duration; 2] = [Duration::ZERO, Duration::from_millis(5)]
 const DISK_LATENCY: Duration = Duration::from_micros(80);
 
 #[track_caller]
-fn holds(limits: &str, workload: Workload, asked_bytes_per_second: u64) {
+fn assert_rate(limits: &str, workload: Workload, bytes_per_second: u64) {
     for late in TIMERS_LATE_BY {
         let mut disk = Timeline::new(limits).with_late_timers(late);
         disk.add(workload.latency(DISK_LATENCY));
-        assert_within_percent(0.5, disk.rate_between(ms(100), ms(10_100)), asked_bytes_per_second as f64);
-        let (bytes, asked) = (disk.bytes_between(ms(100), ms(10_100)), asked_bytes_per_second * 10);
+        assert_within_percent(0.5, disk.rate_between(ms(100), ms(10_100)), bytes_per_second as f64);
+        let (bytes, expected) = (disk.bytes_between(ms(100), ms(10_100)), bytes_per_second * 10);
         assert!(
-            bytes.abs_diff(asked) <= workload.length + asked / 200,
-            "{bytes} in ten seconds, not {asked}"
+            bytes.abs_diff(expected) <= workload.length + expected / 200,
+            "{bytes} in ten seconds, not {expected}"
         );
     }
 }
@@ -27,14 +27,14 @@ fn holds(limits: &str, workload: Workload, asked_bytes_per_second: u64) {
 fn operations_and_bytes_at_every_depth_and_length() {
     let (reads, writes) = (Workload::READS, Workload::WRITES);
     for depth in [1, 32] {
-        holds("iops-total=1000", reads.depth(depth), 1000 * 4096);
-        holds("iops-write=1000", writes.depth(depth), 1000 * 4096);
+        assert_rate("iops-total=1000", reads.depth(depth), 1000 * 4096);
+        assert_rate("iops-write=1000", writes.depth(depth), 1000 * 4096);
     }
-    holds("iops-total=20000", reads.depth(32), 20_000 * 4096);
-    holds("iops-total=50000", reads.depth(32), 50_000 * 4096);
+    assert_rate("iops-total=20000", reads.depth(32), 20_000 * 4096);
+    assert_rate("iops-total=50000", reads.depth(32), 50_000 * 4096);
     for length in [4096, 1 << 20] {
-        holds("bps-total=10000000", reads.of(length).depth(4), 10_000_000);
-        holds("bps-write=10000000", writes.of(length), 10_000_000);
+        assert_rate("bps-total=10000000", reads.with_length(length).depth(4), 10_000_000);
+        assert_rate("bps-write=10000000", writes.with_length(length), 10_000_000);
     }
 }
 

@@ -42,18 +42,18 @@ fn burst_rows_are_exact() {
             &[(0, 1000, 2), (1000, 11_000, 10)],
         ),
         ("no limits", "", reads.queued(100_000), &[(0, 1, 100_000)]),
-        ("8 KiB are two", "iops-total=1000,iops-size=4096", reads.of(8192).depth(4), &[(1000, 11_000, 5000)]),
+        ("8 KiB are two", "iops-total=1000,iops-size=4096", reads.with_length(8192).depth(4), &[(1000, 11_000, 5000)]),
         (
             "6 KiB are one and a half",
             "iops-total=1000,iops-size=4096",
-            reads.of(6144).depth(4),
+            reads.with_length(6144).depth(4),
             &[(1000, 10_000, 6000)],
         ),
         ("bytes are short", "iops-total=1000,bps-total=409600", reads.depth(8), &[(1000, 11_000, 1000)]),
         (
             "operations are short",
             "iops-total=1000,bps-total=409600",
-            reads.of(1).depth(8),
+            reads.with_length(1).depth(8),
             &[(1000, 11_000, 10_000)],
         ),
     ];
@@ -82,7 +82,7 @@ fn a_burst_may_last_again_after_the_bucket_has_leaked() {
 #[test]
 fn oversized_request_is_sliced_and_delays_no_other() {
     let mut disk = Timeline::new("bps-total=1000000");
-    let huge = disk.add(Workload::READS.of(4 << 20).queued(1));
+    let huge = disk.add(Workload::READS.with_length(4 << 20).queued(1));
     let small = disk.add(Workload::READS.queued(1));
     assert_eq!(disk.admitted_of(small, s(0), ms(101)), 1, "behind one slice");
     // Of 4.198 s, the last two tenths are the capacity of the bucket and the slice that overruns
@@ -94,7 +94,7 @@ fn oversized_request_is_sliced_and_delays_no_other() {
 #[test]
 fn bytes_burst_like_operations() {
     let mut disk = Timeline::new("bps-read=1048576,bps-read-max=10485760,bps-read-max-length=5");
-    disk.add(Workload::READS.of(65536).depth(8));
+    disk.add(Workload::READS.with_length(65536).depth(8));
     assert_eq!(disk.bytes_between(s(1), s(5)), 40 << 20);
     assert_eq!(disk.bytes_between(s(10), s(20)), 10 << 20);
 }

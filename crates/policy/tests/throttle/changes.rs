@@ -9,7 +9,7 @@ use policy::throttle::{
 #[test]
 fn lifting_a_limit_admits_waiting_requests() {
     let mut disk = Timeline::new("bps-total=1000000");
-    disk.add(Workload::READS.of(8 << 20).queued(1));
+    disk.add(Workload::READS.with_length(8 << 20).queued(1));
     disk.run_until(s(1));
     assert_eq!(disk.admitted_between(s(0), s(1)), 0, "8 MiB take 8.3 s to pay for");
     disk.change_limits("");
@@ -42,13 +42,13 @@ fn a_limit_set_on_an_unlimited_disk_binds_at_once() {
 fn waiting_requests_use_iops_size_at_admission() {
     let mut group = ThrottleTree::new(s(0));
     let disk = group.add(None, limits("iops-total=10"), NodeShare::default()).unwrap();
-    let ask =
+    let submit =
         |group: &mut ThrottleTree<_>, cost, token| group.submit(disk, Direction::Read, cost, token, s(0));
     for token in ["first", "second"] {
-        assert_eq!(ask(&mut group, RequestCost::one(512), token), AdmissionResult::Admitted(token));
+        assert_eq!(submit(&mut group, RequestCost::one(512), token), AdmissionResult::Admitted(token));
     }
-    assert!(matches!(ask(&mut group, RequestCost::one(32768), "large"), AdmissionResult::Queued(_)));
-    assert!(matches!(ask(&mut group, RequestCost::one(512), "next"), AdmissionResult::Queued(_)));
+    assert!(matches!(submit(&mut group, RequestCost::one(32768), "large"), AdmissionResult::Queued(_)));
+    assert!(matches!(submit(&mut group, RequestCost::one(512), "next"), AdmissionResult::Queued(_)));
     // One operation under the old limits, eight under the new ones. The bucket is overrun by one.
     group.configure(disk, limits("iops-total=10,iops-size=4096"), NodeShare::default(), s(0)).unwrap();
     let mut now = s(0);

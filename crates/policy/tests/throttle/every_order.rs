@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 
 const WEIGHTS: [u32; 3] = [100, 100, 300];
 /// Duration of one service at the lower of the two limits.
-const TURN_MS: u64 = 100;
+const SERVICE_MS: u64 = 100;
 /// Operations of the large request, each one service.
 const LARGE: u64 = 3;
 /// Number of events in a sequence. All 9⁵ sequences take a second or two.
@@ -47,7 +47,7 @@ const ALL: [Event; 9] = [
 
 struct Waiting {
     token: u64,
-    turns: u64,
+    requests: u64,
     ticket: QueuedRequestId,
 }
 
@@ -60,7 +60,7 @@ struct Run {
     /// Time since which the first request of each queue has been the first.
     first_since: [Instant; 3],
     next_token: u64,
-    out: u64,
+    completed: u64,
     fast: bool,
     even: bool,
 }
@@ -79,7 +79,7 @@ impl Run {
             queues: [const { VecDeque::new() }; 3],
             first_since: [s(0); 3],
             next_token: 0,
-            out: 0,
+            completed: 0,
             fast: false,
             even: false,
         }
@@ -111,20 +111,20 @@ impl Run {
         if disk == 1 { Direction::Write } else { Direction::Read }
     }
 
-    fn request(&mut self, disk: usize, turns: u64) {
+    fn request(&mut self, disk: usize, requests: u64) {
         let token = self.next_token;
         self.next_token += 1;
-        let cost = RequestCost::merged(&vec![512; turns as usize]);
+        let cost = RequestCost::merged(&vec![512; requests as usize]);
         match self.tree.submit(self.disks[disk], Self::direction(disk), cost, token, self.now) {
             AdmissionResult::Admitted(_) => {
                 assert!(self.queues[disk].is_empty());
-                self.out += 1;
+                self.completed += 1;
             }
             AdmissionResult::Queued(ticket) => {
                 if self.queues[disk].is_empty() {
                     self.first_since[disk] = self.now;
                 }
-                self.queues[disk].push_back(Waiting { token, turns, ticket });
+                self.queues[disk].push_back(Waiting { token, requests, ticket });
             }
         }
     }
@@ -134,38 +134,38 @@ impl Run {
         let Some(disk) = (0..3).max_by_key(newest).filter(|disk| newest(disk).is_some()) else { return };
         let Some(waiting) = self.queues[disk].pop_back() else { return };
         assert_eq!(self.tree.cancel(waiting.ticket), Some(waiting.token));
-        self.out += 1;
+        self.completed += 1;
     }
 
     /// Polls until nothing more is admitted, and returns the deadline.
     fn poll(&mut self) -> Option<Instant> {
         loop {
             match self.tree.poll(self.now) {
-                PollDecision::Admit(token) => self.passed(token),
+                PollDecision::Admit(token) => self.on_admitted(token),
                 PollDecision::Wait { until } => return Some(until),
                 PollDecision::Idle => return None,
             }
         }
     }
 
-    fn passed(&mut self, token: u64) {
+    fn on_admitted(&mut self, token: u64) {
         let disk =
             self.queues.iter().position(|queue| queue.front().is_some_and(|first| first.token == token));
         let disk = disk.expect("the first of a queue");
-        let Some(Waiting { turns, .. }) = self.queues[disk].pop_front() else { return };
+        let Some(Waiting { requests: turns, .. }) = self.queues[disk].pop_front() else { return };
         let waited = self.now - self.first_since[disk];
         assert!(waited <= Self::bound(disk) * turns as u32, "disk {disk} waited {waited:?}");
         self.first_since[disk] = self.now;
-        self.out += 1;
+        self.completed += 1;
     }
 
     /// Bound for one service. An advance may miss a deadline by its own length, like a late timer.
     fn bound(disk: usize) -> Duration {
-        let own = u64::from(WEIGHTS[disk]).min(100);
+        let weight = u64::from(WEIGHTS[disk]).min(100);
         let siblings = (0..3).filter(|other| *other != disk);
-        let of_siblings: u64 =
-            siblings.map(|other| 2 * TURN_MS + TURN_MS * u64::from(WEIGHTS[other]) / own).sum();
-        Duration::from_millis(of_siblings + TURN_MS + 40 + 130)
+        let siblings_ms: u64 =
+            siblings.map(|other| 2 * SERVICE_MS + SERVICE_MS * u64::from(WEIGHTS[other]) / weight).sum();
+        Duration::from_millis(siblings_ms + SERVICE_MS + 40 + 130)
     }
 
     fn finish(&mut self) {
@@ -174,12 +174,12 @@ impl Run {
             self.now = until;
         }
         assert!(self.queues.iter().all(VecDeque::is_empty), "idle with work waiting");
-        assert_eq!(self.out, self.next_token, "every token, once");
+        assert_eq!(self.completed, self.next_token, "every token, once");
     }
 }
 
 #[test]
-fn in_every_order_of_events_every_request_passes_within_the_bound() {
+fn every_sequence_admits_requests_within_the_bound() {
     // An empty bucket; one filled as far as the first disk alone can; and all disks busy.
     let starts: [&[usize]; 3] = [&[], &[0, 0], &[0, 0, 0, 1, 2, 2, 0, 1, 2]];
     let all = ALL.len() as u32;
@@ -187,10 +187,10 @@ fn in_every_order_of_events_every_request_passes_within_the_bound() {
         for sequence in 0..all.pow(EVENTS) {
             let mut run = Run::new();
             start.iter().for_each(|&disk| run.request(disk, 1));
-            let mut left = sequence;
+            let mut remaining_code = sequence;
             for _ in 0..EVENTS {
-                run.take(ALL[(left % all) as usize]);
-                left /= all;
+                run.take(ALL[(remaining_code % all) as usize]);
+                remaining_code /= all;
             }
             run.finish();
         }

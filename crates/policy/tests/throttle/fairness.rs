@@ -6,7 +6,7 @@ use policy::throttle::{AdmissionResult, NodeId, NodeShare, PollDecision, Request
 use policy::time::Duration;
 
 #[test]
-fn a_shallow_queue_gets_as_many_turns_as_a_deep_one() {
+fn shallow_queue_gets_the_same_share_as_a_deep_one() {
     let mut disks = Timeline::new("iops-total=1000");
     let shallow = disks.add(Workload::READS.depth(2));
     let deep = disks.add(Workload::READS.depth(64));
@@ -31,7 +31,7 @@ fn no_member_with_work_waits_longer_than_a_round() {
 }
 
 #[test]
-fn reads_pass_writes_that_wait_for_a_limit_of_their_own() {
+fn reads_overtake_writes_that_wait_for_a_write_limit() {
     let mut disk = Timeline::new("iops-write=10,iops-read=100000");
     let writes = disk.add(Workload::WRITES.queued(1000));
     disk.run_until(s(1));
@@ -40,7 +40,7 @@ fn reads_pass_writes_that_wait_for_a_limit_of_their_own() {
 }
 
 /// A group in which a read is due that has not been polled.
-fn with_a_read_overdue() -> (ThrottleTree<&'static str>, NodeId) {
+fn tree_with_overdue_read() -> (ThrottleTree<&'static str>, NodeId) {
     let mut group = ThrottleTree::new(s(0));
     let disk = group.add(None, crate::timeline::limits("iops-total=10"), NodeShare::default()).unwrap();
     for token in ["first", "second"] {
@@ -57,7 +57,7 @@ fn with_a_read_overdue() -> (ThrottleTree<&'static str>, NodeId) {
 #[test]
 fn a_request_does_not_overtake_one_whose_timer_is_late() {
     for direction in Direction::ALL {
-        let (mut group, disk) = with_a_read_overdue();
+        let (mut group, disk) = tree_with_overdue_read();
         let latecomer = group.submit(disk, direction, RequestCost::one(512), "latecomer", ms(100));
         assert!(matches!(latecomer, AdmissionResult::Queued(_)), "{direction:?}");
         assert_eq!(group.poll(ms(100)), PollDecision::Admit("overdue"));
@@ -67,7 +67,7 @@ fn a_request_does_not_overtake_one_whose_timer_is_late() {
 }
 
 #[test]
-fn a_request_passes_one_that_may_not_pass_yet_where_no_limit_is_shared() {
+fn requests_without_a_shared_limit_do_not_wait_for_each_other() {
     let mut group = ThrottleTree::new(s(0));
     let disk =
         group.add(None, crate::timeline::limits("iops-read=10,iops-write=10"), NodeShare::default()).unwrap();

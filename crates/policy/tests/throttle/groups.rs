@@ -4,7 +4,7 @@ use crate::timeline::{Timeline, Workload, ms, s};
 use policy::throttle::{AdmissionCounters, NodeShare};
 
 #[test]
-fn each_disk_gets_its_share_of_the_bytes_the_operations_and_the_burst() {
+fn disks_share_bytes_operations_and_bursts_equally() {
     type Limits = fn(u64) -> String;
     type Passes = (u64, u64, usize);
     let rows: [(Limits, &[Passes]); 3] = [
@@ -22,7 +22,7 @@ fn each_disk_gets_its_share_of_the_bytes_the_operations_and_the_burst() {
         for number in 1..=3 {
             let mut disks = Timeline::new(&limits(number));
             let clients: Vec<_> =
-                (0..number).map(|_| disks.add(Workload::READS.of(512).queued(10_000))).collect();
+                (0..number).map(|_| disks.add(Workload::READS.with_length(512).queued(10_000))).collect();
             for client in clients {
                 for &(from, to, requests) in passes {
                     assert_eq!(disks.admitted_of(client, s(from), s(to)), requests, "{}", limits(number));
@@ -34,7 +34,7 @@ fn each_disk_gets_its_share_of_the_bytes_the_operations_and_the_burst() {
 
 /// Two clients of one disk, and the number of requests of each in an interval, in milliseconds.
 #[test]
-fn directions_share_a_total_and_nothing_else() {
+fn directions_share_only_a_total_limit() {
     let (reads, writes) = (Workload::READS, Workload::WRITES);
     let (at_once, in_ten_seconds) = ((0, 1, 50_000), |requests| (1000, 11_000, requests));
     let rows = [
@@ -84,8 +84,8 @@ fn unlimited_requests_are_admitted_at_once() {
 #[test]
 fn counters_record_admissions_and_waits() {
     let mut disks = Timeline::new("iops-total=10");
-    let first = disks.add(Workload::READS.of(512).queued(3));
-    let second = disks.add(Workload::WRITES.of(4096).queued(1));
+    let first = disks.add(Workload::READS.with_length(512).queued(3));
+    let second = disks.add(Workload::WRITES.with_length(4096).queued(1));
     disks.run_until(s(1));
     // Two are admitted at once: the first fills the bucket, the second overruns it. Then reads and
     // writes alternate, 100 ms apart.

@@ -45,11 +45,11 @@ impl Groups {
         self.tree.add_carried_charges(new, charged, self.now);
         self.disks[disk] = new;
         for request in waiting {
-            let again = self.tree.submit(new, request.direction, request.cost, request.token, self.now);
-            match again {
+            let result = self.tree.submit(new, request.direction, request.cost, request.token, self.now);
+            match result {
                 AdmissionResult::Admitted(disk) => {
                     self.passed[disk] += 1;
-                    self.ask(disk);
+                    self.submit_until_queued(disk);
                 }
                 AdmissionResult::Queued(ticket) => self.ticket = Some(ticket),
             }
@@ -57,7 +57,7 @@ impl Groups {
     }
 
     /// Starts a greedy client of a disk.
-    fn ask(&mut self, disk: usize) {
+    fn submit_until_queued(&mut self, disk: usize) {
         loop {
             let node = self.disks[disk];
             match self.tree.submit(node, Direction::Read, RequestCost::one(512), disk, self.now) {
@@ -75,7 +75,7 @@ impl Groups {
             match self.tree.poll(self.now) {
                 PollDecision::Admit(disk) => {
                     self.passed[disk] += 1;
-                    self.ask(disk);
+                    self.submit_until_queued(disk);
                 }
                 PollDecision::Wait { until } if until <= end => self.now = until,
                 _ => break,
@@ -91,7 +91,7 @@ const BURST: &str = "iops-total=100,iops-total-max=5000";
 fn a_move_grants_no_burst() {
     let mut all = Groups::new(&[BURST; 3]);
     let disk = all.add(0);
-    all.ask(disk);
+    all.submit_until_queued(disk);
     for (group, until) in [(1, s(2)), (2, s(4)), (0, s(6))] {
         all.run_until(until);
         all.move_to(disk, Some(group));
@@ -103,11 +103,11 @@ fn a_move_grants_no_burst() {
 /// and forth.
 #[test]
 fn moves_five_times_a_second_give_the_rate() {
-    for (setting, most) in [("iops-total=500", 5_060), ("iops-total=500,iops-total-max=2000", 7_010)] {
+    for (setting, max_passed) in [("iops-total=500", 5_060), ("iops-total=500,iops-total-max=2000", 7_010)] {
         for (groups, by_way_of_none) in [(50, false), (50, true), (2, false)] {
             let mut all = Groups::new(&vec![setting; groups]);
             let disk = all.add(0);
-            all.ask(disk);
+            all.submit_until_queued(disk);
             for fifth in 1..=50 {
                 all.run_until(ms(fifth * 200));
                 let waits = all.tree.waiting(all.disks[disk], Direction::Read);
@@ -121,11 +121,11 @@ fn moves_five_times_a_second_give_the_rate() {
                 }
                 all.move_to(disk, Some(fifth as usize % groups));
                 if by_way_of_none {
-                    all.ask(disk);
+                    all.submit_until_queued(disk);
                 }
             }
             let passed = all.passed[disk];
-            assert!(passed <= most && passed >= 4_950, "{setting}, {groups} groups: {passed}");
+            assert!(passed <= max_passed && passed >= 4_950, "{setting}, {groups} groups: {passed}");
         }
     }
 }
@@ -136,12 +136,12 @@ fn moves_five_times_a_second_give_the_rate() {
 fn idle_disk_carries_nothing() {
     let mut all = Groups::new(&[BURST, BURST]);
     let (busy, other, idle) = (all.add(0), all.add(1), all.add(0));
-    all.ask(busy);
+    all.submit_until_queued(busy);
     all.run_until(s(10));
     let ticket = all.ticket.expect("the group is full");
     all.tree.cancel(ticket);
     all.move_to(idle, Some(1));
-    all.ask(other);
+    all.submit_until_queued(other);
     all.run_until(s(11));
     assert!((5_100..=5_102).contains(&all.passed[other]), "{}", all.passed[other]);
     for tenth in 111..=210 {

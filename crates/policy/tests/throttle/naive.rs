@@ -30,7 +30,7 @@ impl Level {
 pub(crate) struct Levels {
     limits: Limits,
     /// The last limits, while there are none.
-    past: Limits,
+    last_limits: Limits,
     levels: [[Level; 2]; 6],
     now: Instant,
 }
@@ -47,7 +47,7 @@ fn rates_and_sizes(limits: &Limits, kind: LimitKind) -> [(u128, u128); 2] {
 impl Levels {
     pub(crate) fn new(limits: Limits, now: Instant) -> Self {
         let mut levels =
-            Self { limits: Limits::default(), past: Limits::default(), levels: Default::default(), now };
+            Self { limits: Limits::default(), last_limits: Limits::default(), levels: Default::default(), now };
         levels.change(limits, now);
         levels
     }
@@ -56,7 +56,7 @@ impl Levels {
     pub(crate) fn change(&mut self, limits: Limits, now: Instant) {
         self.leak_to(now);
         if limits.is_unlimited() && !self.limits.is_unlimited() {
-            self.past = self.limits;
+            self.last_limits = self.limits;
         }
         self.limits = limits;
         for kind in LimitKind::ALL {
@@ -73,7 +73,7 @@ impl Levels {
     fn leak_to(&mut self, now: Instant) {
         let elapsed = u128::from(now.nanos_since(self.now));
         self.now = self.now.max(now);
-        let limits = if self.limits.is_unlimited() { self.past } else { self.limits };
+        let limits = if self.limits.is_unlimited() { self.last_limits } else { self.limits };
         for kind in LimitKind::ALL {
             for (level, (rate, size)) in
                 self.levels[kind.index()].iter_mut().zip(rates_and_sizes(&limits, kind))
@@ -99,14 +99,14 @@ impl Levels {
             let units = if kind.counts_bytes() {
                 u128::from(cost.bytes()) * UNIT
             } else {
-                let each = cost.bytes() / cost.requests();
-                let over = self.limits.iops_size > 0 && each > self.limits.iops_size;
-                let one = if over {
-                    (u128::from(each) * UNIT).div_ceil(self.limits.iops_size.into())
+                let request_bytes = cost.bytes() / cost.requests();
+                let exceeds_iops_size = self.limits.iops_size > 0 && request_bytes > self.limits.iops_size;
+                let each_units = if exceeds_iops_size {
+                    (u128::from(request_bytes) * UNIT).div_ceil(self.limits.iops_size.into())
                 } else {
                     UNIT
                 };
-                u128::from(cost.requests()) * one
+                u128::from(cost.requests()) * each_units
             };
             for (level, (rate, _)) in
                 self.levels[kind.index()].iter_mut().zip(rates_and_sizes(&self.limits, kind))

@@ -1,12 +1,12 @@
 //! Disks in nested groups: every level applies at once, and each level schedules its own members.
 
-use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s, weight};
+use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, reserved_share, s, weight};
 use policy::throttle::{Enforcement, LimitScale, Limits, MAX_LEVELS, NodeShare, ThrottleError, ThrottleTree};
 use policy::time::Duration;
 
 /// A host with two tenants of weights 3 and 1, the second limited to 200; two disks each.
 #[test]
-fn every_level_holds_at_once() {
+fn all_levels_apply_at_once() {
     let mut disks = Timeline::new("iops-total=1000").with_late_timers(Duration::from_millis(1));
     let host = disks.group;
     let large = disks.tree.add(Some(host), Limits::default(), weight(300)).unwrap();
@@ -26,16 +26,16 @@ fn every_level_holds_at_once() {
 #[test]
 fn groups_share_by_their_own_weight_however_many_disks_they_have() {
     let mut disks = Timeline::new("bps-total=20000000");
-    let [many, one] =
+    let [large_group, small_group] =
         [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), NodeShare::default()).unwrap());
     let many: Vec<_> = (0..9)
-        .map(|_| disks.add_below(many, "", NodeShare::default(), Workload::READS.of(65_536).depth(32)))
+        .map(|_| disks.add_below(large_group, "", NodeShare::default(), Workload::READS.with_length(65_536).depth(32)))
         .collect();
-    let one = disks.add_below(one, "", NodeShare::default(), Workload::READS.depth(32));
+    let single = disks.add_below(small_group, "", NodeShare::default(), Workload::READS.depth(32));
     let of_many: u64 = many.iter().map(|client| disks.bytes_of(*client, s(1), s(21))).sum();
     // Half each for the two groups: nine disks in one of them do not count nine times.
     assert_within_percent(2.0, of_many as f64 / 20.0, 10e6);
-    assert_within_percent(2.0, disks.bytes_of(one, s(1), s(21)) as f64 / 20.0, 10e6);
+    assert_within_percent(2.0, disks.bytes_of(single, s(1), s(21)) as f64 / 20.0, 10e6);
 }
 
 #[test]
@@ -43,16 +43,16 @@ fn unused_rate_is_given_to_the_busy_group() {
     let mut disks = Timeline::new("iops-total=1000");
     let [first, second] =
         [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), NodeShare::default()).unwrap());
-    let held = disks.add_below(first, "iops-total=100", NodeShare::default(), Workload::READS.depth(64));
-    let free = disks.add_below(second, "", NodeShare::default(), Workload::READS.depth(64));
-    assert_eq!(disks.admitted_of(held, s(1), s(11)), 1000);
-    assert_eq!(disks.admitted_of(free, s(1), s(11)), 9000);
+    let throttled_disk = disks.add_below(first, "iops-total=100", NodeShare::default(), Workload::READS.depth(64));
+    let unlimited_disk = disks.add_below(second, "", NodeShare::default(), Workload::READS.depth(64));
+    assert_eq!(disks.admitted_of(throttled_disk, s(1), s(11)), 1000);
+    assert_eq!(disks.admitted_of(unlimited_disk, s(1), s(11)), 9000);
 }
 
 #[test]
 fn group_reservation_reaches_its_disks() {
     let mut disks = Timeline::new("iops-total=1000");
-    let tenant = disks.tree.add(Some(disks.group), Limits::default(), promise(400, 0)).unwrap();
+    let tenant = disks.tree.add(Some(disks.group), Limits::default(), reserved_share(400, 0)).unwrap();
     let inside: Vec<_> =
         (0..2).map(|_| disks.add_below(tenant, "", NodeShare::default(), Workload::READS.depth(4))).collect();
     for _ in 0..10 {
@@ -69,12 +69,12 @@ fn directions_share_a_nested_total_by_weight() {
     let tenant = disks.tree.add(Some(disks.group), limits("iops-total=1000"), NodeShare::default()).unwrap();
     let reads = disks.add_below(tenant, "", weight(100), Workload::READS.depth(32));
     let writes = disks.add_below(tenant, "", weight(300), Workload::WRITES.depth(32));
-    let beside = disks.add_below(disks.group, "", NodeShare::default(), Workload::WRITES.depth(32));
+    let sibling = disks.add_below(disks.group, "", NodeShare::default(), Workload::WRITES.depth(32));
     // Within the tenant reads and writes share its total 1:3. The 750 writes count against the
     // group's limit on writes.
     assert_within_percent(2.0, disks.admitted_of(reads, s(1), s(21)) as f64 / 20.0, 250.0);
     assert_within_percent(2.0, disks.admitted_of(writes, s(1), s(21)) as f64 / 20.0, 750.0);
-    assert_within_percent(2.0, disks.admitted_of(beside, s(1), s(21)) as f64 / 20.0, 4250.0);
+    assert_within_percent(2.0, disks.admitted_of(sibling, s(1), s(21)) as f64 / 20.0, 4250.0);
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn lifting_one_level_keeps_other_levels_in_force() {
 
 /// QEMU waits for the timer that was armed for the old limit: 8.3 s were measured.
 #[test]
-fn lifting_releases_all_that_waits_at_the_same_instant() {
+fn lifting_admits_all_waiting_requests_at_once() {
     let lift: [fn(&mut Timeline); 3] = [
         |disks| disks.change_limits(""),
         |disks| {
@@ -104,7 +104,7 @@ fn lifting_releases_all_that_waits_at_the_same_instant() {
     for lift in lift {
         let mut disks = Timeline::new("bps-total=1000000");
         for _ in 0..10 {
-            disks.add(Workload::READS.of(8 << 20).queued(5));
+            disks.add(Workload::READS.with_length(8 << 20).queued(5));
             disks.queue_reads(100);
         }
         disks.run_until(s(1));
@@ -155,11 +155,11 @@ fn reservation_holds_through_unreserved_group() {
         disks.tree.add(Some(disks.group), Limits::default(), weight).expect("no reservations")
     };
     let small = group(&mut disks, weight(10));
-    let kept = disks.add_below(small, "", promise(600, 0), Workload::READS.depth(32));
+    let reserved = disks.add_below(small, "", reserved_share(600, 0), Workload::READS.depth(32));
     for _ in 0..10 {
         let hostile = group(&mut disks, weight(1000));
-        disks.add_below(hostile, "", NodeShare::default(), Workload::READS.of(65_536).depth(64));
+        disks.add_below(hostile, "", NodeShare::default(), Workload::READS.with_length(65_536).depth(64));
     }
-    let passed = disks.admitted_of(kept, s(1), s(11));
+    let passed = disks.admitted_of(reserved, s(1), s(11));
     assert_within_percent(2.0, passed as f64, 6000.0);
 }

@@ -1,6 +1,6 @@
 //! Statistics of a tree: waits, throttle cause, throttled time, remaining capacity.
 
-use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s};
+use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, reserved_share, s};
 use policy::request::Direction;
 use policy::throttle::{LimitKind, LimitLevel, NodeShare, ReservationTimes, ThrottleStats, WaitSummary};
 
@@ -35,9 +35,9 @@ fn cumulative_stats_transfer() {
     // They are not new demand, and not recent.
     let mut fresh = Timeline::new("iops-total=10");
     fresh.tree.add_cumulative(fresh.group, &counted);
-    let told = fresh.tree.stats(fresh.group, s(0));
-    assert_eq!((told.reads, told.waits, told.throttled_ns), (once.reads, once.waits, once.throttled_ns));
-    assert_eq!(told.recent_waits, WaitSummary::default());
+    let transferred = fresh.tree.stats(fresh.group, s(0));
+    assert_eq!((transferred.reads, transferred.waits, transferred.throttled_ns), (once.reads, once.waits, once.throttled_ns));
+    assert_eq!(transferred.recent_waits, WaitSummary::default());
 }
 
 #[test]
@@ -51,32 +51,32 @@ fn no_waits_are_all_zero() {
 }
 
 #[test]
-fn the_limit_that_binds_is_the_one_waited_for_on_its_own_level() {
+fn throttle_cause_is_the_limit_of_the_level_that_throttles() {
     let mut disks = Timeline::new("iops-total=1000");
-    let held = disks.add_below(
+    let throttled = disks.add_below(
         disks.group,
         "bps-read=409600,iops-write=7",
         NodeShare::default(),
         Workload::READS.depth(8),
     );
     disks.run_until(ms(10_005));
-    let (disk, group) = (disks.disk(held), disks.group);
-    let (own, above) = (disks.tree.stats(disk, ms(10_005)), disks.tree.stats(group, ms(10_005)));
-    assert_eq!(own.throttle_cause, Some(LimitKind::BpsRead));
-    assert_within_percent(2.0, own.throttled_ns as f64, 10e9);
-    assert_eq!((above.throttle_cause, above.throttled_ns), (None, 0), "the limit is 1000, the load 100");
-    assert_eq!(own.waiting, [8, 0]);
-    assert_eq!(above.waiting, [8, 0], "below it");
-    assert_eq!(own.reads, above.reads);
+    let (disk, group) = (disks.disk(throttled), disks.group);
+    let (disk_stats, group_stats) = (disks.tree.stats(disk, ms(10_005)), disks.tree.stats(group, ms(10_005)));
+    assert_eq!(disk_stats.throttle_cause, Some(LimitKind::BpsRead));
+    assert_within_percent(2.0, disk_stats.throttled_ns as f64, 10e9);
+    assert_eq!((group_stats.throttle_cause, group_stats.throttled_ns), (None, 0), "the limit is 1000, the load 100");
+    assert_eq!(disk_stats.waiting, [8, 0]);
+    assert_eq!(group_stats.waiting, [8, 0], "below it");
+    assert_eq!(disk_stats.reads, group_stats.reads);
 }
 
 #[test]
 fn cause_moves_to_the_group_above() {
     let mut disks = Timeline::new("iops-total=150");
-    let held = disks.add_below(disks.group, "iops-total=100", NodeShare::default(), Workload::READS.depth(8));
+    let throttled_disk = disks.add_below(disks.group, "iops-total=100", NodeShare::default(), Workload::READS.depth(8));
     disks.run_until(s(5));
     let binding = |disks: &Timeline, now| {
-        [disks.disk(held), disks.group].map(|node| disks.tree.stats(node, now).throttle_cause)
+        [disks.disk(throttled_disk), disks.group].map(|node| disks.tree.stats(node, now).throttle_cause)
     };
     assert_eq!(binding(&disks, s(5)), [Some(LimitKind::IopsTotal), None]);
     for _ in 0..3 {
@@ -84,11 +84,11 @@ fn cause_moves_to_the_group_above() {
     }
     disks.run_until(s(10));
     assert_eq!(binding(&disks, s(10)), [None, Some(LimitKind::IopsTotal)], "37 of its 100");
-    assert_eq!(disks.tree.stats(disks.disk(held), s(10)).waiting, [8, 0]);
+    assert_eq!(disks.tree.stats(disks.disk(throttled_disk), s(10)).waiting, [8, 0]);
 }
 
 #[test]
-fn the_share_of_time_at_the_limit_is_that_of_the_time_with_work() {
+fn throttled_time_counts_only_time_with_waiting_requests() {
     let mut disk = Timeline::new("iops-total=100");
     disk.queue_reads(111);
     disk.run_until(s(10));
@@ -101,7 +101,7 @@ fn the_share_of_time_at_the_limit_is_that_of_the_time_with_work() {
 fn tokens_are_the_units_admitted_without_waiting() {
     let mut disk =
         Timeline::new("iops-total=100,bps-write=1000000,bps-write-max=5000000,bps-write-max-length=2");
-    let client = disk.add(Workload::WRITES.of(100_000).queued(4));
+    let client = disk.add(Workload::WRITES.with_length(100_000).queued(4));
     disk.run_until(ms(1));
     let ThrottleStats { tokens, levels, .. } = disk.tree.stats(disk.group, ms(1));
     let level = LimitLevel { units: 3, capacity: 10, empty_in_ns: 39_000_000 };
@@ -136,38 +136,38 @@ fn a_long_burst_fills_a_tenth_of_its_bucket_in_a_tenth_of_its_length() {
     assert!(level(&disk, 41).ratio() > 0.99, "{:?}", level(&disk, 41));
 }
 
-fn kept(disks: &Timeline, client: usize, at_s: u64) -> ReservationTimes {
+fn reservation_times(disks: &Timeline, client: usize, at_s: u64) -> ReservationTimes {
     disks.tree.stats(disks.disk(client), s(at_s)).reservation.expect("it has a reservation")
 }
 
 #[test]
 fn met_and_unmet_reservations_are_reported() {
     let mut disks = Timeline::new("iops-total=1000");
-    let reserved = disks.add_with(promise(300, 0), Workload::READS.depth(8));
-    let other = disks.add(Workload::READS.of(1 << 20).depth(64));
+    let reserved = disks.add_with(reserved_share(300, 0), Workload::READS.depth(8));
+    let other = disks.add(Workload::READS.with_length(1 << 20).depth(64));
     disks.run_until(s(10));
-    let before = kept(&disks, reserved, 10);
+    let before = reservation_times(&disks, reserved, 10);
     assert!(before.met_ns > 8_000_000_000 && before.missed_ns == 0, "{before:?}");
     // A part of a limit divided over hosts: below the reservation.
     disks.tree.set_quota(disks.group, limits("iops-total=100"), [0; 6], s(10)).expect("valid limits");
     disks.run_until(s(20));
-    let after = kept(&disks, reserved, 20);
+    let after = reservation_times(&disks, reserved, 20);
     assert!(after.missed_ns > 8_000_000_000, "{after:?}");
     assert!(after.met_ns <= before.met_ns + 2_000_000_000, "{after:?}");
     assert_eq!(disks.tree.stats(disks.disk(other), s(20)).reservation, None);
     let brief = disks.tree.summary(disks.disk(reserved), s(20));
-    assert_eq!(brief.kept, Some(after));
+    assert_eq!(brief.reservation_times, Some(after));
 }
 
 #[test]
 fn reservations_count_by_iops_size() {
     // Each request counts as four operations: 100 requests meet the reservation.
     let mut disks = Timeline::new("iops-total=1000,iops-size=4096");
-    let reserved = disks.add_with(promise(400, 0), Workload::READS.of(16 << 10).depth(8));
+    let reserved = disks.add_with(reserved_share(400, 0), Workload::READS.with_length(16 << 10).depth(8));
     for _ in 0..9 {
-        disks.add(Workload::READS.of(4096).depth(64));
+        disks.add(Workload::READS.with_length(4096).depth(64));
     }
     disks.run_until(s(10));
-    let kept = kept(&disks, reserved, 10);
-    assert!(kept.met_ns > 8_000_000_000 && kept.missed_ns == 0, "{kept:?}");
+    let times = reservation_times(&disks, reserved, 10);
+    assert!(times.met_ns > 8_000_000_000 && times.missed_ns == 0, "{times:?}");
 }

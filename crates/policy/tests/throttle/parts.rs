@@ -6,7 +6,7 @@ use policy::throttle::{AdmissionResult, LimitKind, Limits, NodeShare, RequestCos
 
 const IOPS: usize = LimitKind::IopsTotal.index();
 
-fn only(units: u64) -> [u64; 6] {
+fn iops_only(units: u64) -> [u64; 6] {
     core::array::from_fn(|at| if at == IOPS { units } else { 0 })
 }
 
@@ -20,15 +20,15 @@ fn quota_starts_filled_and_keeps_free_capacity() {
     let mut tree = ThrottleTree::<()>::new(s(0));
     let group = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
     let tokens = |tree: &ThrottleTree<()>, at| tree.stats(group, at).tokens[IOPS];
-    assert_eq!(tree.set_quota(group, part(10), only(0), s(0)), Ok(only(0)));
+    assert_eq!(tree.set_quota(group, part(10), iops_only(0), s(0)), Ok(iops_only(0)));
     assert_eq!(tokens(&tree, s(0)), Some(0));
     assert_eq!(tokens(&tree, s(3)), Some(30), "by time alone");
-    assert_eq!(tree.set_quota(group, part(50), only(0), s(3)), Ok(only(0)));
+    assert_eq!(tree.set_quota(group, part(50), iops_only(0), s(3)), Ok(iops_only(0)));
     assert_eq!(tokens(&tree, s(3)), Some(30));
-    assert_eq!(tree.set_quota(group, part(60), only(25), s(3)), Ok(only(0)));
+    assert_eq!(tree.set_quota(group, part(60), iops_only(25), s(3)), Ok(iops_only(0)));
     assert_eq!(tokens(&tree, s(3)), Some(55), "what another host gave up");
-    assert_eq!(tree.set_quota(group, part(4), only(0), s(3)), Ok(only(15)), "40 fit");
-    assert_eq!(tree.set_quota(group, part(60), only(0), s(3)), Ok(only(0)));
+    assert_eq!(tree.set_quota(group, part(4), iops_only(0), s(3)), Ok(iops_only(15)), "40 fit");
+    assert_eq!(tree.set_quota(group, part(60), iops_only(0), s(3)), Ok(iops_only(0)));
     assert_eq!(tokens(&tree, s(3)), Some(40));
 }
 
@@ -36,15 +36,15 @@ fn quota_starts_filled_and_keeps_free_capacity() {
 fn overrun_is_kept_after_a_quota_change() {
     let mut tree = ThrottleTree::new(s(0));
     let group = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
-    tree.set_quota(group, part(1), only(0), s(0)).unwrap();
+    tree.set_quota(group, part(1), iops_only(0), s(0)).unwrap();
     assert_eq!(
         tree.submit(group, Direction::Read, RequestCost::one(1), (), s(0)),
         AdmissionResult::Admitted(())
     );
-    tree.set_quota(group, part(100), only(0), s(0)).unwrap();
+    tree.set_quota(group, part(100), iops_only(0), s(0)).unwrap();
     let next = tree.submit(group, Direction::Read, RequestCost::one(1), (), s(0));
     assert!(matches!(next, AdmissionResult::Queued(_)), "{next:?}");
     let invalid = limits("iops-total-max=5");
-    assert!(tree.set_quota(group, invalid, only(0), s(0)).is_err());
+    assert!(tree.set_quota(group, invalid, iops_only(0), s(0)).is_err());
     assert_eq!(tree.limits(group), part(100));
 }

@@ -13,8 +13,8 @@ use std::collections::{HashMap, VecDeque};
 
 /// Valid limits of every shape: some kinds unlimited, total or split, with and without bursts.
 pub(crate) fn any_limits() -> impl Strategy<Value = Limits> {
-    let one = (0..5_000u64, 0..6u64, 1..8u64);
-    (prop::array::uniform6(one), any::<[bool; 2]>(), prop_oneof![Just(0), 512..65_536u64]).prop_map(
+    let any_limit = (0..5_000u64, 0..6u64, 1..8u64);
+    (prop::array::uniform6(any_limit), any::<[bool; 2]>(), prop_oneof![Just(0), 512..65_536u64]).prop_map(
         |(numbers, use_total, iops_size)| {
             let mut limits = Limits::default();
             for (kind, (rate, factor, length)) in LimitKind::ALL.into_iter().zip(numbers) {
@@ -87,7 +87,7 @@ fn any_step(largest: u64) -> impl Strategy<Value = Step> {
         1 => (node.clone(), any_limits()).prop_map(|(node, limits)| Step::Limit(node, limits)),
         1 => (node.clone(), any_share()).prop_map(|(node, share)| Step::Share(node, share)),
         1 => (node, any_enforcement()).prop_map(|(node, enforcement)| Step::Enforce(node, enforcement)),
-        4 => (0..200_000_000u64, 0..5_000_000u64).prop_map(|(ahead, back)| Step::Pass(ahead, back)),
+        4 => (0..200_000_000u64, 0..5_000_000u64).prop_map(|(forward, backward)| Step::Pass(forward, backward)),
         4 => Just(Step::Meet),
     ]
 }
@@ -102,7 +102,7 @@ struct Checked {
     waiting: HashMap<(NodeId, Direction), VecDeque<(u64, RequestCost)>>,
     owner: HashMap<u64, (NodeId, Direction)>,
     next_token: u64,
-    out: u64,
+    completed: u64,
     /// Expected levels; `None` if requests are charged in slices or enforcement changes.
     levels: Option<HashMap<NodeId, Levels>>,
 }
@@ -118,7 +118,7 @@ impl Checked {
             waiting: HashMap::new(),
             owner: HashMap::new(),
             next_token: 0,
-            out: 0,
+            completed: 0,
             levels: exact.then(HashMap::new),
         };
         checked.add(0, true, limits, NodeShare::default());
@@ -143,10 +143,10 @@ impl Checked {
             Step::Limit(at, limits) => {
                 let node = self.node(*at);
                 let before = self.tree.limits(node);
-                let taken = self.tree.configure(node, *limits, self.tree.share(node), self.now).is_ok();
-                assert_eq!(self.tree.limits(node), if taken { *limits } else { before });
+                let is_accepted = self.tree.configure(node, *limits, self.tree.share(node), self.now).is_ok();
+                assert_eq!(self.tree.limits(node), if is_accepted { *limits } else { before });
                 if let Some(levels) = &mut self.levels
-                    && taken
+                    && is_accepted
                     && *limits != before
                 {
                     levels.get_mut(&node).unwrap().change(*limits, self.now);
@@ -155,8 +155,8 @@ impl Checked {
             Step::Share(at, share) => {
                 let node = self.node(*at);
                 let before = self.tree.share(node);
-                let taken = self.tree.configure(node, self.tree.limits(node), *share, self.now).is_ok();
-                assert_eq!(self.tree.share(node), if taken { *share } else { before });
+                let is_accepted = self.tree.configure(node, self.tree.limits(node), *share, self.now).is_ok();
+                assert_eq!(self.tree.share(node), if is_accepted { *share } else { before });
             }
             Step::Enforce(at, enforcement) if self.levels.is_none() => {
                 self.tree.enforce(self.node(*at), *enforcement, self.now);
@@ -213,7 +213,7 @@ impl Checked {
                 assert_eq!(admitted, token);
                 let queue = self.waiting.get(&(disk, direction));
                 assert!(queue.is_none_or(VecDeque::is_empty), "overtook a request before it");
-                self.passes(disk, direction, &cost);
+                self.on_admitted(disk, direction, &cost);
             }
             AdmissionResult::Queued(ticket) => {
                 self.tickets.push((ticket, token));
@@ -223,8 +223,8 @@ impl Checked {
         }
     }
 
-    fn passes(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost) {
-        self.out += 1;
+    fn on_admitted(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost) {
+        self.completed += 1;
         let path = self.path(disk);
         if let Some(levels) = &mut self.levels {
             for node in path {
@@ -241,11 +241,11 @@ impl Checked {
         }
         let (ticket, token) = self.tickets.swap_remove(at % self.tickets.len());
         let queue = self.waiting.entry(self.owner[&token]).or_default();
-        let place = queue.iter().position(|(waiting, _)| *waiting == token);
-        assert_eq!(self.tree.cancel(ticket), place.map(|_| token));
-        if let Some(place) = place {
+        let position = queue.iter().position(|(waiting, _)| *waiting == token);
+        assert_eq!(self.tree.cancel(ticket), position.map(|_| token));
+        if let Some(place) = position {
             queue.remove(place);
-            self.out += 1;
+            self.completed += 1;
         }
     }
 
@@ -263,9 +263,9 @@ impl Checked {
             .collect();
         // Tokens are numbered in order of arrival, across both directions.
         expected.sort_unstable_by_key(|returned| returned.token);
-        let given_back = self.tree.remove(disk);
-        assert_eq!(given_back, expected);
-        self.out += given_back.len() as u64;
+        let removed = self.tree.remove(disk);
+        assert_eq!(removed, expected);
+        self.completed += removed.len() as u64;
     }
 
     /// Polls until nothing more is admitted; returns the deadline if requests wait.
@@ -277,12 +277,12 @@ impl Checked {
                     let first = self.waiting.get_mut(&(disk, direction)).unwrap().pop_front();
                     let (first, cost) = first.unwrap();
                     assert_eq!(first, token, "not the first of its queue");
-                    self.passes(disk, direction, &cost);
+                    self.on_admitted(disk, direction, &cost);
                 }
                 PollDecision::Wait { until } => {
                     // A deadline in the past would make the caller poll in a busy loop.
                     assert!(self.waiting_in_all() > 0 && until > now);
-                    self.nothing_could_pass();
+                    self.assert_none_admissible();
                     return Some(until);
                 }
                 PollDecision::Idle => {
@@ -294,14 +294,14 @@ impl Checked {
     }
 
     /// Every waiting request is throttled by some level on its path.
-    fn nothing_could_pass(&mut self) {
+    fn assert_none_admissible(&mut self) {
         let waiting: Vec<_> =
             self.waiting.iter().filter(|(_, queue)| !queue.is_empty()).map(|(key, _)| *key).collect();
         for (disk, direction) in waiting {
             let path = self.path(disk);
             if let Some(levels) = &mut self.levels {
-                let open = path.iter().all(|node| levels.get_mut(node).unwrap().admit(direction, self.now));
-                assert!(!open, "{disk:?} could {direction:?}");
+                let is_admissible = path.iter().all(|node| levels.get_mut(node).unwrap().admit(direction, self.now));
+                assert!(!is_admissible, "{disk:?} could {direction:?}");
             }
         }
     }
@@ -327,7 +327,7 @@ impl Checked {
         true
     }
 
-    fn counts_agree(&self) {
+    fn assert_waiting_counts(&self) {
         for direction in Direction::ALL {
             let waiting = |node: &NodeId| self.tree.waiting(*node, direction);
             for disk in &self.disks {
@@ -345,14 +345,14 @@ impl Checked {
     fn run(&mut self, steps: &[Step]) {
         for step in steps {
             self.take(step);
-            self.counts_agree();
+            self.assert_waiting_counts();
         }
         let mut deadlines = 0;
         while self.meet_deadline() {
             deadlines += 1;
             assert!(deadlines < 1_000_000, "it never ends");
         }
-        assert_eq!(self.out, self.next_token);
+        assert_eq!(self.completed, self.next_token);
     }
 }
 
@@ -360,7 +360,7 @@ proptest! {
     /// Each level is charged exactly the admitted work; nothing is admitted without capacity at
     /// every level; nothing waits with capacity at every level.
     #[test]
-    fn small_requests_pass_when_every_level_has_room_and_not_before(
+    fn small_requests_are_admitted_exactly_when_every_level_has_capacity(
         limits in any_limits(),
         steps in prop::collection::vec(any_step(SMALL), 1..150),
     ) {
@@ -376,7 +376,7 @@ proptest! {
     }
 
     #[test]
-    fn no_second_sees_more_than_the_rate_and_the_burst(
+    fn admissions_per_second_are_bounded_by_rate_and_burst(
         limits in any_limits(),
         workloads in prop::collection::vec((any_direction(), 0..40_000u64, 1..16u64, 50..5_000u64), 1..6),
         late_ms in 0..10u64,
@@ -385,20 +385,20 @@ proptest! {
         for (direction, length, depth, latency_us) in &workloads {
             let latency = Duration::from_micros(*latency_us);
             let workload = Workload { direction: *direction, ..Workload::READS };
-            disks.add(workload.of(*length).depth(*depth).latency(latency));
+            disks.add(workload.with_length(*length).depth(*depth).latency(latency));
         }
         disks.run_until(crate::timeline::s(6));
         // A window of one second may contain one request that overran the bucket at its beginning.
         let largest = workloads.iter().map(|(_, length, ..)| *length).max().unwrap_or(0);
         for kind in LimitKind::ALL.into_iter().filter(|kind| limits.limit(*kind).rate > 0) {
             let applies = |direction| LimitKind::applying_to(direction).contains(&kind);
-            let most = disks.most_in_any_second(|direction, bytes| match (applies(direction), kind.counts_bytes()) {
+            let peak = disks.peak_per_second(|direction, bytes| match (applies(direction), kind.counts_bytes()) {
                 (false, _) => 0,
                 (true, true) => bytes,
                 (true, false) => 1,
             });
             let one_over = if kind.counts_bytes() { largest } else { 1 };
-            prop_assert!(most <= allowance(&limits, kind) + one_over, "{:?}: {} in a second", kind, most);
+            prop_assert!(peak <= allowance(&limits, kind) + one_over, "{:?}: {} in a second", kind, peak);
         }
     }
 }
@@ -408,11 +408,11 @@ fn allowance(limits: &Limits, kind: LimitKind) -> u64 {
     let limit = limits.limit(kind);
     let size =
         if limit.burst_rate == 0 { limit.rate.div_ceil(10) } else { limit.burst_rate * limit.burst_length_s };
-    let in_the_long_run = limit.rate + size;
+    let sustained_units = limit.rate + size;
     if limit.burst_length_s > 1 {
         // The second bucket bounds the rate within a long burst.
-        in_the_long_run.min(limit.burst_rate + limit.burst_rate.div_ceil(10))
+        sustained_units.min(limit.burst_rate + limit.burst_rate.div_ceil(10))
     } else {
-        in_the_long_run
+        sustained_units
     }
 }

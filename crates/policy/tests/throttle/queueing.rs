@@ -83,28 +83,28 @@ fn a_deadline_is_exact() {
 fn cause_is_the_limit_that_released_last() {
     let mut tree = ThrottleTree::new(s(0));
     let group = tree.add(None, limits("bps-total=4096"), NodeShare::default()).unwrap();
-    let (own, none) = (limits("iops-read=10"), Limits::default());
+    let (own_limits, none) = (limits("iops-read=10"), Limits::default());
     let [disk, other] =
-        [own, none].map(|limits| tree.add(Some(group), limits, NodeShare::default()).unwrap());
+        [own_limits, none].map(|limits| tree.add(Some(group), limits, NodeShare::default()).unwrap());
     let mut after = |disk, bytes, count, from: u64| {
         for token in 0..count {
             let _ = tree.submit(disk, Read, RequestCost::one(bytes), token, s(from));
         }
         let mut now = s(from);
-        let mut held = Vec::new();
+        let mut causes = Vec::new();
         loop {
             match tree.poll(now) {
-                PollDecision::Admit(_) => held.push(tree.last_cause()),
+                PollDecision::Admit(_) => causes.push(tree.last_cause()),
                 PollDecision::Wait { until } => now = until,
-                PollDecision::Idle => return held,
+                PollDecision::Idle => return causes,
             }
         }
     };
-    let by = |level, kind| Some(LevelCause { level, kind });
+    let cause = |level, kind| Some(LevelCause { level, kind });
     // Small requests are throttled by the disk's own limit, large ones by the group's.
-    assert!(after(disk, 1, 10, 0).ends_with(&[by(0, LimitKind::IopsRead); 5]));
-    assert!(after(disk, 8192, 4, 100).ends_with(&[by(1, LimitKind::BpsTotal); 2]));
-    assert!(after(other, 8192, 4, 200).ends_with(&[by(1, LimitKind::BpsTotal); 2]));
+    assert!(after(disk, 1, 10, 0).ends_with(&[cause(0, LimitKind::IopsRead); 5]));
+    assert!(after(disk, 8192, 4, 100).ends_with(&[cause(1, LimitKind::BpsTotal); 2]));
+    assert!(after(other, 8192, 4, 200).ends_with(&[cause(1, LimitKind::BpsTotal); 2]));
 }
 
 #[test]
@@ -112,28 +112,28 @@ fn cause_is_the_group_that_throttled_most_not_a_busy_host() {
     let mut tree = ThrottleTree::new(s(0));
     let host = tree.add(None, limits("bps-total=40960"), NodeShare::default()).unwrap();
     // The disk's group admits 2 per second; the host is always busy because of the greedy disk.
-    let own = tree.add(Some(host), limits("iops-total=2"), NodeShare::default()).unwrap();
-    let disk = tree.add(Some(own), Limits::default(), NodeShare::default()).unwrap();
+    let group = tree.add(Some(host), limits("iops-total=2"), NodeShare::default()).unwrap();
+    let disk = tree.add(Some(group), Limits::default(), NodeShare::default()).unwrap();
     let greedy = tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
     for number in 0..240 {
-        let of = if number < 40 { disk } else { greedy };
-        let _ = tree.submit(of, Read, RequestCost::one(4096), of == disk, s(0));
+        let submitter = if number < 40 { disk } else { greedy };
+        let _ = tree.submit(submitter, Read, RequestCost::one(4096), submitter == disk, s(0));
     }
-    let (mut now, mut mine, mut others) = (s(0), Vec::new(), Vec::new());
+    let (mut now, mut disk_causes, mut greedy_causes) = (s(0), Vec::new(), Vec::new());
     loop {
         match tree.poll(now) {
-            PollDecision::Admit(is_mine) => {
-                if is_mine { &mut mine } else { &mut others }.push(tree.last_cause());
+            PollDecision::Admit(of_disk) => {
+                if of_disk { &mut disk_causes } else { &mut greedy_causes }.push(tree.last_cause());
             }
             PollDecision::Wait { until } => now = until,
             PollDecision::Idle => break,
         }
     }
-    assert!(mine.len() > 30 && others.len() > 150);
-    let by = |level, kind| Some(LevelCause { level, kind });
+    assert!(disk_causes.len() > 30 && greedy_causes.len() > 150);
+    let cause = |level, kind| Some(LevelCause { level, kind });
     // Without the first ones, which were admitted before the buckets were full.
-    assert!(mine[10..].iter().all(|held| *held == by(1, LimitKind::IopsTotal)), "{mine:?}");
-    assert!(others[50..].iter().all(|held| *held == by(1, LimitKind::BpsTotal)), "{others:?}");
+    assert!(disk_causes[10..].iter().all(|held| *held == cause(1, LimitKind::IopsTotal)), "{disk_causes:?}");
+    assert!(greedy_causes[50..].iter().all(|held| *held == cause(1, LimitKind::BpsTotal)), "{greedy_causes:?}");
 }
 
 #[test]

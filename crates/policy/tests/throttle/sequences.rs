@@ -26,11 +26,11 @@ const ON_THE_WAY: f64 = 2.0;
 /// Limits from one to a hundred thousand per second, some with long bursts, one of each unit.
 fn any_limits() -> impl Strategy<Value = Limits> {
     let rate = prop_oneof![1 => Just(0u64), 2 => 1..20u64, 2 => 20..2_000u64, 1 => 2_000..100_000u64];
-    let one = (0..3usize, rate, 0..40u64, 1..8u64);
-    (one.clone(), one, prop_oneof![2 => Just(0u64), 1 => 512..8_192u64]).prop_map(|(bps, iops, iops_size)| {
+    let any_kind = (0..3usize, rate, 0..40u64, 1..8u64);
+    (any_kind.clone(), any_kind, prop_oneof![2 => Just(0u64), 1 => 512..8_192u64]).prop_map(|(bps, iops, iops_size)| {
         let mut limits = Limits::default();
-        for (first, (which, rate, factor, length)) in [(0, bps), (3, iops)] {
-            let limit = limits.limit_mut(LimitKind::ALL[first + which]);
+        for (first, (offset, rate, factor, length)) in [(0, bps), (3, iops)] {
+            let limit = limits.limit_mut(LimitKind::ALL[first + offset]);
             limit.rate = if first == 0 { rate * 4096 } else { rate };
             limit.burst_rate = limit.rate * factor;
             limit.burst_length_s = if limit.burst_rate == 0 { 1 } else { length };
@@ -98,8 +98,8 @@ impl World {
     fn new() -> Self {
         let mut tree = ThrottleTree::new(Instant::ZERO);
         let mut add = |parent| tree.add(parent, Limits::default(), NodeShare::default()).unwrap();
-        let (one, other) = (add(None), add(None));
-        let nodes = [one, other, add(Some(one)), add(Some(other)), add(Some(one)), add(None)];
+        let (first, second) = (add(None), add(None));
+        let nodes = [first, second, add(Some(first)), add(Some(second)), add(Some(first)), add(None)];
         let before = [Limits::default(); NODES];
         let accounts = Default::default();
         let last = [(Limits::default(), 1.0); NODES + LEVELS];
@@ -246,18 +246,18 @@ impl World {
 
 impl Account {
     /// Over every window: at most one burst and the requests in progress.
-    fn check(&self, request: f64, what: impl Fn() -> String) {
+    fn check(&self, request: f64, context: impl Fn() -> String) {
         for (first, (start, _)) in self.steps.iter().enumerate() {
             let mut burst: f64 = 0.0;
             for (last, (end, size)) in self.steps.iter().enumerate().skip(first) {
                 // The burst of a window is the largest bucket that was in force within it.
                 burst = burst.max(*size);
-                let more = end - start;
-                let most = burst + ON_THE_WAY * request;
+                let admitted = end - start;
+                let max_growth = burst + ON_THE_WAY * request;
                 assert!(
-                    more <= most * 1.000_001 + 1e-3,
-                    "{}: {more} of {most} from {first} to {last}",
-                    what()
+                    admitted <= max_growth * 1.000_001 + 1e-3,
+                    "{}: {admitted} of {max_growth} from {first} to {last}",
+                    context()
                 );
             }
         }
@@ -388,22 +388,22 @@ fn limits_never_enforced_grant_no_burst() {
 /// Ten changes per second, like an autoscaler: 500 and 501 admit what 500 admits.
 #[test]
 fn alternating_limits_give_no_burst_each_time() {
-    for (one, other, most) in [
+    for (first, second, max_rate) in [
         ("iops-total=500", "iops-total=501", 505),
         ("iops-total=500", "iops-total=500,bps-total=1000000000", 505),
         ("iops-total=500,iops-total-max=20000,iops-total-max-length=5", "iops-total=500", 505),
         ("iops-total=500", "iops-total=1", 255),
     ] {
-        let mut disk = Timeline::new(one);
+        let mut disk = Timeline::new(first);
         disk.add(Workload::READS.depth(32));
         disk.run_until(s(300));
         for tenth in 1..=100 {
-            disk.change_limits(if tenth % 2 == 0 { one } else { other });
+            disk.change_limits(if tenth % 2 == 0 { first } else { second });
             disk.run_until(ms(300_000 + tenth * 100));
         }
         let passed = disk.admitted_between(s(300), s(310));
-        assert!(passed <= most * 10, "{one} and {other}: {passed} in 10 s");
-        assert!(passed >= most * 10 * 95 / 100, "{one} and {other}: {passed} in 10 s");
+        assert!(passed <= max_rate * 10, "{first} and {second}: {passed} in 10 s");
+        assert!(passed >= max_rate * 10 * 95 / 100, "{first} and {second}: {passed} in 10 s");
     }
 }
 
@@ -417,6 +417,6 @@ fn lower_limit_applies_without_lockout() {
     assert_eq!(disk.admitted_between(s(100), s(110)), 100);
     // Earlier admissions count again as far as the larger bucket holds them.
     disk.change_limits("iops-total=500,iops-total-max=20000,iops-total-max-length=5");
-    let back = disk.admitted_between(s(110), s(111));
-    assert!((499..=501).contains(&back), "{back}");
+    let admitted = disk.admitted_between(s(110), s(111));
+    assert!((499..=501).contains(&admitted), "{admitted}");
 }

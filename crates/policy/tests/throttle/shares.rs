@@ -1,6 +1,6 @@
 //! Division of a limit: by weight, whatever the sizes and depths; and by reservation.
 
-use crate::timeline::{Timeline, Workload, assert_within_percent, promise, s, weight};
+use crate::timeline::{Timeline, Workload, assert_within_percent, reserved_share, s, weight};
 use policy::request::Direction;
 use policy::throttle::{Limits, NodeShare};
 use policy::time::Duration;
@@ -19,8 +19,8 @@ fn parts(disks: &mut Timeline, clients: &[usize]) -> Vec<f64> {
 fn small_and_large_requests_get_half_the_bytes_each() {
     for late in [Duration::ZERO, LATE] {
         let mut disks = Timeline::new("bps-total=20000000").with_late_timers(late);
-        let small = disks.add(Workload::READS.of(4096).depth(32));
-        let large = disks.add(Workload::READS.of(256 << 10).depth(32));
+        let small = disks.add(Workload::READS.with_length(4096).depth(32));
+        let large = disks.add(Workload::READS.with_length(256 << 10).depth(32));
         for part in parts(&mut disks, &[small, large]) {
             assert_within_percent(2.0, part, 0.5);
         }
@@ -54,33 +54,33 @@ fn weights_divide_the_contended_limit() {
         let clients: Vec<_> = [100, 200, 700]
             .into_iter()
             .zip(lengths)
-            .map(|(share, length)| disks.add_with(weight(share), Workload::READS.of(length).depth(32)))
+            .map(|(share, length)| disks.add_with(weight(share), Workload::READS.with_length(length).depth(32)))
             .collect();
-        for (part, asked) in parts(&mut disks, &clients).into_iter().zip([0.1, 0.2, 0.7]) {
-            assert_within_percent(2.0, part, asked);
+        for (part, expected) in parts(&mut disks, &clients).into_iter().zip([0.1, 0.2, 0.7]) {
+            assert_within_percent(2.0, part, expected);
         }
     }
 }
 
 #[test]
-fn the_extremes_of_weight_still_get_their_share() {
+fn extreme_weights_are_honoured() {
     let mut disks = Timeline::new("iops-total=20000");
-    let least = disks.add_with(weight(1), Workload::READS.depth(64));
-    let most = disks.add_with(weight(10_000), Workload::READS.depth(64));
-    let least = disks.admitted_of(least, s(1), s(101)) as f64;
-    assert_within_percent(2.0, least / disks.admitted_of(most, s(1), s(101)) as f64, 1e-4);
+    let lightest = disks.add_with(weight(1), Workload::READS.depth(64));
+    let heaviest = disks.add_with(weight(10_000), Workload::READS.depth(64));
+    let admitted = disks.admitted_of(lightest, s(1), s(101)) as f64;
+    assert_within_percent(2.0, admitted / disks.admitted_of(heaviest, s(1), s(101)) as f64, 1e-4);
 }
 
 #[test]
 fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
     let mut disks = Timeline::new("iops-total=1000");
-    let both = disks.add_with(weight(100), Workload::READS.depth(32));
-    let too = disks.add_to(disks.disk(both), Workload::WRITES.depth(32));
+    let mixed_reads = disks.add_with(weight(100), Workload::READS.depth(32));
+    let mixed_writes = disks.add_to(disks.disk(mixed_reads), Workload::WRITES.depth(32));
     let reads = disks.add_with(weight(300), Workload::READS.depth(32));
-    let [of_both, of_too, of_reads] = parts(&mut disks, &[both, too, reads])[..] else { unreachable!() };
+    let [mixed_reads_part, mixed_writes_part, reads_part] = parts(&mut disks, &[mixed_reads, mixed_writes, reads])[..] else { unreachable!() };
     // Reads and writes of the first disk have one weight together, not one each.
-    assert_within_percent(2.0, of_both + of_too, 0.25);
-    assert_within_percent(2.0, of_reads, 0.75);
+    assert_within_percent(2.0, mixed_reads_part + mixed_writes_part, 0.25);
+    assert_within_percent(2.0, reads_part, 0.75);
 }
 
 /// With a single alternation for all disks, this disk would only write.
@@ -107,7 +107,7 @@ fn separate_limits_keep_separate_shares() {
 }
 
 #[test]
-fn a_new_weight_holds_at_once() {
+fn new_weight_applies_at_once() {
     let mut disks = Timeline::new("iops-total=1000");
     let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.depth(32)));
     assert_eq!(disks.admitted_of(first, s(1), s(11)), 5000);
@@ -117,27 +117,27 @@ fn a_new_weight_holds_at_once() {
 }
 
 #[test]
-fn idle_time_earns_no_claim() {
+fn idle_time_gives_no_extra_share() {
     let mut disks = Timeline::new("iops-total=1000");
     let busy = disks.add(Workload::READS.depth(32));
     let late = disks.add(Workload::READS.queued(0));
     disks.run_until(s(60));
     let late = disks.add_to(disks.disk(late), Workload::READS.depth(32));
     // Half of the rate, plus 20 ms at its cost.
-    let got = disks.admitted_of(late, s(60), s(61));
-    assert!((500..=520).contains(&got), "{got}");
+    let admitted = disks.admitted_of(late, s(60), s(61));
+    assert!((500..=520).contains(&admitted), "{admitted}");
     assert!(disks.admitted_of(busy, s(60), s(61)) >= 480);
 }
 
 #[test]
-fn use_of_spare_capacity_costs_no_later_share() {
+fn use_of_spare_capacity_does_not_reduce_the_later_share() {
     // Alone, the first disk uses the whole burst. That must not count against it later.
     let mut disks = Timeline::new("iops-total=1000,iops-total-max=5000,iops-total-max-length=10");
     let first = disks.add(Workload::READS.depth(32));
     disks.run_until(s(30));
     let second = disks.add(Workload::READS.depth(32));
-    let got = disks.admitted_of(first, s(30), s(31));
-    assert!((480..=500).contains(&got), "{got}");
+    let admitted = disks.admitted_of(first, s(30), s(31));
+    assert!((480..=500).contains(&admitted), "{admitted}");
     assert!(disks.admitted_of(second, s(30), s(31)) <= 520);
 }
 
@@ -147,12 +147,12 @@ fn a_reservation_is_met_under_ten_hostile_neighbours() {
     for (depth, latency) in [(1, Duration::ZERO), (1, Duration::from_millis(1)), (32, LATE)] {
         for late in [Duration::ZERO, LATE] {
             let mut disks = Timeline::new("iops-total=1000").with_late_timers(late);
-            let reserved = disks.add_with(promise(300, 0), Workload::READS.depth(depth).latency(latency));
+            let reserved = disks.add_with(reserved_share(300, 0), Workload::READS.depth(depth).latency(latency));
             for _ in 0..10 {
-                disks.add_with(weight(100), Workload::WRITES.of(1 << 20).depth(64));
+                disks.add_with(weight(100), Workload::WRITES.with_length(1 << 20).depth(64));
             }
-            let got = disks.admitted_of(reserved, s(1), s(21)) as f64 / 20.0;
-            assert_within_percent(2.0, got, 300.0);
+            let rate = disks.admitted_of(reserved, s(1), s(21)) as f64 / 20.0;
+            assert_within_percent(2.0, rate, 300.0);
         }
     }
 }
@@ -161,18 +161,18 @@ fn a_reservation_is_met_under_ten_hostile_neighbours() {
 #[test]
 fn a_reservation_of_bytes_is_met_under_neighbours_with_huge_requests() {
     let mut disks = Timeline::new("bps-total=10000000").with_late_timers(LATE);
-    let reserved = disks.add_with(promise(0, 3_000_000), Workload::READS.of(65_536).depth(8));
+    let reserved = disks.add_with(reserved_share(0, 3_000_000), Workload::READS.with_length(65_536).depth(8));
     for _ in 0..10 {
-        disks.add(Workload::WRITES.of(4 << 20).depth(16));
+        disks.add(Workload::WRITES.with_length(4 << 20).depth(16));
     }
-    let got = disks.bytes_of(reserved, s(1), s(21)) as f64 / 20.0;
-    assert_within_percent(2.0, got, 3e6);
+    let rate = disks.bytes_of(reserved, s(1), s(21)) as f64 / 20.0;
+    assert_within_percent(2.0, rate, 3e6);
 }
 
 #[test]
 fn a_reservation_counts_towards_the_share_by_weight() {
     let mut disks = Timeline::new("iops-total=1000");
-    let reserved = disks.add_with(promise(300, 0), Workload::READS.depth(32));
+    let reserved = disks.add_with(reserved_share(300, 0), Workload::READS.depth(32));
     let other = disks.add(Workload::READS.depth(32));
     for client in [reserved, other] {
         assert_within_percent(2.0, disks.admitted_of(client, s(1), s(21)) as f64, 10_000.0);
@@ -183,9 +183,9 @@ fn a_reservation_counts_towards_the_share_by_weight() {
 fn double_reservation_ends_with_the_first_used_up() {
     // 300 IOPS, or 100 requests of 10,000 bytes.
     let mut disks = Timeline::new("iops-total=1000");
-    let reserved = disks.add_with(promise(300, 1_000_000), Workload::READS.of(10_000).depth(32));
+    let reserved = disks.add_with(reserved_share(300, 1_000_000), Workload::READS.with_length(10_000).depth(32));
     for _ in 0..99 {
-        disks.add(Workload::READS.of(512).depth(32));
+        disks.add(Workload::READS.with_length(512).depth(32));
     }
     assert_within_percent(2.0, disks.admitted_of(reserved, s(1), s(21)) as f64 / 20.0, 100.0);
 }
@@ -193,7 +193,7 @@ fn double_reservation_ends_with_the_first_used_up() {
 #[test]
 fn unused_reservation_goes_to_others() {
     let mut disks = Timeline::new("iops-total=1000");
-    disks.add_with(promise(900, 0), Workload::READS.queued(0));
+    disks.add_with(reserved_share(900, 0), Workload::READS.queued(0));
     let other = disks.add(Workload::READS.depth(32));
     assert_eq!(disks.admitted_of(other, s(1), s(11)), 10_000);
 }
@@ -201,7 +201,7 @@ fn unused_reservation_goes_to_others() {
 #[test]
 fn full_reservations_leave_one_percent_by_weight() {
     let mut disks = Timeline::new("iops-total=1000");
-    let reserved = disks.add_with(promise(1000, 0), Workload::READS.depth(64));
+    let reserved = disks.add_with(reserved_share(1000, 0), Workload::READS.depth(64));
     let other = disks.add(Workload::READS.depth(64));
     assert_within_percent(1.0, disks.admitted_of(reserved, s(1), s(21)) as f64 / 20.0, 990.0);
     let gap = disks.longest_gap_of(other, s(1), s(21));
@@ -211,7 +211,7 @@ fn full_reservations_leave_one_percent_by_weight() {
 #[test]
 fn lost_reservation_starves_at_most_one_slice() {
     let mut disks = Timeline::new("iops-total=1000");
-    let reserved = disks.add_with(promise(900, 0), Workload::READS.depth(64));
+    let reserved = disks.add_with(reserved_share(900, 0), Workload::READS.depth(64));
     for _ in 0..9 {
         disks.add(Workload::READS.depth(64));
     }
@@ -235,8 +235,8 @@ fn a_thousand_members_get_a_thousandth_each() {
         .collect();
     disks.run_until(s(11));
     for client in clients {
-        let got = disks.admitted_of(client, s(1), s(11));
-        assert!((498..=502).contains(&got), "{got}");
+        let admitted = disks.admitted_of(client, s(1), s(11));
+        assert!((498..=502).contains(&admitted), "{admitted}");
     }
 }
 

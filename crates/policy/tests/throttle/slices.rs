@@ -13,7 +13,7 @@ fn a_small_request_waits_one_slice_behind_huge_ones() {
     for huge in [4 << 20, 32 << 20] {
         for late in [Duration::ZERO, Duration::from_millis(1)] {
             let mut disks = Timeline::new("bps-total=1000000").with_late_timers(late);
-            disks.add(Workload::WRITES.of(huge).depth(4));
+            disks.add(Workload::WRITES.with_length(huge).depth(4));
             // Below its fair rate: 4 KiB every 10 ms would be 410 kB/s of its 500.
             let small = disks.add(Workload::READS.paced(Duration::from_millis(100)));
             disks.run_until(s(120));
@@ -26,8 +26,8 @@ fn a_small_request_waits_one_slice_behind_huge_ones() {
 #[test]
 fn huge_and_small_requests_get_half_each() {
     let mut disks = Timeline::new("bps-total=10000000");
-    let huge = disks.add(Workload::READS.of(4 << 20).depth(2));
-    let small = disks.add(Workload::READS.of(4096).depth(32));
+    let huge = disks.add(Workload::READS.with_length(4 << 20).depth(2));
+    let small = disks.add(Workload::READS.with_length(4096).depth(32));
     let [huge, small] = [huge, small].map(|client| disks.bytes_of(client, s(1), s(101)) as f64);
     assert_within_percent(2.0, huge / (huge + small), 0.5);
 }
@@ -35,7 +35,7 @@ fn huge_and_small_requests_get_half_each() {
 #[test]
 fn two_huge_requests_alternate_by_slice() {
     let mut disks = Timeline::new("bps-total=1000000");
-    let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.of(900_000).queued(1)));
+    let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.with_length(900_000).queued(1)));
     // Both are charged fully at 1.8 s, less the bucket of 0.1 s and the last slice, one slice
     // apart.
     assert_eq!(disks.admitted_between(s(0), ms(1520)), 0);
@@ -46,15 +46,15 @@ fn two_huge_requests_alternate_by_slice() {
 #[test]
 fn huge_request_is_charged_exactly() {
     let mut disks = Timeline::new("bps-total=1000003");
-    disks.add(Workload::READS.of(3_333_333).queued(7));
+    disks.add(Workload::READS.with_length(3_333_333).queued(7));
     disks.run_until(s(60));
-    let small = disks.add(Workload::READS.of(1).queued(100_003));
+    let small = disks.add(Workload::READS.with_length(1).queued(100_003));
     // The bucket is empty: it holds a tenth of a second, and one more byte overruns it.
     assert_eq!(disks.admitted_of(small, s(60), Instant::from_nanos(60_000_000_001)), 100_001);
 
     // Seven times their cost, less the bucket and the slice that overruns it.
     let mut disk = Timeline::new("bps-total=1000000");
-    disk.add(Workload::READS.of(3_333_333).queued(7));
+    disk.add(Workload::READS.with_length(3_333_333).queued(7));
     let last = 7 * 3_333_333_000 - 100_000_000;
     assert_eq!(disk.admitted_between(s(0), Instant::from_nanos(last - 100_000_000)), 6);
     assert_eq!(disk.admitted_between(s(0), Instant::from_nanos(last)), 7);
@@ -81,9 +81,9 @@ fn a_burst_is_spent_at_once_and_in_few_steps() {
 }
 
 #[test]
-fn limits_that_change_midway_hold_for_the_rest() {
+fn changed_limits_apply_to_the_rest_of_a_request() {
     let mut disk = Timeline::new("bps-total=1000000");
-    let huge = disk.add(Workload::READS.of(10_000_000).queued(1));
+    let huge = disk.add(Workload::READS.with_length(10_000_000).queued(1));
     disk.run_until(s(5));
     disk.change_limits("bps-total=10000000");
     // Half is charged. The rest takes 0.5 s, less the 0.1 of the empty bucket and half a slice.
@@ -92,7 +92,7 @@ fn limits_that_change_midway_hold_for_the_rest() {
 }
 
 #[test]
-fn an_operation_is_never_cut() {
+fn operation_is_never_divided() {
     let mut disks = Timeline::new("iops-total=2");
     let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.queued(2)));
     // One at once; another when 0.8 of it have leaked; then one every half second.
@@ -102,9 +102,9 @@ fn an_operation_is_never_cut() {
 }
 
 #[test]
-fn a_large_request_under_iops_size_is_cut_like_one_of_bytes() {
+fn large_request_under_iops_size_is_charged_in_slices() {
     let mut disks = Timeline::new("iops-total=100,iops-size=4096");
-    let huge = disks.add(Workload::READS.of(4 << 20).depth(2));
+    let huge = disks.add(Workload::READS.with_length(4 << 20).depth(2));
     let small = disks.add(Workload::READS.paced(Duration::from_millis(50)));
     disks.run_until(s(60));
     let waited = disks.longest_wait_of(small);
@@ -116,12 +116,12 @@ fn a_large_request_under_iops_size_is_cut_like_one_of_bytes() {
 fn no_window_admits_more_than_was_charged() {
     let mut disks = Timeline::new("bps-total=1000000");
     for _ in 0..3 {
-        disks.add(Workload::READS.of(2 << 20).depth(2));
+        disks.add(Workload::READS.with_length(2 << 20).depth(2));
     }
     // From the start: every request is charged before it is admitted, except the last slice.
     for seconds in 1..=60 {
-        let most = 1_000_000 * seconds + 200_000;
-        assert!(disks.bytes_between(s(0), s(seconds)) <= most, "in {seconds} s");
+        let max_bytes = 1_000_000 * seconds + 200_000;
+        assert!(disks.bytes_between(s(0), s(seconds)) <= max_bytes, "in {seconds} s");
     }
     assert!(disks.bytes_between(s(0), s(60)) >= 60_000_000 - 3 * (2 << 20));
 }

@@ -23,12 +23,12 @@ fn read_ahead(tree: &mut ThrottleTree<u32>, disk: NodeId, length: u64, now: Inst
 }
 
 /// Number of read-aheads of this length that are admitted at an instant.
-fn fill(tree: &mut ThrottleTree<u32>, disk: NodeId, length: u64, now: Instant) -> usize {
+fn count_admitted(tree: &mut ThrottleTree<u32>, disk: NodeId, length: u64, now: Instant) -> usize {
     (0..).take_while(|_| read_ahead(tree, disk, length, now)).count()
 }
 
 #[track_caller]
-fn pass(tree: &mut ThrottleTree<u32>, disk: NodeId, direction: Direction, length: u64, now: Instant) {
+fn admit(tree: &mut ThrottleTree<u32>, disk: NodeId, direction: Direction, length: u64, now: Instant) {
     assert!(tree.try_admit(disk, direction, &RequestCost::one(length), now));
 }
 
@@ -40,16 +40,16 @@ fn queue(tree: &mut ThrottleTree<u32>, disk: NodeId, direction: Direction, now: 
     }
 }
 
-fn whole(length: u64) -> SpareRefund {
-    let mut given_back = SpareRefund::NONE;
-    given_back.add(length, length);
-    given_back
+fn full_refund(length: u64) -> SpareRefund {
+    let mut refund = SpareRefund::NONE;
+    refund.add(length, length);
+    refund
 }
 
 #[test]
 fn read_ahead_is_admitted_unless_the_bucket_is_overfull() {
     let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
-    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "one that fills it, and one whatever its size");
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 2, "one that fills it, and one whatever its size");
     let just_before = Instant::from_nanos(ms(100).as_nanos() - 1);
     assert!(!read_ahead(&mut tree, disk, 1, just_before));
     assert!(read_ahead(&mut tree, disk, 1, ms(100)));
@@ -58,9 +58,9 @@ fn read_ahead_is_admitted_unless_the_bucket_is_overfull() {
 #[test]
 fn read_ahead_does_not_change_guest_waits() {
     let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
-    assert_eq!(fill(&mut tree, disk, 10_000_000, s(0)), 1);
-    pass(&mut tree, disk, Read, 60_000, s(0));
-    pass(&mut tree, disk, Read, 60_000, s(0));
+    assert_eq!(count_admitted(&mut tree, disk, 10_000_000, s(0)), 1);
+    admit(&mut tree, disk, Read, 60_000, s(0));
+    admit(&mut tree, disk, Read, 60_000, s(0));
     queue(&mut tree, disk, Read, s(0));
     assert_eq!(tree.poll(s(0)), PollDecision::Wait { until: ms(20) });
     assert_eq!(tree.poll(ms(20)), PollDecision::Admit(0));
@@ -69,9 +69,9 @@ fn read_ahead_does_not_change_guest_waits() {
 #[test]
 fn guest_use_reduces_spare_capacity() {
     let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
-    pass(&mut tree, disk, Write, 100_000, s(0));
-    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1);
-    pass(&mut tree, disk, Read, 50_000, ms(50));
+    admit(&mut tree, disk, Write, 100_000, s(0));
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 1);
+    admit(&mut tree, disk, Read, 50_000, ms(50));
     // 250,000 in total, of which one bucket may remain.
     assert!(!read_ahead(&mut tree, disk, 1, ms(149)));
     assert!(read_ahead(&mut tree, disk, 1, ms(150)));
@@ -83,9 +83,9 @@ fn read_ahead_gets_all_that_guests_leave() {
     let mut bytes = 0;
     for millisecond in 0..10_000 {
         if millisecond % 2 == 0 {
-            pass(&mut tree, other, Write, 1000, ms(millisecond));
+            admit(&mut tree, other, Write, 1000, ms(millisecond));
         }
-        bytes += 500 * fill(&mut tree, disk, 500, ms(millisecond));
+        bytes += 500 * count_admitted(&mut tree, disk, 500, ms(millisecond));
     }
     // Half of ten seconds' worth, plus the bucket, one request over, minus a guest's level in it.
     assert_eq!(bytes, 5_000_000 - 500 + 100_000);
@@ -94,8 +94,8 @@ fn read_ahead_gets_all_that_guests_leave() {
 #[test]
 fn used_read_ahead_is_refunded() {
     let (mut tree, _, [disk]) = group("bps-total=1000000,iops-read=100", [""]);
-    assert_eq!(fill(&mut tree, disk, 50_000, s(0)), 3);
-    pass(&mut tree, disk, Read, 50_000, s(0));
+    assert_eq!(count_admitted(&mut tree, disk, 50_000, s(0)), 3);
+    admit(&mut tree, disk, Read, 50_000, s(0));
     // The guest's 50,000 leak first, so all of the read-ahead remains.
     let now = ms(50);
     let mut half = SpareRefund::NONE;
@@ -110,14 +110,14 @@ fn used_read_ahead_is_refunded() {
     );
     assert!(!read_ahead(&mut tree, disk, 1, now));
     // A refund above the level does not carry over.
-    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(100_000), whole(1 << 40), now));
-    assert_eq!(fill(&mut tree, disk, 100_000, now), 1);
+    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(100_000), full_refund(1 << 40), now));
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, now), 1);
 }
 
 #[test]
-fn operations_are_given_back_with_the_bytes() {
+fn operations_are_refunded_with_the_bytes() {
     let (mut tree, _, [disk]) = group("iops-total=100,iops-size=4096", [""]);
-    assert_eq!(fill(&mut tree, disk, 40_960, s(0)), 2, "ten operations each");
+    assert_eq!(count_admitted(&mut tree, disk, 40_960, s(0)), 2, "ten operations each");
     let mut quarter = SpareRefund::NONE;
     quarter.add(10_240, 40_960);
     for _ in 0..3 {
@@ -127,10 +127,10 @@ fn operations_are_given_back_with_the_bytes() {
 }
 
 #[test]
-fn a_burst_may_be_used_but_at_its_rate() {
+fn read_ahead_uses_a_burst_at_its_rate() {
     let (mut tree, _, [disk]) = group("iops-total=100,iops-total-max=1000,iops-total-max-length=3", [""]);
     let passed: Vec<_> = (0..80)
-        .map(|tenth| (0..10).map(|step| fill(&mut tree, disk, 1, ms(tenth * 100 + step * 10))).sum())
+        .map(|tenth| (0..10).map(|step| count_admitted(&mut tree, disk, 1, ms(tenth * 100 + step * 10))).sum())
         .collect();
     let in_second = |second: usize| passed[second * 10..(second + 1) * 10].iter().sum::<usize>();
     assert_eq!(in_second(0), 1000 + 100 - 10 + 1, "a tenth of a second's worth at once, one over");
@@ -150,8 +150,8 @@ fn a_burst_may_be_used_but_at_its_rate() {
 #[test]
 fn waiting_requests_precede_read_ahead() {
     let (mut tree, _, [disk, other]) = group("iops-total=10", ["", ""]);
-    pass(&mut tree, other, Read, 1, s(0));
-    pass(&mut tree, other, Read, 1, s(0));
+    admit(&mut tree, other, Read, 1, s(0));
+    admit(&mut tree, other, Read, 1, s(0));
     let ticket = queue(&mut tree, other, Read, s(0));
     assert_eq!(tree.poll(s(0)), PollDecision::Wait { until: ms(100) });
     assert!(!read_ahead(&mut tree, disk, 1, ms(50)));
@@ -165,8 +165,8 @@ fn waiting_requests_precede_read_ahead() {
 #[test]
 fn own_limit_blocks_own_read_ahead_only() {
     let (mut tree, _, [disk, other]) = group("iops-total=1000", ["", "iops-total=10"]);
-    pass(&mut tree, other, Read, 1, s(0));
-    pass(&mut tree, other, Read, 1, s(0));
+    admit(&mut tree, other, Read, 1, s(0));
+    admit(&mut tree, other, Read, 1, s(0));
     queue(&mut tree, other, Read, s(0));
     assert!(matches!(tree.poll(s(0)), PollDecision::Wait { .. }));
     assert!(!read_ahead(&mut tree, other, 1, s(0)));
@@ -176,8 +176,8 @@ fn own_limit_blocks_own_read_ahead_only() {
 #[test]
 fn waiting_writes_precede_read_ahead_under_a_shared_limit() {
     let (mut tree, _, [disk, writer]) = group("iops-total=10", ["", ""]);
-    pass(&mut tree, writer, Write, 1, s(0));
-    pass(&mut tree, writer, Write, 1, s(0));
+    admit(&mut tree, writer, Write, 1, s(0));
+    admit(&mut tree, writer, Write, 1, s(0));
     queue(&mut tree, writer, Write, s(0));
     assert!(!read_ahead(&mut tree, disk, 1, ms(100)), "there is room, and it is the write's");
     assert_eq!(tree.poll(ms(100)), PollDecision::Admit(0));
@@ -185,8 +185,8 @@ fn waiting_writes_precede_read_ahead_under_a_shared_limit() {
     assert!(read_ahead(&mut tree, disk, 1, ms(200)));
 
     let (mut tree, _, [disk]) = group("iops-total=1000", ["iops-write=10"]);
-    pass(&mut tree, disk, Write, 1, s(0));
-    pass(&mut tree, disk, Write, 1, s(0));
+    admit(&mut tree, disk, Write, 1, s(0));
+    admit(&mut tree, disk, Write, 1, s(0));
     queue(&mut tree, disk, Write, s(0));
     assert!(matches!(tree.poll(s(0)), PollDecision::Wait { .. }));
     assert!(read_ahead(&mut tree, disk, 1, ms(99)), "the write has to wait whatever reads do");
@@ -196,10 +196,10 @@ fn waiting_writes_precede_read_ahead_under_a_shared_limit() {
 }
 
 #[test]
-fn every_level_counts_and_where_nothing_is_limited_nothing_is_kept() {
+fn every_level_limits_read_ahead() {
     let (mut tree, _, [disk, slow]) = group("bps-total=1000000", ["", "bps-read=1000"]);
-    assert_eq!(fill(&mut tree, slow, 200, s(0)), 1);
-    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1, "200 there are also the group's");
+    assert_eq!(count_admitted(&mut tree, slow, 200, s(0)), 1);
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 1, "200 there are also the group's");
     let (mut tree, _, [disk]) = group("", [""]);
     assert!((0..1000).all(|_| read_ahead(&mut tree, disk, u64::MAX, s(0))));
 }
@@ -211,9 +211,9 @@ fn lifted_and_scaled_limits_apply_to_read_ahead() {
     tree.enforce(group, Enforcement::Lifted, s(0));
     assert!((0..10).all(|_| read_ahead(&mut tree, disk, 1 << 30, s(0))));
     tree.enforce(group, Enforcement::Enforced, s(0));
-    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "nothing was charged meanwhile");
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 2, "nothing was charged meanwhile");
     tree.enforce(group, Enforcement::Scaled(LimitScale::from_thousandths(3000)), s(0));
-    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "300,000 fill it");
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 2, "300,000 fill it");
     assert!(!read_ahead(&mut tree, disk, 1, ms(33)));
     assert!(read_ahead(&mut tree, disk, 1, ms(34)), "and it leaks three times as fast");
 }
@@ -221,11 +221,11 @@ fn lifted_and_scaled_limits_apply_to_read_ahead() {
 #[test]
 fn read_ahead_counts_after_a_limit_change() {
     let (mut tree, group, [disk]) = group("bps-total=1000000", [""]);
-    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2);
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 2);
     tree.configure(group, limits("bps-total=1000000"), NodeShare::default(), s(0)).unwrap();
     assert!(!read_ahead(&mut tree, disk, 1, s(0)), "the same as before");
     tree.configure(group, limits("bps-total=2000000"), NodeShare::default(), s(0)).unwrap();
-    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1, "200,000 of 200,000 are taken");
+    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 1, "200,000 of 200,000 are taken");
 }
 
 #[derive(Clone, Debug)]
@@ -250,7 +250,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         1 => (node.clone(), any_limits()).prop_map(|(at, limits)| Step::Limit(at, limits)),
         4 => (0..100_000_000u64).prop_map(Step::Pass),
         8 => (node, 0..2_000_000u64, 0..1_000_000u64, prop_oneof![Just(0), 0..50_000_000u64])
-            .prop_map(|(at, length, back, later)| Step::ReadAhead(at, length, back, later)),
+            .prop_map(|(at, length, refunded, later)| Step::ReadAhead(at, length, refunded, later)),
     ]
 }
 
@@ -262,31 +262,31 @@ fn host(all: &[Limits]) -> (ThrottleTree<u32>, [NodeId; NODES]) {
     let mut add =
         |at: usize, parent| tree.add(parent, all[at], NodeShare::new(100 + at as u32).unwrap()).unwrap();
     let host = add(0, None);
-    let [one, other] = [1, 2].map(|at| add(at, Some(host)));
+    let [first, second] = [1, 2].map(|at| add(at, Some(host)));
     let disks =
-        [(3, one), (4, one), (5, other), (6, other), (7, host)].map(|(at, group)| add(at, Some(group)));
-    (tree, [host, one, other, disks[0], disks[1], disks[2], disks[3], disks[4]])
+        [(3, first), (4, first), (5, second), (6, second), (7, host)].map(|(at, group)| add(at, Some(group)));
+    (tree, [host, first, second, disks[0], disks[1], disks[2], disks[3], disks[4]])
 }
 
 /// All results of a tree during the steps, and its statistics afterwards.
 fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [ThrottleStats; NODES]) {
     let (mut tree, nodes) = host(all);
     let disk = |at: usize| nodes[3 + at % 5];
-    let (mut answers, mut tickets, mut now, mut token) = (Vec::new(), Vec::new(), s(0), 0);
+    let (mut results, mut tickets, mut now, mut token) = (Vec::new(), Vec::new(), s(0), 0);
     for step in steps {
         match step {
             Step::Request(at, direction, length) => {
                 token += 1;
-                let answer = tree.submit(disk(*at), *direction, RequestCost::one(*length), token, now);
-                answers.push(format!("{answer:?}"));
-                if let AdmissionResult::Queued(ticket) = answer {
+                let result = tree.submit(disk(*at), *direction, RequestCost::one(*length), token, now);
+                results.push(format!("{result:?}"));
+                if let AdmissionResult::Queued(ticket) = result {
                     tickets.push(ticket);
                 }
             }
-            Step::Poll => answers.push(format!("{:?}", tree.poll(now))),
+            Step::Poll => results.push(format!("{:?}", tree.poll(now))),
             Step::Cancel(at) if !tickets.is_empty() => {
                 let ticket = tickets.swap_remove(*at % tickets.len());
-                answers.push(format!("{:?}", tree.cancel(ticket)));
+                results.push(format!("{:?}", tree.cancel(ticket)));
             }
             Step::Cancel(_) => {}
             Step::Enforce(at, enforcement) => tree.enforce(nodes[*at], *enforcement, now),
@@ -294,21 +294,21 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
                 tree.configure(nodes[*at], *limits, tree.share(nodes[*at]), now).unwrap();
             }
             Step::Pass(elapsed_ns) => now += Duration::from_nanos(*elapsed_ns),
-            Step::ReadAhead(at, length, back, later_ns) if with_read_ahead => {
+            Step::ReadAhead(at, length, refunded, later_ns) if with_read_ahead => {
                 let later = now + Duration::from_nanos(*later_ns);
-                tree.try_admit_read_ahead(disk(*at), &RequestCost::one(*length), whole(*back), later);
+                tree.try_admit_read_ahead(disk(*at), &RequestCost::one(*length), full_refund(*refunded), later);
             }
             Step::ReadAhead(..) => {}
         }
     }
     loop {
         // Drain at the exact deadlines, which must be the same with and without read-ahead.
-        let answer = tree.poll(now);
-        answers.push(format!("{answer:?}"));
-        match answer {
+        let decision = tree.poll(now);
+        results.push(format!("{decision:?}"));
+        match decision {
             PollDecision::Admit(_) => {}
             PollDecision::Wait { until } => now = until,
-            PollDecision::Idle => return (answers, nodes.map(|node| tree.stats(node, now))),
+            PollDecision::Idle => return (results, nodes.map(|node| tree.stats(node, now))),
         }
     }
 }
@@ -320,25 +320,25 @@ struct SpareDevice {
     limits: [Limits; 2],
     now: Instant,
     /// Lengths of all requests and read-aheads, by direction.
-    asked: [Vec<u64>; 2],
+    submitted: [Vec<u64>; 2],
     largest: u64,
     in_memory: Vec<u64>,
-    given_back: SpareRefund,
+    refund: SpareRefund,
 }
 
 #[derive(Clone, Debug)]
-enum Ask {
+enum SpareStep {
     Guest(Direction, u64),
     /// A guest reads prefetched data.
     Hit,
     Ahead(u64),
 }
 
-fn any_ask() -> impl Strategy<Value = Ask> {
+fn any_spare_step() -> impl Strategy<Value = SpareStep> {
     prop_oneof![
-        2 => (any_direction(), 1..200_000u64).prop_map(|(direction, length)| Ask::Guest(direction, length)),
-        1 => Just(Ask::Hit),
-        4 => (1..200_000u64).prop_map(Ask::Ahead),
+        2 => (any_direction(), 1..200_000u64).prop_map(|(direction, length)| SpareStep::Guest(direction, length)),
+        1 => Just(SpareStep::Hit),
+        4 => (1..200_000u64).prop_map(SpareStep::Ahead),
     ]
 }
 
@@ -362,33 +362,33 @@ impl SpareDevice {
             disk,
             limits,
             now: s(0),
-            asked: [Vec::new(), Vec::new()],
+            submitted: [Vec::new(), Vec::new()],
             largest: 1,
             in_memory: Vec::new(),
-            given_back: SpareRefund::NONE,
+            refund: SpareRefund::NONE,
         }
     }
 
-    fn ask(&mut self, ask: &Ask) {
-        match *ask {
-            Ask::Guest(direction, length) => {
+    fn step(&mut self, step: &SpareStep) {
+        match *step {
+            SpareStep::Guest(direction, length) => {
                 if self.tree.try_admit(self.disk, direction, &RequestCost::one(length), self.now) {
                     self.count(direction, length);
                 }
                 self.has_done_at_most(2);
             }
-            Ask::Hit => {
+            SpareStep::Hit => {
                 if let Some(length) = self.in_memory.last().copied()
                     && self.tree.try_admit(self.disk, Read, &RequestCost::one(length), self.now)
                 {
                     self.in_memory.pop();
                     // The guest was charged for the read, so the spare level is refunded at the
                     // next read-ahead.
-                    self.given_back.add(length, length);
+                    self.refund.add(length, length);
                 }
             }
-            Ask::Ahead(length) => {
-                let given_back = core::mem::take(&mut self.given_back);
+            SpareStep::Ahead(length) => {
+                let given_back = core::mem::take(&mut self.refund);
                 if self.tree.try_admit_read_ahead(self.disk, &RequestCost::one(length), given_back, self.now)
                 {
                     self.in_memory.push(length);
@@ -400,7 +400,7 @@ impl SpareDevice {
     }
 
     fn count(&mut self, direction: Direction, length: u64) {
-        self.asked[direction.index()].push(length);
+        self.submitted[direction.index()].push(length);
         self.largest = self.largest.max(length);
     }
 
@@ -411,8 +411,8 @@ impl SpareDevice {
             for kind in LimitKind::ALL.into_iter().filter(|kind| limits.limit(*kind).rate > 0) {
                 let units = |length: &u64| units(kind, limits.iops_size, *length);
                 let applying =
-                    Direction::ALL.into_iter().filter(|way| LimitKind::applying_to(*way).contains(&kind));
-                let sum: u128 = applying.flat_map(|way| &self.asked[way.index()]).map(units).sum();
+                    Direction::ALL.into_iter().filter(|direction| LimitKind::applying_to(*direction).contains(&kind));
+                let sum: u128 = applying.flat_map(|direction| &self.submitted[direction.index()]).map(units).sum();
                 let limit = limits.limit(kind);
                 let at_most =
                     |rate: u64, size: u128| ns * u128::from(rate) + buckets * (size + units(&self.largest));
@@ -447,12 +447,12 @@ proptest! {
     #[test]
     fn a_device_does_no_more_than_the_limits_let_pass(
         limits in prop::array::uniform2(any_limits()),
-        asks in prop::collection::vec((0..100_000_000u64, any_ask()), 1..200),
+        asks in prop::collection::vec((0..100_000_000u64, any_spare_step()), 1..200),
     ) {
         let mut device = SpareDevice::new(limits);
-        for (elapsed_ns, ask) in asks {
+        for (elapsed_ns, step) in asks {
             device.now += Duration::from_nanos(elapsed_ns);
-            device.ask(&ask);
+            device.step(&step);
         }
     }
 }

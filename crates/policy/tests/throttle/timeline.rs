@@ -34,7 +34,7 @@ pub(crate) fn weight(weight: u32) -> NodeShare {
     NodeShare::new(weight).unwrap()
 }
 
-pub(crate) fn promise(iops: u64, bps: u64) -> NodeShare {
+pub(crate) fn reserved_share(iops: u64, bps: u64) -> NodeShare {
     NodeShare::default().with_reservation(iops, bps)
 }
 
@@ -61,7 +61,7 @@ impl Workload {
     };
     pub(crate) const WRITES: Self = Self { direction: Direction::Write, ..Self::READS };
 
-    pub(crate) const fn of(self, length: u64) -> Self {
+    pub(crate) const fn with_length(self, length: u64) -> Self {
         Self { length, ..self }
     }
 
@@ -222,7 +222,7 @@ impl Timeline {
         client.sent = self.now;
         let Workload { direction, length, .. } = client.workload;
         match self.tree.submit(client.disk, direction, RequestCost::one(length), number, self.now) {
-            AdmissionResult::Admitted(number) => self.passed(number),
+            AdmissionResult::Admitted(number) => self.on_admitted(number),
             AdmissionResult::Queued(_) => self.poll(),
         }
     }
@@ -231,12 +231,12 @@ impl Timeline {
     fn poll(&mut self) {
         loop {
             match self.tree.poll(self.now) {
-                PollDecision::Admit(number) => self.passed(number),
+                PollDecision::Admit(number) => self.on_admitted(number),
                 PollDecision::Wait { until } => {
                     assert!(until > self.now, "a deadline that has passed");
                     // Polling must not postpone a timer that is armed for ever.
                     if self.timer <= self.now || until < self.timer {
-                        self.timer = until + self.lateness();
+                        self.timer = until + self.random_delay();
                     }
                     return;
                 }
@@ -248,7 +248,7 @@ impl Timeline {
         }
     }
 
-    fn passed(&mut self, number: usize) {
+    fn on_admitted(&mut self, number: usize) {
         let client = &mut self.clients[number];
         client.longest_wait = client.longest_wait.max(self.now - client.sent);
         let Client { workload, sent, .. } = *client;
@@ -257,7 +257,7 @@ impl Timeline {
         self.sends.push(Reverse((next, number)));
     }
 
-    fn lateness(&mut self) -> Duration {
+    fn random_delay(&mut self) -> Duration {
         // xorshift64; any fixed sequence would do.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -301,8 +301,8 @@ impl Timeline {
     /// requests.
     pub(crate) fn rate_between(&mut self, from: Instant, to: Instant) -> f64 {
         let passed: Vec<_> = self.between(from, to).collect();
-        let [paid @ .., last] = &passed[..] else { return 0.0 };
-        let bytes: u64 = paid.iter().map(|passed| passed.bytes).sum();
+        let [all_but_last @ .., last] = &passed[..] else { return 0.0 };
+        let bytes: u64 = all_but_last.iter().map(|passed| passed.bytes).sum();
         bytes as f64 / (last.at - passed[0].at).as_secs_f64()
     }
 
@@ -318,24 +318,24 @@ impl Timeline {
     }
 
     /// Maximum units, bytes or requests, admitted in any second.
-    pub(crate) fn most_in_any_second(&self, units: impl Fn(Direction, u64) -> u64) -> u64 {
+    pub(crate) fn peak_per_second(&self, units: impl Fn(Direction, u64) -> u64) -> u64 {
         let second = Duration::from_secs(1);
         let units_of = |passed: &Passed| units(self.clients[passed.client].workload.direction, passed.bytes);
-        let (mut sum, mut most, mut oldest) = (0, 0, 0);
+        let (mut sum, mut peak, mut oldest) = (0, 0, 0);
         for passed in &self.log {
             sum += units_of(passed);
             while self.log[oldest].at + second <= passed.at {
                 sum -= units_of(&self.log[oldest]);
                 oldest += 1;
             }
-            most = most.max(sum);
+            peak = peak.max(sum);
         }
-        most
+        peak
     }
 }
 
 #[track_caller]
-pub(crate) fn assert_within_percent(percent: f64, measured: f64, asked: f64) {
-    let error = (measured / asked - 1.0) * 100.0;
-    assert!(error.abs() <= percent, "{measured} is {error:+.3} % from {asked}");
+pub(crate) fn assert_within_percent(percent: f64, measured: f64, expected: f64) {
+    let error = (measured / expected - 1.0) * 100.0;
+    assert!(error.abs() <= percent, "{measured} is {error:+.3} % from {expected}");
 }

@@ -57,8 +57,8 @@ proptest! {
         disk in (100_u64..1000, 1_u64..4, 1_u64..4),
         epochs in proptest::collection::vec((1_u64..500, 0_u64..1_000_000_000_000), 1..8),
     ) {
-        let of = |(rate, times, length)| limits(rate, rate * times, length);
-        let both = [of(group), of(disk)];
+        let to_limits = |(rate, times, length)| limits(rate, rate * times, length);
+        let both = [to_limits(group), to_limits(disk)];
         let mut alone = UpgradedProcess::new(both, Instant::ZERO);
         let mut current = UpgradedProcess::new(both, Instant::ZERO);
         let mut takeovers = epochs.into_iter();
@@ -124,8 +124,8 @@ fn final_admissions_delay_later_requests() {
         let at = at + STEP * step;
         passed += second.pass(at);
         // The disk's own limit, which is the lower one.
-        let most = 50 * u64::from(step) / 1000 + burst;
-        assert!(passed <= most.max(burst + 200), "{passed} after {step} ms");
+        let max_passed = 50 * u64::from(step) / 1000 + burst;
+        assert!(passed <= max_passed.max(burst + 200), "{passed} after {step} ms");
     }
     assert!((500 + burst - 1..=500 + burst).contains(&passed), "{passed} in 10 s");
 }

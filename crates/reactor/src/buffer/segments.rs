@@ -77,11 +77,11 @@ impl Segment {
         match self {
             Self::Own(buffer) => buffer.is_known_zero() || buffer.chunks(ZERO_CHECK_BYTES).all(is_zero),
             Self::Guest(place) => {
-                let mut look = [0; ZERO_CHECK_BYTES];
+                let mut chunk = [0; ZERO_CHECK_BYTES];
                 (0..place.bytes()).step_by(ZERO_CHECK_BYTES).all(|at| {
-                    let look = &mut look[..ZERO_CHECK_BYTES.min(place.bytes() - at)];
-                    place.read(at, look);
-                    is_zero(look)
+                    let part = &mut chunk[..ZERO_CHECK_BYTES.min(place.bytes() - at)];
+                    place.read(at, part);
+                    is_zero(part)
                 })
             }
         }
@@ -207,12 +207,12 @@ impl Segments {
 
     /// Duplicates the data for another attempt: own bytes are copied, guests' memory is shared.
     #[must_use]
-    pub fn again(&self) -> Self {
-        let again = |segment: &Segment| match segment {
+    pub fn duplicate(&self) -> Self {
+        let duplicate = |segment: &Segment| match segment {
             Segment::Own(buffer) => Segment::Own(IoBuffer::copy_of(buffer)),
             Segment::Guest(place) => Segment::Guest(place.clone()),
         };
-        Self(self.iter().map(again).collect())
+        Self(self.iter().map(duplicate).collect())
     }
 
     /// Appends a segment.
@@ -328,9 +328,9 @@ impl Segments {
         {
             return buffer;
         }
-        let mut whole = IoBuffer::new(self.len());
-        self.copy_to(&mut whole);
-        whole
+        let mut joined = IoBuffer::new(self.len());
+        self.copy_to(&mut joined);
+        joined
     }
 
     /// Zeroes own memory and leaves guests' memory alone.
@@ -376,8 +376,8 @@ impl<S: Into<Segment>> From<S> for Segments {
 }
 
 impl FromIterator<GuestBytes> for Segments {
-    fn from_iter<I: IntoIterator<Item = GuestBytes>>(places: I) -> Self {
-        Self(places.into_iter().map(Segment::Guest).collect())
+    fn from_iter<I: IntoIterator<Item = GuestBytes>>(ranges: I) -> Self {
+        Self(ranges.into_iter().map(Segment::Guest).collect())
     }
 }
 
@@ -406,10 +406,10 @@ impl ReadTarget {
 
     /// Duplicates the destination for another attempt. Both attempts may write to it.
     #[must_use]
-    pub fn again(&self) -> Self {
+    pub fn duplicate(&self) -> Self {
         match self {
             Self::Anywhere(length) => Self::Anywhere(*length),
-            Self::Segments(segments) => Self::Segments(segments.again()),
+            Self::Segments(segments) => Self::Segments(segments.duplicate()),
         }
     }
 
@@ -476,7 +476,7 @@ impl ReadTarget {
     pub fn accept(self, buffer: IoBuffer) -> Segments {
         match self {
             Self::Anywhere(_) => buffer.into(),
-            here @ Self::Segments(_) => here.copy_of(&buffer),
+            target @ Self::Segments(_) => target.copy_of(&buffer),
         }
     }
 }
@@ -510,7 +510,7 @@ mod tests {
             assert_eq!(segments.to_vec(), &b"abcdefghijkl"[..at]);
             assert_eq!(rest.to_vec(), &b"abcdefghijkl"[at..]);
             for count in 0..=at {
-                let mut segments = segments.again();
+                let mut segments = segments.duplicate();
                 segments.advance(count);
                 assert_eq!(segments.to_vec(), &b"abcdefghijkl"[count..at]);
             }
@@ -530,7 +530,7 @@ mod tests {
     #[test]
     fn duplicate_shares_guest_memory_and_copies_own() {
         let mut first = mixed();
-        let second = first.again();
+        let second = first.duplicate();
         first.copy_from(b"ABCDEFGHIJKL");
         assert_eq!(second.to_vec(), b"abcdEFGHijkl");
     }
@@ -566,9 +566,9 @@ mod tests {
 
     #[test]
     fn guest_copies_are_counted() {
-        let copied = |expected: u64, what: &dyn Fn()| {
+        let copied = |expected: u64, operation: &dyn Fn()| {
             let before = guest_copies();
-            what();
+            operation();
             let after = guest_copies();
             let bytes = if expected > 0 { 12 } else { 0 };
             assert_eq!((after.count - before.count, after.bytes - before.bytes), (expected, bytes));
@@ -579,7 +579,7 @@ mod tests {
         copied(1, &|| drop(Segment::from(place(b"abcdefghijkl")).bytes()));
         copied(1, &|| drop(ReadTarget::Segments(mixed()).copy_of(b"abcdefghijkl")));
         copied(0, &|| drop(ReadTarget::Segments(mixed()).zeroes()));
-        copied(0, &|| drop(mixed().again()));
+        copied(0, &|| drop(mixed().duplicate()));
         copied(0, &|| drop(Segments::from(IoBuffer::zeroed(12)).to_vec()));
         copied(0, &|| drop(ReadTarget::Anywhere(12).copy_of(b"abcdefghijkl")));
     }

@@ -39,7 +39,7 @@ const MAX_COMPLETIONS: usize = 256;
 /// A connection to a server's disk.
 pub struct DriverDevice {
     driver: Arc<Mutex<Blkio>>,
-    about: DiskProperties,
+    properties: DiskProperties,
 }
 
 /// Properties of a server's disk.
@@ -91,14 +91,14 @@ impl DriverDevice {
     /// connection, for example because it serves another client; with [`ErrorKind::InvalidData`] if
     /// it does not speak vhost-user-blk.
     pub fn connect(path: &str, read_only: bool) -> io::Result<Self> {
-        let driver = connected(path, read_only).map_err(driver_error)?;
-        let about = about(&driver).map_err(driver_error)?;
-        Ok(Self { driver: Arc::new(Mutex::new(driver)), about })
+        let driver = open_driver(path, read_only).map_err(driver_error)?;
+        let properties = disk_properties(&driver).map_err(driver_error)?;
+        Ok(Self { driver: Arc::new(Mutex::new(driver)), properties })
     }
 
     /// Properties of the disk.
-    pub fn about(&self) -> &DiskProperties {
-        &self.about
+    pub fn properties(&self) -> &DiskProperties {
+        &self.properties
     }
 
     /// Shares memory and rings with the server, which may use them until the last queue is dropped.
@@ -108,11 +108,11 @@ impl DriverDevice {
     /// read-only disk.
     pub fn start(self, queues: usize, slots: RequestSlots) -> io::Result<Vec<DriverQueue>> {
         let mut driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
-        let rings = started(&mut driver, queues, slots.count * DESCRIPTORS).map_err(driver_error)?;
+        let rings = start_rings(&mut driver, queues, slots.count * DESCRIPTORS).map_err(driver_error)?;
         let stride = slots.bytes.next_multiple_of(ALIGNMENT);
         let area = slots.count * stride;
         let [reads, writes] =
-            [slots.read, slots.write.is_some()].map(|some| usize::from(some) * queues * area);
+            [slots.read, slots.write.is_some()].map(|is_used| usize::from(is_used) * queues * area);
         let region = driver.alloc_mem_region(reads + writes).map_err(driver_error)?;
         if let Some(byte) = slots.write {
             // SAFETY: the region is owned, has that length, and the server does not know it yet.
@@ -133,7 +133,7 @@ impl DriverDevice {
     }
 }
 
-fn connected(path: &str, read_only: bool) -> Result<Blkio, blkio::Error> {
+fn open_driver(path: &str, read_only: bool) -> Result<Blkio, blkio::Error> {
     let mut driver = Blkio::new("virtio-blk-vhost-user")?;
     driver.set_str("path", path)?;
     driver.set_bool("read-only", read_only)?;
@@ -141,7 +141,7 @@ fn connected(path: &str, read_only: bool) -> Result<Blkio, blkio::Error> {
     Ok(driver)
 }
 
-fn about(driver: &Blkio) -> Result<DiskProperties, blkio::Error> {
+fn disk_properties(driver: &Blkio) -> Result<DiskProperties, blkio::Error> {
     let count = |name| driver.get_i32(name).map(|value| u64::try_from(value).unwrap_or(0));
     Ok(DiskProperties {
         size_bytes: driver.get_u64("capacity")?,
@@ -152,7 +152,7 @@ fn about(driver: &Blkio) -> Result<DiskProperties, blkio::Error> {
     })
 }
 
-fn started(driver: &mut Blkio, queues: usize, descriptors: usize) -> Result<Vec<Blkioq>, blkio::Error> {
+fn start_rings(driver: &mut Blkio, queues: usize, descriptors: usize) -> Result<Vec<Blkioq>, blkio::Error> {
     let ring = descriptors.next_power_of_two().clamp(*RING.start(), *RING.end());
     driver.set_i32("num-queues", i32::try_from(queues).unwrap_or(i32::MAX))?;
     driver.set_i32("queue-size", ring as i32)?;
@@ -188,13 +188,13 @@ impl DriverQueue {
     /// Puts a read into the ring; [`DriverQueue::poll_completions`] submits it. `slot` must have no
     /// request in flight.
     pub fn read(&mut self, slot: usize, offset: u64) {
-        let data = self.reads + self.place(slot);
+        let data = self.reads + self.slot_offset(slot);
         self.ring.read(offset, data as *mut u8, self.slots.bytes, slot, ReqFlags::empty());
     }
 
     /// Puts a write into the ring, as [`DriverQueue::read`].
     pub fn write(&mut self, slot: usize, offset: u64) {
-        let data = self.writes + self.place(slot);
+        let data = self.writes + self.slot_offset(slot);
         self.ring.write(offset, data as *const u8, self.slots.bytes, slot, ReqFlags::empty());
     }
 
@@ -203,7 +203,7 @@ impl DriverQueue {
         self.ring.flush(slot, ReqFlags::empty());
     }
 
-    fn place(&self, slot: usize) -> usize {
+    fn slot_offset(&self, slot: usize) -> usize {
         assert!(slot < self.slots.count, "a request has a slot");
         slot * self.stride
     }
@@ -213,20 +213,20 @@ impl DriverQueue {
     ///
     /// # Errors
     /// Fails if the server cannot be notified.
-    pub fn poll_completions(&mut self, mut answered: impl FnMut(usize, i32)) -> io::Result<usize> {
+    pub fn poll_completions(&mut self, mut on_completion: impl FnMut(usize, i32)) -> io::Result<usize> {
         let count = self.ring.do_io(&mut self.taken, 0, None, None).map_err(driver_error)?;
         for completion in &self.taken[..count] {
             // SAFETY: the driver has written the first `count` completions.
             let completion = unsafe { completion.assume_init_ref() };
-            answered(completion.user_data, -completion.ret);
+            on_completion(completion.user_data, -completion.ret);
         }
         Ok(count)
     }
 
     /// Enables or disables notifications by [`DriverQueue::notification_fd`]. Completions before
     /// the call are not notified: call [`DriverQueue::poll_completions`] afterwards.
-    pub fn enable_notifications(&mut self, listen: bool) {
-        self.ring.set_completion_fd_enabled(listen);
+    pub fn enable_notifications(&mut self, enabled: bool) {
+        self.ring.set_completion_fd_enabled(enabled);
     }
 
     /// An eventfd for notifications, non-blocking.
@@ -251,7 +251,7 @@ impl DriverQueue {
 
 impl fmt::Debug for DriverDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Device").field("about", &self.about).finish_non_exhaustive()
+        f.debug_struct("Device").field("about", &self.properties).finish_non_exhaustive()
     }
 }
 

@@ -35,7 +35,7 @@ enum MappingKind {
     File {
         pages: NonNull<u8>,
         length: usize,
-        watch: sigbus::MappingRegistration,
+        registration: sigbus::MappingRegistration,
         /// For transfer to another process; and the offset of the first byte.
         file: OwnedFd,
         offset: u64,
@@ -79,10 +79,10 @@ impl MemoryMapping {
             return Err(RegionError::TooShort { end, size });
         }
         let page = page_bytes(&file)?;
-        let before = offset % page;
-        let length = (before + bytes).checked_next_multiple_of(page).ok_or_else(overflow)?;
+        let page_offset = offset % page;
+        let length = (page_offset + bytes).checked_next_multiple_of(page).ok_or_else(overflow)?;
         let length = usize::try_from(length).map_err(|_| overflow())?;
-        let from = libc::off_t::try_from(offset - before).map_err(|_| overflow())?;
+        let map_offset = libc::off_t::try_from(offset - page_offset).map_err(|_| overflow())?;
         let share = quota.charge(length as u64)?;
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let pages = unsafe {
@@ -92,7 +92,7 @@ impl MemoryMapping {
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED | libc::MAP_NORESERVE,
                 file.as_raw_fd(),
-                from,
+                map_offset,
             )
         };
         if pages == libc::MAP_FAILED {
@@ -107,8 +107,8 @@ impl MemoryMapping {
         let pages = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
         let watch = sigbus::register(pages.as_ptr() as usize, length, page as usize);
         // SAFETY: `before` is less than a page, and at least one page is mapped.
-        let first = unsafe { pages.add(before as usize) };
-        let kind = MappingKind::File { pages, length, watch, file, offset, _share: share };
+        let first = unsafe { pages.add(page_offset as usize) };
+        let kind = MappingKind::File { pages, length, registration: watch, file, offset, _share: share };
         let mapping = Self { first, bytes: bytes as usize, kind };
         if quota::is_reserve_free() { Ok(mapping) } else { Err(RegionError::NoAddresses(bytes)) }
     }
@@ -165,7 +165,7 @@ impl MemoryMapping {
     /// True if the file has shrunk.
     pub(super) fn is_lost(&self) -> bool {
         match &self.kind {
-            MappingKind::File { watch, .. } => watch.is_lost(),
+            MappingKind::File { registration, .. } => registration.is_lost(),
             MappingKind::Anonymous | MappingKind::Heap(_) => false,
         }
     }
@@ -181,9 +181,9 @@ impl MemoryMapping {
 impl Drop for MemoryMapping {
     fn drop(&mut self) {
         match &mut self.kind {
-            MappingKind::File { pages, length, watch, .. } => {
+            MappingKind::File { pages, length, registration, .. } => {
                 // First: after `munmap` the kernel may map something else at these addresses.
-                watch.unregister();
+                registration.unregister();
                 // SAFETY: mapped by `of_file` with this length, and nothing refers to it.
                 let result = unsafe { libc::munmap(pages.as_ptr().cast(), *length) };
                 debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());

@@ -33,8 +33,8 @@ pub struct MappingQuota(Arc<QuotaCounters>);
 
 #[derive(Debug)]
 struct QuotaCounters {
-    most_mappings: usize,
-    most_bytes: u64,
+    max_mappings: usize,
+    max_bytes: u64,
     mappings: AtomicUsize,
     bytes: AtomicU64,
 }
@@ -48,20 +48,20 @@ pub(super) struct QuotaUse {
 
 impl MappingQuota {
     /// A quota for a number of concurrent mappings and their total bytes.
-    pub fn new(most_mappings: usize, most_bytes: u64) -> Self {
+    pub fn new(max_mappings: usize, max_bytes: u64) -> Self {
         let (mappings, bytes) = Default::default();
-        Self(Arc::new(QuotaCounters { most_mappings, most_bytes, mappings, bytes }))
+        Self(Arc::new(QuotaCounters { max_mappings, max_bytes, mappings, bytes }))
     }
 
     /// A quota for a number of concurrent mappings with the maximum bytes of a front end on this
     /// host.
-    pub fn of_front_end(most_mappings: usize) -> Self {
-        let most_bytes = host_memory().saturating_mul(MAX_HOST_MEMORIES).clamp(1, MAX_MAPPED_BYTES);
-        Self::new(most_mappings, most_bytes)
+    pub fn of_front_end(max_mappings: usize) -> Self {
+        let max_bytes = host_memory().saturating_mul(MAX_HOST_MEMORIES).clamp(1, MAX_MAPPED_BYTES);
+        Self::new(max_mappings, max_bytes)
     }
 
     pub(super) fn charge(&self, bytes: u64) -> Result<QuotaUse, RegionError> {
-        let &QuotaCounters { most_mappings, most_bytes, .. } = &*self.0;
+        let &QuotaCounters { max_mappings: most_mappings, max_bytes: most_bytes, .. } = &*self.0;
         if bytes > most_bytes {
             return Err(RegionError::TooManyBytes(most_bytes));
         }
@@ -142,7 +142,7 @@ mod tests {
         };
         let host = (kib("MemTotal:") + kib("SwapTotal:")) << 10;
         assert_eq!(host_memory(), host);
-        assert_eq!(MappingQuota::of_front_end(1).0.most_bytes, (8 * host).min(MAX_MAPPED_BYTES));
+        assert_eq!(MappingQuota::of_front_end(1).0.max_bytes, (8 * host).min(MAX_MAPPED_BYTES));
     }
 
     #[test]

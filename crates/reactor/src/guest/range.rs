@@ -102,9 +102,9 @@ impl GuestBytes {
     /// # Panics
     /// Panics if the range is not inside.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
-        let from = self.check(offset, into.len());
+        let source = self.check(offset, into.len());
         // SAFETY: `check` has verified that this many bytes are mapped there.
-        unsafe { volatile::copy_from(from, into) }
+        unsafe { volatile::copy_from(source, into) }
     }
 
     /// Overwrites the bytes with `from`, and marks them as dirty. Does nothing if the region is
@@ -215,13 +215,13 @@ mod volatile {
         }
         // SAFETY: `each` yields only offsets below `bytes`, which both have, and words that are
         // aligned at `from`.
-        let byte = |at| unsafe { into.add(at).write(from.add(at).read_volatile()) };
+        let copy_byte = |at| unsafe { into.add(at).write(from.add(at).read_volatile()) };
         // SAFETY: as above.
-        let word = |at| unsafe {
+        let copy_word = |at| unsafe {
             let word = from.add(at).cast::<u64>().read_volatile();
             into.add(at).cast::<u64>().write_unaligned(word);
         };
-        each(from, bytes, byte, word);
+        each(from, bytes, copy_byte, copy_word);
     }
 
     /// # Safety
@@ -233,13 +233,13 @@ mod volatile {
             return;
         }
         // SAFETY: as in `copy_from`.
-        let byte = |at| unsafe { to.add(at).write_volatile(from.add(at).read()) };
+        let copy_byte = |at| unsafe { to.add(at).write_volatile(from.add(at).read()) };
         // SAFETY: as in `copy_from`.
-        let word = |at| unsafe {
+        let copy_word = |at| unsafe {
             let word = from.add(at).cast::<u64>().read_unaligned();
             to.add(at).cast::<u64>().write_volatile(word);
         };
-        each(to, bytes, byte, word);
+        each(to, bytes, copy_byte, copy_word);
     }
 
     /// # Safety
@@ -251,10 +251,10 @@ mod volatile {
         }
         let value = u64::from_ne_bytes([byte; WORD]);
         // SAFETY: as in `copy_from`.
-        let byte = |at| unsafe { to.add(at).write_volatile(byte) };
+        let fill_byte = |at| unsafe { to.add(at).write_volatile(byte) };
         // SAFETY: as in `copy_from`.
-        let word = |at| unsafe { to.add(at).cast::<u64>().write_volatile(value) };
-        each(to, bytes, byte, word);
+        let fill_word = |at| unsafe { to.add(at).cast::<u64>().write_volatile(value) };
+        each(to, bytes, fill_byte, fill_word);
     }
 
     /// String instructions. They are restartable: after a fault the registers point at the faulting

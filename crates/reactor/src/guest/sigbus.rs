@@ -77,9 +77,9 @@ impl MappingSlot {
     /// Start, length and page size, unless they are changing.
     fn get(&self) -> Option<(usize, usize, usize)> {
         let version = self.version.load(Acquire);
-        let seen = (self.start.load(Relaxed), self.length.load(Relaxed), self.page.load(Relaxed));
+        let mapping = (self.start.load(Relaxed), self.length.load(Relaxed), self.page.load(Relaxed));
         fence(Acquire);
-        (version.is_multiple_of(2) && self.version.load(Relaxed) == version).then_some(seen)
+        (version.is_multiple_of(2) && self.version.load(Relaxed) == version).then_some(mapping)
     }
 }
 
@@ -172,22 +172,22 @@ fn install() {
         if spare != libc::MAP_FAILED {
             SPARE.store(spare as usize, Relaxed);
         }
-        let mut before = MaybeUninit::zeroed();
+        let mut previous = MaybeUninit::zeroed();
         // SAFETY: only queries; a zeroed sigaction is valid.
-        let before = unsafe {
-            libc::sigaction(libc::SIGBUS, null(), before.as_mut_ptr());
-            before.assume_init()
+        let previous = unsafe {
+            libc::sigaction(libc::SIGBUS, null(), previous.as_mut_ptr());
+            previous.assume_init()
         };
         // Before the new handler is installed, which reads it.
-        PREVIOUS_ACTION.get_or_init(|| before);
+        PREVIOUS_ACTION.get_or_init(|| previous);
         // SAFETY: a zeroed sigaction is valid: no flags, empty mask.
-        let mut ours: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
-        ours.sa_sigaction = handle as *const () as usize;
+        let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+        action.sa_sigaction = handle as *const () as usize;
         // SA_ONSTACK because the previous handler may need the alternate stack: the standard
         // library's reports stack overflows.
-        ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         // SAFETY: the handler is async-signal-safe, as its comments explain.
-        let result = unsafe { libc::sigaction(libc::SIGBUS, &raw const ours, null_mut()) };
+        let result = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, null_mut()) };
         debug_assert_eq!(result, 0);
     });
 }
@@ -217,7 +217,7 @@ fn replace_by_zeroes(address: usize) -> bool {
             // SAFETY: errno belongs to the interrupted code, and is restored below.
             let errno = unsafe { libc::__errno_location() };
             // SAFETY: as above.
-            let kept = unsafe { *errno };
+            let saved_errno = unsafe { *errno };
             if !slot.lost.swap(true, Relaxed) {
                 LOST.fetch_add(1, Relaxed);
             }
@@ -230,7 +230,7 @@ fn replace_by_zeroes(address: usize) -> bool {
                 }
             };
             // SAFETY: as above.
-            unsafe { *errno = kept };
+            unsafe { *errno = saved_errno };
             return replaced;
         }
         chunk = chunk.and_then(SlotChunk::next);
@@ -273,7 +273,7 @@ fn release_spare() {
 /// The arguments must be those that the kernel passed to the handler.
 unsafe fn call_previous(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let (handler, flags) =
-        PREVIOUS_ACTION.get().map_or((libc::SIG_DFL, 0), |it| (it.sa_sigaction, it.sa_flags));
+        PREVIOUS_ACTION.get().map_or((libc::SIG_DFL, 0), |action| (action.sa_sigaction, action.sa_flags));
     match handler {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: as above.
@@ -310,17 +310,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_used_again_and_more_come_where_they_are_needed() {
+    fn slots_are_reused_and_allocated_on_demand() {
         // Addresses without a mapping: slots are only looked up here.
         let round = || -> Vec<MappingRegistration> {
             (0..3 * SLOTS).map(|page| register(page << 12, 1, 4096)).collect()
         };
         let chunks = || std::iter::successors(Some(&FIRST), |chunk| chunk.next()).count();
         for _ in 0..4 {
-            for (page, mut watch) in round().into_iter().enumerate() {
-                assert_eq!(watch.0.get(), Some((page << 12, 1, 4096)));
-                watch.unregister();
-                assert_eq!(watch.0.length.load(Relaxed), 0);
+            for (page, mut registration) in round().into_iter().enumerate() {
+                assert_eq!(registration.0.get(), Some((page << 12, 1, 4096)));
+                registration.unregister();
+                assert_eq!(registration.0.length.load(Relaxed), 0);
             }
         }
         // Concurrent tests use some slots.

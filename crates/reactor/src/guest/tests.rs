@@ -25,12 +25,12 @@ fn memfd(bytes: u64) -> (File, OwnedFd) {
 }
 
 /// A quota above what any test maps.
-fn plenty() -> MappingQuota {
+fn large_quota() -> MappingQuota {
     MappingQuota::new(16, 1 << 47)
 }
 
 #[test]
-fn finds_places_inside_regions_alone() {
+fn finds_only_ranges_inside_regions() {
     let memory = regions(&[(0x10000, 0x1000), (0, 0x1000), (0x11000, 0x800)]);
     for (address, bytes, inside) in [
         (0, 0x1000, true),
@@ -45,9 +45,9 @@ fn finds_places_inside_regions_alone() {
         (u64::MAX, 1, false),
         (0x10, usize::MAX, false),
     ] {
-        let place = memory.range(address, bytes);
-        assert_eq!(place.is_some(), inside, "{bytes} at {address:#x}");
-        let found = place.map(|place| (place.guest_address(), place.bytes()));
+        let range = memory.range(address, bytes);
+        assert_eq!(range.is_some(), inside, "{bytes} at {address:#x}");
+        let found = range.map(|place| (place.guest_address(), place.bytes()));
         assert_eq!(found.unwrap_or((address, bytes)), (address, bytes));
         let user = address.saturating_add(1 << 40);
         assert_eq!(memory.user_range(user, bytes).is_some(), inside, "{bytes} at user {user:#x}");
@@ -57,7 +57,7 @@ fn finds_places_inside_regions_alone() {
 }
 
 #[test]
-fn crosses_from_a_region_into_the_one_that_adjoins_it() {
+fn range_may_span_adjacent_regions() {
     let memory = regions(&[(0, 0x1000), (0x1000, 0x1000), (0x2000, 0x1000), (0x4000, 0x1000)]);
     let mut found = smallvec![memory.range(0, 1).unwrap()];
     assert!(memory.ranges(0xff0, 0x1020, &mut found));
@@ -71,7 +71,7 @@ fn crosses_from_a_region_into_the_one_that_adjoins_it() {
 }
 
 #[test]
-fn regions_come_and_go_and_refuse_to_overlap() {
+fn regions_can_be_added_and_removed_but_not_overlap() {
     let memory = regions(&[(0x1000, 0x1000), (0x3000, 0x1000)]);
     for (start, bytes, fits) in [
         (0x2000, 0x1000, true),
@@ -87,9 +87,9 @@ fn regions_come_and_go_and_refuse_to_overlap() {
     assert!(memory.without(0x1000, 0, 0x1000).is_none(), "another address in the front end");
     assert!(memory.without(0x1000, 0x100_0000_1000, 0x800).is_none(), "another length");
     let place = memory.range(0x1000, 4).unwrap();
-    let less = memory.without(0x1000, 0x100_0000_1000, 0x1000).unwrap();
+    let remaining = memory.without(0x1000, 0x100_0000_1000, 0x1000).unwrap();
     drop(memory);
-    assert!(less.range(0x1000, 4).is_none());
+    assert!(remaining.range(0x1000, 4).is_none());
     place.write(0, b"held");
     let mut bytes = [0; 4];
     place.read(0, &mut bytes);
@@ -107,7 +107,7 @@ fn regions_are_mapped_once_for_many_rings() {
 }
 
 #[test]
-fn regions_may_overlap_where_the_front_end_has_them() {
+fn regions_may_overlap_in_front_end_addresses() {
     let region = |guest, user, bytes| Region::on_heap(guest, user, bytes);
     let regions = [region(0, 0x1000, 0x100), region(0x8000, 0, 0x4000), region(0x4000, 0x1000, 0x200)];
     let memory = GuestMemory::new(regions.into()).unwrap();
@@ -129,7 +129,7 @@ fn regions_may_overlap_where_the_front_end_has_them() {
 fn maps_the_regions_of_the_front_end() {
     let (file, descriptor) = memfd(0x5000);
     // The offset lies inside a page.
-    let region = Region::map(descriptor, 0x7010, 0x9010, 0x2000, 0x1010, &plenty()).unwrap();
+    let region = Region::map(descriptor, 0x7010, 0x9010, 0x2000, 0x1010, &large_quota()).unwrap();
     let memory = GuestMemory::new(vec![region]).unwrap();
     let place = memory.range(0x7010, 0x2000).unwrap();
     file.write_all_at(b"hello", 0x1010).unwrap();
@@ -145,7 +145,7 @@ fn maps_the_regions_of_the_front_end() {
 #[test]
 fn rejects_unmappable_regions() {
     let map =
-        |guest, user, bytes, offset| Region::map(memfd(0x3000).1, guest, user, bytes, offset, &plenty());
+        |guest, user, bytes, offset| Region::map(memfd(0x3000).1, guest, user, bytes, offset, &large_quota());
     assert!(matches!(map(0, 0, 0, 0), Err(RegionError::Empty)));
     assert!(matches!(map(0, 0, 0x3001, 0), Err(RegionError::TooShort { end: 0x3001, size: 0x3000 })));
     assert!(matches!(map(0, 0, 0x1001, 0x2000), Err(RegionError::TooShort { .. })));
@@ -158,17 +158,17 @@ fn rejects_unmappable_regions() {
     assert!(matches!(map(0, 8, 16, 0), Err(RegionError::Unaligned)));
     assert!(matches!(map(0, 0, 16, 8), Err(RegionError::Unaligned)));
     assert!(map(8, 8, 16, 8).is_ok());
-    let whole = |file: File| Region::map(file.into(), 0, 0, 16, 0, &plenty());
+    let map_file = |file: File| Region::map(file.into(), 0, 0, 16, 0, &large_quota());
     for path in ["/dev/zero", "/proc/self/status", "/dev"] {
-        let refused = whole(File::open(path).unwrap());
+        let refused = map_file(File::open(path).unwrap());
         assert!(matches!(refused, Err(RegionError::NotInMemory | RegionError::NotAFile)), "{path}");
     }
     let pipe = io::pipe().unwrap().0;
-    assert!(matches!(Region::map(pipe.into(), 0, 0, 16, 0, &plenty()), Err(RegionError::NotInMemory)));
+    assert!(matches!(Region::map(pipe.into(), 0, 0, 16, 0, &large_quota()), Err(RegionError::NotInMemory)));
     let file = memfd(64).0;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     assert!(matches!(
-        whole(File::open(path).unwrap()),
+        map_file(File::open(path).unwrap()),
         Err(RegionError::Map(error)) if error.kind() == io::ErrorKind::PermissionDenied
     ));
 }
@@ -196,7 +196,7 @@ fn one_front_end_maps_no_more_than_its_quota() {
 #[test]
 fn a_descriptor_that_is_refused_is_closed() {
     let (mut reader, writer) = io::pipe().unwrap();
-    assert!(Region::map(writer.into(), 0, 0, 16, 0, &plenty()).is_err());
+    assert!(Region::map(writer.into(), 0, 0, 16, 0, &large_quota()).is_err());
     // A writer left open would hide the end of the pipe.
     assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
 }
@@ -206,8 +206,8 @@ fn shrunk_file_loses_only_its_region() {
     let (file, descriptor) = memfd(0x8000);
     let (other_file, other_descriptor) = memfd(0x8000);
     let memory = GuestMemory::new(vec![
-        Region::map(descriptor, 0, 0, 0x8000, 0, &plenty()).unwrap(),
-        Region::map(other_descriptor, 0x8000, 0x8000, 0x8000, 0, &plenty()).unwrap(),
+        Region::map(descriptor, 0, 0, 0x8000, 0, &large_quota()).unwrap(),
+        Region::map(other_descriptor, 0x8000, 0x8000, 0x8000, 0, &large_quota()).unwrap(),
     ])
     .unwrap();
     let (place, other) = (memory.range(0, 0x8000).unwrap(), memory.range(0x8000, 0x8000).unwrap());
@@ -243,7 +243,7 @@ fn shrunk_file_loses_only_its_region() {
     drop((memory, place));
     let (_, descriptor) = memfd(0x1000);
     assert!(
-        !Region::map(descriptor, 0, 0, 0x1000, 0, &plenty()).unwrap().is_lost(),
+        !Region::map(descriptor, 0, 0, 0x1000, 0, &large_quota()).unwrap().is_lost(),
         "a slot that is used again"
     );
 }
@@ -253,7 +253,7 @@ fn a_file_that_shrinks_is_survived_where_no_more_mappings_are_possible() {
     let (file, descriptor) = memfd(0x8000);
     let (_, other) = memfd(0x1000);
     let place = |descriptor, bytes| {
-        let region = Region::map(descriptor, 0, 0, bytes, 0, &plenty()).unwrap();
+        let region = Region::map(descriptor, 0, 0, bytes, 0, &large_quota()).unwrap();
         GuestMemory::new(vec![region]).unwrap().range(0, bytes as usize).unwrap()
     };
     let (place, other) = (place(descriptor, 0x8000), place(other, 0x1000));

@@ -126,12 +126,12 @@ impl HolderList {
     pub(super) fn take_overdue(
         &mut self,
         latest: Option<u64>,
-        most: usize,
+        max_holders: usize,
         overdue: &mut Vec<Arc<dyn MemoryHolder>>,
         seen: &mut Vec<Arc<dyn MemoryHolder>>,
     ) -> Option<Instant> {
         while let Some(latest) = latest
-            && overdue.len() < most
+            && overdue.len() < max_holders
             && let Some(entry) = self.0.first_entry()
             && entry.key().0 <= latest
         {

@@ -36,7 +36,7 @@ pub(super) struct MemoryWaiter {
     /// True if the memory is charged to the account.
     pub(super) is_granted: AtomicBool,
     /// True for the request that also checks for clients without progress.
-    pub(super) is_watchman: AtomicBool,
+    pub(super) checks_for_stalls: AtomicBool,
     /// Notified when one of the flags is set.
     pub(super) changed: Event,
 }
@@ -46,7 +46,7 @@ impl MemoryWaiter {
         Arc::new(Self {
             bytes,
             is_granted: AtomicBool::new(false),
-            is_watchman: AtomicBool::new(false),
+            checks_for_stalls: AtomicBool::new(false),
             changed: Event::new(),
         })
     }
@@ -75,10 +75,10 @@ impl FairQueue {
         flow.tag.store(tag, SeqCst);
         self.largest_tag = self.largest_tag.max(tag);
         self.next_number += 1;
-        let place = (tag, self.next_number);
-        self.waiting.insert(place, Arc::clone(waiter));
-        self.by_size.insert((waiter.bytes, place));
-        place
+        let position = (tag, self.next_number);
+        self.waiting.insert(position, Arc::clone(waiter));
+        self.by_size.insert((waiter.bytes, position));
+        position
     }
 
     /// The request that is served next.

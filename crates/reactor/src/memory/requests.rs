@@ -73,14 +73,14 @@ struct AccountRecord {
     /// Recorded amount beyond the part; equal to that in `used`.
     beyond: u64,
     /// The turn in which the account was last granted more than its part; 0 if never.
-    turn: u64,
+    last_grant: u64,
     queue: FairQueue,
     holders: HolderList,
 }
 
 impl AccountRecord {
     fn rank(&self, number: u64) -> AccountRank {
-        (self.beyond, self.turn, number)
+        (self.beyond, self.last_grant, number)
     }
 }
 
@@ -106,12 +106,12 @@ pub(super) struct RequestMemory {
     /// True if the part has changed since the amounts beyond it were recorded.
     is_stale: bool,
     /// Number of grants that brought an account beyond its part.
-    turns: u64,
+    grants: u64,
     /// Accounts with waiting requests.
     order: BTreeSet<AccountRank>,
     waiting: u64,
     /// The request that checks for clients without progress, if any request waits.
-    watchman: Option<Arc<MemoryWaiter>>,
+    stall_checker: Option<Arc<MemoryWaiter>>,
 }
 
 impl RequestMemory {
@@ -132,15 +132,15 @@ impl RequestMemory {
     }
 
     /// Sets the limit of the sum; returns the part of each account.
-    pub(super) fn divide(&mut self, most: u64) -> u64 {
-        self.limit = most;
-        self.part = most / 2 / (self.accounts.len() as u64).max(1);
+    pub(super) fn divide(&mut self, limit: u64) -> u64 {
+        self.limit = limit;
+        self.part = limit / 2 / (self.accounts.len() as u64).max(1);
         self.is_stale = true;
         self.part
     }
 
     /// Serves requests that fit after [`RequestMemory::divide`], once the new part is in force.
-    pub(super) fn divided(&mut self) {
+    pub(super) fn serve_after_divide(&mut self) {
         if self.waiting == 0 {
             return;
         }
@@ -186,17 +186,17 @@ impl RequestMemory {
         flow: &FairQueueFlow,
         waiter: &Arc<MemoryWaiter>,
     ) -> Option<QueuePosition> {
-        let place = self.update_account(number, |account| account.queue.push(flow, waiter))?;
+        let position = self.update_account(number, |account| account.queue.push(flow, waiter))?;
         self.waiting += 1;
-        if self.watchman.is_none() {
-            self.set_watchman(Arc::clone(waiter));
+        if self.stall_checker.is_none() {
+            self.set_stall_checker(Arc::clone(waiter));
         }
         if let Some(account) = self.accounts.get(&number) {
             account.used.is_awaited.store(true, SeqCst);
         }
         // Memory returned before the store has served no request.
         self.on_release(number);
-        Some(place)
+        Some(position)
     }
 
     /// Removes a request that no longer waits, unless it was served.
@@ -265,9 +265,9 @@ impl RequestMemory {
             let sum = used + bytes;
             if account.used.bytes.compare_exchange(used, sum, SeqCst, SeqCst).is_ok() {
                 if sum > self.part {
-                    self.turns += 1;
-                    let turn = self.turns;
-                    self.update_account(number, |account| account.turn = turn);
+                    self.grants += 1;
+                    let grant_number = self.grants;
+                    self.update_account(number, |account| account.last_grant = grant_number);
                     self.update_beyond(number);
                 }
                 return true;
@@ -280,11 +280,11 @@ impl RequestMemory {
     /// whose requests wait long for its limits would occupy all of it.
     fn may_charge(&self, account: &AccountRecord, used: u64, bytes: u64) -> bool {
         let over = |used: u64| used.saturating_sub(self.part);
-        let others = self.beyond - account.beyond;
+        let used_by_others = self.beyond - account.beyond;
         let common = self.limit - self.part * self.accounts.len() as u64;
-        let wanted = over(used + bytes);
-        let Some(free) = common.checked_sub(others + wanted) else { return wanted == 0 };
-        over(used) == 0 || wanted <= free
+        let requested = over(used + bytes);
+        let Some(free) = common.checked_sub(used_by_others + requested) else { return requested == 0 };
+        over(used) == 0 || requested <= free
     }
 
     /// Serves requests that fit into their account's part.
@@ -303,7 +303,7 @@ impl RequestMemory {
     /// Serves the common half in the order of the accounts. No request overtakes the first.
     fn serve_common(&mut self) {
         while let Some(&(.., number)) = self.order.first()
-            && let Some((place, waiter)) = self.accounts.get(&number).and_then(|one| one.queue.first())
+            && let Some((place, waiter)) = self.accounts.get(&number).and_then(|account| account.queue.first())
         {
             let bytes = waiter.bytes;
             if !self.charge(number, bytes) {
@@ -329,19 +329,19 @@ impl RequestMemory {
         {
             account.used.is_awaited.store(false, SeqCst);
         }
-        if self.watchman.as_ref().is_some_and(|watchman| Arc::ptr_eq(watchman, waiter)) {
-            self.watchman = None;
+        if self.stall_checker.as_ref().is_some_and(|stall_checker| Arc::ptr_eq(stall_checker, waiter)) {
+            self.stall_checker = None;
             // The request that is served last can check for the longest time.
             let next = self.order.last().and_then(|(.., number)| self.accounts.get(number));
             if let Some(next) = next.and_then(|account| account.queue.last()) {
-                self.set_watchman(Arc::clone(next));
+                self.set_stall_checker(Arc::clone(next));
             }
         }
     }
 
-    fn set_watchman(&mut self, waiter: Arc<MemoryWaiter>) {
-        waiter.is_watchman.store(true, SeqCst);
+    fn set_stall_checker(&mut self, waiter: Arc<MemoryWaiter>) {
+        waiter.checks_for_stalls.store(true, SeqCst);
         waiter.changed.notify(usize::MAX);
-        self.watchman = Some(waiter);
+        self.stall_checker = Some(waiter);
     }
 }

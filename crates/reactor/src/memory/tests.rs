@@ -10,7 +10,7 @@ use policy::time::Duration;
 const MIB: u64 = 1 << 20;
 const LARGEST: u64 = MIN_REQUEST_BYTES / 2;
 
-fn pause() -> Duration {
+fn random_pause() -> Duration {
     Duration::from_millis(sim::random(|random| random.u64(..100)))
 }
 
@@ -36,19 +36,19 @@ fn memory_is_shared_between_disks() {
                         let bytes = sim::random(|random| random.u64(1..=LARGEST));
                         let at_once = account.used() + bytes <= budget.account_part.load(SeqCst);
                         let began = now();
-                        let patience = if sim::random(fastrand::Rng::bool) {
+                        let max_wait = if sim::random(fastrand::Rng::bool) {
                             Duration::from_secs(3600)
                         } else {
-                            pause()
+                            random_pause()
                         };
-                        if timeout(patience, account.acquire(&flow, bytes)).await.is_err() {
+                        if timeout(max_wait, account.acquire(&flow, bytes)).await.is_err() {
                             continue;
                         }
                         *waited.borrow_mut() += u64::from(now() > began);
                         assert!(!at_once || now() == began, "its own part, and it waited");
                         let usage = budget.usage();
                         assert!(usage.requests <= usage.max_requests, "{usage:?}");
-                        sleep_until(now() + pause()).await;
+                        sleep_until(now() + random_pause()).await;
                         account.release(bytes);
                     }
                 }
@@ -79,9 +79,9 @@ fn common_half_is_shared_equally_beyond_the_parts() {
 fn reservations_fit_or_fail() {
     let budget = MemoryBudget::new(256 * MIB);
     let account = MemoryAccount::new(&budget);
-    let refused = account.reserve("the caches of a", 193 * MIB).expect_err("64 MiB are for requests");
+    let error = account.reserve("the caches of a", 193 * MIB).expect_err("64 MiB are for requests");
     assert_eq!(
-        refused.to_string(),
+        error.to_string(),
         "the caches of a: 193 MiB are required, and 192 MiB are free of the 256 MiB of the memory budget \
          (raise --memory, or make caches and read-ahead smaller)"
     );
@@ -97,7 +97,7 @@ fn reservations_fit_or_fail() {
 }
 
 #[test]
-fn clients_can_connect_while_a_disk_in_memory_uses_up_the_budget() {
+fn clients_can_connect_while_a_memory_disk_uses_the_whole_budget() {
     let budget = MemoryBudget::new(256 * MIB);
     assert!(budget.charge_page(192 * MIB) && !budget.charge_page(1));
     let first = ConnectionMemory::new(&budget, 3 * MIB).expect("a 64th of the budget is kept");
@@ -118,8 +118,8 @@ struct Stalled {
     since: Instant,
     listing: HolderEntry,
     visits: AtomicU64,
-    ends: AtomicU64,
-    ended: Event,
+    disconnect_count: AtomicU64,
+    disconnected: Event,
 }
 
 impl Stalled {
@@ -129,8 +129,8 @@ impl Stalled {
             since: now(),
             listing: HolderEntry::default(),
             visits: AtomicU64::new(0),
-            ends: AtomicU64::new(0),
-            ended: Event::new(),
+            disconnect_count: AtomicU64::new(0),
+            disconnected: Event::new(),
         });
         account.watch(&stalled);
         stalled
@@ -140,7 +140,7 @@ impl Stalled {
     async fn hold(account: Arc<MemoryAccount>) {
         account.acquire(&FairQueueFlow::default(), LARGEST).await;
         let stalled = Self::new(&account);
-        stalled.ended.listen().await;
+        stalled.disconnected.listen().await;
         account.release(LARGEST);
     }
 }
@@ -152,8 +152,8 @@ impl MemoryHolder for Stalled {
     }
 
     fn disconnect(&self) {
-        self.ends.fetch_add(1, SeqCst);
-        self.ended.notify(usize::MAX);
+        self.disconnect_count.fetch_add(1, SeqCst);
+        self.disconnected.notify(usize::MAX);
     }
 
     fn listing(&self) -> &HolderEntry {
@@ -169,7 +169,7 @@ impl Drop for Stalled {
 
 /// Clients that hold the largest request of `account` without progress, and reconnect whenever they
 /// are disconnected.
-fn hostile(account: &Arc<MemoryAccount>, count: usize) -> Vec<JoinHandle<()>> {
+fn spawn_hostile_clients(account: &Arc<MemoryAccount>, count: usize) -> Vec<JoinHandle<()>> {
     let client = |_| {
         let account = Arc::clone(account);
         spawn_joinable(async move {
@@ -181,7 +181,7 @@ fn hostile(account: &Arc<MemoryAccount>, count: usize) -> Vec<JoinHandle<()>> {
     (0..count).map(client).collect()
 }
 
-async fn end(clients: Vec<JoinHandle<()>>) {
+async fn cancel_all(clients: Vec<JoinHandle<()>>) {
     for client in clients {
         client.cancel().await;
     }
@@ -213,7 +213,7 @@ fn disk_waits_for_at_most_one_foreign_holder() {
         sim::run(disks as u64, async move {
             let budget = MemoryBudget::new(128 * MIB);
             let accounts: Vec<_> = (0..disks).map(|_| MemoryAccount::new(&budget)).collect();
-            let stuck = hostile(&accounts[0], 60);
+            let stuck = spawn_hostile_clients(&accounts[0], 60);
             let ordinary = |number: usize| {
                 let account = Arc::clone(&accounts[number]);
                 async move {
@@ -222,7 +222,7 @@ fn disk_waits_for_at_most_one_foreign_holder() {
                         account.acquire(&flow, 4096).await;
                     }
                     for _ in 0..3 {
-                        sleep_until(now() + pause()).await;
+                        sleep_until(now() + random_pause()).await;
                         let began = now();
                         account.acquire(&flow, bytes).await;
                         let waited = now() - began;
@@ -236,7 +236,7 @@ fn disk_waits_for_at_most_one_foreign_holder() {
             for client in ordinary {
                 client.await;
             }
-            end(stuck).await;
+            cancel_all(stuck).await;
         });
     }
 }
@@ -259,11 +259,11 @@ fn a_client_is_disconnected_once_however_many_requests_wait() {
         };
         let waiting: Vec<_> = (0..30).map(wait).collect();
         sleep_until(now() + 5 * CHECK_INTERVAL).await;
-        assert_eq!(client.ends.load(SeqCst), 1);
+        assert_eq!(client.disconnect_count.load(SeqCst), 1);
         // A transfer that continues does not list it again.
         slow.watch(&client);
         sleep_until(now() + 5 * CHECK_INTERVAL).await;
-        assert_eq!(client.ends.load(SeqCst), 1);
+        assert_eq!(client.disconnect_count.load(SeqCst), 1);
         slow.release(LARGEST);
         for waiter in waiting {
             waiter.await;

@@ -92,8 +92,8 @@ pub enum UblkState {
 
 impl UblkInfo {
     /// Properties of a device to create, without features and user data.
-    pub fn new(queues: u16, depth: u16, most_bytes: u32) -> Self {
-        Self { queues, depth, max_request_bytes: most_bytes, ..Self::default() }
+    pub fn new(queues: u16, depth: u16, max_request_bytes: u32) -> Self {
+        Self { queues, depth, max_request_bytes, ..Self::default() }
     }
 
     /// True if data is accessed in place: see [`feature::ZERO_COPY`].
@@ -164,7 +164,7 @@ impl UblkParams {
 pub struct UblkControl {
     driver: File,
     ring: IoUring<Entry128, cqueue::Entry>,
-    dialect: CommandEncoding,
+    encoding: CommandEncoding,
     features: u64,
 }
 
@@ -178,13 +178,13 @@ impl UblkControl {
         let driver = OpenOptions::new().read(true).write(true).open(DRIVER)?;
         let ring =
             ring_restrictions::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
-        let mut control = Self { driver, ring, dialect: CommandEncoding::Ioctl, features: 0 };
+        let mut control = Self { driver, ring, encoding: CommandEncoding::Ioctl, features: 0 };
         let mut features = 0_u64;
         match control.exchange(UblkCommand::new(command::GET_FEATURES, ANY_DEVICE), Some(&mut features)) {
             Ok(()) => control.features = features,
             // Linux before 6.5, where only devices report features.
             Err(error) if error.raw_os_error() != Some(libc::EPERM) => {
-                control.dialect = CommandEncoding::Legacy;
+                control.encoding = CommandEncoding::Legacy;
             }
             Err(error) => return Err(error),
         }
@@ -193,7 +193,7 @@ impl UblkControl {
 
     /// Bits of [`feature`]. A driver that does not report features has those of Linux 6.1.
     pub fn features(&self) -> u64 {
-        match self.dialect {
+        match self.encoding {
             CommandEncoding::Ioctl => self.features,
             CommandEncoding::Legacy => feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE,
         }
@@ -205,9 +205,9 @@ impl UblkControl {
     /// # Errors
     /// `EEXIST` if the number is in use; `EACCES` if the driver has its maximum number of devices;
     /// `EPERM`.
-    pub fn add(&mut self, number: Option<u32>, wanted: UblkInfo) -> io::Result<UblkInfo> {
+    pub fn add(&mut self, number: Option<u32>, requested: UblkInfo) -> io::Result<UblkInfo> {
         let number = number.unwrap_or(ANY_DEVICE);
-        let mut info = UblkInfo { number, process: -1, ..wanted };
+        let mut info = UblkInfo { number, process: -1, ..requested };
         self.exchange(UblkCommand::new(command::ADD, number), Some(&mut info))?;
         Ok(info)
     }
@@ -218,7 +218,7 @@ impl UblkControl {
     /// `ENODEV` if there is no device with this number; `EPERM`, `EACCES` if it is another user's.
     pub fn info(&mut self, number: u32) -> io::Result<UblkInfo> {
         let mut info = UblkInfo::default();
-        let command = match self.dialect {
+        let command = match self.encoding {
             CommandEncoding::Ioctl => {
                 UblkCommand { has_path: true, ..UblkCommand::new(command::GET_INFO2, number) }
             }
@@ -305,7 +305,7 @@ impl UblkControl {
     /// # Errors
     /// `EAGAIN` if another process is the guardian.
     pub fn lock_as_keeper(&self, number: u32) -> io::Result<()> {
-        fcntl(&self.driver, FcntlArg::F_SETLK(&byte(number)))?;
+        fcntl(&self.driver, FcntlArg::F_SETLK(&keeper_lock(number)))?;
         Ok(())
     }
 
@@ -314,10 +314,10 @@ impl UblkControl {
     ///
     /// # Errors
     /// As fcntl(2).
-    pub fn guardian(&self, number: u32) -> io::Result<Option<i32>> {
-        let mut answer = byte(number);
-        fcntl(&self.driver, FcntlArg::F_GETLK(&mut answer))?;
-        Ok((i32::from(answer.l_type) != libc::F_UNLCK).then_some(answer.l_pid))
+    pub fn keeper(&self, number: u32) -> io::Result<Option<i32>> {
+        let mut lock = keeper_lock(number);
+        fcntl(&self.driver, FcntlArg::F_GETLK(&mut lock))?;
+        Ok((i32::from(lock.l_type) != libc::F_UNLCK).then_some(lock.l_pid))
     }
 
     fn run_command(&mut self, command: (u32, bool), device: &UblkInfo, data: u64) -> io::Result<()> {
@@ -330,24 +330,24 @@ impl UblkControl {
             true => format!("{CHANNEL_PREFIX}{}\0", command.device).into_bytes(),
             false => Vec::new(),
         };
-        let path = bytes.len();
+        let path_bytes = bytes.len();
         if let Some(value) = &value {
             let first = std::ptr::from_ref::<T>(value).cast::<u8>();
             // SAFETY: this many bytes exist and are initialised: see `PlainBytes`.
             bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(first, size_of::<T>()) });
         }
-        self.send(command, &mut bytes, path)?;
+        self.send(command, &mut bytes, path_bytes)?;
         if let Some(value) = value {
             // SAFETY: this many bytes follow the path, and any values are a valid `T`.
-            *value = unsafe { bytes.as_ptr().add(path).cast::<T>().read_unaligned() };
+            *value = unsafe { bytes.as_ptr().add(path_bytes).cast::<T>().read_unaligned() };
         }
         Ok(())
     }
 
-    fn send(&mut self, command: UblkCommand, bytes: &mut [u8], path: usize) -> io::Result<()> {
-        let code = self.dialect.code(command.number, command.writes, COMMAND_BYTES);
+    fn send(&mut self, command: UblkCommand, bytes: &mut [u8], path_bytes: usize) -> io::Result<()> {
+        let code = self.encoding.code(command.number, command.writes, COMMAND_BYTES);
         let entry = opcode::UringCmd80::new(types::Fd(self.driver.as_raw_fd()), code)
-            .cmd(command.entry(bytes, path))
+            .cmd(command.entry(bytes, path_bytes))
             .build();
         // SAFETY: the bytes are borrowed until this function returns, which is after the kernel's
         // last access: the completion is awaited, or else the process ends.
@@ -369,7 +369,7 @@ impl UblkControl {
 }
 
 /// A lock on the driver's node, in which each device number has a byte.
-fn byte(number: u32) -> libc::flock {
+fn keeper_lock(number: u32) -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
@@ -402,7 +402,7 @@ impl UblkCommand {
     }
 
     /// The command as encoded in an entry; the first `path` bytes are the device's path.
-    fn entry(self, bytes: &mut [u8], path: usize) -> [u8; 80] {
+    fn entry(self, bytes: &mut [u8], path_bytes: usize) -> [u8; 80] {
         let address = if bytes.is_empty() { 0 } else { bytes.as_mut_ptr() as u64 };
         let mut entry = [0; 80];
         entry[..4].copy_from_slice(&self.device.to_ne_bytes());
@@ -411,7 +411,7 @@ impl UblkCommand {
         entry[6..8].copy_from_slice(&(bytes.len() as u16).to_ne_bytes());
         entry[8..16].copy_from_slice(&address.to_ne_bytes());
         entry[16..24].copy_from_slice(&self.data.to_ne_bytes());
-        entry[24..26].copy_from_slice(&(path as u16).to_ne_bytes());
+        entry[24..26].copy_from_slice(&(path_bytes as u16).to_ne_bytes());
         entry
     }
 }

@@ -66,7 +66,7 @@ impl UblkDescriptor {
 pub struct UblkQueue {
     shared: Rc<UblkQueueShared>,
     number: u16,
-    dialect: CommandEncoding,
+    encoding: CommandEncoding,
 }
 
 /// State in use by the kernel until the queue's last fetch has completed.
@@ -74,16 +74,16 @@ pub struct UblkQueue {
 struct UblkQueueShared {
     device: Fd,
     descriptors: MappedDescriptors,
-    way: DataTransfer,
+    transfer: DataTransfer,
     depth: u16,
-    most_bytes: usize,
+    max_request_bytes: usize,
 }
 
 /// Transfer of data.
 #[derive(Debug)]
 enum DataTransfer {
     /// The kernel copies from and to this memory.
-    Lent(GuestMemory),
+    Copied(GuestMemory),
     /// In place, as registered buffers.
     Registered(Rc<RegisteredSource>),
 }
@@ -92,7 +92,7 @@ enum DataTransfer {
 #[derive(Debug)]
 pub enum UblkData {
     /// In own memory.
-    Lent(GuestBytes),
+    Copied(GuestBytes),
     /// In place.
     Registered(RegisteredData),
 }
@@ -129,15 +129,15 @@ impl UblkQueue {
             false => {
                 let stride = most_bytes.next_multiple_of(PAGE);
                 let region = Region::shared_with_kernel(usize::from(depth) * stride)?;
-                DataTransfer::Lent(GuestMemory::new(vec![region]).expect("one region overlaps no other"))
+                DataTransfer::Copied(GuestMemory::new(vec![region]).expect("one region overlaps no other"))
             }
         };
-        let dialect = match info.features & feature::CMD_IOCTL_ENCODE {
+        let encoding = match info.features & feature::CMD_IOCTL_ENCODE {
             0 => CommandEncoding::Legacy,
             _ => CommandEncoding::Ioctl,
         };
-        let shared = UblkQueueShared { device, descriptors, way, depth, most_bytes };
-        Ok(Self { shared: Rc::new(shared), number, dialect })
+        let shared = UblkQueueShared { device, descriptors, transfer: way, depth, max_request_bytes: most_bytes };
+        Ok(Self { shared: Rc::new(shared), number, encoding })
     }
 
     /// The request of this tag; an earlier one if there is none.
@@ -151,7 +151,7 @@ impl UblkQueue {
 
     /// True if data is [`UblkData::Registered`].
     pub fn is_zero_copy(&self) -> bool {
-        matches!(self.shared.way, DataTransfer::Registered(_))
+        matches!(self.shared.transfer, DataTransfer::Registered(_))
     }
 
     /// The first `bytes` of the data of a tag's request.
@@ -159,9 +159,9 @@ impl UblkQueue {
     /// # Panics
     /// Panics if the tag is invalid, or `bytes` exceeds the maximum size of a request.
     pub fn data(&self, tag: u16, bytes: usize) -> UblkData {
-        assert!(tag < self.shared.depth && bytes <= self.shared.most_bytes, "{bytes} bytes of tag {tag}");
-        match &self.shared.way {
-            DataTransfer::Lent(memory) => UblkData::Lent(self.place(memory, tag, bytes)),
+        assert!(tag < self.shared.depth && bytes <= self.shared.max_request_bytes, "{bytes} bytes of tag {tag}");
+        match &self.shared.transfer {
+            DataTransfer::Copied(memory) => UblkData::Copied(self.tag_memory(memory, tag, bytes)),
             DataTransfer::Registered(source) => {
                 let is_registered = self.descriptor(tag).operation & NOT_REGISTERED == 0;
                 UblkData::Registered(source.data(tag, bytes, is_registered))
@@ -169,8 +169,8 @@ impl UblkQueue {
         }
     }
 
-    fn place(&self, memory: &GuestMemory, tag: u16, bytes: usize) -> GuestBytes {
-        let address = usize::from(tag) * self.shared.most_bytes.next_multiple_of(PAGE);
+    fn tag_memory(&self, memory: &GuestMemory, tag: u16, bytes: usize) -> GuestBytes {
+        let address = usize::from(tag) * self.shared.max_request_bytes.next_multiple_of(PAGE);
         memory.range(address as u64, bytes).expect("inside")
     }
 
@@ -209,15 +209,15 @@ impl UblkQueue {
         command[4..8].copy_from_slice(&result.to_ne_bytes());
         // `struct ublk_auto_buf_reg`.
         let mut buffer = None;
-        match &self.shared.way {
-            DataTransfer::Lent(memory) => {
-                let address = self.place(memory, tag, 0).as_ptr() as u64;
+        match &self.shared.transfer {
+            DataTransfer::Copied(memory) => {
+                let address = self.tag_memory(memory, tag, 0).as_ptr() as u64;
                 command[8..].copy_from_slice(&address.to_ne_bytes());
             }
             DataTransfer::Registered(source) => buffer = Some(u64::from(source.number(tag)) | FALLBACK),
         }
         let target = types::Fd(self.shared.device.raw());
-        let code = self.dialect.code(number, true, COMMAND_BYTES);
+        let code = self.encoding.code(number, true, COMMAND_BYTES);
         let entry = opcode::UringCmd16::new(target, code).cmd(command).addr(buffer).build();
         // SAFETY: the memory, the buffer indices and the descriptor are in `shared`, which the
         // operation owns.
@@ -237,9 +237,9 @@ impl MappedDescriptors {
     fn map(device: &Fd, queue: u16, depth: u16) -> io::Result<Self> {
         // SAFETY: sysconf only returns a constant.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE);
-        let room = |depth: u16| (usize::from(depth) * size_of::<UblkDescriptor>()).next_multiple_of(page);
-        let bytes = room(depth);
-        let offset = usize::from(queue) * room(MAX_DEPTH);
+        let mapped_bytes = |depth: u16| (usize::from(depth) * size_of::<UblkDescriptor>()).next_multiple_of(page);
+        let bytes = mapped_bytes(depth);
+        let offset = usize::from(queue) * mapped_bytes(MAX_DEPTH);
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let first = unsafe {
             libc::mmap(

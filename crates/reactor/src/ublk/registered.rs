@@ -27,7 +27,7 @@ use super::{
         operation::{Durability, Fd, length},
         priority,
         registered_buffers::BufferIndexRange,
-        uring::{MAX_READS_HELD_BACK, MAX_WRITES_HELD_BACK, RingOperation},
+        uring::{MAX_QUEUED_READS, MAX_QUEUED_WRITES, RingOperation},
     },
     UblkInfo,
 };
@@ -77,7 +77,7 @@ impl RegisteredSource {
         let position = (1 << 31) + (i64::from(self.queue) << 41) + (i64::from(tag) << 25);
         let number = Some(self.number(tag)).filter(|number| is_registered && *number != NO_BUFFER);
         let source = Rc::clone(self);
-        RegisteredData { bytes, whereabouts: DataLocation::Driver { source, position, number } }
+        RegisteredData { bytes, location: DataLocation::Driver { source, position, number } }
     }
 }
 
@@ -85,7 +85,7 @@ impl RegisteredSource {
 #[derive(Clone, Debug)]
 pub struct RegisteredData {
     bytes: usize,
-    whereabouts: DataLocation,
+    location: DataLocation,
 }
 
 #[derive(Clone, Debug)]
@@ -109,7 +109,7 @@ impl RegisteredData {
     /// buffer, or only by copying. `copied` counts copied bytes.
     pub fn simulated(place: GuestBytes, is_registered: bool, copied: &Arc<AtomicU64>) -> Self {
         let (bytes, copied) = (place.bytes(), Arc::clone(copied));
-        Self { bytes, whereabouts: DataLocation::Simulated { place, is_registered, copied } }
+        Self { bytes, location: DataLocation::Simulated { place, is_registered, copied } }
     }
 
     /// Length in bytes.
@@ -119,7 +119,7 @@ impl RegisteredData {
 
     /// Index among the buffers of this thread's ring.
     fn number(&self) -> io::Result<u16> {
-        match &self.whereabouts {
+        match &self.location {
             DataLocation::Driver { number: Some(number), .. } => Ok(*number),
             _ => Err(io::Error::from_raw_os_error(libc::EFAULT)),
         }
@@ -132,8 +132,8 @@ impl RegisteredData {
     /// As `read(2)`; `EFAULT` if it is not a buffer of this thread's ring.
     pub async fn read_at(&self, fd: &Fd, filled: usize, offset: u64) -> io::Result<usize> {
         // For a registered kernel buffer, the address is an offset from its beginning.
-        let (target, room) = (types::Fd(fd.raw()), without_provenance_mut(filled));
-        let entry = opcode::ReadFixed::new(target, room, length(self.bytes - filled), self.number()?)
+        let (target, target_offset) = (types::Fd(fd.raw()), without_provenance_mut(filled));
+        let entry = opcode::ReadFixed::new(target, target_offset, length(self.bytes - filled), self.number()?)
             .offset(offset)
             .ioprio(priority::current())
             .build()
@@ -141,7 +141,7 @@ impl RegisteredData {
         // SAFETY: the kernel owns the buffer itself; the operation owns the descriptor and the
         // index.
         let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }
-            .submit_at(MAX_READS_HELD_BACK);
+            .submit_at(MAX_QUEUED_READS);
         op.await.0.map(|count| count as usize)
     }
 
@@ -157,21 +157,21 @@ impl RegisteredData {
         offset: u64,
         durability: Durability,
     ) -> io::Result<usize> {
-        let (target, rest) = (types::Fd(fd.raw()), without_provenance(written));
-        let entry = opcode::WriteFixed::new(target, rest, length(self.bytes - written), self.number()?)
+        let (target, source_offset) = (types::Fd(fd.raw()), without_provenance(written));
+        let entry = opcode::WriteFixed::new(target, source_offset, length(self.bytes - written), self.number()?)
             .offset(offset)
             .rw_flags(durability.flags())
             .build()
             .flags(fd.flags());
         // SAFETY: as in `read_at`.
         let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }
-            .submit_at(MAX_WRITES_HELD_BACK);
+            .submit_at(MAX_QUEUED_WRITES);
         op.await.0.map(|count| count as usize)
     }
 
     /// Memory of the data, for simulated storage.
     pub fn place(&self) -> Option<&GuestBytes> {
-        match &self.whereabouts {
+        match &self.location {
             DataLocation::Simulated { place, is_registered: true, .. } => Some(place),
             DataLocation::Simulated { .. } | DataLocation::Driver { .. } => None,
         }
@@ -184,13 +184,13 @@ impl RegisteredData {
     pub fn copy_out(&self) -> Result<IoBuffer> {
         let mut copy = IoBuffer::new(self.bytes);
         self.count(self.bytes);
-        match &self.whereabouts {
+        match &self.location {
             DataLocation::Simulated { place, .. } => place.read(0, &mut copy),
             DataLocation::Driver { source, position, .. } => {
                 let mut done = 0;
                 while done < copy.len() {
                     let position = position + done as i64;
-                    done += moved(pread(&source.device, &mut copy[done..], position))?;
+                    done += moved_bytes(pread(&source.device, &mut copy[done..], position))?;
                 }
             }
         }
@@ -207,13 +207,13 @@ impl RegisteredData {
     pub fn copy_in(&self, at: usize, bytes: &[u8]) -> Result<()> {
         assert!(at + bytes.len() <= self.bytes, "{} bytes at {at} of {}", bytes.len(), self.bytes);
         self.count(bytes.len());
-        match &self.whereabouts {
+        match &self.location {
             DataLocation::Simulated { place, .. } => place.write(at, bytes),
             DataLocation::Driver { source, position, .. } => {
                 let mut done = 0;
                 while done < bytes.len() {
                     let position = position + (at + done) as i64;
-                    done += moved(pwrite(&source.device, &bytes[done..], position))?;
+                    done += moved_bytes(pwrite(&source.device, &bytes[done..], position))?;
                 }
             }
         }
@@ -234,7 +234,7 @@ impl RegisteredData {
     }
 
     fn count(&self, bytes: usize) {
-        let copied = match &self.whereabouts {
+        let copied = match &self.location {
             DataLocation::Driver { source, .. } => &source.copied,
             DataLocation::Simulated { copied, .. } => copied,
         };
@@ -244,7 +244,7 @@ impl RegisteredData {
 
 /// Number of bytes moved by the driver. A request's data is entirely in memory, so the calls do not
 /// block.
-fn moved(result: nix::Result<usize>) -> Result<usize> {
+fn moved_bytes(result: nix::Result<usize>) -> Result<usize> {
     match result {
         Ok(0) => Err(Error::IO),
         Ok(count) => Ok(count),

@@ -151,8 +151,8 @@ fn names(rest: &mut &[u8]) -> Option<Vec<String>> {
 /// Decodes a length and returns that many bytes.
 pub(super) fn part<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
     let length = usize::try_from(take_column(rest)?).ok().filter(|length| *length <= MAX_BYTES)?;
-    let (part, behind) = rest.split_at_checked(length)?;
-    *rest = behind;
+    let (part, remaining) = rest.split_at_checked(length)?;
+    *rest = remaining;
     Some(part)
 }
 
@@ -167,8 +167,8 @@ pub(super) fn push_column(bytes: &mut Vec<u8>, mut number: u64) {
 pub(super) fn take_column(rest: &mut &[u8]) -> Option<u64> {
     let mut number = 0;
     for shift in (0..u64::BITS).step_by(7) {
-        let (&byte, behind) = rest.split_first()?;
-        *rest = behind;
+        let (&byte, remaining) = rest.split_first()?;
+        *rest = remaining;
         let bits = u64::from(byte & 0x7f);
         // More bits than 64 are an error; overlong zeroes are accepted.
         if bits << shift >> shift != bits {

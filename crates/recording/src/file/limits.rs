@@ -47,7 +47,7 @@ pub struct LimitChange {
 }
 
 /// Upper bound of the encoded size of a change: 25 numbers of 10 bytes, and its names.
-pub(super) fn most_bytes(change: &LimitChange) -> usize {
+pub(super) fn max_encoded_bytes(change: &LimitChange) -> usize {
     250 + change.name.len() + change.group.as_ref().map_or(0, String::len)
 }
 

@@ -27,8 +27,8 @@ fn entry() -> impl Strategy<Value = RecordingEntry> {
         (0..1_u64 << 20, 1..64_u64).prop_map(|(page, pages)| (page * 4096, pages * 4096)),
         (0..u64::MAX / 2, 1..u64::MAX / 2),
     ];
-    let of = (0..DISKS.len() as u32, option::of(0..LIMITS.len() as u32));
-    (times, place, select(&RequestOp::ALL[..]), any::<bool>(), of).prop_map(
+    let indices = (0..DISKS.len() as u32, option::of(0..LIMITS.len() as u32));
+    (times, place, select(&RequestOp::ALL[..]), any::<bool>(), indices).prop_map(
         |((arrival_ns, times), (offset, length), op, has_failed, (disk, limit))| {
             let (offset, length) = if op == RequestOp::Flush { (0, 0) } else { (offset, length) };
             let times = times.map(|(wait_ns, service_ns)| RecordedTimes { wait_ns, service_ns });
@@ -68,8 +68,8 @@ fn read(bytes: &[u8]) -> (Vec<(u64, u64, String)>, Option<String>) {
 
 fn by_arrival(mut entries: Vec<RecordingEntry>) -> Vec<(u64, u64, String)> {
     entries.sort_by_key(|entry| entry.arrival_ns);
-    let told = |entry: &RecordingEntry| (entry.offset, entry.length, DISKS[entry.disk as usize].to_owned());
-    entries.iter().map(told).collect()
+    let fields_of = |entry: &RecordingEntry| (entry.offset, entry.length, DISKS[entry.disk as usize].to_owned());
+    entries.iter().map(fields_of).collect()
 }
 
 proptest! {
@@ -104,8 +104,8 @@ proptest! {
         let length = mark + at.index(bytes.len() - mark);
         let (records, error) = read(&bytes[..length]);
         prop_assert!(records.len() <= entries.len());
-        let whole: Vec<_> = entries[..records.len()].to_vec();
-        prop_assert_eq!(records, by_arrival(whole));
+        let complete: Vec<_> = entries[..records.len()].to_vec();
+        prop_assert_eq!(records, by_arrival(complete));
         if let Some(error) = error {
             prop_assert!(error.starts_with("t: the recording ends within a block"), "{}", error);
         } else {
@@ -126,8 +126,8 @@ proptest! {
         let (records, error) = read(&bytes);
         // A frame has an unused bit (RFC 8878, section 3.1.1.1.1.3).
         prop_assert!(error.is_some() || records.len() == entries.len());
-        let whole: Vec<_> = entries[..records.len()].to_vec();
-        prop_assert_eq!(records, by_arrival(whole));
+        let complete: Vec<_> = entries[..records.len()].to_vec();
+        prop_assert_eq!(records, by_arrival(complete));
     }
 
     #[test]
@@ -138,7 +138,7 @@ proptest! {
     }
 
     #[test]
-    fn changes_of_limits_are_read_as_they_were_written(changes in vec(change(), 0..50)) {
+    fn limit_changes_round_trip(changes in vec(change(), 0..50)) {
         let mut bytes = Vec::new();
         limits::encode(&changes, &mut bytes);
         prop_assert_eq!(limits::decode(&bytes), Some(changes));
@@ -148,7 +148,7 @@ proptest! {
     }
 
     #[test]
-    fn damaged_changes_of_limits_are_valid_or_refused(
+    fn damaged_limit_changes_are_valid_or_rejected(
         changes in vec(change(), 1..5),
         at in any::<prop::sample::Index>(),
         bit in 0..8_u32,
@@ -163,7 +163,7 @@ proptest! {
     }
 
     #[test]
-    fn changes_of_limits_are_recorded_between_requests(
+    fn limit_changes_are_recorded_between_requests(
         entries in vec(entry(), 1..20),
         changes in vec(change(), 1..20),
         cuts in 1..10_usize,
@@ -243,14 +243,14 @@ const VERSION_1: &str = "\
     a3608a";
 
 #[test]
-fn an_older_version_is_read_and_a_newer_one_is_named() {
+fn older_version_is_read_and_newer_one_rejected() {
     let bytes: Vec<u8> = (0..VERSION_1.len() / 2)
         .map(|at| u8::from_str_radix(&VERSION_1[2 * at..2 * at + 2], 16).unwrap())
         .collect();
     assert_eq!(read_all(&bytes), (Vec::new(), 3));
     let (records, error) = read(&bytes);
-    let of = |offset, length, disk: &str| (offset, length, disk.to_owned());
-    assert_eq!(records, [of(4096, 4096, "vm1"), of(0, 65_536, "vm2"), of(0, 0, "vm2")]);
+    let record = |offset, length, disk: &str| (offset, length, disk.to_owned());
+    assert_eq!(records, [record(4096, 4096, "vm1"), record(0, 65_536, "vm2"), record(0, 0, "vm2")]);
     assert_eq!(error, None);
     let mut newer = RecordingWriter::new(Vec::new(), 0).unwrap().finish().unwrap();
     newer[8 + MAGIC.len()] = b'3';
@@ -275,7 +275,7 @@ fn blocks_of_long_names_respect_the_reader_limit() {
 }
 
 #[test]
-fn a_block_of_another_kind_is_refused() {
+fn block_of_unknown_kind_is_rejected() {
     for kind in [2, 127] {
         assert!(BlockContent::decode(&[kind, 0, 0, 0, 0, 0], 2).is_none());
     }
@@ -324,7 +324,7 @@ fn invalid_requests_are_reported_with_their_number() {
 #[test]
 fn blocks_after_a_truncated_one_are_read() {
     let requests = |from_ns: u64| {
-        let of = |number: u64| RecordingEntry {
+        let entry = |number: u64| RecordingEntry {
             arrival_ns: from_ns + number,
             times: None,
             offset: number * 4096,
@@ -334,7 +334,7 @@ fn blocks_after_a_truncated_one_are_read() {
             disk: 0,
             limit: None,
         };
-        (0..10).map(of).collect::<Vec<_>>()
+        (0..10).map(entry).collect::<Vec<_>>()
     };
     let (first, second) = (write(&requests(0), 4), write(&requests(1000), 4));
     let torn = &first[..first.len() - 5];

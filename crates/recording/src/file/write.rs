@@ -35,17 +35,17 @@ pub struct RecordingWriter<W> {
 /// Maps the caller's numbers of names to indices in the block.
 #[derive(Default)]
 struct NameIndex {
-    places: Vec<Option<u32>>,
+    indices: Vec<Option<u32>>,
 }
 
 impl NameIndex {
     /// Index in the block of the caller's name `number`, which is added if it is new.
     fn place<'a>(&mut self, number: u32, name: impl FnOnce() -> &'a str, names: &mut Vec<String>) -> u32 {
         let index = number as usize;
-        if self.places.len() <= index {
-            self.places.resize(index + 1, None);
+        if self.indices.len() <= index {
+            self.indices.resize(index + 1, None);
         }
-        *self.places[index].get_or_insert_with(|| {
+        *self.indices[index].get_or_insert_with(|| {
             names.push(name().to_owned());
             u32::try_from(names.len() - 1).expect("no more than requests")
         })
@@ -92,7 +92,7 @@ impl<W: Write> RecordingWriter<W> {
     /// # Errors
     /// Errors of `out`, to which a full block is written.
     pub fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
-        let bytes = limits::most_bytes(&change);
+        let bytes = limits::max_encoded_bytes(&change);
         // Both bounds are those of the reader.
         if self.changes.len() == MAX_CHANGES || self.change_bytes + bytes > MAX_BYTES - MAX_NUMBER_BYTES {
             self.end_change_block()?;
@@ -142,8 +142,8 @@ impl<W: Write> RecordingWriter<W> {
         self.block.entries.clear();
         self.block.disks.clear();
         self.block.limits.clear();
-        self.disks.places.fill(None);
-        self.limits.places.fill(None);
+        self.disks.indices.fill(None);
+        self.limits.indices.fill(None);
         Ok(())
     }
 

@@ -47,11 +47,11 @@ impl LineParser for CloudPhysics {
         };
         let mut values: [Option<&[u8]>; 4] = [None; 4];
         for (at, field) in line.split(|&byte| byte == b',').enumerate().take(MAX_COLUMNS) {
-            if let Some(which) = columns.iter().position(|&column| column == at) {
-                values[which] = Some(field);
+            if let Some(index) = columns.iter().position(|&column| column == at) {
+                values[index] = Some(field);
             }
         }
-        let number = |which: usize| fields::number(values[which].unwrap_or_default(), NEEDED[which]);
+        let number = |index: usize| fields::number(values[index].unwrap_or_default(), NEEDED[index]);
         let time_ns = nanoseconds(number(0)?, S_NS)?;
         let Some(op) = op(values[1].unwrap_or_default())? else { return Ok(()) };
         found.push(time_ns, self.disk.as_bytes(), op, bytes(number(3)?)?, number(2)?)

@@ -86,8 +86,8 @@ impl FromStr for ColumnSpec {
                 }
             }
         }
-        let needed = |what: Option<ScaledColumn>, name: &str| {
-            what.ok_or_else(|| format!("has no {name} (add its column: {name}=N)"))
+        let needed = |found: Option<ScaledColumn>, name: &str| {
+            found.ok_or_else(|| format!("has no {name} (add its column: {name}=N)"))
         };
         Ok(Self {
             time: needed(time, "time")?,
@@ -178,10 +178,10 @@ impl LineParser for ByColumns {
             Some(column) => columns.op(all[column])?,
             None => RequestOp::Read,
         };
-        let number = |place: ScaledColumn, what: &str| {
-            let number = fields::number(all[place.column], what)?;
+        let number = |place: ScaledColumn, field_name: &str| {
+            let number = fields::number(all[place.column], field_name)?;
             let bytes = number.checked_mul(place.unit);
-            bytes.ok_or_else(|| format!("the {what} {number} does not fit into 64 bits of bytes"))
+            bytes.ok_or_else(|| format!("the {field_name} {number} does not fit into 64 bits of bytes"))
         };
         let (offset, length) = match op {
             RequestOp::Flush => (0, 0),

@@ -13,7 +13,7 @@ use super::{
 const LINES: usize = 64;
 
 // Offset, signature and advice for files that are often mistaken for traces.
-const OTHERS: [(usize, &[u8], &str); 5] = [
+const FOREIGN_FORMATS: [(usize, &[u8], &str); 5] = [
     (0, b"\xfd7zXZ\0", "it is compressed with xz (decompress it first: xz -dc FILE, with - as the trace)"),
     (0, b"BZh", "it is compressed with bzip2 (decompress it first: bzip2 -dc FILE, with - as the trace)"),
     (0, b"PK\x03\x04", "it is a zip archive (extract the trace first: unzip -p FILE, with - as the trace)"),
@@ -34,8 +34,8 @@ pub(in super::super) fn detect(ahead: &[u8]) -> Result<TraceFormat, String> {
         return Ok(TraceFormat::Recording);
     }
     // First: text inside an archive may look like a trace.
-    if let Some(what) = other(ahead) {
-        return Err(what.to_owned());
+    if let Some(reason) = foreign_format(ahead) {
+        return Err(reason.to_owned());
     }
     let mut lines =
         ahead.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii).filter(|line| !line.is_empty());
@@ -75,7 +75,7 @@ pub(in super::super) fn detect(ahead: &[u8]) -> Result<TraceFormat, String> {
     ))
 }
 
-fn other(ahead: &[u8]) -> Option<&'static str> {
+fn foreign_format(ahead: &[u8]) -> Option<&'static str> {
     let at = |place: usize, magic: &[u8]| ahead.get(place..).is_some_and(|rest| rest.starts_with(magic));
-    OTHERS.iter().find(|&&(place, magic, _)| at(place, magic)).map(|&(_, _, what)| what)
+    FOREIGN_FORMATS.iter().find(|&&(place, magic, _)| at(place, magic)).map(|&(_, _, reason)| reason)
 }

@@ -28,7 +28,7 @@ impl LineParser for Mqsim {
 fn request(line: &[u8]) -> Result<(u64, &[u8], RequestOp, u64, u64), String> {
     let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
     let mut next =
-        |what: &str| words.next().ok_or_else(|| format!("the {what} is missing (a truncated line?)"));
+        |field_name: &str| words.next().ok_or_else(|| format!("the {field_name} is missing (a truncated line?)"));
     let time_ns = fields::number(next("time")?, "time")?;
     let device = next("device")?;
     fields::number(device, "device")?;

@@ -30,7 +30,7 @@ impl LineParser for Spc {
 
 fn request(line: &[u8]) -> Result<(u64, &[u8], RequestOp, u64, u64), String> {
     let mut fields = LineFields::new(line);
-    let mut next = |what: &str| fields.text(what).map(<[u8]>::trim_ascii);
+    let mut next = |field_name: &str| fields.text(field_name).map(<[u8]>::trim_ascii);
     let unit = next("ASU")?;
     fields::number(unit, "ASU")?;
     let offset = bytes(fields::number(next("LBA")?, "LBA")?)?;

@@ -25,8 +25,8 @@ pub const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
 #[derive(Default)]
 pub(in super::super) struct WeirCsv {
     begun: bool,
-    more: bool,
-    tells_outcomes: bool,
+    has_more_columns: bool,
+    has_outcomes: bool,
     /// Buffer, so that a quoted name costs no allocation.
     unquoted: Vec<u8>,
     bucket: Vec<u8>,
@@ -56,9 +56,9 @@ fn outcome<'a>(
     bucket: &'a mut Vec<u8>,
 ) -> Result<Option<ParsedOutcome<'a>>, String> {
     let mut until_ns = [None; 2];
-    for (until_ns, what) in until_ns.iter_mut().zip(["admitted_ns", "completed_ns"]) {
-        let field = fields.text(what)?;
-        *until_ns = (!field.is_empty()).then(|| fields::number(field, what)).transpose()?;
+    for (until_ns, field_name) in until_ns.iter_mut().zip(["admitted_ns", "completed_ns"]) {
+        let field = fields.text(field_name)?;
+        *until_ns = (!field.is_empty()).then(|| fields::number(field, field_name)).transpose()?;
     }
     let limit = Some(fields.quotable("bucket", bucket)?).filter(|name| !name.is_empty() && *name != b"-");
     // Empty columns: weir has not measured this request.
@@ -84,8 +84,8 @@ impl LineParser for WeirCsv {
     #[inline]
     fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         if !self.begun {
-            self.more = header(line).ok_or_else(|| format!("the header '{HEADER}' is missing"))?;
-            self.tells_outcomes = has_outcomes(line);
+            self.has_more_columns = header(line).ok_or_else(|| format!("the header '{HEADER}' is missing"))?;
+            self.has_outcomes = has_outcomes(line);
             self.begun = true;
             return Ok(());
         }
@@ -96,16 +96,16 @@ impl LineParser for WeirCsv {
         let offset = fields.number("offset")?;
         let length = fields.number("length")?;
         // Without further columns in the header, more fields are an error.
-        if !self.more {
+        if !self.has_more_columns {
             fields.end()?;
         }
-        let told = match found.outcomes {
-            Some(_) if self.tells_outcomes => outcome(&mut fields, time_ns, &mut self.bucket)?,
+        let parsed = match found.outcomes {
+            Some(_) if self.has_outcomes => outcome(&mut fields, time_ns, &mut self.bucket)?,
             _ => None,
         };
         found.push(time_ns, disk, op, offset, length)?;
-        match (told, &mut found.outcomes) {
-            (Some(told), Some(outcomes)) => outcomes.push(found.line, told),
+        match (parsed, &mut found.outcomes) {
+            (Some(parsed), Some(outcomes)) => outcomes.push(found.line, parsed),
             _ => Ok(()),
         }
     }

@@ -63,15 +63,15 @@ impl<O: OptionSelection> ConfigKeyArgs<O> {
         &self,
         config: &mut ConfigWithOrigins<T>,
         directory: &Path,
-        which: impl Fn(&str) -> bool,
+        is_included: impl Fn(&str) -> bool,
     ) -> Result<(), ConfigError> {
-        for (name, text) in self.given().filter(|(name, _)| which(name)) {
+        for (name, text) in self.given().filter(|(name, _)| is_included(name)) {
             let Some(key) = T::key(name) else { continue };
-            let place = match key.value {
+            let origin = match key.value {
                 KeyType::Flag => Origin::new(format!("--{name}")),
                 _ => Origin::option(name, text),
             };
-            config.set(key, text, directory, place)?;
+            config.set(key, text, directory, origin)?;
         }
         Ok(())
     }
@@ -90,11 +90,11 @@ impl<O: OptionSelection<Config = DiskConfig>> ConfigKeyArgs<O> {
     pub fn read_disk(
         &self,
         disk: &mut ConfigWithOrigins<DiskConfig>,
-        which: impl Fn(&str) -> bool,
+        is_included: impl Fn(&str) -> bool,
     ) -> Result<Option<ConfigWithOrigins<GroupConfig>>, ConfigError> {
         // Without a group all options apply to the disk itself.
         let Some(name) = self.value("group") else {
-            self.read_into(disk, Path::new(""), which)?;
+            self.read_into(disk, Path::new(""), is_included)?;
             return Ok(None);
         };
         let config = GroupConfig { name: name.to_owned(), ..GroupConfig::default() };
@@ -102,7 +102,7 @@ impl<O: OptionSelection<Config = DiskConfig>> ConfigKeyArgs<O> {
         // The weight is the disk's share within the group, so it stays with the disk.
         let is_of_group = |key: &str| GroupConfig::key(key).is_some() && !["group", "weight"].contains(&key);
         self.read_into(&mut group, Path::new(""), is_of_group)?;
-        self.read_into(disk, Path::new(""), |key| which(key) && !is_of_group(key))?;
+        self.read_into(disk, Path::new(""), |key| is_included(key) && !is_of_group(key))?;
         Ok(Some(group))
     }
 }

@@ -20,9 +20,9 @@ pub fn disk_from_json(
     name: &str,
     keys: &Map<String, Value>,
     directory: &Path,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> Option<ConfigWithOrigins<DiskConfig>> {
-    parsed("disk", name, keys, directory, mistakes)?.disks.pop()
+    parsed("disk", name, keys, directory, diagnostics)?.disks.pop()
 }
 
 /// Reads the group `name` with these keys, and checks its own rules. Returns `None` if a mistake
@@ -30,14 +30,14 @@ pub fn disk_from_json(
 pub fn group_from_json(
     name: &str,
     keys: &Map<String, Value>,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> Option<ConfigWithOrigins<GroupConfig>> {
-    let group = parsed("group", name, keys, Path::new(""), mistakes)?.groups.pop()?;
+    let group = parsed("group", name, keys, Path::new(""), diagnostics)?.groups.pop()?;
     // For disks `CheckedDisk::new` checks the name.
-    mistakes
+    diagnostics
         .ok_or_report(crate::check::check_object_name(name).map_err(|rule| group.own_origin().error(rule)));
-    group.judge(mistakes);
-    (mistakes.count() == 0).then_some(group)
+    group.check_rules(diagnostics);
+    (diagnostics.count() == 0).then_some(group)
 }
 
 fn parsed(
@@ -45,22 +45,22 @@ fn parsed(
     name: &str,
     keys: &Map<String, Value>,
     directory: &Path,
-    mistakes: &Diagnostics,
+    diagnostics: &Diagnostics,
 ) -> Option<ParsedConfig> {
     // Quoting prevents injection: a name or value cannot end its string or start another table.
     let mut text = format!("[{kind}.{}]\n", quoted(name));
     for (key, value) in keys {
         match to_toml(value) {
             Ok(value) => text += &format!("{} = {value}\n", quoted(key)),
-            Err(rule) => mistakes.report(Origin::new(format!("{kind}.{name}.{key}")).error(rule)),
+            Err(rule) => diagnostics.report(Origin::new(format!("{kind}.{name}.{key}")).error(rule)),
         }
     }
     // Values without a TOML form: parsing the rest would report consequences.
-    if mistakes.count() > 0 {
+    if diagnostics.count() > 0 {
         return None;
     }
-    let draft = parse_with_options("", &text, directory, &ConfigWithOrigins::default(), mistakes);
-    (mistakes.count() == 0).then_some(draft)
+    let config = parse_with_options("", &text, directory, &ConfigWithOrigins::default(), diagnostics);
+    (diagnostics.count() == 0).then_some(config)
 }
 
 /// Converts a value to TOML in one line.
@@ -98,11 +98,11 @@ mod tests {
     use crate::KeyTable as _;
 
     fn disk(keys: &Value) -> Result<ConfigWithOrigins<DiskConfig>, Vec<String>> {
-        let mistakes = Diagnostics::default();
+        let diagnostics = Diagnostics::default();
         let keys = keys.as_object().expect("an object");
-        let disk = disk_from_json("vm1", keys, Path::new("/images"), &mistakes);
+        let disk = disk_from_json("vm1", keys, Path::new("/images"), &diagnostics);
         let all =
-            mistakes.finish(disk).map_err(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>());
+            diagnostics.finish(disk).map_err(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>());
         Ok(all?.expect("no mistakes"))
     }
 
@@ -125,28 +125,28 @@ mod tests {
 
     #[test]
     fn all_mistakes_are_reported_by_key() {
-        let wrong =
+        let errors =
             disk(&json!({ "image": "a", "cach": "none", "weight": "x", "export": [{ "type": "usb" }] }));
         let expect = [
             "disk.vm1.weight = \"x\": is not a whole number",
             "disk.vm1.export[0].type = \"usb\": is not an export type",
             "disk.vm1.cach: unknown key (did you mean \"cache\"?)",
         ];
-        let wrong = wrong.expect_err("three mistakes");
-        assert_eq!(wrong.len(), expect.len(), "{wrong:?}");
-        for (wrong, expect) in wrong.iter().zip(expect) {
-            assert!(wrong.starts_with(expect), "{wrong}");
+        let errors = errors.expect_err("three mistakes");
+        assert_eq!(errors.len(), expect.len(), "{errors:?}");
+        for (error, expect) in errors.iter().zip(expect) {
+            assert!(error.starts_with(expect), "{error}");
         }
-        assert!(disk(&json!({ "image": null })).is_err_and(|wrong| wrong[0].contains("vm1.image: is null")));
-        assert!(disk(&json!({})).is_err_and(|wrong| wrong[0].contains("no image")));
+        assert!(disk(&json!({ "image": null })).is_err_and(|errors| errors[0].contains("vm1.image: is null")));
+        assert!(disk(&json!({})).is_err_and(|errors| errors[0].contains("no image")));
     }
 
     #[test]
     fn names_cannot_inject_tables() {
-        let mistakes = Diagnostics::default();
+        let diagnostics = Diagnostics::default();
         let keys = json!({ "image = \"x\"\n[daemon]": 1 });
-        let read = disk_from_json("a]\n[b", keys.as_object().expect("an object"), Path::new(""), &mistakes);
-        assert!(read.is_none() && mistakes.count() > 0);
+        let read = disk_from_json("a]\n[b", keys.as_object().expect("an object"), Path::new(""), &diagnostics);
+        assert!(read.is_none() && diagnostics.count() > 0);
         let group = group_from_json("a]\n[b", &Map::new(), &Diagnostics::default());
         assert!(group.is_none(), "a name has no control characters");
     }

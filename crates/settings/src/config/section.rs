@@ -22,24 +22,24 @@ pub(super) struct ConfigText<'a> {
     name: &'a str,
     text: &'a str,
     line_starts: Vec<usize>,
-    pub(super) mistakes: &'a Diagnostics,
+    pub(super) diagnostics: &'a Diagnostics,
 }
 
 impl<'a> ConfigText<'a> {
-    pub(super) fn new(name: &'a str, text: &'a str, mistakes: &'a Diagnostics) -> Self {
+    pub(super) fn new(name: &'a str, text: &'a str, diagnostics: &'a Diagnostics) -> Self {
         // Line numbers are found by binary search: files may have 100,000 disks.
         let line_starts = text.match_indices('\n').map(|(at, _)| at + 1).collect();
-        Self { name, text, line_starts, mistakes }
+        Self { name, text, line_starts, diagnostics }
     }
 
     /// Origin for a position in the text. A text without a name was generated, so its line numbers
     /// mean nothing to the user.
-    pub(super) fn place(&self, position: usize, what: impl fmt::Display) -> Origin {
+    pub(super) fn origin(&self, position: usize, key: impl fmt::Display) -> Origin {
         if self.name.is_empty() {
-            return Origin::new(what.to_string());
+            return Origin::new(key.to_string());
         }
         let line = 1 + self.line_starts.partition_point(|&start| start <= position);
-        Origin::at_line(line, format!("{}:{line}: {what}", self.name))
+        Origin::at_line(line, format!("{}:{line}: {key}", self.name))
     }
 
     fn excerpt(&self, span: Range<usize>) -> Cow<'a, str> {
@@ -59,7 +59,7 @@ pub(super) struct TomlSection<'a> {
     /// Full name of the table; empty for the whole file.
     path: String,
     table: &'a DeTable<'a>,
-    place: Origin,
+    origin: Origin,
     requested: RefCell<Vec<&'static str>>,
 }
 
@@ -76,13 +76,13 @@ impl<'a> TomlSection<'a> {
             source,
             path: String::new(),
             table,
-            place: Origin::new(source.name),
+            origin: Origin::new(source.name),
             requested: RefCell::default(),
         }
     }
 
-    pub(super) fn place(&self) -> &Origin {
-        &self.place
+    pub(super) fn origin(&self) -> &Origin {
+        &self.origin
     }
 
     fn path_of(&self, key: &str) -> String {
@@ -114,7 +114,7 @@ impl<'a> TomlSection<'a> {
         let section = |(key, value): (&'a TomlSpanned<Cow<'a, str>>, &'a TomlSpanned<DeValue<'a>>)| {
             let path = self.path_of(key.get_ref());
             let section = TomlEntry { source: self.source, path, value, key: key.span() }.section()?;
-            Some((Spanned::new(key.get_ref().clone().into_owned(), section.place.clone()), section))
+            Some((Spanned::new(key.get_ref().clone().into_owned(), section.origin.clone()), section))
         };
         entries.into_iter().filter_map(section).collect()
     }
@@ -139,7 +139,7 @@ impl<'a> TomlSection<'a> {
         let is_decimal = |integer: &DeInteger<'_>| integer.radix() == 10;
         if entry.value.get_ref().as_integer().is_some_and(|integer| !is_decimal(integer)) {
             let rule = "is not a decimal number (write it as text, such as \"0660\")";
-            return self.ok_or_report(Err(entry.place().error(rule)));
+            return self.ok_or_report(Err(entry.origin().error(rule)));
         }
         self.ok_or_report(entry.parse(parser))
     }
@@ -147,11 +147,11 @@ impl<'a> TomlSection<'a> {
     /// Parses `true` or `false`.
     pub(super) fn flag(&self, key: &'static str) -> Option<Spanned<bool>> {
         let entry = self.request(key)?;
-        let place = entry.place();
+        let origin = entry.origin();
         match entry.value.get_ref().as_bool() {
-            Some(value) => Some(Spanned::new(value, place)),
+            Some(value) => Some(Spanned::new(value, origin)),
             None => {
-                self.report(place.error("is not a flag; write true or false"));
+                self.report(origin.error("is not a flag; write true or false"));
                 None
             }
         }
@@ -181,7 +181,7 @@ impl<'a> TomlSection<'a> {
         let Some(array) = entry.value.get_ref().as_array() else { return vec![entry] };
         // Rejected: an empty list may be meant as "none" or as "the default".
         if array.is_empty() {
-            self.report(entry.place().error("is empty (remove the key, or set a value)"));
+            self.report(entry.origin().error("is empty (remove the key, or set a value)"));
         }
         let item = |(index, value): (usize, &'a TomlSpanned<DeValue<'a>>)| TomlEntry {
             source: self.source,
@@ -192,68 +192,68 @@ impl<'a> TomlSection<'a> {
         array.iter().enumerate().map(item).collect()
     }
 
-    pub(super) fn report(&self, wrong: ConfigError) {
-        self.source.mistakes.report(wrong);
+    pub(super) fn report(&self, error: ConfigError) {
+        self.source.diagnostics.report(error);
     }
 
     pub(super) fn ok_or_report<T>(&self, result: Result<T, ConfigError>) -> Option<T> {
-        self.source.mistakes.ok_or_report(result)
+        self.source.diagnostics.ok_or_report(result)
     }
 
     /// Reads a whole table and reports unknown keys. `None` if the table has a mistake.
     pub(super) fn read_all<T>(&self, read: impl FnOnce() -> Option<T>) -> Option<T> {
-        let mistakes = self.source.mistakes;
+        let diagnostics = self.source.diagnostics;
         // Counts instead of checking the result: a mistake may be recorded while a value is
         // returned.
-        let before = mistakes.count();
+        let before = diagnostics.count();
         let value = read();
         self.report_unknown_keys();
-        value.filter(|_| mistakes.count() == before)
+        value.filter(|_| diagnostics.count() == before)
     }
 
     /// Reports keys that were not requested.
     pub(super) fn report_unknown_keys(&self) {
-        let asked = self.requested.borrow();
-        for key in self.table.keys().filter(|key| !asked.contains(&key.get_ref().as_ref())) {
-            if self.source.mistakes.is_full() {
+        let requested = self.requested.borrow();
+        for key in self.table.keys().filter(|key| !requested.contains(&key.get_ref().as_ref())) {
+            if self.source.diagnostics.is_full() {
                 break;
             }
-            self.report(self.unknown_key_error(key, &asked));
+            self.report(self.unknown_key_error(key, &requested));
         }
     }
 
     fn unknown_key_error(&self, key: &TomlSpanned<Cow<'_, str>>, known: &[&str]) -> ConfigError {
         let name = key.get_ref().as_ref();
-        let place = self.source.place(key.span().start, self.path_of(name));
-        place.error(match suggest::nearest(name, known.iter().copied()) {
-            Some(near) => format!("unknown key (did you mean {near:?}?)"),
+        let origin = self.source.origin(key.span().start, self.path_of(name));
+        origin.error(match suggest::nearest(name, known.iter().copied()) {
+            Some(nearest) => format!("unknown key (did you mean {nearest:?}?)"),
             None => format!("unknown key; known are {}", known.join(", ")),
         })
     }
 
     /// Returns a required value, or reports that it is missing, or that a misspelt key is probably
     /// meant.
-    pub(super) fn require<T>(&self, key: &str, said: Option<T>, rule: impl Into<String>) -> Option<T> {
-        if said.is_none() && !self.table.contains_key(key) {
-            let asked = self.requested.borrow();
+    pub(super) fn require<T>(&self, key: &str, value: Option<T>, rule: impl Into<String>) -> Option<T> {
+        if value.is_none() && !self.table.contains_key(key) {
+            let requested = self.requested.borrow();
             // A misspelt key is reported as such; "missing" would be confusing beside it.
-            let slip = |found: &&TomlSpanned<Cow<'_, str>>| {
+            let is_misspelling = |found: &&TomlSpanned<Cow<'_, str>>| {
                 let name = found.get_ref().as_ref();
-                !asked.contains(&name) && suggest::nearest(name, [key]).is_some()
+                !requested.contains(&name) && suggest::nearest(name, [key]).is_some()
             };
-            self.report(match self.table.keys().filter(slip).min_by_key(|found| found.span().start) {
+            self.report(match self.table.keys().filter(is_misspelling).min_by_key(|found| found.span().start) {
                 Some(found) => self.unknown_key_error(found, &[key]),
-                None => self.place.error(rule),
+                None => self.origin.error(rule),
             });
         }
-        said
+        value
     }
 }
 
 impl<'a> TomlEntry<'a> {
-    fn place(&self) -> Origin {
+    fn origin(&self) -> Origin {
         let shown = self.source.excerpt(self.value.span());
-        self.source.place(self.key.start, format_args!("{} = {shown}", self.path))
+        self.source.origin(self.key.start, format_args!("{} = {shown}", self.path))
     }
 
     /// Converts to a table, or reports that it is none.
@@ -269,15 +269,15 @@ impl<'a> TomlEntry<'a> {
     /// Converts to a table, or reports the rule.
     pub(super) fn section_or(self, rule: impl Into<String>) -> Option<TomlSection<'a>> {
         let Some(table) = self.value.get_ref().as_table() else {
-            self.source.mistakes.report(self.place().error(rule));
+            self.source.diagnostics.report(self.origin().error(rule));
             return None;
         };
-        let place = self.source.place(self.key.start, &self.path);
+        let origin = self.source.origin(self.key.start, &self.path);
         Some(TomlSection {
             source: self.source,
             path: self.path,
             table,
-            place,
+            origin,
             requested: RefCell::default(),
         })
     }
@@ -288,32 +288,32 @@ impl<'a> TomlEntry<'a> {
         parser: impl FnOnce(&str) -> Result<T, String>,
     ) -> Result<Spanned<T>, ConfigError> {
         let Some(on) = self.value.get_ref().as_bool() else { return self.parse(parser) };
-        let place = self.place();
-        let value = parser(if on { "on" } else { "off" }).map_err(|rule| place.error(rule))?;
-        Ok(Spanned::new(value, place))
+        let origin = self.origin();
+        let value = parser(if on { "on" } else { "off" }).map_err(|rule| origin.error(rule))?;
+        Ok(Spanned::new(value, origin))
     }
 
     /// Parses the text that an option would have.
     fn parse<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Spanned<T>, ConfigError> {
-        let place = self.place();
+        let origin = self.origin();
         // The TOML parser keeps the notation of numbers, so no precision is lost here.
         let text = match self.value.get_ref() {
             DeValue::String(text) => Cow::Borrowed(text.as_ref()),
             DeValue::Integer(integer) if integer.radix() == 10 => Cow::Borrowed(integer.as_str()),
             DeValue::Integer(integer) => match u64::from_str_radix(integer.as_str(), integer.radix()) {
                 Ok(value) => Cow::Owned(value.to_string()),
-                Err(_) => return Err(place.error("is too large (write a smaller number)")),
+                Err(_) => return Err(origin.error("is too large (write a smaller number)")),
             },
             DeValue::Float(float) => Cow::Borrowed(float.as_str()),
             other => {
                 let kind = other.type_str();
                 let article = if kind.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
-                let one = if kind == "array" { " (write one, without brackets)" } else { "" };
+                let advice = if kind == "array" { " (write one, without brackets)" } else { "" };
                 return Err(
-                    place.error(format!("is {article} {kind}; a string or a number is required{one}"))
+                    origin.error(format!("is {article} {kind}; a string or a number is required{advice}"))
                 );
             }
         };
-        parser(&text).map(|value| Spanned::new(value, place.clone())).map_err(|rule| place.error(rule))
+        parser(&text).map(|value| Spanned::new(value, origin.clone())).map_err(|rule| origin.error(rule))
     }
 }

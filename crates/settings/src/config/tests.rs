@@ -20,8 +20,8 @@ use crate::{
 
 /// Plan of a file that all tests call `/etc/weir/weir.toml`, by its base name.
 fn plan_with(text: &str, inherited: usize) -> Result<DesiredState, String> {
-    let draft = parse("weir.toml", text, Path::new("/etc/weir"));
-    draft.and_then(|draft| DesiredState::new(draft, inherited)).map_err(|wrong| wrong.to_string())
+    let parsed = parse("weir.toml", text, Path::new("/etc/weir"));
+    parsed.and_then(|parsed| DesiredState::new(parsed, inherited)).map_err(|error| error.to_string())
 }
 
 fn plan(text: &str) -> DesiredState {
@@ -306,26 +306,26 @@ fn endpoints_are_checked_against_each_other() {
         "tls = \"on\"\ntls-psk = \"k\"\ntls-verify-peer = true",
         "has no effect with tls-psk (the keys verify clients)",
     );
-    let own = "[disk.a]\nimage = \"null:1\"\nexport = { type = \"nbd\", listen = \"h:1\" }\n";
+    let with_export = "[disk.a]\nimage = \"null:1\"\nexport = { type = \"nbd\", listen = \"h:1\" }\n";
     check(
-        &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
+        &format!("[daemon]\nnbd = \"h:2\"\n{with_export}"),
         "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk has its own exports (remove it)",
     );
     // Disks may come from other hosts of a cluster, and the last disk may leave.
-    for disks in ["", own] {
+    for disks in ["", with_export] {
         let cluster = format!("[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{disks}");
         let endpoints =
             |plan: DesiredState| plan.servers.into_iter().map(|server| server.endpoint).collect::<Vec<_>>();
         let at = |address: &str| ListenEndpoint::Address(address.parse().unwrap());
-        let own: Vec<_> = (!disks.is_empty()).then(|| at("h:1")).into_iter().collect();
-        let said = plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{cluster}"), 0).unwrap();
-        assert_eq!(endpoints(said), [vec![at("h:2")], own.clone()].concat());
+        let expected: Vec<_> = (!disks.is_empty()).then(|| at("h:1")).into_iter().collect();
+        let configured = plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{cluster}"), 0).unwrap();
+        assert_eq!(endpoints(configured), [vec![at("h:2")], expected.clone()].concat());
         let passed = plan_with(&cluster, 2).unwrap();
-        assert_eq!(endpoints(passed), [vec![ListenEndpoint::Inherited], own.clone()].concat());
-        assert_eq!(endpoints(plan_with(&cluster, 0).unwrap()), own);
+        assert_eq!(endpoints(passed), [vec![ListenEndpoint::Inherited], expected.clone()].concat());
+        assert_eq!(endpoints(plan_with(&cluster, 0).unwrap()), expected);
     }
     assert_eq!(
-        plan_with(own, 2).unwrap_err(),
+        plan_with(with_export, 2).unwrap_err(),
         "LISTEN_FDS: sockets passed by the service manager (2) are not used, because every disk \
          has its own exports (pass only those that exports use as fd:NAME)"
     );
@@ -337,17 +337,17 @@ fn endpoints_are_checked_against_each_other() {
     assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, ListenEndpoint::Inherited);
     // An endpoint that only explicit exports name serves no other disks, even if it is the default
     // one.
-    let at_standard = own.replace("h:1", "localhost:10809");
-    let silent = disk.replace("disk.a", "disk.b");
+    let at_default = with_export.replace("h:1", "localhost:10809");
+    let without_export = disk.replace("disk.a", "disk.b");
     for (text, inherited, expect) in [
-        (own.to_owned(), 0, vec![None]),
-        (at_standard.clone(), 0, vec![None]),
+        (with_export.to_owned(), 0, vec![None]),
+        (at_default.clone(), 0, vec![None]),
         (disk.to_owned(), 0, vec![Some(false)]),
         (disk.to_owned(), 1, vec![Some(false)]),
-        (format!("{at_standard}{silent}"), 0, vec![Some(false)]),
-        (format!("[daemon]\nnbd = \"h:2\"\n{own}{silent}"), 0, vec![None, Some(false)]),
+        (format!("{at_default}{without_export}"), 0, vec![Some(false)]),
+        (format!("[daemon]\nnbd = \"h:2\"\n{with_export}{without_export}"), 0, vec![None, Some(false)]),
         (
-            format!("[daemon]\nnbd = \"h:2\"\n[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{own}"),
+            format!("[daemon]\nnbd = \"h:2\"\n[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{with_export}"),
             0,
             vec![Some(false), None],
         ),
@@ -400,7 +400,7 @@ fn access_rules_need_a_matching_endpoint_and_tls() {
     let disk = |keys: &str| format!("[disk.vm1]\nimage = \"null:1G\"\n{keys}");
     let daemon = |keys: &str| format!("[daemon]\n{keys}\n{}", disk(""));
     let unix = "nbd = \"unix:s\"\n";
-    let nobody = "no server listens on the network";
+    let no_server = "no server listens on the network";
     for (text, expect) in [
         (
             daemon("allow = \"10.1.0.0/8\""),
@@ -410,10 +410,10 @@ fn access_rules_need_a_matching_endpoint_and_tls() {
             daemon("deny = [\"::1\", \"::1/128\"]"),
             "daemon.deny[1] = \"::1/128\": this network is given twice",
         ),
-        (daemon(&format!("{unix}allow = \"::1\"")), nobody),
-        (daemon(&format!("{unix}max-connections-per-address = 1")), nobody),
-        (disk("allow = \"::1\"\nexport = { type = \"nbd\", listen = \"unix:s\" }"), nobody),
-        (disk("deny = \"::1\"\nexport = { type = \"vhost-user-blk\", listen = \"unix:s\" }"), nobody),
+        (daemon(&format!("{unix}allow = \"::1\"")), no_server),
+        (daemon(&format!("{unix}max-connections-per-address = 1")), no_server),
+        (disk("allow = \"::1\"\nexport = { type = \"nbd\", listen = \"unix:s\" }"), no_server),
+        (disk("deny = \"::1\"\nexport = { type = \"vhost-user-blk\", listen = \"unix:s\" }"), no_server),
         (
             disk("tls-authz = \"a\"\nexport = { type = \"vhost-user-blk\", listen = \"unix:s\" }"),
             "is not used, because the disk is not exported over NBD",
@@ -424,8 +424,8 @@ fn access_rules_need_a_matching_endpoint_and_tls() {
         (daemon("tls = \"on\"\ntls-psk = \"keys\"\ntls-authz = \"a\""), "needs tls = required"),
         (daemon("tls = \"required\"\ntls-certificates = \"p\"\ntls-authz = \"a\""), "needs tls-verify-peer"),
     ] {
-        let said = plan_with(&text, 0).unwrap_err();
-        assert!(said.contains(expect), "{text}: {said}");
+        let error = plan_with(&text, 0).unwrap_err();
+        assert!(error.contains(expect), "{text}: {error}");
     }
     let plan = plan(&format!("[daemon]\n{tls}{}", disk("deny = \"::1\"\ntls-authz = [\"a\", \"b*\"]")));
     assert!(plan.process.access.allows_all() && !plan.disks[0].access.allows_all());

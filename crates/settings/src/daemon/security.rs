@@ -21,8 +21,8 @@ impl ConfigWithOrigins<DaemonConfig> {
             let unused =
                 self.origin_of_given("tls-certificates").or(self.origin_of_given("tls-psk")).or(verify_peer);
             return match unused {
-                Some(place) => {
-                    Err(place.error("is not used, because tls is off (set tls to on or required)"))
+                Some(origin) => {
+                    Err(origin.error("is not used, because tls is off (set tls to on or required)"))
                 }
                 None => Ok(TlsConfig::Off),
             };
@@ -37,8 +37,8 @@ impl ConfigWithOrigins<DaemonConfig> {
                 verify_peer: self.tls_verify_peer,
             },
             (None, Some(keys)) => match verify_peer {
-                Some(place) => {
-                    return Err(place.error("has no effect with tls-psk (the keys verify clients)"));
+                Some(origin) => {
+                    return Err(origin.error("has no effect with tls-psk (the keys verify clients)"));
                 }
                 None => TlsCredentialFiles::PreShared(keys.clone()),
             },
@@ -60,7 +60,7 @@ impl ConfigWithOrigins<DaemonConfig> {
         let Some(page) = self.page() else {
             let unused = self.origin_of_given("http-token-file").or(self.origin_of_given("http-name"));
             let rule = "is not used, because there is no page (set http too)";
-            return unused.map_or(Ok(()), |place| Err(place.error(rule)));
+            return unused.map_or(Ok(()), |origin| Err(origin.error(rule)));
         };
         // Reading the page without encryption is allowed; sending a token is not.
         if page.token_file.is_some() && !page.is_local() && !page.is_encrypted(tls) {

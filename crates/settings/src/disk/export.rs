@@ -30,16 +30,16 @@ impl ExportConfig {
     /// Resolves relative paths against `directory`.
     #[must_use]
     pub fn relative_to(mut self, directory: &Path) -> Self {
-        let whole = |path: &mut PathBuf| *path = directory.join(&*path);
+        let make_absolute = |path: &mut PathBuf| *path = directory.join(&*path);
         match &mut self {
             Self::Nbd(NbdExportConfig {
                 listen: ListenEndpoint::Address(ListenAddress::Unix(path)), ..
-            }) => whole(path),
+            }) => make_absolute(path),
             Self::Target(ExportTarget::VhostUserBlk(VhostUserBlkConfig {
                 socket: VhostUserSocket::Path(path),
                 ..
-            })) => whole(path),
-            Self::Target(ExportTarget::Fuse(fuse)) => whole(&mut fuse.file),
+            })) => make_absolute(path),
+            Self::Target(ExportTarget::Fuse(fuse)) => make_absolute(&mut fuse.file),
             // TCP addresses, passed sockets and device numbers have no path.
             Self::Nbd(_) | Self::Target(_) => {}
         }

@@ -94,8 +94,8 @@ fn allow_other() -> KeyField<FuseConfig> {
             Ok(())
         },
         |fuse| {
-            let word = fuse.allow_other.map_or("auto", |on| if on { "on" } else { "off" });
-            Some(KeyLiteral::Text(word.to_owned()))
+            let keyword = fuse.allow_other.map_or("auto", |on| if on { "on" } else { "off" });
+            Some(KeyLiteral::Text(keyword.to_owned()))
         },
     )
 }

@@ -148,8 +148,8 @@ impl KeyTable for VhostUserBlkConfig {
         &KEYS
     }
 
-    fn judge(export: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
-        mistakes.ok_or_report(export.check().map_err(|rule| export.own_origin().error(rule)));
+    fn check_rules(export: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
+        diagnostics.ok_or_report(export.check().map_err(|rule| export.own_origin().error(rule)));
     }
 }
 
@@ -266,7 +266,7 @@ fn parse_serial(text: &str) -> Result<String, String> {
     if text.len() > MAX_SERIAL_BYTES {
         return Err(format!("is {} bytes long; a serial number has at most {MAX_SERIAL_BYTES}", text.len()));
     }
-    if text.chars().any(|letter| letter.is_control() || letter == ',') {
+    if text.chars().any(|character| character.is_control() || character == ',') {
         return Err("has a comma or a control character (remove it)".to_owned());
     }
     Ok(text.to_owned())
@@ -290,8 +290,8 @@ mod tests {
         assert!(short.read_only && short.client);
         let of_file: VhostUserBlkConfig = "unix:/s,discard=false,read-only=true".parse().unwrap();
         assert!(of_file.read_only && !of_file.discard);
-        let standard: VhostUserBlkConfig = "unix:/s".parse().unwrap();
-        assert!(standard.discard && standard.write_zeroes && !standard.read_only && !standard.client);
+        let plain: VhostUserBlkConfig = "unix:/s".parse().unwrap();
+        assert!(plain.discard && plain.write_zeroes && !plain.read_only && !plain.client);
     }
 
     #[test]

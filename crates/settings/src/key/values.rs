@@ -212,8 +212,8 @@ impl ConfigValue for ImageLocation {
     fn write(&self) -> KeyLiteral {
         let text = self.to_string();
         // Compares the parsed value: `memory:1G` as a path would parse as memory.
-        let is_plain = text.parse::<Self>().is_ok_and(|read| read == *self);
-        KeyLiteral::Text(if is_plain { text } else { format!("file:{text}") })
+        let is_unambiguous = text.parse::<Self>().is_ok_and(|read| read == *self);
+        KeyLiteral::Text(if is_unambiguous { text } else { format!("file:{text}") })
     }
 }
 

@@ -195,9 +195,9 @@ mod tests {
         let (_directory, store) = store();
         assert_eq!(store.load("serial a/b").unwrap(), None);
         store.save(&record("serial a/b")).unwrap();
-        let again = CapacityRecord { time: 6, ..record("serial a/b") };
-        let path = store.save(&again).unwrap();
-        assert_eq!(store.load("serial a/b").unwrap(), Some(again));
+        let newer = CapacityRecord { time: 6, ..record("serial a/b") };
+        let path = store.save(&newer).unwrap();
+        assert_eq!(store.load("serial a/b").unwrap(), Some(newer));
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing is left beside it");
         let (capacity, time_s) = store.measured("serial a/b").unwrap();
         assert_eq!((capacity.write_bps, time_s), (4, 6));

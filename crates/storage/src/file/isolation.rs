@@ -148,13 +148,13 @@ impl FileIsolation {
 
     async fn call_with_permit<T: Send + 'static>(
         &self,
-        turns: &Arc<OperationPermits>,
+        permits: &Arc<OperationPermits>,
         fd: &Fd,
         call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let fd = fd.clone();
         self.unless_abandoned(async {
-            let permit = turns.acquire().await;
+            let permit = permits.acquire().await;
             reactor::run_blocking(move || {
                 // The permit moves to the thread: after `abandon` the call still occupies it.
                 let _permit = permit;
@@ -177,7 +177,7 @@ impl FileIsolation {
 
     async fn unless_abandoned<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         // Listens before checking the flag, or a notification in between would be missed.
-        let mut given_up = pin!(self.abandoned.listen());
+        let mut abandonment = pin!(self.abandoned.listen());
         if self.is_abandoned() {
             return Err(Error::TIMED_OUT);
         }
@@ -185,7 +185,7 @@ impl FileIsolation {
         // The work is polled first: a result that is ready wins over `abandon`.
         poll_fn(|context| match work.as_mut().poll(context) {
             Poll::Ready(result) => Poll::Ready(result),
-            Poll::Pending => given_up.as_mut().poll(context).map(|()| Err(Error::TIMED_OUT)),
+            Poll::Pending => abandonment.as_mut().poll(context).map(|()| Err(Error::TIMED_OUT)),
         })
         .await
     }
@@ -202,25 +202,25 @@ mod tests {
     fn ping_succeeds_while_all_call_slots_are_busy() {
         run(PollingMode::Off, async {
             let file = tempfile::tempfile().expect("there is room");
-            let lane = std::rc::Rc::new(FileIsolation::for_file(&file, false));
+            let isolation = std::rc::Rc::new(FileIsolation::for_file(&file, false));
             let fd = Fd::from(file);
             let (mut ends, mut tasks) = (Vec::new(), Vec::new());
             for _ in 0..CALLS {
-                let (end, ended) = mpsc::channel::<()>();
-                let (lane, fd) = (std::rc::Rc::clone(&lane), fd.clone());
-                ends.push(end);
+                let (end_sender, end_receiver) = mpsc::channel::<()>();
+                let (isolation, fd) = (std::rc::Rc::clone(&isolation), fd.clone());
+                ends.push(end_sender);
                 tasks.push(spawn_joinable(async move {
-                    lane.call(&fd, move |_| {
-                        let _ = ended.recv();
+                    isolation.call(&fd, move |_| {
+                        let _ = end_receiver.recv();
                         Ok(())
                     })
                     .await
                 }));
             }
-            while lane.call_slots.free() > 0 {
+            while isolation.call_slots.free() > 0 {
                 yield_now().await;
             }
-            assert_eq!(lane.ping(&fd, |_| Ok(7)).await, Ok(7));
+            assert_eq!(isolation.ping(&fd, |_| Ok(7)).await, Ok(7));
             drop(ends);
             for task in tasks {
                 assert_eq!(task.await, Ok(()));

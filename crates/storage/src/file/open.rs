@@ -72,18 +72,18 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(FileStorage, f
     own_mounts::check_path(path, &name)?;
     // Before opening: opening a FIFO would wait for its other end.
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
-    let mut how = fs::OpenOptions::new();
-    how.read(true).write(!options.read_only);
+    let mut open_options = fs::OpenOptions::new();
+    open_options.read(true).write(!options.read_only);
     let passed = options.passed.as_ref().filter(|_| !options.read_only);
     let found = passed.map(|passed| passed.claim_file(path, &name, options.cache.is_direct())).transpose()?;
     let (found, buffered) = match found.flatten() {
         Some((main, buffered)) => (Some(main), buffered),
-        None => (None, how.open(path).map_err(|error| failed(&error))?),
+        None => (None, open_options.open(path).map_err(|error| failed(&error))?),
     };
     let passed = passed.filter(|_| found.is_some()).cloned();
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
     let (main, alignment) = if options.cache.is_direct() {
-        open_direct(path, found, &name, &how, kind, options)?
+        open_direct(path, found, &name, &open_options, kind, options)?
     } else {
         let main = found.map_or_else(|| buffered.try_clone(), Ok).map_err(|error| failed(&error))?;
         (main, Alignment::NONE)
@@ -106,10 +106,10 @@ fn open_descriptor(
         return lock_and_measure(name, kind, (main, Alignment::NONE), buffered, None, options);
     }
     // O_DIRECT is not set on it by fcntl: its flags are shared with the process that passed it.
-    let again = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
-    let mut how = fs::OpenOptions::new();
-    how.read(true).write(!options.read_only);
-    let direct = open_direct(Path::new(&again), None, &name, &how, kind, options);
+    let descriptor_path = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
+    let mut open_options = fs::OpenOptions::new();
+    open_options.read(true).write(!options.read_only);
+    let direct = open_direct(Path::new(&descriptor_path), None, &name, &open_options, kind, options);
     let direct = direct.map_err(|error| {
         let why = format!("cannot be opened again for cache={}: {}", options.cache, error.why);
         OpenError::new(&name, why, "let weir open the file itself, or use writeback, writethrough or unsafe")
@@ -129,11 +129,11 @@ fn lock_and_measure(
     // Checked again: the path may have changed between the first check and the open.
     own_mounts::check(&main, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
-    let wanted = lock::LockMode::new(options.read_only, options.force_share);
+    let lock_mode = lock::LockMode::new(options.read_only, options.force_share);
     // A passed file is locked already; locking it again through the same open file changes nothing.
     let locked = || FileIdentity::of_open(&main).map(|file| file.to_string().into());
     let is_protected = options.handover
-        || lock::acquire(&main, &name, wanted).map_err(|error| OpenError { locked: locked(), ..error })?;
+        || lock::acquire(&main, &name, lock_mode).map_err(|error| OpenError { locked: locked(), ..error })?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
     if size_bytes == 0 && !(options.may_be_empty && kind == FileKind::Regular) {
         return Err(empty(name, kind));
@@ -143,15 +143,15 @@ fn lock_and_measure(
         FileKind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
     };
     let status = buffered.metadata().map_err(|error| failed(&error))?;
-    let (lane, ending) =
+    let (isolation, ending) =
         (Arc::new(FileIsolation::for_file(&buffered, kind == FileKind::BlockDevice)), FileCloser::new());
     let syncs = Syncs::new(name.clone(), !options.cache.is_direct());
-    let again = buffered.try_clone().map_err(|error| failed(&error))?;
+    let buffered_fd = buffered.try_clone().map_err(|error| failed(&error))?;
     let fd = Fd::with_close_hook(main, Arc::clone(&ending) as _);
     let file = FileStorage {
-        buffered: Fd::with_close_hook(again, Arc::new(BufferedCloser { _main: fd.clone() })),
+        buffered: Fd::with_close_hook(buffered_fd, Arc::new(BufferedCloser { _main: fd.clone() })),
         fd,
-        lane,
+        isolation,
         syncs,
         kind,
         identity: FileIdentity::from_numbers(
@@ -184,7 +184,7 @@ fn open_direct(
     path: &Path,
     passed: Option<fs::File>,
     name: &str,
-    how: &fs::OpenOptions,
+    open_options: &fs::OpenOptions,
     kind: FileKind,
     options: &FileOptions,
 ) -> Result<(fs::File, Alignment), OpenError> {
@@ -195,7 +195,7 @@ fn open_direct(
             "use writeback, writethrough or unsafe",
         )
     };
-    let open = || how.clone().custom_flags(libc::O_DIRECT).open(path);
+    let open = || open_options.clone().custom_flags(libc::O_DIRECT).open(path);
     let file = match passed.map_or_else(open, Ok) {
         Ok(file) => file,
         // The file opened without O_DIRECT before, so EINVAL can only mean the flag.
@@ -209,7 +209,7 @@ fn open_direct(
 fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<FileKind, OpenError> {
     let kind = metadata.file_type();
     match not_an_image(kind) {
-        Some(what) => Err(OpenError::new(name, what, KINDS)),
+        Some(reason) => Err(OpenError::new(name, reason, KINDS)),
         None if kind.is_block_device() => Ok(FileKind::BlockDevice),
         None => Ok(FileKind::Regular),
     }

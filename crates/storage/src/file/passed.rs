@@ -82,10 +82,10 @@ impl PassedFiles {
     /// Announces that this process is about to open an image as this client of its cluster.
     pub(crate) fn announce_client(&self, client: u64) {
         let mut announce = self.announce();
-        if let Some(hears) = &announce.callback
+        if let Some(callback) = &announce.callback
             && !announce.announced.contains(&client)
         {
-            hears(client);
+            callback(client);
             announce.announced.insert(client);
         }
     }
@@ -96,8 +96,8 @@ impl PassedFiles {
 
     /// Removes this RBD image and returns true if the other process has it open; then it is opened
     /// without its lock.
-    pub(crate) fn claim_image(&self, what: &str) -> bool {
-        self.0.images.lock().unwrap_or_else(PoisonError::into_inner).remove(what)
+    pub(crate) fn claim_image(&self, key: &str) -> bool {
+        self.0.images.lock().unwrap_or_else(PoisonError::into_inner).remove(key)
     }
 
     /// Records that the other process does not resume: from now on this process owns the locks, and
@@ -127,10 +127,10 @@ impl PassedFiles {
         name: &str,
         direct: bool,
     ) -> Result<Option<(fs::File, fs::File)>, OpenError> {
-        let Some(wanted) = FileIdentity::of_path(path) else { return Ok(None) };
+        let Some(identity) = FileIdentity::of_path(path) else { return Ok(None) };
         let mut files = self.lock();
-        let is_it = |file: &PassedFile| FileIdentity::of_open(&file.buffered) == Some(wanted);
-        let Some(at) = files.iter().position(is_it) else { return Ok(None) };
+        let is_same_file = |file: &PassedFile| FileIdentity::of_open(&file.buffered) == Some(identity);
+        let Some(at) = files.iter().position(is_same_file) else { return Ok(None) };
         let is_direct = flags(&files[at].main).is_some_and(|flags| flags.contains(OFlag::O_DIRECT));
         let is_writable =
             flags(&files[at].buffered).is_some_and(|flags| flags.bits() & libc::O_ACCMODE == libc::O_RDWR);

@@ -38,7 +38,7 @@ impl FileStorage {
             // The file system zeroes the rest of the last page, old or new, in the page cache.
             self.syncs.used_page_cache();
         }
-        match self.lane.call(&self.buffered, move |fd| calls::truncate(fd, size)).await {
+        match self.isolation.call(&self.buffered, move |fd| calls::truncate(fd, size)).await {
             Ok(()) => {
                 self.size_bytes.store(size_bytes, Relaxed);
                 Ok(())

@@ -65,8 +65,8 @@ impl SpaceCount {
 
     /// Begins a count, unless one is in progress.
     fn begin(self: &Arc<Self>) -> Option<SpaceQuery> {
-        let begun = self.state.compare_exchange(IDLE, COUNTING, SeqCst, SeqCst);
-        begun.is_ok().then(|| SpaceQuery(Arc::clone(self)))
+        let previous = self.state.compare_exchange(IDLE, COUNTING, SeqCst, SeqCst);
+        previous.is_ok().then(|| SpaceQuery(Arc::clone(self)))
     }
 
     /// Marks the count in progress as late; does nothing if there is none.
@@ -90,12 +90,12 @@ impl FileStorage {
             if space.is_late() {
                 break;
             }
-            let begun = space.begin();
-            let is_first = begun.is_some();
-            if let Some(count) = begun {
-                let (fd, lane) = (self.buffered.clone(), Arc::clone(&self.lane));
+            let query = space.begin();
+            let is_first = query.is_some();
+            if let Some(count) = query {
+                let (fd, isolation) = (self.buffered.clone(), Arc::clone(&self.isolation));
                 reactor::spawn(async move {
-                    match lane.call(&fd, |fd| calls::allocated_bytes(fd)).await {
+                    match isolation.call(&fd, |fd| calls::allocated_bytes(fd)).await {
                         Ok(bytes) => count.0.set(bytes),
                         Err(error) => tracing::debug!(%error, "the space of a file cannot be counted"),
                     }

@@ -33,7 +33,7 @@ use crate::flushes::Flushes;
 pub(super) struct Syncs {
     /// Path of the file, for the log.
     name: String,
-    turns: Flushes,
+    flushes: Flushes,
     /// True if data of the file may be in the page cache only.
     uses_page_cache: AtomicBool,
     /// Error number of a failed sync; zero if none failed.
@@ -45,7 +45,7 @@ impl Syncs {
     pub(super) fn new(name: String, uses_page_cache: bool) -> Arc<Self> {
         Arc::new(Self {
             name,
-            turns: Flushes::default(),
+            flushes: Flushes::default(),
             uses_page_cache: uses_page_cache.into(),
             lost: AtomicI32::new(0),
             failures: LogRateLimit::default(),
@@ -69,27 +69,27 @@ impl Syncs {
     ///
     /// # Errors
     /// As reported by the kernel. If data may be lost, all later calls fail with the same error.
-    pub(super) async fn run(self: &Arc<Self>, fd: &Fd, lane: &Arc<FileIsolation>) -> Result<()> {
+    pub(super) async fn run(self: &Arc<Self>, fd: &Fd, isolation: &Arc<FileIsolation>) -> Result<()> {
         self.check_lost()?;
         // Counts as a change, so that a sync already in progress does not satisfy this call: it
         // does not cover all of these writes.
-        drop(self.turns.begin_change());
-        let (syncs, fd, lane) = (Arc::clone(self), fd.clone(), Arc::clone(lane));
+        drop(self.flushes.begin_change());
+        let (syncs, fd, isolation) = (Arc::clone(self), fd.clone(), Arc::clone(isolation));
         let task = async move {
-            syncs.turns.run(|| syncs.sync(&fd, &lane)).await?;
+            syncs.flushes.run(|| syncs.sync(&fd, &isolation)).await?;
             syncs.check_lost()
         };
         // Cancelled: the reactor is shutting down and drops its tasks.
         reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn sync(&self, fd: &Fd, lane: &FileIsolation) -> Result<()> {
+    async fn sync(&self, fd: &Fd, isolation: &FileIsolation) -> Result<()> {
         let sync = async |fd: Fd| retried(|| operation::sync(&fd)).await;
-        let result = lane.operate(fd, sync).await;
+        let result = isolation.operate(fd, sync).await;
         if let Err(error) = result
             // After `abandon` the failure is a timeout of the isolation, not an error of the
             // device.
-            && !lane.is_abandoned()
+            && !isolation.is_abandoned()
         {
             self.record_failure(error);
         }
@@ -97,9 +97,9 @@ impl Syncs {
     }
 
     pub(super) fn record_failure(&self, error: Error) {
-        if let Some(left_out) = self.failures.try_log(coarse_now()) {
+        if let Some(suppressed) = self.failures.try_log(coarse_now()) {
             let what = "sync failed: writes since the last one may be lost";
-            tracing::error!(file = self.name, %error, left_out, "{what}");
+            tracing::error!(file = self.name, %error, suppressed, "{what}");
         }
         if self.uses_page_cache.load(SeqCst) {
             self.lost.store(error.errno(), SeqCst);

@@ -42,7 +42,7 @@ fn unsyncable() -> Fd {
 }
 
 async fn sync_that_fails(storage: &FileStorage) -> Result<()> {
-    storage.syncs.run(&unsyncable(), &storage.lane).await
+    storage.syncs.run(&unsyncable(), &storage.isolation).await
 }
 
 #[test]

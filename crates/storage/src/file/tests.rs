@@ -77,8 +77,8 @@ fn permission_error_suggests_read_only() {
 #[test]
 fn emfile_error_suggests_a_higher_limit() {
     let error = std::io::Error::from_raw_os_error(libc::EMFILE);
-    let said = describe("a.raw", &error, false).to_string();
-    assert!(said.contains("`ulimit -n`, or LimitNOFILE="), "{said}");
+    let message = describe("a.raw", &error, false).to_string();
+    assert!(message.contains("`ulimit -n`, or LimitNOFILE="), "{message}");
 }
 
 #[test]

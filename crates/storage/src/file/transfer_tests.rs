@@ -24,17 +24,17 @@ const BYTES: usize = 8192;
 fn with_remote_file<F: Future<Output = ()> + 'static>(test: impl FnOnce(FileStorage) -> F) {
     let file = tempfile::NamedTempFile::new().expect("a temporary file");
     file.as_file().set_len(BYTES as u64).expect("room for a test");
-    let (mut storage, looked_at) = open(file.path(), &FileOptions::default()).expect("opens");
-    storage.lane = Arc::new(FileIsolation::remote(&looked_at));
+    let (mut storage, plain_file) = open(file.path(), &FileOptions::default()).expect("opens");
+    storage.isolation = Arc::new(FileIsolation::remote(&plain_file));
     run(PollingMode::Off, test(storage)).expect("io_uring works on a test machine");
 }
 
 /// Guest memory filled with `byte`.
 fn memory(byte: u8) -> Segments {
     let memory = GuestMemory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
-    let place = memory.range(0, BYTES).expect("inside");
-    place.fill(0, BYTES, byte);
-    place.into()
+    let guest_bytes = memory.range(0, BYTES).expect("inside");
+    guest_bytes.fill(0, BYTES, byte);
+    guest_bytes.into()
 }
 
 /// The kernel may read the memory of a write after the write has failed, when the guest already
@@ -42,7 +42,7 @@ fn memory(byte: u8) -> Segments {
 #[test]
 fn abandonable_files_copy_guest_memory() {
     with_remote_file(|storage| async move {
-        let slots = storage.lane.take_all_slots().await;
+        let slots = storage.isolation.take_all_slots().await;
         let before = guest_copies().count;
         let mut write = Box::pin(storage.write(0, memory(7), Durability::Cached));
         let is_pending = poll_fn(|context| Poll::Ready(write.as_mut().poll(context).is_pending())).await;
@@ -61,15 +61,15 @@ fn write_from_truncated_guest_memory_fails() {
     with_remote_file(|storage| async move {
         let (memory, file) = guest(BYTES);
         file.set_len(0).expect("shrinks");
-        let place = memory.range(0, BYTES).expect("inside");
-        assert_eq!(storage.write(0, place.into(), Durability::Cached).await, Err(Error::FAULT));
+        let guest_bytes = memory.range(0, BYTES).expect("inside");
+        assert_eq!(storage.write(0, guest_bytes.into(), Durability::Cached).await, Err(Error::FAULT));
     });
 }
 
 #[test]
 fn abandoned_write_does_not_reach_the_file() {
     with_remote_file(|storage| async move {
-        let _slots = storage.lane.take_all_slots().await;
+        let _slots = storage.isolation.take_all_slots().await;
         let mut write = Box::pin(storage.write(0, memory(7), Durability::Cached));
         let is_pending = poll_fn(|context| Poll::Ready(write.as_mut().poll(context).is_pending())).await;
         assert!(is_pending);

@@ -102,7 +102,7 @@ impl FileStorage {
             self.syncs.used_page_cache();
         }
         let allocate = async |fd: Fd| retried(|| operation::allocate(&fd, mode, offset, length)).await;
-        match self.lane.operate(&self.fd, allocate).await {
+        match self.isolation.operate(&self.fd, allocate).await {
             Ok(()) => Ok(true),
             Err(error) if is_unsupported(&std::io::Error::from_raw_os_error(error.errno())) => {
                 refused.store(true, Relaxed);

@@ -25,7 +25,7 @@ pub(super) trait ConnectionOwner: Sized + Send + Sync + 'static {
     /// Unique number in this process.
     fn id(&self) -> u64;
     /// Reports that a connection of this session is lost.
-    fn connection_lost(self: &sync::Arc<Self>, session: u64, by: BreakCause, why: &str);
+    fn connection_lost(self: &sync::Arc<Self>, session: u64, cause: BreakCause, why: &str);
 }
 
 /// Cause of a session's end.
@@ -46,7 +46,7 @@ thread_local! {
 
 /// True once in each session: this thread may then try to open its own connection.
 pub(super) fn may_open(link: u64, session: u64) -> bool {
-    TRIED_SESSIONS.with_borrow_mut(|tried| tried.insert(link, session) != Some(session))
+    TRIED_SESSIONS.with_borrow_mut(|tried_sessions| tried_sessions.insert(link, session) != Some(session))
 }
 
 #[derive(Debug)]
@@ -64,10 +64,10 @@ pub(super) struct LocalConnection(Rc<SharedConnection>);
 impl LocalConnection {
     /// The connection of this link and session, if this thread has it.
     pub(super) fn of(link: u64, session: u64) -> Option<Self> {
-        let lane = LOCAL_CONNECTIONS.with_borrow(|here| here.get(&link).and_then(Weak::upgrade))?;
-        (lane.session == session).then(|| {
-            lane.users.set(lane.users.get() + 1);
-            Self(lane)
+        let connection = LOCAL_CONNECTIONS.with_borrow(|connections| connections.get(&link).and_then(Weak::upgrade))?;
+        (connection.session == session).then(|| {
+            connection.users.set(connection.users.get() + 1);
+            Self(connection)
         })
     }
 
@@ -109,13 +109,13 @@ impl ConnectionRoute {
     ///
     /// # Errors
     /// The server's error, or [`CONNECTION_LOST`](nbd::client::CONNECTION_LOST).
-    pub(super) async fn execute(&self, ask: &NbdOperation) -> Option<Result<NbdResult>> {
+    pub(super) async fn execute(&self, operation: &NbdOperation) -> Option<Result<NbdResult>> {
         match self {
-            Self::Own(own) => Some(ask.on(own.client()).await),
+            Self::Own(connection) => Some(operation.on(connection.client()).await),
             Self::Other(_, jobs) => {
-                let (tell, told) = async_channel::bounded(1);
-                jobs.send(ConnectionJob::Ask(ask.clone(), tell)).await.ok()?;
-                told.recv().await.ok().map(|answer| answer.map(NbdResult::from))
+                let (reply_sender, reply_receiver) = async_channel::bounded(1);
+                jobs.send(ConnectionJob::Ask(operation.clone(), reply_sender)).await.ok()?;
+                reply_receiver.recv().await.ok().map(|outcome| outcome.map(NbdResult::from))
             }
         }
     }
@@ -143,14 +143,14 @@ pub(super) fn start_keeper<H: ConnectionOwner>(
     // bounded.
     let (sender, jobs) = async_channel::unbounded();
     let client = NbdClient::start(established);
-    let lane = Rc::new(SharedConnection { client, session, users: Cell::new(0), unused: Signal::default() });
-    LOCAL_CONNECTIONS.with_borrow_mut(|here| {
+    let connection = Rc::new(SharedConnection { client, session, users: Cell::new(0), unused: Signal::default() });
+    LOCAL_CONNECTIONS.with_borrow_mut(|connections| {
         // Removes the entries of connections that have ended.
-        here.retain(|_, lane| lane.strong_count() > 0);
-        TRIED_SESSIONS.with_borrow_mut(|tried| tried.retain(|link, _| here.contains_key(link)));
-        here.insert(link.id(), Rc::downgrade(&lane));
+        connections.retain(|_, connection| connection.strong_count() > 0);
+        TRIED_SESSIONS.with_borrow_mut(|tried_sessions| tried_sessions.retain(|link, _| connections.contains_key(link)));
+        connections.insert(link.id(), Rc::downgrade(&connection));
     });
-    reactor::spawn(run_keeper(lane, ConnectionJobs(jobs), sync::Arc::downgrade(link), session));
+    reactor::spawn(run_keeper(connection, ConnectionJobs(jobs), sync::Arc::downgrade(link), session));
     sender
 }
 
@@ -161,7 +161,7 @@ enum KeeperEvent {
 }
 
 async fn run_keeper<H: ConnectionOwner>(
-    lane: Rc<SharedConnection>,
+    connection: Rc<SharedConnection>,
     jobs: ConnectionJobs,
     link: sync::Weak<H>,
     session: u64,
@@ -170,35 +170,35 @@ async fn run_keeper<H: ConnectionOwner>(
     // already see the session's end.
     let lost = LossReporter { link, session, is_reported: Cell::new(false) };
     loop {
-        match next_event(&lane, &jobs.0).await {
-            KeeperEvent::Job(ConnectionJob::Ask(ask, tell)) => {
-                lane.users.set(lane.users.get() + 1);
-                let own = LocalConnection(Rc::clone(&lane));
+        match next_event(&connection, &jobs.0).await {
+            KeeperEvent::Job(ConnectionJob::Ask(operation, reply_sender)) => {
+                connection.users.set(connection.users.get() + 1);
+                let local = LocalConnection(Rc::clone(&connection));
                 reactor::spawn(async move {
-                    let answer = ask.on(own.client()).await.map(SendableResult::from);
+                    let outcome = operation.on(local.client()).await.map(SendableResult::from);
                     // Fails only if the caller has been cancelled.
-                    let _ = tell.try_send(answer);
+                    let _ = reply_sender.try_send(outcome);
                 });
             }
-            KeeperEvent::Job(ConnectionJob::Leave(tell)) => {
-                let left = wait_unused(lane).await;
-                let left = match left {
+            KeeperEvent::Job(ConnectionJob::Leave(reply_sender)) => {
+                let unused_client = wait_unused(connection).await;
+                let established = match unused_client {
                     Some(client) => client.retire().await,
                     None => None,
                 };
                 lost.is_reported.set(true);
-                let _ = tell.try_send(left);
+                let _ = reply_sender.try_send(established);
                 return;
             }
             KeeperEvent::Over => {
                 lost.is_reported.set(true);
-                if let Some(client) = wait_unused(lane).await {
+                if let Some(client) = wait_unused(connection).await {
                     client.disconnect().await;
                 }
                 return;
             }
             KeeperEvent::Broken => {
-                let why = lane.client.fault().unwrap_or_default();
+                let why = connection.client.fault().unwrap_or_default();
                 lost.report(BreakCause::Server, &why);
                 return;
             }
@@ -206,12 +206,12 @@ async fn run_keeper<H: ConnectionOwner>(
     }
 }
 
-async fn next_event(lane: &SharedConnection, jobs: &Receiver<ConnectionJob>) -> KeeperEvent {
+async fn next_event(connection: &SharedConnection, jobs: &Receiver<ConnectionJob>) -> KeeperEvent {
     let mut job = pin!(jobs.recv());
-    let mut gone = pin!(lane.client.closed());
+    let mut closed = pin!(connection.client.closed());
     poll_fn(|context| {
         // A break comes first: jobs are then dropped rather than sent on a dead connection.
-        if gone.as_mut().poll(context).is_ready() {
+        if closed.as_mut().poll(context).is_ready() {
             return Poll::Ready(KeeperEvent::Broken);
         }
         job.as_mut().poll(context).map(|job| job.map_or(KeeperEvent::Over, KeeperEvent::Job))
@@ -220,16 +220,16 @@ async fn next_event(lane: &SharedConnection, jobs: &Receiver<ConnectionJob>) -> 
 }
 
 /// The connection, once no request of this thread uses it.
-async fn wait_unused(lane: Rc<SharedConnection>) -> Option<NbdClient> {
-    while lane.users.get() > 0 {
-        lane.unused.wait().await;
+async fn wait_unused(connection: Rc<SharedConnection>) -> Option<NbdClient> {
+    while connection.users.get() > 0 {
+        connection.unused.wait().await;
     }
     // A user that has just released it may still hold the `Rc` for a moment.
-    let mut lane = lane;
+    let mut connection = connection;
     for _ in 0..1000 {
-        match Rc::try_unwrap(lane) {
-            Ok(lane) => return Some(lane.client),
-            Err(still) => lane = still,
+        match Rc::try_unwrap(connection) {
+            Ok(connection) => return Some(connection.client),
+            Err(shared) => connection = shared,
         }
         reactor::yield_now().await;
     }
@@ -244,11 +244,11 @@ struct LossReporter<H: ConnectionOwner> {
 }
 
 impl<H: ConnectionOwner> LossReporter<H> {
-    fn report(&self, by: BreakCause, why: &str) {
+    fn report(&self, cause: BreakCause, why: &str) {
         if !self.is_reported.replace(true)
             && let Some(link) = self.link.upgrade()
         {
-            link.connection_lost(self.session, by, why);
+            link.connection_lost(self.session, cause, why);
         }
     }
 }
@@ -267,10 +267,10 @@ mod tests {
     fn dropped_keeper_fails_queued_jobs() {
         let (sender, jobs) = async_channel::unbounded();
         let keeper = ConnectionJobs(jobs);
-        let (tell, told) = async_channel::bounded(1);
+        let (reply_sender, reply_receiver) = async_channel::bounded(1);
         // A waiting caller is also a sender, so the channel would not close by itself.
-        sender.try_send(ConnectionJob::Ask(NbdOperation::Flush, tell)).unwrap();
+        sender.try_send(ConnectionJob::Ask(NbdOperation::Flush, reply_sender)).unwrap();
         drop(keeper);
-        assert!(told.is_closed() && sender.is_closed());
+        assert!(reply_receiver.is_closed() && sender.is_closed());
     }
 }

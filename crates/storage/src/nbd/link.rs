@@ -123,7 +123,7 @@ impl NbdDialer {
 pub(super) struct LinkConfig {
     pub(super) name: String,
     pub(super) dialler: NbdDialer,
-    pub(super) wanted: HandshakeOptions,
+    pub(super) options: HandshakeOptions,
     /// URI from which keys and certificates are read again for each connection but the first;
     /// `None` without TLS.
     pub(super) keys: Option<Uri>,
@@ -137,27 +137,27 @@ pub(super) struct LinkConfig {
 impl LinkConfig {
     /// Connects and negotiates the export.
     pub(super) async fn establish(&self) -> std::result::Result<EstablishedConnection, NbdConnectError> {
-        self.establish_with(&self.wanted).await
+        self.establish_with(&self.options).await
     }
 
     /// As [`LinkConfig::establish`], with the current content of the key and certificate files;
     /// with the previous keys if the files are unreadable.
     async fn establish_again(&self) -> std::result::Result<EstablishedConnection, NbdConnectError> {
-        let mut wanted = self.wanted.clone();
-        if let Some(place) = self.keys.clone()
+        let mut options = self.options.clone();
+        if let Some(uri) = self.keys.clone()
             && let Ok(Ok(tls)) =
-                timeout(CONNECT_TIMEOUT, reactor::run_blocking(move || place.credentials())).await
+                timeout(CONNECT_TIMEOUT, reactor::run_blocking(move || uri.credentials())).await
         {
-            wanted.tls = tls;
+            options.tls = tls;
         }
-        self.establish_with(&wanted).await
+        self.establish_with(&options).await
     }
 
     async fn establish_with(
         &self,
-        wanted: &HandshakeOptions,
+        options: &HandshakeOptions,
     ) -> std::result::Result<EstablishedConnection, NbdConnectError> {
-        with_timeout(CONNECT_TIMEOUT, async { shake_hands(self.dialler.dial().await?, wanted).await }).await
+        with_timeout(CONNECT_TIMEOUT, async { shake_hands(self.dialler.dial().await?, options).await }).await
     }
 }
 
@@ -165,7 +165,7 @@ impl LinkConfig {
 #[derive(Debug)]
 pub(super) struct NbdLink {
     id: u64,
-    terms: LinkConfig,
+    config: LinkConfig,
     /// Properties of the export when the disk was opened; each later server must provide them.
     opened: NbdExportInfo,
     /// Size of the disk: whole blocks.
@@ -173,15 +173,15 @@ pub(super) struct NbdLink {
     state: Mutex<LinkState>,
     changed: Event,
     /// Lets writers that exceed the bound of [`Unflushed`] share a flush.
-    behind: Flushes,
+    write_flushes: Flushes,
     /// Notified when a kept change has ended.
-    ended: Event,
+    change_ended: Event,
     in_flight: Mutex<BTreeMap<u64, Instant>>,
     next_request: AtomicU64,
     reconnections: AtomicU64,
-    complaints: LogRateLimit,
-    breaks_told: LogRateLimit,
-    returns_told: LogRateLimit,
+    failure_log: LogRateLimit,
+    break_log: LogRateLimit,
+    reconnect_log: LogRateLimit,
 }
 
 #[derive(Debug)]
@@ -249,14 +249,14 @@ pub struct NbdLinkStatus {
 }
 
 impl NbdLink {
-    pub(super) fn new(terms: LinkConfig, established: EstablishedConnection) -> Arc<Self> {
-        let about = established.about().clone();
+    pub(super) fn new(config: LinkConfig, established: EstablishedConnection) -> Arc<Self> {
+        let export = established.export().clone();
         let state = LinkState {
             session: 0,
             began: now(),
             has_answered: false,
             pause: FIRST_PAUSE,
-            export: about.clone(),
+            export: export.clone(),
             stage: LinkStage::Ready(Box::new(established)),
             unflushed: Unflushed::default(),
             written: 0,
@@ -266,19 +266,19 @@ impl NbdLink {
         };
         Arc::new(Self {
             id: NEXT_ID.fetch_add(1, Relaxed),
-            terms,
-            size_bytes: AtomicU64::new(whole_blocks(about.size_bytes, &about)),
-            opened: about,
+            config,
+            size_bytes: AtomicU64::new(whole_blocks(export.size_bytes, &export)),
+            opened: export,
             state: Mutex::new(state),
             changed: Event::new(),
-            behind: Flushes::default(),
-            ended: Event::new(),
+            write_flushes: Flushes::default(),
+            change_ended: Event::new(),
             in_flight: Mutex::default(),
             next_request: AtomicU64::new(0),
             reconnections: AtomicU64::new(0),
-            complaints: LogRateLimit::default(),
-            breaks_told: LogRateLimit::default(),
-            returns_told: LogRateLimit::default(),
+            failure_log: LogRateLimit::default(),
+            break_log: LogRateLimit::default(),
+            reconnect_log: LogRateLimit::default(),
         })
     }
 
@@ -317,53 +317,53 @@ impl NbdLink {
 
     /// Longest pause between sessions without any reply.
     fn longest_pause(&self) -> Duration {
-        (self.terms.reconnect_delay / 4).clamp(FIRST_PAUSE, MAX_PAUSE)
+        (self.config.reconnect_delay / 4).clamp(FIRST_PAUSE, MAX_PAUSE)
     }
 
     fn retries(&self) -> bool {
-        !self.terms.reconnect_delay.is_zero()
+        !self.config.reconnect_delay.is_zero()
     }
 
     /// True if writes are kept until they are flushed, if the server supports flushes.
     fn keeps(&self) -> bool {
-        self.retries() && self.terms.flushes
+        self.retries() && self.config.flushes
     }
 
     /// Executes a request, and repeats it after each break until there is a reply or the time is
     /// over.
-    pub(super) async fn execute(self: &Arc<Self>, ask: NbdOperation) -> Result<NbdResult> {
-        self.execute_then(ask, |_| {}).await
+    pub(super) async fn execute(self: &Arc<Self>, operation: NbdOperation) -> Result<NbdResult> {
+        self.execute_then(operation, |_| {}).await
     }
 
     /// As [`NbdLink::execute`]; `then` records a success under the lock, before the session of the
     /// reply can end.
     async fn execute_then(
         self: &Arc<Self>,
-        ask: NbdOperation,
-        then: impl FnOnce(&mut LinkState),
+        operation: NbdOperation,
+        on_success: impl FnOnce(&mut LinkState),
     ) -> Result<NbdResult> {
         let _in_flight = self.track();
         let mut until = None;
         loop {
-            let way = self.route().await?;
-            match way.execute(&ask).await {
+            let route = self.route().await?;
+            match route.execute(&operation).await {
                 // Not executed, or by a thread that has ended.
                 None => {}
                 Some(Err(CONNECTION_LOST)) if self.retries() => {
-                    self.report_break(&way);
-                    if *until.get_or_insert(now() + self.terms.reconnect_delay) <= now() {
+                    self.report_break(&route);
+                    if *until.get_or_insert(now() + self.config.reconnect_delay) <= now() {
                         return Err(Error::IO);
                     }
                 }
                 Some(Err(CONNECTION_LOST)) => return Err(Error::IO),
-                Some(Ok(answer)) => {
+                Some(Ok(result)) => {
                     let mut state = self.lock();
                     // A lasting change counts only if its session has not ended: the server that
                     // continues the disk was written again without it.
-                    if state.session == way.session() || !ask.is_change() || !self.retries() {
+                    if state.session == route.session() || !operation.is_change() || !self.retries() {
                         state.has_answered = true;
-                        then(&mut state);
-                        return Ok(answer);
+                        on_success(&mut state);
+                        return Ok(result);
                     }
                 }
                 Some(Err(error)) => {
@@ -371,17 +371,17 @@ impl NbdLink {
                     return Err(error);
                 }
             }
-            drop(way);
+            drop(route);
             reactor::yield_now().await;
         }
     }
 
     /// Reports a break at once; the connection's keeper reports it too, but perhaps later.
-    fn report_break(self: &Arc<Self>, way: &ConnectionRoute) {
-        if let ConnectionRoute::Own(own) = way
-            && let Some(why) = own.client().fault()
+    fn report_break(self: &Arc<Self>, route: &ConnectionRoute) {
+        if let ConnectionRoute::Own(local) = route
+            && let Some(why) = local.client().fault()
         {
-            self.connection_lost(own.session(), BreakCause::Server, &why);
+            self.connection_lost(local.session(), BreakCause::Server, &why);
         }
     }
 
@@ -390,8 +390,8 @@ impl NbdLink {
         if !self.retries() {
             let _in_flight = self.track();
             let breaks = self.lock().breaks;
-            if let ConnectionRoute::Own(own) = self.route().await? {
-                let result = operation::write(own.client(), offset, data, force).await;
+            if let ConnectionRoute::Own(local) = self.route().await? {
+                let result = operation::write(local.client(), offset, data, force).await;
                 return self.count_write(breaks, force, result);
             }
         }
@@ -411,28 +411,28 @@ impl NbdLink {
             self.make_room().await?;
         }
         let number = self.lock().unflushed.begin(change.clone(), force);
-        let kept = KeptChange { link: self, number };
-        let _change = self.behind.begin_change();
+        let kept_change = KeptChange { link: self, number };
+        let _change = self.write_flushes.begin_change();
         let answered = |state: &mut LinkState| {
             let may_be_forgotten = state.export.can_flush();
             state.unflushed.answered(number, may_be_forgotten);
         };
         let result = self.execute_then(NbdOperation::Change { change, force }, answered).await;
-        kept.finish(result.is_ok());
+        kept_change.finish(result.is_ok());
         result.map(drop)
     }
 
     /// Returns once there is space to keep another change.
     async fn make_room(self: &Arc<Self>) -> Result<()> {
         loop {
-            let ended = self.ended.listen();
+            let change_ended = self.change_ended.listen();
             if self.lock().unflushed.has_room() {
                 return Ok(());
             }
-            self.behind.run(|| self.flush()).await?;
+            self.write_flushes.run(|| self.flush()).await?;
             if !self.lock().unflushed.has_room() {
                 // The rest has no reply yet, or received it during the flush.
-                ended.await;
+                change_ended.await;
             }
         }
     }
@@ -441,7 +441,7 @@ impl NbdLink {
     fn count_write(&self, breaks: u64, force: bool, result: Result<()>) -> Result<()> {
         let result = result.map_err(|error| if error == CONNECTION_LOST { Error::IO } else { error });
         let mut state = self.lock();
-        if result.is_ok() && !force && self.terms.flushes && state.export.can_flush() {
+        if result.is_ok() && !force && self.config.flushes && state.export.can_flush() {
             state.written += 1;
             // The reply was received before the break, but is processed after it.
             state.has_lost_writes |= state.breaks != breaks && !self.retries();
@@ -454,7 +454,7 @@ impl NbdLink {
     /// # Errors
     /// The server's error; [`Error::IO`] if writes are lost.
     pub(super) async fn flush(self: &Arc<Self>) -> Result<()> {
-        if !self.terms.flushes {
+        if !self.config.flushes {
             return Ok(());
         }
         let (number, written) = {
@@ -487,13 +487,13 @@ impl NbdLink {
     /// Waits for a path to the server.
     async fn route(self: &Arc<Self>) -> Result<ConnectionRoute> {
         // The usual case; the loop below costs an allocation.
-        if let Some(own) = self.local_connection() {
-            return Ok(ConnectionRoute::Own(own));
+        if let Some(local) = self.local_connection() {
+            return Ok(ConnectionRoute::Own(local));
         }
         loop {
             let changed = self.changed.listen();
             match self.next_step() {
-                LinkStep::Route(way) => return Ok(way),
+                LinkStep::Route(route) => return Ok(route),
                 LinkStep::Retry => {}
                 LinkStep::Fetch(session, jobs) => {
                     let link = Arc::clone(self);
@@ -523,8 +523,8 @@ impl NbdLink {
         let session = state.session;
         match &mut state.stage {
             LinkStage::Open { jobs, is_at_work } => {
-                if let Some(own) = LocalConnection::of(self.id, session) {
-                    return LinkStep::Route(ConnectionRoute::Own(own));
+                if let Some(local) = LocalConnection::of(self.id, session) {
+                    return LinkStep::Route(ConnectionRoute::Own(local));
                 }
                 let Some(first) = jobs.first().cloned() else { return LinkStep::Retry };
                 // The connection was opened on the main thread: move it to the first worker that
@@ -562,11 +562,11 @@ impl NbdLink {
 
     /// Starts a reconnect task, unless one is running.
     fn start_reconnect(self: &Arc<Self>) {
-        let is_mine = match &mut self.lock().stage {
+        let must_start = match &mut self.lock().stage {
             LinkStage::Down { is_tried, .. } => !std::mem::replace(is_tried, true),
             _ => false,
         };
-        if is_mine {
+        if must_start {
             spawn(reconnect(ReconnectAttempt { link: Arc::downgrade(self) }));
         }
     }
@@ -574,13 +574,13 @@ impl NbdLink {
     /// Opens a connection of this thread, in addition to the existing ones. If that fails, its
     /// requests use connections of other threads for the rest of the session.
     async fn open_another(self: &Arc<Self>, session: u64) {
-        let established = match self.terms.establish().await {
+        let established = match self.config.establish().await {
             Ok(established) => established,
             Err(error) => return self.log_rejection(&error.full_message()),
         };
         let mut state = self.lock();
         if state.session == session
-            && established.about().is_same_export(&state.export)
+            && established.export().is_same_export(&state.export)
             && let LinkStage::Open { jobs, .. } = &mut state.stage
         {
             jobs.push(connection::start_keeper(self, session, established));
@@ -606,15 +606,15 @@ impl NbdLink {
         session: u64,
         jobs: Sender<ConnectionJob>,
     ) -> Option<EstablishedConnection> {
-        let (tell, told) = async_channel::bounded(1);
-        let left = match jobs.send(ConnectionJob::Leave(tell)).await {
-            Ok(()) => told.recv().await.ok().flatten(),
+        let (reply_sender, reply_receiver) = async_channel::bounded(1);
+        let retired = match jobs.send(ConnectionJob::Leave(reply_sender)).await {
+            Ok(()) => reply_receiver.recv().await.ok().flatten(),
             Err(_) => None,
         };
-        if left.is_none() {
+        if retired.is_none() {
             self.connection_lost(session, BreakCause::Server, "it broke while moving to another thread");
         }
-        left
+        retired
     }
 
     /// Sets the stage to `Moving`, so that no new request uses the connection, and returns where
@@ -651,16 +651,16 @@ impl NbdLink {
     /// The server cannot be reached.
     pub(super) async fn reopen(self: &Arc<Self>) -> Result<()> {
         self.flush().await?;
-        let Some((session, place)) = self.set_moving() else { return Err(Error::IO) };
-        let before = match place {
+        let Some((session, location)) = self.set_moving() else { return Err(Error::IO) };
+        let old_connection = match location {
             ConnectionLocation::Local(established) => *established,
             ConnectionLocation::Keeper(jobs) => {
                 self.retire_connection(session, jobs).await.ok_or(Error::IO)?
             }
         };
-        client::NbdClient::start(before).disconnect().await;
-        let anew = match self.terms.establish().await {
-            Ok(established) => match self.check_compatible(established.about(), 0) {
+        client::NbdClient::start(old_connection).disconnect().await;
+        let reopened = match self.config.establish().await {
+            Ok(established) => match self.check_compatible(established.export(), 0) {
                 Ok(()) => Some(established),
                 Err(why) => {
                     self.log_rejection(&why);
@@ -674,15 +674,15 @@ impl NbdLink {
         };
         let mut state = self.lock();
         state.session += 1;
-        let result = match anew {
+        let result = match reopened {
             Some(established) => {
-                state.export = established.about().clone();
+                state.export = established.export().clone();
                 self.size_bytes.store(whole_blocks(state.export.size_bytes, &self.opened), Relaxed);
                 state.stage = LinkStage::Ready(Box::new(established));
                 Ok(())
             }
             None => {
-                state.stage = LinkStage::Down { until: now() + self.terms.reconnect_delay, is_tried: false };
+                state.stage = LinkStage::Down { until: now() + self.config.reconnect_delay, is_tried: false };
                 Err(Error::IO)
             }
         };
@@ -693,8 +693,8 @@ impl NbdLink {
 }
 
 /// Rounds a size down to whole blocks of this server.
-fn whole_blocks(size_bytes: u64, about: &NbdExportInfo) -> u64 {
-    size_bytes & !(u64::from(about.minimum_block) - 1)
+fn whole_blocks(size_bytes: u64, export: &NbdExportInfo) -> u64 {
+    size_bytes & !(u64::from(export.minimum_block) - 1)
 }
 
 impl ConnectionOwner for NbdLink {
@@ -703,7 +703,7 @@ impl ConnectionOwner for NbdLink {
     }
 
     /// Ends the session of the lost connection.
-    fn connection_lost(self: &Arc<Self>, session: u64, by: BreakCause, why: &str) {
+    fn connection_lost(self: &Arc<Self>, session: u64, cause: BreakCause, why: &str) {
         let forgotten = {
             let mut state = self.lock();
             // Several connections of a session may report its end; only the first counts.
@@ -716,26 +716,26 @@ impl ConnectionOwner for NbdLink {
                 // Waiting requests must not time out because of the pause.
                 false => (2 * state.pause).clamp(FIRST_PAUSE, self.longest_pause()),
             };
-            state.breaks += u64::from(by == BreakCause::Server);
-            let patience = match by {
-                BreakCause::Server => self.terms.reconnect_delay,
-                BreakCause::Thread => self.terms.reconnect_delay.max(CONNECT_TIMEOUT),
+            state.breaks += u64::from(cause == BreakCause::Server);
+            let limit = match cause {
+                BreakCause::Server => self.config.reconnect_delay,
+                BreakCause::Thread => self.config.reconnect_delay.max(CONNECT_TIMEOUT),
             };
             // Drops the senders of jobs, so the remaining connections of the session end.
-            state.stage = LinkStage::Down { until: now() + patience, is_tried: false };
-            let forgotten = by == BreakCause::Server
-                && self.terms.flushes
+            state.stage = LinkStage::Down { until: now() + limit, is_tried: false };
+            let forgotten = cause == BreakCause::Server
+                && self.config.flushes
                 && state.export.can_flush()
                 && !self.retries()
                 && state.written > state.covered;
             state.has_lost_writes |= forgotten;
             forgotten
         };
-        let nbd = &self.terms.name;
-        if by == BreakCause::Server
-            && let Some(left_out) = self.breaks_told.try_log_burst(now(), UNLIMITED_LOG_LINES)
+        let nbd = &self.config.name;
+        if cause == BreakCause::Server
+            && let Some(suppressed) = self.break_log.try_log_burst(now(), UNLIMITED_LOG_LINES)
         {
-            tracing::warn!(%nbd, why, left_out, "the connection to the server is lost");
+            tracing::warn!(%nbd, why, suppressed, "the connection to the server is lost");
         }
         if forgotten {
             tracing::error!(
@@ -746,7 +746,7 @@ impl ConnectionOwner for NbdLink {
         }
         self.changed.notify(usize::MAX);
         // Reconnects even if no request waits, so that the next one finds a connection.
-        if by == BreakCause::Server {
+        if cause == BreakCause::Server {
             self.start_reconnect();
         }
     }
@@ -781,6 +781,6 @@ impl KeptChange<'_> {
 impl Drop for KeptChange<'_> {
     fn drop(&mut self) {
         self.link.lock().unflushed.cancel(self.number);
-        self.link.ended.notify(usize::MAX);
+        self.link.change_ended.notify(usize::MAX);
     }
 }

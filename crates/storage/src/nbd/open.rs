@@ -71,37 +71,37 @@ pub struct NbdOptions {
 /// The reason, as a message for users.
 pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<NbdStorage>, Probed), OpenError> {
     let name = uri.to_string();
-    let wrong = |why: String, remedy: &str| OpenError::new(&name, why, remedy);
+    let failed = |why: String, remedy: &str| OpenError::new(&name, why, remedy);
     let until = now() + options.open_timeout;
-    let known = options.server_cache.get();
+    let cached = options.server_cache.get();
     let find = async {
-        let place = uri.clone();
-        let tls = timeout(CONNECT_TIMEOUT, run_blocking(move || place.credentials()))
+        let uri_copy = uri.clone();
+        let tls = timeout(CONNECT_TIMEOUT, run_blocking(move || uri_copy.credentials()))
             .await
             .map_err(|_| {
-                wrong("its keys take too long to read".to_owned(), "is their file system available?")
+                failed("its keys take too long to read".to_owned(), "is their file system available?")
             })?
-            .map_err(|error| wrong(error.to_string(), "correct the file, or name another in the URI"))?;
-        let look_up = || {
-            let place = uri.clone();
-            with_timeout(CONNECT_TIMEOUT, run_blocking(move || resolve(&place.server)))
+            .map_err(|error| failed(error.to_string(), "correct the file, or name another in the URI"))?;
+        let resolve_once = || {
+            let uri_copy = uri.clone();
+            with_timeout(CONNECT_TIMEOUT, run_blocking(move || resolve(&uri_copy.server)))
         };
-        let until = if known.is_some() { now() } else { until };
-        let addresses = retry_until(until, look_up).await.map_err(|error| connect_error(&name, &error))?;
+        let until = if cached.is_some() { now() } else { until };
+        let addresses = retry_until(until, resolve_once).await.map_err(|error| connect_error(&name, &error))?;
         Ok((tls, addresses))
     };
-    let (tls, addresses) = find.await.or_else(|error| known.ok_or(error))?;
+    let (tls, addresses) = find.await.or_else(|error| cached.ok_or(error))?;
     options.server_cache.set((tls.clone(), addresses.clone()));
-    let terms = LinkConfig {
+    let config = LinkConfig {
         name: name.clone(),
         dialler: NbdDialer::Socket(addresses),
-        wanted: HandshakeOptions { export: uri.export.clone(), tls, allocation: true },
+        options: HandshakeOptions { export: uri.export.clone(), tls, allocation: true },
         keys: Some(uri.clone()).filter(|uri| uri.tls.is_some()),
         reconnect_delay: options.reconnect_delay,
         read_only: options.read_only,
         flushes: options.cache != CacheMode::Unsafe,
     };
-    open_with(terms, options, until).await
+    open_with(config, options, until).await
 }
 
 /// Repeats `attempt` until it succeeds, fails for another reason than that the server is
@@ -123,19 +123,19 @@ where
 }
 
 async fn open_with(
-    terms: LinkConfig,
+    config: LinkConfig,
     options: &NbdOptions,
     until: Instant,
 ) -> Result<(Align<NbdStorage>, Probed), OpenError> {
-    let name = terms.name.clone();
-    let established = retry_until(until, || terms.establish()).await;
+    let name = config.name.clone();
+    let established = retry_until(until, || config.establish()).await;
     let established = established.map_err(|error| {
         let failed = connect_error(&name, &error);
         // A server that disconnects during TLS is reachable and rejects this client: not transient.
         let may_pass = matches!(error, NbdConnectError::Io(_) | NbdConnectError::TimedOut(_));
         if may_pass { failed.transient() } else { failed }
     })?;
-    let blocks = established.about().clone();
+    let blocks = established.export().clone();
     if blocks.is_read_only() && !options.read_only {
         let remedy = "make the export writable at its server, or open it for reading only";
         return Err(OpenError::new(&name, "the export is read-only at its server", remedy));
@@ -153,7 +153,7 @@ async fn open_with(
         );
     }
     let nbd = NbdStorage {
-        link: NbdLink::new(terms, established),
+        link: NbdLink::new(config, established),
         name: name.clone(),
         cache: options.cache,
         read_only: options.read_only,
@@ -214,15 +214,15 @@ pub async fn simulated(
     export: &str,
     options: &NbdOptions,
 ) -> Result<crate::Storage, OpenError> {
-    let terms = LinkConfig {
+    let config = LinkConfig {
         name: format!("simulated:{export}"),
         dialler: NbdDialer::Simulated(make),
-        wanted: HandshakeOptions { export: export.to_owned(), tls: None, allocation: true },
+        options: HandshakeOptions { export: export.to_owned(), tls: None, allocation: true },
         keys: None,
         reconnect_delay: options.reconnect_delay,
         read_only: options.read_only,
         flushes: options.cache != CacheMode::Unsafe,
     };
     let until = now() + options.open_timeout;
-    open_with(terms, options, until).await.map(|(nbd, _)| crate::Storage::Nbd(nbd))
+    open_with(config, options, until).await.map(|(nbd, _)| crate::Storage::Nbd(nbd))
 }

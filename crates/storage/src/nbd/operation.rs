@@ -81,17 +81,17 @@ impl NbdOperation {
 /// Reads in parts if necessary. Parts are copied to one buffer, because small buffers occupy more
 /// memory than their length.
 async fn read(client: &NbdClient, offset: u64, length: usize) -> Result<IoBuffer> {
-    let most = client.export().maximum_payload as usize;
-    if length <= most {
+    let max_payload = client.export().maximum_payload as usize;
+    if length <= max_payload {
         return client.read(offset, length).await;
     }
-    let (mut whole, mut done) = (IoBuffer::new(length), 0);
+    let (mut buffer, mut done) = (IoBuffer::new(length), 0);
     while done < length {
-        let part = client.read(offset + done as u64, most.min(length - done)).await?;
-        whole[done..done + part.len()].copy_from_slice(&part);
-        done += part.len();
+        let piece = client.read(offset + done as u64, max_payload.min(length - done)).await?;
+        buffer[done..done + piece.len()].copy_from_slice(&piece);
+        done += piece.len();
     }
-    Ok(whole)
+    Ok(buffer)
 }
 
 /// Writes, in parts if necessary; with `force` durably, by a flush if the server has no FUA.
@@ -99,33 +99,33 @@ async fn read(client: &NbdClient, offset: u64, length: usize) -> Result<IoBuffer
 /// # Errors
 /// As [`NbdClient::write`].
 pub(super) async fn write(client: &NbdClient, offset: u64, mut data: Segments, force: bool) -> Result<()> {
-    let about = client.export();
-    let (most, fua) = (about.maximum_payload as usize, force && about.can_fua());
+    let export = client.export();
+    let (max_payload, fua) = (export.maximum_payload as usize, force && export.can_fua());
     let mut at = offset;
     while !data.is_empty() {
-        let rest = data.split_off(most.min(data.len()));
+        let unsent = data.split_off(max_payload.min(data.len()));
         let length = data.len() as u64;
         client.write(at, data, fua).await?;
         at += length;
-        data = rest;
+        data = unsent;
     }
     if force && !fua { client.flush().await } else { Ok(()) }
 }
 
 async fn zero(client: &NbdClient, offset: u64, length: u32, flags: u16, force: bool) -> Result<()> {
-    let about = client.export();
+    let export = client.export();
     let is_fast = flags & cmd_flag::FAST_ZERO != 0;
-    if is_fast && !(about.can_zero() && about.can_fast_zero()) {
+    if is_fast && !(export.can_zero() && export.can_fast_zero()) {
         return Err(Error::UNSUPPORTED);
     }
-    let fua = force && about.can_fua();
-    if about.can_zero() {
+    let fua = force && export.can_fua();
+    if export.can_zero() {
         client.write_zeroes(offset, length, flags | if fua { cmd_flag::FUA } else { 0 }).await?;
     } else {
         let (mut at, end) = (offset, offset + u64::from(length));
         while at < end {
             let mut data = IoBuffer::view_of_frozen(zeroes());
-            data.truncate((about.maximum_payload as usize).min((end - at) as usize));
+            data.truncate((export.maximum_payload as usize).min((end - at) as usize));
             let sent = data.len() as u64;
             client.write(at, data.into(), fua).await?;
             at += sent;
@@ -153,8 +153,8 @@ impl NbdChange {
 }
 
 impl From<NbdResult> for SendableResult {
-    fn from(answer: NbdResult) -> Self {
-        match answer {
+    fn from(result: NbdResult) -> Self {
+        match result {
             NbdResult::Data(data) => Self::Data(data.freeze()),
             NbdResult::Extents(extents) => Self::Extents(extents),
             NbdResult::Done => Self::Done,

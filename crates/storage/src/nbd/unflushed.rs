@@ -42,8 +42,8 @@ impl NbdChange {
     }
 
     fn overlaps(&self, other: &Self) -> bool {
-        let (one, other) = (self.range(), other.range());
-        one.start < other.end && other.start < one.end
+        let (own_range, other_range) = (self.range(), other.range());
+        own_range.start < other_range.end && other_range.start < own_range.end
     }
 
     fn bytes(&self) -> u64 {
@@ -56,7 +56,7 @@ impl NbdChange {
 
 /// A change to write again.
 #[derive(Clone, Debug)]
-pub(super) struct RepeatedChange {
+pub(super) struct ReplayedChange {
     pub(super) change: NbdChange,
     /// True if it was a FUA write, and is one again.
     pub(super) force: bool,
@@ -66,7 +66,7 @@ pub(super) struct RepeatedChange {
 
 #[derive(Debug)]
 struct UnflushedEntry {
-    change: RepeatedChange,
+    change: ReplayedChange,
     /// The first flush that began after its reply.
     flush: Option<u64>,
 }
@@ -111,14 +111,14 @@ impl Unflushed {
     /// flush.
     pub(super) fn answered(&mut self, number: u64, may_be_forgotten: bool) {
         if let Some((change, force)) = self.remove_in_flight(number) {
-            self.keep(RepeatedChange { change, force, is_acknowledged: true }, may_be_forgotten);
+            self.keep(ReplayedChange { change, force, is_acknowledged: true }, may_be_forgotten);
         }
     }
 
     /// Records that the caller of a change was cancelled: the change may have taken effect.
     pub(super) fn cancel(&mut self, number: u64) {
         if let Some((change, force)) = self.remove_in_flight(number) {
-            self.keep(RepeatedChange { change, force, is_acknowledged: false }, true);
+            self.keep(ReplayedChange { change, force, is_acknowledged: false }, true);
         }
     }
 
@@ -133,16 +133,16 @@ impl Unflushed {
         Some((change, force))
     }
 
-    fn keep(&mut self, mut again: RepeatedChange, may_be_forgotten: bool) {
-        if (again.force || !may_be_forgotten) && !self.overlaps(&again.change) {
+    fn keep(&mut self, mut replayed: ReplayedChange, may_be_forgotten: bool) {
+        if (replayed.force || !may_be_forgotten) && !self.overlaps(&replayed.change) {
             return;
         }
-        if let NbdChange::Zeroes { flags, .. } = &mut again.change {
+        if let NbdChange::Zeroes { flags, .. } = &mut replayed.change {
             // It succeeded then, so now it must succeed even if it is slow.
             *flags &= !cmd_flag::FAST_ZERO;
         }
-        self.bytes += again.change.bytes();
-        self.acknowledged.push_back(UnflushedEntry { change: again, flush: None });
+        self.bytes += replayed.change.bytes();
+        self.acknowledged.push_back(UnflushedEntry { change: replayed, flush: None });
     }
 
     /// Records that a flush is about to be sent; returns its number.
@@ -165,27 +165,27 @@ impl Unflushed {
         self.retain(|_| false);
     }
 
-    fn retain(&mut self, is_left: impl Fn(&UnflushedEntry) -> bool) {
-        let mut gone = 0;
+    fn retain(&mut self, must_stay: impl Fn(&UnflushedEntry) -> bool) {
+        let mut removed_bytes = 0;
         self.acknowledged.retain(|entry| {
-            let stays = is_left(entry);
-            gone += if stays { 0 } else { entry.change.change.bytes() };
-            stays
+            let is_kept = must_stay(entry);
+            removed_bytes += if is_kept { 0 } else { entry.change.change.bytes() };
+            is_kept
         });
-        self.bytes -= gone;
+        self.bytes -= removed_bytes;
     }
 
     /// Changes to write again, in this order. Changes of one batch do not overlap, so they may be
     /// in flight together.
-    pub(super) fn batches(&self, most: usize) -> Vec<Vec<RepeatedChange>> {
-        let mut batches: Vec<Vec<RepeatedChange>> = Vec::new();
-        for UnflushedEntry { change: again, .. } in &self.acknowledged {
+    pub(super) fn batches(&self, max_changes: usize) -> Vec<Vec<ReplayedChange>> {
+        let mut batches: Vec<Vec<ReplayedChange>> = Vec::new();
+        for UnflushedEntry { change: replayed, .. } in &self.acknowledged {
             // Only the last batch is tried: an earlier one could overlap changes in between.
-            let is_apart =
-                |batch: &[RepeatedChange]| !batch.iter().any(|other| other.change.overlaps(&again.change));
+            let is_disjoint =
+                |batch: &[ReplayedChange]| !batch.iter().any(|other| other.change.overlaps(&replayed.change));
             match batches.last_mut() {
-                Some(batch) if batch.len() < most && is_apart(batch) => batch.push(again.clone()),
-                _ => batches.push(vec![again.clone()]),
+                Some(batch) if batch.len() < max_changes && is_disjoint(batch) => batch.push(replayed.clone()),
+                _ => batches.push(vec![replayed.clone()]),
             }
         }
         batches
@@ -207,18 +207,18 @@ mod tests {
     }
 
     fn offsets(unflushed: &Unflushed) -> Vec<Vec<u64>> {
-        let of_batch =
-            |batch: Vec<RepeatedChange>| batch.iter().map(|again| again.change.range().start).collect();
-        unflushed.batches(3).into_iter().map(of_batch).collect()
+        let batch_offsets =
+            |batch: Vec<ReplayedChange>| batch.iter().map(|replayed| replayed.change.range().start).collect();
+        unflushed.batches(3).into_iter().map(batch_offsets).collect()
     }
 
     #[test]
     fn a_flush_covers_changes_acknowledged_before_it_began() {
         let mut unflushed = Unflushed::default();
-        let (one, two) = (unflushed.begin(data(0, 512), false), unflushed.begin(data(512, 512), false));
-        unflushed.answered(one, true);
+        let (first, second) = (unflushed.begin(data(0, 512), false), unflushed.begin(data(512, 512), false));
+        unflushed.answered(first, true);
         let flush = unflushed.begin_flush();
-        unflushed.answered(two, true);
+        unflushed.answered(second, true);
         unflushed.end_flush(flush);
         assert_eq!(offsets(&unflushed), [[512]]);
         let (failing, flush) = (unflushed.begin_flush(), unflushed.begin_flush());
@@ -235,15 +235,15 @@ mod tests {
             .begin(NbdChange::Zeroes { offset: 4096, length: 512, flags: cmd_flag::FAST_ZERO }, false);
         let early = unflushed.begin(NbdChange::Zeroes { offset: 4100, length: 512, flags: 0 }, false);
         let in_flight = unflushed.begin(data(9000, 1), false);
-        let abandoned = unflushed.begin(NbdChange::Zeroes { offset: 0, length: 1, flags: 0 }, false);
+        let cancelled = unflushed.begin(NbdChange::Zeroes { offset: 0, length: 1, flags: 0 }, false);
         unflushed.fail(failed);
         unflushed.answered(early, true);
         unflushed.answered(late, true);
-        unflushed.cancel(abandoned);
+        unflushed.cancel(cancelled);
         assert_eq!(offsets(&unflushed), [vec![4100], vec![4096, 0]]);
-        let again = unflushed.batches(3).concat();
-        assert_eq!(again.iter().map(|again| again.is_acknowledged).collect::<Vec<_>>(), [true, true, false]);
-        assert!(matches!(again[1].change, NbdChange::Zeroes { flags: 0, .. }), "it may be slow now");
+        let replayed = unflushed.batches(3).concat();
+        assert_eq!(replayed.iter().map(|change| change.is_acknowledged).collect::<Vec<_>>(), [true, true, false]);
+        assert!(matches!(replayed[1].change, NbdChange::Zeroes { flags: 0, .. }), "it may be slow now");
         unflushed.fail(in_flight);
         assert_eq!(unflushed.bytes(), 3 * ENTRY_BYTES);
     }
@@ -277,9 +277,9 @@ mod tests {
     #[test]
     fn kept_bytes_are_bounded() {
         let mut unflushed = Unflushed::default();
-        for place in 0..32 {
-            assert!(unflushed.has_room(), "{place} MiB");
-            answered(&mut unflushed, data(place << 20, 1 << 20), false);
+        for mebibyte in 0..32 {
+            assert!(unflushed.has_room(), "{mebibyte} MiB");
+            answered(&mut unflushed, data(mebibyte << 20, 1 << 20), false);
         }
         assert!(!unflushed.has_room());
     }
@@ -287,9 +287,9 @@ mod tests {
     #[test]
     fn small_writes_count_with_the_memory_that_they_have() {
         let mut unflushed = Unflushed::default();
-        let mut part = IoBuffer::zeroed(1 << 20);
-        part.truncate(1);
-        answered(&mut unflushed, NbdChange::Data { offset: 0, data: Arc::new(part.freeze()) }, false);
+        let mut buffer = IoBuffer::zeroed(1 << 20);
+        buffer.truncate(1);
+        answered(&mut unflushed, NbdChange::Data { offset: 0, data: Arc::new(buffer.freeze()) }, false);
         answered(&mut unflushed, data(1, 1), false);
         assert_eq!(unflushed.bytes(), (1 << 20) + 4096 + 2 * ENTRY_BYTES);
     }

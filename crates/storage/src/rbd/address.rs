@@ -57,10 +57,10 @@ impl RbdAddress {
         let path = parts.next().unwrap_or_default();
         let (path, snapshot) = match split(&path, '@').as_slice() {
             [path] => (path.clone(), None),
-            [path, snapshot] => (path.clone(), Some(plain(snapshot))),
+            [path, snapshot] => (path.clone(), Some(unescape(snapshot))),
             _ => return Err(invalid(RULE)),
         };
-        let names: Vec<_> = split(&path, '/').iter().map(|name| plain(name)).collect();
+        let names: Vec<_> = split(&path, '/').iter().map(|name| unescape(name)).collect();
         let mut address = match names.as_slice() {
             [pool, image] => Self { pool: pool.clone(), image: image.clone(), ..Self::default() },
             [pool, namespace, image] => Self {
@@ -74,7 +74,7 @@ impl RbdAddress {
         address.snapshot = snapshot;
         for option in parts {
             let (key, value) = option.split_once('=').ok_or_else(|| invalid(RULE))?;
-            let value = plain(value);
+            let value = unescape(value);
             let is_new = match key {
                 "conf" => address.config.replace(value.into()).is_none(),
                 "keyring" => address.keyring.replace(value.into()).is_none(),
@@ -93,17 +93,17 @@ impl RbdAddress {
     fn check(&self) -> Result<(), ()> {
         let paths = [&self.config, &self.keyring].into_iter().flatten().filter_map(|path| path.to_str());
         let names = [Some(&self.pool), Some(&self.image), self.namespace.as_ref(), self.snapshot.as_ref()];
-        let others = [self.user.as_ref(), self.monitors.as_ref()];
-        let all = names.into_iter().chain(others).flatten().map(String::as_str).chain(paths);
-        let is_well = |text: &str| !text.is_empty() && text.len() <= LONGEST && !text.contains('\0');
-        if all.into_iter().all(is_well) { Ok(()) } else { Err(()) }
+        let settings = [self.user.as_ref(), self.monitors.as_ref()];
+        let all = names.into_iter().chain(settings).flatten().map(String::as_str).chain(paths);
+        let is_valid = |text: &str| !text.is_empty() && text.len() <= LONGEST && !text.contains('\0');
+        if all.into_iter().all(is_valid) { Ok(()) } else { Err(()) }
     }
 
     /// Resolves relative file names against `directory`.
     #[must_use]
     pub fn relative_to(self, directory: &Path) -> Self {
-        let seen = |path: Option<PathBuf>| path.map(|path| directory.join(path));
-        Self { config: seen(self.config), keyring: seen(self.keyring), ..self }
+        let resolve = |path: Option<PathBuf>| path.map(|path| directory.join(path));
+        Self { config: resolve(self.config), keyring: resolve(self.keyring), ..self }
     }
 
     /// Address without the connection's parameters, for display.
@@ -114,14 +114,14 @@ impl RbdAddress {
 
 /// Splits at each `end` that is not escaped; keeps the backslashes.
 fn split(text: &str, end: char) -> Vec<String> {
-    let (mut pieces, mut piece, mut is_plain) = (Vec::new(), String::new(), false);
+    let (mut pieces, mut piece, mut is_escaped) = (Vec::new(), String::new(), false);
     for character in text.chars() {
-        if character == end && !is_plain {
+        if character == end && !is_escaped {
             pieces.push(std::mem::take(&mut piece));
             continue;
         }
         // A backslash also escapes a backslash.
-        is_plain = character == '\\' && !is_plain;
+        is_escaped = character == '\\' && !is_escaped;
         piece.push(character);
     }
     pieces.push(piece);
@@ -129,15 +129,15 @@ fn split(text: &str, end: char) -> Vec<String> {
 }
 
 /// Removes the backslashes.
-fn plain(text: &str) -> String {
-    let (mut plain, mut is_plain) = (String::new(), false);
+fn unescape(text: &str) -> String {
+    let (mut unescaped, mut is_escaped) = (String::new(), false);
     for character in text.chars() {
-        is_plain = character == '\\' && !is_plain;
-        if !is_plain {
-            plain.push(character);
+        is_escaped = character == '\\' && !is_escaped;
+        if !is_escaped {
+            unescaped.push(character);
         }
     }
-    plain
+    unescaped
 }
 
 /// Escapes the characters that end a name.
@@ -214,8 +214,8 @@ mod tests {
             "a\\/b/c\\@d\\:e@f\\\\g:conf=/a@b\\:c",
         ] {
             let address = read(text);
-            let shown = address.to_string();
-            assert_eq!(read(shown.strip_prefix("rbd:").expect("it begins so")), address, "{shown}");
+            let formatted = address.to_string();
+            assert_eq!(read(formatted.strip_prefix("rbd:").expect("it begins so")), address, "{formatted}");
         }
         assert_eq!(read("vms/vm1@s:id=x").name(), "rbd:vms/vm1@s");
     }
@@ -246,8 +246,8 @@ mod tests {
 
     #[test]
     fn relative_files_resolve_against_a_directory() {
-        let seen = read("vms/vm1:conf=ceph.conf:keyring=/k").relative_to(Path::new("/etc/weir"));
-        assert_eq!(seen.config.as_deref(), Some(Path::new("/etc/weir/ceph.conf")));
-        assert_eq!(seen.keyring.as_deref(), Some(Path::new("/k")));
+        let resolved = read("vms/vm1:conf=ceph.conf:keyring=/k").relative_to(Path::new("/etc/weir"));
+        assert_eq!(resolved.config.as_deref(), Some(Path::new("/etc/weir/ceph.conf")));
+        assert_eq!(resolved.keyring.as_deref(), Some(Path::new("/k")));
     }
 }

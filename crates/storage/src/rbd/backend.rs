@@ -24,21 +24,21 @@ pub enum ResumeOutcome {
 /// Operations of an image.
 pub trait RbdBackend: Debug + Send + Sync + 'static {
     /// Reads at `offset` into `target`; returns the number of bytes read.
-    async fn read(&self, place: RbdRequestSlot, offset: u64, target: Segments) -> (Result<usize>, Segments);
+    async fn read(&self, slot: RbdRequestSlot, offset: u64, target: Segments) -> (Result<usize>, Segments);
     /// Writes all of `data`.
-    async fn write(&self, place: RbdRequestSlot, offset: u64, data: Segments) -> Result<()>;
+    async fn write(&self, slot: RbdRequestSlot, offset: u64, data: Segments) -> Result<()>;
     /// Returns once all writes that have completed are on stable storage.
-    async fn flush(&self, place: RbdRequestSlot) -> Result<()>;
+    async fn flush(&self, slot: RbdRequestSlot) -> Result<()>;
     /// Zeroes a range; allocates it if `is_thick`.
     async fn write_zeroes(
         &self,
-        place: RbdRequestSlot,
+        slot: RbdRequestSlot,
         offset: u64,
         length: u64,
         is_thick: bool,
     ) -> Result<()>;
     /// Discards a range.
-    async fn discard(&self, place: RbdRequestSlot, offset: u64, length: u64) -> Result<()>;
+    async fn discard(&self, slot: RbdRequestSlot, offset: u64, length: u64) -> Result<()>;
     /// Resizes the image.
     async fn resize(&self, size_bytes: u64) -> Result<()>;
     /// Current size in bytes, as this client knows it from notifications.
@@ -48,13 +48,13 @@ pub trait RbdBackend: Debug + Send + Sync + 'static {
     async fn stored_size(&self) -> Result<Option<u64>>;
     /// Allocated pieces of a range, in order, at most `most`; a full list may be truncated. `None`
     /// if they can only be found by a query of every object.
-    async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>>;
+    async fn allocated(&self, range: Range<u64>, max_pieces: usize) -> Result<Option<Vec<Range<u64>>>>;
     /// Releases the lock, so that another client may write; this one does not until it resumes. The
     /// cache was flushed before.
     async fn release_lock(&self) -> Result<()>;
     /// Resumes the image after this or another client released it, and drops the cache. First calls
     /// [`RbdBackend::blocklist`] for `heirs`.
-    async fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome>;
+    async fn resume(&self, new_clients: &[u64]) -> Result<ResumeOutcome>;
     /// Blocklists those of these clients, by number, that still have the image open for writing.
     /// Their operations in flight do not take effect, and their lock is free. Never this client.
     async fn blocklist(&self, clients: &[u64]) -> Result<()>;

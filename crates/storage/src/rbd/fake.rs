@@ -43,15 +43,15 @@ struct FakeCluster {
     owner: Option<Client>,
     open: BTreeSet<Client>,
     clients: Client,
-    shut_out: BTreeSet<Client>,
+    blocklisted: BTreeSet<Client>,
     /// True while no request completes.
-    stands_still: bool,
+    is_hung: bool,
     /// True if another client has removed the image, without a notification.
     is_removed: bool,
     /// After this many requests, this many fail with this error number.
     failing: (u32, u32, i32),
-    most_under_way: usize,
-    under_way: usize,
+    max_in_flight: usize,
+    in_flight: usize,
     /// Length of the longest range that was zeroed or discarded at once.
     longest: u64,
 }
@@ -64,10 +64,10 @@ type Cache = Option<(Vec<u8>, Vec<Range<usize>>)>;
 pub(super) struct FakeRbd {
     cluster: Arc<Mutex<FakeCluster>>,
     cache: Arc<Mutex<Cache>>,
-    goes_on: Arc<Event>,
-    bell: Arc<ResizeNotifier>,
+    answers_again: Arc<Event>,
+    resize_notifier: Arc<ResizeNotifier>,
     /// Serializes acquiring and releasing the lock.
-    turn: Arc<RangeLocks>,
+    lock_serializer: Arc<RangeLocks>,
     pub(super) client: Client,
     has_map: bool,
     has_cache: bool,
@@ -82,18 +82,18 @@ impl FakeRbd {
             owner: Some(FIRST),
             open: BTreeSet::from([FIRST]),
             clients: 1,
-            shut_out: BTreeSet::new(),
-            stands_still: false,
+            blocklisted: BTreeSet::new(),
+            is_hung: false,
             is_removed: false,
             failing: (0, 0, 0),
-            most_under_way: 0,
-            under_way: 0,
+            max_in_flight: 0,
+            in_flight: 0,
             longest: 0,
         };
-        let (goes_on, bell, cache, turn) = Default::default();
+        let (answers_again, resize_notifier, cache, lock_serializer) = Default::default();
         let cluster = Arc::new(Mutex::new(cluster));
         let (client, has_map, has_cache, has_lock) = (FIRST, true, false, true);
-        Self { cluster, cache, goes_on, bell, turn, client, has_map, has_cache, has_lock }
+        Self { cluster, cache, answers_again, resize_notifier, lock_serializer, client, has_map, has_cache, has_lock }
     }
 
     /// Another client that has the image open.
@@ -105,8 +105,8 @@ impl FakeRbd {
             cluster.open.insert(client);
             client
         };
-        let (bell, cache, turn) = Default::default();
-        Self { cache, bell, turn, client, ..self.clone() }
+        let (resize_notifier, cache, lock_serializer) = Default::default();
+        Self { cache, resize_notifier, lock_serializer, client, ..self.clone() }
     }
 
     pub(super) fn without_lock(self) -> Self {
@@ -127,20 +127,20 @@ impl FakeRbd {
     }
 
     pub(super) fn stop_answering(&self) {
-        self.cluster().stands_still = true;
+        self.cluster().is_hung = true;
     }
 
     pub(super) fn resume_answering(&self) {
-        self.cluster().stands_still = false;
-        self.goes_on.notify(usize::MAX);
+        self.cluster().is_hung = false;
+        self.answers_again.notify(usize::MAX);
     }
 
     pub(super) fn blocklist_self(&self) {
-        self.cluster().shut_out.insert(self.client);
+        self.cluster().blocklisted.insert(self.client);
     }
 
     pub(super) fn is_blocklisted(&self) -> bool {
-        self.cluster().shut_out.contains(&self.client)
+        self.cluster().blocklisted.contains(&self.client)
     }
 
     pub(super) fn has_the_lock(&self) -> bool {
@@ -157,13 +157,13 @@ impl FakeRbd {
     }
 
     /// Calls `look` with the cluster and this client's cache, which is filled if it is empty.
-    fn with_view<T>(&self, look: impl FnOnce(&mut FakeCluster, &mut Cache) -> T) -> T {
+    fn with_view<T>(&self, operation: impl FnOnce(&mut FakeCluster, &mut Cache) -> T) -> T {
         let mut cluster = self.cluster();
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if self.has_cache && cache.is_none() {
             *cache = Some((cluster.safe.clone(), Vec::new()));
         }
-        look(&mut cluster, &mut cache)
+        operation(&mut cluster, &mut cache)
     }
 
     pub(super) fn fail(&self, times: u32, errno: i32) {
@@ -181,11 +181,11 @@ impl FakeRbd {
 
     pub(super) fn resize_from_outside(&self, size_bytes: usize) {
         self.cluster().resize(size_bytes);
-        self.bell.notify();
+        self.resize_notifier.notify();
     }
 
     pub(super) fn max_in_flight(&self) -> usize {
-        self.cluster().most_under_way
+        self.cluster().max_in_flight
     }
 
     pub(super) fn longest(&self) -> u64 {
@@ -204,24 +204,24 @@ impl FakeRbd {
     /// Executes a request as its own task, which runs to its end even if the caller is cancelled.
     async fn run<T: 'static>(
         &self,
-        place: RbdRequestSlot,
+        slot: RbdRequestSlot,
         request: impl FnOnce(&mut FakeCluster, &mut Cache) -> Result<T> + 'static,
     ) -> Result<T> {
         {
             let mut cluster = self.cluster();
             assert!(cluster.open.contains(&self.client), "a request after the end");
-            cluster.under_way += 1;
-            cluster.most_under_way = cluster.most_under_way.max(cluster.under_way);
+            cluster.in_flight += 1;
+            cluster.max_in_flight = cluster.max_in_flight.max(cluster.in_flight);
         }
-        let twin = self.clone();
+        let client_view = self.clone();
         let task = async move {
-            twin.answer().await;
-            twin.cluster().under_way -= 1;
-            let result = match twin.outcome() {
-                Ok(()) => twin.with_view(request),
+            client_view.answer().await;
+            client_view.cluster().in_flight -= 1;
+            let result = match client_view.outcome() {
+                Ok(()) => client_view.with_view(request),
                 Err(error) => Err(error),
             };
-            drop(place);
+            drop(slot);
             result
         };
         reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
@@ -232,8 +232,8 @@ impl FakeRbd {
         let delay = Duration::from_micros(fastrand::u64(1..500));
         reactor::sleep_until(reactor::now() + delay).await;
         loop {
-            let listener = self.goes_on.listen();
-            if !self.cluster().stands_still {
+            let listener = self.answers_again.listen();
+            if !self.cluster().is_hung {
                 return;
             }
             listener.await;
@@ -244,7 +244,7 @@ impl FakeRbd {
     fn outcome(&self) -> Result<()> {
         let mut cluster = self.cluster();
         match cluster.failing {
-            _ if cluster.shut_out.contains(&self.client) => Err(Error::SHUTDOWN),
+            _ if cluster.blocklisted.contains(&self.client) => Err(Error::SHUTDOWN),
             (_, 0, _) => Ok(()),
             (first @ 1.., ..) => {
                 cluster.failing.0 = first - 1;
@@ -260,7 +260,7 @@ impl FakeRbd {
     /// As [`FakeRbd::run`], for a request that writes.
     async fn change<T: 'static>(
         &self,
-        place: RbdRequestSlot,
+        slot: RbdRequestSlot,
         request: impl FnOnce(&mut FakeCluster, &mut Cache) -> Result<T> + 'static,
     ) -> Result<T> {
         let (client, has_lock) = (self.client, self.has_lock);
@@ -270,7 +270,7 @@ impl FakeRbd {
             }
             request(cluster, cache)
         };
-        self.run(place, permitted).await
+        self.run(slot, permitted).await
     }
 }
 
@@ -311,8 +311,8 @@ impl FakeCluster {
             bytes[range.clone()].fill(0);
         }
         self.safe[range.clone()].fill(0);
-        let whole = (range.start as u64).div_ceil(OBJECT)..range.end as u64 / OBJECT;
-        self.objects.retain(|object| !whole.contains(object));
+        let full_objects = (range.start as u64).div_ceil(OBJECT)..range.end as u64 / OBJECT;
+        self.objects.retain(|object| !full_objects.contains(object));
         self.longest = self.longest.max(length);
         Ok(())
     }
@@ -330,12 +330,12 @@ impl FakeCluster {
 impl RbdBackend for FakeRbd {
     async fn read(
         &self,
-        place: RbdRequestSlot,
+        slot: RbdRequestSlot,
         offset: u64,
         mut target: Segments,
     ) -> (Result<usize>, Segments) {
         let length = target.len();
-        let read = self.run(place, move |cluster, cache| {
+        let read = self.run(slot, move |cluster, cache| {
             // Reads are cut at the end of the image, as by librbd.
             let start = (offset as usize).min(cluster.safe.len());
             let end = (start + length).min(cluster.safe.len());
@@ -357,13 +357,13 @@ impl RbdBackend for FakeRbd {
         (Ok(bytes.len()), target)
     }
 
-    async fn write(&self, place: RbdRequestSlot, offset: u64, data: Segments) -> Result<()> {
+    async fn write(&self, slot: RbdRequestSlot, offset: u64, data: Segments) -> Result<()> {
         let bytes = data.to_vec();
-        self.change(place, move |cluster, cache| cluster.change(offset, &bytes, cache)).await
+        self.change(slot, move |cluster, cache| cluster.change(offset, &bytes, cache)).await
     }
 
-    async fn flush(&self, place: RbdRequestSlot) -> Result<()> {
-        self.change(place, |cluster, cache| {
+    async fn flush(&self, slot: RbdRequestSlot) -> Result<()> {
+        self.change(slot, |cluster, cache| {
             cluster.flush(cache);
             Ok(())
         })
@@ -372,7 +372,7 @@ impl RbdBackend for FakeRbd {
 
     async fn write_zeroes(
         &self,
-        place: RbdRequestSlot,
+        slot: RbdRequestSlot,
         offset: u64,
         length: u64,
         is_thick: bool,
@@ -381,22 +381,22 @@ impl RbdBackend for FakeRbd {
             !is_thick || (offset | length).is_multiple_of(512),
             "librbd would cut it, and may wait for ever"
         );
-        self.change(place, move |cluster, cache| {
+        self.change(slot, move |cluster, cache| {
             cluster.zero(offset, length, cache)?;
             if is_thick { cluster.change(offset, &vec![0; length as usize], &mut None) } else { Ok(()) }
         })
         .await
     }
 
-    async fn discard(&self, place: RbdRequestSlot, offset: u64, length: u64) -> Result<()> {
-        self.change(place, move |cluster, cache| cluster.zero(offset, length, cache)).await
+    async fn discard(&self, slot: RbdRequestSlot, offset: u64, length: u64) -> Result<()> {
+        self.change(slot, move |cluster, cache| cluster.zero(offset, length, cache)).await
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
         reactor::yield_now().await;
         self.outcome()?;
         self.cluster().resize(size_bytes as usize);
-        self.bell.notify();
+        self.resize_notifier.notify();
         Ok(())
     }
 
@@ -413,17 +413,17 @@ impl RbdBackend for FakeRbd {
         Ok(Some(self.cluster().safe.len() as u64))
     }
 
-    async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
+    async fn allocated(&self, range: Range<u64>, max_pieces: usize) -> Result<Option<Vec<Range<u64>>>> {
         reactor::yield_now().await;
         if !self.has_map {
             return Ok(None);
         }
         let cluster = self.cluster();
-        let whole = |object: &u64| object * OBJECT..(object + 1) * OBJECT;
-        let inside = cluster.objects.iter().map(whole).filter(|o| o.end > range.start && o.start < range.end);
+        let object_range = |object: &u64| object * OBJECT..(object + 1) * OBJECT;
+        let overlapping = cluster.objects.iter().map(object_range).filter(|o| o.end > range.start && o.start < range.end);
         let mut pieces: Vec<Range<u64>> = Vec::new();
-        for object in inside {
-            let is_full = pieces.len() == most;
+        for object in overlapping {
+            let is_full = pieces.len() == max_pieces;
             match pieces.last_mut() {
                 Some(last) if last.end == object.start => last.end = object.end,
                 _ if is_full => break,
@@ -434,13 +434,13 @@ impl RbdBackend for FakeRbd {
     }
 
     async fn release_lock(&self) -> Result<()> {
-        let twin = self.clone();
+        let client_view = self.clone();
         let task = async move {
-            let _one = twin.turn.exclusive(0..1).await;
-            twin.answer().await;
-            twin.outcome()?;
-            assert!(!twin.has_lock || twin.has_the_lock(), "a lock that it does not have");
-            twin.with_view(|cluster, cache| {
+            let _guard = client_view.lock_serializer.exclusive(0..1).await;
+            client_view.answer().await;
+            client_view.outcome()?;
+            assert!(!client_view.has_lock || client_view.has_the_lock(), "a lock that it does not have");
+            client_view.with_view(|cluster, cache| {
                 assert!(
                     cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()),
                     "data that no other client sees"
@@ -452,20 +452,20 @@ impl RbdBackend for FakeRbd {
         reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome> {
-        let (twin, heirs) = (self.clone(), heirs.to_vec());
+    async fn resume(&self, new_clients: &[u64]) -> Result<ResumeOutcome> {
+        let (client_view, new_clients) = (self.clone(), new_clients.to_vec());
         let task = async move {
-            let _one = twin.turn.exclusive(0..1).await;
-            twin.blocklist(&heirs).await?;
-            twin.answer().await;
-            twin.outcome()?;
-            let mut cluster = twin.cluster();
-            let owner = cluster.owner.filter(|owner| !cluster.shut_out.contains(owner));
-            if let Some(owner) = owner.filter(|owner| twin.has_lock && *owner != twin.client) {
+            let _guard = client_view.lock_serializer.exclusive(0..1).await;
+            client_view.blocklist(&new_clients).await?;
+            client_view.answer().await;
+            client_view.outcome()?;
+            let mut cluster = client_view.cluster();
+            let owner = cluster.owner.filter(|owner| !cluster.blocklisted.contains(owner));
+            if let Some(owner) = owner.filter(|owner| client_view.has_lock && *owner != client_view.client) {
                 return Ok(ResumeOutcome::LockedElsewhere(Some(name(owner))));
             }
-            cluster.owner = Some(twin.client).filter(|_| twin.has_lock);
-            *twin.cache.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            cluster.owner = Some(client_view.client).filter(|_| client_view.has_lock);
+            *client_view.cache.lock().unwrap_or_else(PoisonError::into_inner) = None;
             Ok(ResumeOutcome::Resumed(cluster.safe.len() as u64))
         };
         reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
@@ -476,12 +476,12 @@ impl RbdBackend for FakeRbd {
         self.outcome()?;
         let mut cluster = self.cluster();
         let there: Vec<_> = clients.iter().copied().filter(|client| cluster.open.contains(client)).collect();
-        cluster.shut_out.extend(there);
+        cluster.blocklisted.extend(there);
         Ok(())
     }
 
     fn resize_notifier(&self) -> &Arc<ResizeNotifier> {
-        &self.bell
+        &self.resize_notifier
     }
 
     async fn close(&self) -> Result<()> {

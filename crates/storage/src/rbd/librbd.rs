@@ -50,9 +50,9 @@ const MAX_SEGMENTS: usize = 1024;
 pub struct Librbd {
     /// `None` after it was closed.
     image: Mutex<Option<Arc<RbdImage>>>,
-    bell: Arc<ResizeNotifier>,
+    resize_notifier: Arc<ResizeNotifier>,
     cache_bytes: u64,
-    what: String,
+    key: String,
     is_passed: bool,
     closed: async_channel::Receiver<Result<()>>,
 }
@@ -67,20 +67,20 @@ impl Librbd {
     /// Opens an image and returns it with its size in bytes. Blocks.
     pub(super) fn open(
         address: &RbdAddress,
-        how: &RbdOptions,
+        options: &RbdOptions,
     ) -> std::result::Result<(Self, u64), OpenError> {
         let (sender, closed) = async_channel::bounded(1);
-        let image = RbdImage::open(address, how, sender)?;
-        let (bell, size_bytes, cache_bytes) =
-            (Arc::clone(&image.bell), image.size_bytes, image.cache_bytes());
-        let (what, is_passed) = (image.what.clone(), image.is_passed);
+        let image = RbdImage::open(address, options, sender)?;
+        let (resize_notifier, size_bytes, cache_bytes) =
+            (Arc::clone(&image.resize_notifier), image.size_bytes, image.cache_bytes());
+        let (key, is_passed) = (image.key.clone(), image.is_passed);
         let image = Mutex::new(Some(Arc::new(image)));
-        Ok((Self { image, bell, cache_bytes, what, is_passed, closed }, size_bytes))
+        Ok((Self { image, resize_notifier, cache_bytes, key, is_passed, closed }, size_bytes))
     }
 
     /// Identity of the image, independent of its name.
     pub(super) fn key(&self) -> &str {
-        &self.what
+        &self.key
     }
 
     /// True if another process has it open and passes it.
@@ -105,15 +105,15 @@ impl Librbd {
 
     async fn run(
         &self,
-        what: RbdOperationKind,
-        place: RbdRequestSlot,
+        operation: RbdOperationKind,
+        slot: RbdRequestSlot,
         segments: Segments,
     ) -> (Result<u64>, Segments) {
         let image = match self.image() {
             Ok(image) => image,
             Err(error) => return (Err(error), segments),
         };
-        RbdOperation::start(&image, what, place, segments).await
+        RbdOperation::start(&image, operation, slot, segments).await
     }
 
     /// Runs a call on its own thread. If the future is dropped, the thread continues.
@@ -122,14 +122,14 @@ impl Librbd {
         call: impl FnOnce(&RbdImage) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let image = self.image()?;
-        let (sender, answer) = async_channel::bounded(1);
+        let (sender, receiver) = async_channel::bounded(1);
         let thread = std::thread::Builder::new().name("rbd call".to_owned());
         let started = thread.spawn(move || {
             // Fails only if the caller was cancelled.
             let _ = sender.try_send(call(&image));
         });
         started.map_err(Error::from)?;
-        answer.recv().await.unwrap_or(Err(Error::IO))
+        receiver.recv().await.unwrap_or(Err(Error::IO))
     }
 }
 
@@ -142,45 +142,45 @@ fn are_plain(segments: &Segments) -> bool {
 impl RbdBackend for Librbd {
     async fn read(
         &self,
-        place: RbdRequestSlot,
+        slot: RbdRequestSlot,
         offset: u64,
         mut target: Segments,
     ) -> (Result<usize>, Segments) {
         let count = |result: Result<u64>| result.map(|count| usize::try_from(count).unwrap_or(usize::MAX));
         if are_plain(&target) {
-            let (result, target) = self.run(RbdOperationKind::Read { offset }, place, target).await;
+            let (result, target) = self.run(RbdOperationKind::Read { offset }, slot, target).await;
             return (count(result), target);
         }
         let bounce = IoBuffer::new(target.len());
-        let (result, bounce) = self.run(RbdOperationKind::Read { offset }, place, bounce.into()).await;
+        let (result, bounce) = self.run(RbdOperationKind::Read { offset }, slot, bounce.into()).await;
         if result.is_ok() {
             target.copy_from(&bounce.joined());
         }
         (count(result), target)
     }
 
-    async fn write(&self, place: RbdRequestSlot, offset: u64, data: Segments) -> Result<()> {
+    async fn write(&self, slot: RbdRequestSlot, offset: u64, data: Segments) -> Result<()> {
         let data = if are_plain(&data) { data } else { data.joined().into() };
-        self.run(RbdOperationKind::Write { offset }, place, data).await.0.map(drop)
+        self.run(RbdOperationKind::Write { offset }, slot, data).await.0.map(drop)
     }
 
-    async fn flush(&self, place: RbdRequestSlot) -> Result<()> {
-        self.run(RbdOperationKind::Flush, place, Segments::default()).await.0.map(drop)
+    async fn flush(&self, slot: RbdRequestSlot) -> Result<()> {
+        self.run(RbdOperationKind::Flush, slot, Segments::default()).await.0.map(drop)
     }
 
     async fn write_zeroes(
         &self,
-        place: RbdRequestSlot,
+        slot: RbdRequestSlot,
         offset: u64,
         length: u64,
         is_thick: bool,
     ) -> Result<()> {
-        let what = RbdOperationKind::WriteZeroes { offset, length, is_thick };
-        self.run(what, place, Segments::default()).await.0.map(drop)
+        let operation = RbdOperationKind::WriteZeroes { offset, length, is_thick };
+        self.run(operation, slot, Segments::default()).await.0.map(drop)
     }
 
-    async fn discard(&self, place: RbdRequestSlot, offset: u64, length: u64) -> Result<()> {
-        self.run(RbdOperationKind::Discard { offset, length }, place, Segments::default()).await.0.map(drop)
+    async fn discard(&self, slot: RbdRequestSlot, offset: u64, length: u64) -> Result<()> {
+        self.run(RbdOperationKind::Discard { offset, length }, slot, Segments::default()).await.0.map(drop)
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
@@ -195,17 +195,17 @@ impl RbdBackend for Librbd {
         self.run_on_thread(RbdImage::stored_size).await
     }
 
-    async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
-        self.run_on_thread(move |image| image.allocated(&range, most)).await
+    async fn allocated(&self, range: Range<u64>, max_pieces: usize) -> Result<Option<Vec<Range<u64>>>> {
+        self.run_on_thread(move |image| image.allocated(&range, max_pieces)).await
     }
 
     async fn release_lock(&self) -> Result<()> {
         self.run_on_thread(RbdImage::release_lock).await
     }
 
-    async fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome> {
-        let heirs = heirs.to_vec();
-        self.run_on_thread(move |image| image.resume(&heirs)).await
+    async fn resume(&self, new_clients: &[u64]) -> Result<ResumeOutcome> {
+        let new_clients = new_clients.to_vec();
+        self.run_on_thread(move |image| image.resume(&new_clients)).await
     }
 
     async fn blocklist(&self, clients: &[u64]) -> Result<()> {
@@ -214,7 +214,7 @@ impl RbdBackend for Librbd {
     }
 
     fn resize_notifier(&self) -> &Arc<ResizeNotifier> {
-        &self.bell
+        &self.resize_notifier
     }
 
     async fn close(&self) -> Result<()> {

@@ -9,12 +9,12 @@ use event_listener::Event;
 #[derive(Debug)]
 pub(super) struct ImageOwnership {
     is_ours: AtomicBool,
-    taken: Event,
+    acquired: Event,
 }
 
 impl ImageOwnership {
     pub(super) fn new(is_ours: bool) -> Self {
-        Self { is_ours: AtomicBool::new(is_ours), taken: Event::new() }
+        Self { is_ours: AtomicBool::new(is_ours), acquired: Event::new() }
     }
 
     pub(super) fn is_ours(&self) -> bool {
@@ -29,18 +29,18 @@ impl ImageOwnership {
     /// Takes the ownership: waiting writes continue.
     pub(super) fn acquire(&self) {
         self.is_ours.store(true, SeqCst);
-        self.taken.notify(usize::MAX);
+        self.acquired.notify(usize::MAX);
     }
 
     /// Waits until this process has the ownership.
     pub(super) async fn wait(&self) {
         while !self.is_ours() {
-            let taken = self.taken.listen();
+            let acquired = self.acquired.listen();
             // Taken between the check and the listener.
             if self.is_ours() {
                 return;
             }
-            taken.await;
+            acquired.await;
         }
     }
 }

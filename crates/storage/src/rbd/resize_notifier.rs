@@ -12,7 +12,7 @@ pub struct ResizeNotifier(Mutex<ResizeNotifierState>);
 
 #[derive(Debug, Default)]
 struct ResizeNotifierState {
-    is_rung: bool,
+    is_notified: bool,
     waker: Option<Waker>,
 }
 
@@ -21,7 +21,7 @@ impl ResizeNotifier {
     pub(super) fn notify(&self) {
         let waker = {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            state.is_rung = true;
+            state.is_notified = true;
             state.waker.take()
         };
         if let Some(waker) = waker {
@@ -34,7 +34,7 @@ impl ResizeNotifier {
     pub async fn notified(&self) {
         poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if std::mem::take(&mut state.is_rung) {
+            if std::mem::take(&mut state.is_notified) {
                 return Poll::Ready(());
             }
             state.waker = Some(context.waker().clone());

@@ -80,29 +80,29 @@ mod tests {
     #[test]
     fn requests_wait_for_a_slot_and_report_the_oldest() {
         sim::run(1, async {
-            let places = RbdRequestSlots::new();
-            assert_eq!(places.oldest_age(now()), None);
+            let slots = RbdRequestSlots::new();
+            assert_eq!(slots.oldest_age(now()), None);
             // The instant 0 means a free slot.
             sleep_until(now() + Duration::from_millis(1)).await;
-            let mut taken = Vec::new();
+            let mut acquired = Vec::new();
             for _ in 0..SLOTS {
-                taken.push(places.acquire().await);
+                acquired.push(slots.acquire().await);
                 sleep_until(now() + Duration::from_millis(1)).await;
             }
-            assert_eq!(places.oldest_age(now()), Some(Duration::from_millis(SLOTS as u64)));
+            assert_eq!(slots.oldest_age(now()), Some(Duration::from_millis(SLOTS as u64)));
             let late = {
-                let places = Arc::clone(&places);
-                spawn_joinable(async move { places.acquire().await })
+                let slots = Arc::clone(&slots);
+                spawn_joinable(async move { slots.acquire().await })
             };
             sleep_until(now() + Duration::from_secs(1)).await;
             assert!(!late.is_finished());
-            drop(taken.remove(0));
+            drop(acquired.remove(0));
             let late = late.await;
             sleep_until(now() + Duration::from_millis(5)).await;
-            drop(taken);
-            assert_eq!(places.oldest_age(now()), Some(Duration::from_millis(5)));
+            drop(acquired);
+            assert_eq!(slots.oldest_age(now()), Some(Duration::from_millis(5)));
             drop(late);
-            assert_eq!(places.oldest_age(now()), None);
+            assert_eq!(slots.oldest_age(now()), None);
         });
     }
 }

@@ -25,9 +25,9 @@ fn rbd(fake: &FakeRbd, cache: CacheMode, read_only: bool) -> Align<RbdStorage<Fa
     opened(fake, RbdOptions { cache, read_only, force_share: false, passed: None })
 }
 
-fn opened(fake: &FakeRbd, how: RbdOptions) -> Align<RbdStorage<FakeRbd>> {
+fn opened(fake: &FakeRbd, options: RbdOptions) -> Align<RbdStorage<FakeRbd>> {
     let address = RbdAddress::read("vms/vm1").expect("an address");
-    Align::new(RbdStorage::new(fake.clone(), &address, address.name(), how, SIZE as u64))
+    Align::new(RbdStorage::new(fake.clone(), &address, address.name(), options, SIZE as u64))
 }
 
 fn zeroes(may_unmap: bool) -> ZeroOptions {
@@ -96,8 +96,8 @@ proptest! {
                         model.resize(size as usize, 0);
                     }
                 }
-                let whole = read(&image, 0, model.len()).await.expect("it is there");
-                assert!(whole == model, "another content");
+                let content = read(&image, 0, model.len()).await.expect("it is there");
+                assert!(content == model, "another content");
                 // Holes are zero, and the extents cover the requested range, in order.
                 let extents = image.block_status(0, model.len() as u64).await.expect("it is known");
                 let mut at = 0;
@@ -127,9 +127,9 @@ fn flushed_and_fua_writes_survive() {
         let through = rbd(&fake, CacheMode::Writethrough, false);
         through.write(1024, full_of(3, 512), Durability::Cached).await.expect("written");
         assert_eq!(fake.after_a_crash()[1024], 3);
-        let careless = rbd(&fake, CacheMode::Unsafe, false);
-        careless.write(2048, full_of(4, 512), Durability::Synchronous).await.expect("written");
-        careless.flush().await.expect("nothing is done");
+        let unsafe_image = rbd(&fake, CacheMode::Unsafe, false);
+        unsafe_image.write(2048, full_of(4, 512), Durability::Synchronous).await.expect("written");
+        unsafe_image.flush().await.expect("nothing is done");
         assert_eq!(fake.after_a_crash()[2048], 0);
     });
 }
@@ -191,14 +191,14 @@ fn cluster_errors_map_to_client_errors() {
     sim::run(1, async {
         let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, false);
-        for (errno, told) in [
+        for (errno, expected) in [
             (libc::ENOSPC, Error::NO_SPACE),
             (libc::EDQUOT, Error::NO_SPACE),
             (libc::ENOENT, Error::IO),
             (libc::ETIMEDOUT, Error::IO),
         ] {
             fake.fail(1, errno);
-            assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Err(told));
+            assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Err(expected));
         }
         assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, Ok(()), "it continues");
         fake.fail(1, libc::EIO);
@@ -240,20 +240,20 @@ fn external_resize_is_noticed() {
     sim::run(1, async {
         let fake = FakeRbd::new(SIZE);
         let image = Rc::new(rbd(&fake, CacheMode::None, false));
-        let seen = Rc::new(RefCell::new(Vec::new()));
+        let sizes = Rc::new(RefCell::new(Vec::new()));
         let watch = {
-            let (image, seen) = (Rc::clone(&image), Rc::clone(&seen));
+            let (image, sizes) = (Rc::clone(&image), Rc::clone(&sizes));
             spawn_joinable(async move {
                 for _ in 0..2 {
                     image.device().resize_notifier().notified().await;
                     let size = image.device().poll_size().await;
-                    seen.borrow_mut().push(size);
+                    sizes.borrow_mut().push(size);
                 }
             })
         };
         yield_now().await;
         fake.resize_from_outside(2 * SIZE);
-        while seen.borrow().is_empty() {
+        while sizes.borrow().is_empty() {
             yield_now().await;
         }
         assert_eq!(image.size_bytes(), 2 * SIZE as u64);
@@ -262,7 +262,7 @@ fn external_resize_is_noticed() {
         fake.resize_from_outside(4096);
         assert!(read(&image, SIZE as u64, 512).await.is_err());
         watch.await;
-        assert_eq!(*seen.borrow(), [Ok(2 * SIZE as u64), Ok(4096)]);
+        assert_eq!(*sizes.borrow(), [Ok(2 * SIZE as u64), Ok(4096)]);
         assert_eq!(read(&image, SIZE as u64, 512).await, Err(Error::INVALID));
     });
 }
@@ -288,8 +288,8 @@ fn zeroing_is_split_and_thick_zeroes_are_not_fast() {
 fn without_object_map_everything_is_data() {
     sim::run(1, async {
         let image = rbd(&FakeRbd::new(SIZE).without_map(), CacheMode::None, false);
-        let whole = Extent { length: SIZE as u64, hole: false, zero: false };
-        assert_eq!(image.block_status(0, SIZE as u64).await, Ok(vec![whole]));
+        let full_extent = Extent { length: SIZE as u64, hole: false, zero: false };
+        assert_eq!(image.block_status(0, SIZE as u64).await, Ok(vec![full_extent]));
     });
 }
 
@@ -299,11 +299,11 @@ fn extents_are_bounded() {
     let all = extents(&(0..1_000_000), &pieces, true);
     assert_eq!(all.len(), MAX_EXTENTS);
     assert_eq!(all.iter().map(|extent| extent.length).sum::<u64>(), pieces.last().expect("one").end);
-    let rest = extents(&(0..1_000_000), &pieces[..3], false);
-    assert_eq!(rest.iter().map(|extent| extent.length).sum::<u64>(), 1_000_000);
+    let with_rest = extents(&(0..1_000_000), &pieces[..3], false);
+    assert_eq!(with_rest.iter().map(|extent| extent.length).sum::<u64>(), 1_000_000);
     // Objects extend beyond both ends.
-    let inside = extents(&(100..200), &[50..120, 180..300], false);
-    let lengths: Vec<_> = inside.iter().map(|extent| (extent.length, extent.hole)).collect();
+    let clamped = extents(&(100..200), &[50..120, 180..300], false);
+    let lengths: Vec<_> = clamped.iter().map(|extent| (extent.length, extent.hole)).collect();
     assert_eq!(lengths, [(20, false), (60, true), (20, false)]);
 }
 
@@ -313,13 +313,13 @@ fn a_guest_s_memory_is_read_into_and_written_from() {
         let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, false);
         let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
-        let place = memory.range(0, 4096).expect("inside");
-        place.fill(0, 4096, 9);
-        image.write(0, place.clone().into(), Durability::Cached).await.expect("written");
-        place.fill(0, 4096, 0);
-        image.read(0, place.clone().into()).await.expect("read");
+        let guest_bytes = memory.range(0, 4096).expect("inside");
+        guest_bytes.fill(0, 4096, 9);
+        image.write(0, guest_bytes.clone().into(), Durability::Cached).await.expect("written");
+        guest_bytes.fill(0, 4096, 0);
+        image.read(0, guest_bytes.clone().into()).await.expect("read");
         let mut bytes = [0; 4096];
-        place.read(0, &mut bytes);
+        guest_bytes.read(0, &mut bytes);
         assert_eq!(bytes, [9; 4096]);
     });
 }

@@ -32,8 +32,8 @@ macro_rules! words {
 }
 
 impl Cells {
-    pub(super) fn new(place: GuestBytes) -> Self {
-        Self(place)
+    pub(super) fn new(memory: GuestBytes) -> Self {
+        Self(memory)
     }
 
     words!(load_u16 store_u16 u16, load_u32 store_u32 u32, load_u64 store_u64 u64);

@@ -46,7 +46,7 @@ pub struct DescriptorChain {
     /// Ticket to return when the chain is completed.
     pub ticket: ChainTicket,
     /// Readable memory, then writable memory.
-    pub(crate) places: ChainMemory,
+    pub(crate) segments: ChainMemory,
     /// Number of readable pieces.
     pub(crate) reads: usize,
     /// Number of descriptors, including those of an indirect table.
@@ -68,12 +68,12 @@ impl DescriptorChain {
 
     /// Memory that the device reads.
     pub fn readable(&self) -> &[GuestBytes] {
-        &self.places[..self.reads]
+        &self.segments[..self.reads]
     }
 
     /// Memory that the device writes.
     pub fn writable(&self) -> &[GuestBytes] {
-        &self.places[self.reads..]
+        &self.segments[self.reads..]
     }
 }
 
@@ -124,14 +124,14 @@ pub(super) struct RingDescriptor {
 
 impl RingDescriptor {
     /// From the two words of a descriptor of a split ring (§ 2.7.5) or its indirect tables.
-    pub(super) fn split(address: u64, rest: u64) -> Self {
-        Self { address, bytes: rest as u32, flags: (rest >> 32) as u16, link: (rest >> 48) as u16 }
+    pub(super) fn split(address: u64, word: u64) -> Self {
+        Self { address, bytes: word as u32, flags: (word >> 32) as u16, link: (word >> 48) as u16 }
     }
 
     /// From the two words of a descriptor of a packed ring (§ 2.8.13) or its indirect tables (§
     /// 2.8.7).
-    pub(super) fn packed(address: u64, rest: u64) -> Self {
-        Self { address, bytes: rest as u32, flags: (rest >> 48) as u16, link: (rest >> 32) as u16 }
+    pub(super) fn packed(address: u64, word: u64) -> Self {
+        Self { address, bytes: word as u32, flags: (word >> 48) as u16, link: (word >> 32) as u16 }
     }
 
     pub(super) fn has(self, flag: u16) -> bool {
@@ -152,7 +152,7 @@ pub(super) enum TableOrder {
 pub(super) struct ChainParser<'m> {
     regions: &'m Regions,
     indirect: Option<TableOrder>,
-    places: ChainMemory,
+    segments: ChainMemory,
     reads: usize,
     /// True if a writable descriptor was seen, even one of zero bytes.
     writes: bool,
@@ -167,7 +167,7 @@ impl<'m> ChainParser<'m> {
         Self {
             regions,
             indirect,
-            places: ChainMemory::new(),
+            segments: ChainMemory::new(),
             reads: 0,
             writes: false,
             bytes: 0,
@@ -178,8 +178,8 @@ impl<'m> ChainParser<'m> {
 
     #[inline(always)]
     pub(super) fn finish(self, ticket: ChainTicket) -> DescriptorChain {
-        let Self { places, reads, descriptors, fault, .. } = self;
-        DescriptorChain { ticket, places, reads, descriptors, fault }
+        let Self { segments: places, reads, descriptors, fault, .. } = self;
+        DescriptorChain { ticket, segments: places, reads, descriptors, fault }
     }
 
     /// Records a fault. The first one is kept.
@@ -203,7 +203,7 @@ impl<'m> ChainParser<'m> {
     #[inline]
     // Checked before the addresses are resolved: the work for one chain stays bounded.
     fn parse_buffer(&mut self, descriptor: RingDescriptor) {
-        if self.descriptors == MAX_DESCRIPTORS || self.places.len() > MAX_PLACES {
+        if self.descriptors == MAX_DESCRIPTORS || self.segments.len() > MAX_PLACES {
             return self.fault(ChainFault::TooLong);
         }
         self.descriptors += 1;
@@ -215,15 +215,15 @@ impl<'m> ChainParser<'m> {
         if self.writes && !descriptor.has(flag::WRITE) {
             return self.fault(ChainFault::Order);
         }
-        if !self.regions.append_range(descriptor.address, descriptor.bytes as usize, &mut self.places) {
+        if !self.regions.append_range(descriptor.address, descriptor.bytes as usize, &mut self.segments) {
             self.fault(ChainFault::Outside);
         }
-        if self.places.len() > MAX_PLACES {
+        if self.segments.len() > MAX_PLACES {
             self.fault(ChainFault::Scattered);
         }
         // Everything before the first writable buffer is readable.
         if !self.writes {
-            self.reads = self.places.len();
+            self.reads = self.segments.len();
         }
     }
 
@@ -240,12 +240,12 @@ impl<'m> ChainParser<'m> {
         for read in 1.. {
             let at = table + (index * DESCRIPTOR_BYTES) as u64;
             // Read one at a time: a large table of which few entries are linked costs little.
-            let Some((address, rest)) = self.regions.descriptor(at) else {
+            let Some((address, word)) = self.regions.descriptor(at) else {
                 return self.fault(ChainFault::Outside);
             };
             let descriptor = match order {
-                TableOrder::Linked => RingDescriptor::split(address, rest),
-                TableOrder::Sequential => RingDescriptor::packed(address, rest),
+                TableOrder::Linked => RingDescriptor::split(address, word),
+                TableOrder::Sequential => RingDescriptor::packed(address, word),
             };
             if descriptor.has(flag::INDIRECT) {
                 return self.fault(ChainFault::Nested);

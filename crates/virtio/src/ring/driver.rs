@@ -93,17 +93,17 @@ impl RingDriver {
         let packed = matches!(self.0, DriverRing::Packed(_));
         for (number, buffer) in buffers.iter().enumerate() {
             let last = number + 1 == buffers.len();
-            let rest = if packed {
+            let word = if packed {
                 // Descriptors as in the ring itself, without ids and NEXT (§ 2.8.7).
                 u64::from(buffer.flags()) << 48
             } else {
                 let next = if last { 0 } else { flag::NEXT };
                 u64::from(buffer.flags() | next) << 32 | (number as u64 + 1) << 48
             };
-            let rest = u64::from(buffer.bytes) | rest;
+            let word = u64::from(buffer.bytes) | word;
             let offset = number * chain::DESCRIPTOR_BYTES;
             table.write(offset, &buffer.address.to_le_bytes());
-            table.write(offset + 8, &rest.to_le_bytes());
+            table.write(offset + 8, &word.to_le_bytes());
         }
         let bytes = (buffers.len() * chain::DESCRIPTOR_BYTES) as u32;
         // The ring itself has one descriptor, which points to the table.

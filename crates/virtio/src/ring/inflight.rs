@@ -44,8 +44,8 @@ impl InflightQueueArea {
     }
 
     /// The area at `place`, aligned to eight bytes.
-    pub fn new(place: GuestBytes) -> Self {
-        Self(Cells::new(place))
+    pub fn new(memory: GuestBytes) -> Self {
+        Self(Cells::new(memory))
     }
 
     /// Validates the header; returns the words, and whether the area was in use.

@@ -61,19 +61,19 @@ impl RingLayout {
             return Err(RingError::Size(size));
         }
         let parts = RingParts::of(size, self.packed, self.event_idx);
-        let part = |what, place: &GuestBytes, (bytes, alignment)| {
-            if place.bytes() < bytes || !place.is_aligned(alignment) {
-                return Err(RingError::Part { what, bytes: place.bytes(), needed: bytes, alignment });
+        let check_part = |part_name, memory: &GuestBytes, (bytes, alignment)| {
+            if memory.bytes() < bytes || !memory.is_aligned(alignment) {
+                return Err(RingError::Part { what: part_name, bytes: memory.bytes(), needed: bytes, alignment });
             }
             Ok(())
         };
-        part("descriptors", &self.descriptors, parts.descriptors)?;
-        part("driver's part", &self.driver, parts.driver)?;
-        part("device's part", &self.device, parts.device)
+        check_part("descriptors", &self.descriptors, parts.descriptors)?;
+        check_part("driver's part", &self.driver, parts.driver)?;
+        check_part("device's part", &self.device, parts.device)
     }
 
     /// Words of the three parts: descriptors, driver area, device area.
     pub(super) fn cells(&self) -> [Cells; 3] {
-        [&self.descriptors, &self.driver, &self.device].map(|place| Cells::new(place.clone()))
+        [&self.descriptors, &self.driver, &self.device].map(|memory| Cells::new(memory.clone()))
     }
 }

@@ -32,15 +32,15 @@ use super::{
 pub(super) struct PackedRing {
     size: u16,
     indirect: Option<TableOrder>,
-    turns: DescriptorOwnership,
+    ownership: DescriptorOwnership,
     /// Number of chains in flight.
-    taken: u16,
+    in_flight: u16,
     /// Number of chains taken from the ring and not put back.
-    numbers: u64,
+    next_number: u64,
     log: Option<PackedLog>,
     /// Chains that were in flight when the previous device ended, to be taken first: their entries
     /// in the in-flight area and their lengths.
-    again: VecDeque<(u16, u16)>,
+    resumed: VecDeque<(u16, u16)>,
 }
 
 impl PackedRing {
@@ -59,91 +59,91 @@ impl PackedRing {
             // Starts at the used position, not at the available one. The descriptors between the
             // two are in flight, and after a crash their content is unknown: they are taken
             // again.
-            turns: DescriptorOwnership::new(size, layout.event_idx, layout.cells(), used),
-            taken: 0,
-            numbers: 0,
+            ownership: DescriptorOwnership::new(size, layout.event_idx, layout.cells(), used),
+            in_flight: 0,
+            next_number: 0,
             log: None,
-            again: VecDeque::new(),
+            resumed: VecDeque::new(),
         })
     }
 
     /// Opens an in-flight area. Chains that the previous device had taken come first. The position
     /// where the ring continues is that of the area, which the front end does not know.
     pub(super) fn resume(&mut self, inflight: InflightQueueArea) -> Result<(), RingError> {
-        let turns = &self.turns;
-        let is_published = |at: RingPosition| !turns.is_available(at);
-        let (log, remains) = PackedLog::open(inflight, self.size, turns.used(), is_published)?;
+        let ownership = &self.ownership;
+        let is_published = |at: RingPosition| !ownership.is_available(at);
+        let (log, remains) = PackedLog::open(inflight, self.size, ownership.used(), is_published)?;
         if let Some(remains) = remains {
-            let out = remains.chains.iter().map(|&(_, length)| length).sum();
-            self.turns.resume(remains.used, out);
-            self.taken = remains.chains.len() as u16;
-            self.again = remains.chains.into();
+            let descriptors = remains.chains.iter().map(|&(_, length)| length).sum();
+            self.ownership.resume(remains.used, descriptors);
+            self.in_flight = remains.chains.len() as u16;
+            self.resumed = remains.chains.into();
         }
         self.log = Some(log);
         Ok(())
     }
 
     pub(super) fn set_cells(&mut self, layout: &RingLayout) {
-        self.turns.set_cells(layout.event_idx, layout.cells());
+        self.ownership.set_cells(layout.event_idx, layout.cells());
     }
 
     #[inline(always)]
     pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<DescriptorChain>, RingError> {
-        if let Some((slot, length)) = self.again.pop_front() {
+        if let Some((slot, length)) = self.resumed.pop_front() {
             return self.resume_chain(regions, slot, length).map(Some);
         }
         if let Some(log) = &mut self.log {
             log.begin_chain();
         }
-        let mut gathering = ChainParser::new(regions, self.indirect);
+        let mut parser = ChainParser::new(regions, self.indirect);
         let mut read = 0;
-        let taken = self.turns.take(|address, word| {
+        let taken = self.ownership.take(|address, word| {
             let descriptor = RingDescriptor::packed(address, word);
             if let Some(log) = &mut self.log {
                 log.log_descriptor(descriptor)?;
             }
             read += 1;
             if read <= MAX_DESCRIPTORS {
-                gathering.parse(descriptor);
+                parser.parse(descriptor);
             } else {
                 // Continue to the end of the chain, whose last descriptor has the id.
-                gathering.fault(ChainFault::TooLong);
+                parser.fault(ChainFault::TooLong);
             }
             Ok(())
         })?;
         let Some((id, descriptors)) = taken else { return Ok(None) };
         let slot = self.log.as_mut().map_or(0, PackedLog::commit_chain);
-        let number = Some(self.numbers);
-        self.numbers += 1;
-        self.taken += 1;
-        Ok(Some(gathering.finish(ChainTicket { id, descriptors, slot, number })))
+        let number = Some(self.next_number);
+        self.next_number += 1;
+        self.in_flight += 1;
+        Ok(Some(parser.finish(ChainTicket { id, descriptors, slot, number })))
     }
 
     /// The chain whose copy is in the in-flight area.
     fn resume_chain(&self, regions: &Regions, first: u16, length: u16) -> Result<DescriptorChain, RingError> {
         let log = self.log.as_ref().expect("the log contains the chain");
-        let mut gathering = ChainParser::new(regions, self.indirect);
+        let mut parser = ChainParser::new(regions, self.indirect);
         let mut slot = first;
         let mut id = 0;
         for number in 1..=length {
             let (descriptor, next) = log.descriptor(slot)?;
             if usize::from(number) <= MAX_DESCRIPTORS {
-                gathering.parse(descriptor);
+                parser.parse(descriptor);
             } else {
-                gathering.fault(ChainFault::TooLong);
+                parser.fault(ChainFault::TooLong);
             }
             (slot, id) = (next, descriptor.link);
         }
-        Ok(gathering.finish(ChainTicket { id, descriptors: length, slot: first, number: None }))
+        Ok(parser.finish(ChainTicket { id, descriptors: length, slot: first, number: None }))
     }
 
     pub(super) fn complete(&mut self, ticket: &ChainTicket, written: u32) {
-        self.taken -= 1;
+        self.in_flight -= 1;
         // Logged before the driver can see the used descriptor, and cleared after: see `inflight`.
         if let Some(log) = &mut self.log {
-            log.begin_publish(ticket.slot, self.turns.used_after(ticket.descriptors));
+            log.begin_publish(ticket.slot, self.ownership.used_after(ticket.descriptors));
         }
-        self.turns.publish(ticket.id, ticket.descriptors, written);
+        self.ownership.publish(ticket.id, ticket.descriptors, written);
         if let Some(log) = &mut self.log {
             log.end_publish(ticket.slot);
         }
@@ -152,12 +152,12 @@ impl PackedRing {
     /// Makes the chain available again; false if it is not the last one taken.
     pub(super) fn put_back(&mut self, ticket: &ChainTicket) -> bool {
         // Only the chain taken last: an older one is followed by chains in flight.
-        if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
+        if ticket.number.is_none_or(|number| number + 1 != self.next_number) {
             return false;
         }
-        self.numbers -= 1;
-        self.taken -= 1;
-        self.turns.put_back(ticket.descriptors);
+        self.next_number -= 1;
+        self.in_flight -= 1;
+        self.ownership.put_back(ticket.descriptors);
         if let Some(log) = &mut self.log {
             log.put_back(ticket.slot);
         }
@@ -165,32 +165,32 @@ impl PackedRing {
     }
 
     pub(super) fn taken(&self) -> u16 {
-        self.taken
+        self.in_flight
     }
 
     pub(super) fn is_lost(&self) -> bool {
-        self.turns.is_lost()
+        self.ownership.is_lost()
     }
 
     pub(super) fn wants_call(&mut self) -> bool {
-        self.turns.wants_call()
+        self.ownership.wants_call()
     }
 
     pub(super) fn suppress_kicks(&mut self) {
-        self.turns.suppress_kicks();
+        self.ownership.suppress_kicks();
     }
 
     pub(super) fn enable_kicks(&mut self) -> bool {
-        self.turns.enable_kicks() || !self.again.is_empty()
+        self.ownership.enable_kicks() || !self.resumed.is_empty()
     }
 
     pub(super) fn base(&self) -> u32 {
-        u32::from(self.turns.next().bits()) | u32::from(self.turns.used().bits()) << 16
+        u32::from(self.ownership.next().bits()) | u32::from(self.ownership.used().bits()) << 16
     }
 
     /// Closes the in-flight area, if no chain is in it.
     pub(super) fn close(self) {
-        if let Some(log) = self.log.filter(|_| self.taken == 0) {
+        if let Some(log) = self.log.filter(|_| self.in_flight == 0) {
             log.close();
         }
     }

@@ -110,8 +110,8 @@ impl EventSuppression {
                 let event = RingPosition::from_bits(word as u16);
                 // The event may be in the previous round of the ring.
                 let round = if event.wrap == now.wrap { 0 } else { i32::from(size) };
-                let behind = i32::from(now.index) + round - i32::from(event.index) - 1;
-                u32::try_from(behind).is_ok_and(|behind| behind < passed)
+                let distance = i32::from(now.index) + round - i32::from(event.index) - 1;
+                u32::try_from(distance).is_ok_and(|distance| distance < passed)
             }
             _ => true,
         }

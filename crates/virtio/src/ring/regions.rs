@@ -26,22 +26,22 @@ impl Regions {
 
     /// The region that contains all of the bytes, and their offset in it.
     fn find(&self, address: u64, bytes: usize) -> Option<(&GuestBytes, usize)> {
-        let within = |whole: &GuestBytes| {
-            let offset = usize::try_from(address.checked_sub(whole.guest_address())?).ok()?;
-            (offset.checked_add(bytes)? <= whole.bytes()).then_some(offset)
+        let within = |region: &GuestBytes| {
+            let offset = usize::try_from(address.checked_sub(region.guest_address())?).ok()?;
+            (offset.checked_add(bytes)? <= region.bytes()).then_some(offset)
         };
-        let wholes = self.memory.whole_regions();
-        if let Some(whole) = wholes.get(self.last.get())
-            && let Some(offset) = within(whole)
+        let regions = self.memory.whole_regions();
+        if let Some(region) = regions.get(self.last.get())
+            && let Some(offset) = within(region)
         {
-            return Some((whole, offset));
+            return Some((region, offset));
         }
         // Regions are sorted by address and do not overlap.
-        let behind = wholes.partition_point(|whole| whole.guest_address() <= address);
-        let index = behind.checked_sub(1)?;
-        let offset = within(&wholes[index])?;
+        let next_index = regions.partition_point(|region| region.guest_address() <= address);
+        let index = next_index.checked_sub(1)?;
+        let offset = within(&regions[index])?;
         self.last.set(index);
-        Some((&wholes[index], offset))
+        Some((&regions[index], offset))
     }
 
     /// Appends the memory of a range, in order; nothing for an empty one. False if a part is
@@ -51,8 +51,8 @@ impl Regions {
             return true;
         }
         match self.find(address, bytes) {
-            Some((whole, offset)) => {
-                into.push(whole.part(offset, bytes));
+            Some((region, offset)) => {
+                into.push(region.part(offset, bytes));
                 true
             }
             None => self.memory.ranges(address, bytes, into),
@@ -62,25 +62,25 @@ impl Regions {
     /// Copies the two words of a descriptor of an indirect table, once. It may be unaligned, and
     /// cross a border of regions. `None` if it is outside.
     pub(super) fn descriptor(&self, address: u64) -> Option<(u64, u64)> {
-        if let Some((whole, offset)) = self.find(address, DESCRIPTOR_BYTES)
+        if let Some((region, offset)) = self.find(address, DESCRIPTOR_BYTES)
             && address.is_multiple_of(8)
         {
             // An address that is aligned in the guest is aligned in this process too.
-            let word = |offset| whole.load_u64(offset, Ordering::Relaxed);
-            return Some((word(offset), word(offset + 8)));
+            let load_word = |offset| region.load_u64(offset, Ordering::Relaxed);
+            return Some((load_word(offset), load_word(offset + 8)));
         }
         let mut bytes = [0; DESCRIPTOR_BYTES];
         let mut pieces = ChainMemory::new();
         if !self.memory.ranges(address, DESCRIPTOR_BYTES, &mut pieces) {
             return None;
         }
-        let mut rest = &mut bytes[..];
+        let mut unfilled = &mut bytes[..];
         for piece in &pieces {
-            let (part, after) = rest.split_at_mut(piece.bytes());
-            piece.read(0, part);
-            rest = after;
+            let (front, tail) = unfilled.split_at_mut(piece.bytes());
+            piece.read(0, front);
+            unfilled = tail;
         }
-        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight of sixteen"));
-        Some((word(&bytes[..8]), word(&bytes[8..])))
+        let load_word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight of sixteen"));
+        Some((load_word(&bytes[..8]), load_word(&bytes[8..])))
     }
 }

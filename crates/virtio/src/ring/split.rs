@@ -89,14 +89,14 @@ impl SplitRing {
         }
         let Some(head) = self.indices.take()? else { return Ok(None) };
         // Only a prefetch: the guest may change the entry before it is taken.
-        if let Some(soon) = self.indices.peek(AHEAD) {
-            self.table.prefetch(usize::from(soon) * DESCRIPTOR_BYTES);
+        if let Some(upcoming) = self.indices.peek(AHEAD) {
+            self.table.prefetch(usize::from(upcoming) * DESCRIPTOR_BYTES);
         }
-        let out = &mut self.is_in_flight[usize::from(head)];
-        if *out {
+        let is_in_flight = &mut self.is_in_flight[usize::from(head)];
+        if *is_in_flight {
             return Err(RingError::AlreadyInFlight(head));
         }
-        *out = true;
+        *is_in_flight = true;
         self.in_flight += 1;
         let number = self.taken_count;
         self.taken_count += 1;
@@ -109,26 +109,26 @@ impl SplitRing {
     #[inline(always)]
     fn chain(&self, regions: &Regions, head: u16, number: Option<u64>) -> DescriptorChain {
         let ticket = ChainTicket { id: head, descriptors: 1, slot: head, number };
-        let mut gathering = ChainParser::new(regions, self.indirect);
+        let mut parser = ChainParser::new(regions, self.indirect);
         let mut index = head;
         for read in 1.. {
             let descriptor = self.descriptor(index);
-            gathering.parse(descriptor);
+            parser.parse(descriptor);
             // The table of an indirect descriptor ends the chain, also if NEXT is set.
             if descriptor.flags & (flag::NEXT | flag::INDIRECT) != flag::NEXT {
                 break;
             }
             if read == usize::from(self.size).min(MAX_DESCRIPTORS) {
-                gathering.fault(ChainFault::TooLong);
+                parser.fault(ChainFault::TooLong);
                 break;
             }
             index = descriptor.link;
             if index >= self.size {
-                gathering.fault(ChainFault::Next(index));
+                parser.fault(ChainFault::Next(index));
                 break;
             }
         }
-        gathering.finish(ticket)
+        parser.finish(ticket)
     }
 
     fn descriptor(&self, index: u16) -> RingDescriptor {
@@ -166,8 +166,8 @@ impl SplitRing {
     }
 
     fn mark_returned(&mut self, head: u16) {
-        let out = std::mem::take(&mut self.is_in_flight[usize::from(head)]);
-        assert!(out, "a ticket is given back once, to the ring that it is of");
+        let was_in_flight = std::mem::take(&mut self.is_in_flight[usize::from(head)]);
+        assert!(was_in_flight, "a ticket is given back once, to the ring that it is of");
         self.in_flight -= 1;
     }
 

@@ -197,11 +197,11 @@ impl Device for SplitDevice {
         loop {
             let offset = usize::from(at) * chain::DESCRIPTOR_BYTES;
             addresses.push(table.load_u64(offset, Ordering::Relaxed));
-            let rest = table.load_u64(offset + 8, Ordering::Relaxed);
-            if (rest >> 32) as u16 & chain::flag::NEXT == 0 {
+            let word = table.load_u64(offset + 8, Ordering::Relaxed);
+            if (word >> 32) as u16 & chain::flag::NEXT == 0 {
                 return Ok(Some(Chain { id, addresses }));
             }
-            at = (rest >> 48) as u16;
+            at = (word >> 48) as u16;
         }
     }
 
@@ -323,12 +323,12 @@ impl World {
 
     /// Makes the chains after `sent` available and takes all completed ones; sleeps when idle.
     fn drive(&self, driver: &mut impl Driver, mut sent: Sent) {
-        let mut back = 0;
-        while back < self.shape.chains {
-            while back + (sent.len() as u64) < self.shape.chains
-                && let Some(one) = self.send(driver, back + sent.len() as u64)
+        let mut completed = 0;
+        while completed < self.shape.chains {
+            while completed + (sent.len() as u64) < self.shape.chains
+                && let Some(chain) = self.send(driver, completed + sent.len() as u64)
             {
-                sent.push(one);
+                sent.push(chain);
             }
             match driver.next_used().expect("it was out") {
                 Some(used) => {
@@ -336,7 +336,7 @@ impl World {
                     let (_, number) = sent.remove(at);
                     assert_eq!(u64::from(used.written), 100 + number, "the length of this chain");
                     assert_eq!(self.buffers[number as usize].get(), 100 + number, "the answer");
-                    back += 1;
+                    completed += 1;
                 }
                 // A chain was completed meanwhile: look again instead of sleeping.
                 None if driver.listen() => {}
@@ -347,7 +347,7 @@ impl World {
     }
 
     /// Takes all chains; sleeps when there are none. With `answers` it completes each at once.
-    fn serve(&self, device: &mut impl Device, answers: bool) {
+    fn serve(&self, device: &mut impl Device, completes: bool) {
         let mut taken = 0;
         device.silence();
         while taken < self.shape.chains {
@@ -355,7 +355,7 @@ impl World {
                 Some(chain) => {
                     self.check(&chain, taken);
                     taken += 1;
-                    if answers {
+                    if completes {
                         self.answer(device, &chain);
                     }
                 }
@@ -383,17 +383,17 @@ impl World {
 }
 
 /// Explores all executions.
-fn model(shape: Shape, course: impl Fn() + Send + Sync + 'static) {
+fn model(shape: Shape, run: impl Fn() + Send + Sync + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = shape.interruptions;
-    model.check(course);
+    model.check(run);
 }
 
 fn kicks<D: Device>(shape: Shape) {
     model(shape, move || {
         let (mut driver, mut device, world) = world::<D>(shape);
-        let others = Arc::clone(&world);
-        let thread = thread::spawn(move || others.send_all(&mut driver));
+        let thread_world = Arc::clone(&world);
+        let thread = thread::spawn(move || thread_world.send_all(&mut driver));
         world.serve(&mut device, false);
         thread.join().expect("it ends");
     });
@@ -405,11 +405,11 @@ fn calls<D: Device>(shape: Shape) {
         let sent = world.send_all(&mut driver);
         let chains: Vec<_> =
             (0..shape.chains).map(|_| device.take().expect("good").expect("there")).collect();
-        let others = Arc::clone(&world);
+        let thread_world = Arc::clone(&world);
         let thread = thread::spawn(move || {
             // In reverse order of taking.
             for chain in chains.iter().rev() {
-                others.answer(&mut device, chain);
+                thread_world.answer(&mut device, chain);
             }
         });
         driver.silence();
@@ -421,8 +421,8 @@ fn calls<D: Device>(shape: Shape) {
 fn both<D: Device>(shape: Shape) {
     model(shape, move || {
         let (mut driver, mut device, world) = world::<D>(shape);
-        let others = Arc::clone(&world);
-        let thread = thread::spawn(move || others.drive(&mut driver, Sent::new()));
+        let thread_world = Arc::clone(&world);
+        let thread = thread::spawn(move || thread_world.drive(&mut driver, Sent::new()));
         world.serve(&mut device, true);
         thread.join().expect("it ends");
     });

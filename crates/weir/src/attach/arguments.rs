@@ -98,7 +98,7 @@ impl AttachArgs {
     /// # Errors
     /// If an option about a disk was given.
     pub(super) fn reject_disk_options(&self) -> Result<(), String> {
-        let what = if self.list { "--list" } else { "--recover" };
+        let mode = if self.list { "--list" } else { "--recover" };
         let named = [
             (self.name.is_some(), "--name"),
             (self.ublk.is_some(), "--ublk"),
@@ -113,18 +113,18 @@ impl AttachArgs {
         let of_disk = self.disk.given().map(|(name, _)| format!("--{name}"));
         match named.chain(of_disk).next() {
             None => Ok(()),
-            Some(option) => Err(format!("{option}: cannot be used with {what} (leave one of them out)")),
+            Some(option) => Err(format!("{option}: cannot be used with {mode} (leave one of them out)")),
         }
     }
 
     /// The kind of device that was requested.
     pub(super) fn requested_kind(&self) -> Option<AttachKind> {
-        let asked = [
+        let requested = [
             (self.ublk.is_some(), AttachKind::Ublk),
             (self.nbd_device, AttachKind::Nbd),
             (self.fuse, AttachKind::Fuse),
         ];
-        asked.into_iter().find_map(|(asked, way)| asked.then_some(way))
+        requested.into_iter().find_map(|(requested, kind)| requested.then_some(kind))
     }
 }
 

@@ -34,9 +34,9 @@ pub(super) fn attachment_at(place: &AttachmentRecord) -> anyhow::Result<Option<A
 }
 
 pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
-    let DetachArgs { what, all, force, json, qmp } = arguments;
+    let DetachArgs { what: targets, all, force, json, qmp } = arguments;
     let mut outcomes = Vec::new();
-    let mut done = |name: &Path, result: anyhow::Result<()>| {
+    let mut finish = |name: &Path, result: anyhow::Result<()>| {
         let (name, error) = (name.display().to_string(), result.err().map(|error| format!("{error:#}")));
         if let Some(error) = &error {
             print_notice(&format!("{name}: {error}"));
@@ -48,15 +48,15 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
             let known = place.ensure_not_stopped(force).and_then(|()| attachment_at(&place));
             let detached =
                 known.and_then(|known| known.map_or(Ok(()), |known| detach(&place, &known, force)));
-            done(Path::new(&place.name()), detached);
+            finish(Path::new(&place.name()), detached);
         }
     }
-    for what in &what {
-        done(
-            what,
-            match find_attachment(what)? {
+    for target in &targets {
+        finish(
+            target,
+            match find_attachment(target)? {
                 Some((place, attached)) => detach(&place, &attached, force),
-                None => remove_without_keeper(what, force, qmp.clone()),
+                None => remove_without_keeper(target, force, qmp.clone()),
             },
         );
     }
@@ -71,21 +71,21 @@ pub(crate) fn detach(place: &AttachmentRecord, attached: &Attachment, force: boo
     place.ensure_not_stopped(force)?;
     // An incomplete attachment has no keeper. Its lock is taken so that no new keeper starts
     // meanwhile.
-    let (held, attached) = match place.attached() {
+    let (lock, attached) = match place.attached() {
         Some(_) => (None, attached),
         None => {
-            let held = place.lock_abandoned()?.context(BUSY)?;
+            let lock = place.lock_abandoned()?.context(BUSY)?;
             place.await_server()?;
-            (Some(held), &keeper::partial_record(place))
+            (Some(lock), &keeper::partial_record(place))
         }
     };
     let Attachment { device, mount, .. } = attached;
     // Read now: the keeper deletes the record of the loop device together with the device.
-    let made = place.made_loop();
-    let made = made.as_ref();
+    let attached_loop = place.made_loop();
+    let attached_loop = attached_loop.as_ref();
     let mount =
         mount.as_ref().filter(|directory| DeviceOpeners::of_device(device).mounts.contains(directory));
-    ensure_unused(device, made, mount, force)?;
+    ensure_unused(device, attached_loop, mount, force)?;
     // Before unmounting: a server that does not respond could not finish the writeback.
     server::check_answers(attached, force)?;
     if let Some(directory) = mount.filter(|_| !force) {
@@ -93,33 +93,33 @@ pub(crate) fn detach(place: &AttachmentRecord, attached: &Attachment, force: boo
     }
     // The loop device may be gone already, and its name may belong to another file: unmount only if
     // it is the recorded one.
-    if force && made.is_none_or(|made| made.device().is_some()) {
+    if force && attached_loop.is_none_or(|attached_loop| attached_loop.device().is_some()) {
         host::unmount_everywhere(device);
     }
     if mount.is_some() {
         // A copy of the mount in another mount namespace still writes to the device.
-        ensure_unused(device, made, None, force)?;
+        ensure_unused(device, attached_loop, None, force)?;
     }
     // Loop devices before the server: they hold its file open.
     keeper::remove_loops(place);
     server::remove_export(attached, place)?;
     // A living keeper clears the record itself; this removes the record of a dead one.
-    let held = held.map_or_else(|| place.lock_abandoned(), |held| Ok(Some(held)))?;
-    if let Some(held) = held {
+    let lock = lock.map_or_else(|| place.lock_abandoned(), |held| Ok(Some(held)))?;
+    if let Some(lock) = lock {
         keeper::remove_remains(place);
         place.remove();
-        drop(held);
+        drop(lock);
     }
     place.wait()
 }
 
 fn ensure_unused(
     device: &Path,
-    made: Option<&host::AttachedLoop>,
+    attached_loop: Option<&host::AttachedLoop>,
     except: Option<&PathBuf>,
     force: bool,
 ) -> anyhow::Result<()> {
-    match lasting_users_of(device, made, except) {
+    match lasting_users_of(device, attached_loop, except) {
         users if users.is_empty() || force => Ok(()),
         users => Err(anyhow!("in use: {users} ({IN_USE})")),
     }
@@ -128,10 +128,10 @@ fn ensure_unused(
 /// Lasting users of a device. Prints a message if the kernel still writes it back.
 pub(super) fn lasting_users_of(
     device: &Path,
-    made: Option<&host::AttachedLoop>,
+    attached_loop: Option<&host::AttachedLoop>,
     except: Option<&PathBuf>,
 ) -> DeviceOpeners {
-    let tell = || {
+    let notify = || {
         print_notice(&format!(
             "{}: the kernel still uses it, for example to write back an unmounted file system: \
              waiting up to {} s",
@@ -139,7 +139,7 @@ pub(super) fn lasting_users_of(
             lasting_users::WRITEBACK_TIMEOUT.as_secs()
         ));
     };
-    lasting_users::users_after_writing_back(device, made, except, tell)
+    lasting_users::users_after_writing_back(device, attached_loop, except, notify)
 }
 
 fn unmount(directory: &Path) -> anyhow::Result<()> {
@@ -151,11 +151,11 @@ fn unmount(directory: &Path) -> anyhow::Result<()> {
 }
 
 /// Removes a device without a keeper: an export, an incomplete attachment or an orphaned device.
-fn remove_without_keeper(what: &Path, force: bool, qmp: Option<ControlAddress>) -> anyhow::Result<()> {
-    if remove_export(what, force, qmp)? {
+fn remove_without_keeper(target: &Path, force: bool, qmp: Option<ControlAddress>) -> anyhow::Result<()> {
+    if remove_export(target, force, qmp)? {
         return Ok(());
     }
-    if let Some(place) = what.to_str().and_then(AttachmentRecord::find) {
+    if let Some(place) = target.to_str().and_then(AttachmentRecord::find) {
         place.ensure_not_stopped(force)?;
         return match attachment_at(&place)? {
             Some(attached) => detach(&place, &attached, force),
@@ -163,9 +163,9 @@ fn remove_without_keeper(what: &Path, force: bool, qmp: Option<ControlAddress>) 
         };
     }
     // Last: a device with a keeper or an export must be removed by those.
-    if orphans::devices().contains(&absolute(what)?) {
-        ensure_unused(what, None, None, force)?;
-        if orphans::remove(what)? {
+    if orphans::devices().contains(&absolute(target)?) {
+        ensure_unused(target, None, None, force)?;
+        if orphans::remove(target)? {
             return Ok(());
         }
     }
@@ -175,22 +175,22 @@ fn remove_without_keeper(what: &Path, force: bool, qmp: Option<ControlAddress>) 
 }
 
 /// Removes a device that `weir serve` exports itself. Returns true if it was one.
-fn remove_export(what: &Path, force: bool, qmp: Option<ControlAddress>) -> anyhow::Result<bool> {
+fn remove_export(path: &Path, force: bool, qmp: Option<ControlAddress>) -> anyhow::Result<bool> {
     let target = ControlAddress::choose(qmp).map_err(anyhow::Error::msg)?;
     let Ok(mut client) = ControlClient::connect(&target) else { return Ok(false) };
     let report = client.status()?;
-    let (whole, real) = (absolute(what)?, what.canonicalize());
-    let is_meant = |device: &str| Path::new(device) == whole;
+    let (full_path, real) = (absolute(path)?, path.canonicalize());
+    let is_meant = |device: &str| Path::new(device) == full_path;
     let is_real = |point: &String| real.as_ref().is_ok_and(|real| Path::new(point) == real);
     let export = report.status.exports.into_iter().find(|export| {
-        let named = export.id.as_str() == what.as_os_str() && export.device.is_some();
+        let named = export.id.as_str() == path.as_os_str() && export.device.is_some();
         named || export.device.as_deref().is_some_and(is_meant) || export.mounts.iter().flatten().any(is_real)
     });
     let Some(export) = export else { return Ok(false) };
     match export.device.as_deref() {
         // Mounts would keep the device in use even after its forced removal.
         Some(device) if force => host::unmount_everywhere(Path::new(device)),
-        _ if export.mounts.iter().flatten().any(is_real) => unmount(&whole)?,
+        _ if export.mounts.iter().flatten().any(is_real) => unmount(&full_path)?,
         _ => {}
     }
     // Connected before the removal, so that its event cannot be missed.
@@ -222,11 +222,11 @@ fn await_removal(watch: ControlClient, export: &ExportStatus, force: bool) -> an
         export.id,
         lasting_users::WRITEBACK_TIMEOUT.as_secs()
     ));
-    let (done, ended) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let id = export.id.clone();
     // The client's wait has no deadline, so it runs in a thread that is abandoned.
-    thread::spawn(move || done.send(watch.await_export_end(&id)));
-    match ended.recv_timeout(lasting_users::WRITEBACK_TIMEOUT) {
+    thread::spawn(move || sender.send(watch.await_export_end(&id)));
+    match receiver.recv_timeout(lasting_users::WRITEBACK_TIMEOUT) {
         Ok(result) => Ok(result?),
         Err(_) => Err(orphans::removal_pending(&users)),
     }

@@ -46,9 +46,9 @@ fn run(program: &str, package: &str, arguments: &[&str]) -> anyhow::Result<Strin
         _ => anyhow!("{program}: {error}"),
     })?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
+        let stderr = String::from_utf8_lossy(&output.stderr);
         // umount(8) and mount(8) add hints on further lines; the first one has the cause.
-        let line = said.lines().map(str::trim).find(|line| !line.is_empty());
+        let line = stderr.lines().map(str::trim).find(|line| !line.is_empty());
         bail!("{}", line.map_or_else(|| format!("{program}: {}", output.status), str::to_owned));
     }
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
@@ -102,8 +102,8 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
         run("losetup", "mount", &arguments)
     };
     // losetup fails with direct I/O if the file system or an older kernel does not support it.
-    let made = make("--direct-io=on").or_else(|_| make("--direct-io=off"))?;
-    Ok(PathBuf::from(made))
+    let device = make("--direct-io=on").or_else(|_| make("--direct-io=off"))?;
+    Ok(PathBuf::from(device))
 }
 
 /// Unmounts a device at all mount points of this namespace, even if they are in use: a mount whose
@@ -126,10 +126,10 @@ pub(super) fn unmount_lazily(directory: &Path) {
 /// Removes the loop devices over a file, including the recorded one, which shows no file after the
 /// file below it was unmounted. Their mounts are unmounted first. The name of a removed device may
 /// already belong to another process, so `AttachmentRecord::lock_loops` serializes removals.
-pub(super) fn remove_loops(file: &Path, made: Option<&AttachedLoop>) {
+pub(super) fn remove_loops(file: &Path, attached_loop: Option<&AttachedLoop>) {
     let mut names = DeviceOpeners::loops(file);
     names.extend(
-        made.filter(|made| made.is_there() && !names.contains(&made.name)).map(|made| made.name.clone()),
+        attached_loop.filter(|attached_loop| attached_loop.is_there() && !names.contains(&attached_loop.name)).map(|made| made.name.clone()),
     );
     for name in names {
         let device = PathBuf::from(format!("/dev/{name}"));

@@ -42,25 +42,25 @@ pub(super) const COMMAND: &str = "attach-keeper";
 pub(crate) fn run() -> Result<(), CommandFailure> {
     // A session without a terminal: Ctrl-C of the caller must not end the keeper.
     let _ = nix::unistd::setsid();
-    let wanted: AttachRequest =
+    let request: AttachRequest =
         serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
-    close_inherited(&wanted);
-    let mut made = AttachmentKeeper::default();
-    let outcome = made.attach(&wanted);
+    close_inherited(&request);
+    let mut keeper = AttachmentKeeper::default();
+    let outcome = keeper.attach(&request);
     // Before the response, so that a caller that reads the error finds nothing left.
-    if outcome.is_err() && !made.is_recorded {
-        made.undo();
+    if outcome.is_err() && !keeper.is_recorded {
+        keeper.undo();
     }
-    let answer = match &outcome {
+    let response = match &outcome {
         Ok(attached) => KeeperResponse::Attached(Box::new(attached.clone())),
         Err(error) => KeeperResponse::Failed(format!("{error:#}")),
     };
-    let told = serde_json::to_string(&answer).map_err(io::Error::from);
-    let told = told.and_then(|line| writeln!(stdout(), "{line}"));
+    let printed = serde_json::to_string(&response).map_err(io::Error::from);
+    let printed = printed.and_then(|line| writeln!(stdout(), "{line}"));
     match outcome {
-        Ok(attached) if told.is_ok() || made.is_recorded => made.run_until_end(&wanted, &attached),
+        Ok(attached) if printed.is_ok() || keeper.is_recorded => keeper.run_until_end(&request, &attached),
         // The caller is gone and no one knows of the attachment.
-        Ok(_) => made.undo(),
+        Ok(_) => keeper.undo(),
         Err(_) => {}
     }
     Ok(())
@@ -68,9 +68,9 @@ pub(crate) fn run() -> Result<(), CommandFailure> {
 
 /// Closes descriptors inherited from the caller: they would hold its locks, or files in a mount,
 /// for the attachment's lifetime. Descriptors named by the image or by an option stay open.
-fn close_inherited(wanted: &AttachRequest) {
-    let words = wanted.options.iter().filter_map(|(_, value)| value.as_ref()).chain([&wanted.image]);
-    let named: Vec<RawFd> = words.flat_map(|word| descriptors_in(word)).collect();
+fn close_inherited(request: &AttachRequest) {
+    let values = request.options.iter().filter_map(|(_, value)| value.as_ref()).chain([&request.image]);
+    let named: Vec<RawFd> = values.flat_map(|word| descriptors_in(word)).collect();
     let open = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     // Collected first: the descriptor of the listing itself is closed by then.
     let open: Vec<RawFd> = open.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
@@ -80,9 +80,9 @@ fn close_inherited(wanted: &AttachRequest) {
 }
 
 /// Descriptor numbers in paths such as `/dev/fd/5` and `/proc/self/fd/5`.
-fn descriptors_in(word: &str) -> impl Iterator<Item = RawFd> {
-    word.split("/fd/").skip(1).filter_map(|rest| {
-        let end = rest.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(rest.len());
+fn descriptors_in(text: &str) -> impl Iterator<Item = RawFd> {
+    text.split("/fd/").skip(1).filter_map(|rest| {
+        let end = rest.find(|character: char| !character.is_ascii_digit()).unwrap_or(rest.len());
         rest[..end].parse().ok()
     })
 }
@@ -104,10 +104,10 @@ struct AttachmentKeeper {
 
 impl Default for AttachmentKeeper {
     fn default() -> Self {
-        let (kept, server, process, fuse, mounted, unmounted) = Default::default();
+        let (locked, server, process, fuse, mounted, unmounted) = Default::default();
         Self {
             is_recorded: false,
-            record: kept,
+            record: locked,
             server,
             process,
             fuse,
@@ -119,21 +119,21 @@ impl Default for AttachmentKeeper {
 }
 
 impl AttachmentKeeper {
-    fn attach(&mut self, wanted: &AttachRequest) -> anyhow::Result<Attachment> {
-        let kept = AttachmentRecord::lock_for(wanted, remove_remains)?;
-        let place = kept.0.clone();
+    fn attach(&mut self, request: &AttachRequest) -> anyhow::Result<Attachment> {
+        let locked = AttachmentRecord::lock_for(request, remove_remains)?;
+        let place = locked.0.clone();
         // If the keeper is killed during mount(8), the program keeps the lock until it ends, so
         // that no cleanup runs beside it.
-        host::inherit_to_programs(kept.1.share()?);
-        self.record = Some(kept);
-        if wanted.daemon.is_none() {
+        host::inherit_to_programs(locked.1.share()?);
+        self.record = Some(locked);
+        if request.daemon.is_none() {
             // Before the server starts, or its READY=1 could be lost.
             server::listen(&place, self.events.0.clone())?;
         }
         let before = place.attached();
-        let mut attached = initial_record(wanted, &place);
+        let mut attached = initial_record(request, &place);
         self.server = Some(attached.clone());
-        if wanted.way == AttachKind::Fuse {
+        if request.way == AttachKind::Fuse {
             self.fuse = Some(server::fuse_file(&place));
         }
         self.is_recorded = before.is_some();
@@ -144,35 +144,35 @@ impl AttachmentKeeper {
                 // A mount waits for a stopped server, so a second server must not be started.
                 server::check_answers(before, false)?;
             }
-            if before.is_some() && wanted.way == AttachKind::Fuse {
+            if before.is_some() && request.way == AttachKind::Fuse {
                 // A FUSE mount does not survive its server: remove its remains.
                 remove_remains(&place);
             }
             // The new server must keep the device's number: mounts and openers refer to it.
             let number = before.as_ref().and_then(|before| device_number(&before.device));
-            self.serve(&AttachRequest { number: number.or(wanted.number), ..wanted.clone() }, &place)?;
+            self.serve(&AttachRequest { number: number.or(request.number), ..request.clone() }, &place)?;
         }
         // The number of a ublk or NBD device may be the server's choice.
         attached.device = server::device(&attached.qmp, &attached.export)?;
-        if wanted.way == AttachKind::Fuse && host::may_make_loops() {
+        if request.way == AttachKind::Fuse && host::may_make_loops() {
             let device = match before.filter(|_| is_served) {
                 Some(before) => before.device,
-                None => Self::make_loop(&place, &attached.device, wanted.is_read_only())?,
+                None => Self::make_loop(&place, &attached.device, request.is_read_only())?,
             };
             attached.file = Some(std::mem::replace(&mut attached.device, device));
         }
-        if wanted.way == AttachKind::Nbd {
+        if request.way == AttachKind::Nbd {
             // The kernel's NBD client reads the partition table when the device is opened.
             let _ = File::open(&attached.device);
         }
-        if wanted.udev && attached.device.starts_with("/dev") {
+        if request.udev && attached.device.starts_with("/dev") {
             host::settle_udev(&attached.device)?;
         }
-        if let Some(mount) = &wanted.mount {
+        if let Some(mount) = &request.mount {
             // After a keeper's death the mount still exists.
-            let is_there = DeviceOpeners::of_device(&attached.device).mounts.contains(&mount.directory);
-            if !is_there {
-                host::mount(&attached.device, mount, wanted.is_read_only())
+            let is_mounted = DeviceOpeners::of_device(&attached.device).mounts.contains(&mount.directory);
+            if !is_mounted {
+                host::mount(&attached.device, mount, request.is_read_only())
                     .with_context(|| format!("{}", mount.directory.display()))?;
             }
             self.mounted = Some(mount.directory.clone());
@@ -187,23 +187,23 @@ impl AttachmentKeeper {
     /// Makes a loop device and records its sequence number.
     fn make_loop(place: &AttachmentRecord, file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
         let device = host::make_loop(file, read_only)?;
-        if let Some(made) = host::AttachedLoop::of(&device) {
-            place.set_made_loop(&made)?;
+        if let Some(attached_loop) = host::AttachedLoop::of(&device) {
+            place.set_made_loop(&attached_loop)?;
         }
         Ok(device)
     }
 
-    fn serve(&mut self, wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<()> {
-        let (events, heard) = &self.events;
-        match &wanted.daemon {
-            Some(qmp) => server::add(wanted, place, qmp, events)?,
-            None => self.process = Some(server::start(wanted, place, (events, heard))?),
+    fn serve(&mut self, request: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<()> {
+        let (events, receiver) = &self.events;
+        match &request.daemon {
+            Some(qmp) => server::add(request, place, qmp, events)?,
+            None => self.process = Some(server::start(request, place, (events, receiver))?),
         }
         Ok(())
     }
 
     /// Serves until the device is gone or is to be removed.
-    fn run_until_end(mut self, wanted: &AttachRequest, attached: &Attachment) {
+    fn run_until_end(mut self, request: &AttachRequest, attached: &Attachment) {
         if let Some(directory) = &self.mounted {
             watch_mount(&attached.device, directory, self.events.0.clone());
         }
@@ -215,14 +215,14 @@ impl AttachmentKeeper {
                 // server.
                 AttachmentEvent::Ended { orderly: true } if !self.is_orphaned(attached) => break,
                 // The kernel aborts a FUSE mount with its server: there is nothing to continue.
-                AttachmentEvent::Ended { .. } if attached.way == AttachKind::Fuse => break,
+                AttachmentEvent::Ended { .. } if attached.kind == AttachKind::Fuse => break,
                 AttachmentEvent::Ended { orderly } => {
                     let Some((place, _)) = &self.record else { break };
                     let place = place.clone();
-                    let again = AttachRequest { number: device_number(&attached.device), ..wanted.clone() };
+                    let repeated = AttachRequest { number: device_number(&attached.device), ..request.clone() };
                     // A shared daemon is restarted by its service manager, not by a keeper.
-                    let may = !orderly && wanted.daemon.is_none();
-                    if !may || self.serve(&again, &place).is_err() {
+                    let may_restart = !orderly && request.daemon.is_none();
+                    if !may_restart || self.serve(&repeated, &place).is_err() {
                         // The device waits; the record remains for `weir attach --recover`.
                         return;
                     }
@@ -235,8 +235,8 @@ impl AttachmentKeeper {
     /// The next event; `None` once an unmounted device has no users left.
     fn next_event(&mut self, attached: &Attachment) -> Option<AttachmentEvent> {
         while let Some(since) = self.unmounted {
-            let made = self.record.as_ref().and_then(|(place, _)| place.made_loop());
-            let users = lasting_users(&attached.device, made.as_ref(), None);
+            let attached_loop = self.record.as_ref().and_then(|(place, _)| place.made_loop());
+            let users = lasting_users(&attached.device, attached_loop.as_ref(), None);
             if users.is_empty() {
                 return None;
             }
@@ -253,7 +253,7 @@ impl AttachmentKeeper {
                     let _ = place.set_attached(&Attachment { mount: None, ..attached.clone() });
                 }
             }
-            while self.unmounted.is_some() && is_claimed(&attached.device, made.as_ref()) {
+            while self.unmounted.is_some() && is_claimed(&attached.device, attached_loop.as_ref()) {
                 // The kernel reports the unmount, but not the end of its writeback: poll.
                 match self.events.1.recv_timeout(LAST_POLL) {
                     Err(RecvTimeoutError::Timeout) if !users.is_only_claimed() => {}
@@ -268,7 +268,7 @@ impl AttachmentKeeper {
 
     /// True if the server ended and its device still exists and is in use.
     fn is_orphaned(&self, attached: &Attachment) -> bool {
-        attached.way != AttachKind::Fuse
+        attached.kind != AttachKind::Fuse
             && server::device(&attached.qmp, &attached.export).is_err()
             && !DeviceOpeners::of_device(&attached.device).is_empty()
     }
@@ -277,7 +277,7 @@ impl AttachmentKeeper {
         if let Some(directory) = self.mounted.take() {
             host::unmount_lazily(&directory);
         }
-        let Some((place, kept)) = self.record.take() else { return };
+        let Some((place, lock)) = self.record.take() else { return };
         // In reverse order of attaching: each layer keeps the one below in use.
         remove_loops(&place);
         if let Some(server) = self.server.take() {
@@ -292,7 +292,7 @@ impl AttachmentKeeper {
             host::unmount_fuse(&file);
         }
         place.remove();
-        drop(kept);
+        drop(lock);
     }
 }
 
@@ -305,17 +305,17 @@ pub(super) fn remove_loops(place: &AttachmentRecord) {
 }
 
 /// Record of an attachment before its first step.
-fn initial_record(wanted: &AttachRequest, place: &AttachmentRecord) -> Attachment {
+fn initial_record(request: &AttachRequest, place: &AttachmentRecord) -> Attachment {
     Attachment {
-        name: wanted.name.clone(),
-        image: wanted.image.clone(),
-        way: wanted.way,
+        name: request.name.clone(),
+        image: request.image.clone(),
+        kind: request.way,
         device: PathBuf::new(),
         file: None,
         mount: None,
-        export: wanted.name.clone(),
-        qmp: wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(place)),
-        daemon: wanted.daemon.is_some(),
+        export: request.name.clone(),
+        qmp: request.daemon.clone().unwrap_or_else(|| server::own_qmp(place)),
+        daemon: request.daemon.is_some(),
         keeper: process::id(),
     }
 }
@@ -323,7 +323,7 @@ fn initial_record(wanted: &AttachRequest, place: &AttachmentRecord) -> Attachmen
 /// Remains of an attachment whose keeper was killed before it was complete. Without a device,
 /// `device` is a path that does not exist.
 pub(super) fn partial_record(place: &AttachmentRecord) -> Attachment {
-    let wanted = place.wanted().unwrap_or_else(|| AttachRequest {
+    let request = place.request().unwrap_or_else(|| AttachRequest {
         name: place.name(),
         image: "-".to_owned(),
         options: Vec::new(),
@@ -334,22 +334,22 @@ pub(super) fn partial_record(place: &AttachmentRecord) -> Attachment {
         mount: None,
         udev: false,
     });
-    let mut attached = initial_record(&wanted, place);
+    let mut attached = initial_record(&request, place);
     let file = server::fuse_file(place);
     // A disk of this name in a daemon that was never asked for it belongs to another user.
     let is_ours = !attached.daemon || place.has_asked();
     let served = is_ours.then(|| server::device(&attached.qmp, &attached.export).ok()).flatten();
     attached.device = served.unwrap_or_else(|| file.clone());
-    if attached.way == AttachKind::Fuse
+    if attached.kind == AttachKind::Fuse
         && let Some(device) = place
             .made_loop()
-            .and_then(|made| made.device())
+            .and_then(|attached_loop| attached_loop.device())
             .or_else(|| Some(Path::new("/dev").join(DeviceOpeners::loops(&file).first()?)))
     {
         attached.device = device;
         attached.file = Some(file);
     }
-    let mount = wanted.mount.map(|mount| mount.directory);
+    let mount = request.mount.map(|mount| mount.directory);
     attached.mount =
         mount.filter(|directory| DeviceOpeners::of_device(&attached.device).mounts.contains(directory));
     attached
@@ -357,12 +357,12 @@ pub(super) fn partial_record(place: &AttachmentRecord) -> Attachment {
 
 /// Removes the remains of an attachment whose keeper was killed early. The caller holds the lock.
 pub(super) fn remove_remains(place: &AttachmentRecord) {
-    let Some(wanted) = place.wanted() else { return };
+    let Some(request) = place.request() else { return };
     // A server that is starting must listen first; otherwise its export would be missed.
     let _ = place.await_server();
     remove_loops(place);
-    let _ = server::remove_export(&initial_record(&wanted, place), place);
-    if wanted.way == AttachKind::Fuse {
+    let _ = server::remove_export(&initial_record(&request, place), place);
+    if request.way == AttachKind::Fuse {
         host::unmount_fuse(&server::fuse_file(place));
     }
     place.await_server_end();

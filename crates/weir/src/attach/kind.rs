@@ -85,8 +85,8 @@ impl AttachKind {
                             .to_owned(),
                     );
                 }
-                let may = by_daemon || OpenOptions::new().read(true).write(true).open(device).is_ok();
-                (!may).then(|| {
+                let has_access = by_daemon || OpenOptions::new().read(true).write(true).open(device).is_ok();
+                (!has_access).then(|| {
                     "no FUSE: this user may not open /dev/fuse (`chmod 0666 /dev/fuse`, as udev \
                      does, or run it as root)"
                         .to_owned()
@@ -99,19 +99,19 @@ impl AttachKind {
 /// The requested kind of device, or the first that works, with the obstacles of all kinds before
 /// it.
 pub(super) fn choose(
-    asked: Option<AttachKind>,
+    requested: Option<AttachKind>,
     by_daemon: bool,
 ) -> anyhow::Result<(AttachKind, Vec<String>)> {
-    if let Some(way) = asked {
-        return match way.missing(by_daemon) {
-            None => Ok((way, Vec::new())),
+    if let Some(kind) = requested {
+        return match kind.missing(by_daemon) {
+            None => Ok((kind, Vec::new())),
             Some(why) => Err(anyhow!(why)),
         };
     }
     let mut passed_over = Vec::new();
-    for way in AttachKind::ALL {
-        match way.missing(by_daemon) {
-            None => return Ok((way, passed_over)),
+    for kind in AttachKind::ALL {
+        match kind.missing(by_daemon) {
+            None => return Ok((kind, passed_over)),
             Some(why) => passed_over.push(why),
         }
     }

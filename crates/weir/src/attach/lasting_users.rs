@@ -24,14 +24,14 @@ pub(super) const WRITEBACK_TIMEOUT: Duration = Duration::from_secs(60);
 /// device `made` and that is gone: its name may belong to another device.
 pub(super) fn lasting_users(
     device: &Path,
-    made: Option<&AttachedLoop>,
+    attached_loop: Option<&AttachedLoop>,
     except: Option<&PathBuf>,
 ) -> DeviceOpeners {
     let began = Instant::now();
     loop {
         let mut users = DeviceOpeners::of_device(device);
         users.mounts.retain(|point| Some(point) != except);
-        let stays = !users.mounts.is_empty() || !users.holders.is_empty();
+        let is_lasting = !users.mounts.is_empty() || !users.holders.is_empty();
         // Slow, as it reads /proc of all processes. Adds mounts of other namespaces, so `except` is
         // filtered again.
         users = users.with_processes();
@@ -44,10 +44,10 @@ pub(super) fn lasting_users(
                 users = users.with_file_system_users();
             }
         }
-        if made.is_some_and(|made| made.device().is_none()) {
+        if attached_loop.is_some_and(|attached_loop| attached_loop.device().is_none()) {
             return DeviceOpeners::default();
         }
-        let is_over = users.is_empty() || stays || began.elapsed() >= BRIEF_OPEN;
+        let is_over = users.is_empty() || is_lasting || began.elapsed() >= BRIEF_OPEN;
         // The name may have changed its meaning during the scan: then the result is discarded.
         if is_over && users.are_unchanged(device) {
             return users;
@@ -59,26 +59,26 @@ pub(super) fn lasting_users(
 
 /// True if the kernel has claimed a device exclusively. False if it was the loop device `made` and
 /// that is gone.
-pub(super) fn is_claimed(device: &Path, made: Option<&AttachedLoop>) -> bool {
-    DeviceOpeners::of_device(device).with_claims().claimed && made.is_none_or(|made| made.device().is_some())
+pub(super) fn is_claimed(device: &Path, attached_loop: Option<&AttachedLoop>) -> bool {
+    DeviceOpeners::of_device(device).with_claims().claimed && attached_loop.is_none_or(|attached_loop| attached_loop.device().is_some())
 }
 
 /// As [`lasting_users`], after the writeback of an unmounted file system. Calls `tell` once if it
 /// has to wait for it.
 pub(super) fn users_after_writing_back(
     device: &Path,
-    made: Option<&AttachedLoop>,
+    attached_loop: Option<&AttachedLoop>,
     except: Option<&PathBuf>,
-    tell: impl FnOnce(),
+    notify: impl FnOnce(),
 ) -> DeviceOpeners {
-    let (began, mut tell) = (Instant::now(), Some(tell));
+    let (began, mut notify) = (Instant::now(), Some(notify));
     loop {
-        let users = lasting_users(device, made, except);
+        let users = lasting_users(device, attached_loop, except);
         if users.is_empty() || !users.is_only_claimed() || began.elapsed() >= WRITEBACK_TIMEOUT {
             return users;
         }
-        if let Some(tell) = tell.take() {
-            tell();
+        if let Some(notify) = notify.take() {
+            notify();
         }
     }
 }

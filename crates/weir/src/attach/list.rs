@@ -23,7 +23,7 @@ struct AttachmentRow {
     device: PathBuf,
     /// How it is reached.
     #[serde(rename = "type")]
-    way: String,
+    kind: String,
     image: String,
     size: Option<u64>,
     mounts: Vec<PathBuf>,
@@ -54,8 +54,8 @@ pub(super) fn run(json: bool, qmp: Option<ControlAddress>) -> Result<(), Command
         ("PID", ColumnAlignment::Right),
         ("IMAGE", ColumnAlignment::Left),
     ]);
-    let nothing = || "-".to_owned();
-    for AttachmentRow { name, device, way, image, size, mounts, holders, processes, pid, alive, broken } in
+    let dash = || "-".to_owned();
+    for AttachmentRow { name, device, kind, image, size, mounts, holders, processes, pid, alive, broken } in
         rows
     {
         let mounts = mounts.iter().map(|point| point.display().to_string());
@@ -64,13 +64,13 @@ pub(super) fn run(json: bool, qmp: Option<ControlAddress>) -> Result<(), Command
             name,
             device.display().to_string(),
             match (broken, alive) {
-                (true, _) => format!("{way}, incomplete"),
-                (false, true) => way,
-                (false, false) => format!("{way}, orphaned"),
+                (true, _) => format!("{kind}, incomplete"),
+                (false, true) => kind,
+                (false, false) => format!("{kind}, orphaned"),
             },
-            size.map_or_else(nothing, |bytes| figures::bytes(bytes as f64)),
-            if users.is_empty() { nothing() } else { users.join(" ") },
-            pid.map_or_else(nothing, |pid| pid.to_string()),
+            size.map_or_else(dash, |bytes| figures::bytes(bytes as f64)),
+            if users.is_empty() { dash() } else { users.join(" ") },
+            pid.map_or_else(dash, |pid| pid.to_string()),
             image,
         ]);
     }
@@ -87,7 +87,7 @@ fn rows(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFailur
         rows.push(AttachmentRow {
             name: device.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             device,
-            way: AttachKind::Ublk.name().to_owned(),
+            kind: AttachKind::Ublk.name().to_owned(),
             image: "-".to_owned(),
             size: None,
             mounts,
@@ -105,16 +105,16 @@ fn rows(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFailur
 fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFailure> {
     let mut rows = Vec::new();
     for place in AttachmentRecord::all()? {
-        let whole = place.attached();
-        let broken = whole.is_none();
-        let Some(attached) = whole.map_or_else(|| attachment_at(&place), |whole| Ok(Some(whole)))? else {
+        let record = place.attached();
+        let broken = record.is_none();
+        let Some(attached) = record.map_or_else(|| attachment_at(&place), |record| Ok(Some(record)))? else {
             continue;
         };
         let report = attached.qmp.parse().ok().and_then(|target| status(&target));
         // A server that responds but does not have the disk counts as dead too.
         let size = report.as_ref().and_then(|report| size_of(report, &attached.name));
         let users = DeviceOpeners::of_device(&attached.device);
-        let mount = place.wanted().and_then(|wanted| wanted.mount);
+        let mount = place.request().and_then(|request| request.mount);
         let users = match mount {
             // Costly, as it reads /proc of all processes; only an unexpected unmount needs it.
             Some(mount) if !users.mounts.contains(&mount.directory) => users.with_file_system_users(),
@@ -124,7 +124,7 @@ fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFail
         rows.push(AttachmentRow {
             name: attached.name,
             device: attached.device,
-            way: attached.way.name().to_owned(),
+            kind: attached.kind.name().to_owned(),
             image: attached.image,
             size,
             mounts,
@@ -137,7 +137,7 @@ fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFail
     }
     let is_asked_for = qmp.is_some();
     let target =
-        ControlAddress::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
+        ControlAddress::choose(qmp).map_err(|message| CommandFailure::Usage(anyhow::Error::msg(message)))?;
     let report = match ControlClient::connect(&target).and_then(|mut client| client.status()) {
         Ok(report) => report,
         Err(error) if is_asked_for => return Err(error.into()),
@@ -153,7 +153,7 @@ fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFail
         rows.push(AttachmentRow {
             name: export.id.clone(),
             device,
-            way: export.kind.trim_start_matches("x-").to_owned(),
+            kind: export.kind.trim_start_matches("x-").to_owned(),
             image: image.map(|disk| disk.image.clone()).unwrap_or_default(),
             size: size_of(&report, &export.disk),
             mounts: export.mounts.iter().flatten().map(PathBuf::from).collect(),

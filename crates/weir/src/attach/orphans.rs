@@ -32,20 +32,20 @@ pub(crate) fn run_guard() -> Result<(), CommandFailure> {
 ///
 /// # Errors
 /// If the kernel refuses, or if the device stays open for too long.
-pub(super) fn remove(what: &Path) -> anyhow::Result<bool> {
-    let whole = absolute(what)?;
-    let Some(number) = orphan_numbers().find(|number| node::path(*number) == whole) else { return Ok(false) };
+pub(super) fn remove(device: &Path) -> anyhow::Result<bool> {
+    let full_path = absolute(device)?;
+    let Some(number) = orphan_numbers().find(|number| node::path(*number) == full_path) else { return Ok(false) };
     // Read now: users are found by the device node, which is removed first.
-    let users = DeviceOpeners::of_device(&whole);
+    let users = DeviceOpeners::of_device(&full_path);
     let all = users.clone().with_processes();
-    let (done, removed) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     // The removal first fails all queued requests, which lets the unmounts below return; the kernel
     // then waits for the last user.
-    thread::spawn(move || done.send(node::remove(number)));
+    thread::spawn(move || sender.send(node::remove(number)));
     for directory in users.mounts.iter().rev() {
         host::unmount_lazily(directory);
     }
-    match removed.recv_timeout(lasting_users::WRITEBACK_TIMEOUT) {
+    match receiver.recv_timeout(lasting_users::WRITEBACK_TIMEOUT) {
         Ok(result) => Ok(result.map(|()| true)?),
         Err(_) => Err(removal_pending(&all)),
     }
@@ -74,9 +74,9 @@ mod tests {
     #[test]
     fn known_users_of_a_pending_removal_are_named() {
         let mut users = DeviceOpeners::default();
-        let said = "it fails all requests now, and is removed with its last user";
-        assert_eq!(removal_pending(&users).to_string(), said);
+        let message = "it fails all requests now, and is removed with its last user";
+        assert_eq!(removal_pending(&users).to_string(), message);
         users.processes.push(OpenerProcess { pid: 12, name: "dd".to_owned() });
-        assert_eq!(removal_pending(&users).to_string(), format!("{said} (in use: open in dd (12))"));
+        assert_eq!(removal_pending(&users).to_string(), format!("{message} (in use: open in dd (12))"));
     }
 }

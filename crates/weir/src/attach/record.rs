@@ -67,7 +67,7 @@ impl RecordLock {
 }
 
 pub(super) fn check_name(name: &str) -> Result<(), String> {
-    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
+    let is_plain = |character: char| character.is_ascii_alphanumeric() || "._-".contains(character);
     if !name.starts_with(|first: char| first.is_ascii_alphabetic()) || !name.chars().all(is_plain) {
         return Err("is not a valid name; a name begins with a letter and consists of letters, \
                     digits, `.`, `_` and `-`"
@@ -82,7 +82,7 @@ pub(super) fn check_name(name: &str) -> Result<(), String> {
 /// The image's name, with invalid characters replaced.
 pub(super) fn default_name(image: &ImageLocation) -> String {
     let plain =
-        |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
+        |character: char| if character.is_ascii_alphanumeric() || "._-".contains(character) { character } else { '-' };
     let mut name: String = image.default_name().chars().map(plain).collect();
     if !name.starts_with(|first: char| first.is_ascii_alphabetic()) {
         name.insert_str(0, "disk-");
@@ -116,10 +116,10 @@ impl AttachmentRecord {
     /// Locks the place of this name for a new keeper. An incomplete attachment is `cleared`; a
     /// complete one can only be continued with an equal request.
     pub(super) fn lock_for(
-        wanted: &AttachRequest,
+        request: &AttachRequest,
         cleared: impl Fn(&Self),
     ) -> anyhow::Result<(Self, RecordLock)> {
-        let place = Self(Self::base()?.join(&wanted.name));
+        let place = Self(Self::base()?.join(&request.name));
         loop {
             fs::DirBuilder::new()
                 .recursive(true)
@@ -139,50 +139,50 @@ impl AttachmentRecord {
                 }
             };
             let number = file.metadata().map(|file| file.ino()).ok();
-            let Some(kept) = place.lock(file, FlockArg::LockExclusiveNonblock)? else {
+            let Some(lock) = place.lock(file, FlockArg::LockExclusiveNonblock)? else {
                 // The owner may be ending: then the name is free in a moment.
                 if place.await_end() {
                     continue;
                 }
-                place.ensure_not_stopped(false).with_context(|| wanted.name.clone())?;
+                place.ensure_not_stopped(false).with_context(|| request.name.clone())?;
                 if let Some(users) = place.unmounted_users() {
                     bail!(
                         "{0}: its file system was unmounted and is still in use: {users} (end \
                          these, or `weir detach --force {0}`: data that is not written yet is lost)",
-                        wanted.name
+                        request.name
                     );
                 }
                 bail!(
                     "{}: is attached already (`weir attach --list` shows it; choose another --name)",
-                    wanted.name
+                    request.name
                 );
             };
             // Without this check the lock could be on a file that its previous owner has deleted.
             if path.metadata().map(|file| file.ino()).ok() != number {
                 continue;
             }
-            match (place.attached(), place.wanted()) {
+            match (place.attached(), place.request()) {
                 // `attach --recover` repeats the recorded request: continue it.
-                (Some(_), Some(before)) if before == *wanted => {}
+                (Some(_), Some(before)) if before == *request => {}
                 (Some(_), _) => bail!(
                     "{0}: its keeper process was killed (`weir attach --recover` restores it, \
                      `weir detach {0}` detaches it)",
-                    wanted.name
+                    request.name
                 ),
                 (None, _) => cleared(&place),
             }
-            let written = place.write("wanted.json", wanted);
+            let written = place.write("wanted.json", request);
             // A full /run must not leave an empty record that blocks the name.
             if written.is_err() && place.attached().is_none() {
                 place.remove();
             }
-            return written.map(|()| (place, kept));
+            return written.map(|()| (place, lock));
         }
     }
 
     /// Locks a file; `None` if it is locked and the call does not wait.
-    fn lock(&self, file: fs::File, how: FlockArg) -> anyhow::Result<Option<RecordLock>> {
-        match Flock::lock(file, how) {
+    fn lock(&self, file: fs::File, mode: FlockArg) -> anyhow::Result<Option<RecordLock>> {
+        match Flock::lock(file, mode) {
             Ok(lock) => Ok(Some(RecordLock(lock))),
             Err((_, Errno::EWOULDBLOCK)) => Ok(None),
             Err((_, errno)) => Err(errno).with_context(|| self.0.display().to_string()),
@@ -197,10 +197,10 @@ impl AttachmentRecord {
             return Ok(None);
         };
         let number = file.metadata().map(|file| file.ino()).ok();
-        let kept = self.lock(file, FlockArg::LockExclusiveNonblock)?;
+        let lock = self.lock(file, FlockArg::LockExclusiveNonblock)?;
         // As in `take`: the lock file may have been deleted before it was locked.
-        let is_there = self.file("lock").metadata().map(|file| file.ino()).ok() == number;
-        Ok(kept.filter(|_| is_there))
+        let is_current = self.file("lock").metadata().map(|file| file.ino()).ok() == number;
+        Ok(lock.filter(|_| is_current))
     }
 
     /// True if no keeper lives.
@@ -274,19 +274,19 @@ impl AttachmentRecord {
     fn lock_while(
         &self,
         file: fs::File,
-        how: FlockArg,
+        mode: FlockArg,
         is_expected: impl Fn() -> bool,
     ) -> Option<RecordLock> {
-        let (place, (taken, taking)) = (self.clone(), channel());
+        let (place, (sender, receiver)) = (self.clone(), channel());
         thread::spawn(move || {
             // flock(2) has no timeout, so a thread waits. Its lock is dropped if the receiver is
             // gone.
-            let _ = taken.send(place.lock(file, how).ok().flatten());
+            let _ = sender.send(place.lock(file, mode).ok().flatten());
         });
         let began = Instant::now();
         while is_expected() && began.elapsed() < END_TIMEOUT {
-            if let Ok(kept) = taking.recv_timeout(POLL_INTERVAL) {
-                return kept;
+            if let Ok(lock) = receiver.recv_timeout(POLL_INTERVAL) {
+                return lock;
             }
         }
         None
@@ -298,9 +298,9 @@ impl AttachmentRecord {
         self.await_free("server", || true);
         let path = self.file("server");
         let file = fs::OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
-        let kept =
+        let lock =
             self.lock(file.with_context(|| path.display().to_string())?, FlockArg::LockExclusiveNonblock)?;
-        kept.with_context(|| format!("{}: locked by another server (end its `weir serve`)", path.display()))
+        lock.with_context(|| format!("{}: locked by another server (end its `weir serve`)", path.display()))
     }
 
     /// Waits until a private server that is starting listens, or has ended.
@@ -363,7 +363,7 @@ impl AttachmentRecord {
         self.0.join(name)
     }
 
-    pub(super) fn wanted(&self) -> Option<AttachRequest> {
+    pub(super) fn request(&self) -> Option<AttachRequest> {
         self.read("wanted.json")
     }
 
@@ -391,8 +391,8 @@ impl AttachmentRecord {
         self.read("loop.json")
     }
 
-    pub(super) fn set_made_loop(&self, made: &AttachedLoop) -> anyhow::Result<()> {
-        self.write("loop.json", made)
+    pub(super) fn set_made_loop(&self, attached_loop: &AttachedLoop) -> anyhow::Result<()> {
+        self.write("loop.json", attached_loop)
     }
 
     fn read<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
@@ -435,9 +435,9 @@ mod tests {
             ("/x/ä.raw", "disk--"),
             ("/x/a-name-that-is-longer-than-a-node-may-have.raw", "a-name-that-is-longer-than-a-no"),
         ] {
-            let made = default_name(&image.parse().unwrap());
-            assert_eq!(made, name);
-            check_name(&made).unwrap();
+            let actual = default_name(&image.parse().unwrap());
+            assert_eq!(actual, name);
+            check_name(&actual).unwrap();
         }
     }
 

@@ -70,7 +70,7 @@ pub(super) fn listen(place: &AttachmentRecord, events: Sender<AttachmentEvent>) 
 
 /// Starts a private server and waits until it is ready. The thread ends with the server.
 pub(super) fn start(
-    wanted: &AttachRequest,
+    request: &AttachRequest,
     place: &AttachmentRecord,
     (events, heard): (&Sender<AttachmentEvent>, &Receiver<AttachmentEvent>),
 ) -> anyhow::Result<JoinHandle<()>> {
@@ -78,8 +78,8 @@ pub(super) fn start(
     let lives = place.lock_server()?;
     let program = std::env::current_exe().context("this program cannot find itself")?;
     let mut command = Command::new(program);
-    command.arg("serve").arg(format!("--name={}", wanted.name)).arg(export_option(wanted, place)?);
-    for (name, value) in &wanted.options {
+    command.arg("serve").arg(format!("--name={}", request.name)).arg(export_option(request, place)?);
+    for (name, value) in &request.options {
         command.arg(match value {
             Some(value) => format!("--{name}={value}"),
             None => format!("--{name}"),
@@ -88,7 +88,7 @@ pub(super) fn start(
     let mut child = command
         .arg(format!("--qmp={}", own_qmp(place)))
         .arg("--")
-        .arg(&wanted.image)
+        .arg(&request.image)
         .env("NOTIFY_SOCKET", place.file("notify"))
         // Describe descriptors that a service manager passed to the caller, not to this server.
         .env_remove("LISTEN_FDS")
@@ -100,7 +100,7 @@ pub(super) fn start(
         .stderr(log)
         .spawn()
         .context("no process can be started")?;
-    let (events, again) = (events.clone(), events.clone());
+    let (events, sender) = (events.clone(), events.clone());
     let process = thread::spawn(move || {
         let orderly = child.wait().is_ok_and(|status| status.success());
         drop(lives);
@@ -116,9 +116,9 @@ pub(super) fn start(
     }
     if unmounted {
         // Requeued for the keeper's own loop.
-        let _ = again.send(AttachmentEvent::Unmounted);
+        let _ = sender.send(AttachmentEvent::Unmounted);
     }
-    watch(&own_qmp(place), &wanted.name, &again)?;
+    watch(&own_qmp(place), &request.name, &sender)?;
     Ok(process)
 }
 
@@ -141,16 +141,16 @@ fn report_end(
     target: ControlAddress,
     mut watch: ControlClient,
     export: &str,
-    tell: impl FnOnce(bool) + Send + 'static,
+    report: impl FnOnce(bool) + Send + 'static,
 ) {
     let export = export.to_owned();
     thread::spawn(move || {
         // A lost connection does not mean a lost export.
         while watch.await_export_end(&export).is_err() {
-            let Some(again) = reconnect(&target, &export) else { return tell(false) };
-            watch = again;
+            let Some(reconnected) = reconnect(&target, &export) else { return report(false) };
+            watch = reconnected;
         }
-        tell(true);
+        report(true);
     });
 }
 
@@ -203,10 +203,10 @@ fn last_error(log: &Path) -> String {
 }
 
 /// Option of `weir serve` that makes the device.
-fn export_option(wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<String> {
-    Ok(match wanted.way {
+fn export_option(request: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<String> {
+    Ok(match request.way {
         AttachKind::Ublk => {
-            let ublk = wanted.ublk()?;
+            let ublk = request.ublk()?;
             format!(
                 "--ublk={}",
                 // Without CAP_SYS_ADMIN the driver makes unprivileged devices only
@@ -214,7 +214,7 @@ fn export_option(wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Re
                 UblkConfig { unprivileged: ublk.unprivileged || !Uid::effective().is_root(), ..ublk }
             )
         }
-        AttachKind::Nbd => match wanted.number {
+        AttachKind::Nbd => match request.number {
             Some(number) => format!("--nbd-device=/dev/nbd{number}"),
             None => "--nbd-device=auto".to_owned(),
         },
@@ -230,7 +230,7 @@ fn make_file(place: &AttachmentRecord) -> anyhow::Result<String> {
 
 /// Adds the disk to a running daemon. Reports the end of the export or of the daemon.
 pub(super) fn add(
-    wanted: &AttachRequest,
+    request: &AttachRequest,
     place: &AttachmentRecord,
     qmp: &str,
     events: &Sender<AttachmentEvent>,
@@ -240,30 +240,30 @@ pub(super) fn add(
     // Connected before the export exists, so that its end cannot be missed.
     let watch = ControlClient::connect(&target)?;
     let report = client.status()?;
-    let is_taken = report.disks.iter().any(|disk| disk.name == wanted.name)
-        || report.exports.iter().any(|export| export.id == wanted.name);
+    let is_taken = report.disks.iter().any(|disk| disk.name == request.name)
+        || report.exports.iter().any(|export| export.id == request.name);
     ensure!(
         !is_taken,
         "{}: the daemon at {target} has a disk or an export of this name already (choose another --name)",
-        wanted.name
+        request.name
     );
     place.set_asked()?;
-    let mut disk = added_keys::disk_from_options(&wanted.name, &wanted.image, &wanted.options)?;
+    let mut disk = added_keys::disk_from_options(&request.name, &request.image, &request.options)?;
     added_keys::adopt_ceph_access(&mut disk, &report.disks)?;
-    added_keys::add_export(&mut disk, ExportConfig::Target(export_config(wanted, place)?));
+    added_keys::add_export(&mut disk, ExportConfig::Target(export_config(request, place)?));
     added_keys::add_to_daemon(&mut client, &disk)?;
     let events = events.clone();
-    report_end(target, watch, &wanted.name, move |orderly| {
+    report_end(target, watch, &request.name, move |orderly| {
         let _ = events.send(AttachmentEvent::Ended { orderly });
     });
     Ok(())
 }
 
-fn export_config(wanted: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<ExportTarget> {
-    Ok(match wanted.way {
-        AttachKind::Ublk => ExportTarget::Ublk(wanted.ublk()?),
+fn export_config(request: &AttachRequest, place: &AttachmentRecord) -> anyhow::Result<ExportTarget> {
+    Ok(match request.way {
+        AttachKind::Ublk => ExportTarget::Ublk(request.ublk()?),
         AttachKind::Nbd => {
-            ExportTarget::NbdDevice(NbdDeviceConfig { number: wanted.number, ..NbdDeviceConfig::default() })
+            ExportTarget::NbdDevice(NbdDeviceConfig { number: request.number, ..NbdDeviceConfig::default() })
         }
         AttachKind::Fuse => ExportTarget::Fuse(FuseConfig::new(make_file(place)?.into())),
     })
@@ -294,7 +294,7 @@ pub(super) fn check_answers(attached: &Attachment, force: bool) -> anyhow::Resul
         bail!("the daemon that serves it, process {process}, does not respond (continue it, or end it)");
     }
     // Killing it would not remove its device: ublk and NBD devices wait for a new server.
-    if attached.way != AttachKind::Fuse {
+    if attached.kind != AttachKind::Fuse {
         bail!(
             "its server, process {process}, does not respond (end it with `kill -9 {process}`: it \
              is restarted, and then releases the device)"
@@ -325,7 +325,7 @@ pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> 
     // "hard": the caller has already checked for users, or ignores them on request.
     match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
         // The export is already gone.
-        Err(ClientError::Rejected(said)) if !said.ends_with("already shutting down") => {}
+        Err(ClientError::Rejected(message)) if !message.ends_with("already shutting down") => {}
         // The keeper may have requested the removal first, after an unmount.
         Ok(_) | Err(ClientError::Rejected(_)) => {
             if let Ok(watch) = watch {
@@ -342,8 +342,8 @@ pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> 
     } else {
         // The disk is removed from a shared daemon too; without its export it would only hold the
         // image's lock.
-        let gone = client.execute("blockdev-del", json!({ "node-name": attached.name }));
-        if let Err(error @ ClientError::Rejected(_)) = gone
+        let deleted = client.execute("blockdev-del", json!({ "node-name": attached.name }));
+        if let Err(error @ ClientError::Rejected(_)) = deleted
             && client.status().is_ok_and(|report| report.find(&attached.name).is_some())
         {
             return Err(error.into());

@@ -109,13 +109,13 @@ fn built() -> Command {
 }
 
 /// Calls `check` with each command that can be run itself, and with its words.
-fn each_command(command: &Command, words: &[&str], check: &mut impl FnMut(&Command, &[&str])) {
+fn each_command(command: &Command, path: &[&str], check: &mut impl FnMut(&Command, &[&str])) {
     for below in command.get_subcommands().filter(|below| below.get_name() != "help") {
-        let words = [words, &[below.get_name()]].concat();
+        let path = [path, &[below.get_name()]].concat();
         if !below.is_subcommand_required_set() {
-            check(below, &words);
+            check(below, &path);
         }
-        each_command(below, &words, check);
+        each_command(below, &path, check);
     }
 }
 
@@ -129,13 +129,13 @@ fn long_options(command: &Command) -> impl Iterator<Item = &Arg> {
 #[test]
 fn every_option_beside_a_config_file_is_in_force_or_refused() {
     let mut seen = BTreeSet::new();
-    each_command(&built(), &[], &mut |command, words| {
+    each_command(&built(), &[], &mut |command, path| {
         let Some(config) = long_options(command).find(|arg| arg.get_long() == Some("config")) else { return };
         // With --save, the file is the target of the change and the options are the change.
         if long_options(command).any(|arg| arg.get_long() == Some("save")) {
             return;
         }
-        let name = words.join(" ");
+        let name = path.join(" ");
         let listed = BESIDE_CONFIG.iter().find(|(known, _)| *known == name);
         let (_, listed) = listed.unwrap_or_else(|| panic!("`{name}` has --config: list its options here"));
         seen.insert(name.clone());
@@ -178,11 +178,11 @@ fn written(arg: &Arg) -> String {
 /// the first word of a command to run (`weir cgroup run -- COMMAND`), options belong to that
 /// command.
 #[test]
-fn every_option_of_every_command_stands_anywhere() {
+fn options_are_accepted_at_any_position() {
     let plain = without_parsers(Cli::full_command());
-    let parses = |words: &[String]| plain.clone().try_get_matches_from(words).is_ok();
+    let parses = |arguments: &[String]| plain.clone().try_get_matches_from(arguments).is_ok();
     let (mut tried, mut refused) = (0, Vec::new());
-    each_command(&built(), &["weir"], &mut |command, words| {
+    each_command(&built(), &["weir"], &mut |command, path| {
         if command.get_positionals().any(Arg::is_trailing_var_arg_set) {
             return;
         }
@@ -192,18 +192,18 @@ fn every_option_of_every_command_stands_anywhere() {
         });
         let positionals: Vec<String> = positionals.collect();
         let required = long_options(command).filter(|arg| arg.is_required_set()).map(written);
-        let head: Vec<String> = words.iter().map(|word| (*word).to_owned()).chain(required).collect();
+        let head: Vec<String> = path.iter().map(|name| (*name).to_owned()).chain(required).collect();
         for option in long_options(command).filter(|arg| !arg.is_required_set()).map(written) {
             // Some options exclude some of the arguments.
             let fewest = (0..=positionals.len()).rev().map(|count| &positionals[..count]);
             let with = |option_at: usize, positionals: &[String]| {
-                let (before, behind) = positionals.split_at(option_at);
-                [&head, before, std::slice::from_ref(&option), behind].concat()
+                let (before, after) = positionals.split_at(option_at);
+                [&head, before, std::slice::from_ref(&option), after].concat()
             };
-            let Some(fitting) = fewest.into_iter().find(|some| parses(&with(0, some))) else { continue };
+            let Some(fitting) = fewest.into_iter().find(|candidate| parses(&with(0, candidate))) else { continue };
             tried += usize::from(!fitting.is_empty());
-            let places = (0..=fitting.len()).map(|at| with(at, fitting));
-            refused.extend(places.filter(|words| !parses(words)).map(|words| words.join(" ")));
+            let lines = (0..=fitting.len()).map(|at| with(at, fitting));
+            refused.extend(lines.filter(|arguments| !parses(arguments)).map(|words| words.join(" ")));
         }
     });
     assert!(tried > 300, "only {tried} options have been tried");
@@ -217,21 +217,21 @@ const COLUMNS: usize = 100;
 /// `None` if the line does not run `weir`.
 fn example(line: &str) -> Option<Vec<String>> {
     let line = line.strip_prefix("  ").filter(|line| line.starts_with("weir "))?;
-    let (mut words, mut quote, mut word) = (Vec::new(), None, None::<String>);
-    for letter in line.chars() {
-        match (quote, letter) {
-            (Some(open), _) if open == letter => quote = None,
+    let (mut tokens, mut quote, mut token) = (Vec::new(), None, None::<String>);
+    for character in line.chars() {
+        match (quote, character) {
+            (Some(open), _) if open == character => quote = None,
             (None, '\'' | '"') => {
-                quote = Some(letter);
-                word.get_or_insert_default();
+                quote = Some(character);
+                token.get_or_insert_default();
             }
-            (None, ' ') => words.extend(word.take()),
+            (None, ' ') => tokens.extend(token.take()),
             (None, '|' | '>' | '<' | '&' | ';' | '#') => break,
-            _ => word.get_or_insert_default().push(letter),
+            _ => token.get_or_insert_default().push(character),
         }
     }
-    words.extend(word);
-    Some(words)
+    tokens.extend(token);
+    Some(tokens)
 }
 
 /// The help of each command has an example, which the command accepts, and no line beyond the
@@ -242,11 +242,11 @@ fn help_has_examples_that_parse_and_fits_the_terminal() {
     command.build();
     let plain = without_parsers(Cli::full_command());
     let (mut complaints, mut names, mut all) = (Vec::new(), Vec::new(), String::new());
-    each_command(&command, &["weir"], &mut |command, words| {
+    each_command(&command, &["weir"], &mut |command, path| {
         if command.is_hide_set() {
             return;
         }
-        let name = words.join(" ");
+        let name = path.join(" ");
         let help = command.clone().render_long_help().to_string();
         // clap does not wrap the usage.
         let lines = help.lines().filter(|line| !line.starts_with("Usage: "));
@@ -255,10 +255,10 @@ fn help_has_examples_that_parse_and_fits_the_terminal() {
         // From the source text: the rendered help has wrapped lines.
         let below = command.get_after_help().map(ToString::to_string).unwrap_or_default();
         let (_, examples) = below.split_once("Examples:\n").unwrap_or_default();
-        for words in examples.replace("\\\n", " ").lines().filter_map(example) {
-            all += &(words.join(" ") + "\n");
-            if let Err(error) = plain.clone().try_get_matches_from(&words) {
-                complaints.push(format!("{name} --help: {}: {error}", words.join(" ")));
+        for tokens in examples.replace("\\\n", " ").lines().filter_map(example) {
+            all += &(tokens.join(" ") + "\n");
+            if let Err(error) = plain.clone().try_get_matches_from(&tokens) {
+                complaints.push(format!("{name} --help: {}: {error}", tokens.join(" ")));
             }
         }
         names.push(name);
@@ -280,8 +280,8 @@ fn the_index_of_commands_is_complete() {
             }
         }
     }
-    let mut wanted = Vec::new();
-    add(&built(), &mut wanted);
+    let mut expected = Vec::new();
+    add(&built(), &mut expected);
     let index = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/cli.md");
     let index = std::fs::read_to_string(index).expect("the index is there");
     let rows = index.lines().filter(|line| line.starts_with("| `weir ") || line.starts_with("| [`weir "));
@@ -292,5 +292,5 @@ fn the_index_of_commands_is_complete() {
             format!("{name} | {about}")
         })
         .collect();
-    assert_eq!(found, wanted, "correct docs/reference/cli.md");
+    assert_eq!(found, expected, "correct docs/reference/cli.md");
 }

@@ -46,9 +46,9 @@ Examples:
   weir serve --config /etc/weir.toml";
 
 /// True if the words of a command line request `weir serve -h`.
-pub(super) fn is_requested(words: &[std::ffi::OsString]) -> bool {
-    let options = words.iter().skip(2).take_while(|word| *word != "--");
-    words.get(1).is_some_and(|word| word == "serve") && options.into_iter().any(|word| word == "-h")
+pub(super) fn is_requested(arguments: &[std::ffi::OsString]) -> bool {
+    let options = arguments.iter().skip(2).take_while(|argument| *argument != "--");
+    arguments.get(1).is_some_and(|argument| argument == "serve") && options.into_iter().any(|word| word == "-h")
 }
 
 /// `command` with the summary in place of the help of `weir serve`.
@@ -105,10 +105,10 @@ mod tests {
 
     #[test]
     fn the_short_flag_of_serve_alone_asks_for_the_summary() {
-        let asks = |line: &str| is_requested(&line.split(' ').map(Into::into).collect::<Vec<_>>());
-        assert!(asks("weir serve -h") && asks("weir serve vm1.raw -h"));
+        let is_summary = |line: &str| is_requested(&line.split(' ').map(Into::into).collect::<Vec<_>>());
+        assert!(is_summary("weir serve -h") && is_summary("weir serve vm1.raw -h"));
         for line in ["weir serve --help", "weir status -h", "weir serve -- -h", "weir -h", "weir"] {
-            assert!(!asks(line), "{line}");
+            assert!(!is_summary(line), "{line}");
         }
     }
 }

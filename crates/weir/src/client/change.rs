@@ -122,7 +122,7 @@ impl SettingName {
     }
 
     /// Checks a value without regard to other settings.
-    fn judge(self, value: &SettingValue) -> Result<(), ConfigError> {
+    fn check(self, value: &SettingValue) -> Result<(), ConfigError> {
         let &SettingValue::Number(number) = value else { return Ok(()) };
         // The parser of the config file has the ranges; the value is read into a scratch config.
         let key = DiskConfig::key(self.text()).expect("a key of the table");
@@ -182,8 +182,8 @@ impl SettingsChange {
     ///
     /// # Errors
     /// The first invalid value, with its option.
-    pub(crate) fn judge(&self) -> Result<(), ConfigError> {
-        self.iter().try_for_each(|(name, value)| name.judge(value))
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        self.iter().try_for_each(|(name, value)| name.check(value))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -201,9 +201,9 @@ impl SettingsChange {
     /// One line for each setting: old and new value, or that it is unchanged.
     pub(crate) fn describe(&self, before: &MemberSettings) -> Vec<String> {
         let line = |(name, value): (SettingName, &SettingValue)| {
-            let (was, is) = (name.format(&name.of(before)), name.format(value));
+            let (old, new) = (name.format(&name.of(before)), name.format(value));
             let name = name.text();
-            if was == is { format!("{name}: {is} (unchanged)") } else { format!("{name}: {was} → {is}") }
+            if old == new { format!("{name}: {new} (unchanged)") } else { format!("{name}: {old} → {new}") }
         };
         self.iter().map(line).collect()
     }
@@ -211,21 +211,21 @@ impl SettingsChange {
     /// The change from `before` to the `name=value` list in `text`; settings not in the list get
     /// their defaults.
     pub(crate) fn from_listing(before: &MemberSettings, text: &str) -> Result<Self, String> {
-        let mut wanted = Self::default();
-        for word in text.split_whitespace() {
-            let Some((name, value)) = word.split_once('=') else {
-                return Err(format!("{word}: is not of the form name=value"));
+        let mut requested = Self::default();
+        for item in text.split_whitespace() {
+            let Some((name, value)) = item.split_once('=') else {
+                return Err(format!("{item}: is not of the form name=value"));
             };
             let name = SettingName::find(name)?;
-            if wanted.iter().any(|(known, _)| known == name) {
+            if requested.iter().any(|(known, _)| known == name) {
                 return Err(format!("{}: is given twice", name.text()));
             }
-            wanted.set(name, name.read(value)?);
+            requested.set(name, name.read(value)?);
         }
         let mut change = Self::default();
         for name in SettingName::all() {
             let value =
-                wanted.iter().find(|(known, _)| *known == name).map_or(name.default(), |(_, v)| v.clone());
+                requested.iter().find(|(known, _)| *known == name).map_or(name.default(), |(_, v)| v.clone());
             // An editor's list mostly repeats the values in force: send only what differs.
             if value != name.of(before) {
                 change.set(name, value);
@@ -239,9 +239,9 @@ impl SettingsChange {
 /// parses.
 pub(crate) fn listing(settings: &MemberSettings) -> String {
     let set = SettingName::all().filter(|name| name.of(settings) != name.default());
-    let words: Vec<String> =
+    let items: Vec<String> =
         set.map(|name| format!("{}={}", name.text(), name.format(&name.of(settings)))).collect();
-    words.join(" ")
+    items.join(" ")
 }
 
 #[cfg(test)]

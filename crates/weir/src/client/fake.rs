@@ -22,11 +22,11 @@ pub(crate) struct FakeDaemon {
 impl FakeDaemon {
     /// Responds to the commands after `qmp_capabilities` with `answers`, then closes the
     /// connection.
-    pub(crate) fn start(greeting: &'static str, answers: Vec<String>) -> Self {
+    pub(crate) fn start(greeting: &'static str, responses: Vec<String>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
-        let thread = thread::spawn(move || serve(listener.accept().unwrap().0, greeting, answers));
+        let thread = thread::spawn(move || serve(listener.accept().unwrap().0, greeting, responses));
         Self { _directory: directory, target: ControlAddress(path), thread }
     }
 
@@ -44,18 +44,18 @@ impl FakeDaemon {
     }
 }
 
-fn serve(mut stream: UnixStream, greeting: &str, answers: Vec<String>) -> Vec<Value> {
+fn serve(mut stream: UnixStream, greeting: &str, responses: Vec<String>) -> Vec<Value> {
     let mut reader = BufReader::new(stream.try_clone().unwrap());
-    let mut asked = Vec::new();
+    let mut requests = Vec::new();
     // A client may disconnect before the last response.
-    let mut say = |text: &str| stream.write_all(format!("{text}\n").as_bytes()).is_ok();
-    say(greeting);
-    for answer in [r#"{"return": {}}"#.to_owned()].into_iter().chain(answers) {
+    let mut send = |text: &str| stream.write_all(format!("{text}\n").as_bytes()).is_ok();
+    send(greeting);
+    for response in [r#"{"return": {}}"#.to_owned()].into_iter().chain(responses) {
         let mut line = String::new();
-        if reader.read_line(&mut line).unwrap_or(0) == 0 || !say(&answer) {
+        if reader.read_line(&mut line).unwrap_or(0) == 0 || !send(&response) {
             break;
         }
-        asked.push(serde_json::from_str(&line).unwrap());
+        requests.push(serde_json::from_str(&line).unwrap());
     }
-    asked
+    requests
 }

@@ -37,8 +37,8 @@ impl RequestTimes {
 
     /// Adds the histograms of another disk.
     pub(crate) fn add(&mut self, other: &Self) {
-        for (own, more) in [(&mut self.latencies, &other.latencies), (&mut self.waits, &other.waits)] {
-            *own = sum(own.iter().chain(more));
+        for (total, more) in [(&mut self.latencies, &other.latencies), (&mut self.waits, &other.waits)] {
+            *total = sum(total.iter().chain(more));
         }
     }
 
@@ -62,7 +62,7 @@ pub(crate) struct RequestLatency {
 impl HistogramBucket {
     /// Value that stands for all requests of the bucket.
     fn midpoint_ns(&self) -> u64 {
-        self.at_most_ns.map_or(self.above_ns, |most| self.above_ns.midpoint(most))
+        self.at_most_ns.map_or(self.above_ns, |upper| self.above_ns.midpoint(upper))
     }
 }
 
@@ -77,26 +77,26 @@ impl RequestLatency {
 ///
 /// # Errors
 /// If it is malformed.
-pub(crate) fn read(answer: Value) -> Result<DiskRequestTimes, serde_json::Error> {
+pub(crate) fn read(response: Value) -> Result<DiskRequestTimes, serde_json::Error> {
     #[derive(Deserialize)]
     struct DiskRequestTimesEntry {
         name: String,
         #[serde(flatten)]
         times: RequestTimes,
     }
-    let disks = Vec::<DiskRequestTimesEntry>::deserialize(answer)?;
+    let disks = Vec::<DiskRequestTimesEntry>::deserialize(response)?;
     Ok(disks.into_iter().map(|disk| (disk.name, disk.times)).collect())
 }
 
 /// Growth of each bucket; `None` if a count fell.
 fn growth(before: &[HistogramBucket], now: &[HistogramBucket]) -> Option<Vec<HistogramBucket>> {
-    let of = |all: &[HistogramBucket], above_ns| {
-        all.iter().find(|one| one.above_ns == above_ns).map_or(0, |one| one.requests)
+    let requests_in = |all: &[HistogramBucket], above_ns| {
+        all.iter().find(|bucket| bucket.above_ns == above_ns).map_or(0, |one| one.requests)
     };
     // A bucket that disappeared counts as a fall too: the histograms belong to different runs.
-    let has_fallen = before.iter().any(|one| counter::growth(one.requests, of(now, one.above_ns)).is_none());
-    let grown = |one: &HistogramBucket| {
-        Some(HistogramBucket { requests: counter::growth(of(before, one.above_ns), one.requests)?, ..*one })
+    let has_fallen = before.iter().any(|bucket| counter::growth(bucket.requests, requests_in(now, bucket.above_ns)).is_none());
+    let grown = |bucket: &HistogramBucket| {
+        Some(HistogramBucket { requests: counter::growth(requests_in(before, bucket.above_ns), bucket.requests)?, ..*bucket })
     };
     if has_fallen { None } else { now.iter().map(grown).collect() }
 }
@@ -146,11 +146,11 @@ mod tests {
 
     #[test]
     fn median_and_p99_of_a_histogram() {
-        let answer = json!([{ "name": "db", "latencies": [
+        let response = json!([{ "name": "db", "latencies": [
             { "above-ns": 1_000_000, "at-most-ns": 2_000_000, "requests": 98 },
             { "above-ns": 9_000_000, "requests": 2 },
         ] }]);
-        let counted = read(answer).unwrap();
+        let counted = read(response).unwrap();
         let expect = Some(RequestLatency { p50_ns: 1_500_000, p99_ns: 9_000_000 });
         assert_eq!(RequestLatency::of(&counted["db"].latencies), expect);
         assert_eq!(counted["db"].wait_p99_ns(), None, "it does not count them");

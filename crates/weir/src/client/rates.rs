@@ -65,55 +65,55 @@ impl IntervalRates {
         };
         let before = earlier.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
         let comparison = ReportComparison { earlier, before, later, interval_ns };
-        let mut of: HashMap<String, NodeRate> = HashMap::new();
+        let mut rates: HashMap<String, NodeRate> = HashMap::new();
         // Requests wait in a disk, even for limits of a group far above: sum the waits of all disks
         // below.
         let mut waited: HashMap<&str, u64> = HashMap::new();
         for disk in &later.disks {
             let Some(before) = comparison.before.get(disk.name.as_str()) else { continue };
             // A disk that was removed and added again has smaller counters: no growth is assumed.
-            let own = counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns()).unwrap_or(0);
+            let wait_ns = counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns()).unwrap_or(0);
             for group in later.groups_above(&disk.settings) {
                 let sum = waited.entry(&group.name).or_default();
-                *sum = sum.saturating_add(own);
+                *sum = sum.saturating_add(wait_ns);
             }
         }
         for group in &later.groups {
             let waited = waited.get(group.name.as_str()).copied().unwrap_or(0);
             if let Some(rate) = comparison.group(group, waited) {
-                of.insert(group.name.clone(), rate);
+                rates.insert(group.name.clone(), rate);
             }
         }
         // Groups after disks: a percentile of a group needs the summed histograms of all its disks.
-        let mut took: HashMap<&str, RequestTimes> = HashMap::new();
+        let mut times: HashMap<&str, RequestTimes> = HashMap::new();
         for disk in &later.disks {
             let Some(mut rate) = comparison.disk(disk) else { continue };
             let answered = comparison.completed(disk);
             rate.set_times(&answered);
             for group in later.groups_above(&disk.settings) {
                 // A disk counts in every group above it, at all levels.
-                if let Some(sum) = of.get_mut(&group.name) {
+                if let Some(sum) = rates.get_mut(&group.name) {
                     sum.add(&rate);
                 }
-                took.entry(&group.name).or_default().add(&answered);
+                times.entry(&group.name).or_default().add(&answered);
             }
-            of.insert(disk.name.clone(), rate);
+            rates.insert(disk.name.clone(), rate);
         }
-        for (group, took) in took {
-            if let Some(rate) = of.get_mut(group) {
-                rate.set_times(&took);
+        for (group, times) in times {
+            if let Some(rate) = rates.get_mut(group) {
+                rate.set_times(&times);
             }
         }
         let nodes = later.disks.iter().map(|disk| (&disk.name, StatusNode::Disk(disk)));
         let nodes = nodes.chain(later.groups.iter().map(|group| (&group.name, StatusNode::Group(group))));
-        let throttled = nodes.filter(|(name, _)| of.get(*name).is_some_and(|rate| rate.limited > 0.0));
+        let throttled = nodes.filter(|(name, _)| rates.get(*name).is_some_and(|rate| rate.limited > 0.0));
         let held_by = throttled.filter_map(|(name, node)| {
             // The daemon reports a throttle cause for one second; the interval may be longer.
             let before = || throttle_cause_of(earlier, earlier.find(name)?);
             Some((name.clone(), throttle_cause_of(later, node).or_else(before)?))
         });
         let held_by = held_by.collect();
-        Self { interval_ns, by_name: of, throttle_causes: held_by }
+        Self { interval_ns, by_name: rates, throttle_causes: held_by }
     }
 
     /// Throttle cause of a disk or group, now or in the interval of [`NodeRate::limited`]; `GROUP:
@@ -125,7 +125,7 @@ impl IntervalRates {
         node: StatusNode<'_>,
     ) -> Option<String> {
         let now = || (node.throttle().waiting.total() > 0).then(|| throttle_cause_of(report, node)).flatten();
-        self.throttle_causes.get(name).cloned().or_else(now).or_else(|| node.throttle().binding.clone())
+        self.throttle_causes.get(name).cloned().or_else(now).or_else(|| node.throttle().throttle_cause.clone())
     }
 
     pub(crate) fn of(&self, name: &str) -> Option<&NodeRate> {
@@ -179,14 +179,14 @@ impl ReportComparison<'_> {
     }
 
     fn limited(&self, before: StatusNode<'_>, now: StatusNode<'_>, waited_ns: u64) -> Option<f64> {
-        let own = limited_ns(before, now)?;
+        let own_ns = limited_ns(before, now)?;
         let above = self.later.groups_above(now.settings()).into_iter();
         let above = above.filter_map(|group| {
             limited_ns(StatusNode::Group(self.earlier.group(&group.name)?), StatusNode::Group(group))
         });
         // A node is limited no longer than its requests waited: a group's limit may have throttled
         // only other members.
-        let limited_ns = throttled_with_groups_ns(own, above, waited_ns, now.throttle().waiting.total() > 0);
+        let limited_ns = throttled_with_groups_ns(own_ns, above, waited_ns, now.throttle().waiting.total() > 0);
         Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
     }
 }
@@ -197,12 +197,12 @@ fn limited_ns(before: StatusNode<'_>, now: StatusNode<'_>) -> Option<u64> {
 
 /// Throttle cause within the last second, of the node or the nearest group above.
 fn throttle_cause_of(report: &DaemonReport, node: StatusNode<'_>) -> Option<String> {
-    let own = &node.throttle().binding;
-    if own.is_some() {
-        return own.clone();
+    let cause = &node.throttle().throttle_cause;
+    if cause.is_some() {
+        return cause.clone();
     }
     let above = report.groups_above(node.settings()).into_iter();
-    let named = |group: &GroupStatus| Some(format!("{}: {}", group.name, group.throttle.binding.as_ref()?));
+    let named = |group: &GroupStatus| Some(format!("{}: {}", group.name, group.throttle.throttle_cause.as_ref()?));
     above.filter_map(named).next()
 }
 
@@ -254,7 +254,7 @@ mod tests {
         idle.status.disks[0].throttle.reads.waited_ns = 5_000_000;
         assert_eq!(held(&idle), (0.01, outer.clone()), "its waits, no more");
         // Only the earlier report has the throttle cause.
-        idle.status.groups[1].throttle.binding = None;
+        idle.status.groups[1].throttle.throttle_cause = None;
         assert_eq!(held(&idle), (0.01, outer));
         let unknown = IntervalRates::default().throttle_cause(&later, "a", later.find("a").unwrap());
         assert_eq!(unknown.as_deref(), Some("outer: iops-total"));
@@ -281,12 +281,12 @@ mod tests {
     #[test]
     fn latencies_cover_the_interval_and_all_disks_of_a_group() {
         let counted = |a: u64, b: u64| {
-            let of = |name: &str, above_ns: u64, requests: u64| {
+            let disk = |name: &str, above_ns: u64, requests: u64| {
                 let bucket =
                     json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
                 json!({ "name": name, "latencies": [bucket] })
             };
-            latency::read(json!([of("a", 10, a), of("b", 20, b)])).unwrap()
+            latency::read(json!([disk("a", 10, a), disk("b", 20, b)])).unwrap()
         };
         let (mut earlier, mut later) = (report(0, 100, 0, 0), report(500_000_000, 150, 0, 0));
         (earlier.latencies, later.latencies) = (counted(900, 7), counted(910, 107));

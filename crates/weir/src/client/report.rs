@@ -47,7 +47,7 @@ pub(crate) fn prefetches(settings: &PrefetchSettings) -> bool {
 
 /// The mode of prefetching, and whether it has stopped itself: `auto`, `auto suspended`.
 pub(crate) fn prefetch_state(settings: &PrefetchSettings, status: &PrefetchStatus) -> String {
-    let is_closed = prefetches(settings) && status.closed;
+    let is_closed = prefetches(settings) && status.suspended;
     format!("{}{}", settings.mode, if is_closed { " suspended" } else { "" })
 }
 
@@ -139,7 +139,7 @@ impl DaemonReport {
     }
 
     pub(crate) fn is_unavailable(&self, disk: &str) -> bool {
-        self.unopened.iter().any(|one| one.name == disk)
+        self.unavailable.iter().any(|entry| entry.name == disk)
     }
 
     fn unavailable_error(&self, name: &str) -> Option<String> {

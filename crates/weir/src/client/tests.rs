@@ -48,15 +48,15 @@ fn daemon_errors_are_reported_verbatim() {
 #[test]
 fn missing_daemon_error_has_advice() {
     let target: ControlAddress = "unix:/nonexistent/qmp.sock".parse().unwrap();
-    let said = ControlClient::connect(&target).err().unwrap().to_string();
-    assert!(said.starts_with("unix:/nonexistent/qmp.sock: no daemon listens there (start it with"), "{said}");
+    let message = ControlClient::connect(&target).err().unwrap().to_string();
+    assert!(message.starts_with("unix:/nonexistent/qmp.sock: no daemon listens there (start it with"), "{message}");
 }
 
 #[test]
 fn non_qmp_server_is_detected() {
     let check = |greeting, expect: &str| {
-        let said = connect_error(&FakeDaemon::start(greeting, Vec::new()));
-        assert!(said.contains(expect), "{said}");
+        let message = connect_error(&FakeDaemon::start(greeting, Vec::new()));
+        assert!(message.contains(expect), "{message}");
     };
     check("NBDMAGIC", "sent a response that is not JSON");
     check("{\"hello\": 1}", "did not send a QMP greeting");
@@ -66,15 +66,15 @@ fn non_qmp_server_is_detected() {
 fn closed_connection_is_an_error() {
     let fake = FakeDaemon::start(GREETING, Vec::new());
     let mut client = ControlClient::connect(fake.target()).unwrap();
-    let said = client.execute("x", json!({})).unwrap_err().to_string();
-    assert!(said.contains("the daemon closed the connection"), "{said}");
+    let message = client.execute("x", json!({})).unwrap_err().to_string();
+    assert!(message.contains("the daemon closed the connection"), "{message}");
 }
 
 #[test]
 fn status_of_wrong_type_is_rejected() {
     let fake = FakeDaemon::returning(&json!({ "disks": [{ "name": 7 }] }));
-    let said = ControlClient::connect(fake.target()).unwrap().status().err().unwrap().to_string();
-    assert!(said.contains("sent a malformed status: invalid type"), "{said}");
+    let message = ControlClient::connect(fake.target()).unwrap().status().err().unwrap().to_string();
+    assert!(message.contains("sent a malformed status: invalid type"), "{message}");
 }
 
 #[test]

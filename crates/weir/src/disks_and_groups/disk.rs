@@ -63,9 +63,9 @@ pub(crate) struct DiskAddArgs {
     #[arg(long, value_name = "ADDRESS[,read-only]", value_parser = parse_nbd_endpoint)]
     nbd: Vec<NbdServerConfig>,
     #[command(flatten)]
-    doors: ExportArgs,
+    exports: ExportArgs,
     #[command(flatten)]
-    asked: ControlArgs,
+    control: ControlArgs,
     #[command(flatten)]
     disk: ConfigKeyArgs<DiskAddOptions>,
     #[command(flatten)]
@@ -79,7 +79,7 @@ pub(crate) struct DiskRemoveArgs {
     #[arg(value_name = "NAME")]
     name: String,
     #[command(flatten)]
-    asked: ControlArgs,
+    control: ControlArgs,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -100,7 +100,7 @@ pub(crate) struct DiskMoveArgs {
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    asked: ControlArgs,
+    control: ControlArgs,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -124,10 +124,10 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), CommandFailure> {
 }
 
 fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
-    let DiskAddArgs { name, image, nbd, doors, asked: ControlArgs { json, qmp }, disk, save } = arguments;
+    let DiskAddArgs { name, image, nbd, exports: doors, control: ControlArgs { json, qmp }, disk, save } = arguments;
     let here = absolute(".")?;
     let doors: Vec<_> =
-        doors.into_exports().into_iter().map(|door| ExportConfig::Target(door).relative_to(&here)).collect();
+        doors.into_exports().into_iter().map(|target| ExportConfig::Target(target).relative_to(&here)).collect();
     let is_over_nbd = !nbd.is_empty() || doors.is_empty();
     // Access rules, TLS names and the like are checked by the NBD server alone; without an NBD
     // export they would be silently ineffective.
@@ -153,21 +153,21 @@ fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
     let saving = settings_command::prepare(&report, &save, |text| {
         settings_command::with_table(text, "disk", &name, &config)
     })?;
-    let answer = added_keys::add_to_daemon(&mut client, &config)?;
-    finish_with_response(("disk", &name, "added"), saving, json, &answer)
+    let response = added_keys::add_to_daemon(&mut client, &config)?;
+    finish_with_response(("disk", &name, "added"), saving, json, &response)
 }
 
 /// Exports at the named servers. Empty if they are the default ones: the daemon then exports the
 /// disk at its default endpoints, like a disk of its config file.
 fn nbd_exports(
     name: &str,
-    said: &[NbdServerConfig],
+    requested: &[NbdServerConfig],
     here: &Path,
     servers: &[ServerStatus],
     is_saved: bool,
 ) -> anyhow::Result<Vec<ExportConfig>> {
-    let places = nbd_placements(name, said, here, servers)?;
-    if places.iter().all(|place| place.is_implied) {
+    let placements = nbd_placements(name, requested, here, servers)?;
+    if placements.iter().all(|place| place.is_implied) {
         return Ok(Vec::new());
     }
     let export = |NbdExportPlacement { server, read_only, .. }: NbdExportPlacement<'_>| {
@@ -182,7 +182,7 @@ fn nbd_exports(
         let listen = listen.parse().map_err(anyhow::Error::msg)?;
         Ok(ExportConfig::Nbd(NbdExportConfig { listen, name: None, read_only }))
     };
-    places.into_iter().map(export).collect()
+    placements.into_iter().map(export).collect()
 }
 
 /// An NBD server that exports the disk.
@@ -197,19 +197,19 @@ struct NbdExportPlacement<'a> {
 /// serve only the exports of other disks are excluded, as their clients expect these disks alone.
 fn nbd_placements<'a>(
     name: &str,
-    said: &[NbdServerConfig],
+    requested: &[NbdServerConfig],
     here: &Path,
     servers: &'a [ServerStatus],
 ) -> anyhow::Result<Vec<NbdExportPlacement<'a>>> {
     let addresses: Vec<_> = servers.iter().map(|server| server.address.as_str()).collect();
-    if said.is_empty() {
+    if requested.is_empty() {
         // A disk of a config file is exported at the config's listeners anyway; a listener that a
         // command has added needs an explicit export.
         let standard = servers.iter().filter_map(|server| Some((server, server.default_export?.read_only)));
-        let places: Vec<_> = standard
+        let placements: Vec<_> = standard
             .map(|(server, read_only)| NbdExportPlacement { server, read_only, is_implied: !server.added })
             .collect();
-        if places.is_empty() {
+        if placements.is_empty() {
             let named = addresses.iter().map(|address| format!("--nbd {address}, or "));
             let named: String = named.collect();
             bail!(
@@ -217,22 +217,22 @@ fn nbd_placements<'a>(
                  {named}--vhost-user-blk unix:PATH)"
             );
         }
-        return Ok(places);
+        return Ok(placements);
     }
-    let mut places: Vec<NbdExportPlacement<'_>> = Vec::new();
-    for NbdServerConfig { endpoint: at, read_only } in said {
+    let mut placements: Vec<NbdExportPlacement<'_>> = Vec::new();
+    for NbdServerConfig { endpoint: at, read_only } in requested {
         let at = match at {
             ListenEndpoint::Address(ListenAddress::Unix(path)) => {
                 format!("unix:{}", here.join(path).display())
             }
             other => other.to_string(),
         };
-        let is_there = |server: &&ServerStatus| {
+        let matches_address = |server: &&ServerStatus| {
             let mut known = [Some(server.address.as_str()), server.listen.as_deref()].into_iter().flatten();
             // Users may give the address as configured or as clients connect to it.
             known.any(|known| control::listen::is_same_address(known, &at))
         };
-        let Some(server) = servers.iter().find(is_there) else {
+        let Some(server) = servers.iter().find(matches_address) else {
             let known = match &*addresses {
                 [] => "nor anywhere for NBD".to_owned(),
                 addresses => format!("but at {}", addresses.join(", ")),
@@ -242,21 +242,21 @@ fn nbd_placements<'a>(
                  config file and run `weir reload`)"
             );
         };
-        if places.iter().any(|place| std::ptr::eq(place.server, server)) {
+        if placements.iter().any(|place| std::ptr::eq(place.server, server)) {
             bail!("--nbd {at}: is given twice (remove one)");
         }
-        places.push(NbdExportPlacement { server, read_only: *read_only, is_implied: false });
+        placements.push(NbdExportPlacement { server, read_only: *read_only, is_implied: false });
     }
-    Ok(places)
+    Ok(placements)
 }
 
 fn remove(arguments: DiskRemoveArgs) -> Result<(), CommandFailure> {
-    let DiskRemoveArgs { name, asked: ControlArgs { json, qmp }, save } = arguments;
+    let DiskRemoveArgs { name, control: ControlArgs { json, qmp }, save } = arguments;
     let mut client = ControlClient::reach(qmp)?.with_timeout(ControlClient::LONG)?;
     // A disk that is not open yet (its storage does not answer) can be removed too.
     let report = client.status()?;
     let served = report.disks.iter().map(|disk| (&disk.name, &disk.image));
-    let unopened = report.unopened.iter().map(|disk| (&disk.name, &disk.image));
+    let unopened = report.unavailable.iter().map(|disk| (&disk.name, &disk.image));
     let Some((_, image)) = served.chain(unopened).find(|(known, _)| **known == name) else {
         return Err(anyhow!(report.unknown_disk_error(&name)).into());
     };
@@ -266,7 +266,7 @@ fn remove(arguments: DiskRemoveArgs) -> Result<(), CommandFailure> {
     let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
     // Closing an image may wait for its storage: the message explains a delay, and that Ctrl-C does
     // not undo the removal.
-    let waiting = DelayedNotice::say(format!(
+    let waiting = DelayedNotice::start(format!(
         "{name}: waiting until {image} is closed (Ctrl-C ends only this command: the daemon \
          continues{unsaved})"
     ));
@@ -277,7 +277,7 @@ fn remove(arguments: DiskRemoveArgs) -> Result<(), CommandFailure> {
 }
 
 fn move_away(arguments: DiskMoveArgs) -> Result<(), CommandFailure> {
-    let DiskMoveArgs { name, to, nbd, force, asked: ControlArgs { json, qmp }, save } = arguments;
+    let DiskMoveArgs { name, to, nbd, force, control: ControlArgs { json, qmp }, save } = arguments;
     let mut client = ControlClient::reach(qmp)?.with_timeout(ControlClient::LONG)?;
     let report = client.status()?;
     if !report.disks.iter().any(|disk| disk.name == name) {
@@ -287,33 +287,33 @@ fn move_away(arguments: DiskMoveArgs) -> Result<(), CommandFailure> {
         settings_command::without_table(text, "disk", &name)
     })?;
     let is_saved = saving.is_some();
-    let mut wish = json!({ "name": name, "to": to, "force": force });
+    let mut request = json!({ "name": name, "to": to, "force": force });
     if let Some(address) = &nbd {
-        wish["listen"] = json!(address.to_string());
+        request["listen"] = json!(address.to_string());
     }
-    let mut done: Value = client.execute("x-weir-move-disk", wish)?;
+    let mut response: Value = client.execute("x-weir-move-disk", request)?;
     if is_saved {
         // The daemon checked its file before this command edits it.
-        done["listed-here"] = json!(false);
+        response["listed-here"] = json!(false);
     }
-    finish_with_response(("disk", &name, "moved"), saving, json, &done)?;
+    finish_with_response(("disk", &name, "moved"), saving, json, &response)?;
     if json {
         return Ok(());
     }
-    Ok(print(&move_summary(&name, &to, &done))?)
+    Ok(print(&move_summary(&name, &to, &response))?)
 }
 
 /// The disk's new host, and the edits that the config files of both hosts still need.
-fn move_summary(name: &str, to: &str, done: &Value) -> String {
-    let is_there = done["listed-there"] == true;
+fn move_summary(name: &str, to: &str, response: &Value) -> String {
+    let is_listed_there = response["listed-there"] == true;
     let mut left = Vec::new();
-    if !is_there {
+    if !is_listed_there {
         left.push(format!("add [disk.{name}] to the config file there"));
     }
-    if done["listed-here"] == true {
+    if response["listed-here"] == true {
         left.push(format!("remove [disk.{name}] from the one here, as `weir disk move --save` does"));
     }
-    let until = if is_there { "" } else { " until its daemon ends" };
+    let until = if is_listed_there { "" } else { " until its daemon ends" };
     let left = if left.is_empty() { String::new() } else { format!(" ({})", left.join("; ")) };
     format!("{name}: {to} serves it{until}{left}\n")
 }
@@ -324,18 +324,18 @@ mod tests {
 
     #[test]
     fn move_summary_names_missing_config_edits_only() {
-        let told = |here: bool, there: bool| {
+        let summary = |here: bool, there: bool| {
             move_summary("vm", "b", &json!({ "listed-here": here, "listed-there": there }))
         };
-        assert_eq!(told(false, true), "vm: b serves it\n");
+        assert_eq!(summary(false, true), "vm: b serves it\n");
         assert_eq!(
-            told(false, false),
+            summary(false, false),
             "vm: b serves it until its daemon ends (add [disk.vm] to the config file there)\n"
         );
         assert_eq!(
-            told(true, true),
+            summary(true, true),
             "vm: b serves it (remove [disk.vm] from the one here, as `weir disk move --save` does)\n"
         );
-        assert!(told(true, false).contains("there; remove [disk.vm] from the one here"));
+        assert!(summary(true, false).contains("there; remove [disk.vm] from the one here"));
     }
 }

@@ -68,7 +68,7 @@ pub(crate) struct GroupAddArgs {
     #[arg(value_name = "NAME")]
     name: String,
     #[command(flatten)]
-    asked: ControlArgs,
+    control: ControlArgs,
     #[command(flatten)]
     keys: ConfigKeyArgs<GroupAddOptions>,
     #[command(flatten)]
@@ -85,7 +85,7 @@ pub(crate) struct GroupRemoveArgs {
     #[arg(long, conflicts_with_all = ["save", "config"])]
     cluster: bool,
     #[command(flatten)]
-    asked: ControlArgs,
+    control: ControlArgs,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -98,7 +98,7 @@ pub(crate) fn run(command: GroupCommand) -> Result<(), CommandFailure> {
 }
 
 fn add(arguments: GroupAddArgs) -> Result<(), CommandFailure> {
-    let GroupAddArgs { name, asked: ControlArgs { json, qmp }, keys, save } = arguments;
+    let GroupAddArgs { name, control: ControlArgs { json, qmp }, keys, save } = arguments;
     if keys.value("cluster").is_some() {
         return Err(CommandFailure::Usage(anyhow::anyhow!(
             "--cluster: a group joins a cluster by the config file of each host (add \
@@ -121,7 +121,7 @@ fn add(arguments: GroupAddArgs) -> Result<(), CommandFailure> {
 }
 
 fn remove(arguments: GroupRemoveArgs) -> Result<(), CommandFailure> {
-    let GroupRemoveArgs { name, cluster, asked: ControlArgs { json, qmp }, save } = arguments;
+    let GroupRemoveArgs { name, cluster, control: ControlArgs { json, qmp }, save } = arguments;
     let mut client = ControlClient::reach(qmp)?;
     // The limits of the cluster are in etcd, not in this host's config file: nothing to save here.
     if cluster {

@@ -182,17 +182,17 @@ fn roff_line(roff: &mut Roff, inline: Inline) {
 fn related(command: &Command, above: Option<&Command>) -> Roff {
     let mut roff = Roff::new();
     let is_top = above.is_none();
-    let has = |option: &str| command.get_arguments().any(|argument| argument.get_long() == Some(option));
+    let has_option = |option: &str| command.get_arguments().any(|argument| argument.get_long() == Some(option));
     for (heading, list) in [("FILES", &FILES[..]), ("ENVIRONMENT", &VARIABLES[..])] {
         // The top page lists all of them.
-        let mut of_this = list.iter().filter(|(option, ..)| is_top || has(option)).peekable();
+        let mut of_this = list.iter().filter(|(option, ..)| is_top || has_option(option)).peekable();
         if of_this.peek().is_some() {
             roff.control("SH", [heading]);
         }
-        for (_, name, what) in of_this {
+        for (_, name, description) in of_this {
             roff.control("TP", []);
             roff.text([bold(*name)]);
-            roff.text([roman(*what)]);
+            roff.text([roman(*description)]);
         }
     }
     roff.control("SH", ["SEE ALSO"]);
@@ -212,7 +212,7 @@ mod tests {
     use super::*;
     use crate::cli::Cli;
 
-    fn made(file: &str) -> String {
+    fn generated(file: &str) -> String {
         let pages = pages(Cli::full_command(), "2026-01-02").unwrap();
         let page = pages.into_iter().find(|page| page.file == file).expect(file);
         String::from_utf8(page.text).unwrap()
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn page_has_the_help_and_more() {
-        let page = made("weir-serve.1");
+        let page = generated("weir-serve.1");
         let mut at = 0;
         for part in [
             ".SH NAME\n",

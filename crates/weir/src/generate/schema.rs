@@ -85,9 +85,9 @@ fn property(row: &KeyRow) -> Value {
 fn value(kind: KeyType) -> Value {
     match kind {
         KeyType::Flag => json!({ "type": "boolean" }),
-        KeyType::Word(words) => json!({ "enum": with_flags(words) }),
-        KeyType::WordOr(words) => {
-            json!({ "anyOf": [{ "enum": with_flags(words) }, { "type": ["string", "number"] }] })
+        KeyType::Word(values) => json!({ "enum": with_flags(values) }),
+        KeyType::WordOr(values) => {
+            json!({ "anyOf": [{ "enum": with_flags(values) }, { "type": ["string", "number"] }] })
         }
         KeyType::Count | KeyType::Integer | KeyType::Seconds => {
             json!({ "type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+$" })
@@ -104,7 +104,7 @@ fn value(kind: KeyType) -> Value {
 }
 
 /// The words, with `true` and `false` if they include `on` and `off`.
-fn with_flags(words: &[&str]) -> Vec<Value> {
-    let flags = [("on", true), ("off", false)].into_iter().filter(|(word, _)| words.contains(word));
-    words.iter().map(|word| json!(word)).chain(flags.map(|(_, flag)| json!(flag))).collect()
+fn with_flags(values: &[&str]) -> Vec<Value> {
+    let flags = [("on", true), ("off", false)].into_iter().filter(|(value, _)| values.contains(value));
+    values.iter().map(|value| json!(value)).chain(flags.map(|(_, flag)| json!(flag))).collect()
 }

@@ -29,26 +29,26 @@ pub(super) fn updated(document: &str) -> anyhow::Result<String> {
     let mut text = String::new();
     while let Some((before, after)) = rest.split_once(BEGIN) {
         // A marker without an end would otherwise swallow the rest of the document.
-        let (which, after) = after.split_once(" -->\n").unwrap_or((after, ""));
+        let (selector, after) = after.split_once(" -->\n").unwrap_or((after, ""));
         let (_, after) =
-            after.split_once(END).ok_or_else(|| anyhow::anyhow!("{BEGIN}{which}: no {END} below"))?;
-        write!(text, "{before}{BEGIN}{which} -->\n{}{END}", table(which)?)?;
+            after.split_once(END).ok_or_else(|| anyhow::anyhow!("{BEGIN}{selector}: no {END} below"))?;
+        write!(text, "{before}{BEGIN}{selector} -->\n{}{END}", table(selector)?)?;
         rest = after;
     }
     Ok(text + rest)
 }
 
 /// Table of a section, restricted to some headings if any are named: `disk, Image`.
-fn table(which: &str) -> anyhow::Result<String> {
-    let mut words = which.split(", ");
-    let name = words.next().unwrap_or_default();
-    let headings: Vec<_> = words.collect();
+fn table(selector: &str) -> anyhow::Result<String> {
+    let mut parts = selector.split(", ");
+    let name = parts.next().unwrap_or_default();
+    let headings: Vec<_> = parts.collect();
     let sections = sections();
     let section = sections.iter().find(|section| section.name == name);
-    let section = section.ok_or_else(|| anyhow::anyhow!("{BEGIN}{which}: no table {name}"))?;
+    let section = section.ok_or_else(|| anyhow::anyhow!("{BEGIN}{selector}: no table {name}"))?;
     let rows = section.rows.iter().filter(|row| headings.is_empty() || headings.contains(&row.heading));
     let lines: Vec<_> = rows.map(line).collect();
-    anyhow::ensure!(!lines.is_empty(), "{BEGIN}{which}: no keys below {headings:?}");
+    anyhow::ensure!(!lines.is_empty(), "{BEGIN}{selector}: no keys below {headings:?}");
     let head = "| Key | Value | Meaning | Default | Reload |\n| --- | --- | --- | --- | --- |\n";
     Ok(head.to_owned() + &lines.concat())
 }
@@ -74,7 +74,7 @@ fn line(row: &KeyRow) -> String {
 
 fn value(row: &KeyRow) -> String {
     let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
-    let one = match row.value {
+    let single = match row.value {
         KeyType::Flag => "`true`, `false`".to_owned(),
         KeyType::Word(all) => words(all),
         KeyType::WordOr(all) => format!("{} or {}", words(all), placeholder(row)),
@@ -85,7 +85,7 @@ fn value(row: &KeyRow) -> String {
         KeyType::Text => placeholder(row),
         KeyType::Table => "table".to_owned(),
     };
-    if row.is_list { format!("{one}, or a list") } else { one }
+    if row.is_list { format!("{single}, or a list") } else { single }
 }
 
 /// The placeholder without alternatives: `TIME` of `TIME|auto|off`.

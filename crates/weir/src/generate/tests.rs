@@ -34,6 +34,6 @@ fn the_reference_has_the_tables_of_keys() {
 
 #[test]
 fn schema_file_matches_the_tables() {
-    let kept: Value = serde_json::from_str(&reference(schema::FILE)).unwrap();
-    assert!(kept == schema::schema(), "{}: {REMEDY}", schema::FILE);
+    let stored: Value = serde_json::from_str(&reference(schema::FILE)).unwrap();
+    assert!(stored == schema::schema(), "{}: {REMEDY}", schema::FILE);
 }

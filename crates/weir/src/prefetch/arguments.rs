@@ -105,8 +105,8 @@ mod tests {
     use crate::cli::{Cli, WeirCommand};
 
     fn change(line: &str) -> Result<Value, String> {
-        let words = ["weir", "prefetch", "vm1"].into_iter().chain(line.split_whitespace());
-        let Cli { command } = Cli::try_parse_from(words).map_err(|error| error.render().to_string())?;
+        let tokens = ["weir", "prefetch", "vm1"].into_iter().chain(line.split_whitespace());
+        let Cli { command } = Cli::try_parse_from(tokens).map_err(|error| error.render().to_string())?;
         let WeirCommand::Prefetch(arguments) = command else { panic!("another command") };
         Ok(Value::Object(arguments.change().arguments()))
     }

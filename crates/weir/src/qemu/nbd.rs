@@ -74,8 +74,8 @@ fn run(arguments: &QemuNbdArgs) -> Result<(), CommandFailure> {
     }
     let overlay = arguments.snapshot.then(|| SnapshotOverlay::over(&mut image, arguments.format.as_deref()));
     let overlay = overlay.transpose()?;
-    let words = to_serve(arguments, image, &objects)?;
-    let arguments = Cli::serve(words.into_iter().map(OsString::from));
+    let options = to_serve(arguments, image, &objects)?;
+    let arguments = Cli::serve(options.into_iter().map(OsString::from));
     let arguments = arguments.map_err(|error| anyhow!(error_line(&error.render().to_string()).to_owned()))?;
     // When the server is ready, the daemon has the overlay open and its name can go.
     serve(arguments, move || drop(overlay)).map_err(|failure| match failure {
@@ -106,7 +106,7 @@ fn reject_unsupported(arguments: &QemuNbdArgs) -> anyhow::Result<()> {
         ("selinux-label", &arguments.selinux_label, "label the socket's directory instead"),
         ("tls-hostname", &arguments.tls_hostname, "--list does not support TLS; `nbdinfo --list` does"),
     ];
-    if let Some((name, _, instead)) = absent.into_iter().find(|(_, said, _)| said.is_some()) {
+    if let Some((name, _, instead)) = absent.into_iter().find(|(_, value, _)| value.is_some()) {
         bail!("--{name}: not supported ({instead})");
     }
     Ok(())
@@ -120,27 +120,27 @@ fn to_serve(
 ) -> anyhow::Result<Vec<String>> {
     // qemu-nbd prints nothing on success.
     let level = if arguments.verbose { "info" } else { "error" };
-    let mut words = vec![format!("--log={level}"), "--qmp=none".to_owned()];
+    let mut options = vec![format!("--log={level}"), "--qmp=none".to_owned()];
     let device = arguments.connect.as_deref();
     let nbd = listen_option(arguments)?;
     if device.is_none() || nbd.is_some() {
-        words.extend(nbd);
-        words.extend(client_options(arguments, objects)?);
+        options.extend(nbd);
+        options.extend(client_options(arguments, objects)?);
     } else if arguments.tls_creds.is_some() {
         bail!("TLS is not supported with a host device");
     }
-    words.extend(device.map(|device| format!("--nbd-device={device}")));
+    options.extend(device.map(|device| format!("--nbd-device={device}")));
     if !arguments.persistent {
         // Without -t, qemu-nbd ends when its last client disconnects.
-        words.push("--exit-when-idle".to_owned());
+        options.push("--exit-when-idle".to_owned());
     }
     if arguments.image_opts && arguments.format.is_some() {
         bail!("--image-opts and -f are mutually exclusive");
     }
-    let mut say = |option: &str, value: Option<&str>| {
-        words.extend(value.map(|value| format!("--{option}={value}")));
+    let mut add_option = |option: &str, value: Option<&str>| {
+        options.extend(value.map(|value| format!("--{option}={value}")));
     };
-    say(
+    add_option(
         "pid-file",
         arguments
             .pid_file
@@ -148,39 +148,39 @@ fn to_serve(
             .map(|path| path.to_str().context("--pid-file: not UTF-8"))
             .transpose()?,
     );
-    say("format", image.format.as_deref().or(arguments.format.as_deref()));
-    say("cache", cache(arguments)?.or(image.cache.as_deref()));
+    add_option("format", image.format.as_deref().or(arguments.format.as_deref()));
+    add_option("cache", cache(arguments)?.or(image.cache.as_deref()));
     for bitmap in &arguments.bitmap {
-        say("bitmap", Some(bitmap));
+        add_option("bitmap", Some(bitmap));
     }
-    say("snapshot", arguments.load_snapshot.as_deref().map(snapshot));
+    add_option("snapshot", arguments.load_snapshot.as_deref().map(snapshot));
     let discard = discard(arguments.discard.as_deref().or(image.discard.as_deref()))?;
-    say("discard", Some(discard));
-    let looks = arguments.detect_zeroes.as_deref().or(image.detect_zeroes.as_deref());
-    let looks = choice("detect-zeroes", looks, &DetectZeroes::ALL.map(DetectZeroes::name))?;
+    add_option("discard", Some(discard));
+    let detect_zeroes = arguments.detect_zeroes.as_deref().or(image.detect_zeroes.as_deref());
+    let detect_zeroes = choice("detect-zeroes", detect_zeroes, &DetectZeroes::ALL.map(DetectZeroes::name))?;
     // As in QEMU's block layer: detect-zeroes=unmap requires discard=unmap.
-    if looks == Some("unmap") && discard == "ignore" {
+    if detect_zeroes == Some("unmap") && discard == "ignore" {
         bail!("--detect-zeroes=unmap frees space, but discards are ignored (add --discard=unmap)");
     }
-    say("detect-zeroes", looks.filter(|mode| *mode != "off"));
+    add_option("detect-zeroes", detect_zeroes.filter(|mode| *mode != "off"));
     let mut part = image.part;
     if let Some(offset) = &arguments.offset {
         settings::size(offset).map_err(|_| anyhow!("Invalid offset '{offset}'"))?;
         part.push(format!("offset={offset}"));
     }
     if !part.is_empty() {
-        say("options", Some(&part.join(",")));
+        add_option("options", Some(&part.join(",")));
     }
     // Checked for typing errors only: io_uring is always used.
     choice("aio", arguments.aio.as_deref(), &["threads", "native", "io_uring"])?;
-    words.extend(image.options);
+    options.extend(image.options);
     if arguments.read_only {
-        words.push("--read-only".to_owned());
+        options.push("--read-only".to_owned());
     }
     // The prefix keeps a path with a colon from being parsed as an address.
     let file = if image.is_remote { image.file } else { format!("file:{}", image.file) };
-    words.extend(["--".to_owned(), file]);
-    Ok(words)
+    options.extend(["--".to_owned(), file]);
+    Ok(options)
 }
 
 /// Address to listen on; `None` with socket activation, or with a host device.
@@ -212,26 +212,26 @@ fn is_socket_activated() -> bool {
 
 /// Options that concern only NBD clients.
 fn client_options(arguments: &QemuNbdArgs, objects: &QemuObjects) -> anyhow::Result<Vec<String>> {
-    let mut words = vec![
+    let mut options = vec![
         format!("--name={}", arguments.export_name.as_deref().unwrap_or_default()),
         format!("--max-connections={}", shared(arguments.shared.as_deref())?),
         format!("--socket-mode={:o}", 0o777 & !umask()),
     ];
     if arguments.socket.is_none() {
         // QEMU has no limit for each address: all clients may be on one host.
-        words.push("--max-connections-per-address=0".to_owned());
+        options.push("--max-connections-per-address=0".to_owned());
     }
-    words.extend(arguments.description.as_ref().map(|text| format!("--description={text}")));
+    options.extend(arguments.description.as_ref().map(|text| format!("--description={text}")));
     if let Some(id) = &arguments.tls_creds {
-        words.extend(objects.tls(id)?);
+        options.extend(objects.tls(id)?);
     }
     if let Some(id) = &arguments.tls_authz {
         if arguments.tls_creds.is_none() {
             bail!("--tls-authz is not permitted without --tls-creds");
         }
-        words.extend(objects.names(id)?);
+        options.extend(objects.names(id)?);
     }
-    Ok(words)
+    Ok(options)
 }
 
 fn shared(number: Option<&str>) -> anyhow::Result<u32> {
@@ -265,10 +265,10 @@ fn discard(mode: Option<&str>) -> anyhow::Result<&'static str> {
     }
 }
 
-fn choice<'a>(option: &str, said: Option<&'a str>, known: &[&str]) -> anyhow::Result<Option<&'a str>> {
-    match said.filter(|said| !known.contains(said)) {
+fn choice<'a>(option: &str, value: Option<&'a str>, known: &[&str]) -> anyhow::Result<Option<&'a str>> {
+    match value.filter(|value| !known.contains(value)) {
         Some(other) => bail!("Invalid {option} mode `{other}' (valid: {})", known.join(", ")),
-        None => Ok(said),
+        None => Ok(value),
     }
 }
 
@@ -285,9 +285,9 @@ mod tests {
     use super::*;
 
     fn read(line: &str) -> Result<String, String> {
-        let words = std::iter::once(NAME).chain(line.split_whitespace());
-        let arguments = QemuNbdArgs::try_parse_from(words).map_err(|error| error.to_string())?;
-        let told = |arguments: &QemuNbdArgs| {
+        let tokens = std::iter::once(NAME).chain(line.split_whitespace());
+        let arguments = QemuNbdArgs::try_parse_from(tokens).map_err(|error| error.to_string())?;
+        let translate = |arguments: &QemuNbdArgs| {
             let objects = QemuObjects::read(&arguments.object)?;
             let file = arguments.file[0].to_str().unwrap();
             let image = match arguments.image_opts {
@@ -296,26 +296,26 @@ mod tests {
             };
             to_serve(arguments, image, &objects)
         };
-        let words = told(&arguments).map_err(|error: anyhow::Error| error.to_string())?;
-        let is_serve = Cli::serve(words.iter().map(OsString::from));
+        let options = translate(&arguments).map_err(|error: anyhow::Error| error.to_string())?;
+        let is_serve = Cli::serve(options.iter().map(OsString::from));
         is_serve.map_err(|error| error.to_string())?;
-        Ok(words.join(" "))
+        Ok(options.join(" "))
     }
 
     /// Compares the translation, without the options that every translation has.
     #[track_caller]
     fn becomes(line: &str, expect: &str) {
         let mode = format!(" --socket-mode={:o}", 0o777 & !umask());
-        let words = read(line).unwrap().replace(&mode, "").replacen("--log=error ", "", 1).replacen(
+        let options = read(line).unwrap().replace(&mode, "").replacen("--log=error ", "", 1).replacen(
             "--qmp=none ",
             "",
             1,
         );
-        assert_eq!(words, expect, "{line}");
+        assert_eq!(options, expect, "{line}");
     }
 
     #[test]
-    fn a_command_line_becomes_that_of_serve() {
+    fn command_line_is_translated_to_serve() {
         becomes(
             "a.raw",
             "--nbd=0.0.0.0:10809 --name= --max-connections=1 --max-connections-per-address=0 \
@@ -376,8 +376,8 @@ mod tests {
             ("-P 1 a", "unexpected argument '-P'"),
             ("-f vmdk a", "'vmdk'"),
         ] {
-            let said = read(line).unwrap_err();
-            assert!(said.contains(expect), "{line}: {said}");
+            let message = read(line).unwrap_err();
+            assert!(message.contains(expect), "{line}: {message}");
         }
         let absent = QemuNbdArgs::try_parse_from([NAME, "-T", "x", "a"]).unwrap();
         assert!(reject_unsupported(&absent).unwrap_err().to_string().starts_with("--trace: not supported"));

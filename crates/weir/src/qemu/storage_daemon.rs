@@ -12,20 +12,20 @@ pub(super) const NAME: &str = "qemu-storage-daemon";
 
 /// Runs the process's command line and returns the exit status, 0 or 1.
 pub(super) fn main() -> ExitCode {
-    let words: Vec<OsString> = env::args_os().skip(1).collect();
+    let tokens: Vec<OsString> = env::args_os().skip(1).collect();
     // Before parsing: `weir serve --version` prints another text.
-    if words.iter().any(|word| word == "-V" || word == "--version") {
+    if tokens.iter().any(|token| token == "-V" || token == "--version") {
         return exit_status(NAME, version(NAME));
     }
     // qemu-storage-daemon prints errors only.
     let mut before = vec![OsString::from("--log=error")];
     let named =
-        |word: &OsString| ["--qmp", "--monitor"].iter().any(|name| word.to_string_lossy().starts_with(name));
-    if !words.iter().any(named) {
+        |token: &OsString| ["--qmp", "--monitor"].iter().any(|name| token.to_string_lossy().starts_with(name));
+    if !tokens.iter().any(named) {
         // It has no control socket by default.
         before.push("--qmp=none".into());
     }
-    let arguments = match Cli::serve(before.into_iter().chain(words)) {
+    let arguments = match Cli::serve(before.into_iter().chain(tokens)) {
         Ok(arguments) => arguments,
         Err(error) => return print_clap_error(NAME, &error),
     };

@@ -43,20 +43,20 @@ impl PreparedConfigFile {
         path: &Path,
         edit: impl FnOnce(&str) -> Result<String, String>,
     ) -> anyhow::Result<Self> {
-        let shown = path.display().to_string();
+        let display_path = path.display().to_string();
         // Symbolic links are kept: their target is replaced.
-        let path = fs::canonicalize(path).with_context(|| format!("{shown}: cannot be saved to"))?;
-        let (old, old_text) = open(&path).with_context(|| format!("{shown}: cannot be saved to"))?;
-        let new_text = edit(&old_text).map_err(|said| anyhow!("{shown}: {said}"))?;
-        let remark = check(&path, &old_text, &new_text)
-            .with_context(|| format!("{shown}: nothing changed, neither in the file nor in the daemon"))?;
+        let path = fs::canonicalize(path).with_context(|| format!("{display_path}: cannot be saved to"))?;
+        let (old, old_text) = open(&path).with_context(|| format!("{display_path}: cannot be saved to"))?;
+        let new_text = edit(&old_text).map_err(|message| anyhow!("{display_path}: {message}"))?;
+        let warning = check(&path, &old_text, &new_text)
+            .with_context(|| format!("{display_path}: nothing changed, neither in the file nor in the daemon"))?;
         let write = || write_beside(&path, &old.metadata()?, &new_text);
         let new = (new_text != old_text).then(write).transpose().with_context(|| {
             format!(
-                "{shown}: cannot be replaced (this user must own it and be able to write to its directory)"
+                "{display_path}: cannot be replaced (this user must own it and be able to write to its directory)"
             )
         })?;
-        Ok(Self { path, old, old_text, new, existing_error: remark })
+        Ok(Self { path, old, old_text, new, existing_error: warning })
     }
 
     /// True if the file is to change.
@@ -66,22 +66,22 @@ impl PreparedConfigFile {
 
     /// Returns the file's name. Fails if the file was changed or replaced since it was read.
     pub(crate) fn commit(mut self) -> anyhow::Result<String> {
-        let shown = self.path.display().to_string();
-        if !self.is_unchanged().with_context(|| shown.clone())? {
-            bail!("{shown}: was changed by another process meanwhile (run the command again)");
+        let display_path = self.path.display().to_string();
+        if !self.is_unchanged().with_context(|| display_path.clone())? {
+            bail!("{display_path}: was changed by another process meanwhile (run the command again)");
         }
-        if let Some(remark) = self.existing_error {
-            print_notice(&remark);
+        if let Some(warning) = self.existing_error {
+            print_notice(&warning);
         }
-        let Some(new) = self.new else { return Ok(shown) };
-        new.persist(&self.path).map_err(|error| error.error).with_context(|| shown.clone())?;
+        let Some(new) = self.new else { return Ok(display_path) };
+        new.persist(&self.path).map_err(|error| error.error).with_context(|| display_path.clone())?;
         // A rename is durable once its directory is synced.
         if let Some(directory) = self.path.parent() {
             File::open(directory)
                 .and_then(|directory| directory.sync_all())
-                .with_context(|| shown.clone())?;
+                .with_context(|| display_path.clone())?;
         }
-        Ok(shown)
+        Ok(display_path)
     }
 
     fn is_unchanged(&mut self) -> io::Result<bool> {
@@ -117,7 +117,7 @@ fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<S
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));
     let plan =
-        |text| config::parse(&name, text, directory).and_then(|draft| DesiredState::new(draft, 0).map(drop));
+        |text| config::parse(&name, text, directory).and_then(|config| DesiredState::new(config, 0).map(drop));
     match (plan(old_text), plan(new_text)) {
         (Ok(()), Err(wrong)) => Err(anyhow!("the next start would fail: {wrong}")),
         (Err(_), Err(wrong)) => {
@@ -131,9 +131,9 @@ fn write_beside(path: &Path, like: &Metadata, text: &str) -> io::Result<NamedTem
     let directory = path.parent().unwrap_or(Path::new("/"));
     let mut file = tempfile::Builder::new().prefix(".weir.").suffix(".new").tempfile_in(directory)?;
     file.write_all(text.as_bytes())?;
-    let made = file.as_file().metadata()?;
+    let metadata = file.as_file().metadata()?;
     // Owner before permissions: chown(2) clears set-ID bits.
-    if (made.uid(), made.gid()) != (like.uid(), like.gid()) {
+    if (metadata.uid(), metadata.gid()) != (like.uid(), like.gid()) {
         fchown(file.as_file(), Some(like.uid()), Some(like.gid()))?;
     }
     file.as_file().set_permissions(like.permissions())?;
@@ -210,10 +210,10 @@ mod tests {
                 fs::remove_file(&path).unwrap();
             }
             fs::write(&path, CONFIG.replace("sold", "mine")).unwrap();
-            let said = saving.commit().unwrap_err().to_string();
+            let message = saving.commit().unwrap_err().to_string();
             assert!(
-                said.ends_with("was changed by another process meanwhile (run the command again)"),
-                "{said}"
+                message.ends_with("was changed by another process meanwhile (run the command again)"),
+                "{message}"
             );
             assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG.replace("sold", "mine"));
             fs::write(&path, CONFIG).unwrap();
@@ -232,21 +232,21 @@ mod tests {
     #[test]
     fn invalid_result_is_not_written() {
         let (_directory, path) = file();
-        let said = refusal(&path, &set("iops-total-max", 2));
+        let message = refusal(&path, &set("iops-total-max", 2));
         assert!(
-            said.contains(
+            message.contains(
                 "nothing changed, neither in the file nor in the daemon: the next start would fail: "
             ),
-            "{said}"
+            "{message}"
         );
-        assert!(said.contains("iops-total-max = 2: is below iops-total (5)"), "{said}");
+        assert!(message.contains("iops-total-max = 2: is below iops-total (5)"), "{message}");
         // The file alone is incomplete, so it cannot be checked.
         fs::write(&path, "[disk.a]\niops-total = 5\n").unwrap();
         let saving = prepare(&path, &set("iops-total-max", 2)).unwrap();
-        let remark = saving.existing_error.unwrap();
+        let warning = saving.existing_error.unwrap();
         assert!(
-            remark.contains("as before this change: ") && remark.contains("weir.toml:1: disk.a: no image"),
-            "{remark}"
+            warning.contains("as before this change: ") && warning.contains("weir.toml:1: disk.a: no image"),
+            "{warning}"
         );
     }
 
@@ -258,11 +258,11 @@ mod tests {
             refusal(&missing, &set("iops-total", 1)).contains("none.toml: cannot be saved to: No such file")
         );
         let change = set("iops-total", 1);
-        let said = PreparedConfigFile::prepare(&path, |text| edit::with_change(text, "group", "g", &change))
+        let message = PreparedConfigFile::prepare(&path, |text| edit::with_change(text, "group", "g", &change))
             .err()
             .unwrap();
-        let said = format!("{said:#}");
-        assert!(said.contains("has no [group.g]"), "{said}");
+        let message = format!("{message:#}");
+        assert!(message.contains("has no [group.g]"), "{message}");
         assert!(
             refusal(directory.path(), &set("iops-total", 1)).contains("cannot be saved to: Is a directory")
         );

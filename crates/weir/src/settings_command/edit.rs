@@ -24,7 +24,7 @@ pub(super) fn with_change(
     change: &SettingsChange,
 ) -> Result<String, String> {
     let mut document = parsed(text)?;
-    let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|it| it.get_mut(name));
+    let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|tables| tables.get_mut(name));
     // In an inline table, whitespace around the values is part of their decor.
     let is_inline = table.as_ref().is_some_and(|table| table.is_inline_table());
     let table = table.and_then(Item::as_table_like_mut).ok_or_else(|| {
@@ -90,12 +90,12 @@ pub(crate) fn without_table(text: &str, kind: &str, name: &str) -> Result<String
     // A comment separated by an empty line concerns something else.
     // toml_edit keeps comments above a table as the table's prefix; removing the table would remove
     // comments about later tables as well.
-    let kept = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
+    let comment = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
     let position = table.as_table().and_then(Table::position);
-    if kept.contains('#') {
+    if comment.contains('#') {
         match position.and_then(|position| next_table(document.as_table_mut(), position)) {
-            Some(next) => prepend(next.decor_mut(), &kept),
-            None => document.set_trailing(kept + document.trailing().as_str().unwrap_or_default()),
+            Some(next) => prepend(next.decor_mut(), &comment),
+            None => document.set_trailing(comment + document.trailing().as_str().unwrap_or_default()),
         }
     }
     with_original_newlines(text, document.to_string())
@@ -114,8 +114,8 @@ fn positions(table: &Table) -> Vec<isize> {
         _ => Vec::new(),
     });
     // Implicit and dotted tables have no header in the text.
-    let own = table.position().filter(|_| !table.is_implicit() && !table.is_dotted());
-    own.into_iter().chain(inside).collect()
+    let position = table.position().filter(|_| !table.is_implicit() && !table.is_dotted());
+    position.into_iter().chain(inside).collect()
 }
 
 fn at_position(table: &mut Table, position: isize) -> Option<&mut Table> {
@@ -130,8 +130,8 @@ fn at_position(table: &mut Table, position: isize) -> Option<&mut Table> {
 }
 
 fn prepend(decor: &mut Decor, text: &str) {
-    let own = decor.prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned();
-    decor.set_prefix(text.to_owned() + &own);
+    let existing = decor.prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned();
+    decor.set_prefix(text.to_owned() + &existing);
 }
 
 fn parsed(text: &str) -> Result<DocumentMut, String> {
@@ -238,15 +238,15 @@ fn remove(table: &mut dyn TableLike, key: &str) {
         return;
     }
     if let Some(mut next) = keys.get(index + 1).and_then(|next| table.key_mut(next)) {
-        let own =
+        let existing =
             next.leaf_decor().prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned();
-        next.leaf_decor_mut().set_prefix(above + &own);
+        next.leaf_decor_mut().set_prefix(above + &existing);
     } else if let Some(last) =
         index.checked_sub(1).and_then(|last| table.get_mut(&keys[last])?.as_value_mut())
     {
         // No key follows: attach the comment to the preceding value, on separate lines.
-        let own = suffix(last.decor());
-        last.decor_mut().set_suffix(format!("{own}\n{}", above.trim_end_matches('\n')));
+        let existing = suffix(last.decor());
+        last.decor_mut().set_suffix(format!("{existing}\n{}", above.trim_end_matches('\n')));
     }
 }
 
@@ -291,10 +291,10 @@ group = \"gold\"
 # the end
 ";
 
-    fn edit(kind: &str, name: &str, words: &str) -> Result<String, String> {
+    fn edit(kind: &str, name: &str, settings: &str) -> Result<String, String> {
         let mut change = SettingsChange::default();
-        for word in words.split_whitespace() {
-            let (name, value) = word.split_once('=').unwrap();
+        for item in settings.split_whitespace() {
+            let (name, value) = item.split_once('=').unwrap();
             let name = SettingName::find(name).unwrap();
             change.set(name, name.read(value).unwrap());
         }
@@ -302,9 +302,9 @@ group = \"gold\"
     }
 
     #[track_caller]
-    fn check(table: (&str, &str), words: &str, old: &str, new: &str) {
+    fn check(table: (&str, &str), settings: &str, old: &str, new: &str) {
         assert_eq!(FILE.matches(old).count(), 1, "{old:?} is one place");
-        assert_eq!(edit(table.0, table.1, words).unwrap(), FILE.replace(old, new), "{words}");
+        assert_eq!(edit(table.0, table.1, settings).unwrap(), FILE.replace(old, new), "{settings}");
     }
 
     #[test]
@@ -325,7 +325,7 @@ group = \"gold\"
     }
 
     #[test]
-    fn a_default_is_not_written_where_nothing_was() {
+    fn default_is_not_written_for_an_absent_key() {
         let defaults = "iops-total=0 weight=100 iops-read-max-length=1 prefetch=auto prefetch-memory=4M";
         assert_eq!(edit("disk", "vm1", defaults).unwrap(), FILE);
     }
@@ -403,8 +403,8 @@ group = \"gold\"
 
     #[test]
     fn missing_tables_are_errors() {
-        let said = edit("disk", "vm9", "iops-total=1").unwrap_err();
-        assert_eq!(said, "has no [disk.vm9] (did the disk come from another file, or over QMP?)");
+        let message = edit("disk", "vm9", "iops-total=1").unwrap_err();
+        assert_eq!(message, "has no [disk.vm9] (did the disk come from another file, or over QMP?)");
         assert!(
             with_change("[disk", "disk", "a", &SettingsChange::default())
                 .unwrap_err()

@@ -23,29 +23,29 @@ use crate::client::{
 pub(super) fn render(
     report: &DaemonReport,
     rates: &IntervalRates,
-    shown: &StatusSelection,
+    selection: &StatusSelection,
     form: StatusForm,
     bold: bool,
 ) -> String {
     let mut tables = vec![
-        disks(report, rates, shown, form),
-        groups(report, rates, shown, form),
-        cluster_groups(report, shown),
-        unavailable_disks(report, shown),
-        unmet_reservations(report, shown),
-        errors(report, shown),
+        disks(report, rates, selection, form),
+        groups(report, rates, selection, form),
+        cluster_groups(report, selection),
+        unavailable_disks(report, selection),
+        unmet_reservations(report, selection),
+        errors(report, selection),
     ];
     if form.all {
         tables.extend([
-            caches(report, shown),
-            read_ahead(report, shown),
-            devices(report, shown),
-            vhost_user_exports(report, shown),
-            host_devices(report, shown),
-            ceph_disks(report, shown),
-            nbd_disks(report, shown),
+            caches(report, selection),
+            read_ahead(report, selection),
+            devices(report, selection),
+            vhost_user_exports(report, selection),
+            host_devices(report, selection),
+            ceph_disks(report, selection),
+            nbd_disks(report, selection),
             rejected_clients(report),
-            memory(report, shown),
+            memory(report, selection),
         ]);
     }
     let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
@@ -65,7 +65,7 @@ fn weight(settings: &MemberSettings) -> String {
 fn disks(
     report: &DaemonReport,
     rates: &IntervalRates,
-    shown: &StatusSelection,
+    selection: &StatusSelection,
     form: StatusForm,
 ) -> TextTable {
     let mut columns = vec![
@@ -77,7 +77,7 @@ fn disks(
     let measured_columns = measured_columns(form, rates);
     columns.extend(measured_columns.iter().map(|(name, side)| (name.as_str(), *side)));
     let mut table = TextTable::new(columns);
-    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| selection.includes(&disk.name)) {
         let DiskStatus { name, settings, .. } = disk;
         let group = settings.group.clone().unwrap_or_else(dash);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
@@ -89,15 +89,15 @@ fn disks(
 }
 
 /// Disks whose storage does not answer yet.
-fn unavailable_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn unavailable_disks(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("UNAVAILABLE", ColumnAlignment::Left),
         ("IMAGE", ColumnAlignment::Left),
         ("FOR", ColumnAlignment::Right),
         ("REASON", ColumnAlignment::Left),
     ]);
-    for UnavailableDisk { name, image, age_ns, reason } in &report.unopened {
-        if shown.includes(name) {
+    for UnavailableDisk { name, image, age_ns, reason } in &report.unavailable {
+        if selection.includes(name) {
             let why = reason.clone().unwrap_or_else(|| "no response yet".to_owned());
             table.row(vec![name.clone(), image.clone(), figures::time(*age_ns), why]);
         }
@@ -106,7 +106,7 @@ fn unavailable_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTabl
 }
 
 /// Counters of vhost-user exports since they were added.
-fn vhost_user_exports(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn vhost_user_exports(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("VHOST-USER EXPORT", ColumnAlignment::Left),
         ("DISK", ColumnAlignment::Left),
@@ -118,7 +118,7 @@ fn vhost_user_exports(report: &DaemonReport, shown: &StatusSelection) -> TextTab
         ("CALLS", ColumnAlignment::Right),
         ("COPIES", ColumnAlignment::Right),
     ]);
-    for export in report.exports.iter().filter(|export| is_vhost_user(export) && shown.includes(&export.disk))
+    for export in report.exports.iter().filter(|export| is_vhost_user(export) && selection.includes(&export.disk))
     {
         let ExportStatus { id, disk, counters, .. } = export;
         let ExportCounters { queues, requests, in_flight, kicks, calls, copies, .. } = *counters;
@@ -158,14 +158,14 @@ fn rejected_clients(report: &DaemonReport) -> TextTable {
 }
 
 /// Block devices and files of this host, with their mounts and stacked devices.
-fn host_devices(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn host_devices(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("HOST DEVICE", ColumnAlignment::Left),
         ("TYPE", ColumnAlignment::Left),
         ("DISK", ColumnAlignment::Left),
         ("USED BY", ColumnAlignment::Left),
     ]);
-    for export in report.exports.iter().filter(|export| shown.includes(&export.disk)) {
+    for export in report.exports.iter().filter(|export| selection.includes(&export.disk)) {
         let Some(device) = &export.device else { continue };
         let users = device_users(export).unwrap_or_else(dash);
         table.row(vec![device.clone(), export.kind.clone(), export.disk.clone(), users]);
@@ -174,13 +174,13 @@ fn host_devices(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
 }
 
 /// Images in Ceph. A cluster that does not respond shows as a request that grows old.
-fn ceph_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn ceph_disks(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("CEPH IMAGE", ColumnAlignment::Left),
         ("OLDEST REQUEST", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| selection.includes(&disk.name)) {
         // Disks at NBD servers report the oldest request too, and have their own table.
         if let (Some(oldest), None) = (disk.oldest_request, &disk.server) {
             table.row(vec![disk.name.clone(), disk.image.clone(), age(oldest)]);
@@ -195,7 +195,7 @@ fn age(oldest_ns: u64) -> String {
 }
 
 /// Disks at other NBD servers. A server that does not respond shows as a request that grows old.
-fn nbd_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn nbd_disks(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("NBD SERVER", ColumnAlignment::Left),
@@ -204,7 +204,7 @@ fn nbd_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
         ("OLDEST REQUEST", ColumnAlignment::Right),
         ("UNFLUSHED", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| selection.includes(&disk.name)) {
         let Some(server) = &disk.server else { continue };
         table.row(vec![
             disk.name.clone(),
@@ -219,7 +219,7 @@ fn nbd_disks(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
 }
 
 /// I/O errors since the disks were opened, and disks that are stopped by one.
-fn errors(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn errors(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("STATE", ColumnAlignment::Left),
@@ -228,7 +228,7 @@ fn errors(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
         ("FLUSH ERRORS", ColumnAlignment::Right),
         ("DISCARD ERRORS", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| selection.includes(&disk.name)) {
         let stopped_by = disk.stopped_by();
         if stopped_by.is_none() && disk.errors == ErrorCounts::default() {
             continue;
@@ -245,7 +245,7 @@ fn errors(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
 }
 
 /// Metadata caches of qcow2 images, with counters since they were opened.
-fn caches(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn caches(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("FORMAT", ColumnAlignment::Left),
@@ -257,7 +257,7 @@ fn caches(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
         ("EVICTED", ColumnAlignment::Right),
         ("REFCOUNTS", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| selection.includes(&disk.name)) {
         let DiskStatus { name, size, format, l2_cache: Some(l2), refcount_cache, .. } = disk else {
             continue;
         };
@@ -280,7 +280,7 @@ fn caches(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
 }
 
 /// Memory for data: total, and each disk's part.
-fn memory(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn memory(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("MEMORY", ColumnAlignment::Left),
         ("LIMIT", ColumnAlignment::Right),
@@ -291,7 +291,7 @@ fn memory(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     ]);
     let size = |bytes: u64| if bytes == 0 { dash() } else { figures::bytes(bytes as f64) };
     // The total of all disks would mislead beside a selection of them.
-    let Some(all) = report.memory.filter(|_| shown.names.is_none()) else { return table };
+    let Some(all) = report.memory.filter(|_| selection.names.is_none()) else { return table };
     let waiting = if all.waiting == 0 { dash() } else { figures::count(all.waiting as f64) };
     table.row(vec![
         "all".to_owned(),
@@ -308,7 +308,7 @@ fn memory(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
     table
 }
 
-fn read_ahead(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn read_ahead(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DISK", ColumnAlignment::Left),
         ("PREFETCH", ColumnAlignment::Left),
@@ -320,7 +320,7 @@ fn read_ahead(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
         ("LIMIT", ColumnAlignment::Right),
         ("STREAMS", ColumnAlignment::Right),
     ]);
-    for disk in report.disks.iter().filter(|disk| shown.includes(&disk.name)) {
+    for disk in report.disks.iter().filter(|disk| selection.includes(&disk.name)) {
         let Some(prefetch) = disk.settings.prefetch.as_ref().filter(|prefetch| prefetches(prefetch)) else {
             continue;
         };
@@ -344,10 +344,10 @@ fn read_ahead(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
 fn groups(
     report: &DaemonReport,
     rates: &IntervalRates,
-    shown: &StatusSelection,
+    selection: &StatusSelection,
     form: StatusForm,
 ) -> TextTable {
-    let all = || report.groups.iter().filter(|group| shown.includes(&group.name));
+    let all = || report.groups.iter().filter(|group| selection.includes(&group.name));
     // Columns with dashes only are omitted.
     let has_parents = form.wide || all().any(|group| group.settings.group.is_some());
     let has_watermarks = form.wide || all().any(|group| watermark(group) != dash());
@@ -373,31 +373,31 @@ fn groups(
 }
 
 /// Local groups of cluster-wide limits.
-fn cluster_groups(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn cluster_groups(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new(
         ["GROUP", "CLUSTER", "CLUSTER LIMITS", "QUOTA"].map(|name| (name, ColumnAlignment::Left)),
     );
     let Some(cluster) = &report.cluster else { return table };
-    for group in report.groups.iter().filter(|group| shown.includes(&group.name)) {
-        let Some(whole) = &group.cluster else { continue };
-        let mut here = if whole.leased { "leased" } else { "fallback share" }.to_owned();
+    for group in report.groups.iter().filter(|group| selection.includes(&group.name)) {
+        let Some(cluster_group) = &group.cluster else { continue };
+        let mut here = if cluster_group.leased { "leased" } else { "fallback share" }.to_owned();
         if !cluster.connected {
             here += &format!(", disconnected: {}", cluster.reason.as_deref().unwrap_or("joining"));
         }
-        table.row(vec![group.name.clone(), cluster.name.clone(), figures::limits(&whole.limits), here]);
+        table.row(vec![group.name.clone(), cluster.name.clone(), figures::limits(&cluster_group.limits), here]);
     }
     table
 }
 
 /// Unmet reservations.
-fn unmet_reservations(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn unmet_reservations(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table =
         TextTable::new(["NAME", "UNMET RESERVATION", "REASON"].map(|name| (name, ColumnAlignment::Left)));
     let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
     let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
-    for (name, settings) in all.filter(|(name, _)| shown.includes(name)) {
+    for (name, settings) in all.filter(|(name, _)| selection.includes(name)) {
         let Some(unmet) = &settings.unmet_reservation else { continue };
-        let UnmetReservation { iops_reservation, bps_reservation, why } = unmet;
+        let UnmetReservation { iops_reservation, bps_reservation, reason: why } = unmet;
         let amounts = [("iops", iops_reservation), ("bps", bps_reservation)].into_iter();
         let amounts: Vec<_> =
             amounts.filter_map(|(unit, amount)| Some(format!("{unit} {}", (*amount)?))).collect();
@@ -449,30 +449,30 @@ fn measured(
     form: StatusForm,
 ) -> impl Iterator<Item = String> {
     let (rate, held_by) = (rates.of(name), rates.throttle_cause(report, name, node));
-    let of = |figure: fn(&NodeRate) -> String| rate.map_or_else(dash, figure);
+    let rate_cell = |figure: fn(&NodeRate) -> String| rate.map_or_else(dash, figure);
     let ThrottleStatus { waiting, wait_ns, .. } = node.throttle();
-    let latency = |of: fn(&RequestLatency) -> u64| {
+    let latency = |get: fn(&RequestLatency) -> u64| {
         let latency = rate.and_then(|rate| rate.latency);
-        latency.as_ref().map_or_else(dash, |latency| figures::time(of(latency)))
+        latency.as_ref().map_or_else(dash, |latency| figures::time(get(latency)))
     };
     // Zero: fewer than one request in 100 waited. A dash is easier to read.
     let wait_p99 = rate.and_then(|rate| rate.wait_p99_ns).filter(|&p99_ns| p99_ns > 0);
     let cells = [
-        of(|rate| figures::count(rate.iops())),
-        of(|rate| figures::bytes(rate.read_bps)),
-        of(|rate| figures::bytes(rate.write_bps)),
+        rate_cell(|rate| figures::count(rate.iops())),
+        rate_cell(|rate| figures::bytes(rate.read_bps)),
+        rate_cell(|rate| figures::bytes(rate.write_bps)),
         latency(|latency| latency.p50_ns),
         latency(|latency| latency.p99_ns),
         wait_p99.map_or_else(dash, figures::time),
         wait_ns.map_or_else(dash, |waits: WaitPercentiles| figures::time(waits.p99)),
         waiting.total().to_string(),
-        of(|rate| figures::share(rate.limited)),
+        rate_cell(|rate| figures::share(rate.limited)),
         held_by.unwrap_or_else(dash),
     ];
     cells.into_iter().zip(MEASURED).filter(move |(_, (.., wide))| form.wide || !wide).map(|(cell, _)| cell)
 }
 
-fn devices(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
+fn devices(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
     let mut table = TextTable::new([
         ("DEVICE", ColumnAlignment::Left),
         ("DISKS", ColumnAlignment::Left),
@@ -482,7 +482,7 @@ fn devices(report: &DaemonReport, shown: &StatusSelection) -> TextTable {
         ("SOURCE", ColumnAlignment::Left),
     ]);
     for device in &report.devices {
-        if !device.disks.iter().any(|disk| shown.includes(disk)) {
+        if !device.disks.iter().any(|disk| selection.includes(disk)) {
             continue;
         }
         let DeviceStatus { name, disks, capacity, capacity_source, utilization } = device;

@@ -83,9 +83,9 @@ fn names(names: &[&str]) -> Vec<String> {
 }
 
 /// Tables of the disks and groups with these names, or of all.
-fn tables_of(asked: &[&str], form: StatusForm) -> String {
+fn tables_of(requested: &[&str], form: StatusForm) -> String {
     let (_, report, rates) = reports();
-    tables::render(&report, &rates, &StatusSelection::new(&report, &names(asked)).unwrap(), form, false)
+    tables::render(&report, &rates, &StatusSelection::new(&report, &names(requested)).unwrap(), form, false)
 }
 
 #[test]
@@ -148,7 +148,7 @@ vm2                vm2   qemu-system-x86 (4711)       4         32      1.5M  20
 
 #[test]
 fn names_select_disks_and_groups() {
-    let table = |asked: &[&str]| tables_of(asked, StatusForm { all: true, ..StatusForm::default() });
+    let table = |requested: &[&str]| tables_of(requested, StatusForm { all: true, ..StatusForm::default() });
     assert!(!table(&["vm2"]).contains("vm1") && !table(&["vm2"]).contains("DEVICE"));
     assert!(table(&["gold"]).contains("\nvm1 ") && table(&["gold"]).contains("/dev/vda"));
     let (_, report, _) = reports();
@@ -157,15 +157,15 @@ fn names_select_disks_and_groups() {
 }
 
 #[test]
-fn json_is_the_daemon_s_answer_with_rates() {
-    let (answer, report, rates) = reports();
+fn json_is_the_daemons_status_with_rates() {
+    let (response, report, rates) = reports();
     let shown = StatusSelection::new(&report, &names(&["vm1"])).unwrap();
     let printed = serde_json::to_value(shown.select(with_rates(report.clone(), &rates))).unwrap();
     assert_eq!(printed["disks"].as_array().unwrap().len(), 1);
     assert_eq!(printed["exports"].as_array().unwrap().len(), 1);
     assert_eq!(printed["groups"], json!([]));
     let throttle = &printed["disks"][0]["throttle"];
-    for (key, value) in answer["disks"][0]["throttle"].as_object().unwrap() {
+    for (key, value) in response["disks"][0]["throttle"].as_object().unwrap() {
         assert_eq!(&throttle[key], value, "{key}");
     }
     let rate = &printed["disks"][0]["rate"];

@@ -268,8 +268,8 @@ mod tests {
     use crate::cli::{Cli, WeirCommand};
 
     fn change(before: Value, line: &str) -> Result<Value, String> {
-        let words = ["weir", "throttle", "vm1"].into_iter().chain(line.split_whitespace());
-        let Cli { command } = Cli::try_parse_from(words).map_err(|error| error.render().to_string())?;
+        let tokens = ["weir", "throttle", "vm1"].into_iter().chain(line.split_whitespace());
+        let Cli { command } = Cli::try_parse_from(tokens).map_err(|error| error.render().to_string())?;
         let WeirCommand::Throttle(arguments) = command else { panic!("another command") };
         let before = serde_json::from_value(before).unwrap();
         Ok(Value::Object(arguments.change(&before).arguments()))

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::*;
 
 fn report() -> (Value, DaemonReport) {
-    let answer = json!({
+    let response = json!({
         "disks": [{
             "name": "vm1", "group": "gold", "weight": 200,
             "limits": { "iops-total": 1000, "iops-total-max": 5000, "bps-read": 10 << 20 }
@@ -15,13 +15,13 @@ fn report() -> (Value, DaemonReport) {
             { "name": "host", "weight": 100, "watermark": 90, "limits": { "bps-total": 1 << 30 } }
         ]
     });
-    let report = DaemonReport::read(&answer.to_string()).unwrap();
-    (answer, report)
+    let report = DaemonReport::read(&response.to_string()).unwrap();
+    (response, report)
 }
 
 #[test]
 fn settings_and_limits_of_groups_above() {
-    let (answer, report) = report();
+    let (response, report) = report();
     let shown = |name: &str| show(&report, name, report.find(name).unwrap());
     let expect = "\
 disk vm1
@@ -38,6 +38,6 @@ disk vm1
     assert_eq!(shown("host"), "group host\n  bps-total  1G\n  weight     100\n  watermark  90\n");
     assert!(shown("gold").contains("  no own limits\n"));
     let status = serde_json::to_value(report.find("vm1").unwrap()).unwrap();
-    let disk = answer["disks"][0].as_object().unwrap();
+    let disk = response["disks"][0].as_object().unwrap();
     assert!(disk.iter().all(|(key, value)| status[key] == *value), "{status}");
 }

@@ -38,12 +38,12 @@ impl TextField {
             KeyCode::Char('e') if control => self.cursor = self.text.len(),
             // Ctrl with other letters is left to the caller (Ctrl-C, Ctrl-Z).
             KeyCode::Char(_) if control => return false,
-            KeyCode::Char(letter) => self.insert(letter),
+            KeyCode::Char(character) => self.insert(character),
             KeyCode::Left => self.cursor = self.before(),
-            KeyCode::Right => self.cursor = self.after(),
+            KeyCode::Right => self.cursor = self.next_boundary(),
             KeyCode::Home => self.cursor = 0,
             KeyCode::End => self.cursor = self.text.len(),
-            KeyCode::Delete => drop(self.text.drain(self.cursor..self.after())),
+            KeyCode::Delete => drop(self.text.drain(self.cursor..self.next_boundary())),
             KeyCode::Backspace => {
                 let before = self.before();
                 self.text.drain(before..self.cursor);
@@ -54,10 +54,10 @@ impl TextField {
         true
     }
 
-    fn insert(&mut self, letter: char) {
-        if self.text.len() < MAX_BYTES && !letter.is_control() {
-            self.text.insert(self.cursor, letter);
-            self.cursor += letter.len_utf8();
+    fn insert(&mut self, character: char) {
+        if self.text.len() < MAX_BYTES && !character.is_control() {
+            self.text.insert(self.cursor, character);
+            self.cursor += character.len_utf8();
         }
     }
 
@@ -72,8 +72,8 @@ impl TextField {
         self.text[..self.cursor].char_indices().next_back().map_or(0, |(index, _)| index)
     }
 
-    fn after(&self) -> usize {
-        self.text[self.cursor..].chars().next().map_or(self.cursor, |letter| self.cursor + letter.len_utf8())
+    fn next_boundary(&self) -> usize {
+        self.text[self.cursor..].chars().next().map_or(self.cursor, |character| self.cursor + character.len_utf8())
     }
 }
 
@@ -100,8 +100,8 @@ mod tests {
 
     #[test]
     fn words_and_lines_are_deleted_with_control() {
-        let press = |field: &mut TextField, letter| {
-            field.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL))
+        let press = |field: &mut TextField, character| {
+            field.press(KeyEvent::new(KeyCode::Char(character), KeyModifiers::CONTROL))
         };
         let mut field = TextField::new("one two  ");
         press(&mut field, 'w');

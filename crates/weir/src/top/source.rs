@@ -35,33 +35,33 @@ pub(super) struct SettingsUpdate {
 
 pub(super) struct TopEventSource {
     events: Receiver<WeirTopEvent>,
-    asked: Sender<SettingsUpdate>,
+    requests: Sender<SettingsUpdate>,
 }
 
 impl TopEventSource {
     /// Starts the threads, which end with the process.
     pub(super) fn start(client: ControlClient, interval: Duration) -> io::Result<Self> {
         let (events, receiver) = mpsc::channel();
-        let (asked, requests) = mpsc::channel();
+        let (sender, requests) = mpsc::channel();
         // Before any other thread: it blocks signals, and threads inherit the mask.
         let inputs = events.clone();
         input::listen(move |input| inputs.send(WeirTopEvent::Input(input)).is_ok())?;
-        let run = move || ask(client, &requests, &events, interval);
+        let run = move || poll_daemon(client, &requests, &events, interval);
         thread::Builder::new().name("daemon".to_owned()).spawn(run)?;
-        Ok(Self { events: receiver, asked })
+        Ok(Self { events: receiver, requests: sender })
     }
 
     pub(super) fn next(&self) -> WeirTopEvent {
         self.events.recv().unwrap_or(WeirTopEvent::Input(TerminalEvent::End))
     }
 
-    pub(super) fn ask(&self, asked: SettingsUpdate) {
+    pub(super) fn request_change(&self, update: SettingsUpdate) {
         // The receiving thread lives as long as `events` is received.
-        let _ = self.asked.send(asked);
+        let _ = self.requests.send(update);
     }
 }
 
-fn ask(
+fn poll_daemon(
     client: ControlClient,
     requests: &Receiver<SettingsUpdate>,
     events: &Sender<WeirTopEvent>,
@@ -125,14 +125,14 @@ mod tests {
     fn daemon_is_polled_and_its_loss_reported() {
         let status = |uptime: u64| json!({ "return": { "uptime-ns": uptime } }).to_string();
         let [latencies, done] = [r#"{"return": []}"#, r#"{"return": {}}"#].map(str::to_owned);
-        let answers = vec![status(1), latencies.clone(), done, status(2), latencies];
-        let fake = FakeDaemon::start(GREETING, answers);
+        let responses = vec![status(1), latencies.clone(), done, status(2), latencies];
+        let fake = FakeDaemon::start(GREETING, responses);
         let (events, receiver) = mpsc::channel();
-        let (asked, requests) = mpsc::channel();
+        let (sender, requests) = mpsc::channel();
         let change = SettingsChange::default();
-        asked.send(SettingsUpdate { name: "vm1".to_owned(), change }).unwrap();
+        sender.send(SettingsUpdate { name: "vm1".to_owned(), change }).unwrap();
         let client = ControlClient::connect(fake.target()).unwrap();
-        let thread = thread::spawn(move || ask(client, &requests, &events, Duration::from_millis(1)));
+        let thread = thread::spawn(move || poll_daemon(client, &requests, &events, Duration::from_millis(1)));
         let uptime = |event| match event {
             WeirTopEvent::Report(report) => report.uptime_ns,
             other => panic!("{other:?}"),
@@ -140,14 +140,14 @@ mod tests {
         assert_eq!(uptime(receiver.recv().unwrap()), 1);
         assert!(matches!(receiver.recv().unwrap(), WeirTopEvent::Changed(Ok(()))));
         assert_eq!(uptime(receiver.recv().unwrap()), 2);
-        let WeirTopEvent::QueryFailed(said) = receiver.recv().unwrap() else {
+        let WeirTopEvent::QueryFailed(message) = receiver.recv().unwrap() else {
             panic!("the script has ended")
         };
-        assert!(said.contains("closed the connection"), "{said}");
+        assert!(message.contains("closed the connection"), "{message}");
         let commands: Vec<_> = fake.commands().iter().map(|command| command["execute"].clone()).collect();
         let measured = ["x-weir-query-status", "x-weir-query-latencies"];
         assert_eq!(commands[1..], [&measured[..], &["x-weir-set"], &measured].concat());
-        drop(asked);
+        drop(sender);
         drop(receiver);
         thread.join().unwrap();
     }

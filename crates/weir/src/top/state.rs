@@ -93,8 +93,8 @@ impl TopState {
         self.settle();
     }
 
-    pub(super) fn set_unreachable(&mut self, said: String) {
-        self.query_error = Some(said);
+    pub(super) fn set_unreachable(&mut self, message: String) {
+        self.query_error = Some(message);
         // Rates of an interval that has ended must not look current.
         self.rates = IntervalRates::default();
     }
@@ -107,7 +107,7 @@ impl TopState {
                 self.notice = Some(std::mem::take(&mut edit.success_message));
                 self.mode = TopMode::List;
             }
-            Err(said) => edit.error = Some(said),
+            Err(message) => edit.error = Some(message),
         }
     }
 
@@ -209,7 +209,7 @@ impl TopState {
                     edit.error = None;
                     action = Some(TopAction::Change { name, change });
                 }
-                Err(said) => edit.error = Some(said),
+                Err(message) => edit.error = Some(message),
             },
             _ => {
                 if edit.field.press(key) {

@@ -29,13 +29,13 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> DaemonReport {
             "read-ahead": { "hit-rate": 0.93, "accuracy": 0.98, "wasted-bytes": 24 << 20, "memory": 3 << 20, "streams": 3 }
         })
     };
-    let took = |name: &&str| {
+    let times = |name: &&str| {
         let bucket = |above_ns: u64, requests: u64| json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
         let latencies = [bucket(850_000, second * 1000), bucket(42_000_000, second * 20)];
         let waits = [bucket(0, second * 1000), bucket(31_000_000, second * 20)];
         json!({ "name": name, "latencies": latencies, "waits": waits })
     };
-    let latencies = latency::read(disks.iter().map(took).collect()).unwrap();
+    let latencies = latency::read(disks.iter().map(times).collect()).unwrap();
     let disks: Vec<Value> = disks.iter().map(disk).collect();
     let gold = json!({
         "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
@@ -61,8 +61,8 @@ pub(in crate::top) fn press(state: &mut TopState, code: KeyCode) -> Option<TopAc
 }
 
 pub(in crate::top) fn write(state: &mut TopState, text: &str) {
-    for letter in text.chars() {
-        assert_eq!(press(state, KeyCode::Char(letter)), None);
+    for character in text.chars() {
+        assert_eq!(press(state, KeyCode::Char(character)), None);
     }
 }
 
@@ -98,7 +98,7 @@ fn keys_walk_the_list_and_stop_at_its_ends() {
 }
 
 #[test]
-fn selection_follows_its_row_or_moves_to_the_neighbour() {
+fn selection_follows_its_row_or_keeps_its_position() {
     let mut state = watched(1, &["vm1", "vm2", "vm3"]);
     write(&mut state, "jj");
     assert_eq!(chosen(&state), "vm2");
@@ -112,7 +112,7 @@ fn selection_follows_its_row_or_moves_to_the_neighbour() {
 }
 
 #[test]
-fn a_filter_holds_while_it_is_typed_and_until_escape() {
+fn filter_applies_while_typed_and_until_escape() {
     let mut state = watched(1, &["vm1", "vm2", "web"]);
     write(&mut state, "/wq");
     assert_eq!(state.rows().len(), 0, "q is a letter here");
@@ -170,8 +170,8 @@ fn malformed_input_is_reported_and_not_sent() {
 
 #[test]
 fn control_ends_and_stops_from_everywhere() {
-    let control = |state: &mut TopState, letter| {
-        state.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL))
+    let control = |state: &mut TopState, character| {
+        state.press(KeyEvent::new(KeyCode::Char(character), KeyModifiers::CONTROL))
     };
     for key in ["", "t", "/", "?"] {
         let mut state = watched(1, &["vm1"]);

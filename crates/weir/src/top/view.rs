@@ -62,7 +62,7 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &TopState) {
     let TopState { report, target, query_error: lost, .. } = state;
     let name = Span::styled(format!(" weir {} ", report.version), Modifier::BOLD);
     let line = match lost {
-        Some(said) => Line::from(vec![name, Span::styled(format!("no response, retrying: {said}"), FAULT)]),
+        Some(error) => Line::from(vec![name, Span::styled(format!("no response, retrying: {error}"), FAULT)]),
         None => {
             let (disks, groups) = (count(report.disks.len(), "disk"), count(report.groups.len(), "group"));
             let age = figures::age(report.uptime_ns);
@@ -87,24 +87,24 @@ fn truncated(line: Line<'static>, width: u16) -> Line<'static> {
     let mut spans = Vec::new();
     'cut: for span in line.spans {
         let mut text = String::new();
-        for letter in span.content.chars() {
+        for character in span.content.chars() {
             // East Asian characters take two columns.
-            let wide = Span::raw(letter.to_string()).width();
+            let wide = Span::raw(character.to_string()).width();
             if wide > left {
                 text.push('…');
                 spans.push(Span::styled(text, span.style));
                 break 'cut;
             }
             left -= wide;
-            text.push(letter);
+            text.push(character);
         }
         spans.push(Span::styled(text, span.style));
     }
     Line { spans, ..line }
 }
 
-fn count(number: usize, what: &str) -> String {
-    figures::counted(number as u64, what)
+fn count(number: usize, noun: &str) -> String {
+    figures::counted(number as u64, noun)
 }
 
 fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &TopState) {

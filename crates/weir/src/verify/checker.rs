@@ -50,7 +50,7 @@ pub(super) enum GuaranteeVerdict {
 }
 
 impl GuaranteeVerdict {
-    pub(super) fn word(&self) -> &'static str {
+    pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Held => "held",
             Self::Broken => "broken",
@@ -59,8 +59,8 @@ impl GuaranteeVerdict {
         }
     }
 
-    pub(super) fn of(held: bool) -> Self {
-        if held { Self::Held } else { Self::Broken }
+    pub(super) fn of(holds: bool) -> Self {
+        if holds { Self::Held } else { Self::Broken }
     }
 }
 
@@ -70,8 +70,8 @@ pub(super) struct GuaranteeFinding {
     /// `disk` or `group`.
     pub(super) kind: &'static str,
     pub(super) name: String,
-    pub(super) promise: String,
-    pub(super) asked: String,
+    pub(super) guarantee: String,
+    pub(super) expected: String,
     pub(super) measured: String,
     /// Numbers of `asked` and `measured` for programs: operations, bytes, seconds or nanoseconds.
     pub(super) figures: FindingFigures,
@@ -112,7 +112,7 @@ struct LimitAdmissions {
     units: f64,
     seconds: f64,
     /// Least value of (units less rate × time) at any report so far.
-    least: Option<f64>,
+    lowest: Option<f64>,
     /// Largest excess over the rate between two reports.
     excess: f64,
     /// Largest number of units of one request, estimated.
@@ -131,29 +131,29 @@ impl GuaranteeChecker {
         Self { wait_p99_ns, before: None, nodes: BTreeMap::new() }
     }
 
-    pub(super) fn add_report(&mut self, look: TimedReport) {
-        for node in nodes(&look.report) {
+    pub(super) fn add_report(&mut self, current: TimedReport) {
+        for node in nodes(&current.report) {
             let seen = self.nodes.entry(key(node)).or_insert_with(|| CheckedNode::new(node.settings()));
             seen.unclear = seen.unclear.or_else(|| {
                 let is_enforced =
-                    node.watermark_status().enforcement.as_deref().is_none_or(|word| word == "enforced");
+                    node.watermark_status().enforcement.as_deref().is_none_or(|state| state == "enforced");
                 let changed = seen.settings != *node.settings();
                 // A change between two reports applies to an unknown part of the interval.
                 changed.then_some(CHANGED).or_else(|| (!is_enforced).then_some(LIFTED))
             });
         }
         if let Some(before) = self.before.take() {
-            self.compare(&before, &look);
+            self.compare(&before, &current);
         }
         // After `compare`: a minimum that includes this report would hide an excess that ends at
         // it.
-        for node in nodes(&look.report) {
-            self.seen(node).begin_limits(node, look.requested_s);
+        for node in nodes(&current.report) {
+            self.node(node).begin_limits(node, current.requested_s);
         }
-        self.before = Some(look);
+        self.before = Some(current);
     }
 
-    fn seen(&mut self, node: StatusNode<'_>) -> &mut CheckedNode {
+    fn node(&mut self, node: StatusNode<'_>) -> &mut CheckedNode {
         self.nodes.get_mut(&key(node)).expect("each report's nodes are put there first")
     }
 
@@ -166,14 +166,14 @@ impl GuaranteeChecker {
         let seconds = (now.report.uptime_ns - before.report.uptime_ns) as f64 / 1e9;
         for node in nodes(&now.report) {
             let Some(earlier) = find(&before.report, node) else { continue };
-            let Some(passed) = AdmissionDelta::between(earlier.throttle(), node.throttle()) else { continue };
-            let seen = self.seen(node);
-            seen.limit(node, now.received_s, &passed, seconds);
+            let Some(delta) = AdmissionDelta::between(earlier.throttle(), node.throttle()) else { continue };
+            let seen = self.node(node);
+            seen.limit(node, now.received_s, &delta, seconds);
             // Waiting at both ends is taken for waiting throughout: reports are a second apart.
             if waits(earlier) && waits(node) {
                 seen.waiting_s += seconds;
-                seen.waiting[0] += passed.requests;
-                seen.waiting[1] += passed.bytes;
+                seen.waiting[0] += delta.requests;
+                seen.waiting[1] += delta.bytes;
             }
             if let (StatusNode::Disk(_), Some(WaitPercentiles { p99, .. })) =
                 (node, node.throttle().recent_wait_ns)
@@ -190,7 +190,7 @@ impl GuaranteeChecker {
     fn share(&mut self, before: &DaemonReport, now: &DaemonReport, group: StatusNode<'_>, seconds: f64) {
         let Some(earlier) = find(before, group) else { return };
         let (Some(limited), Some(kind)) =
-            (limited(earlier, group, seconds), group.throttle().binding.as_deref().and_then(kind))
+            (limited(earlier, group, seconds), group.throttle().throttle_cause.as_deref().and_then(kind))
         else {
             return;
         };
@@ -209,8 +209,8 @@ impl GuaranteeChecker {
             let Some(step) = AdmissionDelta::between(earlier.throttle(), node.throttle()) else { return };
             // A disk that its own limit slows down, or that did not wait, does not compete for the
             // share.
-            let own = self::limited(earlier, node, seconds).unwrap_or(1.0);
-            if !(waits(earlier) && waits(node)) || own > NEGLIGIBLE {
+            let disk_limited = self::limited(earlier, node, seconds).unwrap_or(1.0);
+            if !(waits(earlier) && waits(node)) || disk_limited > NEGLIGIBLE {
                 continue;
             }
             let is_promised = [disk.settings.iops_reservation, disk.settings.bps_reservation];
@@ -226,7 +226,7 @@ impl GuaranteeChecker {
             return;
         }
         for (disk, units) in members {
-            let seen = self.seen(StatusNode::Disk(disk));
+            let seen = self.node(StatusNode::Disk(disk));
             if let Some(why) = unclear {
                 (seen.unshared_s, seen.unshared) = (seen.unshared_s + seconds, Some(why));
                 continue;
@@ -241,8 +241,8 @@ impl GuaranteeChecker {
 
     /// One finding for each guarantee of the wanted nodes.
     pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<GuaranteeFinding> {
-        let wanted = self.nodes.iter().filter(|((_, name), _)| is_wanted(name));
-        wanted.flat_map(|((kind, name), seen)| seen.findings(kind, name, self.wait_p99_ns)).collect()
+        let selected = self.nodes.iter().filter(|((_, name), _)| is_wanted(name));
+        selected.flat_map(|((kind, name), seen)| seen.findings(kind, name, self.wait_p99_ns)).collect()
     }
 }
 
@@ -276,28 +276,28 @@ impl CheckedNode {
         if burst > 0.0 { burst } else { self.setting(kind, LimitPart::Rate) / 10.0 }
     }
 
-    fn begin_limits(&mut self, node: StatusNode<'_>, asked_s: f64) {
+    fn begin_limits(&mut self, node: StatusNode<'_>, requested_s: f64) {
         for kind in LimitKind::ALL {
-            let least = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * asked_s;
-            let passed = &mut self.limits[kind.index()];
-            passed.least = Some(passed.least.map_or(least, |before| before.min(least)));
+            let lowest = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * requested_s;
+            let admissions = &mut self.limits[kind.index()];
+            admissions.lowest = Some(admissions.lowest.map_or(lowest, |before| before.min(lowest)));
         }
     }
 
-    fn limit(&mut self, node: StatusNode<'_>, had_s: f64, step: &AdmissionDelta, seconds: f64) {
+    fn limit(&mut self, node: StatusNode<'_>, received_s: f64, step: &AdmissionDelta, seconds: f64) {
         for kind in LimitKind::ALL {
-            let now = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * had_s;
-            let passed = &mut self.limits[kind.index()];
-            passed.units += step.of(kind);
-            passed.seconds += seconds;
-            passed.excess = passed.least.map_or(passed.excess, |least| passed.excess.max(now - least));
+            let now = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * received_s;
+            let admissions = &mut self.limits[kind.index()];
+            admissions.units += step.of(kind);
+            admissions.seconds += seconds;
+            admissions.excess = admissions.lowest.map_or(admissions.excess, |lowest| admissions.excess.max(now - lowest));
             if step.requests > 0.0 {
                 let length = step.bytes / step.requests;
                 // A bucket admits while its level is at most its capacity, so the last I/O may
                 // exceed it by its own size. Bytes: twice the mean size, as only the mean is known.
                 // Operations: one merged I/O may consist of this many requests.
-                let one = if kind.counts_bytes() { length * 2.0 } else { LARGEST_IO / length.max(4096.0) };
-                passed.largest_request = passed.largest_request.max(one);
+                let largest_request = if kind.counts_bytes() { length * 2.0 } else { LARGEST_IO / length.max(4096.0) };
+                admissions.largest_request = admissions.largest_request.max(largest_request);
             }
         }
     }
@@ -309,8 +309,8 @@ impl CheckedNode {
                     verdict: GuaranteeVerdict| GuaranteeFinding {
             kind,
             name: name.to_owned(),
-            promise: promise.to_owned(),
-            asked,
+            guarantee: promise.to_owned(),
+            expected: asked,
             measured,
             figures,
             verdict: self.unclear.map_or(verdict, GuaranteeVerdict::NotChecked),
@@ -330,27 +330,27 @@ impl CheckedNode {
                 }
                 () => GuaranteeVerdict::of(beyond <= burst + one),
             };
-            let show = |units: f64| shown(kind.counts_bytes(), units);
-            let (rate, passed) = (self.setting(kind, LimitPart::Rate), a_second(units, seconds));
-            let asked = format!("{}/s, burst {}", show(rate), show(burst));
-            let measured = format!("{}/s, excess {}", show(passed), show(beyond));
-            let figures = vec![("rate", rate), ("burst", burst), ("passed", passed), ("beyond", beyond)];
-            let promise = LimitSetting::Limit(kind, LimitPart::Rate).name();
-            findings.push(line(promise, [asked, measured], figures, verdict));
+            let show = |units: f64| format_units(kind.counts_bytes(), units);
+            let (rate, admitted) = (self.setting(kind, LimitPart::Rate), per_second(units, seconds));
+            let expected = format!("{}/s, burst {}", show(rate), show(burst));
+            let measured = format!("{}/s, excess {}", show(admitted), show(beyond));
+            let figures = vec![("rate", rate), ("burst", burst), ("passed", admitted), ("beyond", beyond)];
+            let guarantee = LimitSetting::Limit(kind, LimitPart::Rate).name();
+            findings.push(line(guarantee, [expected, measured], figures, verdict));
         }
         findings.extend(self.reservations(line));
         let weight = self.settings.weight.unwrap_or(100);
         if self.sharing_s > 0.0 {
-            let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
-            let held = self.shared >= SHARE_FRACTION * self.share;
+            let (actual, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
+            let is_met = self.shared >= SHARE_FRACTION * self.share;
             // Over a short time, a single large request can distort a share.
             let verdict = if self.sharing_s < MIN_LOAD_S {
                 GuaranteeVerdict::NoLoad
             } else {
-                GuaranteeVerdict::of(held)
+                GuaranteeVerdict::of(is_met)
             };
-            let measured = format!("{:.0}% of its share", 100.0 * got / should.max(1e-9));
-            let figures = vec![("weight", weight as f64), ("share", should), ("passed", got)];
+            let measured = format!("{:.0}% of its share", 100.0 * actual / should.max(1e-9));
+            let figures = vec![("weight", weight as f64), ("share", should), ("passed", actual)];
             findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
         } else if let Some(why) = self.unshared {
             let measured = format!("shared for {:.0}s", self.unshared_s);
@@ -358,12 +358,12 @@ impl CheckedNode {
             let verdict = GuaranteeVerdict::NotChecked(why);
             findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
         }
-        if let (Some(most), "disk") = (wait_p99_ns, kind) {
+        if let (Some(max_ns), "disk") = (wait_p99_ns, kind) {
             let longest = self.longest_wait_ns;
             let verdict =
-                if longest == 0 { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(longest <= most) };
-            let figures = vec![("most-ns", most as f64), ("wait-p99-ns", longest as f64)];
-            let texts = [most, longest].map(figures::time);
+                if longest == 0 { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(longest <= max_ns) };
+            let figures = vec![("most-ns", max_ns as f64), ("wait-p99-ns", longest as f64)];
+            let texts = [max_ns, longest].map(figures::time);
             findings.push(line("wait-p99", texts, figures, verdict));
         }
         findings
@@ -375,25 +375,25 @@ impl CheckedNode {
         &self,
         line: impl Fn(&str, [String; 2], FindingFigures, GuaranteeVerdict) -> GuaranteeFinding,
     ) -> Vec<GuaranteeFinding> {
-        let promised = [
+        let reserved = [
             ("iops-reservation", false, self.settings.iops_reservation, self.waiting[0]),
             ("bps-reservation", true, self.settings.bps_reservation, self.waiting[1]),
         ];
-        let promised = promised.into_iter().filter_map(|(promise, is_bytes, rate, units)| {
-            rate.filter(|rate| *rate > 0).map(|rate| (promise, is_bytes, rate as f64, units))
+        let reserved = reserved.into_iter().filter_map(|(guarantee, is_bytes, rate, units)| {
+            rate.filter(|rate| *rate > 0).map(|rate| (guarantee, is_bytes, rate as f64, units))
         });
-        let promised: Vec<_> = promised.collect();
+        let reserved: Vec<_> = reserved.collect();
         let seconds = self.waiting_s;
-        let is_kept = |rate: f64, units: f64| units >= RESERVATION_FRACTION * rate * seconds;
-        let any = promised.iter().any(|&(_, _, rate, units)| is_kept(rate, units));
-        let lines = promised.into_iter().map(|(promise, is_bytes, rate, units)| {
+        let is_met = |rate: f64, units: f64| units >= RESERVATION_FRACTION * rate * seconds;
+        let any = reserved.iter().any(|&(_, _, rate, units)| is_met(rate, units));
+        let lines = reserved.into_iter().map(|(guarantee, is_bytes, rate, units)| {
             let verdict =
                 if seconds < MIN_LOAD_S { GuaranteeVerdict::NoLoad } else { GuaranteeVerdict::of(any) };
-            let got = a_second(units, seconds);
-            let asked = format!("{}/s", shown(is_bytes, rate));
-            let measured = format!("{}/s in {seconds:.0}s of waiting", shown(is_bytes, got));
-            let figures = vec![("rate", rate), ("passed", got), ("waited-seconds", seconds)];
-            line(promise, [asked, measured], figures, verdict)
+            let actual = per_second(units, seconds);
+            let expected = format!("{}/s", format_units(is_bytes, rate));
+            let measured = format!("{}/s in {seconds:.0}s of waiting", format_units(is_bytes, actual));
+            let figures = vec![("rate", rate), ("passed", actual), ("waited-seconds", seconds)];
+            line(guarantee, [expected, measured], figures, verdict)
         });
         lines.collect()
     }
@@ -402,7 +402,7 @@ impl CheckedNode {
 type FindingFigures = Vec<(&'static str, f64)>;
 
 /// Rate; 0 if no time passed.
-fn a_second(units: f64, seconds: f64) -> f64 {
+fn per_second(units: f64, seconds: f64) -> f64 {
     if seconds > 0.0 { units / seconds } else { 0.0 }
 }
 
@@ -415,9 +415,9 @@ struct AdmissionDelta {
 
 impl AdmissionDelta {
     fn between(before: &ThrottleStatus, now: &ThrottleStatus) -> Option<Self> {
-        let less = |of: fn(&ThrottledTransfers) -> u64| {
+        let less = |get: fn(&ThrottledTransfers) -> u64| {
             let of_direction = |before: &ThrottledTransfers, now: &ThrottledTransfers| {
-                Some(counter::growth(of(before), of(now))? as f64)
+                Some(counter::growth(get(before), get(now))? as f64)
             };
             Some([of_direction(&before.reads, &now.reads)?, of_direction(&before.writes, &now.writes)?])
         };
@@ -485,6 +485,6 @@ fn kind(name: &str) -> Option<LimitKind> {
     LimitKind::ALL.into_iter().find(|&kind| LimitSetting::Limit(kind, LimitPart::Rate).name() == name)
 }
 
-fn shown(is_bytes: bool, units: f64) -> String {
+fn format_units(is_bytes: bool, units: f64) -> String {
     if is_bytes { figures::bytes(units) } else { figures::count(units) }
 }

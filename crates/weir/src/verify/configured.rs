@@ -54,17 +54,17 @@ impl ConfiguredState {
 
     /// Findings for each disk and group: one for each difference, or one that there is none.
     pub(super) fn compare(&self, report: &DaemonReport) -> Vec<GuaranteeFinding> {
-        self.0.iter().flat_map(|of| of.compare(report)).collect()
+        self.0.iter().flat_map(|item| item.compare(report)).collect()
     }
 }
 
 impl ConfiguredNode {
     fn compare(&self, report: &DaemonReport) -> Vec<GuaranteeFinding> {
-        let line = |asked: String, measured: String, verdict| GuaranteeFinding {
+        let line = |expected: String, measured: String, verdict| GuaranteeFinding {
             kind: self.kind(),
             name: self.name.clone(),
-            promise: "config".to_owned(),
-            asked,
+            guarantee: "config".to_owned(),
+            expected,
             figures: Vec::new(),
             verdict,
             measured,
@@ -92,19 +92,19 @@ impl ConfiguredNode {
 
     fn differences(&self, node: StatusNode<'_>) -> Vec<SettingDifference> {
         let opened = match (&self.as_what, node) {
-            (ConfiguredKind::Disk(said), StatusNode::Disk(runs)) => open_differences(runs, said),
+            (ConfiguredKind::Disk(config), StatusNode::Disk(status)) => open_differences(status, config),
             _ => Vec::new(),
         };
         let is_cluster = matches!(self.as_what, ConfiguredKind::Group { is_cluster: true });
         // Limits of a cluster-wide group are in etcd and not in the file.
         let names = SettingName::all().filter(|name| !(is_cluster && matches!(name, SettingName::Limit(_))));
         let set = names.filter_map(|name| {
-            let [runs, said] = [node.settings(), &self.settings].map(|settings| name.of(settings));
-            let differs = runs != said;
+            let [running, configured] = [node.settings(), &self.settings].map(|settings| name.of(settings));
+            let differs = running != configured;
             differs.then(|| SettingDifference {
                 key: name.text(),
-                running: name.format(&runs),
-                configured: name.format(&said),
+                running: name.format(&running),
+                configured: name.format(&configured),
             })
         });
         opened.into_iter().chain(set).collect()
@@ -145,27 +145,27 @@ fn reported_form(
 }
 
 /// Differences in how a disk was opened and in its error policy, as far as a daemon reports them.
-fn open_differences(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<SettingDifference> {
-    let image = said.image.path().and_then(|path| path::absolute(path).ok());
+fn open_differences(status: &DiskStatus, config: &settings::DiskConfig) -> Vec<SettingDifference> {
+    let image = config.image.path().and_then(|path| path::absolute(path).ok());
     // The daemon reports absolute paths.
-    let image = image.map_or_else(|| said.image.to_string(), |path| path.display().to_string());
-    let runs_image = runs.path.as_ref().unwrap_or(&runs.image);
-    let read_only = |is: bool| if is { "true" } else { "false" };
-    let told = [
+    let image = image.map_or_else(|| config.image.to_string(), |path| path.display().to_string());
+    let runs_image = status.path.as_ref().unwrap_or(&status.image);
+    let read_only = |flag: bool| if flag { "true" } else { "false" };
+    let pairs = [
         ("image", Some(runs_image.as_str()), Some(image.as_str())),
-        ("format", Some(&*runs.format), said.format.map(storage::ImageFormat::name)),
-        ("cache", runs.cache.as_deref(), Some(said.cache.name())),
-        ("read-only", Some(read_only(runs.read_only)), Some(read_only(said.read_only))),
-        (settings::error_keys::READ, runs.on_read_error.as_deref(), Some(said.on_error.read.name())),
-        (settings::error_keys::WRITE, runs.on_write_error.as_deref(), Some(said.on_error.write.name())),
+        ("format", Some(&*status.format), config.format.map(storage::ImageFormat::name)),
+        ("cache", status.cache.as_deref(), Some(config.cache.name())),
+        ("read-only", Some(read_only(status.read_only)), Some(read_only(config.read_only))),
+        (settings::error_keys::READ, status.on_read_error.as_deref(), Some(config.on_error.read.name())),
+        (settings::error_keys::WRITE, status.on_write_error.as_deref(), Some(config.on_error.write.name())),
     ];
     // Values that are probed or not reported are not compared.
-    let told = told.into_iter().filter_map(|(key, runs, said)| Some((key, runs?, said?)));
+    let pairs = pairs.into_iter().filter_map(|(key, running, said)| Some((key, running?, said?)));
     let differing =
-        told.filter(|(key, runs, said)| runs != said && !(*key == "image" && is_same(runs, said)));
-    let difference = |(key, runs, said): (_, &str, &str)| SettingDifference {
+        pairs.filter(|(key, running, said)| running != said && !(*key == "image" && is_same(running, said)));
+    let difference = |(key, running, said): (_, &str, &str)| SettingDifference {
         key,
-        running: runs.to_owned(),
+        running: running.to_owned(),
         configured: said.to_owned(),
     };
     differing.map(difference).collect()
@@ -203,9 +203,9 @@ mod tests {
         let report =
             DaemonReport::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string())
                 .unwrap();
-        let told: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
+        let measured: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
         let expect =
             ["in force", "iops-total is 500, in the file none", "weight is 100, in the file 50", "missing"];
-        assert_eq!(told, expect);
+        assert_eq!(measured, expect);
     }
 }

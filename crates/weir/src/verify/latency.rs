@@ -46,8 +46,8 @@ impl LatencyCheck {
         GuaranteeFinding {
             kind: "disk",
             name: name.to_owned(),
-            promise: "latency-p99".to_owned(),
-            asked: figures::time(self.most_ns),
+            guarantee: "latency-p99".to_owned(),
+            expected: figures::time(self.most_ns),
             measured: figures::time(p99_ns),
             figures: vec![("most-ns", self.most_ns as f64), ("latency-p99-ns", p99_ns as f64)],
             verdict,

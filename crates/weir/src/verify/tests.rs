@@ -22,7 +22,7 @@ fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
     disk
 }
 
-fn look(second: f64, disks: &[Value], groups: &[Value]) -> TimedReport {
+fn report_at(second: f64, disks: &[Value], groups: &[Value]) -> TimedReport {
     let uptime_ns = 1_000_000_000 + (second * 1e9) as u64;
     let report = json!({ "uptime-ns": uptime_ns, "disks": disks, "groups": groups });
     TimedReport {
@@ -32,23 +32,23 @@ fn look(second: f64, disks: &[Value], groups: &[Value]) -> TimedReport {
     }
 }
 
-fn judged(looks: impl IntoIterator<Item = TimedReport>, wait_p99_ns: Option<u64>) -> Vec<GuaranteeFinding> {
-    let mut judge = GuaranteeChecker::new(wait_p99_ns);
-    looks.into_iter().for_each(|look| judge.add_report(look));
-    judge.findings(|_| true)
+fn findings_of(reports: impl IntoIterator<Item = TimedReport>, wait_p99_ns: Option<u64>) -> Vec<GuaranteeFinding> {
+    let mut checker = GuaranteeChecker::new(wait_p99_ns);
+    reports.into_iter().for_each(|report| checker.add_report(report));
+    checker.findings(|_| true)
 }
 
 fn verdicts(findings: &[GuaranteeFinding]) -> Vec<(&str, &str, GuaranteeVerdict)> {
-    findings.iter().map(|one| (&*one.name, &*one.promise, one.verdict.clone())).collect()
+    findings.iter().map(|finding| (&*finding.name, &*finding.guarantee, finding.verdict.clone())).collect()
 }
 
 /// Findings for a disk with a limit of 100 IOPS and these totals of admitted requests.
 fn of_100(passed: &[u64]) -> Vec<GuaranteeFinding> {
     let limits = json!({ "limits": { "iops-total": 100 } });
-    let looks = passed.iter().zip(0_u32..).map(|(&requests, second)| {
-        look(second.into(), &[disk("vm1", requests, requests << 20, &limits)], &[])
+    let reports = passed.iter().zip(0_u32..).map(|(&requests, second)| {
+        report_at(second.into(), &[disk("vm1", requests, requests << 20, &limits)], &[])
     });
-    judged(looks.collect::<Vec<_>>(), None)
+    findings_of(reports.collect::<Vec<_>>(), None)
 }
 
 #[test]
@@ -66,46 +66,46 @@ fn limit_admits_its_rate_and_one_burst_between_reports() {
 
 #[test]
 fn unclear_cases_are_not_checked() {
-    let one = |more: [Value; 2], seconds: [f64; 2]| {
-        let looks = more.iter().zip(seconds).zip([0, 1_000_000]);
-        let looks =
-            looks.map(|((more, second), requests)| look(second, &[disk("vm1", requests, 0, more)], &[]));
-        judged(looks.collect::<Vec<_>>(), None).remove(0).verdict
+    let verdict_of = |more: [Value; 2], seconds: [f64; 2]| {
+        let reports = more.iter().zip(seconds).zip([0, 1_000_000]);
+        let reports =
+            reports.map(|((more, second), requests)| report_at(second, &[disk("vm1", requests, 0, more)], &[]));
+        findings_of(reports.collect::<Vec<_>>(), None).remove(0).verdict
     };
     let limits = |rate: u64| json!({ "limits": { "iops-total": rate } });
-    assert_eq!(one([limits(100), limits(100)], [0.0, 1.0]), GuaranteeVerdict::Broken);
+    assert_eq!(verdict_of([limits(100), limits(100)], [0.0, 1.0]), GuaranteeVerdict::Broken);
     let is_unclear = |verdict, why: &str| match verdict {
-        GuaranteeVerdict::NotChecked(said) => assert!(said.contains(why), "{said}"),
+        GuaranteeVerdict::NotChecked(reason) => assert!(reason.contains(why), "{reason}"),
         other => panic!("{other:?}"),
     };
-    is_unclear(one([limits(100), limits(200)], [0.0, 1.0]), "changed");
-    is_unclear(one([limits(100), limits(100)], [1.0, 0.5]), "restarted");
+    is_unclear(verdict_of([limits(100), limits(200)], [0.0, 1.0]), "changed");
+    is_unclear(verdict_of([limits(100), limits(100)], [1.0, 0.5]), "restarted");
     let by_size = json!({ "limits": { "iops-total": 100, "iops-size": 4096 } });
-    is_unclear(one([by_size.clone(), by_size], [0.0, 1.0]), "iops-size");
+    is_unclear(verdict_of([by_size.clone(), by_size], [0.0, 1.0]), "iops-size");
     let mut lifted = limits(100);
     lifted["enforcement"] = json!("lifted");
-    is_unclear(one([limits(100), lifted], [0.0, 1.0]), "watermark");
+    is_unclear(verdict_of([limits(100), lifted], [0.0, 1.0]), "watermark");
 }
 
 #[test]
 fn reservation_counts_while_requests_wait() {
-    let one = |rate: u64, waiting: u64| {
+    let verdict_of = |rate: u64, waiting: u64| {
         let more = json!({ "iops-reservation": 500, "waiting": { "reads": waiting } });
-        let looks = (0..6).map(|second| look(second as f64, &[disk("vm1", second * rate, 0, &more)], &[]));
-        judged(looks.collect::<Vec<_>>(), None).remove(0).verdict
+        let reports = (0..6).map(|second| report_at(second as f64, &[disk("vm1", second * rate, 0, &more)], &[]));
+        findings_of(reports.collect::<Vec<_>>(), None).remove(0).verdict
     };
-    assert_eq!(one(500, 3), GuaranteeVerdict::Held);
-    assert_eq!(one(400, 3), GuaranteeVerdict::Broken);
-    assert_eq!(one(400, 0), GuaranteeVerdict::NoLoad);
+    assert_eq!(verdict_of(500, 3), GuaranteeVerdict::Held);
+    assert_eq!(verdict_of(400, 3), GuaranteeVerdict::Broken);
+    assert_eq!(verdict_of(400, 0), GuaranteeVerdict::NoLoad);
 }
 
 #[test]
 fn shares_compare_disks_that_wait_together() {
-    let promising = |promised: u64, rates: [u64; 2], waiting: u64| {
-        let looks = (0..6_u64).map(|second| {
+    let with_reservation = |reserved: u64, rates: [u64; 2], waiting: u64| {
+        let reports = (0..6_u64).map(|second| {
             let disk = |name, weight: u64, rate: u64| {
                 let mut more = json!({ "group": "gold", "weight": weight, "waiting": { "writes": waiting } });
-                more["iops-reservation"] = json!(if name == "a" { promised } else { 0 });
+                more["iops-reservation"] = json!(if name == "a" { reserved } else { 0 });
                 disk(name, second * rate, 0, &more)
             };
             let all = second * rates.iter().sum::<u64>();
@@ -113,48 +113,48 @@ fn shares_compare_disks_that_wait_together() {
                 "limits": { "iops-total": 1000 }, "throttle-cause": "iops-total", "limited-ns": second * 1_000_000_000,
             });
             let group = self::disk("gold", all, 0, &limited);
-            look(second as f64, &[disk("a", 300, rates[0]), disk("b", 100, rates[1])], &[group])
+            report_at(second as f64, &[disk("a", 300, rates[0]), disk("b", 100, rates[1])], &[group])
         });
-        judged(looks.collect::<Vec<_>>(), None)
+        findings_of(reports.collect::<Vec<_>>(), None)
     };
-    let one = |rates, waiting| promising(0, rates, waiting);
+    let without_reservation = |rates, waiting| with_reservation(0, rates, waiting);
     let shares = |findings: &[GuaranteeFinding]| {
-        let shares = findings.iter().filter(|finding| finding.promise == "share");
+        let shares = findings.iter().filter(|finding| finding.guarantee == "share");
         shares.map(|finding| (finding.name.clone(), finding.verdict.clone())).collect::<Vec<_>>()
     };
     let both = |a, b| vec![("a".to_owned(), a), ("b".to_owned(), b)];
-    assert_eq!(shares(&one([750, 250], 4)), both(GuaranteeVerdict::Held, GuaranteeVerdict::Held));
-    assert_eq!(shares(&one([500, 500], 4)), both(GuaranteeVerdict::Broken, GuaranteeVerdict::Held));
-    assert_eq!(shares(&one([500, 500], 0)), []);
+    assert_eq!(shares(&without_reservation([750, 250], 4)), both(GuaranteeVerdict::Held, GuaranteeVerdict::Held));
+    assert_eq!(shares(&without_reservation([500, 500], 4)), both(GuaranteeVerdict::Broken, GuaranteeVerdict::Held));
+    assert_eq!(shares(&without_reservation([500, 500], 0)), []);
     // The part of the capacity that weights should have divided is unknown.
     let why =
         GuaranteeVerdict::NotChecked("a disk of its group has a reservation, which comes before weights");
-    assert_eq!(shares(&promising(400, [750, 250], 4)), both(why.clone(), why));
+    assert_eq!(shares(&with_reservation(400, [750, 250], 4)), both(why.clone(), why));
 }
 
 #[test]
 fn longest_wait_of_any_report_counts() {
-    let one = |most| {
+    let verdict_of = |max_ns| {
         let waits = [1_000_000, 9_000_000, 2_000_000].into_iter().zip(0_u32..).map(|(p99, second)| {
             let more = json!({ "recent-wait-ns": { "p50": 1, "p99": p99, "max": p99 } });
-            look(second.into(), &[disk("vm1", 0, 0, &more)], &[])
+            report_at(second.into(), &[disk("vm1", 0, 0, &more)], &[])
         });
-        judged(waits.collect::<Vec<_>>(), Some(most)).remove(0).verdict
+        findings_of(waits.collect::<Vec<_>>(), Some(max_ns)).remove(0).verdict
     };
-    assert_eq!(one(9_000_000), GuaranteeVerdict::Held);
-    assert_eq!(one(8_999_999), GuaranteeVerdict::Broken);
+    assert_eq!(verdict_of(9_000_000), GuaranteeVerdict::Held);
+    assert_eq!(verdict_of(8_999_999), GuaranteeVerdict::Broken);
 }
 
 #[test]
 fn latency_covers_requests_between_two_queries() {
     let counts = |requests: [u64; 3]| {
         let [short, long, endless] = requests;
-        let answer = json!([{ "name": "db", "latencies": [
+        let response = json!([{ "name": "db", "latencies": [
             { "above-ns": 5_000_000, "at-most-ns": 10_000_000, "requests": short },
             { "above-ns": 10_000_000, "at-most-ns": 12_000_000, "requests": long },
             { "above-ns": 4_096_000_000_000_u64, "requests": endless },
         ] }]);
-        latency::read(answer).unwrap()
+        latency::read(response).unwrap()
     };
     let between = |before: [u64; 3], now: [u64; 3]| {
         let mut latencies = LatencyCheck::new(10_000_000);
@@ -186,7 +186,7 @@ proptest! {
     fn bucket_output_is_never_a_violation(
         rate in 20_u64..2000,
         burst in prop::option::of((1_u64..5, 1_u64..4)),
-        wanted in prop::collection::vec(0_u64..4000, 2..40),
+        demands in prop::collection::vec(0_u64..4000, 2..40),
     ) {
         let (burst_rate, length) = burst.map_or((0, 1), |(times, length)| (rate * times, length));
         let size = if burst_rate == 0 { rate as f64 / 10.0 } else { (burst_rate * length) as f64 };
@@ -194,13 +194,13 @@ proptest! {
         let limits = json!({
             "limits": { "iops-total": rate, "iops-total-max": burst_rate, "iops-total-max-length": length },
         });
-        let mut looks = [Vec::new(), Vec::new()];
-        for (index, wanted) in wanted.iter().enumerate() {
+        let mut reports = [Vec::new(), Vec::new()];
+        for (index, requests) in demands.iter().enumerate() {
             let second = index as f64 / 2.0;
-            for (times, looks) in (1..).zip(&mut looks) {
-                looks.push(look(second, &[disk("vm1", passed * times, passed << 20, &limits)], &[]));
+            for (times, reports) in (1..).zip(&mut reports) {
+                reports.push(report_at(second, &[disk("vm1", passed * times, passed << 20, &limits)], &[]));
             }
-            for _ in 0..*wanted {
+            for _ in 0..*requests {
                 if level <= size {
                     level += 1.0;
                     passed += 1;
@@ -208,10 +208,10 @@ proptest! {
             }
             level = (level - rate as f64 / 2.0).max(0.0);
         }
-        let [once, twice] = looks.map(|looks| judged(looks, None).remove(0).verdict);
+        let [once, twice] = reports.map(|reports| findings_of(reports, None).remove(0).verdict);
         prop_assert_ne!(&once, &GuaranteeVerdict::Broken);
         // Twice as much is an excess only if the bucket was full for long enough.
-        let seconds = (wanted.len() - 1) as f64 / 2.0;
+        let seconds = (demands.len() - 1) as f64 / 2.0;
         if passed as f64 > 0.75 * (rate as f64 * seconds + 2.0 * size) + 4.0 {
             prop_assert_eq!(twice, GuaranteeVerdict::Broken);
         }

@@ -24,7 +24,7 @@ use reactor::{buffer::FrozenBuffer, error::Result};
 #[derive(Debug, Default)]
 pub(super) struct FetchCounter {
     count: AtomicUsize,
-    landed: Event,
+    completed: Event,
 }
 
 /// A read-ahead in flight.
@@ -43,9 +43,9 @@ impl FetchCounter {
     pub(super) async fn wait_idle(&self) {
         while self.count.load(Ordering::Acquire) > 0 {
             // Listens and checks again: the last one may have ended in between.
-            let landed = self.landed.listen();
+            let completed = self.completed.listen();
             if self.count.load(Ordering::Acquire) > 0 {
-                landed.await;
+                completed.await;
             }
         }
     }
@@ -61,7 +61,7 @@ impl FetchGuard {
 impl Drop for FetchGuard {
     fn drop(&mut self) {
         if self.0.fetches.count.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.fetches.landed.notify(usize::MAX);
+            self.0.fetches.completed.notify(usize::MAX);
         }
     }
 }
@@ -70,11 +70,11 @@ impl PendingChunk {
     /// Sets the result: the data, or `None` if the read failed.
     fn set_result(&mut self, data: Option<FrozenBuffer>) {
         let Some(id) = self.id.take() else { return };
-        let is_there = data.is_some();
+        let has_data = data.is_some();
         // Before the cache is updated, so that no reader waits for a chunk that counts as complete.
         self.chunk.set(data);
         self.flight.0.with_state(|state| {
-            if is_there { state.cache.complete(id, reactor::now()) } else { state.cache.fail(id) }
+            if has_data { state.cache.complete(id, reactor::now()) } else { state.cache.fail(id) }
         });
     }
 }

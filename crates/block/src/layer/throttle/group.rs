@@ -23,7 +23,7 @@ use super::{settings::GroupSettings, timer::arm, tree::SharedThrottleTree};
 pub struct ThrottleGroup {
     name: Arc<str>,
     parent: Option<Arc<ThrottleGroup>>,
-    pub(super) arbiter: Arc<SharedThrottleTree>,
+    pub(super) shared_tree: Arc<SharedThrottleTree>,
     pub(super) node: NodeId,
     /// Locked before the tree.
     settings: Mutex<GroupSettings>,
@@ -43,12 +43,12 @@ impl ThrottleGroup {
         parent: Option<&Arc<Self>>,
     ) -> Result<Arc<Self>, ThrottleError> {
         let now = reactor::now();
-        let arbiter =
-            parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.arbiter));
+        let shared_tree =
+            parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.shared_tree));
         let GroupSettings { limits, share, .. } = settings;
-        let node = arbiter.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
+        let node = shared_tree.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
-        Ok(Arc::new(Self { name: name.into(), parent, arbiter, node, settings: Mutex::new(settings) }))
+        Ok(Arc::new(Self { name: name.into(), parent, shared_tree, node, settings: Mutex::new(settings) }))
     }
 
     /// The group's name.
@@ -82,17 +82,17 @@ impl ThrottleGroup {
         let now = reactor::now();
         let mut current = self.lock();
         // Lock order: the settings before the tree.
-        let mut held = self.arbiter.lock();
-        let is_lent = held.tree().lent(self.node).is_some();
-        if is_lent && (settings.limits != current.limits || settings.watermark.percent() > 0) {
+        let mut locked = self.shared_tree.lock();
+        let is_leased = locked.tree().lease(self.node).is_some();
+        if is_leased && (settings.limits != current.limits || settings.watermark.percent() > 0) {
             return Err(ThrottleError::Leased);
         }
-        held.configure(self.node, settings.limits, settings.share, now)?;
+        locked.configure(self.node, settings.limits, settings.share, now)?;
         // Under a quota lease the leased limits stay in force.
-        *current = GroupSettings { limits: held.tree().limits(self.node), ..settings };
-        drop(held);
+        *current = GroupSettings { limits: locked.tree().limits(self.node), ..settings };
+        drop(locked);
         drop(current);
-        arm(self.arbiter.admit_ready(now));
+        arm(self.shared_tree.admit_ready(now));
         Ok(())
     }
 
@@ -109,25 +109,25 @@ impl ThrottleGroup {
         &self,
         limits: Limits,
         credit: [u64; 6],
-        lent: QuotaLease,
+        lease: QuotaLease,
         from: Instant,
     ) -> Result<[u64; 6], InvalidLimit> {
         let mut current = self.lock();
-        let given = self.arbiter.lock().set_quota(self.node, limits, credit, lent, from)?;
+        let granted = self.shared_tree.lock().set_quota(self.node, limits, credit, lease, from)?;
         current.limits = limits;
         drop(current);
-        arm(self.arbiter.admit_ready(reactor::now()));
-        Ok(given)
+        arm(self.shared_tree.admit_ready(reactor::now()));
+        Ok(granted)
     }
 
     /// Renews the quota lease.
-    pub fn renew_lease(&self, lent: QuotaLease) {
-        self.arbiter.lock().tree().set_lease(self.node, lent);
+    pub fn renew_lease(&self, lease: QuotaLease) {
+        self.shared_tree.lock().tree().set_lease(self.node, lease);
     }
 
     /// The quota lease, if its limits are part of a cluster-wide limit.
     pub fn quota_lease(&self) -> Option<QuotaLease> {
-        self.arbiter.lock().tree().lent(self.node)
+        self.shared_tree.lock().tree().lease(self.node)
     }
 
     /// Demand of its members that wait, or made requests since the last call.
@@ -136,13 +136,13 @@ impl ThrottleGroup {
     /// Panics outside a reactor.
     pub fn demand(&self) -> MemberDemands {
         let now = reactor::now();
-        self.arbiter.lock().tree().member_demands(self.node, now)
+        self.shared_tree.lock().tree().member_demands(self.node, now)
     }
 
     /// Reservation of the group: the larger of its setting and the sum inside, in operations and
     /// bytes per second.
     pub fn reserved(&self) -> [u64; 2] {
-        self.arbiter.lock().tree().reserved(self.node)
+        self.shared_tree.lock().tree().reserved(self.node)
     }
 
     /// Counters of admitted requests, waiting requests and their throttle causes.
@@ -154,7 +154,7 @@ impl ThrottleGroup {
     /// Panics outside a reactor.
     pub fn stats(&self) -> ThrottleStats {
         let now = reactor::now();
-        self.arbiter.lock().tree().stats(self.node, now)
+        self.shared_tree.lock().tree().stats(self.node, now)
     }
 
     /// Its cumulative counters, for another process.
@@ -163,12 +163,12 @@ impl ThrottleGroup {
     /// Panics outside a reactor.
     pub fn counters(&self) -> CumulativeStats {
         let now = reactor::now();
-        self.arbiter.lock().tree().cumulative(self.node, now)
+        self.shared_tree.lock().tree().cumulative(self.node, now)
     }
 
     /// Adds the counters of another process.
-    pub fn add_counters(&self, counted: &CumulativeStats) {
-        self.arbiter.lock().tree().add_cumulative(self.node, counted);
+    pub fn add_counters(&self, stats: &CumulativeStats) {
+        self.shared_tree.lock().tree().add_cumulative(self.node, stats);
     }
 
     /// The part of [`ThrottleGroup::stats`] that is cheap to compute.
@@ -177,7 +177,7 @@ impl ThrottleGroup {
     /// Panics outside a reactor.
     pub fn brief_stats(&self) -> ThrottleSummary {
         let now = reactor::now();
-        self.arbiter.lock().tree().summary(self.node, now)
+        self.shared_tree.lock().tree().summary(self.node, now)
     }
 
     /// Levels of its buckets, for another process; `None` if it never had a limit.
@@ -185,7 +185,7 @@ impl ThrottleGroup {
     /// # Panics
     /// Panics outside a reactor.
     pub fn bucket_levels(&self) -> Option<BucketSnapshot> {
-        self.arbiter.lock().tree().snapshot(self.node, reactor::now())
+        self.shared_tree.lock().tree().snapshot(self.node, reactor::now())
     }
 
     /// Takes over the bucket levels of another process.
@@ -195,16 +195,16 @@ impl ThrottleGroup {
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn restore_levels(&self, filled: &BucketSnapshot) -> Result<(), InvalidLimit> {
+    pub fn restore_levels(&self, levels: &BucketSnapshot) -> Result<(), InvalidLimit> {
         let now = reactor::now();
-        self.arbiter.lock().tree().restore(self.node, filled, now)?;
-        arm(self.arbiter.admit_ready(now));
+        self.shared_tree.lock().tree().restore(self.node, levels, now)?;
+        arm(self.shared_tree.admit_ready(now));
         Ok(())
     }
 
     /// Number of its direct members, disks and groups.
     pub fn members(&self) -> usize {
-        self.arbiter.lock().tree().children(self.node).count()
+        self.shared_tree.lock().tree().children(self.node).count()
     }
 
     /// Its watermark.
@@ -214,7 +214,7 @@ impl ThrottleGroup {
 
     /// Current enforcement of the group's limits, without those above and below.
     pub fn enforcement(&self) -> Enforcement {
-        self.arbiter.lock().tree().enforcement(self.node)
+        self.shared_tree.lock().tree().enforcement(self.node)
     }
 
     /// Sets the enforcement of the group's limits, also for waiting requests. For the sampler of
@@ -224,8 +224,8 @@ impl ThrottleGroup {
     /// Panics outside a reactor.
     pub fn enforce(&self, enforcement: Enforcement) {
         let now = reactor::now();
-        self.arbiter.lock().enforce(self.node, enforcement, now);
-        arm(self.arbiter.admit_ready(now));
+        self.shared_tree.lock().enforce(self.node, enforcement, now);
+        arm(self.shared_tree.admit_ready(now));
     }
 
     /// Sets the reservable capacity of the device below it, which bounds the reservations here and
@@ -234,7 +234,7 @@ impl ThrottleGroup {
     /// # Errors
     /// [`ThrottleError`] if the current reservations exceed it; nothing is changed then.
     pub fn set_device(&self, device: ReservableCapacity) -> Result<(), ThrottleError> {
-        self.arbiter.lock().tree().set_reservable(self.node, device)
+        self.shared_tree.lock().tree().set_reservable(self.node, device)
     }
 
     /// Lifts all limits of its tree permanently: its own, those above and below, and those of all
@@ -244,7 +244,7 @@ impl ThrottleGroup {
     /// # Panics
     /// Panics outside a reactor.
     pub fn lift_limits(&self) {
-        arm(self.arbiter.lift_limits(reactor::now()));
+        arm(self.shared_tree.lift_limits(reactor::now()));
     }
 
     fn lock(&self) -> MutexGuard<'_, GroupSettings> {
@@ -256,7 +256,7 @@ impl ThrottleGroup {
 impl Drop for ThrottleGroup {
     fn drop(&mut self) {
         // Members hold a reference, so there are none; and only disks have requests.
-        let waiting = self.arbiter.lock().remove(self.node);
+        let waiting = self.shared_tree.lock().remove(self.node);
         debug_assert!(waiting.is_empty(), "requests waited in a group itself");
     }
 }

@@ -17,7 +17,7 @@ use policy::{
 use super::{
     group::ThrottleGroup,
     settings::DiskSettings,
-    slot::{AskOutcome, SlotDestination, ThrottleSlot},
+    slot::{AdmitOutcome, SlotDestination, ThrottleSlot},
     timer::arm,
     tree::SharedThrottleTree,
 };
@@ -60,18 +60,18 @@ impl ThrottleMember {
     pub fn set(&self, settings: DiskSettings) -> Result<(), ThrottleError> {
         let now = reactor::now();
         // Settings and tree change under the slot's lock, so a move cannot come in between.
-        let mut place = self.slot.lock();
-        place.arbiter.lock().configure(place.node, settings.limits, settings.share, now)?;
-        place.settings = settings;
-        let arbiter = Arc::clone(&place.arbiter);
-        drop(place);
-        arm(arbiter.admit_ready(now));
+        let mut location = self.slot.lock();
+        location.shared_tree.lock().configure(location.node, settings.limits, settings.share, now)?;
+        location.settings = settings;
+        let shared_tree = Arc::clone(&location.shared_tree);
+        drop(location);
+        arm(shared_tree.admit_ready(now));
         Ok(())
     }
 
     /// Its group.
     pub fn group(&self) -> Option<Arc<ThrottleGroup>> {
-        self.slot.lock().kept.clone()
+        self.slot.lock().owner_data.clone()
     }
 
     /// Moves from its group to `group`, or to none. Waiting requests move along in order, and are
@@ -88,8 +88,8 @@ impl ThrottleMember {
     /// Panics outside a reactor.
     pub fn move_to(&self, group: Option<&Arc<ThrottleGroup>>) -> Result<(), ThrottleError> {
         if !self.is_in(group) {
-            let alarms = self.slot.move_to(destination(group), None, reactor::now())?;
-            alarms.into_iter().for_each(arm);
+            let timers = self.slot.move_to(destination(group), None, reactor::now())?;
+            timers.into_iter().for_each(arm);
         }
         Ok(())
     }
@@ -111,13 +111,13 @@ impl ThrottleMember {
         if self.is_in(group) {
             return self.set(settings);
         }
-        let alarms = self.slot.move_to(destination(group), Some(settings), reactor::now())?;
-        alarms.into_iter().for_each(arm);
+        let timers = self.slot.move_to(destination(group), Some(settings), reactor::now())?;
+        timers.into_iter().for_each(arm);
         Ok(())
     }
 
     fn is_in(&self, group: Option<&Arc<ThrottleGroup>>) -> bool {
-        match (&self.slot.lock().kept, group) {
+        match (&self.slot.lock().owner_data, group) {
             (Some(current), Some(group)) => Arc::ptr_eq(current, group),
             (None, None) => true,
             _ => false,
@@ -144,8 +144,8 @@ impl ThrottleMember {
     }
 
     /// Adds the counters of another process.
-    pub fn add_counters(&self, counted: &CumulativeStats) {
-        self.slot.add_counters(counted);
+    pub fn add_counters(&self, stats: &CumulativeStats) {
+        self.slot.add_counters(stats);
     }
 
     /// The part of [`ThrottleMember::stats`] that is cheap to compute.
@@ -161,8 +161,8 @@ impl ThrottleMember {
     /// # Panics
     /// Panics outside a reactor.
     pub fn bucket_levels(&self) -> Option<BucketSnapshot> {
-        let place = self.slot.lock();
-        place.arbiter.lock().tree().snapshot(place.node, reactor::now())
+        let location = self.slot.lock();
+        location.shared_tree.lock().tree().snapshot(location.node, reactor::now())
     }
 
     /// Takes over the bucket levels of another process.
@@ -172,13 +172,13 @@ impl ThrottleMember {
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn restore_levels(&self, filled: &BucketSnapshot) -> Result<(), InvalidLimit> {
+    pub fn restore_levels(&self, levels: &BucketSnapshot) -> Result<(), InvalidLimit> {
         let now = reactor::now();
-        let place = self.slot.lock();
-        place.arbiter.lock().tree().restore(place.node, filled, now)?;
-        let arbiter = Arc::clone(&place.arbiter);
-        drop(place);
-        arm(arbiter.admit_ready(now));
+        let location = self.slot.lock();
+        location.shared_tree.lock().tree().restore(location.node, levels, now)?;
+        let shared_tree = Arc::clone(&location.shared_tree);
+        drop(location);
+        arm(shared_tree.admit_ready(now));
         Ok(())
     }
 
@@ -189,8 +189,8 @@ impl ThrottleMember {
 
     /// Current enforcement of the disk's limits.
     pub fn enforcement(&self) -> Enforcement {
-        let place = self.slot.lock();
-        place.arbiter.lock().tree().enforcement(place.node)
+        let location = self.slot.lock();
+        location.shared_tree.lock().tree().enforcement(location.node)
     }
 
     /// Sets the enforcement of the disk's limits, also for waiting requests. For the sampler of the
@@ -200,11 +200,11 @@ impl ThrottleMember {
     /// Panics outside a reactor.
     pub fn enforce(&self, enforcement: Enforcement) {
         let now = reactor::now();
-        let place = self.slot.lock();
-        place.arbiter.lock().enforce(place.node, enforcement, now);
-        let arbiter = Arc::clone(&place.arbiter);
-        drop(place);
-        arm(arbiter.admit_ready(now));
+        let location = self.slot.lock();
+        location.shared_tree.lock().enforce(location.node, enforcement, now);
+        let shared_tree = Arc::clone(&location.shared_tree);
+        drop(location);
+        arm(shared_tree.admit_ready(now));
     }
 
     /// Lifts all limits of its tree permanently: its own, those of its groups, and those of all
@@ -214,8 +214,8 @@ impl ThrottleMember {
     /// # Panics
     /// Panics outside a reactor.
     pub fn lift_limits(&self) {
-        let arbiter = Arc::clone(&self.slot.lock().arbiter);
-        arm(arbiter.lift_limits(reactor::now()));
+        let shared_tree = Arc::clone(&self.slot.lock().shared_tree);
+        arm(shared_tree.lift_limits(reactor::now()));
     }
 
     /// Waits until a request of this direction and cost is admitted, and charges it. Dropping the
@@ -225,11 +225,11 @@ impl ThrottleMember {
             return None;
         }
         // The clock of the reactor's turn: most requests are admitted at once and save reading it.
-        if let AskOutcome::Waiting(passage, arbiter) = self.slot.admit(direction, cost, reactor::coarse_now())
+        if let AdmitOutcome::Waiting(admission, shared_tree) = self.slot.admit(direction, cost, reactor::coarse_now())
         {
-            arm(arbiter.admit_ready(reactor::now()));
-            drop(arbiter);
-            return passage.await;
+            arm(shared_tree.admit_ready(reactor::now()));
+            drop(shared_tree);
+            return admission.await;
         }
         None
     }
@@ -248,12 +248,12 @@ impl ThrottleMember {
     pub fn try_admit_batch(
         &self,
         requests: impl Iterator<Item = (Direction, RequestCost)>,
-        mut answer: impl FnMut(&RequestCost, bool),
+        mut on_decision: impl FnMut(&RequestCost, bool),
     ) {
         if self.slot.is_unlimited() {
-            return requests.for_each(|(_, cost)| answer(&cost, true));
+            return requests.for_each(|(_, cost)| on_decision(&cost, true));
         }
-        self.slot.try_admit_batch(requests, reactor::coarse_now(), answer);
+        self.slot.try_admit_batch(requests, reactor::coarse_now(), on_decision);
     }
 
     /// Asks for a read-ahead of this cost. If it is admitted, it is charged to spare capacity of
@@ -268,22 +268,22 @@ impl ThrottleMember {
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn try_read_ahead(&self, cost: &RequestCost, given_back: SpareRefund) -> bool {
+    pub fn try_read_ahead(&self, cost: &RequestCost, refund: SpareRefund) -> bool {
         // The turn's clock is never ahead of another thread's. If it is behind, a read-ahead may be
         // rejected unnecessarily.
-        self.slot.is_unlimited() || self.slot.try_read_ahead(cost, given_back, reactor::coarse_now())
+        self.slot.is_unlimited() || self.slot.try_read_ahead(cost, refund, reactor::coarse_now())
     }
 }
 
 fn destination(group: Option<&Arc<ThrottleGroup>>) -> SlotDestination<Option<Arc<ThrottleGroup>>> {
     match group {
         Some(group) => SlotDestination {
-            arbiter: Arc::clone(&group.arbiter),
+            shared_tree: Arc::clone(&group.shared_tree),
             parent: Some(group.node),
-            kept: Some(Arc::clone(group)),
+            owner_data: Some(Arc::clone(group)),
         },
         None => {
-            SlotDestination { arbiter: SharedThrottleTree::new(reactor::now()), parent: None, kept: None }
+            SlotDestination { shared_tree: SharedThrottleTree::new(reactor::now()), parent: None, owner_data: None }
         }
     }
 }

@@ -40,17 +40,17 @@ use super::{
 /// A disk's slot. `K` is data of its owner that changes together with the location.
 #[derive(Debug)]
 pub(super) struct ThrottleSlot<K> {
-    place: Mutex<SlotLocation<K>>,
+    location: Mutex<SlotLocation<K>>,
     unlimited_flag: UnlimitedFlag,
 }
 
 /// Location of a slot in a tree.
 #[derive(Debug)]
 pub(super) struct SlotLocation<K> {
-    pub(super) arbiter: Arc<SharedThrottleTree>,
+    pub(super) shared_tree: Arc<SharedThrottleTree>,
     pub(super) node: NodeId,
     pub(super) settings: DiskSettings,
-    pub(super) kept: K,
+    pub(super) owner_data: K,
     /// Statistics of the slots before this one.
     earlier: EarlierStats,
 }
@@ -67,14 +67,14 @@ struct EarlierStats {
 /// Target of a move: the tree, and the group in it.
 #[derive(Debug)]
 pub(super) struct SlotDestination<K> {
-    pub(super) arbiter: Arc<SharedThrottleTree>,
+    pub(super) shared_tree: Arc<SharedThrottleTree>,
     pub(super) parent: Option<NodeId>,
-    pub(super) kept: K,
+    pub(super) owner_data: K,
 }
 
 /// Result of asking for admission.
 #[derive(Debug)]
-pub(super) enum AskOutcome<'a, K> {
+pub(super) enum AdmitOutcome<'a, K> {
     /// It is admitted, and has been charged.
     Admitted,
     /// It waits, in that tree. Call [`SharedThrottleTree::admit_ready`] next.
@@ -84,7 +84,7 @@ pub(super) enum AskOutcome<'a, K> {
 /// A waiting request. Ready when it is admitted; dropping it before cancels the request.
 #[derive(Debug)]
 pub(super) struct WaitingAdmission<'a, K> {
-    seat: &'a ThrottleSlot<K>,
+    slot: &'a ThrottleSlot<K>,
     waiter: Arc<ThrottleWaiter>,
 }
 
@@ -95,26 +95,26 @@ impl<K> ThrottleSlot<K> {
         at: SlotDestination<K>,
         now: Instant,
     ) -> Result<Self, ThrottleError> {
-        let gate = UnlimitedFlag::new(AtomicBool::new(false));
-        let SlotDestination { arbiter, parent, kept } = at;
+        let flag = UnlimitedFlag::new(AtomicBool::new(false));
+        let SlotDestination { shared_tree: arbiter, parent, owner_data: kept } = at;
         let DiskSettings { limits, share, .. } = settings;
-        let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&gate)), now)?;
+        let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&flag)), now)?;
         Ok(Self {
-            place: Mutex::new(SlotLocation {
-                arbiter,
+            location: Mutex::new(SlotLocation {
+                shared_tree: arbiter,
                 node,
                 settings,
-                kept,
+                owner_data: kept,
                 earlier: EarlierStats::default(),
             }),
-            unlimited_flag: gate,
+            unlimited_flag: flag,
         })
     }
 
     /// Locks the slot; precedes any tree's lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, SlotLocation<K>> {
         // The location is replaced as a whole, after all code that could panic.
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+        self.location.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True if no limit applies to the disk now, so that its requests bypass the tree.
@@ -124,19 +124,19 @@ impl<K> ThrottleSlot<K> {
     }
 
     /// Asks for admission of a request.
-    pub(super) fn admit(&self, direction: Direction, cost: RequestCost, now: Instant) -> AskOutcome<'_, K> {
-        let place = self.lock();
-        let mut held = place.arbiter.lock();
-        if held.tree().try_admit(place.node, direction, &cost, now) {
-            return AskOutcome::Admitted;
+    pub(super) fn admit(&self, direction: Direction, cost: RequestCost, now: Instant) -> AdmitOutcome<'_, K> {
+        let location = self.lock();
+        let mut locked = location.shared_tree.lock();
+        if locked.tree().try_admit(location.node, direction, &cost, now) {
+            return AdmitOutcome::Admitted;
         }
         // Allocated only for a request that must wait; most are admitted above.
         let waiter = Arc::new(ThrottleWaiter::default());
-        match held.tree().submit(place.node, direction, cost, Arc::clone(&waiter), now) {
-            AdmissionResult::Admitted(_) => AskOutcome::Admitted,
+        match locked.tree().submit(location.node, direction, cost, Arc::clone(&waiter), now) {
+            AdmissionResult::Admitted(_) => AdmitOutcome::Admitted,
             AdmissionResult::Queued(ticket) => {
-                waiter.set_position(WaiterPosition { tree: held.id(), ticket });
-                AskOutcome::Waiting(WaitingAdmission { seat: self, waiter }, Arc::clone(&place.arbiter))
+                waiter.set_position(WaiterPosition { tree: locked.id(), ticket });
+                AdmitOutcome::Waiting(WaitingAdmission { slot: self, waiter }, Arc::clone(&location.shared_tree))
             }
         }
     }
@@ -147,34 +147,34 @@ impl<K> ThrottleSlot<K> {
         &self,
         requests: impl Iterator<Item = (Direction, RequestCost)>,
         now: Instant,
-        mut answer: impl FnMut(&RequestCost, bool),
+        mut on_decision: impl FnMut(&RequestCost, bool),
     ) {
-        let place = self.lock();
-        let mut held = place.arbiter.lock();
+        let location = self.lock();
+        let mut locked = location.shared_tree.lock();
         for (direction, cost) in requests {
-            answer(&cost, held.tree().try_admit(place.node, direction, &cost, now));
+            on_decision(&cost, locked.tree().try_admit(location.node, direction, &cost, now));
         }
     }
 
     /// Charges a request that is admitted in any case.
     pub(super) fn charge_unconditionally(&self, direction: Direction, cost: &RequestCost, now: Instant) {
-        let place = self.lock();
-        place.arbiter.lock().tree().charge_unconditionally(place.node, direction, cost, now);
+        let location = self.lock();
+        location.shared_tree.lock().tree().charge_unconditionally(location.node, direction, cost, now);
     }
 
     /// Asks for a read-ahead, and charges it to spare capacity if it is admitted. See
     /// [`policy::throttle::ThrottleTree::try_admit_read_ahead`].
-    pub(super) fn try_read_ahead(&self, cost: &RequestCost, given_back: SpareRefund, now: Instant) -> bool {
-        let place = self.lock();
-        place.arbiter.lock().tree().try_admit_read_ahead(place.node, cost, given_back, now)
+    pub(super) fn try_read_ahead(&self, cost: &RequestCost, refund: SpareRefund, now: Instant) -> bool {
+        let location = self.lock();
+        location.shared_tree.lock().tree().try_admit_read_ahead(location.node, cost, refund, now)
     }
 
     /// Statistics here and in earlier slots: counters and the longest wait of all, percentiles of
     /// the waits since the last move.
     pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
-        let place = self.lock();
-        let mut stats = place.arbiter.lock().tree().stats(place.node, now);
-        let earlier = &place.earlier;
+        let location = self.lock();
+        let mut stats = location.shared_tree.lock().tree().stats(location.node, now);
+        let earlier = &location.earlier;
         stats.reads = stats.reads.sum(earlier.reads);
         stats.writes = stats.writes.sum(earlier.writes);
         stats.throttled_ns = stats.throttled_ns.saturating_add(earlier.limited_ns);
@@ -184,38 +184,38 @@ impl<K> ThrottleSlot<K> {
 
     /// The cumulative counters, for another process.
     pub(super) fn counters(&self, now: Instant) -> CumulativeStats {
-        let place = self.lock();
-        let mut counted = place.arbiter.lock().tree().cumulative(place.node, now);
-        let EarlierStats { reads, writes, limited_ns, max_wait_ns } = place.earlier;
-        for (passed, earlier) in counted.passed.iter_mut().zip([reads, writes]) {
+        let location = self.lock();
+        let mut stats = location.shared_tree.lock().tree().cumulative(location.node, now);
+        let EarlierStats { reads, writes, limited_ns, max_wait_ns } = location.earlier;
+        for (passed, earlier) in stats.passed.iter_mut().zip([reads, writes]) {
             *passed = passed.sum(earlier);
         }
-        counted.limited_ns = counted.limited_ns.saturating_add(limited_ns);
-        counted.longest_wait_ns = counted.longest_wait_ns.max(max_wait_ns);
-        counted
+        stats.throttled_ns = stats.throttled_ns.saturating_add(limited_ns);
+        stats.longest_wait_ns = stats.longest_wait_ns.max(max_wait_ns);
+        stats
     }
 
     /// Adds the counters of another process.
-    pub(super) fn add_counters(&self, counted: &CumulativeStats) {
-        let place = self.lock();
-        place.arbiter.lock().tree().add_cumulative(place.node, counted);
+    pub(super) fn add_counters(&self, stats: &CumulativeStats) {
+        let location = self.lock();
+        location.shared_tree.lock().tree().add_cumulative(location.node, stats);
     }
 
     pub(super) fn brief(&self, now: Instant) -> ThrottleSummary {
-        let place = self.lock();
-        let brief = place.arbiter.lock().tree().summary(place.node, now);
-        ThrottleSummary { limited_ns: brief.limited_ns.saturating_add(place.earlier.limited_ns), ..brief }
+        let location = self.lock();
+        let summary = location.shared_tree.lock().tree().summary(location.node, now);
+        ThrottleSummary { throttled_ns: summary.throttled_ns.saturating_add(location.earlier.limited_ns), ..summary }
     }
 
     /// Cancels a waiting request. Does nothing if it is admitted, or about to be.
     fn cancel(&self, waiter: &ThrottleWaiter) {
-        let place = self.lock();
-        let mut held = place.arbiter.lock();
+        let location = self.lock();
+        let mut locked = location.shared_tree.lock();
         // A request that was removed from its queue and is about to be admitted may still have the
         // position of an earlier tree.
-        let position = waiter.position().filter(|position| position.tree == held.id());
+        let position = waiter.position().filter(|position| position.tree == locked.id());
         if let Some(WaiterPosition { ticket, .. }) = position {
-            drop(held.tree().cancel(ticket));
+            drop(locked.tree().cancel(ticket));
         }
     }
 
@@ -227,27 +227,27 @@ impl<K> ThrottleSlot<K> {
         settings: Option<DiskSettings>,
         now: Instant,
     ) -> Result<[Option<TreeTimer>; 2], ThrottleError> {
-        let mut place = self.lock();
-        let settings = settings.unwrap_or(place.settings);
-        let from = Arc::clone(&place.arbiter);
+        let mut location = self.lock();
+        let settings = settings.unwrap_or(location.settings);
+        let from = Arc::clone(&location.shared_tree);
         let mut admitted = Vec::new();
         {
             // Both trees stay locked for the whole move: no request can be admitted in between, or
             // overtake another one.
-            let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.arbiter);
+            let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.shared_tree);
             let DiskSettings { limits, share, .. } = settings;
-            let gate = Some(Arc::clone(&self.unlimited_flag));
+            let flag = Some(Arc::clone(&self.unlimited_flag));
             // Within one tree, the reservation must not be counted twice in the groups above both
             // nodes.
-            let leaving = other.is_none().then_some(place.node);
+            let replaced = other.is_none().then_some(location.node);
             let new = other.as_mut().unwrap_or(&mut old);
-            let node = new.add(leaving, to.parent, limits, share, gate, now)?;
+            let node = new.add(replaced, to.parent, limits, share, flag, now)?;
             // Statistics and charges are read before the node is removed.
-            let past = old.tree().stats(place.node, now);
-            let beside = leaving.map(|_| node);
+            let old_stats = old.tree().stats(location.node, now);
+            let replacement = replaced.map(|_| node);
             // Charges of the old limits carry over, so that a move grants no burst.
-            let charged = old.tree().carried_charges(place.node, beside, now);
-            let waiting = old.remove(place.node);
+            let charged = old.tree().carried_charges(location.node, replacement, now);
+            let waiting = old.remove(location.node);
             let new = other.as_mut().unwrap_or(&mut old);
             new.tree().add_carried_charges(node, charged, now);
             // In queue order, so that the order of the disk's requests is kept.
@@ -260,30 +260,30 @@ impl<K> ThrottleSlot<K> {
                     }
                 }
             }
-            place.earlier.add(&past);
-            place.node = node;
-            place.settings = settings;
+            location.earlier.add(&old_stats);
+            location.node = node;
+            location.settings = settings;
         }
-        let kept = std::mem::replace(&mut place.kept, to.kept);
-        place.arbiter = Arc::clone(&to.arbiter);
-        drop(place);
+        let owner_data = std::mem::replace(&mut location.owner_data, to.owner_data);
+        location.shared_tree = Arc::clone(&to.shared_tree);
+        drop(location);
         // Dropped without locks: this may drop the old group, which locks its tree.
-        drop(kept);
+        drop(owner_data);
         for waiter in admitted {
             // No limit applies to it in the new tree, so it has no throttle cause.
             waiter.admit(None);
         }
         // Requests of other disks in the old tree may have waited for the ones that moved.
-        Ok([from.admit_ready(now), to.arbiter.admit_ready(now)])
+        Ok([from.admit_ready(now), to.shared_tree.admit_ready(now)])
     }
 }
 
 impl EarlierStats {
-    fn add(&mut self, past: &ThrottleStats) {
-        self.reads = self.reads.sum(past.reads);
-        self.writes = self.writes.sum(past.writes);
-        self.limited_ns = self.limited_ns.saturating_add(past.throttled_ns);
-        self.max_wait_ns = self.max_wait_ns.max(past.waits.max_ns);
+    fn add(&mut self, stats: &ThrottleStats) {
+        self.reads = self.reads.sum(stats.reads);
+        self.writes = self.writes.sum(stats.writes);
+        self.limited_ns = self.limited_ns.saturating_add(stats.throttled_ns);
+        self.max_wait_ns = self.max_wait_ns.max(stats.waits.max_ns);
     }
 }
 
@@ -298,7 +298,7 @@ impl<K> Future for WaitingAdmission<'_, K> {
 impl<K> Drop for WaitingAdmission<'_, K> {
     fn drop(&mut self) {
         if self.waiter.position().is_some() {
-            self.seat.cancel(&self.waiter);
+            self.slot.cancel(&self.waiter);
         }
     }
 }
@@ -306,8 +306,8 @@ impl<K> Drop for WaitingAdmission<'_, K> {
 impl<K> Drop for ThrottleSlot<K> {
     fn drop(&mut self) {
         // Requests reference the disk, which owns this slot: no request can be waiting here.
-        let place = self.lock();
-        let waiting = place.arbiter.lock().remove(place.node);
+        let location = self.lock();
+        let waiting = location.shared_tree.lock().remove(location.node);
         debug_assert!(waiting.is_empty(), "a disk went while requests of it waited");
     }
 }

@@ -7,17 +7,17 @@
 use super::tree::TreeTimer;
 
 /// Arms the timer, if there is one.
-pub(super) fn arm(alarm: Option<TreeTimer>) {
-    if let Some(alarm) = alarm {
-        reactor::spawn(run_timer(alarm));
+pub(super) fn arm(timer: Option<TreeTimer>) {
+    if let Some(timer) = timer {
+        reactor::spawn(run_timer(timer));
     }
 }
 
-async fn run_timer(mut alarm: TreeTimer) {
+async fn run_timer(mut timer: TreeTimer) {
     loop {
-        reactor::sleep_until(alarm.at).await;
-        match alarm.arbiter.fire(alarm.at, reactor::now()) {
-            Some(next) => alarm = next,
+        reactor::sleep_until(timer.at).await;
+        match timer.shared_tree.fire(timer.at, reactor::now()) {
+            Some(next) => timer = next,
             None => return,
         }
     }

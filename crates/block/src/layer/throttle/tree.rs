@@ -83,7 +83,7 @@ pub(super) struct LockedTree<'a> {
 #[derive(Debug)]
 #[must_use = "what waits would wait forever"]
 pub(super) struct TreeTimer {
-    pub(super) arbiter: Arc<SharedThrottleTree>,
+    pub(super) shared_tree: Arc<SharedThrottleTree>,
     pub(super) at: Instant,
 }
 
@@ -129,13 +129,13 @@ impl SharedThrottleTree {
     pub(super) fn admit_ready(self: &Arc<Self>, now: Instant) -> Option<TreeTimer> {
         let mut admitted = Vec::new();
         loop {
-            let (more, alarm) = self.lock().next_batch(now, &mut admitted);
+            let (has_more, timer) = self.lock().next_batch(now, &mut admitted);
             // Without the lock: waking a task may run other code.
-            for (waiter, held) in admitted.drain(..) {
-                waiter.admit(held);
+            for (waiter, cause) in admitted.drain(..) {
+                waiter.admit(cause);
             }
-            if !more {
-                return alarm.map(|at| TreeTimer { arbiter: Arc::clone(self), at });
+            if !has_more {
+                return timer.map(|at| TreeTimer { shared_tree: Arc::clone(self), at });
             }
         }
     }
@@ -143,10 +143,10 @@ impl SharedThrottleTree {
     /// Handles the timer for `at`.
     pub(super) fn fire(self: &Arc<Self>, at: Instant, now: Instant) -> Option<TreeTimer> {
         {
-            let mut held = self.lock();
+            let mut locked = self.lock();
             // Only if no earlier timer has replaced it.
-            if held.state.timer == Some(at) {
-                held.state.timer = None;
+            if locked.state.timer == Some(at) {
+                locked.state.timer = None;
             }
         }
         self.admit_ready(now)
@@ -155,8 +155,8 @@ impl SharedThrottleTree {
     /// Lifts all limits of the tree permanently.
     pub(super) fn lift_limits(self: &Arc<Self>, now: Instant) -> Option<TreeTimer> {
         {
-            let mut held = self.lock();
-            let SharedThrottleTreeState { tree, nodes, lifted, .. } = &mut *held.state;
+            let mut locked = self.lock();
+            let SharedThrottleTreeState { tree, nodes, lifted, .. } = &mut *locked.state;
             // When the daemon ends, every disk of the tree calls this.
             if *lifted {
                 return None;
@@ -165,7 +165,7 @@ impl SharedThrottleTree {
             for &node in nodes.keys() {
                 tree.enforce(node, Enforcement::Lifted, now);
             }
-            held.update_flags();
+            locked.update_flags();
         }
         self.admit_ready(now)
     }
@@ -186,25 +186,25 @@ impl LockedTree<'_> {
     /// replaced: the caller removes it next.
     pub(super) fn add(
         &mut self,
-        leaving: Option<NodeId>,
+        replaced: Option<NodeId>,
         parent: Option<NodeId>,
         limits: Limits,
         share: NodeShare,
-        gate: Option<UnlimitedFlag>,
+        flag: Option<UnlimitedFlag>,
         now: Instant,
     ) -> Result<NodeId, ThrottleError> {
         let SharedThrottleTreeState { tree, nodes, lifted, .. } = &mut *self.state;
-        let node = match leaving {
-            Some(leaving) => tree.add_replacing(leaving, parent, limits, share)?,
+        let node = match replaced {
+            Some(replaced) => tree.add_replacing(replaced, parent, limits, share)?,
             None => tree.add(parent, limits, share)?,
         };
         if *lifted {
             tree.enforce(node, Enforcement::Lifted, now);
         }
-        if let Some(gate) = &gate {
-            gate.store(*lifted || tree.is_unlimited(node), Ordering::Relaxed);
+        if let Some(flag) = &flag {
+            flag.store(*lifted || tree.is_unlimited(node), Ordering::Relaxed);
         }
-        nodes.insert(node, gate);
+        nodes.insert(node, flag);
         Ok(node)
     }
 
@@ -252,24 +252,24 @@ impl LockedTree<'_> {
         node: NodeId,
         limits: Limits,
         credit: [u64; 6],
-        lent: QuotaLease,
+        lease: QuotaLease,
         now: Instant,
     ) -> Result<[u64; 6], InvalidLimit> {
         let was_unlimited = self.state.tree.limits(node).is_unlimited();
-        let given = self.state.tree.set_quota(node, limits, credit, now)?;
-        self.state.tree.set_lease(node, lent);
+        let granted = self.state.tree.set_quota(node, limits, credit, now)?;
+        self.state.tree.set_lease(node, lease);
         if was_unlimited != limits.is_unlimited() {
             self.update_flags();
         }
-        Ok(given)
+        Ok(granted)
     }
 
     /// Updates the flags of all disks from their limits and those above them.
     fn update_flags(&mut self) {
         let SharedThrottleTreeState { tree, nodes, lifted, .. } = &*self.state;
-        for (&node, gate) in nodes {
-            if let Some(gate) = gate {
-                gate.store(*lifted || tree.is_unlimited(node), Ordering::Relaxed);
+        for (&node, flag) in nodes {
+            if let Some(flag) = flag {
+                flag.store(*lifted || tree.is_unlimited(node), Ordering::Relaxed);
             }
         }
     }

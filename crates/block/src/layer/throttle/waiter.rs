@@ -56,19 +56,19 @@ impl ThrottleWaiter {
             return Poll::Ready(state.throttle_cause);
         }
         // Cloning a waker costs atomic operations, and a task usually polls with the same one.
-        let known = state.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
-        if !known {
+        let is_registered = state.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
+        if !is_registered {
             state.waker = Some(context.waker().clone());
         }
         Poll::Pending
     }
 
     /// Admits the request, with its throttle cause. It must have left its queue; called once.
-    pub(super) fn admit(&self, held: Option<LevelCause>) {
+    pub(super) fn admit(&self, cause: Option<LevelCause>) {
         let waker = {
             let mut state = self.lock();
             debug_assert!(!state.admitted, "a request was admitted twice");
-            (state.admitted, state.throttle_cause) = (true, held);
+            (state.admitted, state.throttle_cause) = (true, cause);
             state.waker.take()
         };
         if let Some(waker) = waker {

@@ -50,7 +50,7 @@ struct Request {
     charge: Charge,
     /// True if no limit applied when it was made, so that it is not counted.
     free: bool,
-    ended: bool,
+    has_ended: bool,
 }
 
 #[derive(Default)]
@@ -76,15 +76,15 @@ impl Log {
 
     pub(super) fn requested(&mut self, disk: usize, charge: Charge, unlimited: bool) -> usize {
         let free = unlimited || self.is_lifted;
-        self.requests.push(Request { disk, charge, free, ended: false });
+        self.requests.push(Request { disk, charge, free, has_ended: false });
         let request = self.requests.len() - 1;
         self.push(request, Event::Asked);
         request
     }
 
     pub(super) fn ended(&mut self, request: usize, passed: bool) {
-        let ended = std::mem::replace(&mut self.requests[request].ended, true);
-        assert!(!ended, "a request ended twice");
+        let had_ended = std::mem::replace(&mut self.requests[request].has_ended, true);
+        assert!(!had_ended, "a request ended twice");
         self.push(request, if passed { Event::Passed } else { Event::GaveUp });
     }
 
@@ -99,24 +99,24 @@ impl Log {
 
     /// Disk and direction of each waiting request.
     pub(super) fn waiting(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
-        let waiting = self.requests.iter().filter(|request| !request.ended);
+        let waiting = self.requests.iter().filter(|request| !request.has_ended);
         waiting.map(|request| (request.disk, request.charge.direction))
     }
 
     /// Panics if a property is violated. `stats` are the final statistics of the nodes.
     pub(super) fn check(&self, exact: bool, stats: &[ThrottleStats]) {
         assert!(
-            self.requests.iter().all(|request| request.ended),
+            self.requests.iter().all(|request| request.has_ended),
             "a request neither passed nor was given back"
         );
         self.check_order();
-        let mut forest = Forest::new(self);
+        let mut tree = NaiveTree::new(self);
         let mut windows: Vec<Window> = self.began.iter().map(|(_, limits)| Window::new(*limits)).collect();
         let mut counted = vec![[[0_u64; 2]; 2]; self.began.len()];
         for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
             if exact {
                 // Before the events of this instant are applied.
-                forest.check_not_late(instant[0].at);
+                tree.check_not_late(instant[0].at);
             }
             for entry in instant {
                 if let Event::Changed(node, change) = entry.event {
@@ -128,7 +128,7 @@ impl Log {
                 } else if matches!(entry.event, Event::Passed) {
                     let request = self.requests[entry.request];
                     let direction = request.charge.direction.index();
-                    for node in forest.path(self.groups + request.disk) {
+                    for node in tree.path(self.groups + request.disk) {
                         windows[node].pass(entry.at, request.disk, &request.charge);
                         if !request.free {
                             counted[node][direction][0] += request.charge.operations as u64;
@@ -136,9 +136,9 @@ impl Log {
                         }
                     }
                 }
-                forest.take(entry, self);
+                tree.take(entry, self);
             }
-            forest.settle(exact);
+            tree.settle(exact);
         }
         windows.iter().for_each(Window::check);
         let counters = |stats: &ThrottleStats| {
@@ -172,8 +172,8 @@ impl Log {
 }
 
 /// Naive model of every node's buckets.
-struct Forest {
-    nodes: Vec<Naive>,
+struct NaiveTree {
+    nodes: Vec<NaiveNode>,
     groups: usize,
     /// Number of waiting requests, by disk and direction.
     waiting: Vec<[usize; 2]>,
@@ -182,7 +182,7 @@ struct Forest {
     now: Instant,
 }
 
-struct Naive {
+struct NaiveNode {
     parent: Option<usize>,
     limits: Limits,
     buckets: Buckets,
@@ -191,9 +191,9 @@ struct Naive {
     charges: Vec<Charge>,
 }
 
-impl Forest {
+impl NaiveTree {
     fn new(log: &Log) -> Self {
-        let naive = |(parent, limits): &(Option<usize>, Limits)| Naive {
+        let node = |(parent, limits): &(Option<usize>, Limits)| NaiveNode {
             parent: *parent,
             limits: *limits,
             buckets: Buckets::new(limits, Instant::ZERO),
@@ -201,7 +201,7 @@ impl Forest {
             charges: Vec::new(),
         };
         Self {
-            nodes: log.began.iter().map(naive).collect(),
+            nodes: log.began.iter().map(node).collect(),
             groups: log.groups,
             waiting: vec![[0; 2]; log.began.len() - log.groups],
             over: vec![0.0; 2 * LimitKind::ALL.len()],
@@ -239,11 +239,11 @@ impl Forest {
 
     /// Moves the charges of a disk. Its part of a group's bucket is not modelled, so the new
     /// group's may be full afterwards.
-    fn bring(&mut self, disk: usize, to: Option<usize>) {
+    fn move_node(&mut self, disk: usize, to: Option<usize>) {
         let before = self.path(disk);
         for node in &before[1..] {
-            for (most, over) in self.over.iter_mut().zip(self.nodes[*node].buckets.over()) {
-                *most = most.max(over);
+            for (max, over) in self.over.iter_mut().zip(self.nodes[*node].buckets.over()) {
+                *max = max.max(over);
             }
         }
         let after = to.map_or(Vec::new(), |to| self.path(to));
@@ -254,7 +254,7 @@ impl Forest {
 
     fn take(&mut self, entry: &Entry, log: &Log) {
         if let Event::Changed(disk, Change::Moved(parent)) = entry.event {
-            self.bring(disk, parent);
+            self.move_node(disk, parent);
         }
         match entry.event {
             Event::Changed(at, change) => {
@@ -347,25 +347,25 @@ impl Window {
             let [rate, burst_rate, length] =
                 [limit.rate, limit.burst_rate, limit.burst_length_s].map(|value| value as f64);
             // Without a burst rate the bucket holds a tenth of a second's worth.
-            let mut most = rate + if burst_rate == 0.0 { rate / 10.0 } else { burst_rate * length };
+            let mut max_units = rate + if burst_rate == 0.0 { rate / 10.0 } else { burst_rate * length };
             // The second bucket bounds a second to the burst rate and a tenth of it.
             if length > 1.0 {
-                most = most.min(burst_rate * 1.1);
+                max_units = max_units.min(burst_rate * 1.1);
             }
-            self.check_kind(kind, most * factor);
+            self.check_kind(kind, max_units * factor);
         }
     }
 
     /// Checks any second: at most `most`, the request that overfills the bucket, and prepaid slices
     /// of large requests.
-    fn check_kind(&self, kind: LimitKind, most: f64) {
+    fn check_kind(&self, kind: LimitKind, max_units: f64) {
         let mut largest = BTreeMap::new();
         let mut passed = Vec::new();
         for (at, disk, charge) in &self.passed {
             if LimitKind::applying_to(charge.direction).contains(&kind) {
                 let units = self.units(kind, charge);
-                let of_queue = largest.entry((disk, charge.direction.index())).or_insert(0.0_f64);
-                *of_queue = of_queue.max(units);
+                let queue_max = largest.entry((disk, charge.direction.index())).or_insert(0.0_f64);
+                *queue_max = queue_max.max(units);
                 passed.push((*at, units));
             }
         }
@@ -380,8 +380,8 @@ impl Window {
                 first += 1;
             }
             assert!(
-                sum <= (most + over + paid_before) * (1.0 + 1e-9),
-                "{kind:?}: {sum} passed in the second before {at:?}; {most}, {over} and {paid_before} may"
+                sum <= (max_units + over + paid_before) * (1.0 + 1e-9),
+                "{kind:?}: {sum} passed in the second before {at:?}; {max_units}, {over} and {paid_before} may"
             );
         }
     }

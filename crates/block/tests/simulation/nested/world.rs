@@ -13,7 +13,7 @@ use policy::throttle::{
 use reactor::sim;
 
 use super::{
-    SharedLog, Tally,
+    SharedLog, EventTotals,
     check::{Change, Log},
 };
 use crate::client::chance;
@@ -39,7 +39,7 @@ pub(super) struct World {
     /// True if no request is larger than a slice.
     pub(super) exact: bool,
     pub(super) log: SharedLog,
-    pub(super) tally: RefCell<Tally>,
+    pub(super) totals: RefCell<EventTotals>,
 }
 
 impl World {
@@ -74,7 +74,7 @@ impl World {
             nodes: RefCell::new(nodes),
             exact,
             log: SharedLog::new(log),
-            tally: RefCell::default(),
+            totals: RefCell::default(),
         }
     }
 
@@ -167,11 +167,11 @@ impl World {
         let before = self.nodes.borrow()[at];
         let group = parent.map(|parent| group_of(&self.handles, parent));
         // A move to its own group changes nothing.
-        let moves = parent != before.parent;
-        let waits = moves && self.stats(at).waiting != [0; 2];
-        let mut changes: Vec<_> = moves.then_some(Change::Moved(parent)).into_iter().collect();
+        let changes_parent = parent != before.parent;
+        let waits = changes_parent && self.stats(at).waiting != [0; 2];
+        let mut changes: Vec<_> = changes_parent.then_some(Change::Moved(parent)).into_iter().collect();
         let member = self.member(disk);
-        let moved = if chance(50) {
+        let is_accepted = if chance(50) {
             let after = Node { parent, ..self.draw_settings(before) };
             changes.extend(limits_changed(before, after));
             let settings = DiskSettings { limits: after.limits, share: after.share, ..member.settings() };
@@ -179,8 +179,8 @@ impl World {
         } else {
             self.attempt(at, Node { parent, ..before }, &changes, || member.move_to(group))
         };
-        if moved && waits {
-            self.tally.borrow_mut().moved_waiting += 1;
+        if is_accepted && waits {
+            self.totals.borrow_mut().moved_waiting += 1;
         }
     }
 
@@ -206,15 +206,15 @@ impl World {
             // Logged before the change, which may admit requests.
             changes.iter().for_each(|change| self.log.borrow_mut().changed(at, *change));
         }
-        let made = make();
-        assert_eq!(made.is_ok(), fits, "a change of node {at}: {made:?}");
+        let result = make();
+        assert_eq!(result.is_ok(), fits, "a change of node {at}: {result:?}");
         self.check_settings();
-        let mut tally = self.tally.borrow_mut();
+        let mut totals = self.totals.borrow_mut();
         if fits {
-            tally.changed += 1;
+            totals.changed += 1;
         } else {
             assert_eq!(all(), stats, "a rejected change changes nothing");
-            tally.refused += 1;
+            totals.refused += 1;
         }
         fits
     }
@@ -310,17 +310,17 @@ fn reservations_fit(nodes: &[Node]) -> bool {
     let mut below = vec![[0; 2]; nodes.len()];
     // In reverse, children precede their parents, so sums below a node are complete.
     for (at, node) in nodes.iter().enumerate().rev() {
-        let own = [node.share.iops_reservation(), node.share.bps_reservation()];
+        let reserved = [node.share.iops_reservation(), node.share.bps_reservation()];
         let kinds = [
             [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
             [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
         ];
         for unit in 0..2 {
-            let demand: u64 = own[unit].max(below[at][unit]);
+            let demand: u64 = reserved[unit].max(below[at][unit]);
             let [total, read, write] = kinds[unit].map(|kind| node.limits.limit(kind).rate);
             // Separate limits bound a reservation only if both directions have one.
-            let apart = if read > 0 && write > 0 { read + write } else { u64::MAX };
-            if demand > if total > 0 { total } else { apart } {
+            let sum = if read > 0 && write > 0 { read + write } else { u64::MAX };
+            if demand > if total > 0 { total } else { sum } {
                 return false;
             }
             if let Some(parent) = node.parent {
@@ -334,12 +334,12 @@ fn reservations_fit(nodes: &[Node]) -> bool {
 /// Draws any valid combination of the six limits, or none.
 fn draw_limits(exact: bool) -> Limits {
     let mut limits = Limits::default();
-    let mut draw = |kind: LimitKind, least: f64| {
+    let mut draw = |kind: LimitKind, min_rate: f64| {
         if !chance(40) {
             return;
         }
         *limits.limit_mut(kind) = sim::random(|random| {
-            let rate = (least * 10_f64.powf(2.5 * random.f64())) as u64;
+            let rate = (min_rate * 10_f64.powf(2.5 * random.f64())) as u64;
             let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..8) };
             let burst_length_s = if burst_rate == 0 { 1 } else { random.u64(1..5) };
             RateLimit { rate, burst_rate, burst_length_s }
@@ -368,8 +368,8 @@ fn draw_limits(exact: bool) -> Limits {
 }
 
 fn draw_share() -> NodeShare {
-    let promise =
+    let draw_reservation =
         |largest: f64| if chance(40) { sim::random(|random| largest.powf(random.f64()) as u64) } else { 0 };
     let share = NodeShare::new(sim::random(|random| random.u32(NodeShare::WEIGHTS))).expect("in range");
-    share.with_reservation(promise(1000.0), promise(10_000_000.0))
+    share.with_reservation(draw_reservation(1000.0), draw_reservation(10_000_000.0))
 }

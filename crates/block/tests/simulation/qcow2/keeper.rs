@@ -25,8 +25,8 @@ use crate::{
 /// Known snapshots of one image, by name; no name is used twice.
 #[derive(Debug, Default)]
 pub(crate) struct KnownSnapshots {
-    known: BTreeMap<String, KnownSnapshot>,
-    taken: u64,
+    by_name: BTreeMap<String, KnownSnapshot>,
+    created: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -42,7 +42,7 @@ struct KnownSnapshot {
 impl KnownSnapshots {
     pub(crate) fn with_first(content: Vec<u8>) -> Self {
         let first = KnownSnapshot { began: 0, certain: true, content: Some(content) };
-        Self { known: BTreeMap::from([("first".to_owned(), first)]), taken: 0 }
+        Self { by_name: BTreeMap::from([("first".to_owned(), first)]), created: 0 }
     }
 
     /// Checks the snapshots after a crash: all certain ones exist, no deleted one does, and none
@@ -53,7 +53,7 @@ impl KnownSnapshots {
         for snapshot in image.snapshots().await.expect("valid") {
             let name = snapshot.name().into_owned();
             let known =
-                self.known.remove(&name).unwrap_or_else(|| panic!("snapshot {name:?} is there again"));
+                self.by_name.remove(&name).unwrap_or_else(|| panic!("snapshot {name:?} is there again"));
             let parts = kind.in_memory(files, true).await;
             let content = disk(&Qcow2Image::open_snapshot(parts, &snapshot.id()).await.expect("valid")).await;
             match &known.content {
@@ -63,24 +63,24 @@ impl KnownSnapshots {
             found.insert(name, KnownSnapshot { certain: true, content: Some(content), ..known });
         }
         let lost: Vec<_> =
-            self.known.iter().filter(|(_, known)| known.certain).map(|(name, _)| name).collect();
+            self.by_name.iter().filter(|(_, known)| known.certain).map(|(name, _)| name).collect();
         assert!(lost.is_empty(), "snapshots that were taken are lost: {lost:?}");
-        self.known = found;
+        self.by_name = found;
     }
 }
 
 /// The task beside the clients.
-pub(crate) struct Keeper {
+pub(crate) struct MaintenanceTask {
     pub(crate) kind: ImageKind,
     pub(crate) disk: Arc<Disk>,
     pub(crate) shared: Rc<Shared>,
-    pub(crate) kept: Rc<RefCell<KnownSnapshots>>,
+    pub(crate) snapshots: Rc<RefCell<KnownSnapshots>>,
 }
 
-impl Keeper {
+impl MaintenanceTask {
     /// Performs this many operations.
-    pub(crate) async fn run(self, things: usize) {
-        for _ in 0..things {
+    pub(crate) async fn run(self, operations: usize) {
+        for _ in 0..operations {
             sleep_until(now() + short_time()).await;
             match sim::random(|random| random.u8(..3)) {
                 0 if self.kind.snapshots => self.take().await,
@@ -100,16 +100,16 @@ impl Keeper {
 
     async fn take(&self) {
         let name = {
-            let mut kept = self.kept.borrow_mut();
-            kept.taken += 1;
+            let mut snapshots = self.snapshots.borrow_mut();
+            snapshots.created += 1;
             let began = self.shared.model.borrow_mut().begin();
-            let name = format!("taken {}", kept.taken);
-            kept.known.insert(name.clone(), KnownSnapshot { began, certain: false, content: None });
+            let name = format!("taken {}", snapshots.created);
+            snapshots.by_name.insert(name.clone(), KnownSnapshot { began, certain: false, content: None });
             name
         };
-        let taken = self.image().create_snapshot(NewSnapshot { name: &name, date_s: 1, date_ns: 2 }).await;
-        match taken {
-            Ok(_) => self.kept.borrow_mut().known.get_mut(&name).expect("just added").certain = true,
+        let result = self.image().create_snapshot(NewSnapshot { name: &name, date_s: 1, date_ns: 2 }).await;
+        match result {
+            Ok(_) => self.snapshots.borrow_mut().by_name.get_mut(&name).expect("just added").certain = true,
             // Small refcounts soon reach their maximum.
             Err(SnapshotError::Refcount { .. }) => {}
             Err(error) => self.failed(&error),
@@ -118,19 +118,19 @@ impl Keeper {
 
     async fn delete(&self) {
         let name = {
-            let mut kept = self.kept.borrow_mut();
-            let count = kept.known.len();
+            let mut snapshots = self.snapshots.borrow_mut();
+            let count = snapshots.by_name.len();
             if count == 0 {
                 return;
             }
             let (name, known) =
-                kept.known.iter_mut().nth(sim::random(|random| random.usize(..count))).expect("there");
+                snapshots.by_name.iter_mut().nth(sim::random(|random| random.usize(..count))).expect("there");
             // From now on it may be missing after a crash.
             known.certain = false;
             name.clone()
         };
         match self.image().delete_snapshot(&name).await {
-            Ok(()) => drop(self.kept.borrow_mut().known.remove(&name)),
+            Ok(()) => drop(self.snapshots.borrow_mut().by_name.remove(&name)),
             // An earlier deletion failed after it had taken effect.
             Err(SnapshotError::NotFound(_)) => {}
             Err(error) => self.failed(&error),
@@ -138,14 +138,14 @@ impl Keeper {
     }
 
     fn failed(&self, error: &SnapshotError) {
-        let is_over = self.disk.image().is_read_only();
+        let is_closed = self.disk.image().is_read_only();
         let is_expected = match error {
             SnapshotError::Failed(Error::IO | Error::NO_SPACE) => true,
-            SnapshotError::Failed(Error::NOT_PERMITTED) | SnapshotError::ReadOnly => is_over,
+            SnapshotError::Failed(Error::NOT_PERMITTED) | SnapshotError::ReadOnly => is_closed,
             _ => false,
         };
         assert!(self.shared.may_fail && is_expected, "{error}");
-        self.shared.tally.borrow_mut().failed += 1;
+        self.shared.counts.borrow_mut().failed += 1;
     }
 
     async fn write_compressed(&self) {
@@ -160,16 +160,16 @@ impl Keeper {
         };
         // It bypasses the disk, whose prefetch cache would become stale.
         let settings = self.disk.prefetch().settings();
-        self.shared.beside.set(true);
+        self.shared.bypassed.set(true);
         self.disk.prefetch().set(PrefetchConfig::off()).expect("valid");
         let result = self.image().write_compressed(start as u64, IoBuffer::copy_of(&data).into()).await;
         self.disk.prefetch().set(settings).expect("it was in force");
-        self.shared.beside.set(false);
+        self.shared.bypassed.set(false);
         let outcome = match result {
             Ok(()) => Outcome::Applied,
             Err(error) => {
-                let is_over = error == Error::NOT_PERMITTED && self.disk.image().is_read_only();
-                let is_expected = [Error::IO, Error::NO_SPACE].contains(&error) || is_over;
+                let is_closed = error == Error::NOT_PERMITTED && self.disk.image().is_read_only();
+                let is_expected = [Error::IO, Error::NO_SPACE].contains(&error) || is_closed;
                 assert!(self.shared.may_fail && is_expected, "{error}");
                 Outcome::Open
             }

@@ -32,7 +32,7 @@ const KTHREADD: i32 = 2;
 #[derive(Debug, Clone)]
 pub(crate) struct ExplainSubject {
     pub(crate) group: ControlGroup,
-    pub(crate) only: Option<i32>,
+    pub(crate) pid: Option<i32>,
     pub(crate) limits: PathBuf,
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
     let mut mounts = MountTable::new(&mut reader, "self");
     let mut processes = Vec::new();
     for group in &groups {
-        processes.extend(processes_of_group(&mut reader, group, subject.only, &mut mounts));
+        processes.extend(processes_of_group(&mut reader, group, subject.pid, &mut mounts));
     }
     // `sharing` needs the file identities of all processes; `mark_older` needs their start times.
     other_writers::find_other_writers(&mut reader, group, &mut processes, &mut mounts);
@@ -63,7 +63,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
         levels.iter().chain(&inner).flat_map(|level| &level.limits).map(|limit| limit.disk).collect();
     // Limited disks are entered before mounts are matched with them, including vanished disks.
     reader.disks.insert_limited(&limited);
-    let possible = hypothetical_uses(&mut reader, &mut mounts, &limited, &processes);
+    let hypothetical = hypothetical_uses(&mut reader, &mut mounts, &limited, &processes);
     let swaps = other_controls::swaps(&mut reader, &mut mounts);
     // A loop device's file may lie on a file system that was found last, so all mounts are known
     // here.
@@ -72,7 +72,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
     let left_dirty = other_controls::left_dirty(&mut reader, group, processes.is_empty());
     Ok(CgroupFacts {
         name: group.name.display().to_string(),
-        only: subject.only,
+        pid: subject.pid,
         version: group.version,
         hierarchy: hierarchy.root().map(|root| {
             let kind = if group.version == Version::V1 { "cgroup (v1), blkio" } else { "cgroup2" };
@@ -88,7 +88,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
             .collect(),
         memory: memory(hierarchy),
         processes,
-        hypothetical_uses: possible,
+        hypothetical_uses: hypothetical,
         file_systems: mounts.found,
         disks: reader.disks.known,
         swaps,
@@ -155,7 +155,7 @@ fn descend(reader: &mut FactReader<'_>, group: &ControlGroup) -> Vec<ControlGrou
 fn processes_of_group(
     reader: &mut FactReader<'_>,
     group: &ControlGroup,
-    only: Option<i32>,
+    pid_filter: Option<i32>,
     mounts: &mut MountTable,
 ) -> Vec<ExaminedProcess> {
     let mut pids = match group.processes() {
@@ -169,7 +169,7 @@ fn processes_of_group(
         }
     };
     // Before the bound, so that a single process is found among any number.
-    pids.retain(|pid| only.is_none_or(|only| *pid == only));
+    pids.retain(|pid| pid_filter.is_none_or(|only| *pid == only));
     if pids.len() > MAX_PROCESSES {
         let text = format!("more than {MAX_PROCESSES} processes: the rest were not examined");
         reader.gap(&group.directory.join("cgroup.procs"), text);
@@ -221,26 +221,26 @@ fn hypothetical_uses(
     if processes.iter().any(|process| !process.uses.is_empty()) {
         return Vec::new();
     }
-    let mut possible = Vec::new();
+    let mut hypothetical = Vec::new();
     for index in mounts.file_systems_on(&mut reader.disks, limited) {
         let (point, evidence) = mounts.point_and_evidence(index);
         // The two ways differ most in their charge.
-        for way in [AccessMode::Direct, AccessMode::Buffered] {
-            possible.push(FileUse {
+        for access_mode in [AccessMode::Direct, AccessMode::Buffered] {
+            hypothetical.push(FileUse {
                 location: IoLocation::FileSystem(index),
                 path: point.clone(),
-                access_mode: way,
+                access_mode,
                 reads: true,
                 writes: true,
                 evidence: evidence.clone(),
                 identity: None,
                 created: None,
                 older: None,
-                others: Vec::new(),
+                other_writers: Vec::new(),
             });
         }
     }
-    possible
+    hypothetical
 }
 
 #[derive(Debug)]

@@ -43,14 +43,14 @@ impl<'a> DiskStack<'a> {
             Ok(text) => kernel::number(text.trim())?,
             Err(_) => number_of_node(path)?,
         };
-        self.whole(number)
+        self.whole_disk(number)
     }
 
-    fn whole(&mut self, number: DeviceNumber) -> Option<DeviceNumber> {
+    fn whole_disk(&mut self, number: DeviceNumber) -> Option<DeviceNumber> {
         let identity = self.identity(number)?;
-        let whole = identity.number();
+        let disk = identity.number();
         self.insert(&identity, 0);
-        Some(whole)
+        Some(disk)
     }
 
     fn identity(&self, number: DeviceNumber) -> Option<DeviceIdentity> {
@@ -110,7 +110,7 @@ impl<'a> DiskStack<'a> {
     }
 
     /// The file system of a mount; for an overlay, that of its upper directory.
-    pub(super) fn file_system(&mut self, own: &[MountRow], file: &str, row: &MountRow) -> MountedFileSystem {
+    pub(super) fn file_system(&mut self, own_mounts: &[MountRow], file: &str, row: &MountRow) -> MountedFileSystem {
         let (mut row, mut file) = (row, file.to_owned());
         let number = row.mount.number;
         let overlay = (row.mount.kind == "overlay").then(|| Evidence::new(file.clone(), row.line.clone()));
@@ -119,7 +119,7 @@ impl<'a> DiskStack<'a> {
                 break;
             }
             // The options of an overlay name its directories in the mount namespace of the host.
-            let Some(below) = row.mount.option("upperdir").and_then(|upper| mount_containing(own, &upper))
+            let Some(below) = row.mount.option("upperdir").and_then(|upper| mount_containing(own_mounts, &upper))
             else {
                 break;
             };
@@ -131,7 +131,7 @@ impl<'a> DiskStack<'a> {
         MountedFileSystem {
             number,
             kind: mount.kind.clone(),
-            nature: FileSystemClass::of(&mount.kind),
+            class: FileSystemClass::of(&mount.kind),
             point: mount.point.display().to_string(),
             super_options: mount.super_options.clone(),
             evidence: Evidence::new(file, row.line.clone()),
@@ -155,20 +155,20 @@ impl<'a> DiskStack<'a> {
             },
             _ => mount.number,
         };
-        let Some(whole) = self.whole(number) else {
+        let Some(disk) = self.whole_disk(number) else {
             return unknown();
         };
-        let partition = (whole != number).then(|| {
+        let partition = (disk != number).then(|| {
             let file = self.roots.sys.join("dev/block").join(number.to_string()).join("partition");
             let text = fs::read_to_string(&file).unwrap_or_default();
             Evidence::of(&file, text.trim())
         });
-        (BackingDisk::Disk(whole), partition)
+        (BackingDisk::Disk(disk), partition)
     }
 
     pub(super) fn insert_limited(&mut self, limited: &[DeviceNumber]) {
         for &number in limited {
-            if self.whole(number).is_none() && !self.known.iter().any(|disk| disk.number == number) {
+            if self.whole_disk(number).is_none() && !self.known.iter().any(|disk| disk.number == number) {
                 let directory = self.roots.sys.join("dev/block").join(number.to_string());
                 let evidence = vec![Evidence::of(&directory, "not there")];
                 let (node, parts) = (number.to_string(), Vec::new());
@@ -186,11 +186,11 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
     };
     if let Some(uuid) = read("dm/uuid") {
         // cryptsetup prefixes the UUID with CRYPT-. LVM names the legs of a RAID `…_rimage_N`.
-        let part = fs::read_dir(directory.join("slaves")).into_iter().flatten().flatten();
-        let part = part.map(|entry| entry.path().join("dm/name"));
-        let part = part.filter_map(|file| Some((fs::read_to_string(&file).ok()?, file)));
-        let part = part.into_iter().find(|(name, _)| name.contains("_rimage_"));
-        if let Some((name, file)) = part {
+        let legs = fs::read_dir(directory.join("slaves")).into_iter().flatten().flatten();
+        let legs = legs.map(|entry| entry.path().join("dm/name"));
+        let legs = legs.filter_map(|file| Some((fs::read_to_string(&file).ok()?, file)));
+        let leg = legs.into_iter().find(|(name, _)| name.contains("_rimage_"));
+        if let Some((name, file)) = leg {
             let evidence = vec![uuid, Evidence::of(&file, name.trim())];
             return (DiskKind::Mapper(Mapper::Raid), evidence);
         }

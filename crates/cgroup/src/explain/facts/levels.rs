@@ -36,37 +36,37 @@ pub(super) fn ancestors(
 /// watermarks, groups).
 pub(super) fn apply_configured_limits(hierarchy: &CgroupHierarchy, file: &Path, levels: &mut [CgroupLevel]) {
     // `watch` reports an unreadable file.
-    let Ok(kept) = LimitsFile::load(file) else { return };
-    let steered = LimitPool::all(&kept).unwrap_or_default().into_iter().filter(LimitPool::needs_watch);
-    let steered: Vec<CgroupEntry> = steered.flat_map(|sharing| sharing.members).collect();
+    let Ok(limits_file) = LimitsFile::load(file) else { return };
+    let steered_pools = LimitPool::all(&limits_file).unwrap_or_default().into_iter().filter(LimitPool::needs_watch);
+    let steered_entries: Vec<CgroupEntry> = steered_pools.flat_map(|pool| pool.members).collect();
     // Without a running `watch`, the kernel's values remain in force.
-    if steered.is_empty() || !WatchLock::is_taken(file) {
+    if steered_entries.is_empty() || !WatchLock::is_taken(file) {
         return;
     }
-    for (group, disk, rates) in settling::settled_rates(hierarchy, &kept).unwrap_or_default() {
-        let is_it = |entry: &CgroupEntry| {
+    for (group, disk, rates) in settling::settled_rates(hierarchy, &limits_file).unwrap_or_default() {
+        let is_same_limit = |entry: &CgroupEntry| {
             entry.cgroup == group.name && entry.device().is_ok_and(|number| number == disk)
         };
-        if !steered.iter().any(is_it) {
+        if !steered_entries.iter().any(is_same_limit) {
             continue;
         }
         let name = group.name.display().to_string();
         let Some(level) = levels.iter_mut().find(|level| level.name == name) else { continue };
-        let told = level
+        let kernel_rates = level
             .limits
             .iter()
             .find(|limit| limit.disk == disk)
             .map_or(IoMaxRates::NONE, |limit| limit.rates);
         let rates = write::as_printed_by_kernel(rates);
         // The kernel's value equals the configured limit: its own evidence is enough.
-        if told == rates {
+        if kernel_rates == rates {
             continue;
         }
-        let asked =
-            ConfiguredLimits::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
+        let configured =
+            ConfiguredLimits::of(&limits_file, &group.name, disk).map(|limits| limits.text()).unwrap_or_default();
         let now =
-            Evidence::of(&group.directory.join(io_max::FILE), format!("{} (now)", io_max::line(told, disk)));
-        let evidence = vec![Evidence::of(file, asked), now];
+            Evidence::of(&group.directory.join(io_max::FILE), format!("{} (now)", io_max::line(kernel_rates, disk)));
+        let evidence = vec![Evidence::of(file, configured), now];
         level.limits.retain(|limit| limit.disk != disk);
         level.limits.push(LevelLimit { disk, rates, evidence });
     }

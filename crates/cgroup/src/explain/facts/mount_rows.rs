@@ -18,10 +18,10 @@ pub(super) fn mount_containing<'a>(rows: &'a [MountRow], path: &Path) -> Option<
 }
 
 pub(super) fn parse(text: &str) -> Vec<MountRow> {
-    let one = |line: &str| {
+    let parse_line = |line: &str| {
         let id = line.split(' ').next()?.parse().ok()?;
         let mount = mountinfo::parse(line).ok()?.pop()?;
         Some(MountRow { id, mount, line: line.to_owned() })
     };
-    text.lines().filter_map(one).collect()
+    text.lines().filter_map(parse_line).collect()
 }

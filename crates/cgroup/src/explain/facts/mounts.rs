@@ -21,7 +21,7 @@ use crate::file_system_class::FileSystemClass;
 #[derive(Debug)]
 pub(super) struct MountTable {
     /// Mounts of weir's own namespace.
-    own: Vec<MountRow>,
+    own_mounts: Vec<MountRow>,
     own_file: String,
     /// Mounts of the last process, with its namespace: most processes share one.
     last: Option<(PathBuf, Vec<MountRow>)>,
@@ -32,8 +32,8 @@ impl MountTable {
     /// Creates the table with the mounts of `process`, such as `self`.
     pub(super) fn new(reader: &mut FactReader<'_>, process: &str) -> Self {
         let file = reader.hierarchy.roots.proc.join(process).join("mountinfo");
-        let own = reader.text(&file).map(|text| parse(&text)).unwrap_or_default();
-        Self { own, own_file: file.display().to_string(), last: None, found: Vec::new() }
+        let own_mounts = reader.text(&file).map(|text| parse(&text)).unwrap_or_default();
+        Self { own_mounts, own_file: file.display().to_string(), last: None, found: Vec::new() }
     }
 
     pub(super) fn select_process(&mut self, reader: &mut FactReader<'_>, process: &Path) {
@@ -48,7 +48,7 @@ impl MountTable {
     }
 
     pub(super) fn enter(&mut self, disks: &mut DiskStack<'_>, file: &str, row: &MountRow) -> usize {
-        let file_system = disks.file_system(&self.own, file, row);
+        let file_system = disks.file_system(&self.own_mounts, file, row);
         // The number alone is not enough: Btrfs and overlays differ in mount point or disk.
         let same = |known: &MountedFileSystem| {
             known.number == file_system.number
@@ -67,9 +67,9 @@ impl MountTable {
         limited: &[DeviceNumber],
     ) -> Vec<usize> {
         let mut found = Vec::new();
-        let (own, file) = (self.own.clone(), self.own_file.clone());
+        let (own_mounts, file) = (self.own_mounts.clone(), self.own_file.clone());
         let mut seen = Vec::new();
-        for row in &own {
+        for row in &own_mounts {
             let mount = &row.mount;
             // An overlay is reported by the file system of its upper directory, which is in this
             // list as well.
@@ -94,7 +94,7 @@ impl MountTable {
     }
 
     pub(super) fn of_path(&mut self, disks: &mut DiskStack<'_>, path: &Path) -> Option<usize> {
-        let row = mount_containing(&self.own, path)?.clone();
+        let row = mount_containing(&self.own_mounts, path)?.clone();
         let file = self.own_file.clone();
         Some(self.enter(disks, &file, &row))
     }

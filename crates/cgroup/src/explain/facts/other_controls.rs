@@ -78,7 +78,7 @@ pub(super) fn controls(
         let text = reader.text(&file).unwrap_or_default();
         if weight::scheduler(&text) == Ok(Some("bfq")) {
             let evidence = Evidence::of(&file, text.trim());
-            found.push(OtherControl { what: OtherControlKind::Bfq, disk, evidence });
+            found.push(OtherControl { kind: OtherControlKind::Bfq, disk, evidence });
         }
     }
     found
@@ -91,7 +91,7 @@ fn cost(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Vec<OtherContr
     let text = reader.text(&file).unwrap_or_default();
     let enabled = weight::cost_enabled(&text).unwrap_or_default();
     let enabled = enabled.into_iter().filter(|(disk, enabled)| *enabled && limited.contains(disk));
-    enabled.map(|(disk, _)| beside(OtherControlKind::Cost, &file, &text, disk)).collect()
+    enabled.map(|(disk, _)| control_on_disk(OtherControlKind::Cost, &file, &text, disk)).collect()
 }
 
 fn latency(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceNumber]) -> Vec<OtherControl> {
@@ -99,11 +99,11 @@ fn latency(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceN
     let text = reader.text(&file).unwrap_or_default();
     let disks = io_latency::targets(&text).unwrap_or_default().into_iter().map(|(disk, _)| disk);
     let disks = disks.filter(|disk| limited.contains(disk));
-    disks.map(|disk| beside(OtherControlKind::Latency, &file, &text, disk)).collect()
+    disks.map(|disk| control_on_disk(OtherControlKind::Latency, &file, &text, disk)).collect()
 }
 
-fn beside(what: OtherControlKind, file: &Path, text: &str, disk: DeviceNumber) -> OtherControl {
+fn control_on_disk(kind: OtherControlKind, file: &Path, text: &str, disk: DeviceNumber) -> OtherControl {
     let number = disk.to_string();
     let line = text.lines().find(|line| line.split_ascii_whitespace().next() == Some(&number));
-    OtherControl { what, disk, evidence: Evidence::of(file, line.unwrap_or_default()) }
+    OtherControl { kind, disk, evidence: Evidence::of(file, line.unwrap_or_default()) }
 }

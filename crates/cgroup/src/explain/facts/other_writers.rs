@@ -24,7 +24,7 @@ pub(super) fn find_other_writers(
     mounts: &mut MountTable,
 ) {
     let written =
-        |process: &ExaminedProcess| process.uses.iter().any(|used| used.writes && cached(used.access_mode));
+        |process: &ExaminedProcess| process.uses.iter().any(|used| used.writes && uses_page_cache(used.access_mode));
     // Version 1 limits no writeback, so other writers make no difference.
     if group.version == Version::V1 || !processes.iter().any(written) {
         return;
@@ -55,15 +55,15 @@ pub(super) fn find_other_writers(
     }
 }
 
-fn cached(way: AccessMode) -> bool {
-    matches!(way, AccessMode::Buffered | AccessMode::Synchronous | AccessMode::Mapped)
+fn uses_page_cache(access_mode: AccessMode) -> bool {
+    matches!(access_mode, AccessMode::Buffered | AccessMode::Synchronous | AccessMode::Mapped)
 }
 
 fn group_of(process: &Path) -> Option<String> {
     let text = fs::read_to_string(process.join("cgroup")).ok()?;
     let memberships = proc_cgroup::parse(&text).ok()?;
-    let two = memberships.into_iter().find(|membership| membership.hierarchy == 0)?;
-    Some(two.path.display().to_string())
+    let membership_v2 = memberships.into_iter().find(|membership| membership.hierarchy == 0)?;
+    Some(membership_v2.path.display().to_string())
 }
 
 fn below(other: &str, group: &ControlGroup) -> bool {
@@ -82,10 +82,10 @@ fn add_shared_files(
     let gaps = reader.gaps.len();
     let files = uses::open_files(reader, directory);
     reader.gaps.truncate(gaps);
-    for open in files.into_iter().filter(|open| open.writes() && cached(open.access_mode())) {
+    for open in files.into_iter().filter(|open| open.writes() && uses_page_cache(open.access_mode())) {
         let name = open.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let uses = processes.iter_mut().flat_map(|process| &mut process.uses);
-        let uses = uses.filter(|used| used.writes && cached(used.access_mode));
+        let uses = uses.filter(|used| used.writes && uses_page_cache(used.access_mode));
         // Compare file names first: they are the same wherever the directory is mounted, and
         // `identify` has to read mount tables.
         let mut alike = uses
@@ -102,7 +102,7 @@ fn add_shared_files(
         for used in alike.filter(|used| used.identity.as_ref() == Some(&identity)) {
             let value = format!("{} in {group}: {}", pid, open.evidence.value);
             let evidence = Evidence::new(open.evidence.file.clone(), value);
-            used.others.push(OtherWriter { pid, group: group.to_owned(), evidence });
+            used.other_writers.push(OtherWriter { pid, group: group.to_owned(), evidence });
         }
     }
 }

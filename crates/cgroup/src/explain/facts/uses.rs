@@ -138,10 +138,10 @@ pub(super) fn file_uses(
         if open.flags.intersects(OFlag::O_PATH | OFlag::O_DIRECTORY) {
             continue;
         }
-        let Some(place) = location_of_file(reader, mounts, process, &open.path, open.mount) else {
+        let Some(location) = location_of_file(reader, mounts, process, &open.path, open.mount) else {
             continue;
         };
-        let metadata = metadata(mounts, place, &open.link);
+        let metadata = metadata(mounts, location, &open.link);
         // Character devices and FIFOs cause no block I/O.
         if metadata
             .as_ref()
@@ -150,11 +150,11 @@ pub(super) fn file_uses(
             continue;
         }
         let path = open.path.display().to_string();
-        let (way, reads, writes) = (open.access_mode(), open.reads(), open.writes());
-        let identity = writes.then(|| file_id(mounts, place, open.inode, &open.path));
+        let (access_mode, reads, writes) = (open.access_mode(), open.reads(), open.writes());
+        let identity = writes.then(|| file_id(mounts, location, open.inode, &open.path));
         let same = |known: &FileUse| {
-            known.location == place
-                && known.access_mode == way
+            known.location == location
+                && known.access_mode == access_mode
                 && (known.reads, known.writes) == (reads, writes)
         };
         // Written files stay separate: each may have other writers.
@@ -162,19 +162,19 @@ pub(super) fn file_uses(
             continue;
         }
         // Only buffered writes may be charged to an earlier user of the file.
-        let cached = writes && way == AccessMode::Buffered;
+        let cached = writes && access_mode == AccessMode::Buffered;
         let created = metadata.filter(|_| cached).and_then(|metadata| metadata.created().ok());
         uses.push(FileUse {
-            location: place,
+            location,
             path,
-            access_mode: way,
+            access_mode,
             reads,
             writes,
             identity,
             created,
             evidence: open.evidence,
             older: None,
-            others: Vec::new(),
+            other_writers: Vec::new(),
         });
     }
     uses.extend(mapped_files(reader, process, mounts));
@@ -182,12 +182,12 @@ pub(super) fn file_uses(
 }
 
 /// Metadata of an open file. `None` on network file systems and FUSE, where stat(2) may block.
-fn metadata(mounts: &MountTable, place: IoLocation, link: &Path) -> Option<fs::Metadata> {
-    let IoLocation::FileSystem(index) = place else {
+fn metadata(mounts: &MountTable, location: IoLocation, link: &Path) -> Option<fs::Metadata> {
+    let IoLocation::FileSystem(index) = location else {
         return None;
     };
-    let near = matches!(mounts.found[index].nature, FileSystemClass::Disk | FileSystemClass::Memory);
-    near.then(|| fs::metadata(link).ok()).flatten()
+    let is_local = matches!(mounts.found[index].class, FileSystemClass::Disk | FileSystemClass::Memory);
+    is_local.then(|| fs::metadata(link).ok()).flatten()
 }
 
 fn mapped_files(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<FileUse> {
@@ -212,19 +212,19 @@ fn mapped_files(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountT
         let Some(row) = mounts.row_of_number(number) else {
             continue;
         };
-        let Some(place) = location_of_mount(reader, mounts, process, &row) else {
+        let Some(location) = location_of_mount(reader, mounts, process, &row) else {
             continue;
         };
-        let identity = Some(file_id(mounts, place, inode.parse().ok(), &path));
+        let identity = Some(file_id(mounts, location, inode.parse().ok(), &path));
         let path = path.display().to_string();
         // A file is often mapped in several parts.
-        if uses.iter().any(|known| known.location == place && known.path == path) {
+        if uses.iter().any(|known| known.location == location && known.path == path) {
             continue;
         }
         let shown = format!("{mode} {device} {path}");
         let evidence = Evidence::of(&file, shown);
         uses.push(FileUse {
-            location: place,
+            location,
             path,
             access_mode: AccessMode::Mapped,
             reads: false,
@@ -233,7 +233,7 @@ fn mapped_files(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountT
             created: None,
             evidence,
             older: None,
-            others: Vec::new(),
+            other_writers: Vec::new(),
         });
     }
     uses
@@ -278,8 +278,8 @@ fn location_of_mount(
     Some(IoLocation::FileSystem(index))
 }
 
-fn file_id(mounts: &MountTable, place: IoLocation, inode: Option<u64>, path: &Path) -> WrittenFileId {
-    match (place, inode) {
+fn file_id(mounts: &MountTable, location: IoLocation, inode: Option<u64>, path: &Path) -> WrittenFileId {
+    match (location, inode) {
         // Several device nodes of a disk share one page cache.
         (IoLocation::Disk(disk), _) => WrittenFileId { device: disk, inode: None, path: None },
         (IoLocation::FileSystem(index), Some(_)) => {
@@ -299,6 +299,6 @@ pub(super) fn identify(
     open: &OpenFile,
 ) -> Option<WrittenFileId> {
     mounts.select_process(reader, process);
-    let place = location_of_file(reader, mounts, process, &open.path, open.mount)?;
-    Some(file_id(mounts, place, open.inode, &open.path))
+    let location = location_of_file(reader, mounts, process, &open.path, open.mount)?;
+    Some(file_id(mounts, location, open.inode, &open.path))
 }

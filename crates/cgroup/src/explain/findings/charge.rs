@@ -58,7 +58,7 @@ pub(super) fn charged_cgroup(facts: &CgroupFacts, used: &FileUse, io: Io) -> Cha
     };
     // Without a disk below, no limit can apply.
     if let Some(file_system) = file_system
-        && let Some(cause) = without_disk(file_system.nature)
+        && let Some(cause) = without_disk(file_system.class)
     {
         return ChargedCgroup::Elsewhere(cause, vec![file_system.evidence.clone()]);
     }
@@ -78,7 +78,7 @@ pub(super) fn charged_cgroup(facts: &CgroupFacts, used: &FileUse, io: Io) -> Cha
     };
     // An old file alone proves nothing: only with bytes missing from the cgroup's counter is the
     // earlier owner likely.
-    if used.others.is_empty() {
+    if used.other_writers.is_empty() {
         let accounts = facts.accounts.as_ref().filter(|accounts| accounts.charged_elsewhere());
         return match (&used.older, accounts) {
             (Some(older), Some(accounts)) => {
@@ -90,7 +90,7 @@ pub(super) fn charged_cgroup(facts: &CgroupFacts, used: &FileUse, io: Io) -> Cha
         };
     }
     evidence.push(used.evidence.clone());
-    evidence.extend(used.others.iter().map(|other| other.evidence.clone()));
+    evidence.extend(used.other_writers.iter().map(|other| other.evidence.clone()));
     ChargedCgroup::Several(Cause::SeveralCgroups, evidence)
 }
 

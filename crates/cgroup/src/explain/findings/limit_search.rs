@@ -45,7 +45,7 @@ const MAPPER_FIXED: [(u32, u32, u32); 5] = [(6, 1, 165), (6, 6, 128), (6, 12, 75
 
 fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
     major >= 7
-        || MAPPER_FIXED.iter().any(|mended| (mended.0, mended.1) == (major, minor) && patch >= mended.2)
+        || MAPPER_FIXED.iter().any(|fixed| (fixed.0, fixed.1) == (major, minor) && patch >= fixed.2)
 }
 
 pub(super) enum LimitSearch {
@@ -69,19 +69,19 @@ pub(super) fn find_limit(
     charge: ChargedCgroup,
 ) -> (ChargedCgroup, LimitSearch) {
     let levels = in_force(facts, group);
-    if let Some(reached) = limit_on(&levels, disk, io) {
-        return (charge, LimitSearch::Limit(reached));
+    if let Some(found_limit) = limit_on(&levels, disk, io) {
+        return (charge, LimitSearch::Limit(found_limit));
     }
-    let mut way = Vec::new();
+    let mut disks_above = Vec::new();
     // A limit on the uppermost disk acts before any driver changes the owner; lower ones act after.
-    if let Some((reached, crossed)) = find_limit_below(facts, &levels, disk, io, &mut way) {
-        let charge = match (charge, crossed) {
-            (ChargedCgroup::Own(own) | ChargedCgroup::Several(_, own), Some(crossed)) => {
-                crossed.with_evidence(own)
+    if let Some((found_limit, lower_charge)) = find_limit_below(facts, &levels, disk, io, &mut disks_above) {
+        let charge = match (charge, lower_charge) {
+            (ChargedCgroup::Own(own) | ChargedCgroup::Several(_, own), Some(lower_charge)) => {
+                lower_charge.with_evidence(own)
             }
             (charge, _) => charge,
         };
-        return (charge, LimitSearch::Limit(reached));
+        return (charge, LimitSearch::Limit(found_limit));
     }
     (charge, LimitSearch::Nothing(explain_missing_limit(facts, group, &levels, disk)))
 }
@@ -118,26 +118,26 @@ fn find_limit_below(
     levels: &[&CgroupLevel],
     disk: DeviceNumber,
     io: Io,
-    way: &mut Vec<DeviceNumber>,
+    disks_above: &mut Vec<DeviceNumber>,
 ) -> Option<(FoundLimit, Option<ChargedCgroup>)> {
     // `way` has the disks above; a cycle would otherwise recurse without end.
-    if way.len() >= MAX_DEPTH || way.contains(&disk) {
+    if disks_above.len() >= MAX_DEPTH || disks_above.contains(&disk) {
         return None;
     }
-    way.push(disk);
+    disks_above.push(disk);
     let disk = facts.disk(disk)?;
     // The driver is the same for all parts.
-    let crossed = charge_below(facts, disk, io);
+    let lower_charge = charge_below(facts, disk, io);
     disk.parts.iter().find_map(|&part| {
-        if let Some(mut reached) = limit_on(levels, part, io) {
-            reached.evidence.splice(0..0, disk.evidence.iter().cloned());
-            reached.below = true;
-            return Some((reached, crossed.clone()));
+        if let Some(mut found_limit) = limit_on(levels, part, io) {
+            found_limit.evidence.splice(0..0, disk.evidence.iter().cloned());
+            found_limit.below = true;
+            return Some((found_limit, lower_charge.clone()));
         }
-        let (mut reached, deeper) = find_limit_below(facts, levels, part, io, way)?;
-        reached.evidence.splice(0..0, disk.evidence.iter().cloned());
+        let (mut found_limit, deeper_charge) = find_limit_below(facts, levels, part, io, disks_above)?;
+        found_limit.evidence.splice(0..0, disk.evidence.iter().cloned());
         // The uppermost change of owner decides: from there on, requests belong to another cgroup.
-        Some((reached, crossed.clone().or(deeper)))
+        Some((found_limit, lower_charge.clone().or(deeper_charge)))
     })
 }
 
@@ -195,35 +195,35 @@ pub(super) fn explain_missing_limit(
     levels: &[&CgroupLevel],
     disk: DeviceNumber,
 ) -> RequestVerdict {
-    let judged =
+    let new_verdict =
         |coverage, cause, evidence| RequestVerdict { coverage, cause, evidence, detail: facts.node(disk) };
-    let own = facts.level_of(group);
+    let own_level = facts.level_of(group);
     let all = facts.levels.iter().chain(&facts.inner);
     let evidence = |levels: &[&CgroupLevel], disk: DeviceNumber| -> Vec<Evidence> {
         levels.iter().filter_map(|level| level.limit(disk)).flat_map(|limit| limit.evidence.clone()).collect()
     };
-    if facts.version == Version::V2 && own.root {
-        let evidence = own.subtree.iter().cloned().collect();
-        return judged(Coverage::Escapes, Cause::RootCgroup, evidence);
+    if facts.version == Version::V2 && own_level.root {
+        let evidence = own_level.subtree.iter().cloned().collect();
+        return new_verdict(Coverage::Escapes, Cause::RootCgroup, evidence);
     }
     // From the most specific cause to the most general: the order of these checks decides.
     let here: Vec<&CgroupLevel> =
         levels.iter().copied().filter(|level| level.limit(disk).is_some()).collect();
     if !here.is_empty() {
-        return judged(Coverage::Unlimited, Cause::OtherDirection, evidence(&here, disk));
+        return new_verdict(Coverage::Unlimited, Cause::OtherDirection, evidence(&here, disk));
     }
     if facts.version == Version::V1 {
         let above: Vec<&CgroupLevel> = all.clone().filter(|level| level.limit(disk).is_some()).collect();
         if !above.is_empty() {
-            return judged(Coverage::Escapes, Cause::NotInherited, evidence(&above, disk));
+            return new_verdict(Coverage::Escapes, Cause::NotInherited, evidence(&above, disk));
         }
     }
-    if facts.version == Version::V2 && !own.has("io") {
-        return not_enabled(facts, own, judged);
+    if facts.version == Version::V2 && !own_level.has("io") {
+        return not_enabled(facts, own_level, new_verdict);
     }
-    if facts.version == Version::V2 && !own.has_limits {
-        let evidence = own.controllers.iter().cloned().collect();
-        return judged(Coverage::Escapes, Cause::NoThrottling, evidence);
+    if facts.version == Version::V2 && !own_level.has_limits {
+        let evidence = own_level.controllers.iter().cloned().collect();
+        return new_verdict(Coverage::Escapes, Cause::NoThrottling, evidence);
     }
     let limited: Vec<(&CgroupLevel, &LevelLimit)> =
         levels.iter().flat_map(|level| level.limits.iter().map(move |limit| (*level, limit))).collect();
@@ -231,11 +231,11 @@ pub(super) fn explain_missing_limit(
     if let Some((_, limit)) = limited.iter().find(|(_, limit)| is_stacked_on(facts, limit.disk, disk, 0)) {
         let mut evidence = limit.evidence.clone();
         evidence.extend(facts.disk(limit.disk).into_iter().flat_map(|disk| disk.evidence.clone()));
-        return judged(Coverage::Escapes, Cause::LimitAbove, evidence);
+        return new_verdict(Coverage::Escapes, Cause::LimitAbove, evidence);
     }
     let Some((_, other)) = limited.first() else {
         let evidence = levels.iter().flat_map(|level| level.files.clone()).collect();
-        return judged(Coverage::Escapes, Cause::NoLimit, evidence);
+        return new_verdict(Coverage::Escapes, Cause::NoLimit, evidence);
     };
     let evidence = other.evidence.clone();
     let used = |disk: DeviceNumber| {
@@ -243,33 +243,33 @@ pub(super) fn explain_missing_limit(
     };
     // Another disk in use has a limit, so the lack of one here may be intended.
     if limited.iter().any(|(_, limit)| used(limit.disk)) {
-        return judged(Coverage::Unlimited, Cause::DiskWithoutLimit, evidence);
+        return new_verdict(Coverage::Unlimited, Cause::DiskWithoutLimit, evidence);
     }
-    judged(Coverage::Escapes, Cause::OtherDisk, evidence)
+    new_verdict(Coverage::Escapes, Cause::OtherDisk, evidence)
 }
 
 fn not_enabled(
     facts: &CgroupFacts,
-    own: &CgroupLevel,
-    judged: impl Fn(Coverage, Cause, Vec<Evidence>) -> RequestVerdict,
+    own_level: &CgroupLevel,
+    new_verdict: impl Fn(Coverage, Cause, Vec<Evidence>) -> RequestVerdict,
 ) -> RequestVerdict {
     // Evidence in the order of the explanation: the missing controller, then its cause.
-    let mut evidence: Vec<Evidence> = own.controllers.iter().cloned().collect();
+    let mut evidence: Vec<Evidence> = own_level.controllers.iter().cloned().collect();
     // From the root down: the first level that has `io` and does not enable it for its children.
-    let closed = facts
+    let blocking_level = facts
         .levels
         .iter()
         .rev()
-        .find(|level| level.name != own.name && level.has("io") && !level.enables_for_children("io"));
-    evidence.extend(closed.and_then(|level| level.subtree.clone()));
-    evidence.extend(own.kind.clone());
-    let mut judgement = judged(Coverage::Escapes, Cause::IoNotEnabled, evidence);
-    judgement.detail = match (closed, &own.kind) {
+        .find(|level| level.name != own_level.name && level.has("io") && !level.enables_for_children("io"));
+    evidence.extend(blocking_level.and_then(|level| level.subtree.clone()));
+    evidence.extend(own_level.kind.clone());
+    let mut verdict = new_verdict(Coverage::Escapes, Cause::IoNotEnabled, evidence);
+    verdict.detail = match (blocking_level, &own_level.kind) {
         (_, Some(kind)) if kind.value == "threaded" => "threaded".to_owned(),
         (Some(level), _) => level.name.clone(),
         (None, _) => String::new(),
     };
-    judgement
+    verdict
 }
 
 fn is_stacked_on(facts: &CgroupFacts, upper: DeviceNumber, lower: DeviceNumber, depth: usize) -> bool {

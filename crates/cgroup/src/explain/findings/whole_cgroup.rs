@@ -33,17 +33,17 @@ pub(super) fn swapping(facts: &CgroupFacts, process: &ExaminedProcess, found: &m
     for swap in &facts.swaps {
         let evidence = vec![swapped.clone(), swap.evidence.clone()];
         let Some(disk) = swap.disk else {
-            let judged = RequestVerdict {
+            let verdict = RequestVerdict {
                 coverage: Coverage::Note,
                 cause: Cause::UnknownDisk,
                 evidence,
                 detail: swap.evidence.value.clone(),
             };
-            merge_finding(facts, found, judged, None, (Some(process.pid), Io::Swapping));
+            merge_finding(facts, found, verdict, None, (Some(process.pid), Io::Swapping));
             continue;
         };
-        let judged = swapping_on(facts, process, disk, evidence);
-        merge_finding(facts, found, judged, Some(IoLocation::Disk(disk)), (Some(process.pid), Io::Swapping));
+        let verdict = swapping_on(facts, process, disk, evidence);
+        merge_finding(facts, found, verdict, Some(IoLocation::Disk(disk)), (Some(process.pid), Io::Swapping));
     }
 }
 
@@ -59,8 +59,8 @@ fn swapping_on(
         return RequestVerdict { coverage: Coverage::Note, cause: Cause::InMemory, evidence, detail };
     }
     // Swap-out is charged by the owner of the page, so only the location of a limit is looked up.
-    let own = charge::ChargedCgroup::Own(Vec::new());
-    match limit_search::find_limit(facts, &process.group, disk, Io::Swapping, own) {
+    let own_charge = charge::ChargedCgroup::Own(Vec::new());
+    match limit_search::find_limit(facts, &process.group, disk, Io::Swapping, own_charge) {
         (_, LimitSearch::Limit(limit)) => {
             let charged = facts.version == Version::V2
                 && facts.memory == MemoryController::Unified
@@ -78,12 +78,12 @@ fn swapping_on(
                 RequestVerdict { coverage: Coverage::Escapes, cause: Cause::SwapNotCharged, evidence, detail }
             }
         }
-        (_, LimitSearch::Nothing(nothing)) => {
-            evidence.extend(nothing.evidence);
+        (_, LimitSearch::Nothing(verdict)) => {
+            evidence.extend(verdict.evidence);
             // Swap space on another disk needs other advice than a file there.
-            let (coverage, cause) = match nothing.cause {
+            let (coverage, cause) = match verdict.cause {
                 Cause::OtherDisk | Cause::DiskWithoutLimit => (Coverage::Escapes, Cause::SwapElsewhere),
-                cause => (nothing.coverage, cause),
+                cause => (verdict.coverage, cause),
             };
             RequestVerdict { coverage, cause, evidence, detail }
         }
@@ -97,8 +97,8 @@ pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageF
     file_systems(facts, found);
     page_cache(facts, found);
     older_files(facts, found);
-    for beside in &facts.other_controls {
-        let detail = match beside.what {
+    for control in &facts.other_controls {
+        let detail = match control.kind {
             OtherControlKind::Cost => "io.cost",
             OtherControlKind::Latency => "io.latency",
             OtherControlKind::Bfq => "BFQ",
@@ -107,8 +107,8 @@ pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageF
             facts,
             Cause::OtherControl,
             detail,
-            Some(beside.disk),
-            vec![beside.evidence.clone()],
+            Some(control.disk),
+            vec![control.evidence.clone()],
         ));
     }
     for level in facts.levels.iter().chain(&facts.inner) {
@@ -124,13 +124,13 @@ pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageF
     let (names, evidence): (Vec<&str>, Vec<Evidence>) =
         threads.map(|(process, evidence)| (process.name.as_str(), evidence)).unzip();
     if let Some(first) = names.first() {
-        let told = if names.len() == 1 {
+        let description = if names.len() == 1 {
             (*first).to_owned()
         } else {
             format!("{first} and {}", figures::counted(names.len() as u64 - 1, "other"))
         };
         let evidence = evidence.into_iter().take(super::MAX_EVIDENCE).collect();
-        found.push(note(facts, Cause::KernelThread, &told, None, evidence));
+        found.push(note(facts, Cause::KernelThread, &description, None, evidence));
     }
     if let Some(evidence) = &facts.left_dirty {
         found.push(note(facts, Cause::LeftDirty, &facts.name, None, vec![evidence.clone()]));
@@ -149,61 +149,61 @@ fn note(
     disk: Option<DeviceNumber>,
     evidence: Vec<Evidence>,
 ) -> CoverageFinding {
-    let (why, mend) = wording::cause_and_remedy(facts, cause, detail);
+    let (explanation, remedy) = wording::cause_and_remedy(facts, cause, detail);
     let place = disk.map_or_else(String::new, |disk| facts.node(disk));
     CoverageFinding {
         coverage: Coverage::Note,
         cause,
         acts: BTreeSet::new(),
         disk,
-        place,
-        why,
+        location: place,
+        explanation,
         evidence,
-        remedy: mend,
+        remedy,
     }
 }
 
 fn whole_cgroup(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
-    let own = facts.own();
-    let told = |cause: Cause| found.iter().any(|finding| finding.cause == cause);
+    let own_level = facts.own();
+    let is_reported = |cause: Cause| found.iter().any(|finding| finding.cause == cause);
     let limited = facts.levels.iter().chain(&facts.inner).any(|level| !level.limits.is_empty());
     let escape = |cause: Cause, detail: &str, evidence: Vec<Evidence>| {
         let mut finding = note(facts, cause, detail, None, evidence);
         finding.coverage = Coverage::Escapes;
         finding
     };
-    let two = facts.version == Version::V2;
-    if two && own.root {
-        if !told(Cause::RootCgroup) {
-            found.push(escape(Cause::RootCgroup, "", own.subtree.iter().cloned().collect()));
+    let is_v2 = facts.version == Version::V2;
+    if is_v2 && own_level.root {
+        if !is_reported(Cause::RootCgroup) {
+            found.push(escape(Cause::RootCgroup, "", own_level.subtree.iter().cloned().collect()));
         }
     // Processes without files yield no finding, so the lack of a limit has to be reported here.
     } else if !limited {
-        let told = [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(told);
-        if !told {
+        let has_cause = [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(is_reported);
+        if !has_cause {
             let disk = DeviceNumber { major: 0, minor: 0 };
-            let nothing = limit_search::explain_missing_limit(
+            let verdict = limit_search::explain_missing_limit(
                 facts,
-                &own.name,
-                &limit_search::in_force(facts, &own.name),
+                &own_level.name,
+                &limit_search::in_force(facts, &own_level.name),
                 disk,
             );
-            found.push(escape(nothing.cause, &nothing.detail, nothing.evidence));
+            found.push(escape(verdict.cause, &verdict.detail, verdict.evidence));
         }
     }
 }
 
 /// If `io` is enabled without `memory`, the kernel enables memory implicitly, without its files.
 fn memory_not_enabled(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
-    let own = facts.own();
-    let silent = facts.version == Version::V2
+    let own_level = facts.own();
+    let is_memory_implicit = facts.version == Version::V2
         && facts.memory == MemoryController::Unified
-        && !own.root
-        && own.has("io")
-        && !own.has("memory");
-    if silent {
-        let evidence = own.controllers.iter().cloned().collect();
-        found.push(note(facts, Cause::MemoryNotEnabled, &own.name, None, evidence));
+        && !own_level.root
+        && own_level.has("io")
+        && !own_level.has("memory");
+    if is_memory_implicit {
+        let evidence = own_level.controllers.iter().cloned().collect();
+        found.push(note(facts, Cause::MemoryNotEnabled, &own_level.name, None, evidence));
     }
 }
 
@@ -211,8 +211,8 @@ fn lower_above(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     if facts.version == Version::V1 {
         return;
     }
-    let own = facts.own();
-    for limit in &own.limits {
+    let own_level = facts.own();
+    for limit in &own_level.limits {
         let above = facts.levels[1..].iter().filter_map(|level| Some((level, level.limit(limit.disk)?)));
         for (level, above) in above.filter(|(_, above)| lower(above.rates, limit.rates)) {
             let evidence = limit.evidence.iter().chain(&above.evidence).cloned().collect();
@@ -222,8 +222,8 @@ fn lower_above(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     }
 }
 
-fn lower(these: IoMaxRates, those: IoMaxRates) -> bool {
-    let pairs = io_max::in_order(these).into_iter().zip(io_max::in_order(those));
+fn lower(rates: IoMaxRates, reference: IoMaxRates) -> bool {
+    let pairs = io_max::in_order(rates).into_iter().zip(io_max::in_order(reference));
     pairs.into_iter().any(|pair| matches!(pair, (Some(this), Some(that)) if this < that))
 }
 
@@ -269,8 +269,8 @@ fn older_files(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
         return;
     }
     let covered = |disk| {
-        let this = |finding: &&CoverageFinding| finding.disk == disk && finding.coverage == Coverage::Covered;
-        found.iter().filter(this).any(|finding| finding.ios().contains(&Io::BufferedWrites))
+        let is_covered = |finding: &&CoverageFinding| finding.disk == disk && finding.coverage == Coverage::Covered;
+        found.iter().filter(is_covered).any(|finding| finding.ios().contains(&Io::BufferedWrites))
     };
     let uses = facts.processes.iter().flat_map(|process| &process.uses);
     let older = uses.filter(|used| covered(facts.disk_of(used.location)));

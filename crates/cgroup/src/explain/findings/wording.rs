@@ -7,12 +7,12 @@ use policy::steering::IoMaxRates;
 use super::Cause;
 use crate::explain::facts::{CgroupFacts, IoLocation};
 
-pub(super) fn location_text(facts: &CgroupFacts, place: IoLocation) -> String {
-    match place {
+pub(super) fn location_text(facts: &CgroupFacts, location: IoLocation) -> String {
+    match location {
         IoLocation::Disk(number) => facts.node(number),
         IoLocation::FileSystem(index) => {
             let file_system = &facts.file_systems[index];
-            let disk = facts.disk_of(place).map(|number| format!(" ({})", facts.node(number)));
+            let disk = facts.disk_of(location).map(|number| format!(" ({})", facts.node(number)));
             format!("{} on {}{}", file_system.kind, file_system.point, disk.unwrap_or_default())
         }
     }
@@ -33,18 +33,18 @@ pub(crate) fn lowest_of(all: impl Iterator<Item = IoMaxRates>) -> IoMaxRates {
 
 pub(super) fn lowest(all: impl Iterator<Item = IoMaxRates>) -> String {
     let IoMaxRates { bps, iops } = lowest_of(all);
-    let ways = ["read", "write"];
-    let bytes = ways
+    let directions = ["read", "write"];
+    let bytes = directions
         .iter()
         .zip(bps)
-        .filter_map(|(way, rate)| Some(format!("{way} {}/s", settings::exact_size(rate?))));
+        .filter_map(|(direction, rate)| Some(format!("{direction} {}/s", settings::exact_size(rate?))));
     let operations =
-        ways.iter().zip(iops).filter_map(|(way, rate)| Some(format!("{way} {} operations/s", rate?)));
+        directions.iter().zip(iops).filter_map(|(direction, rate)| Some(format!("{direction} {} operations/s", rate?)));
     bytes.chain(operations).collect::<Vec<_>>().join(", ")
 }
 
 pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) -> (String, Option<String>) {
-    let (why, mend): (String, Option<&str>) = match cause {
+    let (explanation, remedy): (String, Option<&str>) = match cause {
         Cause::Covered => (format!("charged to the cgroup, which may {detail}"), None),
         Cause::VersionOne => (
             "cgroup v1 does not attribute writeback: it is charged to the root cgroup, and the \
@@ -279,5 +279,5 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             Some("run it as root, in the host's namespaces"),
         ),
     };
-    (why, mend.map(str::to_owned))
+    (explanation, remedy.map(str::to_owned))
 }

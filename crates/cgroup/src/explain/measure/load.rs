@@ -59,23 +59,23 @@ pub(super) struct LoadReply {
     pub(super) nanoseconds: u64,
     /// Descriptor of the file that was kept open.
     #[serde(default)]
-    pub(super) kept: Option<i32>,
+    pub(super) open_fd: Option<i32>,
     #[serde(default)]
     pub(super) error: Option<String>,
 }
 
 pub(crate) fn run(arguments: &LoadArgs) -> Result<(), CommandFailure> {
-    let mut kept = None;
+    let mut open_file = None;
     for line in io::stdin().lock().lines() {
         let line = line.context("standard input")?;
         // An error is an answer, too: the parent continues with the next order.
-        let answer = match serde_json::from_str(&line).context("an order of unknown form") {
-            Ok(order) => execute(&arguments.directory, &order, &mut kept),
+        let reply = match serde_json::from_str(&line).context("an order of unknown form") {
+            Ok(order) => execute(&arguments.directory, &order, &mut open_file),
             Err(error) => Err(error),
         };
-        let answer = answer
+        let reply = reply
             .unwrap_or_else(|error| LoadReply { error: Some(format!("{error:#}")), ..LoadReply::default() });
-        let mut text = serde_json::to_string(&answer).context("an answer")?;
+        let mut text = serde_json::to_string(&reply).context("an answer")?;
         text.push('\n');
         let mut out = io::stdout().lock();
         // Flushed, because the parent waits for this line.
@@ -84,9 +84,9 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), CommandFailure> {
     Ok(())
 }
 
-fn execute(directory: &Path, order: &LoadOrder, kept: &mut Option<File>) -> anyhow::Result<LoadReply> {
+fn execute(directory: &Path, order: &LoadOrder, open_file: &mut Option<File>) -> anyhow::Result<LoadReply> {
     // Truncated, so that the dirty rest of the last file is not written back during this order.
-    if let Some(file) = kept.take() {
+    if let Some(file) = open_file.take() {
         let _ = file.set_len(0);
     }
     match order {
@@ -98,12 +98,12 @@ fn execute(directory: &Path, order: &LoadOrder, kept: &mut Option<File>) -> anyh
         }
         LoadOrder::BufferedWrites { bytes, ms } => {
             let file = unlinked_file(directory)?;
-            let mut answer =
+            let mut reply =
                 timed(*bytes, Some(Duration::from_millis(*ms)), |buffer, _| (&file).write_all(buffer))?;
             // Kept open: closing would delete the file with its dirty pages.
-            answer.kept = Some(file.as_raw_fd());
-            *kept = Some(file);
-            Ok(answer)
+            reply.open_fd = Some(file.as_raw_fd());
+            *open_file = Some(file);
+            Ok(reply)
         }
         LoadOrder::SyncedWrites { bytes } => {
             let file = unlinked_file(directory)?;
@@ -131,8 +131,8 @@ fn execute(directory: &Path, order: &LoadOrder, kept: &mut Option<File>) -> anyh
 /// Calls `one` for each block until all are done or the time is over.
 fn timed(
     bytes: u64,
-    most: Option<Duration>,
-    mut one: impl FnMut(&mut IoBuffer, u64) -> io::Result<()>,
+    time_limit: Option<Duration>,
+    mut transfer: impl FnMut(&mut IoBuffer, u64) -> io::Result<()>,
 ) -> anyhow::Result<LoadReply> {
     let mut buffer = IoBuffer::zeroed(BLOCK);
     // Random data: disks and file systems that compress or deduplicate would write less.
@@ -140,14 +140,14 @@ fn timed(
     let begin = Instant::now();
     let mut done = 0;
     for block in 0..bytes.div_ceil(BLOCK as u64) {
-        one(&mut buffer, block).with_context(|| format!("after {done} bytes"))?;
+        transfer(&mut buffer, block).with_context(|| format!("after {done} bytes"))?;
         done += BLOCK as u64;
-        if most.is_some_and(|most| begin.elapsed() >= most) {
+        if time_limit.is_some_and(|limit| begin.elapsed() >= limit) {
             break;
         }
     }
     let nanoseconds = u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    Ok(LoadReply { bytes: done, nanoseconds, kept: None, error: None })
+    Ok(LoadReply { bytes: done, nanoseconds, open_fd: None, error: None })
 }
 
 pub(super) fn fill(mut file: &File, bytes: u64) -> anyhow::Result<()> {

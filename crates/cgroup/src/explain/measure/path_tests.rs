@@ -41,29 +41,29 @@ type PathTest<'a> = fn(&mut PathTests<'a>, u64) -> anyhow::Result<PathFigures>;
 pub(super) struct PathTests<'a> {
     pub(super) directory: PathBuf,
     pub(super) worker: LoadWorker,
-    pub(super) place: TemporaryCgroup,
+    pub(super) cgroup: TemporaryCgroup,
     pub(super) trace: Option<TraceInstance>,
     pub(super) disk: DeviceNumber,
     pub(super) identity: DeviceIdentity,
     pub(super) rates: IoMaxRates,
     /// True if writeback is charged to the cgroup.
     pub(super) charged: bool,
-    pub(super) wish: MeasureOptions<'a>,
+    pub(super) options: MeasureOptions<'a>,
 }
 
 impl<'a> PathTests<'a> {
     pub(super) fn all(&mut self) -> Vec<PathResult> {
-        let progress = StepProgress::new(self.wish.quiet);
-        let mut ways = Vec::new();
+        let progress = StepProgress::new(self.options.quiet);
+        let mut results = Vec::new();
         let (write_bps, read_bps) = (self.write_bps(), self.read_bps());
         let writes: [(&'static str, PathTest<'a>); 3] = [
             ("direct writes", |this, bytes| this.done(&LoadOrder::DirectWrites { bytes }, bytes, false)),
             ("buffered writes", Self::buffered_writes),
             ("writes and fsync", |this, bytes| this.done(&LoadOrder::SyncedWrites { bytes }, bytes, false)),
         ];
-        for (name, way) in writes {
+        for (name, test) in writes {
             progress.step(name);
-            ways.push(self.measure_path(name, write_bps, way));
+            results.push(self.measure_path(name, write_bps, test));
             progress.end();
         }
         let file = self.file_to_read(read_bps);
@@ -75,23 +75,23 @@ impl<'a> PathTests<'a> {
         for (name, io, forget) in reads {
             progress.step(name);
             let limit_bps = if name.ends_with("cache") { None } else { read_bps };
-            let way = self.measure_path(name, limit_bps, |this, bytes| {
+            let path_result = self.measure_path(name, limit_bps, |this, bytes| {
                 let (path, file_bytes) = file
                     .as_ref()
                     .map(|(_, path, bytes)| (path, *bytes))
                     .map_err(|error| anyhow::anyhow!("{error:#}"))?;
                 this.read(path, bytes.min(file_bytes), io, forget)
             });
-            ways.push(way);
+            results.push(path_result);
             progress.end();
         }
         // The last path reads from the page cache, which the reads before it filled.
-        if let Some(way) = ways.last_mut()
-            && let Ok(figures) = &mut way.result
+        if let Some(last) = results.last_mut()
+            && let Ok(figures) = &mut last.result
         {
             figures.compliance = LimitCompliance::NoIo;
         }
-        ways
+        results
     }
 
     fn write_bps(&self) -> Option<u64> {
@@ -104,10 +104,10 @@ impl<'a> PathTests<'a> {
 
     /// Bytes that the limit admits in the time of one path, in whole blocks.
     fn amount(&self, limit_bps: Option<u64>) -> u64 {
-        let most = self.wish.max_bytes.max(MIN_SIZE_OPTION);
-        let seconds = self.wish.time.as_secs_f64();
-        let bytes = limit_bps.map_or(most, |bps| (bps as f64 * seconds) as u64);
-        bytes.clamp(MIN_BYTES, most) / BLOCK as u64 * BLOCK as u64
+        let max_bytes = self.options.max_bytes.max(MIN_SIZE_OPTION);
+        let seconds = self.options.time.as_secs_f64();
+        let bytes = limit_bps.map_or(max_bytes, |bps| (bps as f64 * seconds) as u64);
+        bytes.clamp(MIN_BYTES, max_bytes) / BLOCK as u64 * BLOCK as u64
     }
 
     fn timeout(&self, bytes: u64, limit_bps: Option<u64>) -> Duration {
@@ -119,10 +119,10 @@ impl<'a> PathTests<'a> {
         &mut self,
         name: &'static str,
         limit_bps: Option<u64>,
-        way: impl FnOnce(&mut Self, u64) -> anyhow::Result<PathFigures>,
+        test: impl FnOnce(&mut Self, u64) -> anyhow::Result<PathFigures>,
     ) -> PathResult {
         let bytes = self.amount(limit_bps);
-        let result = way(self, bytes)
+        let result = test(self, bytes)
             .map(|figures| PathFigures { compliance: limit_compliance(figures.bps(), limit_bps), ..figures });
         PathResult { name, limit_bps, result: result.map_err(|error| format!("{error:#}")) }
     }
@@ -136,25 +136,25 @@ impl<'a> PathTests<'a> {
         let of_usage = |usage: CgroupIoUsage| {
             if reads { usage.read_bytes } else { usage.written_bytes }
         };
-        let (usage, disk) = (self.place.usage(self.disk)?, source.read()?);
+        let (usage, disk) = (self.cgroup.usage(self.disk)?, source.read()?);
         // Cleared last, so that the trace has only events of `act`.
         if let Some(trace) = &self.trace {
             trace.clear().context("the trace")?;
         }
-        let (answer, later) = act(self)?;
+        let (reply, flush_time) = act(self)?;
         let traced = self
             .trace
             .as_ref()
             .map(|trace| trace.read(self.worker.process()))
             .transpose()
             .context("the trace")?;
-        let charged = counter::growth(of_usage(usage), of_usage(self.place.usage(self.disk)?));
+        let charged = counter::growth(of_usage(usage), of_usage(self.cgroup.usage(self.disk)?));
         let charged = charged.context("the cgroup's counters fell meanwhile")?;
         let disk = source.read()?.since(&disk).context("the disk's counters fell meanwhile")?;
-        let calls = Duration::from_nanos(answer.nanoseconds);
+        let calls = Duration::from_nanos(reply.nanoseconds);
         Ok(PathFigures {
-            bytes: answer.bytes,
-            seconds: (calls + later).as_secs_f64(),
+            bytes: reply.bytes,
+            seconds: (calls + flush_time).as_secs_f64(),
             calls_seconds: calls.as_secs_f64(),
             charged_bytes: charged,
             disk_bytes: if reads { disk.read_bytes } else { disk.written_bytes },
@@ -164,8 +164,8 @@ impl<'a> PathTests<'a> {
     }
 
     fn order(&mut self, order: &LoadOrder, bytes: u64, limit_bps: Option<u64>) -> anyhow::Result<LoadReply> {
-        let patience = self.timeout(bytes, limit_bps);
-        self.worker.run_order(order, patience)
+        let timeout = self.timeout(bytes, limit_bps);
+        self.worker.run_order(order, timeout)
     }
 
     /// Runs one order in the worker and counts its I/O.
@@ -176,31 +176,31 @@ impl<'a> PathTests<'a> {
 
     fn buffered_writes(&mut self, bytes: u64) -> anyhow::Result<PathFigures> {
         let limit = self.write_bps();
-        let narrowed = self.charged && self.place.restrict_memory(bytes);
+        let narrowed = self.charged && self.cgroup.restrict_memory(bytes);
         let directory = File::open(&self.directory).with_context(|| self.directory.display().to_string())?;
         if !self.charged {
             // Flushes dirty pages of other processes first, so that they are not counted.
             syncfs(&directory).context("syncfs")?;
         }
-        let ms = u64::try_from(self.wish.time.as_millis()).unwrap_or(u64::MAX).saturating_mul(2);
+        let ms = u64::try_from(self.options.time.as_millis()).unwrap_or(u64::MAX).saturating_mul(2);
         let order = LoadOrder::BufferedWrites { bytes, ms };
         let figures = self.counted(false, |this| {
-            let answer = this.order(&order, bytes, limit)?;
+            let reply = this.order(&order, bytes, limit)?;
             let begin = Instant::now();
             // Through /proc: the worker's file is unlinked. Flushed from here, outside of the
             // cgroup, as a kernel worker would; `sync_data` in the worker would be charged to the
             // worker itself.
             if this.charged {
-                let kept = answer.kept.context("the file that was written")?;
-                let path = format!("/proc/{}/fd/{kept}", this.worker.process());
+                let fd = reply.open_fd.context("the file that was written")?;
+                let path = format!("/proc/{}/fd/{fd}", this.worker.process());
                 File::open(&path).and_then(|file| file.sync_data()).context("flushing the written data")?;
             } else {
                 syncfs(&directory).context("syncfs")?;
             }
-            Ok((answer, begin.elapsed()))
+            Ok((reply, begin.elapsed()))
         });
         if narrowed {
-            self.place.unrestrict_memory();
+            self.cgroup.unrestrict_memory();
         }
         figures
     }

@@ -23,9 +23,9 @@ pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
         ("WAITED IN", ColumnAlignment::Left),
     ];
     let mut table = TextTable::new(columns);
-    for way in &measured.paths {
-        let limit = way.limit_bps.map_or_else(|| "-".to_owned(), |limit| rate(limit as f64));
-        let row = match &way.result {
+    for path in &measured.paths {
+        let limit = path.limit_bps.map_or_else(|| "-".to_owned(), |limit| rate(limit as f64));
+        let row = match &path.result {
             Ok(figures) => [
                 limit,
                 rate(figures.bps()),
@@ -36,7 +36,7 @@ pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
             // The error takes the place of the last column.
             Err(error) => [limit, "-".to_owned(), "-".to_owned(), "not measured".to_owned(), error.clone()],
         };
-        table.row([way.name.to_owned()].into_iter().chain(row).collect());
+        table.row([path.name.to_owned()].into_iter().chain(row).collect());
     }
     text += &table.render(false);
     if let Some(untraced) = &measured.untraced {
@@ -54,21 +54,21 @@ pub(in super::super) fn json(measured: &MeasuredPaths) -> Value {
     })
 }
 
-fn path_json(way: &PathResult) -> Value {
-    let mut answer = json!({ "path": way.name.replace(' ', "-"), "limit-bps": way.limit_bps });
-    match &way.result {
-        Err(error) => answer["error"] = json!(error),
+fn path_json(path: &PathResult) -> Value {
+    let mut object = json!({ "path": path.name.replace(' ', "-"), "limit-bps": path.limit_bps });
+    match &path.result {
+        Err(error) => object["error"] = json!(error),
         Ok(figures) => {
-            answer["bytes"] = json!(figures.bytes);
-            answer["seconds"] = json!(figures.seconds);
-            answer["calls-seconds"] = json!(figures.calls_seconds);
-            answer["bps"] = json!(figures.bps());
-            answer["charged-bytes"] = json!(figures.charged_bytes);
-            answer["device-bytes"] = json!(figures.disk_bytes);
-            answer["limit-is"] = json!(compliance_name(figures.compliance));
-            answer["waited"] = json!(describe_waiting(figures));
+            object["bytes"] = json!(figures.bytes);
+            object["seconds"] = json!(figures.seconds);
+            object["calls-seconds"] = json!(figures.calls_seconds);
+            object["bps"] = json!(figures.bps());
+            object["charged-bytes"] = json!(figures.charged_bytes);
+            object["device-bytes"] = json!(figures.disk_bytes);
+            object["limit-is"] = json!(compliance_name(figures.compliance));
+            object["waited"] = json!(describe_waiting(figures));
             if let Some(traced) = figures.traced {
-                answer["trace"] = json!({
+                object["trace"] = json!({
                     "sent-by-process-bytes": traced.by_process,
                     "sent-by-throttle-bytes": traced.by_throttle,
                     "sent-by-writeback-bytes": traced.by_writeback,
@@ -78,7 +78,7 @@ fn path_json(way: &PathResult) -> Value {
             }
         }
     }
-    answer
+    object
 }
 
 fn rate(bps: f64) -> String {
@@ -91,8 +91,8 @@ fn charged(figures: &PathFigures) -> String {
     figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
 }
 
-fn compliance_name(kept: LimitCompliance) -> &'static str {
-    match kept {
+fn compliance_name(compliance: LimitCompliance) -> &'static str {
+    match compliance {
         LimitCompliance::Yes => "kept",
         LimitCompliance::No => "IGNORED",
         LimitCompliance::Slower => "not reached",
@@ -105,10 +105,10 @@ fn describe_waiting(figures: &PathFigures) -> String {
     let Some(traced) = figures.traced else {
         return by_times(figures);
     };
-    let mut told = Vec::new();
+    let mut parts = Vec::new();
     if traced.held_ms > 0 {
         let held = figures::time(traced.held_ms.saturating_mul(1_000_000));
-        told.push(format!("{held} in balance_dirty_pages"));
+        parts.push(format!("{held} in balance_dirty_pages"));
     }
     // Without `by_others`: requests of unrelated processes on the same disk would distort the
     // shares.
@@ -119,13 +119,13 @@ fn describe_waiting(figures: &PathFigures) -> String {
         (by_writeback, "sent by a writeback worker at once"),
         (by_process, "sent by the process at once"),
     ];
-    for (bytes, what) in senders {
+    for (bytes, sender) in senders {
         // Tasks that submitted no byte are omitted.
         if bytes > 0 {
-            told.push(format!("{} {what}", figures::share(bytes as f64 / all as f64)));
+            parts.push(format!("{} {sender}", figures::share(bytes as f64 / all as f64)));
         }
     }
-    if told.is_empty() { "no request reached the disk".to_owned() } else { told.join(", ") }
+    if parts.is_empty() { "no request reached the disk".to_owned() } else { parts.join(", ") }
 }
 
 fn by_times(figures: &PathFigures) -> String {
@@ -165,9 +165,9 @@ mod tests {
 
     #[test]
     fn report_names_the_place_of_waiting() {
-        let told =
+        let expected =
             "950ms in balance_dirty_pages, 75% held by blk-throttle, 25% sent by a writeback worker at once";
-        assert_eq!(describe_waiting(&figures()), told);
+        assert_eq!(describe_waiting(&figures()), expected);
         let untraced = PathFigures { traced: None, ..figures() };
         assert_eq!(describe_waiting(&untraced), "1.0s in the calls themselves, 3.0s until it was written");
         let cached = PathFigures { traced: Some(TraceTotals::default()), ..figures() };
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_row_for_each_path() {
-        let ways = vec![
+        let paths = vec![
             PathResult { name: "direct writes", limit_bps: Some(2 << 20), result: Ok(figures()) },
             PathResult {
                 name: "direct reads",
@@ -188,16 +188,16 @@ mod tests {
             directory: "/data".into(),
             node: "/dev/vda".to_owned(),
             untraced: None,
-            paths: ways,
+            paths,
         };
-        let told = text(&measured);
-        let lines: Vec<&str> = told.lines().collect();
+        let rendered = text(&measured);
+        let lines: Vec<&str> = rendered.lines().collect();
         assert_eq!(lines[1], "measured in /data on /dev/vda:");
-        assert!(lines[3].starts_with("direct writes  2.0M/s  2.0M/s      75%  kept"), "{told}");
-        assert!(lines[4].ends_with("not measured  the file system has no direct I/O"), "{told}");
-        let told = json(&measured);
-        assert_eq!(told["paths"][0]["charged-bytes"], 6 << 20);
-        assert_eq!(told["paths"][0]["trace"]["held-in-balance-dirty-pages-ms"], 950);
-        assert_eq!(told["paths"][1]["error"], "the file system has no direct I/O");
+        assert!(lines[3].starts_with("direct writes  2.0M/s  2.0M/s      75%  kept"), "{rendered}");
+        assert!(lines[4].ends_with("not measured  the file system has no direct I/O"), "{rendered}");
+        let value = json(&measured);
+        assert_eq!(value["paths"][0]["charged-bytes"], 6 << 20);
+        assert_eq!(value["paths"][0]["trace"]["held-in-balance-dirty-pages-ms"], 950);
+        assert_eq!(value["paths"][1]["error"], "the file system has no direct I/O");
     }
 }

@@ -52,12 +52,12 @@ impl TemporaryCgroup {
         let group = ControlGroup::create(&parent, name).with_context(|| {
             format!("cgroup {}: cannot create a cgroup there to measure in", parent.name.display())
         })?;
-        let place = Self { group, disks: limits.iter().map(|(disk, _)| *disk).collect() };
+        let cgroup = Self { group, disks: limits.iter().map(|(disk, _)| *disk).collect() };
         for (disk, rates) in limits {
-            write::write_limits(&place.group, *disk, *rates)
+            write::write_limits(&cgroup.group, *disk, *rates)
                 .with_context(|| format!("the limits on {disk} cannot be copied"))?;
         }
-        Ok(place)
+        Ok(cgroup)
     }
 
     /// Returns a closure that removes the cgroup, for the signal handler.

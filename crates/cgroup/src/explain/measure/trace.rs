@@ -101,19 +101,19 @@ fn remove(directory: &Path) {
 fn parse(text: &str, process: u32) -> TraceTotals {
     let mut traced = TraceTotals::default();
     for line in text.lines() {
-        let Some((who, event, what)) = split(line) else {
+        let Some((task, event, arguments)) = split(line) else {
             continue;
         };
         match event {
             "block_bio_queue" => {
-                if let Some(bytes) = bytes(what) {
-                    *counter_of_task(&mut traced, who, process) += bytes;
+                if let Some(bytes) = bytes(arguments) {
+                    *counter_of_task(&mut traced, task, process) += bytes;
                 }
             }
             // Negative if the kernel computed no pause: does not parse as unsigned, so it counts as
             // 0.
-            "balance_dirty_pages" if pid(who) == Some(process) => {
-                traced.held_ms += field(what, "pause=").and_then(|pause| pause.parse().ok()).unwrap_or(0);
+            "balance_dirty_pages" if pid(task) == Some(process) => {
+                traced.held_ms += field(arguments, "pause=").and_then(|pause| pause.parse().ok()).unwrap_or(0);
             }
             _ => {}
         }
@@ -125,23 +125,23 @@ fn parse(text: &str, process: u32) -> TraceTotals {
 /// arguments.
 fn split(line: &str) -> Option<(&str, &str, &str)> {
     let (before, rest) = line.split_once(": ")?;
-    let (event, what) = rest.split_once(": ")?;
-    let (who, _) = before.split_once(" [")?;
-    Some((who.trim(), event, what))
+    let (event, arguments) = rest.split_once(": ")?;
+    let (task, _) = before.split_once(" [")?;
+    Some((task.trim(), event, arguments))
 }
 
-fn pid(who: &str) -> Option<u32> {
+fn pid(task: &str) -> Option<u32> {
     // With the option `record-tgid`, the thread group's id follows in brackets.
-    who.split_once(" (").map_or(who, |(who, _)| who).trim().rsplit_once('-')?.1.parse().ok()
+    task.split_once(" (").map_or(task, |(name, _)| name).trim().rsplit_once('-')?.1.parse().ok()
 }
 
-fn counter_of_task<'a>(traced: &'a mut TraceTotals, who: &str, process: u32) -> &'a mut u64 {
-    if pid(who) == Some(process) {
+fn counter_of_task<'a>(traced: &'a mut TraceTotals, task: &str, process: u32) -> &'a mut u64 {
+    if pid(task) == Some(process) {
         &mut traced.by_process
     // Unbound workers, which also match the prefix of the next branch.
-    } else if who.starts_with("kworker/u") || who.starts_with("writeback-") {
+    } else if task.starts_with("kworker/u") || task.starts_with("writeback-") {
         &mut traced.by_writeback
-    } else if who.starts_with("kworker/") || who.starts_with("kthrotld") {
+    } else if task.starts_with("kworker/") || task.starts_with("kthrotld") {
         &mut traced.by_throttle
     } else {
         &mut traced.by_others
@@ -149,13 +149,13 @@ fn counter_of_task<'a>(traced: &'a mut TraceTotals, who: &str, process: u32) -> 
 }
 
 /// Bytes of `254,0 WS 1260299776 + 1024 [x]`, which counts sectors of 512 bytes.
-fn bytes(what: &str) -> Option<u64> {
-    let sectors = what.split_once(" + ")?.1.split(' ').next()?;
+fn bytes(arguments: &str) -> Option<u64> {
+    let sectors = arguments.split_once(" + ")?.1.split(' ').next()?;
     sectors.parse::<u64>().ok()?.checked_mul(512)
 }
 
-fn field<'a>(what: &'a str, name: &str) -> Option<&'a str> {
-    what.split(' ').find_map(|word| word.strip_prefix(name))
+fn field<'a>(arguments: &'a str, name: &str) -> Option<&'a str> {
+    arguments.split(' ').find_map(|argument| argument.strip_prefix(name))
 }
 
 #[cfg(test)]

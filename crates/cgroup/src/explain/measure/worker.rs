@@ -22,7 +22,7 @@ use super::load::{LoadOrder, LoadReply};
 pub(super) struct LoadWorker {
     child: Child,
     orders: ChildStdin,
-    answers: Receiver<String>,
+    replies: Receiver<String>,
     /// True if the next reply belongs to an order that timed out.
     is_behind: bool,
 }
@@ -40,7 +40,7 @@ impl LoadWorker {
         let (Some(orders), Some(out)) = (child.stdin.take(), child.stdout.take()) else {
             bail!("the process that is to be measured has no pipes");
         };
-        let (sender, answers) = mpsc::channel();
+        let (sender, replies) = mpsc::channel();
         // A thread reads the replies, because a pipe cannot be read with a timeout.
         let listen = move || {
             for line in BufReader::new(out).lines() {
@@ -54,7 +54,7 @@ impl LoadWorker {
             .name("answers".to_owned())
             .spawn(listen)
             .context("no thread can be started")?;
-        Ok(Self { child, orders, answers, is_behind: false })
+        Ok(Self { child, orders, replies, is_behind: false })
     }
 
     pub(super) fn process(&self) -> u32 {
@@ -78,15 +78,15 @@ impl LoadWorker {
         let mut line = serde_json::to_string(order).context("an order")?;
         line.push('\n');
         self.orders.write_all(line.as_bytes()).context("the process that is measured has ended")?;
-        let answer = self.answers.recv_timeout(within);
-        let Ok(answer) = answer else {
+        let received = self.replies.recv_timeout(within);
+        let Ok(reply_line) = received else {
             self.is_behind = true;
             bail!("no end within {} s", within.as_secs());
         };
-        let answer: LoadReply = serde_json::from_str(&answer).context("an answer of unknown form")?;
-        match answer.error {
+        let reply: LoadReply = serde_json::from_str(&reply_line).context("an answer of unknown form")?;
+        match reply.error {
             Some(error) => bail!("{error}"),
-            None => Ok(answer),
+            None => Ok(reply),
         }
     }
 }

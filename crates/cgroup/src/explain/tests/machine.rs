@@ -240,7 +240,7 @@ impl ExplainMachine {
         let hierarchy = self.base.hierarchy();
         let group = target::resolve(&hierarchy, subject).unwrap();
         let limits = self.path(LIMITS);
-        facts::collect(&hierarchy, &ExplainSubject { group, only: subject.parse().ok(), limits }).unwrap()
+        facts::collect(&hierarchy, &ExplainSubject { group, pid: subject.parse().ok(), limits }).unwrap()
     }
 
     pub(super) fn explain(&mut self) -> Vec<CoverageFinding> {

@@ -16,27 +16,27 @@ use super::{
 
 /// A machine, and every failure expected for `/app`, in any order.
 struct ExplainCase {
-    what: &'static str,
+    title: &'static str,
     machine: ExplainMachine,
     alarms: Vec<(Coverage, Cause)>,
 }
 
 fn case(
-    what: &'static str,
+    title: &'static str,
     alarms: &[(Coverage, Cause)],
     set_up: impl FnOnce(&mut ExplainMachine) -> &mut ExplainMachine,
 ) -> ExplainCase {
-    on(ExplainMachine::new(), what, alarms, set_up)
+    on(ExplainMachine::new(), title, alarms, set_up)
 }
 
 fn on(
     mut machine: ExplainMachine,
-    what: &'static str,
+    title: &'static str,
     alarms: &[(Coverage, Cause)],
     set_up: impl FnOnce(&mut ExplainMachine) -> &mut ExplainMachine,
 ) -> ExplainCase {
     set_up(&mut machine);
-    ExplainCase { what, machine, alarms: alarms.to_vec() }
+    ExplainCase { title, machine, alarms: alarms.to_vec() }
 }
 
 /// Limits of `/app` in weir's file; the kernel has none.
@@ -268,26 +268,26 @@ fn all() -> Vec<ExplainCase> {
 fn every_case_names_its_cause_and_no_other() {
     let cases = all();
     assert!(cases.iter().filter(|case| !case.alarms.is_empty()).count() >= 15, "too few cases");
-    let mut wrong = Vec::new();
-    for ExplainCase { what, mut machine, alarms } in cases {
+    let mut failures = Vec::new();
+    for ExplainCase { title, mut machine, alarms } in cases {
         let found = machine.alarms();
         if found != alarms {
-            wrong.push(format!("{what}: {found:?} instead of {alarms:?}"));
+            failures.push(format!("{title}: {found:?} instead of {alarms:?}"));
         }
     }
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(failures.is_empty(), "{failures:#?}");
 }
 
 #[test]
-fn every_alarm_has_evidence_to_look_at_and_something_to_do() {
-    for ExplainCase { what, mut machine, .. } in all() {
+fn every_failure_has_evidence_and_a_remedy() {
+    for ExplainCase { title, mut machine, .. } in all() {
         for finding in machine.explain().iter().filter(|finding| finding.coverage.is_failure()) {
-            assert!(!finding.evidence.is_empty(), "{what}: {finding:?}");
+            assert!(!finding.evidence.is_empty(), "{title}: {finding:?}");
             for evidence in &finding.evidence {
-                assert!(Path::new(&evidence.file).exists(), "{what}: {evidence:?}");
-                assert!(!evidence.value.is_empty(), "{what}: {evidence:?}");
+                assert!(Path::new(&evidence.file).exists(), "{title}: {evidence:?}");
+                assert!(!evidence.value.is_empty(), "{title}: {evidence:?}");
             }
-            assert!(finding.remedy.is_some(), "{what}: {finding:?}");
+            assert!(finding.remedy.is_some(), "{title}: {finding:?}");
         }
     }
 }
@@ -307,7 +307,7 @@ fn healthy_cgroup_is_fully_covered() {
     let covered = only(&findings, Covered);
     let ios: Vec<Io> = covered.ios().into_iter().collect();
     assert_eq!(ios, [Io::DirectReads, Io::DirectWrites, Io::Reads, Io::BufferedWrites]);
-    assert_eq!(covered.place, "ext4 on /data (/dev/vda)");
+    assert_eq!(covered.location, "ext4 on /data (/dev/vda)");
     assert_eq!(Verdict::of(&findings), Verdict::Covered);
     let limit = &covered.evidence[0];
     assert!(limit.file.ends_with("cgroup/app/io.max"), "{limit:?}");
@@ -333,7 +333,7 @@ fn the_level_that_keeps_a_controller_is_named() {
     machine.dd_in("/a/b/c", WRITE);
     let findings = findings::find(&machine.facts("/a/b/c"));
     let finding = only(&findings, IoNotEnabled);
-    assert_eq!(finding.why, "/a does not enable the io controller for its children");
+    assert_eq!(finding.explanation, "/a does not enable the io controller for its children");
     assert!(
         finding.evidence.iter().any(|evidence| evidence.file.ends_with("cgroup/a/cgroup.subtree_control"))
     );
@@ -390,9 +390,9 @@ fn notes_are_not_failures() {
         assert!(!found.evidence.is_empty(), "{found:?}");
     }
     for control in ["io.cost", "io.latency", "BFQ"] {
-        let told =
-            |finding: &CoverageFinding| finding.cause == OtherControl && finding.why.starts_with(control);
-        assert!(findings.iter().any(told), "{control} in {findings:#?}");
+        let is_note =
+            |finding: &CoverageFinding| finding.cause == OtherControl && finding.explanation.starts_with(control);
+        assert!(findings.iter().any(is_note), "{control} in {findings:#?}");
     }
 }
 
@@ -433,16 +433,16 @@ fn text_begins_with_the_verdict() {
     machine.dd();
     let facts = machine.facts("/app");
     let findings = findings::find(&facts);
-    let told = text::text(&facts, &findings);
-    let lines: Vec<&str> = told.lines().collect();
+    let report = text::text(&facts, &findings);
+    let lines: Vec<&str> = report.lines().collect();
     assert_eq!(lines[0], "/app (cgroup v1): the limit misses everything that was found");
     assert_eq!(lines[2], "/dev/vda (254:0): write 20M/s in /app");
     assert_eq!(lines[3], "  ESCAPES   buffered writes, ext4 on /data (/dev/vda) [version-1]");
-    assert!(told.contains("\n            fix: use cgroup v2"), "{told}");
-    assert!(told.contains("blkio.throttle.write_bps_device: 254:0 20971520\n"), "{told}");
+    assert!(report.contains("\n            fix: use cgroup v2"), "{report}");
+    assert!(report.contains("blkio.throttle.write_bps_device: 254:0 20971520\n"), "{report}");
     assert!(
-        told.contains("100  dd    buffered writes  ext4 on /data (/dev/vda)  escapes: version-1\n"),
-        "{told}"
+        report.contains("100  dd    buffered writes  ext4 on /data (/dev/vda)  escapes: version-1\n"),
+        "{report}"
     );
 }
 
@@ -451,10 +451,10 @@ fn json_has_the_same_findings() {
     let mut machine = ExplainMachine::version_one();
     machine.dd();
     let facts = machine.facts("/app");
-    let told = json::json(&facts, &findings::find(&facts));
-    assert_eq!((told["verdict"].as_str(), told["version"].as_i64()), (Some("missed"), Some(1)));
-    assert_eq!(told["limits"][0]["write-bps"], 20_971_520);
-    let finding = &told["findings"][0];
+    let report = json::json(&facts, &findings::find(&facts));
+    assert_eq!((report["verdict"].as_str(), report["version"].as_i64()), (Some("missed"), Some(1)));
+    assert_eq!(report["limits"][0]["write-bps"], 20_971_520);
+    let finding = &report["findings"][0];
     assert_eq!(
         (finding["cause"].as_str(), finding["coverage"].as_str()),
         (Some("version-1"), Some("escapes"))

@@ -37,7 +37,7 @@ pub(super) struct TopLine {
 
 pub(super) struct CgroupTopState {
     pub(super) rows: Vec<CgroupRow>,
-    pub(super) wrong: Option<String>,
+    pub(super) error: Option<String>,
     /// The cgroup whose tasks are shown, including descendants; `None` shows cgroups.
     pub(super) tasks_of: Option<PathBuf>,
     pub(super) column: TopColumn,
@@ -46,7 +46,7 @@ pub(super) struct CgroupTopState {
     pub(super) has_help: bool,
     /// Lines of a page, set by the view.
     pub(super) page: usize,
-    pub(super) wish: RowOptions,
+    pub(super) options: RowOptions,
     last: Option<CgroupSnapshot>,
     chosen: SelectedRow,
     /// True if the user selected a line; otherwise the first line is selected.
@@ -54,16 +54,16 @@ pub(super) struct CgroupTopState {
 }
 
 impl CgroupTopState {
-    pub(super) fn new(wish: RowOptions) -> Self {
+    pub(super) fn new(options: RowOptions) -> Self {
         Self {
             rows: Vec::new(),
-            wrong: None,
+            error: None,
             tasks_of: None,
             column: TopColumn::Writes,
             reversed: false,
             has_help: false,
             page: 1,
-            wish,
+            options,
             last: None,
             chosen: SelectedRow::default(),
             has_chosen: false,
@@ -71,17 +71,17 @@ impl CgroupTopState {
     }
 
     /// Applies a snapshot or an error; after an error rates start anew.
-    pub(super) fn update(&mut self, wish: RowOptions, result: anyhow::Result<CgroupSnapshot>) {
-        self.wish = wish;
+    pub(super) fn update(&mut self, options: RowOptions, result: anyhow::Result<CgroupSnapshot>) {
+        self.options = options;
         match result {
             Ok(snapshot) => {
-                self.rows = rates::rows(self.last.as_ref(), &snapshot, self.wish);
-                self.wrong = snapshot.wrong.first().cloned();
+                self.rows = rates::rows(self.last.as_ref(), &snapshot, self.options);
+                self.error = snapshot.errors.first().cloned();
                 self.last = Some(snapshot);
             }
             Err(error) => {
                 self.rows.clear();
-                self.wrong = Some(format!("{error:#}"));
+                self.error = Some(format!("{error:#}"));
                 self.last = None;
             }
         }
@@ -170,8 +170,8 @@ impl CgroupTopState {
     /// Keeps the user's selection, or its successor at the same position; else selects the first
     /// line.
     fn settle(&mut self) {
-        let stays = self.has_chosen;
-        self.with_names(|chosen, names| chosen.update(names, stays));
+        let keeps_selection = self.has_chosen;
+        self.with_names(|chosen, names| chosen.update(names, keeps_selection));
     }
 
     fn with_names<T>(&mut self, choose: impl FnOnce(&mut SelectedRow, &[&str]) -> T) -> T {
@@ -197,12 +197,12 @@ fn of_task(row: &CgroupRow, task: &TaskRow) -> TopLine {
 
 /// Sort key; unknown values come last.
 fn number(line: &TopLine, column: TopColumn) -> f64 {
-    let of = |figure: fn(&CgroupRate) -> f64| line.rate.as_ref().map(figure);
+    let rate_figure = |figure: fn(&CgroupRate) -> f64| line.rate.as_ref().map(figure);
     let figure = match column {
         TopColumn::Name => None,
-        TopColumn::Reads => of(|rate| rate.read_bps),
-        TopColumn::Writes => of(|rate| rate.write_bps),
-        TopColumn::Operations => of(CgroupRate::iops),
+        TopColumn::Reads => rate_figure(|rate| rate.read_bps),
+        TopColumn::Writes => rate_figure(|rate| rate.write_bps),
+        TopColumn::Operations => rate_figure(CgroupRate::iops),
         TopColumn::Waited => line.waited,
     };
     figure.unwrap_or(-1.0)

@@ -76,9 +76,9 @@ fn removed_cgroups_leave_the_list() {
     assert_eq!(names(&state), [""; 0]);
     press(&mut state, "jkgGsr");
     state.update(WISH, Err(anyhow::anyhow!("cgroup /a: removed meanwhile")));
-    assert_eq!(state.wrong.as_deref(), Some("cgroup /a: removed meanwhile"));
+    assert_eq!(state.error.as_deref(), Some("cgroup /a: removed meanwhile"));
     state.update(WISH, Ok(earlier));
-    assert_eq!(state.wrong, None);
+    assert_eq!(state.error, None);
     assert!(state.rows.iter().all(|row| row.rate().is_none()), "there is nothing to compare with");
 }
 

@@ -49,25 +49,25 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut CgroupTopState) {
 
 fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &CgroupTopState) {
     let name = Span::styled(format!(" weir {} ", env!("CARGO_PKG_VERSION")), Modifier::BOLD);
-    let said = match (&state.wrong, &state.tasks_of) {
-        (Some(wrong), _) => Span::styled(wrong.clone(), FAULT),
+    let status = match (&state.error, &state.tasks_of) {
+        (Some(error), _) => Span::styled(error.clone(), FAULT),
         (None, Some(group)) => {
             Span::raw(format!("· tasks in {} and below", sanitize(&group.display().to_string())))
         }
         (None, None) => Span::raw(format!("· cgroups with limits or I/O: {}", state.rows.len())),
     };
-    frame.render_widget(Text::from(vec![name, said]), area);
+    frame.render_widget(Text::from(vec![name, status]), area);
 }
 
 fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &CgroupTopState) {
     let lines = state.lines();
     if lines.is_empty() {
-        let said = if state.has_tasks() {
+        let message = if state.has_tasks() {
             " no task (Esc: back)"
         } else {
             " no cgroup has limits or has done any I/O"
         };
-        return frame.render_widget(Text::styled(said, DIMMED), area);
+        return frame.render_widget(Text::styled(message, DIMMED), area);
     }
     let widths = [
         Constraint::Fill(3),
@@ -83,8 +83,8 @@ fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &CgroupTopState) {
         .header(Row::new(heading.into_iter().chain([Cell::from(rest)])).style(Modifier::BOLD))
         .column_spacing(1)
         .row_highlight_style(Modifier::REVERSED);
-    let mut place = TableState::new().with_selected(state.chosen(&lines));
-    frame.render_stateful_widget(table, area, &mut place);
+    let mut table_state = TableState::new().with_selected(state.chosen(&lines));
+    frame.render_stateful_widget(table, area, &mut table_state);
 }
 
 fn heading(state: &CgroupTopState, column: TopColumn) -> Cell<'static> {
@@ -107,22 +107,22 @@ fn heading(state: &CgroupTopState, column: TopColumn) -> Cell<'static> {
 }
 
 fn row(line: &TopLine) -> Row<'static> {
-    let of = |figure: fn(&CgroupRate) -> String| right(text::cell(line.rate.as_ref().map(figure)));
+    let rate_cell = |figure: fn(&CgroupRate) -> String| right(text::cell(line.rate.as_ref().map(figure)));
     let waited = right(text::cell(line.waited.map(figures::share)));
     // Highlights lines that waited.
     let is_held = line.waited.is_some_and(|share| share > 0.0);
     Row::new([
         Cell::from(sanitize(&line.name)),
-        of(|rate| figures::bytes(rate.read_bps)),
-        of(|rate| figures::bytes(rate.write_bps)),
-        of(|rate| figures::count(rate.iops())),
+        rate_cell(|rate| figures::bytes(rate.read_bps)),
+        rate_cell(|rate| figures::bytes(rate.write_bps)),
+        rate_cell(|rate| figures::count(rate.iops())),
         if is_held { waited.style(THROTTLED) } else { waited },
         Cell::from(sanitize(&line.rest)),
     ])
 }
 
 fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &CgroupTopState) {
-    let is_unknown = !state.wish.are_waits_counted && state.rows.iter().all(|row| row.pressure.is_none());
+    let is_unknown = !state.options.are_waits_counted && state.rows.iter().all(|row| row.pressure.is_none());
     let line = if is_unknown && !state.rows.is_empty() {
         Text::styled(" WAITED is not known here: sysctl kernel.task_delayacct=1 · ? help · q quit", DIMMED)
     } else {
@@ -184,7 +184,7 @@ mod tests {
         );
         assert!(drawn(&mut state, 79, 24).starts_with("weir cgroup top needs 80×24; this terminal is 79×24"));
         let mut state = sampled();
-        state.wish.are_waits_counted = false;
+        state.options.are_waits_counted = false;
         assert!(!drawn(&mut state, 80, 24).contains("task_delayacct"), "the cgroup's pressure tells");
         state.rows.iter_mut().for_each(|row| row.pressure = None);
         assert!(drawn(&mut state, 80, 24).contains("sysctl kernel.task_delayacct=1"));

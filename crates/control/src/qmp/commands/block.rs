@@ -34,33 +34,33 @@ type CreationCommands = Option<Vec<Map<String, Value>>>;
 #[derive(Debug)]
 pub(super) struct BlockdevAdd {
     chain: NodeChain,
-    told: CreationCommands,
+    creation_commands: CreationCommands,
 }
 
 impl QmpCommand for BlockdevAdd {
     const NAME: &'static str = "blockdev-add";
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
-        let told = arguments.sent_json().map(|sent| vec![sent]);
-        Ok(Self { chain: NodeChain::read(arguments, None)?, told })
+        let commands = arguments.sent_json().map(|sent| vec![sent]);
+        Ok(Self { chain: NodeChain::read(arguments, None)?, creation_commands: commands })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        let Self { chain, told } = self;
+        let Self { chain, creation_commands: commands } = self;
         check_names(&registry, &chain)?;
         match &chain.bottom {
             ChainBottom::Node(bottom) => {
-                let _turn = registry.lock_structure().await?;
+                let _guard = registry.lock_structure().await?;
                 match chain.reopens_node() {
-                    true => reopen_with_format(&registry, chain, told).await?,
-                    false => add_node_over(&registry, &chain, bottom, told)?,
+                    true => reopen_with_format(&registry, chain, commands).await?,
+                    false => add_node_over(&registry, &chain, bottom, commands)?,
                 }
             }
             ChainBottom::Storage(storage) => {
                 // Without the lock: the answer of a storage server may take any time.
                 let opened = open_storage(&registry, &chain, storage, None).await?;
-                let _turn = registry.lock_structure().await?;
-                list(&registry, &chain, storage, inner_nodes(&chain), told, opened)?;
+                let _guard = registry.lock_structure().await?;
+                list(&registry, &chain, storage, inner_nodes(&chain), commands, opened)?;
                 if let Err(why) = set::publish_reservations(&registry).await {
                     registry.remove_disk(&chain.names[0]).await.map_err(generic_error)?;
                     set::publish_rolled_back(&registry);
@@ -80,11 +80,11 @@ async fn add_disk(
     chain: &NodeChain,
     storage: &ProtocolNode,
     below: Vec<LowerNode>,
-    told: CreationCommands,
+    commands: CreationCommands,
     passed: Option<PassedFiles>,
 ) -> Result<(), QmpError> {
     let opened = open_storage(registry, chain, storage, passed).await?;
-    list(registry, chain, storage, below, told, opened)
+    list(registry, chain, storage, below, commands, opened)
 }
 
 /// Lists a disk whose image is open.
@@ -93,7 +93,7 @@ fn list(
     chain: &NodeChain,
     storage: &ProtocolNode,
     below: Vec<LowerNode>,
-    told: CreationCommands,
+    commands: CreationCommands,
     opened: Opened,
 ) -> Result<(), QmpError> {
     let prefetch = chain.prefetch.apply_to(prefetch::PrefetchConfig::default())?;
@@ -110,7 +110,7 @@ fn list(
         host_local_option: chain.host_local_option(),
         lower_nodes: below,
         storage: chain.plain_storage().map(Rc::new),
-        creation_commands: told,
+        creation_commands: commands,
         ..RunningDisk::new(disk, config)
     };
     chain.policies.apply_to(disk.disk.failures());
@@ -122,7 +122,7 @@ fn list(
 async fn reopen_with_format(
     registry: &Rc<Registry>,
     chain: NodeChain,
-    own: CreationCommands,
+    own_commands: CreationCommands,
 ) -> Result<(), QmpError> {
     let ChainBottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
     let (bottom, below) = (bottom.clone(), find_top_node(registry, bottom)?);
@@ -136,15 +136,15 @@ async fn reopen_with_format(
     drop(below);
     let taken = registry.take_out_disk(&bottom).map_err(in_use_error(&bottom))?;
     taken.close().await;
-    let (under, told) = (taken.lower_nodes, taken.creation_commands);
+    let (lower_nodes, commands) = (taken.lower_nodes, taken.creation_commands);
     // Closes the file and releases its lock, which the new image needs.
     drop(taken.disk);
-    let (nodes, both) =
-        (nodes_below_format(&chain, &bottom, &storage, &under), with_command(told.clone(), own));
-    let added = add_disk(registry, &chain.over_storage(&storage), &storage, nodes, both, None).await;
+    let (nodes, all_commands) =
+        (nodes_below_format(&chain, &bottom, &storage, &lower_nodes), with_command(commands.clone(), own_commands));
+    let added = add_disk(registry, &chain.over_storage(&storage), &storage, nodes, all_commands, None).await;
     if added.is_err() {
         // The previous disk is restored even though the command fails.
-        restore_node(registry, &bottom, &storage, under, told).await;
+        restore_node(registry, &bottom, &storage, lower_nodes, commands).await;
     }
     added
 }
@@ -173,11 +173,11 @@ fn nodes_below_format(
 /// The first command that would fail.
 pub(in crate::qmp) async fn add_transferred(
     registry: &Rc<Registry>,
-    told: &[Map<String, Value>],
+    commands: &[Map<String, Value>],
     passed: PassedFiles,
 ) -> Result<(), QmpError> {
     let mut chains = Vec::new();
-    for sent in told {
+    for sent in commands {
         let mut arguments = QmpArguments::new(sent.clone());
         // The group may have changed since; it is set afterwards.
         let name = arguments.optional("node-name")?;
@@ -187,8 +187,8 @@ pub(in crate::qmp) async fn add_transferred(
     }
     let mut chains = chains.into_iter().peekable();
     // True for a disk that was added by keys, whose lowest node has no command.
-    let is_over = chains.peek().is_some_and(|(first, _)| matches!(first.bottom, ChainBottom::Node(_)));
-    if !is_over {
+    let lowest_exists = chains.peek().is_some_and(|(first, _)| matches!(first.bottom, ChainBottom::Node(_)));
+    if !lowest_exists {
         add_lowest_node(registry, &mut chains, passed).await?;
     }
     for (chain, sent) in chains {
@@ -213,27 +213,27 @@ async fn add_lowest_node(
     let ChainBottom::Storage(storage) = &first.bottom else {
         return Err(QmpError::rule("file", "names the node of another disk"));
     };
-    let (own, told) = (inner_nodes(&first), vec![sent]);
+    let (lower_nodes, commands) = (inner_nodes(&first), vec![sent]);
     match (chains.next_if(|(chain, _)| chain.reopens_node()), first.plain_storage()) {
-        (Some((over, sent)), Some(lies)) => {
-            let (lies, told) = (Rc::new(lies), with_command(Some(told), Some(vec![sent])));
-            let nodes = nodes_below_format(&over, &first.names[0], &lies, &own);
-            add_disk(registry, &over.over_storage(&lies), &lies, nodes, told, Some(passed)).await
+        (Some((over, sent)), Some(file_storage)) => {
+            let (file_storage, commands) = (Rc::new(file_storage), with_command(Some(commands), Some(vec![sent])));
+            let nodes = nodes_below_format(&over, &first.names[0], &file_storage, &lower_nodes);
+            add_disk(registry, &over.over_storage(&file_storage), &file_storage, nodes, commands, Some(passed)).await
         }
-        (None, _) => add_disk(registry, &first, storage, own, Some(told), Some(passed)).await,
+        (None, _) => add_disk(registry, &first, storage, lower_nodes, Some(commands), Some(passed)).await,
         (Some(_), None) => Err(QmpError::rule("file", "names more than a file")),
     }
 }
 
 /// Appends the command of the node above.
-fn with_command(below: CreationCommands, own: CreationCommands) -> CreationCommands {
-    below.zip(own).map(|(below, own)| [below, own].concat())
+fn with_command(below: CreationCommands, added: CreationCommands) -> CreationCommands {
+    below.zip(added).map(|(below, added)| [below, added].concat())
 }
 
 /// Removes the command of the topmost node.
-fn without_last_command(mut told: CreationCommands) -> CreationCommands {
-    told.as_mut().map(Vec::pop);
-    told
+fn without_last_command(mut commands: CreationCommands) -> CreationCommands {
+    commands.as_mut().map(Vec::pop);
+    commands
 }
 
 /// Adds a node again that was closed for the node above it.
@@ -242,10 +242,10 @@ async fn restore_node(
     name: &str,
     storage: &ProtocolNode,
     below: Vec<LowerNode>,
-    told: CreationCommands,
+    commands: CreationCommands,
 ) {
     if let Err(error) =
-        add_disk(registry, &NodeChain::of_storage(name, storage), storage, below, told, None).await
+        add_disk(registry, &NodeChain::of_storage(name, storage), storage, below, commands, None).await
     {
         tracing::error!(
             node = name, error = %error,
@@ -311,7 +311,7 @@ fn add_node_over(
     registry: &Rc<Registry>,
     chain: &NodeChain,
     bottom: &str,
-    own: CreationCommands,
+    own_commands: CreationCommands,
 ) -> Result<(), QmpError> {
     let name = excerpt(bottom);
     let below = find_top_node(registry, bottom)?;
@@ -345,8 +345,8 @@ fn add_node_over(
     let mut nodes = inner_nodes(chain);
     nodes.push(LowerNode { name: bottom.to_owned(), is_own_disk: true, reopen_options: None });
     nodes.extend(taken.lower_nodes.iter().cloned());
-    let told = with_command(taken.creation_commands.clone(), own);
-    list_renamed(registry, RunningDisk { creation_commands: told, ..taken }, &chain.names[0], nodes)
+    let commands = with_command(taken.creation_commands.clone(), own_commands);
+    list_renamed(registry, RunningDisk { creation_commands: commands, ..taken }, &chain.names[0], nodes)
 }
 
 /// Moves a disk that was taken out to a group, or out of its group. If its reservations do not fit,
@@ -439,11 +439,11 @@ async fn open_storage(
     opened.map_err(|error| {
         let OpenError { image, why, remedy, .. } = registry.with_holder(error);
         // The path ends before the text about a file in its backing chain.
-        let (image, behind) = match image.split_once(": its ") {
-            Some((image, behind)) => (image, format!("its {behind}: ")),
+        let (image, chain_part) = match image.split_once(": its ") {
+            Some((image, chain_part)) => (image, format!("its {chain_part}: ")),
             None => (image.as_str(), String::new()),
         };
-        QmpError::generic(format!("Could not open '{image}': {behind}{why} ({remedy})"))
+        QmpError::generic(format!("Could not open '{image}': {chain_part}{why} ({remedy})"))
     })
 }
 
@@ -495,13 +495,13 @@ impl QmpCommand for BlockdevDel {
             Some(next) => {
                 let taken = registry.take_out_disk(&self.node).map_err(in_use_error(&name))?;
                 let (node, below) = (taken.lower_nodes[next].clone(), taken.lower_nodes[next + 1..].to_vec());
-                let told = without_last_command(taken.creation_commands.clone());
+                let commands = without_last_command(taken.creation_commands.clone());
                 match node.reopen_options {
                     None => {
                         let taken = move_to_group(&registry, taken, None)?;
                         list_renamed(
                             &registry,
-                            RunningDisk { creation_commands: told, ..taken },
+                            RunningDisk { creation_commands: commands, ..taken },
                             &node.name,
                             below,
                         )?;
@@ -509,7 +509,7 @@ impl QmpCommand for BlockdevDel {
                     Some(storage) => {
                         taken.close().await;
                         taken.wait_until_free().await;
-                        restore_node(&registry, &node.name, &storage, below, told).await;
+                        restore_node(&registry, &node.name, &storage, below, commands).await;
                     }
                 }
             }

@@ -51,9 +51,9 @@ pub(super) fn read_endpoint(kind: &str, arguments: &mut QmpArguments) -> Result<
 fn read_keys<K: AddressedConfig>(
     arguments: &mut QmpArguments,
     mut export: K,
-    others: &[&str],
+    excluded: &[&str],
 ) -> Result<K, QmpError> {
-    for key in K::options().filter(|key| key.name != "read-only" && !others.contains(&key.name)) {
+    for key in K::options().filter(|key| key.name != "read-only" && !excluded.contains(&key.name)) {
         // Converted to text, so that the config file's parser applies with its ranges.
         let text = match key.value {
             KeyType::Flag => arguments.optional::<bool>(key.name)?.map(|on| on.to_string()),
@@ -95,11 +95,11 @@ fn read_vhost_user(arguments: &mut QmpArguments) -> Result<VhostUserBlkConfig, Q
         0 => ("path", "unix", "is empty; write the socket's path"),
         _ => ("str", "fd", "is empty; write the name of a socket that was passed"),
     };
-    let place: String = address.required(member)?;
-    if place.is_empty() {
+    let path_or_name: String = address.required(member)?;
+    if path_or_name.is_empty() {
         return Err(QmpError::rule(&address.full_name(member), empty));
     }
-    let socket = format!("{scheme}:{place}").parse::<VhostUserSocket>();
+    let socket = format!("{scheme}:{path_or_name}").parse::<VhostUserSocket>();
     let socket = socket.map_err(|rule| QmpError::rule(&address.full_name(member), rule))?;
     address.finish()?;
     if arguments.optional::<Value>("queues")?.is_some() {
@@ -130,7 +130,7 @@ mod tests {
     /// Endpoint in the syntax of the command line, or the error.
     fn endpoint_text(kind: &str, arguments: Value) -> Result<String, String> {
         QmpArguments::read_all(arguments, |arguments| read_endpoint(kind, arguments))
-            .map(|door| door.to_string())
+            .map(|endpoint| endpoint.to_string())
     }
 
     #[test]
@@ -143,7 +143,7 @@ mod tests {
         let expect = "unix:/s,queues=4,queue-size=64,serial=disk-1,logical-block-size=4096,discard=off,write-zeroes=off,write-cache=off,client=on";
         assert_eq!(endpoint_text("vhost-user-blk", machine).unwrap(), expect);
         assert_eq!(endpoint_text("vhost-user-blk", json!({ "addr": addr })).unwrap(), "unix:/s,queues=1");
-        for (wrong, said) in [
+        for (wrong, expected) in [
             (json!({ "addr": addr, "queue-size": 100 }), "a power of two from 4 to 32768"),
             (json!({ "addr": addr, "serial": "x".repeat(21) }), "at most 20"),
             (json!({ "addr": addr, "logical-block-size": 8192 }), "logical-block-size"),
@@ -154,7 +154,7 @@ mod tests {
             (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "needs unix:PATH"),
         ] {
             let error = endpoint_text("vhost-user-blk", wrong.clone()).unwrap_err();
-            assert!(error.contains(said), "{wrong}: {error}");
+            assert!(error.contains(expected), "{wrong}: {error}");
         }
     }
 

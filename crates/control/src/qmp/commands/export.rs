@@ -62,13 +62,13 @@ impl QmpCommand for BlockExportAdd {
         reject_unsupported(arguments, types[kind])?;
         let kind = match kind {
             0 => ExportArguments::Nbd(NbdExportArguments::read(arguments, &node)?),
-            own => {
-                let door = endpoint::read_endpoint(endpoint::TYPES[own - 1], arguments)?;
-                let socket = door
+            index => {
+                let target = endpoint::read_endpoint(endpoint::TYPES[index - 1], arguments)?;
+                let socket = target
                     .inherited_name()
                     .and_then(|name| arguments.descriptors().take_named(name))
                     .map(PassedFd::into_owned);
-                ExportArguments::Own(door, socket)
+                ExportArguments::Own(target, socket)
             }
         };
         let name = match &kind {
@@ -94,8 +94,8 @@ impl QmpCommand for BlockExportAdd {
         }
         let address = match kind {
             ExportArguments::Nbd(nbd) => nbd.add(&registry, &disk, &id, writable).await?,
-            ExportArguments::Own(door, socket) => {
-                if let (Some(name), Some(socket)) = (door.inherited_name(), socket) {
+            ExportArguments::Own(target, socket) => {
+                if let (Some(name), Some(socket)) = (target.inherited_name(), socket) {
                     let terms = registry
                         .exports
                         .endpoint_parameters()
@@ -103,7 +103,7 @@ impl QmpCommand for BlockExportAdd {
                     // The endpoint finds it there by its name.
                     terms.inherited.borrow_mut().add(name, socket);
                 }
-                let added = registry.add_endpoint(id.clone(), disk, !writable, &door, None).await;
+                let added = registry.add_endpoint(id.clone(), disk, !writable, &target, None).await;
                 added.map_err(|error| QmpError::generic(format!("{error:#}")))?
             }
         };
@@ -117,20 +117,20 @@ impl QmpCommand for BlockExportAdd {
 /// True for ids that weir assigns to exports of a config file or command line: the disk or the
 /// name, with `@` and the address if that is in use.
 fn is_generated_id(id: &str, names: [&String; 2]) -> bool {
-    let behind = |name: &String| id.strip_prefix(name.as_str());
-    let is_called = |behind: &str| behind.is_empty() || behind.len() > 1 && behind.starts_with('@');
+    let suffix_after = |name: &String| id.strip_prefix(name.as_str());
+    let is_called = |suffix: &str| suffix.is_empty() || suffix.len() > 1 && suffix.starts_with('@');
     !id.is_empty()
         && id.len() <= 2 * MAX_STRING_BYTES
         && !id.chars().any(char::is_control)
-        && names.into_iter().filter_map(behind).any(is_called)
+        && names.into_iter().filter_map(suffix_after).any(is_called)
 }
 
 impl NbdExportArguments {
     fn read(arguments: &mut QmpArguments, node: &str) -> Result<Self, QmpError> {
         let bitmaps = read_bitmaps(arguments, node)?;
-        let text = |key: &str, what: &str, text: String| {
+        let text = |key: &str, label: &str, text: String| {
             if text.len() > MAX_STRING_BYTES {
-                return Err(QmpError::generic(format!("{what} '{}' too long", excerpt(&text))));
+                return Err(QmpError::generic(format!("{label} '{}' too long", excerpt(&text))));
             }
             if text.chars().any(char::is_control) {
                 return Err(QmpError::rule(key, "holds a control character"));
@@ -249,7 +249,7 @@ fn read_bitmaps(arguments: &mut QmpArguments, node: &str) -> Result<Vec<String>,
     let bitmaps: Vec<Value> = arguments.optional("bitmaps")?.unwrap_or_default();
     let name = |bitmap: &Value| match bitmap {
         Value::String(name) => Ok(name.clone()),
-        Value::Object(members) if members.get("node").is_none_or(|of| of == node) => {
+        Value::Object(members) if members.get("node").is_none_or(|owner| owner == node) => {
             let name = members.get("name").and_then(Value::as_str).map(str::to_owned);
             name.ok_or_else(|| QmpError::missing(&arguments.full_name("bitmaps.name")))
         }
@@ -304,8 +304,8 @@ impl QmpCommand for BlockExportDel {
 /// Fails if a device of this host is mounted, claimed or open.
 async fn check_unused(registry: &Registry, id: &str) -> Result<(), QmpError> {
     let export = registry.exports.get(id)?;
-    let Reach::Separate(entrance) = &export.endpoint else { return Ok(()) };
-    let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
+    let Reach::Separate(endpoint) = &export.endpoint else { return Ok(()) };
+    let Some(device) = endpoint.device().map(Path::to_owned) else { return Ok(()) };
     let users =
         reactor::run_blocking(move || DeviceOpeners::of_device(&device).with_processes().with_claims()).await;
     match users.is_empty() {

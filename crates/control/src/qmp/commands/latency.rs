@@ -20,7 +20,7 @@ fn histograms(disk: &Disk) -> Value {
     let measures = disk.measure();
     json!({
         "name": &**disk.name(),
-        "latencies": buckets([OperationClass::Read, OperationClass::Write].map(|of| measures.latency(of))),
+        "latencies": buckets([OperationClass::Read, OperationClass::Write].map(|class| measures.latency(class))),
         "waits": buckets(Direction::ALL.map(|direction| measures.waits(direction))),
     })
 }
@@ -28,8 +28,8 @@ fn histograms(disk: &Disk) -> Value {
 /// Returns the nonempty buckets of the sum of both.
 fn buckets([reads, writes]: [HistogramSnapshot; 2]) -> Value {
     let both = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
-    let bucket = |(place, requests): (usize, u64)| {
-        let (above_ns, at_most_ns) = HistogramSnapshot::bounds_ns(place);
+    let bucket = |(index, requests): (usize, u64)| {
+        let (above_ns, at_most_ns) = HistogramSnapshot::bounds_ns(index);
         let mut bucket = json!({ "above-ns": above_ns, "requests": requests });
         if let Some(at_most_ns) = at_most_ns {
             bucket["at-most-ns"] = json!(at_most_ns);

@@ -249,9 +249,9 @@ impl NodeChain {
             self.discards = Discards::Ignore;
         }
         // The strongest mode of all nodes applies.
-        let looks = arguments.choice("detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
-        let looks = looks.map(|index| DetectZeroes::ALL[index]).unwrap_or_default();
-        self.detect_zeroes = self.detect_zeroes.max(looks);
+        let detect_zeroes = arguments.choice("detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
+        let detect_zeroes = detect_zeroes.map(|index| DetectZeroes::ALL[index]).unwrap_or_default();
+        self.detect_zeroes = self.detect_zeroes.max(detect_zeroes);
         match driver {
             "raw" => {
                 self.part = read_part(arguments)?.or(self.part);
@@ -320,20 +320,20 @@ impl InheritedOptions {
         let mut flag = |key: &str, default: bool| -> Result<bool, QmpError> {
             Ok(arguments.optional(key)?.unwrap_or(default))
         };
-        let mut own = Self {
+        let mut options = Self {
             read_only: flag("read-only", above.read_only)?,
             auto_read_only: flag("auto-read-only", above.auto_read_only)?,
             force_share: flag("force-share", above.force_share)?,
             ..above
         };
-        if own.force_share && !own.read_only {
+        if options.force_share && !options.read_only {
             return Err(QmpError::generic("force-share=on can only be used with read-only images"));
         }
         if let Some(mut cache) = arguments.object("cache")? {
             // As in QEMU, a node inherits cache options that it does not set.
-            own.direct = cache.optional("direct")?.unwrap_or(above.direct);
-            own.no_flush = cache.optional("no-flush")?.unwrap_or(above.no_flush);
-            if own.direct && own.no_flush {
+            options.direct = cache.optional("direct")?.unwrap_or(above.direct);
+            options.no_flush = cache.optional("no-flush")?.unwrap_or(above.no_flush);
+            if options.direct && options.no_flush {
                 return Err(QmpError::rule(
                     &cache.full_name("no-flush"),
                     "does not go with 'direct' (give one)",
@@ -341,7 +341,7 @@ impl InheritedOptions {
             }
             cache.finish()?;
         }
-        Ok(own)
+        Ok(options)
     }
 
     fn cache_mode(self) -> CacheMode {
@@ -357,21 +357,21 @@ impl InheritedOptions {
 fn read_fixed(
     arguments: &mut QmpArguments,
     key: &str,
-    words: &[&str],
+    choices: &[&str],
     possible: &[&str],
 ) -> Result<(), QmpError> {
-    match arguments.choice(key, words)? {
-        Some(place) if !possible.contains(&words[place]) => Err(QmpError::rule(
+    match arguments.choice(key, choices)? {
+        Some(index) if !possible.contains(&choices[index]) => Err(QmpError::rule(
             &arguments.full_name(key),
-            format!("is always '{}' here; '{}' is not supported", possible[0], words[place]),
+            format!("is always '{}' here; '{}' is not supported", possible[0], choices[index]),
         )),
         _ => Ok(()),
     }
 }
 
 fn read_driver(arguments: &mut QmpArguments) -> Result<&'static str, QmpError> {
-    let place = arguments.choice("driver", &DRIVERS)?;
-    place.map(|place| DRIVERS[place]).ok_or_else(|| QmpError::missing(&arguments.full_name("driver")))
+    let index = arguments.choice("driver", &DRIVERS)?;
+    index.map(|index| DRIVERS[index]).ok_or_else(|| QmpError::missing(&arguments.full_name("driver")))
 }
 
 fn read_storage(
@@ -459,8 +459,8 @@ fn read_rbd(arguments: &mut QmpArguments) -> Result<String, QmpError> {
 fn read_part(arguments: &mut QmpArguments) -> Result<Option<StoragePart>, QmpError> {
     let offset = arguments.optional("offset")?;
     let size = arguments.number("size", 1..=u64::MAX)?;
-    let is_said = offset.is_some() || size.is_some();
-    Ok(is_said.then(|| StoragePart { offset: offset.unwrap_or_default(), size }))
+    let is_set = offset.is_some() || size.is_some();
+    Ok(is_set.then(|| StoragePart { offset: offset.unwrap_or_default(), size }))
 }
 
 fn read_qcow2(arguments: &mut QmpArguments) -> Result<Qcow2Node, QmpError> {

@@ -69,7 +69,7 @@ pub(super) enum ObjectAdd {
     },
     Credentials {
         id: String,
-        of: TlsCredentialFiles,
+        files: TlsCredentialFiles,
     },
     Names {
         id: String,
@@ -105,16 +105,16 @@ impl QmpCommand for ObjectAdd {
             inner.finish()?;
         }
         let properties = LimitChanges::read(arguments, SettingNaming::Property)?;
-        let own = SettingChanges::read_own(arguments, "x-weir-")?;
+        let changes = SettingChanges::read_own(arguments, "x-weir-")?;
         let parent = arguments.optional("x-weir-parent")?;
-        Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)), is_sent })
+        Ok(Self::Group { id, parent, changes: changes.with_limits(limits.then(properties)), is_sent })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let (id, parent, changes, is_sent) = match self {
             Self::Group { id, parent, changes, is_sent } => (id, parent, changes, is_sent),
             Self::Secret { id, from } => return add_secret(&registry, &id, from).await,
-            Self::Credentials { id, of } => return add_credentials(&registry, &id, of).await,
+            Self::Credentials { id, files: credential_files } => return add_credentials(&registry, &id, credential_files).await,
             Self::Names { id, names } => {
                 check_id(&registry, &id)?;
                 registry.objects.add(&id, NamedObject::Names(names))?;
@@ -193,11 +193,11 @@ fn read_credentials(kind: &str, arguments: &mut QmpArguments) -> Result<ObjectAd
     let verify_peer = arguments.optional("verify-peer")?.unwrap_or(true);
     // weir always checks the files.
     let _: Option<bool> = arguments.optional("sanity-check")?;
-    let of = match kind {
+    let credential_files = match kind {
         X509 => TlsCredentialFiles::Certificates { directory: directory.into(), verify_peer },
         _ => TlsCredentialFiles::PreShared(directory.into()),
     };
-    Ok(ObjectAdd::Credentials { id, of })
+    Ok(ObjectAdd::Credentials { id, files: credential_files })
 }
 
 /// Reads QEMU's `AuthZSimpleProperties` and `AuthZListProperties`.
@@ -223,8 +223,8 @@ fn read_names(kind: &str, arguments: &mut QmpArguments) -> Result<ObjectAdd, Qmp
     Ok(ObjectAdd::Names { id, names: NameRules { rules, default_allows: otherwise } })
 }
 
-async fn add_credentials(registry: &Registry, id: &str, of: TlsCredentialFiles) -> Result<Value, QmpError> {
-    let read = move || match of {
+async fn add_credentials(registry: &Registry, id: &str, credential_files: TlsCredentialFiles) -> Result<Value, QmpError> {
+    let read = move || match credential_files {
         TlsCredentialFiles::Certificates { directory, verify_peer } => {
             TlsServer::x509(&directory, verify_peer)
         }

@@ -27,9 +27,9 @@ async fn all_nodes(registry: &Registry) -> Vec<(Rc<RunningDisk>, Value)> {
         let of_task = Rc::clone(&running);
         (running, reactor::spawn_joinable(async move { block_device_info(&of_task).await }))
     };
-    let begun: Vec<_> = registry.disks.all().into_iter().map(begin).collect();
+    let tasks: Vec<_> = registry.disks.all().into_iter().map(begin).collect();
     let mut nodes = Vec::new();
-    for (running, node) in begun {
+    for (running, node) in tasks {
         nodes.push((running, node.await));
     }
     nodes
@@ -75,20 +75,20 @@ impl QmpCommand for QueryNamedBlockNodes {
 /// Returns a `BlockDeviceInfo`.
 async fn block_device_info(running: &RunningDisk) -> Value {
     let disk = &running.disk;
-    let own = disk.throttle().settings().limits;
+    let disk_limits = disk.throttle().settings().limits;
     // QEMU has one level of limits: the disk's own, or else its group's.
-    let group = disk.throttle().group().filter(|_| own.is_unlimited());
-    let limits = group.as_ref().map_or(own, |group| group.settings().limits);
+    let group = disk.throttle().group().filter(|_| disk_limits.is_unlimited());
+    let limits = group.as_ref().map_or(disk_limits, |group| group.settings().limits);
     let mut info = settings::device_limits(&limits);
     if let Some(group) = group {
         info.insert("group".to_owned(), json!(group.name()));
-    } else if !own.is_unlimited() {
+    } else if !disk_limits.is_unlimited() {
         info.insert("group".to_owned(), json!(&**disk.name()));
     }
     let cache = running.config.cache;
     let file = running.config.image.to_string();
     let header = header(disk.image());
-    let others = json!({
+    let members = json!({
         "node-name": &**disk.name(),
         "drv": driver_name(running),
         "file": file,
@@ -105,8 +105,8 @@ async fn block_device_info(running: &RunningDisk) -> Value {
         },
         "image": image_info(running, &file).await,
     });
-    if let Value::Object(others) = others {
-        info.extend(others);
+    if let Value::Object(members) = members {
+        info.extend(members);
     }
     if let Some(backing) = header.as_ref().and_then(|header| header.backing.as_ref()) {
         info.insert("backing_file".to_owned(), json!(backing.name));

@@ -12,7 +12,7 @@ use crate::{
 
 #[derive(Debug)]
 pub(super) struct RecordStart {
-    of: Vec<String>,
+    names: Vec<String>,
     file: OwnedFd,
 }
 
@@ -21,18 +21,18 @@ impl QmpCommand for RecordStart {
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let name: String = arguments.required("fdname")?;
-        let of = arguments.optional("of")?.unwrap_or_default();
-        Ok(Self { of, file: arguments.descriptors().require_named(&name)?.into_owned() })
+        let selected = arguments.optional("of")?.unwrap_or_default();
+        Ok(Self { names: selected, file: arguments.descriptors().require_named(&name)?.into_owned() })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        for name in &self.of {
+        for name in &self.names {
             if registry.disks.get(name).is_err() && registry.groups.get(name).is_err() {
                 let rule = "no disk and no group has this name (`weir status` lists them)";
                 return Err(QmpError::generic(format!("{name}: {rule}")));
             }
         }
-        let id = registry.recordings.begin(self.of, self.file).await;
+        let id = registry.recordings.begin(self.names, self.file).await;
         Ok(json!({ "id": id.map_err(|error| QmpError::generic(format!("{error:#}")))? }))
     }
 }
@@ -58,9 +58,9 @@ impl QmpCommand for RecordStop {
                 "belongs to the daemon (remove `record` from its config or command line, and restart it)";
             return Err(QmpError::generic(format!("recording {} {rule}", self.id)));
         }
-        let ended = registry.recordings.end(self.id).await;
-        let ended = ended.ok_or_else(|| QmpError::generic(format!("there is no recording {}", self.id)))?;
-        Ok(recording_json(self.id, &ended))
+        let recording = registry.recordings.end(self.id).await;
+        let recording = recording.ok_or_else(|| QmpError::generic(format!("there is no recording {}", self.id)))?;
+        Ok(recording_json(self.id, &recording))
     }
 }
 
@@ -71,7 +71,7 @@ query!(QueryRecordings, "x-weir-query-recordings", |registry| {
 
 fn recording_json(id: u64, running: &RunningRecording) -> Value {
     let progress = &running.progress;
-    let mut told = json!({
+    let mut object = json!({
         "id": id,
         "of": running.names,
         "requests": progress.requests(),
@@ -79,10 +79,10 @@ fn recording_json(id: u64, running: &RunningRecording) -> Value {
         "bytes": progress.bytes(),
     });
     if let Some(directory) = &running.directory {
-        told["directory"] = json!(directory);
+        object["directory"] = json!(directory);
     }
     if let Some(error) = progress.error() {
-        told["error"] = json!(error);
+        object["error"] = json!(error);
     }
-    told
+    object
 }

@@ -35,7 +35,7 @@ pub(super) fn read_uri(arguments: &mut QmpArguments) -> Result<String, QmpError>
         return uri.ok_or_else(|| QmpError::missing(&arguments.full_name("server")));
     };
     let export = export.unwrap_or_default();
-    let place = match server.choice("type", &["inet", "unix"])? {
+    let server_uri = match server.choice("type", &["inet", "unix"])? {
         Some(0) => {
             let host: String = server.required("host")?;
             let port: String = server.required("port")?;
@@ -45,7 +45,7 @@ pub(super) fn read_uri(arguments: &mut QmpArguments) -> Result<String, QmpError>
         None => return Err(QmpError::missing(&server.full_name("type"))),
     };
     server.finish()?;
-    Ok(place)
+    Ok(server_uri)
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ impl QmpCommand for NbdServerStart {
         let mut addr = arguments.object("addr")?.ok_or_else(|| QmpError::missing("addr"))?;
         let place = read_address(&mut addr)?;
         addr.finish()?;
-        let most = arguments.number("max-connections", 0..=u32::MAX.into())?;
+        let max = arguments.number("max-connections", 0..=u32::MAX.into())?;
         let credentials: Option<String> = arguments.optional("tls-creds")?;
         let names: Option<String> = arguments.optional("tls-authz")?;
         if names.is_some() && credentials.is_none() {
@@ -57,10 +57,10 @@ impl QmpCommand for NbdServerStart {
             credentials,
             names,
             is_sent,
-            max_connections: match most {
+            max_connections: match max {
                 None => NbdServerTerms::default().max_connections,
                 // Fits: at most `u32::MAX` by the range.
-                Some(most) => most as usize,
+                Some(max) => max as usize,
             },
         })
     }
@@ -136,9 +136,9 @@ fn read_address(addr: &mut QmpArguments) -> Result<NbdServerAddress, QmpError> {
     let kind = kind.ok_or_else(|| QmpError::missing(&addr.full_name("type")))?;
     match addr.object("data")? {
         Some(mut data) => {
-            let place = read_socket_address(&mut data, kind)?;
+            let address = read_socket_address(&mut data, kind)?;
             data.finish()?;
-            Ok(place)
+            Ok(address)
         }
         None => read_socket_address(addr, kind),
     }

@@ -42,11 +42,11 @@ impl QmpCommand for SetSettings {
         let name = arguments.required("name")?;
         let group = arguments.optional("group")?;
         let limits = LimitChanges::read(arguments, SettingNaming::Plain)?;
-        let own = SettingChanges::read_own(arguments, "")?;
+        let changes = SettingChanges::read_own(arguments, "")?;
         let caches = Qcow2CacheChanges::read(arguments)?;
         let prefetch = PrefetchChanges::read(arguments, "")?;
         let policies = ErrorPolicyChanges::read(arguments, "")?;
-        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
+        Ok(Self { name, group, changes: changes.with_limits(limits), caches, prefetch, policies })
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
@@ -103,8 +103,8 @@ impl SetSettings {
             Some(name) => Some(registry.groups.get(name).map_err(|_| no_group_error(registry, name))?),
         };
         // An unchanged command must not fail because of an earlier watermark.
-        let is_asked = self.group.is_some() || settings.watermark != before.watermark;
-        if let Some(group) = group.as_ref().filter(|_| is_asked && settings.watermark.percent() > 0) {
+        let changes_watermark = self.group.is_some() || settings.watermark != before.watermark;
+        if let Some(group) = group.as_ref().filter(|_| changes_watermark && settings.watermark.percent() > 0) {
             let rule = format_args!(
                 "cannot be the disk's own: it is in group {0:?}, which has the watermark for its \
                  members (set it at {0:?})",
@@ -171,14 +171,14 @@ pub(super) async fn set_group(
 ) -> Result<(), QmpError> {
     let before = group.settings();
     group.set(settings)?;
-    let settled = publish_reservations(registry).await;
-    if settled.is_err() {
+    let published = publish_reservations(registry).await;
+    if published.is_err() {
         // The quota may have changed in the meantime; keep it.
         let limits = if group.quota_lease().is_some() { group.settings().limits } else { before.limits };
         group.set(GroupSettings { limits, ..before })?;
         publish_rolled_back(registry);
     }
-    settled
+    published
 }
 
 /// Publishes the reservations to all hosts of the cluster; fails if they do not fit.

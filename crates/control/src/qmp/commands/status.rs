@@ -56,7 +56,7 @@ impl QmpTextCommand for QueryDaemonStatus {
             uptime_ns: nanoseconds(registry.lifecycle.uptime()),
             makes_devices: Some(registry.makes_devices()),
             memory: Some(memory_status()),
-            servers: registry.exports.servers().iter().map(|one| server_status(one)).collect(),
+            servers: registry.exports.servers().iter().map(|server| server_status(server)).collect(),
             cluster: registry.cluster().map(|cluster| cluster.summary()),
             config: registry.config.as_ref().map(|path| path.display().to_string()),
             ..DaemonStatus::default()
@@ -78,11 +78,11 @@ impl QmpTextCommand for QueryDaemonStatus {
 fn add_lists(registry: &Rc<Registry>, status: &mut DaemonStatus) {
     // Members are collected once: a query per group would take quadratic time.
     let (exports, members) = (registry.exports.all(), registry.members());
-    status.disks = registry.disks.all().iter().map(|one| disk_status(registry, one)).collect();
-    status.groups = registry.groups.all().iter().map(|one| group_status(registry, one, &members)).collect();
+    status.disks = registry.disks.all().iter().map(|running| disk_status(registry, running)).collect();
+    status.groups = registry.groups.all().iter().map(|group| group_status(registry, group, &members)).collect();
     status.devices = registry.devices().into_iter().map(device_status).collect();
-    status.exports = exports.iter().map(|one| export_status(one)).collect();
-    status.unopened = registry.unavailable_disks();
+    status.exports = exports.iter().map(|export| export_status(export)).collect();
+    status.unavailable = registry.unavailable_disks();
 }
 
 fn memory_status() -> MemoryStatus {
@@ -94,7 +94,7 @@ fn memory_status() -> MemoryStatus {
         disks_in_memory: pages,
         connections,
         requests,
-        most_requests,
+        max_requests: most_requests,
         waiting,
     }
 }
@@ -181,9 +181,9 @@ fn group_status(
     members: &HashMap<*const ThrottleGroup, Vec<String>>,
 ) -> GroupStatus {
     let GroupSettings { limits, share, watermark } = group.settings();
-    let shared = group.quota_lease().map(|lent| ClusterLimits {
-        limits: settings::set_limits(&lent.whole),
-        leased: limits != lent.fallback,
+    let shared = group.quota_lease().map(|lease| ClusterLimits {
+        limits: settings::set_limits(&lease.cluster_limits),
+        leased: limits != lease.fallback,
     });
     GroupStatus {
         name: group.name().to_owned(),
@@ -223,12 +223,12 @@ fn watermark_status(watermark: Watermark, enforcement: Enforcement) -> Watermark
     if watermark.percent() == 0 {
         return WatermarkStatus::default();
     }
-    let (word, scale) = match enforcement {
+    let (name, scale) = match enforcement {
         Enforcement::Enforced => ("enforced", None),
         Enforcement::Lifted => ("lifted", None),
         Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths() as f64 / 1000.0)),
     };
-    WatermarkStatus { enforcement: Some(word.to_owned()), scale }
+    WatermarkStatus { enforcement: Some(name.to_owned()), scale }
 }
 
 fn device_status(listed: DeviceWithDisks) -> DeviceStatus {
@@ -264,9 +264,9 @@ fn export_status(export: &RunningExport) -> ExportStatus {
         read_only: export.read_only || export.disk.disk.image().is_read_only(),
         ..ExportStatus::default()
     };
-    let RunningEndpoint::Separate(entrance) = &export.endpoint else { return status };
-    let status = ExportStatus { counters: entrance.server.counters(), ..status };
-    let Some(device) = entrance.device() else { return status };
+    let RunningEndpoint::Separate(endpoint) = &export.endpoint else { return status };
+    let status = ExportStatus { counters: endpoint.server.counters(), ..status };
+    let Some(device) = endpoint.device() else { return status };
     // Without processes: scanning /proc takes too long for a status.
     let DeviceOpeners { mounts, holders, .. } = DeviceOpeners::of_device(device);
     ExportStatus {
@@ -314,12 +314,12 @@ fn throttle_status(stats: &ThrottleStats) -> ThrottleStatus {
         wait_ns,
         recent_wait_ns,
         limited_ns: *limited_ns,
-        binding: binding.map(|kind| limit_name(kind).to_owned()),
+        throttle_cause: binding.map(|kind| limit_name(kind).to_owned()),
         tokens: by_limit(tokens).collect(),
         buckets: by_limit(levels)
             .map(|(name, level)| (name, BucketLevel { level: level.units, capacity: level.capacity }))
             .collect(),
-        reservation: kept.map(|kept| ReservationStatus { met_ns: kept.met_ns, missed_ns: kept.missed_ns }),
+        reservation: kept.map(|times| ReservationStatus { met_ns: times.met_ns, missed_ns: times.missed_ns }),
     }
 }
 

@@ -120,11 +120,11 @@ fn set_group_limits(group: &Arc<ThrottleGroup>, limits: Limits) -> Result<String
 /// Moves the disk into a group and sets the group's limits. The disk's own limits are removed: in
 /// QEMU's model they belonged to its implicit group.
 fn enter_group(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result<String, QmpError> {
-    let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
+    let disk_settings = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
     let Ok(group) = registry.groups.get(name) else {
         let group = ThrottleGroup::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
         registry.add_group(&group)?;
-        if let Err(refused) = disk.throttle().configure_and_move(own, Some(&group)) {
+        if let Err(refused) = disk.throttle().configure_and_move(disk_settings, Some(&group)) {
             registry.remove_group(name)?;
             return Err(refused.into());
         }
@@ -132,7 +132,7 @@ fn enter_group(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> 
     };
     let before = group.settings();
     group.set(GroupSettings { limits, ..before })?;
-    if let Err(refused) = disk.throttle().configure_and_move(own, Some(&group)) {
+    if let Err(refused) = disk.throttle().configure_and_move(disk_settings, Some(&group)) {
         // Cannot fail: the previous settings were valid.
         let restored = group.set(before);
         debug_assert!(restored.is_ok(), "{restored:?}");

@@ -28,7 +28,7 @@ impl QmpCommand for TakeOver {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        let begun = old_process::begin_upgrade(&registry, self.0).await;
-        begun.map(|()| json!({})).map_err(|error| QmpError::generic(format!("{error:#}")))
+        let result = old_process::begin_upgrade(&registry, self.0).await;
+        result.map(|()| json!({})).map_err(|error| QmpError::generic(format!("{error:#}")))
     }
 }

@@ -12,7 +12,7 @@ use settings::{ConfigError, DesiredState, Origin, ParsedConfig};
 /// # Errors
 /// The check itself fails.
 pub(super) fn collect_diagnostics(
-    draft: ParsedConfig,
+    parsed: ParsedConfig,
     plan: Result<DesiredState, Vec<ConfigError>>,
     file: PathBuf,
 ) -> Result<Vec<Diagnostic>, CommandFailure> {
@@ -22,17 +22,17 @@ pub(super) fn collect_diagnostics(
         Err(all) => return Ok(all.into_iter().map(|wrong| error_diagnostic(&wrong.into(), &name)).collect()),
     };
     logging::start_keeping_warnings();
-    let errors = super::find_problems(draft, plan, AddressConflictRule::Tolerated, Some(file))?;
+    let errors = super::find_problems(parsed, plan, AddressConflictRule::Tolerated, Some(file))?;
     let errors = errors.iter().map(|error| error_diagnostic(error, &name));
     let warnings = logging::kept_warnings();
     Ok(errors.chain(warnings.iter().map(|text| warning_diagnostic(text, &name))).collect())
 }
 
 fn error_diagnostic(error: &anyhow::Error, file: &str) -> Diagnostic {
-    let place = error.downcast_ref::<Origin>().or_else(|| Some(error.downcast_ref::<ConfigError>()?.place()));
+    let origin = error.downcast_ref::<Origin>().or_else(|| Some(error.downcast_ref::<ConfigError>()?.origin()));
     let text = console::error_text(error);
-    let message = place.and_then(|place| text.strip_prefix(&format!("{place}: ")).map(str::to_owned));
-    let at = place.and_then(Origin::in_file);
+    let message = origin.and_then(|origin| text.strip_prefix(&format!("{origin}: ")).map(str::to_owned));
+    let at = origin.and_then(Origin::in_file);
     Diagnostic {
         severity: Severity::Error,
         file: file.to_owned(),
@@ -45,8 +45,8 @@ fn error_diagnostic(error: &anyhow::Error, file: &str) -> Diagnostic {
 /// Diagnostic of a warning. The text begins with the file and the line if the warning concerns a
 /// line.
 fn warning_diagnostic(text: &str, file: &str) -> Diagnostic {
-    let behind = text.strip_prefix(file).and_then(|rest| rest.strip_prefix(':'));
-    let at = behind.and_then(|rest| rest.split_once(": "));
+    let tail = text.strip_prefix(file).and_then(|rest| rest.strip_prefix(':'));
+    let at = tail.and_then(|rest| rest.split_once(": "));
     let line = at.and_then(|(line, _)| line.parse().ok());
     let key = at.filter(|_| line.is_some()).and_then(|(_, rest)| rest.split_once(" = "));
     Diagnostic {
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn diagnostic_has_line_and_key_apart_from_its_message() {
+    fn diagnostic_has_line_and_key_as_separate_members() {
         let error = anyhow::anyhow!("no such file");
         let found = error_diagnostic(&error, "f");
         assert_eq!((found.line, found.key, &*found.message), (None, None, "no such file"));

@@ -15,7 +15,7 @@ use crate::pid_file::PidFile;
 
 /// Fails if the daemon could not write its pid file. With `AddressConflictRule::Tolerated`, another
 /// daemon may hold the file: it may be the daemon of this config.
-pub(super) fn check_pid_file(path: &Path, others: AddressConflictRule) -> anyhow::Result<()> {
+pub(super) fn check_pid_file(path: &Path, conflict_rule: AddressConflictRule) -> anyhow::Result<()> {
     let why = || format!("pid file {}", path.display());
     // Symlinks are not followed: the daemon does not open its pid file through one.
     if let Ok(found) = fs::symlink_metadata(path) {
@@ -23,7 +23,7 @@ pub(super) fn check_pid_file(path: &Path, others: AddressConflictRule) -> anyhow
     }
     let directory = sandbox::directory_of(path);
     check_writable(directory).with_context(|| format!("{}: {}", why(), directory.display()))?;
-    match others {
+    match conflict_rule {
         AddressConflictRule::Rejected => PidFile::check(path),
         AddressConflictRule::Tolerated => Ok(()),
     }

@@ -49,15 +49,15 @@ fn stale_file_end_is_dropped_after_a_resize() {
             error_probability: 0.0,
         };
         let (_, disk) = open(vec![0; DISK_BYTES], behaviour, &group);
-        let (end, whole) = (FileEnd::default(), DISK_BYTES as u64);
-        end.set(Some(whole - 1));
+        let (end, size) = (FileEnd::default(), DISK_BYTES as u64);
+        end.set(Some(size - 1));
         end.forget_stale(&disk);
-        assert_eq!(end.file_bytes(&disk), whole - 1);
-        disk.resize(2 * whole).await.expect("it grows");
-        assert_eq!(end.file_bytes(&disk), 2 * whole);
+        assert_eq!(end.file_bytes(&disk), size - 1);
+        disk.resize(2 * size).await.expect("it grows");
+        assert_eq!(end.file_bytes(&disk), 2 * size);
         end.forget_stale(&disk);
-        disk.resize(whole).await.expect("it shrinks");
-        assert_eq!(end.file_bytes(&disk), whole);
+        disk.resize(size).await.expect("it shrinks");
+        assert_eq!(end.file_bytes(&disk), size);
     });
 }
 
@@ -155,6 +155,6 @@ async fn set_size(connection: &SimulatedFuseConnection, size: usize) {
 
 async fn ask(connection: &SimulatedFuseConnection, opcode: u32, body: &[u8], data: &[u8]) -> Vec<u8> {
     let unique = connection.send(opcode, body, data, true);
-    let answer = connection.answer(unique).await;
-    answer.unwrap_or_else(|errno| panic!("opcode {opcode} failed with {errno}"))
+    let reply = connection.answer(unique).await;
+    reply.unwrap_or_else(|errno| panic!("opcode {opcode} failed with {errno}"))
 }

@@ -101,8 +101,8 @@ impl SimulatedFuseConnection {
     pub(in crate::fuse) fn unmount(&self) {
         self.is_gone.set(true);
         self.messages.borrow_mut().clear();
-        for asked in self.requests.borrow_mut().values_mut() {
-            asked.answer.get_or_insert(Err(libc::ENOTCONN));
+        for request in self.requests.borrow_mut().values_mut() {
+            request.answer.get_or_insert(Err(libc::ENOTCONN));
         }
         self.readable.notify(usize::MAX);
         self.answered.notify(usize::MAX);
@@ -111,21 +111,21 @@ impl SimulatedFuseConnection {
     /// Number of requests that were read and not answered.
     pub(in crate::fuse) fn unanswered(&self) -> usize {
         let requests = self.requests.borrow();
-        requests.values().filter(|asked| asked.read_by.is_some() && asked.answer.is_none()).count()
+        requests.values().filter(|request| request.read_by.is_some() && request.answer.is_none()).count()
     }
 
     fn note_reader(&self, message: &[u8], number: usize) {
         let unique = message.get(8..16).and_then(|bytes| bytes.try_into().ok()).map(u64::from_ne_bytes);
         if let Some(unique) = unique
-            && let Some(asked) = self.requests.borrow_mut().get_mut(&unique)
+            && let Some(request) = self.requests.borrow_mut().get_mut(&unique)
         {
-            asked.read_by = Some(number);
+            request.read_by = Some(number);
         }
     }
 }
 
 impl SimulatedFuseDescriptor {
-    pub(in crate::fuse) fn receive(&self, places: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
+    pub(in crate::fuse) fn receive(&self, buffers: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
         let connection = &self.connection;
         if connection.is_gone.get() {
             return Err(Errno::NODEV);
@@ -144,10 +144,10 @@ impl SimulatedFuseDescriptor {
         };
         connection.note_reader(&message, self.number);
         let mut rest = &message[..];
-        for place in places {
-            let (here, after) = rest.split_at(rest.len().min(place.len()));
-            place[..here.len()].copy_from_slice(here);
-            rest = after;
+        for buffer in buffers {
+            let (part, remaining) = rest.split_at(rest.len().min(buffer.len()));
+            buffer[..part.len()].copy_from_slice(part);
+            rest = remaining;
         }
         assert!(rest.is_empty(), "the kernel needs room for the longest message");
         Ok(message.len())
@@ -166,10 +166,10 @@ impl SimulatedFuseDescriptor {
         }
         let mut requests = self.connection.requests.borrow_mut();
         // As the kernel: a reply to an unknown or interrupted request fails with ENOENT.
-        let Some(asked) = requests.get_mut(&unique) else { return Err(Errno::NOENT) };
-        assert_eq!(asked.read_by, Some(self.number), "answered where it was not read");
-        assert!(asked.answer.is_none(), "answered twice");
-        asked.answer = Some(if error == 0 { Ok(reply[16..].to_vec()) } else { Err(-error) });
+        let Some(request) = requests.get_mut(&unique) else { return Err(Errno::NOENT) };
+        assert_eq!(request.read_by, Some(self.number), "answered where it was not read");
+        assert!(request.answer.is_none(), "answered twice");
+        request.answer = Some(if error == 0 { Ok(reply[16..].to_vec()) } else { Err(-error) });
         drop(requests);
         self.connection.answered.notify(usize::MAX);
         Ok(())

@@ -76,16 +76,16 @@ impl NbdNetlinkControl {
     /// # Errors
     /// `EBUSY` if the device is in use, `EPERM` without the capability.
     pub(super) fn connect(&self, device: &NbdDeviceParameters, sockets: &[OwnedFd]) -> io::Result<u32> {
-        let mut said = NetlinkAttributesBuilder::default();
+        let mut request = NetlinkAttributesBuilder::default();
         if let Some(number) = device.number {
-            said = said.u32(INDEX, number);
+            request = request.u32(INDEX, number);
         }
-        let said = said
+        let request = request
             .u64(SIZE_BYTES, device.size_bytes)
             .u64(BLOCK_SIZE_BYTES, device.block_bytes.into())
             .u64(SERVER_FLAGS, device.flags.into());
-        let answer = self.netlink.execute(self.family, CONNECT, &with_parameters(said, device, sockets))?;
-        let number = attributes(&answer).get(INDEX).and_then(NetlinkAttributes::as_u32).or(device.number);
+        let reply = self.netlink.execute(self.family, CONNECT, &with_parameters(request, device, sockets))?;
+        let number = attributes(&reply).get(INDEX).and_then(NetlinkAttributes::as_u32).or(device.number);
         number.ok_or_else(|| io::Error::other("the kernel returned no device number"))
     }
 
@@ -99,8 +99,8 @@ impl NbdNetlinkControl {
         device: &NbdDeviceParameters,
         sockets: &[OwnedFd],
     ) -> io::Result<()> {
-        let said = NetlinkAttributesBuilder::default().u32(INDEX, number);
-        self.netlink.execute(self.family, RECONFIGURE, &with_parameters(said, device, sockets)).map(drop)
+        let request = NetlinkAttributesBuilder::default().u32(INDEX, number);
+        self.netlink.execute(self.family, RECONFIGURE, &with_parameters(request, device, sockets)).map(drop)
     }
 
     /// Changes the length of a device.
@@ -110,9 +110,9 @@ impl NbdNetlinkControl {
         device: &NbdDeviceParameters,
         size_bytes: u64,
     ) -> io::Result<()> {
-        let said = NetlinkAttributesBuilder::default().u32(INDEX, number).u64(SIZE_BYTES, size_bytes);
-        let said = said.text(BACKEND_IDENTIFIER, &device.backend);
-        self.netlink.execute(self.family, RECONFIGURE, &said).map(drop)
+        let request = NetlinkAttributesBuilder::default().u32(INDEX, number).u64(SIZE_BYTES, size_bytes);
+        let request = request.text(BACKEND_IDENTIFIER, &device.backend);
+        self.netlink.execute(self.family, RECONFIGURE, &request).map(drop)
     }
 
     /// Disconnects a device; unwritten data is lost.
@@ -124,18 +124,18 @@ impl NbdNetlinkControl {
 
     /// True if any server is connected to the device.
     pub(super) fn is_connected(&self, number: u32) -> io::Result<bool> {
-        let answer = self.netlink.execute(
+        let reply = self.netlink.execute(
             self.family,
             STATUS,
             &NetlinkAttributesBuilder::default().u32(INDEX, number),
         )?;
-        let item = attributes(&answer).get(DEVICE_LIST).and_then(|list| list.get(DEVICE_ITEM));
+        let item = attributes(&reply).get(DEVICE_LIST).and_then(|list| list.get(DEVICE_ITEM));
         Ok(item.and_then(|item| item.get(DEVICE_CONNECTED)).and_then(NetlinkAttributes::as_u8) == Some(1))
     }
 }
 
 fn with_parameters(
-    said: NetlinkAttributesBuilder,
+    request: NetlinkAttributesBuilder,
     device: &NbdDeviceParameters,
     sockets: &[OwnedFd],
 ) -> NetlinkAttributesBuilder {
@@ -144,7 +144,7 @@ fn with_parameters(
         let fd = NetlinkAttributesBuilder::default().u32(SOCK_FD, socket.as_raw_fd().unsigned_abs());
         list.nested(SOCK_ITEM, fd)
     };
-    said.u64(TIMEOUT, device.timeout_s.into())
+    request.u64(TIMEOUT, device.timeout_s.into())
         .u64(DEAD_CONN_TIMEOUT, device.dead_timeout_s.into())
         .text(BACKEND_IDENTIFIER, &device.backend)
         .nested(SOCKETS, sockets.iter().fold(NetlinkAttributesBuilder::default(), item))
@@ -156,13 +156,13 @@ pub(super) fn find_orphaned(number: Option<u32>, backend: &str) -> Option<u32> {
         let file = format!("/sys/block/nbd{number}/backend");
         fs::read_to_string(file).is_ok_and(|text| text.trim_end_matches('\n') == backend)
     };
-    let of = |name: &str| name.strip_prefix("nbd")?.parse().ok();
+    let device_number = |name: &str| name.strip_prefix("nbd")?.parse().ok();
     match number {
         Some(number) => Some(number).filter(is_ours),
         // Only devices with a backend identifier have the file `backend`.
         None => {
             let all = fs::read_dir("/sys/block").into_iter().flatten().flatten();
-            all.filter_map(|entry| of(entry.file_name().to_str()?)).find(is_ours)
+            all.filter_map(|entry| device_number(entry.file_name().to_str()?)).find(is_ours)
         }
     }
 }
@@ -177,6 +177,6 @@ pub(super) fn block_bytes(number: u32) -> Option<u64> {
     read_sysfs(number, "queue/logical_block_size")
 }
 
-fn read_sysfs(number: u32, what: &str) -> Option<u64> {
-    fs::read_to_string(format!("/sys/block/nbd{number}/{what}")).ok()?.trim_end().parse().ok()
+fn read_sysfs(number: u32, attribute: &str) -> Option<u64> {
+    fs::read_to_string(format!("/sys/block/nbd{number}/{attribute}")).ok()?.trim_end().parse().ok()
 }

@@ -145,12 +145,12 @@ enum NetlinkMessage<'a> {
 /// First message and the bytes behind it; `None` if no complete message is there.
 fn message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
     let length = u32_at(bytes, 0)? as usize;
-    let (kind, of) = (u16_at(bytes, 4)?, u32_at(bytes, 8)?);
+    let (kind, message_sequence) = (u16_at(bytes, 4)?, u32_at(bytes, 8)?);
     let payload = bytes.get(MESSAGE_HEADER..length)?;
     // Messages are aligned to 4 bytes; the last one may lack its padding.
     let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
-    let said = match kind {
-        _ if of != sequence => NetlinkMessage::Unrelated,
+    let parsed = match kind {
+        _ if message_sequence != sequence => NetlinkMessage::Unrelated,
         ERROR => match u32_at(payload, 0)? as i32 {
             0 => NetlinkMessage::Done,
             negative => NetlinkMessage::Failed(negative.wrapping_neg()),
@@ -159,7 +159,7 @@ fn message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
             .get(COMMAND_HEADER..)
             .map_or(NetlinkMessage::Unrelated, |rest| NetlinkMessage::Answer(NetlinkAttributes(rest))),
     };
-    Some((said, rest))
+    Some((parsed, rest))
 }
 
 /// A socket to the kernel. Its calls block for as long as the kernel executes the command.
@@ -180,9 +180,9 @@ impl Netlink {
 
     /// Number of a family; the kernel assigns it when the driver is loaded.
     pub(super) fn family(&self, name: &str) -> io::Result<u16> {
-        let ask = NetlinkAttributesBuilder::default().text(FAMILY_NAME, name);
-        let answer = self.execute(CONTROL, GET_FAMILY, &ask)?;
-        let id = NetlinkAttributes(&answer).get(FAMILY_ID).and_then(NetlinkAttributes::as_u16);
+        let query = NetlinkAttributesBuilder::default().text(FAMILY_NAME, name);
+        let reply = self.execute(CONTROL, GET_FAMILY, &query)?;
+        let id = NetlinkAttributes(&reply).get(FAMILY_ID).and_then(NetlinkAttributes::as_u16);
         id.ok_or_else(|| io::Error::other("the kernel returned no number of the netlink family"))
     }
 
@@ -196,16 +196,16 @@ impl Netlink {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         send(&self.socket, &request(family, sequence, command, attributes), SendFlags::empty())?;
         let mut buffer = vec![0; MAX_ANSWER];
-        let mut answer = Vec::new();
+        let mut reply = Vec::new();
         loop {
             let (received, _) = recv(&self.socket, &mut *buffer, RecvFlags::empty())?;
             let mut rest = &buffer[..received];
-            while let Some((said, behind)) = message(rest, sequence) {
-                rest = behind;
-                match said {
+            while let Some((parsed, remaining)) = message(rest, sequence) {
+                rest = remaining;
+                match parsed {
                     // The reply precedes the acknowledgment (NLM_F_ACK), which ends the exchange.
-                    NetlinkMessage::Answer(attributes) => answer = attributes.0.to_vec(),
-                    NetlinkMessage::Done => return Ok(answer),
+                    NetlinkMessage::Answer(attributes) => reply = attributes.0.to_vec(),
+                    NetlinkMessage::Done => return Ok(reply),
                     NetlinkMessage::Failed(errno) => return Err(io::Error::from_raw_os_error(errno)),
                     NetlinkMessage::Unrelated => {}
                 }
@@ -215,8 +215,8 @@ impl Netlink {
 }
 
 /// Parses the reply that [`Netlink::execute`] returned.
-pub(super) fn attributes(answer: &[u8]) -> NetlinkAttributes<'_> {
-    NetlinkAttributes(answer)
+pub(super) fn attributes(reply: &[u8]) -> NetlinkAttributes<'_> {
+    NetlinkAttributes(reply)
 }
 
 #[cfg(test)]
@@ -264,24 +264,24 @@ mod tests {
         let mut bytes = request(0x1a, 4, 1, &NetlinkAttributesBuilder::default().u32(1, 2));
         bytes.extend(error(4, -libc::EBUSY));
         bytes.extend(error(9, 0));
-        let (said, rest) = message(&bytes, 4).unwrap();
-        assert!(matches!(said, NetlinkMessage::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2)));
-        let (said, rest) = message(rest, 4).unwrap();
-        assert_eq!(said, NetlinkMessage::Failed(libc::EBUSY));
+        let (parsed, rest) = message(&bytes, 4).unwrap();
+        assert!(matches!(parsed, NetlinkMessage::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2)));
+        let (parsed, rest) = message(rest, 4).unwrap();
+        assert_eq!(parsed, NetlinkMessage::Failed(libc::EBUSY));
         assert_eq!(message(rest, 4).unwrap(), (NetlinkMessage::Unrelated, &[][..]));
         assert_eq!(message(rest, 9).unwrap().0, NetlinkMessage::Done);
     }
 
     proptest! {
         #[test]
-        fn nothing_that_arrives_panics_or_never_ends(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn any_bytes_are_parsed_in_bounded_time(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut rest = &bytes[..];
-            while let Some((said, behind)) = message(rest, 1) {
-                prop_assert!(behind.len() < rest.len());
-                if let NetlinkMessage::Answer(answer) = said {
-                    prop_assert!(answer.iter().count() <= rest.len());
+            while let Some((parsed, remaining)) = message(rest, 1) {
+                prop_assert!(remaining.len() < rest.len());
+                if let NetlinkMessage::Answer(attributes) = parsed {
+                    prop_assert!(attributes.iter().count() <= rest.len());
                 }
-                rest = behind;
+                rest = remaining;
             }
             prop_assert!(NetlinkAttributes(&bytes).iter().count() <= bytes.len());
         }

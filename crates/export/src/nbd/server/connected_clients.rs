@@ -22,9 +22,9 @@ pub(super) struct ConnectedClient {
     pub(super) address: Option<IpAddr>,
     pub(super) since: Instant,
     /// Reported to listeners when the client has left.
-    pub(super) visit: Option<Box<NbdClientInfo>>,
+    pub(super) client_info: Option<Box<NbdClientInfo>>,
     /// After the handshake.
-    pub(super) holding: Option<Arc<ClientTransfers>>,
+    pub(super) transfers: Option<Arc<ClientTransfers>>,
     /// Memory of TLS, after the client has started it.
     pub(super) tls_memory: Option<ConnectionMemory>,
     /// After the handshake.
@@ -39,8 +39,8 @@ impl ConnectedClient {
             stop: Arc::default(),
             address,
             since,
-            visit: None,
-            holding: None,
+            client_info: None,
+            transfers: None,
             tls_memory: None,
             export: None,
         }
@@ -73,24 +73,24 @@ impl ConnectedClients {
     }
 
     /// Counts a client to the export that it has chosen; false if the client has gone.
-    pub(super) fn choose(&mut self, number: u64, export: usize, visit: Option<Box<NbdClientInfo>>) -> bool {
+    pub(super) fn choose(&mut self, number: u64, export: usize, client_info: Option<Box<NbdClientInfo>>) -> bool {
         let Some(live) = self.live.get_mut(&number) else { return false };
-        live.visit = visit;
+        live.client_info = client_info;
         // A client that chooses again is counted for its new export only.
-        let before = live.export.replace(export);
+        let previous = live.export.replace(export);
         self.unfinished.remove(&(live.since, number));
         self.to_disconnect.remove(&(live.since, number));
         *self.by_export.entry(export).or_default() += 1;
-        self.uncount(before);
+        self.uncount(previous);
         true
     }
 
     pub(super) fn remove(&mut self, number: u64) -> Option<ConnectedClient> {
-        let gone = self.live.remove(&number)?;
-        self.unfinished.remove(&(gone.since, number));
-        self.to_disconnect.remove(&(gone.since, number));
-        self.uncount(gone.export);
-        Some(gone)
+        let removed = self.live.remove(&number)?;
+        self.unfinished.remove(&(removed.since, number));
+        self.to_disconnect.remove(&(removed.since, number));
+        self.uncount(removed.export);
+        Some(removed)
     }
 
     fn uncount(&mut self, export: Option<usize>) {
@@ -173,8 +173,8 @@ mod tests {
     use super::*;
 
     fn client(since: u64) -> ConnectedClient {
-        let (ours, _) = UnixStream::pair().expect("sockets");
-        ConnectedClient::new(OwnedFd::from(ours).into(), None, Instant::from_nanos(since))
+        let (socket, _) = UnixStream::pair().expect("sockets");
+        ConnectedClient::new(OwnedFd::from(socket).into(), None, Instant::from_nanos(since))
     }
 
     #[test]

@@ -34,21 +34,21 @@ impl NbdServer {
         socket: OwnedFd,
         number: u64,
         address: Option<IpAddr>,
-        arriving: ArrivalGuard,
+        arrival_guard: ArrivalGuard,
     ) {
         set_socket_options(&socket);
         let socket = Fd::from(socket);
         let live = ConnectedClient::new(socket.clone(), address, reactor::now());
         let stop = Arc::clone(&live.stop);
         self.lock().insert(number, live);
-        drop(arriving);
+        drop(arrival_guard);
         // A stop between accepting and registering would be missed otherwise.
         if !self.stopping.load(Ordering::SeqCst) {
             tracing::debug!(client = number, "connected");
             match self.negotiate_and_serve(NbdStream::Plain(socket), &stop, number).await {
                 Ok(()) => tracing::debug!(client = number, "disconnected"),
                 Err(reason) => match self.endings.try_log(reactor::coarse_now()) {
-                    Some(left_out) => tracing::info!(client = number, %reason, left_out, "connection ended"),
+                    Some(suppressed) => tracing::info!(client = number, %reason, suppressed, "connection ended"),
                     None => tracing::debug!(client = number, %reason, "connection ended"),
                 },
             }
@@ -123,7 +123,7 @@ impl NbdServer {
             inbox.consume(step.consumed);
             // Before the reply: otherwise the client could use an export that is counted as unused.
             if let negotiate::HandshakeEvent::Transmission(session) = &step.event
-                && !self.choose(session.export, number, &offer.client)
+                && !self.choose_export(session.export, number, &offer.client)
             {
                 return Err(REMOVED.to_owned());
             }
@@ -245,8 +245,8 @@ impl ExportCatalog for VisibleExports<'_> {
     }
 
     fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
-        let may_have = |access: &AccessRules| self.server.admission.admits_to_export(access, &self.client);
-        let next = self.server.exports().next(from, may_have);
+        let is_allowed = |access: &AccessRules| self.server.admission.admits_to_export(access, &self.client);
+        let next = self.server.exports().next(from, is_allowed);
         next.map(|(number, info)| (number, self.server.adapted_info(info)))
     }
 }

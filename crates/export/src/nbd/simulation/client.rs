@@ -52,7 +52,7 @@ enum ClientOperation {
 
 #[derive(Clone, Debug)]
 struct PendingNbdRequest {
-    what: ClientOperation,
+    operation: ClientOperation,
     range: Range<u64>,
     /// Bytes of data or extents received so far.
     covered: u64,
@@ -75,7 +75,7 @@ impl SimulatedNbdClient {
         use ReplyStyle::{Extended, Simple, Structured};
         let style = sim::random(|random| [Simple, Structured, Extended][random.usize(..3)]);
         match self.wire.handshake(style).await {
-            Ok(about) => assert!((MAX_CLIENTS * REGION..=SIZE).contains(&about.size_bytes)),
+            Ok(export_info) => assert!((MAX_CLIENTS * REGION..=SIZE).contains(&export_info.size_bytes)),
             Err(StreamEnded) => return assert!(self.stopped.get(), "the handshake ended early"),
         }
         let session = Rc::new(SimulatedNbdSession {
@@ -128,15 +128,15 @@ impl SimulatedNbdSession {
             let first = self.client.start + sim::random(|random| random.u64(..REGION - count * length));
             for number in 0..count {
                 let at = first + number * length;
-                let what =
+                let operation =
                     if writes { ClientOperation::Write(random_bytes(length)) } else { ClientOperation::Read };
-                bytes.extend(self.begin(what, at..at + length));
+                bytes.extend(self.begin(operation, at..at + length));
             }
             return bytes;
         }
         for _ in 0..count {
-            let (what, range) = self.draw();
-            bytes.extend(self.begin(what, range));
+            let (operation, range) = self.draw();
+            bytes.extend(self.begin(operation, range));
         }
         bytes
     }
@@ -146,7 +146,7 @@ impl SimulatedNbdSession {
         let start = sim::random(|random| random.u64(..REGION));
         let end = sim::random(|random| random.u64(start + 1..=REGION.min(start + longest)));
         let range = self.client.start + start..self.client.start + end;
-        let what = match sim::random(|random| random.u32(..100)) {
+        let operation = match sim::random(|random| random.u32(..100)) {
             0..35 => ClientOperation::Read,
             35..65 => ClientOperation::Write(random_bytes(end - start)),
             65..75 => ClientOperation::Zeroes,
@@ -155,16 +155,16 @@ impl SimulatedNbdSession {
             85..90 => return (ClientOperation::Nothing, range),
             90..95 if self.style.has_chunks() => ClientOperation::Status { one: chance(50) },
             _ => {
-                let beyond = sim::random(|random| random.u64(1..100));
-                let what = if chance(50) {
+                let excess = sim::random(|random| random.u64(1..100));
+                let operation = if chance(50) {
                     ClientOperation::WrongRead
                 } else {
-                    ClientOperation::WrongWrite(random_bytes(5 + beyond))
+                    ClientOperation::WrongWrite(random_bytes(5 + excess))
                 };
-                return (what, SIZE - 5..SIZE + beyond);
+                return (operation, SIZE - 5..SIZE + excess);
             }
         };
-        (what, range)
+        (operation, range)
     }
 
     /// Registers the request and returns its bytes; none if it conflicts with one in flight.
@@ -176,7 +176,7 @@ impl SimulatedNbdSession {
         let conflicts = |other: &PendingNbdRequest| {
             let overlap = range.start < other.range.end && other.range.start < range.end;
             // Overlapping reads are fine: neither changes the expected content.
-            overlap && (changes(&what) || changes(&other.what))
+            overlap && (changes(&what) || changes(&other.operation))
         };
         if self.pending.borrow().values().any(conflicts) {
             return Vec::new();
@@ -199,7 +199,7 @@ impl SimulatedNbdSession {
         if let ClientOperation::Write(data) | ClientOperation::WrongWrite(data) = &what {
             bytes.extend(data);
         }
-        let pending = PendingNbdRequest { what, range, covered: 0, failed: false };
+        let pending = PendingNbdRequest { operation: what, range, covered: 0, failed: false };
         self.pending.borrow_mut().insert(cookie, pending);
         bytes
     }
@@ -229,7 +229,7 @@ impl SimulatedNbdSession {
         let mut pending = self.pending(cookie);
         if errno != 0 {
             self.fail(&mut pending, errno);
-        } else if matches!(pending.what, ClientOperation::Read) {
+        } else if matches!(pending.operation, ClientOperation::Read) {
             let data = wire.take((pending.range.end - pending.range.start) as usize).await?;
             let offset = pending.range.start;
             self.compare(&mut pending, offset, &data);
@@ -278,7 +278,7 @@ impl SimulatedNbdSession {
 
     fn fail(&self, pending: &mut PendingNbdRequest, errno: u32) {
         pending.failed = true;
-        match pending.what {
+        match pending.operation {
             ClientOperation::WrongRead => assert_eq!(errno, Errno::Inval.code()),
             ClientOperation::WrongWrite(_) => assert_eq!(errno, Errno::NoSpc.code()),
             _ => assert!(self.client.faults && errno == Errno::Io.code(), "{pending:?} failed with {errno}"),
@@ -290,7 +290,7 @@ impl SimulatedNbdSession {
     }
 
     fn compare(&self, pending: &mut PendingNbdRequest, offset: u64, data: &[u8]) {
-        assert!(matches!(pending.what, ClientOperation::Read), "data for {pending:?}");
+        assert!(matches!(pending.operation, ClientOperation::Read), "data for {pending:?}");
         // The specification allows chunks in any order; this server sends them in ascending order.
         assert_eq!(offset, pending.range.start + pending.covered);
         pending.covered += data.len() as u64;
@@ -305,7 +305,7 @@ impl SimulatedNbdSession {
 
     /// Checks extents: pairs of length and flags, each half of `width` bytes.
     fn extents(&self, pending: &mut PendingNbdRequest, extents: &[u8], width: usize) {
-        let ClientOperation::Status { one } = pending.what else { panic!("block status for {pending:?}") };
+        let ClientOperation::Status { one } = pending.operation else { panic!("block status for {pending:?}") };
         let count = extents.len() / width;
         assert!(count > 0 && count * width == extents.len() && (!one || count == 1));
         for extent in extents.chunks(width) {
@@ -318,9 +318,9 @@ impl SimulatedNbdSession {
             assert!(length > 0 && start < pending.range.end && (!one || start + length <= pending.range.end));
             if flags & u64::from(state::ZERO) != 0 {
                 let content = self.content.borrow();
-                let told = self.known(start..(start + length).min(pending.range.end));
+                let reported = self.known(start..(start + length).min(pending.range.end));
                 assert!(
-                    content[told].iter().all(|known| known.is_none_or(|byte| byte == 0)),
+                    content[reported].iter().all(|known| known.is_none_or(|byte| byte == 0)),
                     "data called zero"
                 );
             }
@@ -332,7 +332,7 @@ impl SimulatedNbdSession {
         self.client.answered.set(self.client.answered.get() + 1);
         let length = pending.range.end - pending.range.start;
         let mut content = self.content.borrow_mut();
-        match &pending.what {
+        match &pending.operation {
             ClientOperation::Read if !pending.failed => {
                 assert_eq!(pending.covered, length, "some data is missing");
             }

@@ -74,11 +74,11 @@ async fn flood() -> BTreeMap<u16, u64> {
         sleep_until(now() + Duration::from_nanos(sim::random(|random| random.u64(..1_000_000_000)))).await;
         let seconds = (now() - began).as_secs_f64();
         let traffic = device.traffic();
-        let allowed = |kind, one| {
+        let allowed = |kind, largest| {
             let rate = limits.limit(kind).rate as f64;
             // The leaky bucket's bound: the rate, a tenth of a second of burst, and one request
             // that is paid for afterwards.
-            if rate == 0.0 { f64::MAX } else { rate * seconds + rate / 10.0 + one as f64 }
+            if rate == 0.0 { f64::MAX } else { rate * seconds + rate / 10.0 + largest as f64 }
         };
         let operations = (traffic.reads + traffic.writes) as f64;
         let bytes = (traffic.read_bytes + traffic.written_bytes) as f64;

@@ -18,7 +18,7 @@ use reactor::{now, sim, sleep_until, timeout};
 const NEGLECT: Duration = Duration::from_secs(20);
 
 pub(super) struct HostileClient {
-    way: Misbehaviour,
+    misbehaviour: Misbehaviour,
     /// First byte of the region that it may write to.
     region: u64,
 }
@@ -59,7 +59,7 @@ impl HostileClient {
             Deaf,
             Gone,
         ];
-        Self { way: WAYS[sim::random(|random| random.usize(..WAYS.len()))], region }
+        Self { misbehaviour: WAYS[sim::random(|random| random.usize(..WAYS.len()))], region }
     }
 
     pub(super) async fn run(self, pipe: Pipe) {
@@ -70,7 +70,7 @@ impl HostileClient {
     }
 
     async fn misbehave(&self, wire: &mut NbdTestWire) -> Result<(), StreamEnded> {
-        match self.way {
+        match self.misbehaviour {
             Misbehaviour::GarbageAtOnce => {
                 wire.send(&noise()).await?;
                 return linger(wire).await;
@@ -82,13 +82,13 @@ impl HostileClient {
             [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended][random.usize(..3)]
         });
         wire.handshake(style).await?;
-        match self.way {
+        match self.misbehaviour {
             Misbehaviour::GarbageAtOnce | Misbehaviour::NoHandshake => {}
             Misbehaviour::GarbageAsRequests => wire.send(&noise()).await?,
             Misbehaviour::HalfRequest => {
-                let whole = self.reads(style, 3);
-                let cut = sim::random(|random| random.usize(1..whole.len()));
-                wire.send(&whole[..cut]).await?;
+                let requests = self.reads(style, 3);
+                let cut = sim::random(|random| random.usize(1..requests.len()));
+                wire.send(&requests[..cut]).await?;
             }
             Misbehaviour::HalfPayload => {
                 let mut bytes = self.reads(style, 2);

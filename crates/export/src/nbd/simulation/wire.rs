@@ -71,8 +71,8 @@ impl NbdTestWire {
             data.extend(query);
             self.option(opt::SET_META_CONTEXT, &data).await?;
         }
-        let facts = self.option(opt::GO, &[0; 6]).await?;
-        let export = facts.iter().find(|fact| fact[..2] == info::EXPORT.to_be_bytes()).expect("always sent");
+        let info_replies = self.option(opt::GO, &[0; 6]).await?;
+        let export = info_replies.iter().find(|reply| reply[..2] == info::EXPORT.to_be_bytes()).expect("always sent");
         Ok(NegotiatedExport {
             size_bytes: u64::from_be_bytes(export[2..10].try_into().expect("eight bytes")),
         })

@@ -60,11 +60,11 @@ pub(super) fn lock(server: &Shared) -> MutexGuard<'_, ChangingServer> {
 }
 
 impl ChangingServer {
-    pub(super) fn new(ways: ServerProperties) -> Shared {
+    pub(super) fn new(properties: ServerProperties) -> Shared {
         Arc::new(Mutex::new(Self {
-            ways,
-            memory: vec![0; ways.size],
-            disk: vec![0; ways.size],
+            ways: properties,
+            memory: vec![0; properties.size],
+            disk: vec![0; properties.size],
             faults: Vec::new(),
             refused: 0,
             is_up: true,
@@ -83,10 +83,10 @@ impl ChangingServer {
         self.memory.clone_from(&self.disk);
     }
 
-    pub(super) fn come_back(&mut self, ways: ServerProperties) {
+    pub(super) fn restart(&mut self, properties: ServerProperties) {
         self.cut();
         self.is_up = true;
-        self.ways = ways;
+        self.ways = properties;
     }
 }
 
@@ -96,32 +96,32 @@ pub(super) fn dial(server: &Shared) -> std::io::Result<NbdStream> {
     if !state.is_up || state.open.load(Relaxed) > 0 {
         return Err(std::io::ErrorKind::ConnectionRefused.into());
     }
-    let (ours, theirs) = Pipe::pair();
-    state.pipes.push(theirs.clone());
-    let (open, ways, server) = (Arc::clone(&state.open), state.ways, Arc::clone(server));
+    let (client_end, server_end) = Pipe::pair();
+    state.pipes.push(server_end.clone());
+    let (open, properties, server) = (Arc::clone(&state.open), state.ways, Arc::clone(server));
     open.fetch_add(1, Relaxed);
     spawn(async move {
         let mut conversation = Conversation {
             server,
-            ways,
-            stream: NbdStream::Simulated(theirs.clone()),
+            properties,
+            stream: NbdStream::Simulated(server_end.clone()),
             inbox: ReceiveBuffer::new(),
             structured: false,
             context: None,
         };
         // The end of the connection is an error like any other.
         if let Ok(true) = conversation.shake_hands().await {
-            while conversation.serve().await.is_ok_and(|goes_on| goes_on) {}
+            while conversation.serve().await.is_ok_and(|continues| continues) {}
         }
-        theirs.close();
+        server_end.close();
         open.fetch_sub(1, Relaxed);
     });
-    Ok(NbdStream::Simulated(ours))
+    Ok(NbdStream::Simulated(client_end))
 }
 
 struct Conversation {
     server: Shared,
-    ways: ServerProperties,
+    properties: ServerProperties,
     stream: NbdStream,
     inbox: ReceiveBuffer,
     structured: bool,
@@ -151,9 +151,9 @@ impl Conversation {
             let mut fields = WireFields::new(&header);
             let (_, option, length) = (fields.u64(), fields.u32().unwrap(), fields.u32().unwrap());
             self.inbox.payload(length as usize, &self.stream).await?;
-            let ways = self.ways;
+            let properties = self.properties;
             match option {
-                opt::STRUCTURED_REPLY if ways.structured => {
+                opt::STRUCTURED_REPLY if properties.structured => {
                     self.structured = true;
                     self.option_reply(option, rep::ACK, &[]).await?;
                 }
@@ -166,11 +166,11 @@ impl Conversation {
                     self.option_reply(option, rep::ACK, &[]).await?;
                 }
                 opt::GO => {
-                    let size = (ways.size as u64).to_be_bytes();
-                    let export = [&info::EXPORT.to_be_bytes()[..], &size, &ways.flags.to_be_bytes()].concat();
+                    let size = (properties.size as u64).to_be_bytes();
+                    let export = [&info::EXPORT.to_be_bytes()[..], &size, &properties.flags.to_be_bytes()].concat();
                     self.option_reply(option, rep::INFO, &export).await?;
                     let sizes =
-                        [ways.minimum_block, 4096, ways.maximum_payload].map(u32::to_be_bytes).concat();
+                        [properties.minimum_block, 4096, properties.maximum_payload].map(u32::to_be_bytes).concat();
                     let blocks = [&info::BLOCK_SIZE.to_be_bytes()[..], &sizes].concat();
                     self.option_reply(option, rep::INFO, &blocks).await?;
                     self.option_reply(option, rep::ACK, &[]).await?;
@@ -239,16 +239,16 @@ impl Conversation {
 
     /// Records a request that the client should not have sent.
     fn check_request(&self, command: u16, flags: u16, offset: usize, length: usize) {
-        let ways = self.ways;
-        let lacks = |flag: u16| ways.flags & flag == 0;
-        let block = ways.minimum_block as usize;
+        let properties = self.properties;
+        let lacks = |flag: u16| properties.flags & flag == 0;
+        let block = properties.minimum_block as usize;
         let fault = match command {
-            _ if ways.is_unfit => Some("a request to a server that cannot be taken"),
+            _ if properties.is_unfit => Some("a request to a server that cannot be taken"),
             _ if !offset.is_multiple_of(block) || !length.is_multiple_of(block) => Some("parts of blocks"),
-            _ if offset + length > ways.size => Some("a request past the end"),
+            _ if offset + length > properties.size => Some("a request past the end"),
             _ if flags & cmd_flag::FUA != 0 && lacks(export_flag::SEND_FUA) => Some("FUA"),
             _ if flags & cmd_flag::FAST_ZERO != 0 && lacks(export_flag::SEND_FAST_ZERO) => Some("fast zero"),
-            cmd::READ | cmd::WRITE if length > ways.maximum_payload as usize => Some("more than it takes"),
+            cmd::READ | cmd::WRITE if length > properties.maximum_payload as usize => Some("more than it takes"),
             cmd::FLUSH if lacks(export_flag::SEND_FLUSH) => Some("a flush"),
             cmd::TRIM if lacks(export_flag::SEND_TRIM) => Some("a trim"),
             cmd::WRITE_ZEROES if lacks(export_flag::SEND_WRITE_ZEROES) => Some("zeroes"),
@@ -256,7 +256,7 @@ impl Conversation {
             _ => None,
         };
         if let Some(fault) = fault {
-            lock(&self.server).faults.push(format!("{fault} ({length} bytes at {offset}): {ways:?}"));
+            lock(&self.server).faults.push(format!("{fault} ({length} bytes at {offset}): {properties:?}"));
         }
     }
 
@@ -269,7 +269,7 @@ impl Conversation {
             state.refused += 1;
             return ENOTSUP;
         }
-        if is_change && sim::random(|random| random.u32(..100)) < self.ways.refuses {
+        if is_change && sim::random(|random| random.u32(..100)) < self.properties.refuses {
             state.refused += 1;
             return ENOSPC;
         }
@@ -279,7 +279,7 @@ impl Conversation {
                 None => state.memory[range.clone()].fill(0),
             }
             // Without FLUSH the server has no cache; with it, it may write back at any time.
-            let has_cache = self.ways.flags & export_flag::SEND_FLUSH != 0;
+            let has_cache = self.properties.flags & export_flag::SEND_FLUSH != 0;
             if !has_cache || flags & cmd_flag::FUA != 0 || sim::random(|random| random.u32(..4)) == 0 {
                 state.disk[range.clone()].copy_from_slice(&state.memory[range]);
             }

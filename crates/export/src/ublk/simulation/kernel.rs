@@ -49,7 +49,7 @@ struct SimulatedUblkState {
     waiting: VecDeque<usize>,
     tags: Vec<SimulatedUblkTag>,
     memory: GuestMemory,
-    most_bytes: usize,
+    max_request_bytes: usize,
     /// True with zero copy; the data of some requests is in no registered buffer nevertheless.
     is_zero_copy: bool,
     /// Number of processes before the current one.
@@ -68,7 +68,7 @@ pub(in super::super) struct SimulatedUblkChannel {
     process: usize,
     /// Memory of this process, also after its end.
     memory: GuestMemory,
-    most_bytes: usize,
+    max_request_bytes: usize,
     is_zero_copy: bool,
     copied: Arc<AtomicU64>,
 }
@@ -80,13 +80,13 @@ impl std::fmt::Debug for SimulatedUblkChannel {
 }
 
 impl SimulatedUblkDriver {
-    pub(in super::super) fn new(depth: u16, most_bytes: usize, is_zero_copy: bool) -> Self {
+    pub(in super::super) fn new(depth: u16, max_request_bytes: usize, is_zero_copy: bool) -> Self {
         Self(Rc::new(RefCell::new(SimulatedUblkState {
             requests: Vec::new(),
             waiting: VecDeque::new(),
             tags: (0..depth).map(|_| SimulatedUblkTag::default()).collect(),
-            memory: lent(depth, most_bytes),
-            most_bytes,
+            memory: queue_memory(depth, max_request_bytes),
+            max_request_bytes,
             is_zero_copy,
             process: 0,
             is_stopped: false,
@@ -96,12 +96,12 @@ impl SimulatedUblkDriver {
 
     /// Channel for the next process, which counts copied bytes in `copied`.
     pub(in super::super) fn channel(&self, copied: &Arc<AtomicU64>) -> SimulatedUblkChannel {
-        let SimulatedUblkState { process, memory, most_bytes, is_zero_copy, .. } = &*self.0.borrow();
+        let SimulatedUblkState { process, memory, max_request_bytes: most_bytes, is_zero_copy, .. } = &*self.0.borrow();
         SimulatedUblkChannel {
             state: Rc::clone(&self.0),
             process: *process,
             memory: memory.clone(),
-            most_bytes: *most_bytes,
+            max_request_bytes: *most_bytes,
             is_zero_copy: *is_zero_copy,
             copied: Arc::clone(copied),
         }
@@ -140,7 +140,7 @@ impl SimulatedUblkDriver {
         let wakers = {
             let state = &mut *self.0.borrow_mut();
             state.process += 1;
-            state.memory = lent(state.tags.len() as u16, state.most_bytes);
+            state.memory = queue_memory(state.tags.len() as u16, state.max_request_bytes);
             let mut wakers = Vec::new();
             // Reversed, because each is pushed to the front: the original order is kept.
             for tag in state.tags.iter_mut().rev() {
@@ -177,8 +177,8 @@ impl SimulatedUblkDriver {
     }
 }
 
-fn lent(depth: u16, most_bytes: usize) -> GuestMemory {
-    GuestMemory::new(vec![Region::on_heap(0, 0, usize::from(depth) * most_bytes)]).expect("one region")
+fn queue_memory(depth: u16, max_request_bytes: usize) -> GuestMemory {
+    GuestMemory::new(vec![Region::on_heap(0, 0, usize::from(depth) * max_request_bytes)]).expect("one region")
 }
 
 fn dispatch(state: &RefCell<SimulatedUblkState>) {
@@ -193,7 +193,7 @@ fn dispatch(state: &RefCell<SimulatedUblkState>) {
             let request = &state.requests[number];
             (tag.is_fetched, tag.in_hand, tag.descriptor) = (false, Some(number), request.descriptor);
             if !request.reads && !request.data.is_empty() {
-                place(&state.memory, state.most_bytes, index, request.bytes).write(0, &request.data);
+                tag_buffer(&state.memory, state.max_request_bytes, index, request.bytes).write(0, &request.data);
             }
             wakers.extend(tag.waker.take());
         }
@@ -201,8 +201,8 @@ fn dispatch(state: &RefCell<SimulatedUblkState>) {
     wakers.into_iter().for_each(Waker::wake);
 }
 
-fn place(memory: &GuestMemory, most_bytes: usize, tag: usize, bytes: usize) -> GuestBytes {
-    memory.range((tag * most_bytes) as u64, bytes).expect("inside")
+fn tag_buffer(memory: &GuestMemory, max_request_bytes: usize, tag: usize, bytes: usize) -> GuestBytes {
+    memory.range((tag * max_request_bytes) as u64, bytes).expect("inside")
 }
 
 impl SimulatedUblkChannel {
@@ -215,12 +215,12 @@ impl SimulatedUblkChannel {
     }
 
     pub(in super::super) fn data(&self, tag: u16, bytes: usize) -> UblkData {
-        let place = place(&self.memory, self.most_bytes, usize::from(tag), bytes);
+        let buffer = tag_buffer(&self.memory, self.max_request_bytes, usize::from(tag), bytes);
         if !self.is_zero_copy {
-            return UblkData::Lent(place);
+            return UblkData::Copied(buffer);
         }
         let is_registered = sim::random(|random| random.u8(..8)) > 0;
-        UblkData::Registered(RegisteredData::simulated(place, is_registered, &self.copied))
+        UblkData::Registered(RegisteredData::simulated(buffer, is_registered, &self.copied))
     }
 
     pub(in super::super) fn step(&self, tag: u16, step: TagStep) -> Next {
@@ -263,9 +263,9 @@ impl SimulatedUblkChannel {
             let request = &mut state.requests[number];
             assert!(request.result.is_none(), "answered twice");
             if request.reads && result > 0 {
-                let place = place(&state.memory, state.most_bytes, usize::from(tag), request.bytes);
+                let buffer = tag_buffer(&state.memory, state.max_request_bytes, usize::from(tag), request.bytes);
                 request.data = vec![0; request.bytes];
-                place.read(0, &mut request.data);
+                buffer.read(0, &mut request.data);
             }
             request.result = Some(result);
             request.waker.take()

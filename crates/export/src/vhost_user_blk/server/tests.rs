@@ -22,7 +22,7 @@ use block::{
     disk::{Disk, ErrorPolicies, OnError},
     layer::throttle::DiskSettings,
 };
-use front_end::{GuestRing, SocketFrontEnd, rung, send_with};
+use front_end::{GuestRing, SocketFrontEnd, wait_for_signal, send_with};
 use image::{Image, RawImage};
 use policy::{
     throttle::{LimitKind, Limits, RateLimit},
@@ -44,12 +44,12 @@ use crate::vhost_user_blk::{
     features::{VhostUserOffer, virtio},
     message::{code, numbers},
     session::EventKind,
-    vring::RingPlaces,
+    vring::RingAreas,
 };
 use ::virtio::ring::driver::DriverBuffer as Piece;
 
 /// Timeout of a test: longer than any of them takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 const MEMORY_BYTES: u64 = 1 << 17;
 /// Address of the guest's memory in the front end.
 const USER: u64 = 0x7f00_0000_0000;
@@ -63,7 +63,7 @@ const FEATURES: u64 =
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
     reactor::run(PollingMode::Off, async {
-        timeout(PATIENCE, future).await.expect("it is over before a minute")
+        timeout(TEST_TIMEOUT, future).await.expect("it is over before a minute")
     })
     .expect("io_uring works on a test machine")
 }
@@ -93,7 +93,7 @@ fn export_of(storage: Storage, limits: Limits, offer: VhostUserOffer) -> VhostUs
 }
 
 /// A limit of one request a second.
-fn one_a_second(kind: LimitKind) -> Limits {
+fn one_request_per_second(kind: LimitKind) -> Limits {
     let mut limits = Limits::default();
     *limits.limit_mut(kind) = RateLimit { rate: 1, ..RateLimit::NONE };
     limits
@@ -122,7 +122,7 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
         let server = server(Limits::default());
         let mut front_end = SocketFrontEnd::connect(&server).await;
         let (channel, mut events) = UnixStream::pair().expect("sockets");
-        front_end.ask(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
+        front_end.request_acknowledged(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
         assert_eq!(front_end.capacity().await, (1 << 20) / 512);
         let mut ring = front_end.start(0, event(0), event(0)).await;
         for sector in [0, 7] {
@@ -134,18 +134,18 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
             ring.kick_and_wait().await;
             assert_eq!(front_end.data(at), (data, 0));
         }
-        let seen = server.statistics();
-        assert_eq!((seen.queues, seen.requests, seen.in_flight), (1, 4, 0));
-        assert!(seen.calls >= 4, "{seen:?}");
+        let statistics = server.statistics();
+        assert_eq!((statistics.queues, statistics.requests, statistics.in_flight), (1, 4, 0));
+        assert!(statistics.calls >= 4, "{statistics:?}");
 
         server.device.disk().resize(2 << 20).await.expect("memory takes any size");
         server.refresh_size();
-        let told = reactor::run_blocking(move || {
-            let mut told = [0; 12];
-            events.read_exact(&mut told).expect("the front end is notified");
-            told
+        let notification = reactor::run_blocking(move || {
+            let mut notification = [0; 12];
+            events.read_exact(&mut notification).expect("the front end is notified");
+            notification
         });
-        assert_eq!(told.await[..4], code::CONFIG_CHANGE_MSG.to_ne_bytes());
+        assert_eq!(notification.await[..4], code::CONFIG_CHANGE_MSG.to_ne_bytes());
         assert_eq!(front_end.capacity().await, (2 << 20) / 512);
         let at = front_end.request(&mut ring, 1, 2048, &[3; 512]);
         ring.kick_and_wait().await;
@@ -161,7 +161,7 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
 #[test]
 fn unaligned_request_is_rejected_and_logged() {
     real(async {
-        let is_told = |server: &VhostUserServer| server.device.has_warned_of_block_size.load(Relaxed);
+        let has_warned = |server: &VhostUserServer| server.device.has_warned_of_block_size.load(Relaxed);
         let offer = VhostUserOffer { block_bytes: 4096, ..VhostUserOffer::default() };
         let server = server_of(Storage::memory((1 << 20) + 512), Limits::default(), offer);
         let mut front_end = SocketFrontEnd::connect(&server).await;
@@ -171,10 +171,10 @@ fn unaligned_request_is_rejected_and_logged() {
             let at = front_end.request(&mut ring, kind, 0, &[GUARD; 512]);
             ring.kick_and_wait().await;
             assert_eq!(front_end.data(at), ([GUARD; 512], 1), "an error, and nothing was read");
-            assert!(is_told(&server));
+            assert!(has_warned(&server));
         }
         front_end.leave().await;
-        assert!(!is_told(&server), "the next one is another machine");
+        assert!(!has_warned(&server), "the next one is another machine");
     });
 }
 
@@ -199,11 +199,11 @@ fn short_ring_is_logged() {
 
 fn settings_of_no_ring() -> RingSettings {
     let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
-    let place = memory.range(0, 4096).expect("all of it");
+    let area = memory.range(0, 4096).expect("all of it");
     RingSettings {
         // No split ring has this size.
         size: 3,
-        places: RingPlaces { descriptors: place.clone(), driver: place.clone(), device: place },
+        areas: RingAreas { descriptors: area.clone(), driver: area.clone(), device: area },
         memory,
         features: 0,
         base: 7,
@@ -216,7 +216,7 @@ fn settings_of_no_ring() -> RingSettings {
 }
 
 /// Result of a future that completes at the first poll.
-fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
+fn poll_once<T>(future: impl Future<Output = T>) -> Option<T> {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(value) => Some(value),
         Poll::Pending => None,
@@ -224,15 +224,15 @@ fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
 }
 
 #[test]
-fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
+fn full_order_channel_blocks_until_disconnect() {
     real(async {
         let server = server(Limits::default());
-        let (ours, theirs) = UnixStream::pair().expect("sockets");
-        let mut attendance = ServedFrontEnd {
+        let (front_end, back_end) = UnixStream::pair().expect("sockets");
+        let mut served_front_end = ServedFrontEnd {
             server: &server,
             connection: VhostUserConnection::new(
                 "vm1".into(),
-                theirs.into(),
+                back_end.into(),
                 VhostUserSession::new(server.device.offer()),
             ),
             process: None,
@@ -247,16 +247,16 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
         let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
         // A queue that processes no orders.
         let (orders, received) = async_channel::bounded(MAX_QUEUED_ORDERS);
-        attendance.queues.insert(0, orders);
+        served_front_end.queues.insert(0, orders);
         for _ in 0..MAX_QUEUED_ORDERS {
-            at_once(attendance.execute(call())).expect("there is room");
+            poll_once(served_front_end.execute(call())).expect("there is room");
         }
-        assert!(at_once(attendance.execute(call())).is_none(), "orders pile up");
+        assert!(poll_once(served_front_end.execute(call())).is_none(), "orders pile up");
         received.try_recv().expect("an order");
-        attendance.execute_unless_disconnected(call()).await.expect("there is room again");
-        drop(ours);
-        let left = attendance.execute_unless_disconnected(call()).await;
-        assert!(matches!(left, Err(FrontEndEnd::Disconnected)), "{left:?}");
+        served_front_end.execute_unless_disconnected(call()).await.expect("there is room again");
+        drop(front_end);
+        let result = served_front_end.execute_unless_disconnected(call()).await;
+        assert!(matches!(result, Err(FrontEndEnd::Disconnected)), "{result:?}");
     });
 }
 
@@ -264,10 +264,10 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
 fn late_orders_do_not_block() {
     real(async {
         let settings = settings_of_no_ring();
-        let (memory, places) = (settings.memory.clone(), settings.places.clone());
+        let (memory, areas) = (settings.memory.clone(), settings.areas.clone());
         let (orders, received) = async_channel::unbounded();
         let (in_use, is_in_use) = async_channel::bounded(1);
-        orders.try_send(QueueOrder::Memory(memory, places, in_use)).expect("there is room");
+        orders.try_send(QueueOrder::Memory(memory, areas, in_use)).expect("there is room");
         let (reports, reported) = async_channel::unbounded();
         let server = server(Limits::default());
         server.queues.fetch_add(1, Relaxed);
@@ -287,12 +287,12 @@ fn guests_write_cache_choice_survives_reconnects() {
             if let Some(chosen) = chosen {
                 // The field `writeback` of the configuration.
                 let payload = [[32, 1, 0].map(u32::to_ne_bytes).as_flattened(), &[chosen]].concat();
-                front_end.ask(code::SET_CONFIG, &payload, &[]).await;
+                front_end.request_acknowledged(code::SET_CONFIG, &payload, &[]).await;
             }
             assert_eq!(server.device.durability() == storage::Durability::Cached, write_cache);
             // Firmware that cannot flush.
             let firmware = virtio::VERSION_1 | virtio::PROTOCOL_FEATURES;
-            front_end.ask(code::SET_FEATURES, &firmware.to_ne_bytes(), &[]).await;
+            front_end.request_acknowledged(code::SET_FEATURES, &firmware.to_ne_bytes(), &[]).await;
             assert_eq!(server.device.durability(), storage::Durability::Synchronous);
             front_end.leave().await;
             assert_eq!(server.device.offer().write_cache, write_cache);
@@ -304,13 +304,13 @@ fn guests_write_cache_choice_survives_reconnects() {
 fn failed_accept_leaves_no_front_end_connected() {
     real(async {
         let server = server(Limits::default());
-        let (_ours, theirs) = UnixStream::pair().expect("sockets");
+        let (_front_end, back_end) = UnixStream::pair().expect("sockets");
         // The socket does not listen, and its other end is closed.
         let (broken, _) = UnixStream::pair().expect("sockets");
         let mut front_ends = FrontEnds::listen("vm1", broken.into());
-        front_ends.set_first(theirs.into());
-        let ended = Arc::clone(&server).serve(front_ends, Threads::Here).await;
-        assert_eq!(ended.unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        front_ends.set_first(back_end.into());
+        let result = Arc::clone(&server).serve(front_ends, Threads::Here).await;
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EINVAL));
         assert!(server.has_served());
         assert_eq!((server.connections(), server.statistics().front_end), (0, None));
     });
@@ -327,21 +327,21 @@ fn passing_its_own_connection_does_not_keep_it_open() {
             // Directly, and inside a socket that may be passed.
             for is_nested in [false, true] {
                 let server = server(Limits::default());
-                let ours = UnixStream::connect(&path).expect("a listener exists");
-                let (theirs, _) = listener.accept().expect("a client is connected");
-                let served = attend(&server, OwnedFd::from(theirs).into());
+                let front_end = UnixStream::connect(&path).expect("a listener exists");
+                let (back_end, _) = listener.accept().expect("a client is connected");
+                let served = attend(&server, OwnedFd::from(back_end).into());
                 let (passed, holder) = UnixStream::pair().expect("sockets");
                 let passed = if is_nested {
-                    send_with(&holder, b".", &[ours.as_fd()]);
+                    send_with(&holder, b".", &[front_end.as_fd()]);
                     OwnedFd::from(passed)
                 } else {
-                    ours.try_clone().expect("a descriptor").into()
+                    front_end.try_clone().expect("a descriptor").into()
                 };
                 let payload = if code == code::SET_BACKEND_REQ_FD { vec![] } else { vec![0; 8] };
                 let mut bytes = [code, 1, payload.len() as u32].map(u32::to_ne_bytes).concat();
                 bytes.extend(payload);
-                send_with(&ours, &bytes, &[passed.as_fd()]);
-                drop((ours, passed, holder));
+                send_with(&front_end, &bytes, &[passed.as_fd()]);
+                drop((front_end, passed, holder));
                 served.await;
                 assert_eq!(server.connections(), 0);
             }

@@ -14,7 +14,7 @@ use crate::vhost_user_blk::{
     features::not_offered,
     inflight::InflightError,
     message::{MalformedVhostUserMessage, VhostUserReply},
-    vring::{RingPlaces, RingSettings, VringFault},
+    vring::{RingAreas, RingSettings, VringFault},
 };
 
 /// An effect on rings or disk.
@@ -51,7 +51,7 @@ pub enum Effect {
         /// Memory for requests that start now.
         memory: GuestMemory,
         /// Running rings, with the locations of their parts in it.
-        rings: Vec<(u16, RingPlaces)>,
+        rings: Vec<(u16, RingAreas)>,
     },
     /// An event of a running ring was replaced.
     Event {

@@ -51,8 +51,8 @@ impl VhostUserSession {
     /// Sets NEEDS_RESET and notifies the driver by a configuration change if the driver has broken
     /// a ring (virtio 1.3 § 2.1.2). Such a ring is served again only after a reset.
     pub(super) fn set_needs_reset(&mut self, out: &mut VecDeque<SessionOutput>) {
-        let is_told = self.status & (DRIVER_OK | NEEDS_RESET) != DRIVER_OK;
-        if is_told || !self.rings.iter().any(|vring| vring.broken_by_driver) {
+        let is_notified = self.status & (DRIVER_OK | NEEDS_RESET) != DRIVER_OK;
+        if is_notified || !self.rings.iter().any(|vring| vring.broken_by_driver) {
             return;
         }
         self.status |= NEEDS_RESET;
@@ -99,16 +99,16 @@ impl VhostUserSession {
         self.emit_memory_of(|_| true, out);
     }
 
-    fn emit_memory_of(&mut self, whom: impl Fn(u16) -> bool, out: &mut VecDeque<SessionOutput>) {
+    fn emit_memory_of(&mut self, selects: impl Fn(u16) -> bool, out: &mut VecDeque<SessionOutput>) {
         let memory = self.memory.clone();
         let mut rings = Vec::new();
         let mut faults = Vec::new();
         for (vring, ring) in self.rings.iter_mut().zip(0..) {
-            if vring.state != VringState::Running || !whom(ring) {
+            if vring.state != VringState::Running || !selects(ring) {
                 continue;
             }
-            match vring.places(&memory, self.features) {
-                Ok(places) => rings.push((ring, places)),
+            match vring.areas(&memory, self.features) {
+                Ok(areas) => rings.push((ring, areas)),
                 Err(why) => faults.push((ring, why)),
             }
         }
@@ -127,9 +127,9 @@ impl VhostUserSession {
         out: &mut VecDeque<SessionOutput>,
     ) -> Result<(), RequestRejection> {
         let vring = self.ring(ring)?;
-        let before = vring.addresses.replace(addresses);
+        let previous = vring.addresses.replace(addresses);
         // A front end repeats the addresses when logging begins or ends.
-        if vring.state == VringState::Running && before != Some(addresses) {
+        if vring.state == VringState::Running && previous != Some(addresses) {
             self.emit_memory_of(|other| u32::from(other) == ring, out);
         }
         self.start_or_stop_number(ring, out)
@@ -194,7 +194,7 @@ impl VhostUserSession {
     /// Starts or stops a ring according to the current settings.
     fn start_or_stop(&mut self, ring: u16, out: &mut VecDeque<SessionOutput>) -> Result<(), VringFault> {
         let vring = &mut self.rings[usize::from(ring)];
-        match (vring.state, vring.is_wanted(self.features) && !self.resting) {
+        match (vring.state, vring.should_run(self.features) && !self.quiescing) {
             (VringState::Stopped, true) => match self.settings(ring) {
                 Ok(settings) => {
                     // Set before the outputs, because `emit_size` and later messages depend on it.
@@ -222,8 +222,8 @@ impl VhostUserSession {
     /// it, and the disk may have grown meanwhile. QEMU handles the channel once it has started the
     /// device.
     fn emit_size(&mut self, out: &mut VecDeque<SessionOutput>) {
-        if self.told_size.is_none() && self.channel().is_some() {
-            self.told_size = Some(self.offer.size_bytes);
+        if self.announced_size.is_none() && self.channel().is_some() {
+            self.announced_size = Some(self.offer.size_bytes);
             out.push_back(SessionOutput::ConfigChanged);
         }
     }
@@ -231,13 +231,13 @@ impl VhostUserSession {
     pub(super) fn settings(&self, ring: u16) -> Result<RingSettings, VringFault> {
         let vring = &self.rings[usize::from(ring)];
         let memory = self.memory.clone();
-        let places = vring.places(&memory, self.features)?;
+        let areas = vring.areas(&memory, self.features)?;
         let size = vring.size.unwrap_or_default();
         let packed = self.features & virtio::RING_PACKED != 0;
         let part = |area: &InflightArea| area.part(ring, size, packed).ok_or(VringFault::NoInflight);
         Ok(RingSettings {
             size,
-            places,
+            areas,
             memory,
             features: self.features,
             base: vring.base,

@@ -49,23 +49,23 @@ impl SessionMessage {
 impl VhostUserSession {
     /// Stops all rings, until [`VhostUserSession::resume`]. Messages may arrive meanwhile.
     pub fn quiesce(&mut self, out: &mut VecDeque<SessionOutput>) {
-        self.resting = true;
+        self.quiescing = true;
         self.start_or_stop_all(out);
     }
 
     /// True if the session is quiescing or quiesced.
     pub fn is_quiescing(&self) -> bool {
-        self.resting
+        self.quiescing
     }
 
     /// True if the session is quiesced, no ring runs, and no reply is due.
     pub fn is_quiesced(&self) -> bool {
-        self.resting && !self.is_waiting_for_rings() && self.running().next().is_none()
+        self.quiescing && !self.is_waiting_for_rings() && self.running().next().is_none()
     }
 
     /// Resumes: starts the rings that may run.
     pub fn resume(&mut self, out: &mut VecDeque<SessionOutput>) {
-        self.resting = false;
+        self.quiescing = false;
         self.start_or_stop_all(out);
     }
 
@@ -79,13 +79,13 @@ impl VhostUserSession {
     pub fn to_messages(&self) -> io::Result<Vec<SessionMessage>> {
         assert!(self.is_quiesced(), "a ring runs");
         // Features first: they decide how later messages are parsed and how rings are laid out.
-        let mut said = vec![
+        let mut messages = vec![
             SessionMessage::new(code::SET_PROTOCOL_FEATURES, message::number(self.protocol_features)),
             SessionMessage::new(code::SET_FEATURES, message::number(self.features)),
         ];
         if let Some(channel) = &self.back_end {
             let channel = channel.as_fd().try_clone_to_owned()?;
-            said.push(SessionMessage::new(code::SET_BACKEND_REQ_FD, Vec::new()).with(channel));
+            messages.push(SessionMessage::new(code::SET_BACKEND_REQ_FD, Vec::new()).with(channel));
         }
         for region in self.memory.regions() {
             // Only tests have regions without a file.
@@ -97,34 +97,34 @@ impl VhostUserSession {
                 file_offset,
             };
             let region = SessionMessage::new(code::ADD_MEM_REG, message::region_of(&info));
-            said.push(region.with(file.try_clone_to_owned()?));
+            messages.push(region.with(file.try_clone_to_owned()?));
         }
         if let Some((file, offset, bytes)) = self.memory.log().and_then(DirtyLog::file) {
             let log = SessionMessage::new(code::SET_LOG_BASE, message::numbers(&[bytes, offset]));
-            said.push(log.with(file.try_clone_to_owned()?));
+            messages.push(log.with(file.try_clone_to_owned()?));
         }
         if let Some((info, file)) = self.inflight.as_ref().and_then(InflightArea::description) {
             let area = SessionMessage::new(code::SET_INFLIGHT_FD, message::area_of(&info));
-            said.push(area.with(file.try_clone_to_owned()?));
+            messages.push(area.with(file.try_clone_to_owned()?));
         }
         let (offset, choice) = config_space::writeback(self.writeback);
         // After the in-flight area: its recorded choice would otherwise override this one.
-        said.push(SessionMessage::new(
+        messages.push(SessionMessage::new(
             code::SET_CONFIG,
             message::config_of(offset, CONFIG_MIGRATION, &choice),
         ));
-        if self.told_size.is_some() {
+        if self.announced_size.is_some() {
             let bytes =
-                if self.told_block.is_some() { config_space::TO_BLOCK_BYTES } else { size_of::<u64>() };
-            said.push(SessionMessage::new(code::GET_CONFIG, message::config_of(0, 0, &vec![0; bytes])));
+                if self.guest_block_bytes.is_some() { config_space::TO_BLOCK_BYTES } else { size_of::<u64>() };
+            messages.push(SessionMessage::new(code::GET_CONFIG, message::config_of(0, 0, &vec![0; bytes])));
         }
         if self.status != 0 {
-            said.push(SessionMessage::new(code::SET_STATUS, message::number(self.status.into())));
+            messages.push(SessionMessage::new(code::SET_STATUS, message::number(self.status.into())));
         }
         for (vring, ring) in self.rings.iter().zip(0..) {
-            vring.append_messages(ring, &mut said)?;
+            vring.append_messages(ring, &mut messages)?;
         }
-        Ok(said)
+        Ok(messages)
     }
 
     /// Recreates a session from these messages, with the outputs to execute when it resumes.
@@ -134,10 +134,10 @@ impl VhostUserSession {
     /// malformed.
     pub fn from_messages(
         offer: VhostUserOffer,
-        said: Vec<SessionMessage>,
+        messages: Vec<SessionMessage>,
     ) -> Result<(Self, VecDeque<SessionOutput>), RequestRejection> {
-        let (mut session, mut outputs) = (Self { is_heard: true, ..Self::new(offer) }, VecDeque::new());
-        for SessionMessage { code, payload, descriptors } in said {
+        let (mut session, mut outputs) = (Self { is_replaying: true, ..Self::new(offer) }, VecDeque::new());
+        for SessionMessage { code, payload, descriptors } in messages {
             let mut out = VecDeque::new();
             session.receive(code, false, VhostUserRequest::parse(code, &payload, descriptors), &mut out);
             for output in out {
@@ -157,16 +157,16 @@ impl VhostUserSession {
                 return Err(RequestRejection::Running(ring));
             }
         }
-        session.is_heard = false;
+        session.is_replaying = false;
         Ok((session, outputs))
     }
 }
 
 impl Vring {
     /// Appends the messages of one ring; the last one starts the ring.
-    fn append_messages(&self, ring: u32, said: &mut Vec<SessionMessage>) -> io::Result<()> {
+    fn append_messages(&self, ring: u32, messages: &mut Vec<SessionMessage>) -> io::Result<()> {
         debug_assert_eq!(self.state, VringState::Stopped);
-        let mut number = |code, value: u32| said.push(SessionMessage::new(code, message::state(ring, value)));
+        let mut number = |code, value: u32| messages.push(SessionMessage::new(code, message::state(ring, value)));
         if let Some(size) = self.size {
             number(code::SET_VRING_NUM, size.into());
         }
@@ -175,22 +175,22 @@ impl Vring {
             number(code::SET_VRING_ENABLE, enabled.into());
         }
         if let Some(addresses) = &self.addresses {
-            said.push(SessionMessage::new(code::SET_VRING_ADDR, message::addresses_of(ring, addresses)));
+            messages.push(SessionMessage::new(code::SET_VRING_ADDR, message::addresses_of(ring, addresses)));
         }
         for (code, event) in [(code::SET_VRING_CALL, &self.call), (code::SET_VRING_ERR, &self.error)] {
             if let Some(event) = event {
                 let event = event.as_fd().try_clone_to_owned()?;
-                said.push(SessionMessage::new(code, message::event(ring, true)).with(event));
+                messages.push(SessionMessage::new(code, message::event(ring, true)).with(event));
             }
         }
         // A broken ring waits until the front end itself sends SET_VRING_KICK again.
         match &self.kick {
             _ if self.broken => {}
             Kick::Unset => {}
-            Kick::Polled => said.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, false))),
+            Kick::Polled => messages.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, false))),
             Kick::Event(kick) => {
                 let kick = kick.as_fd().try_clone_to_owned()?;
-                said.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, true)).with(kick));
+                messages.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, true)).with(kick));
             }
         }
         Ok(())

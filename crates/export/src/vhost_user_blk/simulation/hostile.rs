@@ -5,13 +5,13 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use policy::time::Duration;
 
-use super::{DISK_BYTES, FOREVER, VhostUserSimulationTally, VolatileMemory, chance, count, sleep_randomly};
+use super::{DISK_BYTES, FOREVER, VhostUserSimulationCounts, VolatileMemory, chance, count, sleep_randomly};
 use crate::vhost_user_blk::{
     device::VhostUserDevice,
     features::virtio,
     queue::{QueueOrder, VhostUserQueue},
     session::EventKind,
-    vring::{RingPlaces, RingSettings},
+    vring::{RingAreas, RingSettings},
     vring_event::simulated::SimulatedEvent,
 };
 use ::virtio::ring::{
@@ -30,8 +30,8 @@ const BUFFERS: u64 = 0x8000;
 
 pub(super) struct HostileGuest {
     device: Arc<VhostUserDevice>,
-    tally: Rc<Cell<VhostUserSimulationTally>>,
-    prey: VolatileMemory,
+    counts: Rc<Cell<VhostUserSimulationCounts>>,
+    volatile_memory: VolatileMemory,
 }
 
 /// One ring of the guest.
@@ -45,10 +45,10 @@ struct HostileRing {
 impl HostileGuest {
     pub(super) fn new(
         device: Arc<VhostUserDevice>,
-        tally: &Rc<Cell<VhostUserSimulationTally>>,
-        prey: &VolatileMemory,
+        counts: &Rc<Cell<VhostUserSimulationCounts>>,
+        volatile_memory: &VolatileMemory,
     ) -> Self {
-        Self { device, tally: Rc::clone(tally), prey: Rc::clone(prey) }
+        Self { device, counts: Rc::clone(counts), volatile_memory: Rc::clone(volatile_memory) }
     }
 
     pub(super) async fn run(self) {
@@ -60,7 +60,7 @@ impl HostileGuest {
             let RingLayout { size, packed, .. } = attack.layout;
             if chance(20) {
                 // In some runs the memory also changes by itself while the device reads it.
-                self.prey.borrow_mut().push(memory.range(0, MEMORY_BYTES as usize).expect("all of it"));
+                self.volatile_memory.borrow_mut().push(memory.range(0, MEMORY_BYTES as usize).expect("all of it"));
             }
             let inflight = chance(40).then(|| {
                 let area = area.range(0, InflightQueueArea::bytes(size, packed)).expect("inside");
@@ -73,22 +73,22 @@ impl HostileGuest {
             let settings = attack.settings(base, inflight);
             // Impossible settings are rejected by `new`.
             let Ok(queue) = VhostUserQueue::new(0, settings, Arc::clone(&self.device)) else { continue };
-            let left = Rc::downgrade(&queue);
+            let weak_queue = Rc::downgrade(&queue);
             let (orders, received) = async_channel::unbounded();
-            let bell = Some(attack.kick.bell()).filter(|_| chance(90));
-            orders.try_send(QueueOrder::Event(EventKind::Kick, bell)).expect("there is room");
-            let bell = Some(attack.error.bell());
-            orders.try_send(QueueOrder::Event(EventKind::Error, bell)).expect("there is room");
+            let event = Some(attack.kick.vring_event()).filter(|_| chance(90));
+            orders.try_send(QueueOrder::Event(EventKind::Kick, event)).expect("there is room");
+            let event = Some(attack.error.vring_event());
+            orders.try_send(QueueOrder::Event(EventKind::Error, event)).expect("there is room");
             let before = self.device.requests.load(std::sync::atomic::Ordering::SeqCst);
             let serving = spawn_joinable(queue.serve(received));
             attack.run().await;
             // A queue whose ring is broken has already ended.
             let _ = orders.try_send(QueueOrder::Stop { abandoned: chance(30) });
             timeout(FOREVER, serving).await.expect("it ends");
-            assert_eq!(left.strong_count(), 0, "tasks of a queue that has ended");
+            assert_eq!(weak_queue.strong_count(), 0, "tasks of a queue that has ended");
             let taken = self.device.requests.load(std::sync::atomic::Ordering::SeqCst) - before;
             let broken = u64::from(attack.error.count() > 0);
-            count(&self.tally, |all| {
+            count(&self.counts, |all| {
                 all.attacks += taken;
                 all.broken += broken;
             });
@@ -121,14 +121,14 @@ impl HostileRing {
     fn settings(&self, base: u32, inflight: Option<GuestBytes>) -> RingSettings {
         let RingLayout { size, descriptors, driver, device, packed, event_idx, indirect } =
             self.layout.clone();
-        let when = |condition: bool, bit| if condition { bit } else { 0 };
+        let flag_if = |condition: bool, bit| if condition { bit } else { 0 };
         RingSettings {
             size,
-            places: RingPlaces { descriptors, driver, device },
+            areas: RingAreas { descriptors, driver, device },
             memory: self.memory.clone(),
-            features: when(packed, virtio::RING_PACKED)
-                | when(event_idx, virtio::EVENT_IDX)
-                | when(indirect, virtio::INDIRECT_DESC),
+            features: flag_if(packed, virtio::RING_PACKED)
+                | flag_if(event_idx, virtio::EVENT_IDX)
+                | flag_if(indirect, virtio::INDIRECT_DESC),
             base: if packed { base } else { 0 },
             inflight,
             loss: None,
@@ -153,16 +153,16 @@ impl HostileRing {
             }
             while driver.next_used().is_ok_and(|used| used.is_some()) {}
             for _ in 0..sim::random(|random| random.usize(..3)) {
-                self.kick.ring();
+                self.kick.signal();
             }
         }
         sleep_randomly(Duration::from_millis(50)).await;
     }
 
     fn send(&self, driver: &mut RingDriver) {
-        let somewhere = || BUFFERS + sim::random(|random| random.u64(..0x7000));
-        let address = || if chance(95) { somewhere() } else { sim::random(|random| random.u64(..)) };
-        let at = somewhere();
+        let random_address = || BUFFERS + sim::random(|random| random.u64(..0x7000));
+        let address = || if chance(95) { random_address() } else { sim::random(|random| random.u64(..)) };
+        let at = random_address();
         let (kind, sector) = sim::random(|random| {
             let kinds = [0, 1, 4, 8, 11, 13, random.u32(..)];
             let sector =
@@ -181,7 +181,7 @@ impl HostileRing {
         if chance(95) {
             buffers.push(DriverBuffer { address: address(), bytes: 1, writable: true });
         }
-        let table = self.memory.range(somewhere(), 16 * buffers.len()).filter(|_| chance(30));
+        let table = self.memory.range(random_address(), 16 * buffers.len()).filter(|_| chance(30));
         let _ = match table {
             Some(table) => driver.add_indirect(&table, &buffers),
             None => driver.add(&buffers),
@@ -190,9 +190,9 @@ impl HostileRing {
 }
 
 /// Writes up to `bytes` random bytes at random places.
-fn noise(place: &GuestBytes, bytes: usize) {
+fn noise(target: &GuestBytes, bytes: usize) {
     for _ in 0..sim::random(|random| random.usize(1..=bytes)) {
-        let (at, byte) = sim::random(|random| (random.usize(..place.bytes()), random.u8(..)));
-        place.write(at, &[byte]);
+        let (at, byte) = sim::random(|random| (random.usize(..target.bytes()), random.u8(..)));
+        target.write(at, &[byte]);
     }
 }

@@ -15,14 +15,14 @@ use policy::time::Duration;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::{
-    BLOCK, DISK_BYTES, SERIAL, SimulatedDiskLife, VhostUserSimulationTally, chance, count, sleep_randomly,
+    BLOCK, DISK_BYTES, SERIAL, SimulatedDiskLife, VhostUserSimulationCounts, chance, count, sleep_randomly,
 };
 use crate::{
     model::{Model, Outcome},
     passed::GroupSamples,
     select::{FirstReady, first},
     vhost_user_blk::{
-        device::VhostUserDevice, features::virtio, vring::RingPlaces, vring_event::simulated::SimulatedEvent,
+        device::VhostUserDevice, features::virtio, vring::RingAreas, vring_event::simulated::SimulatedEvent,
     },
 };
 use ::virtio::ring::{
@@ -92,9 +92,9 @@ enum GuestOperation {
 #[derive(Debug)]
 struct SentGuestRequest {
     slot: usize,
-    what: GuestOperation,
+    operation: GuestOperation,
     /// Device-writable buffers; the last byte is the status.
-    row: Vec<(u64, usize)>,
+    writable_buffers: Vec<(u64, usize)>,
     /// The write cache when the request began, and the number of switches until then.
     cache: (bool, u64),
     /// Log in which all written pages must be marked.
@@ -113,15 +113,15 @@ pub(super) struct SimulatedGuest {
     kick: RefCell<Option<SimulatedEvent>>,
     call: RefCell<SimulatedEvent>,
     /// Notified when the call event was replaced.
-    rewired: Event,
+    call_replaced: Event,
     sent: RefCell<HashMap<u16, SentGuestRequest>>,
     slots: RefCell<Vec<usize>>,
     log: RefCell<Option<DirtyLog>>,
     model: Rc<RefCell<Model>>,
-    passed: Rc<RefCell<GroupSamples>>,
+    samples: Rc<RefCell<GroupSamples>>,
     may_fail: bool,
     cache: Rc<Cell<(bool, u64)>>,
-    tally: Rc<Cell<VhostUserSimulationTally>>,
+    counts: Rc<Cell<VhostUserSimulationCounts>>,
 }
 
 impl SimulatedGuest {
@@ -152,15 +152,15 @@ impl SimulatedGuest {
             inflight,
             kick: RefCell::default(),
             call: RefCell::default(),
-            rewired: Event::new(),
+            call_replaced: Event::new(),
             sent: RefCell::default(),
             slots: RefCell::new((0..MAX_SLOTS.min(usize::from(shape.size))).collect()),
             log: RefCell::default(),
             model: Rc::clone(&life.model),
-            passed: Rc::clone(&life.passed),
+            samples: Rc::clone(&life.samples),
             may_fail: life.may_fail,
             cache: Rc::clone(&life.cache),
-            tally: Rc::clone(&life.tally),
+            counts: Rc::clone(&life.counts),
         })
     }
 
@@ -170,10 +170,10 @@ impl SimulatedGuest {
     }
 
     pub(super) fn features(&self) -> u64 {
-        let when = |condition: bool, bit| if condition { bit } else { 0 };
-        when(self.shape.packed, virtio::RING_PACKED)
-            | when(self.shape.event_idx, virtio::EVENT_IDX)
-            | when(self.shape.indirect, virtio::INDIRECT_DESC)
+        let flags_if = |condition: bool, bit| if condition { bit } else { 0 };
+        flags_if(self.shape.packed, virtio::RING_PACKED)
+            | flags_if(self.shape.event_idx, virtio::EVENT_IDX)
+            | flags_if(self.shape.indirect, virtio::INDIRECT_DESC)
     }
 
     pub(super) fn has_inflight(&self) -> bool {
@@ -184,19 +184,19 @@ impl SimulatedGuest {
         self.inflight.clone()
     }
 
-    pub(super) fn waits(&self) -> bool {
+    pub(super) fn has_pending_requests(&self) -> bool {
         !self.sent.borrow().is_empty()
     }
 
     /// Maps its memory again, with the current log; returns the locations of its ring.
-    pub(super) fn map(&self) -> (GuestMemory, RingPlaces) {
+    pub(super) fn map(&self) -> (GuestMemory, RingAreas) {
         self.map_with(self.log.borrow().clone())
     }
 
-    pub(super) fn map_with(&self, log: Option<DirtyLog>) -> (GuestMemory, RingPlaces) {
+    pub(super) fn map_with(&self, log: Option<DirtyLog>) -> (GuestMemory, RingAreas) {
         let memory = map(&self.file, self.seam).with_log(log);
-        let places = places(&memory, self.shape);
-        (memory, places)
+        let areas = places(&memory, self.shape);
+        (memory, areas)
     }
 
     pub(super) fn new_kick(&self) -> Option<SimulatedEvent> {
@@ -209,19 +209,19 @@ impl SimulatedGuest {
     pub(super) fn new_call(&self) -> SimulatedEvent {
         let call = SimulatedEvent::default();
         self.call.replace(call.clone());
-        self.rewired.notify(usize::MAX);
+        self.call_replaced.notify(usize::MAX);
         call
     }
 
     /// Waits for a random time, or for the moment between a signal and its handling.
-    pub(super) async fn some_moment(&self) {
-        let bell = match sim::random(|random| random.u8(..3)) {
+    pub(super) async fn wait_random_moment(&self) {
+        let event = match sim::random(|random| random.u8(..3)) {
             0 => self.kick.borrow().clone(),
             1 => Some(self.call.borrow().clone()),
             _ => None,
         };
-        let Some(bell) = bell else { return sleep_randomly(Duration::from_millis(20)).await };
-        let _ = timeout(Duration::from_millis(20), bell.next_signal()).await;
+        let Some(event) = event else { return sleep_randomly(Duration::from_millis(20)).await };
+        let _ = timeout(Duration::from_millis(20), event.next_signal()).await;
     }
 
     /// A change of the log begins: requests that complete meanwhile may be marked in either.
@@ -231,7 +231,7 @@ impl SimulatedGuest {
     }
 
     /// The log is in force, also for requests without a status yet.
-    pub(super) fn log_is(&self, log: Option<DirtyLog>) {
+    pub(super) fn set_log(&self, log: Option<DirtyLog>) {
         for sent in self.sent.borrow_mut().values_mut().filter(|sent| self.status(sent) == GUARD) {
             sent.log.clone_from(&log);
         }
@@ -249,37 +249,37 @@ impl SimulatedGuest {
 
     /// Sends requests and collects all completions.
     pub(super) async fn run(self: Rc<Self>) {
-        let mut left = sim::random(|random| random.usize(1..60));
-        while left > 0 || self.waits() {
-            if left > 0 {
-                for _ in 0..sim::random(|random| random.usize(1..=left.min(8))) {
-                    left -= usize::from(self.send());
+        let mut remaining = sim::random(|random| random.usize(1..60));
+        while remaining > 0 || self.has_pending_requests() {
+            if remaining > 0 {
+                for _ in 0..sim::random(|random| random.usize(1..=remaining.min(8))) {
+                    remaining -= usize::from(self.send());
                 }
                 if self.driver.borrow_mut().wants_kick()
                     && let Some(kick) = &*self.kick.borrow()
                 {
-                    kick.ring();
+                    kick.signal();
                 }
             }
             if chance(30) {
                 self.driver.borrow_mut().suppress_calls();
             }
-            if left > 0 && chance(50) {
+            if remaining > 0 && chance(50) {
                 sleep_randomly(Duration::from_millis(10)).await;
-            } else if self.waits() && !self.driver.borrow_mut().enable_calls() {
-                self.be_called().await;
+            } else if self.has_pending_requests() && !self.driver.borrow_mut().enable_calls() {
+                self.wait_for_call().await;
             }
             self.collect();
         }
     }
 
-    async fn be_called(&self) {
+    async fn wait_for_call(&self) {
         loop {
-            let rewired = self.rewired.listen();
+            let call_replaced = self.call_replaced.listen();
             let call = self.call.borrow().clone();
-            if let FirstReady::One(heard) = first(call.heard(), rewired).await {
-                heard.expect("it is an event");
-                return count(&self.tally, |all| all.called += 1);
+            if let FirstReady::One(result) = first(call.wait(), call_replaced).await {
+                result.expect("it is an event");
+                return count(&self.counts, |all| all.called += 1);
             }
         }
     }
@@ -288,24 +288,24 @@ impl SimulatedGuest {
         let Some(slot) = self.slots.borrow_mut().pop() else { return false };
         let indirect = self.shape.indirect && chance(50);
         let free = self.driver.borrow().free_descriptors();
-        let most = if indirect { 2 * MAX_PIECES } else { free };
+        let max_descriptors = if indirect { 2 * MAX_PIECES } else { free };
         // A request has at least one readable and one writable descriptor.
-        if free == 0 || most < 2 {
+        if free == 0 || max_descriptors < 2 {
             self.slots.borrow_mut().push(slot);
             return false;
         }
-        self.passed.borrow_mut().look();
+        self.samples.borrow_mut().sample();
         let at = SLOTS + slot as u64 * SLOT_BYTES;
         fill(&self.memory, at, SLOT_BYTES as usize, GUARD);
-        let (what, request, writable) = self.draw_request();
-        let pieces = (most / 2).min(MAX_PIECES);
+        let (operation, request, writable) = self.draw_request();
+        let pieces = (max_descriptors / 2).min(MAX_PIECES);
         let reads = divide(at + READABLE, request.len(), pieces);
-        let row = divide(at + WRITABLE, writable + 1, pieces);
+        let writable_buffers = divide(at + WRITABLE, writable + 1, pieces);
         scatter(&self.memory, &reads, &request);
         let buffer = |writable| {
             move |&(address, bytes): &(u64, usize)| DriverBuffer { address, bytes: bytes as u32, writable }
         };
-        let buffers: Vec<_> = reads.iter().map(buffer(false)).chain(row.iter().map(buffer(true))).collect();
+        let buffers: Vec<_> = reads.iter().map(buffer(false)).chain(writable_buffers.iter().map(buffer(true))).collect();
         let mut driver = self.driver.borrow_mut();
         let table = self.memory.range(at, 16 * buffers.len()).filter(|_| indirect);
         let added = match table {
@@ -315,18 +315,18 @@ impl SimulatedGuest {
         drop(driver);
         let Some(id) = added else {
             // The request was not added, so its model entry ends undetermined.
-            self.give_up(what);
+            self.end_undetermined(operation);
             self.slots.borrow_mut().push(slot);
             return false;
         };
         let sent =
-            SentGuestRequest { slot, what, row, cache: self.cache.get(), log: self.log.borrow().clone() };
+            SentGuestRequest { slot, operation, writable_buffers, cache: self.cache.get(), log: self.log.borrow().clone() };
         assert!(self.sent.borrow_mut().insert(id, sent).is_none(), "the driver has used an id twice");
         true
     }
 
-    fn give_up(&self, what: GuestOperation) {
-        if let GuestOperation::Change { numbers, .. } = what {
+    fn end_undetermined(&self, operation: GuestOperation) {
+        if let GuestOperation::Change { numbers, .. } = operation {
             numbers.into_iter().for_each(|number| self.model.borrow_mut().end_change(number, Outcome::Open));
         }
     }
@@ -387,35 +387,35 @@ impl SimulatedGuest {
             let sent = self.sent.borrow_mut().remove(&used.id).expect("the driver knows it");
             self.check(&used, &sent);
             self.slots.borrow_mut().push(sent.slot);
-            count(&self.tally, |all| all.answered += 1);
-            self.passed.borrow_mut().look();
+            count(&self.counts, |all| all.answered += 1);
+            self.samples.borrow_mut().sample();
         }
     }
 
     fn status(&self, sent: &SentGuestRequest) -> u8 {
-        let &(address, bytes) = sent.row.last().expect("there is a status");
+        let &(address, bytes) = sent.writable_buffers.last().expect("there is a status");
         gather(&self.memory, &[(address + bytes as u64 - 1, 1)])[0]
     }
 
     fn check(&self, used: &UsedChain, sent: &SentGuestRequest) {
-        let mut found = gather(&self.memory, &sent.row);
+        let mut found = gather(&self.memory, &sent.writable_buffers);
         let status = found.pop().expect("there is a status");
         assert!([OK, IO_ERROR, UNSUPPORTED].contains(&status), "{sent:?} was answered with {status}");
         let mut model = self.model.borrow_mut();
         let failed = status != OK;
         let mut filled = 0;
-        match &sent.what {
-            GuestOperation::Answer(due) => assert_eq!(status, *due, "{sent:?}"),
+        match &sent.operation {
+            GuestOperation::Answer(expected) => assert_eq!(status, *expected, "{sent:?}"),
             GuestOperation::Id => {
                 assert_eq!(status, OK);
-                let mut due = SERIAL.as_bytes()[..20].to_vec();
-                due.resize(found.len(), 0);
-                assert_eq!(found, due);
+                let mut expected = SERIAL.as_bytes()[..20].to_vec();
+                expected.resize(found.len(), 0);
+                assert_eq!(found, expected);
                 filled = found.len();
             }
             _ if failed => {
                 assert!(self.may_fail && status == IO_ERROR, "{sent:?} failed with {status}");
-                count(&self.tally, |all| all.failed += 1);
+                count(&self.counts, |all| all.failed += 1);
             }
             GuestOperation::Read { offset, began } => {
                 model.check_read(*began, *offset, &found);
@@ -423,11 +423,11 @@ impl SimulatedGuest {
             }
             GuestOperation::Flush { began } => {
                 model.end_flush(*began);
-                count(&self.tally, |all| all.flushed += 1);
+                count(&self.counts, |all| all.flushed += 1);
             }
             GuestOperation::Change { .. } => {}
         }
-        if let GuestOperation::Change { numbers, hint } = &sent.what {
+        if let GuestOperation::Change { numbers, hint } = &sent.operation {
             let outcome = match sent.cache {
                 _ if failed || *hint => Outcome::Open,
                 // Write-through guarantees durability only if the mode did not change meanwhile.
@@ -450,7 +450,7 @@ impl SimulatedGuest {
     fn check_surroundings(&self, sent: &SentGuestRequest) {
         let at = SLOTS + sent.slot as u64 * SLOT_BYTES + WRITABLE;
         let mut all = gather(&self.memory, &[(at, (SLOT_BYTES - WRITABLE) as usize)]);
-        for &(address, bytes) in &sent.row {
+        for &(address, bytes) in &sent.writable_buffers {
             all[(address - at) as usize..][..bytes].fill(GUARD);
         }
         assert!(all.iter().all(|&byte| byte == GUARD), "bytes beside a request's have changed");
@@ -458,12 +458,12 @@ impl SimulatedGuest {
 
     /// Checks that filled pages, the status and the used ring are marked.
     fn check_log(&self, log: &DirtyLog, sent: &SentGuestRequest, filled: usize) {
-        count(&self.tally, |all| all.logged += 1);
+        count(&self.counts, |all| all.logged += 1);
         let used = if self.shape.packed { RINGS } else { DEVICE };
         assert!(log.is_marked(used), "the ring is not marked");
-        let (&(last, bytes), _) = sent.row.split_last().expect("there is a status");
+        let (&(last, bytes), _) = sent.writable_buffers.split_last().expect("there is a status");
         let status = last + bytes as u64 - 1;
-        let pieces = sent.row.iter().filter(|_| filled > 0).copied().chain([(status, 1)]);
+        let pieces = sent.writable_buffers.iter().filter(|_| filled > 0).copied().chain([(status, 1)]);
         for (address, bytes) in pieces {
             for page in address / PAGE..=(address + bytes as u64 - 1) / PAGE {
                 assert!(log.is_marked(page * PAGE), "{sent:?}: page {page:#x} is not marked");
@@ -483,18 +483,18 @@ fn map(file: &OwnedFd, seam: u64) -> GuestMemory {
     GuestMemory::new(regions.collect()).expect("they do not overlap")
 }
 
-fn places(memory: &GuestMemory, shape: SimulatedRingShape) -> RingPlaces {
+fn places(memory: &GuestMemory, shape: SimulatedRingShape) -> RingAreas {
     let parts = RingParts::of(shape.size, shape.packed, shape.event_idx);
     let part = |at, (bytes, _)| memory.range(at, bytes).expect("in the first region");
-    RingPlaces {
+    RingAreas {
         descriptors: part(RINGS, parts.descriptors),
         driver: part(DRIVER, parts.driver),
         device: part(DEVICE, parts.device),
     }
 }
 
-pub(super) fn layout(shape: SimulatedRingShape, places: RingPlaces) -> RingLayout {
-    let RingPlaces { descriptors, driver, device } = places;
+pub(super) fn layout(shape: SimulatedRingShape, areas: RingAreas) -> RingLayout {
+    let RingAreas { descriptors, driver, device } = areas;
     let SimulatedRingShape { size, packed, event_idx, indirect } = shape;
     RingLayout { size, descriptors, driver, device, packed, event_idx, indirect }
 }
@@ -518,53 +518,53 @@ fn segment(range: &Range<usize>, flags: u32) -> Vec<u8> {
 fn draw_range() -> Range<usize> {
     sim::random(|random| {
         let first = random.usize(..DISK_BYTES / BLOCK / 4) * random.usize(1..=4);
-        let most = (DISK_BYTES / BLOCK - first).min(MAX_SECTORS);
-        let count = if random.bool() { 1 } else { random.usize(1..=most) };
+        let max_sectors = (DISK_BYTES / BLOCK - first).min(MAX_SECTORS);
+        let count = if random.bool() { 1 } else { random.usize(1..=max_sectors) };
         first * BLOCK..(first + count) * BLOCK
     })
 }
 
 /// Divides `bytes` into up to `most` pieces from `at`, with gaps between them.
-fn divide(mut at: u64, bytes: usize, most: usize) -> Vec<(u64, usize)> {
-    let mut left = bytes;
+fn divide(mut at: u64, bytes: usize, max_pieces: usize) -> Vec<(u64, usize)> {
+    let mut remaining = bytes;
     let mut pieces = Vec::new();
-    while left > 0 {
-        let (gap, piece) = sim::random(|random| (random.u64(..300), random.usize(1..=left)));
-        let piece = if pieces.len() + 1 == most { left } else { piece };
+    while remaining > 0 {
+        let (gap, piece) = sim::random(|random| (random.u64(..300), random.usize(1..=remaining)));
+        let piece = if pieces.len() + 1 == max_pieces { remaining } else { piece };
         pieces.push((at + gap, piece));
         at += gap + piece as u64;
-        left -= piece;
+        remaining -= piece;
     }
     pieces
 }
 
-fn each_place(memory: &GuestMemory, pieces: &[(u64, usize)]) -> ChainMemory {
-    let mut places = ChainMemory::new();
+fn ranges_of(memory: &GuestMemory, pieces: &[(u64, usize)]) -> ChainMemory {
+    let mut ranges = ChainMemory::new();
     for &(address, bytes) in pieces {
-        assert!(memory.ranges(address, bytes, &mut places), "inside");
+        assert!(memory.ranges(address, bytes, &mut ranges), "inside");
     }
-    places
+    ranges
 }
 
 fn scatter(memory: &GuestMemory, pieces: &[(u64, usize)], bytes: &[u8]) {
     let mut rest = bytes;
-    for place in each_place(memory, pieces) {
-        let (part, after) = rest.split_at(place.bytes());
-        place.write(0, part);
+    for segment in ranges_of(memory, pieces) {
+        let (part, after) = rest.split_at(segment.bytes());
+        segment.write(0, part);
         rest = after;
     }
 }
 
 fn gather(memory: &GuestMemory, pieces: &[(u64, usize)]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    for place in each_place(memory, pieces) {
+    for segment in ranges_of(memory, pieces) {
         let start = bytes.len();
-        bytes.resize(start + place.bytes(), 0);
-        place.read(0, &mut bytes[start..]);
+        bytes.resize(start + segment.bytes(), 0);
+        segment.read(0, &mut bytes[start..]);
     }
     bytes
 }
 
 fn fill(memory: &GuestMemory, address: u64, bytes: usize, byte: u8) {
-    each_place(memory, &[(address, bytes)]).iter().for_each(|place| place.fill(0, place.bytes(), byte));
+    ranges_of(memory, &[(address, bytes)]).iter().for_each(|segment| segment.fill(0, segment.bytes(), byte));
 }

@@ -38,7 +38,7 @@ pub enum BitmapError {
     Extra(String),
     /// An invalid value.
     #[error("{0}")]
-    Wrong(String),
+    InvalidValue(String),
     /// The dirty bitmaps that record writes exceed the memory budget.
     #[error("{0}")]
     Memory(#[from] OutOfBudget),
@@ -90,7 +90,7 @@ impl Qcow2Image {
     /// [`BitmapError`].
     pub async fn bitmap_bits(&self, name: &str) -> Result<DirtyBits> {
         let entries = self.bitmaps().await?;
-        self.read_bits(&entries[usable(&entries, name)?], self.size_bytes()).await
+        self.read_bits(&entries[find_usable(&entries, name)?], self.size_bytes()).await
     }
 
     /// Reads the bits of a bitmap for a disk of this size from the file.
@@ -128,9 +128,9 @@ impl Qcow2Image {
     ) -> std::result::Result<(), InvalidImage> {
         let needed = BitmapEntry::entries_for(size_bytes, entry.granularity_bits, self.shape.cluster_bits);
         if needed > entry.table_entries.into() {
-            let what =
+            let message =
                 format!("the table of bitmap {:?} at {:#x} is too short", entry.name(), entry.table_offset);
-            return Err(InvalidImage::new(what));
+            return Err(InvalidImage::new(message));
         }
         Ok(())
     }
@@ -142,9 +142,9 @@ impl Qcow2Image {
         let cluster_bytes = 1 << self.shape.cluster_bits;
         // The file may end inside its last cluster.
         let file_end = self.file.size_bytes().next_multiple_of(cluster_bytes);
-        let wrong = |what: &str| Err(InvalidImage::new(format!("bitmap {:?} {what}", entry.name())).into());
+        let invalid = |fault: &str| Err(InvalidImage::new(format!("bitmap {:?} {fault}", entry.name())).into());
         if offset.checked_add(length).is_none_or(|end| end > file_end) {
-            return wrong("has its table beyond the end of the file");
+            return invalid("has its table beyond the end of the file");
         }
         let table = decode_table(
             &metadata_io::read(self.file.storage(), offset, length as usize).await?,
@@ -157,10 +157,10 @@ impl Qcow2Image {
         let mut stored: Vec<_> = stored.collect();
         stored.sort_unstable();
         if stored.last().is_some_and(|last| last + cluster_bytes > file_end) {
-            return wrong("has bits beyond the end of the file");
+            return invalid("has bits beyond the end of the file");
         }
         if stored.windows(2).any(|pair| pair[0] == pair[1]) {
-            return wrong("has the same cluster of bits twice");
+            return invalid("has the same cluster of bits twice");
         }
         Ok(table)
     }
@@ -171,24 +171,24 @@ impl Qcow2Image {
     /// # Errors
     /// [`BitmapError`].
     pub async fn add_bitmap(&self, name: &str, granularity_bits: u32) -> Result<()> {
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let mut entries = self.changeable_bitmaps().await?;
-        let wrong = |what: String| Err(BitmapError::Wrong(what));
+        let invalid = |message: String| Err(BitmapError::InvalidValue(message));
         if self.shape.version < 3 {
-            return wrong("images of version 2 have no bitmaps (convert it with compat=1.1)".to_owned());
+            return invalid("images of version 2 have no bitmaps (convert it with compat=1.1)".to_owned());
         }
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {
             return Err(BitmapError::Exists(name.to_owned()));
         }
         if name.is_empty() || name.len() > MAX_NAME {
-            return wrong(format!("the name has {} bytes; it must have 1 to {MAX_NAME}", name.len()));
+            return invalid(format!("the name has {} bytes; it must have 1 to {MAX_NAME}", name.len()));
         }
         if !GRANULARITY_BITS.contains(&granularity_bits) {
-            return wrong(format!("the granularity is 2^{granularity_bits} bytes; it must be 512 to 2G"));
+            return invalid(format!("the granularity is 2^{granularity_bits} bytes; it must be 512 to 2G"));
         }
         self.check_granularity(granularity_bits)?;
         if entries.len() == MAX_BITMAPS as usize {
-            return wrong(format!("the image has the maximum of {MAX_BITMAPS} bitmaps (remove some)"));
+            return invalid(format!("the image has the maximum of {MAX_BITMAPS} bitmaps (remove some)"));
         }
         let bits = DirtyBits::new(self.size_bytes(), granularity_bits);
         let (table_offset, table_entries) = self.store_bits(&bits).await?;
@@ -208,8 +208,8 @@ impl Qcow2Image {
     fn check_granularity(&self, granularity_bits: u32) -> Result<()> {
         let table = BitmapEntry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
         if table > MAX_BITS >> self.shape.cluster_bits {
-            let what = "the disk is too large for this granularity (choose a larger one)";
-            return Err(BitmapError::Wrong(what.to_owned()));
+            let message = "the disk is too large for this granularity (choose a larger one)";
+            return Err(BitmapError::InvalidValue(message.to_owned()));
         }
         Ok(())
     }
@@ -219,7 +219,7 @@ impl Qcow2Image {
     /// # Errors
     /// [`BitmapError`].
     pub async fn remove_bitmap(&self, name: &str) -> Result<()> {
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let mut entries = self.changeable_bitmaps().await?;
         let entry = entries.remove(find(&entries, name)?);
         // The directory no longer refers to the bits.
@@ -233,7 +233,7 @@ impl Qcow2Image {
     /// [`BitmapError`].
     pub async fn clear_bitmap(&self, name: &str) -> Result<()> {
         let entries = self.changeable_bitmaps().await?;
-        let granularity_bits = entries[usable(&entries, name)?].granularity_bits;
+        let granularity_bits = entries[find_usable(&entries, name)?].granularity_bits;
         self.check_granularity(granularity_bits)?;
         self.store_bitmap(name, &DirtyBits::new(self.size_bytes(), granularity_bits)).await
     }
@@ -243,9 +243,9 @@ impl Qcow2Image {
     /// # Errors
     /// [`BitmapError`].
     pub async fn enable_bitmap(&self, name: &str, enabled: bool) -> Result<()> {
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let mut entries = self.changeable_bitmaps().await?;
-        let found = usable(&entries, name)?;
+        let found = find_usable(&entries, name)?;
         entries[found].flags = entries[found].flags & !flag::AUTO | if enabled { flag::AUTO } else { 0 };
         self.replace_directory(&entries).await
     }
@@ -257,11 +257,11 @@ impl Qcow2Image {
     pub async fn merge_bitmap(&self, name: &str, source: &DirtyBits) -> Result<()> {
         let mut bits = self.bitmap_bits(name).await?;
         if source.size_bytes() != bits.size_bytes() {
-            let (theirs, ours) = (source.size_bytes(), bits.size_bytes());
-            let what = format!(
-                "the source covers {theirs} bytes, but {name:?} covers {ours} (resize one of the disks)"
+            let (source_bytes, target_bytes) = (source.size_bytes(), bits.size_bytes());
+            let message = format!(
+                "the source covers {source_bytes} bytes, but {name:?} covers {target_bytes} (resize one of the disks)"
             );
-            return Err(BitmapError::Wrong(what));
+            return Err(BitmapError::InvalidValue(message));
         }
         bits.merge(source);
         self.store_bitmap(name, &bits).await
@@ -273,13 +273,13 @@ impl Qcow2Image {
     /// # Errors
     /// [`BitmapError`].
     pub async fn store_bitmap(&self, name: &str, bits: &DirtyBits) -> Result<()> {
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let mut entries = self.changeable_bitmaps().await?;
         let found = find(&entries, name)?;
         if (bits.size_bytes(), bits.granularity_bits())
             != (self.size_bytes(), entries[found].granularity_bits)
         {
-            return Err(BitmapError::Wrong(format!("these bits do not belong to the bitmap {name:?}")));
+            return Err(BitmapError::InvalidValue(format!("these bits do not belong to the bitmap {name:?}")));
         }
         let old = entries[found].clone();
         let (table_offset, table_entries) = self.store_bits(bits).await?;
@@ -361,7 +361,7 @@ impl Qcow2Image {
         let directory = encode(entries);
         let length = directory.len() as u64;
         if length > MAX_BITMAP_DIRECTORY {
-            return Err(BitmapError::Wrong("the bitmap directory is full (remove bitmaps)".to_owned()));
+            return Err(BitmapError::InvalidValue("the bitmap directory is full (remove bitmaps)".to_owned()));
         }
         let bitmaps = match entries.len() as u32 {
             0 => None,
@@ -413,7 +413,7 @@ impl Qcow2Image {
         match self.bitmaps().await {
             Ok(entries) => Ok(Some(entries).filter(|entries| !entries.is_empty())),
             Err(BitmapError::Failed(error)) => Err(error),
-            Err(why) => self.drop_mark(&why).await.map(|()| None),
+            Err(why) => self.mark_inconsistent(&why).await.map(|()| None),
         }
     }
 
@@ -421,10 +421,10 @@ impl Qcow2Image {
     pub(super) async fn mark_in_use(
         &self,
         mut entries: Vec<BitmapEntry>,
-        which: impl Fn(&BitmapEntry) -> bool,
+        is_selected: impl Fn(&BitmapEntry) -> bool,
     ) -> IoResult<()> {
         let Some(bitmaps) = self.header().bitmaps else { return Ok(()) };
-        entries.iter_mut().filter(|entry| which(entry)).for_each(|entry| entry.flags |= flag::IN_USE);
+        entries.iter_mut().filter(|entry| is_selected(entry)).for_each(|entry| entry.flags |= flag::IN_USE);
         let mut directory = encode(&entries);
         // The last entry may lack its padding.
         directory.truncate(bitmaps.directory.length as usize);
@@ -434,7 +434,7 @@ impl Qcow2Image {
         self.file.flush().await
     }
 
-    async fn drop_mark(&self, why: &BitmapError) -> IoResult<()> {
+    async fn mark_inconsistent(&self, why: &BitmapError) -> IoResult<()> {
         let image = self.file.storage().description();
         tracing::warn!(image, "its bitmaps are unusable, and are marked inconsistent: {why}");
         self.update_header(|header| header.autoclear &= !autoclear::BITMAPS).await
@@ -447,7 +447,7 @@ fn find(entries: &[BitmapEntry], name: &str) -> Result<usize> {
 }
 
 /// Returns the index of a consistent bitmap.
-fn usable(entries: &[BitmapEntry], name: &str) -> Result<usize> {
+fn find_usable(entries: &[BitmapEntry], name: &str) -> Result<usize> {
     let found = find(entries, name)?;
     entries[found].check_usable().map(|()| found)
 }

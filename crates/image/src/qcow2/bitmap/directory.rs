@@ -91,16 +91,16 @@ impl BitmapEntry {
     ) -> Result<(Self, Option<InvalidImage>, usize), InvalidImage> {
         let cut_off = || InvalidImage::new("the bitmap directory ends inside an entry");
         let fixed = bytes.get(..FIXED).ok_or_else(cut_off)?;
-        let word = |at: usize| u32_at(fixed, at);
+        let field = |at: usize| u32_at(fixed, at);
         let name_length = usize::from(u16_at(fixed, 18));
-        let extra_length = word(20) as usize;
+        let extra_length = field(20) as usize;
         let end = FIXED.checked_add(extra_length).and_then(|end| end.checked_add(name_length));
         let variable = end.and_then(|end| bytes.get(FIXED..end)).ok_or_else(cut_off)?;
         let (extra, name) = variable.split_at(extra_length);
         let entry = Self {
             table_offset: u64_at(fixed, 0),
-            table_entries: word(8),
-            flags: word(12),
+            table_entries: field(8),
+            flags: field(12),
             granularity_bits: fixed[17].into(),
             name: name.to_vec(),
             extra: extra.to_vec(),
@@ -110,30 +110,30 @@ impl BitmapEntry {
     }
 
     fn check(&self, kind: u8, header: &Qcow2Header) -> Result<(), InvalidImage> {
-        let wrong = |what: String| Err(InvalidImage::new(format!("bitmap {:?} {what}", self.name())));
+        let invalid = |fault: String| Err(InvalidImage::new(format!("bitmap {:?} {fault}", self.name())));
         let FileRegion { offset, length } = self.table();
         if kind != DIRTY_TRACKING {
-            return wrong(format!("is of the unknown kind {kind}"));
+            return invalid(format!("is of the unknown kind {kind}"));
         }
         if self.name.is_empty() || self.name.len() > MAX_NAME {
-            return wrong(format!("has a name of {} bytes", self.name.len()));
+            return invalid(format!("has a name of {} bytes", self.name.len()));
         }
         if self.flags & !flag::KNOWN != 0 {
-            return wrong(format!("has unknown flags {:#x}", self.flags));
+            return invalid(format!("has unknown flags {:#x}", self.flags));
         }
         if self.flags & flag::EXTRA_COMPATIBLE != 0 && self.extra.is_empty() {
-            return wrong("has the flag for extra data, but no extra data".to_owned());
+            return invalid("has the flag for extra data, but no extra data".to_owned());
         }
         if !GRANULARITY_BITS.contains(&self.granularity_bits) {
-            return wrong(format!("has a granularity of 2^{} bytes", self.granularity_bits));
+            return invalid(format!("has a granularity of 2^{} bytes", self.granularity_bits));
         }
         if length == 0 || length / 8 > MAX_BITS / header.cluster_bytes() || offset == 0 {
-            return wrong(format!("has a table of {length} bytes at {offset:#x}"));
+            return invalid(format!("has a table of {length} bytes at {offset:#x}"));
         }
         if !offset.is_multiple_of(header.cluster_bytes())
             || offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT)
         {
-            return wrong(format!("has its table at {offset:#x}, which is not aligned to a cluster"));
+            return invalid(format!("has its table at {offset:#x}, which is not aligned to a cluster"));
         }
         Ok(())
     }
@@ -206,8 +206,8 @@ pub(in crate::qcow2) async fn read_entries(
         entries.push((entry, fault));
     }
     if entries.len() != count as usize {
-        let what = format!("the bitmap directory has {} entries, but the header says {count}", entries.len());
-        return Err(InvalidImage::new(what).into());
+        let message = format!("the bitmap directory has {} entries, but the header says {count}", entries.len());
+        return Err(InvalidImage::new(message).into());
     }
     Ok(entries)
 }
@@ -292,23 +292,23 @@ mod tests {
     #[test]
     fn invalid_bitmap_entries_are_rejected() {
         sim::run(1, async {
-            let one = |change: fn(&mut BitmapEntry)| {
-                let mut wrong = entry(1);
-                change(&mut wrong);
-                vec![wrong]
+            let altered = |change: fn(&mut BitmapEntry)| {
+                let mut invalid = entry(1);
+                change(&mut invalid);
+                vec![invalid]
             };
             for (part, entries, count) in [
-                ("2^8 bytes", one(|entry| entry.granularity_bits = 8), 1),
-                ("name of 0 bytes", one(|entry| entry.name.clear()), 1),
-                ("unknown flags", one(|entry| entry.flags = 8), 1),
-                ("but no extra data", one(|entry| (entry.flags, entry.extra) = (4, Vec::new())), 1),
-                ("not aligned to a cluster", one(|entry| entry.table_offset = 0x50200), 1),
-                ("table of 0 bytes", one(|entry| entry.table_entries = 0), 1),
+                ("2^8 bytes", altered(|entry| entry.granularity_bits = 8), 1),
+                ("name of 0 bytes", altered(|entry| entry.name.clear()), 1),
+                ("unknown flags", altered(|entry| entry.flags = 8), 1),
+                ("but no extra data", altered(|entry| (entry.flags, entry.extra) = (4, Vec::new())), 1),
+                ("not aligned to a cluster", altered(|entry| entry.table_offset = 0x50200), 1),
+                ("table of 0 bytes", altered(|entry| entry.table_entries = 0), 1),
                 ("two bitmaps", vec![entry(1), entry(1)], 2),
                 ("header says 2", vec![entry(1)], 2),
             ] {
-                let said = read_back(&entries, count).await.expect_err(part).to_string();
-                assert!(said.contains(part), "{said}");
+                let message = read_back(&entries, count).await.expect_err(part).to_string();
+                assert!(message.contains(part), "{message}");
             }
         });
     }

@@ -45,9 +45,9 @@ impl LiveBits {
             if bytes.iter().any(|byte| *byte != 0) {
                 let words = chunk.get_or_init(new_chunk);
                 for (word, bytes) in words.iter().zip(bytes.chunks((WORD_BITS / 8) as usize)) {
-                    let mut whole = [0; 8];
-                    whole[..bytes.len()].copy_from_slice(bytes);
-                    word.store(u64::from_le_bytes(whole), Relaxed);
+                    let mut padded = [0; 8];
+                    padded[..bytes.len()].copy_from_slice(bytes);
+                    word.store(u64::from_le_bytes(padded), Relaxed);
                 }
             }
             chunk
@@ -56,7 +56,7 @@ impl LiveBits {
     }
 
     /// Copies the present marks. Marks that are set concurrently may be missing.
-    pub(super) fn copied(&self) -> DirtyBits {
+    pub(super) fn to_dirty_bits(&self) -> DirtyBits {
         let mut bits = DirtyBits::new(self.size_bytes, self.granularity_bits);
         for (number, chunk) in self.chunks.iter().enumerate() {
             if let Some(words) = chunk.get() {
@@ -115,9 +115,9 @@ impl LiveBits {
             }
             let word = if dirty { !self.word(bit) } else { self.word(bit) };
             // The remaining bits of the word that differ from the first one.
-            let others = word >> (bit % WORD_BITS);
-            if others != 0 {
-                bit += u64::from(others.trailing_zeros());
+            let differing = word >> (bit % WORD_BITS);
+            if differing != 0 {
+                bit += u64::from(differing.trailing_zeros());
                 break;
             }
             bit = (bit | (WORD_BITS - 1)) + 1;
@@ -156,7 +156,7 @@ mod tests {
             size in 1..200_000_u64,
             before in prop::collection::vec((0..220_000_u64, 1..40_000_u64), 0..4),
             marks in prop::collection::vec((0..220_000_u64, 0..70_000_u64), 0..6),
-            asked in 0..200_000_u64,
+            start in 0..200_000_u64,
         ) {
             // The smallest granularity, 512 bytes, so that the disk spans several chunks.
             let (size, unit) = (size * 512, 512);
@@ -173,20 +173,20 @@ mod tests {
                 }
                 prop_assert_eq!(live.mark(range), old != expected);
             }
-            prop_assert_eq!(&live.copied(), &expected);
-            let asked = asked * unit % size;
-            let whole = runs(&live, 0, size);
+            prop_assert_eq!(&live.to_dirty_bits(), &expected);
+            let start = start * unit % size;
+            let all_runs = runs(&live, 0, size);
             let mut at = 0;
-            let dirty = whole.iter().filter_map(|(length, dirty)| {
+            let dirty = all_runs.iter().filter_map(|(length, dirty)| {
                 at += length;
                 dirty.then(|| at - length..at)
             });
             prop_assert!(dirty.eq(expected.marked()));
             // Adjacent runs differ, and a query from the middle of a run ends where the run does.
-            prop_assert!(whole.windows(2).all(|pair| pair[0].1 != pair[1].1));
-            let part = runs(&live, asked, size);
-            prop_assert_eq!(part.iter().map(|(length, _)| length).sum::<u64>(), size - asked);
-            prop_assert_eq!(&whole[whole.len() - part.len() + 1..], &part[1..]);
+            prop_assert!(all_runs.windows(2).all(|pair| pair[0].1 != pair[1].1));
+            let part = runs(&live, start, size);
+            prop_assert_eq!(part.iter().map(|(length, _)| length).sum::<u64>(), size - start);
+            prop_assert_eq!(&all_runs[all_runs.len() - part.len() + 1..], &part[1..]);
             prop_assert_eq!(live.run(size, size + 512), (512, true));
         }
     }

@@ -57,12 +57,12 @@ const MAX_RECORDED: u64 = 1 << 30;
 pub(in crate::qcow2) struct Recording {
     /// True if the file marks bitmaps that should record as consistent; must be false while the
     /// disk changes.
-    good: AtomicBool,
+    is_marked_consistent: AtomicBool,
     /// Serializes changes of the in-use flags in the file.
-    turn: RangeLocks,
+    flags_lock: RangeLocks,
     /// True if `bitmaps` is valid: false before the first request and while another process has the
     /// image.
-    held: AtomicBool,
+    is_loaded: AtomicBool,
     /// Replaced only while no request is in flight.
     bitmaps: ArcSwap<Vec<Arc<RecordingBitmap>>>,
 }
@@ -92,7 +92,7 @@ impl RecordingBitmap {
 
     /// Changes the size of the disk. No request may be marking.
     fn resize(&self, size_bytes: u64) {
-        let resized = self.bits.load().copied().resized(size_bytes);
+        let resized = self.bits.load().to_dirty_bits().resized(size_bytes);
         let bytes = DirtyBits::bytes_for(size_bytes, resized.granularity_bits());
         // Sizes that exceed the budget were rejected before.
         let _ = self.memory.lock().unwrap_or_else(PoisonError::into_inner).change(bytes);
@@ -123,21 +123,21 @@ impl Qcow2Image {
     }
 
     /// True if the state is valid; false while another process has the image.
-    pub(super) fn holds_bitmaps(&self) -> bool {
-        self.recording.held.load(Acquire)
+    pub(super) fn has_loaded_bitmaps(&self) -> bool {
+        self.recording.is_loaded.load(Acquire)
     }
 
     /// Invalidates the state: another process is about to use the image and may change its
     /// bitmaps.
-    pub(in crate::qcow2) fn forget_bitmaps(&self) {
-        self.recording.held.store(false, Release);
+    pub(in crate::qcow2) fn invalidate_recording(&self) {
+        self.recording.is_loaded.store(false, Release);
         self.recording.bitmaps.store(Arc::default());
     }
 
     /// Marks a range before it changes. The caller must hold a guard of the gate.
     pub(in crate::qcow2) async fn record(&self, offset: u64, length: u64) -> IoResult<()> {
-        if self.recording.good.load(Acquire) {
-            Box::pin(self.begin_recording()).await?;
+        if self.recording.is_marked_consistent.load(Acquire) {
+            Box::pin(self.mark_recording_in_use()).await?;
         }
         self.mark_recorded(offset, length);
         Ok(())
@@ -152,17 +152,17 @@ impl Qcow2Image {
 
     /// Marks the bitmaps that should record as in use in the file, durably, including those that
     /// cannot record.
-    pub(in crate::qcow2) async fn begin_recording(&self) -> IoResult<()> {
-        let _turn = self.recording.turn.exclusive(0..1).await;
+    pub(in crate::qcow2) async fn mark_recording_in_use(&self) -> IoResult<()> {
+        let _lock = self.recording.flags_lock.exclusive(0..1).await;
         // Another task may have marked them while this one waited.
-        if !self.recording.good.load(Acquire) {
+        if !self.recording.is_marked_consistent.load(Acquire) {
             return Ok(());
         }
         if let Some(entries) = self.bitmap_entries().await? {
             self.mark_in_use(entries, |entry| entry.flags & flag::AUTO != 0).await?;
         }
         // Published after the flags are durable: no request changes the disk before.
-        self.recording.good.store(false, Release);
+        self.recording.is_marked_consistent.store(false, Release);
         Ok(())
     }
 
@@ -174,37 +174,37 @@ impl Qcow2Image {
     ///
     /// # Errors
     /// Errors of the file.
-    pub(in crate::qcow2) async fn take_up_bitmaps(&self) -> IoResult<Result<(), OutOfBudget>> {
-        if self.holds_bitmaps() {
+    pub(in crate::qcow2) async fn load_recorded_bitmaps(&self) -> IoResult<Result<(), OutOfBudget>> {
+        if self.has_loaded_bitmaps() {
             return Ok(Ok(()));
         }
         let entries = self.bitmap_entries().await?.unwrap_or_default();
         let mut recorded = Vec::new();
-        let mut room = MAX_RECORDED;
+        let mut remaining = MAX_RECORDED;
         for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
-            match self.adopt_bitmaps(entry, &mut room).await {
-                Ok(taken) => recorded.push(Arc::new(taken)),
+            match self.load_recorded_bitmap(entry, &mut remaining).await {
+                Ok(loaded) => recorded.push(Arc::new(loaded)),
                 Err(BitmapError::Failed(error)) => return Err(error),
                 Err(BitmapError::Memory(error)) => return Ok(Err(error)),
                 Err(why) => self.warn_of_loss(&entry.name(), &why),
             }
         }
         self.recording.bitmaps.store(recorded.into());
-        self.recording.good.store(!entries.is_empty(), Release);
-        self.recording.held.store(true, Release);
+        self.recording.is_marked_consistent.store(!entries.is_empty(), Release);
+        self.recording.is_loaded.store(true, Release);
         Ok(Ok(()))
     }
 
-    async fn adopt_bitmaps(
+    async fn load_recorded_bitmap(
         &self,
         entry: &BitmapEntry,
-        room: &mut u64,
+        remaining: &mut u64,
     ) -> Result<RecordingBitmap, BitmapError> {
         entry.check_usable()?;
         let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
-        *room = room.checked_sub(bytes).ok_or_else(|| {
-            let what = format!("all recording bitmaps would need more than {MAX_RECORDED} bytes of memory");
-            BitmapError::Wrong(what)
+        *remaining = remaining.checked_sub(bytes).ok_or_else(|| {
+            let message = format!("all recording bitmaps would need more than {MAX_RECORDED} bytes of memory");
+            BitmapError::InvalidValue(message)
         })?;
         let cluster_bytes = 1 << self.shape.cluster_bits;
         // They are freed when the bitmap is stored elsewhere, so they must not overlap other
@@ -214,8 +214,8 @@ impl Qcow2Image {
             BitmapCluster::Stored(offset) => Some((offset, cluster_bytes)),
             BitmapCluster::Zeroes | BitmapCluster::Ones => None,
         });
-        let mut places = stored.chain([(offset, length)]);
-        if let Some((place, _)) = places.find(|&(offset, length)| self.overlap.contains(offset, length)) {
+        let mut regions = stored.chain([(offset, length)]);
+        if let Some((place, _)) = regions.find(|&(offset, length)| self.overlap.contains(offset, length)) {
             return Err(InvalidImage::new(format!("it overlaps other metadata at {place:#x}")).into());
         }
         let memory = MemoryReservation::new(MemoryBudget::process(), "bitmaps that record writes", bytes)?;
@@ -225,33 +225,33 @@ impl Qcow2Image {
     /// Stores the recorded bits and marks the bitmaps consistent; they stay in memory. No request
     /// may be in flight, and all other metadata must be in the file. Returns the bitmaps that
     /// could not be stored, which stay in use, with the reasons.
-    pub(in crate::qcow2) async fn lay_down_bitmaps(&self) -> Vec<(String, BitmapError)> {
+    pub(in crate::qcow2) async fn store_recorded_bitmaps(&self) -> Vec<(String, BitmapError)> {
         let recorded = self.recording.bitmaps.load_full();
         if recorded.is_empty() {
             return Vec::new();
         }
         // Set first: should the disk change after a failure, the flags are written again.
-        self.recording.good.store(true, Release);
-        let mut lost = Vec::new();
+        self.recording.is_marked_consistent.store(true, Release);
+        let mut not_stored = Vec::new();
         let result = async {
             let mut stored = BitmapStore::new(self).await?;
             for recorded in recorded.iter() {
-                let bits = recorded.changed.load(Relaxed).then(|| recorded.bits.load().copied());
-                lost.extend(stored.store(&recorded.name, bits).await.err());
+                let bits = recorded.changed.load(Relaxed).then(|| recorded.bits.load().to_dirty_bits());
+                not_stored.extend(stored.store(&recorded.name, bits).await.err());
             }
             stored.finish().await
         };
         let result = result.await;
-        lost.extend(result.err().map(|error| (ANY.to_owned(), error)));
-        lost
+        not_stored.extend(result.err().map(|error| (ANY.to_owned(), error)));
+        not_stored
     }
 
     /// Marks all bitmaps as in use before a resize. Returns the names of those that were
     /// consistent.
     pub(in crate::qcow2) async fn suspend_bitmaps(&self) -> IoResult<Vec<Vec<u8>>> {
         let Some(entries) = self.bitmap_entries().await? else { return Ok(Vec::new()) };
-        let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
-        let names = good.map(|entry| entry.name.clone()).collect();
+        let consistent = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
+        let names = consistent.map(|entry| entry.name.clone()).collect();
         self.mark_in_use(entries, |_| true).await?;
         Ok(names)
     }
@@ -283,16 +283,16 @@ impl Qcow2Image {
     /// limits.
     pub(in crate::qcow2) async fn largest_with_bitmaps(&self) -> IoResult<u64> {
         let entries = self.bitmap_entries().await?.unwrap_or_default();
-        let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
-        let good = good.map(|entry| entry.granularity_bits);
+        let consistent = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
+        let consistent = consistent.map(|entry| entry.granularity_bits);
         let recorded: Vec<_> =
             self.recorded().iter().map(|recorded| recorded.bits.load().granularity_bits()).collect();
-        let largest = good.chain(recorded.iter().copied()).map(|bits| (MAX_BITS * 8) << bits).min();
+        let largest = consistent.chain(recorded.iter().copied()).map(|bits| (MAX_BITS * 8) << bits).min();
         // Bits for 2 GiB of the disk, the coarsest granularity.
-        let together: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
+        let total: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
         let now: u64 = recorded.iter().map(|&bits| DirtyBits::bytes_for(self.size_bytes(), bits)).sum();
-        let room = now.saturating_add(MemoryBudget::process().free()).min(MAX_RECORDED);
-        let fit = (u128::from(room * 8) << 31).checked_div(together).unwrap_or(u128::MAX);
+        let budget = now.saturating_add(MemoryBudget::process().free()).min(MAX_RECORDED);
+        let fit = (u128::from(budget * 8) << 31).checked_div(total).unwrap_or(u128::MAX);
         let fit = u64::try_from(fit).unwrap_or(u64::MAX);
         Ok(largest.unwrap_or(u64::MAX).min(fit) & !511)
     }

@@ -29,11 +29,11 @@ enum BitmapTestStep {
     /// Not closed, as after a crash with everything flushed.
     Abandon,
     /// Laid down for another process, which does not continue.
-    Stay,
+    Resume,
     /// Laid down for another process, which continues.
-    Over,
+    HandOver,
     /// Another process uses the image for a while and writes to it.
-    Lend(u64, u64),
+    UseElsewhere(u64, u64),
 }
 
 fn steps() -> impl Strategy<Value = BitmapTestStep> {
@@ -47,9 +47,9 @@ fn steps() -> impl Strategy<Value = BitmapTestStep> {
         2 => (1..MAX_UNITS).prop_map(BitmapTestStep::Resize),
         2 => Just(BitmapTestStep::Reopen),
         1 => Just(BitmapTestStep::Abandon),
-        1 => Just(BitmapTestStep::Stay),
-        1 => Just(BitmapTestStep::Over),
-        1 => range().prop_map(|(at, length)| BitmapTestStep::Lend(at, length)),
+        1 => Just(BitmapTestStep::Resume),
+        1 => Just(BitmapTestStep::HandOver),
+        1 => range().prop_map(|(at, length)| BitmapTestStep::UseElsewhere(at, length)),
     ]
 }
 
@@ -90,30 +90,30 @@ async fn open_for_handover(storage: Storage) -> Qcow2Image {
 }
 
 /// Copies the content of `of` to `storage`.
-async fn replace(storage: &Storage, of: &Storage) {
-    let content = of.read_all().await.expect("memory");
+async fn replace(storage: &Storage, source: &Storage) {
+    let content = source.read_all().await.expect("memory");
     storage.resize(content.len() as u64).await.expect("memory");
     metadata_io::write(storage, 0, &content).await.expect("memory");
 }
 
 /// Granules that a view reports as marked.
-async fn seen(image: &Qcow2Image, model: &BitmapModel) -> Result<Vec<bool>, BitmapViewError> {
-    Ok(seen_by(&image.view_bitmap(model.name).await?, image, model).await)
+async fn marked_granules(image: &Qcow2Image, model: &BitmapModel) -> Result<Vec<bool>, BitmapViewError> {
+    Ok(marked_granules_of_view(&image.view_bitmap(model.name).await?, image, model).await)
 }
 
-async fn seen_by(view: &BitmapView, image: &Qcow2Image, model: &BitmapModel) -> Vec<bool> {
-    let mut seen = vec![false; model.marked.len()];
+async fn marked_granules_of_view(view: &BitmapView, image: &Qcow2Image, model: &BitmapModel) -> Vec<bool> {
+    let mut marked = vec![false; model.marked.len()];
     let mut at = 0;
     while at < image.size_bytes() {
         for run in view.marked(at, image.size_bytes() - at).await.expect("inside") {
             let end = at + run.length;
             assert!(end.is_multiple_of(1 << model.granularity_bits) || end == image.size_bytes());
-            seen[(at >> model.granularity_bits) as usize..end.div_ceil(1 << model.granularity_bits) as usize]
+            marked[(at >> model.granularity_bits) as usize..end.div_ceil(1 << model.granularity_bits) as usize]
                 .fill(run.dirty);
             at = end;
         }
     }
-    seen
+    marked
 }
 
 struct BitmapTestWorld {
@@ -133,11 +133,11 @@ impl BitmapTestWorld {
         let options =
             CreateOptions { size_bytes, cluster_bytes: 1 << cluster_bits, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
-        let upkeep = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
+        let maintenance = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
         let names = ["one", "off", "other"];
         let mut models = Vec::new();
         for (name, granularity_bits) in names.into_iter().zip(granularities) {
-            upkeep.add_bitmap(name, granularity_bits).await.expect("new");
+            maintenance.add_bitmap(name, granularity_bits).await.expect("new");
             let mut model = BitmapModel {
                 name,
                 granularity_bits,
@@ -149,15 +149,15 @@ impl BitmapTestWorld {
             if !model.enabled {
                 let mut bits = DirtyBits::new(size_bytes, granularity_bits);
                 bits.mark(UNIT * 300..size_bytes);
-                upkeep.store_bitmap(name, &bits).await.expect("there");
-                upkeep.enable_bitmap(name, false).await.expect("there");
+                maintenance.store_bitmap(name, &bits).await.expect("there");
+                maintenance.enable_bitmap(name, false).await.expect("there");
                 let first = (UNIT * 300) >> granularity_bits;
                 model.marked[first as usize..].fill(true);
             }
             models.push(model);
         }
-        upkeep.close().await.expect("memory");
-        let image = open(copied(upkeep.storage()).await, false).await;
+        maintenance.close().await.expect("memory");
+        let image = open(copied(maintenance.storage()).await, false).await;
         Self { image, cluster_bytes: 1 << cluster_bits, models, leaks: 0, changed: false }
     }
 
@@ -215,20 +215,20 @@ impl BitmapTestWorld {
                 self.compare(&open(copied(&file).await, true).await).await;
                 self.image = open(file, false).await;
             }
-            BitmapTestStep::Stay => {
-                self.lay_down().await;
+            BitmapTestStep::Resume => {
+                self.suspend().await;
                 self.image.take_over().await.expect("unchanged in between");
             }
-            BitmapTestStep::Over => {
+            BitmapTestStep::HandOver => {
                 let next = open_for_handover(copied(self.image.storage()).await).await;
                 let views = self.views_of(&next).await;
-                self.lay_down().await;
+                self.suspend().await;
                 replace(next.storage(), self.image.storage()).await;
                 next.take_over().await.expect("it was laid down");
                 self.image = next;
                 self.compare_views(&views).await;
             }
-            BitmapTestStep::Lend(at, length) => {
+            BitmapTestStep::UseElsewhere(at, length) => {
                 let (at, length) = inside(at, length);
                 let views = self.views_of(&self.image).await;
                 self.image.hand_over().await.expect("memory");
@@ -255,7 +255,7 @@ impl BitmapTestWorld {
     }
 
     /// Lays the image down; the file must then look as if it had been closed.
-    async fn lay_down(&mut self) {
+    async fn suspend(&mut self) {
         self.image.write_for_handover().await.expect("room");
         let file = copied(self.image.storage()).await;
         let report = check(&file, Repair::Nothing).await.expect("valid");
@@ -276,17 +276,17 @@ impl BitmapTestWorld {
     async fn compare_views(&self, views: &[BitmapView]) {
         for view in views {
             let model = self.models.iter().find(|model| model.name == &**view.name()).expect("ours");
-            assert_eq!(seen_by(view, &self.image, model).await, model.marked, "{}", model.name);
+            assert_eq!(marked_granules_of_view(view, &self.image, model).await, model.marked, "{}", model.name);
         }
     }
 
     async fn compare_recorded(&self) {
         for model in &self.models {
-            let seen = seen(&self.image, model).await;
+            let marked = marked_granules(&self.image, model).await;
             match (model.in_use, model.enabled) {
-                (true, _) => assert_eq!(seen, Err(BitmapViewError::Inconsistent(model.name.to_owned()))),
-                (false, true) => assert_eq!(seen.as_ref(), Ok(&model.marked), "{}", model.name),
-                (false, false) => assert_eq!(seen, Err(BitmapViewError::Disabled(model.name.to_owned()))),
+                (true, _) => assert_eq!(marked, Err(BitmapViewError::Inconsistent(model.name.to_owned()))),
+                (false, true) => assert_eq!(marked.as_ref(), Ok(&model.marked), "{}", model.name),
+                (false, false) => assert_eq!(marked, Err(BitmapViewError::Disabled(model.name.to_owned()))),
             }
         }
     }
@@ -294,11 +294,11 @@ impl BitmapTestWorld {
     /// Compares the model with the bitmaps of a read-only image.
     async fn compare(&self, image: &Qcow2Image) {
         for model in &self.models {
-            let seen = seen(image, model).await;
+            let marked = marked_granules(image, model).await;
             if model.in_use {
-                assert_eq!(seen, Err(BitmapViewError::Inconsistent(model.name.to_owned())));
+                assert_eq!(marked, Err(BitmapViewError::Inconsistent(model.name.to_owned())));
             } else {
-                assert_eq!(seen.as_ref(), Ok(&model.marked), "{}", model.name);
+                assert_eq!(marked.as_ref(), Ok(&model.marked), "{}", model.name);
             }
         }
     }
@@ -350,11 +350,11 @@ fn bitmap_that_cannot_be_stored_continues_recording() {
     sim::run(1, async {
         let mut world = BitmapTestWorld::new(12, [9, 12, 16]).await;
         // Allocated clusters that are not marked.
-        let upkeep =
+        let maintenance =
             Qcow2Image::open_for_maintenance(copied(world.image.storage()).await).await.expect("valid");
-        upkeep.write(0, IoBuffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
-        upkeep.close().await.expect("memory");
-        let file = copied(upkeep.storage()).await;
+        maintenance.write(0, IoBuffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
+        maintenance.close().await.expect("memory");
+        let file = copied(maintenance.storage()).await;
         // The write goes to allocated clusters; only the bits need new ones.
         let rule = format!("kind=write,offset={}-,count=1,error=ENOSPC", file.size_bytes());
         world.image = open(file.with_faults(vec![rule.parse().expect("a rule")]), false).await;
@@ -363,13 +363,13 @@ fn bitmap_that_cannot_be_stored_continues_recording() {
         world.image.take_over().await.expect("it stays here");
         world.compare_recorded().await;
         world.step(&BitmapTestStep::Write(50_000, 1)).await;
-        world.step(&BitmapTestStep::Stay).await;
+        world.step(&BitmapTestStep::Resume).await;
         world.step(&BitmapTestStep::Reopen).await;
     });
 }
 
 #[test]
-fn a_bitmap_that_another_process_has_removed_is_not_shown() {
+fn bitmap_removed_by_another_process_is_unavailable() {
     sim::run(1, async {
         let world = BitmapTestWorld::new(12, [9, 12, 16]).await;
         let views = world.views_of(&world.image).await;
@@ -387,19 +387,19 @@ fn a_bitmap_that_another_process_has_removed_is_not_shown() {
 }
 
 /// File of an image with a bitmap for each of these entries, whose tables are zeroes.
-async fn forged(size_bytes: u64, change: impl Fn(&mut BitmapEntry, &Qcow2Header)) -> Storage {
+async fn with_altered_entries(size_bytes: u64, change: impl Fn(&mut BitmapEntry, &Qcow2Header)) -> Storage {
     let storage = Storage::memory(512);
     let options = CreateOptions { size_bytes, ..CreateOptions::default() };
     create(&storage, None, &options).await.expect("valid");
-    let upkeep = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
-    upkeep.add_bitmap("b", 31).await.expect("new");
-    upkeep.close().await.expect("memory");
-    let header = upkeep.header();
-    let mut entry = upkeep.bitmaps().await.expect("readable").remove(0);
+    let maintenance = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
+    maintenance.add_bitmap("b", 31).await.expect("new");
+    maintenance.close().await.expect("memory");
+    let header = maintenance.header();
+    let mut entry = maintenance.bitmaps().await.expect("readable").remove(0);
     change(&mut entry, &header);
     let FileRegion { offset, .. } = header.bitmaps.expect("added").directory;
-    metadata_io::write(upkeep.storage(), offset, &encode(&[entry])).await.expect("memory");
-    copied(upkeep.storage()).await
+    metadata_io::write(maintenance.storage(), offset, &encode(&[entry])).await.expect("memory");
+    copied(maintenance.storage()).await
 }
 
 #[test]
@@ -416,7 +416,7 @@ fn invalid_bitmap_is_ignored() {
     ];
     for (size_bytes, change, is_recorded) in changes {
         sim::run(1, async move {
-            let image = open(forged(size_bytes, change).await, false).await;
+            let image = open(with_altered_entries(size_bytes, change).await, false).await;
             image.write(0, IoBuffer::zeroed(512).into(), Durability::Cached).await.expect("room");
             image.close().await.expect("memory");
             assert!(!image.is_read_only(), "the disk itself is right");
@@ -432,12 +432,12 @@ fn resize_is_limited_by_bitmaps() {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
-        let upkeep = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
+        let maintenance = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
         for name in ["a", "b", "c"] {
-            upkeep.add_bitmap(name, 9).await.expect("new");
+            maintenance.add_bitmap(name, 9).await.expect("new");
         }
-        upkeep.close().await.expect("memory");
-        let image = open(copied(upkeep.storage()).await, false).await;
+        maintenance.close().await.expect("memory");
+        let image = open(copied(maintenance.storage()).await, false).await;
         // 512 MiB of bits at a granularity of 512 cover 2 TiB; three such bitmaps exceed the
         // memory limit.
         let error = image.resize(4 << 40).await.expect_err("too large");

@@ -29,7 +29,7 @@ const MAX_CLUSTERS: u32 = 16;
 pub enum BitmapViewError {
     /// No bitmap has this name, or its name is not text.
     #[error("there is no bitmap {0:?}")]
-    NotThere(String),
+    NotFound(String),
     /// The bitmap does not record, and the image is writable.
     #[error("bitmap {0:?} does not record writes, and can be read only if the image is read-only")]
     Disabled(String),
@@ -78,14 +78,14 @@ impl Qcow2Image {
         if self.recorded_bitmap(name).is_some() {
             return Ok(view(BitmapSource::Recorded));
         }
-        let is_anothers = !self.is_read_only() && !self.holds_bitmaps();
-        let entries = match is_anothers {
-            true => self.bitmaps_of_another().await?,
+        let is_foreign = !self.is_read_only() && !self.has_loaded_bitmaps();
+        let entries = match is_foreign {
+            true => self.bitmaps_of_other_process().await?,
             false => self.bitmaps().await?,
         };
         let entry = entries.iter().find(|entry| entry.name == name.as_bytes());
-        let entry = entry.ok_or_else(|| BitmapViewError::NotThere(name.to_owned()))?;
-        if is_anothers && entry.flags & flag::AUTO != 0 {
+        let entry = entry.ok_or_else(|| BitmapViewError::NotFound(name.to_owned()))?;
+        if is_foreign && entry.flags & flag::AUTO != 0 {
             // Another process has the image and the bitmap. Its bits become available with
             // `take_over`.
             return Ok(view(BitmapSource::Recorded));
@@ -103,7 +103,7 @@ impl Qcow2Image {
     }
 
     /// Reads the directory anew, while another process may write to the file.
-    async fn bitmaps_of_another(&self) -> std::result::Result<Vec<BitmapEntry>, BitmapViewError> {
+    async fn bitmaps_of_other_process(&self) -> std::result::Result<Vec<BitmapEntry>, BitmapViewError> {
         let storage = self.file.storage();
         storage.refresh_size().await.map_err(MetadataError::from)?;
         Ok(self.bitmaps_of(&read_header(storage).await?).await?)
@@ -311,10 +311,10 @@ mod tests {
         sim::run(1, async {
             let table = [0, 1, 2, 3].map(|cluster| BitmapCluster::Stored(1024 + cluster * 512));
             let view = image(0, &table, &[0x55; 4 * 512], true).await.view_bitmap("b").await.expect("there");
-            let some = view.marked(0, SIZE).await.expect("readable");
-            assert_eq!(some.len(), MAX_EXTENTS);
+            let reply = view.marked(0, SIZE).await.expect("readable");
+            assert_eq!(reply.len(), MAX_EXTENTS);
             assert!(
-                some.iter()
+                reply.iter()
                     .zip([true, false].into_iter().cycle())
                     .all(|(run, dirty)| *run == MarkedRun { length: 65536, dirty })
             );
@@ -331,7 +331,7 @@ mod tests {
                 image(flag::IN_USE, &table, &[], true).await.view_bitmap("b").await.expect_err("in use");
             assert_eq!(error, BitmapViewError::Inconsistent("b".to_owned()));
             let error = image(0, &table, &[], true).await.view_bitmap("c").await.expect_err("another");
-            assert_eq!(error, BitmapViewError::NotThere("c".to_owned()));
+            assert_eq!(error, BitmapViewError::NotFound("c".to_owned()));
             let error = image(0, &table, &[], false).await.view_bitmap("b").await.expect_err("writable");
             assert_eq!(error, BitmapViewError::Disabled("b".to_owned()));
             let error = image(0, &table[..3], &[], true).await.view_bitmap("b").await.expect_err("too short");

@@ -22,7 +22,7 @@ const MAX_OVERLAPPING: u64 = 64 << 20;
 struct FoundBitmap {
     entry: BitmapEntry,
     /// Its table and its clusters of bits.
-    places: Vec<FileRegion>,
+    regions: Vec<FileRegion>,
     /// Reason why it cannot be used.
     fault: Option<String>,
 }
@@ -46,7 +46,7 @@ impl CheckPass<'_> {
         let table = match SnapshotTable::read(self.storage, &self.header).await {
             Ok(table) => table,
             Err(error) => {
-                self.unreadable(format!("the snapshot table cannot be read: {error}"));
+                self.report_unreadable(format!("the snapshot table cannot be read: {error}"));
                 return Ok(tables);
             }
         };
@@ -55,20 +55,20 @@ impl CheckPass<'_> {
         let place = (self.header.snapshots_offset, length_bytes as u64);
         self.count_metadata(MetadataKind::SnapshotTable, "the snapshot table", place, 1);
         self.plan_snapshot_table(&snapshots, faults.is_empty()).await?;
-        faults.into_iter().for_each(|fault| self.hidden(fault.to_string()));
+        faults.into_iter().for_each(|fault| self.report_hiding_damage(fault.to_string()));
         snapshots.retain(|snapshot| snapshot.check(&self.header).is_ok());
         // Without overlaps the tables together are no longer than the file.
         let mut bytes = 0;
         let mut ids = HashSet::new();
         for snapshot in snapshots {
             let length = u64::from(snapshot.l1_entries) * 8;
-            let what = format!("the L1 table of snapshot {:?}", snapshot.name());
+            let label = format!("the L1 table of snapshot {:?}", snapshot.name());
             if !ids.insert(snapshot.id.clone()) {
-                self.corrupt(format!("two snapshots have the id {:?}", snapshot.id()));
+                self.report_corruption(format!("two snapshots have the id {:?}", snapshot.id()));
             }
             let needed = self.header.l1_entries_for(snapshot.disk_bytes.unwrap_or(0));
             if u64::from(snapshot.l1_entries) < needed {
-                self.corrupt(format!("{what} has {} of {needed} entries", snapshot.l1_entries));
+                self.report_corruption(format!("{label} has {} of {needed} entries", snapshot.l1_entries));
             }
             let names: &mut Vec<String> =
                 tables.entry((snapshot.l1_offset, snapshot.l1_entries)).or_default();
@@ -77,25 +77,25 @@ impl CheckPass<'_> {
                 bytes += length;
             }
             if bytes > self.storage.size_bytes().next_multiple_of(self.header.cluster_bytes()) {
-                self.hidden("the L1 tables of the snapshots overlap");
+                self.report_hiding_damage("the L1 tables of the snapshots overlap");
                 return Ok(L1Tables::new());
             }
         }
         let mut overlapping = 0;
         // Several snapshots may share a table, whose refcount is then their number.
         tables.retain(|(offset, entries), names| {
-            let what = format!("the L1 table of snapshot {:?}", names[0]);
+            let label = format!("the L1 table of snapshot {:?}", names[0]);
             let region = (*offset, u64::from(*entries) * 8);
             if self.fault_at(region.0, region.1).is_some() {
                 overlapping += region.1;
             }
             if overlapping > MAX_OVERLAPPING {
-                self.hidden(format!("{what} is not read: too many tables overlap"));
+                self.report_hiding_damage(format!("{label} is not read: too many tables overlap"));
                 return false;
             }
-            let is_inside = self.count_metadata(MetadataKind::L1, &what, region, names.len() as u64);
+            let is_inside = self.count_metadata(MetadataKind::L1, &label, region, names.len() as u64);
             if !is_inside {
-                self.miss_references(format!("{what} lies beyond the end of the file"));
+                self.miss_references(format!("{label} lies beyond the end of the file"));
             }
             is_inside
         });
@@ -114,7 +114,7 @@ impl CheckPass<'_> {
         let length = place.length.min(luks::HEADER_BYTES as u64);
         let Some(bytes) = self.read("the LUKS header", place.offset, length).await else { return };
         if let Err(invalid) = luks::check_slots(&bytes, place.length) {
-            self.hidden(format!("the LUKS header at {:#x}: {invalid}", place.offset));
+            self.report_hiding_damage(format!("the LUKS header at {:#x}: {invalid}", place.offset));
         }
     }
 
@@ -132,21 +132,21 @@ impl CheckPass<'_> {
             Ok(found) => self.settle_bitmaps(bitmaps, found).await?,
             Err(MetadataError::Invalid(invalid)) if self.repairs_all() => {
                 self.drop_bitmaps().await?;
-                self.corrected(format!("the bitmaps are dropped: {invalid}"));
+                self.report_repair(format!("the bitmaps are dropped: {invalid}"));
             }
-            Err(MetadataError::Invalid(invalid)) => self.hidden(invalid.to_string()),
+            Err(MetadataError::Invalid(invalid)) => self.report_hiding_damage(invalid.to_string()),
             Err(MetadataError::Storage(error)) => {
-                self.unreadable(format!("the bitmaps cannot be read: {error}"));
+                self.report_unreadable(format!("the bitmaps cannot be read: {error}"));
             }
         }
         Ok(())
     }
 
     /// Reports a structure that the storage failed to read.
-    fn unreadable(&mut self, what: String) {
+    fn report_unreadable(&mut self, message: String) {
         self.report.check_errors += 1;
-        self.report.report(format!("ERROR: {what}"));
-        self.miss_references(what);
+        self.report.report(format!("ERROR: {message}"));
+        self.miss_references(message);
     }
 
     /// Counts the sound bitmaps, and drops the damaged ones in a full repair.
@@ -155,7 +155,7 @@ impl CheckPass<'_> {
         bitmaps: BitmapsExtension,
         found: Vec<FoundBitmap>,
     ) -> Result<(), MetadataError> {
-        let (sound, damaged): (Vec<_>, Vec<_>) = found.into_iter().partition(|one| one.fault.is_none());
+        let (sound, damaged): (Vec<_>, Vec<_>) = found.into_iter().partition(|bitmap| bitmap.fault.is_none());
         let mut directory = bitmaps.directory;
         if !damaged.is_empty() {
             let is_dropped = self.repairs_all();
@@ -165,21 +165,21 @@ impl CheckPass<'_> {
                 self.drop_bitmaps().await?;
                 if !sound.is_empty() {
                     // A directory that shares its cluster must not be written.
-                    self.corrected("the bitmaps are dropped: their directory shares a cluster");
+                    self.report_repair("the bitmaps are dropped: their directory shares a cluster");
                 }
             }
-            for fault in damaged.into_iter().filter_map(|one| one.fault) {
+            for fault in damaged.into_iter().filter_map(|bitmap| bitmap.fault) {
                 if is_dropped {
-                    self.corrected(format!("{fault}; this bitmap is dropped"));
+                    self.report_repair(format!("{fault}; this bitmap is dropped"));
                 } else {
-                    self.hidden(fault);
+                    self.report_hiding_damage(fault);
                 }
             }
             if self.header.bitmaps.is_none() {
                 return Ok(());
             }
         }
-        for FileRegion { offset, length } in sound.iter().flat_map(|one| &one.places).chain([&directory]) {
+        for FileRegion { offset, length } in sound.iter().flat_map(|bitmap| &bitmap.regions).chain([&directory]) {
             self.count_region("a bitmap", *offset, *length, 1);
         }
         Ok(())
@@ -201,8 +201,8 @@ impl CheckPass<'_> {
     /// Overwrites the directory with these bitmaps. Until it is complete the header marks all
     /// bitmaps as invalid, so that a crash loses bitmaps only. Returns the location of the new
     /// directory.
-    async fn keep_bitmaps(&mut self, offset: u64, kept: &[FoundBitmap]) -> Result<FileRegion, MetadataError> {
-        let entries: Vec<BitmapEntry> = kept.iter().map(|one| one.entry.clone()).collect();
+    async fn keep_bitmaps(&mut self, offset: u64, bitmaps: &[FoundBitmap]) -> Result<FileRegion, MetadataError> {
+        let entries: Vec<BitmapEntry> = bitmaps.iter().map(|bitmap| bitmap.entry.clone()).collect();
         let encoded = bitmap::encode(&entries);
         self.header.autoclear &= !autoclear::BITMAPS;
         write_header(self.storage, &self.header).await?;
@@ -227,33 +227,33 @@ impl CheckPass<'_> {
                 // The program that wrote the extra data may understand it, so the bitmap is not
                 // dropped.
                 let name = entry.name();
-                self.corrupt(format!("bitmap {name:?} has extra data of an unknown kind"));
+                self.report_corruption(format!("bitmap {name:?} has extra data of an unknown kind"));
             }
-            let places = match fault {
+            let regions = match fault {
                 Some(fault) => Err(fault),
-                None => self.bitmap_places(&entry, &mut bytes).await?,
+                None => self.bitmap_regions(&entry, &mut bytes).await?,
             };
-            found.push(match places {
-                Ok(places) => FoundBitmap { entry, places, fault: None },
-                Err(fault) => FoundBitmap { entry, places: Vec::new(), fault: Some(fault.to_string()) },
+            found.push(match regions {
+                Ok(regions) => FoundBitmap { entry, regions, fault: None },
+                Err(fault) => FoundBitmap { entry, regions: Vec::new(), fault: Some(fault.to_string()) },
             });
         }
-        let mut own = ReferenceCounts::default();
+        let mut counts = ReferenceCounts::default();
         let bits = self.header.cluster_bits;
         let clusters = |FileRegion { offset, length }: &FileRegion| {
             offset >> bits..(offset + length).div_ceil(1 << bits)
         };
-        for place in found.iter().flat_map(|one| &one.places).chain([&bitmaps.directory]) {
-            clusters(place).for_each(|cluster| own.add(cluster, 1));
+        for place in found.iter().flat_map(|bitmap| &bitmap.regions).chain([&bitmaps.directory]) {
+            clusters(place).for_each(|cluster| counts.add(cluster, 1));
         }
-        let is_shared = |cluster: &u64| own.get(*cluster) + self.found.counts.get(*cluster) > 1;
+        let is_shared = |cluster: &u64| counts.get(*cluster) + self.found.counts.get(*cluster) > 1;
         if let Some(cluster) = clusters(&bitmaps.directory).find(is_shared) {
-            let what = format!("cluster {cluster} holds the bitmap directory and other data");
-            return Err(InvalidImage::new(what).into());
+            let message = format!("cluster {cluster} holds the bitmap directory and other data");
+            return Err(InvalidImage::new(message).into());
         }
-        for one in &mut found {
-            if let Some(cluster) = one.places.iter().flat_map(clusters).find(is_shared) {
-                one.fault = Some(format!("cluster {cluster} holds {} and other data", one.name()));
+        for bitmap in &mut found {
+            if let Some(cluster) = bitmap.regions.iter().flat_map(clusters).find(is_shared) {
+                bitmap.fault = Some(format!("cluster {cluster} holds {} and other data", bitmap.name()));
             }
         }
         Ok(found)
@@ -261,12 +261,12 @@ impl CheckPass<'_> {
 
     /// Returns the table of a bitmap and its clusters of bits, or its fault. `bytes` is the total
     /// length of all tables so far.
-    async fn bitmap_places(
+    async fn bitmap_regions(
         &self,
         entry: &BitmapEntry,
         bytes: &mut u64,
     ) -> Result<Result<Vec<FileRegion>, InvalidImage>, MetadataError> {
-        let what = format!("bitmap {:?}", entry.name());
+        let label = format!("bitmap {:?}", entry.name());
         let invalid = |fault: String| Ok(Err(InvalidImage::new(fault)));
         let table = entry.table();
         // QEMU opens no image with such a bitmap. A bitmap in use may differ, because the disk may
@@ -278,26 +278,26 @@ impl CheckPass<'_> {
         );
         if entry.flags & flag::IN_USE == 0 && u64::from(entry.table_entries) != needed {
             let entries = entry.table_entries;
-            return invalid(format!("the table of {what} has {entries} entries instead of {needed}"));
+            return invalid(format!("the table of {label} has {entries} entries instead of {needed}"));
         }
         if !self.is_inside(table.offset, table.length) || *bytes + table.length > self.storage.size_bytes() {
-            return invalid(format!("the table of {what} at {:#x} is not in the file", table.offset));
+            return invalid(format!("the table of {label} at {:#x} is not in the file", table.offset));
         }
         *bytes += table.length;
         let read = super::metadata_io::read(self.storage, table.offset, table.length as usize).await?;
         let cluster = self.header.cluster_bytes();
         let bits = match bitmap::decode_table(&read, cluster) {
             Ok(bits) => bits,
-            Err(fault) => return invalid(format!("{what}: {fault}")),
+            Err(fault) => return invalid(format!("{label}: {fault}")),
         };
-        let mut places = vec![table];
+        let mut regions = vec![table];
         for bits in bits {
             let BitmapCluster::Stored(offset) = bits else { continue };
             if !self.is_inside(offset, cluster) {
-                return invalid(format!("bits of {what} at {offset:#x} are not in the file"));
+                return invalid(format!("bits of {label} at {offset:#x} are not in the file"));
             }
-            places.push(FileRegion { offset, length: cluster });
+            regions.push(FileRegion { offset, length: cluster });
         }
-        Ok(Ok(places))
+        Ok(Ok(regions))
     }
 }

@@ -33,10 +33,10 @@ impl CheckPass<'_> {
             }
             tables.insert(table);
             let place = offset + at as u64;
-            let what = || format!("the L1 entry {} of the L2 table at {table:#x}", at / 8);
-            if let Some(right) = self.flag(raw, table, place, what) {
-                l1[at..at + 8].copy_from_slice(&right.to_be_bytes());
-                metadata_io::write(self.storage, place, &right.to_be_bytes()).await?;
+            let label = || format!("the L1 entry {} of the L2 table at {table:#x}", at / 8);
+            if let Some(corrected) = self.flag(raw, table, place, label) {
+                l1[at..at + 8].copy_from_slice(&corrected.to_be_bytes());
+                metadata_io::write(self.storage, place, &corrected.to_be_bytes()).await?;
             }
         }
         for table in tables {
@@ -62,9 +62,9 @@ impl CheckPass<'_> {
                 continue;
             }
             let place = offset + at as u64;
-            let what = || format!("the L2 entry at {place:#x} of the cluster at {host:#x}");
-            if let Some(right) = self.flag_of_data(raw, host, place, what) {
-                table[at..at + 8].copy_from_slice(&right.to_be_bytes());
+            let label = || format!("the L2 entry at {place:#x} of the cluster at {host:#x}");
+            if let Some(corrected) = self.flag_of_data(raw, host, place, label) {
+                table[at..at + 8].copy_from_slice(&corrected.to_be_bytes());
                 changed = true;
             }
         }
@@ -76,44 +76,44 @@ impl CheckPass<'_> {
 
     /// Clusters in a data file have no refcount; each belongs to one entry, so its flag must be
     /// set.
-    fn flag_of_data(&mut self, raw: u64, host: u64, place: u64, what: impl Fn() -> String) -> Option<u64> {
+    fn flag_of_data(&mut self, raw: u64, host: u64, place: u64, label: impl Fn() -> String) -> Option<u64> {
         if self.shape.data_file {
-            return self.compare_flag(raw, true, place, what);
+            return self.compare_flag(raw, true, place, label);
         }
-        self.flag(raw, host, place, what)
+        self.flag(raw, host, place, label)
     }
 
     /// Corrected value of the entry at `place`; `None` if the entry needs no correction.
-    fn flag(&mut self, raw: u64, offset: u64, place: u64, what: impl Fn() -> String) -> Option<u64> {
+    fn flag(&mut self, raw: u64, offset: u64, place: u64, label: impl Fn() -> String) -> Option<u64> {
         let cluster = offset >> self.header.cluster_bits;
         let is_lowered = self.repair == Repair::Leaks && self.lowered_to_one.contains(&cluster);
         if is_lowered && raw & COPIED == 0 && self.may_write(place) {
             // Belongs to the repair that lowered the refcount, so it is not counted as a finding.
             return Some(raw | COPIED);
         }
-        self.compare_flag(raw, self.is_used_once(cluster)?, place, what)
+        self.compare_flag(raw, self.is_used_once(cluster)?, place, label)
     }
 
     fn compare_flag(
         &mut self,
         raw: u64,
-        should_be: bool,
+        expected: bool,
         place: u64,
-        what: impl Fn() -> String,
+        label: impl Fn() -> String,
     ) -> Option<u64> {
-        if (raw & COPIED != 0) == should_be {
+        if (raw & COPIED != 0) == expected {
             return None;
         }
-        let state = if should_be {
+        let state = if expected {
             "is not marked COPIED, but its refcount is 1"
         } else {
             "is marked COPIED, but its refcount is not 1"
         };
         if self.repairs_all() && self.may_write(place) {
-            self.corrected(format!("{} {state}", what()));
+            self.report_repair(format!("{} {state}", label()));
             return Some(raw ^ COPIED);
         }
-        self.corrupt(format!("{} {state}", what()));
+        self.report_corruption(format!("{} {state}", label()));
         None
     }
 

@@ -93,7 +93,7 @@ impl ReferenceCounts {
         let chunks = range.start / CHUNK..range.end.div_ceil(CHUNK);
         self.chunks.range(chunks).flat_map(move |(number, chunk)| {
             let first = number * CHUNK;
-            let places: Vec<u16> = match chunk {
+            let indices: Vec<u16> = match chunk {
                 CountChunk::List(list) => {
                     list.iter().filter(|(_, count)| *count > 0).map(|(at, _)| *at).collect()
                 }
@@ -102,7 +102,7 @@ impl ReferenceCounts {
                 }
             };
             let range = range.clone();
-            places
+            indices
                 .into_iter()
                 .map(move |at| first + u64::from(at))
                 .filter(move |cluster| range.contains(cluster))

@@ -39,7 +39,7 @@ pub(super) struct EntryVerdict {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Ambiguity {
     /// Description of the reason.
-    pub(super) what: String,
+    pub(super) reason: String,
     /// Bitmap of the subclusters; only bit 0 without extended entries.
     pub(super) subclusters: u32,
     /// The entry after their content was given up.
@@ -78,8 +78,8 @@ fn judge_compressed(
         Ok(ClusterMapping::Standard(_)) => None,
         Err(invalid) => Some(invalid.to_string()),
     };
-    let ambiguity = fault.map(|what| Ambiguity {
-        what,
+    let ambiguity = fault.map(|reason| Ambiguity {
+        reason,
         subclusters: shape.all(),
         given_up: zeroes(shape, (0, 0), shape.all()),
     });
@@ -110,7 +110,7 @@ fn judge_standard(
     }
     if shape.version < 3 && raw & ZERO != 0 {
         let what = "has the zero flag, which version 2 of the format does not define".to_owned();
-        let ambiguity = Some(Ambiguity { what, subclusters: shape.all(), given_up: (0, 0) });
+        let ambiguity = Some(Ambiguity { reason: what, subclusters: shape.all(), given_up: (0, 0) });
         return EntryVerdict { corrected: (corrected, map), flaws, ambiguity };
     }
     let (allocated, zero) = if shape.extended {
@@ -120,20 +120,20 @@ fn judge_standard(
         (u32::from(host.is_some() && !is_zero), u32::from(is_zero))
     };
     let cluster_bytes = 1_u64 << shape.cluster_bits;
-    let own = guest & !(cluster_bytes - 1);
+    let cluster_start = guest & !(cluster_bytes - 1);
     let fault = host.and_then(|host| {
         if host & (cluster_bytes - 1) != 0 {
             Some(format!("points into a cluster, to {host:#x}"))
         } else if shape.data_file {
             // In a data file every guest cluster must lie at its guest offset.
-            (host != own).then(|| format!("points to {host:#x} of the data file instead of {own:#x}"))
+            (host != cluster_start).then(|| format!("points to {host:#x} of the data file instead of {cluster_start:#x}"))
         } else {
             fault_at(host, cluster_bytes)
         }
     });
-    let has_place = host.is_some() && fault.is_none();
+    let has_host = host.is_some() && fault.is_none();
     // Subclusters with data are in doubt if the offset is bad, and contradictory ones always are.
-    let in_doubt = if has_place { allocated & zero } else { allocated };
+    let in_doubt = if has_host { allocated & zero } else { allocated };
     if in_doubt == 0 {
         if let Some(fault) = fault {
             flaws.push(format!("{fault}, and holds no data"));
@@ -143,16 +143,16 @@ fn judge_standard(
     }
     let what = match fault {
         Some(fault) => fault,
-        None if has_place => "has subclusters that are both allocated and zero".to_owned(),
+        None if has_host => "has subclusters that are both allocated and zero".to_owned(),
         None => "has allocated subclusters, and no cluster".to_owned(),
     };
     // A standard entry becomes a plain zero entry; an extended one keeps its sound subclusters.
-    let left = if has_place && shape.extended { corrected } else { 0 };
+    let left = if has_host && shape.extended { corrected } else { 0 };
     let given_up = zeroes(shape, (left, map), in_doubt);
     EntryVerdict {
         corrected: (corrected, map),
         flaws,
-        ambiguity: Some(Ambiguity { what, subclusters: in_doubt, given_up }),
+        ambiguity: Some(Ambiguity { reason: what, subclusters: in_doubt, given_up }),
     }
 }
 

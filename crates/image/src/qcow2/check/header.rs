@@ -51,15 +51,15 @@ impl CheckPass<'_> {
         if is_repaired {
             write_header(self.storage, &self.header).await?;
         }
-        for what in reserved {
+        for fault in reserved {
             if is_repaired {
-                self.corrected(what);
+                self.report_repair(fault);
             } else {
-                self.corrupt(what);
+                self.report_corruption(fault);
             }
         }
-        for what in misread.into_iter().chain(dangling_names(&self.header)) {
-            self.corrupt(what);
+        for fault in misread.into_iter().chain(dangling_names(&self.header)) {
+            self.report_corruption(fault);
         }
         Ok(())
     }
@@ -88,7 +88,7 @@ fn misread_extensions(start: &[u8]) -> Vec<String> {
     let lengths = [(extension::ENCRYPTION, "encryption", 16), (extension::BITMAPS, "bitmaps", 24)];
     let mut found = Vec::new();
     for (kind, at, data) in extensions(start).flatten() {
-        for (_, name, length) in lengths.iter().filter(|(of, _, length)| *of == kind && *length != data.len())
+        for (_, name, length) in lengths.iter().filter(|(expected_kind, _, length)| *expected_kind == kind && *length != data.len())
         {
             let actual = data.len();
             found.push(format!("the {name} extension at {at:#x} has {actual} bytes instead of {length}"));

@@ -71,28 +71,28 @@ impl CheckPass<'_> {
     pub(super) fn count_metadata(
         &mut self,
         kind: MetadataKind,
-        what: &str,
+        structure: &str,
         (offset, length): (u64, u64),
         times: u64,
     ) -> bool {
-        if !self.count_region(what, offset, length, times) {
+        if !self.count_region(structure, offset, length, times) {
             return false;
         }
         let bits = self.header.cluster_bits;
-        let mut beneath = None;
+        let mut overlapped = None;
         for cluster in offset >> bits..(offset + length).div_ceil(1 << bits) {
             let number = match self.found.kind(cluster) {
                 None => kind,
                 Some(other) => {
-                    beneath.get_or_insert((cluster, other));
+                    overlapped.get_or_insert((cluster, other));
                     MetadataKind::Several
                 }
             };
             self.found.kinds.put(cluster, number as u64);
             self.found.metadata.add(cluster, times);
         }
-        if let Some((cluster, other)) = beneath {
-            self.hidden(format!("{what} at {offset:#x} overlaps {} in cluster {cluster}", other.name()));
+        if let Some((cluster, other)) = overlapped {
+            self.report_hiding_damage(format!("{structure} at {offset:#x} overlaps {} in cluster {cluster}", other.name()));
         }
         true
     }

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_has_a_bound() {
+    fn number_of_ranges_is_bounded() {
         let mut ranges = GuestRanges::default();
         for number in 0..2 * MAX_SLOTS as u64 {
             ranges.add(GuestRange { snapshot: None, offset: number * 2, length: 1 });

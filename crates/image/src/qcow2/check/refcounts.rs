@@ -32,7 +32,7 @@ impl CheckPass<'_> {
         let length = u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits;
         let mut structures = Structures::default();
         if !self.is_inside(offset, length) {
-            self.damaged(&mut structures, "there is no refcount table where the header says".to_owned());
+            self.report_refcount_damage(&mut structures, "there is no refcount table where the header says".to_owned());
             self.unknown_blocks = None;
             return Some(structures);
         }
@@ -47,8 +47,8 @@ impl CheckPass<'_> {
             let is_repeated = block != 0 && !seen.insert(block);
             let fault = self.block_fault(block).or(is_repeated.then_some(repeated));
             if let Some(fault) = fault {
-                let what = format!("entry {index} of the refcount table, {block:#x}, {fault}");
-                self.damaged(&mut structures, what);
+                let message = format!("entry {index} of the refcount table, {block:#x}, {fault}");
+                self.report_refcount_damage(&mut structures, message);
                 self.mark_block_unknown(index as u64);
             } else if block != 0 {
                 self.found.counts.add(block >> self.header.cluster_bits, 1);
@@ -58,15 +58,15 @@ impl CheckPass<'_> {
         // A consistent image has no other structure on these clusters.
         let table_clusters =
             offset >> self.header.cluster_bits..(offset + length) >> self.header.cluster_bits;
-        let of_blocks = structures
+        let block_clusters = structures
             .blocks
             .iter()
             .filter(|block| **block != 0)
             .map(|block| block >> self.header.cluster_bits);
         let shared: Vec<u64> =
-            table_clusters.chain(of_blocks).filter(|cluster| self.found.counts.get(*cluster) != 1).collect();
+            table_clusters.chain(block_clusters).filter(|cluster| self.found.counts.get(*cluster) != 1).collect();
         for cluster in shared {
-            self.damaged(&mut structures, format!("cluster {cluster} holds refcounts and other data"));
+            self.report_refcount_damage(&mut structures, format!("cluster {cluster} holds refcounts and other data"));
         }
         Some(structures)
     }
@@ -78,12 +78,12 @@ impl CheckPass<'_> {
         }
     }
 
-    fn damaged(&mut self, structures: &mut Structures, what: String) {
+    fn report_refcount_damage(&mut self, structures: &mut Structures, message: String) {
         structures.is_damaged = true;
         if self.can_rebuild() {
-            self.corrected(what);
+            self.report_repair(message);
         } else {
-            self.corrupt(what);
+            self.report_corruption(message);
         }
     }
 
@@ -140,11 +140,11 @@ impl CheckPass<'_> {
     fn find_uncounted(&mut self, clusters: Range<u64>) -> bool {
         let uncounted: Vec<u64> = self.found.counts.used(clusters).collect();
         for cluster in &uncounted {
-            let what = format!("cluster {cluster} refcount=0 reference={}", self.found.counts.get(*cluster));
+            let message = format!("cluster {cluster} refcount=0 reference={}", self.found.counts.get(*cluster));
             if self.can_rebuild() {
-                self.corrected(what);
+                self.report_repair(message);
             } else {
-                self.corrupt(what);
+                self.report_corruption(message);
                 self.stored.put(*cluster, 2);
             }
         }
@@ -214,14 +214,14 @@ impl CheckPass<'_> {
             (false, true) => self.report.leaks += 1,
             (false, false) => self.report.corruptions += 1,
         }
-        let word = match (is_repaired, is_leak) {
+        let prefix = match (is_repaired, is_leak) {
             (true, _) => "Repaired:",
             // Not a finding: the report contains their number and the reason.
             (false, true) if self.is_incomplete() => return false,
             (false, true) => "Leaked",
             (false, false) => "ERROR",
         };
-        self.report.report(format!("{word} {numbers}"));
+        self.report.report(format!("{prefix} {numbers}"));
         is_repaired
     }
 }

@@ -56,7 +56,7 @@ impl CheckPass<'_> {
             snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
         // A table that would exceed the size limit stays.
         let (true, Ok(bytes)) = (self.repairs_all() && is_sound, snapshot::encode(&complete)) else {
-            incomplete.into_iter().for_each(|what| self.corrupt(what));
+            incomplete.into_iter().for_each(|finding| self.report_corruption(finding));
             return Ok(());
         };
         let file_bytes = self.storage.size_bytes();
@@ -72,8 +72,8 @@ impl CheckPass<'_> {
     /// True if the cluster was unused until it was planned for a table.
     pub(super) fn is_planned(&self, cluster: u64) -> bool {
         let bits = self.header.cluster_bits;
-        let places = self.planned.as_ref().map(|planned| (planned.offset, planned.bytes.len() as u64));
-        places.is_some_and(|(offset, length)| {
+        let region = self.planned.as_ref().map(|planned| (planned.offset, planned.bytes.len() as u64));
+        region.is_some_and(|(offset, length)| {
             (offset >> bits..(offset + length).div_ceil(1 << bits)).contains(&cluster)
         })
     }
@@ -89,7 +89,7 @@ impl CheckPass<'_> {
 
     /// Writes the planned table and switches the header to it, if its clusters have their
     /// refcounts.
-    pub(super) async fn put_snapshot_table(&mut self) -> std::result::Result<(), MetadataError> {
+    pub(super) async fn write_snapshot_table(&mut self) -> std::result::Result<(), MetadataError> {
         let Some(PlannedSnapshotTable { offset, bytes, incomplete, file_bytes }) = self.planned.take() else {
             return Ok(());
         };
@@ -98,14 +98,14 @@ impl CheckPass<'_> {
         if clusters.any(|cluster| self.stored.get(cluster) != 0) {
             // Without correct refcounts the table could be overwritten: undo the growth of the
             // file.
-            incomplete.into_iter().for_each(|what| self.corrupt(what));
+            incomplete.into_iter().for_each(|finding| self.report_corruption(finding));
             return Ok(metadata_io::set_size(self.storage, file_bytes).await?);
         }
         metadata_io::write(self.storage, offset, &bytes).await?;
         self.storage.flush().await?;
         self.header.snapshots_offset = offset;
         write_header(self.storage, &self.header).await?;
-        incomplete.into_iter().for_each(|what| self.corrected(what));
+        incomplete.into_iter().for_each(|finding| self.report_repair(finding));
         Ok(())
     }
 }

@@ -34,12 +34,12 @@ impl CheckPass<'_> {
             // Judged before it is counted: only the repaired entry's references count.
             let verdict =
                 judge_entry(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
-            let settled = self.settle_entry(entry, verdict, (offset, at), uses);
-            self.count_entry(settled, uses, &mut expected);
-            if settled != entry {
-                table[at..at + 8].copy_from_slice(&settled.0.to_be_bytes());
+            let updated = self.apply_verdict(entry, verdict, (offset, at), uses);
+            self.count_entry(updated, uses, &mut expected);
+            if updated != entry {
+                table[at..at + 8].copy_from_slice(&updated.0.to_be_bytes());
                 if self.shape.extended {
-                    table[at + 8..at + 16].copy_from_slice(&settled.1.to_be_bytes());
+                    table[at + 8..at + 16].copy_from_slice(&updated.1.to_be_bytes());
                 }
                 changed = true;
             }
@@ -51,7 +51,7 @@ impl CheckPass<'_> {
     }
 
     /// Reports the verdict on the entry at byte `at` of a table, and returns its new value.
-    fn settle_entry(
+    fn apply_verdict(
         &mut self,
         entry: RawEntry,
         verdict: EntryVerdict,
@@ -61,7 +61,7 @@ impl CheckPass<'_> {
         if verdict.is_sound() {
             return entry;
         }
-        let what = |why: &str| format!("the L2 entry {:#x} at {:#x} {why}", entry.0, table + at as u64);
+        let label = |why: &str| format!("the L2 entry {:#x} at {:#x} {why}", entry.0, table + at as u64);
         let may_write = self.repairs_all() && self.may_write(table);
         let is_ambiguous = verdict.ambiguity.is_some();
         if let Some(ambiguity) = verdict.ambiguity {
@@ -76,18 +76,18 @@ impl CheckPass<'_> {
                 }
             }
             if is_lost {
-                self.corrected(format!("{}; its content is discarded", what(&ambiguity.what)));
+                self.report_repair(format!("{}; its content is discarded", label(&ambiguity.reason)));
                 return ambiguity.given_up;
             }
-            self.hidden(what(&ambiguity.what));
+            self.report_hiding_damage(label(&ambiguity.reason));
         }
         // An ambiguous entry keeps its flaws as evidence.
         let is_corrected = may_write && !is_ambiguous;
         for flaw in verdict.flaws {
             if is_corrected {
-                self.corrected(what(&flaw));
+                self.report_repair(label(&flaw));
             } else {
-                self.corrupt(what(&flaw));
+                self.report_corruption(label(&flaw));
             }
         }
         if is_corrected { verdict.corrected } else { entry }

@@ -52,8 +52,8 @@ fn damaged(damage: impl AsyncFnOnce(&Storage, &Qcow2Header) + 'static) -> CheckR
         let found = check(&storage, Repair::Nothing).await.expect("a header");
         let repaired = check(&storage, Repair::All).await.expect("a header");
         assert_eq!((repaired.corruptions, repaired.leaks, repaired.check_errors), (0, 0, 0), "{repaired:#?}");
-        let again = check(&storage, Repair::Nothing).await.expect("a header");
-        assert_eq!((again.corruptions, again.leaks), (0, 0), "{again:#?}");
+        let rechecked = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((rechecked.corruptions, rechecked.leaks), (0, 0), "{rechecked:#?}");
         found
     })
 }
@@ -211,7 +211,7 @@ fn guest_data_that_resembles_a_table_is_unchanged() {
 }
 
 #[test]
-fn guest_data_on_metadata_is_seen_and_given_up_by_force_alone() {
+fn guest_data_on_metadata_is_discarded_only_by_force() {
     let (refused, forced) = ambiguous(async |storage, header| {
         let l2 = l2_of(storage, header).await;
         put(storage, l2 + 8, header.l1_offset | COPIED).await;
@@ -235,7 +235,7 @@ fn ranges_name_the_snapshots_that_share_a_table() {
 
 /// Clusters of a data file have no refcounts; only this check keeps two entries from sharing one.
 #[test]
-fn clusters_of_a_data_file_lie_where_the_disk_has_them() {
+fn data_file_clusters_lie_at_their_guest_offset() {
     sim::run(1, async {
         let options = CreateOptions { data_file: Some("data".into()), ..preallocated() };
         let (storage, header) = image(options).await;
@@ -274,7 +274,7 @@ fn wrong_flags_are_corrected() {
 
 /// As if the header had lost an internal snapshot that shared everything.
 #[test]
-fn leaks_are_repaired_with_the_flags_that_follow_from_it() {
+fn repair_of_leaks_sets_flags_of_lowered_refcounts() {
     sim::run(1, async {
         let (storage, header) = image(preallocated()).await;
         let (l2, block) =
@@ -293,8 +293,8 @@ fn leaks_are_repaired_with_the_flags_that_follow_from_it() {
         assert_eq!((found.leaks, found.corruptions), (65, 0), "{found:?}");
         let repaired = check(&storage, Repair::Leaks).await.expect("a header");
         assert_eq!((repaired.leaks_fixed, repaired.leaks, repaired.corruptions), (65, 0, 0), "{repaired:?}");
-        let again = check(&storage, Repair::Nothing).await.expect("a header");
-        assert_eq!((again.leaks, again.corruptions), (0, 0), "{again:?}");
+        let rechecked = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((rechecked.leaks, rechecked.corruptions), (0, 0), "{rechecked:?}");
     });
 }
 
@@ -340,8 +340,8 @@ fn snapshots_without_size_get_the_disk_size() {
             let (storage, header) =
                 with_old_snapshots(CreateOptions { version, ..preallocated() }, count).await;
             let found = check(&storage, Repair::Nothing).await.expect("a header");
-            let told = found.findings.iter().filter(|finding| finding.contains("is incomplete")).count();
-            assert_eq!(told, if version == 3 { count as usize } else { 0 }, "{found:?}");
+            let incomplete = found.findings.iter().filter(|finding| finding.contains("is incomplete")).count();
+            assert_eq!(incomplete, if version == 3 { count as usize } else { 0 }, "{found:?}");
             let repaired = check(&storage, Repair::All).await.expect("a header");
             assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
             // The space of the new table was free and is not a finding.
@@ -522,18 +522,18 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
 fn any_damaged_byte_is_survived() {
     sim::run(1, async {
         let (storage, header) = image(preallocated()).await;
-        let whole = storage.read_all().await.expect("memory");
+        let content = storage.read_all().await.expect("memory");
         // Header, refcount table, a block, the L1 table, an L2 table.
-        let places =
+        let ranges =
             [0..112, 4096..4112, 8192..8300, header.l1_offset as usize..header.l1_offset as usize + 8];
-        for at in places.into_iter().flatten() {
+        for at in ranges.into_iter().flatten() {
             for value in [0x00, 0x01, 0x80, 0xff] {
-                let storage = Storage::with_content(&whole).await;
+                let storage = Storage::with_content(&content).await;
                 metadata_io::write(&storage, at as u64, &[value]).await.expect("memory");
                 let Ok(report) = check(&storage, Repair::All).await else { continue };
                 if report.is_consistent() {
-                    let again = check(&storage, Repair::Nothing).await.expect("still one");
-                    assert!(again.is_consistent() && again.leaks == 0, "byte {at} = {value}: {again:?}");
+                    let rechecked = check(&storage, Repair::Nothing).await.expect("still one");
+                    assert!(rechecked.is_consistent() && rechecked.leaks == 0, "byte {at} = {value}: {rechecked:?}");
                 }
             }
         }
@@ -541,7 +541,7 @@ fn any_damaged_byte_is_survived() {
 }
 
 #[test]
-fn refcounts_are_made_anew_where_their_table_is_lost() {
+fn lost_refcount_table_is_rebuilt() {
     for (at, wrong) in [(48, 0), (48, 0x1200), (48, 1 << 60), (48, 1 << 40), (56, 0), (56, u64::MAX << 32)] {
         let report = damaged(async move |storage, _| {
             put(storage, at, wrong).await;
@@ -566,8 +566,8 @@ fn reserved_fields_of_the_header_are_cleared() {
 }
 
 #[test]
-fn names_of_other_files_that_cannot_be_right_are_reported() {
-    let with = |change: fn(&mut Qcow2Header)| {
+fn impossible_file_names_are_reported() {
+    let altered = |change: fn(&mut Qcow2Header)| {
         sim::run(1, async move {
             let (storage, mut header) = image(CreateOptions::default()).await;
             change(&mut header);
@@ -575,7 +575,7 @@ fn names_of_other_files_that_cannot_be_right_are_reported() {
             check(&storage, Repair::All).await.expect("a header")
         })
     };
-    assert_eq!(with(|_| ()).corruptions, 0);
+    assert_eq!(altered(|_| ()).corruptions, 0);
     for (part, change) in [
         ("unknown format", (|header| header.backing = Some(backing_of("r!w"))) as fn(&mut Qcow2Header)),
         ("not a file name", |header| {
@@ -585,16 +585,16 @@ fn names_of_other_files_that_cannot_be_right_are_reported() {
         ("without a name", |header| header.incompatible |= incompatible::DATA_FILE),
         ("no external data file", |header| header.data_file = Some("data".into())),
     ] {
-        let report = with(change);
+        let report = altered(change);
         assert!(report.corruptions > 0, "{report:?}");
         assert!(report.findings.iter().any(|finding| finding.contains(part)), "{part}: {report:?}");
     }
-    assert_eq!(with(|header| header.backing = Some(backing_of("vmdk"))).corruptions, 0);
+    assert_eq!(altered(|header| header.backing = Some(backing_of("vmdk"))).corruptions, 0);
 }
 
 /// A length that ends before the key slots would free their clusters as leaks.
 #[test]
-fn a_luks_header_that_ends_before_its_key_slots_frees_nothing() {
+fn short_luks_header_frees_no_clusters() {
     sim::run(1, async {
         let mut area = [&b"LUKS\xba\xbe"[..], &[0; 10_234]].concat();
         // Number of key bytes, and first sector and stripes of the last slot: the end is 10,240.
@@ -674,7 +674,7 @@ fn a_bitmap_with_a_table_of_another_size_is_dropped() {
 }
 
 #[test]
-fn overlapping_tables_of_a_sparse_file_are_not_all_looked_at() {
+fn overlapping_tables_are_read_up_to_a_limit() {
     sim::run(1, async {
         let (storage, mut header) = image(preallocated()).await;
         let table = storage.size_bytes();

@@ -117,11 +117,11 @@ impl CheckPass<'_> {
         while at < end {
             let length = PIECE.min(end - at);
             let Some(read) = self.read("an L1 table", at, length).await else { return Ok(()) };
-            for (word, raw) in words(&read).enumerate() {
+            for (position, raw) in words(&read).enumerate() {
                 if raw == 0 {
                     continue;
                 }
-                let place = at + word as u64 * 8;
+                let place = at + position as u64 * 8;
                 let owner = L1Location { disk, index: ((place - offset) / 8) as u32 };
                 if let Some(table) = self.l2_of(raw, place, owner).await? {
                     let known: &mut ClusterUses = tables.entry(table).or_default();
@@ -138,7 +138,7 @@ impl CheckPass<'_> {
     /// Offset of the L2 table of a valid or corrected L1 entry; `None` without one.
     async fn l2_of(&mut self, raw: u64, place: u64, owner: L1Location) -> Result<Option<u64>> {
         let offset = raw & OFFSET;
-        let what = |why: &str| format!("the L1 entry {raw:#x} at {place:#x} {why}");
+        let label = |why: &str| format!("the L1 entry {raw:#x} at {place:#x} {why}");
         let fault = if L1Entry::decode(raw & !L1_RESERVED, self.shape).is_err() {
             Some("points into a cluster")
         } else if offset != 0 && !self.is_inside(offset, self.header.cluster_bytes()) {
@@ -147,40 +147,40 @@ impl CheckPass<'_> {
             None
         };
         if let Some(fault) = fault {
-            self.discard_l1(place, owner, what(fault)).await?;
+            self.discard_l1(place, owner, label(fault)).await?;
             return Ok(None);
         }
         if offset == 0 {
-            self.put_number(place, 0, what("has bits that mean nothing without an L2 table")).await?;
+            self.correct_entry(place, 0, label("has bits that mean nothing without an L2 table")).await?;
             return Ok(None);
         }
         if raw & L1_RESERVED != 0 {
-            self.put_number(place, raw & !L1_RESERVED, what("has reserved bits")).await?;
+            self.correct_entry(place, raw & !L1_RESERVED, label("has reserved bits")).await?;
         }
         Ok(Some(offset))
     }
 
     /// Clears an L1 entry with ambiguous content if the user gives it up; otherwise reports it.
-    async fn discard_l1(&mut self, place: u64, owner: L1Location, what: String) -> Result<()> {
-        let covers = self.table_covers();
+    async fn discard_l1(&mut self, place: u64, owner: L1Location, message: String) -> Result<()> {
+        let coverage = self.table_coverage();
         if self.repair == Repair::Forced && self.may_write(place) && self.fits_in_report(&[owner]) {
             metadata_io::write(self.storage, place, &0_u64.to_be_bytes()).await?;
-            self.corrected(format!("{what}; its guest range is discarded"));
-            self.add_ranges(&[owner], 0..covers, true);
+            self.report_repair(format!("{message}; its guest range is discarded"));
+            self.add_ranges(&[owner], 0..coverage, true);
         } else {
-            self.hidden(what);
-            self.add_ranges(&[owner], 0..covers, false);
+            self.report_hiding_damage(message);
+            self.add_ranges(&[owner], 0..coverage, false);
         }
         Ok(())
     }
 
     /// Corrects an entry of a table in a full repair, if nothing else refers to its cluster.
-    async fn put_number(&mut self, place: u64, value: u64, what: String) -> Result<()> {
+    async fn correct_entry(&mut self, place: u64, value: u64, message: String) -> Result<()> {
         if self.repairs_all() && self.may_write(place) {
             metadata_io::write(self.storage, place, &value.to_be_bytes()).await?;
-            self.corrected(what);
+            self.report_repair(message);
         } else {
-            self.corrupt(what);
+            self.report_corruption(message);
         }
         Ok(())
     }
@@ -208,21 +208,21 @@ impl CheckPass<'_> {
     async fn discard_table(&mut self, offset: u64, uses: &ClusterUses) -> Result<()> {
         for owner in &uses.owners {
             let place = self.disks[owner.disk as usize].l1_offset + u64::from(owner.index) * 8;
-            let what = format!("the L1 entry at {place:#x} points to {offset:#x}, which is not an L2 table");
-            self.discard_l1(place, *owner, what).await?;
+            let message = format!("the L1 entry at {place:#x} points to {offset:#x}, which is not an L2 table");
+            self.discard_l1(place, *owner, message).await?;
         }
         Ok(())
     }
 
     /// Number of guest bytes that an L2 table maps.
-    pub(super) fn table_covers(&self) -> u64 {
+    pub(super) fn table_coverage(&self) -> u64 {
         self.header.cluster_bytes() / self.shape.entry_bytes() as u64 * self.header.cluster_bytes()
     }
 
     /// Offset of the first guest byte of an L1 entry. Wraps for a damaged header; the result is
     /// only compared and reported.
     pub(super) fn guest_of(&self, owner: L1Location) -> u64 {
-        u64::from(owner.index).wrapping_mul(self.table_covers())
+        u64::from(owner.index).wrapping_mul(self.table_coverage())
     }
 
     /// True if the report has space for all guest ranges of an entry of their table.

@@ -69,8 +69,8 @@ impl ImageLayout {
         let l2_tables = if is_preallocated { l1_entries } else { 0 };
         let is_inside = is_preallocated && options.data_file.is_none();
         let data_clusters = if is_inside { guest_clusters } else { 0 };
-        let others = 1 + l1_clusters + luks_clusters + l2_tables + data_clusters;
-        let (table, blocks) = refcounts(options, others);
+        let other_clusters = 1 + l1_clusters + luks_clusters + l2_tables + data_clusters;
+        let (table, blocks) = refcounts(options, other_clusters);
         let l1_first = 1 + table + blocks;
         let luks_first = l1_first + l1_clusters;
         let l2_first = luks_first + luks_clusters;
@@ -110,12 +110,12 @@ impl ImageLayout {
 
 /// Number of clusters of the refcount table, and of refcount blocks, if there are `others` other
 /// clusters.
-fn refcounts(options: &CreateOptions, others: u64) -> (u64, u64) {
+fn refcounts(options: &CreateOptions, other_clusters: u64) -> (u64, u64) {
     let per_block =
         refcount_entries::entry_count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
     let (mut table, mut blocks) = (1, 1);
     loop {
-        let more_blocks = (others + table + blocks).div_ceil(per_block);
+        let more_blocks = (other_clusters + table + blocks).div_ceil(per_block);
         let more_table = (more_blocks * 8).div_ceil(options.cluster_bytes);
         // Terminates: both numbers only grow, and each step adds less than the previous one.
         if (more_table, more_blocks) == (table, blocks) {

@@ -117,8 +117,8 @@ fn invalid_options_are_rejected() {
     ] {
         sim::run(1, async move {
             let storage = Storage::memory(512);
-            let said = create(&storage, None, &options).await.expect_err(expect).to_string();
-            assert!(said.contains(expect), "{said}");
+            let message = create(&storage, None, &options).await.expect_err(expect).to_string();
+            assert!(message.contains(expect), "{message}");
             assert_eq!(storage.size_bytes(), 512, "{expect}: nothing was written");
         });
     }
@@ -192,10 +192,10 @@ fn preallocated_metadata_is_sparse_without_old_bytes() {
     ] {
         for old in [512, 20 << 20] {
             std::fs::write(&path, vec![0xaa; old]).expect("there is room");
-            let (spec, wish) = (spec.clone(), options.clone());
+            let (spec, create_options) = (spec.clone(), options.clone());
             let header = reactor::run(reactor::PollingMode::Off, async move {
                 let storage = storage::open_storage(&spec, Default::default()).expect("there");
-                create(&storage, None, &wish).await.expect("valid")
+                create(&storage, None, &create_options).await.expect("valid")
             });
             let header = header.expect("io_uring");
             let content = std::fs::read(&path).expect("there");
@@ -205,8 +205,8 @@ fn preallocated_metadata_is_sparse_without_old_bytes() {
             let not_zero = content[metadata].iter().filter(|byte| **byte != 0).count();
             assert!(not_zero < 64, "{not_zero} bytes are not zero");
             if old == 512 {
-                let room = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).expect("there"));
-                assert!(room * 512 <= 64 << 10, "{} bytes", room * 512);
+                let blocks = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).expect("there"));
+                assert!(blocks * 512 <= 64 << 10, "{} bytes", blocks * 512);
             }
         }
     }

@@ -52,9 +52,9 @@ pub(super) fn split(
     Ok(material)
 }
 
-fn xor(target: &mut [u8], with: &[u8]) {
-    for (byte, with) in target.iter_mut().zip(with) {
-        *byte ^= with;
+fn xor(target: &mut [u8], mask: &[u8]) {
+    for (byte, mask) in target.iter_mut().zip(mask) {
+        *byte ^= mask;
     }
 }
 

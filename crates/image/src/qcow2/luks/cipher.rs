@@ -294,10 +294,10 @@ impl SectorCipher {
             ChainingMode::Xts => context.cipher_update_inplace(sector, SECTOR_BYTES)?,
             ChainingMode::Cbc => {
                 // The binding demands space for one more block, which is unused without padding.
-                let mut room = [0; SECTOR_BYTES + IV_BYTES];
-                room[..SECTOR_BYTES].copy_from_slice(sector);
-                let length = context.cipher_update_inplace(&mut room, SECTOR_BYTES)?;
-                sector.copy_from_slice(&room[..SECTOR_BYTES]);
+                let mut buffer = [0; SECTOR_BYTES + IV_BYTES];
+                buffer[..SECTOR_BYTES].copy_from_slice(sector);
+                let length = context.cipher_update_inplace(&mut buffer, SECTOR_BYTES)?;
+                sector.copy_from_slice(&buffer[..SECTOR_BYTES]);
                 length
             }
         };
@@ -316,10 +316,10 @@ impl SectorCipher {
         let mut iv = [0; IV_BYTES];
         iv[..8].copy_from_slice(&number.to_le_bytes());
         if let Some(context) = essiv {
-            let mut room = [0; 2 * IV_BYTES];
-            room[..IV_BYTES].copy_from_slice(&iv);
-            context.cipher_update_inplace(&mut room, IV_BYTES)?;
-            iv.copy_from_slice(&room[..IV_BYTES]);
+            let mut buffer = [0; 2 * IV_BYTES];
+            buffer[..IV_BYTES].copy_from_slice(&iv);
+            context.cipher_update_inplace(&mut buffer, IV_BYTES)?;
+            iv.copy_from_slice(&buffer[..IV_BYTES]);
         }
         Ok(iv)
     }
@@ -337,12 +337,12 @@ mod tests {
 
     fn kinds() -> impl Iterator<Item = CipherKind> {
         use IvKind::{EssivSha256, Plain, Plain64};
-        let of = |mode, iv, key_bytes| CipherKind { mode, iv, key_bytes };
-        let cbc = [16, 24, 32].into_iter().map(move |length| of(ChainingMode::Cbc, Plain, length));
-        let essiv = of(ChainingMode::Cbc, EssivSha256, 32);
+        let cipher_kind = |mode, iv, key_bytes| CipherKind { mode, iv, key_bytes };
+        let cbc = [16, 24, 32].into_iter().map(move |length| cipher_kind(ChainingMode::Cbc, Plain, length));
+        let essiv = cipher_kind(ChainingMode::Cbc, EssivSha256, 32);
         cbc.chain([
-            of(ChainingMode::Xts, Plain64, 32),
-            of(ChainingMode::Xts, Plain, 64),
+            cipher_kind(ChainingMode::Xts, Plain64, 32),
+            cipher_kind(ChainingMode::Xts, Plain, 64),
             CipherKind::DEFAULT,
             essiv,
         ])
@@ -350,7 +350,7 @@ mod tests {
 
     /// IEEE 1619-2007, annex B, vector 10: data unit ff, XTS-AES-256.
     #[test]
-    fn the_standards_own_vector() {
+    fn test_vector_of_the_standard_is_reproduced() {
         let hex = |text: &str| -> Vec<u8> {
             (0..text.len() / 2)
                 .map(|at| u8::from_str_radix(&text[at * 2..at * 2 + 2], 16).expect("hex"))
@@ -381,8 +381,8 @@ mod tests {
             ("aes", "xts-plain64", 48, "48"),
             ("aes", "xts-plain64", u32::MAX, "4294967295"),
         ] {
-            let said = CipherKind::parse(cipher, mode, bytes).expect_err(named).to_string();
-            assert!(said.contains(named), "{said}");
+            let message = CipherKind::parse(cipher, mode, bytes).expect_err(named).to_string();
+            assert!(message.contains(named), "{message}");
         }
     }
 
@@ -405,9 +405,9 @@ mod tests {
                 let plain = vec![byte; sectors * SECTOR_BYTES];
                 let mut all = plain.clone();
                 cipher.encrypt(first, &mut all).expect("whole sectors");
-                let mut one = plain[..SECTOR_BYTES].to_vec();
-                cipher.encrypt(first.wrapping_add(sectors as u64 - 1), &mut one).expect("whole sectors");
-                prop_assert_eq!(&all[(sectors - 1) * SECTOR_BYTES..], &one[..]);
+                let mut last_sector = plain[..SECTOR_BYTES].to_vec();
+                cipher.encrypt(first.wrapping_add(sectors as u64 - 1), &mut last_sector).expect("whole sectors");
+                prop_assert_eq!(&all[(sectors - 1) * SECTOR_BYTES..], &last_sector[..]);
                 prop_assert_ne!(&all, &plain);
                 cipher.decrypt(first, &mut all).expect("whole sectors");
                 prop_assert_eq!(&all, &plain);

@@ -237,25 +237,25 @@ impl LuksHeader {
     /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
-        let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
-        put(0, &MAGIC);
-        put(6, &VERSION.to_be_bytes());
-        put(8, self.cipher.cipher_name().as_bytes());
-        put(40, self.cipher.mode_name().as_bytes());
-        put(72, self.hash.name().as_bytes());
-        put(104, &sectors(self.payload_offset));
-        put(108, &(self.cipher.key_bytes as u32).to_be_bytes());
-        put(112, &self.digest);
-        put(132, &self.digest_salt);
-        put(164, &self.digest_iterations.to_be_bytes());
-        put(168, &self.uuid.as_bytes()[..self.uuid.len().min(39)]);
+        let mut write_at = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
+        write_at(0, &MAGIC);
+        write_at(6, &VERSION.to_be_bytes());
+        write_at(8, self.cipher.cipher_name().as_bytes());
+        write_at(40, self.cipher.mode_name().as_bytes());
+        write_at(72, self.hash.name().as_bytes());
+        write_at(104, &sectors(self.payload_offset));
+        write_at(108, &(self.cipher.key_bytes as u32).to_be_bytes());
+        write_at(112, &self.digest);
+        write_at(132, &self.digest_salt);
+        write_at(164, &self.digest_iterations.to_be_bytes());
+        write_at(168, &self.uuid.as_bytes()[..self.uuid.len().min(39)]);
         for (index, slot) in self.slots.iter().enumerate() {
             let at = FIRST_SLOT + index * SLOT_BYTES;
-            put(at, &if slot.active { ENABLED } else { DISABLED }.to_be_bytes());
-            put(at + 4, &slot.iterations.to_be_bytes());
-            put(at + 8, &slot.salt);
-            put(at + 40, &sectors(slot.offset));
-            put(at + 44, &slot.stripes.to_be_bytes());
+            write_at(at, &if slot.active { ENABLED } else { DISABLED }.to_be_bytes());
+            write_at(at + 4, &slot.iterations.to_be_bytes());
+            write_at(at + 8, &slot.salt);
+            write_at(at + 40, &sectors(slot.offset));
+            write_at(at + 44, &slot.stripes.to_be_bytes());
         }
         bytes
     }
@@ -283,11 +283,11 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], InvalidImage> {
     slots.try_into().map_err(|_| InvalidImage::new("the LUKS header is truncated"))
 }
 
-fn iterations(what: &str, count: u32) -> Result<(), InvalidImage> {
+fn iterations(label: &str, count: u32) -> Result<(), InvalidImage> {
     if (1..=MAX_ITERATIONS).contains(&count) {
         return Ok(());
     }
-    Err(InvalidImage::new(format!("{what} has {count} iterations; 1 to {MAX_ITERATIONS} is valid")))
+    Err(InvalidImage::new(format!("{label} has {count} iterations; 1 to {MAX_ITERATIONS} is valid")))
 }
 
 fn sectors(bytes: u64) -> [u8; 4] {
@@ -295,12 +295,12 @@ fn sectors(bytes: u64) -> [u8; 4] {
 }
 
 /// Text of a field, up to the first zero.
-fn text<'a>(field: &'a [u8], what: &str) -> Result<&'a str, InvalidImage> {
+fn text<'a>(field: &'a [u8], label: &str) -> Result<&'a str, InvalidImage> {
     let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
     let text = std::str::from_utf8(&field[..end])
         .ok()
         .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()));
-    text.ok_or_else(|| InvalidImage::new(format!("{what} in the LUKS header is not UTF-8")))
+    text.ok_or_else(|| InvalidImage::new(format!("{label} in the LUKS header is not UTF-8")))
 }
 
 #[cfg(test)]
@@ -357,13 +357,13 @@ mod tests {
         for (part, change) in cases {
             let mut bytes = header().encode();
             change(&mut bytes);
-            let said = LuksHeader::parse(&bytes, AREA).expect_err(part).to_string();
-            assert!(said.contains(part), "{said}");
+            let message = LuksHeader::parse(&bytes, AREA).expect_err(part).to_string();
+            assert!(message.contains(part), "{message}");
         }
         let overlapping =
             LuksHeader { slots: header().slots.map(|slot| KeySlot { offset: 4096, ..slot }), ..header() };
-        let said = LuksHeader::parse(&overlapping.encode(), AREA).expect_err("overlap").to_string();
-        assert_eq!(said, "key slot 7 overlaps with the LUKS key slot 0");
+        let message = LuksHeader::parse(&overlapping.encode(), AREA).expect_err("overlap").to_string();
+        assert_eq!(message, "key slot 7 overlaps with the LUKS key slot 0");
         assert!(LuksHeader::parse(&header().encode()[..591], AREA).is_err());
         assert!(LuksHeader::parse(&header().encode(), AREA / 2).is_err());
     }

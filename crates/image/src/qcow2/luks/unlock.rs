@@ -216,9 +216,9 @@ fn iterations_for(hash: LuksHash, key_bytes: usize, time: Duration) -> Result<u3
     loop {
         let started = processor_time()?;
         derive(hash, b"measured", &[0; 32], iterations, key_bytes)?;
-        let took = processor_time()?.saturating_sub(started);
-        if took >= LONG_ENOUGH || iterations >= MAX_ITERATIONS {
-            let scaled = f64::from(iterations) * time.as_secs_f64() / took.max(LONG_ENOUGH).as_secs_f64();
+        let elapsed = processor_time()?.saturating_sub(started);
+        if elapsed >= LONG_ENOUGH || iterations >= MAX_ITERATIONS {
+            let scaled = f64::from(iterations) * time.as_secs_f64() / elapsed.max(LONG_ENOUGH).as_secs_f64();
             // The conversion saturates if the float is out of range.
             return Ok((scaled as u32).clamp(MIN_ITERATIONS, MAX_ITERATIONS));
         }
@@ -299,8 +299,8 @@ mod tests {
         let new = create(&secret("geheim"), &options).expect("made");
         let header = LuksHeader::parse(&new.area, new.area.len() as u64).expect("valid");
         assert!(header.slots[0].iterations > 5_000, "{}", header.slots[0].iterations);
-        let least = create(&secret("geheim"), &QUICK).expect("made");
-        let header = LuksHeader::parse(&least.area, least.area.len() as u64).expect("valid");
+        let quick = create(&secret("geheim"), &QUICK).expect("made");
+        let header = LuksHeader::parse(&quick.area, quick.area.len() as u64).expect("valid");
         assert_eq!((header.slots[0].iterations, header.digest_iterations), (1000, 1000));
     }
 

@@ -57,14 +57,14 @@ impl Qcow2Image {
     /// [`SnapshotError`]; the disk is unchanged.
     pub async fn create_snapshot(&self, new: NewSnapshot<'_>) -> Result<InternalSnapshot> {
         self.check_snapshots()?;
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let header = self.header();
         let (mut snapshots, old_length) = self.snapshot_table().await?;
         if header.snapshots >= MAX_SNAPSHOTS {
             return Err(SnapshotError::TooMany);
         }
         let L1TableCopy { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
-        let l1 = self.flagged(&bytes, CopiedFlags::Clear).await?;
+        let l1 = self.with_copied_flags(&bytes, CopiedFlags::Clear).await?;
         let mut snapshot = InternalSnapshot {
             l1_entries: header.l1_entries,
             id: next_id(&snapshots),
@@ -77,24 +77,24 @@ impl Qcow2Image {
         };
         // First: no reference may exist before it is counted.
         self.change_refcounts_of_snapshot(&tables, 1).await?;
-        let kept = async {
+        let created = async {
             snapshot.l1_offset = self.store(&l1).await?;
             snapshots.push(snapshot.clone());
-            let kept = self.increment_refcounts(&header, &snapshots, old_length).await;
-            self.undo_on_error(&kept, snapshot.l1_offset, l1.len()).await?;
-            kept
+            let result = self.publish_snapshot(&header, &snapshots, old_length).await;
+            self.undo_on_error(&result, snapshot.l1_offset, l1.len()).await?;
+            result
         };
-        let kept = kept.await;
+        let created = created.await;
         // If the header could be neither written nor restored, both states must stay intact: at
         // worst a leak.
-        if kept.is_err() && !self.is_read_only() {
+        if created.is_err() && !self.is_read_only() {
             // The disk is the only owner again, as before.
             self.change_refcounts_of_snapshot(&tables, -1).await?;
             self.set_active_flags(CopiedFlags::Recount).await?;
             self.flush_metadata().await?;
             self.reload().await?;
         }
-        kept.map(|()| snapshot)
+        created.map(|()| snapshot)
     }
 
     /// Stores the disk's size in every snapshot without one, as version 3 requires. In version 2 a
@@ -104,7 +104,7 @@ impl Qcow2Image {
     /// [`SnapshotError`]; disk and snapshots are unchanged.
     pub async fn complete_snapshots(&self) -> Result<()> {
         self.check_snapshots()?;
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let header = self.header();
         let (mut snapshots, old_length) = self.snapshot_table().await?;
         if snapshots.iter().all(|snapshot| snapshot.disk_bytes.is_some()) {
@@ -117,7 +117,7 @@ impl Qcow2Image {
     }
 
     /// Writes a snapshot table whose last entry shares everything with the disk.
-    async fn increment_refcounts(
+    async fn publish_snapshot(
         &self,
         header: &Qcow2Header,
         snapshots: &[InternalSnapshot],
@@ -146,21 +146,21 @@ impl Qcow2Image {
     /// [`SnapshotError`]; the disk is either unchanged or that of the snapshot.
     pub async fn apply_snapshot(&self, name: &str) -> Result<()> {
         self.check_snapshots()?;
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let header = self.header();
         let (snapshots, _) = self.snapshot_table().await?;
         let snapshot = &snapshots[find(&snapshots, name)?];
         let size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
         let entries = u64::from(snapshot.l1_entries).max(header.l1_entries_for(size_bytes));
         if entries > MAX_L1 / 8 {
-            let what = format!("snapshot {name:?} is of a disk of {size_bytes} bytes, which is too large");
-            return Err(InvalidImage::new(what).into());
+            let message = format!("snapshot {name:?} is of a disk of {size_bytes} bytes, which is too large");
+            return Err(InvalidImage::new(message).into());
         }
         let old = self.read_l1(header.l1_offset, header.l1_entries).await?;
         let new = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
         // The new active table shares everything with the snapshot, so no entry may have the
         // COPIED flag.
-        let mut l1 = self.flagged(&new.bytes, CopiedFlags::Clear).await?;
+        let mut l1 = self.with_copied_flags(&new.bytes, CopiedFlags::Clear).await?;
         l1.resize(entries as usize * 8, 0);
         Qcow2Header { size_bytes, l1_entries: entries as u32, ..header.clone() }.encode()?;
         self.change_refcounts_of_snapshot(&new.tables, 1).await?;
@@ -214,7 +214,7 @@ impl Qcow2Image {
     /// [`SnapshotError`]; the snapshot may have been deleted, and the disk is unchanged.
     pub async fn delete_snapshot(&self, name: &str) -> Result<()> {
         self.check_snapshots()?;
-        let _quiet = self.quiesce().await?;
+        let _quiesced = self.quiesce().await?;
         let header = self.header();
         let (mut snapshots, old_length) = self.snapshot_table().await?;
         let snapshot = snapshots.remove(find(&snapshots, name)?);

@@ -38,8 +38,8 @@ impl Qcow2Image {
         let bytes = self.read_metadata(offset, u64::from(entries) * 8).await?;
         let mut seen = HashSet::new();
         let mut tables = Vec::new();
-        for word in words(&bytes) {
-            let table = L1Entry::decode(word, self.shape)?.offset;
+        for raw in words(&bytes) {
+            let table = L1Entry::decode(raw, self.shape)?.offset;
             if table == 0 {
                 continue;
             }
@@ -130,7 +130,7 @@ impl Qcow2Image {
         let header = self.header();
         let L1TableCopy { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
         self.set_flags(&tables, flags).await?;
-        let l1 = self.flagged(&bytes, flags).await?;
+        let l1 = self.with_copied_flags(&bytes, flags).await?;
         if l1 != bytes {
             self.write_metadata(header.l1_offset, &l1).await?;
         }
@@ -138,10 +138,10 @@ impl Qcow2Image {
     }
 
     /// Returns an encoded L1 table with its flags set according to `flags`.
-    pub(super) async fn flagged(&self, l1: &[u8], flags: CopiedFlags) -> Result<Vec<u8>, SnapshotError> {
+    pub(super) async fn with_copied_flags(&self, l1: &[u8], flags: CopiedFlags) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::with_capacity(l1.len());
-        for word in words(l1) {
-            let entry = L1Entry::decode(word, self.shape)?;
+        for raw in words(l1) {
+            let entry = L1Entry::decode(raw, self.shape)?;
             let copied = entry.offset != 0 && self.is_copied(entry.offset, flags).await?;
             bytes.extend(L1Entry { copied, ..entry }.encode().to_be_bytes());
         }

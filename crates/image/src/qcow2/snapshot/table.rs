@@ -119,9 +119,9 @@ impl InternalSnapshot {
         if !offset.is_multiple_of(header.cluster_bytes())
             || offset.checked_add(bytes).is_none_or(|end| end > OFFSET_LIMIT)
         {
-            let what =
+            let message =
                 format!("the L1 table of snapshot {name:?} at {offset:#x} is not aligned to a cluster");
-            return Err(InvalidImage::new(what));
+            return Err(InvalidImage::new(message));
         }
         Ok(())
     }
@@ -185,7 +185,7 @@ pub struct SnapshotTable {
     /// Length of these entries in the file, in bytes.
     pub length_bytes: usize,
     /// Reason why later entries cannot be read.
-    pub cut: Option<InvalidImage>,
+    pub truncation: Option<InvalidImage>,
 }
 
 impl SnapshotTable {
@@ -204,20 +204,20 @@ impl SnapshotTable {
                     // The last entry may lack its padding.
                     table.length_bytes = (table.length_bytes + length).min(read.len());
                 }
-                Err(cut) => {
-                    table.cut = Some(cut);
+                Err(truncation) => {
+                    table.truncation = Some(truncation);
                     return Ok(table);
                 }
             }
         }
-        table.cut = too_many(header);
+        table.truncation = too_many(header);
         Ok(table)
     }
 
     /// All faults of the table and its entries.
     pub fn decode_errors(&self, header: &Qcow2Header) -> impl Iterator<Item = InvalidImage> {
         let entries = self.snapshots.iter().filter_map(|snapshot| snapshot.check(header).err());
-        entries.chain(self.cut.clone())
+        entries.chain(self.truncation.clone())
     }
 }
 
@@ -244,12 +244,12 @@ async fn next(
         let left = storage.size_bytes().saturating_sub(place).min((MAX_TABLE - read.len()) as u64);
         if left == 0 {
             let at = header.snapshots_offset;
-            let what = if read.len() == MAX_TABLE {
+            let message = if read.len() == MAX_TABLE {
                 format!("the snapshot table at {at:#x} has more than {MAX_TABLE} bytes, in entry {number}")
             } else {
                 format!("the snapshot table at {at:#x} ends inside entry {number}")
             };
-            return Ok(Err(InvalidImage::new(what)));
+            return Ok(Err(InvalidImage::new(message)));
         }
         read.extend(metadata_io::read(storage, place, left.min(PIECE as u64) as usize).await?);
     }
@@ -338,27 +338,27 @@ mod tests {
     fn truncated_or_wrong_tables_are_rejected() {
         sim::run(1, async {
             let (storage, header) = image().await;
-            let said = |result: Result<_, MetadataError>| result.map(drop).expect_err("wrong").to_string();
+            let message_of = |result: Result<_, MetadataError>| result.map(drop).expect_err("wrong").to_string();
             let many = Qcow2Header { snapshots: 3, ..header.clone() };
-            assert!(said(read(&storage, &many).await).contains("ends inside entry 0"));
-            let mut wrong = snapshot(1);
+            assert!(message_of(read(&storage, &many).await).contains("ends inside entry 0"));
+            let mut invalid = snapshot(1);
             for (part, change) in [
                 ("is not aligned to a cluster", (|s| s.l1_offset = 0x50200) as fn(&mut InternalSnapshot)),
                 ("L1 table of", |s| s.l1_entries = u32::MAX),
                 ("extra data", |s| s.extra = vec![0; 1024]),
             ] {
-                change(&mut wrong);
-                let table = encode(&[wrong]).expect("short names");
+                change(&mut invalid);
+                let table = encode(&[invalid]).expect("short names");
                 metadata_io::write(&storage, 0x40000, &table).await.expect("memory");
-                let one = Qcow2Header { snapshots: 1, ..header.clone() };
-                assert!(said(read(&storage, &one).await).contains(part), "{part}");
-                wrong = snapshot(1);
+                let single = Qcow2Header { snapshots: 1, ..header.clone() };
+                assert!(message_of(read(&storage, &single).await).contains(part), "{part}");
+                invalid = snapshot(1);
             }
         });
     }
 
     #[test]
-    fn entries_beside_a_damaged_one_are_read() {
+    fn sound_entries_of_a_damaged_table_are_read() {
         sim::run(1, async {
             let (storage, header) = image().await;
             let mut entries: Vec<_> = (1..=5).map(snapshot).collect();
@@ -386,8 +386,8 @@ mod tests {
             let header = Qcow2Header { snapshots: MAX_SNAPSHOTS + 1, ..header };
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
             assert_eq!(read.snapshots.len(), MAX_SNAPSHOTS as usize);
-            let cut = read.cut.expect("one more").to_string();
-            assert_eq!(cut, "65537 snapshots; the maximum is 65536");
+            let truncation = read.truncation.expect("one more").to_string();
+            assert_eq!(truncation, "65537 snapshots; the maximum is 65536");
         });
     }
 }

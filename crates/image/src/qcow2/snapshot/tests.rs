@@ -24,7 +24,7 @@ fn parts(storage: Storage) -> Qcow2Components {
     Qcow2Components { caches, ..Qcow2Components::of(storage) }
 }
 
-async fn fresh(options: CreateOptions) -> Qcow2Image {
+async fn new_image(options: CreateOptions) -> Qcow2Image {
     let storage = Storage::memory(512);
     create(&storage, None, &CreateOptions { size_bytes: SIZE, ..options }).await.expect("valid");
     Qcow2Image::open(parts(storage)).await.expect("an image")
@@ -42,7 +42,7 @@ async fn disk(image: &Qcow2Image) -> Vec<u8> {
     disk
 }
 
-fn called(name: &str) -> NewSnapshot<'_> {
+fn new_snapshot(name: &str) -> NewSnapshot<'_> {
     NewSnapshot { name, date_s: 1, date_ns: 2 }
 }
 
@@ -70,19 +70,19 @@ fn kinds() -> Vec<CreateOptions> {
 fn snapshots_keep_the_disk_content() {
     for options in kinds() {
         sim::run(1, async move {
-            let image = fresh(options.clone()).await;
+            let image = new_image(options.clone()).await;
             write(&image, 0, 100_000, 1).await;
             let cluster = options.cluster_bytes as usize;
             let mut data = IoBuffer::new(cluster);
             data.fill(9);
             image.write_compressed(128 << 10, data.into()).await.expect("compressible");
             let first = disk(&image).await;
-            assert_eq!(image.create_snapshot(called("one")).await.expect("room").id(), "1");
+            assert_eq!(image.create_snapshot(new_snapshot("one")).await.expect("room").id(), "1");
             write(&image, 50_000, 100_000, 2).await;
             let zeroes = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
             image.write_zeroes(0, 20_000, zeroes).await.expect("inside");
             let second = disk(&image).await;
-            assert_eq!(image.create_snapshot(called("two")).await.expect("room").id(), "2");
+            assert_eq!(image.create_snapshot(new_snapshot("two")).await.expect("room").id(), "2");
             image.discard(60_000, 60_000).await.expect("inside");
             write(&image, 200_000, 20_000, 3).await;
 
@@ -116,13 +116,13 @@ fn snapshots_keep_the_disk_content() {
 #[test]
 fn revert_restores_the_size() {
     sim::run(1, async {
-        let image = fresh(CreateOptions { cluster_bytes: 512, ..CreateOptions::default() }).await;
+        let image = new_image(CreateOptions { cluster_bytes: 512, ..CreateOptions::default() }).await;
         write(&image, 0, 10_000, 1).await;
         let before = disk(&image).await;
-        image.create_snapshot(called("small")).await.expect("room");
+        image.create_snapshot(new_snapshot("small")).await.expect("room");
         image.resize(1 << 20).await.expect("larger");
         write(&image, 500_000, 10_000, 2).await;
-        image.create_snapshot(called("large")).await.expect("room");
+        image.create_snapshot(new_snapshot("large")).await.expect("room");
         image.apply_snapshot("small").await.expect("there");
         assert!(disk(&image).await == before);
         image.apply_snapshot("large").await.expect("there");
@@ -135,9 +135,9 @@ fn revert_restores_the_size() {
 fn saturated_refcount_fails_without_a_change() {
     sim::run(1, async {
         let options = CreateOptions { cluster_bytes: 4096, refcount_bits: 1, ..CreateOptions::default() };
-        let image = fresh(options).await;
+        let image = new_image(options).await;
         write(&image, 0, 100_000, 1).await;
-        let refused = image.create_snapshot(called("one")).await;
+        let refused = image.create_snapshot(new_snapshot("one")).await;
         assert!(matches!(refused, Err(SnapshotError::Refcount { .. })), "{refused:?}");
         write(&image, 0, 50_000, 2).await;
         closed(image).await;
@@ -147,13 +147,13 @@ fn saturated_refcount_fails_without_a_change() {
 /// An image with two snapshots, and the disks of both snapshots and of the image.
 fn seasoned() -> (Vec<u8>, [Vec<u8>; 3]) {
     sim::run(1, async {
-        let image = fresh(CreateOptions { cluster_bytes: 4096, ..CreateOptions::default() }).await;
+        let image = new_image(CreateOptions { cluster_bytes: 4096, ..CreateOptions::default() }).await;
         write(&image, 0, 100_000, 1).await;
         let first = disk(&image).await;
-        image.create_snapshot(called("one")).await.expect("room");
+        image.create_snapshot(new_snapshot("one")).await.expect("room");
         write(&image, 50_000, 100_000, 2).await;
         let second = disk(&image).await;
-        image.create_snapshot(called("two")).await.expect("room");
+        image.create_snapshot(new_snapshot("two")).await.expect("room");
         write(&image, 10_000, 30_000, 3).await;
         let now = disk(&image).await;
         (closed(image).await, [first, second, now])
@@ -162,7 +162,7 @@ fn seasoned() -> (Vec<u8>, [Vec<u8>; 3]) {
 
 async fn change(image: &Qcow2Image, kind: u64) {
     match kind {
-        0 => drop(image.create_snapshot(called("three")).await),
+        0 => drop(image.create_snapshot(new_snapshot("three")).await),
         1 => drop(image.apply_snapshot("one").await),
         _ => drop(image.delete_snapshot("two").await),
     }

@@ -20,7 +20,7 @@ const WEIGHTS: [u32; 4] = [200, 500, 1000, 5000];
 /// Bisection steps over the group's part of the device.
 const HALVINGS: u32 = 6;
 /// Factors on the part found, tried for the confidence interval.
-const BESIDE: [f64; 13] = [0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2, 1.35, 1.6, 2.0];
+const SHARE_FACTORS: [f64; 13] = [0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2, 1.35, 1.6, 2.0];
 
 /// A group's part of the device, and its members' shares.
 type GroupPart = (f64, Vec<NodeShare>);
@@ -51,17 +51,17 @@ impl Neighbours<'_> {
 
     /// Units per second that the device completes of all these requests together.
     fn capacity(&self, unit: ReservationUnit) -> f64 {
-        let of = |tenant: &usize| {
+        let units_of = |tenant: &usize| {
             amount(self.search.arrivals, &self.search.tenants.tenants[*tenant].disks, unit).units
         };
         // Average cost of the whole mix: units divided by the seconds that all of them take.
-        let units: u64 = self.tenants.iter().map(of).sum();
+        let units: u64 = self.tenants.iter().map(units_of).sum();
         units as f64 / self.loads.iter().map(|load| load.work_s).sum::<f64>()
     }
 
     /// True if a group can divide the device between limited and unlimited tenants.
     fn can_be_grouped(&self, limited: &[bool]) -> bool {
-        let is_grouped = |&disk: &usize| self.room.world.disks[self.room.disks[disk]].group.is_some();
+        let is_grouped = |&disk: &usize| self.tenant_world.world.disks[self.tenant_world.disks[disk]].group.is_some();
         !self.disks.iter().any(is_grouped) && limited.contains(&true) && limited.contains(&false)
     }
 
@@ -79,10 +79,10 @@ impl Neighbours<'_> {
             // Reservations must also fit into the tightened plans that `confirm` may try.
             let shares = shares(middle * 0.95_f64.powi(TIGHTENINGS as i32 + 1));
             let plan = self.grouped(middle, &shares);
-            let felt = self.run(&plan, false)?;
-            self.record_tried(None, &plan, &felt);
+            let results = self.run(&plan, false)?;
+            self.record_tried(None, &plan, &results);
             // Bisection assumes that a smaller group never harms the unlimited tenants.
-            if self.keeps(&felt, |place| !limited[place]) {
+            if self.keeps(&results, |place| !limited[place]) {
                 (low, best) = (middle, Some((middle, shares)));
             } else {
                 high = middle;
@@ -124,7 +124,7 @@ impl Neighbours<'_> {
         }
         let unit = self.common_unit();
         let capacity = self.capacity(unit);
-        let wanted = |place: usize| {
+        let demand = |place: usize| {
             if limited[place] {
                 return 0.0;
             }
@@ -133,41 +133,41 @@ impl Neighbours<'_> {
             let rate = if load.steady.is_finite() { load.steady } else { load.units };
             if load.unit == unit { rate } else { rate * load.unit_s * capacity }
         };
-        let wanted: Vec<f64> = (0..self.tenants.len()).map(wanted).collect();
-        let sum: f64 = wanted.iter().sum();
+        let demands: Vec<f64> = (0..self.tenants.len()).map(demand).collect();
+        let sum: f64 = demands.iter().sum();
         let shares = |part: f64| {
             // Scaled down in proportion if the reservations exceed the reservable part.
-            let times = (part * capacity * RESERVABLE / sum).min(1.0);
+            let factor = (part * capacity * RESERVABLE / sum).min(1.0);
             let share = |&rate: &f64| {
-                let promised = (rate * times) as u64;
+                let reservation = (rate * factor) as u64;
                 let share = NodeShare::default();
                 match unit {
-                    ReservationUnit::Iops => share.with_reservation(promised, 0),
-                    ReservationUnit::Bps => share.with_reservation(0, promised),
+                    ReservationUnit::Iops => share.with_reservation(reservation, 0),
+                    ReservationUnit::Bps => share.with_reservation(0, reservation),
                 }
             };
-            wanted.iter().map(share).collect::<Vec<_>>()
+            demands.iter().map(share).collect::<Vec<_>>()
         };
         self.largest(shares, limited)
     }
 
     /// The smallest weight with which the tenants with a target keep it in their common group,
     /// whose limits stay.
-    pub(super) fn by_own_weight(&mut self) -> anyhow::Result<Option<ConfirmedPlan>> {
+    pub(super) fn by_existing_group_weight(&mut self) -> anyhow::Result<Option<ConfirmedPlan>> {
         let Some(group) = self.common else { return Ok(None) };
-        if !self.kept.contains(&true) || !self.kept.contains(&false) {
+        if !self.has_target.contains(&true) || !self.has_target.contains(&false) {
             return Ok(None);
         }
-        let limits = self.search.tenants.world.groups[group].hold.limits;
+        let limits = self.search.tenants.world.groups[group].settings.limits;
         for weight in WEIGHTS {
             let heavy = NodeShare::new(weight).expect("it is a weight");
-            let shares = self.kept.iter().map(|&is_kept| if is_kept { heavy } else { NodeShare::default() });
+            let shares = self.has_target.iter().map(|&has_target| if has_target { heavy } else { NodeShare::default() });
             let group = Some((limits, shares.collect()));
             let plan = NeighbourPlan { limits: vec![None; self.tenants.len()], group };
-            let felt = self.run(&plan, true)?;
-            self.record_tried(None, &plan, &felt);
-            if self.keeps_all(&felt, |_| true) {
-                return Ok(Some((plan, felt, true)));
+            let results = self.run(&plan, true)?;
+            self.record_tried(None, &plan, &results);
+            if self.keeps_all(&results, |_| true) {
+                return Ok(Some((plan, results, true)));
             }
         }
         Ok(None)
@@ -183,16 +183,16 @@ impl Neighbours<'_> {
         if !self.is_all_searched() {
             return Ok(None);
         }
-        let mut tried = Vec::with_capacity(BESIDE.len());
-        for times in BESIDE {
+        let mut tried = Vec::with_capacity(SHARE_FACTORS.len());
+        for factor in SHARE_FACTORS {
             // Reservations must fit into a smaller group.
-            let scaled = |rate: u64| (rate as f64 * times.min(1.0)) as u64;
+            let scaled = |rate: u64| (rate as f64 * factor.min(1.0)) as u64;
             let share = |share: &NodeShare| {
                 share.with_reservation(scaled(share.iops_reservation()), scaled(share.bps_reservation()))
             };
-            let plan = self.grouped(part * times, &shares.iter().map(share).collect::<Vec<_>>());
-            let felt = self.run(&plan, false)?;
-            tried.push((times, self.judged(&felt, |place| !limited[place])));
+            let plan = self.grouped(part * factor, &shares.iter().map(share).collect::<Vec<_>>());
+            let results = self.run(&plan, false)?;
+            tried.push((factor, self.late_requests(&results, |place| !limited[place])));
         }
         let found = interval_of_tried(&tried, true, &self.search.criterion.target);
         Ok(found.map(|(low, high)| ConfidenceInterval::around(low, high)))

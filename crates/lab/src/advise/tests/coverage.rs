@@ -28,14 +28,14 @@ fn seeds(usual: u64) -> u64 {
 struct CoverageTally {
     cases: u64,
     /// For another day, and for ten days together.
-    held: [u64; 2],
+    contained: [u64; 2],
     widths: Vec<f64>,
 }
 
 impl CoverageTally {
-    fn note(&mut self, held: [bool; 2], width: f64) {
+    fn note(&mut self, contained: [bool; 2], width: f64) {
         self.cases += 1;
-        self.held.iter_mut().zip(held).for_each(|(sum, held)| *sum += u64::from(held));
+        self.contained.iter_mut().zip(contained).for_each(|(sum, held)| *sum += u64::from(held));
         self.widths.push(width);
     }
 
@@ -47,12 +47,12 @@ impl CoverageTally {
 
     fn add(&mut self, other: &Self) {
         self.cases += other.cases;
-        self.held.iter_mut().zip(other.held).for_each(|(sum, held)| *sum += held);
+        self.contained.iter_mut().zip(other.contained).for_each(|(sum, held)| *sum += held);
         self.widths.extend(&other.widths);
     }
 
     fn shown(&self, name: &str) -> String {
-        let ([day, days], cases) = (self.held, self.cases);
+        let ([day, days], cases) = (self.contained, self.cases);
         let width = self.median();
         format!("{name}: {day} of {cases} hold another day, {days} ten together; {width:.2} times wide")
     }
@@ -61,17 +61,17 @@ impl CoverageTally {
 /// The nominal coverage is 95 of 100. With few cases one more may miss, and ten days together have
 /// rarer moments.
 #[allow(clippy::print_stdout, reason = "what was counted is what a soak is for")]
-fn judged(tallies: &BTreeMap<String, CoverageTally>) {
+fn assert_coverage(tallies: &BTreeMap<String, CoverageTally>) {
     let mut all = CoverageTally::default();
     for (name, tally) in tallies {
         println!("{}", tally.shown(name));
         all.add(tally);
     }
-    let (said, missed) = (all.shown("all"), all.held.map(|held| all.cases - held));
-    println!("{said}");
-    assert!(all.cases > 0 && missed[0] <= 1 + all.cases / 20, "{said}");
-    assert!(missed[1] <= 1 + all.cases / 8, "{said}");
-    assert!(all.median() < 2.0, "it says something: {said}");
+    let (summary, missed) = (all.shown("all"), all.contained.map(|held| all.cases - held));
+    println!("{summary}");
+    assert!(all.cases > 0 && missed[0] <= 1 + all.cases / 20, "{summary}");
+    assert!(missed[1] <= 1 + all.cases / 8, "{summary}");
+    assert!(all.median() < 2.0, "it says something: {summary}");
 }
 
 /// Single requests of one disk, with varying lengths.
@@ -91,7 +91,7 @@ impl Disk {
         -(1.0 - self.random.f64()).ln() * mean
     }
 
-    fn ask(&mut self) {
+    fn push_request(&mut self) {
         let length = [4096, 4096, 16_384, 65_536][self.random.usize(..4)];
         push(&mut self.arrivals, (self.at_s * 1e9) as u64, 0, RequestOp::Read, length);
     }
@@ -107,7 +107,7 @@ fn uneven(seed: u64, seconds: u64) -> TraceArrivals {
             until_s = disk.at_s + disk.random.f64() * 20.0;
         }
         disk.at_s += disk.drawn(1.0 / rate);
-        disk.ask();
+        disk.push_request();
     }
     disk.arrivals
 }
@@ -118,7 +118,7 @@ fn rushes(seed: u64, seconds: u64) -> TraceArrivals {
     while disk.at_s < seconds as f64 {
         disk.at_s += disk.drawn(4.0);
         for _ in 0..=disk.drawn(200.0) as u64 {
-            disk.ask();
+            disk.push_request();
             disk.at_s += 20e-6;
         }
     }
@@ -130,14 +130,14 @@ fn even(seed: u64, seconds: u64) -> TraceArrivals {
     let mut disk = Disk::new(seed);
     while disk.at_s < seconds as f64 {
         disk.at_s += disk.drawn(0.01);
-        disk.ask();
+        disk.push_request();
     }
     disk.arrivals
 }
 
 fn noisy(seed: u64, seconds: u64) -> TraceArrivals {
     let (both, mut alone) = (noisy_neighbour(seed, seconds), TraceArrivals::default());
-    both.streams[1].iter().for_each(|it| push(&mut alone, it.at_ns, 0, it.op, it.length));
+    both.streams[1].iter().for_each(|arrival| push(&mut alone, arrival.at_ns, 0, arrival.op, arrival.length));
     alone
 }
 
@@ -169,10 +169,10 @@ fn interval_coverage_matches_its_confidence() {
                 TraceBlocks::new(day.length_ns),
             );
             let ConfidenceInterval { low, high } = found.expect("it is long enough");
-            let holds = |of: &TraceArrivals| {
-                let does = |times: f64| {
-                    let stream = &of.streams[0];
-                    let over = late_requests(demand(stream.iter(), unit), unit, limit, times, terms.wait_s);
+            let holds = |arrivals: &TraceArrivals| {
+                let does = |factor: f64| {
+                    let stream = &arrivals.streams[0];
+                    let over = late_requests(demand(stream.iter(), unit), unit, limit, factor, terms.wait_s);
                     over <= target.allowed_late(stream.requests)
                 };
                 (low == 0.0 || !does(low * 0.99)) && (high.is_infinite() || does(high))
@@ -181,7 +181,7 @@ fn interval_coverage_matches_its_confidence() {
             tally.note([holds(&day_of(seed + 100_000, DAY_S)), holds(&days)], high / low);
         }
     }
-    judged(&tallies);
+    assert_coverage(&tallies);
 }
 
 /// A neighbour whose rate changes every few seconds, and occasionally exceeds the device's
@@ -204,10 +204,10 @@ fn uneven_neighbour(seed: u64, seconds: u64) -> TraceArrivals {
 }
 
 /// The advice for the first of two disks on a device.
-fn found(arrivals: &TraceArrivals, target: LatencyTarget) -> NeighbourAdvice {
-    let mut house = house(arrivals, Some(DEVICE));
+fn advice_for_first(arrivals: &TraceArrivals, target: LatencyTarget) -> NeighbourAdvice {
+    let mut house = tenants(arrivals, Some(DEVICE));
     house.restrict_target(&["a".to_owned()]).unwrap();
-    let (stop, judge) = (AtomicBool::new(false), judge(target, true, arrivals));
+    let (stop, judge) = (AtomicBool::new(false), criterion(target, true, arrivals));
     let search = AdviseSearch { tenants: &house, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
     let needs = [0, 1].map(|tenant| search.limits_alone(tenant, &[cost(&search, tenant).0]).unwrap());
     let before = simulate_all(&search, &house.world).unwrap();
@@ -218,17 +218,17 @@ fn found(arrivals: &TraceArrivals, target: LatencyTarget) -> NeighbourAdvice {
 fn keeps(arrivals: &TraceArrivals, plan: &NeighbourPlan, rate: f64, target: LatencyTarget) -> bool {
     let rate = rate as u64;
     let (mut world, limits) =
-        (house(arrivals, Some(DEVICE)).world, limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]));
+        (tenants(arrivals, Some(DEVICE)).world, limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]));
     match &plan.group {
         Some((_, shares)) => {
-            world.disks.iter_mut().zip(shares).for_each(|(disk, share)| disk.hold.share = *share);
+            world.disks.iter_mut().zip(shares).for_each(|(disk, share)| disk.settings.share = *share);
             world.add_common_group(limits);
         }
-        None => world.disks[1].hold.limits = limits,
+        None => world.disks[1].settings.limits = limits,
     }
     let trial = SimulatedTrial { world: &world, disks: &[0, 1], tenants: &[0, 1], count: 2 };
-    let judge = judge(target, true, arrivals);
-    trial.run(arrivals.merged(&[0, 1]), &judge, &AtomicBool::new(false)).unwrap()[0].holds(&target)
+    let criterion = criterion(target, true, arrivals);
+    trial.run(arrivals.merged(&[0, 1]), &criterion, &AtomicBool::new(false)).unwrap()[0].holds(&target)
 }
 
 #[test]
@@ -243,21 +243,21 @@ fn shared_device_interval_coverage_matches_its_confidence() {
     for ((name, day_of), wait_ms) in kinds {
         let (target, days) = (LatencyTarget::new(99.0, wait_ms * MS), day_of(7, 10 * DAY_S));
         for seed in 0..seeds(1) {
-            let NeighbourAdvice { plan, interval, .. } = found(&day_of(seed + 100, DAY_S), target);
+            let NeighbourAdvice { plan, interval, .. } = advice_for_first(&day_of(seed + 100, DAY_S), target);
             let Some(ConfidenceInterval { low, high }) = interval else { continue };
-            let (what, limits) = match &plan.group {
+            let (plan_kind, limits) = match &plan.group {
                 Some((limits, _)) => ("group", *limits),
                 None => ("limit", plan.limits[1].expect("the noisy is limited")),
             };
             let rate = limits.limit(LimitKind::IopsTotal).rate as f64;
             // The highest sufficient rate must lie between them.
-            let holds = |of: &TraceArrivals| {
-                let keeps = |times: f64| keeps(of, &plan, rate * times, target);
+            let holds = |arrivals: &TraceArrivals| {
+                let keeps = |factor: f64| keeps(arrivals, &plan, rate * factor, target);
                 (low == 0.0 || keeps(low * 0.99)) && (high.is_infinite() || !keeps(high * 1.01))
             };
-            let tally = tallies.entry(format!("{name}, {what}")).or_default();
+            let tally = tallies.entry(format!("{name}, {plan_kind}")).or_default();
             tally.note([holds(&day_of(seed + 100_000, DAY_S)), holds(&days)], high / low);
         }
     }
-    judged(&tallies);
+    assert_coverage(&tallies);
 }

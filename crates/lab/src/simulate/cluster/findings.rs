@@ -24,7 +24,7 @@ pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings
     }
     for (when, figures) in [("steady", summary.steady.as_ref()), ("all the time", Some(&summary.all))] {
         let Some(figures) = figures else { continue };
-        let name = |what: &str| format!("{when}: {what}");
+        let name = |figure: &str| format!("{when}: {figure}");
         measures.push(exact(
             &name("messages a second at etcd for 100 hosts"),
             MeasureUnit::Count,
@@ -52,13 +52,13 @@ pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings
 fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
     let step = outcome.samples.len().div_ceil(MAX_POINTS).max(1);
     // Each point is the average of several ticks.
-    let line = |name: &str, of: &dyn Fn(&ClusterSample) -> f64| ChartSeries {
+    let line = |name: &str, value_of: &dyn Fn(&ClusterSample) -> f64| ChartSeries {
         name: name.to_owned(),
         points: outcome
             .samples
             .chunks(step)
             .map(|samples| {
-                let sum: f64 = samples.iter().map(of).sum();
+                let sum: f64 = samples.iter().map(value_of).sum();
                 (samples[0].at_ns as f64 / 1e9, sum / samples.len() as f64)
             })
             .collect(),
@@ -76,14 +76,14 @@ fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
         })
     };
     let pairs = || outcome.samples.windows(2);
-    let asked = |of: fn(&ClusterSample) -> u64| -> Vec<(f64, f64)> {
+    let rate_of = |count_of: fn(&ClusterSample) -> u64| -> Vec<(f64, f64)> {
         let pairs: Vec<_> = pairs().collect();
         pairs
             .chunks(step)
             .map(|pairs| {
                 let (first, last) = (&pairs[0][0], &pairs[pairs.len() - 1][1]);
                 let seconds = (last.at_ns - first.at_ns) as f64 / 1e9;
-                let count = (of(last) - of(first)) as f64 / seconds * 100.0 / hosts as f64;
+                let count = (count_of(last) - count_of(first)) as f64 / seconds * 100.0 / hosts as f64;
                 (last.at_ns as f64 / 1e9, count)
             })
             .collect()
@@ -95,7 +95,7 @@ fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
             "part of the limit",
             MeasureUnit::Share,
             vec![
-                line("passed", &|sample| sample.passed / outcome.most),
+                line("passed", &|sample| sample.passed / outcome.max_requests),
                 line("in force", &|sample| sample.in_force),
             ],
         ),
@@ -113,8 +113,8 @@ fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
             "messages a second",
             MeasureUnit::Count,
             vec![
-                named("asked", asked(|sample| sample.traffic.requests())),
-                named("sent by watches", asked(|sample| sample.traffic.events)),
+                named("asked", rate_of(|sample| sample.traffic.requests())),
+                named("sent by watches", rate_of(|sample| sample.traffic.events)),
             ],
         ),
     ]

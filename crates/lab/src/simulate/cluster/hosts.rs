@@ -11,7 +11,7 @@ use policy::{
 use super::spec::ClusterSpec;
 
 /// Relative distance from the ideal share within which a host counts as near.
-const NEAR: f64 = 0.05;
+const NEAR_IDEAL: f64 = 0.05;
 /// A request completes a millisecond after admission (`policy::cluster::simulated`).
 const DONE_A_SECOND: f64 = 1000.0;
 const MAX_DEPTH: f64 = 256.0;
@@ -36,7 +36,7 @@ pub(super) struct SimulatedHosts {
     /// Units of each limit that a request costs.
     units: [f64; 6],
     /// Requests per second that the limits admit in total.
-    pub(super) most: f64,
+    pub(super) max_requests: f64,
     /// Ideal requests per second of each host.
     pub(super) ideal: Vec<f64>,
 }
@@ -64,7 +64,7 @@ impl SimulatedHosts {
         let mut roles: Vec<_> = (0..spec.hosts).map(role).collect();
         // Roles are independent of host numbers, by which weights and reservations are assigned.
         shuffle(&mut roles, random);
-        let mut hosts = Self { spec: spec.clone(), limits, roles, units, most, ideal: Vec::new() };
+        let mut hosts = Self { spec: spec.clone(), limits, roles, units, max_requests: most, ideal: Vec::new() };
         hosts.update_ideal();
         hosts
     }
@@ -83,10 +83,10 @@ impl SimulatedHosts {
     }
 
     pub(super) fn clients(&self) -> Vec<Vec<SimulatedClient>> {
-        let one = |host: usize| {
+        let client = |host: usize| {
             SimulatedClient::new(self.load(host), self.spec.size, self.weight(host), self.reservation(host))
         };
-        (0..self.spec.hosts).map(|host| vec![one(host); self.spec.disks]).collect()
+        (0..self.spec.hosts).map(|host| vec![client(host); self.spec.disks]).collect()
     }
 
     /// Load on each disk of a host.
@@ -96,8 +96,8 @@ impl SimulatedHosts {
             HostDemand::Idle => ClientLoad::Idle,
             // Enough for many times its share, but a backlog that drains soon after the load stops.
             HostDemand::Busy => {
-                let most = self.most.min(self.most / self.spec.hosts as f64 * MAX_TIMES);
-                ClientLoad::Greedy((2.0 * most / disks / DONE_A_SECOND).clamp(2.0, MAX_DEPTH) as u64)
+                let per_host = self.max_requests.min(self.max_requests / self.spec.hosts as f64 * MAX_TIMES);
+                ClientLoad::Greedy((2.0 * per_host / disks / DONE_A_SECOND).clamp(2.0, MAX_DEPTH) as u64)
             }
             HostDemand::Bounded(requests) => {
                 let mean = (NANOS_PER_S as f64 * disks / requests).max(1.0) as u64;
@@ -155,16 +155,16 @@ impl SimulatedHosts {
     }
 
     /// Deviation of a host's quota from its ideal, and true if the host counts as near.
-    pub(super) fn off(&self, host: usize, has: f64) -> (f64, bool) {
+    pub(super) fn deviation(&self, host: usize, quota: f64) -> (f64, bool) {
         let ideal = self.ideal[host];
-        let off = match self.roles[host] {
-            HostDemand::Busy => (has - ideal).abs(),
+        let deviation = match self.roles[host] {
+            HostDemand::Busy => (quota - ideal).abs(),
             // A surplus of a host with bounded demand harms no other host.
-            HostDemand::Bounded(wants) => (ideal.min(wants) - has).max(0.0),
+            HostDemand::Bounded(wants) => (ideal.min(wants) - quota).max(0.0),
             HostDemand::Idle => 0.0,
         };
         // Rates are whole numbers, so a difference of one is tolerated.
-        (off, off <= ideal * NEAR + 1.0)
+        (deviation, deviation <= ideal * NEAR_IDEAL + 1.0)
     }
 }
 
@@ -195,15 +195,15 @@ mod tests {
     }
 
     #[test]
-    fn the_ideal_is_fair_by_weight_and_promise() {
+    fn ideal_shares_follow_weights_and_reservations() {
         let all_busy = hosts("hosts=4,disks=1,busy=100,idle=0,heavy=25%,weight=200", 1000);
         assert_eq!(all_busy.ideal, [400.0, 200.0, 200.0, 200.0]);
-        let promised = hosts("hosts=4,disks=2,busy=100,idle=0,reserved=25%,reservation=200", 1000);
-        assert_eq!(promised.ideal, [200.0, 200.0, 200.0, 400.0]);
-        assert_eq!(promised.spec.total_reservation(), 400);
-        let others = hosts("hosts=4,disks=1,busy=50,idle=0,wants=50", 1000);
+        let reserved = hosts("hosts=4,disks=2,busy=100,idle=0,reserved=25%,reservation=200", 1000);
+        assert_eq!(reserved.ideal, [200.0, 200.0, 200.0, 400.0]);
+        assert_eq!(reserved.spec.total_reservation(), 400);
+        let bounded = hosts("hosts=4,disks=1,busy=50,idle=0,wants=50", 1000);
         let want = |role: &HostDemand| if *role == HostDemand::Busy { 375.0 } else { 125.0 };
-        assert_eq!(others.ideal, others.roles.iter().map(want).collect::<Vec<_>>());
+        assert_eq!(bounded.ideal, bounded.roles.iter().map(want).collect::<Vec<_>>());
     }
 
     #[test]

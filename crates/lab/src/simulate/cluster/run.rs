@@ -53,9 +53,9 @@ pub(super) struct ClusterOutcome {
     /// Phases with a fault in them or in the previous phase.
     pub(super) disturbed: Vec<usize>,
     /// Maximum of the quotas in force at any instant, as a share of the limit.
-    pub(super) most_in_force: f64,
+    pub(super) max_in_force: f64,
     pub(super) violation: Option<String>,
-    pub(super) most: f64,
+    pub(super) max_requests: f64,
     pub(super) partial: Option<String>,
 }
 
@@ -88,7 +88,7 @@ pub(super) fn run(
     limits: ClusterGroupLimits,
     seed: u64,
     stop: &AtomicBool,
-    tell: impl Fn(u64),
+    report_progress: impl Fn(u64),
 ) -> ClusterOutcome {
     let mut run = ClusterRun::new(spec, limits, seed);
     let tick = spec.timing.tick.as_nanos() as u64;
@@ -102,7 +102,7 @@ pub(super) fn run(
         // Between ticks the world runs by events; samples are taken at whole ticks.
         run.world.run_until(number * tick);
         run.sample();
-        tell(number * tick);
+        report_progress(number * tick);
         run.inject_faults();
         // After the sample, which still belongs to the old phase.
         if number % every == 0 && spec.change > 0 {
@@ -134,9 +134,9 @@ impl<'a> ClusterRun<'a> {
             changes: Vec::new(),
             faults: Vec::new(),
             disturbed: Vec::new(),
-            most_in_force: 0.0,
+            max_in_force: 0.0,
             violation: None,
-            most: hosts.most,
+            max_requests: hosts.max_requests,
             partial: None,
         };
         let faults = faults(spec, &mut random);
@@ -144,7 +144,7 @@ impl<'a> ClusterRun<'a> {
         Self { spec, world, hosts, random, faults, cut, limits, passed: 0, changed_at: 0, outcome }
     }
 
-    fn of_limit(&self, in_force: [u64; 6]) -> f64 {
+    fn share_of_limit(&self, in_force: [u64; 6]) -> f64 {
         let part = |kind: LimitKind| match self.limits.limits().limit(kind).rate {
             0 => 0.0,
             rate => in_force[kind.index()] as f64 / rate as f64,
@@ -155,18 +155,18 @@ impl<'a> ClusterRun<'a> {
     fn sample(&mut self) {
         let tick = self.spec.timing.tick.as_nanos() as u64;
         let passed: u64 = self.world.admissions.iter().map(|(passed, _)| passed).sum();
-        let (mut near, mut off) = (0_usize, 0.0);
+        let (mut near, mut deviation_sum) = (0_usize, 0.0);
         for (host, machine) in self.world.machines.iter().enumerate() {
-            let (by, is_near) = self.hosts.off(host, self.hosts.requests(machine.host.rates()));
-            off += by;
+            let (deviation, is_near) = self.hosts.deviation(host, self.hosts.requests(machine.host.rates()));
+            deviation_sum += deviation;
             near += usize::from(is_near);
         }
         self.outcome.samples.push(ClusterSample {
             at_ns: self.world.now,
             passed: (passed - self.passed) as f64 * NANOS_PER_S as f64 / tick as f64,
-            in_force: self.of_limit(self.world.in_force()),
+            in_force: self.share_of_limit(self.world.in_force()),
             near: near as f64 / self.spec.hosts as f64,
-            off: off / self.hosts.most,
+            off: deviation_sum / self.hosts.max_requests,
             is_wanted: self.hosts.somebody_is_busy(),
             traffic: self.world.store.traffic,
             since: (self.world.now - self.changed_at) / tick,
@@ -191,11 +191,11 @@ impl<'a> ClusterRun<'a> {
             && key.0 <= self.world.now
         {
             let Some(fault) = self.faults.remove(&key) else { return };
-            let what = self.inject(fault);
+            let description = self.inject(fault);
             let phase = self.outcome.changes.len();
             // Recovery may extend into the next phase.
             self.outcome.disturbed.extend([phase, phase + 1]);
-            self.outcome.faults.push((self.world.now, what));
+            self.outcome.faults.push((self.world.now, description));
         }
     }
 
@@ -219,9 +219,9 @@ impl<'a> ClusterRun<'a> {
                 shuffle(&mut all, &mut self.random);
                 all.truncate(self.spec.hosts.div_ceil(100));
                 all.iter().for_each(|host| self.world.set_partitioned(*host, true));
-                let what = format!("{} cut off", all.len());
+                let description = format!("{} cut off", all.len());
                 self.cut.extend(all);
-                what
+                description
             }
             ClusterFault::Healed => {
                 let cut = std::mem::take(&mut self.cut);
@@ -238,7 +238,7 @@ impl<'a> ClusterRun<'a> {
 
     fn finish(mut self) -> ClusterOutcome {
         self.outcome.violation = self.world.violation().map(str::to_owned);
-        self.outcome.most_in_force = self.of_limit(self.world.max_in_force());
+        self.outcome.max_in_force = self.share_of_limit(self.world.max_in_force());
         self.outcome
     }
 }
@@ -252,13 +252,13 @@ fn faults(spec: &ClusterSpec, random: &mut SeededRandom) -> BTreeMap<(u64, usize
     };
     let away = spec.faults.away.as_nanos() as u64;
     let end = spec.seconds * NANOS_PER_S;
-    let wanted = [
+    let planned = [
         (spec.faults.leader_deaths, ClusterFault::LeaderDies, None),
         (spec.faults.etcd_stops, ClusterFault::EtcdStops, Some(ClusterFault::EtcdStarts)),
         (spec.faults.cuts, ClusterFault::Cut, Some(ClusterFault::Healed)),
         (spec.faults.crashes, ClusterFault::Crash, None),
     ];
-    for (count, begins, ends) in wanted {
+    for (count, begins, ends) in planned {
         for _ in 0..count {
             // Whole milliseconds, for readable reports.
             let at = end / 4 + random.below((end * 3 / 4).max(1)) / NANOS_PER_MS * NANOS_PER_MS;

@@ -101,7 +101,7 @@ pub(super) struct ClusterFigures {
 
 impl ClusterFigures {
     /// Computes the figures of stretches of samples, each with the sample before its first.
-    fn of(stretches: &[&[ClusterSample]], hosts: usize, most: f64) -> Self {
+    fn of(stretches: &[&[ClusterSample]], hosts: usize, max_requests: f64) -> Self {
         let mut sum = StoreTraffic::default();
         let (mut seconds, mut count) = (0.0, 0.0);
         let (mut in_force, mut off, mut near, mut unused, mut wanted) = (0.0, 0.0, 0.0, 0.0, 0.0);
@@ -118,7 +118,7 @@ impl ClusterFigures {
                 near += sample.near;
                 if sample.is_wanted {
                     wanted += 1.0;
-                    unused += 1.0 - sample.passed / most;
+                    unused += 1.0 - sample.passed / max_requests;
                 }
             }
         }
@@ -129,7 +129,7 @@ impl ClusterFigures {
             reports: a_second(sum.reports),
             transactions: a_second(sum.transactions),
             grants: a_second(sum.grants),
-            leases_prolonged: a_second(sum.keeps),
+            leases_prolonged: a_second(sum.renewals),
             reads_and_elections: a_second(sum.reads + sum.campaigns),
             asked: a_second(sum.requests()),
             asked_per_100_hosts: a_second(sum.requests()) * 100.0 / hosts as f64,
@@ -149,7 +149,7 @@ fn add(sum: &mut StoreTraffic, more: &StoreTraffic) {
     sum.reports += more.reports;
     sum.transactions += more.transactions;
     sum.grants += more.grants;
-    sum.keeps += more.keeps;
+    sum.renewals += more.renewals;
     sum.campaigns += more.campaigns;
     sum.reads += more.reads;
     sum.events += more.events;
@@ -167,15 +167,15 @@ impl ClusterSummary {
     ) -> Self {
         let samples = &outcome.samples;
         let figures =
-            |stretches: &[&[ClusterSample]]| ClusterFigures::of(stretches, spec.hosts, outcome.most);
+            |stretches: &[&[ClusterSample]]| ClusterFigures::of(stretches, spec.hosts, outcome.max_requests);
         let tick = spec.timing.tick.as_nanos() as u64;
         let half = spec.every.as_nanos() as u64 / tick / 2;
         // For one lease after its election the first leader cannot determine all quotas that may be
         // in force.
-        let settled = 2 * spec.timing.lease.as_nanos() as u64;
+        let settled_ns = 2 * spec.timing.lease.as_nanos() as u64;
         // Steady: long after a change of demand, and in a phase without faults.
         let calm = |sample: &ClusterSample| {
-            sample.since >= half && sample.at_ns >= settled && !outcome.disturbed.contains(&sample.phase)
+            sample.since >= half && sample.at_ns >= settled_ns && !outcome.disturbed.contains(&sample.phase)
         };
         let stretches: Vec<&[ClusterSample]> = samples
             // A stretch never spans a change, as rates over the change would mix two demands.
@@ -200,12 +200,12 @@ impl ClusterSummary {
             undisturbed: undisturbed(outcome).count(),
             steady: (!stretches.is_empty()).then(|| figures(&stretches)),
             all: figures(&[samples]),
-            most_in_force: outcome.most_in_force,
+            most_in_force: outcome.max_in_force,
             violation: outcome.violation.clone(),
             faults: outcome
                 .faults
                 .iter()
-                .map(|(at, what)| InjectedFault { seconds: *at as f64 / 1e9, what: what.clone() })
+                .map(|(at, fault)| InjectedFault { seconds: *at as f64 / 1e9, what: fault.clone() })
                 .collect(),
             remarks,
             partial: outcome.partial.clone(),
@@ -216,7 +216,7 @@ impl ClusterSummary {
         let tables = [
             (self.changes > 0).then(|| self.follows().render(false)),
             Some(self.messages().render(false)),
-            Some(self.use_of_limits().render(false)),
+            Some(self.limit_usage_table().render(false)),
         ];
         let mut text: Vec<String> = vec![format!("{}\n", self.title())];
         text.extend(tables.into_iter().flatten());
@@ -250,7 +250,7 @@ impl ClusterSummary {
             ),
             (nobody_waits, "no host was busy, so none waited (busy=)"),
         ];
-        reasons.into_iter().filter_map(|(is_so, why)| is_so.then_some(why))
+        reasons.into_iter().filter_map(|(applies, why)| applies.then_some(why))
     }
 
     pub(super) fn title(&self) -> String {
@@ -268,10 +268,10 @@ impl ClusterSummary {
     }
 
     pub(in crate::simulate) fn safety(&self) -> String {
-        let most = figures::share(self.most_in_force);
+        let max_in_force = figures::share(self.most_in_force);
         match &self.violation {
             None => format!(
-                "The quotas in force never exceeded the limit ({most} at most), nor did the \
+                "The quotas in force never exceeded the limit ({max_in_force} at most), nor did the \
                  requests exceed the limit and a burst."
             ),
             Some(why) => format!("MORE THAN THE LIMIT: {why}."),
@@ -300,13 +300,13 @@ impl ClusterSummary {
             ("bytes written", |figures| figures.written_bytes),
             ("bytes sent", |figures| figures.sent_bytes),
         ];
-        for (name, of) in rows {
+        for (name, value_of) in rows {
             let shown = |value: f64| {
                 if name.starts_with("bytes") { figures::bytes(value) } else { figures::count(value) }
             };
             let both = |figures: Option<&ClusterFigures>| match figures {
                 None => ["-".to_owned(), "-".to_owned()],
-                Some(figures) => [shown(of(figures)), shown(of(figures) * 100.0 / self.hosts as f64)],
+                Some(figures) => [shown(value_of(figures)), shown(value_of(figures) * 100.0 / self.hosts as f64)],
             };
             let mut row = vec![name.to_owned()];
             row.extend(both(self.steady.as_ref()));
@@ -316,7 +316,7 @@ impl ClusterSummary {
         table
     }
 
-    fn use_of_limits(&self) -> TextTable {
+    fn limit_usage_table(&self) -> TextTable {
         let mut table = TextTable::new([
             ("OF THE LIMIT", ColumnAlignment::Left),
             ("STEADY", ColumnAlignment::Right),
@@ -328,9 +328,9 @@ impl ClusterSummary {
             ("off from the ideal", |figures| Some(figures.off)),
             ("hosts within 5 % of the ideal", |figures| Some(figures.near)),
         ];
-        for (name, of) in rows {
+        for (name, value_of) in rows {
             let shown = |figures: Option<&ClusterFigures>| {
-                figures.and_then(of).map_or_else(|| "-".to_owned(), figures::share)
+                figures.and_then(value_of).map_or_else(|| "-".to_owned(), figures::share)
             };
             table.row(vec![name.to_owned(), shown(self.steady.as_ref()), shown(Some(&self.all))]);
         }

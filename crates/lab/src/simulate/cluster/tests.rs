@@ -2,14 +2,14 @@
 
 use super::*;
 
-static GO_ON: AtomicBool = AtomicBool::new(false);
+static NOT_STOPPED: AtomicBool = AtomicBool::new(false);
 
 fn simulated(text: &str, iops: u64, seed: u64) -> (ClusterSummary, run::ClusterOutcome) {
     let spec: ClusterSpec = text.parse().unwrap();
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::IopsTotal).rate = iops;
     let limits = ClusterGroupLimits::new(1, limits, spec.hosts as u32, spec.safe_share_ppm).unwrap();
-    let outcome = run::run(&spec, limits, seed, &GO_ON, |_| {});
+    let outcome = run::run(&spec, limits, seed, &NOT_STOPPED, |_| {});
     (ClusterSummary::new(&spec, &limits, seed, &outcome, Vec::new()), outcome)
 }
 
@@ -22,11 +22,11 @@ fn quotas_follow_demand_and_repeat_for_a_seed() {
     let steady = summary.steady.as_ref().unwrap();
     assert!(steady.unused.unwrap() < 0.1, "{steady:?}");
     assert!(steady.near > 0.9, "{steady:?}");
-    let told = |(summary, _): (ClusterSummary, run::ClusterOutcome)| serde_json::to_string(&summary).unwrap();
+    let json_of = |(summary, _): (ClusterSummary, run::ClusterOutcome)| serde_json::to_string(&summary).unwrap();
     let findings = findings::of(&summary, &outcome);
     assert_eq!(findings.charts.len(), 3);
-    assert_eq!(told((summary, outcome)), told(simulated(text, 6000, 3)));
-    assert_ne!(told(simulated(text, 6000, 3)), told(simulated(text, 6000, 4)));
+    assert_eq!(json_of((summary, outcome)), json_of(simulated(text, 6000, 3)));
+    assert_ne!(json_of(simulated(text, 6000, 3)), json_of(simulated(text, 6000, 4)));
 }
 
 #[test]

@@ -246,7 +246,7 @@ impl ConvertSink {
         let format = self.format.name();
         let is_one = disk_naming(self.format) == DiskNaming::Nothing;
         let other = form.calls.iter().filter(|call| is_one || call.identifier != call.name);
-        let mut told: Vec<_> = other
+        let mut names: Vec<_> = other
             // One more than is listed, to know whether to add an ellipsis.
             .take(MAX_NAMED + 1)
             .map(
@@ -255,16 +255,16 @@ impl ConvertSink {
                 },
             )
             .collect();
-        if told.len() > MAX_NAMED {
-            told[MAX_NAMED] = "…".to_owned();
+        if names.len() > MAX_NAMED {
+            names[MAX_NAMED] = "…".to_owned();
         }
-        let (count, told) = (told.len(), told.join(", "));
+        let (count, names) = (names.len(), names.join(", "));
         match disk_naming(self.format) {
             DiskNaming::Nothing if count > 1 => {
-                Some(format!("{format} has whole seconds and one disk: {told} are merged"))
+                Some(format!("{format} has whole seconds and one disk: {names} are merged"))
             }
-            DiskNaming::ByNumber if count > 0 => Some(format!("{format} identifies disks by number: {told}")),
-            DiskNaming::Nearly if count > 0 => Some(format!("{format} renames disks: {told}")),
+            DiskNaming::ByNumber if count > 0 => Some(format!("{format} identifies disks by number: {names}")),
+            DiskNaming::Nearly if count > 0 => Some(format!("{format} renames disks: {names}")),
             _ => None,
         }
     }
@@ -306,7 +306,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dropped_changes_of_limits_are_reported_where_they_would_be_written() {
+    fn dropped_limit_changes_are_reported() {
         let left_out = |format| {
             let out = TraceOutput::InPlace(tempfile::tempfile().unwrap());
             let start = TraceStart { clock_ns: 0, with_outcomes: true };

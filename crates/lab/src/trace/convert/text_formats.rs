@@ -87,12 +87,12 @@ impl DiskIdentifiers {
             disks.resize_with(disk.index() + 1, || None);
         }
         let call = disks[disk.index()].get_or_insert_with(|| {
-            let called = match disk_naming(format) {
+            let identifier = match disk_naming(format) {
                 DiskNaming::ByNumber => number_of(format, name, taken, free),
                 _ => name_of(format, name, taken),
             };
-            taken.insert(called.clone(), 1);
-            DiskIdentifier { name: name.to_owned(), identifier: called }
+            taken.insert(identifier.clone(), 1);
+            DiskIdentifier { name: name.to_owned(), identifier }
         });
         &call.identifier
     }
@@ -105,23 +105,23 @@ impl DiskIdentifiers {
 /// A unique name: if it is in use, the next number is appended.
 fn name_of(format: TraceFormat, name: &str, taken: &mut HashMap<String, u32>) -> String {
     let wanted = name_with(format, name, "");
-    let mut called = wanted.clone();
+    let mut identifier = wanted.clone();
     // The count of each name is kept, so that many disks with one name do not take quadratic time.
-    while taken.contains_key(&called) {
+    while taken.contains_key(&identifier) {
         let number = taken.entry(wanted.clone()).or_insert(1);
         *number += 1;
-        called = name_with(format, name, &format!("_{number}"));
+        identifier = name_with(format, name, &format!("_{number}"));
     }
-    called
+    identifier
 }
 
-fn name_with(format: TraceFormat, name: &str, behind: &str) -> String {
+fn name_with(format: TraceFormat, name: &str, suffix: &str) -> String {
     match format {
         TraceFormat::Msr => {
             let (host, number) = host_and_number(name);
-            format!("{}{behind}.{number}", replace_characters(host, |one| one == ','))
+            format!("{}{suffix}.{number}", replace_characters(host, |letter| letter == ','))
         }
-        _ => replace_characters(name, char::is_whitespace).into_owned() + behind,
+        _ => replace_characters(name, char::is_whitespace).into_owned() + suffix,
     }
 }
 
@@ -133,9 +133,9 @@ fn number_of(format: TraceFormat, name: &str, taken: &HashMap<String, u32>, free
     loop {
         let number = *free;
         *free += 1;
-        let called = if format == TraceFormat::Blkparse { format!("8,{number}") } else { number.to_string() };
-        if !taken.contains_key(&called) {
-            return called;
+        let identifier = if format == TraceFormat::Blkparse { format!("8,{number}") } else { number.to_string() };
+        if !taken.contains_key(&identifier) {
+            return identifier;
         }
     }
 }
@@ -189,7 +189,7 @@ impl TextFormat {
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: TraceRequest<'_>) -> Result<(), NotWritten> {
         let TraceRequest { time_ns, disk, name, op, offset, length, outcome } = request;
-        let called = match disk_naming(self.format) {
+        let identifier = match disk_naming(self.format) {
             DiskNaming::ByName => name,
             _ => self.calls.of(self.format, disk, name),
         };
@@ -206,7 +206,7 @@ impl TextFormat {
             TraceFormat::FioV2 | TraceFormat::FioV3 => self.push_fio(text, request)?,
             TraceFormat::Blkparse => {
                 let letters = operation_code(op, "R", "W", Some("D"), Some("FN"))?;
-                let head = format_args!("{called} 0 1 {seconds}.{rest_ns:09} 1 Q {letters}");
+                let head = format_args!("{identifier} 0 1 {seconds}.{rest_ns:09} 1 Q {letters}");
                 // A flush has no sectors.
                 if op == RequestOp::Flush {
                     line(text, format_args!("{head} [weir]"));
@@ -217,7 +217,7 @@ impl TextFormat {
             }
             TraceFormat::Msr => {
                 let kind = operation_code(op, "Read", "Write", None, None)?;
-                let (host, number) = called.rsplit_once('.').expect("it is called so");
+                let (host, number) = identifier.rsplit_once('.').expect("it is called so");
                 // Its clock counts from 1601; a clock that is not of 1970 cannot be converted.
                 let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
                 let ticks = epoch + now_ns / TICK_NS;
@@ -225,7 +225,7 @@ impl TextFormat {
             }
             TraceFormat::Alibaba => {
                 let kind = operation_code(op, "R", "W", None, None)?;
-                line(text, format_args!("{called},{kind},{offset},{length},{}", now_ns / US_NS));
+                line(text, format_args!("{identifier},{kind},{offset},{length},{}", now_ns / US_NS));
             }
             TraceFormat::CloudPhysics => {
                 let code = match op {
@@ -237,12 +237,12 @@ impl TextFormat {
             TraceFormat::Spc => {
                 let kind = operation_code(op, "R", "W", None, None)?;
                 let sector = sectors(offset)?;
-                line(text, format_args!("{called},{sector},{length},{kind},{seconds}.{rest_ns:09}"));
+                line(text, format_args!("{identifier},{sector},{length},{kind},{seconds}.{rest_ns:09}"));
             }
             TraceFormat::Mqsim => {
                 let kind = operation_code(op, "1", "0", None, None)?;
                 let (sector, sectors) = (sectors(offset)?, sectors(length)?);
-                line(text, format_args!("{time_ns} {called} {sector} {sectors} {kind}"));
+                line(text, format_args!("{time_ns} {identifier} {sector} {sectors} {kind}"));
             }
             TraceFormat::Recording | TraceFormat::Columns => unreachable!("these formats have no lines"),
         }
@@ -288,14 +288,14 @@ fn operation_code(
     discard: Option<&'static str>,
     flush: Option<&'static str>,
 ) -> Result<&'static str, NotWritten> {
-    let word = match op {
+    let code = match op {
         RequestOp::Read => Some(read),
         RequestOp::Write => Some(write),
         RequestOp::Discard => discard,
         RequestOp::Flush => flush,
         RequestOp::WriteZeroes => None,
     };
-    word.ok_or(NotWritten::Op(op))
+    code.ok_or(NotWritten::Op(op))
 }
 
 /// Appends a result; empty columns if it is unknown.

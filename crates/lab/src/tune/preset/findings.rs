@@ -35,16 +35,16 @@ impl PresetFindings<'_> {
     fn ratios(&self, published: &PublishedTable, row: usize, column: usize) -> (Option<f64>, Option<f64>) {
         let figure = published.columns[column].figure;
         let samples = |name: &str| published.samples(self.samples, name, column);
-        let (own, base) = (samples(&published.rows[row].name), samples(published.reference));
-        let measured = (!own.is_empty() && !base.is_empty()).then(|| figure.of(&own) / figure.of(&base));
-        let of = |row: &super::PublishedRow| row.published.get(column).copied();
+        let (values, base) = (samples(&published.rows[row].name), samples(published.reference));
+        let measured = (!values.is_empty() && !base.is_empty()).then(|| figure.of(&values) / figure.of(&base));
+        let published_of = |row: &super::PublishedRow| row.published.get(column).copied();
         // Published ratios are relative to the same row as the measured ones.
-        let theirs = of(&published.rows[row]).zip(published.row(published.reference).and_then(of));
-        (theirs.map(|(own, base)| own / base), measured)
+        let published_ratio = published_of(&published.rows[row]).zip(published.row(published.reference).and_then(published_of));
+        (published_ratio.map(|(value, base)| value / base), measured)
     }
 
     fn table(&self, published: &PublishedTable) -> ResultTable {
-        let beside = published.reference;
+        let reference = published.reference;
         let heads = published.columns.iter().flat_map(|column| {
             [format!("{}: IOPS", column.name), "beside".to_owned(), "published".to_owned()]
         });
@@ -52,9 +52,9 @@ impl PresetFindings<'_> {
             let name = published.rows[index].name.clone();
             let cells = (0..published.columns.len()).flat_map(|column| {
                 let samples = published.samples(self.samples, &name, column);
-                let own = (!samples.is_empty()).then(|| published.columns[column].figure.of(&samples));
-                let (theirs, ratio) = self.ratios(published, index, column);
-                [own.map_or_else(dash, figures::count), shown(ratio), shown(theirs)]
+                let measured = (!samples.is_empty()).then(|| published.columns[column].figure.of(&samples));
+                let (published_ratio, ratio) = self.ratios(published, index, column);
+                [measured.map_or_else(dash, figures::count), shown(ratio), shown(published_ratio)]
             });
             std::iter::once(name.clone()).chain(cells).collect()
         };
@@ -63,14 +63,14 @@ impl PresetFindings<'_> {
             columns: std::iter::once(String::new()).chain(heads).collect(),
             rows: (0..published.rows.len()).map(row).collect(),
             note: Some(format!(
-                "\"beside\" and \"published\" are ratios to the row {beside}, here and there."
+                "\"beside\" and \"published\" are ratios to the row {reference}, here and there."
             )),
         }
     }
 
     fn claims(&self, published: &PublishedTable) -> ResultTable {
         let row = |claim: &super::PublishedClaim| {
-            let words = match (published.agreement(self.samples, claim), claim.relation) {
+            let verdict = match (published.agreement(self.samples, claim), claim.relation) {
                 (ClaimAgreement::Agrees, ClaimRelation::NotLower) => "agrees (no harm above 5 %)",
                 (ClaimAgreement::Agrees, _) => "agrees",
                 (ClaimAgreement::Contradicted, _) => "does not agree: the opposite was measured",
@@ -80,7 +80,7 @@ impl PresetFindings<'_> {
                 (ClaimAgreement::NotSeen, _) => "does not agree: no difference beyond noise was measured",
                 (ClaimAgreement::NotMeasured, _) => "not measured",
             };
-            vec![claim.text.to_owned(), words.to_owned()]
+            vec![claim.text.to_owned(), verdict.to_owned()]
         };
         let title = format!("{}: conclusions", published.title);
         ResultTable::new(&title, ["Conclusion", "Here"], published.claims.iter().map(row).collect())

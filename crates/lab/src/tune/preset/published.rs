@@ -166,11 +166,11 @@ pub(super) fn streams_by_cluster_size() -> PublishedTable {
 
 /// Table of random requests with O_DIRECT, and an L2 cache for the whole disk and for 1/128 of it.
 pub(super) fn random_by_l2_cache() -> PublishedTable {
-    let of = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
+    let l2_row = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
     PublishedTable {
         title: "L2 cache: random requests of 4 KiB past the page cache",
         columns: random_columns(PatternOperation::Read),
-        rows: vec![of("full", L2Share::Full), of("1/128", L2Share::Part(128))],
+        rows: vec![l2_row("full", L2Share::Full), l2_row("1/128", L2Share::Part(128))],
         reference: "full",
         claims: vec![
             claim(
@@ -192,7 +192,7 @@ pub(super) fn random_by_l2_cache() -> PublishedTable {
 /// Sequential reads in operations per second (262,144 divided by the published seconds); and a
 /// guest's random reads, published as a gain only.
 pub(super) fn reads_by_prefetch() -> PublishedTable {
-    let of = |name: &str, prefetch, values: &[f64]| {
+    let prefetch_row = |name: &str, prefetch, values: &[f64]| {
         row(name, qcow2(CacheMode::None, 64 * K, L2Share::Full, prefetch), values)
     };
     let sequential = |depth| pattern(AccessOrder::Sequential, PatternOperation::Read, 4 * K, depth);
@@ -208,8 +208,8 @@ pub(super) fn reads_by_prefetch() -> PublishedTable {
             PublishedColumn::new("random ×32", random(32), PublishedFigure::Median),
         ],
         rows: vec![
-            of("without", false, &[rate(19.594), rate(5.933), rate(4.659), 1.0, 1.0]),
-            of("with", true, &[rate(4.378), rate(4.356), rate(4.204), 1.030, 1.001]),
+            prefetch_row("without", false, &[rate(19.594), rate(5.933), rate(4.659), 1.0, 1.0]),
+            prefetch_row("with", true, &[rate(4.378), rate(4.356), rate(4.204), 1.030, 1.001]),
         ],
         reference: "without",
         claims: vec![

@@ -49,13 +49,13 @@ impl AdmissionAudit {
 
     /// Changes the limits. A host that does not receive the change keeps the fraction `safe` of the
     /// old limits, including their bursts.
-    pub(super) fn change(&mut self, limits: Limits, safe: f64, now: u64) {
+    pub(super) fn change(&mut self, limits: Limits, fallback_fraction: f64, now: u64) {
         self.leak_to(now);
         for kind in LimitKind::ALL {
             let [(_, size), (_, second)] = self.rates_and_sizes(kind);
-            let kept = &mut self.old_sizes[kind.index()];
-            let finite = |size: f64| if size.is_finite() { size * safe } else { 0.0 };
-            *kept = [kept[0].max(finite(size)), kept[1].max(finite(second))];
+            let old_size = &mut self.old_sizes[kind.index()];
+            let finite = |size: f64| if size.is_finite() { size * fallback_fraction } else { 0.0 };
+            *old_size = [old_size[0].max(finite(size)), old_size[1].max(finite(second))];
         }
         if let Some((_, until)) = self.limits.back_mut() {
             *until = now + self.slack;
@@ -70,18 +70,18 @@ impl AdmissionAudit {
 
     /// Rate and size of both levels. A level that some of the limits lack is unbounded.
     fn rates_and_sizes(&self, kind: LimitKind) -> [(f64, f64); 2] {
-        let mut most = [(0.0_f64, 0.0_f64); 2];
+        let mut max = [(0.0_f64, 0.0_f64); 2];
         for (limits, _) in &self.limits {
             let limit = limits.limit(kind);
             let (rate, burst, length) = (limit.rate as f64, limit.burst_rate as f64, limit.burst_length_s);
             let size = if burst > 0.0 { burst * length as f64 } else { rate / 10.0 };
             let second = if length > 1 { burst } else { 0.0 };
-            for (most, (rate, size)) in most.iter_mut().zip([(rate, size), (second, second / 10.0)]) {
+            for (max, (rate, size)) in max.iter_mut().zip([(rate, size), (second, second / 10.0)]) {
                 let (rate, size) = if rate > 0.0 { (rate, size) } else { (f64::INFINITY, f64::INFINITY) };
-                *most = (most.0.max(rate), most.1.max(size));
+                *max = (max.0.max(rate), max.1.max(size));
             }
         }
-        most
+        max
     }
 
     /// Forgets the excess of one process, which has ended and lost the state of its buckets.
@@ -104,14 +104,14 @@ impl AdmissionAudit {
                     continue;
                 }
                 for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
-                    let over = self.allowed_excess[usize::from(kind.counts_bytes())]
+                    let excess = self.allowed_excess[usize::from(kind.counts_bytes())]
                         + self.old_sizes[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
                     let leaks = if rate.is_finite() { rate * CLOCK_DRIFT_FACTOR * seconds } else { f64::MAX };
                     level.admitted = (level.admitted - leaks).max(0.0);
                     // After limits are lowered, the excess of earlier admissions counts until it
                     // leaks.
-                    level.ceiling = level.ceiling.min(level.admitted).max(size + over);
+                    level.ceiling = level.ceiling.min(level.admitted).max(size + excess);
                 }
             }
             self.at = end;
@@ -124,23 +124,23 @@ impl AdmissionAudit {
     /// Counts the admission of one read of `bytes`. Fails if that exceeds a limit.
     pub(super) fn admit(&mut self, bytes: u64, now: u64) -> Result<(), String> {
         self.leak_to(now);
-        let mut done = Ok(());
+        let mut result = Ok(());
         for kind in [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::BpsTotal, LimitKind::BpsRead] {
             let units = if kind.counts_bytes() { bytes as f64 } else { 1.0 };
             for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
                 if rate.is_finite() {
-                    let over = self.allowed_excess[usize::from(kind.counts_bytes())]
+                    let excess = self.allowed_excess[usize::from(kind.counts_bytes())]
                         + self.old_sizes[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
                     level.admitted += units;
-                    let most = level.ceiling.max(size + over) + 1e-6 * size;
-                    if level.admitted > most {
+                    let allowed = level.ceiling.max(size + excess) + 1e-6 * size;
+                    if level.admitted > allowed {
                         let passed = level.admitted;
-                        done = Err(format!("{kind:?}, level {at}: {passed} of {most} at {now}"));
+                        result = Err(format!("{kind:?}, level {at}: {passed} of {allowed} at {now}"));
                     }
                 }
             }
         }
-        done
+        result
     }
 }

@@ -64,7 +64,7 @@ pub enum StoreValue<'a> {
 /// The simulated cluster.
 #[derive(Debug)]
 pub struct SimulatedCluster {
-    setting: SimulationConfig,
+    config: SimulationConfig,
     seed: u64,
     /// True time: nanoseconds since the start, without drift.
     pub now: u64,
@@ -89,7 +89,7 @@ pub struct SimulatedCluster {
     /// Quota in force on each host. May still include a lease that has expired since.
     in_force: Vec<ByKind>,
     sum: ByKind,
-    most: ByKind,
+    max_in_force: ByKind,
     violation: Option<String>,
 }
 
@@ -108,30 +108,30 @@ impl SimulatedCluster {
         let drift = setting.drift_ppm;
         // Clocks start at unrelated values, at least 10 s, so that no code can rely on a common
         // epoch and times before the start remain representable.
-        let mut place = || SimulatedProcess {
+        let mut new_process = || SimulatedProcess {
             ppm: random.below(2 * drift + 1) as i64 - drift as i64,
             offset: random.below(1000 * NANOS_PER_S) + 10 * NANOS_PER_S,
             paused_until: 0,
             is_partitioned: false,
             run: 1,
         };
-        let places: Vec<_> = (0..clients.len() + setting.leaders).map(|_| place()).collect();
-        let machine = |(at, clients): (usize, &Vec<SimulatedClient>)| {
+        let processes: Vec<_> = (0..clients.len() + setting.leaders).map(|_| new_process()).collect();
+        let new_host = |(at, clients): (usize, &Vec<SimulatedClient>)| {
             let seed = seed.wrapping_add(at as u64 + 1);
-            SimulatedHost::new(HostQuota::new(1, spec, setting.timing), clients, seed, places[at].to_local(0))
+            SimulatedHost::new(HostQuota::new(1, spec, setting.timing), clients, seed, processes[at].to_local(0))
         };
-        let machines: Vec<_> = clients.iter().enumerate().map(machine).collect();
+        let machines: Vec<_> = clients.iter().enumerate().map(new_host).collect();
         let demands = machines
             .iter()
-            .zip(&places)
+            .zip(&processes)
             .map(|(machine, place)| demand_of(machine, place.to_local(0)))
             .collect();
         let all = || clients.iter().flatten();
         let lease = setting.timing.term_lease().as_nanos() as u64;
         let bytes = all().map(|client| client.length).sum();
         let hosts = machines.len();
-        let mut world = Self {
-            setting,
+        let mut cluster = Self {
+            config: setting,
             seed,
             now: 0,
             random,
@@ -146,16 +146,16 @@ impl SimulatedCluster {
             leaders: (0..setting.leaders).map(|_| None).collect(),
             next_leader_runs: [0].repeat(setting.leaders),
             key_renewed_at: [Instant::ZERO].repeat(setting.leaders),
-            processes: places,
+            processes,
             events: BTreeMap::new(),
             number: 0,
             in_force: [[0; 6]].repeat(hosts),
             sum: [0; 6],
-            most: [0; 6],
+            max_in_force: [0; 6],
             violation: None,
         };
-        world.begin();
-        world
+        cluster.begin();
+        cluster
     }
 
     fn begin(&mut self) {
@@ -175,7 +175,7 @@ impl SimulatedCluster {
     }
 
     const fn tick(&self) -> u64 {
-        self.setting.timing.tick.as_nanos() as u64
+        self.config.timing.tick.as_nanos() as u64
     }
 
     fn schedule(&mut self, at: u64, event: ClusterEvent) {
@@ -184,16 +184,16 @@ impl SimulatedCluster {
     }
 
     fn delay(&mut self) -> u64 {
-        let (from, to) = self.setting.delay_ns;
-        if self.setting.late.is_some_and(|late| self.random.one_in(late)) {
+        let (from, to) = self.config.delay_ns;
+        if self.config.late.is_some_and(|late| self.random.one_in(late)) {
             self.random.between(5 * NANOS_PER_MS, 3 * NANOS_PER_S)
         } else {
             self.random.between(from, to)
         }
     }
 
-    fn local(&self, place: usize) -> Instant {
-        Instant::from_nanos(self.processes[place].to_local(self.now))
+    fn local(&self, process_index: usize) -> Instant {
+        Instant::from_nanos(self.processes[process_index].to_local(self.now))
     }
 
     /// Processes all events before `end`.
@@ -222,9 +222,9 @@ impl SimulatedCluster {
             ClusterEvent::AtStore(place, run, _) => (*place, *run),
         };
         let event = match event {
-            ClusterEvent::AtStore(place, run, ask) => {
+            ClusterEvent::AtStore(place, run, request) => {
                 if !self.store.is_down() {
-                    self.process_at_store(place, run, ask);
+                    self.process_at_store(place, run, request);
                 }
                 return;
             }
@@ -255,13 +255,13 @@ impl SimulatedCluster {
                     self.run_leader(leader);
                 }
             }
-            ClusterEvent::ToLeader(leader, _, answer) => self.deliver_to_leader(leader, answer),
+            ClusterEvent::ToLeader(leader, _, response) => self.deliver_to_leader(leader, response),
             ClusterEvent::AtStore(..) => {}
         }
     }
 
     fn host_ticks(&mut self, host: usize) {
-        if self.setting.rereads {
+        if self.config.rereads {
             self.send_to_store(host, StoreRequest::Host);
         } else if self.now >= self.next_name_renewals[host] {
             self.next_name_renewals[host] = self.now + NAME_RENEWAL_NS;
@@ -278,10 +278,10 @@ impl SimulatedCluster {
         self.report(host);
     }
 
-    fn send_to_store(&mut self, place: usize, ask: StoreRequest) {
-        if !self.processes[place].is_partitioned {
-            let (at, run) = (self.now + self.delay(), self.processes[place].run);
-            self.schedule(at, ClusterEvent::AtStore(place, run, ask));
+    fn send_to_store(&mut self, process_index: usize, request: StoreRequest) {
+        if !self.processes[process_index].is_partitioned {
+            let (at, run) = (self.now + self.delay(), self.processes[process_index].run);
+            self.schedule(at, ClusterEvent::AtStore(process_index, run, request));
         }
     }
 
@@ -291,9 +291,9 @@ impl SimulatedCluster {
         let mut passed = Vec::new();
         machine.run(now, |client| passed.push(client));
         for client in passed {
-            let done = self.audit.admit(self.machines[host].clients[client].length, self.now);
-            if let Err(why) = done {
-                self.violation.get_or_insert(why);
+            let result = self.audit.admit(self.machines[host].clients[client].length, self.now);
+            if let Err(violation) = result {
+                self.violation.get_or_insert(violation);
             }
             self.admissions[host] = (self.admissions[host].0 + 1, self.now);
         }
@@ -335,32 +335,32 @@ impl SimulatedCluster {
         }
     }
 
-    fn process_at_store(&mut self, place: usize, run: u64, ask: StoreRequest) {
+    fn process_at_store(&mut self, process_index: usize, run: u64, request: StoreRequest) {
         let (hosts, now) = (self.machines.len(), self.now);
-        let answer = match ask {
+        let response = match request {
             StoreRequest::Host => {
                 self.store.traffic.reads += 1;
-                return self.notify_host(place);
+                return self.notify_host(process_index);
             }
             StoreRequest::Name => {
-                self.store.traffic.keeps += 1;
+                self.store.traffic.renewals += 1;
                 return;
             }
             StoreRequest::Report(report) => {
-                let bytes = (self.setting.value_bytes)(StoreValue::Report(&report));
-                self.store.report(place, (*report).clone(), bytes);
+                let bytes = (self.config.value_bytes)(StoreValue::Report(&report));
+                self.store.report(process_index, (*report).clone(), bytes);
                 for leader in (0..self.leaders.len())
                     .filter(|leader| self.leaders[*leader].is_some())
                     .collect::<Vec<_>>()
                 {
                     self.store.traffic.events += 1;
                     self.store.traffic.sent_bytes += bytes;
-                    let read = Vec::from([(place, (*report).clone())]);
+                    let read = Vec::from([(process_index, (*report).clone())]);
                     self.notify_leader(leader, StoreResponse::Read(self.store.spec(), read));
                 }
                 return;
             }
-            StoreRequest::Campaign(nonce, asked) => {
+            StoreRequest::Campaign(nonce, sent_at) => {
                 let Some(term) = self.store.campaign(nonce, now) else { return };
                 // Two watch events for each host: deletion of the old key and creation of the new
                 // one.
@@ -368,11 +368,11 @@ impl SimulatedCluster {
                 for host in 0..hosts {
                     self.notify_host(host);
                 }
-                StoreResponse::Elected(term, self.store.spec(), asked)
+                StoreResponse::Elected(term, self.store.spec(), sent_at)
             }
-            StoreRequest::KeepAlive(term, asked) => {
+            StoreRequest::KeepAlive(term, sent_at) => {
                 if self.store.keep_alive(term, now) {
-                    StoreResponse::Kept(asked)
+                    StoreResponse::Renewed(sent_at)
                 } else {
                     StoreResponse::Deposed(term)
                 }
@@ -385,7 +385,7 @@ impl SimulatedCluster {
             StoreRequest::Write(term, grants) => {
                 let bytes = grants
                     .iter()
-                    .map(|(_, grant)| (self.setting.value_bytes)(StoreValue::Grant(grant)))
+                    .map(|(_, grant)| (self.config.value_bytes)(StoreValue::Grant(grant)))
                     .sum();
                 if self.store.grant(term, &grants, bytes, now) {
                     self.store.traffic.events += grants.len() as u64;
@@ -397,16 +397,16 @@ impl SimulatedCluster {
                 }
                 StoreResponse::Deposed(term)
             }
-            StoreRequest::Sweep(term, host, grant) => {
+            StoreRequest::DeleteGrant(term, host, grant) => {
                 if self.store.delete_grant(term, host, &grant, now) && self.is_grant_in_use(host, &grant) {
-                    let why = format!("a lease of host {host} is in force, and its grant was taken away");
-                    self.violation.get_or_insert(why);
+                    let violation = format!("a lease of host {host} is in force, and its grant was taken away");
+                    self.violation.get_or_insert(violation);
                 }
                 return;
             }
         };
-        if self.processes[place].run == run {
-            self.notify_leader(place - hosts, answer);
+        if self.processes[process_index].run == run {
+            self.notify_leader(process_index - hosts, response);
         }
     }
 
@@ -418,35 +418,35 @@ impl SimulatedCluster {
         }
     }
 
-    fn notify_leader(&mut self, leader: usize, answer: StoreResponse) {
-        let place = self.processes[self.machines.len() + leader];
-        if !place.is_partitioned {
+    fn notify_leader(&mut self, leader: usize, response: StoreResponse) {
+        let process = self.processes[self.machines.len() + leader];
+        if !process.is_partitioned {
             let at = self.now + self.delay();
-            self.schedule(at, ClusterEvent::ToLeader(leader, place.run, answer));
+            self.schedule(at, ClusterEvent::ToLeader(leader, process.run, response));
         }
     }
 
     fn leader_ticks(&mut self, number: usize, run: u64) {
-        let place = self.machines.len() + number;
+        let process_index = self.machines.len() + number;
         self.schedule(self.now + self.tick(), ClusterEvent::LeaderTicks(number, run));
-        let now = self.local(place);
-        let rereads = self.setting.rereads;
+        let now = self.local(process_index);
+        let rereads = self.config.rereads;
         match self.leaders[number].as_ref().map(QuotaLeader::term) {
             None => {
                 // A process that watches the leader's key campaigns only once the key is gone.
                 if rereads || (!self.store.is_down() && self.store.leader(self.now).is_none()) {
                     let nonce = self.random.below(u64::MAX);
-                    self.send_to_store(place, StoreRequest::Campaign(nonce, now));
+                    self.send_to_store(process_index, StoreRequest::Campaign(nonce, now));
                 }
             }
             Some(term) => {
                 if rereads {
-                    self.send_to_store(place, StoreRequest::Read);
+                    self.send_to_store(process_index, StoreRequest::Read);
                 }
-                if rereads || now - self.key_renewed_at[number] >= self.setting.timing.key_renewal_interval()
+                if rereads || now - self.key_renewed_at[number] >= self.config.timing.key_renewal_interval()
                 {
                     self.key_renewed_at[number] = now;
-                    self.send_to_store(place, StoreRequest::KeepAlive(term, now));
+                    self.send_to_store(process_index, StoreRequest::KeepAlive(term, now));
                 }
                 self.delete_stale_grants(number, now);
                 self.run_leader(number);
@@ -457,28 +457,28 @@ impl SimulatedCluster {
     /// Requests the deletion of grants that are no longer valid.
     fn delete_stale_grants(&mut self, number: usize, now: Instant) {
         let Some(leader) = &self.leaders[number] else { return };
-        let (term, left) = (leader.term(), self.store.grants_of_departed_hosts().into_iter());
-        let over: Vec<_> = left.filter(|(host, _)| !leader.may_have_lease(&host.to_string(), now)).collect();
-        for (host, grant) in over {
+        let (term, departed) = (leader.term(), self.store.grants_of_departed_hosts().into_iter());
+        let expired: Vec<_> = departed.filter(|(host, _)| !leader.may_have_lease(&host.to_string(), now)).collect();
+        for (host, grant) in expired {
             self.send_to_store(
                 self.machines.len() + number,
-                StoreRequest::Sweep(term, host, Box::new(grant)),
+                StoreRequest::DeleteGrant(term, host, Box::new(grant)),
             );
         }
     }
 
-    fn deliver_to_leader(&mut self, number: usize, answer: StoreResponse) {
+    fn deliver_to_leader(&mut self, number: usize, response: StoreResponse) {
         let now = self.local(self.machines.len() + number);
         let leader = &mut self.leaders[number];
-        match (answer, leader) {
-            (StoreResponse::Elected(term, spec, asked), leader @ None) => {
-                *leader = Some(QuotaLeader::new(term, spec, self.setting.timing, asked, now));
-                self.key_renewed_at[number] = asked;
+        match (response, leader) {
+            (StoreResponse::Elected(term, spec, sent_at), leader @ None) => {
+                *leader = Some(QuotaLeader::new(term, spec, self.config.timing, sent_at, now));
+                self.key_renewed_at[number] = sent_at;
                 self.send_to_store(self.machines.len() + number, StoreRequest::Read);
             }
-            (StoreResponse::Kept(asked), Some(leader)) => leader.on_key_renewed(asked),
+            (StoreResponse::Renewed(sent_at), Some(leader)) => leader.on_key_renewed(sent_at),
             (StoreResponse::Deposed(term), Some(leader)) if leader.term() == term => leader.depose(),
-            (StoreResponse::Gone(host), Some(leader)) => leader.on_host_removed(&host.to_string()),
+            (StoreResponse::HostRemoved(host), Some(leader)) => leader.on_host_removed(&host.to_string()),
             (StoreResponse::Read(spec, reports), Some(leader)) => {
                 leader.on_spec(spec, now);
                 for (host, report) in reports {
@@ -492,14 +492,14 @@ impl SimulatedCluster {
 
     /// Runs the leader if it is due, and schedules its next run.
     fn run_leader(&mut self, number: usize) {
-        let place = self.machines.len() + number;
-        let now = self.local(place);
+        let process_index = self.machines.len() + number;
+        let now = self.local(process_index);
         let Some(leader) = self.leaders[number].as_mut() else { return };
         if now >= leader.next() {
             let term = leader.term();
             for action in leader.tick(now) {
                 match action {
-                    LeaderAction::Write(grants) => self.write(place, term, grants),
+                    LeaderAction::Write(grants) => self.write(process_index, term, grants),
                     LeaderAction::StandDown => {
                         self.leaders[number] = None;
                         return;
@@ -508,7 +508,7 @@ impl SimulatedCluster {
             }
         }
         let Some(leader) = &self.leaders[number] else { return };
-        let next = self.processes[place].to_true_time(leader.next().as_nanos()).max(self.now + 1);
+        let next = self.processes[process_index].to_true_time(leader.next().as_nanos()).max(self.now + 1);
         if self.next_leader_runs[number] <= self.now || next < self.next_leader_runs[number] {
             self.next_leader_runs[number] = next;
             self.schedule(next, ClusterEvent::LeaderRuns(number, next));
@@ -518,7 +518,7 @@ impl SimulatedCluster {
     fn write(&mut self, place: usize, term: Term, grants: Vec<(String, QuotaGrant)>) {
         let number = |(name, grant): (String, QuotaGrant)| Some((name.parse().ok()?, grant));
         let grants: Vec<(usize, QuotaGrant)> = grants.into_iter().filter_map(number).collect();
-        for part in grants.chunks(self.setting.max_grants_per_transaction) {
+        for part in grants.chunks(self.config.max_grants_per_transaction) {
             self.send_to_store(place, StoreRequest::Write(term, part.to_vec()));
         }
     }

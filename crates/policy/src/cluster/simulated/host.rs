@@ -97,7 +97,7 @@ pub struct SimulatedHost {
     pub(super) group: NodeId,
     /// Clients of the host's disks.
     pub clients: Vec<SimulatedClient>,
-    done: Vec<(u64, usize)>,
+    completions: Vec<(u64, usize)>,
     pub(super) last: ReportedDemand,
     /// Time of the next call of [`SimulatedHost::run`].
     pub(super) next: u64,
@@ -113,7 +113,7 @@ impl SimulatedHost {
             tree,
             group,
             clients: clients.to_vec(),
-            done: Vec::new(),
+            completions: Vec::new(),
             last: ReportedDemand::default(),
             next: now,
         };
@@ -135,10 +135,10 @@ impl SimulatedHost {
     /// Passes the end of the lease to the tree, which applies it on its own at any later call.
     pub(super) fn install_lease(&mut self) {
         let Self { host, tree, group, .. } = self;
-        let (safe, whole) = (host.fallback_limits(), *host.spec().limits());
+        let (fallback, cluster_limits) = (host.fallback_limits(), *host.spec().limits());
         tree.set_lease(
             *group,
-            QuotaLease { until: host.lease_end(), fallback: safe, whole, reservation_bounds: [None; 2] },
+            QuotaLease { until: host.lease_end(), fallback, cluster_limits, reservation_bounds: [None; 2] },
         );
     }
 
@@ -151,12 +151,12 @@ impl SimulatedHost {
     }
 
     pub(super) fn usage(&mut self, demand: ByKind, now: u64) -> ReportedDemand {
-        let wanted = self.tree.member_demands(self.group, Instant::from_nanos(now));
+        let members = self.tree.member_demands(self.group, Instant::from_nanos(now));
         ReportedDemand {
             demand,
-            waiting_ns: wanted.waiting_ns,
-            weight: wanted.weight,
-            reserved: wanted.reserved,
+            waiting_ns: members.waiting_ns,
+            weight: members.weight,
+            reserved: members.reserved,
         }
     }
 
@@ -164,10 +164,10 @@ impl SimulatedHost {
     /// the client of each admission.
     pub(super) fn run(&mut self, now: u64, mut passed: impl FnMut(usize)) {
         let at = Instant::from_nanos(now);
-        let mut wake = u64::MAX;
-        self.done.sort_unstable();
-        let over = self.done.partition_point(|(done, _)| *done <= now);
-        for (_, client) in self.done.drain(..over) {
+        let mut next_event = u64::MAX;
+        self.completions.sort_unstable();
+        let completed = self.completions.partition_point(|(done, _)| *done <= now);
+        for (_, client) in self.completions.drain(..completed) {
             self.clients[client].in_flight -= 1;
         }
         for number in 0..self.clients.len() {
@@ -178,7 +178,7 @@ impl SimulatedHost {
                 let Some(disk) = client.disk else { break };
                 match self.tree.submit(disk, Direction::Read, RequestCost::one(client.length), number, at) {
                     AdmissionResult::Admitted(number) => {
-                        self.done.push((now + NANOS_PER_MS, number));
+                        self.completions.push((now + NANOS_PER_MS, number));
                         passed(number);
                     }
                     AdmissionResult::Queued(_) => {}
@@ -189,24 +189,24 @@ impl SimulatedHost {
             match self.tree.poll(at) {
                 PollDecision::Admit(number) => {
                     passed(number);
-                    self.done.push((now + NANOS_PER_MS, number));
+                    self.completions.push((now + NANOS_PER_MS, number));
                 }
                 PollDecision::Wait { until } => {
-                    wake = wake.min(until.as_nanos());
+                    next_event = next_event.min(until.as_nanos());
                     break;
                 }
                 PollDecision::Idle => break,
             }
         }
         for client in &self.clients {
-            let comes = matches!(client.load, ClientLoad::Paced(_) | ClientLoad::Random(_));
-            if comes && client.in_flight < MAX_IN_FLIGHT {
-                wake = wake.min(client.due.max(now + 1));
+            let is_open_loop = matches!(client.load, ClientLoad::Paced(_) | ClientLoad::Random(_));
+            if is_open_loop && client.in_flight < MAX_IN_FLIGHT {
+                next_event = next_event.min(client.due.max(now + 1));
             }
         }
-        wake = self.done.iter().map(|(done, _)| *done).fold(wake, u64::min);
+        next_event = self.completions.iter().map(|(done, _)| *done).fold(next_event, u64::min);
         // The tree has already handled an end of the lease that lies in the past.
-        let ends = Some(self.host.lease_end().as_nanos()).filter(|ends| *ends > now);
-        self.next = wake.min(ends.unwrap_or(u64::MAX)).max(now + 1);
+        let lease_end = Some(self.host.lease_end().as_nanos()).filter(|ends| *ends > now);
+        self.next = next_event.min(lease_end.unwrap_or(u64::MAX)).max(now + 1);
     }
 }

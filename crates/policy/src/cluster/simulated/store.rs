@@ -24,7 +24,7 @@ pub struct StoreTraffic {
     /// Grants written.
     pub grants: u64,
     /// Lease renewals: of the leader's key and of hosts' names.
-    pub keeps: u64,
+    pub renewals: u64,
     /// Attempts to become leader.
     pub campaigns: u64,
     /// Reads, except by watches.
@@ -40,7 +40,7 @@ pub struct StoreTraffic {
 impl StoreTraffic {
     /// Number of requests received.
     pub const fn requests(&self) -> u64 {
-        self.reports + self.transactions + self.keeps + self.campaigns + self.reads
+        self.reports + self.transactions + self.renewals + self.campaigns + self.reads
     }
 
     /// Difference to an earlier reading.
@@ -50,7 +50,7 @@ impl StoreTraffic {
             reports: self.reports - before.reports,
             transactions: self.transactions - before.transactions,
             grants: self.grants - before.grants,
-            keeps: self.keeps - before.keeps,
+            renewals: self.renewals - before.renewals,
             campaigns: self.campaigns - before.campaigns,
             reads: self.reads - before.reads,
             events: self.events - before.events,
@@ -133,12 +133,12 @@ impl SimulatedStore {
     }
 
     pub(super) fn keep_alive(&mut self, term: Term, now: u64) -> bool {
-        self.traffic.keeps += 1;
-        let holds = self.leader(now) == Some(term);
-        if holds {
+        self.traffic.renewals += 1;
+        let is_leader = self.leader(now) == Some(term);
+        if is_leader {
             self.leader_until = now + self.ttl;
         }
-        holds
+        is_leader
     }
 
     pub(super) fn report(&mut self, host: usize, report: HostReport, bytes: u64) {
@@ -151,14 +151,14 @@ impl SimulatedStore {
     /// Returns true if the transaction succeeded.
     pub(super) fn grant(&mut self, term: Term, grants: &[(usize, QuotaGrant)], bytes: u64, now: u64) -> bool {
         self.traffic.transactions += 1;
-        let holds = self.leader(now) == Some(term);
-        if holds {
+        let is_leader = self.leader(now) == Some(term);
+        if is_leader {
             self.state.revision += 1;
             self.traffic.grants += grants.len() as u64;
             self.traffic.written_bytes += bytes;
             self.state.grants.extend(grants.iter().copied());
         }
-        holds
+        is_leader
     }
 
     /// A host shuts down and deletes its report.
@@ -176,13 +176,13 @@ impl SimulatedStore {
     /// Deletes a grant unless this term has ended or the host has returned. Returns true if it did.
     pub(super) fn delete_grant(&mut self, term: Term, host: usize, grant: &QuotaGrant, now: u64) -> bool {
         self.traffic.transactions += 1;
-        let is_so = self.leader(now) == Some(term) && !self.state.reports.contains_key(&host);
-        let holds = is_so && self.state.grants.get(&host) == Some(grant);
-        if holds {
+        let may_delete = self.leader(now) == Some(term) && !self.state.reports.contains_key(&host);
+        let deletes = may_delete && self.state.grants.get(&host) == Some(grant);
+        if deletes {
             self.state.revision += 1;
             self.state.grants.remove(&host);
         }
-        holds
+        deletes
     }
 
     /// True if there is a grant of a host without a report.
@@ -213,7 +213,7 @@ const ZERO: StoreTraffic = StoreTraffic {
     reports: 0,
     transactions: 0,
     grants: 0,
-    keeps: 0,
+    renewals: 0,
     campaigns: 0,
     reads: 0,
     events: 0,

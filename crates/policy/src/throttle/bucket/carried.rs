@@ -22,55 +22,55 @@ impl LeakyBucket {
     /// Reduces the bucket of a group to the part of one disk, which carried in `brought` and had
     /// `passed` admitted since. A limit that is not in force keeps all that was carried in,
     /// unchanged.
-    fn keep(&mut self, brought: Option<&Self>, passed: u128, in_force: bool) {
+    fn reduce_to_disk(&mut self, carried: Option<&Self>, passed: u128, in_force: bool) {
         let group = *self;
-        let part = |(level, deferred): (u128, u128), size: u128, came_with: (u128, u128)| {
+        let part = |(level, deferred): (u128, u128), size: u128, carried_contents: (u128, u128)| {
             // Excess by the request that overran the bucket. After a watermark has scaled the
             // bucket down it may be larger; members of the next group must not wait for that.
-            let over = level.max(came_with.0).saturating_sub(size);
-            let fullest =
-                size + if group.rate > 0 { over.min(u128::from(group.rate) * LEVEL_SCALE) } else { over };
-            let came_with = came_with.0.saturating_add(came_with.1);
+            let excess = level.max(carried_contents.0).saturating_sub(size);
+            let max_level =
+                size + if group.rate > 0 { excess.min(u128::from(group.rate) * LEVEL_SCALE) } else { excess };
+            let carried_total = carried_contents.0.saturating_add(carried_contents.1);
             // The minimum of two upper bounds: the whole bucket, and what this disk can have
             // caused.
-            let most = level.saturating_add(deferred).min(came_with.saturating_add(passed));
-            let total = if in_force { most } else { most.max(came_with) };
+            let max_total = level.saturating_add(deferred).min(carried_total.saturating_add(passed));
+            let total = if in_force { max_total } else { max_total.max(carried_total) };
             // Members of the next group wait for at most a full bucket; the rest is deferred.
-            let level = total.min(fullest);
+            let level = total.min(max_level);
             (level, total - level)
         };
-        if let Some(brought) = brought
+        if let Some(carried) = carried
             && !in_force
         {
-            *self = *brought;
+            *self = *carried;
         }
-        let came_with = brought.map_or((0, 0), |brought| (brought.level, brought.deferred));
-        (self.level, self.deferred) = part((group.level, group.deferred), self.size, came_with);
-        let came_with = brought.map_or((0, 0), |brought| (brought.burst_level, brought.burst_deferred));
+        let carried_contents = carried.map_or((0, 0), |carried| (carried.level, carried.deferred));
+        (self.level, self.deferred) = part((group.level, group.deferred), self.size, carried_contents);
+        let carried_contents = carried.map_or((0, 0), |carried| (carried.burst_level, carried.burst_deferred));
         (self.burst_level, self.burst_deferred) =
-            part((group.burst_level, group.burst_deferred), self.burst_size, came_with);
+            part((group.burst_level, group.burst_deferred), self.burst_size, carried_contents);
     }
 
     /// Adds the contents that a disk carries, already converted to this limit.
-    fn join(&mut self, brought: &Self) {
-        let of = |bucket: &Self| (bucket.level, bucket.deferred);
-        (self.level, self.deferred) = combined(self.size, of(self), of(brought));
+    fn add_carried(&mut self, carried: &Self) {
+        let contents = |bucket: &Self| (bucket.level, bucket.deferred);
+        (self.level, self.deferred) = combined(self.size, contents(self), contents(carried));
         if self.burst_rate > 0 {
-            let of = |bucket: &Self| (bucket.burst_level, bucket.burst_deferred);
-            (self.burst_level, self.burst_deferred) = combined(self.burst_size, of(self), of(brought));
+            let contents = |bucket: &Self| (bucket.burst_level, bucket.burst_deferred);
+            (self.burst_level, self.burst_deferred) = combined(self.burst_size, contents(self), contents(carried));
         }
     }
 
     /// Raises the contents to at least those that a disk carries, a part of which is here already.
-    fn hold(&mut self, brought: &Self) {
-        let most = |one: &mut u128, other| *one = (*one).max(other);
-        let total = (self.level + self.deferred).max(brought.level + brought.deferred);
-        most(&mut self.level, brought.level);
+    fn raise_to_carried(&mut self, carried: &Self) {
+        let raise = |value: &mut u128, other| *value = (*value).max(other);
+        let total = (self.level + self.deferred).max(carried.level + carried.deferred);
+        raise(&mut self.level, carried.level);
         self.deferred = total.saturating_sub(self.level);
         if self.burst_rate > 0 {
             let total =
-                (self.burst_level + self.burst_deferred).max(brought.burst_level + brought.burst_deferred);
-            most(&mut self.burst_level, brought.burst_level);
+                (self.burst_level + self.burst_deferred).max(carried.burst_level + carried.burst_deferred);
+            raise(&mut self.burst_level, carried.burst_level);
             self.burst_deferred = total.saturating_sub(self.burst_level);
         }
     }
@@ -82,22 +82,22 @@ impl LeakyBucket {
 
 /// Sum of two contents (level, deferred) in a bucket of this size. Capped at the size plus deferred
 /// work: a disk that returns has left a part in this bucket.
-fn combined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) {
-    let [one_total, other_total] = [one, other].map(|(level, deferred)| level.saturating_add(deferred));
-    let deferred = one.1.max(other.1);
+fn combined(size: u128, first: (u128, u128), second: (u128, u128)) -> (u128, u128) {
+    let [first_total, second_total] = [first, second].map(|(level, deferred)| level.saturating_add(deferred));
+    let deferred = first.1.max(second.1);
     // Not simply the sum: contents that a returning disk left here would be counted twice.
-    let most = size.saturating_add(deferred).max(one_total).max(other_total);
-    let total = one_total.saturating_add(other_total).min(most);
-    let level = one.0.max(other.0).max(total.saturating_sub(deferred));
+    let max_total = size.saturating_add(deferred).max(first_total).max(second_total);
+    let total = first_total.saturating_add(second_total).min(max_total);
+    let level = first.0.max(second.0).max(total.saturating_sub(deferred));
     (level, total - level)
 }
 
 impl NodeBuckets {
     /// Reduces the buckets to the part of one disk: see [`LeakyBucket::keep`]. Spare levels are
     /// dropped, because their share of each disk is unknown.
-    pub(in crate::throttle) fn keep(
+    pub(in crate::throttle) fn reduce_to_disk(
         &mut self,
-        brought: Option<&Self>,
+        carried: Option<&Self>,
         [reads, writes]: [AdmissionCounters; 2],
         in_force: bool,
     ) {
@@ -110,8 +110,8 @@ impl NodeBuckets {
             let units = |passed: AdmissionCounters| self.max_units(kind, passed);
             let passed = passed.into_iter().flatten().map(units).fold(0, u128::saturating_add);
             let bucket = &mut self.buckets[kind.index()];
-            let brought = brought.map(|brought| &brought.buckets[kind.index()]);
-            bucket.keep(brought, passed, in_force && bucket.rate > 0);
+            let carried = carried.map(|brought| &brought.buckets[kind.index()]);
+            bucket.reduce_to_disk(carried, passed, in_force && bucket.rate > 0);
         }
         self.spare = SpareLevels::default();
     }
@@ -124,24 +124,24 @@ impl NodeBuckets {
             return bytes;
         }
         u128::from(passed.requests) * LEVEL_SCALE
-            + bytes.checked_div(u128::from(self.least_iops_size)).unwrap_or(0)
+            + bytes.checked_div(u128::from(self.min_iops_size)).unwrap_or(0)
     }
 
     /// Adds the contents that a disk carries to the selected buckets that are in force.
-    pub(in crate::throttle) fn join(&mut self, brought: &Self, of: impl Fn(LimitKind) -> bool) {
+    pub(in crate::throttle) fn add_carried(&mut self, carried: &Self, is_selected: impl Fn(LimitKind) -> bool) {
         for kind in LimitKind::ALL {
             let bucket = &mut self.buckets[kind.index()];
-            if bucket.rate > 0 && of(kind) {
-                bucket.join(&brought.buckets[kind.index()]);
+            if bucket.rate > 0 && is_selected(kind) {
+                bucket.add_carried(&carried.buckets[kind.index()]);
             }
         }
     }
 
     /// Raises the buckets in force to at least the contents that a disk carries.
-    pub(in crate::throttle) fn hold(&mut self, brought: &Self) {
-        for (bucket, brought) in self.buckets.iter_mut().zip(&brought.buckets) {
+    pub(in crate::throttle) fn raise_to_carried(&mut self, carried: &Self) {
+        for (bucket, carried_bucket) in self.buckets.iter_mut().zip(&carried.buckets) {
             if bucket.rate > 0 {
-                bucket.hold(brought);
+                bucket.raise_to_carried(carried_bucket);
             }
         }
     }

@@ -22,15 +22,15 @@ impl LeakyBucket {
         let room = |rate: u64, size: u128, level: u128| {
             if rate == 0 { 0 } else { size.cast_signed().saturating_sub(level.cast_signed()) }
         };
-        let had = room(before.rate, before.size, before.level).saturating_add(credit.cast_signed());
-        let has = room(self.rate, self.size, self.level);
-        self.level += has.saturating_sub(had).max(0).cast_unsigned();
+        let room_before = room(before.rate, before.size, before.level).saturating_add(credit.cast_signed());
+        let room_now = room(self.rate, self.size, self.level);
+        self.level += room_now.saturating_sub(room_before).max(0).cast_unsigned();
         // The burst bucket holds only a tenth of a second at its rate, so its capacity is not
         // moved.
-        let burst_had = room(before.burst_rate, before.burst_size, before.burst_level);
-        let burst_has = room(self.burst_rate, self.burst_size, self.burst_level);
-        self.burst_level += burst_has.saturating_sub(burst_had).max(0).cast_unsigned();
-        had.saturating_sub(has).max(0).cast_unsigned()
+        let burst_room_before = room(before.burst_rate, before.burst_size, before.burst_level);
+        let burst_room_now = room(self.burst_rate, self.burst_size, self.burst_level);
+        self.burst_level += burst_room_now.saturating_sub(burst_room_before).max(0).cast_unsigned();
+        room_before.saturating_sub(room_now).max(0).cast_unsigned()
     }
 }
 
@@ -42,8 +42,8 @@ impl NodeBuckets {
         self.change(limits, LimitScale::ONE);
         LimitKind::ALL.map(|kind| {
             let at = kind.index();
-            let given = self.buckets[at].fill_new_capacity(&before[at], u128::from(credit[at]) * LEVEL_SCALE);
-            u64::try_from(given / LEVEL_SCALE).unwrap_or(u64::MAX)
+            let credited = self.buckets[at].fill_new_capacity(&before[at], u128::from(credit[at]) * LEVEL_SCALE);
+            u64::try_from(credited / LEVEL_SCALE).unwrap_or(u64::MAX)
         })
     }
 }

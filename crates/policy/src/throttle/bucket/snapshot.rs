@@ -35,9 +35,9 @@ pub struct BucketContents {
 impl NodeBuckets {
     /// Buckets with these limits, which must be valid, and contents. Contents are capped, because
     /// another process sent them.
-    pub(in crate::throttle) fn filled(filled: &BucketSnapshot, now: Instant) -> Self {
-        let mut buckets = Self::new(&filled.limits, now);
-        for (bucket, level) in buckets.buckets.iter_mut().zip(filled.levels) {
+    pub(in crate::throttle) fn from_snapshot(snapshot: &BucketSnapshot, now: Instant) -> Self {
+        let mut buckets = Self::new(&snapshot.limits, now);
+        for (bucket, level) in buckets.buckets.iter_mut().zip(snapshot.levels) {
             bucket.level = level.main.min(MAX_CONTENTS);
             bucket.deferred = level.deferred.min(MAX_CONTENTS);
             bucket.burst_level = level.burst.min(MAX_CONTENTS);

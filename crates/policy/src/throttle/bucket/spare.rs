@@ -46,9 +46,9 @@ impl SpareLevel {
     /// Leaks the part of `elapsed_ns` that guests leave. Must precede the leak of the bucket
     /// itself.
     fn leak(&mut self, bucket: &LeakyBucket, elapsed_ns: u64) {
-        let left = |rate: u64, level: u128| leak_in(rate, elapsed_ns).saturating_sub(level);
-        self.main = self.main.saturating_sub(left(bucket.rate, bucket.level));
-        self.burst = self.burst.saturating_sub(left(bucket.burst_rate, bucket.burst_level));
+        let remaining_leak = |rate: u64, level: u128| leak_in(rate, elapsed_ns).saturating_sub(level);
+        self.main = self.main.saturating_sub(remaining_leak(bucket.rate, bucket.level));
+        self.burst = self.burst.saturating_sub(remaining_leak(bucket.burst_rate, bucket.burst_level));
     }
 
     /// True if the bucket, including this level, does not exceed its size after `elapsed_ns`.
@@ -66,8 +66,8 @@ impl SpareLevel {
         let add = |spare: u128, level: u128, rate: u64| {
             // Until then an empty bucket leaks nothing, so that capacity must not be available
             // later.
-            let for_nothing = leak_in(rate, elapsed_ns).saturating_sub(level.saturating_add(spare));
-            spare.saturating_add(for_nothing).saturating_add(billionths)
+            let unused_leak = leak_in(rate, elapsed_ns).saturating_sub(level.saturating_add(spare));
+            spare.saturating_add(unused_leak).saturating_add(billionths)
         };
         self.main = add(self.main, bucket.level, bucket.rate);
         if bucket.burst_rate > 0 {
@@ -127,16 +127,16 @@ impl NodeBuckets {
     }
 
     /// Refunds read-ahead that guests have been charged for.
-    pub(in crate::throttle) fn refund_spare(&mut self, given_back: SpareRefund) {
+    pub(in crate::throttle) fn refund_spare(&mut self, refund: SpareRefund) {
         if !self.spare.in_use {
             return;
         }
         let applying = self.applying[Direction::Read.index()];
         for kind in applying.kinds() {
             let units = if kind.counts_bytes() {
-                u128::from(given_back.bytes()) * LEVEL_SCALE
+                u128::from(refund.bytes()) * LEVEL_SCALE
             } else {
-                given_back.operations(self.iops_size)
+                refund.operations(self.iops_size)
             };
             self.spare.levels[kind.index()].refund(units);
         }

@@ -17,14 +17,14 @@ fn buckets(limit: RateLimit, kind: LimitKind, iops_size: u64) -> NodeBuckets {
 
 /// Number of read-aheads of this length that fit at an instant.
 fn fill(buckets: &mut NodeBuckets, length: u64, now: Instant) -> usize {
-    let may = |buckets: &mut NodeBuckets| {
-        let may = buckets.has_spare(now);
-        if may {
+    let charge_if_spare = |buckets: &mut NodeBuckets| {
+        let has_spare = buckets.has_spare(now);
+        if has_spare {
             buckets.charge_spare(&RequestCost::one(length), now);
         }
-        may
+        has_spare
     };
-    core::iter::repeat_with(|| may(buckets)).take_while(|may| *may).count()
+    core::iter::repeat_with(|| charge_if_spare(buckets)).take_while(|charged| *charged).count()
 }
 
 fn ms(ms: u64) -> Instant {
@@ -94,14 +94,14 @@ impl TwoLevelModel {
 enum SpareEvent {
     Guest(u64),
     ReadAhead(u64),
-    GiveBack(u64),
+    Refund(u64),
 }
 
 fn any_event() -> impl Strategy<Value = (u64, SpareEvent)> {
     let event = prop_oneof![
         1 => (0..300_000u64).prop_map(SpareEvent::Guest),
         3 => (0..300_000u64).prop_map(SpareEvent::ReadAhead),
-        1 => (0..300_000u64).prop_map(SpareEvent::GiveBack),
+        1 => (0..300_000u64).prop_map(SpareEvent::Refund),
     ];
     (0..150_000_000u64, event)
 }
@@ -116,13 +116,13 @@ proptest! {
         let limit = RateLimit { rate, burst_rate: rate * burst.0, burst_length_s: burst.1 };
         let mut buckets = buckets(limit, LimitKind::BpsTotal, 0);
         let twin = buckets.clone();
-        let (mut main, mut spread, mut guests) = (TwoLevelModel::default(), TwoLevelModel::default(), twin);
+        let (mut main, mut burst_model, mut guests) = (TwoLevelModel::default(), TwoLevelModel::default(), twin);
         let LeakyBucket { size, burst_rate, burst_size, .. } = buckets.buckets[LimitKind::BpsTotal.index()];
         let mut now = FIRST;
         for (elapsed_ns, event) in events {
             now += Duration::from_nanos(elapsed_ns);
             main.leak_to(now, rate);
-            spread.leak_to(now, burst_rate);
+            burst_model.leak_to(now, burst_rate);
             match event {
                 SpareEvent::Guest(length) => {
                     for buckets in [&mut buckets, &mut guests] {
@@ -130,24 +130,24 @@ proptest! {
                         buckets.charge_part(Direction::Read, &RequestCost::one(length), &(0..WHOLE_REQUEST));
                     }
                     main.level += u128::from(length) * LEVEL_SCALE;
-                    spread.level += u128::from(length) * LEVEL_SCALE;
+                    burst_model.level += u128::from(length) * LEVEL_SCALE;
                 }
                 SpareEvent::ReadAhead(length) => {
                     let fits = main.level + main.spare <= size
-                        && (burst_rate == 0 || spread.level + spread.spare <= burst_size);
+                        && (burst_rate == 0 || burst_model.level + burst_model.spare <= burst_size);
                     prop_assert_eq!(buckets.has_spare(now), fits);
                     if fits {
                         buckets.charge_spare(&RequestCost::one(length), now);
                         main.spare += u128::from(length) * LEVEL_SCALE;
-                        spread.spare += u128::from(length) * LEVEL_SCALE;
+                        burst_model.spare += u128::from(length) * LEVEL_SCALE;
                     }
                 }
-                SpareEvent::GiveBack(length) => {
-                    let mut given_back = SpareRefund::NONE;
-                    given_back.add(length, length);
-                    buckets.refund_spare(given_back);
+                SpareEvent::Refund(length) => {
+                    let mut refund = SpareRefund::NONE;
+                    refund.add(length, length);
+                    buckets.refund_spare(refund);
                     main.spare = main.spare.saturating_sub(u128::from(length) * LEVEL_SCALE);
-                    spread.spare = spread.spare.saturating_sub(u128::from(length) * LEVEL_SCALE);
+                    burst_model.spare = burst_model.spare.saturating_sub(u128::from(length) * LEVEL_SCALE);
                 }
             }
             prop_assert_eq!(buckets.longest_wait(Direction::Read), guests.longest_wait(Direction::Read));

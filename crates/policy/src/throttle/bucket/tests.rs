@@ -145,9 +145,9 @@ fn an_earlier_instant_leaks_nothing_and_gives_nothing_back() {
     let mut buckets = all_six(0);
     charge(&mut buckets, Direction::Read, &RequestCost::one(1000));
     buckets.leak_to(Instant::from_nanos(1_000_000_000));
-    let asked = wait(&buckets, Direction::Read);
+    let expected = wait(&buckets, Direction::Read);
     buckets.leak_to(Instant::from_nanos(1));
-    assert_eq!((wait(&buckets, Direction::Read), buckets.now.as_nanos()), (asked, 1_000_000_000));
+    assert_eq!((wait(&buckets, Direction::Read), buckets.now.as_nanos()), (expected, 1_000_000_000));
     buckets.leak_to(Instant::MAX);
     assert_eq!(wait(&buckets, Direction::Read), Duration::ZERO);
 }

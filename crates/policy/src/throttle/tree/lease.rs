@@ -29,7 +29,7 @@ pub struct QuotaLease {
     /// Limits without a lease. Must be valid, as must `whole`.
     pub fallback: Limits,
     /// Limits of all hosts together.
-    pub whole: Limits,
+    pub cluster_limits: Limits,
     /// Bounds for reservations here, besides `whole`, with their source: operations and bytes per
     /// second; `None` is no bound.
     pub reservation_bounds: [Option<(u64, ReservationBound)>; 2],
@@ -51,18 +51,18 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn set_lease(&mut self, node: NodeId, lent: QuotaLease) {
+    pub fn set_lease(&mut self, node: NodeId, lease: QuotaLease) {
         let slot = self.slot(node);
         self.remove_lease(slot);
-        self.leases.push((slot, lent));
-        self.lease_ends = self.leases.iter().map(|(_, lent)| lent.until).min().unwrap_or(Instant::MAX);
+        self.leases.push((slot, lease));
+        self.lease_ends = self.leases.iter().map(|(_, lease)| lease.until).min().unwrap_or(Instant::MAX);
     }
 
     /// The lease of a node, if it has one.
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn lent(&self, node: NodeId) -> Option<QuotaLease> {
+    pub fn lease(&self, node: NodeId) -> Option<QuotaLease> {
         self.lease_at(self.slot(node))
     }
 
@@ -81,21 +81,21 @@ impl<T> ThrottleTree<T> {
     /// Panics if the node was removed.
     pub fn member_demands(&mut self, group: NodeId, now: Instant) -> MemberDemands {
         let slot = self.slot(group);
-        let mut wanted = MemberDemands::default();
+        let mut demands = MemberDemands::default();
         for child in self.slots_below(slot) {
             let node = &mut self.nodes[child];
-            let asked = node.counters.iter().fold(0_u64, |sum, one| sum.saturating_add(one.requests));
-            let is_new = core::mem::replace(&mut node.requests_seen, asked) != asked;
+            let requests = node.counters.iter().fold(0_u64, |sum, direction| sum.saturating_add(direction.requests));
+            let is_new = core::mem::replace(&mut node.requests_seen, requests) != requests;
             if is_new || node.waiting != [0; 2] {
-                wanted.weight += u64::from(node.share.weight());
+                demands.weight += u64::from(node.share.weight());
                 let reserved = reserved_by(node.share, node.reserved_below);
-                wanted.reserved = [0, 1].map(|unit| wanted.reserved[unit].saturating_add(reserved[unit]));
+                demands.reserved = [0, 1].map(|unit| demands.reserved[unit].saturating_add(reserved[unit]));
             }
         }
         if self.nodes[slot].waiting != [0; 2] {
-            wanted.waiting_ns = self.oldest_waiting_since(slot).map_or(0, |since| now.nanos_since(since));
+            demands.waiting_ns = self.oldest_waiting_since(slot).map_or(0, |since| now.nanos_since(since));
         }
-        wanted
+        demands
     }
 
     pub(super) fn expire_leases_by(&mut self, now: Instant) {
@@ -110,34 +110,34 @@ impl<T> ThrottleTree<T> {
     }
 
     pub(super) fn remove_lease(&mut self, slot: usize) {
-        self.leases.retain(|(known, _)| *known != slot);
+        self.leases.retain(|(leased_slot, _)| *leased_slot != slot);
     }
 
-    pub(super) fn check_supply(&self, slot: usize, promised: [u64; 2]) -> Result<(), ReservationExceeded> {
+    pub(super) fn check_supply(&self, slot: usize, reserved: [u64; 2]) -> Result<(), ReservationExceeded> {
         let node = &self.nodes[slot];
-        let lent = self.lease_at(slot);
+        let lease = self.lease_at(slot);
         // Not the limits in force: they are this host's current quota, which follows demand.
-        let limits = lent.map_or_else(|| node.limits(), |lent| lent.whole);
-        let whole = |overbooked: ReservationExceeded| match (overbooked.bound, lent) {
+        let limits = lease.map_or_else(|| node.limits(), |lease| lease.cluster_limits);
+        let name_bound = |overbooked: ReservationExceeded| match (overbooked.bound, lease) {
             (ReservationBound::Limit, Some(_)) => {
                 ReservationExceeded { bound: ReservationBound::Whole, ..overbooked }
             }
             _ => overbooked,
         };
-        CapacitySupply { limits, device: node.device }.check(promised).map_err(whole)?;
-        let left = lent.map_or([None; 2], |lent| lent.reservation_bounds);
+        CapacitySupply { limits, device: node.device }.check(reserved).map_err(name_bound)?;
+        let bounds = lease.map_or([None; 2], |lease| lease.reservation_bounds);
         for unit in ReservationUnit::ALL {
-            let asked = promised[unit.index()];
-            let left = left[unit.index()].filter(|(left, _)| asked > *left && asked > 0);
-            if let Some((available, bound)) = left {
-                return Err(ReservationExceeded { unit, requested: asked, available, bound });
+            let requested = reserved[unit.index()];
+            let exceeded = bounds[unit.index()].filter(|(left, _)| requested > *left && requested > 0);
+            if let Some((available, bound)) = exceeded {
+                return Err(ReservationExceeded { unit, requested, available, bound });
             }
         }
         Ok(())
     }
 
     fn lease_at(&self, slot: usize) -> Option<QuotaLease> {
-        self.leases.iter().find(|(known, _)| *known == slot).map(|(_, lent)| *lent)
+        self.leases.iter().find(|(leased_slot, _)| *leased_slot == slot).map(|(_, lease)| *lease)
     }
 
     #[cold]
@@ -148,27 +148,27 @@ impl<T> ThrottleTree<T> {
             .leases
             .iter()
             .enumerate()
-            .map(|(at, (_, lent))| (at, lent.until))
+            .map(|(at, (_, lease))| (at, lease.until))
             .min_by_key(|(_, until)| *until)
             .filter(|(_, until)| *until <= now)
         {
-            let (slot, lent) = &mut self.leases[at];
-            let (slot, safe) = (*slot, lent.fallback);
-            let until = core::mem::replace(&mut lent.until, Instant::MAX);
+            let (slot, lease) = &mut self.leases[at];
+            let (slot, fallback) = (*slot, lease.fallback);
+            let until = core::mem::replace(&mut lease.until, Instant::MAX);
             self.now = self.now.max(until);
             // Not reported: the leader has treated this capacity as void since the expiry.
-            let _lost = self.apply_quota(slot, safe, [0; 6]);
+            let _lost = self.apply_quota(slot, fallback, [0; 6]);
         }
-        self.lease_ends = self.leases.iter().map(|(_, lent)| lent.until).min().unwrap_or(Instant::MAX);
+        self.lease_ends = self.leases.iter().map(|(_, lease)| lease.until).min().unwrap_or(Instant::MAX);
     }
 
     pub(super) fn apply_quota(&mut self, slot: usize, limits: Limits, credit: [u64; 6]) -> [u64; 6] {
         let before = self.nodes[slot].limits();
-        let given = self.nodes[slot].set_quota(limits, credit, self.now);
+        let released = self.nodes[slot].set_quota(limits, credit, self.now);
         self.apply_limits_to_carried(slot, &before);
         self.update_shared_limits(slot);
         self.settle_both_up(slot);
-        given
+        released
     }
 
     fn slots_below(&self, slot: usize) -> Vec<usize> {
@@ -180,10 +180,10 @@ impl<T> ThrottleTree<T> {
     fn oldest_waiting_since(&self, slot: usize) -> Option<Instant> {
         debug_assert!(slot != ROOT, "the root is not a group");
         let fronts = Direction::ALL.map(|direction| self.nodes[slot].queue(direction).front());
-        let own = fronts.into_iter().flatten().map(|waiter| waiter.since);
+        let own_since = fronts.into_iter().flatten().map(|waiter| waiter.since);
         let below = self.slots_below(slot).into_iter();
         let below = below.filter(|child| self.nodes[*child].waiting != [0; 2]);
-        own.chain(below.filter_map(|child| self.oldest_waiting_since(child))).min()
+        own_since.chain(below.filter_map(|child| self.oldest_waiting_since(child))).min()
     }
 }
 
@@ -205,7 +205,7 @@ mod tests {
     }
 
     /// A group with 1000 of 10,000 IOPS until 1 s; its fallback share is 100.
-    fn lent(left: [Option<(u64, ReservationBound)>; 2]) -> (ThrottleTree<u32>, NodeId) {
+    fn lease(bounds: [Option<(u64, ReservationBound)>; 2]) -> (ThrottleTree<u32>, NodeId) {
         let mut tree = ThrottleTree::new(at(0));
         let group = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
         tree.set_quota(group, iops(1000), [0; 6], at(0)).unwrap();
@@ -214,8 +214,8 @@ mod tests {
             QuotaLease {
                 until: at(1000),
                 fallback: iops(100),
-                whole: iops(10_000),
-                reservation_bounds: left,
+                cluster_limits: iops(10_000),
+                reservation_bounds: bounds,
             },
         );
         (tree, group)
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn expired_lease_falls_back_at_the_next_call() {
-        let (mut tree, group) = lent([None; 2]);
+        let (mut tree, group) = lease([None; 2]);
         let disk = tree.add(Some(group), Limits::default(), NodeShare::default()).unwrap();
         assert_eq!(tree.limits(group), iops(1000));
         let mut passed = 0;
@@ -245,23 +245,23 @@ mod tests {
 
     #[test]
     fn reservations_are_checked_against_whole_limit_and_other_hosts() {
-        let promised = |tree: &mut ThrottleTree<u32>, group, iops| {
+        let reserve = |tree: &mut ThrottleTree<u32>, group, iops| {
             tree.add(Some(group), Limits::default(), NodeShare::default().with_reservation(iops, 0))
         };
-        let (mut tree, group) = lent([None; 2]);
-        promised(&mut tree, group, 2000).expect("more than the part, and less than the whole");
+        let (mut tree, group) = lease([None; 2]);
+        reserve(&mut tree, group, 2000).expect("more than the part, and less than the whole");
         assert_eq!(tree.reserved(group), [2000, 0]);
-        let Err(ThrottleError::Overbooked(overbooked)) = promised(&mut tree, group, 8001) else { panic!() };
+        let Err(ThrottleError::Overbooked(overbooked)) = reserve(&mut tree, group, 8001) else { panic!() };
         assert_eq!((overbooked.available, overbooked.bound), (10_000, ReservationBound::Whole));
-        let (mut tree, group) = lent([Some((1500, ReservationBound::Cluster)), None]);
-        let Err(ThrottleError::Overbooked(overbooked)) = promised(&mut tree, group, 2000) else { panic!() };
+        let (mut tree, group) = lease([Some((1500, ReservationBound::Cluster)), None]);
+        let Err(ThrottleError::Overbooked(overbooked)) = reserve(&mut tree, group, 2000) else { panic!() };
         assert_eq!((overbooked.available, overbooked.bound), (1500, ReservationBound::Cluster));
-        promised(&mut tree, group, 1500).unwrap();
+        reserve(&mut tree, group, 1500).unwrap();
     }
 
     #[test]
     fn weight_change_keeps_the_quota() {
-        let (mut tree, group) = lent([None; 2]);
+        let (mut tree, group) = lease([None; 2]);
         tree.configure(group, Limits::default(), NodeShare::new(200).unwrap(), at(5)).unwrap();
         assert_eq!(tree.limits(group), iops(1000));
         tree.configure(group, Limits::default(), NodeShare::new(100).unwrap(), at(2000)).unwrap();
@@ -270,22 +270,22 @@ mod tests {
 
     #[test]
     fn waiting_and_active_members_have_demand() {
-        let (mut tree, group) = lent([None; 2]);
+        let (mut tree, group) = lease([None; 2]);
         let share = |weight| NodeShare::new(weight).unwrap();
-        let one = tree.add(Some(group), Limits::default(), share(10)).unwrap();
-        let other = tree.add(Some(group), Limits::default(), share(20).with_reservation(7, 0)).unwrap();
+        let first = tree.add(Some(group), Limits::default(), share(10)).unwrap();
+        let second = tree.add(Some(group), Limits::default(), share(20).with_reservation(7, 0)).unwrap();
         tree.add(Some(group), Limits::default(), share(40)).unwrap();
         assert_eq!(tree.member_demands(group, at(0)), MemberDemands::default());
-        assert!(tree.try_admit(one, Direction::Read, &RequestCost::one(1), at(0)));
+        assert!(tree.try_admit(first, Direction::Read, &RequestCost::one(1), at(0)));
         assert_eq!(tree.member_demands(group, at(0)).weight, 10);
         assert_eq!(tree.member_demands(group, at(0)).weight, 0, "no requests since the last call");
-        while tree.try_admit(other, Direction::Read, &RequestCost::one(1), at(0)) {}
+        while tree.try_admit(second, Direction::Read, &RequestCost::one(1), at(0)) {}
         assert!(matches!(
-            tree.submit(other, Direction::Read, RequestCost::one(1), 1, at(0)),
+            tree.submit(second, Direction::Read, RequestCost::one(1), 1, at(0)),
             AdmissionResult::Queued(_)
         ));
         tree.member_demands(group, at(0));
-        let wanted = tree.member_demands(group, at(30));
-        assert_eq!(wanted, MemberDemands { weight: 20, reserved: [7, 0], waiting_ns: 30_000_000 });
+        let demands = tree.member_demands(group, at(30));
+        assert_eq!(demands, MemberDemands { weight: 20, reserved: [7, 0], waiting_ns: 30_000_000 });
     }
 }

@@ -37,21 +37,21 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if either was removed.
-    pub fn carried_charges(&self, disk: NodeId, beside: Option<NodeId>, now: Instant) -> CarriedCharges {
+    pub fn carried_charges(&self, disk: NodeId, replacement: Option<NodeId>, now: Instant) -> CarriedCharges {
         let now = self.now.max(now);
         let disk = &self.nodes[self.slot(disk)];
         let above: Vec<usize> = self.path_up(disk.parent).collect();
-        let common = beside.map_or(0, |beside| {
-            let other: Vec<usize> = self.path_up(self.nodes[self.slot(beside)].parent).collect();
-            above.iter().rev().zip(other.iter().rev()).take_while(|(one, other)| one == other).count()
+        let common_count = replacement.map_or(0, |replacement| {
+            let other_above: Vec<usize> = self.path_up(self.nodes[self.slot(replacement)].parent).collect();
+            above.iter().rev().zip(other_above.iter().rev()).take_while(|(group, other_group)| group == other_group).count()
         });
         let part = |(level, slot): (usize, &usize)| self.nodes[*slot].carried_part(disk, level, now);
-        let mut apart: Vec<_> = above.iter().enumerate().map(part).collect();
-        apart.extend(disk.carried.iter().skip(above.len()).cloned());
+        let mut left_groups: Vec<_> = above.iter().enumerate().map(part).collect();
+        left_groups.extend(disk.carried.iter().skip(above.len()).cloned());
         // `above` runs upwards, so the common groups are its last ones.
-        let own = above.len() - common;
-        let common = apart.drain(own..above.len()).collect();
-        CarriedCharges { own: disk.charged_contents(), left_groups: apart, common_groups: common }
+        let left_count = above.len() - common_count;
+        let common_groups = left_groups.drain(left_count..above.len()).collect();
+        CarriedCharges { own: disk.charged_contents(), left_groups, common_groups }
     }
 
     /// Adds the contents that a disk carries to its limits and to those of the groups above. Poll
@@ -63,28 +63,28 @@ impl<T> ThrottleTree<T> {
         let slot = self.slot(disk);
         self.advance_to(now);
         let now = self.now;
-        let CarriedCharges { own, left_groups: mut brought, common_groups: mut common } = charged;
-        if let Some(own) = own {
-            self.nodes[slot].inherit_contents(own, now);
+        let CarriedCharges { own: own_contents, left_groups: mut carried, common_groups: mut common } = charged;
+        if let Some(own_contents) = own_contents {
+            self.nodes[slot].inherit_contents(own_contents, now);
         }
         let above: Vec<usize> = self.path_up(self.nodes[slot].parent).collect();
         let groups = &above[..above.len().saturating_sub(common.len())];
-        if brought.len() < groups.len() {
-            brought.resize(groups.len(), None);
+        if carried.len() < groups.len() {
+            carried.resize(groups.len(), None);
         }
-        for (group, brought) in groups.iter().zip(&mut brought) {
-            if let Some(brought) = brought {
-                self.nodes[*group].add_carried(brought, now);
+        for (group, group_carried) in groups.iter().zip(&mut carried) {
+            if let Some(group_carried) = group_carried {
+                self.nodes[*group].add_carried(group_carried, now);
             }
         }
-        let beyond = brought.split_off(groups.len());
-        brought.append(&mut common);
-        brought.extend(beyond);
+        let beyond = carried.split_off(groups.len());
+        carried.append(&mut common);
+        carried.extend(beyond);
         // Without the empty levels at the end, `has_moved` remains false for a disk that carries
         // nothing.
-        while brought.pop_if(|last| last.is_none()).is_some() {}
-        self.has_moved |= !brought.is_empty();
-        self.nodes[slot].carried = brought;
+        while carried.pop_if(|last| last.is_none()).is_some() {}
+        self.has_moved |= !carried.is_empty();
+        self.nodes[slot].carried = carried;
         self.settle_both_up(slot);
         for group in above {
             self.settle_both_up(group);
@@ -94,7 +94,7 @@ impl<T> ThrottleTree<T> {
     /// Applies changed limits of a group to the contents that disks have carried into it.
     pub(super) fn apply_limits_to_carried(&mut self, group: usize, before: &Limits) {
         let now = self.now;
-        self.for_each_carried(group, |group, brought| group.convert_carried(brought, before, now));
+        self.for_each_carried(group, |group, carried| group.convert_carried(carried, before, now));
     }
 
     /// Applies changed enforcement of a group to the contents that disks have carried into it.
@@ -102,11 +102,11 @@ impl<T> ThrottleTree<T> {
     /// they may lack contents that were carried in meanwhile.
     pub(super) fn apply_enforcement_to_carried(&mut self, group: usize, before: Enforcement) {
         let now = self.now;
-        self.for_each_carried(group, |group, brought| {
+        self.for_each_carried(group, |group, carried| {
             let Some(limited) = &mut group.limited else { return };
-            brought.enforce(before, group.enforcement, now);
+            carried.enforce(before, group.enforcement, now);
             if before == Enforcement::Lifted {
-                limited.buckets.hold(&brought.buckets);
+                limited.buckets.raise_to_carried(&carried.buckets);
             }
         });
     }
@@ -124,11 +124,11 @@ impl<T> ThrottleTree<T> {
         while let Some(slot) = below.pop() {
             below.extend(self.child_slots(slot));
             let up = self.nodes[slot].level - level - 1;
-            let Some(mut brought) = self.nodes[slot].carried.get_mut(up).and_then(Option::take) else {
+            let Some(mut carried) = self.nodes[slot].carried.get_mut(up).and_then(Option::take) else {
                 continue;
             };
-            visit(&mut self.nodes[group], &mut brought);
-            self.nodes[slot].carried[up] = Some(brought);
+            visit(&mut self.nodes[group], &mut carried);
+            self.nodes[slot].carried[up] = Some(carried);
         }
     }
 
@@ -142,30 +142,30 @@ impl<T> ThrottleNode<T> {
     /// The part of this group's bucket contents that a disk can have caused; `level` is the number
     /// of groups between them. Without limits, that of the limits in force last.
     fn carried_part(&self, disk: &Self, level: usize, now: Instant) -> Option<Box<NodeLimits>> {
-        let mut brought = disk.carried.get(level).cloned().flatten();
-        if let Some(brought) = &mut brought {
-            brought.buckets.leak_to(now);
+        let mut carried = disk.carried.get(level).cloned().flatten();
+        if let Some(carried) = &mut carried {
+            carried.buckets.leak_to(now);
         }
-        let Some(limited) = self.limited.as_ref().or(self.past_limits.as_ref()) else { return brought };
+        let Some(limited) = self.limited.as_ref().or(self.past_limits.as_ref()) else { return carried };
         let mut part = limited.clone();
         part.buckets.leak_to(now);
-        let came_with = brought.as_ref().map(|brought| &brought.buckets);
+        let carried_buckets = carried.as_ref().map(|carried| &carried.buckets);
         let in_force = self.limited.is_some() && self.enforcement != Enforcement::Lifted;
-        part.buckets.keep(came_with, disk.counters, in_force);
+        part.buckets.reduce_to_disk(carried_buckets, disk.counters, in_force);
         (!part.buckets.are_empty()).then_some(part)
     }
 
     /// Adds the contents that a disk carries.
-    fn add_carried(&mut self, brought: &mut NodeLimits, now: Instant) {
-        self.convert_carried(brought, &Limits::default(), now);
+    fn add_carried(&mut self, carried: &mut NodeLimits, now: Instant) {
+        self.convert_carried(carried, &Limits::default(), now);
     }
 
     /// Converts the contents that a disk carried to the limits of this group, and adds those of
     /// kinds that were unlimited before.
-    fn convert_carried(&mut self, brought: &mut NodeLimits, before: &Limits, now: Instant) {
+    fn convert_carried(&mut self, carried: &mut NodeLimits, before: &Limits, now: Instant) {
         let Some(limited) = &mut self.limited else { return };
-        brought.set(&limited.limits, self.enforcement, now);
+        carried.set(&limited.limits, self.enforcement, now);
         limited.buckets.leak_to(now);
-        limited.buckets.join(&brought.buckets, |kind: LimitKind| before.limit(kind).rate == 0);
+        limited.buckets.add_carried(&carried.buckets, |kind: LimitKind| before.limit(kind).rate == 0);
     }
 }

@@ -73,15 +73,15 @@ impl<T> ThrottleTree<T> {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
         // A request must not overtake earlier ones of its disk, nor ready ones of its siblings.
-        let passes = self.nodes[slot].queue(direction).is_empty() && self.can_admit(slot, direction);
-        if !passes {
+        let may_admit = self.nodes[slot].queue(direction).is_empty() && self.can_admit(slot, direction);
+        if !may_admit {
             return false;
         }
         self.build_path(slot);
-        let terms = self.compute_costs(direction, cost);
+        let parts = self.compute_costs(direction, cost);
         // The last slice may overrun the buckets, as any request may; the next request waits for
         // it.
-        if terms.slice < WHOLE_REQUEST && terms.room.saturating_add(terms.slice) < WHOLE_REQUEST {
+        if parts.slice < WHOLE_REQUEST && parts.room.saturating_add(parts.slice) < WHOLE_REQUEST {
             return false;
         }
         self.charge(direction, cost, &(0..WHOLE_REQUEST));
@@ -140,26 +140,26 @@ impl<T> ThrottleTree<T> {
         }
         // Removed from the queue, because computing its price borrows every level.
         let mut waiter = self.nodes[slot].queue_mut(direction).pop_front()?;
-        let terms = self.compute_costs(direction, &waiter.cost);
+        let parts = self.compute_costs(direction, &waiter.cost);
         // At least a slice, but more while a burst lasts: charging a large burst slice by slice
         // would take too many steps.
-        let from = waiter.charged_parts;
-        let part = terms.slice.max(terms.room / BURST_FRACTION);
-        let to = if terms.slice == WHOLE_REQUEST {
+        let start = waiter.charged_parts;
+        let part = parts.slice.max(parts.room / BURST_FRACTION);
+        let end = if parts.slice == WHOLE_REQUEST {
             WHOLE_REQUEST
         } else {
-            from.saturating_add(part).min(WHOLE_REQUEST)
+            start.saturating_add(part).min(WHOLE_REQUEST)
         };
-        if to < WHOLE_REQUEST {
+        if end < WHOLE_REQUEST {
             // Back to the front of the queue: the remaining slices keep the order of arrival.
-            waiter.charged_parts = to;
+            waiter.charged_parts = end;
             let cost = waiter.cost.clone();
             self.nodes[slot].queue_mut(direction).push_front(waiter);
-            self.charge(direction, &cost, &(from..to));
+            self.charge(direction, &cost, &(start..end));
             return None;
         }
         self.update_waiting(slot, direction, |waiting| waiting - 1);
-        self.charge(direction, &waiter.cost, &(from..to));
+        self.charge(direction, &waiter.cost, &(start..end));
         let waited_ns = self.now.nanos_since(waiter.since);
         self.last_cause = self.throttle_cause(direction, &waiter);
         self.count(direction, &waiter.cost, Some(waited_ns));
@@ -176,19 +176,19 @@ impl<T> ThrottleTree<T> {
     /// group (16 bytes).
     fn throttle_cause(&self, direction: Direction, waiter: &QueuedRequest<T>) -> Option<LevelCause> {
         let steps = self.path.steps[1..self.path.length].iter().rev().enumerate();
-        let freed = steps.filter_map(|(level, step)| {
+        let causes = steps.filter_map(|(level, step)| {
             let node = &self.nodes[step.slot];
             let (kind, until) = node.last_throttled(direction)?;
-            let before = waiter.limited_ns.get(level);
-            let limited_ns = before.map_or(0, |before| node.throttled_ns(self.now).saturating_sub(*before));
-            let is_most = limited_ns > 0 && limited_ns >= self.now.nanos_since(waiter.since) / 2;
-            (until >= waiter.since).then_some((is_most, until, LevelCause { level, kind }))
+            let before = waiter.throttled_ns.get(level);
+            let throttled_ns = before.map_or(0, |before| node.throttled_ns(self.now).saturating_sub(*before));
+            let held_longest = throttled_ns > 0 && throttled_ns >= self.now.nanos_since(waiter.since) / 2;
+            (until >= waiter.since).then_some((held_longest, until, LevelCause { level, kind }))
         });
         // Of several that released it together, the disk's own.
-        let later = |one: (bool, Instant, LevelCause), other: (bool, Instant, LevelCause)| {
-            if !one.0 && (other.0 || other.1 > one.1) { other } else { one }
+        let choose = |first: (bool, Instant, LevelCause), second: (bool, Instant, LevelCause)| {
+            if !first.0 && (second.0 || second.1 > first.1) { second } else { first }
         };
-        freed.reduce(later).map(|(_, _, held)| held)
+        causes.reduce(choose).map(|(_, _, cause)| cause)
     }
 
     /// Throttle cause of the request that [`ThrottleTree::poll`] admitted last; `None` if it only
@@ -248,24 +248,24 @@ impl<T> ThrottleTree<T> {
         path.length = 0;
         let mut slot = ROOT;
         // Directions in which a request may be chosen. Narrows on the way down.
-        let mut open = Direction::ALL.map(|direction| nodes[ROOT].has_work(direction));
+        let mut eligible = Direction::ALL.map(|direction| nodes[ROOT].has_work(direction));
         // While no limit applies, any ready child may be chosen.
-        let mut limited = false;
+        let mut is_limited = false;
         loop {
             path.push(slot);
             let node = &nodes[slot];
-            let mut wanted = if open[node.first.index()] { node.first } else { opposite(node.first) };
+            let mut preferred = if eligible[node.first.index()] { node.first } else { opposite(node.first) };
             let Some(schedule) = node.schedule.as_ref().filter(|schedule| !schedule.is_empty()) else {
-                return open[wanted.index()].then_some(wanted);
+                return eligible[preferred.index()].then_some(preferred);
             };
-            limited |= node.limited.is_some();
+            is_limited |= node.limited.is_some();
             let next = |direction: Direction| {
-                open[direction.index()]
+                eligible[direction.index()]
                     .then(|| schedule.next_candidate(direction, lane_of(node, direction), *now))
                     .flatten()
             };
-            let other = opposite(wanted);
-            let (mut chosen, rival) = (next(wanted)?, next(other));
+            let other = opposite(preferred);
+            let (mut chosen, rival) = (next(preferred)?, next(other));
             // Under a shared limit the directions compete by tag; otherwise they alternate
             // (`node.first`).
             if let Some(rival) = rival
@@ -273,19 +273,19 @@ impl<T> ThrottleTree<T> {
                 && rival.precedes(&chosen)
             {
                 chosen = rival;
-                wanted = other;
+                preferred = other;
             }
             let child = chosen.child;
             path.steps[path.length - 1].phase = chosen.phase;
             // The child may prefer the opposite direction only if it is scheduled there as well.
             // With common tags it is scheduled in either; otherwise a child that is always
             // scheduled in one direction would never be served in its opposite.
-            let other = opposite(wanted);
+            let other = opposite(preferred);
             let is_its_turn = |rival: ScheduleCandidate| {
                 rival.child == child
-                    || (node.has_shared_limit || !limited) && schedule.is_offered(child, other)
+                    || (node.has_shared_limit || !is_limited) && schedule.is_offered(child, other)
             };
-            open[other.index()] = next(other).is_some_and(is_its_turn);
+            eligible[other.index()] = next(other).is_some_and(is_its_turn);
             slot = schedule.slot(child);
         }
     }
@@ -308,9 +308,9 @@ impl<T> ThrottleTree<T> {
             step.price_ns = if price_ns > 0 { price_ns } else { unlimited_ns() }.min(MAX_COST_NS);
             step.operations = operations;
         }
-        let mut terms = ChargeableParts { slice: WHOLE_REQUEST, room: WHOLE_REQUEST };
+        let mut parts = ChargeableParts { slice: WHOLE_REQUEST, room: WHOLE_REQUEST };
         if price_ns <= SLICE_NS {
-            return terms;
+            return parts;
         }
         // Rare from here on: a large request is priced again, by the levels that are enforced.
         let (mut enforced_ns, mut operation_ns) = (0, 0);
@@ -318,11 +318,11 @@ impl<T> ThrottleTree<T> {
             if let Some(buckets) = self.nodes[step.slot].enforced_buckets(now) {
                 enforced_ns = enforced_ns.max(buckets.cost_ns(direction, cost));
                 operation_ns = operation_ns.max(buckets.operation_ns(direction));
-                terms.room = terms.room.min(buckets.room(direction, cost));
+                parts.room = parts.room.min(buckets.room(direction, cost));
             }
         }
-        terms.slice = slice_size(enforced_ns, operation_ns);
-        terms
+        parts.slice = slice_size(enforced_ns, operation_ns);
+        parts
     }
 
     fn charge(&mut self, direction: Direction, cost: &RequestCost, part: &Range<u32>) {
@@ -341,12 +341,12 @@ impl<T> ThrottleTree<T> {
                 break;
             }
             let child = &mut self.nodes[self.path.steps[level + 1].slot];
-            if let Some(promise) = &mut child.reservation_monitor {
-                promise.add_service(of_part(child.share.reservation_ns(cost, operations), part), now);
+            if let Some(monitor) = &mut child.reservation_monitor {
+                monitor.add_service(of_part(child.share.reservation_ns(cost, operations), part), now);
             }
             let child = &*child;
             let number = child.number;
-            let promised_ns = match phase {
+            let reservation_ns = match phase {
                 SchedulePhase::Reservation => {
                     of_part(child.entitlement().reservation_ns(cost, operations), part)
                 }
@@ -355,7 +355,7 @@ impl<T> ThrottleTree<T> {
             let node = &mut self.nodes[slot];
             let lane = lane_of(node, direction);
             let service =
-                ServiceCharge { lane, phase, cost_ns: of_part(price_ns, part), reservation_ns: promised_ns };
+                ServiceCharge { lane, phase, cost_ns: of_part(price_ns, part), reservation_ns };
             if let Some(schedule) = &mut node.schedule {
                 schedule.charge(number, service, now);
             }

@@ -25,27 +25,27 @@ impl<T> ThrottleTree<T> {
         &mut self,
         disk: NodeId,
         cost: &RequestCost,
-        given_back: SpareRefund,
+        refund: SpareRefund,
         now: Instant,
     ) -> bool {
         self.expire_leases_by(now);
         let slot = self.slot(disk);
         // All levels, even if one refuses: each must get its refund.
-        let mut free = true;
+        let mut has_spare = true;
         self.each_up(slot, |node| {
             if let Some(buckets) = node.enforced_buckets_unadvanced() {
-                buckets.refund_spare(given_back);
+                buckets.refund_spare(refund);
             }
-            free = free && admits_read_ahead(node, now);
+            has_spare = has_spare && admits_read_ahead(node, now);
         });
-        if free {
+        if has_spare {
             self.each_up(slot, |node| {
                 if let Some(buckets) = node.enforced_buckets_unadvanced() {
                     buckets.charge_spare(cost, now);
                 }
             });
         }
-        free
+        has_spare
     }
 
     fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut ThrottleNode<T>)) {

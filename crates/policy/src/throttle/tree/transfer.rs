@@ -30,14 +30,14 @@ impl<T> ThrottleTree<T> {
     pub fn restore(
         &mut self,
         node: NodeId,
-        filled: &BucketSnapshot,
+        snapshot: &BucketSnapshot,
         now: Instant,
     ) -> Result<(), InvalidLimit> {
-        filled.limits.validate()?;
+        snapshot.limits.validate()?;
         let slot = self.slot(node);
         self.advance_to(now);
-        let buckets = NodeBuckets::filled(filled, self.now);
-        self.nodes[slot].inherit_contents(Box::new(NodeLimits { limits: filled.limits, buckets }), self.now);
+        let buckets = NodeBuckets::from_snapshot(snapshot, self.now);
+        self.nodes[slot].inherit_contents(Box::new(NodeLimits { limits: snapshot.limits, buckets }), self.now);
         self.settle_both_up(slot);
         Ok(())
     }
@@ -54,8 +54,8 @@ impl<T> ThrottleTree<T> {
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn add_cumulative(&mut self, node: NodeId, counted: &CumulativeStats) {
+    pub fn add_cumulative(&mut self, node: NodeId, stats: &CumulativeStats) {
         let (slot, now) = (self.slot(node), self.now);
-        self.nodes[slot].add_cumulative(counted, now);
+        self.nodes[slot].add_cumulative(stats, now);
     }
 }

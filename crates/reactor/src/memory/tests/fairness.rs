@@ -9,7 +9,7 @@ use std::{
 use super::*;
 
 /// Counts the polls of `future`.
-async fn counted<T>(polls: Rc<Cell<u64>>, future: impl Future<Output = T>) -> T {
+async fn count_polls<T>(polls: Rc<Cell<u64>>, future: impl Future<Output = T>) -> T {
     let mut future = pin!(future);
     poll_fn(|context| {
         polls.set(polls.get() + 1);
@@ -26,7 +26,7 @@ fn a_small_request_waits_for_one_client_of_its_disk_that_holds_memory() {
         sim::run(1, async move {
             let budget = MemoryBudget::new(total);
             let (disk, _other) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
-            let hostile = hostile(&disk, 200);
+            let hostile_clients = spawn_hostile_clients(&disk, 200);
             sleep_until(now() + Duration::from_millis(1)).await;
             for _ in 0..3 {
                 let began = now();
@@ -35,7 +35,7 @@ fn a_small_request_waits_for_one_client_of_its_disk_that_holds_memory() {
                 assert!(waited <= MIN_GRACE + 2 * CHECK_INTERVAL, "{bytes} bytes of {total}: {waited:?}");
                 disk.release(bytes);
             }
-            end(hostile).await;
+            cancel_all(hostile_clients).await;
         });
     }
 }
@@ -58,7 +58,7 @@ fn clients_of_a_disk_are_served_equally() {
                     loop {
                         disk.acquire(&flow, bytes).await;
                         served[number].set(served[number].get() + bytes);
-                        sleep_until(now() + Duration::from_millis(10) + pause()).await;
+                        sleep_until(now() + Duration::from_millis(10) + random_pause()).await;
                         disk.release(bytes);
                     }
                 }
@@ -67,11 +67,11 @@ fn clients_of_a_disk_are_served_equally() {
             let requests = (0..8).flat_map(|number| (0..(256_usize >> number).max(8)).map(move |_| number));
             let clients: Vec<_> = requests.map(|number| spawn_joinable(request(number))).collect();
             sleep_until(now() + Duration::from_secs(10)).await;
-            let (least, most) =
+            let (min, max) =
                 (served.iter().map(Cell::get).min().unwrap(), served.iter().map(Cell::get).max().unwrap());
-            assert!(least > 32 * MIB, "{served:?}");
-            assert!(most <= 2 * least, "{served:?}");
-            end(clients).await;
+            assert!(min > 32 * MIB, "{served:?}");
+            assert!(max <= 2 * min, "{served:?}");
+            cancel_all(clients).await;
         });
     }
 }
@@ -79,7 +79,7 @@ fn clients_of_a_disk_are_served_equally() {
 /// The work in a second does not depend on the product of waiting requests and clients: one waiting
 /// request checks for clients without progress, and no check visits a client that is on schedule.
 #[test]
-fn waiting_costs_nothing_until_there_is_memory() {
+fn waiting_requests_are_not_polled_until_memory_is_returned() {
     const CLIENTS: u64 = 2000;
     sim::run(1, async {
         let budget = MemoryBudget::new(0);
@@ -92,7 +92,7 @@ fn waiting_costs_nothing_until_there_is_memory() {
         let polls: Rc<Cell<u64>> = Rc::default();
         let wait = |_| {
             let (second, polls) = (Arc::clone(&second), Rc::clone(&polls));
-            spawn_joinable(counted(polls, async move {
+            spawn_joinable(count_polls(polls, async move {
                 second.acquire(&FairQueueFlow::default(), LARGEST).await;
                 second.release(LARGEST);
             }))
@@ -105,13 +105,13 @@ fn waiting_costs_nothing_until_there_is_memory() {
         // As many clients as requests wait are disconnected at the first check after the grace.
         sleep_until(now() + 20 * CHECK_INTERVAL).await;
         assert!(visits() <= 4 * CLIENTS, "{} visits", visits());
-        assert!(clients.iter().all(|client| client.ends.load(SeqCst) == 1));
+        assert!(clients.iter().all(|client| client.disconnect_count.load(SeqCst) == 1));
         assert!(polls.get() <= CLIENTS + 40, "{} polls", polls.get());
         // A request is woken when it is served, and otherwise only to check for clients without
         // progress.
         first.release(LARGEST);
-        for one in waiting {
-            one.await;
+        for task in waiting {
+            task.await;
         }
         assert!(polls.get() <= 4 * CLIENTS, "{} polls", polls.get());
     });
@@ -120,31 +120,31 @@ fn waiting_costs_nothing_until_there_is_memory() {
 /// A waiting request of one disk does not force requests of another disk, within its part, to take
 /// the lock.
 #[test]
-fn a_disk_within_its_part_is_not_slowed_by_requests_that_wait() {
+fn disk_within_its_part_takes_no_lock_while_others_wait() {
     sim::run(1, async {
         let budget = MemoryBudget::new(0);
         let (first, second) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
-        let hostile = hostile(&first, 10);
+        let hostile_clients = spawn_hostile_clients(&first, 10);
         sleep_until(now() + Duration::from_millis(1)).await;
         assert!(budget.usage().waiting > 0);
         let locked = budget.lock();
         assert!(second.try_acquire(MIB));
         second.release(MIB);
         drop(locked);
-        end(hostile).await;
+        cancel_all(hostile_clients).await;
     });
 }
 
 /// The grace is divided by the number of waiting requests.
 #[test]
-fn the_grace_shrinks_as_requests_wait() {
+fn grace_is_divided_by_the_number_of_waiting_requests() {
     let seconds = [0, 1, 2, 5, 10, 11, 1_000_000].map(|waiting| grace(waiting).as_secs_f64());
     assert_eq!(seconds, [10.0, 10.0, 5.0, 2.0, 1.0, 1.0, 1.0]);
 }
 
 /// A client that transfers data at the slowest rate is not disconnected, and one that stops is.
 #[test]
-fn progress_keeps_a_client() {
+fn client_with_progress_is_not_disconnected() {
     #[derive(Debug)]
     struct Slow(HolderEntry, AtomicU64, AtomicU64);
     impl MemoryHolder for Slow {
@@ -178,7 +178,7 @@ fn progress_keeps_a_client() {
         assert_eq!(slow.2.load(SeqCst), 0);
         sleep_until(now() + MIN_GRACE + CHECK_INTERVAL).await;
         assert_eq!(slow.2.load(SeqCst), 1);
-        end(waiting).await;
+        cancel_all(waiting).await;
     });
 }
 

@@ -6,21 +6,21 @@ use super::*;
 fn syntax_errors_name_their_line() {
     let refused = plan_with("[disk.vm1]\nimage = \n", 0).unwrap_err();
     assert!(refused.starts_with("weir.toml:2: not TOML: "), "{refused}");
-    let twice = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
+    let duplicate = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
     let already = "is given twice (remove one)";
-    assert_eq!(twice, format!("weir.toml:3: disk.vm1.image: {already}"));
+    assert_eq!(duplicate, format!("weir.toml:3: disk.vm1.image: {already}"));
     for (text, expect) in [
         ("a = 1\na = 2\n", "2: a"),
         ("[disk.vm1]\nimage = \"a\"\n[group.g]\n[disk.vm1]\nimage = \"b\"\n", "4: disk.vm1"),
         ("[disk.vm1]\nexport = { type = \"nbd\", type = \"nbd\" }\n", "2: disk.vm1.type"),
         ("[daemon]\n\"nbd\" = 1\nnbd = 2\n", "3: daemon.nbd"),
     ] {
-        let said = plan_with(text, 0).unwrap_err();
-        assert_eq!(said, format!("weir.toml:{expect}: {already}"));
+        let error = plan_with(text, 0).unwrap_err();
+        assert_eq!(error, format!("weir.toml:{expect}: {already}"));
     }
     // The parser bounds its recursion.
-    let deep = "a = ".to_owned() + &"[".repeat(100_000);
-    assert!(plan_with(&deep, 0).unwrap_err().starts_with("weir.toml:1: not TOML: "));
+    let nested = "a = ".to_owned() + &"[".repeat(100_000);
+    assert!(plan_with(&nested, 0).unwrap_err().starts_with("weir.toml:1: not TOML: "));
 }
 
 #[test]
@@ -155,13 +155,13 @@ fn invalid_values_name_their_rule() {
 /// Asserts all mistakes of a file.
 #[track_caller]
 fn check_all(text: &str, expect: &[&str]) {
-    let mistakes = Diagnostics::default();
-    let draft =
-        parse_with_options("f", text, Path::new("/etc/weir"), &ConfigWithOrigins::default(), &mistakes);
-    let all = DesiredState::with_diagnostics(draft, 0, mistakes).map(drop).err().unwrap_or_default();
+    let diagnostics = Diagnostics::default();
+    let parsed =
+        parse_with_options("f", text, Path::new("/etc/weir"), &ConfigWithOrigins::default(), &diagnostics);
+    let all = DesiredState::with_diagnostics(parsed, 0, diagnostics).map(drop).err().unwrap_or_default();
     let all: Vec<_> = all.iter().map(ToString::to_string).collect();
-    let is_so = |(said, expect): (&String, &&str)| said.starts_with(expect);
-    assert!(all.len() == expect.len() && all.iter().zip(expect).all(is_so), "{all:#?}\n{text}");
+    let is_expected = |(message, expect): (&String, &&str)| message.starts_with(expect);
+    assert!(all.len() == expect.len() && all.iter().zip(expect).all(is_expected), "{all:#?}\n{text}");
 }
 
 #[test]
@@ -259,13 +259,13 @@ group = "tinn"
 fn reported_mistakes_are_bounded() {
     let disk = |n: usize| format!("[disk.d{n}]\nimage = \"null:1\"\ngroup = \"g\"\n");
     let text: String = (0..1000).map(disk).collect();
-    let mistakes = Diagnostics::default();
-    let draft = parse_with_options("f", &text, Path::new(""), &ConfigWithOrigins::default(), &mistakes);
-    assert_eq!(DesiredState::with_diagnostics(draft, 0, mistakes).unwrap_err().len(), 100);
+    let diagnostics = Diagnostics::default();
+    let parsed = parse_with_options("f", &text, Path::new(""), &ConfigWithOrigins::default(), &diagnostics);
+    assert_eq!(DesiredState::with_diagnostics(parsed, 0, diagnostics).unwrap_err().len(), 100);
     let text: String = (0..1000).map(|n| format!("k{n} = 1\n")).collect();
-    let mistakes = Diagnostics::default();
-    parse_with_options("f", &text, Path::new(""), &ConfigWithOrigins::default(), &mistakes);
-    assert!(mistakes.is_full());
+    let diagnostics = Diagnostics::default();
+    parse_with_options("f", &text, Path::new(""), &ConfigWithOrigins::default(), &diagnostics);
+    assert!(diagnostics.is_full());
 }
 
 #[test]
@@ -279,8 +279,8 @@ fn group_cycles_are_rejected() {
         (0..count).rev().map(group).collect()
     };
     // Listed in reverse, but created parents first.
-    let deep = plan(&format!("{disk}{}", chain(8)));
-    let names: Vec<_> = deep.groups.iter().map(|group| group.name.as_str()).collect();
+    let desired = plan(&format!("{disk}{}", chain(8)));
+    let names: Vec<_> = desired.groups.iter().map(|group| group.name.as_str()).collect();
     assert_eq!(names, ["g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"]);
     check(
         &format!("{disk}{}", chain(9)),
@@ -318,9 +318,9 @@ fn settings_without_effect_are_remarked() {
             .map(|remark| format!("{}: {}", remark.name, remark.remark))
             .collect()
     };
-    let weighty = "[disk.a]\nimage = \"a\"\nweight = 200\nwatermark = 90\n";
+    let without_effect = "[disk.a]\nimage = \"a\"\nweight = 200\nwatermark = 90\n";
     assert_eq!(
-        remarks(weighty),
+        remarks(without_effect),
         [
             "a: the weight has no effect, because the disk is in no group (set group)",
             "a: the watermark has no effect, because there are no limits to lift (set some)",
@@ -381,38 +381,38 @@ fn old_names_of_keys_are_read_with_a_warning() {
 
 #[test]
 fn two_writers_of_one_image_are_rejected() {
-    let two = |first: &str, second: &str| {
+    let two_disks = |first: &str, second: &str| {
         format!("[disk.a]\nimage = \"x.raw\"\n{first}\n[disk.b]\nimage = \"/etc/weir/x.raw\"\n{second}\n")
     };
     let rule = "weir.toml:5: disk.b.image = \"/etc/weir/x.raw\": \
                 another disk uses this image (export one disk twice, or make both read-only)";
     // One writer suffices to make sharing wrong.
-    check(&two("", ""), rule);
-    check(&two("read-only = true", ""), rule);
-    check(&two("", "read-only = true"), rule);
-    assert_eq!(plan(&two("read-only = true", "read-only = true")).disks.len(), 2);
+    check(&two_disks("", ""), rule);
+    check(&two_disks("read-only = true", ""), rule);
+    check(&two_disks("", "read-only = true"), rule);
+    assert_eq!(plan(&two_disks("read-only = true", "read-only = true")).disks.len(), 2);
 }
 
 #[test]
 fn disks_on_one_simulated_device_need_equal_rates() {
-    let two = |first: &str, second: &str| {
+    let two_disks = |first: &str, second: &str| {
         let disk = |name, rate| format!("[disk.{name}]\nimage = \"null:1\"\nrate = \"{rate}\"\n");
         disk("a", first) + &disk("b", second)
     };
     check(
-        &two("bytes=1M,shared=x", "bytes=2M,shared=x"),
+        &two_disks("bytes=1M,shared=x", "bytes=2M,shared=x"),
         "weir.toml:6: disk.b.rate = \"bytes=2M,shared=x\": \
          another disk shares \"x\" with other rates (use the same rates, or another name)",
     );
     for second in ["shared=x,bytes=1M", "bytes=2M,shared=y", "bytes=2M"] {
-        assert_eq!(plan(&two("bytes=1M,shared=x", second)).disks.len(), 2);
+        assert_eq!(plan(&two_disks("bytes=1M,shared=x", second)).disks.len(), 2);
     }
 }
 
 #[test]
 fn export_names_are_unique_at_an_address() {
     let export = |name: &str| format!("export = {{ type = \"nbd\", listen = \"h:1\", name = \"{name}\" }}");
-    let two = |second: &str| {
+    let two_disks = |second: &str| {
         format!(
             "[disk.a]\nimage = \"null:1\"\n{}\n[disk.b]\nimage = \"null:1\"\n{}\n",
             export("x"),
@@ -420,11 +420,11 @@ fn export_names_are_unique_at_an_address() {
         )
     };
     check(
-        &two("x"),
+        &two_disks("x"),
         "weir.toml:6: disk.b.export.name = \"x\": \
          another export has the name \"x\" at this address (choose another)",
     );
-    assert_eq!(plan(&two("y")).servers[0].exports.len(), 2);
+    assert_eq!(plan(&two_disks("y")).servers[0].exports.len(), 2);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use reactor::{error::Result, now, sleep_until};
 
 use crate::nbd::{
     connection::{self, LocalConnection},
-    unflushed::RepeatedChange,
+    unflushed::ReplayedChange,
 };
 
 impl NbdLink {
@@ -20,33 +20,33 @@ impl NbdLink {
     /// that the server lacks.
     pub(super) fn check_compatible(
         &self,
-        about: &NbdExportInfo,
+        export: &NbdExportInfo,
         size_bytes: u64,
     ) -> std::result::Result<(), String> {
         let opened = &self.opened;
-        if about.size_bytes < size_bytes {
+        if export.size_bytes < size_bytes {
             return Err(format!(
                 "the export has {} bytes now, but the disk has {size_bytes} (restore the export's size)",
-                about.size_bytes
+                export.size_bytes
             ));
         }
-        if about.minimum_block > opened.minimum_block {
+        if export.minimum_block > opened.minimum_block {
             return Err(format!(
                 "its minimum block is {} bytes now, but the disk was opened with {} (start the \
                  server with that)",
-                about.minimum_block, opened.minimum_block
+                export.minimum_block, opened.minimum_block
             ));
         }
-        if self.terms.read_only {
+        if self.config.read_only {
             return Ok(());
         }
-        if about.is_read_only() {
+        if export.is_read_only() {
             return Err("the export is read-only now (make it writable at its server)".to_owned());
         }
         // FUA can replace flushes, but only if the disk was not opened with a server that flushes.
-        let can = |about: &NbdExportInfo| about.can_flush() || about.can_fua();
-        let cannot_keep = opened.can_flush() && !about.can_flush() || can(opened) && !can(about);
-        if self.terms.flushes && cannot_keep {
+        let can_make_durable = |export: &NbdExportInfo| export.can_flush() || export.can_fua();
+        let lost_durability = opened.can_flush() && !export.can_flush() || can_make_durable(opened) && !can_make_durable(export);
+        if self.config.flushes && lost_durability {
             return Err("it no longer supports flushes, so no write could be made durable (start it \
                         with flushes, or open the disk again to do without)"
                 .to_owned());
@@ -63,7 +63,7 @@ impl NbdLink {
         self: &Arc<Self>,
         established: EstablishedConnection,
     ) -> std::result::Result<(), String> {
-        let about = established.about().clone();
+        let export = established.export().clone();
         let (session, batches) = {
             let mut state = self.lock();
             state.session += 1;
@@ -71,12 +71,12 @@ impl NbdLink {
             (state.session, state.unflushed.batches(REPEATED_WRITES_IN_FLIGHT))
         };
         let jobs = connection::start_keeper(self, session, established);
-        let gone = || "the connection broke again at once".to_owned();
-        let own = LocalConnection::of(self.id, session).ok_or_else(gone)?;
+        let broken_again = || "the connection broke again at once".to_owned();
+        let local = LocalConnection::of(self.id, session).ok_or_else(broken_again)?;
         for batch in batches {
-            match repeat_writes(own.client(), batch).await {
+            match replay_writes(local.client(), batch).await {
                 Ok(()) => {}
-                Err(CONNECTION_LOST) => return Err(own.client().fault().unwrap_or_else(gone)),
+                Err(CONNECTION_LOST) => return Err(local.client().fault().unwrap_or_else(broken_again)),
                 Err(error) => {
                     return Err(format!(
                         "it rejects the replay of unflushed writes that it had acknowledged: {error} (repair \
@@ -85,24 +85,24 @@ impl NbdLink {
                 }
             }
         }
-        if let Some(why) = own.client().fault() {
+        if let Some(why) = local.client().fault() {
             return Err(why);
         }
-        drop(own);
+        drop(local);
         let mut state = self.lock();
-        if !about.can_flush() {
+        if !export.can_flush() {
             state.unflushed.clear();
         }
         // The disk's size is unchanged; only a resize here adopts the server's size.
-        state.export = about;
+        state.export = export;
         state.stage = LinkStage::Open { jobs: vec![jobs], is_at_work: reactor::is_worker() };
         Ok(())
     }
 
     pub(super) fn log_rejection(&self, why: &str) {
-        if let Some(left_out) = self.complaints.try_log(now()) {
+        if let Some(suppressed) = self.failure_log.try_log(now()) {
             tracing::warn!(
-                nbd = %self.terms.name, why, left_out,
+                nbd = %self.config.name, why, suppressed,
                 "the server cannot be connected to again yet"
             );
         }
@@ -125,10 +125,10 @@ impl Drop for ReconnectAttempt {
     }
 }
 
-pub(super) async fn reconnect(trying: ReconnectAttempt) {
+pub(super) async fn reconnect(attempt: ReconnectAttempt) {
     // Delayed by the pause of the session, or a server that accepts connections and never replies
     // would be retried without a pause.
-    let Some((began, mut pause)) = trying.link.upgrade().map(|link| {
+    let Some((began, mut pause)) = attempt.link.upgrade().map(|link| {
         let state = link.lock();
         (state.began, state.pause)
     }) else {
@@ -136,19 +136,19 @@ pub(super) async fn reconnect(trying: ReconnectAttempt) {
     };
     sleep_until(began + pause).await;
     loop {
-        let Some(link) = trying.link.upgrade() else { return };
-        match link.terms.establish_again().await {
+        let Some(link) = attempt.link.upgrade() else { return };
+        match link.config.establish_again().await {
             Ok(established) => {
-                let taken = match link.check_compatible(established.about(), link.size_bytes()) {
+                let result = match link.check_compatible(established.export(), link.size_bytes()) {
                     Ok(()) => link.begin_session(established).await,
                     Err(why) => Err(why),
                 };
-                match taken {
+                match result {
                     Ok(()) => {
                         link.reconnections.fetch_add(1, Relaxed);
-                        if let Some(left_out) = link.returns_told.try_log_burst(now(), UNLIMITED_LOG_LINES) {
-                            let nbd = &link.terms.name;
-                            tracing::info!(%nbd, left_out, "connected to the server again");
+                        if let Some(suppressed) = link.reconnect_log.try_log_burst(now(), UNLIMITED_LOG_LINES) {
+                            let nbd = &link.config.name;
+                            tracing::info!(%nbd, suppressed, "connected to the server again");
                         }
                         return;
                     }
@@ -163,20 +163,20 @@ pub(super) async fn reconnect(trying: ReconnectAttempt) {
     }
 }
 
-async fn repeat_writes(client: &client::NbdClient, batch: Vec<RepeatedChange>) -> Result<()> {
-    let one = |again: RepeatedChange| async move {
-        let written = again.change.on(client, again.force).await;
+async fn replay_writes(client: &client::NbdClient, batch: Vec<ReplayedChange>) -> Result<()> {
+    let repeat = |change: ReplayedChange| async move {
+        let written = change.change.on(client, change.force).await;
         // This write was never acknowledged to the client, so it may fail now.
-        if again.is_acknowledged || written == Err(CONNECTION_LOST) { written } else { Ok(()) }
+        if change.is_acknowledged || written == Err(CONNECTION_LOST) { written } else { Ok(()) }
     };
-    let mut writing: Vec<_> = batch.into_iter().map(|again| Box::pin(one(again))).collect();
+    let mut writing: Vec<_> = batch.into_iter().map(|change| Box::pin(repeat(change))).collect();
     let mut result = Ok(());
     // All writes of the batch are sent before the first reply is awaited.
     std::future::poll_fn(|context| {
         writing.retain_mut(|write| match write.as_mut().poll(context) {
             std::task::Poll::Pending => true,
-            std::task::Poll::Ready(ended) => {
-                result = result.and(ended);
+            std::task::Poll::Ready(write_result) => {
+                result = result.and(write_result);
                 false
             }
         });

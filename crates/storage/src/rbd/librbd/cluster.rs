@@ -98,7 +98,7 @@ pub(super) struct ClusterConnection {
     handle: Handle,
     library: &'static Library,
     /// True if the cluster has blocklisted it, which is permanent: no other image uses it.
-    is_shut_out: AtomicBool,
+    is_blocklisted: AtomicBool,
     /// Size of the cache of one image, in bytes; 0 without a cache.
     pub(super) cache_bytes: u64,
 }
@@ -120,7 +120,7 @@ pub(super) fn connection(
     address: &RbdAddress,
     cache: CacheMode,
 ) -> Result<Arc<ClusterConnection>, OpenError> {
-    let way = ClusterKey {
+    let cluster_key = ClusterKey {
         config: address.config.clone(),
         user: address.user.clone(),
         keyring: address.keyring.clone(),
@@ -134,13 +134,13 @@ pub(super) fn connection(
         all.retain(|_, slot| {
             Arc::strong_count(slot) > 1 || slot.try_lock().is_ok_and(|cluster| cluster.strong_count() > 0)
         });
-        Arc::clone(all.entry(way.clone()).or_default())
+        Arc::clone(all.entry(cluster_key.clone()).or_default())
     };
     let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(cluster) = slot.upgrade().filter(|cluster| !cluster.is_blocklisted()) {
         return Ok(cluster);
     }
-    let cluster = Arc::new(ClusterConnection::connect(address, &way)?);
+    let cluster = Arc::new(ClusterConnection::connect(address, &cluster_key)?);
     *slot = Arc::downgrade(&cluster);
     Ok(cluster)
 }
@@ -165,34 +165,34 @@ pub(super) fn outcome(result: impl Into<i64>) -> Result<u64, Error> {
 }
 
 impl ClusterConnection {
-    fn connect(address: &RbdAddress, way: &ClusterKey) -> Result<Self, OpenError> {
+    fn connect(address: &RbdAddress, cluster_key: &ClusterKey) -> Result<Self, OpenError> {
         let name = address.name();
         let library = library()
             .map_err(|why| OpenError::new(&name, format!("librbd cannot be loaded: {why}"), remedy(&why)))?;
-        let failed = |what: &str, error: Error, remedy: &str| {
-            OpenError::new(&name, format!("{what}: {error}"), remedy)
+        let failed = |problem: &str, error: Error, remedy: &str| {
+            OpenError::new(&name, format!("{problem}: {error}"), remedy)
         };
-        for path in [&way.config, &way.keyring].into_iter().flatten() {
+        for path in [&cluster_key.config, &cluster_key.keyring].into_iter().flatten() {
             // The library would read any file to its end, also a device or a pipe.
             if std::fs::metadata(path).is_ok_and(|file| !file.is_file() || file.len() > MAX_FILE_BYTES) {
-                let what = format!("{} is not a file, or is too long for one of Ceph's", path.display());
+                let problem = format!("{} is not a file, or is too long for one of Ceph's", path.display());
                 return Err(OpenError::new(
                     &name,
-                    what,
+                    problem,
                     "name a config file in the format of ceph.conf(5), or a keyring",
                 ));
             }
         }
-        let user = way.user.as_deref().map(c_string);
+        let user = cluster_key.user.as_deref().map(c_string);
         let mut handle = std::ptr::null_mut();
         let user_or_null = user.as_ref().map_or(std::ptr::null(), |user| user.as_ptr());
         // SAFETY: it writes one handle, and the name is null or ends with a zero byte.
         let created = unsafe { (library.rados_create)(&raw mut handle, user_or_null) };
         outcome(created).map_err(|error| failed("no connection can be made", error, "is memory left?"))?;
         // From here on, dropping `cluster` shuts the handle down.
-        let mut cluster = Self { handle, library, is_shut_out: AtomicBool::new(false), cache_bytes: 0 };
-        cluster.read(way.config.as_deref()).map_err(|error| {
-            let file = way
+        let mut cluster = Self { handle, library, is_blocklisted: AtomicBool::new(false), cache_bytes: 0 };
+        cluster.read(cluster_key.config.as_deref()).map_err(|error| {
+            let file = cluster_key
                 .config
                 .as_ref()
                 .map_or_else(|| "Ceph's config file".to_owned(), |path| path.display().to_string());
@@ -202,24 +202,24 @@ impl ClusterConnection {
                 &format!("{CONFIG} names another config file; see ceph.conf(5)"),
             )
         })?;
-        let keyring = way.keyring.as_ref().map(|path| path.to_string_lossy().into_owned());
-        let own = [("keyring", keyring), ("mon_host", way.monitors.clone())];
-        let own: Vec<_> = own.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?))).collect();
+        let keyring = cluster_key.keyring.as_ref().map(|path| path.to_string_lossy().into_owned());
+        let explicit_settings = [("keyring", keyring), ("mon_host", cluster_key.monitors.clone())];
+        let explicit_settings: Vec<_> = explicit_settings.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?))).collect();
         cluster
-            .set(&own)
+            .set(&explicit_settings)
             .and_then(|()| cluster.set(&FIXED_SETTINGS))
             .and_then(|()| match cluster.get("client_mount_timeout") {
                 Some(seconds) if seconds != CEPH_MOUNT_TIMEOUT_S => Ok(()),
                 _ => cluster.set(&[("client_mount_timeout", MOUNT_TIMEOUT_S)]),
             })
-            .and_then(|()| cluster.set(way.caching.settings()))
+            .and_then(|()| cluster.set(cluster_key.caching.settings()))
             .map_err(|error| {
                 failed("this version of librados rejects a setting", error, "install Ceph 16 or later")
             })?;
         // SAFETY: the handle is set up and not shared.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
-        outcome(connected).map_err(|error| cluster.connect_error(&name, way, error))?;
-        if way.caching != Caching::Off {
+        outcome(connected).map_err(|error| cluster.connect_error(&name, cluster_key, error))?;
+        if cluster_key.caching != Caching::Off {
             cluster.cache_bytes =
                 cluster.get("rbd_cache_size").and_then(|size| size.parse().ok()).unwrap_or(0);
         }
@@ -227,13 +227,13 @@ impl ClusterConnection {
     }
 
     /// Error of a failed connection.
-    fn connect_error(&self, name: &str, way: &ClusterKey, error: Error) -> OpenError {
-        let user = format!("client.{}", way.user.as_deref().unwrap_or("admin"));
-        let said = |key| self.get(key).filter(|value| !value.is_empty());
+    fn connect_error(&self, name: &str, cluster_key: &ClusterKey, error: Error) -> OpenError {
+        let user = format!("client.{}", cluster_key.user.as_deref().unwrap_or("admin"));
+        let setting = |key| self.get(key).filter(|value| !value.is_empty());
         match error.errno() {
             libc::ETIMEDOUT => {
-                let seconds = said("client_mount_timeout").unwrap_or_default();
-                let monitors = said("mon_host").unwrap_or_else(|| "the monitors".to_owned());
+                let seconds = setting("client_mount_timeout").unwrap_or_default();
+                let monitors = setting("mon_host").unwrap_or_else(|| "the monitors".to_owned());
                 OpenError::new(
                     name,
                     format!(
@@ -319,13 +319,13 @@ impl ClusterConnection {
     pub(super) fn note_error(&self, error: Error) {
         // Ceph's EBLOCKLISTED.
         if error.errno() == libc::ESHUTDOWN {
-            self.is_shut_out.store(true, Relaxed);
+            self.is_blocklisted.store(true, Relaxed);
         }
     }
 
     /// True if an error has shown that the connection is blocklisted.
     pub(super) fn is_blocklisted(&self) -> bool {
-        self.is_shut_out.load(Relaxed)
+        self.is_blocklisted.load(Relaxed)
     }
 
     /// Client number of this connection at the cluster.
@@ -350,9 +350,9 @@ impl ClusterConnection {
     pub(super) fn blocklist(&self, client: &str) -> Result<(), Error> {
         let client = c_string(client);
         // SAFETY: the handle is connected; the text ends with a zero byte and is only read.
-        let shut_out =
+        let status =
             unsafe { (self.library.rados_blocklist_add)(self.handle, client.as_ptr().cast_mut(), 0) };
-        outcome(shut_out)?;
+        outcome(status)?;
         // SAFETY: the handle is connected.
         outcome(unsafe { (self.library.rados_wait_for_latest_osdmap)(self.handle) }).map(drop)
     }

@@ -67,10 +67,10 @@ pub(super) struct RbdImage {
     handle: Handle,
     library: &'static Library,
     watch: Option<u64>,
-    pub(super) bell: Arc<ResizeNotifier>,
+    pub(super) resize_notifier: Arc<ResizeNotifier>,
     pub(super) size_bytes: u64,
     /// Identity, independent of its name.
-    pub(super) what: String,
+    pub(super) key: String,
     name: String,
     /// Name of its header object, and number of its snapshot; `None` for images of format 1.
     header: Option<(CString, u64)>,
@@ -81,7 +81,7 @@ pub(super) struct RbdImage {
     /// True if the lock was lost with the feature, and this was logged.
     is_unlocked: AtomicBool,
     /// Serializes acquiring and releasing the lock.
-    turn: Mutex<()>,
+    lock_serializer: Mutex<()>,
     /// Receives the result of closing.
     closed: Option<async_channel::Sender<Result<()>>>,
     /// Dropped after the image is closed.
@@ -97,14 +97,14 @@ impl RbdImage {
     /// Opens it; `closed` receives the result of closing.
     pub(super) fn open(
         address: &RbdAddress,
-        how: &RbdOptions,
+        options: &RbdOptions,
         closed: async_channel::Sender<Result<()>>,
     ) -> std::result::Result<Self, OpenError> {
-        let cluster = connection(address, how.cache)?;
-        match Self::open_by(&cluster, address, how, closed.clone()) {
+        let cluster = connection(address, options.cache)?;
+        match Self::open_by(&cluster, address, options, closed.clone()) {
             // The connection was already blocklisted because of another image: use a new one.
             Err(_) if cluster.is_blocklisted() => {
-                Self::open_by(&connection(address, how.cache)?, address, how, closed)
+                Self::open_by(&connection(address, options.cache)?, address, options, closed)
             }
             opened => opened,
         }
@@ -113,17 +113,17 @@ impl RbdImage {
     fn open_by(
         cluster: &Arc<ClusterConnection>,
         address: &RbdAddress,
-        how: &RbdOptions,
+        options: &RbdOptions,
         closed: async_channel::Sender<Result<()>>,
     ) -> std::result::Result<Self, OpenError> {
-        if let Some(passed) = how.passed.as_ref().filter(|_| !how.read_only) {
+        if let Some(passed) = options.passed.as_ref().filter(|_| !options.read_only) {
             passed.announce_client(cluster.id());
         }
         let pool = RadosPool::open(Arc::clone(cluster), address)?;
         let library = pool.library;
         let (image, snapshot) = (c_string(&address.image), address.snapshot.as_deref().map(c_string));
         let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |snapshot| snapshot.as_ptr());
-        let open = if how.read_only { library.rbd_open_read_only } else { library.rbd_open };
+        let open = if options.read_only { library.rbd_open_read_only } else { library.rbd_open };
         let mut handle = std::ptr::null_mut();
         // SAFETY: the pool is open, both names are null or end with a zero byte, and the function
         // writes one handle.
@@ -137,19 +137,19 @@ impl RbdImage {
             handle,
             library,
             watch: None,
-            bell,
+            resize_notifier: bell,
             size_bytes: 0,
-            what: String::new(),
+            key: String::new(),
             name: address.name(),
             header: None,
             is_passed: false,
             is_locked: false,
             is_unlocked: AtomicBool::new(false),
-            turn: Mutex::new(()),
+            lock_serializer: Mutex::new(()),
             closed: None,
             pool: Some(pool),
         };
-        if let Err(error) = image.initialize(address, how) {
+        if let Err(error) = image.initialize(address, options) {
             // Closed synchronously, so that it is not seen as another client by the next attempt.
             image.into_closer().run();
             return Err(error);
@@ -176,13 +176,13 @@ impl RbdImage {
             handle: self.handle,
             library: self.library,
             watch: self.watch,
-            bell: Arc::clone(&self.bell),
+            resize_notifier: Arc::clone(&self.resize_notifier),
             pool: self.pool.take(),
             closed: self.closed.take(),
         }
     }
 
-    fn initialize(&mut self, address: &RbdAddress, how: &RbdOptions) -> std::result::Result<(), OpenError> {
+    fn initialize(&mut self, address: &RbdAddress, options: &RbdOptions) -> std::result::Result<(), OpenError> {
         let name = address.name();
         let failed = |error: Error| {
             OpenError::new(
@@ -191,17 +191,17 @@ impl RbdImage {
                 "`ceph -s` shows the state of the cluster",
             )
         };
-        self.what = self.identify(address).map_err(failed)?;
+        self.key = self.identify(address).map_err(failed)?;
         if address.snapshot.is_none() {
             self.watch().map_err(failed)?;
-            self.is_locked = !how.read_only && self.has_lock(&name).map_err(failed)?;
-            let passed = how.passed.as_ref().filter(|_| !how.read_only);
-            self.is_passed = passed.is_some_and(|passed| passed.claim_image(&self.what));
+            self.is_locked = !options.read_only && self.has_lock(&name).map_err(failed)?;
+            let passed = options.passed.as_ref().filter(|_| !options.read_only);
+            self.is_passed = passed.is_some_and(|passed| passed.claim_image(&self.key));
             if !self.is_passed {
-                if !how.force_share {
-                    self.check_no_writer(&name, how.read_only)?;
+                if !options.force_share {
+                    self.check_no_writer(&name, options.read_only)?;
                 }
-                if !how.read_only {
+                if !options.read_only {
                     self.check_lockers(&name)?;
                 }
                 if self.is_locked {
@@ -231,10 +231,10 @@ impl RbdImage {
     }
 
     fn watch(&mut self) -> Result<()> {
-        let (mut watch, bell) = (0, Arc::as_ptr(&self.bell).cast_mut().cast::<c_void>());
+        let (mut watch, resize_notifier) = (0, Arc::as_ptr(&self.resize_notifier).cast_mut().cast::<c_void>());
         // SAFETY: the image is open, the function writes one number, and the bell outlives the
         // watch.
-        outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, on_update, bell) })?;
+        outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, on_update, resize_notifier) })?;
         self.watch = Some(watch);
         Ok(())
     }
@@ -259,7 +259,7 @@ impl RbdImage {
             Err(error) if error == Error::INVALID => (format!("name {}", address.image), None),
             Err(error) => return Err(error),
         };
-        let mut of = NO_SNAPSHOT;
+        let mut snapshot_number = NO_SNAPSHOT;
         let snapshot = match &address.snapshot {
             None => String::new(),
             Some(snapshot) => {
@@ -269,24 +269,24 @@ impl RbdImage {
                 outcome(unsafe {
                     (self.library.rbd_snap_get_id)(self.handle, snapshot.as_ptr(), &raw mut number)
                 })?;
-                of = number;
+                snapshot_number = number;
                 format!(" at snapshot {number}")
             }
         };
-        self.header = header.map(|header| (header, of));
+        self.header = header.map(|header| (header, snapshot_number));
         Ok(format!("image of {id} in pool {number}/{namespace} of cluster {fsid}{snapshot}"))
     }
 
     /// Fails if another client has it open for writing.
     fn check_no_writer(&self, name: &str, read_only: bool) -> std::result::Result<(), OpenError> {
-        let others = self.other_writers(read_only).map_err(|error| {
+        let other_clients = self.other_writers(read_only).map_err(|error| {
             OpenError::new(
                 name,
                 format!("its other clients cannot be listed: {error}"),
                 "`rbd status` lists them",
             )
         })?;
-        let Some(other) = others.first() else { return Ok(()) };
+        let Some(other) = other_clients.first() else { return Ok(()) };
         let remedy = if read_only {
             "stop it, serve a snapshot, or read nonetheless with --force-share"
         } else {
@@ -298,16 +298,16 @@ impl RbdImage {
 
     /// Other clients that watch the image, as writers do.
     fn other_writers(&self, read_only: bool) -> Result<Vec<String>> {
-        let own = self.own_id();
+        let own_id = self.own_id();
         // Opening for writing makes one watch for this client itself.
-        let mut ours = usize::from(!read_only);
+        let mut own_watches = usize::from(!read_only);
         let is_other = |(id, _): &(u64, String)| {
-            let is_ours = *id == own && ours > 0;
-            ours -= usize::from(is_ours);
+            let is_ours = *id == own_id && own_watches > 0;
+            own_watches -= usize::from(is_ours);
             !is_ours
         };
-        let others = self.watchers()?.into_iter().filter(is_other);
-        Ok(others.map(|(id, address)| format!("client.{id} at {address}")).collect())
+        let other_clients = self.watchers()?.into_iter().filter(is_other);
+        Ok(other_clients.map(|(id, address)| format!("client.{id} at {address}")).collect())
     }
 
     fn own_id(&self) -> u64 {
@@ -343,8 +343,8 @@ impl RbdImage {
     fn has_lock(&self, name: &str) -> Result<bool> {
         let has_lock = self.features()? & EXCLUSIVE_LOCK != 0;
         if !has_lock {
-            let what = "nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)";
-            tracing::warn!(image = name, "the image has no exclusive lock: {what}");
+            let consequence = "nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)";
+            tracing::warn!(image = name, "the image has no exclusive lock: {consequence}");
         }
         Ok(has_lock)
     }
@@ -352,8 +352,8 @@ impl RbdImage {
     /// Fails if the image is locked manually: such a lock has no live owner, and acquiring the
     /// library's lock would wait for it without end.
     fn check_lockers(&self, name: &str) -> std::result::Result<(), OpenError> {
-        let by_hand = self.lockers().ok().into_iter().flatten().find(|(_, id)| !id.starts_with(OWN_LOCKS));
-        let Some((client, id)) = by_hand else { return Ok(()) };
+        let manual_lock = self.lockers().ok().into_iter().flatten().find(|(_, id)| !id.starts_with(OWN_LOCKS));
+        let Some((client, id)) = manual_lock else { return Ok(()) };
         Err(OpenError::new(
             name,
             format!("{client} has locked it manually, as {id:?}"),
@@ -397,12 +397,12 @@ impl RbdImage {
 
     fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
         let failed = |error: Error| {
-            let of_others = "stop it; `rbd lock ls` lists locks; a dead client's lock expires \
+            let other_client_remedy = "stop it; `rbd lock ls` lists locks; a dead client's lock expires \
                              after 30 s if this user has mon 'profile rbd'";
             let (why, remedy) = match self.owner() {
                 Some(owner) => {
                     let why = format!("another client has it locked: {owner}");
-                    return OpenError::new(name, why, of_others).transient();
+                    return OpenError::new(name, why, other_client_remedy).transient();
                 }
                 // A non-primary image of a mirror returns this.
                 None if error == Error::INVALID => (
@@ -410,7 +410,7 @@ impl RbdImage {
                     "if it is a mirror's copy, `rbd mirror image promote` makes it writable; \
                      --read-only reads it",
                 ),
-                None => (format!("cannot be locked: {error}"), of_others),
+                None => (format!("cannot be locked: {error}"), other_client_remedy),
             };
             OpenError::new(name, why, remedy)
         };
@@ -426,7 +426,7 @@ impl RbdImage {
 
     /// See [`RbdBackend::release_lock`](super::super::backend::RbdBackend::release_lock).
     pub(super) fn release_lock(&self) -> Result<()> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.lock_serializer.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.is_locked {
             return Ok(());
         }
@@ -435,11 +435,11 @@ impl RbdImage {
     }
 
     /// See [`RbdBackend::resume`](super::super::backend::RbdBackend::resume).
-    pub(super) fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome> {
+    pub(super) fn resume(&self, new_clients: &[u64]) -> Result<ResumeOutcome> {
         // Waits for an abandoned release of the lock: until it has ended, the library reports the
         // lock as held.
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        self.blocklist(heirs)?;
+        let _guard = self.lock_serializer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.blocklist(new_clients)?;
         if self.is_locked {
             match self.acquire() {
                 Ok(()) => {}
@@ -459,10 +459,10 @@ impl RbdImage {
         if clients.is_empty() {
             return Ok(());
         }
-        let own = self.own_id();
+        let own_id = self.own_id();
         let watchers = self.watchers()?.into_iter();
-        let there: BTreeSet<_> = watchers.filter(|(id, _)| *id != own && clients.contains(id)).collect();
-        for (client, address) in there {
+        let present: BTreeSet<_> = watchers.filter(|(id, _)| *id != own_id && clients.contains(id)).collect();
+        for (client, address) in present {
             // Breaking its lock blocklists it too. Without that, librbd blocklists again when it
             // finds the lock of a dead owner; each takes the monitors up to a second.
             if !self.break_lock(&address)
@@ -530,7 +530,7 @@ impl RbdImage {
     pub(super) fn stored_size(&self) -> Result<Option<u64>> {
         let (Some((header, snapshot)), Some(pool)) = (&self.header, &self.pool) else { return Ok(None) };
         // The reply of the class method `rbd.get_size`: the order (1 byte) and the size (8 bytes).
-        let (asked, mut answer) = (snapshot.to_le_bytes(), [0_u8; 9]);
+        let (snapshot_bytes, mut reply) = (snapshot.to_le_bytes(), [0_u8; 9]);
         // SAFETY: the pool is open, the names end with a zero byte, and the function reads and
         // writes within the given lengths.
         let done = unsafe {
@@ -539,14 +539,14 @@ impl RbdImage {
                 header.as_ptr(),
                 c"rbd".as_ptr(),
                 c"get_size".as_ptr(),
-                asked.as_ptr().cast::<c_char>(),
-                asked.len(),
-                answer.as_mut_ptr().cast::<c_char>(),
-                answer.len(),
+                snapshot_bytes.as_ptr().cast::<c_char>(),
+                snapshot_bytes.len(),
+                reply.as_mut_ptr().cast::<c_char>(),
+                reply.len(),
             )
         };
         outcome(done)?;
-        let [_, size @ ..] = answer;
+        let [_, size @ ..] = reply;
         Ok(Some(u64::from_le_bytes(size)))
     }
 
@@ -595,7 +595,7 @@ impl RbdImage {
         if self.features()? & (FAST_DIFF | MIGRATING) != FAST_DIFF || flags & MAP_INVALID != 0 {
             return Ok(None);
         }
-        let mut search = AllocationSearch { pieces: Vec::new(), most };
+        let mut search = AllocationSearch { pieces: Vec::new(), max_pieces: most };
         let (offset, length) = (range.start, range.end - range.start);
         // SAFETY: the image is open. `found` is called with `search` only before this returns, by
         // one thread at a time.
@@ -626,7 +626,7 @@ unsafe extern "C" fn on_progress(_done: u64, _of: u64, _argument: *mut c_void) -
 
 struct AllocationSearch {
     pieces: Vec<Range<u64>>,
-    most: usize,
+    max_pieces: usize,
 }
 
 /// Return value that ends a search early; not an error number of the library.
@@ -640,7 +640,7 @@ unsafe extern "C" fn on_allocated(offset: u64, length: usize, exists: c_int, arg
         return 0;
     }
     let end = offset.saturating_add(length as u64);
-    let is_full = search.pieces.len() == search.most;
+    let is_full = search.pieces.len() == search.max_pieces;
     match search.pieces.last_mut() {
         Some(last) if last.end == offset => last.end = end,
         _ if is_full => return -ENOUGH,
@@ -726,10 +726,10 @@ impl Drop for ClosingImage {
 
 /// Waits until all dropped images are closed, for `patience` at most; returns true if all are. A
 /// process that exits earlier leaves locks behind, which the cluster keeps for 30 s.
-pub fn wait_for_closing(patience: Duration) -> bool {
-    let patience = if ARE_ABANDONED.load(Relaxed) { Duration::ZERO } else { patience };
+pub fn wait_for_closing(timeout: Duration) -> bool {
+    let timeout = if ARE_ABANDONED.load(Relaxed) { Duration::ZERO } else { timeout };
     let ending = ENDING.lock().unwrap_or_else(PoisonError::into_inner);
-    let waited = ENDED.wait_timeout_while(ending, patience, |ending| *ending > 0);
+    let waited = ENDED.wait_timeout_while(ending, timeout, |ending| *ending > 0);
     *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
 }
 
@@ -743,7 +743,7 @@ struct ImageCloser {
     handle: Handle,
     library: &'static Library,
     watch: Option<u64>,
-    bell: Arc<ResizeNotifier>,
+    resize_notifier: Arc<ResizeNotifier>,
     pool: Option<RadosPool>,
     closed: Option<async_channel::Sender<Result<()>>>,
 }
@@ -757,7 +757,7 @@ impl ImageCloser {
             // SAFETY: the image is open. Returns when no callback runs any more.
             unsafe { (self.library.rbd_update_unwatch)(self.handle, watch) };
         }
-        drop(self.bell);
+        drop(self.resize_notifier);
         // SAFETY: this is the last owner of the handle. Closing writes the cache back and releases
         // the lock.
         let result = outcome(unsafe { (self.library.rbd_close)(self.handle) }).map(drop);

@@ -137,7 +137,7 @@ pub(super) fn library() -> Result<&'static Library, String> {
 
 /// Advice for an error of [`library`]. The loader reports errors only as text.
 pub fn remedy(why: &str) -> String {
-    let is_scarce = ["map segment", "allocate"].iter().any(|word| why.contains(word));
+    let is_scarce = ["map segment", "allocate"].iter().any(|phrase| why.contains(phrase));
     match is_scarce {
         true => "allow weir more memory: `ulimit -v`, LimitAS= or MemoryMax=".to_owned(),
         false => format!("install the package {PACKAGE}, of Ceph 16 or later"),

@@ -125,13 +125,13 @@ impl RbdOperation {
     /// library uses it.
     pub(super) fn start(
         image: &Arc<RbdImage>,
-        what: RbdOperationKind,
-        place: RbdRequestSlot,
+        kind: RbdOperationKind,
+        slot: RbdRequestSlot,
         mut segments: Segments,
     ) -> Self {
         let vector = |segment: &mut Segment| {
             assert!(matches!(segment, Segment::Own(_)), "a guest's memory is copied first");
-            let base = match what {
+            let base = match kind {
                 RbdOperationKind::Read { .. } => segment.target(),
                 _ => segment.source().cast_mut(),
             };
@@ -140,13 +140,13 @@ impl RbdOperation {
         let vectors = Box::new(segments.as_mut_slice().iter_mut().map(vector).collect());
         let library = image.library();
         let shared = Arc::new(RbdCompletion { library, state: Mutex::default() });
-        let memory = OperationMemory { segments, vectors, image: Arc::clone(image), _place: place };
+        let memory = OperationMemory { segments, vectors, image: Arc::clone(image), _place: slot };
         let operation = Self { shared, memory: Some(memory) };
-        operation.submit(image, what);
+        operation.submit(image, kind);
         operation
     }
 
-    fn submit(&self, image: &RbdImage, what: RbdOperationKind) {
+    fn submit(&self, image: &RbdImage, kind: RbdOperationKind) {
         let library = self.shared.library;
         let argument = Arc::into_raw(Arc::clone(&self.shared)).cast_mut().cast::<c_void>();
         let mut completion = std::ptr::null_mut();
@@ -164,7 +164,7 @@ impl RbdOperation {
             // they point to, belong to `memory`, which lives until the callback (see `drop`); no
             // other code accesses it meanwhile.
             unsafe {
-                match what {
+                match kind {
                     RbdOperationKind::Read { offset } => {
                         (library.rbd_aio_readv)(image, first, count, offset, completion)
                     }
@@ -221,11 +221,11 @@ impl Drop for RbdOperation {
             return;
         }
         let shared = Arc::clone(&self.shared);
-        let kept = std::mem::ManuallyDrop::new(memory);
+        let memory_guard = std::mem::ManuallyDrop::new(memory);
         // `ManuallyDrop`: if the task is dropped before the callback, the memory is leaked.
         reactor::spawn(async move {
             poll_fn(|context| shared.poll(context)).await;
-            drop(std::mem::ManuallyDrop::into_inner(kept));
+            drop(std::mem::ManuallyDrop::into_inner(memory_guard));
         });
     }
 }

@@ -28,8 +28,8 @@ impl Process {
     fn new_process(&self) -> Self {
         let (fake, passed) = (self.fake.another_client(), PassedFiles::default());
         let cache = self.image.device().cache();
-        let how = RbdOptions { cache, read_only: false, force_share: false, passed: Some(passed.clone()) };
-        let image = Rc::new(opened(&fake, how));
+        let options = RbdOptions { cache, read_only: false, force_share: false, passed: Some(passed.clone()) };
+        let image = Rc::new(opened(&fake, options));
         assert!(image.device().is_passed() && image.device().may_be_resumed_elsewhere());
         Self { fake, image, passed }
     }
@@ -52,9 +52,9 @@ impl Process {
         self.image.device().suspend().await
     }
 
-    async fn resume(&self, heir: Option<&Self>) -> std::result::Result<(), OpenError> {
-        let heirs: Vec<_> = heir.map(|heir| heir.fake.client).into_iter().collect();
-        self.image.device().resume(&heirs).await
+    async fn resume(&self, successor: Option<&Self>) -> std::result::Result<(), OpenError> {
+        let successors: Vec<_> = successor.map(|successor| successor.fake.client).into_iter().collect();
+        self.image.device().resume(&successors).await
     }
 }
 
@@ -128,7 +128,7 @@ fn failed_hand_over_resumes_in_the_old_process() {
         HandOverFailure::LeavesWithLock,
         HandOverFailure::DiesWithLock,
     ];
-    for (seed, fails) in (0..30).flat_map(|seed| all.map(|fails| (seed, fails))) {
+    for (seed, failure) in (0..30).flat_map(|seed| all.map(|fails| (seed, fails))) {
         for (has_lock, cache) in
             [(true, CacheMode::None), (true, CacheMode::Writeback), (false, CacheMode::Unsafe)]
         {
@@ -138,8 +138,8 @@ fn failed_hand_over_resumes_in_the_old_process() {
                 let current = Process::first(if has_lock { fake } else { fake.without_lock() }, cache);
                 for round in 1..4 {
                     current.write(round).await;
-                    let heir = current.new_process();
-                    if fails == HandOverFailure::NotGiven {
+                    let successor = current.new_process();
+                    if failure == HandOverFailure::NotGiven {
                         // Fails the write-back, or the release of the lock.
                         current.fake.fail_behind(u32::from(round % 2), 1, libc::EIO);
                         assert_eq!(current.suspend().await, Err(Error::IO));
@@ -147,47 +147,47 @@ fn failed_hand_over_resumes_in_the_old_process() {
                         current.suspend().await.expect("suspended");
                     }
                     let waiting = current.write_meanwhile(round + 100);
-                    match fails {
+                    match failure {
                         HandOverFailure::NotGiven | HandOverFailure::Dies => {}
-                        HandOverFailure::Leaves => heir.image.device().close().await.expect("closed"),
+                        HandOverFailure::Leaves => successor.image.device().close().await.expect("closed"),
                         HandOverFailure::Refused => {
-                            heir.fake.fail(1, libc::EIO);
-                            heir.resume(None).await.expect_err("refused");
-                            heir.image.device().close().await.expect("closed");
+                            successor.fake.fail(1, libc::EIO);
+                            successor.resume(None).await.expect_err("refused");
+                            successor.image.device().close().await.expect("closed");
                         }
                         HandOverFailure::LeavesWithLock => {
-                            heir.resume(None).await.expect("resumed");
-                            heir.write(round).await;
-                            heir.image.device().close().await.expect("closed");
+                            successor.resume(None).await.expect("resumed");
+                            successor.write(round).await;
+                            successor.image.device().close().await.expect("closed");
                         }
                         HandOverFailure::DiesWithLock => {
-                            heir.resume(None).await.expect("resumed");
-                            heir.fake.stop_answering();
-                            let under_way = heir.write_meanwhile(99);
+                            successor.resume(None).await.expect("resumed");
+                            successor.fake.stop_answering();
+                            let in_flight = successor.write_meanwhile(99);
                             pause().await;
-                            drop(under_way);
+                            drop(in_flight);
                         }
                     }
-                    let cluster = heir.fake.clone();
-                    let lands_late = spawn_joinable(async move {
+                    let cluster = successor.fake.clone();
+                    let late_completion = spawn_joinable(async move {
                         pause().await;
                         cluster.resume_answering();
                     });
-                    let gone = if fails == HandOverFailure::NotGiven { None } else { Some(&heir) };
-                    current.resume(gone).await.expect("resumed");
-                    lands_late.await;
-                    assert_eq!(waiting.await, Ok(()), "{fails:?}: waiting requests see no error");
+                    let ended_successor = if failure == HandOverFailure::NotGiven { None } else { Some(&successor) };
+                    current.resume(ended_successor).await.expect("resumed");
+                    late_completion.await;
+                    assert_eq!(waiting.await, Ok(()), "{failure:?}: waiting requests see no error");
                     pause().await;
-                    assert_eq!(current.byte().await, round + 100, "{fails:?}");
-                    assert!(!current.image.device().is_lost(), "{fails:?}");
-                    let dies = matches!(fails, HandOverFailure::Dies | HandOverFailure::DiesWithLock);
-                    assert_eq!(heir.fake.is_blocklisted(), dies, "{fails:?}");
+                    assert_eq!(current.byte().await, round + 100, "{failure:?}");
+                    assert!(!current.image.device().is_lost(), "{failure:?}");
+                    let dies = matches!(failure, HandOverFailure::Dies | HandOverFailure::DiesWithLock);
+                    assert_eq!(successor.fake.is_blocklisted(), dies, "{failure:?}");
                 }
                 // A later hand-over succeeds.
-                let heir = current.new_process();
+                let successor = current.new_process();
                 current.suspend().await.expect("suspended");
-                heir.resume(None).await.expect("resumed");
-                assert_eq!(heir.byte().await, 103);
+                successor.resume(None).await.expect("resumed");
+                assert_eq!(successor.byte().await, 103);
             });
         }
     }
@@ -198,14 +198,14 @@ fn image_locked_by_a_third_client_is_lost() {
     for seed in 0..20 {
         sim::run(seed, async {
             let current = Process::first(FakeRbd::new(SIZE), CacheMode::None);
-            let (heir, third) = (current.new_process(), current.fake.another_client());
+            let (successor, third) = (current.new_process(), current.fake.another_client());
             current.suspend().await.expect("suspended");
             assert!(third.acquire_free_lock());
             let waiting = current.write_meanwhile(1);
-            let why = heir.resume(None).await.expect_err("it is another's").to_string();
+            let why = successor.resume(None).await.expect_err("it is another's").to_string();
             assert!(why.contains("another client has taken its lock: 127.0.0.1:0/2"), "{why}");
-            assert!(!heir.image.device().is_lost(), "it never was the heir's");
-            let why = current.resume(Some(&heir)).await.expect_err("it is another's").to_string();
+            assert!(!successor.image.device().is_lost(), "it never was the heir's");
+            let why = current.resume(Some(&successor)).await.expect_err("it is another's").to_string();
             assert!(why.contains("another client has taken its lock"), "{why}");
             assert!(current.image.device().is_lost());
             assert_eq!(waiting.await, Err(Error::IO), "waiting requests fail");
@@ -218,33 +218,33 @@ fn image_locked_by_a_third_client_is_lost() {
 fn hung_cluster_delays_only_writers() {
     sim::run(1, async {
         let current = Process::first(FakeRbd::new(SIZE), CacheMode::None);
-        let heir = current.new_process();
+        let successor = current.new_process();
         current.write(1).await;
-        let laying = {
+        let suspending = {
             let image = Rc::clone(&current.image);
-            let laying = async move { image.device().suspend().await };
-            spawn_joinable(reactor::timeout(Duration::from_secs(5), laying))
+            let suspending = async move { image.device().suspend().await };
+            spawn_joinable(reactor::timeout(Duration::from_secs(5), suspending))
         };
         while current.image.device().ownership.is_ours() {
             sleep_until(now() + Duration::from_micros(1)).await;
         }
         current.fake.stop_answering();
         // The caller times out, and the suspension continues.
-        assert!(laying.await.is_err());
+        assert!(suspending.await.is_err());
         let began = now();
-        heir.resume(None).await.expect_err("the other process continues");
+        successor.resume(None).await.expect_err("the other process continues");
         assert_eq!(now() - began, RESUME_TIMEOUT);
         let waiting = current.write_meanwhile(2);
-        let taking = {
-            let (image, heir) = (Rc::clone(&current.image), heir.fake.client);
-            spawn_joinable(async move { image.device().resume(&[heir]).await })
+        let resuming = {
+            let (image, successor) = (Rc::clone(&current.image), successor.fake.client);
+            spawn_joinable(async move { image.device().resume(&[successor]).await })
         };
         pause().await;
-        assert!(!taking.is_finished() && !waiting.is_finished());
+        assert!(!resuming.is_finished() && !waiting.is_finished());
         let oldest = current.image.device().oldest_request().expect("it is seen");
         assert!(oldest >= Duration::from_millis(900), "{oldest:?}");
         current.fake.resume_answering();
-        taking.await.expect("resumed");
+        resuming.await.expect("resumed");
         assert_eq!(waiting.await, Ok(()));
         assert_eq!(current.byte().await, 2);
     });

@@ -30,7 +30,7 @@ pub(super) struct SplitDriver {
     published: u16,
     /// Number of entries published since the last `wants_kick`.
     unkicked: u32,
-    seen: u16,
+    used_index: u16,
 }
 
 impl SplitDriver {
@@ -48,7 +48,7 @@ impl SplitDriver {
             lengths: vec![0; usize::from(size)].into(),
             published,
             unkicked: 0,
-            seen,
+            used_index: seen,
         }
     }
 
@@ -67,9 +67,9 @@ impl SplitDriver {
             let flags = flags | link | buffer.flags();
             let next = next.unwrap_or(0);
             self.links[usize::from(chain[number])] = next;
-            let rest = u64::from(buffer.bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
+            let word = u64::from(buffer.bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
             self.table.store_u64(offset, buffer.address, Ordering::Relaxed);
-            self.table.store_u64(offset + 8, rest, Ordering::Relaxed);
+            self.table.store_u64(offset + 8, word, Ordering::Relaxed);
         }
         self.lengths[usize::from(head)] = chain.len() as u16;
         let entry = RING + 2 * usize::from(self.published % self.size);
@@ -96,10 +96,10 @@ impl SplitDriver {
     }
 
     pub(super) fn next_used(&mut self) -> Result<Option<UsedChain>, NotInFlight> {
-        if self.used.load_u16(IDX, Ordering::Acquire) == self.seen {
+        if self.used.load_u16(IDX, Ordering::Acquire) == self.used_index {
             return Ok(None);
         }
-        let entry = RING + 8 * usize::from(self.seen % self.size);
+        let entry = RING + 8 * usize::from(self.used_index % self.size);
         let id = self.used.load_u32(entry, Ordering::Relaxed);
         let written = self.used.load_u32(entry + 4, Ordering::Relaxed);
         let head = u16::try_from(id).ok().filter(|&head| head < self.size).ok_or(NotInFlight(id))?;
@@ -114,7 +114,7 @@ impl SplitDriver {
             self.free.push(descriptor);
             descriptor = self.links[usize::from(descriptor)];
         }
-        self.seen = self.seen.wrapping_add(1);
+        self.used_index = self.used_index.wrapping_add(1);
         Ok(Some(UsedChain { id: head, written }))
     }
 
@@ -126,11 +126,11 @@ impl SplitDriver {
 
     pub(super) fn enable_calls(&mut self) -> bool {
         if self.event_idx {
-            self.available.store_u16(RING + 2 * usize::from(self.size), self.seen, Ordering::Relaxed);
+            self.available.store_u16(RING + 2 * usize::from(self.size), self.used_index, Ordering::Relaxed);
         } else {
             self.available.store_u16(FLAGS, 0, Ordering::Relaxed);
         }
         fence(Ordering::SeqCst);
-        self.used.load_u16(IDX, Ordering::Relaxed) != self.seen
+        self.used.load_u16(IDX, Ordering::Relaxed) != self.used_index
     }
 }

@@ -47,7 +47,7 @@ pub(in super::super) struct PackedLog {
     used: RingPosition,
     counter: u64,
     /// The chain that is being logged: first entry, last entry, length so far.
-    noting: (u16, u16, u16),
+    current_chain: (u16, u16, u16),
 }
 
 fn at(slot: u16, field: usize) -> usize {
@@ -67,7 +67,7 @@ impl PackedLog {
         is_published: impl Fn(RingPosition) -> bool,
     ) -> Result<(Self, Option<InflightChains>), RingError> {
         let (cells, in_use) = inflight.open(size, true)?;
-        let mut log = Self { cells, size, free: 0, used, counter: 0, noting: (0, 0, 0) };
+        let mut log = Self { cells, size, free: 0, used, counter: 0, current_chain: (0, 0, 0) };
         if !in_use {
             log.begin();
             return Ok((log, None));
@@ -121,12 +121,12 @@ impl PackedLog {
     /// Finds the chains in flight: all entries that are not free.
     fn chains(&mut self) -> Result<InflightChains, RingError> {
         // The free list includes entries that a crash left partly logged or partly cleared.
-        let mut seen = vec![false; usize::from(self.size)];
-        let mut left = self.size;
+        let mut visited = vec![false; usize::from(self.size)];
+        let mut remaining = self.size;
         let mut slot = self.free;
-        while slot < self.size && !std::mem::replace(&mut seen[usize::from(slot)], true) {
+        while slot < self.size && !std::mem::replace(&mut visited[usize::from(slot)], true) {
             self.clear_flag(slot);
-            left -= 1;
+            remaining -= 1;
             slot = self.next(slot);
         }
         let mut heads = Vec::new();
@@ -144,10 +144,10 @@ impl PackedLog {
             let last = self.cells.load_u16(at(head, LAST), Ordering::Relaxed);
             let mut slot = head;
             for number in 1..=length {
-                if slot >= self.size || std::mem::replace(&mut seen[usize::from(slot)], true) {
+                if slot >= self.size || std::mem::replace(&mut visited[usize::from(slot)], true) {
                     return Err(RingError::Inflight("its chains overlap"));
                 }
-                left -= 1;
+                remaining -= 1;
                 if number == length && slot != last {
                     return Err(RingError::Inflight("one of its chains has a wrong last entry"));
                 }
@@ -159,7 +159,7 @@ impl PackedLog {
             chains.push((head, length));
         }
         // Every entry must be free or in exactly one chain.
-        if left != 0 {
+        if remaining != 0 {
             return Err(RingError::Inflight("it has entries that are neither free nor in a chain"));
         }
         Ok(InflightChains { used: self.used, chains })
@@ -188,13 +188,13 @@ impl PackedLog {
 
     /// Begins a chain.
     pub(in super::super) fn begin_chain(&mut self) {
-        self.noting = (self.free, self.free, 0);
+        self.current_chain = (self.free, self.free, 0);
     }
 
     /// Logs the next descriptor of the chain. Its entry stays in the free list until
     /// `commit_chain`.
     pub(in super::super) fn log_descriptor(&mut self, descriptor: RingDescriptor) -> Result<(), RingError> {
-        let (head, last, length) = self.noting;
+        let (head, last, length) = self.current_chain;
         let slot = if length == 0 { head } else { self.next(last) };
         if slot >= self.size {
             return Err(NO_SUCH_ENTRY);
@@ -204,13 +204,13 @@ impl PackedLog {
             | u64::from(descriptor.bytes) << 32;
         self.cells.store_u64(at(slot, WORD), word, Ordering::Relaxed);
         self.cells.store_u64(at(slot, ADDRESS), descriptor.address, Ordering::Relaxed);
-        self.noting = (head, slot, length + 1);
+        self.current_chain = (head, slot, length + 1);
         Ok(())
     }
 
     /// Marks the logged chain as in flight; returns its first entry.
     pub(in super::super) fn commit_chain(&mut self) -> u16 {
-        let (head, last, length) = self.noting;
+        let (head, last, length) = self.current_chain;
         self.cells.store_u16(at(head, LAST), last, Ordering::Relaxed);
         self.cells.store_u16(at(head, NUM), length, Ordering::Relaxed);
         self.cells.store_u64(at(head, COUNTER), self.counter, Ordering::Relaxed);

@@ -71,9 +71,9 @@ impl SplitLog {
     /// Clears the heads that were completed and not cleared.
     fn recover(&mut self, size: u16, published: u16) -> Result<(), RingError> {
         self.last_batch_head = self.cells.load_u16(LAST_BATCH_HEAD, Ordering::Relaxed);
-        let noted = self.cells.load_u16(USED_IDX, Ordering::Relaxed);
+        let logged = self.cells.load_u16(USED_IDX, Ordering::Relaxed);
         // At most one batch can be unfinished: its heads are linked from `last_batch_head`.
-        let batch = published.wrapping_sub(noted);
+        let batch = published.wrapping_sub(logged);
         if batch > size {
             return Err(RingError::Inflight("its index is not that of the used ring"));
         }

@@ -40,13 +40,13 @@ pub(super) struct DescriptorOwnership {
     /// Position of the next used descriptor.
     used: RingPosition,
     /// Number of descriptors between the two: those of chains in flight.
-    out: u16,
+    in_flight: u16,
     /// Number of descriptors returned since the last `wants_call`.
-    unannounced: u32,
+    unsignaled: u32,
     /// True until the first `wants_call`: an earlier device may have owed a call.
     owes_call: bool,
     /// True if kicks are suppressed.
-    silent: bool,
+    kicks_suppressed: bool,
 }
 
 impl DescriptorOwnership {
@@ -60,10 +60,10 @@ impl DescriptorOwnership {
             device: EventSuppression::new(device, event_idx),
             next: used,
             used,
-            out: 0,
-            unannounced: 0,
+            in_flight: 0,
+            unsignaled: 0,
             owes_call: true,
-            silent: false,
+            kicks_suppressed: false,
         }
     }
 
@@ -95,9 +95,9 @@ impl DescriptorOwnership {
     }
 
     /// Continues at `used`, with `out` descriptors in flight, at most the ring's size.
-    pub(super) fn resume(&mut self, used: RingPosition, out: u16) {
-        (self.used, self.out) = (used, out);
-        self.next = used.after(out, self.size);
+    pub(super) fn resume(&mut self, used: RingPosition, in_flight: u16) {
+        (self.used, self.in_flight) = (used, in_flight);
+        self.next = used.after(in_flight, self.size);
     }
 
     /// The words of a descriptor: its address, and its length, id and flags in one.
@@ -123,10 +123,10 @@ impl DescriptorOwnership {
     #[inline(always)]
     pub(super) fn take(
         &mut self,
-        mut each: impl FnMut(u64, u64) -> Result<(), RingError>,
+        mut on_descriptor: impl FnMut(u64, u64) -> Result<(), RingError>,
     ) -> Result<Option<(u16, u16)>, RingError> {
         // In a full ring the next position belongs to a chain in flight, whatever its flags are.
-        if self.out == self.size {
+        if self.in_flight == self.size {
             return Ok(None);
         }
         let (mut address, mut word) = self.words(self.next);
@@ -135,19 +135,19 @@ impl DescriptorOwnership {
         }
         let mut length = 1;
         loop {
-            each(address, word)?;
+            on_descriptor(address, word)?;
             if flags(word) & flag::NEXT == 0 {
                 break;
             }
             // All descriptors that are not in flight belong to this chain, and none ends it.
-            if length == self.size - self.out {
+            if length == self.size - self.in_flight {
                 return Err(RingError::Endless);
             }
             (address, word) = self.words(self.next.after(length, self.size));
             length += 1;
         }
         self.next = self.next.after(length, self.size);
-        self.out += length;
+        self.in_flight += length;
         Ok(Some(((word >> 32) as u16, length)))
     }
 
@@ -167,17 +167,17 @@ impl DescriptorOwnership {
         // Release: a driver that sees the flags sees the data in the buffers.
         self.ring.store_u64(usize::from(at.index) * DESCRIPTOR_BYTES + 8, word, Ordering::Release);
         self.used = self.used_after(descriptors);
-        self.unannounced = self.unannounced.saturating_add(u32::from(descriptors));
+        self.unsignaled = self.unsignaled.saturating_add(u32::from(descriptors));
     }
 
     fn release(&mut self, descriptors: u16) {
-        let left = self.out.checked_sub(descriptors);
-        self.out = left.expect("a ticket is given back once, to the ring that it is of");
+        let remaining = self.in_flight.checked_sub(descriptors);
+        self.in_flight = remaining.expect("a ticket is given back once, to the ring that it is of");
     }
 
     /// True if the driver must be called for the descriptors published since the last call.
     pub(super) fn wants_call(&mut self) -> bool {
-        let unannounced = std::mem::take(&mut self.unannounced);
+        let unannounced = std::mem::take(&mut self.unsignaled);
         if std::mem::take(&mut self.owes_call) {
             return true;
         }
@@ -191,20 +191,20 @@ impl DescriptorOwnership {
 
     /// Suppresses kicks.
     pub(super) fn suppress_kicks(&mut self) {
-        if !self.silent {
+        if !self.kicks_suppressed {
             self.device.disable();
         }
-        self.silent = true;
+        self.kicks_suppressed = true;
     }
 
     /// Requests kicks. True if a chain was made available meanwhile, for which no kick may arrive.
     pub(super) fn enable_kicks(&mut self) -> bool {
-        self.silent = false;
+        self.kicks_suppressed = false;
         self.device.request(self.next);
         // Between the request (above) and the check of the next descriptor: see the drawing.
         fence(Ordering::SeqCst);
         let word = self.ring.load_u64(usize::from(self.next.index) * DESCRIPTOR_BYTES + 8, Ordering::Relaxed);
-        self.next.is_available(flags(word)) && self.out < self.size
+        self.next.is_available(flags(word)) && self.in_flight < self.size
     }
 }
 

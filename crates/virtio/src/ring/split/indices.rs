@@ -42,15 +42,15 @@ pub(super) struct Indices {
     /// Index of the next available entry to take.
     next: u16,
     /// Last loaded value of the driver's index.
-    seen: u16,
+    driver_index: u16,
     /// Number of published used entries, modulo 2¹⁶.
     published: u16,
     /// Number of published entries since the last `wants_call`.
-    unannounced: u32,
+    unsignaled: u32,
     /// True until the first `wants_call`: an earlier device may have owed a call.
     owes_call: bool,
     /// True if kicks are suppressed.
-    silent: bool,
+    kicks_suppressed: bool,
 }
 
 impl Indices {
@@ -63,11 +63,11 @@ impl Indices {
             available,
             used,
             next: base,
-            seen: base,
+            driver_index: base,
             published,
-            unannounced: 0,
+            unsignaled: 0,
             owes_call: true,
-            silent: false,
+            kicks_suppressed: false,
         }
     }
 
@@ -92,7 +92,7 @@ impl Indices {
 
     /// Continues taking at this index.
     pub(super) fn set_next(&mut self, next: u16) {
-        (self.next, self.seen) = (next, next);
+        (self.next, self.driver_index) = (next, next);
     }
 
     /// Takes the next available head; `None` if there is none.
@@ -100,15 +100,15 @@ impl Indices {
     /// # Errors
     /// An invalid index or head. Nothing is taken then.
     pub(super) fn take(&mut self) -> Result<Option<u16>, RingError> {
-        if self.next == self.seen {
+        if self.next == self.driver_index {
             // Acquire pairs with the driver's publication: its entries and descriptors are visible.
-            let seen = self.available.load_u16(IDX, Ordering::Acquire);
+            let driver_index = self.available.load_u16(IDX, Ordering::Acquire);
             // A distance above the ring's size also covers an index that went backwards.
-            if seen.wrapping_sub(self.next) > self.size {
-                return Err(RingError::IndexJump { from: self.next, to: seen, size: self.size });
+            if driver_index.wrapping_sub(self.next) > self.size {
+                return Err(RingError::IndexJump { from: self.next, to: driver_index, size: self.size });
             }
-            self.seen = seen;
-            if seen == self.next {
+            self.driver_index = driver_index;
+            if driver_index == self.next {
                 return Ok(None);
             }
         }
@@ -124,7 +124,7 @@ impl Indices {
     /// The head `ahead` entries behind the next one, if the driver is known to have made it
     /// available. The guest may change it before it is taken.
     pub(super) fn peek(&self, ahead: u16) -> Option<u16> {
-        if self.seen.wrapping_sub(self.next) <= ahead {
+        if self.driver_index.wrapping_sub(self.next) <= ahead {
             return None;
         }
         let entry = usize::from(self.next.wrapping_add(ahead) % self.size);
@@ -144,16 +144,16 @@ impl Indices {
         self.used.store_u32(entry + 4, written, Ordering::Relaxed);
         self.published = self.published.wrapping_add(1);
         self.used.store_u16(IDX, self.published, Ordering::Release);
-        self.unannounced = self.unannounced.saturating_add(1);
+        self.unsignaled = self.unsignaled.saturating_add(1);
     }
 
     /// True if the driver must be called for the entries published since the last call.
     pub(super) fn wants_call(&mut self) -> bool {
-        let unannounced = std::mem::take(&mut self.unannounced);
+        let unsignaled = std::mem::take(&mut self.unsignaled);
         if std::mem::take(&mut self.owes_call) {
             return true;
         }
-        if unannounced == 0 {
+        if unsignaled == 0 {
             return false;
         }
         // Between publishing (above) and the check of the driver's event: see the drawing.
@@ -162,8 +162,8 @@ impl Indices {
             let event = self.available.load_u16(RING + 2 * usize::from(self.size), Ordering::Relaxed);
             // Number of entries published after the one that the driver waits for
             // (`vring_need_event`, § 2.7.7.1).
-            let behind = self.published.wrapping_sub(event).wrapping_sub(1);
-            u32::from(behind) < unannounced
+            let distance = self.published.wrapping_sub(event).wrapping_sub(1);
+            u32::from(distance) < unsignaled
         } else {
             self.available.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0
         }
@@ -172,15 +172,15 @@ impl Indices {
     /// Suppresses kicks. With an event index there is nothing to store: the requested event has
     /// passed, until the index wraps.
     pub(super) fn suppress_kicks(&mut self) {
-        if !self.silent && !self.event_idx {
+        if !self.kicks_suppressed && !self.event_idx {
             self.used.store_u16(FLAGS, NO_NOTIFY, Ordering::Relaxed);
         }
-        self.silent = true;
+        self.kicks_suppressed = true;
     }
 
     /// Requests kicks. True if an entry was made available meanwhile, for which no kick may arrive.
     pub(super) fn enable_kicks(&mut self) -> bool {
-        self.silent = false;
+        self.kicks_suppressed = false;
         if self.event_idx {
             self.used.store_u16(RING + 8 * usize::from(self.size), self.next, Ordering::Relaxed);
         } else {

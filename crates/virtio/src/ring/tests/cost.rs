@@ -46,7 +46,7 @@ fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
         buffer(BUFFERS + 0x2000, 4096, true),
         buffer(BUFFERS + 0x3800, 1, true),
     ];
-    let mut turn = || {
+    let mut run_batch = || {
         for table in &tables {
             driver.add_indirect(table, &buffers).expect("there is room");
         }
@@ -62,11 +62,11 @@ fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
             }
         }
         let _call = ring.wants_call();
-        let took = start.elapsed();
+        let elapsed = start.elapsed();
         while driver.next_used().expect("it was out").is_some() {}
-        took.as_nanos() / u128::from(BATCH)
+        elapsed.as_nanos() / u128::from(BATCH)
     };
-    let mut costs: Vec<_> = (0..ROUNDS).map(|_| turn()).collect();
+    let mut costs: Vec<_> = (0..ROUNDS).map(|_| run_batch()).collect();
     costs.sort_unstable();
     costs[costs.len() / 2]
 }

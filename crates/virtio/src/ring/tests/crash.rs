@@ -41,11 +41,11 @@ impl KillableDevice {
     }
 
     fn step(&mut self, world: &mut RingWorld, base: u32) -> After {
-        let left = Rc::clone(&self.stores);
+        let remaining_stores = Rc::clone(&self.stores);
         let hook = move |access| {
             if access == RingAccess::Store {
                 // No store is left: the device is killed before this one.
-                left.set(left.get().checked_sub(1).unwrap_or_else(|| resume_unwind(Box::new(Killed))));
+                remaining_stores.set(remaining_stores.get().checked_sub(1).unwrap_or_else(|| resume_unwind(Box::new(Killed))));
             }
         };
         let step = AssertUnwindSafe(|| with_hook(hook, || self.act(world, base)));
@@ -63,13 +63,13 @@ impl KillableDevice {
             0 | 1 => world.put_back(&mut ring, &mut self.held),
             2..20 => {
                 if let Some(chain) = ring.take().expect("a good ring") {
-                    self.held.push(world.look(chain));
+                    self.held.push(world.check_chain(chain));
                 }
             }
             _ if self.held.is_empty() => {}
             _ => {
-                let held = self.held.swap_remove(world.rng.usize(0..self.held.len()));
-                world.complete(&mut ring, held);
+                let taken = self.held.swap_remove(world.rng.usize(0..self.held.len()));
+                world.complete(&mut ring, taken);
             }
         }
         self.ring = Some(ring);
@@ -105,24 +105,24 @@ fn run(seed: u64) -> u64 {
     // The last device is not killed.
     let mut ring = world.ring_with_inflight(base);
     while let Some(chain) = ring.take().expect("a good ring") {
-        let held = world.look(chain);
-        world.complete(&mut ring, held);
+        let taken = world.check_chain(chain);
+        world.complete(&mut ring, taken);
     }
     assert!(ring.wants_call(), "the previous device may have owed a call");
     assert_eq!(ring.in_flight(), 0);
     world.collect();
     assert_eq!(world.waits_for(), 0, "{shape:?}: chains that were lost");
-    world.came_back
+    world.returned
 }
 
 #[test]
 fn device_killed_before_any_store_loses_and_repeats_nothing() {
-    let mut came_back = 0;
+    let mut resumed = 0;
     let seeds = seeds::for_each(
         "--lib",
         "device_killed_before_any_store_loses_and_repeats_nothing",
         20_000,
-        |seed| came_back += run(seed),
+        |seed| resumed += run(seed),
     );
-    assert!(seeds < 100 || came_back > 10 * seeds, "{came_back} chains");
+    assert!(seeds < 100 || resumed > 10 * seeds, "{resumed} chains");
 }

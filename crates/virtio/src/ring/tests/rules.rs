@@ -52,9 +52,9 @@ impl Raw {
     /// Writes descriptors at `address`: those of a split ring, or of an indirect table.
     fn table(&self, address: u64, descriptors: &[Descriptor]) {
         for (number, &(to, bytes, flags, next)) in descriptors.iter().enumerate() {
-            let rest = u64::from(bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
-            let words = [to.to_le_bytes(), rest.to_le_bytes()].concat();
-            self.write(address + 16 * number as u64, &words);
+            let word = u64::from(bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
+            let descriptor = [to.to_le_bytes(), word.to_le_bytes()].concat();
+            self.write(address + 16 * number as u64, &descriptor);
         }
     }
 
@@ -83,8 +83,8 @@ impl Raw {
 const A: u64 = BUFFERS + 0x1000;
 const OUTSIDE: u64 = 1 << 50;
 
-fn places(places: &[reactor::guest::GuestBytes]) -> Vec<(u64, usize)> {
-    places.iter().map(|place| (place.guest_address(), place.bytes())).collect()
+fn ranges_of(segments: &[reactor::guest::GuestBytes]) -> Vec<(u64, usize)> {
+    segments.iter().map(|segment| (segment.guest_address(), segment.bytes())).collect()
 }
 
 #[test]
@@ -106,8 +106,8 @@ fn a_chain_is_its_descriptors_in_order() {
     let chain = raw.ring.take().expect("a good ring").expect("a chain");
     assert_eq!(chain.fault, None);
     assert_eq!(chain.descriptors, 4);
-    assert_eq!(places(chain.readable()), [(A + 8, 16)]);
-    assert_eq!(places(chain.writable()), [(SEAM - 10, 10), (SEAM, 20), (A, 1)]);
+    assert_eq!(ranges_of(chain.readable()), [(A + 8, 16)]);
+    assert_eq!(ranges_of(chain.writable()), [(SEAM - 10, 10), (SEAM, 20), (A, 1)]);
     raw.ring.complete(chain.ticket, 31);
     // The used ring: the index, then head and length.
     assert_eq!([2, 4, 6, 8, 10].map(|at| raw.u16(RINGS + 0x6000 + at)), [1, 3, 0, 31, 0]);
@@ -120,8 +120,8 @@ fn an_indirect_table_may_lie_anywhere_and_behind_a_chain() {
         raw.table(at, &[(A, 5, NEXT, 2), (0, 0, NEXT, 9), (A + 50, 6, WRITE, 0)]);
         let chain = raw.chain(&[(A + 9, 3, NEXT, 1), (at, 48, INDIRECT | WRITE, 0)]);
         assert_eq!(chain.fault, None);
-        assert_eq!(places(chain.readable()), [(A + 9, 3), (A, 5)]);
-        assert_eq!(places(chain.writable()), [(A + 50, 6)]);
+        assert_eq!(ranges_of(chain.readable()), [(A + 9, 3), (A, 5)]);
+        assert_eq!(ranges_of(chain.writable()), [(A + 50, 6)]);
     }
 }
 
@@ -184,8 +184,8 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
             let mut driver = RingDriver::new(&layout);
             let raw = Raw::of(memory, packed);
             let buffers = vec![DriverBuffer { address: A, bytes: 1, writable: false }; usize::from(count)];
-            let place = raw.memory.range(BUFFERS, 16 * buffers.len()).expect("inside");
-            driver.add_indirect(&place, &buffers).expect("there is room");
+            let indirect_table = raw.memory.range(BUFFERS, 16 * buffers.len()).expect("inside");
+            driver.add_indirect(&indirect_table, &buffers).expect("there is room");
             let mut ring = raw.ring;
             let chain = ring.take().expect("a good ring").expect("a chain");
             assert_eq!((chain.fault, chain.descriptors), (fault, MAX_DESCRIPTORS));
@@ -202,19 +202,19 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
 #[test]
 fn indirect_tables_of_packed_rings_have_packed_descriptors() {
     let mut raw = Raw::new(PACKED);
-    let put = |at: u64, (address, bytes, id, flags): (u64, u32, u16, u16)| {
+    let write_descriptor = |at: u64, (address, bytes, id, flags): (u64, u32, u16, u16)| {
         raw.write(at, &address.to_le_bytes());
         raw.write(at + 8, &bytes.to_le_bytes());
         raw.write(at + 12, &id.to_le_bytes());
         raw.write(at + 14, &flags.to_le_bytes());
     };
-    put(BUFFERS, (A, 16, 7, NEXT));
-    put(BUFFERS + 16, (A + 64, 5, u16::MAX, WRITE));
-    put(RINGS, (BUFFERS, 32, 3, INDIRECT | 1 << 7));
+    write_descriptor(BUFFERS, (A, 16, 7, NEXT));
+    write_descriptor(BUFFERS + 16, (A + 64, 5, u16::MAX, WRITE));
+    write_descriptor(RINGS, (BUFFERS, 32, 3, INDIRECT | 1 << 7));
     let chain = raw.ring.take().expect("a good ring").expect("a chain");
     assert_eq!((chain.fault, chain.descriptors), (None, 2));
-    assert_eq!(places(chain.readable()), [(A, 16)]);
-    assert_eq!(places(chain.writable()), [(A + 64, 5)]);
+    assert_eq!(ranges_of(chain.readable()), [(A, 16)]);
+    assert_eq!(ranges_of(chain.writable()), [(A + 64, 5)]);
 }
 
 #[test]
@@ -274,29 +274,29 @@ fn invalid_layouts_are_rejected() {
     for base in [8, 8 << 16, 0x7fff] {
         assert_eq!(check(packed.clone(), base), RingError::Base { base, size: 8 });
     }
-    let part = |what, bytes, needed, alignment| RingError::Part { what, bytes, needed, alignment };
+    let part_error = |part_name, bytes, needed, alignment| RingError::Part { what: part_name, bytes, needed, alignment };
     let at = |offset, bytes| memory.range(RINGS + offset, bytes).expect("inside");
     let short = |layout: RingLayout| check(layout, 0x8000_8000);
     assert_eq!(
         short(RingLayout { descriptors: at(0, 127), ..split.clone() }),
-        part("descriptors", 127, 128, 16)
+        part_error("descriptors", 127, 128, 16)
     );
     assert_eq!(
         short(RingLayout { descriptors: at(8, 128), ..packed.clone() }),
-        part("descriptors", 128, 128, 16)
+        part_error("descriptors", 128, 128, 16)
     );
-    assert_eq!(short(RingLayout { driver: at(0, 19), ..split.clone() }), part("driver's part", 19, 20, 2));
-    assert_eq!(short(RingLayout { driver: at(2, 4), ..packed }), part("driver's part", 4, 4, 4));
-    assert_eq!(short(RingLayout { device: at(2, 68), ..split.clone() }), part("device's part", 68, 68, 4));
+    assert_eq!(short(RingLayout { driver: at(0, 19), ..split.clone() }), part_error("driver's part", 19, 20, 2));
+    assert_eq!(short(RingLayout { driver: at(2, 4), ..packed }), part_error("driver's part", 4, 4, 4));
+    assert_eq!(short(RingLayout { device: at(2, 68), ..split.clone() }), part_error("device's part", 68, 68, 4));
     let with_event = RingLayout { event_idx: true, ..split };
-    assert_eq!(short(with_event), part("driver's part", 20, 22, 2));
+    assert_eq!(short(with_event), part_error("driver's part", 20, 22, 2));
     assert_eq!(RingParts::of(256, false, true).device, (4 + 8 * 256 + 2, 4));
 }
 
 #[test]
 fn calls_are_made_when_the_event_is_passed() {
     // Published before, published now, the event: as in § 2.7.7.1, also if the index wraps.
-    for (before, now, event, wanted) in [
+    for (before, now, event, expected) in [
         (0_u16, 1_u16, 0, true),
         (0, 1, 1, false),
         (0, 3, 1, true),
@@ -322,7 +322,7 @@ fn calls_are_made_when_the_event_is_passed() {
             ring.complete(chain.ticket, 0);
         }
         memory.range(RINGS + 0x4004 + 16, 2).expect("inside").write(0, &u16::to_le_bytes(event));
-        assert_eq!(ring.wants_call(), wanted, "{before} to {now}, event {event}");
+        assert_eq!(ring.wants_call(), expected, "{before} to {now}, event {event}");
         assert!(!ring.wants_call(), "it is said once");
     }
 }
@@ -330,7 +330,7 @@ fn calls_are_made_when_the_event_is_passed() {
 #[test]
 fn a_packed_rings_events_have_a_wrap_counter() {
     // Ring of 8: used position before, number of used descriptors, event, its wrap counter.
-    for (before, count, event, wrap, wanted) in [
+    for (before, count, event, wrap, expected) in [
         (0, 1, 0, true, true),
         (0, 1, 1, true, false),
         (0, 3, 2, true, true),
@@ -354,10 +354,10 @@ fn a_packed_rings_events_have_a_wrap_counter() {
             }
             ring.wants_call()
         };
-        let _owed = serve(before);
+        let _owed_call = serve(before);
         let word = u32::from(RingPosition { index: event, wrap }.bits()) | 2 << 16;
         memory.range(RINGS + 0x4000, 4).expect("inside").write(0, &word.to_le_bytes());
-        assert_eq!(serve(count), wanted, "{count} from {before}, event {event} {wrap}");
+        assert_eq!(serve(count), expected, "{count} from {before}, event {event} {wrap}");
     }
 }
 
@@ -490,18 +490,18 @@ fn unfinished_batch_of_another_device_is_recovered() {
     let layout = layout(&memory, SPLIT);
     let area = area(InflightQueueArea::bytes(8, false));
     let all = area.range(0, InflightQueueArea::bytes(8, false)).expect("all of it");
-    let put = |at: usize, value: u16| all.write(at, &value.to_le_bytes());
+    let write_u16 = |at: usize, value: u16| all.write(at, &value.to_le_bytes());
     // Chains 3 and 0 are in flight, in this order; 5 and 6 were completed in one batch that was not
     // cleared.
-    put(8, 1);
-    put(10, 8);
+    write_u16(8, 1);
+    write_u16(10, 8);
     for (order, head) in [6, 3, 5, 0].into_iter().enumerate() {
-        put(16 + 16 * head, 1);
-        put(16 + 16 * head + 8, order as u16 + 40);
+        write_u16(16 + 16 * head, 1);
+        write_u16(16 + 16 * head + 8, order as u16 + 40);
     }
-    put(12, 6);
-    put(16 + 16 * 6 + 6, 5);
-    put(14, 65_535);
+    write_u16(12, 6);
+    write_u16(16 + 16 * 6 + 6, 5);
+    write_u16(14, 65_535);
     memory.range(RINGS + 0x6002, 2).expect("inside").write(0, &1_u16.to_le_bytes());
     let inflight = InflightQueueArea::new(all);
     let mut ring = Virtqueue::with_inflight(layout, memory, 77, inflight).expect("a good ring");
@@ -545,20 +545,20 @@ fn foreign_inflight_areas_are_rejected() {
             let all = area.range(0, bytes).expect("all of it");
             let layout = layout(&memory, shape);
             let inflight = || InflightQueueArea::new(all.clone());
-            let with = || Virtqueue::with_inflight(layout.clone(), memory.clone(), shape.start(), inflight());
-            with().expect("a new area");
+            let open_ring = || Virtqueue::with_inflight(layout.clone(), memory.clone(), shape.start(), inflight());
+            open_ring().expect("a new area");
             change(&all);
-            with().map(|ring| ring.in_flight())
+            open_ring().map(|ring| ring.in_flight())
         };
-        let put = |at: usize, bytes: &'static [u8]| {
+        let open_with = |at: usize, bytes: &'static [u8]| {
             open(&move |all: &reactor::guest::GuestBytes| all.write(at, bytes))
         };
-        let refused = |got: Result<u16, RingError>| {
-            assert!(matches!(got, Err(RingError::Inflight(_))), "{shape:?} {got:?}");
+        let refused = |result: Result<u16, RingError>| {
+            assert!(matches!(result, Err(RingError::Inflight(_))), "{shape:?} {result:?}");
         };
-        assert_eq!(put(0, &[]), Ok(0));
-        refused(put(8, &[2, 0]));
-        refused(put(10, &[9, 0]));
+        assert_eq!(open_with(0, &[]), Ok(0));
+        refused(open_with(8, &[2, 0]));
+        refused(open_with(10, &[9, 0]));
         let short = area(64);
         let short = InflightQueueArea::new(short.range(0, 64).expect("all of it"));
         refused(
@@ -568,15 +568,15 @@ fn foreign_inflight_areas_are_rejected() {
         if shape.packed {
             // In flight without descriptors, but free; a free list that ends early; a list that
             // loops.
-            assert_eq!(put(32, &[1]), Ok(0));
-            refused(put(32 + 2, &[8, 0]));
-            refused(put(32 + 32 + 2, &[0, 0]));
-            refused(put(16, &[8, 0, 8, 0]));
+            assert_eq!(open_with(32, &[1]), Ok(0));
+            refused(open_with(32 + 2, &[8, 0]));
+            refused(open_with(32 + 32 + 2, &[0, 0]));
+            refused(open_with(16, &[8, 0, 8, 0]));
         } else {
-            assert_eq!(put(16, &[1]), Ok(1));
+            assert_eq!(open_with(16, &[1]), Ok(1));
             // A used index from another ring; a batch that links outside.
-            refused(put(14, &[200, 0]));
-            refused(put(12, &[8, 0, 255, 255]));
+            refused(open_with(14, &[200, 0]));
+            refused(open_with(12, &[8, 0, 255, 255]));
         }
     }
 }
@@ -590,14 +590,14 @@ fn a_ring_continues_in_other_memory() {
         let mut ring = Virtqueue::new(first, old.clone(), shape.start()).expect("a good ring");
         let buffer = DriverBuffer { address: A, bytes: 1, writable: false };
         driver.add(&[buffer]).expect("there is room");
-        let held = ring.take().expect("a good ring").expect("a chain");
+        let taken = ring.take().expect("a good ring").expect("a chain");
         // The same guest's memory without one region, which is not used here.
         let new = old.without(SEAM, SEAM + (1 << 40), 0x8000).expect("it is there");
         let RingLayout { descriptors, driver: suppression, device, .. } = layout(&new, shape);
         let short = descriptors.part(0, 16);
         assert!(ring.set_memory(new.clone(), short, suppression.clone(), device.clone()).is_err());
         ring.set_memory(new, descriptors, suppression, device).expect("good places");
-        ring.complete(held.ticket, 0);
+        ring.complete(taken.ticket, 0);
         assert!(driver.next_used().expect("it was out").is_some());
         driver.add(&[DriverBuffer { address: SEAM, ..buffer }]).expect("there is room");
         let chain = ring.take().expect("a good ring").expect("a chain");

@@ -49,17 +49,17 @@ impl RingTraffic {
             if world.rng.bool() {
                 ring.suppress_kicks();
             }
-            let most = if ending { usize::MAX } else { world.rng.usize(0..5) };
-            for _ in 0..most {
+            let max_chains = if ending { usize::MAX } else { world.rng.usize(0..5) };
+            for _ in 0..max_chains {
                 let Some(chain) = ring.take().expect("a good ring") else { break };
-                self.held.push(world.look(chain));
+                self.held.push(world.check_chain(chain));
             }
         }
         // Requests complete in random order, after random delays.
         let ready = if ending { self.held.len() } else { world.rng.usize(0..=self.held.len()) };
         for _ in 0..ready {
-            let held = self.held.swap_remove(world.rng.usize(0..self.held.len()));
-            world.complete(ring, held);
+            let taken = self.held.swap_remove(world.rng.usize(0..self.held.len()));
+            world.complete(ring, taken);
         }
         world.called |= ring.wants_call();
         if !self.device_sleeps && (ending || world.rng.bool()) {
@@ -71,11 +71,11 @@ impl RingTraffic {
     fn hand_over(&mut self) {
         let mut ring = self.ring.take().expect("there is one");
         self.world.put_back(&mut ring, &mut self.held);
-        for held in self.held.drain(..).rev() {
-            self.world.complete(&mut ring, held);
+        for taken in self.held.drain(..).rev() {
+            self.world.complete(&mut ring, taken);
         }
         assert_eq!(ring.in_flight(), 0);
-        let _owed = ring.wants_call();
+        let _owed_call = ring.wants_call();
         let base = ring.stop();
         self.ring = Some(self.world.ring(base));
         // A front end kicks a ring that it starts.
@@ -103,15 +103,15 @@ fn run(seed: u64) -> u64 {
     }
     assert!(traffic.device_sleeps && traffic.driver_sleeps);
     assert_eq!(traffic.world.waits_for(), 0, "{shape:?}: chains that were never completed");
-    traffic.world.came_back
+    traffic.world.returned
 }
 
 #[test]
 fn each_chain_completes_once_and_no_wake_up_is_lost() {
-    let mut came_back = 0;
+    let mut returned = 0;
     let seeds =
         seeds::for_each("--lib", "each_chain_completes_once_and_no_wake_up_is_lost", 20_000, |seed| {
-            came_back += run(seed);
+            returned += run(seed);
         });
-    assert!(seeds < 100 || came_back > 10 * seeds, "{came_back} chains");
+    assert!(seeds < 100 || returned > 10 * seeds, "{returned} chains");
 }

@@ -99,7 +99,7 @@ pub(super) struct RingWorld {
     pub(super) called: bool,
     /// Chains that were completed and must not be taken again.
     done: HashSet<u64>,
-    pub(super) came_back: u64,
+    pub(super) returned: u64,
 }
 
 impl RingWorld {
@@ -120,7 +120,7 @@ impl RingWorld {
             kicked: false,
             called: false,
             done: HashSet::new(),
-            came_back: 0,
+            returned: 0,
         };
         (world, shape)
     }
@@ -141,14 +141,14 @@ impl RingWorld {
     pub(super) fn send(&mut self) {
         let indirect = self.layout.indirect && self.rng.bool();
         // An indirect chain needs only one descriptor of the ring.
-        let most = if indirect { 8 } else { self.driver.free_descriptors().min(8) };
-        if most == 0 || self.driver.free_descriptors() == 0 {
+        let max_buffers = if indirect { 8 } else { self.driver.free_descriptors().min(8) };
+        if max_buffers == 0 || self.driver.free_descriptors() == 0 {
             return;
         }
         let slot = self.slots.pop().expect("as many as descriptors");
         let at = BUFFERS + 8 + slot as u64 * SLOT_BYTES;
         let (readable, writable) = {
-            let all = self.rng.usize(1..=most);
+            let all = self.rng.usize(1..=max_buffers);
             let writable = self.rng.usize(0..all);
             (all - writable, writable)
         };
@@ -190,13 +190,13 @@ impl RingWorld {
     }
 
     fn put(&self, address: u64, bytes: &[u8]) {
-        let mut places = super::super::ChainMemory::new();
-        assert!(self.memory.ranges(address, bytes.len(), &mut places));
-        let mut rest = bytes;
-        for place in &places {
-            let (part, after) = rest.split_at(place.bytes());
-            place.write(0, part);
-            rest = after;
+        let mut segments = super::super::ChainMemory::new();
+        assert!(self.memory.ranges(address, bytes.len(), &mut segments));
+        let mut remaining = bytes;
+        for segment in &segments {
+            let (front, tail) = remaining.split_at(segment.bytes());
+            segment.write(0, front);
+            remaining = tail;
         }
     }
 
@@ -212,18 +212,18 @@ impl RingWorld {
             assert_eq!(used.written, (sent.number * 7) as u32, "of chain {}", sent.number);
             self.slots.push(sent.slot);
             self.done.insert(sent.number);
-            self.came_back += 1;
+            self.returned += 1;
         }
     }
 
     /// Compares a chain of the device with the one that the driver made available.
-    pub(super) fn look(&self, chain: DescriptorChain) -> TakenChain {
+    pub(super) fn check_chain(&self, chain: DescriptorChain) -> TakenChain {
         assert_eq!(chain.fault, None);
         let mut number = [0; 8];
         let mut filled = 0;
-        for place in chain.readable() {
-            let part = place.bytes().min(8 - filled);
-            place.read(0, &mut number[filled..filled + part]);
+        for segment in chain.readable() {
+            let part = segment.bytes().min(8 - filled);
+            segment.read(0, &mut number[filled..filled + part]);
             filled += part;
         }
         let number = u64::from_le_bytes(number);
@@ -234,16 +234,16 @@ impl RingWorld {
     }
 
     /// The device completes a chain, with a length that depends on its number.
-    pub(super) fn complete(&mut self, ring: &mut Virtqueue, held: TakenChain) {
-        ring.complete(held.ticket, (held.number * 7) as u32);
-        assert!(self.done.insert(held.number), "chain {} is served twice", held.number);
+    pub(super) fn complete(&mut self, ring: &mut Virtqueue, taken: TakenChain) {
+        ring.complete(taken.ticket, (taken.number * 7) as u32);
+        assert!(self.done.insert(taken.number), "chain {} is served twice", taken.number);
     }
 
     /// Puts taken chains back, newest first, as long as the ring accepts them.
-    pub(super) fn put_back(&mut self, ring: &mut Virtqueue, held: &mut Vec<TakenChain>) {
-        while let Some(TakenChain { number, ticket }) = held.pop() {
+    pub(super) fn put_back(&mut self, ring: &mut Virtqueue, taken: &mut Vec<TakenChain>) {
+        while let Some(TakenChain { number, ticket }) = taken.pop() {
             if let Err(ticket) = ring.put_back(ticket) {
-                held.push(TakenChain { number, ticket });
+                taken.push(TakenChain { number, ticket });
                 return;
             }
         }

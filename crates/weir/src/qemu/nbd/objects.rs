@@ -128,33 +128,33 @@ impl QemuObjects {
         }
         let directory = value(pairs, "dir")
             .with_context(|| format!("TLS credentials {id}: dir is missing (add dir=DIR)"))?;
-        let mut words = vec!["--tls=required".to_owned()];
+        let mut options = vec!["--tls=required".to_owned()];
         if value(pairs, "qom-type") == Some("tls-creds-psk") {
-            words.push(format!("--tls-psk={directory}"));
-            return Ok(words);
+            options.push(format!("--tls-psk={directory}"));
+            return Ok(options);
         }
-        words.push(format!("--tls-certificates={directory}"));
+        options.push(format!("--tls-certificates={directory}"));
         match value(pairs, "verify-peer") {
             // QEMU verifies clients by default (qemu(1), tls-creds-x509).
-            None | Some("on" | "yes" | "true" | "y") => words.push("--tls-verify-peer".to_owned()),
+            None | Some("on" | "yes" | "true" | "y") => options.push("--tls-verify-peer".to_owned()),
             Some("off" | "no" | "false" | "n") => {}
             Some(other) => bail!("TLS credentials {id}: verify-peer={other} is neither on nor off"),
         }
-        Ok(words)
+        Ok(options)
     }
 }
 
 /// Name pattern of an authz-list rule. Only rules that allow can be translated.
-fn pattern<'a>(pairs: &'a [(String, String)], of: &str) -> anyhow::Result<&'a str> {
-    let key = |name: &str| value(pairs, &format!("{of}.{name}"));
-    let name = key("match").with_context(|| format!("Parameter '{of}.match' is missing"))?;
+fn pattern<'a>(pairs: &'a [(String, String)], prefix: &str) -> anyhow::Result<&'a str> {
+    let key = |name: &str| value(pairs, &format!("{prefix}.{name}"));
+    let name = key("match").with_context(|| format!("Parameter '{prefix}.match' is missing"))?;
     if key("policy") != Some("allow") {
-        bail!("{of}.policy: only allow is supported (`weir serve --object` supports the others)");
+        bail!("{prefix}.policy: only allow is supported (`weir serve --object` supports the others)");
     }
     match key("format") {
         Some("glob") => Ok(name),
         None | Some("exact") => exact(name),
-        Some(other) => bail!("{of}.format={other} is neither exact nor glob"),
+        Some(other) => bail!("{prefix}.format={other} is neither exact nor glob"),
     }
 }
 
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn names_become_patterns() {
         let names = |text: &str| {
-            let names = objects(&[text]).unwrap().names("a").map(|words| words.join(" "));
+            let names = objects(&[text]).unwrap().names("a").map(|options| options.join(" "));
             names.map_err(|error| format!("{error:#}"))
         };
         assert_eq!(names("authz-simple,id=a,identity=CN=x,,O=y").unwrap(), "--tls-authz=CN=x,O=y");
@@ -226,16 +226,16 @@ mod tests {
             ("authz-list,id=a,rules.0.match=x,rules.0.policy=deny", "rules.0.policy: only allow"),
             ("secret,id=a,data=x", "No authorization object with id 'a'"),
         ] {
-            let said = names(text).unwrap_err();
-            assert!(said.contains(expect), "{said}");
+            let message = names(text).unwrap_err();
+            assert!(message.contains(expect), "{message}");
         }
     }
 
     #[test]
     fn unsupported_objects_are_rejected_by_name() {
         let refused = |text: &str, expect: &str| {
-            let said = objects(&[text]).unwrap_err().to_string();
-            assert!(said.contains(expect), "{said}");
+            let message = objects(&[text]).unwrap_err().to_string();
+            assert!(message.contains(expect), "{message}");
         };
         refused("authz-pam,id=a", "invalid object type: authz-pam");
         refused("tls-creds-x509,id=a,priority=x", "priority: not supported");

@@ -38,7 +38,7 @@ impl SnapshotOverlay {
         };
         // In a child process: creating it here would start threads, and the daemon blocks its
         // signals before any thread exists.
-        let made = Command::new(env::current_exe().context("this program cannot find itself")?)
+        let output = Command::new(env::current_exe().context("this program cannot find itself")?)
             .arg0("weir")
             .args(["image", "create", "-q", "-f", "qcow2", "-F", format, "-b"])
             .arg(&backing)
@@ -46,9 +46,9 @@ impl SnapshotOverlay {
             .stdin(Stdio::null())
             .output()
             .context("no process can be started")?;
-        if !made.status.success() {
-            let said = String::from_utf8_lossy(&made.stderr);
-            bail!("--snapshot: {}", said.trim_end().trim_start_matches("weir: "));
+        if !output.status.success() {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            bail!("--snapshot: {}", stderr.trim_end().trim_start_matches("weir: "));
         }
         let path = file.path().to_str().context("the temporary directory is not UTF-8")?;
         image.file = path.to_owned();

@@ -87,10 +87,10 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &TopRow<'_
         ChartUnit::Bytes => "bytes/s",
     };
     // The corners of the frame take two columns.
-    let room = usize::from(area.width).saturating_sub(2);
-    let mut frame_of = Block::bordered().border_style(DIMMED).title(title(name, row.name, markers, room));
+    let available = usize::from(area.width).saturating_sub(2);
+    let mut frame_of = Block::bordered().border_style(DIMMED).title(title(name, row.name, markers, available));
     if let Some(group) = of_group {
-        let group = elided(group, room.saturating_sub(" limit of  ".len()));
+        let group = elided(group, available.saturating_sub(" limit of  ".len()));
         frame_of = frame_of.title_bottom(Line::styled(format!(" limit of {group} "), THROTTLED));
     }
     let chart = Chart::new(limits.chain(measured).collect())
@@ -102,7 +102,7 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &TopRow<'_
 }
 
 /// Title of a chart within a width. Only the name is shortened, not the unit and the legend.
-fn title(unit: &str, name: &str, markers: [(Marker, &str); 3], room: usize) -> Line<'static> {
+fn title(unit: &str, name: &str, markers: [(Marker, &str); 3], available: usize) -> Line<'static> {
     let mut spans = Vec::new();
     for ((text, style), (_, sign)) in
         [("reads ", READS), ("writes ", WRITES), ("sum ", TOTAL)].into_iter().zip(markers)
@@ -110,7 +110,7 @@ fn title(unit: &str, name: &str, markers: [(Marker, &str); 3], room: usize) -> L
         spans.push(Span::styled(format!("{text}{sign}"), style));
     }
     let rest = Line::from(spans.clone()).width() + format!("  {unit}: ").len();
-    let name = elided(name, room.saturating_sub(rest));
+    let name = elided(name, available.saturating_sub(rest));
     spans.insert(0, Span::raw(format!(" {name} {unit}: ")));
     Line::from(spans)
 }
@@ -133,9 +133,9 @@ fn limits_of<'a>(
     settings: &'a MemberSettings,
     unit: ChartUnit,
 ) -> (Vec<u64>, Option<&'a str>) {
-    let own = set_limits(&settings.limits, unit);
-    if !own.is_empty() {
-        return (own, None);
+    let own_limits = set_limits(&settings.limits, unit);
+    if !own_limits.is_empty() {
+        return (own_limits, None);
     }
     let above = report.groups_above(settings).into_iter();
     let mut above = above.map(|group| (set_limits(&group.settings.limits, unit), group.name.as_str()));
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_in_sight_are_drawn_and_those_far_above_are_not() {
+    fn only_limits_near_the_rates_are_drawn() {
         let series = [(vec![(-1.0, 900.0), (0.0, 1000.0)], READS)];
         assert_eq!(top(&series, &[1000, 3000]), 3750.0);
         assert_eq!(top(&series, &[1000, 5000]), 1250.0);

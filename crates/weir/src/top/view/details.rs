@@ -57,14 +57,14 @@ fn about_disk(report: &DaemonReport, disk: &DiskStatus) -> String {
     let read_only = if *read_only { " · read-only" } else { "" };
     let clients = super::count(*connections as usize, "client");
     let machines = report.exports.iter().filter(|export| export.disk == *name && is_vhost_user(export));
-    let machines: String = machines.filter_map(machine).collect();
+    let machines: String = machines.filter_map(front_end_text).collect();
     let devices: String =
         report.exports.iter().filter(|export| export.disk == *name).filter_map(device).collect();
     format!("{} · {clients}{machines}{devices}{cache}{read_only} · {image}", figures::size(*size))
 }
 
 /// The process connected to a vhost-user export, with its queues and requests in flight.
-fn machine(export: &ExportStatus) -> Option<String> {
+fn front_end_text(export: &ExportStatus) -> Option<String> {
     let ExportCounters { queues, in_flight, front_end, .. } = &export.counters;
     let queues = super::count(usize::try_from(queues.unwrap_or(0)).unwrap_or(usize::MAX), "queue");
     Some(format!(" · {}: {queues}, {} in flight", front_end.as_ref()?, in_flight.unwrap_or(0)))
@@ -90,20 +90,20 @@ fn about_group(group: &GroupStatus) -> String {
 }
 
 fn settings(report: &DaemonReport, node: StatusNode<'_>) -> String {
-    let own = node.settings();
-    let mut text = figures::limits(&own.limits);
+    let node_settings = node.settings();
+    let mut text = figures::limits(&node_settings.limits);
     for name in [
         SettingName::Weight,
         SettingName::IopsReservation,
         SettingName::BpsReservation,
         SettingName::Watermark,
     ] {
-        let value = name.of(own);
+        let value = name.of(node_settings);
         if value != name.default() || name == SettingName::Weight {
             text += &format!(" · {} {}", name.text(), name.format(&value));
         }
     }
-    for group in report.groups_above(own) {
+    for group in report.groups_above(node_settings) {
         text += &format!(" · in {} {}", group.name, figures::limits(&group.settings.limits));
     }
     text
@@ -153,8 +153,8 @@ fn prefetching(node: StatusNode<'_>) -> Line<'static> {
 /// Share of time in which requests waited, newest at the right.
 fn throttled_time(state: &TopState, row: &TopRow<'_>, width: usize) -> Line<'static> {
     let bar = |share: f32| BARS[(share.clamp(0.0, 1.0) * 8.0).ceil() as usize];
-    let room = width.saturating_sub(16);
-    let mut bars: Vec<char> = state.history.of(row.name).rev().take(room).map(|p| bar(p.limited)).collect();
+    let available = width.saturating_sub(16);
+    let mut bars: Vec<char> = state.history.of(row.name).rev().take(available).map(|p| bar(p.limited)).collect();
     bars.reverse();
     let now = row.rate.map_or_else(String::new, |rate| format!("{:>4}", figures::share(rate.limited)));
     Line::from(vec![
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_is_named_while_it_is_connected() {
+    fn front_end_is_shown_while_connected() {
         let front_end = FrontEndProcess { pid: 4711, name: "qemu-system-x86".to_owned() };
         let counters = ExportCounters {
             queues: Some(4),
@@ -193,11 +193,11 @@ mod tests {
             ..DiskStatus::default()
         };
         let absent = ExportStatus { counters: ExportCounters::default(), ..machine.clone() };
-        let about = |export| {
+        let summary_of = |export| {
             let status = DaemonStatus { exports: vec![export], ..DaemonStatus::default() };
             about_disk(&DaemonReport { status, ..DaemonReport::default() }, &disk)
         };
-        assert_eq!(about(machine), "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw");
-        assert_eq!(about(absent), "1M · 1 client · a.raw");
+        assert_eq!(summary_of(machine), "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw");
+        assert_eq!(summary_of(absent), "1M · 1 client · a.raw");
     }
 }

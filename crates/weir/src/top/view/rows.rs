@@ -42,14 +42,14 @@ struct TextColumnWidths {
 impl TextColumnWidths {
     /// Assigns widths by priority: name, throttle cause, group, limits.
     fn new(width: usize, rows: &[list::TopRow<'_>]) -> Self {
-        let longest = |of: &dyn Fn(&list::TopRow<'_>) -> usize| rows.iter().map(of).max().unwrap_or(0);
+        let longest = |get: &dyn Fn(&list::TopRow<'_>) -> usize| rows.iter().map(get).max().unwrap_or(0);
         let group_of = |row: &list::TopRow<'_>| {
             row.node.settings().group.as_ref().map_or(0, |group| group.chars().count())
         };
         let groups = longest(&group_of);
         // Independent of the limits in force, so that columns do not move while those change.
         let of_group = if groups == 0 { 0 } else { ": ".len() + LIMIT };
-        let (held_by, least) = match groups {
+        let (held_by, min_width) = match groups {
             0 => (LIMIT, LIMIT),
             _ => (groups + of_group, groups.min(MIN_GROUP) + of_group),
         };
@@ -57,16 +57,16 @@ impl TextColumnWidths {
         let mut left = width.saturating_sub(numbers);
         let names = longest(&|row| row.name.chars().count()) + MARK;
         // A name may not take the width that the throttle cause needs.
-        let name = names.max(MIN_TEXT + MARK).min(left.saturating_sub(least + 1).max(MIN_TEXT + MARK));
+        let name = names.max(MIN_TEXT + MARK).min(left.saturating_sub(min_width + 1).max(MIN_TEXT + MARK));
         left = left.saturating_sub(name);
-        let mut next = |wanted: usize, least: usize| {
+        let mut next = |wanted: usize, min_width: usize| {
             let width = wanted.min(left.saturating_sub(1));
-            (width >= least.min(wanted)).then(|| {
+            (width >= min_width.min(wanted)).then(|| {
                 left -= width + 1;
                 width
             })
         };
-        let held_by = next(held_by, least);
+        let held_by = next(held_by, min_width);
         let group = if groups == 0 { None } else { next(groups.max("GROUP▾".chars().count()), usize::MAX) };
         let limits = longest(&|row| figures::limits(&row.node.settings().limits).chars().count());
         let limits = next(limits.max("LIMITS".len()), MIN_TEXT);
@@ -94,7 +94,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &TopState) {
     let mut headings: Vec<Cell<'_>> = shown.map(|column| heading(state, column)).collect();
     headings.extend(texts.held_by.map(|_| Cell::from("HELD BY")));
     headings.extend(texts.limits.map(|_| Cell::from("LIMITS")));
-    let table = Table::new(rows.iter().map(|one| row(one, texts)), widths)
+    let table = Table::new(rows.iter().map(|item| row(item, texts)), widths)
         .header(Row::new(headings).style(Modifier::BOLD))
         .column_spacing(1)
         .row_highlight_style(Modifier::REVERSED);
@@ -118,10 +118,10 @@ fn heading(state: &TopState, column: WeirTopColumn) -> Cell<'static> {
 }
 
 fn row(row: &list::TopRow<'_>, texts: TextColumnWidths) -> Row<'static> {
-    let of = |figure: fn(&NodeRate) -> String| right(row.rate.map_or_else(|| "-".to_owned(), figure));
-    let latency = |of: fn(&RequestLatency) -> u64| {
+    let rate_cell = |figure: fn(&NodeRate) -> String| right(row.rate.map_or_else(|| "-".to_owned(), figure));
+    let latency = |get: fn(&RequestLatency) -> u64| {
         let latency = row.rate.and_then(|rate| rate.latency);
-        right(latency.as_ref().map_or_else(|| "-".to_owned(), |latency| figures::time(of(latency))))
+        right(latency.as_ref().map_or_else(|| "-".to_owned(), |latency| figures::time(get(latency))))
     };
     let waiting = row.node.throttle().waiting.total();
     let held = row.rate.is_some_and(|rate| rate.limited > 0.0) || waiting > 0;
@@ -138,13 +138,13 @@ fn row(row: &list::TopRow<'_>, texts: TextColumnWidths) -> Row<'static> {
     let group = settings.group.as_deref().unwrap_or("-");
     cells.extend(texts.group.map(|width| text(&elided(group, width), width)));
     cells.extend([
-        of(|rate| figures::count(rate.iops())),
-        of(|rate| figures::bytes(rate.read_bps)),
-        of(|rate| figures::bytes(rate.write_bps)),
+        rate_cell(|rate| figures::count(rate.iops())),
+        rate_cell(|rate| figures::bytes(rate.read_bps)),
+        rate_cell(|rate| figures::bytes(rate.write_bps)),
         latency(|latency| latency.p50_ns),
         latency(|latency| latency.p99_ns),
         figure(right(waiting.to_string())),
-        figure(of(|rate| figures::share(rate.limited))),
+        figure(rate_cell(|rate| figures::share(rate.limited))),
     ]);
     let held_by = row.held_by.as_deref().unwrap_or("-");
     cells.extend(texts.held_by.map(|width| figure(text(&limit_within(held_by, width), width))));
@@ -156,8 +156,8 @@ fn row(row: &list::TopRow<'_>, texts: TextColumnWidths) -> Row<'static> {
 fn limit_within(held_by: &str, width: usize) -> String {
     match held_by.rsplit_once(": ") {
         Some((group, limit)) => {
-            let room = width.saturating_sub(limit.chars().count() + ": ".len());
-            format!("{}: {limit}", elided(group, room))
+            let available = width.saturating_sub(limit.chars().count() + ": ".len());
+            format!("{}: {limit}", elided(group, available))
         }
         None => held_by.to_owned(),
     }
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_name_is_whole_where_there_is_room() {
+    fn long_name_is_complete_if_it_fits() {
         let long = "a-disk-with-a-long-name-of-forty-letters";
         let texts = TextColumnWidths { name: 16, group: None, held_by: Some(15), limits: None };
         check(80, &[long], texts);

@@ -45,7 +45,7 @@ fn check(state: &mut TopState, size: (u16, u16), golden: &str) {
 }
 
 #[test]
-fn a_line_without_room_ends_with_an_ellipsis() {
+fn truncated_line_ends_with_an_ellipsis() {
     let line = || Line::from(vec![Span::raw(" binding ".to_owned()), Span::raw("iops-total".to_owned())]);
     for (width, expect) in
         [(19, " binding iops-total"), (18, " binding iops-tot…"), (9, " binding…"), (5, " bin…"), (1, "…")]
@@ -65,7 +65,7 @@ fn smallest_screen() {
 }
 
 #[test]
-fn a_wide_screen_has_whole_names_and_the_limit_that_holds() {
+fn wide_screen_has_full_names_and_throttle_causes() {
     check(&mut watched(60, &["vm1", "a-disk-with-a-long-name"]), (220, 24), "wide.txt");
 }
 
@@ -84,7 +84,7 @@ fn a_large_screen_has_larger_charts_and_a_longer_list() {
 }
 
 #[test]
-fn a_change_of_settings_and_the_error_it_got() {
+fn editor_shows_the_change_and_its_error() {
     let mut state = watched(2, &["vm1"]);
     write(&mut state, "jtweight=");
     check(&mut state, (80, 24), "edit.txt");
@@ -123,10 +123,10 @@ fn unreachable_daemon() {
 }
 
 #[test]
-fn too_small_a_terminal_says_what_is_needed() {
+fn small_terminal_shows_the_required_size() {
     let mut state = watched(2, &["vm1"]);
-    let said = screen(&mut state, 60, 20);
-    assert!(said.starts_with("weir top needs 80×24; this terminal is 60×20"), "{said}");
+    let message = screen(&mut state, 60, 20);
+    assert!(message.starts_with("weir top needs 80×24; this terminal is 60×20"), "{message}");
     for (width, height) in [(0, 0), (1, 1), (79, 24), (80, 23)] {
         screen(&mut state, width, height);
     }

@@ -38,7 +38,7 @@ pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &SettingsEditor
     let below = Rect { y: inside.y + 2, height: inside.height - 2, ..inside };
     let text = match (&edit.error, edit.is_waiting) {
         (_, true) => Text::styled("asking the daemon …", DIMMED),
-        (Some(said), _) => Text::styled(said.clone(), FAULT),
+        (Some(error), _) => Text::styled(error.clone(), FAULT),
         (None, false) => Text::styled(
             "name=value, separated by spaces; settings that are left out are unset.\n\
              bps-total bps-read bps-write iops-total iops-read iops-write, each also with -max \

@@ -49,8 +49,8 @@ pub(super) struct SocketFrontEnd {
 impl SocketFrontEnd {
     /// Connects and negotiates.
     pub(super) async fn connect(server: &Arc<VhostUserServer>) -> Self {
-        let (ours, theirs) = UnixStream::pair().expect("sockets");
-        let served = attend(server, theirs.into());
+        let (ours, peer) = UnixStream::pair().expect("sockets");
+        let served = attend(server, peer.into());
         let file = memory_file(MEMORY_BYTES);
         let copy = file.try_clone().expect("a descriptor");
         let region = Region::map(copy, 0, USER, MEMORY_BYTES, 0, &MappingQuota::new(1, MEMORY_BYTES))
@@ -60,10 +60,10 @@ impl SocketFrontEnd {
         let number = |number: u64| number.to_ne_bytes();
         // Not acknowledged: REPLY_ACK is only negotiated by this message.
         front_end.send(code::SET_PROTOCOL_FEATURES, 1, &number(protocol::OFFERED), &[]);
-        front_end.ask(code::SET_FEATURES, &number(FEATURES), &[]).await;
+        front_end.request_acknowledged(code::SET_FEATURES, &number(FEATURES), &[]).await;
         let mut table = 1_u64.to_ne_bytes().to_vec();
         table.extend([0, MEMORY_BYTES, USER, 0].map(u64::to_ne_bytes).concat());
-        front_end.ask(code::SET_MEM_TABLE, &table, &[front_end.file.as_fd()]).await;
+        front_end.request_acknowledged(code::SET_MEM_TABLE, &table, &[front_end.file.as_fd()]).await;
         front_end
     }
 
@@ -76,16 +76,16 @@ impl SocketFrontEnd {
     pub(super) async fn receive(&self, count: usize) -> Vec<u8> {
         let (mut buffer, mut filled) = (IoBuffer::new(count), 0);
         while filled < count {
-            let (result, back) = operation::receive(&self.socket, buffer, filled).await;
+            let (result, returned) = operation::receive(&self.socket, buffer, filled).await;
             let more = result.expect("connected");
             assert_ne!(more, 0, "the connection has ended");
-            (filled, buffer) = (filled + more, back);
+            (filled, buffer) = (filled + more, returned);
         }
         buffer.to_vec()
     }
 
     /// Payload of the reply.
-    pub(super) async fn answer(&self, code: u32) -> Vec<u8> {
+    pub(super) async fn receive_reply(&self, code: u32) -> Vec<u8> {
         let header = self.receive(12).await;
         assert_eq!(header[..8], [code, 5].map(u32::to_ne_bytes).concat());
         let length = u32::from_ne_bytes(header[8..].try_into().expect("four bytes"));
@@ -93,25 +93,25 @@ impl SocketFrontEnd {
     }
 
     /// Sends a request and waits for its acknowledgement.
-    pub(super) async fn ask(&self, code: u32, payload: &[u8], descriptors: &[BorrowedFd<'_>]) {
+    pub(super) async fn request_acknowledged(&self, code: u32, payload: &[u8], descriptors: &[BorrowedFd<'_>]) {
         self.send(code, 9, payload, descriptors);
-        assert_eq!(self.answer(code).await, [0; 8], "request {code}");
+        assert_eq!(self.receive_reply(code).await, [0; 8], "request {code}");
     }
 
     async fn ask_state(&self, code: u32, ring: u32, number: u32) {
-        self.ask(code, &[ring, number].map(u32::to_ne_bytes).concat(), &[]).await;
+        self.request_acknowledged(code, &[ring, number].map(u32::to_ne_bytes).concat(), &[]).await;
     }
 
     /// Sets a ring up and starts it.
     pub(super) async fn start(&self, ring: u32, kick: OwnedFd, call: OwnedFd) -> GuestRing {
         let part = |part: u64| u64::from(ring) * 0x4000 + part * 0x1000;
         let parts = RingParts::of(SIZE, false, false);
-        let place = |number, (bytes, _)| self.memory.range(part(number), bytes).expect("inside");
+        let ring_area = |number, (bytes, _)| self.memory.range(part(number), bytes).expect("inside");
         let layout = RingLayout {
             size: SIZE,
-            descriptors: place(0, parts.descriptors),
-            driver: place(1, parts.driver),
-            device: place(2, parts.device),
+            descriptors: ring_area(0, parts.descriptors),
+            driver: ring_area(1, parts.driver),
+            device: ring_area(2, parts.device),
             packed: false,
             event_idx: false,
             indirect: false,
@@ -120,7 +120,7 @@ impl SocketFrontEnd {
         self.ask_state(code::SET_VRING_NUM, ring, u32::from(SIZE)).await;
         self.ask_state(code::SET_VRING_BASE, ring, 0).await;
         let addresses = [u64::from(ring), USER + part(0), USER + part(2), USER + part(1), 0];
-        self.ask(code::SET_VRING_ADDR, &addresses.map(u64::to_ne_bytes).concat(), &[]).await;
+        self.request_acknowledged(code::SET_VRING_ADDR, &addresses.map(u64::to_ne_bytes).concat(), &[]).await;
         self.set_event(code::SET_VRING_CALL, ring, &call).await;
         self.set_event(code::SET_VRING_ERR, ring, &error).await;
         self.set_event(code::SET_VRING_KICK, ring, &kick).await;
@@ -136,18 +136,18 @@ impl SocketFrontEnd {
     }
 
     pub(super) async fn set_event(&self, code: u32, ring: u32, event: &OwnedFd) {
-        self.ask(code, &u64::from(ring).to_ne_bytes(), &[event.as_fd()]).await;
+        self.request_acknowledged(code, &u64::from(ring).to_ne_bytes(), &[event.as_fd()]).await;
     }
 
     /// Makes a request of 512 bytes available; returns the address of its data and status.
     pub(super) fn request(&mut self, ring: &mut GuestRing, kind: u32, sector: u64, data: &[u8; 512]) -> u64 {
         let at = REQUESTS + self.requests % 16 * 0x1000;
         self.requests += 1;
-        let place = self.memory.range(at, 0x1000).expect("inside");
-        place.write(0, &kind.to_le_bytes());
-        place.write(8, &sector.to_le_bytes());
-        place.write(512, data);
-        place.write(1024, &[GUARD]);
+        let buffer = self.memory.range(at, 0x1000).expect("inside");
+        buffer.write(0, &kind.to_le_bytes());
+        buffer.write(8, &sector.to_le_bytes());
+        buffer.write(512, data);
+        buffer.write(1024, &[GUARD]);
         let piece = |offset, bytes, writable| Piece { address: at + offset, bytes, writable };
         let data = piece(512, 512, kind != 1);
         ring.driver.add(&[piece(0, 16, false), data, piece(1024, 1, true)]).expect("there is room");
@@ -164,16 +164,16 @@ impl SocketFrontEnd {
     /// Stops a ring; returns the index at which it continues.
     pub(super) async fn stop(&self, ring: u32) -> u32 {
         self.send(code::GET_VRING_BASE, 1, &[ring, 0].map(u32::to_ne_bytes).concat(), &[]);
-        let answer = self.answer(code::GET_VRING_BASE).await;
-        assert_eq!(answer[..4], ring.to_ne_bytes());
-        u32::from_ne_bytes(answer[4..].try_into().expect("four bytes"))
+        let reply = self.receive_reply(code::GET_VRING_BASE).await;
+        assert_eq!(reply[..4], ring.to_ne_bytes());
+        u32::from_ne_bytes(reply[4..].try_into().expect("four bytes"))
     }
 
     pub(super) async fn capacity(&self) -> u64 {
-        let ask = [[0, 8, 0].map(u32::to_ne_bytes).as_flattened(), &[0; 8]].concat();
-        self.send(code::GET_CONFIG, 1, &ask, &[]);
-        let answer = self.answer(code::GET_CONFIG).await;
-        u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
+        let request = [[0, 8, 0].map(u32::to_ne_bytes).as_flattened(), &[0; 8]].concat();
+        self.send(code::GET_CONFIG, 1, &request, &[]);
+        let reply = self.receive_reply(code::GET_CONFIG).await;
+        u64::from_le_bytes(reply[12..].try_into().expect("eight bytes"))
     }
 
     pub(super) async fn leave(self) {
@@ -187,7 +187,7 @@ impl GuestRing {
     pub(super) async fn kick_and_wait(&mut self) {
         self.kick();
         while self.driver.next_used().expect("a good device").is_none() {
-            rung(&self.call).await;
+            wait_for_signal(&self.call).await;
         }
     }
 
@@ -206,7 +206,7 @@ impl GuestRing {
     }
 }
 
-pub(super) async fn rung(event: &Fd) {
+pub(super) async fn wait_for_signal(event: &Fd) {
     operation::readable(event).await.expect("an eventfd");
     rustix::io::read(event, &mut [0; 8]).expect("it was rung");
 }

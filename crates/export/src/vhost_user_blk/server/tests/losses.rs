@@ -49,30 +49,30 @@ impl KeptInflightArea {
 }
 
 /// Connects a front end that passes its area, and starts its first ring.
-async fn connect(server: &Arc<VhostUserServer>, kept: &KeptInflightArea) -> (SocketFrontEnd, GuestRing) {
+async fn connect(server: &Arc<VhostUserServer>, area: &KeptInflightArea) -> (SocketFrontEnd, GuestRing) {
     let front_end = SocketFrontEnd::connect(server).await;
-    bring(&front_end, kept).await;
+    pass_area(&front_end, area).await;
     let ring = front_end.start(0, event(0), event(0)).await;
     (front_end, ring)
 }
 
-async fn bring(front_end: &SocketFrontEnd, kept: &KeptInflightArea) {
-    let info = [numbers(&[kept.1, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
-    front_end.ask(code::SET_INFLIGHT_FD, &info, &[kept.0.as_fd()]).await;
+async fn pass_area(front_end: &SocketFrontEnd, area: &KeptInflightArea) {
+    let info = [numbers(&[area.1, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
+    front_end.request_acknowledged(code::SET_INFLIGHT_FD, &info, &[area.0.as_fd()]).await;
 }
 
 /// Status of a request of this kind.
-async fn carried_out(front_end: &mut SocketFrontEnd, ring: &mut GuestRing, kind: u32) -> u8 {
+async fn request_status(front_end: &mut SocketFrontEnd, ring: &mut GuestRing, kind: u32) -> u8 {
     let at = front_end.request(ring, kind, 0, &[7; 512]);
     ring.kick_and_wait().await;
     front_end.data(at).1
 }
 
 /// Status of a flush at another process that is given this area.
-async fn flushed_after(kept: &KeptInflightArea) -> u8 {
+async fn flush_status_after(area: &KeptInflightArea) -> u8 {
     let other = server_over(Storage::memory(1 << 20), Limits::default());
-    let (mut front_end, mut ring) = connect(&other, kept).await;
-    let status = carried_out(&mut front_end, &mut ring, FLUSH).await;
+    let (mut front_end, mut ring) = connect(&other, area).await;
+    let status = request_status(&mut front_end, &mut ring, FLUSH).await;
     front_end.leave().await;
     status
 }
@@ -80,19 +80,19 @@ async fn flushed_after(kept: &KeptInflightArea) -> u8 {
 #[test]
 fn flushes_fail_after_unflushed_writes_were_lost() {
     real(async {
-        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
-        let (mut front_end, mut ring) = connect(&server, &kept).await;
-        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "nothing was written");
-        assert_eq!(carried_out(&mut front_end, &mut ring, 1).await, 0);
-        let killed = kept.as_of_now();
-        assert_eq!(flushed_after(&killed).await, 1);
-        assert_eq!(flushed_after(&killed.as_of_now()).await, 1, "the death of another process has no effect");
+        let (server, area) = (server_of_qcow2().await, KeptInflightArea::new());
+        let (mut front_end, mut ring) = connect(&server, &area).await;
+        assert_eq!(flush_status_after(&area.as_of_now()).await, 0, "nothing was written");
+        assert_eq!(request_status(&mut front_end, &mut ring, 1).await, 0);
+        let killed = area.as_of_now();
+        assert_eq!(flush_status_after(&killed).await, 1);
+        assert_eq!(flush_status_after(&killed.as_of_now()).await, 1, "the death of another process has no effect");
 
-        assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
-        assert_eq!(flushed_after(&kept.as_of_now()).await, 0);
+        assert_eq!(request_status(&mut front_end, &mut ring, FLUSH).await, 0);
+        assert_eq!(flush_status_after(&area.as_of_now()).await, 0);
         // The cluster is already allocated, so the write leaves no dirty metadata.
-        assert_eq!(carried_out(&mut front_end, &mut ring, 1).await, 0);
-        assert_eq!(flushed_after(&kept.as_of_now()).await, 0);
+        assert_eq!(request_status(&mut front_end, &mut ring, 1).await, 0);
+        assert_eq!(flush_status_after(&area.as_of_now()).await, 0);
         front_end.leave().await;
     });
 }
@@ -100,17 +100,17 @@ fn flushes_fail_after_unflushed_writes_were_lost() {
 #[test]
 fn a_guest_that_resets_its_device_flushes_again() {
     real(async {
-        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
-        let (mut front_end, mut ring) = connect(&server, &kept).await;
-        carried_out(&mut front_end, &mut ring, 1).await;
+        let (server, area) = (server_of_qcow2().await, KeptInflightArea::new());
+        let (mut front_end, mut ring) = connect(&server, &area).await;
+        request_status(&mut front_end, &mut ring, 1).await;
         let other = server_of_qcow2().await;
-        let (mut killed, mut ring) = connect(&other, &kept.as_of_now()).await;
-        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 1);
-        assert_eq!(carried_out(&mut killed, &mut ring, 1).await, 0, "writes do not fail");
-        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 1, "the loss is unknown");
-        killed.ask(code::RESET_DEVICE, &[], &[]).await;
+        let (mut killed, mut ring) = connect(&other, &area.as_of_now()).await;
+        assert_eq!(request_status(&mut killed, &mut ring, FLUSH).await, 1);
+        assert_eq!(request_status(&mut killed, &mut ring, 1).await, 0, "writes do not fail");
+        assert_eq!(request_status(&mut killed, &mut ring, FLUSH).await, 1, "the loss is unknown");
+        killed.request_acknowledged(code::RESET_DEVICE, &[], &[]).await;
         let mut ring = killed.start(1, event(0), event(0)).await;
-        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 0);
+        assert_eq!(request_status(&mut killed, &mut ring, FLUSH).await, 0);
         killed.leave().await;
         front_end.leave().await;
     });
@@ -119,23 +119,23 @@ fn a_guest_that_resets_its_device_flushes_again() {
 #[test]
 fn orderly_end_loses_no_writes() {
     real(async {
-        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
-        let (mut front_end, mut ring) = connect(&server, &kept).await;
-        carried_out(&mut front_end, &mut ring, 1).await;
+        let (server, area) = (server_of_qcow2().await, KeptInflightArea::new());
+        let (mut front_end, mut ring) = connect(&server, &area).await;
+        request_status(&mut front_end, &mut ring, 1).await;
         front_end.leave().await;
-        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written once its front end had gone");
+        assert_eq!(flush_status_after(&area.as_of_now()).await, 0, "it was written once its front end had gone");
 
         // The front end is transferred to another process.
         let (first, second) = (server_of_qcow2().await, server_of_qcow2().await);
-        let kept = kept.as_of_now();
-        let (mut front_end, mut ring) = connect(&first, &kept).await;
-        carried_out(&mut front_end, &mut ring, 1).await;
-        assert!(first.quiesce(PATIENCE).await);
+        let area = area.as_of_now();
+        let (mut front_end, mut ring) = connect(&first, &area).await;
+        request_status(&mut front_end, &mut ring, 1).await;
+        assert!(first.quiesce(TEST_TIMEOUT).await);
         second.adopt(first.take_quiesced().expect("it is at rest")).expect("the same export");
         let served = attend(&second, front_end.socket.clone());
-        carried_out(&mut front_end, &mut ring, 0).await;
-        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written before it came here");
-        assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
+        request_status(&mut front_end, &mut ring, 0).await;
+        assert_eq!(flush_status_after(&area.as_of_now()).await, 0, "it was written before it came here");
+        assert_eq!(request_status(&mut front_end, &mut ring, FLUSH).await, 0);
         drop((front_end.socket, served));
     });
 }
@@ -144,26 +144,26 @@ fn orderly_end_loses_no_writes() {
 fn paused_machine_loses_no_writes() {
     // QEMU's `stop` and `cont`: the device is reset, and the same area is passed again.
     real(async {
-        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
-        let (mut front_end, mut ring) = connect(&server, &kept).await;
-        carried_out(&mut front_end, &mut ring, 1).await;
+        let (server, area) = (server_of_qcow2().await, KeptInflightArea::new());
+        let (mut front_end, mut ring) = connect(&server, &area).await;
+        request_status(&mut front_end, &mut ring, 1).await;
         front_end.stop(0).await;
-        front_end.ask(code::SET_STATUS, &numbers(&[0]), &[]).await;
-        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written when the machine stopped");
+        front_end.request_acknowledged(code::SET_STATUS, &numbers(&[0]), &[]).await;
+        assert_eq!(flush_status_after(&area.as_of_now()).await, 0, "it was written when the machine stopped");
         let other = KeptInflightArea::new();
-        bring(&front_end, &other).await;
-        assert_eq!(flushed_after(&other.as_of_now()).await, 0);
-        bring(&front_end, &kept).await;
+        pass_area(&front_end, &other).await;
+        assert_eq!(flush_status_after(&other.as_of_now()).await, 0);
+        pass_area(&front_end, &area).await;
         let mut ring = front_end.start(1, event(0), event(0)).await;
-        assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
+        assert_eq!(request_status(&mut front_end, &mut ring, FLUSH).await, 0);
         front_end.leave().await;
 
-        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
-        let (mut front_end, mut ring) = connect(&server, &kept).await;
-        carried_out(&mut front_end, &mut ring, 1).await;
+        let (server, area) = (server_of_qcow2().await, KeptInflightArea::new());
+        let (mut front_end, mut ring) = connect(&server, &area).await;
+        request_status(&mut front_end, &mut ring, 1).await;
         front_end.stop(0).await;
-        front_end.ask(code::SET_STATUS, &numbers(&[0]), &[]).await;
+        front_end.request_acknowledged(code::SET_STATUS, &numbers(&[0]), &[]).await;
         front_end.leave().await;
-        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written once its front end had gone");
+        assert_eq!(flush_status_after(&area.as_of_now()).await, 0, "it was written once its front end had gone");
     });
 }

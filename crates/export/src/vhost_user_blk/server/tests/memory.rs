@@ -24,7 +24,7 @@ fn memory_regions_change_under_a_running_ring() {
         ring.kick_and_wait().await;
         assert_eq!(front_end.data(at).1, 0);
         let area = [4096_u64, 0].map(u64::to_ne_bytes).concat();
-        front_end.ask(code::SET_LOG_BASE, &area, &[log.as_fd()]).await;
+        front_end.request_acknowledged(code::SET_LOG_BASE, &area, &[log.as_fd()]).await;
         let _written_without_a_request = marked();
         let at = front_end.request(&mut ring, 0, 0, &[GUARD; 512]);
         ring.kick_and_wait().await;
@@ -35,13 +35,13 @@ fn memory_regions_change_under_a_running_ring() {
         let piece = |address, bytes, writable| Piece { address, bytes, writable };
         // The data is in the same file at another guest address.
         let statuses = [(true, 0, vec![2, 8, (MORE + 0x9000) / 4096]), (false, 1, vec![2, 8])];
-        for (is_there, status, pages) in statuses {
-            match is_there {
-                true => front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await,
-                false => front_end.ask(code::REM_MEM_REG, &region, &[]).await,
+        for (is_added, status, pages) in statuses {
+            match is_added {
+                true => front_end.request_acknowledged(code::ADD_MEM_REG, &region, &[file.as_fd()]).await,
+                false => front_end.request_acknowledged(code::REM_MEM_REG, &region, &[]).await,
             }
-            let place = front_end.memory.range(REQUESTS, 0x1000).expect("inside");
-            place.fill(0, 16, 0);
+            let header = front_end.memory.range(REQUESTS, 0x1000).expect("inside");
+            header.fill(0, 16, 0);
             let data = piece(MORE + 0x9000, 512, true);
             let pieces = [piece(REQUESTS, 16, false), data, piece(REQUESTS + 1024, 1, true)];
             let _written_without_a_request = marked();
@@ -58,25 +58,25 @@ fn memory_regions_change_under_a_running_ring() {
 fn requests_in_removed_memory_are_not_served() {
     const MORE: u64 = 1 << 20;
     real(async {
-        let server = server(one_a_second(LimitKind::IopsTotal));
+        let server = server(one_request_per_second(LimitKind::IopsTotal));
         let front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let file = memory_file(MEMORY_BYTES);
         let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
-        front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await;
+        front_end.request_acknowledged(code::ADD_MEM_REG, &region, &[file.as_fd()]).await;
         ftruncate(&file, 0).expect("its length");
         // The ring is in the first region. Most of these requests wait for limits.
         let piece = |address, bytes, writable| Piece { address, bytes, writable };
         for number in 0..10 {
             let at = REQUESTS + number * 0x1000;
-            let place = front_end.memory.range(at, 0x1000).expect("inside");
-            place.write(8, &(number * 100).to_le_bytes());
-            place.write(1024, &[GUARD]);
+            let buffer = front_end.memory.range(at, 0x1000).expect("inside");
+            buffer.write(8, &(number * 100).to_le_bytes());
+            buffer.write(1024, &[GUARD]);
             let data = piece(MORE + number * 0x1000, 512, true);
             ring.driver.add(&[piece(at, 16, false), data, piece(at + 1024, 1, true)]).expect("there is room");
         }
         ring.kick();
-        rung(&ring.error).await;
+        wait_for_signal(&ring.error).await;
         while server.statistics().queues > 0 {
             reactor::yield_now().await;
         }

@@ -4,7 +4,7 @@
 use super::*;
 
 #[test]
-fn a_large_request_that_the_end_cuts_short_is_left_unanswered() {
+fn large_request_interrupted_by_close_is_not_completed() {
     real(async {
         let mut limits = Limits::default();
         *limits.limit_mut(LimitKind::BpsTotal) = RateLimit { rate: 1, burst_rate: 6000, burst_length_s: 1 };
@@ -12,10 +12,10 @@ fn a_large_request_that_the_end_cuts_short_is_left_unanswered() {
         let front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let memory = front_end.memory.clone();
-        let place = memory.range(REQUESTS, 0x1000).expect("inside");
-        place.write(0, &1_u32.to_le_bytes());
-        place.write(8, &[0; 8]);
-        place.write(1024, &[GUARD]);
+        let buffer = memory.range(REQUESTS, 0x1000).expect("inside");
+        buffer.write(0, &1_u32.to_le_bytes());
+        buffer.write(8, &[0; 8]);
+        buffer.write(1024, &[GUARD]);
         let piece = |at, bytes, writable| Piece { address: REQUESTS + at, bytes, writable };
         let pieces = [piece(0, 16, false), piece(0x1000, 0x4000, false), piece(1024, 1, true)];
         ring.driver.add(&pieces).expect("there is room");
@@ -28,11 +28,11 @@ fn a_large_request_that_the_end_cuts_short_is_left_unanswered() {
         front_end.served.await;
         // Neither completed nor failed: it stays in the in-flight area, if the front end has one.
         let mut status = [0];
-        place.read(1024, &mut status);
+        buffer.read(1024, &mut status);
         assert_eq!(status, [GUARD]);
         assert!(ring.driver.next_used().expect("a good device").is_none(), "nothing came back");
-        let seen = server.statistics();
-        assert_eq!((seen.queues, seen.in_flight, seen.requests), (0, 0, 1));
+        let statistics = server.statistics();
+        assert_eq!((statistics.queues, statistics.in_flight, statistics.requests), (0, 0, 1));
     });
 }
 
@@ -96,7 +96,7 @@ fn requests_that_cannot_go_back_wait_for_the_disk() {
         let early = timeout(Duration::from_millis(50), front_end.receive(1)).await;
         assert!(early.is_err() && front_end.data(write).1 == GUARD, "it is neither done nor failed");
         disk.failures().resume();
-        let base = front_end.answer(code::GET_VRING_BASE).await;
+        let base = front_end.receive_reply(code::GET_VRING_BASE).await;
         assert_eq!(base, [0, 2].map(u32::to_ne_bytes).concat());
         assert_eq!(front_end.data(write).1, 0, "it was done");
         front_end.leave().await;
@@ -104,9 +104,9 @@ fn requests_that_cannot_go_back_wait_for_the_disk() {
 }
 
 #[test]
-fn a_front_end_that_leaves_waits_for_no_limits() {
+fn disconnect_does_not_wait_for_limits() {
     real(async {
-        let server = server(one_a_second(LimitKind::IopsTotal));
+        let server = server(one_request_per_second(LimitKind::IopsTotal));
         let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         // Not adjacent, so that each request waits on its own.
@@ -123,13 +123,13 @@ fn a_front_end_that_leaves_waits_for_no_limits() {
             status == [GUARD]
         });
         assert!(waiting.count() > 5, "requests completed without a front end");
-        let seen = server.statistics();
-        assert_eq!((seen.queues, seen.in_flight), (0, 0));
+        let statistics = server.statistics();
+        assert_eq!((statistics.queues, statistics.in_flight), (0, 0));
     });
 }
 
 #[test]
-fn a_ring_whose_kick_is_no_event_is_served_all_the_same() {
+fn ring_without_a_valid_kick_is_polled() {
     real(async {
         let server = server(Limits::default());
         let mut front_end = SocketFrontEnd::connect(&server).await;
@@ -181,7 +181,7 @@ fn broken_ring_signals_its_error_event_and_others_continue() {
         bad.kick_and_wait().await;
         bad.available.store_u16(2, 1000, std::sync::atomic::Ordering::Release);
         rustix::io::write(&bad.kick, &1_u64.to_ne_bytes()).expect("there is room");
-        rung(&bad.error).await;
+        wait_for_signal(&bad.error).await;
         while server.statistics().queues > 1 {
             reactor::yield_now().await;
         }
@@ -191,9 +191,9 @@ fn broken_ring_signals_its_error_event_and_others_continue() {
         // The guest sets the ring up again.
         assert_eq!(front_end.stop(0).await, 1);
         front_end.memory.range(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
-        let mut again = front_end.start(0, event(0), event(0)).await;
-        front_end.request(&mut again, 1, 0, &[2; 512]);
-        again.kick_and_wait().await;
+        let mut restarted = front_end.start(0, event(0), event(0)).await;
+        front_end.request(&mut restarted, 1, 0, &[2; 512]);
+        restarted.kick_and_wait().await;
         front_end.leave().await;
         assert_eq!(server.statistics().queues, 0);
     });
@@ -204,7 +204,7 @@ fn thousands_of_broken_rings_log_one_line() {
     real(async {
         let device = Arc::clone(&server(Limits::default()).device);
         (0..1000).for_each(|ring| report_unserved_ring(&device, ring, &"it is broken", None));
-        let later = reactor::now() + PATIENCE;
-        assert!(device.broken_ring_logs.try_log(later).is_some_and(|left_out| left_out > 900));
+        let later = reactor::now() + TEST_TIMEOUT;
+        assert!(device.broken_ring_logs.try_log(later).is_some_and(|suppressed| suppressed > 900));
     });
 }

@@ -3,7 +3,7 @@
 use super::*;
 
 /// Transfers a quiesced front end from one server to another.
-fn goes_on(
+fn transfer(
     front_end: &SocketFrontEnd,
     first: &VhostUserServer,
     second: &Arc<VhostUserServer>,
@@ -15,23 +15,23 @@ fn goes_on(
 #[test]
 fn a_transfer_to_another_server_is_invisible_to_the_front_end() {
     real(async {
-        let (first, second) = (server(one_a_second(LimitKind::IopsTotal)), server(Limits::default()));
+        let (first, second) = (server(one_request_per_second(LimitKind::IopsTotal)), server(Limits::default()));
         let mut front_end = SocketFrontEnd::connect(&first).await;
-        let (channel, mut told) = UnixStream::pair().expect("sockets");
-        front_end.ask(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
+        let (channel, mut notifications) = UnixStream::pair().expect("sockets");
+        front_end.request_acknowledged(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
         assert_eq!(front_end.capacity().await, (1 << 20) / 512);
         let (area, bytes) = crate::vhost_user_blk::inflight::create(2, SIZE, false).expect("made");
         let info = [numbers(&[bytes, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
-        front_end.ask(code::SET_INFLIGHT_FD, &info, &[area.as_fd()]).await;
+        front_end.request_acknowledged(code::SET_INFLIGHT_FD, &info, &[area.as_fd()]).await;
         front_end
-            .ask(code::SET_CONFIG, &[&[32, 1, 0].map(u32::to_ne_bytes).concat()[..], &[0]].concat(), &[])
+            .request_acknowledged(code::SET_CONFIG, &[&[32, 1, 0].map(u32::to_ne_bytes).concat()[..], &[0]].concat(), &[])
             .await;
         let mut ring = front_end.start(1, event(0), event(0)).await;
         let requests: Vec<_> =
             (0..10).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
         ring.kick_and_wait().await;
 
-        assert!(first.quiesce(PATIENCE).await);
+        assert!(first.quiesce(TEST_TIMEOUT).await);
         assert_eq!((first.statistics().queues, first.connections()), (0, 1));
         let waiting =
             |front_end: &SocketFrontEnd| requests.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
@@ -39,14 +39,14 @@ fn a_transfer_to_another_server_is_invisible_to_the_front_end() {
         // A request that arrives in between is found by the second server.
         let late = front_end.request(&mut ring, 1, 1, &[7; 512]);
         ring.kick();
-        let served = goes_on(&front_end, &first, &second);
+        let served = transfer(&front_end, &first, &second);
         assert!(first.take_quiesced().is_none(), "it goes once");
         while waiting(&front_end) > 0 || front_end.data(late).1 == GUARD {
             reactor::yield_now().await;
         }
         assert_eq!(second.device.durability(), storage::Durability::Synchronous, "as the guest chose");
-        told.set_nonblocking(true).expect("a socket");
-        assert!(told.read(&mut [0; 12]).is_err(), "it knows the disk's length");
+        notifications.set_nonblocking(true).expect("a socket");
+        assert!(notifications.read(&mut [0; 12]).is_err(), "it knows the disk's length");
         drop((front_end.socket, served));
     });
 }
@@ -61,14 +61,14 @@ fn quiesced_front_end_resumes() {
         let (half, rest) = message.split_at(5);
         let send = |bytes: &[u8]| rustix::io::write(&front_end.socket, bytes).expect("there is room");
         send(half);
-        assert!(server.quiesce(PATIENCE).await, "whatever it is about to say");
+        assert!(server.quiesce(TEST_TIMEOUT).await, "whatever it is about to say");
         server.resume();
         send(rest);
-        front_end.answer(code::GET_FEATURES).await;
-        assert!(server.quiesce(PATIENCE).await);
+        front_end.receive_reply(code::GET_FEATURES).await;
+        assert!(server.quiesce(TEST_TIMEOUT).await);
         let at = front_end.request(&mut ring, 1, 0, &[1; 512]);
         ring.kick();
-        assert!(server.quiesce(PATIENCE).await && front_end.data(at).1 == GUARD);
+        assert!(server.quiesce(TEST_TIMEOUT).await && front_end.data(at).1 == GUARD);
         server.resume();
         ring.look().await;
         assert_eq!(front_end.data(at).1, 0);
@@ -81,8 +81,8 @@ fn quiesced_front_end_resumes() {
 fn requests_that_cannot_go_back_are_admitted_at_once_in_an_upgrade() {
     real(async {
         // Quiesced at once, or after the front end has requested the ring's base.
-        for is_told in [false, true] {
-            let server = server(one_a_second(LimitKind::IopsWrite));
+        for stop_requested in [false, true] {
+            let server = server(one_request_per_second(LimitKind::IopsWrite));
             let mut front_end = SocketFrontEnd::connect(&server).await;
             let mut ring = front_end.start(0, event(0), event(0)).await;
             // Together with the read, as many as fit into the ring.
@@ -99,12 +99,12 @@ fn requests_that_cannot_go_back_are_admitted_at_once_in_an_upgrade() {
                 writes.iter().filter(|at| front_end.data(**at).1 == GUARD).count()
             };
             assert!(waiting(&front_end) > 5);
-            if is_told {
+            if stop_requested {
                 front_end.send(code::GET_VRING_BASE, 1, &[0_u32, 0].map(u32::to_ne_bytes).concat(), &[]);
                 // Time for the server to receive the message before it quiesces.
                 reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
             }
-            assert!(server.quiesce(PATIENCE).await);
+            assert!(server.quiesce(TEST_TIMEOUT).await);
             assert_eq!(waiting(&front_end), 0, "they are carried out");
             assert_eq!(server.device.disk().throttle().stats().writes.requests, 9, "and are charged");
             drop((front_end.socket, front_end.served));
@@ -124,10 +124,10 @@ fn an_incomplete_message_is_transferred() {
             send_with(&front_end.socket, &message[..half], &[other.as_fd()]);
             // Time for the server to receive the bytes before it quiesces.
             reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
-            assert!(first.quiesce(PATIENCE).await);
-            let served = goes_on(&front_end, &first, &second);
+            assert!(first.quiesce(TEST_TIMEOUT).await);
+            let served = transfer(&front_end, &first, &second);
             rustix::io::write(&front_end.socket, &message[half..]).expect("there is room");
-            assert_eq!(front_end.answer(code::ADD_MEM_REG).await, [0; 8], "with its descriptor");
+            assert_eq!(front_end.receive_reply(code::ADD_MEM_REG).await, [0; 8], "with its descriptor");
             drop((front_end.socket, served));
         }
     });
@@ -136,8 +136,8 @@ fn an_incomplete_message_is_transferred() {
 #[test]
 fn modified_files_are_distinguished_from_missing_features() {
     real(async {
-        type Spoil = fn(&OwnedFd);
-        let spoils: [(Spoil, VhostUserOffer, bool); 4] = [
+        type Damage = fn(&OwnedFd);
+        let spoils: [(Damage, VhostUserOffer, bool); 4] = [
             (
                 |file| ftruncate(file, 0).expect("it may"),
                 VhostUserOffer { queues: 2, ..VhostUserOffer::default() },
@@ -151,15 +151,15 @@ fn modified_files_are_distinguished_from_missing_features() {
             ),
             (|_| {}, VhostUserOffer { queue_size: 16, ..VhostUserOffer::default() }, false),
         ];
-        for (spoil, offer, is_of_its_files) in spoils {
+        for (damage, offer, is_modified_file) in spoils {
             let first = server(Limits::default());
             let front_end = SocketFrontEnd::connect(&first).await;
             front_end.start(0, event(0), event(0)).await;
-            assert!(first.quiesce(PATIENCE).await);
-            spoil(&front_end.file);
-            let said = first.take_quiesced().expect("it is at rest").messages;
-            let why = VhostUserSession::from_messages(offer, said).expect_err("it cannot be");
-            assert_eq!(why.is_modified_file(), is_of_its_files, "{why}");
+            assert!(first.quiesce(TEST_TIMEOUT).await);
+            damage(&front_end.file);
+            let messages = first.take_quiesced().expect("it is at rest").messages;
+            let why = VhostUserSession::from_messages(offer, messages).expect_err("it cannot be");
+            assert_eq!(why.is_modified_file(), is_modified_file, "{why}");
             drop((front_end.socket, front_end.served));
         }
     });

@@ -20,12 +20,12 @@ async fn with_snapshots(names: &[&str]) -> (Storage, Qcow2Header) {
     image.close().await.expect("memory");
     let storage = Storage::with_content(&image.storage().read_all().await.expect("memory")).await;
     let header = read_header(&storage).await.expect("a header");
-    assert_eq!(judged(&storage, Repair::Nothing).await, (0, 0, 0));
+    assert_eq!(error_counts(&storage, Repair::Nothing).await, (0, 0, 0));
     (storage, header)
 }
 
 /// Returns corruptions, leaks, possible leaks.
-async fn judged(storage: &Storage, repair: Repair) -> (u64, u64, u64) {
+async fn error_counts(storage: &Storage, repair: Repair) -> (u64, u64, u64) {
     let report = check(storage, repair).await.expect("a header");
     assert_eq!((report.check_errors, report.leaks_fixed), (0, 0), "{report:#?}");
     assert!(report.possible_leaks == 0 || report.missed_references.is_some(), "{report:#?}");
@@ -39,7 +39,7 @@ async fn entry_at(storage: &Storage, header: &Qcow2Header, number: usize) -> u64
 }
 
 #[test]
-fn a_damaged_snapshot_makes_no_leaks_of_others() {
+fn damaged_snapshot_causes_no_leak_reports() {
     sim::run(1, async {
         let wrong_l1: [(u64, u64); 3] = [(0, 0x5_0200), (0, 1 << 57), (8, u64::MAX << 32)];
         for (at, value) in wrong_l1 {
@@ -49,7 +49,7 @@ fn a_damaged_snapshot_makes_no_leaks_of_others() {
             let before = storage.read_all().await.expect("memory");
             for repair in [Repair::Nothing, Repair::Leaks, Repair::All, Repair::Forced] {
                 // The L1 table of that snapshot, and everything that it shares.
-                assert_eq!(judged(&storage, repair).await, (1, 0, 66), "{repair:?} {at} {value:#x}");
+                assert_eq!(error_counts(&storage, repair).await, (1, 0, 66), "{repair:?} {at} {value:#x}");
                 assert_eq!(storage.read_all().await.expect("memory"), before, "{repair:?}");
             }
             let intact = Qcow2Image::open_snapshot(parts(&before).await, "three").await;
@@ -78,7 +78,7 @@ fn a_table_that_ends_early_makes_no_leaks() {
         let before = storage.read_all().await.expect("memory");
         for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
             // Two L1 tables, and the clusters that they share.
-            assert_eq!(judged(&storage, repair).await, (1, 0, 67), "{repair:?}");
+            assert_eq!(error_counts(&storage, repair).await, (1, 0, 67), "{repair:?}");
             assert_eq!(storage.read_all().await.expect("memory"), before, "{repair:?}");
         }
         assert!(Qcow2Image::open_snapshot(parts(&before).await, "one").await.is_ok());
@@ -121,7 +121,7 @@ fn bitmap_entry(name: &str, table_offset: u64) -> bitmap::BitmapEntry {
 }
 
 #[test]
-fn a_damaged_bitmap_is_dropped_and_the_other_kept() {
+fn only_damaged_bitmaps_are_dropped() {
     type Change = fn(&mut bitmap::BitmapEntry);
     let changes: [(&str, Change); 4] = [
         ("flags", |entry| entry.flags = 1 << 31),
@@ -130,7 +130,7 @@ fn a_damaged_bitmap_is_dropped_and_the_other_kept() {
         ("and other data", |entry| entry.table_offset = 0x7000),
     ];
     sim::run(1, async move {
-        for (what, change) in changes {
+        for (expected, change) in changes {
             for damaged in [0, 1] {
                 let (storage, mut header) = image(preallocated()).await;
                 let end = storage.size_bytes();
@@ -144,13 +144,13 @@ fn a_damaged_bitmap_is_dropped_and_the_other_kept() {
                 header.autoclear = autoclear::BITMAPS;
                 write_header(&storage, &header).await.expect("fits");
                 let found = check(&storage, Repair::Nothing).await.expect("a header");
-                assert!(found.missed_references.is_some_and(|why| why.contains(what)), "{what}");
+                assert!(found.missed_references.is_some_and(|why| why.contains(expected)), "{expected}");
                 let repaired = check(&storage, Repair::All).await.expect("a header");
-                assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{what}: {repaired:#?}");
+                assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{expected}: {repaired:#?}");
                 let header = read_header(&storage).await.expect("a header");
-                let kept = bitmap::read(&storage, &header, header.bitmaps.expect("one")).await;
-                assert_eq!(kept, Ok(vec![entries[1 - damaged].clone()]), "{what}");
-                assert_ne!(header.autoclear & autoclear::BITMAPS, 0, "{what}");
+                let remaining = bitmap::read(&storage, &header, header.bitmaps.expect("one")).await;
+                assert_eq!(remaining, Ok(vec![entries[1 - damaged].clone()]), "{expected}");
+                assert_ne!(header.autoclear & autoclear::BITMAPS, 0, "{expected}");
             }
         }
     });

@@ -25,16 +25,16 @@ pub(super) enum StoreRequest {
     KeepAlive(Term, Instant),
     Read,
     Write(Term, Vec<(usize, QuotaGrant)>),
-    Sweep(Term, usize, Box<QuotaGrant>),
+    DeleteGrant(Term, usize, Box<QuotaGrant>),
 }
 
 #[derive(Clone, Debug)]
 pub(super) enum StoreResponse {
     Elected(Term, ClusterGroupLimits, Instant),
-    Kept(Instant),
+    Renewed(Instant),
     Deposed(Term),
     Read(ClusterGroupLimits, Vec<(usize, HostReport)>),
-    Gone(usize),
+    HostRemoved(usize),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -49,8 +49,8 @@ pub(super) struct SimulatedProcess {
 
 impl SimulatedProcess {
     pub(super) fn to_local(self, now: u64) -> u64 {
-        let off = i128::from(now) * i128::from(self.ppm) / 1_000_000;
-        (i128::from(now) + off) as u64 + self.offset
+        let drift = i128::from(now) * i128::from(self.ppm) / 1_000_000;
+        (i128::from(now) + drift) as u64 + self.offset
     }
 
     /// True time of an instant of this clock, rounded up.

@@ -9,7 +9,7 @@ impl SimulatedCluster {
     pub fn start_store(&mut self) {
         let was_down = self.store.is_down();
         self.store.start(self.now);
-        if was_down && !self.setting.rereads {
+        if was_down && !self.config.rereads {
             (0..self.processes.len()).for_each(|place| self.schedule_reread(place));
         }
     }
@@ -18,27 +18,27 @@ impl SimulatedCluster {
     fn schedule_reread(&mut self, place: usize) {
         let at = self.now + self.random.below(MAX_REREAD_DELAY);
         let (run, hosts) = (self.processes[place].run, self.machines.len());
-        let ask = match place.checked_sub(hosts) {
+        let request = match place.checked_sub(hosts) {
             None => StoreRequest::Host,
             Some(leader) if self.leaders[leader].is_some() => StoreRequest::Read,
             Some(_) => return,
         };
-        self.schedule(at, ClusterEvent::AtStore(place, run, ask));
+        self.schedule(at, ClusterEvent::AtStore(place, run, request));
     }
 
     /// Changes the limits. `safe` is the fallback share under the old ones, which hosts may keep.
-    pub fn set_spec(&mut self, spec: ClusterGroupLimits, safe: f64) {
+    pub fn set_spec(&mut self, spec: ClusterGroupLimits, fallback_fraction: f64) {
         self.store.set_spec(spec);
-        self.audit.change(*spec.limits(), safe, self.now);
+        self.audit.change(*spec.limits(), fallback_fraction, self.now);
         self.check_all();
     }
 
     /// Restores the marked contents of the store, which may include other limits.
-    pub fn lose_writes(&mut self, safe: f64) {
+    pub fn lose_writes(&mut self, fallback_fraction: f64) {
         let before = self.store.spec();
         self.store.restore_mark(self.now);
         if self.store.spec() != before {
-            self.audit.change(*self.store.spec().limits(), safe, self.now);
+            self.audit.change(*self.store.spec().limits(), fallback_fraction, self.now);
         }
         self.check_all();
     }
@@ -49,9 +49,9 @@ impl SimulatedCluster {
     }
 
     /// Partitions a process from the store, or reconnects it.
-    pub fn set_partitioned(&mut self, place: usize, is_cut: bool) {
-        let was_cut = core::mem::replace(&mut self.processes[place].is_partitioned, is_cut);
-        if was_cut && !is_cut && !self.setting.rereads {
+    pub fn set_partitioned(&mut self, place: usize, is_partitioned: bool) {
+        let was_partitioned = core::mem::replace(&mut self.processes[place].is_partitioned, is_partitioned);
+        if was_partitioned && !is_partitioned && !self.config.rereads {
             self.schedule_reread(place);
         }
     }
@@ -69,20 +69,20 @@ impl SimulatedCluster {
 
     /// Shuts a host down, deregisters it if the store is reachable, and starts it again after
     /// `away` nanoseconds with the limits that the store has at the shutdown.
-    pub fn shut_down_host(&mut self, host: usize, away: u64) {
+    pub fn shut_down_host(&mut self, host: usize, downtime_ns: u64) {
         let mut spec = self.machines[host].host.spec();
         if !self.store.is_down() && !self.processes[host].is_partitioned {
             spec = self.store.spec();
             self.store.remove_report(host);
             for leader in 0..self.leaders.len() {
                 if self.leaders[leader].is_some() {
-                    self.notify_leader(leader, StoreResponse::Gone(host));
+                    self.notify_leader(leader, StoreResponse::HostRemoved(host));
                 }
             }
         }
         self.end_run(host);
         self.start_host(host, spec);
-        self.pause(host, away);
+        self.pause(host, downtime_ns);
     }
 
     /// Kills a process and starts another in its place.
@@ -108,13 +108,13 @@ impl SimulatedCluster {
         let bytes = old.clients.iter().map(|client| client.length).sum();
         self.audit.forget_process_excess(old.clients.len() as u64, bytes);
         let seed = self.seed.wrapping_add(place as u64 + 1) ^ run << 32;
-        let host = HostQuota::new(run, spec, self.setting.timing);
+        let host = HostQuota::new(run, spec, self.config.timing);
         let machine = SimulatedHost::new(host, &old.clients, seed, now);
         self.demands[place] = demand_of(&machine, now);
         self.machines[place] = machine;
         self.check_host(place);
         self.schedule(self.now + NANOS_PER_MS, ClusterEvent::HostTicks(place, run));
-        if !self.setting.rereads {
+        if !self.config.rereads {
             self.send_to_store(place, StoreRequest::Host);
         }
     }

@@ -17,8 +17,8 @@ impl SimulatedCluster {
     /// lease of an earlier run is not, even if the store has lost later grants.
     pub(super) fn is_grant_in_use(&self, host: usize, grant: &QuotaGrant) -> bool {
         let (machine, place) = (&self.machines[host].host, &self.processes[host]);
-        let lasts = |until: Instant| place.to_local(self.now) < until.as_nanos();
-        self.has_lease(host) && grant.instance == place.run && machine.lease_end_of(grant).is_some_and(lasts)
+        let is_valid = |until: Instant| place.to_local(self.now) < until.as_nanos();
+        self.has_lease(host) && grant.instance == place.run && machine.lease_end_of(grant).is_some_and(is_valid)
     }
 
     /// Quota in force on a host. A host without a lease may know limits that the store has lost or
@@ -28,11 +28,11 @@ impl SimulatedCluster {
         if self.has_lease(host) {
             return machine.rates();
         }
-        let (safe, known) = (machine.spec().fallback_share(), self.store.spec());
-        if machine.spec().version() == known.version() {
-            return safe;
+        let (fallback, stored) = (machine.spec().fallback_share(), self.store.spec());
+        if machine.spec().version() == stored.version() {
+            return fallback;
         }
-        zip_with(safe, known.fallback_share(), u64::min)
+        zip_with(fallback, stored.fallback_share(), u64::min)
     }
 
     pub(super) fn check_host(&mut self, host: usize) {
@@ -43,11 +43,11 @@ impl SimulatedCluster {
             // Leases of other hosts may have expired since their last event.
             self.check_all();
         }
-        self.most = zip_with(self.most, self.sum, u64::max);
+        self.max_in_force = zip_with(self.max_in_force, self.sum, u64::max);
         if let Some(kind) = self.exceeded_limit() {
-            let (sum, most) = (self.sum[kind.index()], self.audit.rate(kind));
-            let why = format!("{kind:?}: {sum} of {most} in force at {} ms", self.now / NANOS_PER_MS);
-            self.violation.get_or_insert(why);
+            let (sum, limit) = (self.sum[kind.index()], self.audit.rate(kind));
+            let violation_text = format!("{kind:?}: {sum} of {limit} in force at {} ms", self.now / NANOS_PER_MS);
+            self.violation.get_or_insert(violation_text);
         }
     }
 
@@ -57,7 +57,7 @@ impl SimulatedCluster {
 
     pub(super) fn check_all(&mut self) {
         self.in_force = (0..self.machines.len()).map(|host| self.quota_on(host)).collect();
-        let sum = |sum, one: &ByKind| zip_with(sum, *one, u64::saturating_add);
+        let sum = |sum, quota: &ByKind| zip_with(sum, *quota, u64::saturating_add);
         self.sum = self.in_force.iter().fold([0; 6], sum);
     }
 
@@ -68,7 +68,7 @@ impl SimulatedCluster {
 
     /// Maximum of the sum so far.
     pub const fn max_in_force(&self) -> ByKind {
-        self.most
+        self.max_in_force
     }
 
     /// The first violation: quotas in force above the limit, or admissions above limit plus burst.
