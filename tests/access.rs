@@ -127,7 +127,11 @@ fn disks_are_visible_only_to_allowed_clients() {
     size("alice", "of-bob").fails();
     size("eve", "of-both").fails();
     let stderr = size("eve", "no-such-disk").fails();
-    assert_eq!(stderr.replace("no-such-disk", "of-bob"), size("eve", "of-bob").fails(), "they are alike");
+    assert_eq!(
+        stderr.replace("no-such-disk", "of-bob"),
+        size("eve", "of-bob").fails(),
+        "both errors are equal"
+    );
     assert!(refused(&scratch)["exports"].as_u64() >= Some(3), "{}", refused(&scratch));
 }
 
@@ -149,13 +153,13 @@ fn added_disk_keeps_its_access_rules() {
     size("open").succeeds();
     size("mine").fails();
     assert_contains(
-        &fs::read_to_string(&file).expect("it is there"),
+        &fs::read_to_string(&file).expect("the file exists"),
         &["[disk.mine]", "deny = [\"127.0.0.0/8\"]"],
     );
     // The saved file matches the running state, and a change of the file takes effect.
     assert!(!operator::run_ok(&scratch, &["reload"]).contains("mine"));
-    let text = fs::read_to_string(&file).expect("it is there").replace("127.0.0.0/8", "127.9.0.0/16");
-    fs::write(&file, text).expect("it is ours");
+    let text = fs::read_to_string(&file).expect("the file exists").replace("127.0.0.0/8", "127.9.0.0/16");
+    fs::write(&file, text).expect("the file can be written");
     operator::run_ok(&scratch, &["reload"]);
     size("mine").succeeds();
 }
@@ -165,11 +169,11 @@ fn client_names_match_subjects_in_qemu_format() {
     need("certtool");
     let script = r#"
 serve_as() { serve -t --object tls-creds-x509,id=t,endpoint=server,dir="$PWD/pki",verify-peer=on --tls-creds t "$@" --tls-authz a -f raw disk.raw; }
-comes() { nbdinfo --size "nbds+unix://localhost/?socket=$S&tls-certificates=$PWD/pki" 2>/dev/null || echo "is refused"; }
-serve_as --object authz-simple,id=a,identity="C=GB,,O=Acme\\,, Inc,,CN=vm 1"; comes; stop
-serve_as --object authz-simple,id=a,identity="CN=vm 1,,O=Acme\\,, Inc,,C=GB"; comes; stop
-serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm ?",rules.0.policy=allow,rules.0.format=glob; comes; stop
-serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm",rules.0.policy=allow,rules.0.format=glob; comes; stop
+try_connect() { nbdinfo --size "nbds+unix://localhost/?socket=$S&tls-certificates=$PWD/pki" 2>/dev/null || echo "is refused"; }
+serve_as --object authz-simple,id=a,identity="C=GB,,O=Acme\\,, Inc,,CN=vm 1"; try_connect; stop
+serve_as --object authz-simple,id=a,identity="CN=vm 1,,O=Acme\\,, Inc,,C=GB"; try_connect; stop
+serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm ?",rules.0.policy=allow,rules.0.format=glob; try_connect; stop
+serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm",rules.0.policy=allow,rules.0.format=glob; try_connect; stop
 "#;
     let script = format!(
         "serve() {{ qemu-nbd --fork -k \"$S\" --pid-file=pid \"$@\" || echo \"did not start: $?\"; \

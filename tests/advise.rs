@@ -36,7 +36,7 @@ impl NoisyClient {
         command.args(["--name=noise", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--size=16M"]);
         command.args(["--time_based", "--runtime=1000", "--iodepth=64"]);
         command.arg(format!("--uri={}", weir.uri(disk)));
-        Self(command.spawn().expect("it is there"))
+        Self(command.spawn().expect("the command can be started"))
     }
 }
 
@@ -159,9 +159,9 @@ fn truncated_recording_is_used_up_to_its_last_complete_block() {
     let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let read: u64 =
         report["tenants"].as_array().expect("a list").iter().filter_map(|tenant| tenant["requests"].as_u64()).sum();
-    assert_eq!(read, 131_072, "two blocks");
+    assert_eq!(read, 131_072, "the trace has two complete blocks");
     assert_contains(
-        report["partial"].as_str().expect("it is said"),
+        report["partial"].as_str().expect("the report names the truncation"),
         &["131072 requests before it are complete"],
     );
     assert_eq!(report["commands"].as_array().map(Vec::len), Some(2));
@@ -344,7 +344,7 @@ fn advised_weights_are_accepted_unchanged() {
     assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
     let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let (joins, commands) = (&find(&report, "tenants", "a")["joins"], report["commands"].to_string());
-    let weight = joins["weight"].as_u64().expect("it joins a group");
+    let weight = joins["weight"].as_u64().expect("the advice adds the disk to a group");
     assert!(weight > 100 && joins["group"] == "shared", "{report:#}");
     assert!(commands.contains(&format!("weir throttle a --weight {weight} --iops-reservation 0 --group")));
     let printed = advise(&[&[text(&day)][..], &options].concat()).stdout();

@@ -39,7 +39,7 @@ struct Attachment {
 
 impl Attachment {
     fn device(&self) -> PathBuf {
-        self.report["device"].as_str().expect("it has one").into()
+        self.report["device"].as_str().expect("the report has this field").into()
     }
 
     fn directory(&self) -> PathBuf {
@@ -71,8 +71,8 @@ impl Attachment {
 
     /// PID of the process that serves the disk: the child of the keeper.
     fn server(&self) -> Pid {
-        let keeper = self.report["keeper"].as_u64().expect("it has one");
-        let keeper = Pid::from_raw(keeper.try_into().expect("it is a number of a process"));
+        let keeper = self.report["keeper"].as_u64().expect("the report has this field");
+        let keeper = Pid::from_raw(keeper.try_into().expect("it is a PID"));
         children(keeper).next().expect("the keeper has a server")
     }
 }
@@ -136,7 +136,8 @@ fn writes_to_the_device_are_in_the_image() {
     let attached = attach("device", &image, &["--iops-total", "100000"]);
     assert!(attached.device().starts_with("/dev"), "{}", attached.report);
     make_file_system(&attached.device());
-    let scanned = Path::new("/sys/block").join(attached.device().file_name().expect("it has one"));
+    let scanned =
+        Path::new("/sys/block").join(attached.device().file_name().expect("the path has a file name"));
     let scanned = fs::read_to_string(scanned.join("loop/partscan")).expect("it is a loop device");
     assert_eq!(scanned.trim(), "1", "the kernel looks for partitions");
     let listed = weir(&["attach", "--list", "--json"]).json();
@@ -155,7 +156,7 @@ fn attachment_ends_with_the_unmount() {
     let image = scratch.sparse("disk.raw", 64 * MIB);
     make_file_system(&image);
     let directory = scratch.path("mnt");
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     let attached = attach("mount", &image, &["--mount", text(&directory), "--mount-options", "noatime"]);
     assert!(is_mounted(&directory));
     fs::write(directory.join("file"), "content").expect("it can be written to");
@@ -167,7 +168,7 @@ fn attachment_ends_with_the_unmount() {
     drop(attached);
 
     let reattached = attach("mount", &image, &["--mount", text(&directory), "--read-only"]);
-    assert_eq!(fs::read_to_string(directory.join("file")).expect("it is there"), "content");
+    assert_eq!(fs::read_to_string(directory.join("file")).expect("the file exists"), "content");
     assert!(fs::write(directory.join("other"), "").is_err());
     let inside = File::open(directory.join("file")).expect("it can be opened");
     let in_use = format!("in use: open in {} ({})", comm(), std::process::id());
@@ -190,12 +191,12 @@ fn device_in_use_is_kept_and_its_openers_named() {
     drop(open);
     make_file_system(&attached.device());
     let directory = scratch.path("mnt");
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     TestClient::new("mount").arg(attached.device()).arg(&directory).succeeds();
     let mounted = format!("mounted at {}", directory.display());
     assert_contains(&attached.detach().fails(), &["in use", &mounted]);
     assert!(is_mounted(&directory) && attached.directory().exists());
-    // Naming the directory includes the wish to unmount it.
+    // `weir detach DIRECTORY` unmounts it before it detaches the disk.
     detach(text(&directory)).succeeds();
     assert!(!is_mounted(&directory));
     attached.assert_removed();
@@ -207,8 +208,8 @@ fn mount_directory_may_be_named_by_a_symlink() {
     let image = scratch.sparse("disk.raw", 64 * MIB);
     make_file_system(&image);
     let (directory, link) = (scratch.path("mnt"), scratch.path("link"));
-    fs::create_dir(&directory).expect("it can be made");
-    std::os::unix::fs::symlink(&directory, &link).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
+    std::os::unix::fs::symlink(&directory, &link).expect("the link can be created");
     let attached = attach("link", &image, &["--mount", text(&link)]);
     assert!(is_mounted(&directory));
     unmount(&link);
@@ -227,8 +228,8 @@ fn openers_through_another_node_or_loop_device_are_found() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("beneath", &image, &[]);
-    // As in a container, which has its own device nodes. Not in the scratch directory, whose file
-    // system may be mounted `nodev`.
+    // A second device node, as in a container, which has nodes of its own. Not in the scratch
+    // directory, whose file system may be mounted `nodev`.
     let node = ExtraDeviceNode::of(&attached.device(), &format!("/dev/{}", name("node")));
     let open = File::open(&node.0).expect("it can be opened");
     let open_here = format!("open in {} ({})", comm(), std::process::id());
@@ -253,8 +254,8 @@ struct ExtraDeviceNode(PathBuf);
 
 impl ExtraDeviceNode {
     fn of(device: &Path, path: &str) -> Self {
-        let number = fs::metadata(device).expect("it is there").rdev();
-        mknod(path, SFlag::S_IFBLK, Mode::S_IRUSR, number).expect("it can be made");
+        let number = fs::metadata(device).expect("the file exists").rdev();
+        mknod(path, SFlag::S_IFBLK, Mode::S_IRUSR, number).expect("the file can be created");
         Self(path.into())
     }
 }
@@ -275,7 +276,12 @@ fn partitions_are_devices() {
     table[446 + 8..446 + 12].copy_from_slice(&2048_u32.to_le_bytes());
     table[446 + 12..446 + 16].copy_from_slice(&65536_u32.to_le_bytes());
     table[510..].copy_from_slice(&[0x55, 0xaa]);
-    File::options().write(true).open(&image).expect("it is there").write_all_at(&table, 0).expect("room");
+    File::options()
+        .write(true)
+        .open(&image)
+        .expect("the file exists")
+        .write_all_at(&table, 0)
+        .expect("there is room");
     let attached = attach("parts", &image, &[]);
     let device = attached.device();
     let name = device.file_name().expect("it has a name").display();
@@ -286,7 +292,7 @@ fn partitions_are_devices() {
     let first = PathBuf::from(format!("{}p1", device.display()));
     make_file_system(&first);
     let directory = scratch.path("mnt");
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     TestClient::new("mount").args([&first, &directory]).succeeds();
     assert_contains(&attached.detach().fails(), &["in use", text(&directory)]);
     unmount(&directory);
@@ -313,7 +319,7 @@ fn second_attachment_is_rejected() {
     assert_contains(&command(&first.name, &image, &[]).fails(), &[&first.name, "is attached already"]);
     let second = name("second");
     assert_contains(&command(&second, &image, &[]).fails(), &[text(&image), "lock"]);
-    assert!(!attachment_directory(&second).exists(), "nothing is left of the second");
+    assert!(!attachment_directory(&second).exists(), "the second attachment has left files");
     // The first attachment is not affected.
     File::open(first.device()).expect("it can be opened");
     first.detach().succeeds();
@@ -324,7 +330,7 @@ fn failed_attach_leaves_nothing() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let directory = scratch.path("mnt");
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     let (mnt, file) = (text(&directory), scratch.file("file", ""));
     for (step, image, options, expect) in [
         ("image", Path::new("/none.raw"), &[][..], "none.raw"),
@@ -344,7 +350,7 @@ fn failed_attach_leaves_nothing() {
     command_line.args(["attach", "--fuse", "--alone", "--name", &unreported, "--format", "raw"]).arg(&image);
     let status = command_line.stdout(full).status().expect("weir can be run");
     assert_eq!(status.code(), Some(1));
-    assert!(!attachment_directory(&unreported).exists(), "the name was not reported");
+    assert!(!attachment_directory(&unreported).exists(), "an attachment whose name was not reported remains");
     for bad in ["../x", "a b", ""] {
         let refused = command(bad, &image, &[]).run();
         assert_eq!(refused.code(), 2, "{bad:?}");
@@ -363,7 +369,7 @@ fn wait_until_removed(device: &Path, sequence: &str) {
 
 /// The kernel's `diskseq`: unique to one instance of a loop device.
 fn disk_sequence(device: &Path) -> String {
-    let name = device.file_name().expect("it has one");
+    let name = device.file_name().expect("the path has a file name");
     let file = Path::new("/sys/block").join(name).join("diskseq");
     fs::read_to_string(file).expect("the kernel numbers disks")
 }
@@ -372,7 +378,7 @@ fn disk_sequence(device: &Path) -> String {
 fn mountable(scratch: &Scratch) -> (PathBuf, PathBuf) {
     let (image, directory) = (scratch.sparse("disk.raw", 64 * MIB), scratch.path("mnt"));
     make_file_system(&image);
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     (image, directory)
 }
 
@@ -381,7 +387,7 @@ fn forced_detach_unmounts() {
     let scratch = Scratch::new();
     let (image, directory) = mountable(&scratch);
     let attached = attach("force", &image, &["--mount", text(&directory)]);
-    let inside = File::create(directory.join("open")).expect("it can be made");
+    let inside = File::create(directory.join("open")).expect("the file can be created");
     weir(&["detach", "--force", &attached.name]).succeeds();
     attached.assert_removed();
     assert!(!is_mounted(&directory));
@@ -395,7 +401,7 @@ fn openers_of_a_lazily_unmounted_file_system_are_named() {
     let options = ["--mount", text(&directory)];
     let in_use = format!("in use: open in {} ({})", comm(), std::process::id());
     let attached = attach("lazy", &image, &options);
-    let inside = File::create(directory.join("open")).expect("it can be made");
+    let inside = File::create(directory.join("open")).expect("the file can be created");
     TestClient::new("umount").arg("-l").arg(&directory).succeeds();
     assert_contains(&attached.detach().fails(), &[&attached.name, &in_use, "--force"]);
     let stderr = command(&attached.name, &image, &options).fails();
@@ -407,7 +413,7 @@ fn openers_of_a_lazily_unmounted_file_system_are_named() {
     drop(inside);
     attached.wait_until_gone();
     let reattached = attach("lazy", &image, &options);
-    let inside = File::create(directory.join("open")).expect("it can be made");
+    let inside = File::create(directory.join("open")).expect("the file can be created");
     TestClient::new("umount").arg("-l").arg(&directory).succeeds();
     weir(&["detach", "--force", &reattached.name]).succeeds();
     reattached.assert_removed();
@@ -423,9 +429,9 @@ fn keeper_closes_inherited_descriptors() {
     let script = r#"exec 9>"$1" 8<>"$4"; flock -n 9; exec "$2" attach --fuse --alone --json --name "$3" -f raw /dev/fd/8"#;
     let client = TestClient::new("sh").args(["-ec", script, "sh", text(&lock), WEIR, &name, text(&image)]);
     let attached = Attachment { report: client.json(), name };
-    let lock = File::open(&lock).expect("it is there");
+    let lock = File::open(&lock).expect("the file exists");
     Flock::lock(lock, FlockArg::LockExclusiveNonblock).expect("the lock is free");
-    // Only the descriptors that it was given stay open.
+    // The keeper has closed the inherited lock file; descriptor 8, its image, is still open.
     make_file_system(&attached.device());
     attached.detach().succeeds();
     attached.assert_removed();
@@ -438,10 +444,10 @@ fn unresponsive_server_is_named_and_killed_by_force() {
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("silent", &image, &[]);
     let server = attached.server();
-    kill(server, Signal::SIGSTOP).expect("it runs");
+    kill(server, Signal::SIGSTOP).expect("the process is running");
     let stderr = attached.detach().fails();
     assert_contains(&stderr, &[&format!("its server, process {server}, does not respond"), "--force"]);
-    assert!(attached.directory().exists(), "nothing is undone");
+    assert!(attached.directory().exists(), "the attachment must not be rolled back");
     weir(&["detach", "--force", &attached.name]).succeeds();
     attached.assert_removed();
 }
@@ -458,7 +464,7 @@ fn attachment_ends_with_its_daemon() {
     let name = name("ended");
     let options = ["attach", "--fuse", "--json", "--format", "raw", "--name", &name];
     // A path relative to the caller's directory; the keeper works in a different one.
-    let from = qmp.parent().expect("it has one");
+    let from = qmp.parent().expect("the path has a parent");
     let said = weir(&options).args(["--qmp", "unix:qmp"]).arg(&image).inside(from).json();
     let attached = Attachment { report: said, name };
     assert_eq!(attached.report["qmp"], address.as_str());
@@ -490,7 +496,7 @@ fn daemon_serves_attachments_in_its_groups() {
     let attached = Attachment { report: attach("gold").json(), name: name.clone() };
     let status = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
     let disk = status["disks"].as_array().expect("a list").iter().find(|disk| disk["name"] == name.as_str());
-    let disk = disk.expect("the daemon has it");
+    let disk = disk.expect("the daemon has the disk");
     assert_eq!((&disk["group"], &disk["weight"]), (&json!("gold"), &json!(300)));
     let loops = attached.device();
     let loop_name = loops.file_name().expect("it has a name").to_string_lossy().into_owned();
@@ -507,7 +513,7 @@ fn daemon_serves_attachments_in_its_groups() {
     daemon.stop();
 }
 
-/// The default: a daemon in a sandbox, where it creates no devices.
+/// The daemon runs in its default sandbox, in which it creates no devices.
 #[test]
 fn daemon_without_device_rights_is_not_used() {
     need_root("devices of this host");
@@ -547,9 +553,9 @@ fn daemon_without_device_rights_is_not_used() {
     let attached = Attachment { report: attach(&["--group", "gold", "--alone"]).json(), name: name.clone() };
     attached.detach().succeeds();
 
-    // As a line of fstab calls it.
+    // mount(8) calls the helper like this for a line of fstab.
     let helper = scratch.path("mount.weir");
-    std::os::unix::fs::symlink(WEIR, &helper).expect("it can be made");
+    std::os::unix::fs::symlink(WEIR, &helper).expect("the link can be created");
     let options = format!("rw,fuse,format=raw,name={name}");
     let mount = TestClient::new(text(&helper)).args([text(&image), text(&directory), "-o", &options]);
     assert_eq!(mount.env("WEIR_QMP", &address).run().stderr(), "");
@@ -609,10 +615,10 @@ fn users_other_than_root_get_a_file() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let directory = scratch.path("run");
-    fs::create_dir(&directory).expect("it can be made");
-    let parent = fs::metadata(&directory).expect("it is there").mode();
+    fs::create_dir(&directory).expect("the directory can be created");
+    let parent = fs::metadata(&directory).expect("the file exists").mode();
     let world_writable = fs::Permissions::from_mode(parent | 0o777);
-    for path in [&directory, &image, &directory.parent().expect("it has one").to_owned()] {
+    for path in [&directory, &image, &directory.parent().expect("the path has a parent").to_owned()] {
         fs::set_permissions(path, world_writable.clone()).expect("it can be set");
     }
     // As udev sets it up: every user may open /dev/fuse.
@@ -635,7 +641,7 @@ fn users_other_than_root_get_a_file() {
     let file = format!("{}/weir/attached/n/disk", text(&directory));
     assert_contains(&outcome.succeeded(), &[&file, &format!(" {} ", 8 * MIB)]);
     assert_contains(&stderr, &["lock", "root"]);
-    assert_eq!(fs::read_dir(directory.join("weir/attached")).expect("it is there").count(), 0);
+    assert_eq!(fs::read_dir(directory.join("weir/attached")).expect("the directory exists").count(), 0);
 }
 
 #[test]

@@ -218,8 +218,8 @@ fn server_handshake() -> Vec<u8> {
         .concat()
 }
 
-/// Serves two handshakes, then receives requests without replying. Sends a message on `told` for
-/// each connection that has received `enough` bytes of requests.
+/// Serves two handshakes, then receives requests without replying. Sends a message on the channel
+/// for each connection that has received `enough` bytes of requests.
 fn serve_stalled(listener: &UnixListener, enough: usize, stalled: &mpsc::Sender<()>) {
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().unwrap();
@@ -284,8 +284,8 @@ fn rate_holds_and_latency_counts_from_the_due_time() {
     let read = &counted["jobs"][0]["read"];
     assert_eq!(read["total_ios"], 25);
     let percentile = |name: &str| read["clat_ns"]["percentile"][name].as_u64().unwrap();
-    assert!(percentile("50.000000") >= 260_000_000, "half of them waited less: {read:#}");
-    assert!(percentile("99.000000") >= 500_000_000, "the last waited less: {read:#}");
+    assert!(percentile("50.000000") >= 260_000_000, "the median latency is below its minimum: {read:#}");
+    assert!(percentile("99.000000") >= 500_000_000, "the 99th percentile is below its minimum: {read:#}");
     // After a second at most 25 of 50 have been sent, plus the requests then in flight.
     let timed =
         bench_json("-d 1 --rate-iops 50 --arrivals fixed --runtime 1s --delay read=40ms", "memory:1M");

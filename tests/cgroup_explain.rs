@@ -55,7 +55,7 @@ impl LimitedBlkioGroup {
     }
 
     fn written(&self) -> u64 {
-        written(&self.0.directory).expect("counted")
+        written(&self.0.directory).expect("the cgroup exists")
     }
 
     fn explain(&self) -> TestClient {
@@ -71,7 +71,7 @@ struct DdProcess {
 impl DdProcess {
     fn feed(&mut self, bytes: u64) {
         let zeros = vec![0; usize::try_from(bytes).expect("it fits into memory")];
-        self.input.as_mut().expect("still open").write_all(&zeros).expect("`dd` reads");
+        self.input.as_mut().expect("dd's input is open").write_all(&zeros).expect("`dd` reads");
     }
 
     fn end(&mut self) {
@@ -137,7 +137,7 @@ fn v1_limit_that_buffered_writes_escape_is_reported() {
     let value = cited.unwrap_or_else(|| panic!("{report:#}"))["value"].clone();
     assert_eq!(value, format!("{} {LIMIT}", disk(&scratch.path(""))));
     dd.end();
-    syncfs(fs::File::open(&buffered).expect("written")).expect("a file system");
+    syncfs(fs::File::open(&buffered).expect("dd has created it")).expect("a file system");
     assert!(group.written() < bytes / 4, "{} of {bytes} were charged", group.written());
 
     let begin = Instant::now();
@@ -152,7 +152,11 @@ fn v1_limit_that_buffered_writes_escape_is_reported() {
     );
     dd.end();
     // The kernel admits the first tenth of a second's worth immediately.
-    assert!(begin.elapsed() > Duration::from_millis(2500), "{:?} for three seconds' worth", begin.elapsed());
+    assert!(
+        begin.elapsed() > Duration::from_millis(2500),
+        "three seconds' worth of data was written in {:?}",
+        begin.elapsed()
+    );
     assert!(group.written() >= bytes, "{} of {bytes} were charged", group.written());
 }
 
@@ -177,7 +181,7 @@ fn measurement_shows_the_limited_paths() {
         assert!(number(path, "charged-bytes") <= max, "{path}: {max}: {report:#}");
     }
     assert!(number("direct-writes", "charged-bytes") >= number("direct-writes", "bytes"), "{report:#}");
-    // A sync(2) of another process may have written part of it.
+    // A sync(2) by another process may have written a part of the data.
     assert!(number("writes-and-fsync", "charged-bytes") > 0.0, "{report:#}");
     let charged = value_of("buffered-writes", "charged-bytes").as_u64();
     assert!(charged.is_some_and(|bytes| bytes < MIB), "{report:#}");
@@ -213,11 +217,11 @@ fn measurement_files_are_removed_on_a_signal() {
         let subgroup = group.0.directory.with_file_name(format!("weir-explain-{}", measuring.id()));
         let begin = Instant::now();
         while written(&subgroup).is_none_or(|bytes| bytes < min_bytes) {
-            assert!(begin.elapsed() < DEADLINE, "{} never had a write", subgroup.display());
+            assert!(begin.elapsed() < DEADLINE, "no write was charged to {}", subgroup.display());
             thread::yield_now();
         }
         let pid = i32::try_from(measuring.id()).expect("a pid");
-        kill(Pid::from_raw(pid), signal).expect("it runs");
+        kill(Pid::from_raw(pid), signal).expect("the process is running");
         let status = measuring.wait().expect("it ends");
         assert_eq!(status.code(), Some(1), "{signal}");
         assert!(!subgroup.exists(), "{} is left", subgroup.display());
@@ -241,7 +245,7 @@ fn unreadable_cgroup_is_an_error() {
         group.0.directory.join("blkio.throttle.write_bps_device"),
         format!("{} 0", disk(&scratch.path(""))),
     )
-    .expect("no limit");
+    .expect("the limit can be removed");
     let printed = group.explain().succeeds();
     assert_contains(
         &printed,

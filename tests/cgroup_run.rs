@@ -127,7 +127,7 @@ impl<'a> CgroupShell<'a> {
     #[track_caller]
     pub(crate) fn stop(mut self) {
         drop(self.child.stdin.take());
-        assert!(self.status().is_some(), "it ends by itself");
+        assert!(self.status().is_some(), "the shell ends at the end of its input");
     }
 }
 

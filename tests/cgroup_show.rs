@@ -57,11 +57,11 @@ fn json_lists_cgroups_devices_and_tasks() {
     assert_eq!(group["name"], format!("/weir/{name}"));
     let device = &group["devices"][0];
     assert_eq!(device["limits"], serde_json::json!({ "bps-write": 1 << 20 }));
-    let interval = report["interval-ns"].as_f64().expect("there was one") / 1e9;
+    let interval = report["interval-ns"].as_f64().expect("the report has an interval") / 1e9;
     // At most the limit over the whole time, plus slices of a tenth of a second at both ends.
     let max = f64::from(1 << 20) * (seconds + 0.2) * 1.05;
     assert!(writes(device) * interval <= max, "{max} bytes may be: {report:#}");
-    let dd = dd(&report).expect("it was there");
+    let dd = dd(&report).expect("dd was running in the interval");
     assert!(dd["writes"]["bytes"].as_u64() > Some(0), "{report:#}");
     assert!(tasks(&report).iter().any(|task| task["name"] == "sh"), "{report:#}");
     if report["task-waits-counted"] == false && group["pressure"].is_null() {

@@ -205,7 +205,7 @@ fn caches_are_sized_counted_and_changed() {
     qemu_io(["-f", "raw"], ["read 0 64M"], &uri);
     let small = disk(&mut qmp);
     assert_eq!((&small["format"], &small["l2-cache"]["limit"]), (&json!("qcow2"), &json!(16384)), "{small}");
-    assert_eq!(small["l2-cache"]["covered"], 8 * MIB, "16 KiB of 8-byte entries for 4 KiB each");
+    assert_eq!(small["l2-cache"]["covered"], 8 * MIB, "2048 cached entries cover 4 KiB each");
     assert!(small["l2-cache"]["evictions"].as_u64() > Some(0), "{small}");
     qmp.command("x-weir-set", json!({"name": "disk", "l2-cache-size": "full"}));
     qemu_io(["-f", "raw"], ["read 0 64M", "read 0 64M"], &uri);

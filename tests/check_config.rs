@@ -35,7 +35,7 @@ fn all_errors_of_a_file_are_reported_together() {
         let outcome = weir(check).run();
         assert_eq!((outcome.code(), outcome.stderr()), (1, expect.clone()));
     }
-    // A start stops at the first mistake.
+    // A start stops at the first error.
     let first = expect.lines().next().unwrap();
     let outcome = weir(&["serve", "--config", text(&file)]).run();
     assert_eq!((outcome.code(), outcome.stderr().trim_end()), (1, first));
@@ -157,7 +157,7 @@ fn config_in_use_can_be_checked() {
 #[test]
 fn check_counts_warnings_of_a_start() {
     let scratch = Scratch::new();
-    // More memory than any machine has.
+    // More memory than any host has.
     let file = scratch.file("weir.toml", with_daemon(&scratch, "\n[disk.a]\nimage = \"memory:8T\"\n"));
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_contains(&outcome.stderr(), &["disks in memory have"]);
@@ -295,7 +295,7 @@ fn check_prints_diagnostics_as_json() {
         (outcome.code(), found, file.display().to_string())
     };
     assert_eq!(check("[disk.a]\nimage = \"memory:1M\"\n").1, json!([]));
-    // Mistakes in the file, then problems of the machine.
+    // Errors of the file come before problems of the host.
     let (code, found, file) = check("[disk.a]\nimage = \"memory:1M\"\nchache = \"none\"\n");
     let message = "unknown key (did you mean \"cache\"?)";
     let expect = json!([

@@ -266,7 +266,7 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     until("a host leads", || leader_of(&hosts[2]).is_some());
     let stdout = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
     assert!(stdout.contains("iops-total: none → 2000, on all hosts"), "{stdout}");
-    until("all have a quota", || hosts.iter().all(|host| host.quota() < 2000));
+    until("all hosts have a quota", || hosts.iter().all(|host| host.quota() < 2000));
     let watched = AdmissionBound::begin(&hosts, 2000);
     // A single busy host has nearly all.
     let first = hosts[0].read();
@@ -274,18 +274,22 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     assert!(sum(&hosts) <= 2000);
     // A second busy host gets half.
     let second = hosts[1].read();
-    until("half each", || [hosts[0].quota(), hosts[1].quota()].iter().all(|part| (900..1100).contains(part)));
+    until("both busy hosts have half of the limit", || {
+        [hosts[0].quota(), hosts[1].quota()].iter().all(|part| (900..1100).contains(part))
+    });
     assert!(sum(&hosts) <= 2000);
     watched.end(&hosts);
     // A change made on one host applies to all.
     hosts[2].run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]).succeeds();
-    until("half of the new limit each", || hosts[..2].iter().all(|host| (450..550).contains(&host.quota())));
+    until("both busy hosts have half of the new limit", || {
+        hosts[..2].iter().all(|host| (450..550).contains(&host.quota()))
+    });
     // The leader is killed: another host takes over the distribution.
     let leader = leader_of(&hosts[2]).unwrap();
     let at = ["a", "b", "c"].iter().position(|name| *name == leader).unwrap();
     hosts[at].weir.take().unwrap().crash();
     let witness = (at + 1) % 3;
-    until("another leads", || leader_of(&hosts[witness]).is_some_and(|name| name != leader));
+    until("another host leads", || leader_of(&hosts[witness]).is_some_and(|name| name != leader));
     hosts[witness].run(&["throttle", "gold", "--cluster", "--iops-total", "1500"]).succeeds();
     hosts[at].restart();
     let change =
@@ -296,7 +300,7 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     // Without etcd each host falls back to its share, logs that, and recovers.
     let mut events = Qmp::negotiated(&hosts[witness].control);
     etcd.kill();
-    until("all use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
+    until("all hosts use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
     let event =
         iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|candidate| candidate["kind"] == "cluster_partitioned");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
@@ -360,7 +364,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
         let stderr = start_error("http://127.0.0.1:1", &format!("control-groups = {groups}"));
         assert!(stderr.contains(expect), "{stderr}");
     }
-    // `check-config` reports it before a start.
+    // `check-config` reports the error before a start.
     let host_scratch = Scratch::new();
     let file =
         ClusterTestHost::config(&host_scratch, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
@@ -377,7 +381,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
     // Two hosts with one name: the second does not join.
     let host = ClusterTestHost::start("x", &etcd);
-    until("it has joined", || host.cluster()["joined"] == true);
+    until("the host has joined", || host.cluster()["joined"] == true);
     host.run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
     let other = ClusterTestHost::start("x", &etcd);
     other.weir().wait_for_log("the name \"x\" is taken in cluster \"lab\"");
@@ -392,10 +396,10 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     }
     let output = set("golf");
     assert!(output.status() == Some(0) && output.stderr().contains("no host has it"), "{}", output.stderr());
-    assert!(!set("gold").stderr().contains("no host has it"), "it is here");
+    assert!(!set("gold").stderr().contains("no host has it"), "this host has the group");
     host.run(&["throttle", "gold", "--cluster", "--fallback-share", "0.125%"]).succeeds();
     let shown = || host.run(&["throttle", "gold", "--cluster"]).succeeds();
-    until("it is shown", || {
+    until("the command prints the new settings", || {
         shown().ends_with("  iops-total      2000\n  hosts           16\n  fallback-share  0.125%\n")
     });
     let stdout = host.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
@@ -418,7 +422,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     etcd.control(&["put", "/weir/v1/lab/report/y", "garbage"]).succeeds();
     etcd.control(&["put", "/weir/v1/lab/host/x/grant", "garbage"]).succeeds();
     host.weir().wait_for_log("is not weir's");
-    until("it continues", || host.cluster()["leader"] == "x");
+    until("the host continues to lead", || host.cluster()["leader"] == "x");
     drop(etcd);
 }
 
@@ -489,15 +493,15 @@ fn fallback_share_shrinks_with_more_hosts() {
     let scratch = Scratch::new();
     let etcd = EtcdServer::start(&scratch);
     let mut hosts = vec![ClusterTestHost::start("a", &etcd)];
-    until("it leads", || leader_of(&hosts[0]).is_some());
+    until("the host leads", || leader_of(&hosts[0]).is_some());
     let limits = ["--iops-total", "1000", "--hosts", "1", "--fallback-share", "60%"];
     hosts[0].run(&[&["throttle", "gold", "--cluster"], &limits[..]].concat()).succeeds();
-    until("it holds", || hosts[0].quota() <= 1000);
+    until("the limit is in force", || hosts[0].quota() <= 1000);
     hosts.push(ClusterTestHost::start("b", &etcd));
     hosts[0].weir().wait_for_log("the fallback share was too much for this number of hosts");
     let safe = |host: &ClusterTestHost| host.cluster()["groups"][0]["fallback-share-ppm"].as_u64();
     until("it is listed", || hosts.iter().all(|host| safe(host) == Some(300_000)));
-    until("it holds on both", || sum(&hosts) <= 1000);
+    until("the limit is in force on both hosts", || sum(&hosts) <= 1000);
 }
 
 #[test]
@@ -534,12 +538,12 @@ fn lost_or_overwritten_keys_are_restored() {
         etcd.control(&["put", &format!("/weir/v1/lab/{key}"), value]).succeeds();
         until(value, || value_of(&etcd, key).trim() != value);
         until("a host leads", || leader_of(&hosts[0]).is_some_and(|name| name != "ghost"));
-        until("both are there", || hosts.iter().all(|host| host.cluster()["joined"] == true));
+        until("both hosts have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
     }
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "1600"]).succeeds();
     let change =
         |host: &ClusterTestHost| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
-    until("it holds on both", || hosts.iter().all(|host| change(host) == Some(1600)));
+    until("the limit is in force on both hosts", || hosts.iter().all(|host| change(host) == Some(1600)));
     // A start without etcd, and one with an empty etcd.
     etcd.kill();
     fs::remove_dir_all(&etcd.data).unwrap();
@@ -560,10 +564,11 @@ fn lost_or_overwritten_keys_are_restored() {
     let mut qmp = Qmp::negotiated(&hosts[0].control);
     for round in 0..4 {
         etcd.kill();
-        until("it is partitioned", || hosts[0].status()["cluster"]["connected"] == false);
+        until("the host is partitioned", || hosts[0].status()["cluster"]["connected"] == false);
         fs::remove_dir_all(&etcd.data).unwrap();
         etcd.restart();
-        // At the moment when a host leads.
+        // The change is made immediately after a host has become leader, while it restores the
+        // keys.
         let mut has_leader = || {
             let cluster = qmp.command("x-weir-query-status", json!({}))["cluster"].clone();
             cluster["connected"] == true && cluster["leader"].is_string()
@@ -597,7 +602,7 @@ fn invalid_etcd_member_is_skipped() {
     let control = host.socket("control");
     let weir = Some(ClusterTestHost::serve(&host, &file, &control).start());
     let host = ClusterTestHost { scratch: host, weir, control };
-    until("it has joined", || host.cluster()["joined"] == true);
+    until("the host has joined", || host.cluster()["joined"] == true);
 }
 
 /// The value of a key of the cluster; empty if the key does not exist.
@@ -637,7 +642,9 @@ fn removed_group_is_not_restored() {
     let config = fs::read_to_string(&file).unwrap();
     fs::write(&file, config + "[group.silver]\ncluster = true\n").unwrap();
     hosts[1].run(&["reload"]).succeeds();
-    until("the second host has it", || etcd_value(&etcd, "all/promise/b").contains("silver"));
+    until("the second host has published the group", || {
+        etcd_value(&etcd, "all/promise/b").contains("silver")
+    });
     assert_contains(
         &remove(&hosts[0], "silver").fails(),
         &["group silver: in use on b (remove [group.silver]"],
@@ -653,7 +660,9 @@ fn removed_group_is_not_restored() {
     // The mistyped group is removed, and no leader restores it.
     assert_eq!(remove(&hosts[0], "golf").succeeds(), "group golf: removed\n");
     assert_contains(&remove(&hosts[0], "golf").fails(), &["has no group of this name"]);
-    until("both hosts have the removal", || hosts.iter().all(|host| groups(host) == ["gold", "silver"]));
+    until("both hosts have removed the group", || {
+        hosts.iter().all(|host| groups(host) == ["gold", "silver"])
+    });
     // A host with the group in its config that was stopped meanwhile starts from the fallback share
     // and restores nothing, although it leads now and had the limits in its state.
     hosts[1].weir.take().unwrap().stop();
@@ -663,7 +672,7 @@ fn removed_group_is_not_restored() {
     hosts[0].weir.take().unwrap().stop();
     hosts[1].restart();
     hosts[1].weir().wait_for_log("limits for this group yet (`weir throttle silver --cluster");
-    until("it leads", || leader_of(&hosts[1]).as_deref() == Some("b"));
+    until("the host leads", || leader_of(&hosts[1]).as_deref() == Some("b"));
     let reader = hosts[1].read();
     until("quotas are leased", || hosts[1].quota() > 2000 / 50);
     stop(reader);
@@ -676,16 +685,16 @@ fn removed_group_is_not_restored() {
     };
     assert_eq!(limit(), None);
     etcd.kill();
-    until("it is partitioned", || hosts[1].status()["cluster"]["connected"] == false);
+    until("the host is partitioned", || hosts[1].status()["cluster"]["connected"] == false);
     etcd.restart();
     // The previous leader is known during the partition as well.
-    until("it leads again", || {
+    until("the host leads again", || {
         let cluster = hosts[1].cluster();
         cluster["connected"] == true && cluster["leader"] == "b"
     });
     // New limits follow the removed ones.
     set(&hosts[1], "silver");
-    until("they hold", || limit().is_some_and(|limit| limit < 2000));
+    until("the new limits are in force", || limit().is_some_and(|limit| limit < 2000));
     assert!(etcd_value(&etcd, "all/group/silver").contains("\"number\":3"));
     assert_eq!(groups(&hosts[1]), ["gold", "silver"]);
     // Only the last removals are remembered.
@@ -779,7 +788,9 @@ fn grants_of_departed_hosts_are_deleted() {
     let other = hosts.remove(usize::from(leader == "a"));
     let name = if leader == "a" { "b" } else { "a" };
     other.weir.unwrap().stop();
-    until("it is gone", || etcd_value(&etcd, &format!("host/{name}/grant")).is_empty());
+    until("the grant of the stopped host is deleted", || {
+        etcd_value(&etcd, &format!("host/{name}/grant")).is_empty()
+    });
     assert_eq!(etcd_value(&etcd, "host/away/grant"), "{}");
     assert!(!etcd_value(&etcd, &format!("host/{leader}/grant")).is_empty());
     hosts[0].run(&["cluster", "forget", "away"]).succeeds();

@@ -1,6 +1,5 @@
 //! The control socket as a client sees it: disks and exports are added, changed and removed while
 //! the daemon serves.
-//!
 
 use std::fs;
 
@@ -102,7 +101,7 @@ fn disk_is_resized_while_clients_are_connected() {
     assert_eq!(fs::metadata(&image).unwrap().len(), 65536);
     assert_eq!(client.read(65536, 512), Err(EINVAL));
     assert_eq!(write(&mut client, 65536), ENOSPC);
-    assert_eq!(client.read(0, 512), Ok(vec![0; 512]), "it is still served");
+    assert_eq!(client.read(0, 512), Ok(vec![0; 512]), "the resized disk is still served");
     assert_eq!(daemon.go("vm").1, 65536);
     daemon.command("block_resize", json!({"device": "vm", "size": 1 << 20}));
     assert_eq!(client.read(MIB - 512, 512), Ok(vec![0; 512]));
@@ -134,7 +133,7 @@ fn chain_of_nodes_is_one_disk() {
     let expected = json!({"id": "e", "type": "nbd", "node-name": "t0", "shutting-down": false});
     assert_eq!(exports[0], expected);
     let (mut client, _) = daemon.go("t0");
-    assert_eq!(write(&mut client, 0), EPERM, "writable is false unless asked for");
+    assert_eq!(write(&mut client, 0), EPERM, "an export is read-only by default");
     drop(client);
     daemon.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     daemon.control.event("BLOCK_EXPORT_DELETED");
@@ -157,7 +156,7 @@ fn format_node_over_a_node_is_reversible() {
 
     daemon.command("block-export-add", export_of("f0"));
     daemon.refused("blockdev-add", over("f0"), "Node f0 is in use (it is exported as 'e')");
-    assert!(sizes(&daemon, "f0") < MIB, "the file's own length");
+    assert!(sizes(&daemon, "f0") < MIB, "the size of the file node");
     daemon.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     daemon.control.event("BLOCK_EXPORT_DELETED");
 
@@ -175,7 +174,7 @@ fn format_node_over_a_node_is_reversible() {
     );
     daemon.command("blockdev-del", json!({"node-name": "q0"}));
     daemon.command("block-export-add", export_of("f0"));
-    assert!(sizes(&daemon, "f0") < MIB, "it is a file again");
+    assert!(sizes(&daemon, "f0") < MIB, "the export has the size of the file node again");
     daemon.command("block-export-del", json!({"id": "e", "mode": "hard"}));
     daemon.control.event("BLOCK_EXPORT_DELETED");
 

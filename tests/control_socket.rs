@@ -58,9 +58,9 @@ fn second_daemon_leaves_the_default_socket_to_the_first() {
             "(name a control socket of its own with --qmp unix:PATH, or use --qmp none)",
         ],
     );
-    assert_eq!(disks(&socket), 1, "it belongs to the first daemon");
+    assert_eq!(disks(&socket), 1, "the socket belongs to the first daemon");
     second.stop();
-    assert_eq!(disks(&socket), 1, "and still does");
+    assert_eq!(disks(&socket), 1, "the socket still belongs to the first daemon");
     assert_contains(
         &serve(&socket).args(["--qmp", "default"]).fails(),
         &["in use: another process listens there"],

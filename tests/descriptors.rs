@@ -27,7 +27,7 @@ fn unprivileged_daemon(scratch: &Scratch) -> (Weir, Qmp) {
     need_root("daemons of another user");
     let sockets = scratch.socket("qmp");
     for directory in [scratch.path(""), sockets.parent().expect("it is in one").to_owned()] {
-        fs::set_permissions(directory, fs::Permissions::from_mode(0o777)).expect("it is ours");
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o777)).expect("the mode can be set");
     }
     let weir = Serve::new(scratch)
         .at_given_addresses()
@@ -62,7 +62,7 @@ os.execv(sys.argv[2], sys.argv[2:])
     let weir = serve(&[&node[..], &["--nbd-server", &server("9")], &export].concat()).start();
     assert_eq!(RawNbdClient::negotiated(&socket, "a").1, MIB);
     weir.stop();
-    assert!(socket.exists(), "the socket is its maker's");
+    assert!(socket.exists(), "weir must not remove a socket that it did not create");
     let export_option = "vhost-user-blk,id=v,node-name=a,addr.type=fd,addr.str=9";
     let weir = serve(&[&node[..], &["--export", export_option]].concat()).start();
     features(&mut front_end(&socket));
@@ -77,7 +77,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 }
 
 fn open(path: &Path, write: bool) -> File {
-    OpenOptions::new().read(true).write(write).open(path).expect("root may")
+    OpenOptions::new().read(true).write(write).open(path).expect("root has the permission")
 }
 
 fn node(name: &str, set: &Value, more: &Value) -> Value {
@@ -92,7 +92,7 @@ fn node(name: &str, set: &Value, more: &Value) -> Value {
 fn passed_image_is_served_without_access_to_its_path() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
-    fs::set_permissions(&image, fs::Permissions::from_mode(0o600)).expect("it is ours");
+    fs::set_permissions(&image, fs::Permissions::from_mode(0o600)).expect("the mode can be set");
     let (weir, mut qmp) = unprivileged_daemon(&scratch);
     let by_name =
         json!({ "driver": "raw", "node-name": "d", "file": { "driver": "file", "filename": text(&image) } });
@@ -123,7 +123,7 @@ fn passed_image_is_served_without_access_to_its_path() {
     TestClient::new("nbdsh")
         .args(["-u", &uri, "-c", "h.pwrite(b'x' * 512, 0)", "-c", "h.flush()"])
         .succeeds();
-    assert_eq!(fs::read(&image).expect("root may")[..512], [b'x'; 512]);
+    assert_eq!(fs::read(&image).expect("root has the permission")[..512], [b'x'; 512]);
     qmp.command("block-export-del", json!({ "id": "e", "mode": "hard" }));
     qmp.event("BLOCK_EXPORT_DELETED");
     qmp.command("blockdev-del", json!({ "node-name": "d" }));
@@ -150,7 +150,7 @@ fn access_mode_of_a_descriptor_is_respected() {
             &["File descriptor named 'fdset-id:", "not found"],
         );
     }
-    let directory = File::open(scratch.path("")).expect("it is there");
+    let directory = File::open(scratch.path("")).expect("the file exists");
     qmp.command_with_descriptor(directory, "add-fd", &json!({ "fdset-id": 3 }));
     let message = qmp.command_error("blockdev-add", node("d", &json!(3), &json!({ "read-only": true }))).1;
     assert_contains(&message, &["is a directory"]);
@@ -188,7 +188,7 @@ fn missing_or_surplus_descriptors_are_harmless() {
     qmp.command_with_descriptor(&pipe.1, "getfd", &json!({ "fdname": "w" }));
     drop((qmp, pipe.1));
     let mut reader = pipe.0;
-    assert_eq!(std::io::Read::read(&mut reader, &mut [0]).expect("the writers have gone"), 0);
+    assert_eq!(std::io::Read::read(&mut reader, &mut [0]).expect("the daemon has closed the pipe"), 0);
 }
 
 #[test]
@@ -215,7 +215,7 @@ fn sockets_bound_by_a_client_are_used() {
     );
     let vhost_socket = scratch.socket("machine");
     qmp.command_with_descriptor(
-        UnixListener::bind(&vhost_socket).expect("it is ours"),
+        UnixListener::bind(&vhost_socket).expect("the socket can be bound"),
         "getfd",
         &json!({ "fdname": "v" }),
     );

@@ -272,7 +272,7 @@ fn failed_add_changes_nothing() {
         (&["disk", "add", "b", "none.raw", "-f", "raw"], "none.raw"),
         (&["disk", "add", "b", "none.raw"], "none.raw: lies outside of the image root"),
         (&["disk", "add", "b", "/"], "/: the sandbox allows images only in "),
-        // The second step fails, and the third.
+        // The second step of the addition fails, and then the third.
         (&["disk", "add", "b", image, "-f", "raw", "--group", "absent"], "there is no group \"absent\""),
         (
             &["disk", "add", "b", image, "-f", "raw", "--nbd", "unix:/absent"],
@@ -311,7 +311,7 @@ fn failed_add_changes_nothing() {
         assert_eq!(qmp.count_events(event), 0, "{event}");
     }
     assert!(!weir.log_text().contains("an export was added"));
-    // A successful command does. The format is probed, as for a disk of the config file.
+    // A successful command sends events. The format is probed, as for a disk of the config file.
     run_ok(&scratch, &["disk", "add", "b", image, "--iops-total", "70"]);
     let events = qmp.command("x-weir-query-events", serde_json::json!({}));
     let kinds: Vec<_> = events.as_array().unwrap().iter().map(|event| &event["kind"]).collect();
@@ -338,7 +338,7 @@ fn error_names_the_disk_that_uses_the_image() {
     ] {
         assert_contains(&run_failing(&scratch, &["disk", "add", "c", text(path), "-f", format]), &[&expect]);
     }
-    // The error of a reload names the disk that has the image as well.
+    // The error of a reload names the disk that uses the image as well.
     let disk = format!("\n[disk.c]\nimage = \"{}\"\nformat = \"raw\"\n", text(&link));
     fs::write(&file, config(&scratch) + &disk).unwrap();
     assert_contains(&run_failing(&scratch, &["reload"]), &["disk.c.image", remedy]);
@@ -371,7 +371,7 @@ fn added_disk_accepts_image_options() {
     run_ok(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
     let (mut part, _) = RawNbdClient::negotiated(&nbd, "part");
     assert_eq!(part.read(0, 1024).as_deref(), Ok(&pattern(1536)[512..]));
-    assert!(part.read(1024, 1).is_err(), "it ends there");
+    assert!(part.read(1024, 1).is_err(), "the part ends at 1024");
     let (mut old, _) = RawNbdClient::negotiated(&nbd, "old");
     assert_eq!(old.read(0, 512).as_deref(), Ok(&[1; 512][..]));
     RawNbdClient::negotiated(&nbd, "locked").0.read(0, 512).expect("it is open");

@@ -41,7 +41,7 @@ impl PluginDaemon {
     }
 
     fn connect(&self) -> UnixStream {
-        UnixStream::connect(self.scratch.socket("plugin")).expect("it listens")
+        UnixStream::connect(self.scratch.socket("plugin")).expect("the daemon listens")
     }
 
     /// Sends these bytes; returns the status and the JSON of the response.
@@ -77,7 +77,7 @@ impl PluginDaemon {
     fn call_error(&self, request: &str, body: &Value) -> String {
         let (status, value) = self.call(&format!("VolumeDriver.{request}"), body);
         assert_ne!(status, 200, "{request} {body}: {value}");
-        value["Err"].as_str().expect("it says why").to_owned()
+        value["Err"].as_str().expect("an error has a reason").to_owned()
     }
 
     fn image(&self) -> PathBuf {
@@ -140,7 +140,7 @@ fn volume_is_an_image_with_a_file_system() {
     TestClient::new("e2fsck").args(["-f", "-n", text(&raw)]).succeeds();
     let names: Vec<_> =
         fs::read_dir(image.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(names.len(), 3, "record, image and mount point, and nothing else: {names:?}");
+    assert_eq!(names.len(), 3, "expected only record, image and mount point: {names:?}");
     plugin.remove();
     assert!(!image.parent().unwrap().exists());
     plugin.weir.stop();
@@ -279,7 +279,7 @@ fn data_in_a_volume_persists() {
         &["is mounted: several containers are using it (a, b)"],
     );
     unmount(&plugin, "a");
-    assert!(is_mounted(&at.0), "b has it");
+    assert!(is_mounted(&at.0), "container b still uses the volume");
     // Volumes stay mounted after a kill of the plugin, and after an orderly end.
     plugin = plugin.restart(Weir::crash);
     assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
@@ -404,7 +404,7 @@ fn container_uses_a_volume() {
     let listed = podman.succeeds(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
     assert_eq!(listed.trim(), format!("weir {volume}"));
     podman.runs(volume, "echo kept > /data/file");
-    assert_eq!(plugin.mounted_at(), "", "it is unmounted");
+    assert_eq!(plugin.mounted_at(), "", "the volume is unmounted after the last container");
     // Checked by exit status: podman may miss the output of a short-lived container.
     podman.runs(volume, "read line < /data/file && [ \"$line\" = kept ]");
     let refused = podman.client(&["volume", "create", "--driver=weir", "-o", "size=much", "other"]).fails();

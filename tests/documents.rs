@@ -23,21 +23,21 @@ mount -t tmpfs lib /var/lib
 unset WEIR_QMP
 # Images need a file system on a disk, for O_DIRECT and holes.
 export TMPDIR=$1
-said=$2
-mkfifo "$said.pipe"
+stderr=$2
+mkfifo "$stderr.pipe"
 trap 'echo "$block: \`$BASH_COMMAND\` failed with status $?"' ERR
 # An interactive shell drops ended jobs at its prompt, so that job numbers count running jobs.
 # Here the first list marks ended jobs, the second one omits them.
-trap 'jobs > /dev/null; jobs > /dev/null; echo "$block: \`$BASH_COMMAND\`" > "$said.at"' DEBUG
+trap 'jobs > /dev/null; jobs > /dev/null; echo "$block: \`$BASH_COMMAND\`" > "$stderr.at"' DEBUG
 # Standard error, and the files that servers log to instead.
-logs=("$said")
+logs=("$stderr")
 ready() { cat -- "${logs[@]}" | grep -c ' ready ' || true; }
 # Waits until this number of servers is ready.
 await() {
-    tail -q -n +1 -f -- "${logs[@]}" > "$said.pipe" & local tail=$!
+    tail -q -n +1 -f -- "${logs[@]}" > "$stderr.pipe" & local tail=$!
     disown "$tail"
-    grep -cm "$1" ' ready ' < "$said.pipe" > "$said.ready"
-    kill "$tail" || true # it may have ended by SIGPIPE
+    grep -cm "$1" ' ready ' < "$stderr.pipe" > "$stderr.ready"
+    kill "$tail" || true # tail may have ended, because its pipe has no reader
 }
 wait() {
     local jobs=("$@") job
@@ -49,7 +49,7 @@ wait() {
     done
 }
 cd "$3"
-exec 2> "$said"
+exec 2> "$stderr"
 "#;
 const AFTER: &str = r#"
 block='at its end'
@@ -95,7 +95,7 @@ fn blocks(document: &str) -> (Vec<ShellBlock>, Vec<String>) {
             ("sh", _) => inside.join("\n"),
             ("console", _) => typed_commands(inside).join("\n"),
             ("", _) => {
-                errors.push(format!("{line}: the fence names no language (`text` is for answers)"));
+                errors.push(format!("{line}: the fence names no language (`text` is for output)"));
                 continue;
             }
             _ => {
@@ -142,7 +142,7 @@ fn errors_of(root: &Path, document: &Path) -> Vec<String> {
     }
     let scratch = Scratch::new();
     let directories = ["tmp", "empty"].map(|name| scratch.path(name));
-    directories.iter().for_each(|directory| fs::create_dir(directory).expect("the directory is ours"));
+    directories.iter().for_each(|directory| fs::create_dir(directory).expect("the directory can be created"));
     let (script, output) =
         (scratch.file("script", script_without_foreign_mounts(&script(name, &blocks))), scratch.path("said"));
     let outcome = TestClient::new("unshare")
@@ -156,7 +156,7 @@ fn errors_of(root: &Path, document: &Path) -> Vec<String> {
         };
         let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
         failures.push(format!(
-            "{name}: {}\n{}\nit ended at {}it said:\n{}",
+            "{name}: {}\n{}\nlast command: {}standard error:\n{}",
             last(&outcome.stderr()),
             last(&outcome.stdout()),
             read(&scratch.path("said.at")),

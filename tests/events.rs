@@ -252,7 +252,7 @@ fn hook_receives_the_event_on_stdin_inside_the_sandbox() {
     limit(&scratch, 100);
     let event: Value = serde_json::from_str(&first_line(&scratch.path("out"))).unwrap();
     assert_eq!((&event["kind"], &event["disk"]), (&json!("config_changed"), &json!("a")));
-    let runner = children(weir.pid()).next().expect("it has one beside it");
+    let runner = children(weir.pid()).next().expect("the daemon has a child that runs hooks");
     let status = fs::read_to_string(format!("/proc/{runner}/status")).unwrap();
     let assert_field = |field: &str, value: &str| {
         let found = status.lines().find_map(|line| line.strip_prefix(field)).map(str::trim);
@@ -278,8 +278,8 @@ fn hook_inherits_no_descriptors() {
             .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
         open.map(|file| file.display().to_string()).collect::<Vec<_>>().join("\n")
     };
-    assert!(open_files(weir.pid()).contains("/passed"), "the daemon has it");
-    let runner = children(weir.pid()).next().expect("it has one beside it");
+    assert!(open_files(weir.pid()).contains("/passed"), "the daemon open_files the passed descriptor");
+    let runner = children(weir.pid()).next().expect("the daemon has a child that runs hooks");
     assert!(!open_files(runner).contains("/passed"), "{}", open_files(runner));
     limit(&scratch, 100);
     let open = first_line(&scratch.path("out"));
@@ -323,7 +323,11 @@ fn hanging_hook_blocks_nothing_and_skips_old_events() {
         events.iter().any(|event| limit_after(event) == 200).then_some(events)
     });
     let skipped: u64 = arrived.iter().filter_map(|event| event["skipped"].as_u64()).sum();
-    assert!(arrived.len() <= 64 + 2 && skipped >= 30, "{} arrived, {skipped} were skipped", arrived.len());
+    assert!(
+        arrived.len() <= 64 + 2 && skipped >= 30,
+        "{} events arrived, {skipped} were skipped",
+        arrived.len()
+    );
     weir.wait_for_log("events are delivered again");
 }
 
@@ -350,14 +354,14 @@ fn endless_hook_is_killed() {
     assert_served(&weir);
     let line = weir.wait_for_log("an event was not delivered");
     assert_contains(&line, &["it did not end within 10 s, and was killed"]);
-    assert!(kill(pid, None).is_err(), "it is gone");
+    assert!(kill(pid, None).is_err(), "the hook's child was killed");
 }
 
 #[test]
 fn children_of_a_hook_are_killed_and_its_status_logged() {
     let scratch = Scratch::new();
-    // One in the command's process group, and one that has left it and holds its standard input
-    // open.
+    // One child is in the command's process group; the other has left it and holds the standard
+    // input of the command open.
     let content = "sleep 1000 & echo $! > $1.a\nsetsid sh -c 'echo $$ > '$1'.b; exec sleep 1000' &\n\
                    while ! test -s $1.b; do sleep 0.01; done; exit 3";
     let weir = with_command(&scratch, content);
@@ -475,11 +479,11 @@ fn voluntary_switches(weir: &Weir) -> u64 {
 fn idle_daemon_does_not_wake() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);
-    // After a request and a change of limits.
+    // The daemon is idle after a request and a change of limits.
     assert_served(&weir);
     limit(&scratch, 500);
-    // Temporary threads end with a short delay. A poll that were left running would wake each
-    // second.
+    // Temporary threads end with a short delay. A poll that is never cancelled would wake the
+    // daemon each second.
     poll_until(|| {
         let before = voluntary_switches(&weir);
         thread::sleep(std::time::Duration::from_millis(2500));

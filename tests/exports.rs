@@ -1,5 +1,6 @@
-//! Exports beside whole images under their names: parts, snapshots, the default export, a changed
-//! size, and an end with the last client. Compared with qemu-nbd where it has the feature.
+//! Exports that differ from a whole image under its own name: parts, snapshots, the default export,
+//! a changed size, and an end with the last client. Compared with qemu-nbd where it has the
+//! feature.
 
 use std::{
     fs::{self, File},

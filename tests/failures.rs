@@ -133,8 +133,8 @@ print('done')
     let stats = qmp.command_reply("query-blockstats", json!({}));
     assert_eq!(stats["return"][0]["stats"]["failed_wr_operations"], 1, "{stats}");
     make_room_and_resume(&weir, &mount, &control, &mut qmp);
-    let output = client.wait_with_output().expect("it is ours");
-    assert!(output.status.success() && output.stdout == b"done\n", "the client has seen no error");
+    let output = client.wait_with_output().expect("the child can be waited for");
+    assert!(output.status.success() && output.stdout == b"done\n", "the client has received an error");
     assert_eq!(qmp.command_reply("query-status", json!({}))["return"]["running"], true);
 }
 
@@ -170,8 +170,8 @@ fn full_file_system_stops_a_vhost_user_disk_until_there_is_space() {
     await_stop(&mut qmp);
     assert_eq!(qmp.command_reply("query-block", json!({}))["return"][0]["io-status"], "nospace");
     make_room_and_resume(&weir, &mount, &control, &mut qmp);
-    let output = client.wait_with_output().expect("it is ours");
-    assert!(output.status.success(), "the machine has seen no error: {output:?}");
+    let output = client.wait_with_output().expect("the child can be waited for");
+    assert!(output.status.success(), "the front end has received an error: {output:?}");
     qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));
 }
 
@@ -200,7 +200,7 @@ fn held_requests_of_a_stopped_disk_stay_unanswered_at_the_end() {
     weir.signal(Signal::SIGTERM);
     let (status, log) = weir.wait();
     assert!(status.success(), "{log}");
-    let output = client.wait_with_output().expect("it is ours");
+    let output = client.wait_with_output().expect("the child can be waited for");
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("closed the connection") && !stderr.contains("Input/output error"), "{stderr}");
 }
@@ -250,7 +250,7 @@ print('reported')
     weir.signal(Signal::SIGTERM);
     let (status, log) = weir.wait();
     assert!(status.success(), "{log}");
-    let output = client.wait_with_output().expect("it is ours");
+    let output = client.wait_with_output().expect("the child can be waited for");
     assert!(output.status.success() && output.stdout == b"reported\n", "{output:?}");
 }
 
@@ -298,8 +298,8 @@ while h.aio_in_flight():
     let mut line = String::new();
     BufReader::new(killed_client.stdout.take().expect("piped")).read_line(&mut line).expect("it prints");
     assert_eq!(line.trim(), "busy");
-    killed_client.kill().expect("it is ours");
-    killed_client.wait().expect("it is ours");
+    killed_client.kill().expect("the child can be killed");
+    killed_client.wait().expect("the child can be waited for");
     let script = "
 h.pwrite(b'survivor', 0)
 h.flush()

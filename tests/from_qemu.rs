@@ -62,17 +62,17 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
     qemu_img(["bitmap", "--add", text(&marked), "b"]).succeeds();
     qemu_img(["snapshot", "-c", "one", text(&marked)]).succeeds();
     scratch.file("key", "abc");
-    fs::create_dir(scratch.path("keys")).expect("the directory is ours");
+    fs::create_dir(scratch.path("keys")).expect("the directory can be created");
     scratch.file("keys/keys.psk", "alice:00ff00ff\n");
     let link = scratch.path(program);
     let listed = Serve::new(&scratch).args(["memory:1M"]).start();
-    symlink(WEIR, &link).expect("the directory is ours");
+    symlink(WEIR, &link).expect("the link can be created");
     for row in &rows {
         let option = row.options.last().expect("a row has an option").as_str();
         let (_, trial) = trials
             .iter()
             .find(|(name, _)| *name == option)
-            .unwrap_or_else(|| panic!("{option}: is not tried"));
+            .unwrap_or_else(|| panic!("{option}: has a row, but no trial"));
         let alone = trial.iter().any(|argument| ["--help", "--version", "-d", "-L"].contains(argument));
         let complete = if alone { &[] } else { complete };
         let socket = scratch.socket("s");
@@ -101,11 +101,11 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
                 let works = outcome.code() == 0 || no_device.contains(&option);
                 assert!(works, "{option}: {}: {stderr}", outcome.code());
             }
-            other => panic!("{option}: {other:?} is nothing that can become of an option"),
+            other => panic!("{option}: unknown outcome {other:?}"),
         }
     }
     for (option, _) in trials {
-        assert!(all.iter().any(|known| known == option), "{option}: is tried, but no row has it");
+        assert!(all.iter().any(|known| known == option), "{option}: has a trial, but no row");
     }
 }
 

@@ -70,8 +70,11 @@ fn file_and_image_are_the_model(format: &str, cache: &str) {
     if model.is_empty() {
         model.resize(512, 0);
     }
-    assert!(fs::metadata(&content).expect("it is there").len() < MIB, "it is longer than its maximum");
-    assert!(fs::read(content).expect("it is there") == model, "the image differs from the model");
+    assert!(
+        fs::metadata(&content).expect("the file exists").len() < MIB,
+        "the image is longer than its maximum"
+    );
+    assert!(fs::read(content).expect("the file exists") == model, "the image differs from the model");
 }
 
 #[test]

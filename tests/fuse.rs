@@ -96,7 +96,7 @@ fn file_has_the_content_of_the_disk() {
             (scratch.path(&format!("disk.{format}")), mount_point(&scratch, &format!("{format}.file")));
         qemu_img(["convert", "-O", format]).arg(&content).arg(&image).succeeds();
         let weir = serve(&scratch, &image, &file, "").arg("--format").arg(format).start();
-        assert_eq!(fs::metadata(&file).expect("it is there").len(), 8 * MIB + 4096);
+        assert_eq!(fs::metadata(&file).expect("the file exists").len(), 8 * MIB + 4096);
         qemu_img(["compare", "-f", "raw", "-F", "raw"]).arg(&content).arg(&file).succeeds();
         let copy = scratch.path("copy.qcow2");
         qemu_img(["convert", "-f", "raw", "-O", "qcow2"]).arg(&file).arg(&copy).succeeds();
@@ -111,7 +111,7 @@ fn file_has_the_content_of_the_disk() {
         weir.stop();
         assert!(!is_mounted(&file));
         qemu_img(["compare", "-f", "raw", "-F", format]).arg(&content).arg(&image).succeeds();
-        assert_eq!(fs::metadata(&file).expect("the one below").len(), 0);
+        assert_eq!(fs::metadata(&file).expect("the mount point is a file").len(), 0);
     }
 }
 
@@ -161,7 +161,7 @@ fn file_system_on_the_exported_file() {
     let device = LoopDevice::attach(&file, 512);
     TestClient::new("mkfs.ext4").args(["-q", text(device.path())]).succeeds();
     let directory = scratch.path("mount");
-    fs::create_dir(&directory).expect("the directory is ours");
+    fs::create_dir(&directory).expect("the directory can be created");
     let mount = || TestClient::new("mount").args([text(device.path()), text(&directory)]).succeeds();
     let umount = || {
         wait_for_programs();
@@ -173,8 +173,8 @@ fn file_system_on_the_exported_file() {
     fs::write(directory.join("two"), &content).expect("there is room");
     umount();
     mount();
-    assert!(fs::read(directory.join("one")).expect("it is there") == content);
-    fs::remove_file(directory.join("two")).expect("it is there");
+    assert!(fs::read(directory.join("one")).expect("the file exists") == content);
+    fs::remove_file(directory.join("two")).expect("the file exists");
     TestClient::new("fstrim").args([text(&directory)]).succeeds();
     umount();
     TestClient::new("e2fsck").args(["-fn", text(device.path())]).succeeds();
@@ -209,8 +209,12 @@ fn threads_set_io_flusher() {
         let (_, fields) = stat.rsplit_once(") ").expect("a name in parentheses");
         fields.split(' ').nth(6).and_then(|flags| flags.parse::<u64>().ok()).expect("a number")
     };
-    let threads = fs::read_dir(format!("/proc/{}/task", weir.pid())).expect("it runs").flatten();
-    assert!(threads.map(flags).any(|flags| flags & FLAGS == FLAGS), "no thread has");
+    let threads =
+        fs::read_dir(format!("/proc/{}/task", weir.pid())).expect("the process is running").flatten();
+    assert!(
+        threads.map(flags).any(|flags| flags & FLAGS == FLAGS),
+        "no thread has the flags of PR_SET_IO_FLUSHER"
+    );
 }
 
 #[test]
@@ -225,13 +229,13 @@ fn file_behaves_as_documented() {
 import errno, fcntl, mmap, os, sys
 path, mib = sys.argv[1], 1 << 20
 
-def refused(number, what, *arguments):
+def refused(number, operation, *arguments):
     try:
-        what(*arguments)
+        operation(*arguments)
     except OSError as error:
-        assert error.errno == number, f"{what}: {error}"
+        assert error.errno == number, f"{operation}: {error}"
     else:
-        raise AssertionError(f"{what}{arguments} should have failed")
+        raise AssertionError(f"{operation}{arguments} should have failed")
 
 def fallocate(fd, mode, offset, length):
     import ctypes
@@ -321,7 +325,7 @@ assert space.f_blocks * space.f_frsize == mib and space.f_bavail == 0
     );
     let now = fs::read(&file).expect("it can be read");
     weir.stop();
-    assert!(fs::read(&image).expect("it is there") == now, "all data is in the image");
+    assert!(fs::read(&image).expect("the file exists") == now, "all data is in the image");
 }
 
 #[test]
@@ -355,7 +359,7 @@ assert os.stat(path).st_size == 5 * mib
         let content = scratch.filled("content.raw", 3 * MIB);
         if format == "raw" {
             TestClient::new("cp").arg(&content).arg(&file).succeeds();
-            assert_eq!(fs::metadata(&file).expect("it is there").len(), 3 * MIB);
+            assert_eq!(fs::metadata(&file).expect("the file exists").len(), 3 * MIB);
             qemu_img(["compare", "-f", "raw", "-F", "raw"]).arg(&content).arg(&file).succeeds();
         }
         weir.stop();
@@ -373,16 +377,16 @@ fn file_of_any_length_in_bytes_can_be_resized() {
     let _weir = serve(&scratch, &image, &file, "")
         .args(["--cache", "none", "--format", "raw", "--qmp", &format!("unix:{}", text(&control))])
         .start();
-    let seen = OpenOptions::new().read(true).write(true).open(&file).expect("it is ours");
+    let seen = OpenOptions::new().read(true).write(true).open(&file).expect("the file can be opened");
     assert_eq!(seen.metadata().expect("it is open").len(), 100_003);
     assert!(fs::read(&file).expect("it can be read") == content);
-    seen.write_all_at(b"end", 100_000).expect("inside");
+    seen.write_all_at(b"end", 100_000).expect("the range is inside of the file");
     let mut qmp = Qmp::negotiated(&control);
     for size in [1 << 20, 50 << 10] {
         qmp.command("block_resize", json!({ "node-name": "disk", "size": size }));
         assert_eq!(seen.metadata().expect("it is open").len(), size);
-        assert_eq!(seen.read_at(&mut [0; 10], size).expect("at its end"), 0);
-        seen.write_all_at(b"new end", size - 7).expect("inside");
+        assert_eq!(seen.read_at(&mut [0; 10], size).expect("a read at the end of the file"), 0);
+        seen.write_all_at(b"new end", size - 7).expect("the range is inside of the file");
     }
 }
 
@@ -417,7 +421,7 @@ fn several_openers_and_several_exports() {
             text(file)
         )
     });
-    fs::write(&config, disks.collect::<String>()).expect("the directory is ours");
+    fs::write(&config, disks.collect::<String>()).expect("the file can be written");
     let weir = Serve::new(&scratch)
         .at_given_addresses()
         .args(["--config", text(&config), "--qmp", &format!("unix:{}", text(&control)), "--workers", "2"])
@@ -437,9 +441,9 @@ fn several_openers_and_several_exports() {
         })
         .collect();
     for mut job in jobs {
-        assert!(job.wait().expect("it is ours").success());
+        assert!(job.wait().expect("the child can be waited for").success());
     }
-    let opened: Vec<_> = (0..3).map(|_| File::open(&files[0]).expect("it is there")).collect();
+    let opened: Vec<_> = (0..3).map(|_| File::open(&files[0]).expect("the file exists")).collect();
     let mut qmp = Qmp::negotiated(&control);
     let status = qmp.command("x-weir-query-status", json!({}));
     let export = status["exports"].as_array().expect("a list").iter().find(|export| export["disk"] == "one");
@@ -464,7 +468,7 @@ fn several_openers_and_several_exports() {
     assert_contains(&refused, &["'io-uring'", "was removed"]);
     export_arguments.as_object_mut().expect("an object").remove("io-uring");
     qmp.command("block-export-add", export_arguments);
-    assert_eq!(fs::metadata(&files[0]).expect("it is there").len(), 16 * MIB);
+    assert_eq!(fs::metadata(&files[0]).expect("the file exists").len(), 16 * MIB);
     weir.stop();
     assert!(!is_mounted(&files[0]) && !is_mounted(&files[1]));
 }
@@ -518,7 +522,7 @@ fn limits_hold_and_waiting_clients_can_be_killed() {
     let file = mount_point(&scratch, "file");
     let image = scratch.filled("disk.raw", MIB);
     let _weir = serve(&scratch, &image, &file, "").args(["--iops-total", "20"]).start();
-    let seen = direct().open(&file).expect("it is ours");
+    let seen = direct().open(&file).expect("the file can be opened");
     drop(seen);
     let began = Instant::now();
     let reads = python(
@@ -539,8 +543,8 @@ fn limits_hold_and_waiting_clients_can_be_killed() {
         .stderr(Stdio::null())
         .spawn()
         .expect("dd is there");
-    kill(Pid::from_raw(reader.id().cast_signed()), Signal::SIGKILL).expect("it is ours");
-    reader.wait().expect("it is ours");
+    kill(Pid::from_raw(reader.id().cast_signed()), Signal::SIGKILL).expect("the child can be killed");
+    reader.wait().expect("the child can be waited for");
 }
 
 /// A truncation discards the removed range; the log reports it at most once a second.
@@ -578,7 +582,7 @@ fn leftovers_of_a_killed_daemon_are_removed() {
     for round in 0..4 {
         let weir = serve(&scratch, &image, &file, "").start();
         assert!(fs::read(&file).expect("it can be read") == pattern(MIB as usize), "round {round}");
-        let opened = File::open(&file).expect("it is there");
+        let opened = File::open(&file).expect("the file exists");
         weir.crash();
         let lost = opened.read_at(&mut [0; 10], 0).expect_err("no server");
         let errors = [libc::ENOTCONN, libc::ECONNABORTED];
@@ -586,7 +590,7 @@ fn leftovers_of_a_killed_daemon_are_removed() {
         if round % 2 == 0 {
             // A watcher process unmounts it.
             wait_until_unmounted(&file);
-            assert_eq!(fs::metadata(&file).expect("the one below").len(), 0);
+            assert_eq!(fs::metadata(&file).expect("the mount point is a file").len(), 0);
         }
     }
 }
@@ -613,7 +617,7 @@ fn stale_mount_is_removed_by_the_next_daemon() {
 /// not identify them right after the fork.
 fn kill_watchers(weir: &Weir) {
     let killed = children(weir.pid()).filter(|pid| kill(*pid, Signal::SIGKILL).is_ok()).count();
-    assert!(killed > 0, "there is a watcher");
+    assert!(killed > 0, "no watcher was running");
 }
 
 #[test]
@@ -625,7 +629,7 @@ fn external_unmount_ends_the_export() {
     let weir =
         serve(&scratch, &image, &file, "").args(["--qmp", &format!("unix:{}", text(&control))]).start();
     let mut qmp = Qmp::negotiated(&control);
-    let opened = File::open(&file).expect("it is there");
+    let opened = File::open(&file).expect("the file exists");
     // The image is busy while a file is open.
     TestClient::new("umount").args([text(&file)]).fails();
     drop(opened);
@@ -646,10 +650,10 @@ fn file_of_an_unprivileged_user_is_private() {
     let (file, image) = (mount_point(&scratch, "file"), scratch.filled("disk.raw", MIB));
     const NOBODY: u32 = 65_534;
     for path in [&scratch.path(""), &file, &image] {
-        chown(path, Some(NOBODY), Some(NOBODY)).expect("root may");
+        chown(path, Some(NOBODY), Some(NOBODY)).expect("root has the permission");
     }
-    fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root may");
-    chown(scratch.socket(""), Some(NOBODY), Some(NOBODY)).expect("root may");
+    fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root has the permission");
+    chown(scratch.socket(""), Some(NOBODY), Some(NOBODY)).expect("root has the permission");
     let _open = WorldAccessibleFuseDevice::new();
     let as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
     let serve = |scratch: &Scratch, image: &Path, file: &Path, options| {
@@ -659,7 +663,7 @@ fn file_of_an_unprivileged_user_is_private() {
         let weir = serve(&scratch, &image, &file, options).start();
         let read = TestClient::new("setpriv").args(&as_nobody[1..]).args(["cmp", text(&file), text(&image)]);
         read.succeeds();
-        assert_eq!(fs::metadata(&file).is_ok(), allow_other, "root is another user");
+        assert_eq!(fs::metadata(&file).is_ok(), allow_other, "root may access the file only with allow-other");
         weir.stop();
         assert!(!is_mounted(&file));
     }
@@ -677,15 +681,15 @@ struct WorldAccessibleFuseDevice(Permissions);
 
 impl WorldAccessibleFuseDevice {
     fn new() -> Self {
-        let before = fs::metadata("/dev/fuse").expect("it is there").permissions();
-        fs::set_permissions("/dev/fuse", Permissions::from_mode(0o666)).expect("root may");
+        let before = fs::metadata("/dev/fuse").expect("the file exists").permissions();
+        fs::set_permissions("/dev/fuse", Permissions::from_mode(0o666)).expect("root has the permission");
         Self(before)
     }
 }
 
 impl Drop for WorldAccessibleFuseDevice {
     fn drop(&mut self) {
-        fs::set_permissions("/dev/fuse", self.0.clone()).expect("root may");
+        fs::set_permissions("/dev/fuse", self.0.clone()).expect("root has the permission");
     }
 }
 
@@ -695,17 +699,17 @@ fn file_mode_applies_to_other_users() {
     need_root("other users");
     let scratch = Scratch::new();
     let (file, image) = (mount_point(&scratch, "file"), scratch.filled("disk.raw", MIB));
-    fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root may");
-    fs::set_permissions(&file, Permissions::from_mode(0o604)).expect("root may");
+    fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root has the permission");
+    fs::set_permissions(&file, Permissions::from_mode(0o604)).expect("root has the permission");
     let weir = serve(&scratch, &image, &file, "").start();
-    let status = fs::metadata(&file).expect("it is there");
+    let status = fs::metadata(&file).expect("the file exists");
     assert_eq!((status.mode() & 0o7777, status.uid()), (0o604, 0));
     let as_nobody = || TestClient::new("setpriv").args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
     as_nobody().args(["cmp", text(&file), text(&image)]).succeeds();
     as_nobody()
         .args(["dd", "if=/dev/zero", &format!("of={}", text(&file)), "count=1", "conv=notrunc"])
         .fails();
-    fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("root may");
+    fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("root has the permission");
     as_nobody().args(["cat", text(&file)]).fails();
     weir.stop();
 }
@@ -777,11 +781,11 @@ fn image_may_be_the_mount_point() {
         .write(true)
         .open(&image)
         .and_then(|mut file| file.write_all(b"new"))
-        .expect("it is ours");
+        .expect("the file can be written");
     weir.stop();
     let mut new = Vec::new();
-    File::open(&content).and_then(|mut file| file.read_to_end(&mut new)).expect("it is there");
+    File::open(&content).and_then(|mut file| file.read_to_end(&mut new)).expect("the file exists");
     new[..3].copy_from_slice(b"new");
-    fs::write(&content, new).expect("it is ours");
+    fs::write(&content, new).expect("the file can be written");
     qemu_img(["compare", "-f", "raw", "-F", "qcow2"]).arg(&content).arg(&image).succeeds();
 }

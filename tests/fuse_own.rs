@@ -67,7 +67,7 @@ fn image_on_own_export_is_rejected_under_any_name() {
     let options = format!("data_file={}", text(&data));
     qemu_img(["create", "-q", "-f", "qcow2", "-o", &options]).arg(&split).arg("1M").succeeds();
     fs::remove_file(&data).expect("it was made");
-    symlink(&bound.0, &data).expect("it has gone");
+    symlink(&bound.0, &data).expect("the path is unused");
     let device = LoopDevice::attach(&file, 512);
     qmp.command_with_descriptor(&open, "add-fd", &json!({ "fdset-id": 7 }));
     let set = PathBuf::from("/dev/fdset/7");
@@ -96,11 +96,11 @@ fn image_on_own_export_is_rejected_under_any_name() {
     // Without the export, the name refers to the underlying file.
     let exports = qmp.command("query-block-exports", json!({}));
     let exports = exports.as_array().expect("a list");
-    let export = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");
+    let export = exports.iter().find(|export| export["type"] == "fuse").expect("the entry exists");
     qmp.command("block-export-del", json!({ "id": export["id"], "mode": "hard" }));
     wait_until_unmounted(&file);
     assert_eq!(add(&mut qmp, "raw", &file).get("error"), None);
-    assert_eq!(File::open(&file).and_then(|file| file.metadata()).expect("it is there").len(), 2 * MIB);
+    assert_eq!(File::open(&file).and_then(|file| file.metadata()).expect("the file exists").len(), 2 * MIB);
     daemon.stop();
 }
 

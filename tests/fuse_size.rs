@@ -88,7 +88,7 @@ assert size() == 7
             &[text(&file)],
         );
         weir.stop();
-        let mut content = fs::read(&image).expect("it is there");
+        let mut content = fs::read(&image).expect("the file exists");
         if format == "raw" {
             assert_eq!(content, b"the end");
         } else {
@@ -110,8 +110,8 @@ fn other_exports_see_whole_sectors() {
     let scratch = Scratch::new();
     let control = scratch.socket("qmp");
     let (_weir, _, file) = serve(&scratch, "qcow2", "1M", &["--qmp", &format!("unix:{}", text(&control))]);
-    let seen = OpenOptions::new().read(true).write(true).open(&file).expect("it is ours");
-    seen.write_all_at(&[7; 4096], 0).expect("inside");
+    let seen = OpenOptions::new().read(true).write(true).open(&file).expect("the file can be opened");
+    seen.write_all_at(&[7; 4096], 0).expect("the range is inside of the file");
     seen.set_len(1000).expect("it is growable");
     let mut qmp = Qmp::negotiated(&control);
     let mut size = || {
@@ -123,7 +123,7 @@ fn other_exports_see_whole_sectors() {
     qmp.command("block_resize", json!({ "node-name": "disk", "size": 8192 }));
     assert_eq!(seen.metadata().expect("it is open").len(), 8192);
     let mut found = [1; 7192];
-    seen.read_exact_at(&mut found, 1000).expect("inside");
+    seen.read_exact_at(&mut found, 1000).expect("the range is inside of the file");
     assert_eq!(found, [0; 7192]);
     let (_, refused) = qmp.command_error("block_resize", json!({ "node-name": "disk", "size": 1000 }));
     assert!(refused.contains("multiple of 512"), "{refused}");
@@ -131,7 +131,7 @@ fn other_exports_see_whole_sectors() {
 
 /// Allocated bytes of a file.
 fn space(path: &Path) -> u64 {
-    fs::metadata(path).expect("it is there").blocks() * 512
+    fs::metadata(path).expect("the file exists").blocks() * 512
 }
 
 #[test]
@@ -142,9 +142,9 @@ fn file_reports_the_allocated_space_of_its_image() {
     let scratch = Scratch::new();
     for format in ["raw", "qcow2"] {
         let (weir, image, file) = serve(&scratch, format, "1G", &[]);
-        assert!(space(&file) < MIB, "{format}: {} of an empty disk", space(&file));
-        let seen = OpenOptions::new().write(true).open(&file).expect("it is ours");
-        seen.write_all_at(&pattern(5 * MIB as usize), 100 * MIB).expect("inside");
+        assert!(space(&file) < MIB, "{format}: an empty disk has {} allocated bytes", space(&file));
+        let seen = OpenOptions::new().write(true).open(&file).expect("the file can be opened");
+        seen.write_all_at(&pattern(5 * MIB as usize), 100 * MIB).expect("the range is inside of the file");
         seen.sync_all().expect("there is room");
         let taken = space(&file);
         assert!((5 * MIB..7 * MIB).contains(&taken), "{format}: {taken} of 5 MiB");
@@ -210,7 +210,7 @@ assert seen()[0] == size + 85
 "#;
         python(&format!("{FALLOCATE}{script}"), &[text(&file)]);
         weir.stop();
-        assert_eq!(fs::metadata(&image).expect("it is there").len(), 2 * MIB - 93 + 85);
+        assert_eq!(fs::metadata(&image).expect("the file exists").len(), 2 * MIB - 93 + 85);
     }
     let (_weir, _, file) = serve(&scratch, "qcow2", "1M", &[]);
     let script = r#"
@@ -268,8 +268,8 @@ fn upgrade_keeps_the_size_in_bytes() {
             .env("WEIR_QMP", &control)
     };
     let old = serve().start();
-    let seen = OpenOptions::new().read(true).write(true).open(&file).expect("it is ours");
-    seen.write_all_at(&[7; 4096], 0).expect("inside");
+    let seen = OpenOptions::new().read(true).write(true).open(&file).expect("the file can be opened");
+    seen.write_all_at(&[7; 4096], 0).expect("the range is inside of the file");
     seen.set_len(1000).expect("it is growable");
     let new = serve().arg("--takeover").start();
     let (status, log) = old.wait();
@@ -280,7 +280,7 @@ fn upgrade_keeps_the_size_in_bytes() {
     assert_eq!(size(), 1010);
     seen.set_len(4096).expect("it is growable");
     let mut found = [1; 3096];
-    seen.read_exact_at(&mut found, 1000).expect("inside");
+    seen.read_exact_at(&mut found, 1000).expect("the range is inside of the file");
     assert!(found.starts_with(b"\0\0\0the end") && found[10..] == [0; 3086]);
     drop(seen);
     new.stop();

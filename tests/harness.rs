@@ -4,10 +4,10 @@
 //! ```text
 //!   Scratch ─── directories of one test, removed on drop
 //!   Serve ────► Weir ─── a running daemon; dropping it sends SIGTERM and asserts a clean end
-//!   Client ───► Outcome ─── an external program under a deadline, its status and output
-//!   Wire, Qmp ── clients of NBD and QMP that can also violate the protocol
+//!   TestClient ───► TestOutcome ─── an external program under a deadline, its status and output
+//!   RawNbdClient, Qmp ── clients of NBD and QMP that can also violate the protocol
 //!   peer ─── one script run with a program of QEMU and with weir
-//!   operator ─── weir's own commands over a daemon's control socket
+//!   operator ─── weir's client commands on a daemon's control socket
 //!   BlkioGroup ── a control group of the host's kernel
 //!   Terminal ─── the program on a pseudo-terminal, with keys to press
 //! ```
@@ -58,7 +58,7 @@ pub(crate) fn pause() {
     thread::sleep(Duration::from_millis(3));
 }
 
-/// Polls until `look` returns a value; fails at the deadline.
+/// Polls until the closure returns a value; fails at the deadline.
 #[track_caller]
 pub(crate) fn poll_until<T>(poll: impl Fn() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;

@@ -278,7 +278,7 @@ fn imitated_device_utilization_follows_its_rate() {
     daemon.weir.stop();
 }
 
-/// Fails if an answer lacks a field of its schema, or has one that the schema lacks.
+/// Fails if a response lacks a field of its schema, or has one that the schema lacks.
 fn check(schema: &Value, all: &Value, value: &Value, at: &str) {
     if let Some(name) = schema["$ref"].as_str() {
         return check(&all[name.rsplit('/').next().unwrap()], all, value, at);
@@ -324,7 +324,7 @@ fn check(schema: &Value, all: &Value, value: &Value, at: &str) {
             let is_described = kinds.contains(&kind)
                 || kind == "integer" && kinds.contains(&"number")
                 || schema["enum"].as_array().is_some_and(|known| known.contains(other));
-            assert!(is_described, "{at}: {other} is no {schema}");
+            assert!(is_described, "{at}: {other} does not match {schema}");
         }
     }
 }

@@ -119,7 +119,7 @@ impl HungDisk {
 
     fn get(mut stream: impl Read + Write, path: &str) {
         let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).expect("it listens");
+        stream.write_all(request.as_bytes()).expect("the daemon listens");
         let mut response = String::new();
         stream.read_to_string(&mut response).expect("it answers");
         assert!(response.starts_with("HTTP/1.1 200"), "{path}: {response}");
@@ -145,11 +145,11 @@ fn test_beside_hung_requests(held: u32) {
         assert!(reply["return"].to_string().contains("\"h\""), "{command}: {reply}");
     }
     for path in ["/api/v1/overview", "/api/v1/events", "/api/v1/openapi.json", "/api/v1/disks/h/history"] {
-        let stream = TcpStream::connect(address).expect("it listens");
+        let stream = TcpStream::connect(address).expect("the daemon listens");
         stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
         HungDisk::get(stream, path);
     }
-    let stream = UnixStream::connect(daemon.scratch.socket("metrics")).expect("it listens");
+    let stream = UnixStream::connect(daemon.scratch.socket("metrics")).expect("the daemon listens");
     stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
     HungDisk::get(stream, "/metrics");
     bench("-w -c 16 -d 4 -s 4K", format!("vhost-user:{}", text(&daemon.scratch.socket("machine"))))

@@ -216,7 +216,7 @@ fn signal_ends_the_daemon_despite_a_hung_file_system() {
     drop(daemon.fuse);
     let (status, log) = daemon.weir.wait();
     assert!(!status.success(), "{log}");
-    assert_eq!(fs::read(daemon.scratch.path("a.raw")).expect("it is there")[..512], [9; 512]);
+    assert_eq!(fs::read(daemon.scratch.path("a.raw")).expect("the file exists")[..512], [9; 512]);
 }
 
 #[test]
@@ -326,11 +326,11 @@ fn hung_image_of_a_fuse_export_delays_no_other_disk() {
     daemon.fuse.block_requests(&[READ]);
     let mut waiting: Vec<_> = (0..CLIENTS).map(|_| reader(&h)).collect();
     daemon.fuse.wait_until_blocked(READ);
-    assert!(reader(&a).wait().expect("it is ours").success());
+    assert!(reader(&a).wait().expect("the child can be waited for").success());
     daemon.assert_others_served(&mut other);
     daemon.fuse.unblock();
     for reader in &mut waiting {
-        assert!(reader.wait().expect("it is ours").success());
+        assert!(reader.wait().expect("the child can be waited for").success());
     }
     drop(other);
     daemon.weir.stop();

@@ -98,7 +98,7 @@ fn copy_with_a_backing_file_is_the_same_disk() {
             convert.args([source, "copy"]).inside(&inside).succeeds();
             qemu_img(["compare", "-f", "qcow2", "-F", "qcow2", source, "copy"]).inside(&inside).succeeds();
             let bytes = fs::metadata(scratch.path("copy")).unwrap().blocks() * 512;
-            assert!(bytes < MIB / 2, "{source} {backing_options:?}: {bytes} bytes, and it has 64 KiB itself");
+            assert!(bytes < MIB / 2, "{source} {backing_options:?}: {bytes} bytes, but its own layer has 64 KiB");
         }
     }
 }

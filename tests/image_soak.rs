@@ -72,7 +72,7 @@ struct ImageDirectory {
 impl ImageDirectory {
     fn new(scratch: &Scratch, name: &str) -> Self {
         let directory = scratch.path(name);
-        fs::create_dir(&directory).expect("the directory is ours");
+        fs::create_dir(&directory).expect("the directory can be created");
         Self { directory }
     }
 
@@ -89,7 +89,7 @@ impl ImageDirectory {
 
     /// Space that the images of the directory use on the host.
     fn bytes(&self) -> u64 {
-        let entries = fs::read_dir(&self.directory).expect("the directory is ours");
+        let entries = fs::read_dir(&self.directory).expect("the directory can be read");
         entries
             .map(|entry| entry.and_then(|entry| entry.metadata()).expect("a file of ours").blocks() * 512)
             .sum()
@@ -195,7 +195,7 @@ impl ImageHistory {
         // Writing to a string cannot fail.
         let _ =
             writeln!(self.log, "{program} {}: {}", arguments.join(" "), if mixed { "done" } else { "failed" });
-        assert!(mixed == qemu, "{}{program} said:\n{mixed_output}\nqemu-img said:\n{qemu_output}", self.transcript());
+        assert!(mixed == qemu, "{}{program} printed:\n{mixed_output}\nqemu-img printed:\n{qemu_output}", self.transcript());
         mixed
     }
 
@@ -378,7 +378,8 @@ impl ImageHistory {
             return;
         }
         for side in [&self.mixed, &self.qemu] {
-            fs::rename(side.directory.join("new"), side.directory.join("image")).expect("both are ours");
+            fs::rename(side.directory.join("new"), side.directory.join("image"))
+                .expect("both files are in the test's directory");
         }
         self.backing = backing;
         self.leaner |= backing.is_some() && compressed;
@@ -452,7 +453,7 @@ impl ImageHistory {
             for arguments in &commands {
                 let (succeeded, output) = self.mixed.execute(weir, arguments);
                 let program = if weir { "weir image" } else { "qemu-img" };
-                assert!(succeeded, "{}{program} {} said:\n{output}", self.transcript(), arguments.join(" "));
+                assert!(succeeded, "{}{program} {} printed:\n{output}", self.transcript(), arguments.join(" "));
             }
         }
         let (ours, theirs) = (self.mixed.bytes(), self.qemu.bytes());

@@ -1,4 +1,4 @@
-//! Imitated devices: slower, narrower, failing, observed by a client.
+//! Imitated devices as a client observes them: slower, narrower, failing.
 
 use std::time::Instant;
 

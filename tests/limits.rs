@@ -39,7 +39,7 @@ fn fio(uri: &str, block_bytes: u64, depth: u32, count: u64) -> f64 {
     let report = &report[report.find('{').expect("fio prints JSON")..];
     let report: Value = serde_json::from_str(report).expect("fio prints JSON");
     let load = &report["jobs"][0]["read"];
-    assert_eq!(load["total_ios"], count, "all of them are answered");
+    assert_eq!(load["total_ios"], count, "all reads have completed");
     // fio reports whole milliseconds, rounded down.
     (load["runtime"].as_f64().expect("milliseconds") + 1.0) / 1000.0
 }
@@ -139,7 +139,7 @@ fn disks_without_a_group_have_separate_limits() {
     let weir = Serve::new(&scratch).args(disks).args(limits).start();
     read_at_once(["a", "b"].map(|disk| (weir.uri(disk), 300)));
     for disk in ["a", "b"] {
-        assert_eq!(throttled(&scratch, disk), 0, "{disk} has its own bucket for its 300");
+        assert_eq!(throttled(&scratch, disk), 0, "{disk} has a bucket of its own");
     }
     for disk in ["a", "b"] {
         let [seconds] = read_at_once([(weir.uri(disk), 400)]);

@@ -172,7 +172,7 @@ fn served_image_is_resized_by_its_daemon() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
-    let directory = image.parent().expect("it has one");
+    let directory = image.parent().expect("the path has a parent");
     let control = scratch.socket("control");
     let address = format!("unix:{}", text(&control));
     let weir = Serve::new(&scratch)

@@ -40,7 +40,7 @@ fn serve(scratch: &Scratch, log: impl Into<Stdio>) -> (Child, String) {
         .arg(image)
         .stderr(log)
         .spawn()
-        .expect("it starts");
+        .expect("weir can be run");
     wait_for("it listens", || socket.exists());
     (weir, format!("nbd+unix:///disk?socket={}", text(&socket)))
 }
@@ -53,7 +53,7 @@ fn full_log_file_system_does_not_end_the_daemon() {
     for _ in 0..3 {
         TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
-    assert_eq!(weir.try_wait().unwrap(), None, "it has ended");
+    assert_eq!(weir.try_wait().unwrap(), None, "the daemon has ended");
     weir.kill().unwrap();
     weir.wait().unwrap();
 }
@@ -67,7 +67,7 @@ fn closed_log_pipe_does_not_end_the_daemon() {
     for _ in 0..3 {
         TestClient::new("nbdinfo").arg(&uri).succeeds();
     }
-    assert_eq!(weir.try_wait().unwrap(), None, "it has ended");
+    assert_eq!(weir.try_wait().unwrap(), None, "the daemon has ended");
     weir.kill().unwrap();
     weir.wait().unwrap();
 }
@@ -112,7 +112,7 @@ fn hung_log_file_system_blocks_no_thread() {
         .args(["--format", "raw", "--log-file", text(&fuse.file())])
         .arg(image)
         .spawn()
-        .expect("it starts");
+        .expect("weir can be run");
     let log = || String::from_utf8_lossy(&fuse.content()[MIB as usize..]).into_owned();
     wait_for("it is ready", || log().contains(" ready "));
     let uri = format!("nbd+unix:///disk?socket={}", text(&socket));
@@ -142,7 +142,7 @@ fn hung_close_of_the_log_delays_no_line() {
         .args(["serve", "memory:1M", "--qmp", "none", "--nbd"])
         .args([&format!("unix:{}", text(&scratch.socket("nbd"))), "--log-file", text(&fuse.file())])
         .spawn()
-        .expect("it starts");
+        .expect("weir can be run");
     let log = || String::from_utf8_lossy(&fuse.content()[MIB as usize..]).into_owned();
     let signal = |signal| kill(Pid::from_raw(weir.id() as i32), signal).unwrap();
     wait_for("it is ready", || log().contains(" ready "));

@@ -151,7 +151,7 @@ fn metrics_equal_the_figures_of_fio() {
         assert_eq!(count, total, "{operation}");
         // A request reaches the daemon after fio has started it, and completes before fio notices.
         // So the daemon's time is never longer than fio's, on any machine. It may be shorter,
-        // because the daemon reads its clock once a turn.
+        // because the daemon reads its clock once per iteration of its reactor.
         let sum = page.value(&format!("weir_disk_request_duration_seconds_sum{labels}"));
         let (mean, latency) = (sum / count, &figures["lat_ns"]);
         let of_client = latency["mean"].as_f64().unwrap() / 1e9;
@@ -383,7 +383,7 @@ fn hostile_clients_block_no_other() {
     let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
     let mut first = daemon.connect();
     first.write_all(b"G").unwrap();
-    // Half of them send an incomplete request, half never read the response.
+    // Half of the clients send an incomplete request, half never read the response.
     let mut idle: Vec<_> = (0..500).map(|_| daemon.connect()).collect();
     for (index, stream) in idle.iter_mut().enumerate() {
         let sent: &[u8] =
@@ -396,7 +396,10 @@ fn hostile_clients_block_no_other() {
     assert_eq!(first.read(&mut [0]).unwrap_or(0), 0);
     // A head without an end is rejected at the maximum size.
     let mut endless = daemon.connect();
-    assert!((0..1000).any(|_| endless.write_all(&[b'x'; 4096]).is_err()), "four megabytes were taken");
+    assert!(
+        (0..1000).any(|_| endless.write_all(&[b'x'; 4096]).is_err()),
+        "the daemon received 4 MB without rejecting them"
+    );
     daemon.page();
     read_each(&daemon.weir, "memory", 1);
 }
@@ -405,7 +408,7 @@ fn hostile_clients_block_no_other() {
 fn silent_client_is_disconnected() {
     let scratch = Scratch::new();
     let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
-    assert_eq!(daemon.connect().read(&mut [0]).unwrap(), 0, "closed by the daemon");
+    assert_eq!(daemon.connect().read(&mut [0]).unwrap(), 0, "the daemon closes the connection");
 }
 
 #[test]

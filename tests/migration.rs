@@ -56,7 +56,7 @@ impl MigrationHost {
         scratch.file("weir.toml", config);
         let mut host = Self { scratch, weir: None };
         host.restart();
-        until("it has joined", || host.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+        until("the host has joined", || host.run(&["cluster", "status", "--json"]).json()["joined"] == true);
         host
     }
 
@@ -195,7 +195,7 @@ fn last_disk_migrates_to_an_empty_host_and_back() {
     a.io(&["read -P 3 0 4k"]);
     // The disk is in neither config file: all keys about the move are removed.
     let left = || etcd.control(&["get", "--prefix", "--keys-only", "/weir/v1/lab/host/"]).succeeds();
-    until("it is forgotten", || !left().contains("/move"));
+    until("all keys of the move are removed", || !left().contains("/move"));
     // A disk that was added by a command moves like one of the config file.
     a.run(&["disk", "add", "raw", text(&scratch.sparse("other.raw", MIB)), "-f", "raw"]).succeeds();
     a.run(&["disk", "move", "raw", "--to", "b"]).succeeds();
@@ -245,7 +245,7 @@ fn start_omits_migrated_disks() {
     // The ownership is written to etcd with a delay.
     let keys = || etcd.control(&["get", "--prefix", "--keys-only", ""]).succeeds();
     until("the disk belongs to this host", || !keys().contains("host/a/moved/vm"));
-    // The target respects that, although its file has the disk by now.
+    // The target respects the ownership, although the disk is in its config file by now.
     let file = b.scratch.path("weir.toml");
     let before = fs::read_to_string(&file).unwrap();
     let disk = &section[GROUPS.len()..];
@@ -266,7 +266,7 @@ fn start_omits_migrated_disks() {
     a.restart();
     assert!(a.disk("vm").is_some());
     etcd.restart();
-    until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+    until("the host has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
 }
 
 #[test]
@@ -326,7 +326,7 @@ fn failed_migration_keeps_serving() {
         let key = format!("/weir/v1/lab/host/ghost/moved/{disk}");
         etcd.control(&["get", "--print-value-only", &key]).succeeds()
     };
-    until("it is refused", || reply("y").contains("the offer cannot be parsed"));
+    until("the offer is rejected", || reply("y").contains("the offer cannot be parsed"));
     // An offer that can no longer be claimed, because a later run of the source has started, is
     // rejected without looking for the image. The waiting command receives an answer.
     let mut late = offer;
@@ -334,7 +334,7 @@ fn failed_migration_keeps_serving() {
     late["described"]["keys"] = json!({ "image": scratch.path("nowhere.raw"), "format": "raw" });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/z", &late.to_string()]).succeeds();
     c.weir().wait_for_log("the disk stays on its host: ghost has withdrawn its offer");
-    until("the answer is there", || reply("z").contains("rejoined the cluster (move the disk again)"));
+    until("the reply is in etcd", || reply("z").contains("rejoined the cluster (move the disk again)"));
     assert!(c.disk("z").is_none() && c.disk("y").is_none());
     // A suspended host does not answer; after it resumes, the offer is withdrawn.
     c.weir().signal(Signal::SIGSTOP);
@@ -393,7 +393,7 @@ fn reservation_and_vhost_user_socket_migrate() {
     assert!(UnixStream::connect(&socket).is_ok());
 }
 
-/// Value of an offer's key, once its `given` has this value.
+/// Waits until the field `given` of the offer at `key` has the wanted value; returns the offer.
 fn offer_once(etcd: &EtcdServer, key: &str, is_given: bool) -> Value {
     let read = || etcd.control(&["get", "--print-value-only", key]).succeeds();
     let condition = |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == is_given);
@@ -404,8 +404,8 @@ fn offer_once(etcd: &EtcdServer, key: &str, is_given: bool) -> Value {
 /// Key of the offer to a host that does not run.
 const OFFERED: &str = "/weir/v1/lab/host/ghost/move/vm";
 
-/// Makes a host give its disk to a host that exists only as keys in etcd and does not continue.
-/// Returns the running command and the offer.
+/// Starts a migration to `ghost`, a host that exists only as keys in etcd, and lets the host give
+/// up the disk. No process continues the migration. Returns the running command and the offer.
 fn offer_to_ghost(host: &MigrationHost, etcd: &EtcdServer) -> (JoinHandle<TestOutcome>, Value) {
     etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
     let moving = thread::spawn({
@@ -473,11 +473,11 @@ fn offers_of_an_earlier_run_cannot_be_claimed() {
     let other = Scratch::new();
     let holder = Serve::new(&other).args([text(&image), "--format", "raw"]).start();
     assert_contains(&a.serve().args(["--log", "error"]).fails(), &["locked for writing"]);
-    assert_ne!(run(), offer["run"].as_i64(), "it could still be claimed");
+    assert_ne!(run(), offer["run"].as_i64(), "the offer of the earlier run could still be claimed");
     holder.stop();
     a.restart();
     assert!(a.disk("vm").is_some());
-    until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+    until("the host has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
 }
 
 #[test]
@@ -545,7 +545,7 @@ fn local_groups_have_separate_bursts() {
     };
     let before = of_group(&b);
     a.io(&vec!["read 0 512"; 80]);
-    assert!(of_group(&a) <= before - 40, "it was used");
+    assert!(of_group(&a) <= before - 40, "the burst was used");
     a.move_to("b").succeeds();
     // The disk has used its own burst; the bursts of the group on that host are unused.
     assert_eq!(of_group(&b), before);
@@ -576,7 +576,7 @@ fn etcd_decides_the_owner_after_a_crash() {
     assert_eq!(ghost.disk("vm"), None);
     a.restart();
     a.io(&["read -P 4 0 4k"]);
-    until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+    until("the host has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
     ghost.stop();
     // The target claims it within the lease: it keeps the disk, whatever this host's file says.
     die(&mut a);

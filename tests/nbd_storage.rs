@@ -30,7 +30,7 @@ use crate::{
     tls::CertificateAuthority,
 };
 
-/// A server in the background, ready when its starter has exited.
+/// A server in the background. It is ready when the command that started it has exited.
 struct BackgroundNbdServer {
     pid_file: PathBuf,
 }
@@ -84,7 +84,7 @@ impl Drop for BackgroundNbdServer {
         let Some(pid) = number.map(Pid::from_raw) else { return };
         let _ = kill(pid, Signal::SIGKILL);
         let _ = fs::remove_file(&self.pid_file);
-        // It is not a child of this process: it has ended when it cannot be signalled.
+        // The server is not a child of this process: it has ended once it cannot be signalled.
         while kill(pid, None).is_ok() {
             thread::yield_now();
         }
@@ -390,7 +390,7 @@ fn hostile_or_silent_server_affects_no_other_disk() {
                 0 => stream.write_all(&[&reply[..], &[1; 256]].concat()),
                 1 => stream.write_all(&[0xff; 4096]),
                 2 => stream.write_all(&[&reply[..8], &[7; 8]].concat()),
-                // No reply until the test has observed that.
+                // No reply until the test has observed the pending request.
                 _ => released.recv().map_err(std::io::Error::other),
             };
         }
@@ -425,7 +425,7 @@ fn hostile_or_silent_server_affects_no_other_disk() {
         wait_until(&scratch, |status| find(status, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000));
         weir.nbdsh("good", "assert h.pread(4096, 0) == bytes(4096)");
         release.send(()).unwrap();
-        waiting.join().expect("it fails once the server has gone");
+        waiting.join().expect("the request fails after the server has ended");
     });
     hostile_server.join().unwrap();
     weir.stop();

@@ -68,7 +68,7 @@ fn writable_export_offers_all_commands() {
         assert_eq!(export[format!("can_{can}")], true, "can_{can}");
     }
     assert_eq!(export["contexts"], serde_json::json!(["base:allocation", "qemu:allocation-depth"]));
-    assert_eq!(export["block_size_minimum"], 1, "any alignment is served");
+    assert_eq!(export["block_size_minimum"], 1, "requests need no alignment");
     assert_eq!(export["block_size_maximum"], 32 * MIB);
     for can in ["cache", "df", "fast-zero", "flush", "fua", "multi-conn", "trim", "zero", "write"] {
         nbdinfo(["--can", can, &weir.uri("disk")]).succeeds();

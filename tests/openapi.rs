@@ -87,7 +87,8 @@ fn non_numeric_text_violates_the_schema() {
         let kind = schema["$ref"].as_str().unwrap().rsplit('/').next().unwrap();
         let forms = schemas[kind]["oneOf"].as_array().unwrap();
         for form in forms.iter().filter(|form| form["type"] == "string") {
-            let pattern = form["pattern"].as_str().unwrap_or_else(|| panic!("{name}: any text is allowed"));
+            let pattern =
+                form["pattern"].as_str().unwrap_or_else(|| panic!("{name}: the schema permits any text"));
             assert!(pattern.starts_with('^') && pattern.ends_with('$'), "{name}: {pattern}");
         }
         assert!(forms.iter().all(|form| form["type"] != "integer" || form["maximum"].is_u64()), "{name}");
@@ -108,5 +109,5 @@ fn every_operation_has_an_id_and_states_whether_it_needs_the_token() {
     let count = ids.len();
     ids.sort_unstable();
     ids.dedup();
-    assert_eq!(ids.len(), count, "an id is there twice");
+    assert_eq!(ids.len(), count, "two operations have the same id");
 }

@@ -48,7 +48,7 @@ fn installed() -> Scratch {
     let units = scratch.path(UNITS);
     for path in files_below(&units).iter().map(|path| units.join(path)).filter(|path| !path.is_symlink()) {
         let unit = fs::read_to_string(&path).expect("a unit is a text").replace("/usr/bin/weir", WEIR);
-        fs::write(&path, unit).expect("the directory is ours");
+        fs::write(&path, unit).expect("the file can be written");
     }
     let (fstab, units) = (scratch.file("fstab", FSTAB), text(&units));
     let variable = format!("SYSTEMD_FSTAB={}", text(&fstab));
@@ -94,7 +94,7 @@ fn systemd_accepts_the_units() {
     let path = scratch.path(UNITS).join("weir-docker-plugin.service");
     let unit = fs::read_to_string(&path).unwrap();
     fs::write(&path, unit.replace("KillMode=process", "KillMode=nobody")).unwrap();
-    assert_ne!(verify_unit(&scratch, "weir-docker-plugin.service"), "", "it would say so");
+    assert_ne!(verify_unit(&scratch, "weir-docker-plugin.service"), "", "systemd must report the error");
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn device_precedes_its_mounts() {
 fn nbd_client_precedes_its_mount() {
     need("systemd-analyze");
     let recipes = fs::read_to_string(repository().join("docs/recipes.md")).unwrap();
-    let line = recipes.lines().find(|line| line.starts_with("/dev/nbd0 ")).expect("the recipe has it");
+    let line = recipes.lines().find(|line| line.starts_with("/dev/nbd0 ")).expect("the recipe has this line");
     let scratch = Scratch::new();
     let (fstab, units) = (scratch.file("fstab", format!("{line}\n")), scratch.path(UNITS));
     fs::create_dir_all(&units).unwrap();
@@ -131,7 +131,7 @@ fn nbd_client_precedes_its_mount() {
     }
     assert_eq!(verify_unit(&scratch, "srv-db.mount"), "");
     fs::write(units.join("srv-db.mount"), mount.replace("nbd@", "nobody@")).unwrap();
-    assert_ne!(verify_unit(&scratch, "srv-db.mount"), "", "it would say so");
+    assert_ne!(verify_unit(&scratch, "srv-db.mount"), "", "systemd must report the error");
 }
 
 /// Exposure of a service from 0 to 10, as computed by systemd-analyze(1).
@@ -140,7 +140,10 @@ fn exposure(scratch: &Scratch, unit: &str) -> f64 {
     let stdout = TestClient::new("env")
         .args([&variable, "systemd-analyze", "security", "--no-pager", "--offline=true", unit])
         .succeeds();
-    let last = stdout.lines().find(|line| line.contains("Overall exposure level")).expect("it judges");
+    let last = stdout
+        .lines()
+        .find(|line| line.contains("Overall exposure level"))
+        .expect("systemd-analyze prints the exposure");
     let figure = last.split(": ").nth(1).and_then(|rest| rest.split(' ').next());
     figure.and_then(|figure| figure.parse().ok()).unwrap_or_else(|| panic!("no figure in {last:?}"))
 }
@@ -167,13 +170,13 @@ fn services_have_low_exposure() {
     // As in docs/devices.md, for a service that creates devices.
     let guide = fs::read_to_string(repository().join("docs/devices.md")).unwrap();
     let text = guide.split("/etc/systemd/system/weir.service.d/10-sandbox.conf\n").nth(1);
-    let text = text.and_then(|rest| rest.split("```").next()).expect("it is there");
+    let text = text.and_then(|rest| rest.split("```").next()).expect("the file exists");
     let sandbox = scratch.path(UNITS).join("weir.service.d/10-sandbox.conf");
     fs::write(&sandbox, text).unwrap();
     assert_eq!(verify_unit(&scratch, "weir.service"), "");
-    assert!(exposure(&scratch, "weir.service") > 8.0, "it is root, and may mount");
+    assert!(exposure(&scratch, "weir.service") > 8.0, "the service runs as root and may mount");
     fs::remove_file(sandbox).unwrap();
-    assert!(exposure(&scratch, "weir.service") > 9.0, "the sandbox is what makes the difference");
+    assert!(exposure(&scratch, "weir.service") > 9.0, "without the sandbox the exposure is higher");
 }
 
 #[test]
@@ -208,7 +211,10 @@ fn installation_is_repeatable_and_removable() {
     let unit = fs::read_to_string(below.join("usr/local/lib/systemd/system/weir.service")).unwrap();
     assert!(unit.contains("ExecStart=/usr/local/bin/weir serve "), "{unit}");
     let was = fs::metadata(WEIR).unwrap().len();
-    assert!(fs::metadata(below.join("usr/local/bin/weir")).unwrap().len() < was, "it is stripped");
+    assert!(
+        fs::metadata(below.join("usr/local/bin/weir")).unwrap().len() < was,
+        "the installed program is not stripped"
+    );
 
     // The administrator's file is kept by an upgrade.
     let config = below.join("etc/weir/weir.toml");
@@ -235,7 +241,10 @@ fn installation_is_repeatable_and_removable() {
 fn shipped_config_file_is_valid() {
     let shipped = fs::read_to_string(repository().join("packaging/weir.toml")).unwrap();
     let parsed = settings::config::parse("weir.toml", &shipped, Path::new("/etc/weir")).unwrap();
-    assert!(parsed.disks.is_empty() && parsed.groups.is_empty(), "what it shows is commented out");
+    assert!(
+        parsed.disks.is_empty() && parsed.groups.is_empty(),
+        "all disks and groups of the shipped file are comments"
+    );
     // A comment after `##` is prose; one after `# ` is a setting or prose.
     let is_setting = |line: &&str| line.starts_with("# [") || line.contains(" = ");
     let lines =
@@ -311,7 +320,7 @@ fn shells_complete_from_the_running_daemon() {
     assert_eq!(cut("weir throttle vm1 --group =", ""), cut("weir throttle vm1 --group", "="));
     assert!(cut("weir serve --cache", "=").contains("directsync"));
     daemon.stop();
-    assert_eq!(offered("weir throttle v"), [""; 0], "without a daemon there is nothing, and nothing is said");
+    assert_eq!(offered("weir throttle v"), [""; 0], "without a daemon, no completions and no messages");
     TestClient::new("zsh").args(["-n", text(&scratch.path("zsh/site-functions/_weir"))]).succeeds();
 }
 
@@ -356,9 +365,9 @@ fn mount_helper_mounts_an_image() {
         outcome.succeeded() + &stderr
     };
     mount("-f");
-    assert!(options_of(&directory).is_none(), "it was to do nothing");
-    assert_eq!(mount("-n"), "", "mount(8) says nothing where all is well");
-    assert_eq!(mount("-n"), "", "it is mounted there already");
+    assert!(options_of(&directory).is_none(), "-f must not mount");
+    assert_eq!(mount("-n"), "", "a successful mount prints nothing");
+    assert_eq!(mount("-n"), "", "a repeated mount succeeds");
     let mounted = options_of(&directory).expect("it is mounted");
     assert!(mounted.split(',').any(|option| option == "noatime"), "{mounted}");
     fs::write(directory.join("file"), "kept").unwrap();

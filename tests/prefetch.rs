@@ -37,7 +37,11 @@ fn command_line_sets_every_disk() {
     let _weir = start(&scratch, &[&["--prefetch", "off"][..], &numbers].concat());
     let expect = json!({"mode": "off", "memory": 64 << 20, "window-max": 8 << 20, "streams": 7});
     for disk in ["a", "b"] {
-        assert_eq!(settings(&scratch, disk), defaults(expect.clone()), "numbers are kept for later");
+        assert_eq!(
+            settings(&scratch, disk),
+            defaults(expect.clone()),
+            "numbers are stored while prefetch is off"
+        );
     }
 }
 
@@ -81,7 +85,7 @@ fn config_sets_each_disk_and_keeps_saved_changes() {
         .replace("prefetch = true #", "prefetch = \"auto\" #")
         .replace("= 4096\n", "= 4096\nprefetch-memory = \"1G\"\n")
         .replace("prefetch = false\n", "prefetch = false\nprefetch-streams = 9\n");
-    assert_eq!(fs::read_to_string(&file).expect("it is there"), expect);
+    assert_eq!(fs::read_to_string(&file).expect("the file exists"), expect);
     let live = ["a", "b", "c"].map(|disk| settings(&scratch, disk));
     weir.stop();
     let _weir = serve(&scratch, &file);
@@ -115,7 +119,11 @@ fn live_change_is_atomic() {
     assert_eq!(stdout, expect);
     let before = defaults(json!({"mode": "on", "memory": 8 << 20, "window-min": 64 << 10}));
     assert_eq!(settings(&scratch, "a"), before);
-    assert_eq!(settings(&scratch, "b"), defaults(json!({})), "it is each disk's own");
+    assert_eq!(
+        settings(&scratch, "b"),
+        defaults(json!({})),
+        "the setting of one disk does not affect another"
+    );
 
     let stderr = run_misused(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
     assert_contains(&stderr, &["weir: --memory 4K: is out of range; it may be from 256K to 1T"]);
@@ -266,12 +274,12 @@ fn sequential_reads_hit_the_cache_until_disabled() {
     assert!(count(&after, "used-bytes") <= count(&after, "read-ahead-bytes"), "{after:#}");
     assert!(count(&after, "memory") <= MIB, "{after:#}");
     let shown = run_ok(&scratch, &["status", "--all", "--interval", "0"]);
-    let row = shown.lines().find(|line| line.starts_with("vm1   on ")).expect("the table has it");
+    let row = shown.lines().find(|line| line.starts_with("vm1   on ")).expect("the table has the disk");
     assert_eq!(row.matches('%').count(), 2, "{shown}");
 
     run_ok(&scratch, &["prefetch", "vm1", "off"]);
     let before = figures();
-    assert_eq!(count(&before, "memory"), 0, "it is given back at once: {before:#}");
+    assert_eq!(count(&before, "memory"), 0, "the memory was not released: {before:#}");
     // While prefetch is off, the counters of the cache do not change.
     read_in_sequence(&weir, &image);
     let after = figures();

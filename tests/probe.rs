@@ -46,7 +46,7 @@ fn device_is_written_only_on_request() {
     let printed = probe(&scratch).arg("--write").arg(device.path()).succeeds();
     assert_contains(&printed, &["sequential write"]);
     drop(device);
-    assert!(fs::read(&file).unwrap() != before, "it was written to");
+    assert!(fs::read(&file).unwrap() != before, "the device was not written");
 }
 
 #[test]

@@ -37,7 +37,7 @@ fn assert_equal_checks(path: &Path, label: &str) -> (i32, Value) {
     let (their_code, our_code, stderr) = (theirs.code(), ours.code(), ours.stderr());
     let parse = |printed: String| serde_json::from_str::<Value>(&printed).unwrap_or(Value::Null);
     let (theirs, ours) = (parse(theirs.stdout()), parse(ours.stdout()));
-    assert_eq!((our_code, &ours), (their_code, &theirs), "{label}: weir said:\n{stderr}");
+    assert_eq!((our_code, &ours), (their_code, &theirs), "{label}: standard error of weir:\n{stderr}");
     (our_code, ours)
 }
 

@@ -188,7 +188,7 @@ fn kill_once(
         }
         drop(flushed);
         for _ in 0..kill % 7 {
-            flushes.recv().expect("the first client is at work");
+            flushes.recv().expect("the first client is still writing");
         }
         weir.crash();
     });

@@ -149,13 +149,13 @@ struct DamagedImage {
 
 impl DamageWorker {
     fn new(directory: PathBuf, templates: &[ImageTemplate]) -> Self {
-        fs::create_dir(&directory).expect("the directory is ours");
-        let above = directory.parent().expect("it has one");
+        fs::create_dir(&directory).expect("the directory can be created");
+        let above = directory.parent().expect("the path has a parent");
         let base = fs::read(above.join(BASE)).expect("it was made");
-        fs::write(directory.join(BASE), &base).expect("the directory is ours");
-        fs::copy(above.join(KEY), directory.join(KEY)).expect("the directory is ours");
+        fs::write(directory.join(BASE), &base).expect("the file can be written");
+        fs::copy(above.join(KEY), directory.join(KEY)).expect("the file can be written");
         for (name, content) in templates.iter().filter_map(|template| template.data.as_ref()) {
-            fs::write(directory.join(name), content).expect("the directory is ours");
+            fs::write(directory.join(name), content).expect("the file can be written");
         }
         Self { directory, base }
     }
@@ -226,7 +226,7 @@ impl DamageWorker {
     }
 
     fn put(&self, bytes: &[u8]) {
-        fs::write(self.directory.join("image"), bytes).expect("the directory is ours");
+        fs::write(self.directory.join("image"), bytes).expect("the file can be written");
     }
 
     fn qemu_finds_nothing(
@@ -261,8 +261,9 @@ impl DamageWorker {
         self.put(bytes);
         let grain = template.grain;
         let convert = qemu_img(["convert", "-f", "qcow2", "-O", "raw", "image", "disk"]);
-        let size =
-            u64::from_be_bytes(bytes.get(24..32).map_or([0; 8], |size| size.try_into().expect("eight")));
+        let size = u64::from_be_bytes(
+            bytes.get(24..32).map_or([0; 8], |size| size.try_into().expect("eight bytes")),
+        );
         if size <= MAX_BYTES && convert.inside(&self.directory).run().status() == Some(0) {
             let disk = fs::read(self.directory.join("disk")).expect("it was just made");
             return (0..).zip(disk.chunks(grain as usize).map(<[u8]>::to_vec)).collect();
@@ -313,7 +314,7 @@ fn repaired(content: &DamagedImage, repair: Repair) -> Option<(CheckReport, Vec<
     sim::run(1, async move {
         let storage = Storage::with_content(&bytes).await;
         let report = check(&storage, repair).await.ok()?;
-        Some((report, storage.read_all().await.expect("memory")))
+        Some((report, storage.read_all().await.expect("storage in memory can be read")))
     })
 }
 

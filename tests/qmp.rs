@@ -18,8 +18,8 @@ fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
     (weir, path)
 }
 
-/// Arguments of `block_set_io_throttle`: the six mandatory rates are zero unless `others` sets
-/// them.
+/// Arguments of `block_set_io_throttle`: the six mandatory rates are zero unless the second
+/// argument sets them.
 fn throttle(disk: &str, overrides: Value) -> Value {
     let mut arguments =
         json!({"device": disk, "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 0, "iops_rd": 0, "iops_wr": 0});
@@ -79,7 +79,7 @@ asyncio.run(main())
     TestClient::new("qmp-python").arg(script).arg(&path).succeeds();
     let (status, log) = weir.wait();
     assert!(status.success(), "{log}");
-    assert!(!path.exists(), "the socket is gone with the daemon");
+    assert!(!path.exists(), "the daemon must remove its socket");
 }
 
 #[test]
@@ -224,11 +224,11 @@ fn requests_are_counted() {
 fn socket_is_private_to_its_owner() {
     let scratch = Scratch::new();
     let (_weir, path) = serve(&scratch);
-    assert_eq!(fs::metadata(&path).expect("it is there").permissions().mode() & 0o777, 0o600);
+    assert_eq!(fs::metadata(&path).expect("the file exists").permissions().mode() & 0o777, 0o600);
     // Also if the mode permits all users: the daemon checks the peer's user ID.
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("it is ours");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the mode can be set");
     fs::set_permissions(path.parent().expect("a directory"), fs::Permissions::from_mode(0o755))
-        .expect("it is ours");
+        .expect("the mode can be set");
     let connect =
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(4096))";
     let other_user = TestClient::new("setpriv").args([

@@ -26,9 +26,9 @@ impl Drop for QemuProcess {
 /// Its monitor is the listening socket on standard input, so a client can connect immediately.
 fn start(program: &str, arguments: &[String], monitor: &Path) -> QemuProcess {
     need(program);
-    let listener = UnixListener::bind(monitor).expect("the directory is ours");
+    let listener = UnixListener::bind(monitor).expect("the socket can be bound");
     // Two of QEMU's threads may wake for one client; the later one must not block in accept.
-    listener.set_nonblocking(true).expect("a socket can be non-blocking");
+    listener.set_nonblocking(true).expect("a socket can be set to non-blocking");
     let mut command = Command::new(program);
     command.args(["--chardev", "socket,id=c,fd=0,server=on,wait=off"]).args(arguments);
     command.env("PATH", search_path());

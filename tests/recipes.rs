@@ -37,17 +37,21 @@ fn libvirt_accepts_the_disks() {
         let content = fs::read_to_string(path).expect("it is a text");
         for block in content.split("```xml\n").skip(1).filter_map(|rest| rest.split("```").next()) {
             let from = block.find("<disk ").expect("a disk");
-            let to = block.find("</disk>").expect("its end") + "</disk>".len();
+            let to = block.find("</disk>").expect("the element has an end") + "</disk>".len();
             let outcome = validate(document, &block[from..to].replace(NEWER, ""));
             assert_eq!(outcome.code(), 0, "{document}: {}{}", outcome.stdout(), outcome.stderr());
             disks += 1;
         }
     }
-    assert_eq!(disks, 3, "each document has one");
-    assert_ne!(validate("wrong", "<disk type='network'><bogus/></disk>").code(), 0, "it would say so");
+    assert_eq!(disks, 3, "a document has no disk element");
+    assert_ne!(
+        validate("wrong", "<disk type='network'><bogus/></disk>").code(),
+        0,
+        "the validator must report an error"
+    );
 }
 
-/// A disk on a socket with a fixed path, served by one weir process after another.
+/// A disk on a socket with a fixed path. One weir process after another serves it.
 struct RecipeSite {
     scratch: Scratch,
 }

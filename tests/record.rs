@@ -43,20 +43,20 @@ impl RunningRecorder {
         let mut child = command.stderr(Stdio::piped()).spawn().expect("it was built");
         let mut stderr = BufReader::new(child.stderr.take().expect("it is piped"));
         let mut line = String::new();
-        stderr.read_line(&mut line).expect("it says something");
+        stderr.read_line(&mut line).expect("it prints a line");
         assert_contains(&line, &["weir: recording to ", " (stop with Ctrl-C)"]);
         Self { child, stderr, to: to.to_owned() }
     }
 
     fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.child.id().cast_signed()), signal).expect("it runs");
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal).expect("the process is running");
     }
 
     /// Waits for its end; returns its status and its messages.
     fn wait(mut self) -> (Option<i32>, String) {
         let mut output = String::new();
-        self.stderr.read_to_string(&mut output).expect("it speaks UTF-8");
-        (self.child.wait().expect("it is ours").code(), output)
+        self.said.read_to_string(&mut said).expect("its output is UTF-8");
+        (self.child.wait().expect("the child can be waited for").code(), output)
     }
 
     /// Ends the recording with SIGINT; returns its content.
@@ -199,11 +199,11 @@ fn text_recording_survives_a_kill_of_the_command() {
         let end = Instant::now() + DEADLINE;
         // A truncated file is readable up to its last complete block.
         while !info().stdout().contains("\"requests\": 300") {
-            assert!(Instant::now() < end, "{name}: it is not there: {}", info().stderr());
+            assert!(Instant::now() < end, "{name}: the recording does not exist: {}", info().stderr());
             pause();
         }
         recorder.signal(Signal::SIGKILL);
-        recorder.child.wait().expect("it is ours");
+        recorder.child.wait().expect("the child can be waited for");
         assert!(info().stdout().contains("\"requests\": 300"));
     }
     weir.stop();
@@ -275,10 +275,10 @@ fn recording_covers_named_disks_and_groups() {
     assert_eq!(recorded.counts().get(&("a", "write")), Some(&50));
     assert!(recorded.0.iter().all(|[disk, ..]| disk == "a"), "{:?}", recorded.counts());
 
-    let before = fs::read(&file).expect("it is there");
+    let before = fs::read(&file).expect("the file exists");
     let stderr = run_failing(&scratch, &["record", "a", "--output", text(&file)]);
     assert_contains(&stderr, &["a: no disk and no group has this name (`weir status` lists them)"]);
-    assert!(fs::read(&file).expect("it is there") == before, "nothing was touched");
+    assert!(fs::read(&file).expect("the file exists") == before, "nothing was touched");
     let missing = scratch.path("nowhere/a");
     let stderr = run_failing(&scratch, &["record", "--output", text(&missing)]);
     assert_contains(&stderr, &["nowhere/a: cannot be written", "No such file or directory"]);
@@ -319,7 +319,7 @@ fn recording_ends_after_its_duration() {
     let script =
         format!("{WEIR} record --for 10ms --output - --qmp {} >> {}", socket(&scratch), text(&existing));
     TestClient::new("sh").args(["-c", &script]).succeeds();
-    assert!(fs::read(&existing).expect("it is there").starts_with(b"before\n"));
+    assert!(fs::read(&existing).expect("the file exists").starts_with(b"before\n"));
     // If the recording cannot begin, no file is left.
     let never = scratch.path("never");
     run_failing(&scratch, &["record", "nobody", "--output", text(&never)]);
@@ -376,7 +376,7 @@ fn killed_command_ends_only_its_recording() {
 
 /// Files of the daemon's own recording.
 fn recording_files(directory: &Path) -> Vec<PathBuf> {
-    let names = fs::read_dir(directory).expect("it is there");
+    let names = fs::read_dir(directory).expect("the directory exists");
     let mut names: Vec<_> = names.map(|file| file.expect("it can be read").path()).collect();
     names.sort();
     names
@@ -386,7 +386,7 @@ fn recording_files(directory: &Path) -> Vec<PathBuf> {
 fn daemon_records_to_its_directory() {
     let scratch = Scratch::new();
     let directory = scratch.path("day");
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     let config = |keys: &str| {
         let qmp = socket(&scratch);
         let disk = "[disk.a]\nimage = \"memory:16M\"\n";
@@ -460,7 +460,7 @@ fn full_directory_suspends_recording() {
     need_root("mounts");
     let scratch = Scratch::new();
     let mount = scratch.path("mount");
-    fs::create_dir(&mount).expect("it can be made");
+    fs::create_dir(&mount).expect("the directory can be created");
     // Space for the header of a file, and for no block.
     let script = r#"mount -t tmpfs -o size=4k record "$0" && dd if=/dev/zero of="$0/full" bs=4k count=1 2>/dev/null && exec "$@""#;
     let weir = Serve::new(&scratch)

@@ -16,7 +16,7 @@ use crate::{
 fn recording_contains_the_limits_in_force() {
     let scratch = Scratch::new();
     let kept = scratch.path("kept");
-    fs::create_dir(&kept).expect("it can be made");
+    fs::create_dir(&kept).expect("the directory can be created");
     let config = format!(
         "[daemon]\nqmp = \"{}\"\nrecord = {{ directory = \"{}\" }}\n\
          [group.gold]\niops-total = 700\n\
@@ -51,7 +51,8 @@ fn recording_contains_the_limits_in_force() {
     let copy = scratch.path("copy.recording");
     weir(&["trace", "convert", text(&recording), text(&copy)]).succeeds();
     assert_eq!(named(&[text(&copy)]), all);
-    let hour = fs::read_dir(&kept).expect("it is there").next().expect("a recording").expect("it is there");
+    let hour =
+        fs::read_dir(&kept).expect("the directory exists").next().expect("a recording").expect("it is there");
     assert_eq!(named(&[text(&hour.path())]), all);
     // A config file replaces them.
     let other = scratch.file("other.toml", "[disk.a]\nimage = \"null:1G\"\niops-total = 450\n");

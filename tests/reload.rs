@@ -322,7 +322,7 @@ fn invalid_config_is_named_and_changes_nothing() {
         &(line("iops-reservation = 400", "description = \"another\"") + export_lines),
         &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
-    assert!(!daemon.scratch.path("other").exists(), "its socket has gone");
+    assert!(!daemon.scratch.path("other").exists(), "the export's socket was removed");
     let client = "\n\
                   [disk.d]\n\
                   image = \"memory:1M\"\n\
@@ -489,7 +489,7 @@ fn service_manager_is_notified_of_a_reload() {
         .env("NOTIFY_SOCKET", &notify)
         .start();
     assert_eq!(notification().trim_end(), "READY=1");
-    // A mistake in the file does not stop the daemon.
+    // An error in the file does not stop the daemon.
     fs::write(&file, "[disk.a]\n").unwrap();
     for expect in ["nothing has changed: ", "nothing has changed: "] {
         weir.signal(Signal::SIGHUP);

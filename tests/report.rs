@@ -1,6 +1,6 @@
 //! `weir report`: results as tables, as a page in a browser, and two results compared.
 //!
-//! Chromium renders the page in the widths and colour schemes of readers: [`MEASURING`] shows it in
+//! Chromium renders the page in the widths and colour schemes of readers. A second page shows it in
 //! frames and measures the layout. Screenshots are measured as well, because a layout does not show
 //! whether anything is visible.
 
@@ -162,7 +162,7 @@ fn take_screenshot(directory: &Path, file: &str, size: &str, options: &[&str]) {
     assert!(!stderr.contains("CONSOLE"), "{stderr}");
 }
 
-/// The measurements of [`MEASURING`].
+/// The measurements that the measuring page prints.
 fn measured(directory: &Path) -> Value {
     let dumped =
         chromium(directory, "measuring.html", &["--allow-file-access-from-files", "--dump-dom"]).succeeds();
@@ -188,7 +188,7 @@ fn page_is_readable_on_desktop_phone_and_in_dark_colours() {
     assert_eq!(frames.len(), 3, "{found:#}");
     for (frame, (wide, dark)) in frames.iter().zip([(1200, false), (360, false), (360, true)]) {
         assert_eq!((&frame["wide"], &frame["dark"]), (&json!(wide), &json!(dark)), "{frame:#}");
-        assert!(frame["content"].as_u64() <= Some(wide), "it scrolls sideways: {frame:#}");
+        assert!(frame["content"].as_u64() <= Some(wide), "the page scrolls horizontally: {frame:#}");
         assert_eq!((&frame["charts"], &frame["drawn"]), (&json!(3), &json!(3)), "{frame:#}");
         assert!(frame["lowest"].as_f64() >= Some(10.0), "letters are too small: {frame:#}");
         assert_eq!((&frame["outside"], &frame["touching"]), (&json!([]), &json!([])), "{frame:#}");
@@ -227,7 +227,7 @@ fn page_can_be_printed() {
     )
     .succeeds();
     let document = fs::read(&printed).expect("it was printed");
-    assert!(document.starts_with(b"%PDF-"), "it is a PDF");
+    assert!(document.starts_with(b"%PDF-"), "the file is a PDF");
     // ISO 32000-1, 7.7.3: each page is an object of type Page; Pages is their list.
     let document = String::from_utf8_lossy(&document).into_owned();
     let pages = document.matches("/Type /Page").count() - document.matches("/Type /Pages").count();
@@ -280,7 +280,7 @@ fn saved_bench_results_are_shown_and_compared() {
     assert_eq!(
         fs::read_to_string(&page).expect("it was drawn again"),
         drawn,
-        "the file has all that is drawn"
+        "the page must not refer to other files"
     );
     let printed = weir(&["report", text(&a), text(&a)]).succeeds();
     assert_contains(&printed, &["read IOPS", "No real difference"]);
@@ -427,7 +427,7 @@ fn recording_page_is_readable_on_desktop_and_phone() {
         measured(directory)["frames"].as_array().expect("a list").iter().zip([1200, 360, 360])
     {
         assert_eq!(&frame["wide"], &json!(wide), "{frame:#}");
-        assert!(frame["content"].as_u64() <= Some(wide), "it scrolls sideways: {frame:#}");
+        assert!(frame["content"].as_u64() <= Some(wide), "the page scrolls horizontally: {frame:#}");
         assert_eq!((&frame["outside"], &frame["touching"]), (&json!([]), &json!([])), "{frame:#}");
         assert_eq!((&frame["stacked"], &frame["cut"]), (&json!(22), &json!([])), "{frame:#}");
     }
@@ -475,6 +475,6 @@ fn invalid_result_is_rejected() {
             assert_contains(&outcome.stderr(), &[&format!("weir: {file}: "), why]);
         }
     }
-    assert_eq!(weir(&["report", &a, "--fail-on-worse"]).run().code(), 2, "there is nothing to be worse than");
+    assert_eq!(weir(&["report", &a, "--fail-on-worse"]).run().code(), 2, "a single result is not compared");
     assert_eq!(weir(&["report"]).run().code(), 2);
 }

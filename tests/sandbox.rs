@@ -98,7 +98,7 @@ fn unprivileged_user_serves_files_opened_by_root() {
     assert_eq!(of_threads(&weir, "Uid"), [[nobody; 4].map(|uid| uid.to_string()).join("\t")]);
     assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000000"]);
     assert_eq!(fs::metadata(weir.socket()).unwrap().uid(), nobody.as_raw());
-    // Root can still control it.
+    // Root can still use the control socket.
     assert!(run_ok(&scratch, &["status", "--interval", "0"]).contains("a "));
     assert_eq!(fs::read_to_string(&pid_file).unwrap(), format!("{}\n", weir.pid()));
     weir.stop();

@@ -21,7 +21,7 @@ fn writes_acknowledged_before_sigterm_are_in_the_file() {
         let block = |number: u64| vec![(number % 255 + 1) as u8; BLOCK as usize];
         let mut acknowledged = Vec::new();
         let mut sent = 0;
-        // Sixteen in flight, until the daemon disconnects; the signal arrives in between.
+        // Sixteen writes are in flight until the daemon disconnects. The signal arrives in between.
         loop {
             let more = sent < 16 + acknowledged.len() as u64 && sent < 4096;
             let taken = more && {
@@ -88,7 +88,7 @@ fn two_simultaneous_signals_count_once() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCONT] {
         weir.signal(signal);
     }
-    assert_eq!(client.simple_reply(), (0, 1), "it ends in order");
+    assert_eq!(client.simple_reply(), (0, 1), "the write completes before the end");
     client.wait_for_close();
     let (status, log) = weir.wait();
     assert!(status.success(), "{status}: {log}");

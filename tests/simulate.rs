@@ -138,7 +138,7 @@ fn daemon_is_never_faster_than_the_simulation() {
     .concat();
     let expected = simulated(&scratch, &requests, &limits);
     let waited = requests.iter().zip(&expected).filter(|(request, done)| **done > request.at).count();
-    assert!(waited > 100 && waited < 250, "{waited} of 300 wait, or this shows nothing");
+    assert!(waited > 100 && waited < 250, "only {waited} of 300 requests waited");
     let weir = Serve::new(&scratch).arg("null:1G").args(&limits).start();
     let done = replayed(weir.socket(), &requests);
     weir.stop();

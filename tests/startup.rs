@@ -24,7 +24,7 @@ fn invalid_images_are_named() {
     let missing = scratch.path("nothing.raw");
     let stderr = Serve::new(&scratch).arg(&missing).fails();
     assert_contains(&stderr, &[&format!("weir: {}: ", text(&missing)), "no such file"]);
-    assert!(stderr.ends_with(')'), "what to do comes last: {stderr}");
+    assert!(stderr.ends_with(')'), "the message must end with the remedy: {stderr}");
     let (directory, empty) = (scratch.path(""), scratch.sparse("empty.raw", 0));
     for (image, why) in [
         (text(&directory), "directory"),
@@ -66,14 +66,14 @@ fn socket_in_use_is_kept_and_a_stale_one_replaced() {
     let weir = Serve::new(&scratch).arg("memory:1M").start();
     let stderr = Serve::new(&scratch).arg("memory:2M").fails();
     assert_contains(&stderr, &[text(weir.socket()), "in use"]);
-    assert_eq!(export_size(&weir.uri("memory")), MIB, "the first still serves");
+    assert_eq!(export_size(&weir.uri("memory")), MIB, "the first daemon is still served");
     let socket = weir.socket().to_owned();
     weir.crash();
     assert!(socket.exists(), "a killed daemon removes nothing");
     let weir = Serve::new(&scratch).arg("memory:2M").start();
     assert_eq!(export_size(&weir.uri("memory")), 2 * MIB);
     weir.stop();
-    assert!(!socket.exists(), "the socket goes with the daemon");
+    assert!(!socket.exists(), "the daemon must remove its socket");
 }
 
 #[test]
@@ -186,13 +186,13 @@ description = "scratch space"
     assert_eq!(size(&second, "vm2"), 3 * MIB);
     assert_contains(weir.ready_line(), &["vm1", "first", "vm2", text(&first), text(&second)]);
     weir.stop();
-    assert!(!first.exists() && !second.exists(), "the sockets go with the daemon");
+    assert!(!first.exists() && !second.exists(), "the daemon must remove its sockets");
 }
 
 #[test]
 fn paths_in_a_config_are_relative_to_it() {
     let scratch = Scratch::new();
-    // Beside the sockets, in a directory with a short path.
+    // The files are in the directory of the sockets, whose path is short.
     let [config, image] = ["weir.toml", "vm1.raw"].map(|name| scratch.socket(name));
     fs::write(image, [7; 4096]).unwrap();
     let two = "export = [{ type = \"nbd\", listen = \"unix:two\" }]";
@@ -236,9 +236,9 @@ fn socket_activation_and_readiness() {
     weir.signal(Signal::SIGTERM);
     assert_eq!(notification(), "STOPPING=1");
     assert!(weir.wait().0.success());
-    assert!(path.exists(), "the socket is its maker's");
+    assert!(path.exists(), "weir must not remove a socket that it did not create");
     drop(UnixStream::connect(&path).unwrap());
-    listener.accept().expect("and still listens");
+    listener.accept().expect("the passed socket still listens");
 }
 
 #[test]
@@ -270,13 +270,13 @@ os.execv(program[0], program)
         let manager = ["python3", "-c", MANAGER, text(&clients), text(&vhost_socket)];
         Serve::new(&scratch).at_given_addresses().wrapped_by(manager).arg("--config").arg(config)
     };
-    // Also by number; the remaining socket is used for NBD.
+    // The config names the socket by its name or its number; the remaining socket is used for NBD.
     for name in ["vm1", "4"] {
         let weir = start(name).start();
         bench_json("-c 1", format!("vhost-user:{}", text(&vhost_socket)));
         assert_eq!(RawNbdClient::negotiated(&clients, "a").1, MIB);
         weir.stop();
-        assert!(vhost_socket.exists(), "the socket is its maker's");
+        assert!(vhost_socket.exists(), "weir must not remove a socket that it did not create");
     }
     // One disk uses both sockets by name, also after an upgrade.
     for path in [&clients, &vhost_socket] {
@@ -293,7 +293,7 @@ os.execv(program[0], program)
     bench_json("-c 1", &vhost);
     assert_eq!(RawNbdClient::negotiated(&clients, "null").1, MIB);
     next.stop();
-    assert!(vhost_socket.exists() && clients.exists(), "they are their maker's");
+    assert!(vhost_socket.exists() && clients.exists(), "weir must not remove sockets that it did not create");
     let taken = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:vm1"];
     assert_contains(
         &Serve::new(&scratch).at_given_addresses().args(taken).rejects_usage(),

@@ -15,7 +15,7 @@ use crate::harness::{DEADLINE, Scratch, WEIR, text};
 
 /// A command whose standard error is this file, announced as the journal by `JOURNAL_STREAM`.
 fn logging_to(log: &File) -> Command {
-    let metadata = log.metadata().expect("it is a file of ours");
+    let metadata = log.metadata().expect("it is an open file");
     let mut command = Command::new(WEIR);
     command
         .env("JOURNAL_STREAM", format!("{}:{}", metadata.st_dev(), metadata.st_ino()))
@@ -33,7 +33,7 @@ fn watchdog_is_notified_and_journal_lines_have_priorities() {
     socket.set_read_timeout(Some(DEADLINE)).unwrap();
     let next = || {
         let mut text = [0; 256];
-        let length = socket.recv(&mut text).expect("it is not silent");
+        let length = socket.recv(&mut text).expect("a notification arrives in time");
         String::from_utf8_lossy(&text[..length]).trim().to_owned()
     };
     let mut weir = logging_to(&File::create(&log).unwrap())
@@ -52,7 +52,7 @@ fn watchdog_is_notified_and_journal_lines_have_priorities() {
     assert!(weir.wait().unwrap().success());
     let log = fs::read_to_string(&log).unwrap();
     for line in log.lines() {
-        assert!(line.starts_with("<6> INFO "), "a priority, and no time: {log}");
+        assert!(line.starts_with("<6> INFO "), "a line must begin with a priority and no time: {log}");
     }
     assert!(log.contains("ready"), "{log}");
 }
@@ -66,7 +66,7 @@ fn error_priority_is_only_in_the_journal() {
     assert!(!weir.status().unwrap().success());
     let logged = fs::read_to_string(&log).unwrap();
     assert!(logged.starts_with("<3>weir: "), "{logged}");
-    // A child of a service inherits the variable, but may have a different standard error.
+    // A child of a service inherits `JOURNAL_STREAM`, but may have a different standard error.
     let output = weir.stderr(Stdio::piped()).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.starts_with("weir: "), "{stderr}");

@@ -52,12 +52,12 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
             ["p50", "p99", "max"].map(|key| disk["throttle"]["wait-ns"][key].as_u64().expect("it waited"));
         assert!(p50 <= p99 && p99 <= max && max > 0, "{disk:#}");
         for latency in [&disk["latency-ns"], &disk["rate"]["latency-ns"]] {
-            let [p50, p99] = ["p50", "p99"].map(|key| latency[key].as_u64().expect("some were answered"));
+            let [p50, p99] = ["p50", "p99"].map(|key| latency[key].as_u64().expect("requests have completed"));
             assert!(0 < p50 && p50 <= p99, "{disk:#}");
         }
         let wait_p99 = disk["rate"]["wait-ns"]["p99"].as_u64().expect("it waited");
         let latency_p99 = disk["rate"]["latency-ns"]["p99"].as_u64();
-        assert!(0 < wait_p99 && Some(wait_p99) <= latency_p99, "a wait is a part of the latency: {disk:#}");
+        assert!(0 < wait_p99 && Some(wait_p99) <= latency_p99, "the latency must include the wait: {disk:#}");
         let idle = find(&status, "disks", "b");
         assert_eq!(
             (&idle["rate"]["limited"], &idle["throttle"]["throttle-cause"]),
@@ -78,7 +78,7 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
         wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["waiting"]["reads"] == 64);
         let held = reads(&operator::status(&scratch, "0"));
         run_ok(&scratch, &["throttle", "a", "--total-iops-sec", "1000000"]);
-        // At the old rate each would have waited for a second.
+        // At the old rate each read would have waited for a second.
         wait_until(&scratch, |status| reads(status) > held.map(|held| held + 1000));
         weir.stop();
     });
@@ -156,7 +156,7 @@ fn saved_change_persists_across_a_restart() {
             "[disk.b]\nimage = \"memory:1M\"\n",
             "[disk.b]\nimage = \"memory:1M\"\nbps-read = \"1M\"\ngroup = \"gold\"\n",
         );
-    assert_eq!(fs::read_to_string(&file).expect("it is there"), expect);
+    assert_eq!(fs::read_to_string(&file).expect("the file exists"), expect);
     let live = ["gold", "a", "b"].map(|name| run_ok(&scratch, &["throttle", name]));
     weir.stop();
     let _weir = serve(&scratch, &file);
@@ -176,7 +176,7 @@ fn change_that_cannot_be_saved_is_not_applied() {
     // Rejected by the daemon only, after the new file was prepared.
     let stderr = run_failing(&scratch, &["throttle", "gold", "--group", "a", "--save"]);
     assert_contains(&stderr, &["group"]);
-    assert_eq!(fs::read_to_string(&file).expect("it is there"), config(&scratch));
+    assert_eq!(fs::read_to_string(&file).expect("the file exists"), config(&scratch));
     assert_eq!(run_ok(&scratch, &["throttle", "gold"]), before);
 }
 

@@ -160,7 +160,7 @@ fn client_of_another_authority_is_rejected() {
     let authority = CertificateAuthority::new(&scratch, "ours");
     let other_authority = CertificateAuthority::new(&scratch, "theirs");
     let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
-    // Trusts weir's server, and presents a certificate of another authority.
+    // A client that trusts weir's server and presents a certificate of another authority.
     let impostor = authority.without_client(&scratch, "impostor");
     for name in ["client-cert.pem", "client-key.pem"] {
         fs::copy(other_authority.file(name), impostor.join(name)).unwrap();
@@ -220,7 +220,7 @@ fn handshake_waits_for_memory() {
     let unix =
         format!("nbds+unix:///memory?socket={}&tls-certificates={}", text(weir.socket()), authority.path());
     let client = thread::spawn(move || size(&unix).succeeds());
-    // It must be rejected, or wait until memory is free.
+    // The next handshake must be rejected, or wait until memory is free.
     for _ in 0..100 {
         if client.is_finished() {
             break;
@@ -248,7 +248,7 @@ fn waiting_handshakes_block_no_worker() {
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
         silent_clients.push(client);
     }
-    // These wait for memory and stay silent as well.
+    // These clients wait for memory and stay silent as well.
     for _ in 0..3 {
         let mut client = RawNbdClient::greet(weir.socket());
         client.send(&option_header(OPT_STARTTLS, 0));
@@ -257,10 +257,10 @@ fn waiting_handshakes_block_no_worker() {
     // Several times the time that a handshake may take while other clients wait.
     let until = Instant::now() + Duration::from_secs(4);
     while Instant::now() < until {
-        served.read(0, 4096).expect("memory");
+        served.read(0, 4096).expect("the client is served");
     }
     drop(silent_clients);
-    served.read(0, 4096).expect("memory");
+    served.read(0, 4096).expect("the client is served");
     weir.stop();
 }
 

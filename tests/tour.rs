@@ -8,12 +8,12 @@ use std::{fs, path::Path};
 use crate::harness::{Scratch, TestClient, WEIR, need, text};
 
 /// A shell that leads the session of a pseudo-terminal. `enter` types lines and waits until all of
-/// them have run; `screen` is the complete output of the terminal.
+/// them have run; `output` is the complete output of the terminal.
 const SHELL: &str = r##"
 import fcntl, os, pty, re, select, struct, sys, termios, time
 
-until = time.monotonic() + 280
-screen = ""
+deadline = time.monotonic() + 280
+output = ""
 # Without brackets around pasted text.
 open("inputrc", "w").write("set enable-bracketed-paste off\nset horizontal-scroll-mode off\n")
 environment = dict(os.environ, PS1="", PS2="", TERM="xterm-256color", INPUTRC=os.path.abspath("inputrc"))
@@ -22,17 +22,17 @@ if shell == 0:
     os.execvpe("bash", ["bash", "--norc", "--noprofile", "--noediting", "-i"], environment)
 fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
 
-def hear(what):
-    global screen
-    begin = len(screen)
-    while not re.search(what, screen[begin:]):
-        left = until - time.monotonic()
+def wait_for(pattern):
+    global output
+    begin = len(output)
+    while not re.search(pattern, output[begin:]):
+        left = deadline - time.monotonic()
         if left <= 0 or not select.select([terminal], [], [], left)[0]:
-            sys.exit(f"{what!r} was not shown; there was:\n{screen}")
+            sys.exit(f"{pattern!r} was not shown; the output was:\n{output}")
         try:
-            screen += os.read(terminal, 1 << 16).decode(errors="replace")
+            output += os.read(terminal, 1 << 16).decode(errors="replace")
         except OSError:
-            sys.exit(f"the shell has ended; there was:\n{screen}")
+            sys.exit(f"the shell has ended; the output was:\n{output}")
 
 def press(keys):
     os.write(terminal, keys.encode())
@@ -43,14 +43,14 @@ def enter(lines):
     entered += 1
     # The terminal echoes the command with its quotes, so the search finds the output alone.
     press(f"{lines}\necho 'all of '{entered}' has run'\n")
-    hear(f"all of {entered} has run")
+    wait_for(f"all of {entered} has run")
 
 def ready(log):
     enter(f"until grep -q ' ready ' {log}; do sleep 0.1; done")
 
-def expect(is_so, what):
-    if not is_so:
-        sys.exit(f"{what}; there was:\n{screen}")
+def expect(condition, message):
+    if not condition:
+        sys.exit(f"{message}; the output was:\n{output}")
 "##;
 
 fn on_a_terminal(scratch: &Scratch, script: &str) {
@@ -87,13 +87,13 @@ fn readme_example_of_two_disks_with_one_limit() {
         }
     }
     script += r#"
-expect("gold" in screen and "HELD BY" in screen, "the status was not shown")
+expect("gold" in output and "HELD BY" in output, "the status was not shown")
 # Log lines, bars and messages would overwrite the reader's command line.
 for wrong in [" INFO ", " WARN ", "\u2588", "\x1b[2K", "no such job", "No such process", "weir: "]:
-    expect(wrong not in screen, f"{wrong!r} was shown")
+    expect(wrong not in output, f"{wrong!r} was shown")
 enter("jobs; cat vm1.txt")
-expect("Running" not in screen.split("jobs; cat")[-1], "something still runs")
-expect("read: " in screen, "the first client has not written its results")
+expect("Running" not in output.split("jobs; cat")[-1], "something still runs")
+expect("read: " in output, "the first client has not written its results")
 "#;
     on_a_terminal(&scratch, &script);
 }
@@ -107,11 +107,11 @@ ready("log")
 enter("weir bench --random --runtime 1h 'nbd+unix:///?socket=n' &")
 # A second load, long enough that its bar would have been drawn many times.
 enter("weir bench --random --runtime 3s 'nbd+unix:///?socket=n' > other 2>&1")
-expect("IOPS" not in screen, "a job in the background has drawn")
+expect("IOPS" not in output, "a job in the background has drawn")
 press("fg\n")
-hear("IOPS .*\u2588")
+wait_for("IOPS .*\u2588")
 press("\x03")
-hear("interrupted after")
+wait_for("interrupted after")
 enter("kill %1; wait")
 "#;
     on_a_terminal(&scratch, script);

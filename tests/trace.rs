@@ -160,7 +160,7 @@ fn discards_and_zeroes_are_summed() {
     assert_eq!(counts, [5, 0, 1, 1, 2, 1], "{report:#}");
     let bytes = ["read-bytes", "written-bytes", "discarded-bytes", "zeroed-bytes"].map(number);
     assert_eq!(bytes, [0, 4096, 1 << 20, 128 << 10], "{report:#}");
-    // The same number as in a simulation.
+    // The simulation counts the same number of bytes.
     let simulated = weir(&["simulate", text(&path), "--iops-total", "1000", "--json"]).json();
     assert_eq!(simulated["disks"][0]["after"]["bytes"].as_u64(), Some(bytes.iter().sum()), "{simulated:#}");
     let printed = weir(&["trace", "info", text(&path)]).succeeds();
@@ -192,7 +192,7 @@ fn closed_output_ends_quietly() {
 #[test]
 fn conversion_keeps_absolute_times() {
     let scratch = Scratch::new();
-    // In 2023.
+    // Nanoseconds since the epoch: a time in 2023.
     const AT_NS: u64 = 1_700_000_000_123_456_700;
     const INTERVAL_NS: u64 = 12_000_000_000;
     for (name, at_ns) in [("a", AT_NS), ("b", AT_NS + INTERVAL_NS)] {

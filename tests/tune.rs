@@ -20,7 +20,8 @@ use crate::harness::{
     script_without_foreign_mounts, text, wait_for_programs, weir,
 };
 
-/// A time budget that no test uses up: each run is interrupted, or fails. It determines the slices.
+/// Time budget that no run uses up, because each run is interrupted or fails. The duration of a
+/// measurement is a fraction of it.
 const NEVER_SPENT: &str = "3m";
 /// A run reaches its second round once every configuration was measured in the first.
 const ALL_MEASURED: &str = "round 2 ";
@@ -117,7 +118,7 @@ fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
     let mut lines = BufReader::new(child.stderr.take().expect("it is a pipe")).lines().map(Result::unwrap);
     let mut before = Vec::new();
     while !before.last().is_some_and(|line: &String| line.contains(mark)) {
-        before.push(lines.next().unwrap_or_else(|| panic!("{mark:?} never came: {before:#?}")));
+        before.push(lines.next().unwrap_or_else(|| panic!("no line contains {mark:?}: {before:#?}")));
     }
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();
     // Both pipes are read to their ends before the wait: a full pipe would block the child.
@@ -234,7 +235,7 @@ fn device_in_use_is_rejected() {
     // Children of parallel tests hold the device open until they call exec.
     wait_for_programs();
     assert_contains(&tuned(&[text(device.path()), "--write", "--force"]), &["--format raw --cache "]);
-    assert!(fs::read(&file).unwrap() != before, "it was written to");
+    assert!(fs::read(&file).unwrap() != before, "the device was not written");
 }
 
 #[test]

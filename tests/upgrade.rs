@@ -47,7 +47,8 @@ const FORMAT: u64 = 8;
 /// Log message of the old process after a failed upgrade.
 const UPGRADE_FAILED: &str = "the upgrade failed, this process continues";
 
-/// Limit in bytes a second, and the maximum overrun: the longest I/O that requests are merged into.
+/// Limit in bytes per second, and its maximum overrun in bytes: the longest I/O that requests are
+/// merged into.
 const LIMIT: f64 = 40e6;
 const MAX_OVERRUN: f64 = 2e6;
 
@@ -83,8 +84,8 @@ impl UpgradedDaemon {
         kill_new_process(self.serve(), &self.control(), &self.scratch.socket("between"), step);
     }
 
-    /// A new process that fails: each is killed one step later than the previous one; then some
-    /// disconnect.
+    /// Starts a new process that fails. Successive numbers kill it at successive steps; then peers
+    /// disconnect after some messages.
     #[track_caller]
     fn fail_at(&self, number: usize) {
         let scripts: [&[&str]; 3] = [&[], &["prepared"], &["prepared", "nonsense"]];
@@ -92,7 +93,8 @@ impl UpgradedDaemon {
         let Some(messages) = number.checked_sub(UpgradeStep::ALL.len()).map(|at| scripts[at]) else {
             return self.kill_new_process(UpgradeStep::ALL[number]);
         };
-        let mut peer = UpgradePeer::connect(&self.control(), FORMAT).expect("it may");
+        let mut peer =
+            UpgradePeer::connect(&self.control(), FORMAT).expect("the daemon accepts the upgrade request");
         peer.receive();
         for message in messages {
             peer.send(message);
@@ -116,25 +118,25 @@ impl UpgradedDaemon {
     }
 }
 
-/// A client over TLS that writes its own blocks at `OF_TLS`, and reconnects after each disconnect.
-/// Acknowledged blocks must be present at the end; it prints the number of disconnects, each of
-/// which must be orderly.
+/// A client over TLS that writes its own blocks, and reconnects after each disconnect. Acknowledged
+/// blocks must be present at the end. Prints the number of disconnects, each of which must be
+/// orderly.
 const TLS_CLIENT: &str = "\
 import os, sys
 uri, offset, stop = arguments[0], int(arguments[1]), arguments[2]
-BLOCKS, disconnected, there = 256, 0, {}
+BLOCKS, disconnected, written = 256, 0, {}
 def connect():
     h = nbd.NBD()
     h.set_uri_allow_local_file(True)
     h.connect_uri(uri)
     return h
-def insisting(what):
+def retried(operation):
     global h, disconnected
     while True:
         try:
             if h is None:
                 h = connect()
-            return what()
+            return operation()
         except nbd.Error as error:
             assert 'non-properly' not in error.string, error.string
             disconnected += h is not None
@@ -142,14 +144,14 @@ def insisting(what):
 h, number = connect(), 0
 while number < BLOCKS or not os.path.exists(stop):
     at = number % BLOCKS
-    there[at] = number.to_bytes(8, 'little') * 64
-    insisting(lambda: h.pwrite(there[at], offset + at * 512))
+    written[at] = number.to_bytes(8, 'little') * 64
+    retried(lambda: h.pwrite(written[at], offset + at * 512))
     number += 1
 for at in range(BLOCKS):
-    assert insisting(lambda: h.pread(512, offset + at * 512)) == there[at], at
+    assert retried(lambda: h.pread(512, offset + at * 512)) == written[at], at
 print(disconnected)
 ";
-/// Offset of its blocks, beyond those of all loads with fio.
+/// Offset of the blocks of the TLS client, beyond those of all loads with fio.
 const TLS_OFFSET: u64 = 32 * MIB;
 
 fn tls_client(weir: &Weir, fixture: &UpgradedDaemon) -> Child {
@@ -166,7 +168,7 @@ fn tls_client(weir: &Weir, fixture: &UpgradedDaemon) -> Child {
 #[track_caller]
 fn end_tls_client(client: Child, fixture: &UpgradedDaemon) -> usize {
     fixture.scratch.file("stop", "");
-    let output = client.wait_with_output().expect("it is ours");
+    let output = client.wait_with_output().expect("the child can be waited for");
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "the client with TLS: {stderr}");
     String::from_utf8_lossy(&output.stdout).trim().parse().unwrap_or_else(|_| panic!("no number: {output:?}"))
@@ -198,7 +200,7 @@ fn load(uri: String, scratch: &Scratch, offset: u64, seed: usize) -> thread::Joi
 fn recording_continues_after_an_upgrade() {
     let scratch = Scratch::new();
     let (disk, directory) = (scratch.filled("disk.raw", MIB), scratch.path("kept"));
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     let fixture = UpgradedDaemon::new(scratch, &[text(&disk), "--record", text(&directory)]);
     let read = |weir: &Weir| weir.nbdsh("disk", "for i in range(10): h.pread(4096, 0)");
     let first = fixture.serve().start();
@@ -206,7 +208,8 @@ fn recording_continues_after_an_upgrade() {
     let (second, _) = fixture.upgrade(first);
     read(&second);
     second.stop();
-    let files = fs::read_dir(&directory).expect("it is there").map(|file| file.expect("it can be read").path());
+    let files =
+        fs::read_dir(&directory).expect("the directory exists").map(|file| file.expect("it can be read").path());
     let info = TestClient::new(crate::harness::WEIR).args(["trace", "info", "--json"]).args(files).json();
     assert_eq!(info["disks"]["disk"]["reads"], 20, "{info:#}");
 }
@@ -251,13 +254,13 @@ h.shutdown()
         assert_eq!(after[counted], before[counted], "{counted}: {after}");
     }
     let finish = |client: &mut Child| {
-        client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
+        client.stdin.as_mut().expect("piped").write_all(b"\n").expect("the client waits for input");
     };
     finish(&mut client);
     wait_for_line();
     let (_third, _) = fixture.upgrade(second);
     finish(&mut client);
-    assert!(client.wait().expect("it is ours").success());
+    assert!(client.wait().expect("the child can be waited for").success());
 }
 
 fn control(fixture: &UpgradedDaemon) -> String {
@@ -346,7 +349,7 @@ fn fuse_export_survives() {
     assert_eq!(&read, b"weir");
     let status = Qmp::negotiated(&fixture.control()).command_reply("x-weir-query-status", json!({}));
     let exports = status["return"]["exports"].as_array().expect("a list");
-    let file = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");
+    let file = exports.iter().find(|export| export["type"] == "fuse").expect("the entry exists");
     assert_eq!(file["openers"], 1, "{file}");
     drop(open);
     // The watcher of the first process also watches the last one.
@@ -372,7 +375,8 @@ fn virtqueues_survive() {
     let mut upgrades = 0;
     while !load.is_finished() {
         if upgrades % 3 == 1 {
-            let mut peer = UpgradePeer::connect(&fixture.control(), FORMAT).expect("it may");
+            let mut peer =
+                UpgradePeer::connect(&fixture.control(), FORMAT).expect("the daemon accepts the upgrade request");
             assert_eq!(peer.receive()["machines"][0]["disk"], "disk");
             peer.send("prepared");
             // The virtqueues are suspended; they resume after the failure.
@@ -476,13 +480,14 @@ fn failure_at_any_step_changes_nothing() {
     let loads = ["raw", "qcow2"].map(|export| load(uri(export), &fixture.scratch, 0, 1));
 
     until_all_are_read(&fixture, 2);
-    let why = UpgradePeer::connect(&fixture.control(), 999).err().expect("another format");
+    let why = UpgradePeer::connect(&fixture.control(), 999).err().expect("an unknown format is rejected");
     assert!(why.contains("uses upgrade format 999") && why.contains("(restart it)"), "{why}");
     // Each disconnects after sending these messages.
     let steps: [&[&str]; 5] =
         [&[], &["prepared"], &["prepared", "refused"], &["prepared", "ready?"], &["ready"]];
     for (number, messages) in steps.into_iter().enumerate() {
-        let mut peer = UpgradePeer::connect(&fixture.control(), FORMAT).expect("it may");
+        let mut peer =
+            UpgradePeer::connect(&fixture.control(), FORMAT).expect("the daemon accepts the upgrade request");
         let offer = peer.receive();
         assert_eq!(offer["disks"].as_array().map(Vec::len), Some(2), "{offer}");
         for message in messages {
@@ -546,8 +551,8 @@ else:
     let mut client = client.spawn().expect("nbdsh was found");
     client.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("the client connects");
     let (_second, _) = fixture.upgrade(first);
-    client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
-    assert!(client.wait().expect("it is ours").success());
+    client.stdin.as_mut().expect("piped").write_all(b"\n").expect("the client waits for input");
+    assert!(client.wait().expect("the child can be waited for").success());
 }
 
 #[test]
@@ -565,7 +570,7 @@ fn service_manager_is_notified_of_the_new_main_pid() {
         {}
     });
     let next = |prefix: &str| loop {
-        let notification = notifications.recv_timeout(DEADLINE).expect("it is not silent");
+        let notification = notifications.recv_timeout(DEADLINE).expect("a notification arrives in time");
         if notification.starts_with(prefix) {
             return notification;
         }
@@ -583,7 +588,7 @@ fn service_manager_is_notified_of_the_new_main_pid() {
     next("WATCHDOG=1");
     assert_eq!(fs::read_to_string(&pid_file).unwrap(), format!("{}\n", second.pid()));
     second.stop();
-    assert!(!pid_file.exists(), "it has gone with its process");
+    assert!(!pid_file.exists(), "the daemon must remove its PID file");
 }
 
 /// If each new process began with empty buckets, far more would be admitted than the duration of

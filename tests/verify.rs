@@ -30,7 +30,7 @@ impl RandomReadLoad {
         command.args(["--name=load", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--size=16M"]);
         command.args(["--time_based", "--runtime=1000", &format!("--iodepth={depth}")]);
         command.arg(format!("--uri={}", weir.uri(disk)));
-        Self(command.spawn().expect("it is there"))
+        Self(command.spawn().expect("the command can be started"))
     }
 }
 
@@ -51,7 +51,7 @@ fn has_waiting_requests(scratch: &Scratch, disk: &str) -> bool {
     status["disks"][0]["throttle"]["waiting"]["reads"].as_u64() > Some(0)
 }
 
-/// Promise, name and verdict of each line.
+/// Guarantee, name and verdict of each line.
 fn verdicts(outcome: &TestOutcome) -> Vec<[String; 3]> {
     let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let string = |value: &Value| value.as_str().expect("a word").to_owned();
@@ -72,7 +72,7 @@ fn limits_and_shares_hold_under_load_and_waits_are_reported() {
     let loads = ["a", "b"].map(|disk| RandomReadLoad::on(&weir, disk, 64));
     let end = Instant::now() + DEADLINE;
     while ["a", "b"].iter().any(|disk| !has_waiting_requests(&scratch, disk)) {
-        assert!(Instant::now() < end, "they do not wait");
+        assert!(Instant::now() < end, "the requests of a disk are not throttled");
         pause();
     }
     let outcome = verify(&scratch, &["--for", "6s", "--json"]);
@@ -122,8 +122,8 @@ fn config_is_compared_with_the_settings_in_force() {
     let outcome = compare();
     assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
     assert_eq!(verdicts(&outcome)[0], ["config", "vm1", "held"].map(str::to_owned));
-    let text_of_file = fs::read_to_string(&config).expect("it is ours");
-    fs::write(&config, text_of_file.replace("500", "600")).expect("it is ours");
+    let text_of_file = fs::read_to_string(&config).expect("the file can be opened");
+    fs::write(&config, text_of_file.replace("500", "600")).expect("the file can be written");
     let outcome = compare();
     assert_eq!(outcome.status(), Some(1));
     assert_eq!(verdicts(&outcome), [["config", "vm1", "broken"], ["iops-total", "vm1", "not asked"]]);
@@ -153,12 +153,17 @@ fn deviations_of_a_disk_are_listed_line_by_line() {
     let link = scratch.path("link.raw");
     std::os::unix::fs::symlink(&image, &link).expect("the path is unused");
     let other = "cache = \"writeback\"\nimage = \"link.raw\"\ngroup = \"gold\"\n";
-    fs::write(&config, written("", other).replace("image = \"vm1.raw\"\n", "")).expect("it is ours");
-    assert_eq!(verdicts(&compare())[1], ["config", "vm1", "held"].map(str::to_owned), "it is one file");
+    fs::write(&config, written("", other).replace("image = \"vm1.raw\"\n", ""))
+        .expect("the file can be written");
+    assert_eq!(
+        verdicts(&compare())[1],
+        ["config", "vm1", "held"].map(str::to_owned),
+        "both paths name the same file"
+    );
     let other = "cache = \"none\"\nformat = \"qcow2\"\nprefetch = \"off\"\nread-only = true\n\
                  on-write-error = \"stop\"\n";
     let changed = written("watermark = 90\n", other).replace("vm1.raw", "vm2.raw");
-    fs::write(&config, changed).expect("it is ours");
+    fs::write(&config, changed).expect("the file can be written");
     let outcome = compare();
     assert_eq!(outcome.status(), Some(1));
     let [running, named] = ["vm1.raw", "vm2.raw"].map(|name| text(&scratch.path(name)).to_owned());
@@ -184,10 +189,11 @@ fn interrupted_run_prints_its_results() {
     let weir = start(&scratch, &["--iops-total", "500"]);
     let mut command = Command::new(WEIR);
     command.args(["verify", "--for", "1h", "--qmp", &socket(&scratch)]);
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it is there");
+    let child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the command can be started");
     let end = Instant::now() + DEADLINE;
     while !blocks_signal(&child, Signal::SIGINT) {
-        assert!(Instant::now() < end, "it does not await signals");
+        assert!(Instant::now() < end, "the process does not block the signal");
         pause();
     }
     let [printed, stderr] = interrupted(child);
@@ -196,9 +202,10 @@ fn interrupted_run_prints_its_results() {
     weir.stop();
 }
 
-/// True if the process blocks the signal to wait for it, so that it would not be killed by it.
+/// True if the process blocks the signal, as it does before it waits for it: an earlier signal
+/// would kill the process.
 fn blocks_signal(child: &Child, signal: Signal) -> bool {
-    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).expect("it runs");
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).expect("the process is running");
     let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a line");
     let blocked = u64::from_str_radix(blocked.trim(), 16).expect("a mask");
     blocked >> (signal as u32 - 1) & 1 == 1

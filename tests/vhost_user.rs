@@ -33,7 +33,7 @@ pub(crate) fn features(front_end: &mut UnixStream) -> u64 {
 
 /// Sends a request without payload; returns the 64-bit payload of the reply.
 fn number(front_end: &mut UnixStream, code: u32) -> u64 {
-    front_end.write_all(&[code, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");
+    front_end.write_all(&[code, 1, 0].map(u32::to_le_bytes).concat()).expect("the daemon reads");
     let mut reply = [0; 20];
     front_end.read_exact(&mut reply).expect("an answer in time");
     assert_eq!(reply[..12], [code, 5, 8].map(u32::to_le_bytes).concat());
@@ -96,9 +96,9 @@ fn start_with_control(scratch: &Scratch) -> (Weir, Qmp) {
 fn configuration(front_end: &mut UnixStream, offset: u32, count: u32) -> Vec<u8> {
     // VHOST_USER_SET_PROTOCOL_FEATURES, with CONFIG; then VHOST_USER_GET_CONFIG.
     let set_features = [16_u32.to_le_bytes(), 1_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat();
-    front_end.write_all(&[set_features, (1_u64 << 9).to_le_bytes().to_vec()].concat()).expect("it reads");
+    front_end.write_all(&[set_features, (1_u64 << 9).to_le_bytes().to_vec()].concat()).expect("the daemon reads");
     let get_config = [24, 1, 12 + count, offset, count, 0].map(u32::to_le_bytes).concat();
-    front_end.write_all(&[get_config, vec![0; count as usize]].concat()).expect("it reads");
+    front_end.write_all(&[get_config, vec![0; count as usize]].concat()).expect("the daemon reads");
     let mut reply = vec![0; 24 + count as usize];
     front_end.read_exact(&mut reply).expect("an answer in time");
     reply.split_off(24)
@@ -116,7 +116,9 @@ fn export_options_over_qmp_reach_the_front_end() {
     let add = |more: Value| {
         let mut add = json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "writable": true,
             "addr": {"type": "unix", "path": text(&socket)}});
-        add.as_object_mut().expect("it is one").extend(more.as_object().expect("it is one").clone());
+        add.as_object_mut()
+            .expect("it is an object")
+            .extend(more.as_object().expect("it is an object").clone());
         add
     };
     let (segments, block, cache) = ((12, 4), (20, 4), (32, 1));
@@ -152,7 +154,7 @@ fn front_end_is_served_in_addition_to_nbd_clients() {
     let scratch = Scratch::new();
     let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
     // A stale socket of a killed daemon.
-    drop(UnixListener::bind(&socket).expect("the directory is ours"));
+    drop(UnixListener::bind(&socket).expect("the socket can be bound"));
     let listen_option = format!("unix:{},queues=2,discard=off,serial=one", text(&socket));
     let weir = Serve::new(&scratch)
         .arg(scratch.sparse("disk.raw", MIB))
@@ -165,12 +167,12 @@ fn front_end_is_served_in_addition_to_nbd_clients() {
     let mut first = front_end(&socket);
     let offered = features(&mut first);
     assert_eq!(offered & (READ_ONLY | DISCARD), 0, "{offered:#x}");
-    assert!(is_rejected(front_end(&socket)), "one machine at a time");
+    assert!(is_rejected(front_end(&socket)), "a second front end is accepted");
     assert_contains(
         &weir.wait_for_log("was turned away from disk disk"),
         &["client_rejected", "is connected"],
     );
-    let export = exports(&mut qmp).pop().expect("two");
+    let export = exports(&mut qmp).pop().expect("there are exports");
     assert_eq!(
         (&export["connections"], &export["queues"], &export["disk"]),
         (&json!(1), &json!(0), &json!("disk"))
@@ -182,7 +184,7 @@ fn front_end_is_served_in_addition_to_nbd_clients() {
     // Until the daemon has noticed the disconnect, new front ends may be rejected.
     while !is_accepted(&socket) {}
     weir.stop();
-    assert!(!socket.exists(), "the socket's file goes with the daemon");
+    assert!(!socket.exists(), "the daemon must remove its socket");
 }
 
 #[test]
@@ -229,7 +231,7 @@ fn exported_disk_is_resized_in_whole_blocks() {
         let stderr = resize.env("WEIR_QMP", format!("unix:{}", text(&control))).fails();
         assert_contains(&stderr, &why);
     }
-    assert_eq!(fs::metadata(&disk).expect("it is there").len(), MIB);
+    assert_eq!(fs::metadata(&disk).expect("the file exists").len(), MIB);
     qmp.command("block_resize", resize(MIB + 4096));
     drop(qmp);
     weir.stop();
@@ -251,7 +253,7 @@ fn exports_are_added_and_removed_over_qmp() {
     let listed = listed.as_array().expect("a list").iter().find(|export| export["id"] == "e");
     assert_eq!(listed.expect("it is there")["type"], "vhost-user-blk");
     let mut stream = front_end(&socket);
-    assert_ne!(features(&mut stream) & READ_ONLY, 0, "writable is false unless it is said");
+    assert_ne!(features(&mut stream) & READ_ONLY, 0, "an export is read-only by default");
     let (_, message) = qmp.command_error("block-export-del", json!({"id": "e"}));
     assert_contains(&message, &["still in use: ", &format!("({})", std::process::id())]);
     qmp.command("block-export-del", json!({"id": "e", "mode": "hard"}));
@@ -306,7 +308,7 @@ fn front_end_connections_are_events_with_processes() {
     let mut first = front_end(&socket);
     features(&mut first);
     assert!(is_rejected(front_end(&socket)));
-    first.write_all(&[0xff; 12]).expect("it reads");
+    first.write_all(&[0xff; 12]).expect("the daemon reads");
     assert!(is_rejected(first));
     let events = poll_until(|| Some(vhost_events().split_off(4)).filter(|events| events.len() >= 2));
     assert_eq!(kinds(&events), ["client_rejected", "client_disconnected"]);
@@ -316,10 +318,10 @@ fn front_end_connections_are_events_with_processes() {
         [&rejected["front-end"]["pid"], &rejected["connected"]["pid"], &fault["front-end"]["pid"]],
         [&own_pid; 3]
     );
-    assert_contains(fault["reason"].as_str().expect("why"), &["not a message"]);
+    assert_contains(fault["reason"].as_str().expect("the event has a reason"), &["not a message"]);
     let log = weir.stop();
     for expect in ["was turned away from disk disk", "was disconnected from disk disk"] {
-        assert_eq!(log.matches(expect).count(), 1, "a line for each: {log}");
+        assert_eq!(log.matches(expect).count(), 1, "one line is expected for each rejected client: {log}");
     }
 }
 
@@ -343,7 +345,7 @@ fn invalid_vhost_user_exports_fail_the_start() {
     let file = scratch.file("file", "precious");
     let stderr = serve().args(["--vhost-user-blk", &format!("unix:{}", text(&file))]).fails();
     assert_contains(&stderr, &["a file that is not a socket exists there"]);
-    assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
+    assert_eq!(fs::read_to_string(&file).expect("the file exists"), "precious");
 
     let odd = scratch.sparse("odd.raw", MIB + 1012);
     for check in [&[][..], &["--check"]] {
@@ -376,7 +378,7 @@ fn invalid_vhost_user_exports_fail_the_start() {
     let keys = "queues = 4, logical-block-size = 2048, read-only = true";
     let weir = config(&format!("type = \"vhost-user-blk\", listen = \"unix:vm\", {keys}")).start();
     let path = scratch.path("vm");
-    assert!(fs::metadata(&path).expect("it is there").file_type().is_socket());
+    assert!(fs::metadata(&path).expect("the file exists").file_type().is_socket());
     let mut stream = front_end(&path);
     assert_ne!(features(&mut stream) & READ_ONLY, 0);
     assert_eq!(configuration(&mut stream, 20, 4), 2048_u32.to_le_bytes());
@@ -403,7 +405,10 @@ fn backup_over_nbd_shares_the_disks_limits() {
     TestClient::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 1M", &uri]).succeeds();
     TestClient::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
     let disk = &qmp.command("x-weir-query-status", json!({}))["disks"][0];
-    assert!(disk["reads"]["bytes"].as_u64() >= Some(MIB), "counted as any other: {disk}");
+    assert!(
+        disk["reads"]["bytes"].as_u64() >= Some(MIB),
+        "the reads over vhost-user are not counted: {disk}"
+    );
     let vhost_export =
         |qmp: &mut Qmp| exports(qmp).into_iter().find(|export| export["type"] == "vhost-user-blk");
     let seen = vhost_export(&mut qmp).expect("it is there");
@@ -455,18 +460,18 @@ fn weir_connects_to_a_listening_front_end() {
     let line = weir.wait_for_log("cannot connect to a front end");
     assert_contains(&line, &["export=disk", text(&socket), "No such file or directory"]);
     // A different error is logged, once.
-    drop(UnixListener::bind(&socket).expect("the directory is ours"));
+    drop(UnixListener::bind(&socket).expect("the socket can be bound"));
     assert_contains(&weir.wait_for_log("Connection refused"), &["export=disk"]);
     // The front end's socket appears later, and again after it was removed.
     for _ in 0..2 {
         let _ = fs::remove_file(&socket);
-        let listener = UnixListener::bind(&socket).expect("the directory is ours");
-        let (mut stream, _) = listener.accept().expect("weir comes");
+        let listener = UnixListener::bind(&socket).expect("the socket can be bound");
+        let (mut stream, _) = listener.accept().expect("weir connects");
         stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
         features(&mut stream);
     }
     weir.stop();
-    assert!(socket.exists(), "it is the machine's");
+    assert!(socket.exists(), "weir must not remove the socket of the front end");
 }
 
 #[test]
@@ -506,13 +511,13 @@ fn nbd_and_vhost_user_confusion_is_reported() {
         .args(["memory:1M", "--vhost-user-blk", &at(&vhost_socket), "--nbd", &at(&nbd)])
         .start();
     // A client of NBD waits for the server's greeting.
-    let client = UnixStream::connect(&vhost_socket).expect("it listens");
+    let client = UnixStream::connect(&vhost_socket).expect("the daemon listens");
     let line = weir.wait_for_log("has sent nothing for 10 s");
     let process = format!("process={}", std::process::id());
     assert_contains(&line, &["is it an NBD client? (this socket is for vhost-user-blk", &process]);
     drop(client);
     let mut front_end = front_end(&nbd);
-    front_end.write_all(&[1, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");
+    front_end.write_all(&[1, 1, 0].map(u32::to_le_bytes).concat()).expect("the daemon reads");
     assert_contains(&weir.wait_for_log("speaks vhost-user"), &["this socket is for NBD", "--vhost-user-blk"]);
     weir.stop();
 }
@@ -528,7 +533,7 @@ fn front_end_cannot_use_all_descriptors() {
         .args(["--vhost-user-blk", &format!("unix:{}", text(&socket))])
         .start();
     let memory = tempfile::tempfile_in("/dev/shm").expect("a file in memory");
-    memory.set_len(509 * 4096).expect("its length");
+    memory.set_len(509 * 4096).expect("the memory file can be resized");
     let greedy = front_end(&socket);
     // VHOST_USER_ADD_MEM_REG; the connection may be closed before the last message.
     for at in (0..509).map(|number| number * 4096) {

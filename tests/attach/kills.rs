@@ -31,9 +31,9 @@ fn killed_attach_leaves_all_or_nothing() {
             .spawn()
             .expect("weir can be run");
         child.kill().expect("it can be killed");
-        child.wait().expect("it has ended");
-        // Its keeper may be starting, finished, or undoing it: the result must be nothing or a
-        // complete attachment, and a new attachment must succeed.
+        child.wait().expect("the killed child can be waited for");
+        // The keeper may be starting, complete, or rolling back. In the end there must be either no
+        // attachment or a complete one, and a new attachment must succeed.
         let attached = Attachment { name: name.clone(), report: Value::Null };
         if let Ok(lock) = File::open(attached.directory().join("lock"))
             && attached.directory().join("attached.json").exists()
@@ -72,7 +72,7 @@ fn killed_server_ends_the_attachment() {
     let attached = attach("killed", &image, &[]);
     let device = attached.device();
     let sequence = disk_sequence(&device);
-    kill(attached.server(), Signal::SIGKILL).expect("it runs");
+    kill(attached.server(), Signal::SIGKILL).expect("the process is running");
     attached.wait_until_gone();
     wait_until_removed(&device, &sequence);
     let reattached = attach("killed", &image, &[]);
@@ -93,11 +93,11 @@ fn killed_server_leaves_no_writable_mount() {
     let (image, directory) = mountable(&scratch);
     let attached = attach("inside", &image, &["--mount", text(&directory)]);
     let also = scratch.path("also");
-    fs::create_dir(&also).expect("it can be made");
+    fs::create_dir(&also).expect("the directory can be created");
     TestClient::new("mount").arg(attached.device()).arg(&also).succeeds();
-    let inside = File::create(directory.join("open")).expect("it can be made");
-    let inside_also = File::open(also.join("open")).expect("it is there");
-    kill(attached.server(), Signal::SIGKILL).expect("it runs");
+    let inside = File::create(directory.join("open")).expect("the file can be created");
+    let inside_also = File::open(also.join("open")).expect("the file exists");
+    kill(attached.server(), Signal::SIGKILL).expect("the process is running");
     attached.wait_until_gone();
     assert!(!is_mounted(&directory) && !is_mounted(&also));
     let reattached = attach("inside", &image, &["--mount", text(&directory)]);
@@ -116,12 +116,13 @@ fn stale_mount_is_not_covered() {
     let (image, directory) = mountable(&scratch);
     let options = ["--mount", text(&directory)];
     let attached = attach("over", &image, &options);
-    let inside = File::create(directory.join("open")).expect("it can be made");
-    let (keeper, server) = (attached.report["keeper"].as_i64().expect("it has one"), attached.server());
+    let inside = File::create(directory.join("open")).expect("the file can be created");
+    let (keeper, server) =
+        (attached.report["keeper"].as_i64().expect("the report has this field"), attached.server());
     for process in [Pid::from_raw(keeper as i32), server] {
-        kill(process, Signal::SIGKILL).expect("it runs");
+        kill(process, Signal::SIGKILL).expect("the process is running");
     }
-    let lock = File::open(attached.directory().join("lock")).expect("it is left");
+    let lock = File::open(attached.directory().join("lock")).expect("the killed keeper's lock file remains");
     drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
     // With the same options, the attachment is continued.
     let recovered =
@@ -139,9 +140,9 @@ fn leftovers_of_a_killed_keeper_are_removed() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("keeper", &image, &[]);
-    let keeper = attached.report["keeper"].as_i64().expect("it has one");
-    kill(Pid::from_raw(keeper as i32), Signal::SIGKILL).expect("it runs");
-    let lock = File::open(attached.directory().join("lock")).expect("it is left");
+    let keeper = attached.report["keeper"].as_i64().expect("the report has this field");
+    kill(Pid::from_raw(keeper as i32), Signal::SIGKILL).expect("the process is running");
+    let lock = File::open(attached.directory().join("lock")).expect("the killed keeper's lock file remains");
     drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
     // Its server is still running.
     File::open(attached.device()).expect("it can be opened");
@@ -158,11 +159,12 @@ fn leftovers_of_killed_keeper_and_server_are_removed() {
     let attached = attach("both", &image, &[]);
     let (device, server) = (attached.device(), attached.server());
     let sequence = disk_sequence(&device);
-    let keeper = attached.report["keeper"].as_i64().expect("it has one");
+    let keeper = attached.report["keeper"].as_i64().expect("the report has this field");
     for process in [Pid::from_raw(keeper as i32), server] {
-        kill(process, Signal::SIGKILL).expect("it runs");
+        kill(process, Signal::SIGKILL).expect("the process is running");
     }
-    // As a watcher would do shortly: the file below the loop device becomes unreachable.
+    // Anticipates the watcher, which unmounts a mount without a server: the file below the loop
+    // device becomes unreachable.
     TestClient::new("umount").args(["-l", text(&attached.directory().join("disk"))]).run();
     attached.detach().succeeds();
     attached.assert_removed();
@@ -181,7 +183,7 @@ fn spin_until(instant: Instant) {
     }
 }
 
-/// Names in a directory, for messages.
+/// Names of the files in a directory, for assertion messages.
 fn remaining_files(place: &Path) -> Vec<std::ffi::OsString> {
     fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.file_name()).collect()
 }
@@ -206,18 +208,20 @@ fn keeper_killed_at_any_time_leaves_removable_state() {
             if let Some(keeper) = children(requester).next() {
                 break keeper;
             }
-            if child.try_wait().expect("it is ours").is_some() {
-                // It was finished before it could be observed.
-                let record = fs::read(attached.directory().join("attached.json")).expect("it has attached");
+            if child.try_wait().expect("the child can be waited for").is_some() {
+                // The command has ended before the test found its keeper: the PID is in the record
+                // of the attachment.
+                let record = fs::read(attached.directory().join("attached.json"))
+                    .expect("a complete attachment has a record");
                 let record: Value = serde_json::from_slice(&record).expect("it is JSON");
-                break Pid::from_raw(record["keeper"].as_i64().expect("it has one") as i32);
+                break Pid::from_raw(record["keeper"].as_i64().expect("the report has this field") as i32);
             }
             std::hint::spin_loop();
         };
         spin_until(Instant::now() + after);
         // A child is not reaped before its parent ends, so the PID is not reused.
-        kill(keeper, Signal::SIGKILL).expect("it is there");
-        child.wait().expect("it is ours");
+        kill(keeper, Signal::SIGKILL).expect("the process exists");
+        child.wait().expect("the child can be waited for");
         if let Ok(lock) = File::open(attached.directory().join("lock")) {
             drop(Flock::lock(lock, FlockArg::LockShared).expect("the lock is free"));
         }
@@ -247,7 +251,7 @@ fn killed_detach_can_be_repeated() {
     let (image, directory) = mountable(&scratch);
     for (index, after) in moments(24, Duration::from_millis(120)).enumerate() {
         let attached = attach("undone", &image, &["--mount", text(&directory)]);
-        let keeper = attached.report["keeper"].as_i64().expect("it has one");
+        let keeper = attached.report["keeper"].as_i64().expect("the report has this field");
         let mut detaching = Command::new(WEIR)
             .args(["detach", &attached.name])
             .stderr(Stdio::null())
@@ -260,9 +264,9 @@ fn killed_detach_can_be_repeated() {
             let _ = kill(Pid::from_raw(keeper as i32), Signal::SIGKILL);
         }
         if index % 3 != 1 {
-            detaching.kill().expect("it is ours");
+            detaching.kill().expect("the child can be killed");
         }
-        detaching.wait().expect("it is ours");
+        detaching.wait().expect("the child can be waited for");
         while attached.directory().exists() {
             attached.detach().run();
             if let Ok(lock) = File::open(attached.directory().join("lock"))

@@ -23,8 +23,8 @@ fn stopped_keeper_is_named_and_killed_by_force() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("still", &image, &[]);
-    let keeper = Pid::from_raw(attached.report["keeper"].as_i64().expect("it has one") as i32);
-    kill(keeper, Signal::SIGSTOP).expect("it runs");
+    let keeper = Pid::from_raw(attached.report["keeper"].as_i64().expect("the report has this field") as i32);
+    kill(keeper, Signal::SIGSTOP).expect("the process is running");
     let diagnosis = format!("{}: its keeper, process {keeper} (weir), is stopped", attached.name);
     let remedies = [format!("kill -CONT {keeper}"), format!("weir detach --force {}", attached.name)];
     let [continue_remedy, force_remedy] = remedies.each_ref();
@@ -38,13 +38,13 @@ fn stopped_keeper_is_named_and_killed_by_force() {
 /// A search path with a losetup(8) that stops its parent once, while a marker file exists.
 fn losetup_that_stops_its_parent(scratch: &Scratch) -> (String, PathBuf) {
     let directory = scratch.path("stopping");
-    fs::create_dir(&directory).expect("it can be made");
+    fs::create_dir(&directory).expect("the directory can be created");
     let script = "#!/bin/sh\nrm \"${0%/*}/once\" 2>/dev/null && kill -STOP $PPID\n\
                   PATH=${PATH#*:} exec losetup \"$@\"\n";
     let program = directory.join("losetup");
     fs::write(&program, script).expect("it can be written");
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("it can be set");
-    let path = std::env::var("PATH").expect("there is one");
+    let path = std::env::var("PATH").expect("PATH is set");
     (format!("{}:{path}", directory.display()), directory.join("once"))
 }
 
@@ -69,7 +69,7 @@ fn keeper_stopped_during_attach_leaves_nothing() {
         } else {
             let keeper = named.split_once("kill -CONT ").and_then(|(_, rest)| rest.split_once('`'));
             let keeper = keeper.and_then(|(keeper, _)| keeper.parse().ok()).expect("it is named");
-            kill(Pid::from_raw(keeper), Signal::SIGCONT).expect("it is there");
+            kill(Pid::from_raw(keeper), Signal::SIGCONT).expect("the process exists");
             attached.wait_until_gone();
         }
     }
@@ -99,22 +99,23 @@ fn unresponsive_daemon_is_named_and_skipped() {
     attached.assert_removed();
 }
 
-/// Whichever step is the first to run out of space.
+/// Limits the inodes and then the pages of the file system, so that each step of an attachment in
+/// turn is the first to run out of space.
 #[test]
 fn full_file_system_is_named_and_no_files_remain() {
     need_root("a mount namespace of its own");
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let script = r#"
-        # True if it is attached, which it is once there is space.
+        # True if the attachment succeeds, as it does once there is space.
         is_done() {
-            if said=$("$1" attach --fuse --alone --name full -f raw "$2" 2>&1); then
+            if stderr=$("$1" attach --fuse --alone --name full -f raw "$2" 2>&1); then
                 "$1" detach full
                 return
             fi
-            case $said in
+            case $stderr in
                 *"No space left on device ("*|*"the file system is full"*) ;;
-                *) echo "$said"; exit 1 ;;
+                *) echo "$stderr"; exit 1 ;;
             esac
             find /run/weir/attached -mindepth 1
             false
@@ -132,7 +133,7 @@ fn full_file_system_is_named_and_no_files_remain() {
             head -c $((pages * page)) /dev/zero >/run/fill
             is_done "$@" && exit
         done
-        echo "it needs more than that"
+        echo "an attachment needs more space"
     "#;
     let script = script_without_foreign_mounts(script);
     let arguments = ["--mount", "sh", "-c", &script, "sh", WEIR, text(&image)];

@@ -19,11 +19,11 @@ fn writes_survive_a_clean_end_of_the_server() {
     let options = ["--mount", text(&directory)];
     let attached = attach("ended-alone", &image, &options);
     fs::write(directory.join("file"), content()).expect("there is room");
-    kill(attached.server(), Signal::SIGTERM).expect("it runs");
+    kill(attached.server(), Signal::SIGTERM).expect("the process is running");
     attached.wait_until_gone();
     assert!(!is_mounted(&directory));
     let reattached = attach("ended-alone", &image, &options);
-    assert_eq!(fs::read(directory.join("file")).expect("it is there"), content());
+    assert_eq!(fs::read(directory.join("file")).expect("the file exists"), content());
     reattached.detach().succeeds();
     TestClient::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
@@ -48,11 +48,12 @@ fn attachment_survives_an_upgrade_of_the_daemon() {
         assert!(status.success(), "{log}");
         daemon = next;
         fs::write(directory.join("after"), content()).expect("it is still mounted");
-        assert_eq!(fs::read(directory.join(round)).expect("it is there"), content());
+        assert_eq!(fs::read(directory.join(round)).expect("the file exists"), content());
     }
     let listed = weir(&["attach", "--list"]).succeeds();
     assert_contains(&listed, &[&attached.name, text(&directory)]);
-    // By its image, which must be identified as before; the keeper still watches the new process.
+    // Detaches by the image: after the upgrades the attachment must still have the identity of the
+    // image, and its keeper must watch the new process.
     weir(&["detach", text(&image)]).succeeds();
     attached.assert_removed();
     daemon.stop();

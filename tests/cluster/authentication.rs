@@ -47,7 +47,7 @@ fn changed_password_is_reported_and_reloaded() {
     let socket = host_scratch.socket("control");
     let weir = Some(ClusterTestHost::serve(&host_scratch, &file, &socket).start());
     let host = ClusterTestHost { scratch: host_scratch, weir, control: socket };
-    until("it has joined", || host.cluster()["joined"] == true);
+    until("the host has joined", || host.cluster()["joined"] == true);
     // The first error is different: etcd is unreachable.
     host.weir().signal(Signal::SIGSTOP);
     change(&etcd, "second\n");
@@ -57,14 +57,18 @@ fn changed_password_is_reported_and_reloaded() {
     etcd.child = EtcdServer::spawn(&etcd.data, etcd.ports);
     let expect = "rejects the user and password of [cluster]: etcdserver: authentication failed";
     host.weir().wait_for_log(expect);
-    until("it is shown", || {
+    until("the status contains the reason", || {
         host.status()["cluster"]["reason"].as_str().is_some_and(|why| why.contains(expect))
     });
-    assert_eq!(host.weir().log_text().matches(expect).count(), 1, "it is retried, and log_text once");
+    assert_eq!(
+        host.weir().log_text().matches(expect).count(),
+        1,
+        "the connection is retried, and its error logged once"
+    );
     // A reload reads the file again, although nothing else has changed.
     replace_file(&password, "second\n");
     assert_eq!(host.run(&["reload"]).succeeds(), "nothing has changed\n");
-    until("it has joined again", || host.cluster()["joined"] == true);
+    until("the host has joined again", || host.cluster()["joined"] == true);
     fs::remove_file(&password).unwrap();
     assert_contains(&host.run(&["reload"]).fails(), &["cluster lab: password-file", "No such file"]);
     assert_eq!(host.cluster()["joined"], true);

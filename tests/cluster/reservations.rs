@@ -19,7 +19,7 @@ fn reservations_of_all_hosts_fit_the_limit() {
     hosts[0].run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
     let reserved = |host: &ClusterTestHost| host.cluster()["groups"][0]["reserved"]["iops"].as_u64();
     until("the second host has the reservation", || reserved(&hosts[1]) == Some(2000));
-    until("and for the remaining quota", || {
+    until("a reservation above the remaining quota is rejected", || {
         let outcome = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
         outcome.status() == Some(1)
             && outcome.stderr().contains("more than the 1000 that the reservations of other hosts leave")
@@ -108,7 +108,7 @@ fn start_succeeds_with_an_unmet_reservation() {
     let mut a = host_with_reservation("a", &etcd, 2000);
     let mut b = host_with_reservation("b", &etcd, 1500);
     a.restart();
-    until("it has joined", || a.cluster()["joined"] == true);
+    until("host a has joined", || a.cluster()["joined"] == true);
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     let at_etcd = |host: &str| {
         let key = format!("/weir/v1/lab/all/promise/{host}");
@@ -123,7 +123,9 @@ fn start_succeeds_with_an_unmet_reservation() {
         b.weir().wait_for_log(expect);
     }
     assert_contains(&b.run(&["status"]).succeeds(), &["UNMET RESERVATION", "iops 1500", "a 2000 IOPS"]);
-    until("both are listed", || b.cluster()["groups"][0]["reserved-by"]["a"]["iops"] == 2000);
+    until("the status lists the reservation of host a", || {
+        b.cluster()["groups"][0]["reserved-by"]["a"]["iops"] == 2000
+    });
     assert_contains(&a.run(&["cluster", "status"]).succeeds(), &["reserved 2000 IOPS (a 2000 IOPS)"]);
     // A reload with the same reservation succeeds; one with a larger one is rejected.
     b.run(&["reload"]).succeeds();
@@ -175,17 +177,17 @@ fn reservation_of_a_stopped_host_is_kept() {
         assert_eq!(by(&b, "a"), Some(2000));
         a.restart();
         assert_eq!(reservation_of(&a), (Some(2000), None));
-        until("it has joined", || a.cluster()["joined"] == true);
+        until("host a has joined", || a.cluster()["joined"] == true);
     }
-    // The reservation of a host that will not return can be released; when it does return, its own
-    // does not fit.
+    // The reservation of a host that will not return can be released. If the host does return, its
+    // reservation does not fit.
     a.weir.take().unwrap().stop();
-    until("its name is free", || {
+    until("the name of host a is free", || {
         let name = etcd.control(&["get", "--print-value-only", "/weir/v1/lab/host/a/name"]);
         name.succeeds().is_empty()
     });
     b.run(&["cluster", "forget", "a"]).succeeds();
-    until("it is forgotten", || by(&b, "a").is_none());
+    until("the reservation of host a is released", || by(&b, "a").is_none());
     raise(&b, "1500").succeeds();
     a.restart();
     assert_eq!(reservation_of(&a), (None, Some(2000)));
@@ -196,12 +198,12 @@ fn reservation_of_a_stopped_host_is_kept() {
     a.restart();
     assert_eq!(reservation_of(&a), (Some(2000), None));
     etcd.restart();
-    until("its reservation does not fit", || reservation_of(&a) == (None, Some(2000)));
+    until("the reservation of host a is unmet", || reservation_of(&a) == (None, Some(2000)));
     a.weir().wait_for_log(
         "2000 would be reserved on a, but only 1500 is available; reserved in group gold on other \
          hosts: b 1500 IOPS",
     );
     assert_eq!(reservation_of(&b), (Some(1500), None));
-    until("etcd has the value", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));
+    until("etcd has only the reservation of host b", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));
     assert!(b.cluster()["groups"][0]["overcommitted"].as_object().unwrap().is_empty());
 }

@@ -32,7 +32,7 @@ impl BlkioGroup {
     }
 
     pub(crate) fn read(&self, file: &str) -> String {
-        fs::read_to_string(self.directory.join(file)).expect("a file of the kernel's")
+        fs::read_to_string(self.directory.join(file)).expect("the controller has this file")
     }
 }
 

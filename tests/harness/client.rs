@@ -61,7 +61,7 @@ const TIMEOUT_SECONDS: &str = "900";
 /// some hosts every third call.
 const CPU_USAGE_ERROR: &str = "Unable to get accurate CPU usage";
 
-/// Maximum number of runs of a client that fails with [`NO_PROCESSOR_TIME`].
+/// Maximum number of runs of a client that fails with this error.
 const MAX_ATTEMPTS: u32 = 30;
 
 /// Debian's own directories come first: nbdsh needs the `python3` that its modules are built for,
@@ -186,13 +186,13 @@ impl TestClient {
     #[track_caller]
     fn output(&mut self) -> Output {
         let rewound = |file: &mut File| file.rewind().and_then(|()| file.try_clone());
-        let input = self.input.as_mut().map(|file| rewound(file).expect("a file of ours"));
+        let input = self.input.as_mut().map(|file| rewound(file).expect("the input is a regular file"));
         let output = self.command.stdin(input.map_or_else(Stdio::null, Stdio::from)).output();
         let output = output.expect("`timeout` was found");
         // Status 124: the deadline has passed; 137: SIGKILL five seconds later.
         assert!(
             !matches!(output.status.code(), Some(124 | 137)),
-            "{}: took more than {TIMEOUT_SECONDS} s; it said:\n{}",
+            "{}: took more than {TIMEOUT_SECONDS} s; standard error:\n{}",
             self.name,
             String::from_utf8_lossy(&output.stderr)
         );
@@ -276,7 +276,7 @@ impl TestOutcome {
         let printed = String::from_utf8_lossy(&self.output.stdout).into_owned();
         assert!(
             self.output.status.success(),
-            "{}: {}\nit printed:\n{printed}\nit said:\n{}",
+            "{}: {}\nstandard output:\n{printed}\nstandard error:\n{}",
             self.name,
             self.output.status,
             self.stderr()

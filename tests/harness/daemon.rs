@@ -173,7 +173,7 @@ impl Serve {
         let Some(ready) = log.wait_for(DEADLINE, |line| line.contains("ready")) else {
             let _ = child.kill();
             let _ = child.wait();
-            panic!("weir did not become ready; it said:\n{}", log.text());
+            panic!("weir did not become ready; its log:\n{}", log.text());
         };
         Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
     }
@@ -185,7 +185,7 @@ impl Serve {
         Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
     }
 
-    /// Runs it to its end; fails if it does not exit on its own.
+    /// Runs the daemon to its end; fails if it does not exit on its own.
     #[track_caller]
     fn run(mut self) -> (ExitStatus, String) {
         let (mut child, log) = self.spawn();
@@ -193,7 +193,7 @@ impl Serve {
         if !log.wait_for_end(DEADLINE) {
             let _ = child.kill();
             let _ = child.wait();
-            panic!("weir should have ended; it said:\n{}", log.text());
+            panic!("weir should have ended; its log:\n{}", log.text());
         }
         let status = child.wait().expect("the child is ours");
         assert!(!log.text().contains("panicked"), "weir panicked:\n{}", log.text());
@@ -215,7 +215,7 @@ impl Serve {
     #[track_caller]
     fn ends_with(self, expected: i32) -> String {
         let (status, outcome) = self.run();
-        assert_eq!(status.code(), Some(expected), "exit status; weir said:\n{outcome}");
+        assert_eq!(status.code(), Some(expected), "exit status; standard error:\n{outcome}");
         assert!(outcome.starts_with("weir: "), "an error begins with the program's name:\n{outcome}");
         outcome
     }
@@ -405,6 +405,6 @@ fn is_locked(file: &File) -> bool {
         l_pid: 0,
     };
     // F_UNLCK is returned if no other open file description has a conflicting lock.
-    fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock)).expect("a file can be asked for its locks");
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock)).expect("the locks of a file can be queried");
     lock.l_type != libc::F_UNLCK as i16
 }

@@ -82,7 +82,8 @@ impl FuseServer {
         let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").expect("FUSE is there");
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0,allow_other", device.as_raw_fd());
         let options = CString::new(options).expect("no zero in it");
-        mount("held", directory, "fuse.held", MountFlags::empty(), Some(options.as_c_str())).expect("mounts");
+        mount("held", directory, "fuse.held", MountFlags::empty(), Some(options.as_c_str()))
+            .expect("root may mount");
         let state = FuseServerState {
             data: vec![0; bytes],
             stopped: HashSet::new(),
@@ -127,7 +128,7 @@ impl FuseServer {
         let state = self.shared.lock();
         let waited = self.shared.changed.wait_timeout_while(state, DEADLINE, condition);
         let (_state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
-        assert!(!waited.timed_out(), "no request of kind {kind} came");
+        assert!(!waited.timed_out(), "no request of kind {kind} arrived");
     }
 
     /// Content of the file.

@@ -27,7 +27,7 @@ fn command(scratch: &Scratch, arguments: &[&str]) -> TestClient {
 #[track_caller]
 pub(crate) fn run_ok(scratch: &Scratch, arguments: &[&str]) -> String {
     let printed = command(scratch, arguments).succeeds();
-    assert!(!printed.contains(char::REPLACEMENT_CHARACTER), "it prints UTF-8");
+    assert!(!printed.contains(char::REPLACEMENT_CHARACTER), "the output is not UTF-8");
     printed
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn status(scratch: &Scratch, interval: &str) -> Value {
 #[track_caller]
 pub(crate) fn find<'a>(status: &'a Value, list: &str, name: &str) -> &'a Value {
     let entries = status[list].as_array().expect("a list");
-    entries.iter().find(|entry| entry["name"] == name).expect("it is there")
+    entries.iter().find(|entry| entry["name"] == name).expect("the entry exists")
 }
 
 #[track_caller]

@@ -42,15 +42,16 @@ impl ScriptRun {
     }
 }
 
-/// Runs the script in a directory filled by `prepare`; with `ours`, `program` is a link to weir.
+/// Runs the script in a directory filled by `prepare`. If `ours` is true, `program` is a link to
+/// weir.
 fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> ScriptRun {
     let scratch = Scratch::new();
     let files = scratch.path("");
     prepare(&scratch);
     let programs = scratch.path("programs");
-    fs::create_dir(&programs).expect("the directory is ours");
+    fs::create_dir(&programs).expect("the directory can be created");
     if ours {
-        symlink(WEIR, programs.join(program)).expect("the directory is ours");
+        symlink(WEIR, programs.join(program)).expect("the link can be created");
     }
     let variables = [format!("S={}", text(&scratch.socket("s"))), format!("TMPDIR={}", text(&files))];
     let client = TestClient::new("env").args(variables).args(["bash", "-c", &format!("{PRELUDE}{script}")]);
@@ -76,7 +77,7 @@ pub(crate) fn compare_with_qemu(program: &str, script: &str, prepare: impl Fn(&S
     assert_eq!(
         (ours.code, &ours.stdout),
         (theirs.code, &theirs.stdout),
-        "weir said:\n{}\nQEMU said:\n{}",
+        "standard error of weir:\n{}\nof QEMU:\n{}",
         ours.stderr,
         theirs.stderr
     );

@@ -39,20 +39,20 @@ impl Scratch {
 
     pub(crate) fn file(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
         let path = self.path(name);
-        fs::write(&path, content).expect("the directory is ours");
+        fs::write(&path, content).expect("the file can be written");
         path
     }
 
     pub(crate) fn sparse(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.path(name);
-        File::create(&path).and_then(|file| file.set_len(bytes)).expect("the directory is ours");
+        File::create(&path).and_then(|file| file.set_len(bytes)).expect("the file can be written");
         path
     }
 
     /// An image filled with [`pattern`].
     pub(crate) fn filled(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.path(name);
-        let mut file = File::create(&path).expect("the directory is ours");
+        let mut file = File::create(&path).expect("the file can be written");
         file.write_all(&pattern(bytes as usize)).expect("there is room for a test's image");
         path
     }

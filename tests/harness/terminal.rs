@@ -50,8 +50,9 @@ pub(crate) struct Terminal {
 impl Terminal {
     pub(crate) fn weir<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> Self {
         let size = Winsize { ws_row: ROWS.get(), ws_col: COLUMNS.get(), ws_xpixel: 0, ws_ypixel: 0 };
-        let OpenptyResult { master, slave } = openpty(Some(&size), None).expect("there are terminals");
-        let end = || Stdio::from(slave.try_clone().expect("there are descriptors"));
+        let OpenptyResult { master, slave } =
+            openpty(Some(&size), None).expect("pseudo-terminals are available");
+        let end = || Stdio::from(slave.try_clone().expect("descriptors are available"));
         let mut command = Command::new(WEIR);
         command.args(arguments).env("TERM", "xterm-256color").env_remove("WEIR_QMP");
         let child =
@@ -60,7 +61,7 @@ impl Terminal {
         drop((command, slave));
         let drawn = Arc::new((Mutex::new(RecordedScreens::default()), Condvar::new()));
         let screen = File::from(master);
-        let keys = screen.try_clone().expect("there are descriptors");
+        let keys = screen.try_clone().expect("descriptors are available");
         let collected = Arc::clone(&drawn);
         thread::spawn(move || gather(screen, &collected));
         Self { child, keys, drawn }

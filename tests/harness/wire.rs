@@ -3,7 +3,7 @@
 //!
 //! Written from the specification alone (NetworkBlockDevice/nbd, doc/proto.md), independently of
 //! weir's codec, so that a wrong constant in one is not repeated in the other. Every read has a
-//! deadline; allocations for announced sizes are limited to [`MOST_BYTES`].
+//! deadline; allocations for announced sizes are limited to 64 MiB.
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},

@@ -128,7 +128,10 @@ fn endless_head_or_body_is_disconnected() {
     let daemon = HttpDaemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));
     let mut endless = daemon.connect();
     // Far more than the sockets buffer while the daemon does not run.
-    assert!((0..1000).any(|_| endless.write_all(&[b'x'; 64 << 10]).is_err()), "64 MB were taken");
+    assert!(
+        (0..1000).any(|_| endless.write_all(&[b'x'; 64 << 10]).is_err()),
+        "the daemon received 64 MB without rejecting them"
+    );
     // Both in parallel, because each takes ten seconds.
     let half = |request: String| {
         let mut stream = daemon.connect();

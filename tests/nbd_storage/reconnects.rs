@@ -210,7 +210,7 @@ fn serve_requests(
             READ => data = state.disk[range].to_vec(),
             WRITE => state.disk[range].copy_from_slice(&std::mem::take(&mut data)),
             ZEROES => state.disk[range].fill(0),
-            FLUSH => assert_ne!(behaviour.flags & WITH_FLUSH, 0, "it knows no flush"),
+            FLUSH => assert_ne!(behaviour.flags & WITH_FLUSH, 0, "the server does not support flush"),
             _ => {}
         }
         if behaviour.holds == Some(command) && state.held.is_none() {
@@ -254,7 +254,7 @@ fn rejected_after_reconnect(command: u16, errno: u32, request: &str, name: &str)
             disk,
             ScriptedServerBehaviour { refuses: Some((command, errno)), ..behaviour },
         );
-        client.join().expect("only this request fails");
+        client.join().expect("a client may fail only in this request");
         second
     });
     weir.nbdsh("front", "h.flush()");
@@ -437,8 +437,14 @@ fn late_replies_of_an_old_connection_are_ignored() {
         wait_until(&scratch, |status| find(status, "disks", "front")["server"]["reconnections"] == json!(1));
         {
             let mut state = server.shared.lock();
-            assert!(state.disk[..4096].iter().all(|&byte| byte == b'w'), "it was written again");
-            assert!(state.streams.iter().any(|(number, _)| *number == holder), "the old connection is open");
+            assert!(
+                state.disk[..4096].iter().all(|&byte| byte == b'w'),
+                "the unflushed write was not repeated"
+            );
+            assert!(
+                state.streams.iter().any(|(number, _)| *number == holder),
+                "the connection of the held request was closed"
+            );
             state.may_answer = true;
         }
         server.shared.changed.notify_all();
@@ -506,7 +512,7 @@ fn requests_of_other_workers_end_when_the_only_connection_breaks() {
 fn open_waits_for_a_late_server() {
     let scratch = Scratch::new();
     let (file, at) = (half_filled(&scratch), scratch.socket("back"));
-    // A first server disconnects at once, before the right one starts.
+    // The first server disconnects immediately; then the server with the disk starts.
     let listener = UnixListener::bind(&at).unwrap();
     let starting = thread::scope(|scope| {
         let starting =

@@ -116,7 +116,8 @@ fn unavailable_disk_can_be_removed_or_replaced() {
     silent.set_nonblocking(true).unwrap();
     for connection in std::iter::from_fn(|| silent.accept().ok()) {
         connection.0.set_nonblocking(false).unwrap();
-        std::io::copy(&mut &connection.0, &mut std::io::sink()).expect("its end");
+        std::io::copy(&mut &connection.0, &mut std::io::sink())
+            .expect("the daemon has closed the connection");
     }
     assert!(status(&scratch, "0")["unavailable"].is_null());
     assert_contains(&run_failing(&scratch, &["disk", "remove", "far"]), &["no disk has this name"]);

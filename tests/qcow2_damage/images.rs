@@ -61,8 +61,8 @@ const KINDS: [(&str, &str); 17] = [
 /// Creates all images in a directory, together with the backing file.
 pub(super) fn templates(directory: &Path) -> Vec<ImageTemplate> {
     let base: Vec<u8> = (0..300_u32 << 10).map(|at| 0x80 | (at >> 9) as u8).collect();
-    fs::write(directory.join(BASE), base).expect("the directory is ours");
-    fs::write(directory.join(KEY), "abc").expect("the directory is ours");
+    fs::write(directory.join(BASE), base).expect("the file can be written");
+    fs::write(directory.join(KEY), "abc").expect("the file can be written");
     KINDS
         .iter()
         .enumerate()
@@ -141,7 +141,8 @@ impl ImageTemplate {
     }
 
     fn read_u64(&self, at: usize) -> u64 {
-        let bytes = self.content.get(at..at + 8).map_or([0; 8], |bytes| bytes.try_into().expect("eight"));
+        let bytes =
+            self.content.get(at..at + 8).map_or([0; 8], |bytes| bytes.try_into().expect("eight bytes"));
         u64::from_be_bytes(bytes)
     }
 
@@ -292,7 +293,7 @@ impl ImageTemplate {
 }
 
 fn u64_at(content: &[u8], at: usize) -> u64 {
-    content.get(at..at + 8).map_or(0, |bytes| u64::from_be_bytes(bytes.try_into().expect("eight")))
+    content.get(at..at + 8).map_or(0, |bytes| u64::from_be_bytes(bytes.try_into().expect("eight bytes")))
 }
 
 /// Arguments by which QEMU's programs open an image.

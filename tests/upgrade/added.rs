@@ -105,7 +105,7 @@ fn added_disks_groups_and_exports_are_transferred() {
         }
         client.stdin.as_mut().expect("piped").write_all(b"\n").unwrap();
     }
-    assert!(client.wait().expect("it is ours").success());
+    assert!(client.wait().expect("the child can be waited for").success());
     assert_eq!(features(&mut front_end(&unused)) & offered, offered & !(1 << 5) | offered & (1 << 5));
     // Nodes on top can be removed as before the upgrade.
     let mut qmp = Qmp::negotiated(&fixture.control());
@@ -120,7 +120,7 @@ fn added_disks_groups_and_exports_are_transferred() {
         qmp.command("blockdev-del", json!({"node-name": node}));
     }
     let current = fixture.upgrade(current).0;
-    assert!(!current.log_text().contains("disk t0"), "it is gone");
+    assert!(!current.log_text().contains("disk t0"), "the removed node was transferred");
     stdout_of(&fixture, &["disk", "remove", VOLUME]).clear();
     current.stop();
     let written =
@@ -230,7 +230,9 @@ fn node_above_an_added_disk_is_transferred_except_to_older_versions() {
     let fixture = UpgradedDaemon::new(scratch, &[text(&first)]);
     let daemon = fixture.serve().start();
     stdout_of(&fixture, &["disk", "add", "second", text(&second), "-f", "raw", "--iops-total", "500"]);
-    let refused = super::UpgradePeer::connect_as(&fixture.control(), super::FORMAT, "0.1.0").err().expect("older");
+    let refused = super::UpgradePeer::connect_as(&fixture.control(), super::FORMAT, "0.1.0")
+        .err()
+        .expect("an older version is rejected");
     let own_version = env!("CARGO_PKG_VERSION");
     assert_contains(
         &refused,
@@ -259,7 +261,7 @@ fn node_above_an_added_disk_is_transferred_except_to_older_versions() {
     qmp.command("blockdev-del", json!({ "node-name": "over" }));
     drop(qmp);
     let disks = entries_with_keys(&fixture, "disks", &["name", "limits"]);
-    let second = disks.iter().find(|disk| disk["name"] == "second").expect("a disk again");
+    let second = disks.iter().find(|disk| disk["name"] == "second").expect("the disk is transferred");
     let limits = &second["limits"];
     assert_eq!([&limits["iops-total"], &limits["bps-total"]], [&json!(500), &json!(7 << 20)]);
     fixture.upgrade(current).0.stop();

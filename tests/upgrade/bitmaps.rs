@@ -125,7 +125,7 @@ fn connected(script: &str, arguments: &[&str]) -> Child {
 
 #[track_caller]
 fn printed(client: Child) -> String {
-    let output = client.wait_with_output().expect("it is ours");
+    let output = client.wait_with_output().expect("the child can be waited for");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
@@ -233,7 +233,7 @@ assert shown() == before, shown()
         fixture.kill_new_process(UpgradeStep::Ready);
         current.wait_for_log(UPGRADE_FAILED);
         let current = fixture.upgrade(current).0;
-        client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
+        client.stdin.as_mut().expect("piped").write_all(b"\n").expect("the client waits for input");
         printed(client);
         current.stop();
     }

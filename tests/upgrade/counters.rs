@@ -87,7 +87,7 @@ fn counters_and_events_survive() {
         }
         let after = counters(&fixture);
         for (sample, value) in &before {
-            let now = after.get(sample).unwrap_or_else(|| panic!("{sample} has gone"));
+            let now = after.get(sample).unwrap_or_else(|| panic!("{sample} is missing after the upgrade"));
             assert!(now >= value, "{sample} has fallen from {value} to {now}");
         }
         let has_increased = |part: &str| before.iter().any(|(sample, value)| sample.starts_with(part) && *value > 0.0);

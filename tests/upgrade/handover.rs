@@ -51,9 +51,9 @@ fn lock_of_a_handover_image_in_use_is_kept() {
     let fixture = UpgradedDaemon::new(scratch, &[&arguments[..], &["--iops-total", "1000"]].concat());
     let mut current = fixture.serve().start();
     let file = File::options().read(true).write(true).open(&disk).unwrap();
-    assert!(!is_locked(&file), "no machine runs");
+    assert!(!is_locked(&file), "the image is locked without a front end");
     current = fixture.upgrade(current).0;
-    assert!(!is_locked(&file), "nor now");
+    assert!(!is_locked(&file), "the image is locked after the upgrade without a front end");
     let stopped = Arc::new(AtomicBool::new(false));
     let load = {
         let (target, stopped) = (format!("vhost-user:{}", text(&socket)), Arc::clone(&stopped));

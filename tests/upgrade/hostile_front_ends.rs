@@ -14,7 +14,7 @@ use crate::{
 
 /// Shares `memory` as the first MiB of guest memory (`VHOST_USER_SET_MEM_TABLE`).
 fn set_mem_table(stream: &mut UnixStream, memory: &File) {
-    send_with_descriptor(stream, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("it reads");
+    send_with_descriptor(stream, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("the daemon reads");
     // The reply proves that the message before it was processed.
     features(stream);
 }
@@ -35,17 +35,17 @@ fn hostile_front_end_does_not_prevent_an_upgrade() {
     let [mut half, mut disconnected, mut good] = sockets.each_ref().map(|socket| front_end(socket));
     let memory = [(); 2].map(|()| tempfile::tempfile_in("/dev/shm").expect("a file in memory"));
     for (stream, memory) in [&mut disconnected, &mut good].into_iter().zip(&memory) {
-        memory.set_len(MIB).expect("its length");
+        memory.set_len(MIB).expect("the memory file can be resized");
         set_mem_table(stream, memory);
     }
-    memory[0].set_len(0).expect("its length");
+    memory[0].set_len(0).expect("the memory file can be resized");
     features(&mut half);
     let question = [1_u32, 1, 0].map(u32::to_le_bytes).concat();
-    half.write_all(&question[..7]).expect("it reads");
+    half.write_all(&question[..7]).expect("the daemon reads");
 
     let (new, _) = fixture.upgrade(old);
-    half.write_all(&question[7..]).expect("it reads");
-    half.read_exact(&mut [0; 20]).expect("its request is answered");
+    half.write_all(&question[7..]).expect("the daemon reads");
+    half.read_exact(&mut [0; 20]).expect("the daemon replies");
     features(&mut good);
     assert_eq!(disconnected.read(&mut [0]).expect("it is closed"), 0);
     let line = new.wait_for_log("its virtual machine is disconnected");

@@ -16,7 +16,10 @@ fn different_disk_is_rejected_by_name() {
     let (a, b, q, over) = (text(&a), text(&b), text(&q), text(&over));
     let mut scratch = Some(scratch);
     let mut refused = |old: &[&str], new: &[&str], why: &str| {
-        let fixture = UpgradedDaemon::new(scratch.take().expect("it comes back"), old);
+        let fixture = UpgradedDaemon::new(
+            scratch.take().expect("the previous case has returned the scratch directory"),
+            old,
+        );
         let daemon = fixture.serve().args(["--name", "disk"]).start();
         let new_process = Serve::new(&fixture.scratch).args(new).args(["--name", "disk", "--takeover"]);
         let stderr = new_process.env("WEIR_QMP", control(&fixture)).fails();
@@ -37,7 +40,10 @@ fn different_disk_is_rejected_by_name() {
     refused(&[q, "--read-only"], &[q, "--read-only", "--snapshot", "s1"], "with another internal snapshot");
     refused(&["null:1M"], &["null:2M"], "with another image: null");
     // The backing file was renamed meanwhile.
-    let fixture = UpgradedDaemon::new(scratch.take().expect("it came back"), &[over, "-f", "qcow2"]);
+    let fixture = UpgradedDaemon::new(
+        scratch.take().expect("the last case has returned the scratch directory"),
+        &[over, "-f", "qcow2"],
+    );
     let daemon = fixture.serve().start();
     fs::rename(a, b).unwrap();
     let stderr = fixture.new_process().fails();

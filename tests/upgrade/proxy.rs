@@ -58,7 +58,7 @@ impl UpgradeStep {
 }
 
 /// Starts a new process and kills it at this step. The daemon sees the disconnect once this
-/// returns. `place` is a path for a socket.
+/// returns. The proxy listens on a socket at the given path meanwhile.
 #[track_caller]
 pub(super) fn kill_new_process(serve: Serve, control: &Path, socket_path: &Path, step: UpgradeStep) {
     let listener = UnixListener::bind(socket_path).unwrap();
@@ -155,7 +155,7 @@ fn receive_message(mut socket: &UnixStream) -> ProxiedMessage {
     };
     let (text, bytes) = (read(text), read(bytes));
     let mut descriptors = Vec::new();
-    // One byte carries at most `AT_ONCE` descriptors.
+    // One byte carries a limited number of descriptors.
     while count > 0 {
         let (length, received) = receive(socket, &mut [0]);
         assert_eq!(length, 1);

@@ -215,7 +215,8 @@ fn unreadable_image_after_a_failed_upgrade_is_retried() {
     let fixture = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "qcow2"]);
     let first = fixture.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 65536, 0)");
-    let mut peer = UpgradePeer::connect(&fixture.control(), FORMAT).expect("it may");
+    let mut peer =
+        UpgradePeer::connect(&fixture.control(), FORMAT).expect("the daemon accepts the upgrade request");
     peer.receive();
     peer.send("prepared");
     // The daemon is suspended.

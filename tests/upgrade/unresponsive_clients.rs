@@ -26,8 +26,8 @@ impl SteppingClient {
 
     #[track_caller]
     fn finish(mut self) {
-        self.0.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits");
-        assert!(self.0.wait().expect("it is ours").success());
+        self.0.stdin.as_mut().expect("piped").write_all(b"\n").expect("the client waits for input");
+        assert!(self.0.wait().expect("the child can be waited for").success());
     }
 }
 
@@ -67,7 +67,7 @@ fn only_a_client_that_does_not_read_is_disconnected() {
     let mut after = events(&fixture);
     let known = after.iter().filter(|event| before.contains(event)).count();
     assert_eq!(known, before.len(), "earlier events are known: {after:?}");
-    let last = before.last().expect("two came").0;
+    let last = before.last().expect("two events have arrived").0;
     // The old process may report the disconnect of the second client; the new one reports neither.
     let ended = after.iter().filter(|(id, kind)| *id > last && kind == "session_ended").count();
     assert!(ended <= 1, "{after:?}");

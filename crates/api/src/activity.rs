@@ -1,4 +1,4 @@
-//! Activity of disks, groups and devices in the last second: answers of the HTTP API.
+//! Activity of disks, groups and devices in the last second: responses of the HTTP API.
 //!
 //! JSON members have the same names as in [`DaemonStatus`](crate::DaemonStatus). All members of a
 //! disk, a group and a device are always present, and null while they are unknown, so that a
@@ -202,7 +202,7 @@ pub struct DiskActivity {
     pub stopped: bool,
     /// True if another program changed a file of the backing chain.
     pub backing_changed: bool,
-    /// Requests that the storage failed.
+    /// Requests that failed in the storage.
     pub errors: ErrorCounts,
     /// Exports of the disk.
     pub exports: Vec<ExportActivity>,

@@ -1,4 +1,4 @@
-//! Hosts that share limits over etcd: the answer of `x-weir-query-cluster`, which `weir cluster
+//! Hosts that share limits over etcd: the response of `x-weir-query-cluster`, which `weir cluster
 //! status --json` prints.
 
 use std::{collections::BTreeMap, fmt};
@@ -22,7 +22,7 @@ pub struct ClusterReport {
     /// Reason if `connected` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Age of the last answer of etcd. Absent while etcd answers, and before its first answer.
+    /// Age of the last response of etcd. Absent while etcd responds, and before its first response.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub known_ms_ago: Option<u64>,
     /// The member of etcd that answers.

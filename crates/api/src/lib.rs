@@ -2,13 +2,13 @@
 //! clients read.
 //!
 //! ```text
-//!   daemon ──► Status ────────► JSON on the control socket ──► Status ──► weir status, top, verify, …
-//!          └─► DiskActivity, … ► JSON over HTTP ─────────────► the page, programs
+//!   daemon ─► DaemonStatus ────► JSON on the control socket ─► DaemonStatus ─► weir status, …
+//!         └─► DiskActivity, … ─► JSON over HTTP ────────────► the web page, other programs
 //! ```
 //!
 //! Keys are in kebab-case and end with their unit (`wait-ns`, `unflushed-bytes`). A client accepts
-//! answers of older and newer daemons: an unknown key is ignored, and one that is absent has the
-//! default of its type.
+//! responses of older and newer daemons: it ignores unknown keys, and an absent key has the default
+//! of its type.
 //!
 //! Depends on no other crate of the workspace. Never opens a socket, and never formats text for a
 //! user.

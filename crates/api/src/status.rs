@@ -1,7 +1,7 @@
-//! Status of a daemon: the answer of `x-weir-query-status`, which `weir status --json` prints.
+//! Status of a daemon: the response of `x-weir-query-status`, which `weir status --json` prints.
 //!
-//! Counters begin with the disk, or with the process that an upgrade continues. Two answers and the
-//! difference of their `uptime-ns` give rates.
+//! Counters start at zero when a disk is opened, and an upgrade of the daemon transfers them. Two
+//! responses and the difference of their `uptime-ns` give rates.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -21,8 +21,8 @@ pub struct DaemonStatus {
     /// Path of the config file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config: Option<String>,
-    /// True if the daemon can create block devices on this host. Absent in answers of daemons that
-    /// do not report it.
+    /// True if the daemon can create block devices on this host. Absent in responses of daemons
+    /// that do not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub makes_devices: Option<bool>,
     /// The hosts that share limits with this one. Absent where `[cluster]` is not configured.
@@ -48,7 +48,7 @@ pub struct DaemonStatus {
 
 impl DaemonStatus {
     /// Keys of the lists whose length grows with the number of disks. A client that needs none of
-    /// them sends `lists: false`, and the answer leaves them out.
+    /// them sends `lists: false`, and the response omits them.
     pub const LISTS: [&'static str; 4] = ["disks", "groups", "devices", "exports"];
 }
 
@@ -215,7 +215,6 @@ pub struct ExportCounters {
 impl ExportCounters {
     /// Virtqueues or queues of a device; of a kernel NBD device one for each pair of sockets.
     pub fn kernel_queues(&self) -> Option<u64> {
-        // A kernel NBD device has one queue for each socket pair.
         self.queues.or(self.sockets)
     }
 }
@@ -282,7 +281,7 @@ pub struct DiskStatus {
     pub throttle: ThrottleStatus,
     /// Counters of prefetching.
     pub read_ahead: PrefetchStatus,
-    /// Requests that the storage failed.
+    /// Requests that failed in the storage.
     pub errors: ErrorCounts,
     /// Policy for failed reads.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -301,7 +300,7 @@ pub struct DiskStatus {
     /// Connection to the NBD server that has the image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server: Option<RemoteStatus>,
-    /// Latencies since the daemon counts them. Only `weir status` adds it.
+    /// Latencies since the daemon began to measure them. Only `weir status` adds them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latency_ns: Option<IntervalLatency>,
     /// Rates of an interval. Only `weir status` adds them.
@@ -309,7 +308,7 @@ pub struct DiskStatus {
     pub rate: Option<RateStatus>,
 }
 
-/// Rates of a disk or group over an interval between two answers of the daemon.
+/// Rates of a disk or group over an interval between two responses of the daemon.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct RateStatus {
@@ -374,7 +373,7 @@ pub struct RemoteStatus {
     pub connected: bool,
     /// Number of times that the connection was reestablished.
     pub reconnections: u64,
-    /// Bytes written since the last flush, which are repeated after a reconnection.
+    /// Bytes written since the last flush, which are written again after a reconnection.
     pub unflushed_bytes: u64,
 }
 
@@ -410,7 +409,7 @@ pub struct DiskMemory {
     pub requests: u64,
 }
 
-/// Requests that the storage failed since the disk was opened.
+/// Requests that failed in the storage since the disk was opened.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(default)]
 pub struct ErrorCounts {
@@ -470,7 +469,7 @@ pub struct CacheStatus {
     pub hits: u64,
     /// Lookups that read it from the image.
     pub misses: u64,
-    /// Entries that were dropped for others. Absent from caches that do not count them.
+    /// Entries that were evicted. Absent for caches that do not count evictions.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evictions: Option<u64>,
     /// Bytes in memory.
@@ -629,7 +628,7 @@ pub struct ThrottleStatus {
     /// The limit that requests waited for last.
     #[serde(rename = "throttle-cause", skip_serializing_if = "Option::is_none")]
     pub throttle_cause: Option<String>,
-    /// Operations or bytes that each limit admits at once, by the limit's name.
+    /// Tokens of each limit, by its name: operations or bytes that it admits without a wait.
     pub tokens: LimitValues,
     /// Bucket of each limit, by the limit's name.
     pub buckets: BTreeMap<String, BucketLevel>,
@@ -641,7 +640,7 @@ pub struct ThrottleStatus {
 impl ThrottleStatus {
     /// Sum of the time that requests of both directions waited.
     pub fn waited_ns(&self) -> u64 {
-        // Saturating: the answer may come from any daemon.
+        // Saturating: the response may come from any daemon.
         self.reads.waited_ns.saturating_add(self.writes.waited_ns)
     }
 }

@@ -15,8 +15,8 @@
 //! Disks on one device share one [`Device`]. Several observers may read it, each with its own
 //! [`UtilizationMeter`].
 //!
-//! Never opens a device and never waits for it: the kernel's statistics and the lines of an
-//! imitated device are enough.
+//! Never opens a device and never waits for it: the kernel's statistics, or the busy time of an
+//! imitated device, are enough.
 
 mod identity;
 mod limited;

@@ -462,8 +462,8 @@ impl Disk {
             && self.image.is_instant()
     }
 
-    /// As [`Disk::admit`], for a batch of requests, without waiting. Calls `answer` for each in
-    /// order, with a permit if it is admitted and charged, else `None`.
+    /// As [`Disk::admit`], for a batch of requests, without waiting. Calls `on_decision` for each
+    /// in order, with a permit if it is admitted and charged, else `None`.
     pub fn try_admit_batch(
         &self,
         requests: impl Iterator<Item = (Direction, RequestCost)>,

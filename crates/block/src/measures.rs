@@ -139,8 +139,8 @@ impl HistogramSnapshot {
         &self.counts
     }
 
-    /// Quantile `part`, from 0 to 1, of counts by bucket, in nanoseconds: the middle of its bucket,
-    /// with a relative error of at most a tenth. `None` without counts.
+    /// The quantile, from 0 to 1, of counts by bucket, in nanoseconds: the middle of its
+    /// bucket, with a relative error of at most a tenth. `None` without counts.
     pub fn quantile_ns(counts: &[u64], quantile: f64) -> Option<u64> {
         let sum: u64 = counts.iter().sum();
         // Nearest rank: the first bucket that includes at least this part of the counts.
@@ -240,8 +240,9 @@ impl CauseLevel {
     pub const ALL: [Self; 3] = [Self::Disk, Self::Group, Self::Above];
 }
 
-/// Time covered by waits that overlap. It assumes that waits end in the order in which they began,
-/// as those of one disk and direction do; otherwise the sum is too small.
+/// Time during which at least one request waited: overlapping waits count once. Assumes that waits
+/// end in the order in which they began, as those of one disk and direction do; otherwise the sum
+/// is too small.
 #[derive(Debug, Default)]
 struct CoveredTime {
     until_ns: AtomicU64,
@@ -346,7 +347,8 @@ impl Measures {
         self.waits[direction.index()].snapshot()
     }
 
-    /// Time during which an admitted request had waited for any limit, in nanoseconds.
+    /// Time during which at least one request waited for any limit, in nanoseconds. A wait is
+    /// counted when its request completes.
     pub fn waiting_ns(&self, direction: Direction) -> u64 {
         self.waiting[direction.index()].sum_ns.load(Relaxed)
     }

@@ -105,8 +105,8 @@ impl ControlGroup {
     }
 
     /// Removes the cgroup after its last process has left, or fails after `longest`. The kernel
-    /// keeps a cgroup busy for a moment after its process was waited for. Succeeds if it is already
-    /// removed.
+    /// keeps a cgroup busy for a moment after its last process was reaped. Succeeds if the cgroup
+    /// is already removed.
     pub(crate) fn remove_within(&self, longest: Duration) -> io::Result<()> {
         let begin = Instant::now();
         loop {

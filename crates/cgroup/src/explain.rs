@@ -13,7 +13,7 @@
 //! Each finding cites the file and the value that it follows from. Changes nothing and opens
 //! no device; only `--measure` makes a cgroup and writes, to unlinked files.
 
-/// Defines an enum whose variants have a JSON name and, where it differs, a name for people.
+/// Defines an enum whose variants have a JSON name and, where it differs, a display name.
 macro_rules! named {
     (@words $name:literal) => { $name };
     (@words $name:literal $words:literal) => { $words };
@@ -65,7 +65,7 @@ use super::{
 };
 use crate::explain::arguments::ExplainArgs;
 
-/// Succeeds if the cgroup could be examined, whatever was found: scripts read `verdict` of
+/// Succeeds if the cgroup could be examined, regardless of the findings: scripts read `verdict` of
 /// `--json`.
 pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), CommandFailure> {
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;

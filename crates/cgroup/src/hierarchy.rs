@@ -1,9 +1,9 @@
 //! Mounts of the cgroup hierarchies, and the version that limits block I/O.
 //!
 //! ```text
-//!   unified   /sys/fs/cgroup           cgroup2                        v2 has `io`
+//!   unified   /sys/fs/cgroup           cgroup2                        v2 limits block I/O
 //!   hybrid    /sys/fs/cgroup/unified   cgroup2, without `io`
-//!             /sys/fs/cgroup/blkio     cgroup, with blkio             v1 has it
+//!             /sys/fs/cgroup/blkio     cgroup, with blkio             v1 limits block I/O
 //! ```
 //!
 //! A controller is in one hierarchy at a time, so at most one version limits block I/O. mountinfo

@@ -5,7 +5,7 @@
 //!   device.rs          resolves a device: a node, a number, a path on it
 //!        │
 //!   limit/             limits: stored in a file and written to the kernel
-//!   figures.rs         counters of control groups with limits, for metrics and status
+//!   cgroup_counters.rs counters of control groups with limits, for metrics and status
 //!   watch/             bursts, watermarks and groups, enforced from user space
 //!   run/               a command in a temporary cgroup
 //!   show/              I/O of cgroups and their tasks

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   CGROUP, DEV ──► change of the limits file ──► rates without bursts ──► io.max, systemd       at once
-//!                     (limits_file.rs)           (settling.rs)           (write.rs)
+//!                        (limits_file.rs)        (settling.rs)            (write.rs)
 //!                           └──────────────────► weir cgroup watch: bursts, watermarks, groups   within a tenth of a second
 //! ```
 //!
@@ -213,7 +213,7 @@ pub(crate) fn remove_limits(
 }
 
 /// Removes the entries of a cgroup or disk that no longer exists, and redistributes their share;
-/// returns `why` if there is no such entry.
+/// returns `resolve_error` if there is no such entry.
 fn remove_stale_entries(
     hierarchy: &CgroupHierarchy,
     arguments: &CgroupLimitArgs,

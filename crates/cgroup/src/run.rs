@@ -1,8 +1,8 @@
 //! `weir cgroup run`: runs a command in a temporary cgroup with limits, and reports its I/O.
 //!
 //! ```text
-//!   create the cgroup ─► set limits ─► start the command in it ─► forward signals ─► read totals ─► remove the cgroup
-//!   command_cgroup.rs    command_limits.rs  command.rs                               summary.rs     command_cgroup.rs
+//!   create the cgroup ─► set limits     ─► start the command in it ─► forward signals ─► read totals ─► remove the cgroup
+//!   command_cgroup.rs    command_limits.rs command.rs                                    summary.rs     command_cgroup.rs
 //! ```
 //!
 //! The command inherits the standard streams, and its exit status becomes weir's. weir reports on

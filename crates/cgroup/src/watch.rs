@@ -10,8 +10,8 @@
 //! ```
 //!
 //! One thread and no lock: every file that it reads answers within microseconds. read_budget.rs
-//! bounds its CPU time: with thousands of busy control groups, each is read less often. It settles
-//! all limits before it ends; if it is killed, the guard does.
+//! bounds its CPU time: with thousands of busy control groups, each is read less often. The watch
+//! settles all limits before it ends; if the watch is killed, its guard settles them.
 
 pub(crate) mod arguments;
 mod disks;
@@ -266,7 +266,7 @@ impl CgroupWatch {
         }
     }
 
-    /// Does everything that is due; returns the time of the next event.
+    /// Runs all tasks that are due; returns the time of the next one.
     fn run_due(&mut self, now: Instant) -> Instant {
         if now >= self.file_at {
             self.check_file(now, false);
@@ -374,7 +374,7 @@ impl CgroupWatch {
         locked.limits_file.replace_cluster_groups(fallback_shares);
         locked.save()?;
         drop(locked);
-        // Adopted at once, so that the own change is not taken for one by another process.
+        // Adopted at once: `check_file` would treat this change as one by another process.
         self.load_changed_file(FileVersion::of(&self.path), now)?;
         Ok(true)
     }
@@ -390,7 +390,7 @@ impl CgroupWatch {
     }
 
     fn end(mut self) -> anyhow::Result<()> {
-        // The last change of the file and the last counters are taken into account.
+        // Reads the last change of the file and the last counters.
         self.check_file(now(), true);
         self.round(now());
         self.save_and_verify(now());
@@ -404,7 +404,7 @@ impl CgroupWatch {
         Ok(())
     }
 
-    /// Adopts a changed file; retries one that was rejected before only with `again`.
+    /// Adopts a changed file; retries one that was rejected before only with `retry`.
     fn check_file(&mut self, now: Instant, retry: bool) {
         let file_version = FileVersion::of(&self.path);
         let was_refused = self.rejected.as_ref().is_some_and(|(refused, _)| *refused == file_version);
@@ -440,7 +440,7 @@ impl CgroupWatch {
     }
 
     /// Watches these limits from now on. Unchanged pools continue; changed ones continue from
-    /// `left`.
+    /// `saved`.
     fn adopt(
         &mut self,
         limits_file: LimitsFile,

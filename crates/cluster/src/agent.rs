@@ -1,16 +1,16 @@
-//! The thread that talks to etcd: writes this host's reports, reads its grants, and stands for
+//! Thread with the connection to etcd: writes this host's reports, reads its grants, and stands for
 //! election.
 //!
 //! ```text
 //!   main thread  LocalGroups ──reports, reservations, commands──► inbox ──► EtcdSession ──► etcd
 //!                   ▲                                               ▲           │
-//!                   └─── events ────────────────────────────────────┼───────────┤ leads, if elected   leading
+//!                   └─── events ────────────────────────────────────┼───────────┤ leads (leader)
 //!                                                          watches ─┘           ▼
 //!                                                                           reports, grants
 //! ```
 //!
 //! A session uses one member of etcd. Any failure ends it; the next session uses the next member
-//! and reads everything again. Hosts fall back to their fallback share by their own clocks, without
+//! and reads everything again. Each host returns to its fallback share by its own clock, without
 //! this thread. Watch events are handled in `watch_events`.
 //!
 //! No request of a disk waits for this thread, and a stalled member never blocks the main thread.
@@ -51,7 +51,8 @@ const NAME_TTL: u64 = NAME_LEASE.as_secs();
 /// Lease of a host's reservations in seconds: long enough for a machine to reboot.
 const PROMISE_TTL: u64 = 600;
 const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
-/// Age of a session whose end is logged only. A shorter one is reported: the next may fail as well.
+/// Least duration of a session whose end is only logged. The end of a shorter one is reported,
+/// since the next session may fail as well.
 const MIN_NORMAL_SESSION: Duration = Duration::from_secs(10);
 /// Longest sleep of the loop.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
@@ -163,7 +164,8 @@ impl EtcdAgent {
             let Ok(input) = tokio::time::timeout(left, self.inbox.1.recv()).await else { return false };
             match input {
                 Ok(AgentInput::Stop) | Err(_) => return true,
-                // The main thread judges by the last known reservations of other hosts.
+                // Accepted here: the main thread checks against the last known reservations of
+                // other hosts.
                 Ok(AgentInput::ReserveIfFits(_, sender)) => drop(sender.try_send(Ok(()))),
                 Ok(AgentInput::Change(_, sender) | AgentInput::Forget(_, sender)) => {
                     let _ = sender.try_send(Err(format!("etcd is unreachable: {why}")));
@@ -430,7 +432,8 @@ impl EtcdSession<'_> {
         }
     }
 
-    /// Schedules a campaign after a random part of a tick, so that hosts do not all stand at once.
+    /// Schedules a campaign after a random part of a tick, so that hosts do not all campaign at the
+    /// same time.
     pub(super) fn schedule_campaign(&mut self, after: Duration) {
         let tick = self.agent.timing.tick.mul_f64((random() % 1024) as f64 / 1024.0);
         self.campaign_at = Some(now() + after + tick);
@@ -450,7 +453,7 @@ impl EtcdSession<'_> {
         let has_lease = existing.is_some_and(|value| value.lease != 0);
         let before = match &other {
             None => 0,
-            // Without a lease it is no host's: a host always attaches one.
+            // A key without a lease belongs to no host: a host always attaches one.
             Some(_) if !has_lease => 0,
             Some(Ok(other))
                 if (other.pid, other.start_ticks, &other.machine)
@@ -514,7 +517,7 @@ impl EtcdSession<'_> {
         let put = EtcdOperation::put(&key, &etcd_values::write(own_reservations), Some(lease));
         let range = self.known.keys.reservations();
         for _ in 0..3 {
-            // Fails if any reservation changed after the revision by which this one was judged.
+            // Fails if any reservation changed after the revision that this host has read.
             let compare = TransactionCondition::UnchangedSince(range.clone(), self.known.reservations_revision);
             let result = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;
             if result.succeeded {
@@ -560,10 +563,11 @@ impl EtcdSession<'_> {
 
     /// Changes a group's limits.
     ///
-    /// Concurrent reservations of other hosts do not refuse a change: it is judged again with them.
-    /// Nor does a leader that restores lost limits, which may be older than the limits known here.
-    /// The change is applied to the local state before it is acknowledged: if etcd lost it right
-    /// after, this host would otherwise take it for another host's change.
+    /// A concurrent reservation of another host does not reject the change: the change is checked
+    /// again with that reservation. Neither does a leader that restores lost limits, which may be
+    /// older than the limits known here. The change is applied to the local state before it is
+    /// acknowledged: otherwise, if etcd lost it right afterwards, this host would attribute the
+    /// change to another host.
     async fn change(
         &mut self,
         etcd: &mut EtcdClient,

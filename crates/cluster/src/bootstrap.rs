@@ -88,7 +88,8 @@ pub async fn check_start(plan: &DesiredState) -> anyhow::Result<()> {
     for result in results {
         match result {
             Ok(state) => {
-                // Members of two clusters would each divide the whole limit among their hosts.
+                // The leader of each of two etcd clusters would divide the whole limit among its
+                // hosts.
                 let cluster_of = |first: &StartState| first.cluster.clone();
                 if let (Some((one, member)), Some((other, other_member))) =
                     (first.as_ref().and_then(cluster_of), cluster_of(&state))

@@ -1,7 +1,7 @@
 //! Changes that apply to all hosts: new limits for a group, removal of a group, removal of a host.
 //!
-//! Each is one transaction that fails if the same was changed concurrently. Of two simultaneous
-//! commands one is therefore rejected with an error.
+//! Each change is one transaction, which fails if its keys were changed concurrently: of two
+//! simultaneous commands one is rejected with an error.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +26,8 @@ const MAX_REMOVAL_MARKS: usize = 64;
 
 type ChangeResult = Result<Value, String>;
 
-/// Makes a change, or returns the reason against it. `None` if the state it was judged by is stale.
+/// Makes a change, or returns the reason for rejecting it. `None` if the state that the check used
+/// is stale.
 pub(super) async fn change_group(
     known: &SessionState,
     etcd: &mut EtcdClient,
@@ -81,7 +82,8 @@ pub(super) fn change_report(known: &SessionState, name: &String, group: &GroupVa
     report
 }
 
-/// An older weir does not list its groups: it counts as taking part.
+/// True if a host has the group. An older weir does not list its groups, so it counts as having
+/// each.
 fn has_group(reservations: &HostReservations, group: &str) -> bool {
     reservations.members.as_ref().is_none_or(|all| all.contains(group))
 }

@@ -21,7 +21,7 @@ fn read(clock: ClockId) -> Instant {
     Instant::from_nanos(time.tv_sec().cast_unsigned() * 1_000_000_000 + time.tv_nsec().cast_unsigned())
 }
 
-/// Returns a random number.
+/// Random number for identifiers and jitter.
 pub(super) fn random() -> u64 {
     let mut bytes = [0; 8];
     // After a failure the buffer's content is used: uniqueness matters, not secrecy.

@@ -202,8 +202,8 @@ pub(super) struct TransactionResult {
 impl EtcdClient {
     /// Connects to the first member that answers, beginning with `first`, and logs in if needed.
     ///
-    /// A slow member does not delay the rest: leases run, and a stalled member is recognized only
-    /// by its silence.
+    /// A slow member does not delay the other ones: leases expire meanwhile, and a stalled member
+    /// is recognized only by its silence.
     ///
     /// # Errors
     /// Returns the last member's error; a refusal has precedence.
@@ -224,14 +224,14 @@ impl EtcdClient {
                     return Ok(etcd);
                 }
                 Ok(Some(Ok(Err(error)))) => last = last.prefer_refusal(error),
-                // Timeout of `BESIDE`: try the next member in parallel.
+                // After `PARALLEL_CONNECT_DELAY` the next member is tried in parallel.
                 _ => {}
             }
         }
     }
 
-    /// Fails if another member belongs to another etcd cluster: hosts of either would divide the
-    /// whole limit.
+    /// Fails if another member belongs to another etcd cluster: the hosts of each etcd cluster
+    /// would divide the whole limit among themselves.
     ///
     /// Members that do not answer at once are queried again at the next call, until all have
     /// answered.

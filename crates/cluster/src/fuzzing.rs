@@ -49,7 +49,7 @@ fn value(bytes: &[u8]) {
     }
 }
 
-/// Gives the reports to a leader, each as one host's.
+/// Passes the reports to a leader, each as the report of one host.
 fn check_leader(reports: Vec<(&str, cluster::HostReport)>) {
     let Some(term) = reports.iter().find_map(|(_, report)| report.followed_term) else { return };
     let mut limits = Limits::default();

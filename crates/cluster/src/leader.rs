@@ -1,5 +1,5 @@
-//! The leader: one election for all groups of the cluster, and a `policy::cluster::Leader` for each
-//! group.
+//! The leader: one election for all groups of the cluster, and a `policy::cluster::QuotaLeader` for
+//! each group.
 //!
 //! Each transaction is fenced by the revision and value of the leader's key. The grants of all
 //! groups of a host are one value, and values of many hosts share a transaction, so the number of
@@ -163,7 +163,7 @@ impl LeaderTerm {
         self.last_reports.get(host).filter(|(_, by_this_one)| *by_this_one).map(|(at, _)| *at)
     }
 
-    /// Hosts that are overdue with a report: they have groups and did not sign off.
+    /// Hosts that are overdue with a report: they have groups and did not leave the cluster.
     pub(super) fn silent_hosts(&self, known: &SessionState) -> BTreeSet<String> {
         let long_ago = 2 * policy::cluster::Timing::DEFAULT.lease;
         let at = now();

@@ -2,17 +2,17 @@
 //!
 //! ```text
 //!   start:  ClusterMembership::prepare ─► reads etcd, or the state directory ─► groups at their fallback share
-//!           … sandbox ─► ClusterMembership::start ─► the thread that talks to etcd   agent, hearing, etcd
-//!   then:   main thread    counters ─► reports; grants ─► quotas in force            hosts
-//!           agent thread   if elected: reports ─► division ─► grants                 leading
+//!           … sandbox ─► ClusterMembership::start ─► the agent thread    agent, etcd, watch_events
+//!   then:   main thread    counters ─► reports; grants ─► quotas in force    local_groups
+//!           agent thread   if elected: reports ─► division ─► grants         leader
 //! ```
 //!
-//! Decisions are `policy::cluster`'s, which states the rules at its head. This crate has the
-//! clocks, the messages and the buckets of the tree. A disk's requests use only the tree: no
-//! request waits for this crate. Without etcd a host falls back to its fallback share by its own
+//! `policy::cluster` makes the decisions; its module documentation has the rules. This crate has
+//! the clocks, the messages and the buckets of the tree. A disk's requests use only the tree: no
+//! request waits for this crate. Without etcd a host returns to its fallback share by its own
 //! clock.
 //!
-//! Never trusts that a value in etcd was written by weir: see `values`.
+//! Never trusts that a value in etcd was written by weir: see `etcd_values`.
 
 pub mod actor;
 mod agent;
@@ -119,14 +119,15 @@ pub trait ClusterHooks {
     /// True if this host has a group of this name, local or of the cluster.
     fn has_group(&self, name: &str) -> bool;
 
-    /// Reports that the host joined the cluster, or, with the reason in `apart`, that it is
-    /// disconnected: once leases have expired, its fallback share applies.
+    /// Reports that the host joined the cluster, or, with a `reason`, that it is disconnected: once
+    /// leases have expired, its fallback share applies.
     fn report_connection(&self, cluster: &str, host: &str, reason: Option<&str>);
 
-    /// Puts unmet reservations in force again, as far as the known reservations leave room.
+    /// Puts unmet reservations in force again, as far as they fit beside the known reservations.
     fn restore_reservations(&self);
 
-    /// Suspends reservations of disks and groups that the cluster refused, so that the rest fits.
+    /// Suspends the reservations of disks and groups that the cluster refused, so that the
+    /// remaining ones fit.
     fn suspend_reservations(&self, refusal: &ReservationRefusal);
 
     /// Reports the outcome: unmet reservations stay unmet for now; restored ones are known to all
@@ -140,11 +141,11 @@ pub trait ClusterHooks {
     /// `limits` are the old and the new ones.
     fn report_limits(&self, cluster: &str, group: &str, limits: [&Limits; 2], by: &ChangeOrigin);
 
-    /// Reports that a host stopped reporting, or (with `silent` false) that it reports again or
+    /// Reports that a host stopped reporting, or (with `is_silent` false) that it reports again or
     /// left. Only the leader calls this.
     fn report_silent_host(&self, cluster: &str, host: &str, is_silent: bool);
 
-    /// Reports that the reservations of a group exceed its limit: `promised` is their sum and the
+    /// Reports that the reservations of a group exceed its limit: `reserved` is their sum and the
     /// limit, in `unit` per second.
     fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, reserved: [u64; 2]);
 }
@@ -427,7 +428,7 @@ impl ClusterMembership {
             let _ = self.input.try_send(AgentInput::Reports(reports));
         }
     }
-    // The tick also drops expired leases, so it has to run without any word from the agent.
+    // The tick also drops expired leases, so it has to run without messages from the agent too.
 
     /// Calls [`warn_of_local_group`] once for each group.
     fn warn_of_namesakes(&self, hooks: &dyn ClusterHooks) {
@@ -567,7 +568,7 @@ impl ClusterMembership {
         self.hosts.borrow().states()
     }
 
-    /// Report for `weir cluster status`. Waits up to `PATIENCE` for etcd.
+    /// Report for `weir cluster status`. Waits up to `REQUEST_TIMEOUT` for etcd.
     pub async fn status(&self) -> ClusterReport {
         let (sender, receiver) = async_channel::bounded(1);
         let report = match self.send(AgentInput::Status(sender)) {

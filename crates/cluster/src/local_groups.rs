@@ -87,7 +87,7 @@ impl QuotaTarget {
         }
     }
 
-    /// True if the last limits are in force: only then may a report say so.
+    /// True if the last limits are in force: only then may a report acknowledge them.
     fn is_in_force(&self) -> bool {
         match self {
             Self::Disks(_) => true,
@@ -140,7 +140,7 @@ pub(super) struct LocalGroups {
     own_reservations: HostReservations,
     /// True if reservations have to be sent again: etcd may not have received the last ones.
     resend: bool,
-    /// Time spent in suspend at the last look.
+    /// Time spent in suspend when it was last checked.
     slept: Duration,
 }
 

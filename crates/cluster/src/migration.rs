@@ -2,21 +2,21 @@
 //!
 //! ```text
 //!   from                                   to
-//!   Ask       move = asked        ─────►
+//!   Offer     move = asked        ─────►
 //!             moved = ready       ◄─────   Reply      it could serve the disk
 //!   (disconnects clients, closes the image)
-//!   Give      move = given        ─────►
+//!   Release   move = given        ─────►
 //!                                          Check      the offer is still valid
 //!                                          (opens the image)
-//!             moved = taken       ◄─────   Claim      deletes `move`: the disk is now its own
-//!             moved = settled     ◄─────   Settle     it has read the result
+//!             moved = taken       ◄─────   Claim      deletes `move`: the disk belongs to `to`
+//!             moved = settled     ◄─────   Settle     `to` has read the result
 //!   Forget    deletes `moved`              once no host needs it
 //!   Withdraw  deletes `move`               if before Claim, the disk stays on `from`
 //! ```
 //!
-//! Claim and Withdraw exclude each other, so exactly one host has the disk, and both learn which.
-//! An offer has its host's lease and names that host's run: an offer of an ended run cannot be
-//! claimed. Never opens an image.
+//! Claim and Withdraw exclude each other, so exactly one host has the disk, and both hosts learn
+//! which one. An offer has its host's lease and names that host's run: an offer of an ended run
+//! cannot be claimed. Never opens an image.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -273,7 +273,7 @@ pub(super) async fn moved_disks(
             continue;
         }
         let (mut by, mut visited) = (&*answer.by, BTreeSet::from([host]));
-        // Follows further moves. `passed` ends a cycle.
+        // Follows further migrations. The set of visited hosts ends a cycle.
         while visited.insert(by)
             && let Some(next) = moved.get(&(by, disk))
         {
@@ -405,7 +405,7 @@ async fn claim(
         ),
     ];
     if offer.from != known.cluster.host {
-        // An old record would say that the disk left this host.
+        // An old record would mean that the disk left this host.
         then.push(EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk))));
     }
     let result = etcd.transact(&claimable(known, offered), &then).await?;

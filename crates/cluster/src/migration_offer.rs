@@ -1,5 +1,4 @@
-//! Data of a disk's migration: offer, answer and the steps in etcd. The steps are performed by
-//! `moving`.
+//! Data of a disk's migration: offer, answer and the steps in etcd. `migration` performs the steps.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -243,8 +243,8 @@ mod tests {
     enum ReservationStep {
         /// Reads etcd.
         Look(usize),
-        /// Reserves a rate, judged by the last read. After a conflict it reads and retries, as
-        /// `agent` does.
+        /// Reserves a rate, checked against the last read. After a conflict it reads and retries,
+        /// as `agent` does.
         Ask(usize, u64),
         /// Restarts with its earlier reservation.
         Restart(usize),
@@ -270,7 +270,8 @@ mod tests {
     }
 
     impl EtcdModel {
-        /// True if the reservation was written, judged by the state at the revision in `seen`.
+        /// True if the reservation was written, checked against the state at the revision in
+        /// `seen`.
         fn reserve(
             &mut self,
             host: &str,

@@ -41,7 +41,7 @@ pub(super) fn last_known(known: &SessionState, answered: Option<Instant>, why: &
     }
 }
 
-/// Complete report.
+/// Report with the hosts' demand and quota, read from etcd.
 pub(super) async fn current(
     known: &SessionState,
     leading: Option<&LeaderTerm>,

@@ -171,7 +171,7 @@ impl EtcdSession<'_> {
                     Ok(grants) => {
                         for (group, grant) in grants.groups {
                             match grant.read() {
-                                // Unreadable limits: a grant from them cannot be judged, so the
+                                // Unreadable limits: a grant from them cannot be checked, so the
                                 // lease runs out.
                                 _ if self.known.unreadable_groups.contains_key(&group) => {}
                                 Ok(grant) => self.send(AgentMessage::Granted { group, grant }).await?,

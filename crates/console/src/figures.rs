@@ -119,7 +119,7 @@ pub fn full_burst(kind: LimitKind, limit: RateLimit) -> Option<String> {
     Some(format!("a full burst of {name} lasts {seconds} s"))
 }
 
-/// Text shortened to `most` characters. The ellipsis replaces the middle, because names often
+/// Text shortened to `max_chars` characters. The ellipsis replaces the middle, because names often
 /// differ at their ends.
 pub fn elided(text: &str, max_chars: usize) -> String {
     let count = text.chars().count();
@@ -127,7 +127,7 @@ pub fn elided(text: &str, max_chars: usize) -> String {
         return text.to_owned();
     }
     let kept = max_chars.saturating_sub(1);
-    // The ellipsis is one of the `most` characters; of an odd rest the start gets one more.
+    // The ellipsis is one of the characters; of an odd rest the start gets one more.
     let start: String = text.chars().take(kept.div_ceil(2)).collect();
     let end: String = text.chars().skip(count - kept / 2).collect();
     format!("{}…{}", start.trim_end(), end.trim_start())

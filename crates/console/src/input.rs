@@ -19,8 +19,8 @@ pub enum TerminalEvent {
     End,
 }
 
-/// Calls `hear` for each event, on two threads, until it returns false. Blocks the signals in the
-/// calling thread and in all threads that it starts afterwards. Call it before other threads
+/// Calls `on_event` for each event, on two threads, until it returns false. Blocks the signals in
+/// the calling thread and in all threads that it starts afterwards. Call it before other threads
 /// exist: the kernel delivers a signal to any thread that does not block it.
 ///
 /// # Errors

@@ -110,7 +110,7 @@ impl SelectedRow {
     }
 
     /// Adjusts the selection to a new list. If the selected row was removed, the row at its old
-    /// position is selected. Without `stays` it is the first row.
+    /// position is selected. Without `keeps_selection` it is the first row.
     pub fn update(&mut self, names: &[&str], keeps_selection: bool) {
         if keeps_selection && names.contains(&self.name.as_str()) {
             return;

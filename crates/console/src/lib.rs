@@ -1,12 +1,12 @@
 //! User interface of the commands: numbers, tables, progress, errors, exit status, signals.
 //!
 //! ```text
-//!   figures, table       numbers and columns for people
-//!   progress             a bar on a terminal, lines elsewhere
-//!   screen, input, keys  full-screen commands such as `weir top`
-//!   signals, undo        signals as messages; actions undone before a signal ends a command
-//!   logging              log of the daemon and of the watch
-//!   descriptors          limit of open files of a process
+//!   figures, table              numbers and columns for people
+//!   progress, foreground        a bar on a terminal, lines elsewhere
+//!   screen, input, keys         full-screen commands such as `weir top`
+//!   signals, signal_cleanup     signals as messages; changes undone before a signal ends a command
+//!   logging                     log of the daemon and of other long-running commands
+//!   descriptors                 limit of open files of a process
 //! ```
 //!
 //! This file holds the exit status (0 success, 1 failure, 2 wrong command line), the form of an

@@ -80,7 +80,7 @@ impl BlockedSignals {
         Ok(Self { set, is_daemon })
     }
 
-    /// Calls `hear` for each request, on a dedicated thread, until it returns false.
+    /// Calls `on_request` for each request, on a dedicated thread, until it returns false.
     ///
     /// # Errors
     /// Fails if the thread cannot be started.

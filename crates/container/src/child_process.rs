@@ -20,7 +20,7 @@ use nix::{
     unistd::Pid,
 };
 
-/// Limit of short programs: Docker waits two minutes for a volume, which may need two of them.
+/// Timeout of short programs: Docker waits two minutes for a volume, which may need two programs.
 pub(crate) const SHORT_TIMEOUT: Duration = Duration::from_secs(50);
 /// Bytes of standard error to read.
 const MAX_STDERR_BYTES: u64 = 16 << 10;

@@ -1,4 +1,4 @@
-//! File systems of volumes: names, least sizes, and the programs that create them.
+//! File systems of volumes: names, minimum sizes, and the programs that create them.
 //!
 //! Never reads a file system: the volume's options state what its image has.
 
@@ -44,7 +44,7 @@ impl VolumeFileSystem {
 
     /// Fails with the rule.
     pub(crate) fn check_size(self, bytes: u64) -> Result<(), String> {
-        // ext4 needs space for a journal. The least sizes of the rest are those of mkfs.xfs(8) and
+        // ext4 needs space for a journal. The other minimum sizes are those of mkfs.xfs(8) and
         // mkfs.btrfs(8).
         let (min_bytes, text) = match self {
             Self::Ext4 => (4 << 20, "4M"),

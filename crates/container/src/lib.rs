@@ -5,14 +5,14 @@
 //!   Docker, Podman
 //!        │  POST /VolumeDriver.Mount {"Name": …, "ID": …}, over a Unix socket
 //!        ▼
-//!   server ─► http ─► protocol        connections, bytes, JSON
+//!   server ─► plugin_http ─► protocol connections, bytes, JSON
 //!                        ▼
 //!                     volumes         users; one change at a time for each volume
 //!         ┌──────────────┼───────────────┐
-//!       record         image          device
+//!    volume_store      image          mounter
 //!   a file for each  mkfs, and      `weir attach`, `weir detach`,
 //!   volume           weir image …   the kernel's mounts
-//!                        └── program ────┘  child processes, under a deadline
+//!                        └─ child_process ┘ child processes, under a deadline
 //! ```
 //!
 //! The plugin is a client of weir's own commands: it serves no disk, and the servers of disks

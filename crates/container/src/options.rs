@@ -79,7 +79,7 @@ impl VolumeOptions {
         for (key, value) in &self.given {
             match key.as_str() {
                 DEVICE => arguments.push(format!("--{value}")),
-                // The image has its size already; the two further ones are above.
+                // The image was created with `size`; `format` and `fstype` are passed above.
                 SIZE | FORMAT | FILE_SYSTEM => {}
                 key => arguments.push(format!("--{key}={value}")),
             }

@@ -1,7 +1,7 @@
 //! One HTTP/1.1 request and its response over a Unix socket, as far as Docker and Podman need it.
 //!
-//! A connection carries one request: the response has `Connection: close`. So idle connections do
-//! not occupy threads, and a client that was away connects again.
+//! A connection carries one request: the response has `Connection: close`. Idle connections
+//! therefore occupy no threads; a client opens a new connection for each request.
 //!
 //! Never stores more of a request than [`MAX_HEAD_BYTES`] and [`MAX_BODY_BYTES`], and never waits
 //! for one beyond its deadline, however slowly its bytes arrive.

@@ -46,7 +46,8 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// at once.
 const MIN_ARRIVAL_TIME: Duration = Duration::from_millis(250);
 
-/// Pause without descriptors or memory: the kernel does not notify when there are some again.
+/// Pause if accept(2) fails for lack of descriptors or memory: the kernel does not notify when
+/// they are available again.
 const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
 /// Slots of connections, and the state of the shutdown.

@@ -200,8 +200,8 @@ impl VolumeStore {
     /// Removes an unmounted volume with its image, or the leftovers of one.
     ///
     /// # Errors
-    /// May fail after the record was deleted; the volume is gone then, and leftovers are removed
-    /// later.
+    /// May fail after the record was deleted; then the volume no longer exists, and leftovers are
+    /// removed later.
     pub(crate) fn remove(&self, name: &VolumeName) -> anyhow::Result<()> {
         let directory = self.directory(name);
         let remove = || {

@@ -1,7 +1,7 @@
 //! Adds disks and groups for clients of the control socket, described by the keys of a config file.
 //!
 //! ```text
-//!   keys, exports ─► PlannedDisk ─► image ─► disk ─► exports
+//!   keys, exports ─► CheckedDisk ─► image ─► disk ─► exports
 //! ```
 //!
 //! The code that serves the config file reads, checks, opens and exports the disk. The operation is
@@ -31,13 +31,13 @@ const MAX_LEVELS: usize = 8;
 /// Maximum length in bytes of an error that quotes a client's input.
 const MAX_ERROR_BYTES: usize = 2048;
 
-/// Disk as a client describes it.
+/// Description of a disk by a client.
 #[derive(Debug)]
 pub(crate) struct NewDisk {
     pub(crate) name: String,
     /// Keys of its table in a config file, without `export`.
     pub(crate) keys: Map<String, Value>,
-    /// Tables of `export`; `None` stands for the endpoints of disks without any.
+    /// Values of the key `export`; `None` selects the default NBD servers, as in a config file.
     pub(crate) exports: Option<Vec<Value>>,
     /// Sockets that the client passed for the exports, by their names.
     pub(crate) sockets: Vec<(String, OwnedFd)>,
@@ -54,7 +54,7 @@ impl NewDisk {
         // The first export gets the disk's name as id.
         ensure!(!registry.exports.has_id(&name), RegistryError::IdTaken(name));
         let planned = self.checked(registry)?;
-        // The arrival withholds `DiskAdded` until the disk is complete, so that a rolled-back disk
+        // Withholds the event `disk_added` until the disk is complete, so that a rolled-back disk
         // never appears in events.
         let _arrival = registry.begin_adding(&name)?;
         // Without the lock: the answer of a storage server may take any time.
@@ -67,8 +67,8 @@ impl NewDisk {
                 if let Err(left) = registry.remove_incomplete(&name).await {
                     bail!("{error:#}; and the disk stays: {left}");
                 }
-                // The reservation of the disk is gone again: the cluster may use its capacity for
-                // others.
+                // The reservation of the disk is released: publishes the lower sum, so that other
+                // hosts can book the capacity.
                 if let Some(cluster) = registry.cluster() {
                     cluster.record_lowered_reservations(&**registry);
                 }
@@ -108,7 +108,7 @@ impl NewDisk {
             return Err(diagnostics.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no disk")));
         };
         resolve_servers(registry, &mut disk, &diagnostics);
-        // Standard servers are the defaults of a config file; explicit exports replace them.
+        // The default servers are for disks without `exports`, as in a config file.
         let default_endpoints: Vec<_> = default_servers
             .iter()
             .filter_map(|serving| Some((serving.endpoint.clone(), serving.default_for_disks.get()?)))
@@ -120,7 +120,7 @@ impl NewDisk {
                         disk there and `weir reload`)";
             return Err(planned.disk.error("rate", rule).into());
         }
-        // The plan of a config file resolves groups itself; here they must already run.
+        // A config file may define the group together with the disk; here it must already run.
         let group = planned.disk.group.as_deref().filter(|group| registry.groups.get(group).is_err());
         if let Some(group) = group {
             let remedy = "`weir status` lists them; `weir group add` makes one";
@@ -199,7 +199,7 @@ async fn open_image(
 pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secret, String> {
     let (path, root) = (path.to_owned(), registry.image_root().cloned());
     let read = move || {
-        // Pipes are rejected: their writer may never come, and this call has no timeout.
+        // Pipes are rejected: a pipe may never get a writer, and this call has no timeout.
         let file = match root {
             Some(root) => root.read(&path).map_err(|error| error.why)?,
             None => regular_file::open(&path).map_err(|error| error.to_string())?,
@@ -303,15 +303,15 @@ pub(crate) async fn add_group_object(
         above < MAX_LEVELS,
         "group {name}: {above} groups contain it; groups nest {MAX_LEVELS} deep at most (leave some out)"
     );
-    // Checked first: `Group::new` books the reservation at the parent.
+    // Checked first: `ThrottleGroup::new` books the reservation at the parent.
     registry.check_name(name)?;
     let group = ThrottleGroup::new(name, settings, parent)?;
     registry.add_group(&group)?;
     let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
     if let Err(why) = cluster.record_reservations_now(&**registry).await {
         registry.remove_group(name)?;
-        // The last reference: it frees the reservation, so that `promise` below publishes the old
-        // sum.
+        // The last reference: its drop frees the reservation, so that the next line publishes
+        // the lower sum.
         drop(group);
         cluster.record_lowered_reservations(&**registry);
         bail!("{why}");

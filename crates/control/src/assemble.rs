@@ -64,7 +64,7 @@ impl DiskAssembly {
         self.open_request_with(planned, secrets)
     }
 
-    /// As the opening of an assembly, with passphrases that were already read.
+    /// As `open_request`, with passphrases that were already read.
     pub(crate) fn open_request_with(
         &self,
         planned: &settings::DiskWithOrigins,
@@ -96,7 +96,7 @@ impl DiskAssembly {
     }
 }
 
-/// Logs a warning for each odd but valid setting of a plan.
+/// Logs a warning for each valid setting of a plan that has no effect or is probably a mistake.
 pub fn log_remarks(plan: &DesiredState) {
     for remark in plan.ineffective_settings() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
@@ -104,7 +104,7 @@ pub fn log_remarks(plan: &DesiredState) {
 }
 
 /// Loads librbd if a disk needs it, and confines images to the plan's root. After this, the process
-/// can give up the right to run programs.
+/// no longer needs the right to run programs.
 ///
 /// # Errors
 /// The library or the directory cannot be opened.
@@ -126,14 +126,14 @@ fn without_reservations(settings: ThrottleConfig) -> ThrottleConfig {
     ThrottleConfig { iops_reservation: 0, bps_reservation: 0, ..settings }
 }
 
-/// Copy of a disk's config without reservations, which are booked in a later step.
+/// Copy of a disk's config without its reservations, which a later step books.
 pub(crate) fn without_disk_reservations(planned: &settings::DiskWithOrigins) -> settings::DiskWithOrigins {
     let mut disk = planned.clone();
     disk.settings = without_reservations(planned.settings);
     disk
 }
 
-/// Books the reservations of a group or disk of a cluster's limits, as far as capacity allows.
+/// Books the reservations of a group or disk in a cluster-wide limit, as far as capacity allows.
 pub(crate) fn book_reservations(
     registry: &Registry,
     name: &str,
@@ -145,8 +145,8 @@ pub(crate) fn book_reservations(
     }
 }
 
-/// True for images that are opened inside the sandbox: librbd starts threads, and threads that
-/// start after the sandbox have no additional rights. All remaining images are opened before.
+/// True for images that are opened inside the sandbox. librbd starts threads, and only threads that
+/// start inside the sandbox are confined by it. All other images are opened before.
 pub fn opens_in_sandbox(disk: &settings::DiskWithOrigins) -> bool {
     disk.image.is_rbd()
 }

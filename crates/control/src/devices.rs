@@ -2,9 +2,9 @@
 //! has a watermark.
 //!
 //! ```text
-//!   Registry ── a change ──► Devices::follow ───► which groups have disks on which device
-//!                start, reload ──► ::refresh │             └──► block's Sampler
-//!                                            └──► measured capacities bound reservations of groups
+//!   Registry ─┬─ change of one object ─► DiskDevices::update ─┬─► block's Sampler: disks, groups
+//!             └─ start, reload ────────► ::refresh ───────────┤
+//!                                                             └─► bounds of groups' reservations
 //! ```
 //!
 //! A change of one disk or group examines only that object and its ancestors, so that adding

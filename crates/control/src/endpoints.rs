@@ -2,9 +2,9 @@
 //! a file on this host.
 //!
 //! ```text
-//!   settings::Door ─► open ─► Entrance: address, server, the task that serves
-//!                       │        accept, close, stop: the same for every kind
-//!                       └── one file per kind: how to create it, which counters it has
+//!   settings::ExportTarget ─► open_endpoint ─► ExportEndpoint: address, server, serving task
+//!                                   │            accept, close, stop: the same for every kind
+//!                                   └── one file per kind: its creation, its counters
 //! ```
 //!
 //! All of this runs on the main thread; the queues of an export live on the workers. Never handles
@@ -43,7 +43,7 @@ use crate::{
 type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// Operations that the servers of all single-disk endpoints have in common; see
-/// `export::vhost_user_blk::Server`.
+/// `export::vhost_user_blk::VhostUserServer`.
 pub trait EndpointServer {
     /// Number of connected clients. A device counts as one while it exists.
     fn connections(&self) -> usize;
@@ -227,8 +227,8 @@ impl ExportEndpoint {
         self
     }
 
-    /// Starts accepting clients. Calls `ended` if serving ends before the endpoint is closed: with
-    /// an error, or with `Ok` if the device was removed externally.
+    /// Starts accepting clients. Calls its argument if serving ends before the endpoint is closed:
+    /// with an error, or with `Ok` if the device was removed externally.
     pub(crate) fn accept(self: &Rc<Self>, on_end: impl FnOnce(io::Result<()>) + 'static) {
         // Idempotent: an accepting endpoint is unchanged.
         let Some(task) = self.unstarted_task.take() else { return };

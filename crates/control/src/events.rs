@@ -1,17 +1,17 @@
 //! Events: one type, one ring of the latest events, and a sequence number for each.
 //!
 //! ```text
-//!   control/watch  disks, groups, devices each second, by judge ─┐                    ┌─► log
-//!                  changes of the running state, with the actor  ├─► Events: latest   ├─► QMP: X_WEIR_EVENT
-//!   NBD and vhost-user clients, from their servers ──────────────┘                    └─► HTTP
+//!   watch     disks, groups, devices, by hysteresis ─┐              ┌─► log
+//!             changes, with their actor ─────────────┼─► EventLog ──┼─► QMP: X_WEIR_EVENT
+//!   servers   NBD clients, vhost-user front ends ────┘              └─► HTTP
 //! ```
 //!
-//! Every consumer reads at its own pace: [`EventLog::since`] returns the events after a number,
-//! [`EventLog::listen`] wakes. A slow consumer never delays a producer. Rate limits apply per event
-//! type before a number is assigned, so the ring, the log, all clients and all commands share one
-//! bound; dropped events are counted.
+//! Every consumer reads at its own pace: [`EventLog::since`] returns the events after a number, and
+//! [`EventLog::listen`] wakes the consumer. A slow consumer never delays a producer. Rate limits
+//! apply per event type before a number is assigned, so the ring, the log, all clients and all
+//! commands share one bound; dropped events are counted.
 //!
-//! Never on the path of a request: a client causes two events, at its connection and at its end.
+//! Never on the path of a request: a client causes two events, when it connects and disconnects.
 
 mod client_events;
 mod deliveries;
@@ -157,7 +157,7 @@ impl EventLog {
         ring.next += 1;
         ring.evict();
         ring.events.push_back(Arc::new(event.recorded_at(id, time, dropped)));
-        // Woken after the lock is released, so that listeners do not run into it.
+        // Woken after the lock is released: a woken listener takes the lock at once.
         drop(ring);
         self.0.woken.notify(usize::MAX);
     }

@@ -68,15 +68,14 @@ impl RunningEndpoint {
         }
     }
 
-    /// Removes the export from its endpoint. For a device, the caller has checked its openers
-    /// before
-    /// [`Removal::IfUnused`]: that check blocks, and must not run here.
+    /// Removes the export from its endpoint. Before [`Removal::IfUnused`] the caller has checked
+    /// the openers of a device: that check blocks, and must not run here.
     pub(super) fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
         match self {
             Self::Nbd(serving, number) => serving.server.remove(*number, removal),
             Self::Separate(endpoint) => match (removal, endpoint.server.connections()) {
-                // A device counts as a connection while it exists, so its count says nothing about
-                // its openers.
+                // A device counts as one connection while it exists, so the count does not show
+                // whether it has openers.
                 (Removal::IfUnused, connections @ 1..) if endpoint.device().is_none() => {
                     Err(NotRemoved::InUse { connections })
                 }

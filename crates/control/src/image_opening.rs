@@ -13,7 +13,7 @@ use settings::Origin;
 use storage::OpenError;
 
 /// Time after which an image that is still being opened counts as unavailable. Shorter than the
-/// time limit for a silent NBD server, so that such a server gives the same result at every start.
+/// time limit for an unresponsive NBD server, whose disk thus becomes unavailable at every start.
 pub(crate) const OPEN_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Parameters for opening the image of a disk; reusable for retries.
@@ -83,7 +83,7 @@ impl ImageOpenAttempt {
         Self { request: open_request, opened, began_at: reactor::now(), has_no_deadline: is_awaited }
     }
 
-    /// The image, or the error that opening it met.
+    /// Image, or the error of opening it.
     ///
     /// # Errors
     /// The storage does not answer, or the error is transient.

@@ -10,14 +10,14 @@
 //! ```text
 //!   reconcile/  brings the running state to a plan: start, reload, retry, dry run
 //!   reload/     reads the config file again and reconciles
-//!   upgrade/    a new process continues for the old one
-//!   migration/  a disk moves to another host of the cluster
-//!   qmp/        the control socket: stream ─► session ─► command ─► commands/, one file per subject
-//!   listen/     the sockets that clients connect to
+//!   upgrade/    upgrade: a new process continues for the old one
+//!   migration/  migration: a disk moves to another host of the cluster
+//!   qmp/        control socket: stream ─► session ─► command ─► commands/, one file per subject
+//!   listen/     sockets that clients connect to
 //!   events/     event ring, rate limits, event types
 //!   recording/  recordings of requests
 //!   notify      messages to the service manager
-//!   openers     users of devices of this host: mounts, other devices, processes
+//!   openers     mounts, other devices and processes that use a device of this host
 //! ```
 //!
 //! The QMP command `block_set_io_throttle` is in `qmp/commands/throttle.rs`; the table of all

@@ -53,8 +53,8 @@ pub(crate) type ListeningSocket = (Fd, Option<PathBuf>);
 
 impl BoundListener {
     /// Socket of the old process, which was configured to listen at `endpoint`, with the socket
-    /// file it created. The file belongs to the old process until `passed` says otherwise. `number`
-    /// is the position among several sockets.
+    /// file it created. The file belongs to the old process until this process owns the `passed`
+    /// files. `number` is the position among several sockets.
     pub(crate) fn adopt(
         socket: OwnedFd,
         endpoint: &ListenEndpoint,
@@ -79,7 +79,7 @@ impl BoundListener {
                 }
             }
         };
-        // Removes the file only after the old process has given it up.
+        // Removes the file only if this process owns it, that is, after the upgrade is final.
         let file = file.map(|path| SocketFile::adopt(path, passed));
         Ok(Self { socket, authority, file })
     }
@@ -200,9 +200,9 @@ pub fn is_same_address(one: &str, other: &str) -> bool {
 /// Interpretation of an address that is already in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AddressConflictRule {
-    /// The user may be the daemon that this check is about; not an error.
+    /// The address may be in use by the daemon that is being checked; not an error.
     Tolerated,
-    /// The user is another process; an error.
+    /// The address is in use by another process; an error.
     Rejected,
 }
 

@@ -1,6 +1,6 @@
-//! Config in force, with everything that reading it again needs.
+//! Config in force, with all inputs of its next reading.
 //!
-//! Data only; `reload` reads it again.
+//! Data only; `reload` reads the file again.
 
 use std::{path::PathBuf, rc::Rc};
 

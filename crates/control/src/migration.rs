@@ -1,9 +1,9 @@
 //! Migration: a disk moves to another host of the cluster, with its settings and bucket levels.
 //!
 //! ```text
-//!   source         the old host: offers, closes the image, hands over; resumes on failure
-//!   target         the new host: checks the offer, opens the image, claims the disk
-//!   migrated_disk  the description that both exchange
+//!   source         offers, closes the image, hands over; resumes on failure
+//!   target         checks the offer, opens the image, claims the disk
+//!   migrated_disk  description that both exchange
 //! ```
 //!
 //! The steps in etcd are in `cluster::migration`. At most one of the two daemons has the image
@@ -25,8 +25,8 @@ use super::registry::Registry;
 
 /// Time limit for each answer of the peer host, which may have to open an image over the network.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
-/// Time limit for the check at the target; below `PATIENCE`, so that its rejection arrives in
-/// time.
+/// Time limit for the check at the target; below [`ANSWER_TIMEOUT`], so that its rejection arrives
+/// in time.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time for the target host to join the cluster.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(3);

@@ -96,7 +96,7 @@ impl ServiceManager {
             let _ = writeln!(message, "{state}");
         }
         let mut waiting = self.lock_queue();
-        // Only then: a direct send must not overtake queued messages.
+        // Only with an empty queue: a direct send must not overtake queued messages.
         if waiting.is_empty() {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
             match rustix::net::send(&self.socket, message.as_bytes(), flags) {

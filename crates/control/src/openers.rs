@@ -61,7 +61,7 @@ struct OpenedDevice {
 }
 
 impl DeviceOpeners {
-    /// Mounts that this process sees, and devices, on a block device's node in /dev or on a file.
+    /// Openers of a block device, given by its node in /dev, or of a file. Without processes.
     pub fn of_device(device: &Path) -> Self {
         Self::of_device_in(Path::new("/"), device)
     }
@@ -102,8 +102,8 @@ impl DeviceOpeners {
         entry_names(&self.root.join("proc")).into_iter().filter_map(process).collect()
     }
 
-    /// True if the same devices are on top of it as before. A released loop device may belong to
-    /// another file a moment later, together with its mounts.
+    /// True if the devices on top of it have not changed. A loop device that is released may be
+    /// attached to another file at once, whose mounts do not belong to this device.
     pub fn are_unchanged(&self, device: &Path) -> bool {
         Self::read(&self.root, device).nodes == self.nodes
     }

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   socket ─► server ─► session ─► stream ─► json        bytes to requests
-//!                │         └─► arguments, error          parameters, and their mistakes
-//!                ├─► descriptors                         descriptors that come with the bytes
+//!                │         └─► arguments, error          parameters, and errors about them
+//!                ├─► descriptors                         descriptors passed with the bytes
 //!                ├─► command ─► commands/…               execution
 //!                └─► outbox ◄─ event                     replies and events, to the client
 //! ```

@@ -8,9 +8,10 @@
 //!      removed disks, groups and servers are closed      no client uses them
 //! ```
 //!
-//! Commands that change the structure of the running state wait for the end of a reload
-//! (`turns`). Clients of exports may still connect or disconnect between two steps,
-//! and devices may be removed externally. Steps that depend on these check the running state again.
+//! Commands that change the structure of the running state wait for the end of a reload:
+//! [`structure_lock`](super::structure_lock). Clients of exports may still connect or disconnect
+//! between two steps, and devices may be removed externally. Steps that depend on these check the
+//! running state again.
 
 pub(crate) mod change_report;
 pub(crate) mod difference;
@@ -137,7 +138,7 @@ impl Reconciliation<'_> {
     /// unchanged.
     ///
     /// # Errors
-    /// The first step that fails, with its place in the config file.
+    /// The first step that fails, with its origin in the config file.
     pub(crate) async fn reconcile(
         &mut self,
         difference: &PlanDifference,
@@ -249,7 +250,7 @@ impl Reconciliation<'_> {
         Ok(())
     }
 
-    /// Adds the export's place in the config file and its disk to an error.
+    /// Adds the export's origin in the config file and its disk to an error.
     fn with_export_origin(&self, planned: &PlannedExport, error: anyhow::Error) -> anyhow::Error {
         if !self.has_config_file() {
             return error;
@@ -268,7 +269,7 @@ impl Reconciliation<'_> {
         error.context(format!("{origin}disk {}{at}", planned.disk))
     }
 
-    /// Place in the config of the first export at a server that does not run yet.
+    /// Origin in the config of the first export at a server that does not run yet.
     fn first_export_origin(&self, server: &settings::NbdServerSpec) -> String {
         let disk = server.exports.first().map(|export| &self.plan.disks[export.disk]);
         let Some(disk) = disk else { return "daemon".to_owned() };
@@ -468,8 +469,8 @@ impl Reconciliation<'_> {
         Ok(groups)
     }
 
-    /// Applies the seats that differ from the running state, and records the changes of existing
-    /// ones.
+    /// Applies the placements that differ from the running state, and records the changes of
+    /// existing objects.
     fn apply_placements(
         &mut self,
         difference: &PlanDifference,
@@ -495,14 +496,14 @@ impl Reconciliation<'_> {
             after.push(placement.clone().without_reservations());
             before.push(placement);
         }
-        // Pushed first: `seats::put` may fail halfway, and putting the previous seats undoes it.
+        // Pushed first: `apply_all` may fail halfway; applying the previous placements undoes it.
         self.completed.push(CompletedStep::MembersPlaced(before));
         placements::apply_all(&after)?;
         self.reports.extend(reports);
         Ok(())
     }
 
-    /// Current seats of the disks and groups that will be removed.
+    /// Current placements of the disks and groups that will be removed.
     fn removed_placements(&self, difference: &PlanDifference) -> anyhow::Result<Vec<MemberPlacement>> {
         let disk = |name: &String| Ok(GroupOrDisk::Disk(Arc::clone(&self.registry.disks.get(name)?.disk)));
         let group = |name: &String| Ok(GroupOrDisk::Group(self.registry.groups.get(name)?));

@@ -95,7 +95,7 @@ pub struct Recordings {
     disk: Box<DiskLookup>,
     /// True if there is a group of this name.
     has_group: Box<dyn Fn(&str) -> bool>,
-    /// Running while there are recordings.
+    /// `None` while there are no recordings.
     engine: RefCell<Option<RecordingEngine>>,
     running: RefCell<BTreeMap<u64, Rc<RunningRecording>>>,
     next: Cell<u64>,
@@ -121,9 +121,9 @@ impl Recordings {
         })
     }
 
-    /// Records these disks and the disks of these groups, or all current and later disks if `of` is
-    /// empty, to an open file, until [`Recordings::end`] or a write error. Every request that
-    /// arrives after the return is recorded or counted as dropped.
+    /// Records these disks and the disks of these groups to an open file, until
+    /// [`Recordings::end`] or a write error. An empty list selects all current and later disks.
+    /// Every request that arrives after the return is recorded or counted as dropped.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -139,8 +139,8 @@ impl Recordings {
             end_signal: signal,
         })?;
         let (sender, receiver) = async_channel::bounded(1);
-        // The orders before it include the assignment of disks, so no request is missed from here
-        // on.
+        // Earlier messages assign the disks, so no request is missed once the engine has
+        // handled this one.
         self.with_engine(|engine| engine.confirm(sender));
         // Completes when the engine drops the sender; no value is ever sent.
         let _ = receiver.recv().await;
@@ -311,7 +311,7 @@ impl Recordings {
             let sinks = running.iter().filter(|(_, running)| named.is_recorded_by(&running.names));
             let sinks: Vec<u64> = sinks.map(|(id, _)| *id).collect();
             // Enables recording on the workers at once, possibly before the engine knows the
-            // number: see `Order::UpdateDisks`.
+            // number: see `EngineMessage::UpdateDisks`.
             disk.recording().set((!sinks.is_empty()).then_some(named.number));
             (named, sinks)
         });

@@ -11,7 +11,7 @@
 //!
 //! ```text
 //!   disks, groups, exports, objects, lifecycle    one struct each, with its own state
-//!   registry, exported, arrivals                  changes that concern several of them, or that
+//!   registry, export_changes, incomplete_disks    changes that concern several of them, or that
 //!                                                 notify listeners
 //! ```
 
@@ -158,7 +158,7 @@ impl Registry {
         new
     }
 
-    /// Attaches the cluster, whose limits groups may have from now on.
+    /// Attaches the cluster; from now on groups can have cluster-wide limits.
     pub fn set_cluster(&self, cluster: Rc<ClusterMembership>) {
         let _ = self.cluster.set(cluster);
     }
@@ -226,7 +226,7 @@ impl Registry {
         self.devices.get_or_init(|| DiskDevices::new(state));
     }
 
-    /// After each change, resolves the devices of the changed disk or group, once per name and turn
+    /// After each change, resolves the devices of the changed disk or group, once per name and pass
     /// of the executor. Must be called once.
     pub fn follow_devices(self: &Rc<Self>) {
         let (registry, changed) = (Rc::downgrade(self), Rc::new(RefCell::new(BTreeSet::new())));
@@ -234,7 +234,7 @@ impl Registry {
             let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else {
                 return;
             };
-            // A nonempty set means that a task for this turn is already spawned.
+            // A nonempty set means that a task for this pass is already spawned.
             let is_due = !changed.borrow().is_empty();
             changed.borrow_mut().insert(name.clone());
             if is_due {
@@ -242,7 +242,7 @@ impl Registry {
             }
             let (registry, changed) = (Weak::clone(&registry), Rc::clone(&changed));
             reactor::spawn(async move {
-                // Further changes of this turn are collected before the check runs.
+                // Further changes of this pass are collected before the check runs.
                 reactor::yield_now().await;
                 let names = changed.take();
                 if let Some(registry) = registry.upgrade() {
@@ -318,8 +318,8 @@ impl Registry {
     /// Removes an unused disk, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), RegistryError> {
         let disk = self.unlist(name)?;
-        // Before `tell`, whose listeners book unmet reservations, and before the image is closed,
-        // which may take long.
+        // Before `notify`, whose listeners book unmet reservations, and before the image is
+        // closed, which may take long.
         let (member, before) = (disk.disk.throttle(), disk.disk.throttle().settings());
         let unreserved = DiskSettings { share: before.share.with_reservation(0, 0), ..before };
         log_unreleased(name, member.configure_and_move(unreserved, member.group().as_ref()));

@@ -9,10 +9,10 @@
 //!        removed disks, groups and servers are closed    no client uses them
 //! ```
 //!
-//! A reload holds the exclusive lock ([`structure_lock`](super::structure_lock)): one reload at a time, and commands
-//! that change disks, groups, exports or servers wait until it is applied or rolled back. Hence no
-//! client uses a name that the reload frees, or a server or group that it creates, before the
-//! reload is final.
+//! A reload holds the exclusive lock ([`structure_lock`](super::structure_lock)): one reload at a
+//! time, and commands that change disks, groups, exports or servers wait until it is applied or
+//! rolled back. Hence no client uses a name that the reload frees, or a server or group that it
+//! creates, before the reload is final.
 
 mod credentials;
 mod unavailable;

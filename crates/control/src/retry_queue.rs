@@ -8,10 +8,11 @@
 //!                         └ fails ─► reported, retried after ten seconds
 //! ```
 //!
-//! A disk is listed while this task holds the lock ([`structure_lock`](super::structure_lock)) exclusively, like a
-//! reload. A reload includes unavailable disks: it updates their config, and abandons those that
-//! the file no longer contains. A client that removes such a disk abandons it as well. The name of
-//! the disk, and the names and endpoints of its exports, stay reserved.
+//! A disk is listed while this task holds the lock ([`structure_lock`](super::structure_lock))
+//! exclusively, like a reload. A reload includes unavailable disks: it updates their config, and
+//! abandons those that the file no longer contains. A client that removes an unavailable disk
+//! abandons it as well. The name of the disk, and the names and endpoints of its exports, stay
+//! reserved.
 
 #[cfg(test)]
 mod tests;
@@ -126,7 +127,7 @@ impl Registry {
     }
 
     /// Rolls back the steps of a failed retry, and returns the disk to the retry queue. No event
-    /// reports these steps: to watchers the disk is still arriving.
+    /// reports these steps: the disk was never announced.
     async fn requeue_unavailable(
         self: &Rc<Self>,
         name: &str,
@@ -156,8 +157,8 @@ impl Registry {
         self.disks.unavailable.borrow().values().map(|entry| entry.config()).collect()
     }
 
-    /// Applies a new config to an unavailable disk. An opening with other options (`way`, with its
-    /// first attempt) replaces the running attempt.
+    /// Applies a new config to an unavailable disk. If it must be opened with other options, the
+    /// new attempt replaces the running one.
     pub(super) fn replan_unavailable(
         self: &Rc<Self>,
         name: &str,

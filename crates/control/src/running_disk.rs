@@ -75,9 +75,9 @@ impl RunningDisk {
         config
     }
 
-    /// Current values of the keys that differ from their defaults and that `which` selects, with
-    /// absolute paths. Excludes a probed format: the image, opened as explicitly raw, would accept
-    /// the header of another format from its guest.
+    /// Current values of the keys that differ from their defaults and that the function selects,
+    /// with absolute paths. Excludes a probed format: the image, opened as explicitly raw, would
+    /// accept the header of another format from its guest.
     pub(crate) fn current_keys(&self, is_selected: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
         let mut config = self.current_config();
         if let Ok(here) = absolute(".") {

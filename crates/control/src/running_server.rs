@@ -86,7 +86,7 @@ impl RunningServer {
             });
             AcceptingSocket { _task: task, file, socket }
         };
-        // Idempotent: `closed` is empty after the first call.
+        // Idempotent: `not_accepting` is empty after the first call.
         self.accepting.borrow_mut().extend(self.not_accepting.take().into_iter().map(accept));
     }
 

@@ -128,7 +128,8 @@ impl ThrottleLogCounters {
         self.0.get(name).copied().unwrap_or_default()
     }
 
-    /// Time limited, with the share of the groups, by the same rule as `weir status`.
+    /// Growth with the limited time of the disk or of its ancestor groups, whichever is larger, by
+    /// the same rule as `weir status`.
     fn limited_by(
         &self,
         growth: ThrottleGrowth,

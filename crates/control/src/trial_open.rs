@@ -1,5 +1,5 @@
 //! Trial opening of images for a dry run, without side effects: the image is opened read-only and
-//! without locks, so that no other user of it is affected. Errors that a real start would get from
+//! without locks, so that its current user is not affected. Errors that a real start would get from
 //! locks, or from marks in the image, are checked separately.
 
 use block::disk::Disk;

@@ -1,6 +1,6 @@
 //! Unmet reservation: a reservation in a cluster's limits that a disk or group is served without.
 //!
-//! Data only; `promises` decides when a reservation is unmet and when it is met.
+//! Data only; `unmet_reservations` decides when a reservation is unmet and when it is met.
 
 use api::UnmetReservation;
 use policy::throttle::NodeShare;

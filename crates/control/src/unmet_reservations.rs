@@ -21,7 +21,7 @@ use super::{
 use crate::events::{Kind, NewEvent};
 
 impl Registry {
-    /// Innermost group with cluster-wide limits that contains this group, or is it.
+    /// Innermost group with cluster-wide limits that contains this group, or the group itself.
     pub(crate) fn shared_group(&self, group: Option<&Arc<ThrottleGroup>>) -> Option<Arc<ThrottleGroup>> {
         let mut above = iter::successors(group.cloned(), |group| group.parent().cloned());
         above.find(|group| self.cluster_of(group.name()).is_some())
@@ -47,8 +47,8 @@ impl Registry {
         Ok(())
     }
 
-    /// As `book_at_start`, for a disk that becomes available later: its capacity may be booked
-    /// by then. The disk is served in any case.
+    /// As `book_at_start`, for a disk that becomes available later: other hosts may have booked its
+    /// capacity meanwhile. The disk is served in any case.
     pub(super) fn book_later(&self, name: &str, wanted: [u64; 2]) {
         let Some(node) = self.group_or_disk(name).filter(|_| wanted != [0, 0]) else { return };
         if let Err(refused) = placement_with_reservation(&node, wanted).apply() {
@@ -170,7 +170,7 @@ impl Registry {
     pub(super) fn report_unmet(&self) {
         let mut changed = Vec::new();
         self.groups.unmet.borrow_mut().retain(|name, entry| {
-            // `Tried(false)` was never reported as unmet, so being met is no news.
+            // `BookedAgain(false)` was never reported as unmet: no event reports that it is met.
             let was = std::mem::replace(&mut entry.state, UnmetReservationState::Reported);
             if matches!(was, UnmetReservationState::Unreported | UnmetReservationState::BookedAgain(true)) {
                 changed.push((name.clone(), was, entry.clone()));

@@ -1,12 +1,12 @@
 //! Upgrade: a new process continues for the running one (`--takeover`), unnoticed by clients.
 //!
 //! ```text
-//!   new_process           new process, `weir serve --takeover`: asks, opens everything, serves
-//!   old_process           old process: offers, quiesces, ends; or resumes
-//!   given_up              end of the new process if the old one gives up first
+//!   new_process           `weir serve --takeover`: requests the upgrade, opens everything, serves
+//!   old_process           offers, quiesces, ends; or resumes
+//!   given_up              ends the new process if the old one gives up first
 //!   devices               devices and files of this host, in both processes
 //!   identity              comparison of a disk with the one that the old process serves
-//!   added_objects         objects that are in no config file: their description
+//!   added_objects         description of objects that are in no config file
 //!   add_transferred       the same objects, added by the new process
 //!   messages              messages between the processes
 //!   counters              transferred counters
@@ -14,11 +14,11 @@
 //!   channel               framing of messages and descriptors
 //! ```
 //!
-//! The new process asks at the control socket. Steps that can fail are done while the old process
-//! still serves; then the old one is quiesced for some milliseconds. Until it has sent `Yours`, the
-//! old process can resume, whatever happens to the new one.
+//! The new process requests the upgrade over the control socket. Steps that can fail are done while
+//! the old process still serves; then the old one is quiesced for some milliseconds. Until it has
+//! sent `Yours`, the old process can resume, even if the new one is killed.
 //!
-//! Never decides what runs: the new process has its own config, and takes over the objects in it
+//! Never selects the objects: the new process has its own config, and takes over the objects in it
 //! and those that clients of the control socket added.
 
 mod add_transferred;
@@ -69,8 +69,8 @@ fn missing_text<T>(subject: String, origin: &ObjectOrigin<T>, registry: &Registr
     format!("{subject}{why} (add it to {config}, or remove it first)")
 }
 
-/// Releases a disk with handover that was held during the pause so that its image stayed open. By
-/// then its restarted virtqueues hold it. If they start later, they open it as usual.
+/// Releases a disk with handover that was retained so that its image stayed open during the pause.
+/// The delay lets its virtqueues restart and use the disk first; later ones reopen the image.
 fn release_later(disk: Arc<Disk>) {
     const VIRTQUEUE_RESTART_TIME: Duration = Duration::from_secs(1);
     reactor::spawn(async move {

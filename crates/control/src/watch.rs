@@ -2,8 +2,8 @@
 //! of NBD and vhost-user clients. Throttling by limits is only logged.
 //!
 //! ```text
-//!   each second   disks, groups, devices ─► events::judge ─┐
-//!   each change   Registry::tell, by events::actor ───────┴─► Events::tell
+//!   each second   disks, groups, devices ─► events::hysteresis ─────┐
+//!   each change   Registry::notify, with the actor of the change ───┴─► EventLog::record
 //! ```
 //!
 //! A sample takes a few hundred nanoseconds per disk, on the main thread. While all threads sleep
@@ -70,13 +70,13 @@ pub fn watch_registry(registry: &Rc<Registry>, in_use: BTreeSet<String>) -> Join
     })
 }
 
-/// Samples until `look` returns `None`; `look` returns true if no condition can change by time
-/// alone.
+/// Calls the function each second while there is activity, until it returns `None`. It returns true
+/// if no condition can change by time alone.
 async fn sample_while_active(mut sample: impl FnMut() -> Option<bool>) -> Option<Infallible> {
     loop {
         reactor::sleep_until(reactor::now() + SECOND).await;
         let sampled_at = reactor::now();
-        // Created before the sample: a wake-up during the sample must not be missed.
+        // Created before the sample: otherwise a wake-up during the sample would be missed.
         let wake_up = reactor::next_wake_up();
         if !sample()? {
             continue;

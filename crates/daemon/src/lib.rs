@@ -2,23 +2,14 @@
 //! and to an orderly end.
 //!
 //! ```text
-//!   serve/      start and end: options (arguments/), checks without a start (check), signals
-//!   listen/     the sockets that clients connect to
-//!   cluster/    groups whose limits hold over many hosts: etcd, reports, grants
-//!   control/    the running state (registry), and changes to it
-//!     reload/   the config file read again: its difference to the running state, as one change
-//!     upgrade/  another daemon continues for this one
-//!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
-//!   events/     the most recent events, and the actors that caused them
-//!   http/       metrics for Prometheus and the page, on a separate thread
-//!   on_event/   the process that starts a command for each event
-//!   sandbox/    rights that are dropped once everything is open
-//!   notify      messages to the service manager
-//!   pid_file    the process ID, for scripts
+//!   serve/      start and end: options (arguments), checks without a start (check), signals
+//!   on_event/   process that starts a command for each event
+//!   pid_file    file with the process ID, for scripts
 //! ```
 //!
-//! The control sockets, disks, groups and exports are in the crate `control`, metrics and the page
-//! in `http`, quota leases in `cluster`.
+//! The running state and all changes to it (reload, upgrade, control sockets) are in the crate
+//! `control`, metrics and the page in `http`, quota leases in `cluster`, and the rights that the
+//! daemon keeps after its start in `sandbox`.
 //!
 //! Never touches a request: only `export` and `block` are between a client and its disk.
 

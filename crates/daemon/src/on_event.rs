@@ -126,7 +126,7 @@ fn receive_line(socket: &mut BufReader<&UnixStream>) -> io::Result<Option<String
     Ok(line.strip_suffix('\n').map(str::to_owned))
 }
 
-/// Executes the daemon's orders from standard input, until that ends.
+/// Executes the daemon's orders from standard input, until end of file.
 ///
 /// # Errors
 /// Fails if standard input has no orders.

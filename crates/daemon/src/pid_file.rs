@@ -1,13 +1,13 @@
 //! A file with the process ID, for scripts that wait for the daemon or end it.
 //!
 //! It is locked while the process runs, as qemu-nbd locks its own: a locked file belongs to a live
-//! process, an unlocked one was left behind.
+//! process, and an unlocked one to a process that has ended.
 //!
 //! ```text
-//!   not there, or empty       ─► made
-//!   a number, and locked      ─► refused: that process runs
-//!   a number, and not locked  ─► taken over: that process left it behind
-//!   anything else             ─► refused: it is not ours
+//!   missing or empty          ─► created
+//!   a number, and locked      ─► rejected: that process runs
+//!   a number, and not locked  ─► replaced: that process has ended
+//!   anything else             ─► rejected: not a pid file
 //! ```
 
 use std::{
@@ -29,7 +29,7 @@ use policy::time::Duration;
 /// Interval of trying to lock the file of a process that is about to end; there is no notification.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 const TRIES_TO_LOCK: u32 = 500;
-/// A number with a line feed is shorter.
+/// Maximum size of a pid file: more than a number with a line feed.
 const MAX_BYTES: u64 = 32;
 
 /// The file; removed on drop if it still holds this process's ID, or emptied if the directory is
@@ -67,8 +67,8 @@ impl PidFile {
     }
 }
 
-/// A pid file whose process is about to end: opened while the rights for that are there, written
-/// once it is unlocked.
+/// A pid file whose process is about to end: opened while this process has the rights for it,
+/// written once it is unlocked.
 #[derive(Debug)]
 pub(crate) struct ClaimedPidFile {
     path: PathBuf,
@@ -140,7 +140,7 @@ fn open_options(make: bool) -> OpenOptions {
     options
 }
 
-/// Opens and locks the file; `None` if it does not exist and is not to be made.
+/// Opens and locks the file; `None` if it does not exist and must not be created.
 fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
     // A process that ends may remove the file between open and lock, so that is checked and
     // retried.
@@ -165,7 +165,7 @@ fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
         (&mut file).take(MAX_BYTES).read_to_end(&mut text).context("cannot be read")?;
         let text = String::from_utf8_lossy(&text);
         let text = text.trim();
-        // A longer file may continue with anything.
+        // Only the beginning of a longer file was read, so it does not count as a number.
         let is_short = metadata.len() <= MAX_BYTES;
         let number = text.parse::<u32>().ok().filter(|_| is_short);
         match number {

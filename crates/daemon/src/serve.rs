@@ -9,7 +9,7 @@
 //! rights that are not needed any more are dropped, and `ready` is logged. At the end every disk
 //! is flushed, and a flush that fails is a failure.
 //!
-//! This file reads the command line; `starting` and `ending` follow.
+//! This file reads the command line; `start` and `shutdown` do the rest.
 
 mod arguments;
 mod bind;
@@ -161,7 +161,7 @@ impl ServeInput {
 
 /// Desired state, with this number of sockets from the service manager.
 fn plan(parsed: &ParsedConfig, is_of_a_file: bool, inherited: usize) -> Result<DesiredState, CommandFailure> {
-    // Without disks and file, only steps in qemu-storage-daemon's syntax were given.
+    // Without disks and config file, the command line has only options of qemu-storage-daemon.
     let plan = match parsed.disks.is_empty() && !is_of_a_file {
         true => DesiredState::without_disks(parsed.clone()),
         false => DesiredState::new(parsed.clone(), inherited),
@@ -174,7 +174,7 @@ fn plan(parsed: &ParsedConfig, is_of_a_file: bool, inherited: usize) -> Result<D
 enum DaemonEvent {
     Signal(SignalRequest),
     End(DaemonEnd),
-    /// Every connection has ended and every disk was flushed, or its flush has failed.
+    /// Every connection has ended, and every disk was flushed or its flush has failed.
     Finished(anyhow::Result<()>),
 }
 

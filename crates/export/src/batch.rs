@@ -62,7 +62,7 @@ impl<R: Mergeable> MergeBatch<R> {
         &mut self.batch
     }
 
-    /// Starts a task for each I/O: `one` for a single request, `reads` and `writes` for merged
+    /// Starts a task for each I/O: `single` for a single request, `reads` and `writes` for merged
     /// ones.
     pub(crate) fn start<F, G, H>(
         &mut self,

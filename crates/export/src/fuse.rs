@@ -7,8 +7,9 @@
 //!
 //! Where to start: [`mount`](FuseMount) mounts the file and returns the descriptor of `/dev/fuse`;
 //! [`server`](FuseExportServer) answers INIT ([`negotiate`]) and starts the queues; `queue.rs`
-//! receives messages into a `receive_buffer`, [`message`] parses them, and `execute.rs` executes
-//! them. `channel.rs` is the interface to the kernel: in simulation, to a kernel in memory.
+//! receives messages into the buffers of `receive_buffer.rs`, [`message`] parses them, and
+//! `execute.rs` executes the requests. `channel.rs` is the seam to the kernel: in simulation, that
+//! is a kernel in memory.
 //!
 //! [The guide](../../../../docs/devices.md) lists the behaviour of the file by operation.
 //!

@@ -10,13 +10,14 @@ pub(crate) fn chance(percent: u32) -> bool {
     sim::random(|random| random.u32(..100)) < percent
 }
 
-/// Sleeps for a random time up to `most`, distributed evenly over its logarithm.
+/// Sleeps for a random time up to a maximum, distributed evenly over its logarithm.
 pub(crate) async fn sleep_randomly(max_duration: Duration) {
     let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
     sleep_until(now() + Duration::from_nanos((max_duration.as_nanos() as f64 * share) as u64)).await;
 }
 
-/// Random limits: on requests in `of_requests` per cent of cases, on bytes in 30 per cent.
+/// Random limits: on requests with a chance of `iops_chance` per cent, on bytes in 30 per cent of
+/// cases.
 pub(crate) fn limits(iops_chance: u32) -> Limits {
     let mut limits = Limits::default();
     let mut draw = |kind: LimitKind, min_rate: f64| {

@@ -6,7 +6,7 @@
 //!     │ read, write, flush, discard                  server      makes the device, ends it
 //!     ▼                                              │
 //!   /dev/ublkbN ─► ublk_drv ─► queue 0 ── channel ─► queue       one on a worker
-//!                           └► queue 1 ── channel ─► queue ─► request ─► intake ─► execute ─► disk
+//!                           └► queue 1 ── channel ─► queue ─► request ─► batch ─► execute ─► disk
 //! ```
 //!
 //! If the kernel supports it, and the disk is a raw image in a file, data is not copied (zero

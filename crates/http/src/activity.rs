@@ -2,7 +2,7 @@
 //! listeners.
 //!
 //! ```text
-//!   desk ─► figures ─► objects ─► changes ─► stream, to all
+//!   main_thread ─► figures ─► objects ─► changes ─► stream, to all
 //!   once a second; up to ten times with listeners, less often if much is sent
 //! ```
 //!
@@ -176,7 +176,7 @@ impl ActivityWatch {
         Ok(state.overview.insert(body).clone())
     }
 
-    /// Overview of these objects.
+    /// Overview of the daemon with the activity of these objects.
     fn overview<'a>(&'a self, objects: &'a ActivityObjects) -> Overview<'a> {
         Overview {
             time_ms: objects.time_ms,

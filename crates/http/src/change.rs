@@ -86,7 +86,7 @@ pub(super) async fn apply(registry: &Rc<Registry>, request: SettingsRequest) -> 
     let changes = Value::Object(settings.clone()).to_string();
     settings.insert("name".to_owned(), json!(name));
     let by = ChangeOrigin::Http { client: who.clone() };
-    // `by.run` attributes the event of this change to the HTTP client.
+    // Attributes the event of this change to the HTTP client.
     let result = by.attribute(qmp::execute_json(registry, "x-weir-set", settings)).await;
     match &result {
         Ok(()) => tracing::info!(name, %changes, by = %who, "changed over HTTP"),

@@ -5,8 +5,8 @@
 //!                                 │               │ --metrics: /metrics
 //!   main thread   snapshot  ◄─────┴── requests ───┤ --http: /, /api/v1/…
 //!      │             │                            │       by channel, answered within one poll
-//!      │             └──► desk ──► metric families ─► text, Prometheus's protobuf messages   metrics
-//!      │                    └────► objects ─► JSON, and its changes                    watch, api
+//!      │             └─► main_thread ─┬─► metric families ─► text, protobuf messages       metrics
+//!      │                              └─► objects ─► JSON, and its changes           activity, api
 //!      └─ performs changes that a client with a token requests
 //! ```
 //!
@@ -101,7 +101,7 @@ pub struct PageEndpoint {
     pub tls: Option<TlsServer>,
 }
 
-/// Binds an address; `what` is the option's name in errors. Requests are accepted after
+/// Binds an address; `label` is the option's name in errors. Requests are accepted after
 /// [`HttpServer::start`].
 pub fn bind(
     label: &'static str,
@@ -129,7 +129,7 @@ impl HttpServer {
         cgroups: Option<cgroup::cgroup_counters::CgroupFiguresReader>,
     ) -> anyhow::Result<Self> {
         enable_measuring(registry);
-        // Bounded: further requests wait at their sender, which times them out (`desk`).
+        // Bounded: further requests wait at their sender, which times them out (`main_thread`).
         let (sender, receiver) = async_channel::bounded::<MainRequest>(1);
         let page_registry = Rc::clone(registry);
         let (registry, workers) = (Rc::clone(registry), Rc::clone(workers));

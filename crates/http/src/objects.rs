@@ -328,7 +328,7 @@ fn group(
         latency_p99_ns: before.latencies.p99_ns,
         wait_p99_ns: before.wait_p99_ns,
     };
-    // `binding` keeps the last cause, so it is shown only if time was added in this second.
+    // `throttle_cause` keeps the last cause, so it is shown only if time was added in this second.
     let has_waited = growth.is_some_and(|growth| growth.by[0] > 0);
     let cause = figures.throttle.stats.throttle_cause.filter(|_| has_waited).map(|kind| ThrottleCause {
         level: "group",

@@ -7,8 +7,8 @@
 //! A connection of Prometheus carries one request and ends after [`SCRAPE_TIMEOUT`] at most,
 //! whatever its client does. A connection of the page may carry several requests, and a stream
 //! lasts as long as its client reads. Both kinds are bounded in number; a new connection replaces
-//! the oldest one that is not a stream. So neither a client that sends a byte a second nor a
-//! thousand idle clients keep the rest out, and memory is bounded.
+//! the oldest one that is not a stream. Memory is bounded, and other clients are still served
+//! beside a client that sends a byte a second or a thousand idle clients.
 //!
 //! Never inspects requests.
 

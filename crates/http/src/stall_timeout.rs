@@ -32,7 +32,7 @@ impl StallTimeout {
         Self { stream, limit: STALL_LIMIT, until: None }
     }
 
-    /// Returns the result of a write, or fails after a stall of `patience`.
+    /// Returns the result of a write, or fails if the client has stalled for longer than the limit.
     fn check_stall<T>(
         &mut self,
         context: &mut Context<'_>,

@@ -71,7 +71,7 @@ impl StreamListeners {
         if self.0.iter().filter(|(known, _)| *known == source).count() >= MAX_STREAMS_PER_PEER {
             return Err(StreamRejection::TooManyOfPeer);
         }
-        // After the check of the peer, whose error tells the client what to do.
+        // After the check of the peer, whose error contains a remedy for the client.
         if self.0.len() >= MAX_STREAMS {
             return Err(StreamRejection::TooManyListeners);
         }

@@ -40,7 +40,8 @@ impl ChangeToken {
             bail!("mode {mode:04o} makes it accessible to others (chmod 600 {})", path.display());
         }
         let mut text = Vec::new();
-        // Bounded read. Two more bytes than the bound tell a too long token from a line end.
+        // Bounded read. Two bytes more than the bound distinguish a token that is too long from a
+        // line end.
         file.take(MAX_LENGTH as u64 + 2).read_to_end(&mut text)?;
         let token = text.trim_ascii();
         ensure!(

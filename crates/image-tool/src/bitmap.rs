@@ -154,7 +154,7 @@ pub(crate) fn run(arguments: BitmapArgs) -> Result<(), CommandFailure> {
         return Err(CommandFailure::Usage(anyhow!("--granularity {granularity}: is not a power of two")));
     }
     on_reactor(async move {
-        // For upkeep: no key is needed, and bitmaps do not begin to record.
+        // For maintenance: no key is needed, and bitmaps do not begin to record.
         let storage = image.storage(OpenMode { write: true, ..OpenMode::default() })?;
         let image = Qcow2Image::open_for_maintenance(storage).await.with_context(|| name.clone())?;
         let done = apply_action(&image, source.as_ref(), &options, &actions).await;

@@ -59,7 +59,7 @@ impl BitmapCopier {
             bail!("--bitmaps: images of version 2 have no bitmaps (use compat=1.1)");
         }
         let (target_bytes, source_bytes) = (qcow2.size_bytes(), self.source.size_bytes());
-        // The granules of a bitmap are counted from the start of the disk, up to its end.
+        // A bitmap covers a disk from its start to its end, so the sizes must be equal.
         if target_bytes != source_bytes {
             bail!("--bitmaps: the new disk has {target_bytes} bytes, and the bitmaps of the source cover {source_bytes}");
         }

@@ -137,7 +137,7 @@ fn status(report: &CheckReport) -> Result<(), CommandFailure> {
     }
 }
 
-/// Reason why leaks could not be judged.
+/// Reason why leaks are unknown.
 fn unknown_leaks_reason(report: &CheckReport) -> String {
     match &report.missed_references {
         Some(why) => format!(

@@ -207,7 +207,8 @@ impl ImageComparison {
         for task in tasks {
             task.await;
         }
-        // An error wins over a difference: the piece that failed may contain an earlier one.
+        // An error has precedence over a difference: the piece that failed may contain an earlier
+        // one.
         self.failed.borrow_mut().take().map_or(Ok(()), Err)
     }
 

@@ -1,8 +1,7 @@
 //! `weir image convert`: copies a disk into a new image, with the options of `qemu-img convert`.
 //!
-//! The new image gets its name when it is complete (`unfinished`). Compressed
-//! clusters are always written out of order, as soon as they are ready; `-W` concerns uncompressed
-//! ones.
+//! The new image gets its name when it is complete (`temporary_target`). Compressed clusters are
+//! always written out of order, as soon as they are ready; `-W` concerns uncompressed ones.
 
 use std::{
     path::{Path, PathBuf},
@@ -324,7 +323,7 @@ fn create_target(
             let encryption = Encryption::take(&mut options, keys.first(), objects);
             let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
-            // With a backing file the passphrase may be meant for that one.
+            // With a backing file the passphrase may be that of the backing file.
             if encryption.is_none() && create_options.backing.is_none() && keys.first().is_some() {
                 let message = "a passphrase was given without encrypt.format=luks";
                 return Err(usage(message.to_owned()));

@@ -2,11 +2,12 @@
 //! `convert` and `commit`.
 //!
 //! ```text
-//!   scout ──► block status ──► items ──► tasks on several threads: read ─► skip zeroes ─► (in order: wait for the turn) ─► write
+//!   scan of the source ─► block status ─► items ─► tasks on several threads:
+//!                                                  read ─► skip zeroes ─► wait for order ─► write
 //! ```
 //!
-//! The scout queries the block status ahead of the tasks, so holes cost nothing. Tasks take items
-//! as they become available; if writes must be in order, reads still run ahead.
+//! The scan queries the block status ahead of the tasks, so holes cost nothing. Tasks take items as
+//! they become available; if writes must be in order, reads still run ahead.
 //!
 //! Never writes outside the requested range. Ends with the first error; the content of the target
 //! is then undefined.
@@ -86,7 +87,7 @@ pub(super) async fn copy(
         .context(console::NO_RING)?;
     let failed = Mutex::new(None);
     let copy = Arc::new(ImageCopy { source, target, options: how, progress, write_order: WriteOrder::default(), failed });
-    // Bounded: the scout waits when it is far ahead of the tasks.
+    // Bounded: the scan waits when it is far ahead of the tasks.
     let (items, incoming) = async_channel::bounded(2 * how.tasks);
     // Bounded by the number of tasks, so that sending the end never waits.
     let (end, task_ends) = async_channel::bounded::<()>(how.tasks);
@@ -97,7 +98,7 @@ pub(super) async fn copy(
             let _ = end.send(()).await;
         });
     }
-    // The receivers live in the tasks only, so that `scout` notices when all of them have ended.
+    // The receivers live in the tasks only, so that `scan_source` notices when all of them ended.
     drop((incoming, end));
     let scan_result = copy.scan_source(items).await;
     // Also after an error: workers must not stop while a task has a request in flight.
@@ -124,8 +125,8 @@ impl ImageCopy {
             if let Some(below_bytes) = self.source.below_bytes()
                 && self.options.sparse == 0
             {
-                // Data of the layer, and its zeroes where they hide data below. Ranges of the
-                // backing file are left to it.
+                // Data of the layer, and its zeroes where they hide data below. Unallocated ranges
+                // are not copied.
                 for (length, kind) in self.source.status(at, size - at).await? {
                     let end = at + length;
                     let hidden = if kind == ExtentKind::Zero { below_bytes.clamp(at, end) } else { at };
@@ -175,7 +176,8 @@ impl ImageCopy {
         kind: ExtentKind,
         ready: &mut Vec<CopyItem>,
     ) {
-        // A partial cluster cannot become a zero cluster: its other part is data or belongs below.
+        // A partial cluster cannot become a zero cluster: the rest of it is data, or is in the
+        // backing file.
         let aligned = match kind {
             ExtentKind::Zero if self.options.hides_backing => self.whole_clusters(range.clone()),
             _ => range.clone(),
@@ -192,7 +194,7 @@ impl ImageCopy {
         while let Ok((number, item)) = incoming.recv().await {
             if let Err(error) = self.item(number, item).await {
                 self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                // Stops the scout and all tasks, including those that wait to write.
+                // Stops the scan and all tasks, including those that wait to write.
                 incoming.close();
                 self.write_order.end();
                 return;
@@ -206,7 +208,7 @@ impl ImageCopy {
             ExtentKind::Data => Some(self.read(start, (end - start) as usize).await?),
             ExtentKind::Zero | ExtentKind::Below => None,
         };
-        // The turn comes after the read: reads overlap, writes do not.
+        // Waits after the read: reads overlap, writes do not.
         if self.options.in_order && !self.write_order.wait(number).await {
             return Ok(());
         }
@@ -327,7 +329,7 @@ impl ImageCopy {
         let mut options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
         let context = || format!("zeroing {length} bytes at {offset}");
         if self.options.compressed {
-            // Whole clusters of zeroes that must be written are compressed.
+            // First without writing zeroes. Otherwise whole clusters are written compressed.
             options.only_if_fast = true;
             match self.target.write_zeroes(offset, length, options).await {
                 Err(Error::UNSUPPORTED) => options.only_if_fast = false,

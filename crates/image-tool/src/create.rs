@@ -124,7 +124,7 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
             let size = size(&mut options, &arguments).map_err(usage)?;
             let preallocation = preallocation(&mut options).map_err(usage)?.unwrap_or_default();
             take_hints(&mut options).map_err(usage)?;
-            // Reports options that nothing has removed: nothing is ignored.
+            // Reports the remaining options as errors, so that none is ignored.
             options.finish("raw").map_err(usage)?;
             let size = size.ok_or_else(|| usage("the size is missing (add one: 20G)".to_owned()))?;
             create_raw(&path, size, preallocation, &name)?;
@@ -207,7 +207,7 @@ pub(super) fn qcow2_options(
 ) -> Result<CreateOptions, String> {
     let default = CreateOptions::default();
     let backing_file = options.take("backing_file");
-    // The option wins over -F; for the name below, -b wins over the option.
+    // The option has precedence over -F; for the name below, -b has precedence over the option.
     let backing_format = options.take("backing_fmt").or(backing.1.map(|format| format.name().to_owned()));
     let version = take_version(options)?;
     let compression = options.take_as("compression_type", |value| match value {
@@ -292,7 +292,8 @@ impl NewFile {
             return Ok((Self { path: path.to_owned(), is_new: false }, storage));
         }
         let name = path.display();
-        // `create_new` tells a new file, which is removed after a failure, from an existing one.
+        // `create_new` distinguishes a new file, which is removed after a failure, from an existing
+        // one.
         let created = OpenOptions::new().write(true).create_new(true).open(path);
         let is_new = match created {
             Ok(file) => {

@@ -47,7 +47,7 @@ pub(super) struct Encryption {
 
 impl Encryption {
     /// Reads the encryption options; `None` if the image is not to be encrypted. The passphrase is
-    /// `own` or that of an object.
+    /// `passphrase` or that of an object.
     pub(super) fn take(
         options: &mut FormatOptions,
         own: Option<&Secret>,
@@ -127,8 +127,8 @@ impl SecretObjects {
                 return Err(format!("--object {text}: is not a secret (secret,id=ID,file=FILE)"));
             };
             let mut fields = FormatOptions::read(&[rest.to_owned()])?;
-            // A passphrase in `data` is visible in the process list.
             let id = fields.take("id").ok_or_else(|| format!("--object {text}: id=ID is missing"))?;
+            // A passphrase in `data` is visible in the process list.
             if fields.take("data").is_some() {
                 return Err("--object secret,data=…: every user of this machine can read it (use file=FILE)"
                     .to_owned());
@@ -193,8 +193,8 @@ fn luks_options(options: &mut FormatOptions) -> Result<LuksOptions, String> {
     let mode = options.take("encrypt.cipher-mode").unwrap_or_else(|| "xts".to_owned());
     let iv = options.take("encrypt.ivgen-alg").unwrap_or_else(|| "plain64".to_owned());
     let iv_hash = options.take("encrypt.ivgen-hash-alg");
-    // XTS uses two keys of the given length.
     let iv = iv_hash.map_or(iv.clone(), |hash| format!("{iv}:{hash}"));
+    // XTS uses two keys of the given length.
     let key_bytes = bits.unwrap_or(32) * if mode == "xts" { 2 } else { 1 };
     let cipher =
         CipherKind::parse("aes", &format!("{mode}-{iv}"), key_bytes).map_err(|error| error.to_string())?;

@@ -3,16 +3,17 @@
 //!
 //! ```text
 //!   create, check, info, …   a file for each subcommand: its options and implementation
-//!        │
-//!        ├─► named           meaning of FILE: a name, `json:{…}`, or options (`--image-opts`)
-//!        ├─► opening         format and storage of a file, for commands that access its bytes
-//!        ├─► disk, keys      the disk inside an image, and its passphrases
-//!        ├─► copy ◄─ source  copies with many requests in flight: convert, commit
-//!        ├─► options, pick   `-o key=value`, `-l SNAPSHOT`
-//!        └─► form, progress  output in qemu-img's form
+//!     │
+//!     ├─► image_args             meaning of FILE: a name, `json:{…}`, or options (`--image-opts`)
+//!     ├─► opening                format and storage of a file, for commands that access its bytes
+//!     ├─► disk, keys             the disk inside an image, and its passphrases
+//!     ├─► copy ◄─ source         copies with many requests in flight: convert, commit
+//!     ├─► options                `-o key=value`
+//!     ├─► snapshot_selector      `-l SNAPSHOT`
+//!     └─► qemu_format, progress  output in qemu-img's form
 //! ```
 //!
-//! `elsewhere` suggests replacements for options of qemu-img that are missing here.
+//! `qemu_img_advice` suggests replacements for options of qemu-img that are missing here.
 //!
 //! Never interprets an image itself: that is the task of the crate `image`.
 
@@ -50,7 +51,6 @@ use std::path::Path;
 use clap::{Args, Subcommand, ValueEnum};
 use console::CommandFailure;
 
-// The daemon answers QMP's `query-block` with the `ImageInfo` that `info` prints.
 pub use self::{qemu_img_advice::advise, resize::ServedDisk};
 
 /// Commands for images.

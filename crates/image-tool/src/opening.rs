@@ -41,7 +41,7 @@ pub(super) fn format_option() -> impl TypedValueParser<Value = ImageFormat> {
 /// Parser of an image's name. As in QEMU, `file:PATH` is the file PATH, regardless of its form.
 pub(super) fn image_name() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|name| {
-        // An existing file wins over a protocol, as the name may contain a colon.
+        // An existing file has precedence over a protocol, as its name may contain a colon.
         if let Some(protocol) = unsupported_protocol(&name).filter(|_| !name.exists()) {
             let file = Path::new(".").join(&name);
             return Err(format!("the protocol {protocol} is not supported (a file is {})", file.display()));

@@ -155,8 +155,8 @@ impl Image {
         below + caches.sum::<u64>()
     }
 
-    /// True if another process wrote to a backing file after it was opened, so that cached
-    /// data of it may be stale.
+    /// True if another process wrote to a backing file after it was opened. Reads of its
+    /// data then fail.
     pub fn has_changed_below(&self) -> bool {
         match self {
             Self::Raw(_) => false,
@@ -190,7 +190,6 @@ impl Image {
 
     /// See [`Storage::block_size`].
     pub fn block_size(&self) -> BlockSize {
-        // A cached page may be shared: storage in memory returns it without a copy.
         match self {
             Self::Raw(raw) => raw.storage().block_size(),
             Self::Qcow2(qcow2) => qcow2.block_size(),
@@ -479,8 +478,8 @@ impl Image {
         self.files().any(Storage::is_blocklisted)
     }
 
-    /// Closes what belongs to this process alone when another process continues to use the
-    /// image: its handles of clusters.
+    /// Closes the connections of this process to storage clusters, when another process
+    /// continues to use the image.
     pub async fn close_local_handles(&self) -> Result<()> {
         let mut outcome = Ok(());
         for storage in self.files() {
@@ -503,9 +502,8 @@ impl Image {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
         let to_open_error = |failure| open::open_error(name, &failure);
         for storage in self.files() {
-            // Order: a cluster's lock protects the size that is read next, and `take_over` below
-            // reads
-            // metadata, which must not come from pages that were cached before the handover.
+            // Order: a cluster's lock protects the size that is read next. `take_over` below then
+            // reads metadata, which must not come from pages that were cached before the handover.
             storage.resume(heirs).await?;
             storage.refresh_size().await.map_err(|error| to_open_error(error.into()))?;
             storage.note_external_writes();

@@ -1,10 +1,12 @@
 //! Opens an image by name: its format, its backing chain, and the keys of encrypted images.
 //!
 //! ```text
-//!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw      downwards: open, lock, read the header
+//!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw
 //!       └──data file──► vm1.data
-//!                                                                  upwards: Qcow2Image::open over the backing image
 //! ```
+//!
+//! Files are opened and locked and headers are read from the top of the chain down. Images are then
+//! opened from the bottom up, each over its backing image.
 //!
 //! An image names the files behind it, and its author is not trusted:
 //! - the format of a backing file is never probed, so that a guest cannot make a host file

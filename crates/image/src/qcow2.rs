@@ -2,14 +2,14 @@
 //! docs/interop/qcow2.rst).
 //!
 //! ```text
-//!   read, write, zero, status ─► lookup ─► l1 ─► cache ─► entry      maps guest offsets
+//!   read, write, zero, status ─► lookup ─► l1 ─► cache ─► entry    maps guest offsets
 //!          │                       │
 //!          ▼                       ▼
-//!   refcounts, overlap      writeback ─► file ─► header              allocates; orders metadata writes
+//!   refcounts, overlap      writeback ─► file ─► header            allocates; orders metadata
 //! ```
 //!
 //! - `header`, `entry`: encoding of the structures in the file. Pure.
-//! - `open`: checks and reads before the first request. `bytes`: access to metadata for
+//! - `open`: checks and reads before the first request. `metadata_io`: access to metadata for
 //!   callers that do not open an image.
 //! - `create`: the metadata of a new image.
 //! - `compress`, `luks`: transformations of a cluster's bytes. Pure.
@@ -19,7 +19,7 @@
 //! - `snapshot`, `bitmap`: internal snapshots and dirty bitmaps.
 //! - `fuzzing`: entry points of the fuzz targets.
 //! - `handover`: temporary use by another process.
-//! - `quiet`: changes of the whole image while no request is in flight: `resize`,
+//! - `exclusive`: changes of the whole image while no request is in flight: `resize`,
 //!   `preallocate`, `backing`, and [`Qcow2Image::close`].
 //!
 //! Lock order, for tasks that hold several: guard of the gate (`RequestGuard`), guest range, L2

@@ -37,7 +37,7 @@ impl RawImage {
         Self { read_only: storage.read_only(), storage, header: None }
     }
 
-    /// Guards the header if the format was probed (`guessed`) and the image is writable.
+    /// Guards the header if the format was probed (`is_probed`) and the image is writable.
     pub(crate) fn of(storage: Storage, is_probed: bool, read_only: bool) -> Self {
         match (read_only, is_probed) {
             (true, _) => Self::new(storage).read_only(),

@@ -210,7 +210,7 @@ fn lost_guest_memory_fails_only_its_request() {
 #[test]
 fn concurrent_writes_to_one_block_are_independent() {
     in_every_mode(ODD_SIZE, |image, mut model, _| async move {
-        // 300 bytes each, so that every block and the start of the tail belong to several.
+        // 300 bytes each, so that several writes touch each block and the start of the tail.
         let first = ODD_SIZE - 40 * 300;
         for round in 0..4_u8 {
             let writes: Vec<_> = (0..40_u8)

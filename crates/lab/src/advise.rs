@@ -164,8 +164,7 @@ fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, report_progress: &dy
     remarks.extend((0..house.tenants.len()).filter_map(|tenant| remark_throttled(search, tenant)));
     let mut changes = Vec::new();
     let is_held = house.world.is_limited();
-    // The present state, for the comparison. `bare` is the start of a search: without tenants'
-    // limits.
+    // The present state, for the comparison with the advice.
     let before = (judge.is_latency || is_held).then(|| simulate_all(search, &house.world)).transpose()?;
     // A search starts without limits; the comparison is with the limits of the file.
     let unlimited = match &before {
@@ -329,8 +328,8 @@ fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
     )
 }
 
-/// Explains why a tenant to be spared gets a limit, although its neighbours would be the
-/// candidates: no resource that they share is known.
+/// Remark about a tenant with a target that gets a limit itself. Limits of its neighbours are not
+/// recommended, because no resource that they share is known.
 fn own_limits_alone(search: &AdviseSearch<'_>, results: &[TenantResult]) -> Option<String> {
     // With a device, or if every tenant has a target, the choice needs no explanation.
     let tenants = &search.tenants.tenants;
@@ -454,7 +453,7 @@ fn advise_neighbours(
         }
         need.into_iter().for_each(|need| remark_no_interval(name, need, remarks));
     }
-    // Results of the unlimited world, in the neighbours' order, as `Shared` expects them.
+    // Results of the unlimited world, in the neighbours' order, as `Neighbours` expects them.
     let unlimited_results: Vec<TrialResult> = neighbours.iter().map(|&tenant| unlimited[tenant].clone()).collect();
     let holds = |&tenant: &usize| !house.tenants[tenant].has_target || unlimited[tenant].holds(&target);
     let names = |members: &mut dyn Iterator<Item = usize>| {
@@ -658,7 +657,7 @@ fn line(search: &AdviseSearch<'_>, tenant: usize, result: &TenantResult) -> Tena
 fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Advice> {
     let devices = &arguments.devices;
     let resolve = |spec| device_of(spec, devices.state.as_deref());
-    // One device stands for any number of the same kind; several are an inventory.
+    // A single device means any number of that kind; several are an inventory.
     let supply = match &devices.device[..] {
         [only] => AvailableDevices::Any(resolve(only)?),
         several => AvailableDevices::These(several.iter().map(resolve).collect::<anyhow::Result<_>>()?),

@@ -2,9 +2,9 @@
 //! those of `qemu-img bench`, with additions.
 //!
 //! ```text
-//!   options ─► check ─► Job ─► load ─► Outcome ─┬─► text       qemu-img's output, and latencies
-//!   image or URI ─► target ──────┘              ├─► json       fio's output, and weir's own
-//!                   progress                    └─► findings   the result file
+//!   options ─► check ─► LoadJob ─► load ─► LoadOutcome ─┬─► text       qemu-img's output, and latencies
+//!   image or URI ─► target ──────────┘                  ├─► json       fio's output, and weir's own
+//!                   progress                            └─► findings   the result file
 //! ```
 //!
 //! Opening and closing the image are not measured, as in qemu-img; but a run that writes ends with

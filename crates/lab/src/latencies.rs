@@ -1,6 +1,7 @@
 //! Latency histograms (Gil Tene's HdrHistogram), their percentiles, and points of their charts.
 //!
-//! Recording costs some nanoseconds, and extreme percentiles include every request.
+//! Recording costs a few nanoseconds, so every request is recorded and counts in the extreme
+//! percentiles.
 
 use console::figures;
 use hdrhistogram::Histogram;
@@ -122,9 +123,9 @@ pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
-/// Points (nanoseconds, share of requests within) for a logarithmic axis, which has no 0. The first
-/// point is the share of requests that took no time; in the tail, where few requests lie, every
-/// different time is a point.
+/// Points (nanoseconds, share of requests that took at most that long) for a logarithmic axis,
+/// which has no 0. The first point is the share of requests that took no time; in the tail, where
+/// few requests lie, every different time is a point.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     let (mut points, mut within) = (Vec::<(f64, f64)>::new(), 0);
     for step in latencies.iter_recorded() {

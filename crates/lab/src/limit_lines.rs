@@ -47,14 +47,14 @@ struct LimitStretch {
 }
 
 impl LimitRates {
-    /// Adds limits of a disk or group that are always in force, with its name if there are several.
-    /// Limits that were added before are ignored.
+    /// Adds limits of a disk or group that are always in force; the name is `None` if the chart has
+    /// only one. Limits that were added before are ignored.
     pub(crate) fn add(&mut self, owner: Option<&str>, limits: &Limits) {
         self.add_during(owner, limits, Watermark::ALWAYS, 0..u64::MAX);
     }
 
-    /// Adds limits of a disk or group that are in force during `during_ns`, which must not be
-    /// earlier than that of its limits that were added before.
+    /// Adds limits of a disk or group that are in force during `during_ns`. Periods of one disk or
+    /// group must be added in ascending order.
     pub(crate) fn add_during(
         &mut self,
         owner: Option<&str>,
@@ -113,7 +113,7 @@ impl LimitOverTime {
         format!("{} {shown}{owner}", LimitSetting::Limit(self.kind, LimitPart::Rate).name())
     }
 
-    /// Points of a line for each time in which the limit is in force.
+    /// A line for each period in which the limit is in force without a gap.
     fn lines(
         &self,
         (first_s, last_s): (f64, f64),

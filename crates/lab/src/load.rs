@@ -2,10 +2,10 @@
 //! addition: reads among writes, a rate, a duration, several jobs.
 //!
 //! ```text
-//!   places, zipf ─► offsets ─┐
-//!   arrivals ─────► times ───┼─► run ─► target: a disk, or a server's
-//!   watch ─────► duration ───┘    └───► measured: latencies, requests each second
-//!                                  jobs: several of these, on a thread each
+//!   zipf ──────► offsets ─┐
+//!   open_loop ─► times ───┼─► run ─► target: a disk, or a server's
+//!   watch ─────► duration ┘    └───► measured: latencies, requests each second
+//!                               jobs: several of these, on a thread each
 //! ```
 //!
 //! The first failed request ends the load.

@@ -57,7 +57,7 @@ pub fn run(arguments: ProbeArgs) -> Result<(), CommandFailure> {
     let name = arguments.path.display().to_string();
     let device = identity.map(|identity| (identity.node(), identity.key().to_owned()));
     let store = CapacityStore::new(arguments.state.as_deref());
-    // Tested before minutes of measuring.
+    // The store is tested now, and not after minutes of measuring.
     if device.is_some() {
         store.check_writable()?;
     }

@@ -194,7 +194,7 @@ impl ChartAxis {
 }
 
 impl Lines {
-    /// The share of requests within a latency in nanoseconds.
+    /// Chart of the share of requests that took at most a given latency, in nanoseconds.
     pub(crate) fn distribution(title: &str, series: Vec<ChartSeries>) -> Self {
         Self {
             title: title.to_owned(),

@@ -3,16 +3,17 @@
 //!
 //! ```text
 //!   traces ───────┐                      ┌─► limits ─► prefetch ─► device ─┐
-//!   or a workload ┼─► drive.rs: requests ┤   engine.rs: with the limits    ├─► output.rs: before and after
+//!   or a workload ┼─► drive.rs: requests ┤   an engine with the limits     ├─► output.rs: before and after
 //!   options, or   │                      └─► device ───────────────────────┘   findings.rs: for `weir report`
-//!   --config ─────┴─► setup.rs: a World       without them                     events.rs: each request
+//!   --config ─────┴─► setup.rs: a world       one without them                 events.rs: each request
 //! ```
 //!
-//! With `--cluster` (`cluster/`), many hosts and their limits instead.
+//! With `--cluster`, [`cluster`] simulates many hosts that share limits instead.
 //!
 //! The decisions are those of the `policy` crate; time jumps from event to event. Devices are
-//! modelled (`device.rs`); merging, which happens before a trace is recorded, and the daemon's own
-//! time are not. Never opens an image, and always reports a trace that was not read to its end.
+//! modelled (`simulator::device`). Merging and the processing time of the daemon are not: merging
+//! happens before a trace is recorded. Never opens an image, and always reports a trace that was
+//! not read to its end.
 
 mod arguments;
 pub mod cluster;
@@ -227,7 +228,7 @@ fn run_sweep(
     drop(progress);
     let (points, partial): (Vec<_>, Vec<_>) = points.into_iter().unzip();
     let interrupted = stop.load(Ordering::Relaxed).then(|| "interrupted".to_owned());
-    // The same trace is read each time, so one reason stands for all values.
+    // The same trace is read each time, so the reason is the same for all values.
     let partial = partial.into_iter().flatten().next().or(interrupted);
     let below_ns = arguments.sweep.p99.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     let swept = SweepResult::new(values, points, below_ns.map(|below_ns| (below_ns, judged.or(of))), partial);

@@ -1,9 +1,9 @@
 //! `weir tune`: measures configurations of a disk on the user's storage, and recommends some.
 //!
 //! ```text
-//!   place ─► images ─► search ──turn──► measure ──samples──► search ─► … ─► choice ─► recommend ─► findings ─► text, JSON, HTML
-//!   target   created,  next slice,      one slice                          per goal   gain, cost,
-//!            filled    stop rule        of time                                       commands
+//!   target ─► images ─► search ──turn──► measure ──samples──► search ─► … ─► choice ─► recommend ─► findings ─► text, JSON, HTML
+//!             created,  next slice,      one slice                          per goal   gain, cost,
+//!             filled    stop rule        of time                                       commands
 //! ```
 //!
 //! Decisions (`search`, `choice`, `samples`) are separate from I/O (`images`, `measure`) and use no

@@ -1,5 +1,4 @@
-//! An NBD client: makes an export of a server a storage, and measures servers as their clients see
-//! them.
+//! An NBD client, for exports that are used as storage and for measurements of servers.
 //!
 //! ```text
 //!   read, write, flush ──► outgoing ──► sender ───► stream

@@ -175,7 +175,7 @@ impl ReceiveBuffer {
         self.payload_in_parts(length, stream, |_| {}).await
     }
 
-    /// As [`ReceiveBuffer::payload`]; calls `moved` with the length of each received part.
+    /// As [`ReceiveBuffer::payload`]; calls `on_progress` with the length of each received part.
     ///
     /// # Errors
     /// As [`ReceiveBuffer::payload`].

@@ -1,7 +1,7 @@
 //! Cost of a decision of the throttle tree, including all bookkeeping.
 //!
 //! One iteration admits one request in a group at its limit: two calls of `poll` (one admits, one
-//! returns the next deadline) and one of `request`. `idle` is one disk with a constant load, alone
+//! returns the next deadline) and one of `submit`. `idle` is one disk with a constant load, alone
 //! or among 10,000 idle ones. `spare` measures admission of read-ahead, accepted and refused, and a
 //! request that is admitted at once while spare levels are in use.
 //!

@@ -21,7 +21,8 @@
 //! 4. A host obeys one leader, the one whose term it named in the report that is answered. A new
 //!    leader relies on what hosts report in its own term, never on old contents of the store.
 //! 5. For one lease after its election, a leader grants only quota that hosts report to it: hosts
-//!    that it has not heard of may hold the rest. It needs no hand-over and can act at once.
+//!    that have not reported yet may hold the rest. A leader therefore needs no hand-over from its
+//!    predecessor and can act at once.
 //! 6. A leader acts only until its own lease expires by its own clock, and writes in a transaction
 //!    on its key.
 //! 7. Burst capacity moves with the rates and accrues only with time
@@ -132,8 +133,8 @@ impl ClusterGroupLimits {
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
             if u128::from(spec.fallback_share()[kind.index()]) * u128::from(hosts) > u128::from(rate) {
-                // `safe()` is raised to 1 unit, so the sum may be too large although the ppm are
-                // not.
+                // `fallback_share()` rounds up to 1 unit, so the sum may be too large although that
+                // of the ppm is not.
                 let is_low = u64::from(safe_ppm) * u64::from(hosts) <= 1_000_000;
                 return Err(match is_low {
                     true => DivisionError::TooLow(kind, rate, hosts),

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   line  ████████████████▒▒▒▒▒▒│ completion
-//!         other requests   ours
+//!         other requests   this one
 //! ```
 //!
 //! An idle line may start up to [`IDLE_CREDIT_NS`] in the past. Without that, a client with a queue

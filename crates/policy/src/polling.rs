@@ -6,10 +6,10 @@
 //!
 //! Sleeping between completions is cheapest, but the scheduler of the kernel decides where a woken
 //! thread runs: it may put a server and its client on one processor, where they alternate while
-//! another processor is idle. A thread that polls is left alone. The better choice depends on
+//! another processor is idle. A thread that polls is not moved. The better choice depends on
 //! kernel, hypervisor and client and cannot be derived, so the thread polls for some milliseconds
-//! now and then and compares. The longer a verdict has been confirmed, the longer the next one
-//! holds.
+//! now and then and compares. The longer a verdict has been confirmed, the longer the next one is
+//! valid.
 //!
 //! Independent of what completes. Never decides how long a thread polls before it sleeps.
 
@@ -21,7 +21,7 @@ const WINDOW: Duration = Duration::from_millis(16);
 const SETTLE_TIME: Duration = Duration::from_millis(12);
 /// Measurements in a trial, alternately sleeping and polling.
 const WINDOWS: u8 = 4;
-/// Interval at which a polling thread checks that polling still pays.
+/// Interval at which a polling thread checks that polling is still worth its cost.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Duration of a verdict: this at first, doubled each time it is confirmed.
 const MIN_VERDICT: Duration = Duration::from_millis(500);

@@ -14,17 +14,18 @@
 //! small bucket that leaks at `-max`. A request is admitted whatever its size; later requests wait
 //! for the excess.
 //!
-//! **The slice** (`cost.rs`). A request that costs more than 90 ms of its scarcest limit is
+//! **The slice** (`slicing.rs`). A request that costs more than 90 ms of its scarcest limit is
 //! charged in slices of that size and admitted with the last one. Siblings are served between the
 //! slices.
 //!
 //! **The tree** (`tree.rs`). Disks have limits and belong to groups with limits, which may belong
-//! to other groups. All levels apply at once. Idle disks cost a decision nothing, even thousands.
+//! to other groups. All levels apply at once. The cost of a decision does not depend on the number
+//! of idle disks.
 //!
-//! **The schedule** (`scheduler.rs`). The cost of a request is the time that it needs of the
-//! scarcest limit above its siblings. They share that time by weight, so neither small requests nor
-//! short queues are at a disadvantage. A reservation is served first, up to its rate; reservations
-//! that do not fit are rejected (`booking.rs`).
+//! **The schedule** (`scheduler.rs`). The cost of a request is the time that it takes at the
+//! scarcest limit that it shares with its siblings. They share that time by weight, so neither
+//! small requests nor short queues are at a disadvantage. A reservation is served first, up to its
+//! rate; reservations that do not fit are rejected (`reservations.rs`).
 //!
 //! **The longest wait.** The first request in a disk's queue waits, in each group, until each
 //! sibling has been served twice and has got its share of the service of this one. One service is a
@@ -45,7 +46,7 @@
 //! Names, defaults and validity of limits are those of QEMU (docs/throttle.txt; `throttle_is_valid`
 //! in util/throttle.c).
 //!
-//! Never rejects or drops a request, never sees its data.
+//! The tree never rejects or drops a request, and has no access to its data.
 
 mod bucket;
 mod cost;

@@ -113,8 +113,8 @@ impl Watermark {
         1 << self.0
     }
 
-    /// Utilization from which limits apply. Capped, because measured utilization hardly reaches 100
-    /// %.
+    /// Utilization from which limits apply. At most the target, because measured utilization hardly
+    /// reaches 100 %.
     fn upper(self) -> f64 {
         (f64::from(self.0) / 100.0).min(TARGET)
     }

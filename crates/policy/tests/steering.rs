@@ -47,7 +47,7 @@ struct SimulatedKernel {
     load: Load,
     rates: IoMaxRates,
     passed: IoCounters,
-    /// Budget: at most a tenth of a second at the rate more than a request.
+    /// Budget in units: at most one request plus a tenth of a second at the rate.
     credit: [f64; 2],
     demanded_bytes: f64,
     waited: bool,
@@ -309,7 +309,7 @@ fn total_limit_serves_the_direction_with_demand() {
 
 #[test]
 fn unneeded_measurements_are_skipped() {
-    // A single member with limits that the kernel has itself needs no steering.
+    // A single member with limits that the kernel supports needs no steering.
     let alone = Bench::new(&[("bps-write", 8 * MIB), ("iops-read", 100)], &[(100, Load::greedy(4096))]);
     assert_eq!(alone.pool.next_measurement(0, Instant::ZERO), None);
     let mut idle = Bench::new(&BURSTS, &[(100, Load::NONE)]);

@@ -1,5 +1,6 @@
 //! The watermark on a device of 22 MB/s: the cases of io-throttle v16's announcement (Andrea Righi,
-//! linux-kernel, 3 May 2009) in virtual time. Its results are printed beside ours.
+//! linux-kernel, 3 May 2009) in virtual time. The results of io-throttle are printed as well, for
+//! comparison.
 //!
 //! The device serves one request at a time; if *cached*, writes first go into memory of a bounded
 //! size. Two clients write 1 MiB at a time, like dd.
@@ -28,7 +29,7 @@ const SAMPLE_TICKS: u64 = 100;
 struct Client {
     disk: NodeId,
     limit_bps: u64,
-    /// Sends requests until then.
+    /// End of the load.
     until: Instant,
     from: Instant,
     /// Minimum interval between two requests.
@@ -76,8 +77,8 @@ impl Model {
         }
     }
 
-    /// A client with its limit (0: neither limit nor watermark) that sends for some
-    /// seconds.
+    /// Adds a client that sends from `from_s` to `until_s`, with a limit and a watermark unless
+    /// `limit_bps` is 0.
     fn add(&mut self, limit_bps: u64, from_s: u64, until_s: u64) -> usize {
         let mut limits = Limits::default();
         limits.limit_mut(LimitKind::BpsTotal).rate = limit_bps;

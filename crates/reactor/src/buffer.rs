@@ -106,7 +106,7 @@ impl BufferBlock {
 
 impl Drop for BufferBlock {
     fn drop(&mut self) {
-        // SAFETY: allocated in `with_layout` with the same layout, and no Buffer refers to it.
+        // SAFETY: allocated in `with_layout` with the same layout, and no `IoBuffer` refers to it.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }
 }
@@ -293,9 +293,9 @@ impl Deref for IoBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match &self.bytes {
-            // SAFETY: the range lies in the block and is initialised (blocks start zeroed). No
-            // range of another Buffer overlaps it, so nothing writes to it while `self` is
-            // borrowed.
+            // SAFETY: the range lies in the block and is initialised (blocks start zeroed). The
+            // range of no other `IoBuffer` overlaps it, so its bytes do not change while `self`
+            // is borrowed.
             BufferMemory::Own(block) => unsafe {
                 std::slice::from_raw_parts(first_byte(block, self.start), self.len)
             },

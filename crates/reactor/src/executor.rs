@@ -25,8 +25,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 /// Handle to await a task's result; dropping it cancels the task.
 pub type JoinHandle<T> = async_task::Task<T>;
 
-/// Number of queues. If there are more groups, some share a queue and its turns (stochastic
-/// fairness queueing, McKenney, INFOCOM 1990).
+/// Number of queues. If there are more groups, some groups share a queue and its share of the
+/// processor (stochastic fairness queueing, McKenney, INFOCOM 1990).
 const QUEUES: u32 = u64::BITS;
 
 /// A task group, scheduled as one: all tasks that work for one client, on every thread.

@@ -13,7 +13,7 @@
 //! There are two drivers. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives
 //! the same tasks with a virtual clock, no kernel, and an order of execution drawn from a seed.
 //! Code of the data path does not depend on the driver: it calls [`now`], [`sleep_until`] and
-//! [`spawn`], and only storages and streams over real files call `op`.
+//! [`spawn`], and only storages and streams over real files call [`operation`].
 //!
 //! The crate also contains what all crates of the data path share: memory for I/O ([`buffer`]) and
 //! of virtual machines ([`guest`]), the memory budget ([`memory`]), errors of requests ([`error`]),
@@ -126,8 +126,8 @@ pub fn now() -> Instant {
     })
 }
 
-/// Instant of the first call in this turn of the loop: at most as old as the tasks that have run
-/// since.
+/// Instant of the first call in this iteration of the reactor's loop: earlier than now by at most
+/// the run time of the tasks since.
 ///
 /// For statistics of every request, where reading the clock would cost more than a few microseconds
 /// of error. Not for deadlines: one that has passed may seem to lie in the future.
@@ -206,8 +206,8 @@ pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep::new(deadline)
 }
 
-/// Lets all ready tasks of the same task group ([`TaskGroup`]) run first, and those of other groups
-/// in their turn.
+/// Lets the other ready tasks run first: all of the same task group ([`TaskGroup`]), and those of
+/// other groups as far as the executor schedules them before this group.
 pub async fn yield_now() {
     let mut yielded = false;
     std::future::poll_fn(|context| {
@@ -360,7 +360,8 @@ impl Reactor {
         }
     }
 
-    /// Drops the remaining tasks as far as the reactor knows them, and waits for their I/O.
+    /// Drops the remaining tasks that are in the reactor's queues and timers, and waits for their
+    /// I/O.
     // Dropping wakers makes tasks ready, and dropping those drops more timers and wakers:
     // repeated until no task is left. I/O is cancelled last, because dropped tasks abandon more.
     fn shut_down(&self) {

@@ -6,7 +6,7 @@
 //!          ├─ connections  of NBD clients: buffers and state of each, else the client waits
 //!          └─ requests     data of requests in flight and of unread replies
 //!               ├─ one half: an equal part for each disk, not available to other disks
-//!               └─ the other half: shared; disks are served by turns
+//!               └─ the other half: shared; disks with less of it are served first
 //! ```
 //!
 //! A request that finds no memory waits. Waiting requests are served in an order that is fair
@@ -15,10 +15,10 @@
 //! ([`holders`]). A client therefore delays neither other disks nor other clients of its disk for
 //! long, and cannot exhaust the memory of the process.
 //!
-//! One waiting request (`watchman`) also checks for clients without progress. All others sleep
-//! until they are served. Charging and returning memory within a disk's part is one atomic
-//! operation, even while requests of other disks wait. Everything else is O(log n) in disks,
-//! clients and waiting requests.
+//! One of the waiting requests also checks for clients without progress. All others sleep until
+//! they are served. Charging and returning memory within a disk's part is one atomic operation,
+//! even while requests of other disks wait. All other operations are O(log n) in disks, clients and
+//! waiting requests.
 //!
 //! A request is charged its payload. Memory for its execution (tables, bounce buffers, ciphertext)
 //! is not counted; a fifth of the machine's memory is left for it.
@@ -155,7 +155,8 @@ impl ConnectionMemory {
         fits.then(|| Self { budget: Arc::clone(budget), bytes })
     }
 
-    /// Charges `bytes` for a client of the old process, beyond the limit if necessary.
+    /// Charges `bytes` for a client that the previous process has handed over in an upgrade, beyond
+    /// the limit if necessary.
     pub fn transferred(budget: &Arc<MemoryBudget>, bytes: u64) -> Self {
         budget.connections.fetch_add(bytes, SeqCst);
         Self { budget: Arc::clone(budget), bytes }

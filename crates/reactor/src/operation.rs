@@ -332,7 +332,7 @@ pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) 
 }
 
 /// As [`send`], submitted at once with all operations that are queued: for a receiver that can
-/// process the message while this thread continues its turn.
+/// process the message while this thread runs further tasks.
 ///
 /// # Errors
 /// As [`send`].

@@ -3,7 +3,7 @@
 //! The kernel accepts a priority with each request (values in `ioprio_set(2)`). Schedulers with
 //! priorities, such as bfq, give a larger part of the device to the higher ones; others ignore
 //! them. Background work is best-effort like everything else, at the lowest level. It is not in the
-//! idle class, because a client may come to wait for it, and idle requests may starve.
+//! idle class, because a client's request may have to wait for it, and idle requests may starve.
 //!
 //! Code can also check if it runs in the background ([`is_in_background`]), so that its errors are
 //! not reported as a client's.

@@ -1,8 +1,8 @@
 //! Rings that accept only a list of operations.
 //!
-//! Operations submitted to a ring are not system calls, so no system call filter sees them. Instead
-//! the kernel enforces a list (`IORING_REGISTER_RESTRICTIONS`, Linux 5.10): a ring is created
-//! disabled, gets its list, and is enabled, after which the list cannot be changed.
+//! System call filters do not apply to operations submitted to a ring. Instead the kernel enforces
+//! a list (`IORING_REGISTER_RESTRICTIONS`, Linux 5.10): a ring is created disabled, gets its list,
+//! and is enabled, after which the list cannot be changed.
 
 use std::io;
 

@@ -4,9 +4,9 @@
 //! memory moves into the table of operations in flight and stays there until the operation
 //! completes. The buffer of a cancelled request is therefore never reused too early.
 //!
-//! Submissions are batched: a turn of the reactor first runs the ready tasks and then enters the
-//! kernel once. Completions are processed only in that call (`DEFER_TASKRUN`), so they interrupt
-//! nothing.
+//! Submissions are batched: an iteration of the reactor's loop first runs the ready tasks and then
+//! enters the kernel once. The kernel processes completions only in that call (`DEFER_TASKRUN`), so
+//! they never interrupt a task.
 
 use std::{
     cell::{Cell, RefCell, RefMut},
@@ -38,15 +38,15 @@ const LINGER_US: u32 = 8;
 /// Polling limit of [`PollingMode::Auto`]: the time between two completions of a busy disk. With 50
 /// µs a thread sleeps so often that the kernel still migrates it.
 const AUTO_LIMIT: Duration = Duration::from_micros(200);
-/// Number of queued reads or writes that are submitted before the end of a turn. Otherwise the
-/// first of a turn's twelve would wait for all others, and the device would have less to do
-/// concurrently (docs/decisions/0023). The kernel also holds back the requests of one call until
-/// its end. Each call costs a VM exit on a virtual machine, so writes, which a device stores in its
-/// cache, are held back for longer.
+/// Number of queued reads or writes at which they are submitted before the end of an iteration.
+/// Otherwise the first of, say, twelve requests would wait for all others, and the device would
+/// have less to do concurrently (docs/decisions/0023). The kernel also holds back the requests of
+/// one call until its end. Each call costs a VM exit on a virtual machine, so writes, which a
+/// device stores in its cache, are held back for longer.
 pub(super) const MAX_QUEUED_READS: usize = 4;
 pub(super) const MAX_QUEUED_WRITES: usize = 8;
-/// Tasks run between two checks of the ring, so that a busy task, or a task group with many, does
-/// not delay the completions of other groups.
+/// Number of tasks that run between two checks of the ring, so that a busy task, or a task group
+/// with many tasks, does not delay the completions of other groups.
 pub(super) const TASKS_PER_ITERATION: usize = 64;
 /// User data of the read of the eventfd, which is not in the table.
 const EVENT: u64 = u64::MAX;
@@ -63,7 +63,7 @@ const CANCELLATION: u64 = u64::MAX - 1;
 pub enum PollingMode {
     /// Sleeps whenever there is nothing to do.
     Off,
-    /// Polls while measurements show that it pays ([`policy::polling`]).
+    /// Polls while measurements show that it is worth its cost ([`policy::polling`]).
     Auto,
     /// Polls for up to this time; zero is [`PollingMode::Off`].
     UpTo(Duration),
@@ -138,9 +138,9 @@ pub(super) struct UringDriver {
     typical_gap_ns: Cell<u64>,
     /// True if [`super::linger`] was called since the last wait.
     linger: Cell<bool>,
-    /// True if [`super::yield_after_turn`] was called: the turn runs no further tasks.
+    /// True if [`super::yield_after_turn`] was called: this iteration runs no further tasks.
     reap_requested: Cell<bool>,
-    /// Result of [`UringDriver::coarse_now`] in this turn, once it was called.
+    /// Result of [`UringDriver::coarse_now`] in this iteration, once it was called.
     coarse_now: Cell<Option<Instant>>,
     /// True if the kernel can wait for a minimum time (since 6.12).
     can_linger: bool,
@@ -204,7 +204,7 @@ impl UringDriver {
         uring.reap();
     }
 
-    /// The clock, read at most once in a turn.
+    /// The time on the clock, which is read at most once in an iteration.
     pub(super) fn coarse_now(&self) -> Instant {
         self.coarse_now.get().unwrap_or_else(|| {
             let now = real_now();
@@ -251,8 +251,8 @@ impl UringDriver {
             }
         };
         match result.map_err(|error| error.raw_os_error()) {
-            // EBUSY, EAGAIN: the kernel is short of resources; reaping frees some, and the next
-            // turn submits the rest.
+            // EBUSY, EAGAIN: the kernel is short of resources; reaping completions frees some, and
+            // the next iteration submits the rest.
             Ok(taken) => self.counters.submitted.add(taken as u64),
             Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
             Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
@@ -409,7 +409,7 @@ impl UringDriver {
     }
 
     /// Counts an operation of a device, and submits the queue if there are `most`. If the kernel is
-    /// short of resources, the end of the turn tries again.
+    /// short of resources, the submission at the end of the iteration tries again.
     fn count_and_submit(&self, max_queued: usize) {
         let queued_io = self.queued_device_io.get() + 1;
         self.queued_device_io.set(queued_io);
@@ -532,7 +532,7 @@ pub(super) struct RingOperation<R: 'static> {
 }
 
 impl<R: 'static> RingOperation<R> {
-    /// Queues `entry`; it is submitted at the end of this turn at the latest.
+    /// Queues `entry`; it is submitted at the end of this iteration at the latest.
     ///
     /// # Safety
     /// All memory and file descriptors that `entry` refers to must be owned by `resource`, at
@@ -545,8 +545,8 @@ impl<R: 'static> RingOperation<R> {
         let ReactorDriver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
         let key = uring.slots.borrow_mut().insert(OperationSlot::Awaited(None));
         let entry = entry.clone().user_data(key as u64);
-        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
-        // before.
+        // SAFETY: `resource` is kept until completion: by this `RingOperation`, or in the slot if
+        // the operation is dropped before.
         unsafe { uring.push(&entry) };
         Self { reactor, key, resource: Some(resource), on_orphan: |resource, _| drop(resource), is_detached: false }
     }

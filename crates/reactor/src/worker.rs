@@ -78,10 +78,11 @@ impl ReactorWorker {
                 });
                 // The receiver is waiting for this message, so it exists.
                 let _ = announce.send(parts);
-                // An error means that the Worker was dropped, which stops the reactor as well.
+                // An error means that the `ReactorWorker` was dropped, which also stops the
+                // reactor.
                 let _ = stopped.recv().await;
             });
-            // Fails if the Worker was dropped.
+            // Fails if the `ReactorWorker` was dropped.
             let _ = sender.send(WorkerResult { result, is_stuck: has_uncancelled_operations() });
         })?;
         match announced.recv() {

@@ -13,22 +13,22 @@
 //! longer written. Files of newer versions, and blocks with another leading number, are rejected.
 //!
 //! All frames are those of RFC 8878, so `zstd -t` tests a recording; skippable ones have the magic
-//! number 0x184D2A57.
-//! Numbers are little-endian; those without a size are LEB128: 7 bits a byte, least significant
-//! first. A name is its length and its bytes. The columns, in order:
+//! number 0x184D2A57. Numbers are little-endian; those without a size are LEB128: 7 bits a byte,
+//! least significant first. A name is its length and its bytes. The columns, in order:
 //!
 //! | Column | For each request |
 //! | --- | --- |
 //! | arrival | nanoseconds since the previous one, for the first since time 0 |
 //! | wait | nanoseconds until its limits admitted it |
 //! | service | nanoseconds from then until it completed |
-//! | offset | distance from the end of the disk's previous request in the block (zigzag), shifted
-//! right |
+//! | offset | distance from the end of the disk's previous request (zigzag), shifted right |
 //! | length | in bytes, shifted right |
-//! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; plus 8 if it failed, 16 if wait and
-//! service were not measured and are 0 |
+//! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; plus 8 if it failed, 16 if unmeasured |
 //! | disk | index into the names of disks |
 //! | limit | 0, or 1 plus the index of the name of the limit that it waited for last |
+//!
+//! The previous request is the one in the same block; the first of a disk counts from 0. An
+//! unmeasured request has 0 for wait and service.
 //!
 //! A truncated block, or one with a wrong checksum, is not used, and nothing after it is searched.
 //! Requests are in order of arrival within a block; across blocks they may be late by up to the

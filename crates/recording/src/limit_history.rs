@@ -87,8 +87,9 @@ impl LimitHistory {
         self.visit_levels(visitor, None, changes, 0..u64::MAX, MAX_LEVELS);
     }
 
-    /// `of` is the group that the changes belong to; `levels` is the remaining depth. It bounds
-    /// the recursion, since groups in an untrusted recording may form a cycle.
+    /// Visits the limits of one owner and then those of the groups above it; the group is `None`
+    /// for the disk itself. `levels` is the remaining depth. It bounds the recursion, since groups
+    /// in an untrusted recording may form a cycle.
     fn visit_levels(
         &self,
         visitor: &mut dyn FnMut(RecordedLimitPeriod<'_>),

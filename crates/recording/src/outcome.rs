@@ -1,5 +1,5 @@
-//! Outcomes of requests, if a trace contains them; stored beside the records until they are
-//! fetched.
+//! Outcomes of requests, if a trace contains them; stored separately from the records until they
+//! are fetched.
 
 use std::collections::HashMap;
 

@@ -1,8 +1,8 @@
 //! The system call filter: seccomp, for all threads at once.
 //!
-//! A call outside the list fails with ENOSYS, as on a kernel without it. So the C library falls
-//! back as on older kernels, and an attacker in a thread gains nothing. For the reason not to kill
-//! the process, see `docs/decisions/0031`.
+//! A call outside the list fails with ENOSYS, as on a kernel that lacks it. The C library then uses
+//! its fallback for older kernels. For the reason not to kill the process instead, see
+//! `docs/decisions/0031`.
 
 use std::collections::BTreeMap;
 

@@ -68,7 +68,7 @@ const NEVER: [&str; 5] = ["/dev", "/proc", "/sys", "/etc", "/usr"];
 /// The rules, not in force yet.
 pub(super) struct LandlockFiles {
     pub(super) ruleset: RulesetCreated,
-    /// Places where images may be opened, as canonical paths.
+    /// Directories and files that may be opened as images, as canonical paths.
     pub(super) images: Vec<PathBuf>,
     /// Directories where sockets may be created, as canonical paths.
     pub(super) sockets: Vec<PathBuf>,
@@ -250,8 +250,9 @@ impl LandlockRules {
         Ok(())
     }
 
-    /// Allows the location of a file: the whole directory if it belongs to weir, otherwise the file
-    /// with the rights `beside` on its directory, which landlock also applies to subdirectories.
+    /// Allows the location of a file: the whole directory if it belongs to weir, otherwise the
+    /// file, with the rights of `directory_access` on its directory. Landlock applies these to
+    /// subdirectories too.
     fn allow_location(&mut self, path: &Path, directory_access: BitFlags<AccessFs>) -> anyhow::Result<()> {
         let parent = directory_of(path);
         // A link's directory is included, because the link may be changed to another file.
@@ -335,7 +336,7 @@ fn is_dedicated(directory: &Path) -> bool {
     !is_home && !is_shared && !never && !is_home_of_owner(directory)
 }
 
-/// True for the home directory of a person, wherever it is.
+/// True for the home directory of a user account, wherever it is.
 fn is_home_of_owner(directory: &Path) -> bool {
     // Lower IDs belong to services (login.defs(5), UID_MIN), whose home is the data that they
     // serve.

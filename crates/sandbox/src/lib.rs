@@ -5,15 +5,15 @@
 //!   root ─► open images, bind sockets, read keys ─► enter ─► accept clients
 //!                                                     │
 //!     user     --user: another user, no capability    │  the whole process
-//!     files    landlock: places, not all files        │  each thread by itself
+//!     files    landlock: some directories and files   │  each thread by itself
 //!     calls    seccomp: a list of system calls        │  all threads at once
 //! ```
 //!
-//! The process that delivers events keeps what `runner` leaves it. Each io_uring is restricted
-//! when it is created (`reactor`). A daemon that controls resources of the host (devices, files
-//! over FUSE, cgroups) has to mount, start programs and examine other processes: it keeps its
-//! access to files and drops only calls that none of this work needs. `docs/security.md` has the
-//! table.
+//! The process that runs the command of `--on-event` is confined by `runner`. Each io_uring is
+//! restricted when it is created (`reactor`). A daemon that controls resources of the host
+//! (devices, files over FUSE, cgroups) has to mount, start programs and examine other processes: it
+//! keeps its access to files and drops only calls that none of this work needs. `docs/security.md`
+//! has the table.
 //!
 //! Never restores a right: the kernel does not relax rules that are in force.
 
@@ -48,13 +48,13 @@ struct SandboxNeeds {
     host: bool,
     /// True if a file over FUSE is mounted by a set-uid program, because the user is not root.
     helper: bool,
-    /// True if it listens or connects over TCP.
+    /// True if the daemon listens or connects over TCP.
     tcp: bool,
-    /// True if it connects to a virtual machine that listens, an NBD server, or etcd.
+    /// True if the daemon connects to a virtual machine that listens, an NBD server, or etcd.
     connects: bool,
-    /// True if its sockets have another owner or mode than new files have.
+    /// True if the sockets of the daemon have another owner or mode than new files have.
     changes_ownership: bool,
-    /// True if images are in a Ceph cluster: librbd connects, also later.
+    /// True if images are in a Ceph cluster: librbd connects to it at any time.
     cluster: bool,
     /// Number of virtual machines.
     machines: u64,
@@ -74,11 +74,11 @@ pub struct ServedResources {
     pub images: Vec<PathBuf>,
     /// Addresses of NBD listeners.
     pub endpoints: Vec<ListenEndpoint>,
-    /// Exports of single disks.
+    /// Targets of exports that show a single disk.
     pub export_targets: Vec<ExportTarget>,
     /// True if some disks are images of a Ceph cluster.
     pub cluster: bool,
-    /// Images at NBD servers.
+    /// URIs of images at NBD servers.
     pub remotes: Vec<Uri>,
     /// TCP ports of etcd, on any host.
     pub etcd_ports: Vec<u16>,
@@ -130,7 +130,7 @@ fn called_ports(served: &ServedResources) -> Vec<u16> {
 #[derive(Debug)]
 pub struct EnteredSandbox {
     needs: SandboxNeeds,
-    /// Places where images may be opened; `None` for anywhere.
+    /// Directories and files that may be opened as images; `None` for any.
     images: Option<Vec<PathBuf>>,
     /// Directories where sockets may be created; `None` for anywhere.
     sockets: Option<Vec<PathBuf>>,
@@ -142,8 +142,8 @@ pub struct EnteredSandbox {
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(8);
 const REMEDY: &str = "or start it with --sandbox off";
 
-/// True if the daemon can still make devices and files of this host. As a user other than root it
-/// can only make files, with a set-uid program.
+/// True if the daemon can still create devices and FUSE files on this host. As a user other than
+/// root it can only create files, by a set-uid program.
 pub fn makes_devices(entered: Option<&EnteredSandbox>) -> bool {
     let is_able = || {
         let is_admin =

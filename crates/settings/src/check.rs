@@ -34,8 +34,9 @@ impl DesiredState {
         Self::with_diagnostics(parsed, inherited, Diagnostics::default()).map_err(first_error)
     }
 
-    /// As [`new`](Self::new), for a config with known `mistakes`. The tables with these mistakes are
-    /// missing from `draft`, so only rules within single tables are checked then.
+    /// As [`new`](Self::new), for a config with known mistakes (`diagnostics`). The tables with
+    /// these mistakes are missing from `parsed`, so only rules within single tables are checked
+    /// then.
     ///
     /// # Errors
     /// Returns all mistakes, in the order of the file.
@@ -52,7 +53,7 @@ impl DesiredState {
         Self::build(parsed, inherited, diagnostics)
     }
 
-    /// Plan of a daemon that receives its disks and servers at run time.
+    /// Desired state of a daemon that receives its disks and servers at run time.
     ///
     /// # Errors
     /// Returns the first mistake.
@@ -105,7 +106,8 @@ impl DesiredState {
         check_rates(&parsed.disks, &diagnostics);
         // Names and images come first: later checks use names as keys.
         let mut parsed = parsed;
-        // Sorted by depth: `promises::check_reservations` needs each parent before its children.
+        // Sorted by depth: `reservations::check_reservations` needs each parent before its
+        // children.
         parsed.groups = groups::sort_groups(parsed.groups, &diagnostics);
         let known = GroupIndex::new(&parsed.groups);
         parsed.disks.iter_mut().for_each(|disk| check_disk(disk, Some(&known), &diagnostics));
@@ -141,14 +143,14 @@ impl DesiredState {
 }
 
 impl CheckedDisk {
-    /// Checks a disk that is added to a running daemon with these TLS settings. `standard` are the
-    /// endpoints for disks without explicit exports, each with true if it is read-only.
+    /// Checks a disk that is added to a running daemon with these TLS settings. `default_endpoints`
+    /// are for disks without explicit exports, each with true if it is read-only.
     ///
     /// The caller checks its group, other disks of the same image or simulated device, and
     /// other exports at the same endpoints.
     ///
     /// # Errors
-    /// Returns all mistakes, including `mistakes`.
+    /// Returns all mistakes, including those in `diagnostics`.
     pub fn new(
         mut disk: ConfigWithOrigins<DiskConfig>,
         default_endpoints: &[(ListenEndpoint, bool)],

@@ -107,7 +107,7 @@ pub(crate) fn check_access<T>(
 /// Checks a pattern for the names that TLS verifies.
 ///
 /// # Errors
-/// Fails if it is empty: no name is.
+/// Fails if it is empty, because no client has an empty name.
 pub fn parse_tls_name(text: &str) -> Result<String, String> {
     match text {
         "" => Err("is empty (write the name of a client, such as CN=vm1 or a key's user)".to_owned()),

@@ -87,7 +87,7 @@ pub fn load_with_options(
 /// Fails if the file is unreadable, not a regular file, or larger than [`MAX_FILE_BYTES`].
 pub fn read(path: &Path) -> io::Result<String> {
     let mut text = String::new();
-    // One byte more than the bound tells a larger file from one of exactly that size.
+    // One byte more than the bound, to detect a file that is larger than it.
     regular_file::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE_BYTES {
         let message = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
@@ -218,7 +218,7 @@ fn read_old_key<T: KeyTable>(
         return;
     }
     let key = T::key(new).expect("a renamed key is in the table");
-    // The place under the old name too: the warning depends on it.
+    // The origin is also recorded under the old name: the warning depends on it.
     config.record_origin(old, given.origin.clone());
     section.ok_or_report(config.set(key, &given.value, directory, given.origin));
 }
@@ -293,7 +293,7 @@ impl ConfigReader<'_> {
             if let Some(record) = section.request("record").and_then(|entry| self.record(entry, diagnostics))
                 && !options.overrides("record")
             {
-                // The origin of the whole table is that of its address, which every such table has.
+                // The address is required, so its origin stands for the whole table.
                 daemon.record_origin("record", record.origin(RecordingConfig::ADDRESS).clone());
                 daemon.record = Some(record.into_config());
             }

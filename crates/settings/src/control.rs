@@ -49,8 +49,8 @@ impl ControlSocketLocation {
         Self::first_existing(is_root(), |name| env::var_os(name), Path::exists)
     }
 
-    /// True if commands use this path only because no variable tells where this user's daemon would
-    /// listen.
+    /// True if commands use this path only because no variable gives the address of this user's
+    /// daemon.
     pub fn is_fallback(path: &Path) -> bool {
         path == root_socket().path && Self::has_no_directory(is_root(), |name| env::var_os(name))
     }

@@ -55,7 +55,7 @@ pub(crate) struct Spanned<T> {
 }
 
 impl<T> Spanned<T> {
-    /// `value` from the origin `place`.
+    /// Value with this origin.
     pub(crate) fn new(value: T, origin: Origin) -> Self {
         Self { value, origin }
     }

@@ -128,14 +128,14 @@ fn reject_comma(text: &str) -> Result<&str, String> {
     }
 }
 
-/// Parses a number of `what` from `least` to `most`.
+/// Parses a number from `min` to `max`; the error names its `unit`.
 fn parse_number<N: TryFrom<u32>>(text: &str, unit: &str, min: u32, max: u32) -> Result<N, String> {
     let number = text.parse().ok().filter(|number| (min..=max).contains(number));
     let number = number.and_then(|number| N::try_from(number).ok());
     number.ok_or_else(|| format!("is not a number of {unit} from {min} to {max}"))
 }
 
-/// A day: a longer outage of a disk needs 0, unlimited.
+/// One day. A longer timeout needs 0, which is unlimited.
 const MAX_SECONDS: u32 = 86_400;
 
 /// Sector size, the default block size.

@@ -1,7 +1,7 @@
 //! The groups of a config as trees, in an order in which they can be created.
 //!
-//! A group may be part of another, such as a tenant's of a host's. Each group follows its parent,
-//! so one pass creates them.
+//! A group may be a member of another: a tenant's group of a host's group. Each group follows its
+//! parent, so one pass creates them.
 
 use std::collections::HashMap;
 
@@ -28,7 +28,7 @@ pub(super) fn sort_groups(
         known.find_or_report(group.group.as_ref()?, diagnostics, |rule| group.error("group", rule))
     };
     let parents: Vec<_> = groups.iter().map(parent).collect();
-    // `keep` records only the first error, so a circle is reported once.
+    // `collect` stops at the first error, so a cycle is reported once.
     let levels: Result<Vec<_>, _> = (0..groups.len()).map(|index| known.depth(index, &parents)).collect();
     let levels = diagnostics.ok_or_report(levels).unwrap_or_else(|| vec![0; groups.len()]);
     let mut order: Vec<_> = levels.into_iter().zip(groups).collect();
@@ -43,7 +43,8 @@ impl<'a> GroupIndex<'a> {
         Self { all, by_name }
     }
 
-    /// Index of the group of this name; reports `wrong` with the rule if there is none.
+    /// Index of the group of this name. If there is none, reports the error that `to_error`
+    /// returns for the rule.
     pub(super) fn find_or_report(
         &self,
         name: &str,
@@ -65,7 +66,7 @@ impl<'a> GroupIndex<'a> {
     fn depth(&self, index: usize, parents: &[Option<usize>]) -> Result<usize, ConfigError> {
         let mut level = 0;
         let mut at = index;
-        // Ends after `MAX_LEVELS` steps, so that circles need no detection here.
+        // Ends after `MAX_GROUP_DEPTH` steps, so that cycles need no detection here.
         while let Some(parent) = parents[at] {
             level += 1;
             if level == MAX_GROUP_DEPTH {
@@ -76,10 +77,10 @@ impl<'a> GroupIndex<'a> {
         Ok(level)
     }
 
-    /// Error of a group with too many levels above it: a circle, or just their number.
+    /// Error of a group whose chain of parents is a cycle, or too long.
     fn depth_error(&self, index: usize, parents: &[Option<usize>]) -> ConfigError {
         let mut chain = vec![index];
-        // Runs once, for the message: finds the circle's first member on the chain.
+        // Runs once, for the message: finds the cycle's first member on the chain.
         let mut step_of = HashMap::from([(index, 0)]);
         while let Some(parent) = parents[chain[chain.len() - 1]] {
             if let Some(&step) = step_of.get(&parent) {
@@ -99,7 +100,7 @@ impl<'a> GroupIndex<'a> {
         const MAX_NAMED: usize = 4;
         let rest = &members[1..];
         let mut names: Vec<_> = rest.iter().map(|&member| self.all[member].name.as_str()).collect();
-        // A circle may have 100,000 members.
+        // A cycle may have 100,000 members.
         let omitted = names.len().saturating_sub(MAX_NAMED);
         names.truncate(MAX_NAMED);
         let names = names.join(", ");

@@ -296,7 +296,7 @@ impl<T: Default> ConfigKey<T> {
         self.write(config) == self.write(&T::default())
     }
 
-    /// Checks that the text is well formed, whatever its range, for the parser of an option.
+    /// Checks that the text is well formed, regardless of its range, for the parser of an option.
     ///
     /// # Errors
     /// Returns the rule that it breaks.

@@ -8,8 +8,8 @@
 //!
 //! Both sources produce a [`ParsedConfig`], so each rule is checked once. A [`DesiredState`] is
 //! consistent: indices are valid, names are unique, groups form trees, limits obey their rules.
-//! Options of one command are defined beside that command, shared options in `arguments`. `units`
-//! parses sizes, times and counts.
+//! Options of one command are defined beside that command, shared options in `arguments`. `parsers`
+//! has the parsers of sizes, times and counts.
 //!
 //! Never opens an image or a socket. Reads only the config file, passphrases and weir's own state
 //! files (`state`).

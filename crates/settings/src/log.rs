@@ -18,7 +18,7 @@ pub struct LogSettings {
 /// Format of a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogFormat {
-    /// For people.
+    /// Text, for terminals and journals.
     #[default]
     Text,
     /// One JSON object in each line.

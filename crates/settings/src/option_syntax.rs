@@ -43,7 +43,7 @@ pub trait AddressedConfig: KeyTable {
 /// Reads `key=value`s, each once; a flag without a value is on.
 ///
 /// # Errors
-/// Returns the wrong part and the rule.
+/// Returns the malformed part and the rule.
 pub(crate) fn read_options<'a, T: AddressedConfig>(
     config: &mut T,
     parts: impl IntoIterator<Item = &'a str>,

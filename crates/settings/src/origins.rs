@@ -129,7 +129,8 @@ impl<T> ConfigWithOrigins<T> {
 }
 
 impl<T: KeyTable> ConfigWithOrigins<T> {
-    /// Reads one value of a key. [`ConfigWithOrigins::judge`] reports it if it is out of range.
+    /// Reads one value of a key. [`ConfigWithOrigins::check_rules`] reports it if it is out of
+    /// range.
     ///
     /// # Errors
     /// Fails if the text is malformed.

@@ -1,5 +1,5 @@
-//! Settings of reading ahead. Names, defaults and ranges are the policy's. Numbers are kept while
-//! reading ahead is off.
+//! Settings of reading ahead. Names, defaults and ranges are the policy's. The numeric settings
+//! keep their values while reading ahead is off.
 
 use policy::prefetch::{PrefetchConfig, PrefetchSetting, UnknownPrefetchMode};
 
@@ -118,7 +118,7 @@ pub fn out_of_range(setting: PrefetchSetting) -> String {
     format!("is out of range; it may be from {min} to {max}")
 }
 
-/// Least and greatest value, in the user's notation.
+/// Minimum and maximum, in the user's notation.
 pub fn range(setting: PrefetchSetting) -> (String, String) {
     let range = setting.range();
     (format_value(setting, *range.start()), format_value(setting, *range.end()))

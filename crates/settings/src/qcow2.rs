@@ -24,7 +24,7 @@ pub struct Qcow2Settings {
 pub enum SecretSource {
     /// The whole content of a file.
     File(PathBuf),
-    /// Everything that can be read from a file descriptor.
+    /// The content of a file descriptor, up to its end.
     Descriptor(u32),
 }
 

@@ -1,5 +1,5 @@
-//! `--record DIR[,keep=TIME,limit=SIZE]`: recordings of all requests, kept for a time. The config
-//! file has the same keys, and `directory`.
+//! `--record DIR[,keep=TIME,limit=SIZE]`: recordings of all requests, kept for a limited time. The
+//! config file has the same keys, and `directory`.
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock, time::Duration};
 
@@ -24,9 +24,9 @@ pub struct RecordingConfig {
     pub limit: u64,
 }
 
-/// Least `keep`: a file covers an hour.
+/// Minimum of `keep`: a file covers an hour.
 const MIN_KEEP: Duration = Duration::from_secs(3600);
-/// Least `limit`: a few files, each of several blocks.
+/// Minimum of `limit`: a few files, each of several blocks.
 const MIN_LIMIT: u64 = 16 << 20;
 
 impl RecordingConfig {

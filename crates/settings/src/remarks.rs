@@ -1,5 +1,6 @@
-//! Remarks on settings that are valid but have no effect, and are probably mistakes. Not errors,
-//! because a running daemon can change: an empty group gets members, a disk with a weight a group.
+//! Remarks on settings that are valid but have no effect, and are probably mistakes. They are not
+//! errors, because later changes can give them an effect: a disk joins an empty group, or a disk
+//! with a weight joins a group.
 
 use std::collections::{HashMap, HashSet};
 

@@ -5,12 +5,12 @@ use std::str::FromStr;
 /// Rights that the daemon gives up after its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SandboxMode {
-    /// All that the kernel supports; a warning names those that remain.
+    /// All rights that the kernel can restrict; a warning names the remaining ones.
     #[default]
     On,
-    /// All; without support of the kernel the daemon does not start.
+    /// All rights; the daemon does not start if the kernel cannot restrict one of them.
     Require,
-    /// None.
+    /// No rights.
     Off,
 }
 

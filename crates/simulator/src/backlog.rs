@@ -41,7 +41,7 @@ const SAME_CLIENT: u8 = 1 << 7;
 pub struct BacklogMemory(Arc<AtomicUsize>);
 
 impl BacklogMemory {
-    /// True if `MOST_BYTES` are in use: the simulation must end.
+    /// True if [`MAX_BYTES`] are in use: the simulation must end.
     pub fn is_full(&self) -> bool {
         self.0.load(Ordering::Relaxed) >= MAX_BYTES
     }

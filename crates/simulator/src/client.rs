@@ -84,8 +84,8 @@ impl ClosedLoopClient {
     }
 }
 
-// Requests of a chain before it is limited by `MIN_NS`: if completions take no time, a batch
-// arrives at one instant, as a recorder sees it.
+// Number of requests of a chain that may start at one instant, before `MIN_NS` limits its rate: if
+// completions take no time, the recorder has recorded a whole batch with one timestamp.
 const BATCH: usize = 256;
 
 /// A client with one request in flight that repeats recorded requests endlessly, each after the

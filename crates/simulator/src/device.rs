@@ -6,9 +6,10 @@
 //!                 └─► budget    bytes and requests per second, as queues ───────────────────────────────┘
 //! ```
 //!
-//! The twins of `delay.rs` (`--delay`) and `rate.rs` (`--rate`) of crate `storage`, exact to the
-//! nanosecond. A station may add a time per byte, for probed devices. Requests are served in
-//! order, so the completion time is known when a request begins, and a device needs no events.
+//! These models are the counterparts of `delay.rs` (`--delay`) and `rate.rs` (`--rate`) of crate
+//! `storage`, exact to the nanosecond. A station may add a time per byte, for probed devices.
+//! Requests are served in order, so the completion time is known when a request begins, and a
+//! device needs no events.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -74,7 +75,7 @@ pub struct SimulatedDevices {
 }
 
 impl SimulatedDevices {
-    /// Adds devices, idle, that the slices have beyond the present ones.
+    /// Adds an idle device for each entry of the slices beyond the number of existing devices.
     pub fn follow(&mut self, stations: &[StationSpec], budgets: &[DeviceRates]) {
         self.stations.extend(stations[self.stations.len()..].iter().map(ServiceStation::new));
         self.budgets.extend(budgets[self.budgets.len()..].iter().copied().map(SimulatedDevice::new));

@@ -179,7 +179,7 @@ impl SimulationEngine {
         self.state.disks.len()
     }
 
-    /// Adds the groups, disks and devices that the world has gained, up to this number of disks.
+    /// Adds the groups, disks and devices that were added to the world, up to this number of disks.
     ///
     /// # Errors
     /// Limits or prefetch settings are invalid.
@@ -621,8 +621,8 @@ fn limit_of_direction(
             _ => {}
         }
     }
-    // The request waits for its turn, or for a limit shared with the other direction: report the
-    // first possible limit.
+    // The request waits for its siblings, or for a limit shared with the other direction: report
+    // the first possible limit.
     path.first().map_or(LimitingBucket::NONE, |&(level, kind)| LimitingBucket::new(level, kind))
 }
 

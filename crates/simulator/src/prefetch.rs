@@ -8,7 +8,7 @@
 //!   write ──► cache.write_begins ──► device ──► cache.write_ends
 //! ```
 //!
-//! The twin of block's `layer/prefetch`, without data: a chunk is the time of its arrival.
+//! The counterpart of block's `layer/prefetch`, without data: a chunk is the time of its arrival.
 
 use policy::{
     prefetch::{

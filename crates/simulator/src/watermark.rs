@@ -1,5 +1,5 @@
 //! Watermarks: samples the devices twenty times a second, and lifts, scales or enforces limits.
-//! The twin of block's `device/sampler.rs`. Utilization is the share of time that the device
+//! The counterpart of block's `device/sampler.rs`. Utilization is the share of time that the device
 //! worked since the last sample.
 //!
 //! Samples are taken at multiples of the interval, so that independent disks do not influence each

@@ -181,8 +181,8 @@ impl<D: AlignedDevice> Align<D> {
 
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
     pub async fn refresh_size(&self) -> Result<u64> {
-        // Excludes a resize: a size that was read before it must not replace the new one. The
-        // last byte is part of no file.
+        // Excludes a resize, or a size that was read before it could replace the new one. A resize
+        // locks the whole range; the last offset is part of no file, so no other request does.
         let _no_resize = self.shared.locks.shared(u64::MAX - 1..u64::MAX).await;
         self.device().refresh_size().await
     }

@@ -129,7 +129,7 @@ impl Conflict {
     }
 }
 
-/// Acquires the locks for `wanted` on an open file. A lock whose holder cannot be found may belong
+/// Acquires the locks for `mode` on an open file. A lock whose holder cannot be found may belong
 /// to a process that has just died, and is retried for [`LOCK_LINGER_TIME`], so that a daemon can
 /// be restarted at once after a crash. A failed or waiting caller holds no locks.
 ///
@@ -291,7 +291,7 @@ fn is_locked_here(file: impl AsFd, byte: i64) -> bool {
     inode.and_then(|inode| has_lock(std::process::id(), inode, byte, &mut 0)) == Some(true)
 }
 
-/// True if a descriptor of the process holds the byte. Counts the descriptors in `looked_at`;
+/// True if a descriptor of the process holds the byte. Counts the descriptors in `checked_files`;
 /// `None` if there are more than [`MAX_FDINFO_FILES`].
 fn has_lock(pid: u32, inode: u64, byte: i64, checked_files: &mut usize) -> Option<bool> {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();

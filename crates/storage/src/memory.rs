@@ -278,8 +278,8 @@ impl MemoryStorage {
         if within(offset, bytes as u64, self.size_bytes()) { Ok(()) } else { Err(Error::INVALID) }
     }
 
-    /// Calls `seen` for each piece of a range, in order, with the piece's offset in the range, its
-    /// length and its bytes; `None` for a hole.
+    /// Calls `visitor` for each piece of a range, in order, with the piece's offset in the range,
+    /// its length and its bytes; `None` for a hole.
     fn visit(&self, start: u64, length: usize, mut visitor: impl FnMut(usize, usize, Option<&[u8]>)) {
         let mut at = 0;
         for piece in pieces(start, length as u64) {

@@ -13,11 +13,14 @@
 //!
 //! Requests respect the server's block sizes ([`Align`](super::align::Align)); the disk ends at the
 //! last whole block. A request beyond the server's maximum is split, and a command that the server
-//! does not support is replaced by others: see `execute`, which decides for each request.
+//! does not support is replaced by others: see `operation`, which decides for each request.
 //!
 //! ```text
-//!   operation  storage operations as NBD commands    unflushed   writes to repeat after a disconnect
-//!   link       sessions, disconnects, reconnecting   connection  and the threads that use it
+//!   nbd          storage operations as NBD commands
+//!   operation    requests that may be sent again, adapted to the capabilities of the server
+//!   link         sessions, disconnects, reconnecting
+//!   connection   a connection and the threads that use it
+//!   unflushed    writes to repeat after a disconnect
 //! ```
 //!
 //! A request's time has no bound, as with a disk; `status` shows the age of the oldest one. The
@@ -131,7 +134,7 @@ impl NbdStorage {
         (durable && can_fua, durable && !can_fua)
     }
 
-    /// Splits a range into parts of at most `most` bytes, in order.
+    /// Splits a range into parts of at most `max_length` bytes, in order.
     fn parts(offset: u64, length: u64, max_length: u64) -> impl Iterator<Item = (u64, u32)> {
         let end = offset + length;
         std::iter::successors(Some(offset), move |at| Some(at + max_length))

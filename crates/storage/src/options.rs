@@ -47,7 +47,7 @@ impl OptionPair<'_> {
         parse(self.value).map_err(|error| self.error(error.rule))
     }
 
-    /// The value as a number of at least `least`.
+    /// The value as a number of at least `min`.
     pub(super) fn number<T: FromStr + PartialOrd + std::fmt::Display>(
         &self,
         min: T,

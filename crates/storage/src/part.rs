@@ -14,7 +14,7 @@ pub struct StoragePart {
 }
 
 impl StoragePart {
-    /// Size of the disk in a storage of `whole` bytes; 0 if the part begins beyond its end.
+    /// Size of the disk in a storage of `total_bytes`; 0 if the part begins beyond its end.
     pub(super) fn size_in(self, total_bytes: u64) -> u64 {
         total_bytes.saturating_sub(self.offset).min(self.size.unwrap_or(u64::MAX))
     }

@@ -8,8 +8,8 @@
 //! - an image that looks like anything but raw or qcow2 needs `--format` ([`check_format`]);
 //! - one that looks like qcow2 may name no other file, unless its format was given
 //!   (`image::open`);
-//! - a raw image whose format was guessed cannot be given such a header: `image::Raw`
-//!   rejects the write.
+//! - a raw image whose format was guessed cannot be given such a header: `image::RawImage` rejects
+//!   the write.
 //!
 //! The signatures are from the specifications of the formats. The list has the formats that QEMU
 //! guesses, because QEMU may be the next program to open the image.

@@ -198,7 +198,7 @@ mod tests {
         Storage::Null(NullStorage::new(1 << 30)).with_rate(Arc::new(RateBudget::new(options.clone())))
     }
 
-    /// Number of reads completed in `seconds` by `clients` that pause for `think` between two
+    /// Number of reads completed in `seconds` by `clients` that pause for `think_time` between two
     /// reads.
     fn reads(options: &str, clients: u32, size: usize, think_time: Duration, seconds: u64) -> u64 {
         let options: RateOptions = options.parse().expect("valid");
@@ -298,7 +298,8 @@ mod tests {
             assert_eq!(budget.busy_time(now()), Duration::ZERO);
             let read = spawn_joinable(async move { rate.read(0, IoBuffer::new(1 << 19)).await });
             sleep_until(at(1240)).await;
-            // Work begins before the request: the line may catch up (`IDLE_CREDIT_NS`).
+            // The device's work begins before the request, since an idle line may start in the past
+            // (`IDLE_CREDIT_NS` of `policy::device`).
             assert_eq!(budget.busy_time(now()), Duration::from_millis(250));
             read.await.expect("null");
             sleep_until(at(9000)).await;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   RbdStorage      slots, durability, splitting, extents, a lost lock
-//!    │            (turn: writes wait while another process has the image)
+//!    │            (ownership: writes wait while another process has the image)
 //!    │ RbdBackend
 //!    ├─ librbd      the library, loaded when the first image is opened; its callbacks wake tasks
 //!    └─ fake        in-memory fake, for tests
@@ -295,14 +295,14 @@ impl<B: RbdBackend> RbdStorage<B> {
         }
         self.write_back().await?;
         let _guard = self.slow_calls.exclusive(0..1).await;
-        // After the write-back. Writes that start in between wait for `turn`, so nothing is dirty
-        // when the lock is released.
+        // After the write-back: writes from here on wait for `ownership`, so nothing is dirty when
+        // the lock is released.
         self.ownership.release();
         self.backend.release_lock().await
     }
 
     /// Resumes the image, here or in another process than the one that suspended it, with its
-    /// current size. `heirs`: see [`Storage::resume`](super::Storage::resume).
+    /// current size. `new_clients`: see [`Storage::resume`](super::Storage::resume).
     ///
     /// A third client that holds the lock and keeps it may have written. Then the image is lost for
     /// the process that had it before.
@@ -584,8 +584,8 @@ impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
     }
 }
 
-/// The extents of a range, given its allocated pieces. If the list is truncated (`is_more`), they
-/// end with the last piece.
+/// The extents of a range, given its allocated pieces. If the list is truncated (`is_truncated`),
+/// they end with the last piece.
 fn extents(range: &Range<u64>, pieces: &[Range<u64>], is_truncated: bool) -> Vec<Extent> {
     let mut extents = Vec::new();
     let mut at = range.start;

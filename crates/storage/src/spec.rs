@@ -151,7 +151,7 @@ impl FromStr for StorageSpec {
         if let Some(address) = text.strip_prefix("rbd:") {
             return rbd::RbdAddress::read(address).map(|address| Self::Rbd(Box::new(address)));
         }
-        // `file:nbd:x` is a path: the prefix does not look like a URI of NBD.
+        // `file:nbd:x` is a path, since it does not begin like an NBD URI.
         if Uri::looks_like_uri(text) {
             let uri = Uri::parse(text).map_err(|rule| InvalidValue::new(text, rule))?;
             return Ok(Self::Nbd(Box::new(uri)));

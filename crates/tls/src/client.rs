@@ -10,8 +10,8 @@
 //! ```
 //!
 //! The layout is that of libnbd and QEMU. All files are read once, before the first connection, so
-//! a reconnect needs no file. Never accepts a server that proves nothing, unless the caller
-//! requests for that (`host` is `None`).
+//! a reconnect needs no file. Never accepts an unverified server, unless the caller requests that
+//! (`host` is `None`).
 
 use std::{fmt, net::IpAddr, path::Path};
 
@@ -88,13 +88,13 @@ impl TlsClient {
             Ok(key.len())
         });
         // In TLS 1.3 a server that does not know the key may fall back to a certificate. The empty
-        // store rejects every certificate, so that only the key can prove the server.
+        // store rejects every certificate, so that only the key authenticates the server.
         builder.set_verify(SslVerifyMode::PEER);
         builder.set_cert_store(X509StoreBuilder::new()?.build());
         Ok(Self { context: builder.build(), host: None, has_key: true })
     }
 
-    /// True if only a pre-shared key proves the server.
+    /// True if the server is authenticated by a pre-shared key alone.
     pub fn has_key(&self) -> bool {
         self.has_key
     }

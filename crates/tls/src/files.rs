@@ -142,7 +142,7 @@ fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, Credent
 
 /// Sets the certificate of this end of a connection, with its intermediates, and the private key.
 ///
-/// `of` is the purpose of the certificate, for messages.
+/// `purpose` is that of the certificate, for messages.
 ///
 /// # Errors
 /// Fails if a file cannot be read or parsed, or if the key belongs to another certificate.

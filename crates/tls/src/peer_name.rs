@@ -3,7 +3,7 @@
 //!
 //! A subject has the form that QEMU's `authz-simple` compares: the attributes in the order of the
 //! certificate, such as `C=GB,O=Acme\, Inc,CN=vm1`, with special characters escaped by RFC 4514
-//! section 2.4. Never judges a name: `policy::access` does.
+//! section 2.4. Never decides whether a name is allowed: `policy::access` does.
 
 use std::{fmt::Write as _, sync::LazyLock};
 

@@ -116,7 +116,7 @@ pub enum TlsRead {
 }
 
 /// One end of a TLS connection. After each call except [`TlsStream::feed`], ciphertext may be
-/// ready to send ([`TlsStream::outgoing`]). After a failure it is the alert with the reason.
+/// ready to send ([`TlsStream::outgoing`]): after a failure, the alert with the reason.
 #[derive(Debug)]
 pub struct TlsStream {
     stream: SslStream<MemoryTransport>,

@@ -370,7 +370,8 @@ fn sum(segments: &[GuestBytes]) -> usize {
     segments.iter().map(GuestBytes::bytes).sum()
 }
 
-/// Copies from the beginning of `places`, and removes the copied bytes. False if there are too few.
+/// Copies from the beginning of `segments`, and removes the copied bytes. False if there are too
+/// few.
 fn copy_front(segments: &mut &mut [GuestBytes], target: &mut [u8]) -> bool {
     let mut remaining = std::mem::take(segments);
     let mut unfilled = target;

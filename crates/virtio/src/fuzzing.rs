@@ -169,7 +169,7 @@ impl RingFuzzGuest {
         self.ring.is_some()
     }
 
-    /// Takes up to `most` chains and checks their requests.
+    /// Takes at most `max_chains` chains and checks their requests.
     fn take(&mut self, max_chains: u8) {
         for _ in 0..max_chains {
             let Some(ring) = &mut self.ring else { return };

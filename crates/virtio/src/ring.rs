@@ -4,8 +4,8 @@
 //!   layout     location of the ring's parts
 //!   cells      words of the ring, each loaded or stored once
 //!   split      descriptor table, available ring and used ring   (split/indices: memory ordering)
-//!   packed     one ring that both sides write to                (packed/turns: memory ordering;
-//!                                                                position: indices in it)
+//!   packed     one ring that both sides write to                (packed/ownership: memory
+//!                                                               ordering; position: indices in it)
 //!   chain      the buffers of a head, and the faults that they can have
 //!   regions    their location in guest memory
 //!   inflight   log of the chains in flight, in memory that survives a crash

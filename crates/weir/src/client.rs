@@ -229,7 +229,7 @@ impl ControlClient {
         self.status_with(json!({}))
     }
 
-    /// As `ControlClient::to_status`, without disks, groups, devices and exports: its length does
+    /// As [`ControlClient::status`], without disks, groups, devices and exports: its length does
     /// not depend on their number. A daemon of an older version returns all of them.
     pub(crate) fn summary(&mut self) -> Result<DaemonReport, ClientError> {
         match self.status_with(json!({ "lists": false })) {
@@ -256,7 +256,7 @@ impl ControlClient {
             .map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
     }
 
-    /// As `ControlClient::to_status`, with [`ControlClient::latencies`] in the report. A daemon of
+    /// As [`ControlClient::status`], with [`ControlClient::latencies`] in the report. A daemon of
     /// an older version does not count latencies; they are empty then.
     pub(crate) fn status_with_latencies(&mut self) -> Result<DaemonReport, ClientError> {
         let mut report = self.status()?;

@@ -6,8 +6,10 @@
 //!   cluster              the hosts that share limits
 //!   attach               a disk as a device of this host; its keeper process; detach
 //!   status, top          the running state; the same, live
+//!   verify               limits and other guarantees, checked against the daemon's counters
+//!   record               requests of disks, recorded into a file
 //!   throttle, prefetch   settings of a disk or group, shown or changed
-//!   disks_and_groups     add and remove disks and groups
+//!   disks_and_groups     add, remove and move disks and groups
 //!   added_keys           keys of an added disk or group: as options, for a daemon, in a file
 //!   reload               reload the config file
 //!   resume               resume disks that an error has stopped

@@ -59,7 +59,7 @@ pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
             None => "no disk was stopped\n".to_owned(),
         })?);
     }
-    // Printed even if other disks stopped again: the exit status tells the rest.
+    // Printed even if other disks stopped again: the exit status reports those.
     if !running.is_empty() && !arguments.json {
         let names: Vec<_> = running.into_iter().map(|disk| &*disk.name).collect();
         print(&format!("resumed: {}\n", names.join(" ")))?;

@@ -1,7 +1,8 @@
 //! The disk that a running daemon serves from an image, for commands of `weir image` that find the
 //! image locked.
 //!
-//! Never asks a daemon other than the default one, and changes it only through its own commands.
+//! Never connects to a daemon other than the default one, and changes it only through its own
+//! commands.
 
 use std::{
     fs,

@@ -1,7 +1,7 @@
 //! A change of settings: applied by the daemon, written into the config file, and printed.
 //!
-//! The file is read, edited and checked before the daemon is asked, so that a change cannot be in
-//! force and then fail to be saved for a foreseeable reason.
+//! The file is read, edited and checked before the change is sent to the daemon, so that a change
+//! cannot be in force and then fail to be saved for a foreseeable reason.
 
 mod arguments;
 mod config_file;

@@ -2,9 +2,9 @@
 //! counters, with an exit status for scripts.
 //!
 //! ```text
-//!   daemon ─► a report each second ──────────► judge ─┬─► findings ─► text, JSON, exit status
+//!   daemon ─► a report each second ────────► checker ─┬─► findings ─► text, JSON, exit status
 //!         └─► latencies, at both ends ─────► latency ─┤
-//!   --config FILE ───────────────────────► intended ──┘
+//!   --config FILE ─────────────────────► configured ──┘
 //! ```
 
 mod arguments;
@@ -40,7 +40,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     let (interrupted, stop) = mpsc::channel();
     // The receiver is gone once the measurement has ended.
     SignalInterruption::watch(move || _ = interrupted.send(()), || {})?;
-    // The counters of a report are from a moment between the two times: `judge` uses both bounds.
+    // The counters of a report are from a moment between the two times: `checker` uses both bounds.
     let mut client = ControlClient::reach(arguments.qmp)?;
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let started = Instant::now();

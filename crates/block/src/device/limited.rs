@@ -31,7 +31,7 @@ impl SamplerTarget for ThrottleGroup {
     }
 }
 
-/// In a group, the watermark of the group applies, not the disk's.
+/// A disk in a group has no watermark of its own here: the sampler visits its group instead.
 impl SamplerTarget for Disk {
     fn name(&self) -> &str {
         self.name()

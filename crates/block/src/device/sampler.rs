@@ -37,7 +37,7 @@ use reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 /// completes requests in most intervals.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// An object with limits and a watermark: a group, or a disk without one. Identified by its
+/// An object with limits and a watermark: a group, or a disk that is in no group. Identified by its
 /// address.
 pub trait SamplerTarget: fmt::Debug + Send + Sync {
     /// Name, for the log.

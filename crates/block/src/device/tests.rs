@@ -150,7 +150,8 @@ fn imitated_device_counts_like_the_kernel() {
             }
         }
         sleep_until(Instant::ZERO + Duration::from_secs(9)).await;
-        // The budget's line starts 10 ms before the request: it may catch up.
+        // The device's work begins 10 ms before the request, since an idle line may start in the
+        // past (`IDLE_CREDIT_NS` of `policy::device`).
         let expect = DeviceStatistics {
             reads: 1,
             read_bytes: 1 << 20,

@@ -174,7 +174,7 @@ impl CancelToken {
         self.event.notify(usize::MAX);
     }
 
-    /// Takes the cancellation back, for later attempts.
+    /// Resets the token, for later attempts.
     pub fn reset(&self) {
         self.is_cancelled.store(false, Ordering::SeqCst);
     }

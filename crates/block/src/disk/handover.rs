@@ -74,8 +74,8 @@ impl Disk {
     }
 
     /// Acquires the image, if this disk has handover, for a caller that is about to send requests;
-    /// each call needs one of [`Disk::release`]. Waits for the process that has it, for `patience`
-    /// at most and while `wanted` returns true. The future must run to its end.
+    /// each call needs one of [`Disk::release`]. Waits for the process that has it, for `timeout`
+    /// at most and while `is_wanted` returns true. The future must run to its end.
     ///
     /// # Errors
     /// [`HoldError`].

@@ -178,7 +178,7 @@ fn retained_image_stays_while_suspended() {
     });
 }
 
-/// The write was acknowledged, so it must survive: its metadata's first write fails, or the last.
+/// An acknowledged write survives a suspend that fails at a flush or at a metadata write.
 #[test]
 fn failed_suspend_loses_no_metadata() {
     for fault in ["kind=flush,count=1", "kind=write,offset=0-256K,count=1"] {

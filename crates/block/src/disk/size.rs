@@ -31,10 +31,12 @@ impl Disk {
         Ok(())
     }
 
-    /// Reserves space for a range, which may lie past the end: see [`Image::reserve`](image::Image::reserve).
+    /// Reserves space for a range, which may lie past the end: see
+    /// [`Image::reserve`](image::Image::reserve).
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED) on a read-only disk, or the image's error.
+    /// [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED) on a read-only disk, or the
+    /// image's error.
     pub async fn reserve(&self, _: AdmissionPermit, offset: u64, length: u64) -> Result<()> {
         self.check_writable()?;
         let _guard = self.enter().await?;

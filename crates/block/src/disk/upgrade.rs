@@ -169,8 +169,9 @@ impl Disk {
     /// Resumes the disk and reads the files' metadata again, here or in another process than the
     /// one that suspended it. A disk with handover is then held, and the caller must release it by
     /// [`Disk::release`]. An RBD image waits for the cluster without a timeout, unless another
-    /// process [can resume it](Disk::may_be_resumed_elsewhere). `heirs` are the clients that it was
-    /// suspended for there and that must not write: they are [blocklisted](Disk::blocklist) first.
+    /// process [can resume it](Disk::may_be_resumed_elsewhere). `new_clients` are the clients that
+    /// it was suspended for there and that must not write: they are [blocklisted](Disk::blocklist)
+    /// first.
     ///
     /// # Errors
     /// [`OpenError`]: the disk must not be used.

@@ -5,7 +5,7 @@
 //!   request ──► no limit applies? ────────────────────► admitted      slot.rs: one atomic load
 //!                  │ a limit applies
 //!                  ▼
-//!             lock the tree ─► limits allow it now ───► admitted      tree.rs, policy's ThrottleTree
+//!             lock the tree ─► limits allow it now ───► admitted      tree.rs, ThrottleTree
 //!                  │ must wait
 //!                  ▼
 //!             task sleeps ◄── woken by: the tree's timer │ new settings │ another admission waiter.rs
@@ -28,7 +28,7 @@
 //! | `waiter` | the handshake between a waiting request and its admission |
 //! | `timer` | the only part that sleeps |
 //!
-//! `waiter`, `arbiter` and `seat` are independent of the reactor; `tests/model` checks every
+//! `waiter`, `tree` and `slot` are independent of the reactor; `tests/model` checks every
 //! interleaving of them.
 
 mod group;

@@ -280,7 +280,8 @@ fn disks_that_change_places_do_not_block_each_other() {
     });
 }
 
-/// A waiting request has the bucket to itself, wherever the disk that reads ahead is by then.
+/// Read-ahead takes no tokens from a waiting request, before, during or after the move of the disk
+/// that reads ahead.
 #[test]
 fn read_ahead_during_a_move_delays_no_request() {
     loom::model(|| {

@@ -51,7 +51,7 @@ pub(crate) struct Shared {
     /// True if requests may fail.
     pub(crate) may_fail: bool,
     pub(crate) block_bytes: usize,
-    /// True while the image is changed beside the disk, so that nothing may be read ahead.
+    /// True while the image is changed without the disk, so that nothing may be read ahead.
     pub(crate) bypassed: Cell<bool>,
     /// Number of reads and writes sent since the disk was opened.
     pub(crate) sent: [Cell<u64>; 2],

@@ -88,7 +88,7 @@ fn settings(limits: Limits) -> GroupSettings {
     GroupSettings { limits, ..GroupSettings::default() }
 }
 
-/// No limits, or limits for all of a group's requests together.
+/// Draws no limits, or limits on the total of a group's requests.
 fn draw_limits() -> Limits {
     let mut limits = Limits::default();
     let mut draw = |kind: LimitKind, min_rate: f64| {

@@ -47,7 +47,7 @@ fn disk(
         format!("read={latency},write={latency},zero={latency},flush={latency}").parse().expect("valid"),
     );
     let image = Image::Raw(RawImage::new(storage));
-    // Never reached: each request is charged, and none waits.
+    // A limit that is never reached: each request is charged, and none waits.
     let mut limits = Limits::default();
     *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: 1_000_000_000, ..RateLimit::NONE };
     let settings = DiskSettings { limits, ..DiskSettings::default() };

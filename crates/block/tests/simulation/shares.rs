@@ -4,7 +4,7 @@
 //! requests of half a kilobyte or of several slices, in both directions.
 //!
 //! - Each disk receives, within a few percent, its share of the limit distributed down the tree by
-//!   weight ([`Node::pour`]): at most its limits and those of its groups, and at least its
+//!   weight ([`Node::check_shares`]): at most its limits and those of its groups, and at least its
 //!   reservation.
 //! - So equal disks receive the same, and every reservation is met.
 //! - Neither reads nor writes of a disk wait for ever behind the other direction.
@@ -21,17 +21,17 @@ use reactor::{now, sim, sleep_until, spawn};
 
 use crate::{client::chance, seeds};
 
-/// At the beginning the bucket's capacity is used, not the share.
+/// At the beginning requests consume the bucket's burst capacity, which is not divided by shares.
 const WARM_UP_S: u64 = 5;
 const MEASURED_S: u64 = 60;
 
-/// A slice, and the amount that may be saved up: tags have about this precision, relative to the
-/// limit.
+/// Precision of the scheduler's tags, in seconds of the limit's rate: a slice, and the service that
+/// a disk may catch up.
 const GRAIN_S: f64 = 0.25;
 const SLICE_S: f64 = 0.09;
 
-/// Part that is distributed by weight even if everything is reserved: a hundredth, in whole
-/// requests. Among 10,000 seeds one exceeds the hundredth: it needs 0.01247.
+/// Part of the rate that is distributed by weight even if everything is reserved: a hundredth,
+/// rounded up to whole requests. The largest value that 10,000 seeds needed is 0.01247.
 const BY_WEIGHT: f64 = 0.013;
 
 #[test]
@@ -97,7 +97,7 @@ fn limits(kind: LimitKind, rate: u64) -> Limits {
     limits
 }
 
-/// Draws two to four groups or disks below a group; `promised` is the rate that can still be
+/// Draws two to four groups or disks below a group; `reservable` is the rate that can still be
 /// reserved.
 fn draw_children(
     parent: &Arc<ThrottleGroup>,
@@ -222,7 +222,7 @@ impl Node {
     }
 
     /// Distributes `rate` to this node's children, and checks the results of its disks. `grain` is
-    /// the rate of the limit on top; `way` describes the nodes above, for a failure.
+    /// the rate of the limit on top; `path` describes the nodes above, for a failure.
     fn check_shares(&self, rate: f64, grain: f64, surplus: f64, top: f64, path: &str) {
         if let Some(disk) = &self.disk {
             disk.check(rate, grain, surplus, top, path);

@@ -14,7 +14,7 @@ use reactor::{now, sim, sleep_until, spawn_joinable};
 use crate::seeds;
 
 const LENGTH: u64 = 64 << 10;
-/// A tenth of a second's worth is a MiB.
+/// Limit in bytes per second. The bucket holds a tenth of a second's worth: 1 MiB.
 const RATE: u64 = 10 << 20;
 
 fn limits(rate: u64) -> Limits {

@@ -260,7 +260,7 @@ pub(crate) struct WriteAccounting {
 }
 
 /// Threshold below which a difference proves nothing: metadata, processes that were moved here, and
-/// counters read at different times explain as much.
+/// counters read at different times can cause as much.
 const MIN_MISSING_BYTES: u64 = 16 << 20;
 
 impl WriteAccounting {

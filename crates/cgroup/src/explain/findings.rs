@@ -1,8 +1,8 @@
 //! Conclusions from the facts: which I/O a limit covers, which escapes it, why, and the remedy.
 //!
 //! ```text
-//!   a use (process, file, mode) ─► requests ─► charged to …          charge.rs        its cgroup │ the root │ several
-//!                                          └─► limited there on …    limit_search.rs  this disk │ one below │ none
+//!   a use (process, file, mode) ─► requests ─► charged to …          charge.rs         its cgroup │ the root │ several
+//!                                          └─► limited there on …    limit_search.rs   this disk │ one below │ none
 //!                                          ──► covered │ partly │ escapes │ unlimited
 //!   findings about the whole cgroup                                  whole_cgroup.rs
 //! ```

@@ -2,17 +2,18 @@
 //!
 //! ```text
 //!   weir ─── moves, controls ──► weir cgroup load, in a cgroup beside the examined one, with its limits    temporary_cgroup.rs, worker.rs, load.rs
-//!    │                               │ writes and reads small files: direct, buffered, flushed, from the page cache
+//!    │                               │ writes and reads small files: direct, buffered, flushed, from the page cache   path_tests.rs
 //!    ├── io.stat of that cgroup ◄────┤ bytes charged to it
 //!    ├── the disk's statistics ◄─────┤ bytes that arrived
 //!    └── a separate trace ◄──────────┘ tasks that submitted, tasks that were throttled                      trace.rs
 //! ```
 //!
 //! If writeback is charged to the cgroup, its memory.high is set so low that the writer soon waits
-//! for writeback workers, as every long-running writer does; the rest is flushed in the owner's
-//! name. Otherwise syncfs(2) starts writeback at once; limits of other cgroups cannot delay it,
-//! because their writeback is not throttled either. The cgroup and the trace are removed at the
-//! end, also on a signal; the files are unlinked from the beginning.
+//! for writeback workers, as every long-running writer does; weir then flushes the remaining dirty
+//! pages from outside of the cgroup, which is still charged for them. Otherwise syncfs(2) starts
+//! writeback at once; limits of other cgroups cannot delay it, because their writeback is not
+//! throttled either. The cgroup and the trace are removed at the end, also on a signal; the files
+//! are unlinked from the beginning.
 
 mod load;
 mod path_tests;

@@ -155,7 +155,7 @@ fn lock(path: &Path, kind: &str, operation: FlockArg) -> anyhow::Result<Option<F
     }
 }
 
-/// Tries an exclusive lock up to `looks` times; `None` if another process still holds it.
+/// Tries an exclusive lock up to `attempts` times; `None` if another process still holds it.
 fn lock_with_retries(path: &Path, kind: &str, attempts: usize) -> anyhow::Result<Option<Flock<File>>> {
     for _ in 0..attempts {
         if let Some(lock) = lock(path, kind, FlockArg::LockExclusiveNonblock)? {

@@ -72,7 +72,7 @@ pub(crate) fn verify_disk(
 
 /// Writes the settled rates after a change to the kernel and to systemd, wherever they differ from
 /// before; decreases come first, so that the sum never exceeds the limit. Returns the rates of
-/// `of`. On an error all are rolled back.
+/// `target`. On an error all are rolled back.
 pub(super) fn apply_change(
     hierarchy: &CgroupHierarchy,
     before: &LimitsFile,
@@ -89,7 +89,8 @@ pub(super) fn apply_change(
         .collect();
     let shared = target.map(|target| pool_members(after, target)).transpose()?.unwrap_or_default();
     let differs = |(group, number): &(ControlGroup, DeviceNumber), rates: &IoMaxRates| {
-        // Members of the same pool may have other rates at present: `of` was absent for a while.
+        // Members of the same pool may have other rates at present, if `target` was absent for a
+        // while.
         shared.contains(&(group.name.clone(), *number))
             && write::read_limits(group, *number).is_ok_and(|kernel_rates| kernel_rates != *rates)
     };
@@ -206,7 +207,7 @@ pub(crate) fn update_systemd(
     Ok(true)
 }
 
-/// Limits that systemd lacks, for those of the cgroups `among` that exist with their disk. Each has
+/// Limits that systemd lacks, for those of `cgroups` that exist with their disk. Each limit has
 /// its settled rates among all members, existing or not.
 pub(crate) fn missing_in_systemd(
     hierarchy: &CgroupHierarchy,

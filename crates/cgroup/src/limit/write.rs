@@ -105,8 +105,8 @@ pub(crate) fn write_all(hierarchy: &CgroupHierarchy, all: &[LimitWrite]) -> anyh
     for (index, limit_write) in all.iter().enumerate() {
         if let Err(error) = write_one(limit_write, limit_write.rates) {
             // Best effort: these values were in force a moment ago. The first error is reported.
-            // Including the failed one, whose kernel rates may have been written before systemd
-            // refused.
+            // The failed change is included: its rates may have been written to the kernel before
+            // systemd refused them.
             for done in all[..=index].iter().rev() {
                 let _ = write_one(done, done.before);
             }

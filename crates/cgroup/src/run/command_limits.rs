@@ -92,7 +92,7 @@ pub(super) fn apply_limits<'a>(
     if group.version == Version::V2 && needs_watch(group, device, change)? {
         // Standard error belongs to the command: log warnings and errors only.
         logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text, file: None })?;
-        // Started before the limits are set: `limit::set` would report that no watch runs.
+        // Started before the limits are set: `limit::set_limits` would report that no watch runs.
         command_limits.watch =
             Some(watch::CgroupWatchThread::start_or_stand_by(&file, CapacityStore::new(paths.state))?);
     }

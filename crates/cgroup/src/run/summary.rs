@@ -45,7 +45,7 @@ impl IoWait {
 pub(super) struct CommandSummary {
     /// Path below the mount.
     pub(super) cgroup: PathBuf,
-    /// Exit status as in shells: above 128 a signal's.
+    /// Exit status; 128 plus the signal's number if a signal killed the command, as in shells.
     pub(super) status: u8,
     /// Time from the command's start to its end.
     pub(super) wall: Duration,

@@ -7,10 +7,10 @@
 //!     └── starts another ◄──┘ dies       the final message: the watch has settled all itself ──► exit
 //! ```
 //!
-//! The guard has its own process group, blocks signals and moves to the root cgroup, so it survives
-//! whatever kills the watch by name, terminal or service, and the OOM killer. After killing both
-//! one by one, an operator must run `weir cgroup watch --settle`. The guard holds a lock that the
-//! next watch waits for before it grants a burst.
+//! The guard has its own process group, blocks signals and moves to the root cgroup. It survives
+//! signals sent by name, the end of the watch's terminal or service, and the OOM killer. After
+//! SIGKILL to both processes, an operator must run `weir cgroup watch --settle`. The guard holds a
+//! lock that the next watch waits for before it grants a burst.
 
 use std::{
     fs,

@@ -73,7 +73,7 @@ pub(super) struct DueLimits {
 }
 
 impl CgroupLeases {
-    /// Creates groups of these names, without limits until something is leased.
+    /// Creates groups of these names, without limits until quota is leased.
     pub fn new<'a>(groups: impl IntoIterator<Item = &'a str>) -> Self {
         let groups = groups.into_iter().map(|name| (name.to_owned(), GroupLease::default()));
         Self(Arc::new(Mutex::new(groups.collect())))
@@ -164,8 +164,9 @@ impl CgroupLessor {
         &self.group
     }
 
-    /// Leases quota until the given time by [`now`](super::now), or for ever with `None`; afterwards the
-    /// fallback share is in force. Bursts are dropped: those of control groups are not divided.
+    /// Leases quota until the given time by [`now`](super::now), or without an end if `None`;
+    /// afterwards the fallback share is in force. Bursts are dropped: the bursts of control groups
+    /// are not divided among hosts.
     pub fn lease(&self, quota: &Limits, fallback: &Limits, until: Option<Instant>) {
         let until = until.unwrap_or(Instant::MAX);
         let (quota, fallback) = (without_bursts(quota), without_bursts(fallback));

@@ -36,7 +36,7 @@ struct StoredLevels {
 pub(super) struct SavedBursts {
     /// Nanoseconds since boot, including suspend.
     at_ns: u64,
-    /// In the order of `policy::steering::Pool::levels`.
+    /// In the order of `policy::steering::SteeringPool::levels`.
     pub(super) levels: [u64; 6],
     /// Counters by control group and device: read and written bytes, then read and write
     /// operations.

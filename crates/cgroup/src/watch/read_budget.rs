@@ -4,7 +4,7 @@ use nix::time::{ClockId, clock_gettime};
 use policy::time::{Duration, Instant};
 
 const SHARE_OF_A_CORE: f64 = 0.015;
-/// Reads allowed in each round, whatever their cost.
+/// Reads allowed in each round, regardless of their cost.
 const ALWAYS_ALLOWED: usize = 4;
 
 /// Budget of control groups that may be read now (a token bucket).
@@ -46,7 +46,7 @@ impl ReadBudget {
         (self.tokens as usize).max(ALWAYS_ALLOWED)
     }
 
-    /// Charges `looks` reads, given the thread's CPU time after them.
+    /// Charges `reads` reads, given the thread's CPU time after them.
     pub(super) fn charge(&mut self, cpu: Duration, reads: usize) {
         #[cfg(test)]
         {

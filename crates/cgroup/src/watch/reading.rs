@@ -30,8 +30,8 @@ pub(super) struct OpenCgroupFiles {
 }
 
 impl OpenCgroupFiles {
-    /// Opens the files; those about waiting only if wanted, because a process may have only a
-    /// thousand open files.
+    /// Opens the files; io.pressure and memory.stat only if `wants_waiting`, because a process may
+    /// have only a thousand open files.
     pub(super) fn open(group: &ControlGroup, wants_waiting: bool) -> anyhow::Result<Self> {
         let open = |file: &str| File::open(group.directory.join(file));
         let stat = open("io.stat").with_context(|| file_context(group, "io.stat"))?;
@@ -44,7 +44,7 @@ impl OpenCgroupFiles {
         })
     }
 
-    /// Reads the counters on a device, and whether anything waited since the last reading; `buffer`
+    /// Reads the counters on a device, and whether a task waited since the last reading; `buffer`
     /// is scratch space.
     pub(super) fn read(
         &mut self,

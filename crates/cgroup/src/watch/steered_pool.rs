@@ -53,7 +53,7 @@ pub(super) struct SteeredPool {
     due: Instant,
     /// Earliest possible end of a burst, by the last decision.
     bursts_end: Option<Instant>,
-    /// True if something has changed that the rates depend on.
+    /// True if an input of the rates has changed since the last decision.
     undecided: bool,
     /// Levels of the buckets when they were last saved.
     saved_levels: [u64; 6],
@@ -161,7 +161,7 @@ impl SteeredPool {
         self.bursts_end.is_some_and(|end| end <= now)
     }
 
-    /// True if levels have changed since [`SteeredPool::kept`].
+    /// True if levels have changed since [`SteeredPool::saved_levels`].
     pub(super) fn has_spent(&self) -> bool {
         self.pool.levels() != self.saved_levels
     }
@@ -212,7 +212,8 @@ impl SteeredPool {
         self.due = self.due.min(now);
     }
 
-    /// Reads up to `most` due members, or all if a burst may be over, and writes changed rates.
+    /// Reads up to `max_reads` due members, or all if a burst may be over, and writes changed
+    /// rates.
     pub(super) fn round(&mut self, now: Instant, max_reads: usize, buffer: &mut Vec<u8>) -> RoundCounts {
         let mut round = RoundCounts::default();
         // The end of a burst must not wait for the next round.
@@ -244,7 +245,7 @@ impl SteeredPool {
         }
         self.bursts_end = self.pool.bursts_end(now);
         for index in 0..self.members.len() {
-            // Members beyond `most` stay due.
+            // Members beyond `max_reads` stay due.
             if self.members[index].due.is_none_or(|due| due > now) {
                 self.members[index].due = self.next_look(index, now);
             }

@@ -272,7 +272,7 @@ fn idle_groups_are_read_once_a_second() {
     let mut at = began;
     while at < began + Duration::from_secs(SECONDS) {
         if rounds % 10 == 0 {
-            // They write as fast as the limit allows.
+            // The busy groups write as fast as the limit allows.
             for name in &names[..BUSY] {
                 written(&machine, name, at.nanos_since(began) / 1000 * 4 * MIB / 1_000_000);
             }
@@ -340,7 +340,7 @@ fn leased_quota_is_revoked_before_its_end() {
     lessor.renew(&writes(MIB), Some(begin + Duration::from_secs(20)));
     watch.run_due(now() + Duration::from_secs(10));
     assert!(max(&machine, "a").contains("wbps=9961472"), "{}", max(&machine, "a"));
-    // Earlier than its guard must, which is earlier than the end of the lease.
+    // The watch revokes before its guard, and the guard before the end of the lease.
     let ends = begin + Duration::from_millis(19_250);
     assert!(watch.run_due(begin + Duration::from_millis(19_220)) <= ends, "it looks when the time is over");
     watch.run_due(ends);
@@ -376,8 +376,8 @@ fn guard_deadline_covers_quota_in_the_kernel() {
     assert_eq!(step(seconds(7), true), guard(11_500));
     silver.lease(&writes(8 * MIB), &writes(MIB), Some(seconds(10)));
     assert_eq!(step(seconds(8), true), guard(9500), "the first of all");
-    // For the watch silver's lease is over; the guard keeps it until the kernel has the fallback
-    // share.
+    // The watch revokes silver's quota; the guard's deadline stays until the kernel has the
+    // fallback share.
     assert_eq!(step(Instant::from_nanos(9_250_000_000), false), guard(9500));
     assert_eq!(step(Instant::from_nanos(9_300_000_000), true), guard(9500));
     assert_eq!(step(Instant::from_nanos(9_400_000_000), true), guard(11_500));
@@ -435,7 +435,7 @@ fn demand_of_a_cluster_group_is_reported() {
     let (mut watch, lessor, _) = watch_of_cluster_group(&machine);
     let begin = now() + Duration::from_secs(1);
     for step in 1..=20 {
-        // Reading costs nothing here, because the time is virtual. All that the limit allows.
+        // Writes at the rate of the limit. Reading costs no CPU time, because the time is virtual.
         written(&machine, "a", step * MIB / 10);
         let at = begin + Duration::from_millis(step * 100);
         watch.read_budget.read_s = 1e-9;

@@ -242,7 +242,7 @@ fn put(file: &mut dyn LogOutput, bytes: &[u8], timeout: Duration) -> Result<(), 
     Ok(())
 }
 
-/// True if a write of [`MAX_WRITE`] bytes does not block. Waits for that at most `patience`.
+/// True if a write of [`MAX_WRITE`] bytes does not block. Waits for that at most `wait`.
 fn is_ready(file: &dyn LogOutput, wait: Duration) -> bool {
     let timeout = PollTimeout::try_from(wait).unwrap_or(PollTimeout::ZERO);
     // If poll itself fails, the write is tried.

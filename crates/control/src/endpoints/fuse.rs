@@ -19,7 +19,7 @@ pub(super) async fn open(
 ) -> anyhow::Result<ExportEndpoint> {
     let disk = &terms.disk.disk;
     let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
-    // A transferred mount keeps its descriptor, so openers notice nothing.
+    // A transferred mount keeps its descriptor, so open files stay valid.
     let (mount, state) = match terms.transferred.take() {
         Some(TransferredEndpoint::Fuse(QuiescedFuseFile { mount, state })) => {
             (FuseMount::adopt(mount, state.owner), Some(state))

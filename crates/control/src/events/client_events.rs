@@ -3,7 +3,7 @@
 //! A virtual machine counts as a client from the start of its first virtqueue, when firmware or a
 //! driver starts, until its connection ends. Programs that only test the socket or read the
 //! configuration are not clients, and neither is a front end that connects days before its driver
-//! starts. A machine that arrives by an upgrade is not reported again. Events that one guest or
+//! starts. A front end that an upgrade transfers is not reported again. Events that one guest or
 //! process can cause at any rate (a rejected connection, a broken ring) are reported once per
 //! second and disk, with a count of the rest.
 

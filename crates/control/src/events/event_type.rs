@@ -101,8 +101,8 @@ kinds! {
     PromiseMade "reservation_in_force" Info
 }
 
-/// Names of weir 0.1.0 with their new ones: an upgrade brings events and counts under the names of
-/// the old process.
+/// Event type names of weir 0.1.0, with their current names: in an upgrade, an old process sends
+/// events and counts under its own names.
 const OLD_NAMES: [(&str, &str); 12] = [
     ("disk_unopened", "disk_unavailable"),
     ("client_in", "session_started"),
@@ -198,7 +198,8 @@ pub struct RecordedEvent {
     pub(crate) group: Option<Arc<str>>,
     /// Text for people.
     pub(crate) message: String,
-    /// For programs; `suppressed` counts earlier events of this type that were not reported.
+    /// Values for programs; `suppressed` is the number of events of this type that were dropped
+    /// before this one.
     pub(crate) data: Map<String, Value>,
 }
 

@@ -120,7 +120,7 @@ pub(crate) fn limit_sample(percent: u64) -> ConditionSample {
     }
 }
 
-/// `None` if no interval was judged since the last sample while requests wait: undecided yet.
+/// `None` (undecided) if requests wait and no interval of the reservation ended since `before`.
 pub(crate) fn reservation_sample(before: &ThrottleSummary, now: &ThrottleSummary) -> Option<ConditionSample> {
     let (ReservationTimes { met_ns, missed_ns }, after) = (before.reservation_times.unwrap_or_default(), now.reservation_times?);
     if after.missed_ns > missed_ns {

@@ -38,8 +38,8 @@ impl EventRateLimit {
     /// As [`EventRateLimit::admit`], with a smaller burst.
     fn admit_within(&mut self, burst: u64, now: Instant) -> Option<u64> {
         self.level_ns = self.level_at(now);
-        // Callers of several threads may arrive slightly out of order; time never runs backwards
-        // here.
+        // Calls on several threads may be slightly out of order; the clock of the bucket never runs
+        // backwards.
         self.at = self.at.max(now);
         // One event must fit: at `burst - 1` intervals the level is full after this one.
         if self.level_ns > (burst - 1) * self.interval_ns {

@@ -35,13 +35,13 @@ pub struct InheritedSockets {
     sockets: ListenFd,
     /// Names by index; `None` for a socket that is in use.
     names: Vec<Option<String>>,
-    /// Indices of sockets that are requested by name, and therefore excluded from `listeners`.
+    /// Indices of sockets that are requested by name; `take_all` leaves them.
     requested: Vec<usize>,
     /// Socket passed at run time, with its name.
     later: Option<(String, OwnedFd)>,
     /// Sockets of the old process, for vhost-user endpoints.
     adopted: Vec<(String, BoundListener)>,
-    /// Descriptors that were open at the start without being announced.
+    /// Descriptors that were open at the start and are not counted in `LISTEN_FDS`.
     left_open: Vec<RawFd>,
 }
 

@@ -1,5 +1,5 @@
-//! Unix sockets as files. The file outlives a killed process; a stale socket file is replaced.
-//! Connecting tells whether a process serves it.
+//! Unix sockets as files. The file outlives a killed process; a stale socket file is replaced. A
+//! socket file is stale if a connection to it is refused.
 
 use std::{
     fs::{self, File, Permissions},
@@ -56,7 +56,7 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         // A later daemon may have replaced the file; its socket must stay.
-        // A file of the old process stays until this process has settled the upgrade.
+        // A file of the old process stays until the upgrade is final.
         let is_ours = self.passed.as_ref().is_none_or(PassedFiles::is_owner);
         if is_ours && self.identity.is_some() && identity(&self.path) == self.identity {
             let _ = fs::remove_file(&self.path);
@@ -73,7 +73,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixListener, SocketFile)> {
     let listener = match bind_private(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
-            // The lock covers the check and the removal: see `turn`.
+            // The lock covers the check and the removal: see `lock_directory`.
             let _guard = lock_directory(path);
             remove_stale(path)?;
             bind_private(path)

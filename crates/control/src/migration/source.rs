@@ -181,9 +181,9 @@ async fn restore_exports(registry: &Rc<Registry>, disk: &str, removed: Vec<Remov
     }
 }
 
-/// Removes the exports of a disk, and returns what puts them back. If requests of their clients are
-/// in flight for longer than [`ANSWER_TIMEOUT`], the disk stays, and the exports are added again
-/// once the requests complete.
+/// Removes the exports of a disk, and returns the parameters for adding them again. If requests of
+/// their clients are in flight for longer than [`ANSWER_TIMEOUT`], the disk stays, and the exports
+/// are added again once the requests complete.
 async fn remove_in_time(
     registry: &Rc<Registry>,
     disk: &str,
@@ -247,7 +247,7 @@ async fn hand_over(
     let removed: Vec<_> = active.filter_map(|export| RemovedExport::of(export)).collect();
     let removal = if request.force { Removal::Hard } else { Removal::IfUnused };
     let removed = remove_in_time(registry, &request.disk, exports, removal, removed).await?;
-    // With the exports gone, nothing writes after this flush.
+    // Without exports, no request can write after this flush.
     let flushed = running.disk.flush().await;
     // After the last request, so that the levels include its charge.
     described.filled = running.disk.throttle().bucket_levels().map(Into::into);

@@ -196,7 +196,7 @@ pub(super) async fn open_disk(
         let filled = running.disk.throttle().restore_levels(&filled.to_levels()?);
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
-    // `add_disk` rejects names of migrating disks; here the caller is the migration.
+    // `add_disk` rejects names of disks that are being migrated; this disk is the exception.
     registry.disks.migrating.borrow_mut().remove(disk);
     let added = registry.add_disk(running);
     registry.disks.migrating.borrow_mut().insert(disk.to_owned());

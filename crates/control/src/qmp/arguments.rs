@@ -105,7 +105,7 @@ impl QmpArguments {
         }
     }
 
-    /// Index of the value in `words`.
+    /// Index of the argument's value in the list of accepted values.
     pub(crate) fn choice(&mut self, key: &str, choices: &[&str]) -> Result<Option<usize>, QmpError> {
         let Some(choice) = self.optional::<String>(key)? else { return Ok(None) };
         match choices.iter().position(|known| *known == choice) {

@@ -1,8 +1,8 @@
 //! Commands: their trait, and the dispatch by name.
 //!
 //! ```text
-//!   name ─► Entry ─► Command::read ─► Arguments::finish ─► Command::run
-//!                    all wrong input ends here ┘              └ changes the running state
+//!   name ─► table ─► QmpCommand::read ─► QmpArguments::finish ─► QmpCommand::run
+//!                    └─ find all errors of the arguments ───┘    └ changes the running state
 //! ```
 //!
 //! Reading and running are separate, so that no command acts on partially wrong arguments.

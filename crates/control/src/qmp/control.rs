@@ -1,5 +1,5 @@
-//! Control sockets of a daemon: connects the registry, the commands and the server. Changes become
-//! QMP events here.
+//! Control sockets of a daemon: connects the registry, the commands and the server. Changes of the
+//! registry are emitted as QMP events here.
 
 use std::{cell::RefCell, rc::Rc};
 

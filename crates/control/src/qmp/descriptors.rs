@@ -6,8 +6,8 @@
 //!                  └───── add-fd ─► a set, for all clients: control/fdsets.rs
 //! ```
 //!
-//! As in QEMU, descriptors belong to the command that they come with: unused ones are closed when
-//! more arrive or the client disconnects. Named ones are closed when the client disconnects.
+//! As in QEMU, descriptors belong to the command that they are passed with: unused ones are closed
+//! when more arrive or the client disconnects. Named ones are closed when the client disconnects.
 //!
 //! Never opens anything by itself.
 
@@ -76,7 +76,7 @@ impl ClientDescriptors {
         Ok(received?.bytes)
     }
 
-    /// Takes the descriptor that came with a command.
+    /// Takes the descriptor that was passed with a command.
     pub(super) fn take_arrived(&self) -> Result<PassedFd, QmpError> {
         let next = self.arrived.borrow_mut().pop_front();
         next.ok_or_else(|| QmpError::generic("No file descriptor supplied via SCM_RIGHTS"))

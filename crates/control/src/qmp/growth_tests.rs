@@ -36,7 +36,7 @@ fn visits_for(count: usize) -> (u64, u64) {
             let added = json!({ "name": group, "keys": {} });
             run(&commands, "x-weir-add-group", added).await.expect("a new group");
             run(&commands, "x-weir-add-disk", disk(number, &group)).await.expect("a new disk");
-            // Listeners defer their work to a later turn of the executor.
+            // Listeners defer their work to a later pass of the executor.
             reactor::yield_now().await;
             reactor::yield_now().await;
         }

@@ -45,7 +45,7 @@ pub(crate) fn setting_reports<'a>(
     )
 }
 
-/// Values of the keys that `which` selects, in the order of the table.
+/// Values of the keys that the function selects, in the order of the table.
 fn key_values<T: KeyTable>(config: &T, is_selected: impl Fn(&ConfigKey<T>) -> bool) -> Vec<NamedValue> {
     let value = |key: &'static ConfigKey<T>| match key.write(config) {
         Some(literal) => (key.name, Value::from(&literal)),
@@ -74,8 +74,8 @@ pub(crate) fn disk_values(disk: &DiskConfig) -> Vec<NamedValue> {
     key_values(disk, |key| key.change == ChangePolicy::Apply)
 }
 
-/// As [`disk_values`], without limits, shares and group, which change together with those of
-/// others.
+/// As [`disk_values`], without limits, shares and group, which change together with those of other
+/// objects.
 pub(crate) fn disk_only_values(disk: &DiskConfig) -> Vec<NamedValue> {
     key_values(disk, |key| key.change == ChangePolicy::Apply && GroupConfig::key(key.name).is_none())
 }

@@ -46,7 +46,7 @@ impl PlanDifference {
     /// Difference between the running state, which `before` was applied to, and `plan`.
     ///
     /// # Errors
-    /// A change that is impossible at run time, with its place; an object to remove is in use.
+    /// A change that is impossible at run time, with its origin; an object to remove is in use.
     pub(crate) async fn find(
         registry: &Registry,
         before: &DesiredState,
@@ -176,7 +176,7 @@ impl PlanDifference {
                     disk.image.path().is_some()
                         && registry.disks.get(old).is_ok_and(|old| old.config.image == disk.image)
                 };
-                // The old disk is removed last, so the new one would find its lock.
+                // The old disk is removed last: the new disk would find the image locked.
                 if let Some(old) = self.old_disks.iter().find(has_image) {
                     bail!(disk.origin("image").error(format!(
                         "the disk {old:?} uses this image until it is removed (remove it from the \
@@ -257,7 +257,7 @@ fn by_disk(all: &[PlannedExport]) -> HashMap<&str, Vec<&PlannedExport>> {
     by_disk
 }
 
-/// Place of an export in the config file.
+/// Origin of an export in the config file.
 pub(crate) fn export_origin<'p>(plan: &'p DesiredState, planned: &PlannedExport) -> Option<&'p Origin> {
     let disk = plan.disks.iter().find(|disk| disk.name == planned.disk)?;
     let is_match = |export: &ExportConfig| match (export, &planned.endpoint) {
@@ -300,8 +300,8 @@ fn fixed_differences_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<
         .collect()
 }
 
-/// Fails if a key of the process changed that is fixed at run time. `draft` has the places of the
-/// new keys.
+/// Fails if a key of the process changed that is fixed at run time. The parsed config has the
+/// origins of the new keys.
 fn check_service(old: &ProcessSpec, new: &ProcessSpec, parsed: &ParsedConfig) -> anyhow::Result<()> {
     let text_of =
         |origin: Option<&Origin>, key| origin.map_or_else(|| format!("daemon: {key}"), Origin::to_string);

@@ -18,7 +18,7 @@ use crate::{
 
 impl Reconciliation<'_> {
     /// Tries the images of all new disks. Returns the indices of those whose storage does not
-    /// answer, with the reasons, and all other errors, each with its place in the config file.
+    /// answer, with the reasons, and all other errors, each with its origin in the config file.
     ///
     /// For a start, groups and disks are added to the registry, which must belong to no daemon.
     ///

@@ -19,7 +19,7 @@ impl Reconciliation<'_> {
     /// nothing else: dropping the images undoes it.
     ///
     /// # Errors
-    /// The first image that cannot be opened, with its place in the config file.
+    /// The first image that cannot be opened, with its origin in the config file.
     pub async fn open(
         &mut self,
         difference: &PlanDifference,
@@ -85,7 +85,7 @@ impl Reconciliation<'_> {
         }
     }
 
-    /// Adds the place of the image in the config file. On a command line it is obvious.
+    /// Adds the origin of the image in the config file. On a command line the origin adds nothing.
     pub(super) fn with_image_origin<T>(
         &self,
         planned: &DiskWithOrigins,

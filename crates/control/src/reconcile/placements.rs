@@ -1,8 +1,8 @@
 //! Limits, shares, reservations and groups of several disks and groups, applied together.
 //!
 //! A valid final state need not be reachable one object at a time: a reservation that moves from
-//! one disk to another does not fit until the first gives it up. Therefore all changing objects
-//! first give up their reservations, then change limits and groups, then book their reservations.
+//! one disk to another fits only after the first disk has released it. Therefore all changing
+//! objects first release their reservations, then change limits and groups, then book them again.
 
 use std::sync::Arc;
 
@@ -85,11 +85,11 @@ pub(crate) fn without_reservation(share: NodeShare) -> NodeShare {
     share.with_reservation(0, 0)
 }
 
-/// Applies all seats. Groups must precede their members.
+/// Applies all placements. Groups must precede their members.
 ///
 /// # Errors
-/// The first seat that is rejected; others may be in force by then. Applying the previous seats
-/// always succeeds.
+/// The first placement that is rejected; others may be in force by then. Applying the previous
+/// placements always succeeds.
 pub(crate) fn apply_all(placements: &[MemberPlacement]) -> anyhow::Result<()> {
     let apply = |placement: &MemberPlacement| {
         placement.apply().with_context(|| {

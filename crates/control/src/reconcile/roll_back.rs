@@ -16,14 +16,14 @@ use crate::{
     running_server::RunningServer,
 };
 
-/// Completed step, with what undoing it needs.
+/// Completed step, with the state that undoes it.
 pub(crate) enum CompletedStep {
     Configured(Rc<RunningDisk>, Box<DiskConfig>),
     MembersPlaced(Vec<MemberPlacement>),
     GroupAdded(String),
     DiskAdded(String),
     ServerAdded(Rc<RunningServer>),
-    /// `gone` is the change to announce if the export cannot be added again.
+    /// `gone` is the notification to send if the export cannot be added again.
     ExportRemoved {
         planned: Box<PlannedExport>,
         id: String,
@@ -66,8 +66,8 @@ impl Reconciliation<'_> {
                     return Err(error);
                 }
             }
-            // No event announced it. A client that connected meanwhile may have requests in flight
-            // at storage that does not answer, which ends the wait for them.
+            // The export was never announced. A client that connected meanwhile may have requests
+            // in flight at unresponsive storage; in that case the wait for them ends early.
             CompletedStep::ExportAdded(id) => {
                 let disk = Arc::clone(&self.registry.exports.get(&id)?.disk.disk);
                 drop(disk.run_unless_unresponsive(self.registry.begin_removal(&id, Removal::Hard)?).await);
@@ -77,7 +77,7 @@ impl Reconciliation<'_> {
     }
 }
 
-/// Applies all settings of the disk alone. A failure leaves some of them applied.
+/// Applies prefetch settings, cache sizes and error policies. After a failure some are applied.
 pub(super) async fn apply_config(running: &RunningDisk, config: &DiskConfig) -> anyhow::Result<()> {
     let caches = config.qcow2.caches;
     running.disk.prefetch().set(config.prefetch)?;

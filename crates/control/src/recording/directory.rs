@@ -43,8 +43,8 @@ use super::{
 const MAX_REMOVED_OWNERS: usize = 10_000;
 /// Interval between attempts after a write error.
 const RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// Divisor: maximum size of one file, as a part of the limit of all files. Bounds the
-/// loss when the oldest file is removed.
+/// Quotient of the size limit of all files and the maximum size of one file. Bounds the loss when
+/// the oldest file is removed.
 const FILE_SIZE_DIVISOR: u64 = 8;
 const HOUR_SECONDS: u64 = 3600;
 /// Mode of the files; access patterns are not public.
@@ -85,7 +85,7 @@ pub(super) struct RecordingDirectory {
 impl RecordingDirectory {
     pub(super) fn new(record: RecordingConfig) -> Self {
         let progress = Arc::default();
-        // `hour` 0 makes the first turn prune existing files.
+        // `hour` 0 makes the first call of `turn` prune existing files.
         let empty = BTreeMap::new();
         Self {
             record,
@@ -260,7 +260,7 @@ impl RecordingDirectory {
         }
     }
 
-    /// Handles errors and the end of the current file after a turn.
+    /// Handles errors and the end of the current file after its sink's `turn`.
     fn handle_turn_result(&mut self, ends_file: bool) {
         let Some((sink, _)) = &mut self.current else { return };
         if let Some(error) = sink.take_error() {

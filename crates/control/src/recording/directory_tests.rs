@@ -116,7 +116,7 @@ fn only_the_lock_owner_removes_files() {
     second.turn(0);
     assert!(old.exists() && second.lock.is_none());
     drop(first.directory);
-    // The next turn begins an hour, and therefore prunes.
+    // The next call of `turn` begins an hour, and therefore prunes.
     second.hour -= 1;
     second.turn(0);
     assert!(!old.exists() && !is_free(&path, None).unwrap());
@@ -185,7 +185,7 @@ fn unwritable_requests_are_dropped_and_counted() {
 #[test]
 fn partial_block_is_truncated_and_counted() {
     let mut fixture = RecordingDirectoryTest::new(temporary_directory());
-    // The first turn begins an hour.
+    // The first call of `turn` begins an hour.
     fixture.directory.turn(0);
     fixture.record(5);
     let (sink, _) = fixture.directory.current.as_mut().unwrap();

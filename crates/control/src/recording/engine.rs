@@ -48,7 +48,7 @@ pub(super) trait RecordingOutput: Send {
     /// Announces that no further records follow.
     fn end(&mut self);
 
-    /// True if everything is written or failed. Called after each turn.
+    /// True if everything is written or failed. Called after each [`RecordingOutput::turn`].
     fn has_ended(&mut self) -> bool;
 }
 
@@ -99,7 +99,7 @@ impl RecordingEngine {
         self.send(EngineMessage::Remove(owner, at));
     }
 
-    /// Drops `heard` after all earlier orders are executed.
+    /// Drops the signal after all earlier messages are handled.
     pub(super) fn confirm(&self, signal: EndSignal) {
         self.send(EngineMessage::Confirm(signal));
     }
@@ -120,10 +120,10 @@ impl Drop for RecordingEngine {
 
 struct EngineThread {
     collector: Collector,
-    /// Disks by number, without hashing per request. Removed disks stay, as records of theirs may
+    /// Disks by number, without hashing per request. Removed disks stay, as their last records may
     /// still arrive.
     disks: Vec<Option<(RecordedDiskEntry, Vec<u64>)>>,
-    /// Few, hence a list.
+    /// A list, as there are only a few.
     sinks: Vec<EngineSink>,
 }
 

@@ -62,8 +62,8 @@ impl RecentRequests {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the latest requests of these disks, at most `most` in total, and the instant from
-    /// which on they are complete.
+    /// Returns the latest requests of these disks, limited in total, and the instant from which on
+    /// they are complete.
     pub fn latest(
         &self,
         disks: &[Arc<str>],
@@ -96,13 +96,13 @@ impl RecentRequests {
     }
 }
 
-/// Arrival of the first of the latest `most` requests; `None` if there are no more than `most`.
+/// Arrival of the first of the latest requests up to the limit; `None` if there are no more.
 fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, max_requests: usize) -> Option<Instant> {
     let sum = |entries: &[(Instant, u16)]| entries.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>();
     if sum(&arrivals) <= max_requests {
         return None;
     }
-    // Each entry counts at least 1, so only the latest `most` entries need sorting.
+    // Each entry counts at least 1, so only as many entries as the limit need sorting.
     let surplus = arrivals.len().saturating_sub(max_requests);
     if surplus > 0 {
         // Linear, instead of sorting all of up to 1.5 million entries.
@@ -115,7 +115,7 @@ fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, max_requests: usize) -> Op
         count += usize::from(*requests);
         count <= max_requests
     });
-    // At least one entry, even if its merged requests alone exceed `most`.
+    // At least one entry, even if its merged requests alone exceed the limit.
     within.last().or_else(|| arrivals.first()).map(|(at, _)| *at)
 }
 
@@ -214,7 +214,7 @@ fn newest_arrival(chunk: &[RecentRequest]) -> Option<Instant> {
 /// Output of the engine that fills a [`RecentRequests`].
 pub(super) struct RecentOutput {
     recent: Arc<RecentRequests>,
-    /// Requests since the last turn.
+    /// Requests since the last `turn`.
     new: Vec<(Arc<str>, RecentRequest)>,
     forgot: Instant,
     has_ended: bool,

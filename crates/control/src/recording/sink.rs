@@ -277,7 +277,7 @@ struct BufferedFile {
     file: std::fs::File,
     waiting: VecDeque<u8>,
     written: u64,
-    /// Bytes written up to the end of a block.
+    /// Bytes written up to the end of the last complete block.
     complete_bytes: u64,
 }
 

@@ -25,7 +25,7 @@ pub struct DiskRegistry {
     pub(crate) migrating: RefCell<BTreeSet<String>>,
     /// Disks of the config whose storage did not answer yet.
     pub unavailable: RefCell<BTreeMap<String, Rc<UnavailableDiskEntry>>>,
-    /// Disks that are being added: see [`Registry::arrival`](super::Registry::begin_adding).
+    /// Disks that are being added: see [`Registry::begin_adding`](super::Registry::begin_adding).
     pub(super) incomplete: RefCell<BTreeSet<String>>,
     /// Tasks that report failures and size changes of each listed disk.
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,

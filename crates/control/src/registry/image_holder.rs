@@ -28,7 +28,7 @@ impl Registry {
         self.with_holder_among(error, [])
     }
 
-    /// As [`Registry::with_holder`], for an error that may be an [`OpenError`]. `others` are
+    /// As [`Registry::with_holder`], for an error that may be an [`OpenError`]. The iterator yields
     /// images that are not listed yet, with the names of their disks.
     pub(crate) fn with_holder_if_lock_error<'a>(
         &self,

@@ -15,21 +15,21 @@ use crate::{listen::ListeningSocket, structure_lock::StructureLock};
 /// Phases of a daemon's life.
 pub struct Lifecycle {
     started: Instant,
-    /// Lock of changes by the config file; one runs at a time.
+    /// Lock on the set of running objects: see [`StructureLock`].
     pub structure_lock: StructureLock,
-    /// A new process is about to continue: the running state must not change.
+    /// True during an upgrade: the running state must not change.
     pub is_upgrading: Cell<bool>,
-    /// The daemon ends.
+    /// True once the daemon is ending.
     pub is_ending: Cell<bool>,
-    /// The daemon starts: see [`Registry::delay_clients`](super::Registry::delay_clients).
+    /// True during a start: see [`Registry::delay_clients`](super::Registry::delay_clients).
     pub(super) delays_clients: Cell<bool>,
-    /// The daemon ends once the last client has disconnected.
+    /// True if the daemon ends once the last client has disconnected.
     pub ends_when_idle: Cell<bool>,
-    /// A device of this host was removed externally, and its export with it.
+    /// True if a device of this host was removed externally, and its export with it.
     pub(super) lost_device: Cell<bool>,
     /// Watchdog interval of the service manager.
     pub watchdog: Cell<Option<Duration>>,
-    /// A new process accepts the clients of the control sockets.
+    /// True if a new process accepts the clients of the control sockets.
     pub(crate) is_control_closed: Cell<bool>,
     /// Control sockets, by path.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,

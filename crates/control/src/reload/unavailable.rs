@@ -23,14 +23,14 @@ pub(super) struct UnavailablePlan {
     /// The plan including the unavailable disks.
     pub(super) plan: Rc<DesiredState>,
     /// Disks whose images must be opened with other options, with the first attempt; `None` if that
-    /// failed for a reason that may pass.
+    /// failed with a transient error.
     openings: BTreeMap<String, (ImageOpenRequest, Option<ImageOpenTask>)>,
 }
 
 /// Removes unavailable disks from the plan.
 ///
 /// # Errors
-/// A disk with changed options cannot be opened, for a reason that does not pass.
+/// A disk with changed options cannot be opened, and the error is not transient.
 pub(super) async fn exclude_unavailable(
     registry: &Registry,
     loaded: &LoadedConfig,

@@ -82,7 +82,7 @@ fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Ma
     values.chain([("name".to_owned(), json!(name))]).collect()
 }
 
-/// Makes paths absolute: the new process may run in another directory.
+/// Makes paths absolute: the new process may have another working directory.
 fn with_absolute_paths(mut node: Map<String, Value>) -> Map<String, Value> {
     for (key, value) in &mut node {
         match value {

@@ -1,5 +1,5 @@
-//! Messages with descriptors between two daemons, over a dedicated Unix socket; both sides take
-//! turns.
+//! Messages with descriptors between two daemons, over a dedicated Unix socket; the sides send
+//! alternately.
 //!
 //! ```text
 //!   a message   ▕ lengths │ count ▏▕ JSON ▏▕ bytes ▏ ▕ · ▏▕ · ▏ …    each with up to 250 descriptors
@@ -54,7 +54,7 @@ pub(super) struct MessageAttachments {
 }
 
 impl MessageAttachments {
-    /// Starts taking them out, in the order of the message.
+    /// Reader of the bytes and descriptors, in the order of the message.
     pub(super) fn pieces(&mut self) -> AttachmentReader<'_> {
         AttachmentReader { bytes: &self.bytes, descriptors: self.descriptors.drain(..) }
     }
@@ -97,7 +97,7 @@ fn is_trusted(user: Uid) -> bool {
 }
 
 /// Fails unless the listener is root, the own user, or `user`, as which the new process continues.
-/// Other users could serve this process's images on sockets of theirs.
+/// The daemon of another user could pass sockets to which this process would then export images.
 pub(super) fn check_listener(socket: &UnixStream, user: Option<&str>) -> anyhow::Result<()> {
     let (listener, _) = peer(socket).context("the user of the socket is unknown")?;
     let named = user.and_then(|name| match name.parse() {
@@ -166,7 +166,7 @@ impl UpgradeChannel {
         self.send(message, &[], &[])
     }
 
-    /// Receives a message on another thread; fails after `patience`.
+    /// Receives a message on another thread; fails after the timeout.
     pub(super) async fn receive_in_background<T: DeserializeOwned + Send + 'static>(
         self,
         timeout: Duration,
@@ -178,7 +178,7 @@ impl UpgradeChannel {
         .await
     }
 
-    /// Receives a message on this thread; fails after `patience`.
+    /// Receives a message on this thread; fails after the timeout.
     pub(super) fn receive_now<T: DeserializeOwned>(
         self,
         timeout: Duration,
@@ -200,7 +200,7 @@ impl UpgradeChannel {
         .await
     }
 
-    /// Waits until the peer has closed the connection, at most `patience`.
+    /// Waits until the peer has closed the connection, at most for the timeout.
     pub(super) async fn wait_for_end(self, timeout: Duration) {
         reactor::run_blocking(move || {
             let _ = self.0.set_read_timeout(Some(timeout));

@@ -251,7 +251,7 @@ impl DaemonCounterState {
         }
     }
 
-    /// Adds the counters of an export's endpoint, which the old process had under the id `called`.
+    /// Adds the counters of an export's endpoint, by the id that it had in the old process.
     pub(super) fn add_to_endpoint(&mut self, id: &str, export: &RunningExport) {
         if let (Some(counts), Some(endpoint)) = (self.doors.remove(id), export.own_endpoint()) {
             let [requests, kicks, calls, copies, copied_bytes] = counts.map(Some);

@@ -154,8 +154,9 @@ impl AwaitedDevices {
         self.0.borrow().iter().map(|(offered, _)| offered.id.clone()).collect()
     }
 
-    /// Fails if this config lacks a device. `may_come` exempts devices that follow later, by
-    /// whether they were added, and by disk.
+    /// Fails if this config lacks a device, except for devices that follow later: those for which
+    /// the function returns true. Its arguments are whether a client added the device, and the
+    /// disk's name.
     pub(super) fn check_complete(
         &self,
         registry: &Registry,
@@ -186,7 +187,7 @@ impl AwaitedDevices {
         registry: &Rc<Registry>,
     ) -> anyhow::Result<()> {
         for HostDeviceState { id, kind } in states {
-            // Only offered devices: the old process may not add one at this point.
+            // Only offered devices: the old process is not trusted to add one at this point.
             let planned =
                 self.take(&id).with_context(|| format!("export {id}: the other process did not list it"))?;
             let taken = transferred_endpoint(kind, pieces).with_context(|| format!("export {id}"))?;

@@ -1,8 +1,7 @@
 //! Abandoned upgrade: the old process gives up while the new process still opens images.
 //!
-//! The old process gives up after a time limit, or is killed. The new process ends then. Otherwise
-//! an image that does not answer would keep it waiting, with the other images open beside the old
-//! process.
+//! The old process gives up after a time limit, or is killed. The new process then ends. Otherwise
+//! an unresponsive image would keep it waiting while all other images are open in both processes.
 
 use std::{
     future::{pending, poll_fn},

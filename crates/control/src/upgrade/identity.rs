@@ -70,7 +70,8 @@ impl DiskIdentity {
         files.filter(|file| !file.read_only).map(|file| file.what.as_str())
     }
 
-    /// Reason why `here` is not the disk of the old process; `None` if it is. It may have grown.
+    /// Difference between the old process's disk and `here`; `None` if they are the same disk,
+    /// whose size may have grown.
     pub(super) fn difference(&self, here: &Self) -> Option<String> {
         let Self { size_bytes, block_bytes, read_only, handover, layers } = self;
         // The top image first: its difference explains most others.
@@ -269,7 +270,7 @@ mod tests {
     fn other_path_and_larger_size_are_accepted() {
         let mut here = disk();
         here.size_bytes = 8192;
-        // The same file (`what`) by another name.
+        // The same file, by its identity, under another name.
         here.layers[0].files[0].path = Some("/elsewhere/vm1".to_owned());
         assert_eq!(disk().difference(&here), None);
     }

@@ -1,13 +1,14 @@
-//! Messages of an upgrade: what runs, the state of clients and limits, and which process continues.
+//! Messages of an upgrade: the running objects, the state of clients and limits, and the decision
+//! which process continues.
 //!
 //! ```text
-//!   old process                       new process
-//!     Offer        ──────────────►      opens all of it
-//!                  ◄──────────────    OpensAs, any number; then Prepared, or Refused
+//!   old process                        new process
+//!     UpgradeOffer    ─────────────►     opens all of it
+//!                     ◄─────────────   OpensAs, any number; then Prepared, or Refused
 //!     (quiesces)
-//!     Standing     ──────────────►      reads metadata, assigns clients
-//!                  ◄──────────────    Ready
-//!     Yours        ──────────────►      serves
+//!     QuiesceOutcome  ─────────────►     reads metadata, assigns clients
+//!                     ◄─────────────   Ready
+//!     Yours           ─────────────►     serves
 //! ```
 //!
 //! Until it sends [`UpgradeMessage::Yours`] the old process may resume; after that it never does.
@@ -157,7 +158,7 @@ impl AccessState {
     }
 }
 
-/// Everything that runs. Descriptors, in this order: sockets of each server, control sockets, two
+/// All running objects. Descriptors, in this order: sockets of each server, control sockets, two
 /// for each file of each disk, listening sockets of vhost-user exports.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -165,7 +166,7 @@ pub(super) struct UpgradeOffer {
     pub(super) version: String,
     /// Watchdog interval; the service manager passes it only to the first process.
     pub(super) watchdog_ns: Option<u64>,
-    /// Estimated number of descriptors that come with [`ProcessState`].
+    /// Estimated number of descriptors that are passed with [`ProcessState`].
     pub(super) descriptors: u64,
     pub(super) servers: Vec<OfferedServer>,
     pub(super) control: Vec<PathBuf>,

@@ -1,8 +1,8 @@
 //! New process of an upgrade: `weir serve --takeover`.
 //!
 //! ```text
-//!   ask ─► offer ─► images by passed descriptors, groups, servers: as in every start
-//!                   └─ everything that the old process has must be here ─► prepared
+//!   request ─► offer ─► images by passed descriptors, groups, servers: as in every start
+//!                       └─ every object of the old process must exist here ─► prepared
 //!   state ─► read metadata, fill buckets, assign clients ─► ready ─► yours ─► serve
 //! ```
 //!
@@ -127,7 +127,7 @@ impl NewProcess {
         self.channel.try_clone().map(FailureReporter)
     }
 
-    /// Asks the daemon at a control socket for an upgrade, and receives its offer.
+    /// Requests an upgrade from the daemon at a control socket, and receives its offer.
     ///
     /// `user` is the user that this process continues as.
     ///
@@ -149,7 +149,7 @@ impl NewProcess {
         attachments: MessageAttachments,
     ) -> anyhow::Result<Self> {
         let mut descriptors = VecDeque::from(attachments.descriptors);
-        // The descriptors come in the order of `Offer`, which contains the counts.
+        // The descriptors are in the order of `UpgradeOffer`, which contains the counts.
         let mut take_descriptors = |count: usize| -> anyhow::Result<VecDeque<OwnedFd>> {
             ensure!(descriptors.len() >= count, "fewer descriptors arrived than announced");
             Ok(descriptors.drain(..count).collect())
@@ -199,7 +199,7 @@ impl NewProcess {
         adopted.map(adopt).collect::<anyhow::Result<_>>().map(Some)
     }
 
-    /// Checks that everything of the old process is here, including added objects.
+    /// Checks that every object of the old process exists here, including added objects.
     ///
     /// # Errors
     /// An object is missing or differs.
@@ -207,8 +207,8 @@ impl NewProcess {
         self.check_complete_except(registry, |_, _| false)
     }
 
-    /// As `check`; `may_come` exempts objects that follow later, by whether they were added and by
-    /// disk.
+    /// As `check`, except for objects that follow later: those for which the function returns
+    /// true. Its arguments are whether a client added the object, and the disk's name.
     fn check_complete_except(
         &self,
         registry: &Registry,
@@ -543,7 +543,7 @@ async fn apply_state(
     }
     let mut counted = state.counted;
     counted.add_to(registry);
-    // From here on in the order of `messages::ProcessState`.
+    // From here on in the order of `ProcessState`.
     let mut pieces = attachments.pieces();
     let sockets = pieces.descriptors(state.clients.len())?;
     // Cached: many clients share few exports, and each lookup visits all exports.
@@ -676,7 +676,7 @@ fn send_command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::
                 _ => anyhow!(error).context("the daemon there gives no answer"),
             })?;
             let message: Value = serde_json::from_str(&line).context("what listens there is not weir")?;
-            // Events may come between a command and its reply.
+            // An event may precede the reply to a command.
             if message.get("event").is_none() {
                 return Ok(message);
             }

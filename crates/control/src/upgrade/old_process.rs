@@ -120,7 +120,7 @@ fn begin_or_reject(registry: &Rc<Registry>, request: UpgradeRequest) -> anyhow::
         !registry.lifecycle.structure_lock.is_exclusively_locked(),
         "a reload is in progress (try again)"
     );
-    // From here on `leaving` rejects new additions and removals.
+    // `is_upgrading` rejects later additions and removals; one in progress rejects the upgrade.
     if let Some((disk, operation)) = registry.disks.unlisted_operation() {
         bail!("disk {disk} is being {operation} at this moment (try again once that is done)");
     }
@@ -166,8 +166,8 @@ fn check_new_version(offer: &UpgradeOffer, version: &str) -> anyhow::Result<()> 
     }
 }
 
-/// Names this process as the one that ran out of descriptors; the user would otherwise look at the
-/// new process.
+/// Adds to an error about the descriptor limit that this process has reached it; otherwise the user
+/// would examine the new process.
 fn explain_descriptor_limit(error: anyhow::Error) -> anyhow::Error {
     let is_out = |cause: &(dyn std::error::Error + 'static)| {
         let of_system = cause.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
@@ -183,7 +183,7 @@ fn explain_descriptor_limit(error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// Description of everything that runs, with its descriptors.
+/// Description of all running objects, with their descriptors.
 fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd>)> {
     let mut descriptors = Vec::new();
     let mut servers = Vec::new();
@@ -351,7 +351,7 @@ async fn run_upgrade(
         new_client_ids: client_ids,
         is_state_sent: false,
     };
-    // `give` consumes the channel; a failure is still to be reported.
+    // `quiesce_and_transfer` consumes the channel, and its failure must still be reported.
     let reporting_channel = channel.try_clone()?;
     let outcome = quiesce_and_transfer(registry, channel, &mut objects).await;
     let (_channel, disconnected) = match outcome {
@@ -374,7 +374,7 @@ async fn run_upgrade(
     for_each_server(&objects.servers, |server| async move { server.hand_over().await }).await;
     // Recordings contain only what this process served; the new process starts its own.
     registry.recordings.end_all().await;
-    // Otherwise other clients of the Ceph cluster still see this process as a user of the images.
+    // Otherwise this process stays a watcher of the images for other clients of the Ceph cluster.
     let disks =
         registry.disks.all().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
     let tasks = disks.map(|running| reactor::spawn_joinable(async move { running.disk.close_own().await }));
@@ -540,7 +540,7 @@ async fn quiesce_and_transfer(
     all?;
     let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
     let mut disconnected = 0;
-    // The order of bytes and descriptors is that of `messages::ProcessState`.
+    // The order of bytes and descriptors is that of `ProcessState`.
     for serving in &objects.servers {
         let endpoint = endpoint_name(&serving.endpoint);
         for (export, connection) in serving.server.quiesced_state() {
@@ -685,7 +685,7 @@ struct QuiescedObjects {
 impl QuiescedObjects {
     async fn resume(self) {
         let receivers = self.suspended_disks.into_iter().map(|disk| {
-            // Before the state was sent, the new process had no lock to break.
+            // Until the state is sent, the new process holds no lock that would have to be broken.
             let client_ids = if self.is_state_sent { self.new_client_ids.clone() } else { Vec::new() };
             let (sender, receiver) = async_channel::bounded::<()>(1);
             reactor::spawn(reopen_image(disk, client_ids, sender));
@@ -713,12 +713,12 @@ impl QuiescedObjects {
     }
 }
 
-/// Reopens a quiesced image, retrying as long as necessary; `trying` is dropped after the first
+/// Reopens a quiesced image, retrying as long as necessary; drops the sender after the first
 /// attempt. The new process has served no client, so data in memory are valid, except metadata that
 /// opening an image changes. For an image in a Ceph cluster, writes wait for its lock.
 async fn reopen_image(disk: Arc<Disk>, client_ids: Vec<u64>, sender: async_channel::Sender<()>) {
     let Err(error) = disk.resume(&client_ids).await else { return };
-    // Unblocks `go_on`, which waits for the first attempt of each disk.
+    // Wakes `QuiescedObjects::resume`, which waits for the first attempt of each disk.
     drop(sender);
     if disk.is_blocklisted() {
         // The error is already logged.

@@ -1,5 +1,5 @@
 //! Transferred settings of disks and groups. The new process uses the settings in its config, and
-//! logs the differences to what ran, such as a change without `--save`.
+//! logs how those of the old process differed, for example by a change without `--save`.
 //!
 //! Only values other than the defaults are transferred. Never used for anything but log lines.
 
@@ -39,7 +39,7 @@ pub(super) fn differing_settings(state: &ProcessState, registry: &Registry) -> V
     groups.chain(disks).map(line).collect()
 }
 
-/// Config of a running group. Excludes limits that its cluster grants, which are in no config.
+/// Config of a running group. Excludes limits granted by a cluster, which are in no config.
 fn group_config(group: &ThrottleGroup) -> GroupConfig {
     let mut settings = ThrottleConfig::from_running(&group.settings());
     if group.quota_lease().is_some() {

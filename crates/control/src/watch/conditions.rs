@@ -1,5 +1,5 @@
 //! Conditions of disks, groups and devices: limit hit, reservation missed, watermark exceeded,
-//! device slow. Takes the measurements; `events::judge` decides.
+//! device slow. Takes the measurements; `events::hysteresis` decides.
 
 use std::{
     collections::{HashMap, hash_map::Entry},

@@ -58,7 +58,7 @@ impl SettingChange {
         json!({ "setting": self.setting, "before": self.before, "after": self.after })
     }
 
-    /// Event about changed settings of `what`.
+    /// Event about changed settings; the message begins with the given text.
     pub(crate) fn changed_event(subject: &str, changes: &[Self]) -> NewEvent {
         let texts: Vec<_> = changes.iter().map(Self::to_string).collect();
         let objects: Vec<_> = changes.iter().map(Self::to_json).collect();

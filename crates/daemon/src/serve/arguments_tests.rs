@@ -13,7 +13,7 @@ struct ServeCommandLine {
     arguments: ServeArgs,
 }
 
-/// Plan of a command line after `weir serve`, or the message behind `weir: ` on standard error.
+/// Plan of a command line after `weir serve`, or the message after `weir: ` on standard error.
 fn plan(line: &str) -> Result<DesiredState, String> {
     let command_line = ["serve"].into_iter().chain(line.split_whitespace());
     let ServeCommandLine { arguments } = ServeCommandLine::try_parse_from(command_line).map_err(|error| {

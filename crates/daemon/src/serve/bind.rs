@@ -83,7 +83,7 @@ fn bind_http(
     Ok(weir_http::HttpEndpoints { metrics, page: service.page().as_ref().map(page).transpose()? })
 }
 
-/// Everything that is bound before the first export runs, and used once all do.
+/// Addresses that are bound before the first export runs, and accept clients once all run.
 pub(super) struct BoundAddresses {
     pub(super) workers: Rc<Vec<ReactorWorker>>,
     pub(super) control: Vec<BoundListener>,
@@ -146,7 +146,7 @@ pub(super) fn export_ids(registry: &Registry) -> HashSet<String> {
     running.chain(registry.exports.awaited_endpoints.borrow().keys().cloned()).collect()
 }
 
-/// URIs of the exports that were added since `before`.
+/// URIs of the exports that exist or are planned now and are not in `before`.
 pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &TlsConfig) -> Vec<String> {
     let running = registry.exports.all();
     let running = running.iter().filter(|export| !before.contains(&export.id));

@@ -136,8 +136,8 @@ fn find_problems(
 /// Number of bursts that are shown.
 const MAX_BURSTS_SHOWN: usize = 20;
 
-/// Durations of full bursts with a length above one second, a line each: a full burst lasts longer
-/// than `-max-length`.
+/// Durations of full bursts of limits with a burst length above one second, one per line: a full
+/// burst lasts longer than `-max-length`.
 fn bursts(plan: &DesiredState) -> String {
     let groups = plan.groups.iter().map(|group| ("group", &group.name, &group.settings.limits));
     let disks = plan.disks.iter().map(|disk| ("disk", &disk.name, &disk.settings.limits));
@@ -185,7 +185,7 @@ async fn problems(
     registry.read_capacities(plan.process.state.as_deref());
     found.extend(registry.check_devices().err());
     let service = &parsed.daemon;
-    // One of them is given.
+    // Only one of these keys can be set.
     let keys = service.origin_of_given("tls-certificates").or(service.origin_of_given("tls-psk"));
     found.extend(
         assemble::read_tls_credentials(&plan.process.tls).err().map(|error| with_origin(keys, error)),

@@ -14,8 +14,8 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use control::{qmp, registry::Registry};
 use settings::{ConfigError, Origin, keyval};
 
-/// Heading of the options in the help of `qemu-storage-daemon`. The help of `weir serve` leaves
-/// them out: they are for command lines of that program.
+/// Heading of the options in the help of `qemu-storage-daemon`. The help of `weir serve` hides the
+/// options, which are for command lines of that program.
 pub const QEMU_HEADING: &str = "As qemu-storage-daemon, in this order";
 
 /// The options in the order of their help: name, value, help.

@@ -70,8 +70,8 @@ impl Daemon {
                     reactor::spawn(async move { reload_on_hangup(&registry).await });
                 }
                 DaemonEvent::Signal(SignalRequest::EndAtOnce(signal)) => {
-                    // The only exit without a flush: images in Ceph that are being closed are not
-                    // waited for.
+                    // The only exit without a flush. It does not wait for images in a Ceph cluster
+                    // that are being closed.
                     rbd::abandon_closing();
                     return Err(anyhow!(
                         "{signal}: ended at once after a second request (check the data that was \
@@ -125,7 +125,7 @@ impl Daemon {
         }
     }
 
-    /// Begins the end; `signal` is a signal's name, or another word for the reason.
+    /// Begins the shutdown; `signal` is the name of a signal, or another reason for the log.
     fn begin_end(&self, signal: &str, ending: ShutdownCause) {
         tracing::info!(signal, connections = self.registry.exports.connections(), "stopping");
         self.registry.lifecycle.is_ending.set(true);
@@ -254,8 +254,8 @@ async fn reload_on_hangup(registry: &Rc<Registry>) {
     notify::send(&[NotifyState::Ready]);
 }
 
-/// Result of `work`; `None` if a signal ends the daemon before. `what` describes the goal in the
-/// log.
+/// Result of `work`; `None` if a signal ends the daemon before. The text names the goal of the work
+/// in the log.
 pub(super) async fn until_signal<T>(
     work: impl Future<Output = T>,
     stage: &str,

@@ -61,7 +61,7 @@ use crate::{
     pid_file::{ClaimedPidFile, PidFile},
 };
 
-/// Goal of the start in the log, if a signal ends it before.
+/// Goal of the first part of the start; logged if a signal ends the start before it.
 const DISKS_OPEN: &str = "all disks are open";
 
 /// Inputs of a start.
@@ -92,7 +92,7 @@ impl Daemon {
         sandbox::check(&plan)?;
         join_cluster(&mut plan, &registry).await?;
         let plan = Rc::new(plan);
-        // Files that the old process still serves: no image may lie on one.
+        // Files that the old process still serves over FUSE: no image may be stored on one of them.
         let _fuse_files = is_upgrade.then(|| files_over_fuse(&plan));
         let mut fresh = FreshStart;
         let source: &mut dyn StartSource = match &mut old {
@@ -226,8 +226,8 @@ fn claim(plan: &DesiredState, is_upgrade: bool) -> anyhow::Result<Option<Claimed
     Ok(plan.process.pid_file.as_deref().map(claim).transpose()?.flatten())
 }
 
-/// Marks file systems at the files where the config exports disks over FUSE, as long as the value
-/// lives.
+/// Registers the files where the config exports disks over FUSE as served by weir, while the
+/// returned values exist.
 fn files_over_fuse(plan: &DesiredState) -> Vec<OwnMount> {
     let files = plan.exports.iter().filter_map(|export| match &export.target {
         ExportTarget::Fuse(fuse) => Some(&fuse.file),
@@ -278,7 +278,7 @@ struct StartWithImages<'a> {
     late: PlanDifference,
 }
 
-/// A start that only lacks its clients.
+/// Start that is complete except for accepting clients.
 struct CompletedStart {
     pid_file: Option<PidFile>,
     uris: Vec<String>,
@@ -343,7 +343,7 @@ impl<'a> StartWithImages<'a> {
     }
 }
 
-/// Gives up a start. An orphaned device that was taken over waits for the next process.
+/// Abandons a start. A ublk device that was taken over stays orphaned, for the next process.
 async fn abandon(registry: &Registry) -> anyhow::Result<()> {
     for endpoint in registry.exports.own_endpoints() {
         endpoint.close_or_hand_over();
@@ -468,7 +468,7 @@ async fn take_over(
     }
 }
 
-/// Starts the thread of HTTP, with no more rights than the sandbox leaves.
+/// Starts the HTTP thread, with the rights that the sandbox leaves.
 ///
 /// # Errors
 /// Fails if it cannot be started. After an upgrade that is only logged, because no other process

@@ -157,8 +157,8 @@ impl FuseDevice {
         self.quiescing.load(Relaxed)
     }
 
-    /// Records that a queue has nothing in flight, and the requests that it has put back: see
-    /// `super::encode`.
+    /// Records that a queue has nothing in flight, and the requests that it has put back, as
+    /// encoded by `encode.rs`.
     pub(super) fn publish_quiesced(&self, queue: usize, messages: Vec<u8>) {
         lock(&self.quiesced_queues).insert(queue, messages);
         self.clients.notify(usize::MAX);

@@ -229,7 +229,8 @@ impl FuseQueue {
         self.device.disk().write(permit, offset, data, durability).await
     }
 
-    /// Continues after some of several merged requests were cancelled: the rest wait separately.
+    /// Denies the requests of a merged I/O that `denied` applies to, and executes each remaining
+    /// one separately.
     fn continue_without(self: Rc<Self>, parts: Vec<FuseIncomingRequest>, denied: AdmissionDenied) {
         let is_denied = |unique: u64| match &denied {
             AdmissionDenied::Interrupted(requests) => requests.contains(&unique),
@@ -282,7 +283,7 @@ impl FuseQueue {
     }
 
     /// Sets the length of the file, and shrinks or grows the disk to the smallest size that can
-    /// hold it. The caller holds `growth` of the device exclusively.
+    /// hold it. The caller holds `size_lock` of the device exclusively.
     async fn resize(&self, bytes: u64) -> Result<()> {
         let (device, disk) = (&self.device, self.device.disk());
         let size = disk_bytes_for(disk, bytes).ok_or(Error::from_errno(libc::EFBIG))?;

@@ -61,8 +61,8 @@ impl FileEnd {
     }
 
     /// Resets an end that is out of date, so that it does not return with the disk's former size:
-    /// bytes that were written behind it meanwhile would be cut off. The caller holds `growth`, so
-    /// that clients of the file cannot change the size.
+    /// bytes that were written behind it meanwhile would be cut off. The caller holds `size_lock`
+    /// of the device, so that clients of the file cannot change the size.
     pub(super) fn forget_stale(&self, disk: &Disk) {
         let end = self.0.load(SeqCst);
         if end != WITH_DISK && disk_bytes_for(disk, end) != Some(disk.size_bytes()) {

@@ -1,5 +1,5 @@
-//! Entry of the fuzz target and of tests: parses bytes that claim to be the kernel's and checks the
-//! invariants.
+//! Entry of the fuzz target and of tests: parses arbitrary bytes as a message of the kernel and
+//! checks the invariants.
 
 use super::{
     message::{FuseOperation, FuseRequest, MAX_PARSED_BYTES, MalformedFuseMessage, WRITE_HEAD_BYTES, parse},

@@ -468,7 +468,7 @@ fn remove_dead(path: &Path) {
     }
 }
 
-/// Waits for a change of the mount table after which `is_so` is true; false after `time`.
+/// Waits for a change of the mount table that meets the condition; false after `time`.
 fn wait_until_changed(time: Duration, is_met: impl Fn() -> bool) -> io::Result<bool> {
     let mounts = File::open("/proc/self/mounts")?;
     let deadline = Instant::now() + time;

@@ -46,7 +46,7 @@ pub(super) const OPEN_FLAGS: u32 = 1 | 1 << 6;
 pub enum InitOutcome {
     /// Success.
     Agreed(InitReply),
-    /// The kernel has a newer major version and has to repeat INIT with ours.
+    /// The kernel has a newer major version and has to repeat INIT with the version of the reply.
     RetryVersion(InitReply),
     /// The kernel is too old.
     TooOld,

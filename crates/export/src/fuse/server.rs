@@ -101,7 +101,7 @@ impl FuseExportServer {
     }
 
     /// Quiesces every queue: started requests are answered, requests that wait for limits are put
-    /// back. False if that takes longer than `patience`.
+    /// back. False after the timeout.
     pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.device.set_quiescing(true);
         let is_active = |server: &Self| {
@@ -278,7 +278,7 @@ async fn serve_queue(
     let _ = reports.try_send(end);
 }
 
-/// Answers INIT; false if the file system is gone before.
+/// Answers INIT; false if the file system was unmounted before INIT arrived.
 pub(super) async fn answer_init(channel: &FuseChannel) -> io::Result<bool> {
     let mut receive_buffer = FuseReceiveBuffer::new();
     loop {

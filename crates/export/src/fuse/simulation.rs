@@ -109,7 +109,7 @@ fn count(counts: &Cell<FuseSimulationCounts>, change: impl FnOnce(&mut FuseSimul
     counts.set(all);
 }
 
-/// A file system, its programs, and the disk's content after all of them.
+/// A file system, the programs that use it, and a model of the disk's content.
 struct FuseWorld {
     device: RefCell<Arc<FuseDevice>>,
     queues: RefCell<Vec<JoinHandle<FuseQueueEnd>>>,
@@ -117,7 +117,7 @@ struct FuseWorld {
     model: RefCell<Model>,
     samples: RefCell<GroupSamples>,
     may_fail: bool,
-    /// True if it is stopped or unmounted while there are requests.
+    /// True once the export is stopped or unmounted while requests are in flight.
     is_ended: Cell<bool>,
     counts: Rc<Cell<FuseSimulationCounts>>,
 }
@@ -349,7 +349,7 @@ impl FuseWorld {
         }
     }
 
-    /// Body of the reply; `None` if the request failed and was allowed to.
+    /// Body of the reply; `None` if the request failed with an expected error.
     async fn request_reply(&self, opcode: u32, body: &[u8], data: &[u8]) -> Option<Vec<u8>> {
         let unique = self.connection.send(opcode, body, data, true);
         if self.is_ended.get() {

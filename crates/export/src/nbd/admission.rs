@@ -59,7 +59,8 @@ pub(super) struct NbdAccessControl {
 }
 
 impl NbdAccessControl {
-    /// Creates the access control of a server with at most `most_of_one` connections per address.
+    /// Creates the access control of a server. `max_per_address` bounds the connections of an
+    /// address.
     pub(super) fn new(access: AccessRules, max_per_address: usize) -> Self {
         Self {
             access,

@@ -24,8 +24,8 @@ pub struct NbdClientInfo {
 
 /// Observer of clients.
 pub trait ClientObserver: Send + Sync + fmt::Debug {
-    /// A client may now send requests.
+    /// Called when a client may send requests.
     fn connected(&self, client: &NbdClientInfo);
-    /// A client has disconnected; `lasted` is the time since it connected.
+    /// Called when a client has disconnected, with the time since it connected.
     fn disconnected(&self, client: &NbdClientInfo, duration: Duration);
 }

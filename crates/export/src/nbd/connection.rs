@@ -6,7 +6,7 @@
 //!            └────────────────────────────────┘                              └──────────┘
 //! ```
 //!
-//! The reader parses all requests of one receive (`intake`), merges adjacent ones and starts a
+//! The reader parses all requests of one receive into a batch, merges adjacent ones and starts a
 //! task for each I/O (`execute`). The writer sends all ready replies in one message.
 //!
 //! Never affects another client: malformed bytes end only this connection, and the reader stops
@@ -387,8 +387,8 @@ impl NbdConnection {
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
-        // Bytes to be transferred: an interrupted payload, then unparsed bytes, or a rest to be
-        // skipped.
+        // Bytes to be transferred: an interrupted payload, then unparsed bytes. Or a number of
+        // bytes to skip.
         let (unfinished, unparsed, skip) = inbox.take_rest();
         let mut bytes = Vec::new();
         // A request whose payload was interrupted must be last, directly before the bytes of its

@@ -194,7 +194,7 @@ impl NbdConnection {
         self.write(offset, data, fua, &replies).await;
     }
 
-    /// Writes `data` for the requests in `answers`, each with the length of its payload. All of
+    /// Writes `data` for the requests in `replies`, each with the length of its payload. All of
     /// them fail together, because a failed write leaves its range undefined anyway.
     async fn write(&self, mut offset: u64, mut data: Segments, fua: bool, replies: &[(RequestTag, usize)]) {
         let cost = match replies {

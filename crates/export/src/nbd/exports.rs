@@ -142,7 +142,7 @@ impl RegisteredExports {
         self.by_name.get(name).or_else(default).copied()
     }
 
-    /// First export with a number of at least `from` whose access rules satisfy `may_have`.
+    /// First export with a number of at least `from` whose access rules satisfy `is_allowed`.
     pub(super) fn next(
         &self,
         from: usize,

@@ -138,7 +138,7 @@ pub struct QuiescedNbdDevice {
 /// State of one connection, between two requests.
 #[derive(Clone, Debug)]
 pub struct QuiescedNbdSocket {
-    /// Our end of a pair. No task receives or sends on it.
+    /// This process's end of a socket pair. No task receives or sends on it.
     pub socket: Fd,
     /// Received bytes, from the beginning of a request.
     pub bytes: Vec<u8>,
@@ -162,7 +162,7 @@ pub struct NbdDeviceStatistics {
     pub replaced: u64,
 }
 
-/// How the server ends.
+/// Requested shutdown of the server.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum NbdDeviceShutdown {
@@ -182,7 +182,7 @@ pub struct NbdDeviceServer {
     control: Arc<NbdNetlinkControl>,
     device: Arc<NbdDeviceParameters>,
     number: u32,
-    /// Our ends of the pairs, until they are served.
+    /// This process's ends of the socket pairs, until they are served.
     sockets: Mutex<Vec<QuiescedNbdSocket>>,
     quiesce_state: Arc<ConnectionQuiesce>,
     /// Connections that are served or being replaced.
@@ -360,7 +360,7 @@ impl NbdDeviceServer {
     }
 
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
-    /// for limits are put back. False if that takes longer than `patience`.
+    /// for limits are put back. False after the timeout.
     pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.quiesce_state.set(QuiesceStage::Quiescing);
         reactor::timeout(timeout, async {
@@ -437,8 +437,8 @@ impl NbdDeviceServer {
     async fn serve_and_replace(&self, mut connection: QuiescedNbdSocket, number: u64) {
         loop {
             match self.serve_connection(connection, number).await {
-                // The kernel sent DISC, which concerns the whole device, or `hang_up` ended the
-                // connection.
+                // The kernel sent DISC, which concerns the whole device, or `shut_down_connections`
+                // ended the connection.
                 Ok(NbdConnectionEnd::Orderly | NbdConnectionEnd::Quiesced) => return,
                 Ok(NbdConnectionEnd::HardDisconnect) => {
                     tracing::debug!(export = %self.id, "the kernel closed a connection");
@@ -584,7 +584,7 @@ fn create_or_take_over(
     Ok((control, number, sockets))
 }
 
-/// Creates `count` socket pairs; returns our ends and the kernel's.
+/// Creates `count` socket pairs; returns this process's ends and the kernel's ends.
 fn pairs(count: u16) -> io::Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
     let pair = |_| socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
     let pairs = (0..count).map(pair).collect::<Result<Vec<_>, _>>()?;

@@ -33,7 +33,7 @@ pub const MAX_OPTIONS: u32 = 1 << 14;
 /// client that does not read it costs little memory.
 const LIST_BATCH_BYTES: usize = 2 << 10;
 
-/// When a connection uses TLS ("TLS support").
+/// Use of TLS on a connection ("TLS support").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsPolicy {
     /// STARTTLS is rejected (the specification's NOTLS).
@@ -195,7 +195,7 @@ impl Handshake {
         }
     }
 
-    /// Moves bytes from `rest` to the buffer; returns the message once it has `want` bytes.
+    /// Moves bytes from `rest` to the buffer; returns the message once it has `length` bytes.
     fn gather(&mut self, rest: &mut &[u8], length: usize) -> Option<Vec<u8>> {
         let missing = length - self.buffer.len();
         let (taken, left) = rest.split_at(missing.min(rest.len()));

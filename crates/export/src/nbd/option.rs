@@ -1,5 +1,5 @@
 //! Effect and reply of each handshake option ("Option types"), once all of its data has arrived.
-//! `negotiate` does framing and bounds. An option that fails changes nothing except what the
+//! `negotiate` does framing and bounds. An option that fails changes only the state that the
 //! specification resets.
 
 use super::catalog::{ExportCatalog, ExportInfo};

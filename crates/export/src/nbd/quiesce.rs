@@ -2,9 +2,9 @@
 //! new process of an upgrade can continue them.
 //!
 //! ```text
-//!   open ──► closed ──────────► still ─────────────────────────► gone
+//!   Open ──► NotAccepting ────► Quiescing ─────────────────────► HandedOver
 //!    ▲       no client is       every connection quiesces and    the new process continues them;
-//!    │       accepted           publishes its state              those that cannot move are closed
+//!    │       accepted           publishes its state              those with TLS are closed
 //!    └──────────┴─────────────────┴── resume ──
 //! ```
 //!
@@ -64,7 +64,7 @@ pub(super) struct ConnectionQuiesce {
     progress: Event,
     /// Clients that are being accepted or are not registered yet.
     arriving: AtomicUsize,
-    /// State by connection number; `None` for a stream that is no socket and cannot move.
+    /// State by connection number; `None` for a stream that is no socket and cannot be transferred.
     quiesced_states: Mutex<HashMap<u64, Option<QuiescedNbdConnection>>>,
 }
 
@@ -109,8 +109,8 @@ impl ConnectionQuiesce {
                 states.clear();
             }
             if stage == QuiesceStage::Quiescing {
-                // Under the lock of `rested`, so that `publish_until_resumed` cannot publish state
-                // of the previous quiesce.
+                // Under the lock of the states, so that `publish_until_resumed` cannot publish
+                // state of the previous quiesce.
                 self.quiesce_count.fetch_add(1, SeqCst);
             }
             self.stage.store(stage as u8, SeqCst);
@@ -126,7 +126,7 @@ impl ConnectionQuiesce {
         self.progress.listen()
     }
 
-    /// Waits until the stage satisfies `is_it`; returns the stage.
+    /// Waits until the stage satisfies the predicate; returns the stage.
     pub(super) async fn wait_for_stage(&self, predicate: impl Fn(QuiesceStage) -> bool) -> QuiesceStage {
         loop {
             // The listener exists before the stage is read, so that a change in between wakes it.

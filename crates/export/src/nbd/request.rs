@@ -251,7 +251,7 @@ struct RequestRange<'a> {
 }
 
 impl RequestRange<'_> {
-    /// Fails with `beyond` if the range ends past the export.
+    /// Fails with `errno` if the range ends past the export.
     fn inside(&self, errno: Errno) -> Result<(), Refusal> {
         let end = self.offset.checked_add(self.length);
         if end.is_none_or(|end| end > self.size_bytes) {

@@ -192,7 +192,8 @@ impl NbdServer {
     /// # Errors
     /// [`NotRemoved`]; the export stays, and its clients are not disturbed.
     pub fn remove(&self, export: usize, removal: Removal) -> Result<(), NotRemoved> {
-        // While this lock is held, no handshake can choose the export: see `NbdServer::choose`.
+        // While this lock is held, no handshake can choose the export: see
+        // `NbdServer::choose_export`.
         let mut exports = self.exports.write().unwrap_or_else(PoisonError::into_inner);
         if exports.get(export).is_none() {
             return Err(NotRemoved::Unknown);
@@ -432,8 +433,8 @@ impl NbdServer {
     }
 
     /// Stops accepting, so that clients wait in the listeners' queues, and waits until every
-    /// handshake has finished; clients that take longer than `patience` are disconnected. Continue
-    /// with [`NbdServer::quiesce`] or [`NbdServer::resume`].
+    /// handshake has finished; clients that are still in their handshake after the timeout are
+    /// disconnected. Continue with [`NbdServer::quiesce`] or [`NbdServer::resume`].
     pub async fn stop_accepting(&self, timeout: Duration) {
         self.quiesce_state.set(QuiesceStage::NotAccepting);
         let finished = async {
@@ -453,7 +454,7 @@ impl NbdServer {
     }
 
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
-    /// for limits are put back. False if that takes longer than `patience`.
+    /// for limits are put back. False after the timeout.
     pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.quiesce_state.set(QuiesceStage::Quiescing);
         reactor::timeout(timeout, async {
@@ -490,8 +491,8 @@ impl NbdServer {
         self.quiesce_state.set(QuiesceStage::Open);
     }
 
-    /// Ends after an upgrade: closes the connections that cannot move, those with TLS, before it
-    /// returns. Sockets without TLS are not touched.
+    /// Ends after an upgrade: closes the connections that cannot be transferred, those with TLS,
+    /// before it returns. Sockets without TLS are not touched.
     pub async fn hand_over(&self) {
         self.quiesce_state.set(QuiesceStage::HandedOver);
         let _ = reactor::timeout(STOP_TIMEOUT, self.wait_while(|server| server.connections() > 0)).await;
@@ -670,7 +671,7 @@ impl NbdServer {
 
 /// Memory of a connected idle client: buffers, tasks, and its entries in the tables. Measured by
 /// the row `rude-quiet` of the bench; a client that sends more is charged for its larger buffer
-/// (`super::inbox::USUAL_BYTES`).
+/// (`USUAL_BYTES` in `receive_buffer.rs` of the crate `nbd`).
 pub const CONNECTION_BYTES: u64 = 12 << 10;
 
 /// Number of clients that a message names.

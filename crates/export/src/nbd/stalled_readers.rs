@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   a message is being sent ──► is it still the same one, and has the client read nothing since?
-//!                                 for longer than `patience` ──► disconnect and report the client
+//!                                 for longer than the timeout ──► disconnect and report the client
 //! ```
 //!
 //! The check uses the state of each connection's sender and the kernel's count of unread bytes, so
@@ -30,7 +30,7 @@ struct StalledReaders(HashMap<u64, StalledReader>);
 
 impl StalledReaders {
     /// Examines all clients to which a message is being sent: `(number, state)`. Returns the
-    /// numbers of those whose state has not changed for `patience`.
+    /// numbers of those whose state has not changed for `timeout`.
     fn find_stalled(
         &mut self,
         sending: impl Iterator<Item = (u64, (u64, usize))>,
@@ -53,8 +53,8 @@ impl StalledReaders {
 }
 
 impl NbdServer {
-    /// Disconnects clients that have not read a byte of a reply for `patience`. Returns
-    /// descriptions of the disconnected clients once no suspect is left.
+    /// Disconnects clients that have not read a byte of a reply for `timeout`. Returns descriptions
+    /// of the disconnected clients once no suspect is left.
     pub async fn disconnect_stalled(&self, timeout: Duration) -> Vec<String> {
         let (mut suspects, mut disconnected) = (StalledReaders::default(), Vec::new());
         loop {
@@ -66,9 +66,9 @@ impl NbdServer {
         }
     }
 
-    /// Disconnects such clients until this future is dropped, while the server
-    /// [quiesces](NbdServer::quiesce). No message is sent to quiesced connections, so these are
-    /// not affected. Calls `told` with a description of each disconnected client.
+    /// Disconnects clients that do not read their replies until this future is dropped, while the
+    /// server [quiesces](NbdServer::quiesce). No message is sent to quiesced connections, so these
+    /// are not affected. Reports a description of each disconnected client.
     pub async fn disconnect_stalled_until_dropped(&self, timeout: Duration, report: impl Fn(String)) {
         let mut suspects = StalledReaders::default();
         loop {

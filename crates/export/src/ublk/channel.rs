@@ -12,7 +12,7 @@ pub(super) enum UblkChannel {
     Simulated(super::simulation::kernel::SimulatedUblkChannel),
 }
 
-/// Step of a tag: see `ublk::UblkQueue::fetch_connection`.
+/// Step of a tag: see [`ublk::UblkQueue::fetch`] and [`ublk::UblkQueue::commit_and_fetch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TagStep {
     Fetch,

@@ -123,8 +123,8 @@ pub(super) struct UblkDevice {
     pub(super) in_flight: AtomicU64,
     /// Bytes that were copied on a zero-copy device.
     pub(super) copied: Arc<AtomicU64>,
-    /// Requests must not wait for limits, or for an operator to resume the disk: see
-    /// [`UblkShutdown`].
+    /// One flag for each [`UblkShutdown`]. Once one is set, requests wait neither for limits nor
+    /// for an operator to resume the disk.
     shutdown: [AtomicBool; 2],
     /// True while the device quiesces: no request is started.
     quiescing: AtomicBool,
@@ -134,12 +134,13 @@ pub(super) struct UblkDevice {
     pub(super) changed: Event,
 }
 
-/// How a device ends.
+/// Requested shutdown of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UblkShutdown {
     /// The kernel stops it and waits for its requests, so requests that a stopped disk holds fail.
     Stop,
-    /// It stays for the next process, to which requests that were not started are left.
+    /// The device stays for the next process, which also receives the requests that were not
+    /// started.
     Leave,
 }
 

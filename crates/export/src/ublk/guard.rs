@@ -3,13 +3,13 @@
 //! wait forever.
 //!
 //! ```text
-//!   server ──── pipe ────► guard      the pipe ends ──► waits ──► removes the device if it still waits
+//!   server ──── pipe ────► guard      the pipe ends ──► waits ──► removes the device if it is still orphaned
 //!     │                      ▲
 //!     └─ next server: ends ──┘  and then examines the device
 //! ```
 //!
 //! **Never removes a device that is being taken over.** The driver does not show whether a process
-//! has begun to take over a waiting device. So a process that takes one over, or removes it, ends
+//! has begun to take over an orphaned device. So a process that takes one over, or removes it, ends
 //! its guard first; only the guard removes a device by itself. A guard is found by its lock on the
 //! driver's node, at the byte of the device's number: the lock exists as long as the process, and
 //! leaves nothing behind.
@@ -122,7 +122,7 @@ impl UblkGuard {
         };
         let written = orders.write(&mut stdin);
         let guard = Self(Some(child));
-        // After `Guard` owns the child, so that an error still reaps it.
+        // After the `UblkGuard` owns the child, so that an error still reaps it.
         written?;
         let mut ready = String::new();
         BufReader::new(stdout).read_line(&mut ready)?;
@@ -159,7 +159,7 @@ impl UblkGuardOrders {
         Some(Self { number, mark, server, timeout: Duration::from_secs(seconds) })
     }
 
-    /// The device, if it is waiting, or its only server is the one that has ended: the kernel may
+    /// The device, if it is orphaned, or its only server is the one that has ended: the kernel may
     /// not have noticed that end yet.
     fn orphaned_device(&self, control: &mut UblkControl) -> Option<UblkInfo> {
         let info = control.info(self.number).ok().filter(|info| info.user_data == self.mark)?;

@@ -2,17 +2,17 @@
 //!
 //! ```text
 //!            add, set_params               start
-//!   (none) ────────────────► made (Dead) ────────► Live ── its process ends ──► Waiting
+//!   (none) ────────────────► made (Dead) ────────► Live ── its process ends ─► Quiesced
 //!      ▲                        │                   │ ▲                            │
 //!      └──────── delete ────────┴────── stop ───────┘ └───── recovery, by mark ────┘
 //! ```
 //!
-//! A waiting device may have a guard that removes it later, so the guard is ended before anything
-//! is done with the device ([`guard`]).
+//! An orphaned device (Quiesced) may have a guard that removes it later, so the guard is ended
+//! before anything is done with the device ([`guard`]).
 //!
-//! A waiting device with the mark of the disk's image is taken over, with the queues and parameters
-//! that it was made with. One that was made and never started is removed: its maker was killed in
-//! between. No other process serves the image, because it is locked.
+//! An orphaned device with the mark of the disk's image is taken over, with the queues and
+//! parameters that it was made with. One that was made and never started is removed: its maker was
+//! killed in between. No other process serves the image, because it is locked.
 //!
 //! All functions block. Never changes a device that weir has not made, except by [`remove`].
 
@@ -89,7 +89,7 @@ pub enum UblkError {
     /// Another process has removed the device.
     #[error("the device to be recovered does not exist any more (restart weir, which creates one)")]
     Gone,
-    /// The memory to be lent is not available.
+    /// The memory budget has no room for the memory that the driver needs.
     #[error("{0}")]
     Memory(#[from] OutOfBudget),
     /// The kernel has failed.
@@ -237,7 +237,7 @@ impl Drop for UblkNode {
 }
 
 impl UblkNode {
-    /// Takes over the device that waits for this disk, or makes one.
+    /// Takes over the orphaned device of this disk, or makes one.
     pub(super) fn open(export: &UblkExport) -> Result<Self, UblkError> {
         let mut control = open()?;
         let mark = mark::mark_of_disk(&export.disk);
@@ -345,8 +345,8 @@ impl UblkNode {
         Ok(None)
     }
 
-    /// The device of this number, if it is orphaned and has the disk's mark; with `waits`, waits
-    /// until its server has ended.
+    /// The device of this number, if it is orphaned and has the disk's mark. If its server is about
+    /// to end, waits for that end.
     fn take_over_orphaned(
         control: &mut UblkControl,
         export: &UblkExport,

@@ -1,9 +1,9 @@
 //! A queue of a device, on one worker from its start to its end.
 //!
 //! ```text
-//!   a tag's next request ─► parse ─► arrived ─► news ─┐
-//!                                                     ▼
-//!   commit, and fetch ◄── answer ◄── disk ◄── merge ◄─ turn
+//!   a tag's next request ─► parse ─► arrived ─► wakeup ─┐
+//!                                                       ▼
+//!   commit, and fetch ◄── answer ◄── disk ◄── merge ◄── turn
 //! ```
 //!
 //! Every tag is fetched again once its request is committed. Requests that arrive in one turn of

@@ -69,7 +69,7 @@ pub(super) fn parse(descriptor: UblkDescriptor, rules: &UblkRequestRules) -> Ubl
         operation::WRITE_ZEROES => UblkOperation::WriteZeroes { may_unmap, durability },
         _ => return refused(Error::UNSUPPORTED),
     };
-    // The kernel honours its limits, but lent memory is only as long as `most_bytes`.
+    // Checked although the kernel honours its limits: the memory of a tag ends at `max_io_bytes`.
     let moves_data = matches!(kind, UblkOperation::Read | UblkOperation::Write(_));
     if bytes == 0 || moves_data && bytes > rules.max_io_bytes {
         return refused(Error::INVALID);

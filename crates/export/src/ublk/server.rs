@@ -226,8 +226,8 @@ impl UblkServer {
     }
 
     /// Quiesces every queue: started requests are answered, and no further one is started. Another
-    /// process may then use the disk, and takes the device over once this one has ended. False if
-    /// that takes longer than `patience`.
+    /// process may then use the disk, and takes the device over once this one has ended. False
+    /// after the timeout.
     pub async fn quiesce(&self, patience: Duration) -> bool {
         self.device.set_quiescing(true);
         reactor::timeout(patience, async {

@@ -159,7 +159,7 @@ async fn run(counts: Rc<Cell<UblkSimulationCounts>>) {
     });
 }
 
-/// One device, over all its processes.
+/// One device, served by a sequence of processes.
 struct UblkWorld {
     kernel: SimulatedUblkDriver,
     /// Bytes that the processes have copied.

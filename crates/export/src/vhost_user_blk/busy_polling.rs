@@ -1,6 +1,6 @@
-//! Busy polling: how long a queue looks into its ring before it sleeps. A kick costs the guest a
-//! trap and this process a wake-up, tens of microseconds each on a virtual machine; polling costs a
-//! processor that others may need, the guest among them.
+//! Busy polling: how long a queue polls its ring before it sleeps. A kick costs the guest a trap
+//! and this process a wake-up, tens of microseconds each on a virtual machine; polling costs a
+//! processor that other threads may need, the guest's among them.
 //!
 //! The queue polls only if the last sleep was so short that polling would have found the next
 //! request. After polling without success it skips polling: once after the first failure, twice

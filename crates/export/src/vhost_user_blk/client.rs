@@ -29,7 +29,7 @@ use reactor::{
     now, operation, run_blocking, spawn_joinable, timeout, yield_now,
 };
 
-/// Error of requests after the server has gone; [`VhostUserClient::fault`] has the reason.
+/// Error of requests after the server has disconnected; [`VhostUserClient::fault`] has the reason.
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 
 /// Half of the cost of waking a thread on a virtual machine: docs/decisions/0002.
@@ -110,7 +110,7 @@ struct ClientRequests {
     free: RefCell<Vec<usize>>,
     /// Number of slots submitted to the server.
     in_flight: Cell<usize>,
-    /// Raised for a submission or a call while the pump is resting.
+    /// Raised for a submission or a call while the pump sleeps.
     wakeup: Signal,
     is_pump_asleep: Cell<bool>,
     fault: RefCell<Option<io::Error>>,
@@ -147,7 +147,7 @@ impl VhostUserClient {
         Ok(Self { requests, _pump: pump, _bell: call_task })
     }
 
-    /// Reason why the server has gone; `None` while it is connected.
+    /// Reason of the disconnect; `None` while the server is connected.
     pub fn fault(&self) -> Option<String> {
         let fault = self.requests.fault.borrow();
         fault.as_ref().map(|fault| format!("the server has disconnected: {fault}"))
@@ -207,7 +207,7 @@ impl ClientRequests {
             self.is_pump_asleep.set(true);
         };
         *self.fault.borrow_mut() = Some(fault);
-        // The server is gone: every request in flight fails, and callers get `GONE` from now on.
+        // The server has disconnected: every request in flight fails, and later ones with `GONE`.
         let waiting = 0..self.slots.borrow().len();
         waiting.for_each(|slot| self.answer(slot, GONE.errno()));
     }

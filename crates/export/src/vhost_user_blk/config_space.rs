@@ -14,10 +14,10 @@
 //! any range of any length, also past the end. Cloud Hypervisor reads from 0x100, where devices on
 //! a memory-mapped bus have their configuration; that offset is treated as 0.
 //!
-//! Bytes behind the last whole block are not offered. An export is refused at the start, and a
-//! resize is refused, if the size is not a multiple of the block size. A front end that reconnects
-//! is refused if blocks are larger than those its guest has read, as each small write would fail;
-//! the in-flight area records the guest's block size. Smaller blocks are harmless.
+//! Bytes behind the last whole block are not offered. An export is rejected at the start, and a
+//! resize is rejected, if the size is not a multiple of the block size. A front end that reconnects
+//! is rejected if blocks are larger than those its guest has read, because each small write would
+//! fail; the in-flight area records the guest's block size. Smaller blocks are harmless.
 
 use super::features::VhostUserOffer;
 use ::virtio::block::SECTOR_BYTES;

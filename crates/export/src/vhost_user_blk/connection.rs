@@ -4,7 +4,7 @@
 //! Receives one message at a time and never a byte of the next, so that descriptors belong to the
 //! message that they arrived with. Messages are few, and a front end waits for most replies.
 //!
-//! A descriptor is checked when it arrives, and accepted only if it cannot hold anything else open:
+//! A descriptor is checked when it arrives, and accepted only if it cannot keep another file open:
 //! an event is an eventfd, memory is a regular file in memory, and the channel for changes is one
 //! of an unnamed pair of sockets ([`super::back_end_channel`]). A front end that passes the other
 //! end of its own connection would otherwise never hang up, and its export would stay locked after

@@ -59,7 +59,7 @@ pub enum FrontEndEvent<'a> {
 /// Observer of events.
 pub trait ExportObserver: Send + Sync + fmt::Debug {
     /// Receives an event of the export with this id and the disk with this name. Events that a
-    /// client can cause by the thousand are limited to one a second; `suppressed` is the number of
-    /// omitted ones since the last.
+    /// client can cause thousands of times are limited to one a second; `suppressed` is the number
+    /// of those that were not reported since the last one.
     fn observe(&self, export: &str, disk: &str, event: &FrontEndEvent<'_>, suppressed: u64);
 }

@@ -222,8 +222,8 @@ impl VhostUserQueue {
         }
     }
 
-    /// Waits for `wanted`. `None` if the queue stops, or, for a request that must be executed, if
-    /// the front end has disconnected.
+    /// Waits for a future. `None` if the queue stops, or, for a request that must complete, if the
+    /// front end has disconnected.
     pub(super) async fn unless_stopping<T>(
         &self,
         future: impl Future<Output = T>,
@@ -244,8 +244,8 @@ impl VhostUserQueue {
                 if is_ending() {
                     return Poll::Ready(None);
                 }
-                // Registered before `is_over` is evaluated again, so that a stop in between is not
-                // missed.
+                // Registered before the condition is evaluated again, so that a stop in between is
+                // not missed.
                 let stop_now = stop.get_or_insert_with(|| self.stop.listen());
                 if Pin::new(stop_now).poll(context).is_pending() {
                     return Poll::Pending;
@@ -283,7 +283,7 @@ impl VhostUserQueue {
             return self.return_request(incoming);
         }
         let VringRequest { ticket, request, .. } = incoming;
-        // Most disks lose nothing with the process, and need not take the lock in `note`.
+        // Most disks lose nothing with the process, and need not take the lock in `record_write`.
         if let (BlkOperation::Write { .. } | BlkOperation::WriteZeroes(_), Some(loss)) =
             (&request.kind, &self.loss)
             && self.device.disk().has_volatile_writes()

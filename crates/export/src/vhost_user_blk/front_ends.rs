@@ -88,7 +88,7 @@ struct WaitingFrontEnd {
 #[derive(Debug)]
 enum FrontEndSource {
     Listen(Fd),
-    /// `told` is the reason that was logged last.
+    /// `last_logged` is the reason that was logged last.
     Connect {
         path: PathBuf,
         pause: Duration,
@@ -243,7 +243,7 @@ impl FrontEnds {
         is_long && !self.waiting.is_empty() || self.waiting.iter().any(|waiting| has_sent(&waiting.socket))
     }
 
-    /// Rejects front ends that have waited for `patience`; returns the time until the next one has.
+    /// Rejects front ends that have waited for `delay`; returns the time until the next one has.
     fn reject_after(&mut self, delay: Duration, current: &Fd) -> Duration {
         let now = reactor::now();
         while let Some(oldest) = self.waiting.front() {

@@ -1,5 +1,5 @@
 //! Entry of the fuzz target and of tests: feeds a front end's bytes to a session and checks the
-//! invariants. Rings are pretended: they start, stop and break, and have no content.
+//! invariants. Rings are simulated: they start, stop and break, and have no content.
 
 use std::{
     collections::{BTreeSet, VecDeque},

@@ -1,5 +1,6 @@
-//! Requests to a disk that never waits (storage in memory) complete without a future where they are
-//! taken from the ring. A third of a request's cost was creating, moving and polling futures.
+//! Requests to a disk that never waits (storage in memory) complete at once when they are taken
+//! from the ring, without a future. Creating, moving and polling futures was a third of a request's
+//! cost.
 //!
 //! Requests that have to wait for limits take the usual path: see `execute.rs`.
 
@@ -20,7 +21,7 @@ use reactor::{error::Error, guest::GuestBytes};
 const MAX_ADMISSIONS: usize = 32;
 
 impl VhostUserQueue {
-    /// Executes all requests that are admitted at once; passes the rest to `usual`.
+    /// Executes all requests that are admitted at once; passes the rest to `fallback`.
     pub(super) fn execute_immediately(
         &self,
         batch: &mut MergeBatch<VringRequest>,

@@ -169,8 +169,9 @@ impl UnflushedWrites {
         self.recorded.load(Acquire)
     }
 
-    /// Clears the record after a successful flush, unless more writes were recorded since `noted`.
-    /// Losses of other clients of the disk do not concern this guest.
+    /// Clears the record after a successful flush, unless more writes were recorded since
+    /// [`Self::recorded_writes`] returned this number. Losses of other clients of the disk do not
+    /// concern this guest.
     pub fn flushed(&self, recorded: u64, would_lose: impl FnOnce() -> bool) {
         let _lock = self.lock();
         self.set(self.recorded_writes() != recorded && would_lose());

@@ -1,9 +1,9 @@
 //! A queue: one ring of a front end, on one worker, from its start to its stop.
 //!
 //! ```text
-//!   kick ─► eventfd ─► news ─┐                     one task per I/O
-//!   orders ──────────► news ─┤   turn: take ─► parse ─► merge ─► disk ─┐
-//!   completions ─────► news ─┘         announce ◄── used ring ◄────────┘
+//!   kick ─► eventfd ─► wakeup ─┐                   one task per I/O
+//!   orders ──────────► wakeup ─┤ turn: take ─► parse ─► merge ─► disk ─┐
+//!   completions ─────► wakeup ─┘       announce ◄── used ring ◄────────┘
 //!                                      one call for many completions
 //! ```
 //!
@@ -148,7 +148,7 @@ pub(super) struct VhostUserQueue {
     lost: Cell<bool>,
     events: RefCell<VringEvents>,
     notifier: EventfdNotifier,
-    /// Notified when the kick was replaced.
+    /// Notified when the kick event was replaced.
     kick_replaced: Event,
     /// Number of completions for which the driver was not called yet.
     unannounced: Cell<usize>,
@@ -425,7 +425,7 @@ impl VhostUserQueue {
         self.call_always();
     }
 
-    /// Raises `news` when the driver kicks, or periodically if there is no kick.
+    /// Wakes the queue when the driver kicks, or periodically if there is no kick.
     async fn watch_kick(self: Rc<Self>) {
         let mut idle = IdleBackoff::default();
         loop {
@@ -595,7 +595,7 @@ impl VhostUserQueue {
     }
 }
 
-/// Wraps an eventfd. A ring with an invalid event is served as if it had been given none.
+/// Wraps an eventfd. A ring with an invalid event is served as if the front end had passed none.
 pub(super) fn vring_event(device: &VhostUserDevice, number: u16, event: Option<Fd>) -> Option<VringEvent> {
     let opened = VringEvent::new(event?);
     opened.inspect_err(|why| device.warn_of_event(number, why)).ok()

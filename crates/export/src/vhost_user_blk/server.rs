@@ -113,7 +113,7 @@ impl VhostUserServer {
         Self::of(VhostUserDevice::new(export))
     }
 
-    /// Creates a server that reports events to `told`.
+    /// Creates a server that reports events to an observer.
     pub fn with_observer(observer: Arc<dyn ExportObserver>, export: VhostUserExport) -> Arc<Self> {
         Self::of(VhostUserDevice::new(export).with_observer(observer))
     }
@@ -161,7 +161,7 @@ impl VhostUserServer {
     }
 
     /// Stops accepting and quiesces the connected front end: its rings stop as if it had requested
-    /// that. False if that takes longer than `patience`.
+    /// that. False after the timeout.
     pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.device.set_quiescing(true);
         self.changed.notify(usize::MAX);
@@ -619,7 +619,7 @@ async fn serve_ring(
     let (base, error, loss) = (settings.base, settings.error.clone(), settings.loss.clone());
     let late = orders.clone();
     let disk = server.device.disk();
-    // A disk in migration may still be locked by the source host; see `handover.rs`.
+    // A disk in migration may still be locked by the source host; see `migration.rs`.
     let base = match wait_for_image(disk, &mut settings, &orders).await {
         Ok(Some(replaced)) => {
             if disk.has_handover() {

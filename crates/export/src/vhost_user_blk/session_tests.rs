@@ -81,7 +81,7 @@ impl SessionFrontEnd {
         Self { session: VhostUserSession::new(offer), out, payload, descriptor }
     }
 
-    /// Sends a message; returns the outputs as short words.
+    /// Sends a message; returns a short description of the outputs.
     fn send(&mut self, code: u32, need_reply: bool, payload: &[u8], descriptors: Vec<OwnedFd>) -> String {
         let request = VhostUserRequest::parse(code, payload, descriptors);
         self.session.receive(code, need_reply, request, &mut self.out);
@@ -710,8 +710,8 @@ fn a_guest_that_knows_smaller_blocks_is_rejected() {
     let (_, area) = first(front_end(4096, true));
     assert_eq!([512, 1024, 4096].map(|bytes| reconnect(bytes, false, &area)), [""; 3], "they fit");
 
-    // After a reconnect without an area, the guest's block size is unknown; what the front end
-    // reads later does not reach its guest.
+    // After a reconnect without an area, the guest's block size is unknown: later reads of the
+    // front end do not reach its guest.
     let (mut unknown, area) = first(front_end(512, false));
     assert_eq!(reconnect(4096, false, &area), "");
     unknown.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel()]);

@@ -141,7 +141,7 @@ async fn run(counts: Rc<Cell<VhostUserSimulationCounts>>, volatile_memory: Volat
     count(&counts, |all| all.waited += stats.reads.throttled + stats.writes.throttled);
 }
 
-/// One disk, its machines, and its content after all of them.
+/// One disk, the guests that use it, and a model of its content.
 struct SimulatedDiskLife {
     disk: Arc<Disk>,
     storage: SimulatedStorage,

@@ -176,7 +176,7 @@ pub(super) mod simulated {
             }
         }
 
-        /// Waits for the next signal and leaves it to be consumed by `heard`.
+        /// Waits for the next signal and leaves it to be consumed by `wait`.
         pub(in super::super) async fn next_signal(&self) {
             self.0.1.listen().await;
         }

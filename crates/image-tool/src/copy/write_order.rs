@@ -1,5 +1,5 @@
-//! Order of writes: tasks on several threads read ahead and write one after the other. After a
-//! failure no task gets its turn.
+//! Order of writes: tasks on several threads read ahead and write one after another. After a
+//! failure no further task writes.
 
 use std::{
     future::poll_fn,

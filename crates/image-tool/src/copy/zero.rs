@@ -15,7 +15,7 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
 
 /// Divides `bytes`, which begin at `offset` of the disk, into adjacent parts that are to be
 /// written (true) or skipped. A skipped part is zeroes: whole grains, aligned on the disk, and at
-/// least `least` bytes or all of `bytes`.
+/// least `min_bytes` bytes or all of `bytes`.
 pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, min_bytes: usize) -> Vec<(Range<usize>, bool)> {
     let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;

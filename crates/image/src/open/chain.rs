@@ -141,10 +141,10 @@ async fn read_references(
     let header = qcow2::read_header(&level.storage).await.map_err(|error| invalid(&level, &error))?;
     check(&level, &header)?;
     let data = open_data_file(&level, path, &header, options, seen).await?;
+    // `BackingChoice` in effect applies to the topmost image only: with `Nothing` the chain
+    // ends here.
     let next = next(&level.name, path, &header, &options.backing)?;
     level.qcow2 = Some(Qcow2Files { header, data });
-    // `BackingChoice` applies to the topmost image only in effect: with `Nothing` the
-    // chain ends here.
     Ok((level, next))
 }
 
@@ -225,8 +225,6 @@ async fn open_data_file(
 
 /// Options of a file behind the image. Delay, rate and faults are not inherited.
 fn backing_options(options: &ImageOptions, format: ImageFormat) -> storage::OpenOptions {
-    // Sharing a data file that is written to is never safe; `force_share` covers readers
-    // only.
     let top = &options.storage;
     storage::OpenOptions {
         cache: top.cache,
@@ -253,6 +251,7 @@ async fn open_backing(
     let Some(text) = path.to_str() else {
         return Err(OpenError::new(name, "its name is not UTF-8", "rename it or its directory"));
     };
+    // Sharing a data file that is written to is never safe; `force_share` covers readers only.
     options.force_share &= options.read_only;
     let opened = open_storage(format!("file:{text}"), options).await;
     let (storage, probed) = opened.map_err(|error| OpenError { image: name.to_owned(), ..error })?;

@@ -158,7 +158,7 @@ impl L2Cache {
         &self.ways[first..first + ways]
     }
 
-    /// Applies `look` to a cached slice, without taking a reference; `None` on a miss.
+    /// Applies `inspect` to a cached slice, without taking a reference; `None` on a miss.
     pub(super) fn with_slice<T>(&self, number: u64, inspect: impl FnOnce(&L2Slice) -> T) -> Option<T> {
         for way in self.set(number) {
             let guard = way.load();

@@ -9,7 +9,8 @@
 //! - `header`: reserved fields and names. `walk`: L1 tables; `tables`: L2 tables; `entries`: the
 //!   verdict on an L2 entry.
 //! - `metadata`: the tables that a repair may change; `ranges`: guest ranges in reports.
-//! - `others`: snapshots, bitmaps, the LUKS header; `completing`: completes the snapshot table.
+//! - `auxiliary`: snapshots, bitmaps, the LUKS header; `snapshot_completion`: completes the
+//!   snapshot table.
 //! - `refcounts`: compares stored with counted refcounts; `rebuild`: writes new ones.
 //! - `copied`: the flags that allow writing a cluster in place.
 //!
@@ -22,7 +23,7 @@
 //! leaks.
 //!
 //! Never changes a readable guest byte, zeroes included. An entry with ambiguous content stays
-//! unless the user gives it up ([`Repair::Forced`]).
+//! unless the user allows its loss ([`Repair::Forced`]).
 //!
 //! Never frees a cluster, or reports it as leaked, if part of the image could not be read or is
 //! ambiguous: the missing part may refer to the cluster.
@@ -75,7 +76,7 @@ pub enum Repair {
     /// Repairs damage that has exactly one correct repair. Ambiguous content is reported and
     /// unchanged.
     All,
-    /// Also gives up ambiguous content: its guest ranges then read as zeroes, or as the backing
+    /// Also discards ambiguous content: its guest ranges then read as zeroes, or as the backing
     /// file if a whole L2 table is lost or the image has version 2.
     Forced,
 }
@@ -111,8 +112,8 @@ pub struct CheckReport {
     /// Guest ranges with ambiguous content, which was not changed. Sorted; incomplete if there are
     /// very many.
     pub ambiguous: Vec<GuestRange>,
-    /// All guest ranges that a forced repair gave up, sorted. A range that does not fit into this
-    /// list is not given up.
+    /// All guest ranges that a forced repair discarded, sorted. A range that does not fit into this
+    /// list is not discarded.
     pub lost: Vec<GuestRange>,
     /// Findings and repairs as text for users; at most [`MAX_FINDINGS`].
     pub findings: Vec<String>,
@@ -159,7 +160,7 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<CheckReport, Met
         write_header(storage, &header).await?;
     }
     let has_stale_bitmaps = header.bitmaps.is_some() && header.autoclear & autoclear::BITMAPS == 0;
-    // The first pass never writes: its survey tells the second one which tables are safe to
+    // The first pass never writes: its survey shows the second one which tables are safe to
     // change.
     let (mut report, survey, _) = CheckPass::new(storage, header, Repair::Nothing, None).run().await?;
     let is_intact = report.is_consistent() && report.leaks == 0 && !has_stale_bitmaps;

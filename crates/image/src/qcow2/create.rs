@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   header │ refcount table │ refcount blocks │ L1 table │ LUKS header │ L2 tables │ guest data
-//!                                                                        └── with preallocation ──┘
+//!                                                                        └─ if preallocated ──┘
 //! ```
 //!
 //! The layout is complete before the first byte is written, so each cluster is written once and in

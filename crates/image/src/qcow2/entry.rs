@@ -1,7 +1,8 @@
 //! Entries of the L1 and L2 tables, decoded and encoded.
 //!
-//! Never trusts a number: an entry that violates the specification decodes to [`InvalidImage`];
-//! every other offset is aligned and below the offset limit.
+//! Entries are untrusted: one that violates the specification is rejected with [`InvalidImage`].
+//! Decoded offsets are below the offset limit, and those of L2 tables and standard clusters are
+//! multiples of the cluster size.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
 
@@ -56,8 +57,8 @@ impl L1Entry {
                 "L1 entry {raw:#x} does not point to the start of a cluster"
             )));
         }
-        // Without a table there is nothing to own; `writable_l2_table` would skip the allocation of
-        // the table.
+        // The flag is ignored without a table: otherwise `writable_l2_table` would assume that the
+        // table exists, and not allocate it.
         Ok(Self { offset, copied: raw & COPIED != 0 && offset != 0 })
     }
 
@@ -161,8 +162,8 @@ impl EntryFormat {
         }))
     }
 
-    /// Checks that a cluster in an external data file lies at its guest offset. QEMU reads no
-    /// others either.
+    /// Checks that a cluster in an external data file lies at its guest offset. QEMU has the same
+    /// check.
     ///
     /// # Errors
     /// Fails if the cluster lies elsewhere.

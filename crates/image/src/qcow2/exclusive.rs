@@ -100,7 +100,6 @@ impl Qcow2Image {
     /// Adds `by` (1 or -1) to the refcounts of all clusters that these bytes touch. Clusters that
     /// reach zero are freed and no longer protected as metadata.
     pub(super) async fn change_refcount(&self, offset: u64, length: u64, by: i64) -> Result<()> {
-        // The file may contain clusters that were freed since it grew.
         let clusters = self.clusters_of(offset, length);
         if by < 0 {
             return self

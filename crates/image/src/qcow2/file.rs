@@ -1,7 +1,7 @@
 //! The file of an image: reads and writes of metadata, growth, and the header.
 //!
-//! Also records that an image was found corrupt: from then on nothing writes guest data or
-//! metadata, and the header is marked.
+//! Also records that an image was found corrupt: from then on the image is read-only, and the
+//! header is marked.
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
@@ -19,8 +19,7 @@ use reactor::{
 };
 use storage::{Durability, RangeLocks, ResizeError, Storage};
 
-// A file grows by this fraction of its size, within the two bounds below, so that it rarely has
-// to.
+// A file grows by this fraction of its size, within the two bounds below, so that growth is rare.
 const GROWTH_PART: u64 = 8;
 const MIN_GROWTH: u64 = 1 << 20;
 const MAX_GROWTH: u64 = 64 << 20;
@@ -33,16 +32,18 @@ const SECTOR: usize = 512;
 pub(super) struct ImageFile {
     storage: Storage,
     header: Mutex<StoredHeader>,
-    /// Serializes changes of the header; `size_turn` serializes changes of the file's size.
+    /// Serializes changes of the header.
     header_lock: RangeLocks,
+    /// Serializes changes of the file's size.
     size_lock: RangeLocks,
     corrupt: AtomicBool,
     /// True if the header has the corrupt mark, or marking it failed.
     marked: AtomicBool,
-    /// The file is never cut below this size: its content at open time is for `check` to judge.
+    /// Lower limit of truncation: the size at open time, because only `check` decides whether
+    /// content that existed then is unused. 0 after the disk was shrunk or emptied.
     kept_bytes: AtomicU64,
-    /// Beyond this offset the file contains only zeroes and writes since it was opened: it grew
-    /// here.
+    /// From this offset on the file contains only zeroes and data that was written since it was
+    /// opened: the size before its first growth, or `u64::MAX`.
     zero_from: AtomicU64,
 }
 
@@ -84,7 +85,7 @@ impl ImageFile {
         }
     }
 
-    /// Resets the state after another process had the file. No request may be in flight.
+    /// Resets the state after another process used the file. No request may be in flight.
     pub(super) fn reset_cached_header(&self, header: Qcow2Header, bytes: &[u8]) {
         let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
         self.kept_bytes.store(self.storage.size_bytes(), Relaxed);
@@ -295,7 +296,6 @@ impl ImageFile {
                 self.write((number * SECTOR) as u64, sector).await?;
             }
             self.flush().await?;
-            // The first sector refers to names in later sectors: those must be durable before it.
         }
         if let Some((_, sector)) = first {
             self.write(0, sector).await?;

@@ -3,12 +3,12 @@
 //!
 //! | | Operations | Properties |
 //! | --- | --- | --- |
-//! | [`check()`] | check and repair | terminates; an image that a repair reports as consistent is
-//! consistent |
-//! | [`open`] | open, with snapshots, bitmaps and LUKS header; query all of it | terminates; block
-//! status covers the disk |
-//! | [`lookup`] | read, write, zero, discard, resize, create and delete snapshots | a read returns
-//! the written data; a consistent image stays consistent |
+//! | [`check()`] | check, repair | an image that a repair reports as consistent is consistent |
+//! | [`open`] | open, query disk, snapshots, bitmaps, LUKS header | no extent is empty |
+//! | [`lookup`] | requests, resizes, snapshots | reads return the written data; no new damage |
+//!
+//! All operations terminate. The properties of [`lookup`] hold for images that are consistent at
+//! first.
 //!
 //! In this crate and not in `fuzz/`, because tests briefly run the same checks on damaged images.
 //! Everything is in memory, on a simulated reactor that panics if tasks deadlock.
@@ -66,8 +66,8 @@ pub fn check(data: &[u8]) {
     });
 }
 
-/// Opens an image for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS
-/// header.
+/// Opens an image for reading, for maintenance and for writing, with its snapshots, bitmaps and
+/// LUKS header.
 pub fn open(data: &[u8]) {
     with_content(data, async |content| {
         let storage = Storage::with_content(&content).await;
@@ -192,7 +192,7 @@ impl FuzzRequest {
     }
 }
 
-/// Runs `test` with an image that is neither empty nor too large.
+/// Runs `test` with `data` as the content of an image, unless it is empty or too large.
 fn with_content(data: &[u8], test: impl AsyncFnOnce(Vec<u8>) + 'static) {
     if data.is_empty() || data.len() > LARGEST {
         return;
@@ -206,7 +206,8 @@ async fn is_consistent(storage: &Storage) -> bool {
     report.is_ok_and(|report| report.corruptions + report.check_errors == 0)
 }
 
-/// Opens the image with the files that its header names and with the smallest caches.
+/// Components of an image: memory in place of the files that its header names, an arbitrary key,
+/// and the smallest caches.
 async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Components {
     let other = |bytes: u64| {
         let bytes = bytes.min(MAX_OTHER_FILE_BYTES).next_multiple_of(512);

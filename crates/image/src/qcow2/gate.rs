@@ -1,8 +1,8 @@
 //! Epochs of requests: a count of requests in flight that shares no cache line between threads.
 //!
 //! ```text
-//!   enter ─► increments its thread's slot, under the current generation ─► … ─► decrements the same slot
-//!   wait_for_earlier_requests: switches the generation, waits until all slots of the old one are zero
+//!   enter: increments its thread's slot of the current generation; the guard decrements that slot
+//!   wait_for_earlier_requests: switches the generation, waits until the old one's slots are zero
 //!   close: blocks new requests, waits for both generations; dropping the result unblocks
 //! ```
 //!

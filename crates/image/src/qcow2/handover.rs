@@ -37,7 +37,7 @@ impl Qcow2Image {
     /// process uses the image.
     ///
     /// # Errors
-    /// [`OpenFailure`]; the image then still belongs to the previous process.
+    /// [`OpenFailure`]; the previous process must then continue with the image.
     pub(crate) async fn take_over(&self) -> std::result::Result<(), OpenFailure> {
         // A read-ahead may still be in flight, and would insert old metadata into the cache.
         let _freeing = self.freeing.exclusive(0..1).await;
@@ -48,9 +48,9 @@ impl Qcow2Image {
         let storage = self.file.storage();
         let header = read_header(storage).await?;
         if invariant_parts(&header) != invariant_parts(&self.file.header()) {
-            // The marks were not checked when the image was opened for handover.
             return Err(OpenFailure::Changed);
         }
+        // The corrupt and dirty bits were not checked when the image was opened for handover.
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
         let first = metadata_io::read(storage, 0, header.cluster_bytes() as usize).await?;
         self.file.reset_cached_header(header.clone(), &first);
@@ -70,7 +70,7 @@ impl Qcow2Image {
     }
 }
 
-/// The parts of a header that must not change during a handover.
+/// Copy of a header without the parts that may change during a handover.
 fn invariant_parts(header: &Qcow2Header) -> Qcow2Header {
     Qcow2Header {
         size_bytes: 0,

@@ -1,8 +1,8 @@
 //! The header of a qcow2 image: its first cluster, decoded to [`Qcow2Header`] and encoded from it.
 //!
-//! Every byte comes from the author of the image. Everything that can be checked without further
-//! reads is checked here, so users of a [`Qcow2Header`] can rely on it: sizes are in range, tables
-//! are aligned and below the offset limit, names fit.
+//! All bytes are untrusted. Everything that can be checked without further reads is checked here,
+//! so users of a [`Qcow2Header`] can rely on it: sizes are in range, tables are aligned and below
+//! the offset limit, names fit.
 //!
 //! Never accesses the file: the reader of a table checks that the table lies inside the file.
 //!
@@ -78,7 +78,7 @@ pub(super) mod extension {
 
 const V2_LENGTH: usize = 72;
 const V3_LENGTH: usize = 104;
-// Header of version 3 with the compression type and its padding.
+// Length of a header of version 3 with the compression type and its padding.
 const OWN_LENGTH: usize = 112;
 
 /// Encryption method of guest data.
@@ -147,7 +147,7 @@ pub struct Qcow2Header {
     pub refcount_table_offset: u64,
     /// Length of the refcount table in clusters.
     pub refcount_table_clusters: u32,
-    /// Number of snapshots. Images with more than [`MAX_SNAPSHOTS`] are opened read-only.
+    /// Number of snapshots. Images with more than [`MAX_SNAPSHOTS`] can only be opened read-only.
     pub snapshots: u32,
     /// Offset of the snapshot table; 0 only without snapshots.
     pub snapshots_offset: u64,

@@ -1,10 +1,10 @@
 //! Applies a change to an encoded header without moving anything else in it.
 //!
-//! The author of the image chose the header's length, the order of its extensions and the location
-//! of the backing file's name. If every change moved them, a power failure could leave a first
-//! sector that refers to a name in a second sector that was not written. Numbers are therefore
-//! patched in place, in the first sector. Only a changed name or a new extension makes a new
-//! layout.
+//! The program that created the image chose the header's length, the order of its extensions and
+//! the location of the backing file's name. If every change moved them, a power failure could leave
+//! a first sector that refers to a name in a second sector that was not written. Numbers are
+//! therefore patched in place, in the first sector. Only a changed name or a new extension makes a
+//! new layout.
 
 use super::{
     InvalidImage,

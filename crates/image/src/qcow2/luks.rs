@@ -3,14 +3,14 @@
 //! ```text
 //!   passphrase ─PBKDF2─► slot key ─┐
 //!                                  ▼
-//!   key slot: the master key, split into 4000 stripes and encrypted ─► stripes ─merge─► master key ─PBKDF2─► digest in the header?
-//!                                                                                            │
-//!   clusters of guest data ◄─────────────────────── AES, by sector of the file ◄─────────────┘
+//!   key slot: 4000 encrypted stripes ─► stripes ─merge─► master key ─PBKDF2─► digest in header?
+//!                                                            │
+//!   clusters of guest data ◄── AES, by sector of the file ◄──┘
 //! ```
 //!
 //! - `header`: decodes and encodes the 592 bytes of the header.
 //! - `cipher`: encryption of sectors; the only module on the data path.
-//! - `stripes`: the anti-forensic splitter.
+//! - `anti_forensic`: the splitter of keys into stripes.
 //! - `unlock`: derives a [`SectorCipher`] from a passphrase, and creates the key slots of a new
 //!   image.
 //!

@@ -135,7 +135,7 @@ pub struct Qcow2State {
     pub(super) cache: ArcSwap<L2Cache>,
     /// Size of a cache entry (a slice of an L2 table), as a power of two.
     pub(super) slice_size_bits: AtomicU64,
-    /// True if another process wrote to a backing file, so cached data of it may be stale.
+    /// True if another process wrote to a backing file. Reads of its data then fail.
     pub(super) backing_changed: AtomicBool,
     /// Generation of the task that drops unused slices; tasks of earlier generations end.
     cleaning: AtomicU64,
@@ -211,8 +211,8 @@ impl Qcow2Image {
             header.incompatible & (incompatible::DIRTY | incompatible::CORRUPT) == incompatible::DIRTY;
         let is_handover = matches!(purpose, Qcow2Purpose::Handover);
         if is_dirty && !is_handover && !read_only && !storage.read_only() {
-            // With lazy refcounts, a program that crashed left them unwritten; QEMU repairs them
-            // on open too.
+            // A program that crashed while it used lazy refcounts left them unwritten. QEMU repairs
+            // them on open as well.
             tracing::info!(image = storage.description(), "refcounts were not written; recomputing them");
             check::check(&storage, Repair::All).await?;
             header = read_header(&storage).await?;
@@ -226,8 +226,8 @@ impl Qcow2Image {
         let first = metadata_io::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
         let is_maintenance = matches!(purpose, Qcow2Purpose::Maintenance);
-        // During a handover the marks belong to the previous process; `take_over` reads and checks
-        // them again.
+        // During a handover the previous process may still change the corrupt and dirty bits;
+        // `take_over` reads and checks them again.
         let is_check_deferred = read_only || is_handover;
         check_openable(&header, is_check_deferred, is_maintenance || data.is_some(), is_maintenance || cipher.is_some())?;
         let sizes = caches.sizes(&header)?;
@@ -288,7 +288,7 @@ impl Qcow2Image {
     /// Brings the file into the state that must precede the first write.
     pub(super) async fn prepare(&self, header: &Qcow2Header, keeps_bitmaps: bool) -> Result<(), OpenFailure> {
         // The specification: a program that writes must clear the autoclear bits that it does not
-        // know.
+        // support.
         if header.autoclear & !autoclear::KNOWN != 0 {
             self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
         }

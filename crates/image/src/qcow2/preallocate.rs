@@ -40,7 +40,7 @@ impl Qcow2Image {
         all.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    /// Without `how`, the present content of the file becomes visible.
+    /// Without `mode`, the present content of the file becomes visible.
     pub(super) async fn preallocate_inside(
         &self,
         first: u64,
@@ -108,7 +108,7 @@ impl Qcow2Image {
         StandardCluster { host: Some(host), copied: true, allocated, zero }
     }
 
-    /// Makes the host clusters read as zeroes, by the method of `how`.
+    /// Makes the host clusters read as zeroes, by the method of `mode`.
     async fn make_zero(&self, host: u64, length: u64, untouched: bool, mode: Preallocation) -> Result<()> {
         let storage = self.storage();
         // A data file ends at the end of the disk, possibly inside a cluster.

@@ -169,7 +169,7 @@ impl Qcow2Image {
         }
         let packed = self.file.storage().read(host, IoBuffer::new(available as usize)).await?.to_vec();
         let kind = self.compression;
-        // Decompression runs on another thread: it would delay all disks of this worker.
+        // On another thread, because decompression would delay all disks of this worker.
         let unpacked = reactor::run_computation(move || {
             let mut cluster = vec![0; cluster_bytes];
             compress::decompress(kind, &packed, &mut cluster).map(|()| cluster)

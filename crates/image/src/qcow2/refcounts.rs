@@ -1,8 +1,8 @@
 //! Allocation of clusters: the refcount table and its blocks, and the search for free clusters.
 //!
 //! ```text
-//!   refcount table ─► refcount block ─► refcount of each cluster: 0 free, 1 used once, more: shared
-//!     (in memory)       (some in memory, the rest in the file)                  with snapshots
+//!   refcount table ─► refcount block ─► refcount of each cluster: 0 free, 1 used, more: shared
+//!     (in memory)     (some in memory, the rest in the file)              with snapshots
 //! ```
 //!
 //! Refcounts are raised in memory on allocation and reach the file before any reference to the
@@ -11,7 +11,7 @@
 //! low. For this reason a block may be written at any time, and dirty blocks are written on
 //! eviction.
 //!
-//! Searches and changes are serialized by `turn`.
+//! Searches and changes are serialized by `change_lock`.
 //!
 //! Never allocates a cluster that contains metadata, even if its refcount is 0: the image is
 //! marked corrupt instead.
@@ -72,7 +72,8 @@ struct RefcountState {
     clock: u64,
     /// Lower bound of the first free cluster.
     first_free: u64,
-    /// Blocks without a free cluster, found by earlier searches, which need not read them again.
+    /// Blocks without a free cluster, as found by earlier searches. Later searches skip them
+    /// without reading them.
     full: BTreeSet<usize>,
     /// Clusters from here on were not allocated since the image was opened. Their content may
     /// still be nonzero: see [`ImageFile::is_zero_from`].
@@ -142,7 +143,7 @@ impl RefcountState {
 }
 
 impl Refcounts {
-    /// `table` is the checked content of the file.
+    /// `table` was read from the file and checked.
     pub(super) fn new(header: &header::Qcow2Header, table: RefcountTable, cache_bytes: u64) -> Self {
         Self {
             cluster_bits: header.cluster_bits,
@@ -155,7 +156,7 @@ impl Refcounts {
         }
     }
 
-    /// Discards all state after another process had the file.
+    /// Discards all state after another process used the file.
     pub(super) fn replace(&self, header: &header::Qcow2Header, table: RefcountTable) {
         *self.lock() = RefcountState::new(header, table);
     }
@@ -242,7 +243,7 @@ impl Refcounts {
             let is_new = file.is_zero_from(run.start << self.cluster_bits);
             let untouched = is_new && run.start >= state.untouched;
             state.untouched = state.untouched.max(run.end);
-            // With `least` above 1, smaller gaps before the run are still free.
+            // With `min_clusters` above 1, smaller gaps before the run are still free.
             if min_clusters == 1 || state.first_free >= run.start {
                 state.first_free = run.end;
             }
@@ -255,7 +256,7 @@ impl Refcounts {
     }
 
     /// Grows the file to contain the run. If it cannot grow that far, shortens the run to what
-    /// fits, but not below `least` clusters.
+    /// fits, but not below `min_clusters`.
     async fn with_file_space(&self, file: &ImageFile, run: Range<u64>, min_clusters: u64) -> Result<Range<u64>> {
         match file.grow_to(run.end << self.cluster_bits).await {
             Ok(()) => Ok(run),
@@ -270,7 +271,7 @@ impl Refcounts {
         }
     }
 
-    /// Finds the first run of `least` to `most` free clusters from `start` on.
+    /// Finds the first run of `min_clusters` to `max_clusters` free clusters from `start` on.
     async fn find(&self, file: &ImageFile, start: u64, min_clusters: u64, max_clusters: u64) -> Result<Range<u64>> {
         let mut run = start..start;
         loop {
@@ -278,8 +279,8 @@ impl Refcounts {
             let (block, index) = self.block_of(cluster);
             if cluster >= header::OFFSET_LIMIT >> self.cluster_bits {
                 return Err(Error::NO_SPACE);
-                // Blocks known to be full are skipped without reading them.
             }
+            // Blocks known to be full are skipped without reading them.
             if self.lock().full.contains(&block) {
                 let next = (block as u64 + 1) * self.block_entries();
                 if run.end - run.start >= min_clusters {
@@ -290,8 +291,8 @@ impl Refcounts {
                 self.load(file, block).await?;
                 let mut state = self.lock();
                 let mut is_full = index == 0;
-                // The block was loaded above and is still cached: only the holder of `turn` evicts
-                // blocks.
+                // The block was loaded above and is still cached: only the holder of `change_lock`
+                // evicts blocks.
                 let bytes = &state.blocks[&block].bytes;
                 for index in index..self.block_entries() as usize {
                     if get(bytes, self.order, index) == 0 {
@@ -356,8 +357,8 @@ impl Refcounts {
             state.untouched = state.untouched.max(at + 1);
         }
         metadata.add(offset, 1 << self.cluster_bits);
-        // The block counts its own cluster, or an existing block does: a run begins at the end of
-        // the previous block at the latest.
+        // The refcount of cluster `at` is in the new block itself, or in an existing block if the
+        // run begins before the area that the new block covers.
         let (covering_block, _) = self.block_of(at);
         self.load(file, covering_block).await?;
         self.put(at, 1);
@@ -554,7 +555,7 @@ impl Refcounts {
         let mut freed: Vec<Range<u64>> = Vec::new();
         for cluster in clusters {
             let now = self.read(file, cluster).await?;
-            // A refcount that is too low is left for `check` to find; skipping it loses nothing.
+            // A refcount of 0 is damage that `check` reports. Skipping the cluster loses no data.
             let Some(decremented) = now.checked_sub(1) else { continue };
             self.put(cluster, decremented);
             if decremented > 0 {
@@ -633,7 +634,7 @@ impl Refcounts {
         Ok(allocated.offset)
     }
 
-    /// Loads a block into the cache. The caller must hold `turn`.
+    /// Loads a block into the cache. The caller must hold `change_lock`.
     async fn load(&self, file: &ImageFile, block: usize) -> Result<()> {
         let offset = {
             let mut state = self.lock();
@@ -676,7 +677,7 @@ impl Refcounts {
             if let Some(bytes) = dirty {
                 file.write(offset, &bytes).await?;
                 let mut state = self.lock();
-                // Unchanged since the write: only the holder of `turn` changes blocks.
+                // Unchanged since the write: only the holder of `change_lock` changes blocks.
                 state.blocks.remove(&block);
             }
         }

@@ -2,12 +2,15 @@
 //!
 //! ```text
 //!   header ─► snapshot table ─► entry ─► L1 table ─► L2 tables ─► guest clusters
-//!                             └ entry ─► L1 table ─┘   shared: the refcount is the number of L1 tables that lead there
+//!                             └ entry ─► L1 table ─┘
 //! ```
+//!
+//! L1 tables share L2 tables and guest clusters. The refcount of a shared cluster is the number of
+//! L1 tables through which it is reached.
 //!
 //! - `table`: decodes and encodes the snapshot table.
 //! - `change`: creates, applies and deletes snapshots of an open image.
-//! - `reach`: changes refcounts and flags of everything that an L1 table leads to.
+//! - `refcount_change`: changes refcounts and flags of all clusters that an L1 table refers to.
 
 mod change;
 mod refcount_change;

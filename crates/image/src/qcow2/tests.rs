@@ -220,7 +220,7 @@ fn failed_read_ends_after_all_writes_to_its_memory() {
         image.write(cluster, data.into(), Durability::Cached).await.expect("room");
         image.close().await.expect("memory");
         let content = image.storage().read_all().await.expect("memory");
-        // The first cluster fails at once in the backing file; the second takes its time.
+        // The first cluster fails at once in the backing file; the second is slow.
         let base = Storage::memory(cluster).with_faults(vec!["kind=read".parse().expect("valid")]);
         let slow = Storage::with_content(&content).await.delayed("read=5ms".parse().expect("valid"));
         let backing = Some(Box::new(Image::Raw(RawImage::new(base).read_only())));
@@ -381,7 +381,7 @@ fn guest_write_on_metadata_is_rejected_and_marks_the_image_corrupt() {
     }
 }
 
-/// Opens the image over a storage that fails as the rule says.
+/// Components of an image whose storage fails according to `rule`.
 async fn failing(content: &[u8], rule: &str) -> Qcow2Components {
     let parts = parts_of(content).await;
     let rules = vec![rule.parse().expect("a rule")];

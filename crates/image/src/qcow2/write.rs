@@ -2,7 +2,7 @@
 //! remaining bytes are copied (copy on write).
 //!
 //! ```text
-//!   guest    │░░░░░░░░▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓░░░░░░░░░░│      ▓ written   ░ copied from the old content
+//!   guest    │░░░░░░░░▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓░░░░░░░░░░│      ▓ written   ░ old content, copied
 //!   file     │░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓░░░░░░░░░░│      one write into adjacent clusters
 //! ```
 //!
@@ -71,8 +71,8 @@ impl Qcow2Image {
         self.ensure_durable(offset, length, durability).await
     }
 
-    /// Makes a change of a range durable if `durability` or the cache mode demands it. Data
-    /// written in place with FUA already is, and its entry may be; only then is the flush saved.
+    /// Makes a change of a range durable if `durability` or the cache mode requires it. Data
+    /// written in place with FUA is durable already; the flush is skipped if its entries are too.
     pub(super) async fn ensure_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
         let at_once = durability == Durability::Synchronous || self.writes_through;
         if at_once && !self.is_durable(offset, length) {

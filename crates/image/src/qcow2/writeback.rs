@@ -1,12 +1,13 @@
 //! Dirty metadata, and the order in which it is written to the file.
 //!
 //! ```text
-//!   1  refcount blocks │ slices of L2 tables that nothing in the file refers to yet   (data was written before)
+//!   0  data of the guest
+//!   1  refcount blocks │ slices of L2 tables that nothing in the file refers to yet
 //!      ── flush, of the data file too ──
 //!   2  refcount table entries of new blocks, if any    ── flush ──
 //!   3  slices of other L2 tables │ L1 entries of the new ones
 //!      ── flush ──
-//!   4  clusters that the file no longer refers to may be freed, once their readers have left
+//!   4  clusters that the file no longer refers to may be freed, once their reads have completed
 //! ```
 //!
 //! Everything that the file refers to is therefore in the file. A crash between any two of these
@@ -340,7 +341,7 @@ impl Qcow2Image {
         self.free_all_unreferenced(unused).await
     }
 
-    /// Like [`Self::free_unreferenced`], for callers that hold `giving` while no request is in
+    /// Like [`Self::free_unreferenced`], for callers that hold `freeing` while no request is in
     /// flight.
     pub(super) async fn free_unreferenced_exclusive(&self) -> Result<()> {
         let unused = std::mem::take(&mut self.pending().unused);

@@ -4,11 +4,14 @@
 //! | --- | --- | --- |
 //! | zeroes, may unmap | zero cluster, host cluster freed | zero cluster |
 //! | zeroes | zero cluster, keeps its host cluster | zero cluster |
-//! | discard | as zeroes that may unmap if there is a backing file; unallocated otherwise |
-//! unchanged |
+//! | discard, with a backing file | zero cluster, host cluster freed | zero cluster |
+//! | discard, without one | unallocated, host cluster freed | unchanged |
+//!
+//! Without a backing file, or beyond its end, an unallocated cluster stays unallocated. With an
+//! external data file, discards are passed to that file, and the mapping stays.
 //!
 //! Version 2 has no zero clusters: zeroes are written or, without a backing file and if unmapping
-//! is allowed, the cluster becomes unallocated.
+//! is allowed, the cluster becomes unallocated. A discard has no effect if there is a backing file.
 
 use super::{
     Qcow2Image,

@@ -55,7 +55,7 @@ pub(super) struct TenantAdvice {
     /// Confidence interval of a limit that is not the smallest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) set_between: Option<RateInterval>,
-    /// At present: with the config file, or without limits.
+    /// Results at present: with the limits of the config file, or without any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) before: Option<TrialFigures>,
     #[serde(skip_serializing_if = "Option::is_none")]

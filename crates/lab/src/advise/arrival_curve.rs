@@ -10,11 +10,11 @@
 //! ```
 //!
 //! A request worth more than [`SLICE_S`] of the rate is admitted with its last slice (`policy`'s
-//! `throttle/cost.rs`), so all slices before count towards the level; where slices are larger
+//! `throttle/slicing.rs`), so all slices before count towards the level; where slices are larger
 //! because the bucket has capacity, it is admitted up to one slice sooner than computed. Two
 //! buckets of the same unit delay a request as long as the slower of them alone; buckets of
-//! operations and of bytes together may delay it longer, and reads that overtake writes may be
-//! delayed differently one by one, though not as a whole. A simulation confirms every result.
+//! operations and of bytes together may delay it longer. Reads that overtake writes may be delayed
+//! by another time than computed one by one, but not in total. A simulation confirms every result.
 //!
 //! Times are floating-point seconds: exact to nanoseconds for levels of hours.
 
@@ -23,7 +23,7 @@ use recording::RequestOp;
 
 use super::arrivals::TraceArrival;
 
-/// As in `policy`'s `throttle/cost.rs`.
+/// As in `policy`'s `throttle/slicing.rs`.
 const SLICE_S: f64 = 0.09;
 /// Size of a bucket without a burst, in seconds of its rate.
 pub(super) const NO_BURST_S: f64 = 0.1;
@@ -44,7 +44,7 @@ pub(super) fn demand(
     })
 }
 
-/// An unbounded bucket.
+/// Level of a bucket of unbounded size.
 #[derive(Clone, Copy, Debug)]
 struct UnboundedBucket {
     rate: f64,

@@ -6,7 +6,7 @@
 //!
 //! A search iterates over the requests of a disk some ten times, so they are stored by disk instead
 //! of being read again. Offsets are not stored: no limit and no modelled device depends on them.
-//! Beyond `MOST_BYTES` reading stops, and the result is marked as partial.
+//! Beyond [`MAX_BYTES`] reading stops, and the result is marked as partial.
 
 use std::{
     cmp::Reverse,

@@ -104,7 +104,7 @@ pub(super) fn limit_interval(
     let mut parts = vec![BlockHistogram::default(); blocks.count];
     let mut before = 0;
     for (at_ns, units) in demand {
-        // One pass for all scales: each lane is a bucket with scaled rates.
+        // One pass for all scales: each bucket has scaled rates.
         let after_s = (at_ns - before) as f64 / 1e9;
         before = at_ns;
         let part = &mut parts[blocks.of(at_ns)];

@@ -46,7 +46,7 @@ const HARM_RATIO: f64 = 0.95;
 /// Settings for the tenants of a device.
 #[derive(Clone, Debug)]
 pub(super) struct NeighbourPlan {
-    /// By place among the neighbours; `None` for no limit.
+    /// By index among the neighbours; `None` for no limit.
     pub(super) limits: Vec<Option<Limits>>,
     /// Puts all of them in one group with these limits, and their shares in it. If they are in a
     /// common group already, its limits stay.
@@ -111,8 +111,8 @@ struct TriedPlan {
 /// Factors around the level found, tried for the confidence interval.
 const LEVEL_FACTORS: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0];
 
-/// The unit in which a tenant uses more of its device or groups; seconds of the whole for one unit,
-/// and for all units.
+/// The unit in which a tenant uses the larger share of its device or groups, with the seconds of
+/// the whole device or limit per unit, and for all units.
 pub(super) fn cost(search: &AdviseSearch<'_>, tenant: usize) -> (ReservationUnit, f64, f64) {
     let details = &search.tenants.tenants[tenant];
     let place = search.tenants.world.disks[search.tenants.disks[details.disks[0]]].place;
@@ -298,7 +298,7 @@ impl<'a> Neighbours<'a> {
         world
     }
 
-    /// True if all tenants with a target keep it, among those that `is_asked` selects.
+    /// True if all selected tenants that have a target keep it.
     fn keeps(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> bool {
         let mut selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
         selected.all(|(place, result)| result.late <= self.allowed[place])
@@ -319,7 +319,7 @@ impl<'a> Neighbours<'a> {
         self.tried.push(TriedPlan { level, worst_ns, late_requests });
     }
 
-    /// Late and all requests by block, of the tenants with a target that `is_asked` selects.
+    /// Late and all requests by block, of the selected tenants that have a target.
     fn late_requests(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> LateRequests {
         let selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
         selected.map(|(_, result)| (result.late_in.clone(), result.requests_in.clone())).collect()
@@ -409,8 +409,8 @@ impl<'a> Neighbours<'a> {
             .map(|load| load.steady * load.unit_s)
             .filter(|level| level.is_finite())
             .fold(1.0, f64::max);
-        // Bisection on a logarithmic scale.
-        // If even the strictest limits do not help, the search need not bisect.
+        // The bisection is on a logarithmic scale. It is skipped if even the strictest limits do
+        // not help.
         if !self.try_level(LOWEST)?.0 {
             return Ok(None);
         }

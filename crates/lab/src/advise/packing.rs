@@ -105,8 +105,8 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
             break;
         }
     }
-    // Fewer devices, evenly loaded; exhaustively if the disks are few.
-    // Any further result must use fewer devices than the first fit, if that succeeded.
+    // Then fewer devices than the first fit used, if that succeeded: with evenly spread disks, and
+    // exhaustively if the disks are few.
     let max_devices = best.as_ref().map_or(devices.max_count().min(order.len()), |bins| used(bins).saturating_sub(1));
     for count in (packing.at_least.max(1)..=max_devices).take(if order.is_empty() { 0 } else { MAX_DEVICES }) {
         let bins = packer.spread(&order, count);

@@ -1,17 +1,17 @@
 //! The smallest limit at which a tenant's requests do not wait too long.
 //!
 //! ```text
-//!   rates from the busiest hour's to the peak ─► envelope: the burst that each rate needs
+//!   rates from the busiest hour's to the peak ─► arrival_curve: the burst that each rate needs
 //!                                        │  the cheapest, and the smallest without a burst
 //!                                        ▼
 //!                                     finer rates around these two, three times ─► a limit in whole numbers,
 //!                                                                                  verified request by request
 //! ```
 //!
-//! No rate is below that of the busiest hour (or tenth of a short trace): demand that lasts longer
-//! is no burst, and a limit at which a tenant only just never falls behind would fail on the next
-//! day. The rate of a burst longer than a second is bounded by the smallest rate that needs no
-//! burst, which is the maximum that the tenant ever needs.
+//! No rate is below that of the busiest hour (or tenth of a short trace). Demand that lasts longer
+//! is no burst, and a limit that only just suffices on this day would not suffice on another one.
+//! The rate of a burst longer than a second is bounded by the smallest rate that needs no burst,
+//! which is the maximum that the tenant ever needs.
 //!
 //! Pure: no I/O, no clock, and the same requests give the same limit.
 
@@ -169,7 +169,8 @@ fn spread(low: f64, high: f64, count: usize) -> Vec<f64> {
 struct MeasuredRates {
     allowed: u64,
     terms: SearchTerms,
-    /// The smallest rate known to suffice without a burst, and the largest known not to.
+    /// The smallest rate known to suffice without a burst, and the largest known to be
+    /// insufficient.
     steady: f64,
     below: f64,
     /// Capacity, rate, and bucket size in seconds of the rate; sorted by rate.

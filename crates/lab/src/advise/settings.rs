@@ -60,7 +60,7 @@ impl AdvisedChange {
     /// One line for a shell.
     pub(super) fn command(&self) -> String {
         let mut line = if self.is_new { "weir group add" } else { "weir throttle" }.to_owned();
-        // A name that begins with a dash would parse as an option; it goes behind `--`.
+        // A name that begins with a dash would parse as an option, so it follows `--`.
         let is_option = self.name.starts_with('-');
         if !is_option {
             let _ = write!(line, " {}", quoted(&self.name));

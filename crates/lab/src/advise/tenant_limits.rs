@@ -206,7 +206,7 @@ impl AdviseSearch<'_> {
         let TenantWorld { world, disks, tenant_of } = tenant_world;
         let details = &self.tenants.tenants[tenant];
         let mut world = world.clone();
-        // The room has only this tenant's disks, so a lone disk has index 0.
+        // The world has only this tenant's disks, so a lone disk has index 0.
         let hold = match details.group {
             Some(group) => &mut world.groups[group].settings,
             None => &mut world.disks[0].settings,

@@ -1,4 +1,4 @@
-//! JSON output: fio's format for the same load, and weir's own beside it.
+//! JSON output: fio's format for the same load, and an object with weir's own figures.
 //!
 //! Names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All jobs
 //! are merged. `clat_ns` and `lat_ns` are the latency, from the due time in an open loop; `slat_ns`

@@ -24,7 +24,7 @@ const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
 pub(super) struct BenchProgress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
 
 impl BenchProgress {
-    /// `counts` belong to the jobs that share `whole`.
+    /// `counts` are the counters of the jobs that share the requests of the load.
     pub(super) fn begin(silent: bool, job: &LoadJob, counts: &[CompletedCount]) -> Self {
         if silent || !stderr().is_terminal() {
             return Self::default();

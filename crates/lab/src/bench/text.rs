@@ -1,4 +1,4 @@
-//! Text output: the lines of qemu-img before and after a run, and additional ones.
+//! Text output: the lines that `qemu-img bench` prints before and after a run, and additional ones.
 
 use std::fmt::Write as _;
 
@@ -108,7 +108,7 @@ pub(super) fn processor_ns(outcome: &LoadOutcome, processor: Duration) -> Option
     (count > 0).then(|| processor.as_nanos() as f64 / count as f64)
 }
 
-/// Details over time.
+/// IOPS of each second, and the lag of an open-loop run behind its schedule.
 pub(super) fn details(outcome: &LoadOutcome) -> String {
     let measured = &outcome.measured;
     let mut text = String::new();

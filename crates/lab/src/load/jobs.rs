@@ -31,7 +31,7 @@ pub(crate) enum LoadSource {
         server: NbdEndpoint,
         options: HandshakeOptions,
     },
-    /// One for each job.
+    /// One queue for each job.
     VhostUser(Arc<Mutex<Vec<DriverQueue>>>),
 }
 
@@ -100,7 +100,8 @@ pub(crate) async fn run_jobs(
     Ok(result)
 }
 
-/// Collects the results. Opens the gate once all jobs are ready; `fail` is called if one fails.
+/// Collects the results. The jobs begin to send requests once all are ready; `fail` is called if
+/// one fails.
 async fn gather(
     count: usize,
     events: &Receiver<JobEvent>,
@@ -130,8 +131,8 @@ async fn gather(
         if sum.failed.is_some() {
             fail();
         }
-        // Jobs that failed to start count as well, or the gate would stay closed.
-        // Closing the channel wakes all jobs at once.
+        // Jobs that failed to start count as well; otherwise ready jobs would never begin. Closing
+        // the channel wakes all jobs at once.
         if ready + ended >= count {
             opener.close();
         }

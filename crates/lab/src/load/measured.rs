@@ -56,7 +56,7 @@ pub(crate) struct SecondCounts {
     pub(crate) writes: u64,
     pub(crate) reads_ns: u64,
     pub(crate) writes_ns: u64,
-    /// Latencies.
+    /// Latencies of the reads completed in this second.
     pub(crate) read_latencies: Counts,
     pub(crate) write_latencies: Counts,
 }

@@ -76,7 +76,7 @@ pub(crate) enum RandomBlocks {
 }
 
 impl RandomBlocks {
-    /// `count` is not 0; the seed determines which places are hot by Zipf's law.
+    /// `count` is not 0; the seed determines which blocks are hot by Zipf's law.
     pub(crate) fn new(count: u64, locality: Locality, seed: u64) -> Self {
         match locality {
             Locality::Even => Self::Even { count },
@@ -109,7 +109,7 @@ pub(super) struct LoadReader {
 }
 
 impl OffsetGenerator {
-    /// Every part has the same hot places, but draws in its own order.
+    /// Every part has the same hot blocks, but draws in its own order.
     pub(super) fn new(pattern: OffsetPattern, block_bytes: u64, locality: Locality, part: JobPart) -> Self {
         let seed = pattern.random.unwrap_or_default();
         let draw = RandomBlocks::new(pattern.last_step().saturating_add(1), locality, seed);

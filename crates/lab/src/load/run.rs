@@ -53,7 +53,8 @@ struct RunningJob {
     from: Instant,
     until: Instant,
     sent: Cell<u64>,
-    /// Due times taken by requests that count; each is sent unless the load ends before.
+    /// Number of due times that counted requests have taken. Each of these requests is sent, unless
+    /// the load ends first.
     scheduled: Cell<u64>,
     answered: Cell<u64>,
     written: Cell<u64>,
@@ -114,7 +115,7 @@ impl RunningJob {
             load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes + ALIGNMENT]).into();
         // One seed for everything: the same options send the same requests at the same times.
         let seed = load.pattern.random.unwrap_or_default();
-        // Offsets are drawn by the course, not by the tasks: their order does not depend on
+        // Offsets are drawn by one generator, not by the tasks: their order does not depend on
         // completions.
         let course =
             OffsetGenerator::new(load.pattern.clone(), load.block_bytes as u64, job.locality, job.part);
@@ -126,8 +127,8 @@ impl RunningJob {
             content,
             readers: course.readers(load.readers, job.part),
             course,
-            // Independent of the places' seed: the mix of reads and writes must not change the
-            // offsets.
+            // Independent of the seed of the offsets: the mix of reads and writes must not change
+            // the offsets.
             kinds: RefCell::new(fastrand::Rng::with_seed(job.part.seed(!seed))),
             schedule: job.arrivals.map(schedule),
             recorder: RefCell::new(LoadRecorder::new(from)),
@@ -257,7 +258,7 @@ impl RunningJob {
         if kind == RequestKind::Write {
             let written = self.written.get() + 1;
             self.written.set(written);
-            // The flush is due after this write; whichever task comes next submits it.
+            // The flush is due after this write; the next task submits it.
             if self.job.load.flush.is_some_and(|flush| written.is_multiple_of(flush.interval)) {
                 self.flush.set(FlushState::Due);
             }

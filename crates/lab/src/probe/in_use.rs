@@ -1,9 +1,9 @@
 //! Checks that a device is unused and empty before it is written to.
 //!
-//! Four checks: is it mounted, is it part of another device, is it opened exclusively (by a user in
-//! the kernel: swap, RAID), does it begin with a known signature. Only the third prevents later use
-//! as well; the earlier checks produce better messages. Only the last can be overridden. Reading
-//! needs the third only.
+//! Four checks, in this order: the device is not mounted; no other device is built on it; no user
+//! in the kernel, such as swap or RAID, has opened it exclusively; it does not begin with a known
+//! signature. The exclusive open also prevents later use; the checks before it only give better
+//! messages. `--force` overrides the signature only. Reading needs the exclusive open only.
 
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 
@@ -24,7 +24,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     let number = DeviceNumber::unpack(device_number);
     let roots = SysfsRoots::default();
     let mounts = fs::read_to_string(&roots.mounts).context("the list of mounts cannot be read")?;
-    // A mounted partition makes the whole disk unusable as well.
+    // A disk with a mounted partition is in use as well.
     let parts = parts_of(number, &roots);
     for part in parts.iter().chain([&number]) {
         if let Some(place) = mounted_at(&mounts, *part) {
@@ -124,7 +124,7 @@ const SIGNATURES: [(usize, &[u8], &str); 13] = [
     (0x1000, b"\xfc\x4e\x2b\xa9", "a RAID member"),
     (0, b"\xfc\x4e\x2b\xa9", "a RAID member"),
 ];
-/// Bytes that contain all signatures.
+/// Length of the beginning of a device that contains all signatures.
 const SIGNATURE_BYTES: usize = 0x10048;
 
 fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {

@@ -47,7 +47,8 @@ pub(super) struct ProbeLoad {
 }
 
 impl ProbeLoad {
-    /// All loads. Reads come first: writes would fill the device's caches for them.
+    /// All loads. Reads come first, because writes fill the device's caches and would speed up or
+    /// slow down the reads after them.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let directions = [Direction::Read, Direction::Write];
         directions.into_iter().flat_map(|direction| {
@@ -70,8 +71,8 @@ impl ProbeLoad {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct ProbeResult {
     pub(super) load: ProbeLoad,
-    /// Operations per second: the median of the windows; fractional, as large blocks are few. 0 if
-    /// too few requests were completed for a rate.
+    /// Operations per second, the median of the windows. Fractional, because few large requests
+    /// complete in a second. 0 if too few requests were completed for a rate.
     pub(super) rate: f64,
     /// Difference between the fastest and the slowest window, relative to the median. Infinite
     /// without a rate.
@@ -116,8 +117,9 @@ struct ProbeRun {
 }
 
 impl ProbedRange {
-    /// Measures, and repeats for longer while the rate varies: twice, each time for twice as long.
-    /// `longer` is called before each repetition. The last result counts.
+    /// Measures a load. While the rate varies, the measurement is repeated, at most twice, with the
+    /// factors [`LONGER`] of the time. `longer` is called before each repetition; the last result
+    /// counts.
     ///
     /// # Errors
     /// Fails on a failed request, or on too few completed requests for a rate.
@@ -155,7 +157,7 @@ impl ProbedRange {
         for number in 1..=WINDOWS + 1 {
             let end = began + window * number;
             sleep_until(end).await;
-            // The number of completions up to the last one, which ends the window exactly.
+            // Each window ends exactly at its last completion.
             let (last, done) = run.done.get();
             // A window without completions ends at its nominal end.
             let is_silent = marks.last().is_some_and(|&(_, before)| before == done);

@@ -36,7 +36,7 @@ pub(super) struct ProbeTarget {
     pub(super) image: Rc<Image>,
     pub(super) size_bytes: u64,
     pub(super) kind: ProbeTargetKind,
-    /// In the encoding of stat(2).
+    /// Device number in the encoding of stat(2).
     pub(super) device_number: u64,
     _held: ProbeTargetGuard,
 }
@@ -106,7 +106,7 @@ impl ProbeTarget {
     fn device(options: ProbeOptions<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
         use std::os::unix::fs::MetadataExt as _;
         let name = options.path.display();
-        // Before the device is opened for writing.
+        // The claim precedes the open for writing.
         let claim = options.write.then(|| in_use::claim(options.path, metadata.rdev(), options.force)).transpose()?;
         let text =
             options.path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;

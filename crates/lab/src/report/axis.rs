@@ -41,7 +41,8 @@ pub(super) struct AxisScale {
 }
 
 impl AxisScale {
-    /// Creates a scale with about `most` ticks. Values that it cannot represent are ignored.
+    /// Creates a scale with about the given number of ticks. Values that it cannot represent are
+    /// ignored.
     pub(super) fn over(
         values: impl Iterator<Item = f64>,
         axis: &ChartAxis,
@@ -136,7 +137,8 @@ impl AxisScale {
         // As many decimals as the step needs, so that neighbouring labels differ.
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
-        // Up to `most` and a rounded step at each end; a single tick if steps vanish in rounding.
+        // Up to the requested number of steps, and a rounded step at each end; a single tick if
+        // steps vanish in rounding.
         let count = if last - first <= (max_ticks + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
         (0..count)

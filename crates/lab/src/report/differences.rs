@@ -125,7 +125,7 @@ impl Differences {
                 if differ == 1 { "s" } else { "" }
             ),
         };
-        // With many measures some differ by chance; the reader should know how many.
+        // With many measures some differ by chance; the report states the expected number.
         let chance = self.expected_by_chance();
         let by_chance = self.decided_from_samples();
         if by_chance >= MIN_MEASURES_FOR_NOTE && better + worse > 0 {

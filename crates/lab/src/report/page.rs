@@ -143,7 +143,7 @@ impl ReportPage {
     }
 }
 
-/// The command as one would type it, without the program's directory.
+/// The command as typed, without the program's directory.
 pub(super) fn command(header: &ResultHeader) -> String {
     let program = |argument: &String| argument.rsplit('/').next().unwrap_or_default().to_owned();
     let quoted = |argument: &String| {

@@ -108,8 +108,7 @@ impl MeasuredDevice {
 }
 
 /// File system type from proc_pid_mountinfo(5): the third field is the number, the first field
-/// after
-/// ` - ` the type.
+/// after ` - ` the type.
 fn file_system(mounts: &str, number: DeviceNumber) -> Option<String> {
     let number = number.to_string();
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&number))?;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   --cluster hosts=… ─► spec ──► hosts: demand, and the ideal shares ───┐
-//!   --iops-total … ────► limits ──► run: policy's simulated World ───────┼─► summary: tables, JSON
+//!   --iops-total … ────► limits ──► run: policy's simulated cluster ─────┼─► summary: tables, JSON
 //!                                   changes and faults by the seed       └─► findings: charts
 //! ```
 //!

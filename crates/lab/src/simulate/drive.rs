@@ -63,7 +63,7 @@ impl RecordSource for EmptySource {
 pub(crate) struct SimulationInput {
     pub(crate) source: Box<dyn RecordSource>,
     pub(crate) disks: Vec<String>,
-    /// Their disk is an index into `disks`.
+    /// Clients; the disk of each is an index into `disks`.
     pub(crate) clients: Vec<ClientSpec>,
 }
 

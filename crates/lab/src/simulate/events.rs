@@ -49,7 +49,8 @@ impl EventsFile {
         Ok(Self { out, name, text, failed: None, disks: Vec::new() })
     }
 
-    /// Adopts the names of the world's new disks, before rows of these.
+    /// Adds the names of disks that are new in `world`. Must be called before the first row of a
+    /// new disk is written.
     pub(crate) fn follow(&mut self, world: &WorldSpec) {
         for disk in &world.disks[self.disks.len()..] {
             let groups = world.groups_above(disk).map(|group| world.groups[group].name.clone()).collect();
@@ -86,7 +87,8 @@ impl EventsFile {
     fn add(&mut self, row: &ResultRow) {
         let ResultRow { request, admitted_ns, completed_ns, bucket } = *row;
         let DiskNames { disk, groups, buckets } = &mut self.disks[request.disk];
-        // A disk has few limits, and quoting their names for each row would dominate the cost.
+        // Quoted names are cached: a disk has few limits, and quoting their names for each row
+        // would dominate the cost.
         let at = buckets.iter().position(|(known, _)| *known == bucket).unwrap_or_else(|| {
             let groups: Vec<_> = groups.iter().map(String::as_str).collect();
             buckets.push((bucket, quoted(&bucket.name(&groups)).into_owned()));

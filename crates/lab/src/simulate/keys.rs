@@ -7,7 +7,7 @@ use std::{fmt, ops::RangeInclusive, time::Duration};
 /// Keeps sums within 64 bits.
 const MAX_BYTES: u64 = 1 << 50;
 
-/// The `key=value` pairs not taken yet, and the keys that are known.
+/// Pairs that the caller has not read yet, and all keys that it has tried to read.
 pub(super) struct SpecKeys<'a> {
     left: Vec<(&'a str, &'a str)>,
     known: Vec<String>,
@@ -88,7 +88,7 @@ impl<'a> SpecKeys<'a> {
     }
 
     pub(super) fn finish(self, name: &str) -> Result<(), String> {
-        // A pair that nothing took has an unknown key.
+        // A pair that the caller has not read has an unknown key.
         let Some((key, _)) = self.left.first() else { return Ok(()) };
         let advice = match settings::suggest::nearest(key, self.known.iter().map(String::as_str)) {
             Some(near) => format!("did you mean {near}?"),

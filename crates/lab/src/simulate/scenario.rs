@@ -148,7 +148,7 @@ fn group() -> Result<ScenarioTable, WorldError> {
 
 /// Two clients of one limit with 1 and 64 requests in flight; QEMU favours the latter.
 fn depths() -> Result<ScenarioTable, WorldError> {
-    /// Rates of qemu-storage-daemon 7.2 (weir's design, section 6).
+    /// Rates measured with qemu-storage-daemon 7.2.
     const QEMU: [f64; 2] = [738.0, 1290.0];
     let hold = DiskSettings { limits: one_limit(LimitKind::IopsTotal, 2000), ..DiskSettings::default() };
     let world = WorldSpec {

@@ -286,8 +286,8 @@ pub(crate) struct DiskResolver<'a> {
     setup: &'a SimulationSetup,
     /// Index in the world, by the trace's number.
     pub(crate) known: Vec<usize>,
-    /// Name of the trace's first disk, if it stands for the only disk of the config file, which has
-    /// another name.
+    /// Name of the trace's first disk, if it is mapped to the only disk of the config file, which
+    /// has another name.
     stand_in: Option<String>,
 }
 
@@ -392,7 +392,7 @@ fn probed(path: &Path, store: &CapacityStore) -> anyhow::Result<StationSpec> {
     let capacity = store.capacity(identity.key()).with_context(|| {
         format!("{name}: {} has not been measured (measure it: weir probe {name})", identity.node())
     })?;
-    // Capacities were measured at this depth, so the model cannot have more parallel places.
+    // Capacities were measured at this depth, so the model cannot have more parallel servers.
     let parallel = server_count(capacity.read_iops.max(capacity.write_iops), probe::DEPTH);
     let read = service_from_rates(capacity.read_iops, capacity.read_bps, parallel);
     let write = match (capacity.write_iops, capacity.write_bps) {

@@ -1,5 +1,5 @@
-//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the original
-//! figures.
+//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, compared with the
+//! original figures.
 //!
 //! Two `dd if=/dev/zero bs=1M count=256` each write a file on one disk of some 22 MB/s: without
 //! limits, with 4 and 2 MB/s, and with these above a watermark of 90 or 100 percent. With

@@ -35,7 +35,8 @@ pub(crate) fn estimate(samples: &[f64]) -> Estimate {
     resampled(&[samples], |groups| median_of(&mut groups[0]))
 }
 
-/// Applies `of` to groups, each resampled separately; the full range for five samples or fewer.
+/// Computes a statistic of groups, each resampled separately. Its interval is the full range for
+/// five samples or fewer.
 pub(super) fn resampled(groups: &[&[f64]], statistic: impl Fn(&mut [Vec<f64>]) -> f64) -> Estimate {
     let mut drawn: Vec<Vec<f64>> = groups.iter().map(|group| group.to_vec()).collect();
     let median = statistic(&mut drawn);

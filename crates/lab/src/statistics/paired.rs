@@ -23,7 +23,7 @@ pub(crate) fn compare_rounds(quotients: &[f64]) -> RankComparison {
     comparison(&means, dropped_means(logs.len()), f64::exp)
 }
 
-/// Number of means to drop at each end, as in `compare::places`.
+/// Number of means to drop at each end, as in `compare::dropped_ratios`.
 fn dropped_means(rounds: usize) -> Option<usize> {
     if rounds > MAX_EXACT_SAMPLES {
         let rounds = rounds as f64;

@@ -25,7 +25,8 @@ pub(crate) enum RankVerdict {
     Lower,
 }
 
-/// Drops `places` ordered ratios at each end (`None`: too few samples); `back` inverts their scale.
+/// Drops `places` ordered values at each end (`None`: too few samples). The function converts
+/// values to ratios.
 pub(super) fn comparison(
     ordered: &[f64],
     places: Option<usize>,

@@ -1,7 +1,7 @@
 //! `weir trace convert`: converts traces between formats.
 //!
 //! ```text
-//!   traces ─► MergedTraces ─► requests by time ─► sink.rs ─┬─► text_formats.rs ─► gzip, zstd ─┬─► ../output.rs
+//!   traces ─► MergedTraces ─► requests by time ─► sink.rs ─┬─► text_formats.rs ─► gzip, zstd ─┬─► output.rs
 //!                                                          └─► recording, blocks ─────────────┘
 //! ```
 //!

@@ -1,6 +1,7 @@
 //! `weir trace info`: summarizes traces without replaying them.
 //!
-//! If a trace has the results of its requests, also waiting times, limits and service times.
+//! For traces that contain results, the summary includes waiting times, service times and the
+//! limits that throttled requests.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},

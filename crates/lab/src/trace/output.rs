@@ -1,8 +1,8 @@
 //! An output file that is renamed to its final name when the command succeeds.
 //!
-//! A regular file is written beside the one it will replace; a pipe or a terminal is written in
-//! place. Inputs are never overwritten. The process exits successfully when the reader of its
-//! standard output closes the pipe.
+//! A regular file is first written under a temporary name in the same directory; a pipe or a
+//! terminal is written in place. Inputs are never overwritten. The process exits successfully when
+//! the reader of its standard output closes the pipe.
 
 use std::{
     fs::{self, File, Permissions},
@@ -31,7 +31,8 @@ pub(crate) enum TraceOutput {
 }
 
 impl TraceOutput {
-    /// Creates an output. `inputs` are rejected as the output; `what` names the option in errors.
+    /// Creates an output. `inputs` are rejected as the output; the first argument names the option
+    /// in errors.
     pub(crate) fn create<'a>(
         option: &str,
         path: &Path,

@@ -72,8 +72,8 @@ pub(crate) fn is_recording(path: &Path) -> bool {
     read.unwrap_or(false)
 }
 
-/// Reads recordings as one. `limits` are drawn beside the rates, instead of those in the
-/// recordings.
+/// Reads recordings as one. `limits` are drawn in the charts of rates, instead of the recorded
+/// limits.
 ///
 /// # Errors
 /// Fails on a file whose beginning is unreadable, or on more than [`MAX_DISKS`].

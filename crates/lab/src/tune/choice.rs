@@ -62,7 +62,7 @@ impl GoalScores<'_> {
         self.samples.quotients(&self.space.default_configuration(), candidate, &self.counted(goal))
     }
 
-    /// Speed of `other` relative to `base`, and the number of rounds behind it.
+    /// Speed of `other` relative to `base`, and the number of rounds that it is based on.
     pub(super) fn compare(
         &self,
         goal: TuneGoal,

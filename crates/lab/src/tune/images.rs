@@ -43,7 +43,7 @@ pub(super) const BASE: &str = "base.raw";
 const OVERLAY: &str = "overlay.qcow2";
 const STEP_BYTES: u64 = 1 << 20;
 const DEPTH: usize = 8;
-/// Length of a new file: storage cannot be empty.
+/// Initial length of a new file, because an empty file cannot be opened as storage.
 const MIN_FILE: u64 = 512;
 
 #[derive(Debug)]
@@ -62,8 +62,9 @@ impl TuneImages {
         Self { place, noise, first }
     }
 
-    /// Creates and fills base and images, at least the first one; returns the cluster sizes
-    /// created.
+    /// Creates and fills the base and an image for each cluster size, and returns the sizes
+    /// created. Images that do not fit into the time are left out; it is an error if the first one
+    /// does not.
     pub(super) async fn make(
         &self,
         clusters: &[u64],

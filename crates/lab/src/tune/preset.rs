@@ -1,6 +1,6 @@
-//! Repeats published measurements here, and reports which of their conclusions hold.
+//! Repeats published measurements on this machine, and reports which of their conclusions hold.
 //!
-//! The rows take turns in random order, round by round. A conclusion agrees only if the samples
+//! The rows are measured in random order, round by round. A conclusion agrees only if the samples
 //! show it. Figures of two machines are never compared directly: each is relative to a row of its
 //! own table.
 
@@ -83,7 +83,7 @@ pub(super) struct PublishedTable {
 struct PublishedColumn {
     name: &'static str,
     pattern: RequestPattern,
-    /// Replacement for a raw disk that lacks the pattern.
+    /// Pattern for a raw disk, which has no first writes.
     of_raw: Option<RequestPattern>,
     figure: PublishedFigure,
 }

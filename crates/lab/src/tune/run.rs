@@ -44,8 +44,9 @@ impl<C: TurnSource> TuneRun<C> {
         Self { course, place, remarks, progress, stop, budget, slice, seed }
     }
 
-    /// Measures the course, with at most `for_images` for images; `kept_back` is reserved for the
-    /// caller. `None` if it was interrupted.
+    /// Creates the images, in at most `for_images`, and measures turns until the source ends or the
+    /// budget is used up, except for the time reserved for the caller. Returns `None` if it was
+    /// interrupted.
     pub(super) async fn measure(
         &mut self,
         for_images: Duration,

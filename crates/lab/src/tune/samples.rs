@@ -96,8 +96,8 @@ impl TuneSamples {
         (!quotients.is_empty()).then(|| compare_rounds(&quotients))
     }
 
-    /// Speed of `other` relative to `base`, and the number of rounds behind it; `through` was
-    /// measured in every round.
+    /// Speed of `other` relative to `base`, and the number of rounds that it is based on; `through`
+    /// was measured in every round.
     pub(super) fn compare(
         &self,
         base: &DiskConfiguration,
@@ -108,7 +108,7 @@ impl TuneSamples {
         let together = self.quotients(base, other, patterns);
         let [of_base, of_other] = [base, other].map(|configuration| self.quotients(through, configuration, patterns));
         let separate_rounds = of_base.len().min(of_other.len());
-        // Rounds of both together exclude drift; apart, both are compared through a third one.
+        // Common rounds exclude drift. If there are too few, both are compared with `through`.
         if together.len() >= MIN_ROUNDS || separate_rounds < MIN_ROUNDS {
             (compare_rounds(&together), together.len())
         } else {

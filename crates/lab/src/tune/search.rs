@@ -178,7 +178,8 @@ impl ConfigurationSearch {
 
     fn begin_round(&mut self, left: f64) {
         if self.rounds >= MIN_ROUNDS && self.stage == SearchStage::Factors {
-            // Configurations behind for every goal cost time without a chance of being recommended.
+            // Configurations that are behind the leader for every goal cost time without a chance
+            // of being recommended.
             self.candidates = self.still_competitive();
             // Stage 2 begins when stage 1 has decided, or has used its share of the time.
             let is_late = left < COMBINATIONS_SHARE;
@@ -252,7 +253,8 @@ impl ConfigurationSearch {
             .all(|&goal| choose(goal, &scores, &self.candidates).is_none_or(|choice| choice.settled))
     }
 
-    /// Drops candidates behind for every goal that allows them, but never a default or base.
+    /// Drops candidates that are behind the leader for every goal that allows them, but never the
+    /// default or a base.
     fn still_competitive(&self) -> Vec<DiskConfiguration> {
         let scores = self.scores();
         let leaders: Vec<_> = self

@@ -21,7 +21,8 @@ impl Machine {
         Self { truth, random: fastrand::Rng::with_seed(seed), left: all, all }
     }
 
-    /// Noise of 5 %, one of twenty samples disturbed (down to a tenth), a gradual loss of a third.
+    /// Speed with noise of 5 %. One of twenty samples is disturbed (down to a tenth), and the
+    /// machine gradually becomes a third slower.
     fn measure(&mut self, configuration: &DiskConfiguration, pattern: &RequestPattern) -> f64 {
         let noise: f64 = (0..4).map(|_| self.random.f64() - 0.5).sum::<f64>() * 0.087;
         let held_up = if self.random.u32(..20) == 0 { 0.1 + 0.9 * self.random.f64() } else { 1.0 };

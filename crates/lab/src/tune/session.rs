@@ -28,7 +28,8 @@ use super::{
     target::{TuneTarget, TuneTargetKind},
 };
 
-/// The default disk for printed options, from the measurement that recommends clusters of 2 MiB.
+/// Default size of the disk that the printed options are for, as in the published measurement that
+/// recommends clusters of 2 MiB.
 const USUAL_DISK: u64 = 100 << 30;
 /// Upper bound of the budget's share for images, as a divisor.
 const IMAGES_DIVISOR: u32 = 3;
@@ -46,7 +47,8 @@ pub(super) struct TuneSession {
 }
 
 impl TuneSession {
-    /// `samples` belong to an earlier run with this `slice` of time, or are empty.
+    /// `samples` and `slice` are those of the run that is resumed; otherwise `samples` is empty and
+    /// `slice` is `None`.
     pub(super) fn new(
         place: Rc<TuneTarget>,
         (samples, slice): (TuneSamples, Option<Duration>),
@@ -85,7 +87,7 @@ impl TuneSession {
 
     async fn measure(&mut self) -> anyhow::Result<()> {
         let budget = self.run.budget;
-        // The curves come last, and their time is kept back from the search.
+        // The curves come last, and their time is reserved before the search begins.
         let growth = if self.can_grow() { budget / GROWTH_DIVISOR } else { Duration::ZERO };
         match self.run.measure(budget / IMAGES_DIVISOR, growth).await? {
             Some(meter) if self.can_grow() => self.grow(meter, growth).await,
@@ -102,7 +104,8 @@ impl TuneSession {
         let space = &self.run.course.space;
         let default = space.default_configuration();
         let cluster = |one: &DiskConfiguration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
-        // With O_DIRECT, as in the published curves; equal shares are drawn once.
+        // Only the size of the L2 cache varies, and each size has one curve. O_DIRECT is used as in
+        // the published curves.
         let mut configurations = space.one_at_a_time();
         configurations.retain(|one| {
             (one.cache, one.prefetch, cluster(one)) == (default.cache, default.prefetch, cluster(&default))

@@ -53,8 +53,8 @@ fn glob_matches(pattern: &str, name: &str) -> bool {
     while read < name.len() {
         match pattern.get(at) {
             Some(Plain('*')) => {
-                // Extending an earlier `*` could not help: the last one can match whatever it
-                // would.
+                // Extending an earlier `*` could not help: the last `*` can match the same
+                // characters.
                 at += 1;
                 last = Some((at, read));
             }

@@ -2,9 +2,9 @@
 //!
 //! A host that is throttled most of the time demands everything, because the load that its clients
 //! would offer cannot be measured. Otherwise demand is the average rate plus a margin for its
-//! variation, so that requests at random instants do not look like a change in each tick. A
-//! deviation too large for chance, in one tick or in several on the same side of the average, and
-//! two ticks without requests count at once, so that unused quota is freed.
+//! variation, so that requests at random instants do not appear as a change in each tick. A
+//! deviation that random arrivals do not explain, in one tick or in several on the same side of the
+//! average, changes the demand at once, as do two ticks without requests: unused quota is freed.
 //!
 //! Never queries the tree: its statistics are an argument.
 
@@ -25,7 +25,7 @@ const FIXED_POINT_SCALE: u128 = 256;
 /// Demand of a host, as sent in its reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReportedDemand {
-    /// Units per second; `u64::MAX` for everything there is.
+    /// Units per second; `u64::MAX` for as much as the limit allows.
     pub demand: ByKind,
     /// Age of the oldest request that waits for the group's limits, in nanoseconds.
     pub waiting_ns: u64,
@@ -44,7 +44,8 @@ struct RateEstimate {
     /// Units of one request, as measured last.
     request_units: u64,
     was_idle: bool,
-    /// Consecutive ticks on one side of the average: if above, their number, sum of deviations.
+    /// Run of consecutive ticks on one side of the average: true if above it, number of ticks, sum
+    /// of their deviations.
     same_side_run: (bool, u32, u64),
     /// Consecutive ticks in which this limit throttled for more than half of the time.
     throttled_ticks: u32,
@@ -119,8 +120,8 @@ impl RateEstimate {
         }
         let margin = (self.rate / HEADROOM).max(one_more).max(self.deviation);
         let demand = u128::from(self.rate) + u128::from(margin);
-        // The backlog must be admitted within a tick, or the host appears throttled and demands
-        // everything.
+        // The backlog must be admitted within a tick; otherwise the host would appear throttled and
+        // demand everything.
         let backlog_ns = u128::from(tick.throttled_ns.max(tick.elapsed_ns / 2));
         let backlog = if is_throttled { demand * backlog_ns / u128::from(tick.elapsed_ns) } else { 0 };
         let demand = u64::try_from(demand + backlog).unwrap_or(u64::MAX);

@@ -1,7 +1,7 @@
 //! The host's side: which part of the group's limits is in force on this host, and until when.
 //!
-//! Never grants itself more than its fallback share. Never lets a lease outlive the report that it
-//! answers by more than [`Timing::lease`].
+//! Without a grant, a host uses no more than its fallback share. A lease ends at most
+//! [`Timing::lease`] after the report that it answers was sent.
 
 use super::{ByKind, ClusterGroupLimits, HostReport, QuotaGrant, ReportedDemand, Term, Timing, zip_with};
 use crate::throttle::{LimitKind, Limits};
@@ -124,8 +124,8 @@ impl HostQuota {
         if now >= self.lease_end() {
             self.leased = [0; 6];
             self.is_urgent = true;
-            // Not counted in `given`: the leader has treated this capacity as void since the
-            // expiry, and may have granted it to other hosts.
+            // Not counted in `released_capacity`: the leader has treated this capacity as void
+            // since the expiry, and may have granted it to other hosts.
             let _lost = divide(self.limits(), [0; 6], self.until);
         }
     }
@@ -252,15 +252,15 @@ impl HostQuota {
             let (at, limit_rate) = (kind.index(), self.spec.limits().limit(kind).rate);
             let (reported_units, demand_units) = (reported.demand[at].min(limit_rate), demand.demand[at].min(limit_rate));
             let size = if kind.counts_bytes() { request.max(1) } else { 1 };
-            // Two requests more or less in a tick are chance, whatever the rate.
+            // Two requests more or less in a tick are random variation, whatever the rate.
             let noise = size.saturating_mul(2).saturating_mul(ticks);
-            // A change that is small for the group as a whole is not worth a report either.
+            // Neither does a change that is small compared with the group's limit cause a report.
             let min_change = (limit_rate / u64::from(self.spec.hosts()) / EQUAL_SHARE_THRESHOLD)
                 .min(limit_rate / (REPORT_THRESHOLD * 4));
             reported_units.abs_diff(demand_units) > min_change.max(reported_units / REPORT_THRESHOLD).max(noise)
         };
-        // The weight matters only to a host whose demand is not met. Otherwise which disks are
-        // active in a tick is chance.
+        // The weight matters only to a host whose demand is not met. On other hosts the set of
+        // active disks varies randomly from tick to tick.
         let is_throttled = demand.demand.contains(&u64::MAX);
         (is_throttled && (reported.weight, reported.reserved) != (demand.weight, demand.reserved))
             || LimitKind::ALL.into_iter().any(is_noticeable)

@@ -57,7 +57,7 @@ struct HostState {
     seq: u64,
     lease: ByKind,
     version: u64,
-    /// Instant, by this leader's clock, from which no part of `held` is in force.
+    /// Instant, by this leader's clock, from which no part of `lease` is in force.
     until: Instant,
     unacknowledged: Option<UnacknowledgedGrant>,
     answered_report: u64,
@@ -137,7 +137,7 @@ pub struct QuotaLeader {
     unknown_until: Instant,
     /// Sum of the leases that hosts held when they first named this leader.
     quota_found: ByKind,
-    /// Hosts that are included in `found`.
+    /// Hosts that are included in `quota_found`.
     counted_hosts: BTreeSet<String>,
     members: BTreeMap<String, HostState>,
     /// Burst capacity that hosts have given up and no host has got yet; at most as much as the free
@@ -233,7 +233,7 @@ impl QuotaLeader {
         // A report that only extends the lease waits for the next tick.
         let renewal = HostReport { report_number: report.report_number, ..member.last.clone() };
         let waiting_ns = report.demand.waiting_ns;
-        // A longer wait alone is no news: it changes with every report of a throttled host.
+        // A longer wait alone is not a change: it differs in every report of a throttled host.
         let is_change = HostReport { demand: ReportedDemand { waiting_ns, ..renewal.demand }, ..renewal } != report
             || !member.follows
             || member.unacknowledged.is_some();
@@ -246,7 +246,7 @@ impl QuotaLeader {
                 if self.counted_hosts.insert(String::from(name)) {
                     self.quota_found = zip_with(self.quota_found, report.leased, u64::saturating_add);
                 }
-            // An acknowledgement of the grant in transit: it replaces `held` only now, because
+            // An acknowledgement of the grant in transit: it replaces `lease` only now, because
             // until then either of the two may have been in force.
             } else if let Some(sent) = member.unacknowledged.filter(|_| report.seq == member.seq) {
                 (member.lease, member.until, member.version) = (sent.leased, sent.until, sent.version);
@@ -274,7 +274,8 @@ impl QuotaLeader {
     }
 
     /// True if a lease of this host may be in force, granted by this leader or an earlier one. If
-    /// false, its last grant is worthless and may be deleted once its report is gone.
+    /// false, the host's last grant is no longer valid and may be deleted once the host's report
+    /// has been deleted.
     pub fn may_have_lease(&self, name: &str, now: Instant) -> bool {
         let may_hold = |member: &HostState| {
             (member.lease != [0; 6] && now < member.until)
@@ -307,8 +308,8 @@ impl QuotaLeader {
         if grants.is_empty() { Vec::new() } else { Vec::from([LeaderAction::Write(grants)]) }
     }
 
-    /// Sum of all fallback shares, including those of hosts not heard of, and of hosts that use
-    /// other limits.
+    /// Sum of all fallback shares, including those of hosts that have not reported, and of hosts
+    /// that use other limits.
     fn reserved_for_fallback(&self) -> ByKind {
         let fallback = self.spec.fallback_share();
         let hosts = u64::from(self.spec.hosts()).max(self.members.len() as u64);

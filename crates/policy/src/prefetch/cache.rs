@@ -365,7 +365,7 @@ impl<T: Clone> PrefetchCache<T> {
             stream.window.reader_waited(max_bytes);
         }
         let (step, next) = (stream.step(), stream.next(length));
-        // Memory for less than two requests gains nothing.
+        // Read-ahead is useless if less than two requests fit into memory.
         let ahead = if max_bytes < 2 * length { None } else { self.plan(id, max_bytes, size_bytes, try_admit) };
         // A stream that is found by its data needs no expectation, which would displace others.
         let is_found = state != DataState::Missing && (has_lead || ahead.is_some());
@@ -395,8 +395,8 @@ impl<T: Clone> PrefetchCache<T> {
         if bytes == 0 {
             return None;
         }
-        // The order matters: congestion may reserve a turn, and admission is charged. Only if both
-        // agree has the stream advanced.
+        // The order matters: the congestion control may reserve capacity for the stream, and
+        // admission is charged. The stream advances only if both permit the read-ahead.
         let ahead = ReadAhead { on_trial, ..stream.plan(id, bytes, size_bytes)? };
         if !try_admit(&ahead, core::mem::take(&mut self.refund)) {
             return None;

@@ -12,11 +12,11 @@
 use super::read_ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
-/// Ratio of smoothed to best response time above which a device is congested. Requests of a window
-/// queue up to four deep...
+/// Ratio of smoothed to best response time above which a device is congested, if the smoothed time
+/// also exceeds [`MIN_CONGESTED_NS`]. Requests of one window alone queue up to four deep.
 const CONGESTION_RATIO: u64 = 4;
-/// ... and it must exceed this time: a flash device has a multiple of its throughput at the queue
-/// depth that takes this long.
+/// Response time below which a device is never congested: a flash device needs a queue that takes
+/// this long to reach several times the throughput of single requests.
 const MIN_CONGESTED_NS: u64 = 2_000_000;
 /// Initial and lowest limit of bytes in flight.
 const INITIAL_IN_FLIGHT_LIMIT: u64 = 2 << 20;
@@ -28,7 +28,7 @@ const MIN_REQUEST_BYTES: u64 = 32 << 10;
 /// A waiting stream is forgotten if it does not ask again within this many requests of other
 /// streams, plus four for each waiting one.
 const REMEMBERED: u64 = 64;
-/// Classes of request sizes: powers of two.
+/// Number of size classes of requests, one for each power of two.
 const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 
 #[derive(Debug)]

@@ -7,9 +7,9 @@
 //!   …  ▕▁▁▁▁▁▏  ▕▁▁▁ this ▁▁▁▏  ▕▁▁▁▁▁▏  …  strided: the distance from a recent request, once more
 //! ```
 //!
-//! The next request looks its exact offset up. Interleaved requests of other readers therefore do
-//! not matter, nor does reordering in a deep queue. Expectations of random reads are overwritten:
-//! the table has a fixed size, and a request costs a few stores.
+//! The table is searched for the exact offset of the next request. Interleaved requests of other
+//! readers therefore do not matter, nor does reordering in a deep queue. Expectations of random
+//! reads are overwritten: the table has a fixed size, and a request costs a few stores.
 
 use super::read_ahead::StreamId;
 use super::streams::ScanStep;
@@ -66,13 +66,13 @@ impl Expectations {
         if slot.offset != offset || self.clock.wrapping_sub(slot.recorded_at) > LIFETIME {
             return None;
         }
-        // Met once: a repeated read of the same offset is no scan.
+        // An expectation is met only once: a repeated read of the same offset is not a scan.
         slot.offset = u64::MAX;
         Some(slot.request)
     }
 
     /// Records an expectation, unless that would replace one of a longer scan, or one without gaps
-    /// by a strided one: interleaved readers look strided.
+    /// by a strided one: requests of interleaved readers resemble a strided scan.
     pub(super) fn expect(&mut self, offset: u64, request: ExpectedRequest) {
         if self.slots.is_empty() {
             self.slots = empty_slots();

@@ -59,7 +59,7 @@ impl ExtentMap {
                 chunk,
                 chunk_offset: from,
             })
-            // Extents are sorted and disjoint: below one that ends before the range, all do.
+            // Extents are sorted and disjoint: if one ends before the range, so do all below it.
             .take_while(move |extent| extent.end() > start)
     }
 

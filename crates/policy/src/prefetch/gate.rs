@@ -12,8 +12,8 @@
 //! requested bytes refill it, so read-ahead is tried again. Streams past their trial are not
 //! affected by a closed gate.
 
-/// Least maximum of the credit in bytes: the default memory of a cache. Larger caches have more, so
-/// that as many streams as fit can start at once.
+/// Lower bound of the maximum credit, in bytes: the default memory of a cache. Larger caches have a
+/// larger maximum, so that as many streams as fit can start at once.
 const MIN_CREDIT: u64 = 4 << 20;
 /// Fraction (1 / n) of the requested bytes that may be wasted: 1.6 % more I/O at most.
 const REQUESTED_FRACTION: u64 = 64;

@@ -1,8 +1,8 @@
 //! Two LRU lists of chunks, and the division of memory between them.
 //!
 //! ```text
-//!   newest ◄──────────────── ahead ────────────────► oldest      has blocks that were never read
-//!   newest ◄── behind ──► oldest                                 read; kept for another reader
+//!   newest ◄─────────────── unread ────────────────► oldest      has blocks that were never read
+//!   newest ◄─── read ───► oldest                                 kept for another reader
 //! ```
 //!
 //! SARC (Gill and Modha, FAST 2005) divides a cache by the marginal utility of memory for either
@@ -122,8 +122,8 @@ impl<T> ChunkLists<T> {
         self.slots[number as usize].take().expect("removed once").chunk
     }
 
-    /// Moves a chunk to the newest end of its list: ahead or behind, depending on its unread
-    /// blocks.
+    /// Moves a chunk to the newest end of its list: the unread list while any of its blocks is
+    /// unread, otherwise the read list.
     pub(super) fn touch(&mut self, number: u32) {
         self.adjust_target(number);
         self.unlink(number);

@@ -244,7 +244,7 @@ impl StreamTable {
         length: u64,
         window: ReadAheadWindow,
     ) -> StreamId {
-        // Linear, but rare: only a scan that has just been detected comes here.
+        // A linear search, but a rare one: once for each scan that is detected.
         if let Some(index) = self.slots.iter().position(|stream| stream.is_near(step, next)) {
             return StreamId { index: index as u32, generation: self.slots[index].generation };
         }

@@ -166,8 +166,8 @@ impl SteeringPool {
         (self.is_quota, self.has_changed) = (true, true);
     }
 
-    /// I/O and throttled time, for `cluster::MemberDemand`. Waiting
-    /// requests are unknown.
+    /// I/O and throttled time, for `cluster::DemandEstimator`. The number of waiting requests is
+    /// unknown.
     pub fn stats(&self) -> ThrottleStats {
         let [reads, writes] = self.passed;
         ThrottleStats {
@@ -231,8 +231,8 @@ impl SteeringPool {
         self.buckets.levels()
     }
 
-    /// Continues for another pool: with its bucket levels, and its members' counters as of `since`.
-    /// I/O since then is charged at the next measurement.
+    /// Takes over the state of another pool: its bucket levels, and the counters of its members as
+    /// of `since`. I/O after `since` is charged at the next measurement.
     pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<IoCounters>]) {
         self.buckets.restore(levels);
         for (member, passed) in self.members.iter_mut().zip(passed) {

@@ -147,7 +147,8 @@ impl LeakyBucket {
 
     /// Exact time in nanoseconds until a request may be admitted; 0 if it may be now.
     ///
-    /// The slower level decides. (QEMU looks at the second only once the first has leaked.)
+    /// The longer wait of the two levels applies. (QEMU checks the second level only once the first
+    /// has leaked.)
     fn wait_ns(&self) -> u64 {
         let main = wait_until_not_overfull(self.level, self.size, self.rate);
         main.max(wait_until_not_overfull(self.burst_level, self.burst_size, self.burst_rate))
@@ -263,8 +264,8 @@ impl NodeBuckets {
             return;
         }
         self.now = now;
-        // First: spare levels leak at the rate that the guests' levels, not yet leaked, leave
-        // unused.
+        // Spare levels leak first: their leak is the part of the rate that the guests' levels do
+        // not use, computed from those levels before they leak.
         if self.spare.in_use {
             self.leak_spare(elapsed_ns);
         }
@@ -316,7 +317,8 @@ impl NodeBuckets {
     fn set_applying(&mut self, limits: &Limits) {
         self.applying = Direction::ALL.map(|direction| ApplyingLimits::new(limits, direction));
         self.iops_size = limits.iops_size;
-        // For upper bounds of past operations (`carried.rs`): the smallest size counts most.
+        // For the upper bound on past operations (`carried.rs`): the smallest `iops-size` gives the
+        // largest number.
         if limits.iops_size > 0 && (self.min_iops_size == 0 || limits.iops_size < self.min_iops_size) {
             self.min_iops_size = limits.iops_size;
         }

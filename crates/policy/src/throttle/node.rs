@@ -100,7 +100,7 @@ pub struct CarriedCharges {
     pub(super) common_groups: Vec<Option<Box<NodeLimits>>>,
 }
 
-/// A disk or a group. See the head of this file.
+/// A disk or a group; see the [module documentation](self).
 #[derive(Debug)]
 pub(super) struct ThrottleNode<T> {
     pub(super) generation: u64,
@@ -216,8 +216,8 @@ impl<T> ThrottleNode<T> {
         self.share = share;
     }
 
-    /// Sets another part of a limit that is divided over hosts: see `bucket/quota.rs`. Nothing is
-    /// given up while limits are scaled or lifted.
+    /// Changes this host's quota of limits that are divided over hosts: see `bucket/quota.rs`. No
+    /// capacity is given up while limits are scaled or lifted.
     pub(super) fn set_quota(&mut self, limits: Limits, credit: [u64; 6], now: Instant) -> [u64; 6] {
         if self.enforcement != Enforcement::Enforced || limits.is_unlimited() {
             self.set_limits(limits, now);

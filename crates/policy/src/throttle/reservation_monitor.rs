@@ -4,21 +4,21 @@
 //! ```text
 //!   waits        ────────────          ──────────────────────
 //!   windows      [   1 s of waiting            ][    1 s    ]      gaps are not counted
-//!   service      in time of the reservation: 1.2 s ✓  0.7 s ✗      95 % of a window is enough
+//!   service      time at the reserved rate: 1.2 s ✓   0.7 s ✗      95 % of a window is enough
 //! ```
 //!
-//! Service is measured by its cost in time of the reservation, slice by slice. `iops-size` and both
-//! units are therefore counted as reserved, and a large request counts while it is charged. Only
-//! time in which requests wait is counted: a node that requests less than its reservation does not
-//! miss it.
+//! Service is measured, slice by slice, by the time that it takes at the reserved rate. This takes
+//! `iops-size` and both units into account as the reservation does, and counts a large request
+//! while it is charged. Only time in which requests wait is counted: a node that requests less than
+//! its reservation does not miss it.
 //!
-//! Never schedules: that is `scheduler.rs`.
+//! The monitor only measures; `scheduler.rs` schedules.
 
 use crate::time::Instant;
 
 /// Waiting time of a window.
 const WINDOW_NS: u64 = 1_000_000_000;
-/// Age above which a window that waiting has not filled is dropped.
+/// Age above which an incomplete window is discarded.
 const STALE_NS: u64 = 4 * WINDOW_NS;
 /// Percentage of the reservation that counts as met; the same as in `weir verify`.
 const MET_PERCENT: u64 = 95;
@@ -68,7 +68,7 @@ impl ReservationMonitor {
         self.waits_since = waits.then_some(now);
     }
 
-    /// Records service, in time of the reservation.
+    /// Records service, as the time that it takes at the reserved rate.
     pub(super) fn add_service(&mut self, service_ns: u64, now: Instant) {
         self.served_ns = self.served_ns.saturating_add(service_ns);
         self.advance(now);

@@ -39,7 +39,7 @@ use crate::time::Instant;
 use alloc::vec::Vec;
 
 /// Service that a child may catch up after it was idle: that of this time, and at most this much of
-/// its own cost. Without it, a client with a queue depth of 1 would miss its turn whenever a
+/// its own cost. Without it, a client with a queue depth of 1 would lose a service whenever a
 /// completion or a timer is late. The credit is a burst at the siblings' expense.
 const IDLE_CREDIT_NS: u64 = 20_000_000;
 
@@ -160,7 +160,7 @@ impl ScheduledChild {
 struct VirtualClock {
     /// Virtual time v.
     now: u64,
-    /// v as of `marked`.
+    /// v as of `marked_at`.
     latest_mark: u64,
     /// v as of the previous mark.
     previous_mark: u64,
@@ -322,7 +322,7 @@ impl ChildScheduler {
             }
             SchedulePhase::Reservation => {
                 // Service by reservation counts towards the share, but only up to a bound (see the
-                // head).
+                // module documentation).
                 let latest = clock.now + child.virtual_time(MAX_LEAD_NS) + step;
                 child.finish[lane.index()] = finish.min(latest);
                 // Arrears are bounded here, credit of an idle child in `offer`.

@@ -25,9 +25,8 @@ impl NodeShare {
         Self::WEIGHTS.contains(&weight).then_some(Self { weight, iops_reservation: 0, bps_reservation: 0 })
     }
 
-    /// Adds a reservation of operations (counted by `iops-size`) and bytes per
-    /// second; 0 reserves nothing. With both, it is used up as soon as one of
-    /// the two is.
+    /// Adds a reservation of operations (counted by `iops-size`) and bytes per second; 0 reserves
+    /// nothing. If both are reserved, the reservation is used up as soon as one of them is.
     #[must_use]
     pub const fn with_reservation(self, iops: u64, bps: u64) -> Self {
         Self { iops_reservation: iops, bps_reservation: bps, ..self }

@@ -10,14 +10,15 @@
 //!             disk    disk                            leaves: queues of requests
 //! ```
 //!
-//! Protected by one lock, held for nanoseconds. A token of the caller represents a waiting request.
+//! The caller protects the tree with one lock, which is held for nanoseconds. A token of the caller
+//! represents a waiting request.
 //!
 //! A node with waiting requests is in its parent's heap until a limit throttles it. Then it is in
 //! the heap of wake-ups instead, and the levels above do not see it. A decision therefore takes
 //! O(log n) for each level, where n is the number of busy nodes.
 //!
-//! Never rejects, loses or reorders: each token is returned exactly once, and the requests of a
-//! disk in one direction are admitted in order of arrival.
+//! The tree never rejects, loses or reorders requests: each token is returned exactly once, and the
+//! requests of a disk in one direction are admitted in order of arrival.
 
 use super::cost::RequestCost;
 use super::enforcement::Enforcement;
@@ -109,7 +110,7 @@ pub struct ReturnedRequest<T> {
 ///    a spurious one is harmless.
 /// 3. [`remove`](ThrottleTree::remove) returns waiting requests, which the caller must complete.
 ///
-/// Instants are of one clock; an earlier one counts as the latest so far.
+/// All instants must come from one clock; an instant before the latest one counts as the latest.
 ///
 /// Order: first come, first served within a disk and direction. Between siblings: reservations that
 /// are due, then by weight (`scheduler.rs`); each request or slice is one service. Between
@@ -128,8 +129,8 @@ pub struct ThrottleTree<T> {
     path: ServicePath,
     /// Throttle cause of the request admitted last.
     last_cause: Option<LevelCause>,
-    /// True once a disk has brought bucket contents from another group or tree. Until then, changes
-    /// of a group's limits need not search the disks below it.
+    /// True once a disk has carried bucket contents from another group or tree into this one. Until
+    /// then, a change of a group's limits need not visit the disks below the group.
     has_moved: bool,
     /// Quota leases, by slot, of nodes whose limits are divided over hosts. Few, so a linear search
     /// is enough.
@@ -272,9 +273,9 @@ impl<T> ThrottleTree<T> {
 
     /// Changes limits and share at once, also for waiting requests: poll afterwards.
     ///
-    /// New limits take over the work admitted under the old ones: over any window, admitted work is
-    /// at most the leak of the limits in force, plus one burst, however often they change. (QEMU
-    /// starts with empty buckets and grants a burst with each change.) Leased limits
+    /// Work that was admitted under the old limits counts under the new ones: over any window,
+    /// admitted work is at most the leak of the limits in force, plus one burst, however often they
+    /// change. (QEMU starts with empty buckets and grants a burst with each change.) Leased limits
     /// ([`ThrottleTree::set_lease`]) are not changed.
     ///
     /// # Errors

@@ -8,9 +8,9 @@ fn burst_rows_are_exact() {
     type Passes = (u64, u64, usize);
     let reads = Workload::READS;
     let rows: [(&str, &str, Workload, &[Passes]); 9] = [
-        // At first a tenth of a second's worth, one over, one leaked. Burst and rate apply
-        // together: the bucket of 2000 × 60 leaks at 100 while it fills at 2000, so it is full
-        // after 120,000 / 1900 = 63.1 seconds.
+        // At first a tenth of a second at the burst rate, one request that overruns the bucket, and
+        // one that has leaked. Burst and rate apply together: the bucket of 2000 × 60 leaks at 100
+        // while it fills at 2000, so it is full after 120,000 / 1900 = 63.1 seconds.
         (
             "a burst of 2000 for 60 s, then 100",
             "iops-total=100,iops-total-max=2000,iops-total-max-length=60",

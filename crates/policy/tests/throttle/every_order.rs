@@ -2,8 +2,8 @@
 //! against the bound.
 //!
 //! Three disks with weights 100, 100 and 300 in a group of 10 IOPS. The time from when a request
-//! becomes the first of its queue until it is admitted never exceeds the bound in the head of
-//! `throttle`.
+//! becomes the first of its queue until it is admitted never exceeds the bound in the documentation
+//! of `throttle`.
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;

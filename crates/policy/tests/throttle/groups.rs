@@ -32,7 +32,7 @@ fn disks_share_bytes_operations_and_bursts_equally() {
     }
 }
 
-/// Two clients of one disk, and the number of requests of each in an interval, in milliseconds.
+/// Checks two clients of one disk: the number of requests of each in an interval, in milliseconds.
 #[test]
 fn directions_share_only_a_total_limit() {
     let (reads, writes) = (Workload::READS, Workload::WRITES);

@@ -99,8 +99,8 @@ fn a_move_grants_no_burst() {
     assert!((5600..=5610).contains(&all.passed[disk]), "{}", all.passed[disk]);
 }
 
-/// A new group for each move, like a user that tries to evade limits; by way of no group; and back
-/// and forth.
+/// Three patterns of moves, as of a user that tries to evade limits: to a new group each time; out
+/// of all groups and into one again; and back and forth between two groups.
 #[test]
 fn moves_five_times_a_second_give_the_rate() {
     for (setting, max_passed) in [("iops-total=500", 5_060), ("iops-total=500,iops-total-max=2000", 7_010)] {

@@ -18,7 +18,8 @@ fn waits_are_summed_up() {
     assert_within_percent(5.0, stats.waits.p99_ns as f64, 9.9e9);
 }
 
-/// Counters of another process are added to the own ones; the distribution of waits stays the same.
+/// Counters of another process are added to those of this one; the distribution of waits stays the
+/// same.
 #[test]
 fn cumulative_stats_transfer() {
     let mut disk = Timeline::new("iops-total=10");
@@ -32,7 +33,7 @@ fn cumulative_stats_transfer() {
     assert_eq!((twice.writes, twice.throttled_ns), (once.writes, 2 * once.throttled_ns));
     assert_eq!((twice.waits, twice.recent_waits), (once.waits, once.recent_waits));
     assert_eq!((twice.tokens, twice.levels, twice.waiting), (once.tokens, once.levels, once.waiting));
-    // They are not new demand, and not recent.
+    // The added counters are neither new demand nor recent waits.
     let mut fresh = Timeline::new("iops-total=10");
     fresh.tree.add_cumulative(fresh.group, &counted);
     let transferred = fresh.tree.stats(fresh.group, s(0));

@@ -152,7 +152,7 @@ impl World {
             if self.now >= end {
                 return;
             }
-            // Both entries of the tree are used: `pass` for admission at once, `request` to wait.
+            // Both methods are used: `try_admit` for admission at once, `submit` to wait.
             if self.tree.try_admit(disk, direction, &cost, self.now) {
                 self.count(direction, length);
                 continue;

@@ -98,7 +98,8 @@ struct Passed {
     bytes: u64,
 }
 
-/// See the head of this file. Clients are numbered in the order in which they were added.
+/// The virtual clock with its tree, clients and log; see the module documentation. Clients are
+/// numbered in the order in which they were added.
 pub(crate) struct Timeline {
     pub(crate) tree: ThrottleTree<usize>,
     /// The default group of new disks.

@@ -1,8 +1,8 @@
-//! Data of requests: pieces of memory that are consecutive on the disk, in our own memory or a
-//! guest's.
+//! Data of requests: pieces of memory that are consecutive on the disk, in this process's own
+//! memory or a guest's.
 //!
 //! A guest can change its memory at any time, so a segment never yields a `&[u8]` of it. Code that
-//! passes data on (to the kernel, to another layer) does not look at it. Code that must look (to
+//! passes data on (to the kernel, to another layer) does not read it. Code that must read it (to
 //! compress, encrypt, compare, or because the device requires other alignment) copies it first, by
 //! [`Segments::joined`], [`Segments::copy_to`] or [`Segment::bytes`], and uses the copy only. These
 //! copies are [counted](guest_copies).
@@ -320,7 +320,7 @@ impl Segments {
         bytes
     }
 
-    /// All bytes in one buffer; copied unless they are a single buffer of our own.
+    /// All bytes in one buffer; copied unless they are a single buffer of this process.
     #[must_use]
     pub fn joined(mut self) -> IoBuffer {
         if matches!(self.as_slice(), [Segment::Own(_)])
@@ -333,7 +333,7 @@ impl Segments {
         joined
     }
 
-    /// Zeroes own memory and leaves guests' memory alone.
+    /// Zeroes this process's own memory and leaves guests' memory unchanged.
     pub fn zero_own(&mut self) {
         for segment in &mut self.0 {
             if let Segment::Own(buffer) = segment {

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A queue belongs to one thread. Each of its requests has a slot: a number, and memory that the
-//! server reads and writes. The data that a server writes there is never looked at.
+//! server reads and writes. The driver never reads the data that a server writes there.
 //!
 //! The driver trusts a server like a kernel trusts its devices: a server that corrupts its rings
 //! may abort the process. Only blocks where documented, and never reconnects.

@@ -25,9 +25,9 @@ use std::{
 
 use policy::time::{Duration, Instant};
 
-/// Time that a client may lag behind its schedule while one request waits.
+/// Time that a client may lag behind its schedule while one request waits for memory.
 pub const GRACE: Duration = Duration::from_secs(10);
-/// Shortest such time, while many requests wait.
+/// Shortest time that a client may lag behind its schedule, however many requests wait.
 pub const MIN_GRACE: Duration = Duration::from_secs(1);
 /// Slowest transfer that is on schedule, in bytes per second.
 pub const MIN_TRANSFER_BPS: u64 = 1 << 20;
@@ -96,8 +96,8 @@ impl HolderList {
         loop {
             let Some(due) = holder.on_schedule_until() else {
                 listing.due.store(UNLISTED, SeqCst);
-                // A transfer that started between `due` and the store saw the client listed and did
-                // not list it.
+                // A transfer that started before the state was stored found the client listed and
+                // did not list it again.
                 if holder.on_schedule_until().is_none() {
                     return;
                 }

@@ -72,7 +72,7 @@ struct AccountRecord {
     used: Arc<AccountUse>,
     /// Recorded amount beyond the part; equal to that in `used`.
     beyond: u64,
-    /// The turn in which the account was last granted more than its part; 0 if never.
+    /// Number of the grant that last brought the account beyond its part; 0 if there was none.
     last_grant: u64,
     queue: FairQueue,
     holders: HolderList,
@@ -84,7 +84,8 @@ impl AccountRecord {
     }
 }
 
-/// The order of accounts that wait for the common half: bytes beyond the part, turn, number.
+/// The order of accounts that wait for the common half: bytes beyond the part, number of the last
+/// grant beyond it, number of the account.
 ///
 /// Bytes within the part do not count: otherwise a disk whose clients were all just disconnected
 /// would precede a disk with any request in flight.
@@ -194,7 +195,7 @@ impl RequestMemory {
         if let Some(account) = self.accounts.get(&number) {
             account.used.is_awaited.store(true, SeqCst);
         }
-        // Memory returned before the store has served no request.
+        // Memory that was returned before `is_awaited` was set has served no waiting request.
         self.on_release(number);
         Some(position)
     }
@@ -253,7 +254,8 @@ impl RequestMemory {
         self.update_account(number, |account| account.beyond = beyond);
     }
 
-    /// Charges `bytes` to an account if permitted. A grant beyond its part counts as its turn.
+    /// Charges `bytes` to an account if permitted. A grant beyond the account's part is numbered,
+    /// so that accounts with equal amounts alternate.
     fn charge(&mut self, number: u64, bytes: u64) -> bool {
         let Some(account) = self.accounts.get(&number) else { return false };
         loop {
@@ -261,7 +263,8 @@ impl RequestMemory {
             if !self.may_charge(account, used, bytes) {
                 return false;
             }
-            // Lost a race if the account has used its part without the lock meanwhile.
+            // Fails, and is repeated, if the account has changed its use without the lock
+            // meanwhile.
             let sum = used + bytes;
             if account.used.bytes.compare_exchange(used, sum, SeqCst, SeqCst).is_ok() {
                 if sum > self.part {

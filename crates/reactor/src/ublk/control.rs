@@ -299,18 +299,18 @@ impl UblkControl {
         self.run_command(command::UPDATE_SIZE, device, sectors)
     }
 
-    /// Makes this process the [guardian](Self::guardian) of a device number until it ends, or
-    /// closes any [`UblkControl`]: this is a lock of fcntl(2).
+    /// Makes this process the [keeper](Self::guardian) of a device number until it ends or closes
+    /// any [`UblkControl`]: the role is a record lock of fcntl(2).
     ///
     /// # Errors
-    /// `EAGAIN` if another process is the guardian.
+    /// `EAGAIN` if another process is the keeper.
     pub fn lock_as_keeper(&self, number: u32) -> io::Result<()> {
         fcntl(&self.driver, FcntlArg::F_SETLK(&keeper_lock(number)))?;
         Ok(())
     }
 
-    /// The process that guards a device number, unless it is the calling one. 0 if it is in a
-    /// container and not visible from here.
+    /// The keeper of a device number, unless it is the calling process. 0 if the keeper is in a
+    /// container and its process ID is not visible to the caller.
     ///
     /// # Errors
     /// As fcntl(2).

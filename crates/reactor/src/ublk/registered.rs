@@ -3,7 +3,7 @@
 //! copying.
 //!
 //! It is valid until the request is completed. Code that only moves data between a file and the
-//! request uses the buffer's index, without a copy. Code that must look at the data
+//! request uses the buffer's index, without a copy. Code that must read or change the data
 //! [takes](RegisteredData::copy_out) a copy, or [puts](RegisteredData::copy_in) one back.
 
 use std::{

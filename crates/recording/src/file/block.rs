@@ -1,6 +1,6 @@
 //! Encodes and decodes a block: requests and names.
 //!
-//! Decoding terminates for arbitrary bytes, and its memory is bounded by `MOST_BYTES` and
+//! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MAX_BYTES`] and
 //! [`MAX_ENTRIES`].
 
 use super::{MAX_BYTES, MAX_ENTRIES, MAX_NAMES, RecordedTimes, RecordingEntry};
@@ -91,7 +91,7 @@ impl RecordingBlock {
         for column in &mut columns {
             *column = part(&mut rest)?;
         }
-        // `count` is at most MOST_ENTRIES here, so the capacity is bounded.
+        // `count` is at most `MAX_ENTRIES` here, so the capacity is bounded.
         let mut entries = Vec::with_capacity(count);
         let mut before_ns = 0_u64;
         let mut ends = vec![0_u64; disks.len()];

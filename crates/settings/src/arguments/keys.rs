@@ -54,8 +54,8 @@ impl<O: OptionSelection> ConfigKeyArgs<O> {
         self.given().find(|(known, _)| *known == name).map(|(_, text)| text)
     }
 
-    /// Reads given options into a config: those that it has keys for and that `which` selects.
-    /// Paths are relative to `directory`.
+    /// Reads given options into a config: those that it has keys for and that `is_included`
+    /// selects. Paths are relative to `directory`.
     ///
     /// # Errors
     /// Fails on a malformed value.
@@ -82,7 +82,7 @@ impl<O: OptionSelection> ConfigKeyArgs<O> {
 }
 
 impl<O: OptionSelection<Config = DiskConfig>> ConfigKeyArgs<O> {
-    /// Reads the given options that `which` selects into a disk. With `--group`, limits,
+    /// Reads the given options that `is_included` selects into a disk. With `--group`, limits,
     /// reservations and watermark apply to the group, which is returned.
     ///
     /// # Errors

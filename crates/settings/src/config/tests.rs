@@ -18,7 +18,7 @@ use crate::{
     DesiredState, ListenAddress, ListenEndpoint, SandboxMode, ThrottleConfig, TlsConfig, TlsCredentialFiles,
 };
 
-/// Plan of a file that all tests call `/etc/weir/weir.toml`, by its base name.
+/// Desired state for the text of `/etc/weir/weir.toml`; messages have the base name.
 fn plan_with(text: &str, inherited: usize) -> Result<DesiredState, String> {
     let parsed = parse("weir.toml", text, Path::new("/etc/weir"));
     parsed.and_then(|parsed| DesiredState::new(parsed, inherited)).map_err(|error| error.to_string())

@@ -335,8 +335,8 @@ impl NbdLink {
         self.execute_then(operation, |_| {}).await
     }
 
-    /// As [`NbdLink::execute`]; `then` records a success under the lock, before the session of the
-    /// reply can end.
+    /// As [`NbdLink::execute`]; `on_success` records a success under the lock, before the session
+    /// of the reply can end.
     async fn execute_then(
         self: &Arc<Self>,
         operation: NbdOperation,
@@ -358,8 +358,8 @@ impl NbdLink {
                 Some(Err(CONNECTION_LOST)) => return Err(Error::IO),
                 Some(Ok(result)) => {
                     let mut state = self.lock();
-                    // A lasting change counts only if its session has not ended: the server that
-                    // continues the disk was written again without it.
+                    // A change counts only if its session has not ended: the writes that were
+                    // repeated to the next server do not include it.
                     if state.session == route.session() || !operation.is_change() || !self.retries() {
                         state.has_answered = true;
                         on_success(&mut state);
@@ -431,7 +431,7 @@ impl NbdLink {
             }
             self.write_flushes.run(|| self.flush()).await?;
             if !self.lock().unflushed.has_room() {
-                // The rest has no reply yet, or received it during the flush.
+                // The remaining changes have no reply yet, or received it during the flush.
                 change_ended.await;
             }
         }

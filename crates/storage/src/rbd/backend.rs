@@ -46,14 +46,14 @@ pub trait RbdBackend: Debug + Send + Sync + 'static {
     /// Size read from the cluster, for clients that receive no notifications; `ENOENT` if the
     /// image, or the snapshot, no longer exists. `None` if the cluster cannot report it.
     async fn stored_size(&self) -> Result<Option<u64>>;
-    /// Allocated pieces of a range, in order, at most `most`; a full list may be truncated. `None`
-    /// if they can only be found by a query of every object.
+    /// Allocated pieces of a range, in order, at most `max_pieces`; a full list may be truncated.
+    /// `None` if they can only be found by a query of every object.
     async fn allocated(&self, range: Range<u64>, max_pieces: usize) -> Result<Option<Vec<Range<u64>>>>;
     /// Releases the lock, so that another client may write; this one does not until it resumes. The
     /// cache was flushed before.
     async fn release_lock(&self) -> Result<()>;
     /// Resumes the image after this or another client released it, and drops the cache. First calls
-    /// [`RbdBackend::blocklist`] for `heirs`.
+    /// [`RbdBackend::blocklist`] for `new_clients`.
     async fn resume(&self, new_clients: &[u64]) -> Result<ResumeOutcome>;
     /// Blocklists those of these clients, by number, that still have the image open for writing.
     /// Their operations in flight do not take effect, and their lock is free. Never this client.

@@ -156,7 +156,7 @@ impl FakeRbd {
         cluster.owner == Some(self.client)
     }
 
-    /// Calls `look` with the cluster and this client's cache, which is filled if it is empty.
+    /// Calls `operation` with the cluster and this client's cache, which is filled if it is empty.
     fn with_view<T>(&self, operation: impl FnOnce(&mut FakeCluster, &mut Cache) -> T) -> T {
         let mut cluster = self.cluster();
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
 //! [`RbdStorage`] over the fake: bytes against a model, slots, durability, a lost lock, sizes; and
-//! the hand-over between processes in [`takeover`].
+//! the hand-over between processes in [`hand_over`].
 
 mod hand_over;
 

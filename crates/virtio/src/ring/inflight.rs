@@ -43,7 +43,7 @@ impl InflightQueueArea {
         (header + size as usize * entry).next_multiple_of(ALIGNMENT)
     }
 
-    /// The area at `place`, aligned to eight bytes.
+    /// The area in `memory`, aligned to eight bytes.
     pub fn new(memory: GuestBytes) -> Self {
         Self(Cells::new(memory))
     }

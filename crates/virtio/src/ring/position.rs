@@ -6,7 +6,8 @@ use super::cells::{Cells, Ordering};
 pub(super) const AVAIL: u16 = 1 << 7;
 pub(super) const USED: u16 = 1 << 15;
 
-/// Index of a descriptor in a packed ring, with the wrap counter of the side that is there.
+/// Position of the driver or of the device in a packed ring: index of a descriptor, and the wrap
+/// counter of that side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RingPosition {
     pub(super) index: u16,

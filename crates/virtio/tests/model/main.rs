@@ -346,7 +346,7 @@ impl World {
         assert!(driver.next_used().expect("nothing").is_none());
     }
 
-    /// Takes all chains; sleeps when there are none. With `answers` it completes each at once.
+    /// Takes all chains; sleeps when there are none. With `completes` it completes each at once.
     fn serve(&self, device: &mut impl Device, completes: bool) {
         let mut taken = 0;
         device.silence();

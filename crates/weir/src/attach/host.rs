@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::AttachMount;
 
-/// Standard input of the programs that are run; empty for /dev/null.
+/// Standard input of the programs that this process runs; /dev/null if it is unset.
 static INHERITED: OnceLock<fs::File> = OnceLock::new();
 
 /// Makes all further programs inherit this file as standard input. Its lock stays held until they
@@ -54,7 +54,7 @@ fn run(program: &str, package: &str, arguments: &[&str]) -> anyhow::Result<Strin
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
-/// Loads a module. True if the kernel has it.
+/// Loads a kernel module. True if the module is loaded or built in.
 pub(super) fn load_module(name: &str) -> bool {
     Uid::effective().is_root() && run("modprobe", "kmod", &["-q", name]).is_ok()
 }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A failed step undoes all earlier ones, in reverse, and so does a failure to send the response. A
-//! private server that is killed is restarted: its device has waited.
+//! private server that is killed is restarted: its device waits for the new server.
 
 use std::{
     fs::{self, File},
@@ -59,7 +59,8 @@ pub(crate) fn run() -> Result<(), CommandFailure> {
     let printed = printed.and_then(|line| writeln!(stdout(), "{line}"));
     match outcome {
         Ok(attached) if printed.is_ok() || keeper.is_recorded => keeper.run_until_end(&request, &attached),
-        // The caller is gone and no one knows of the attachment.
+        // The caller has ended without the response: no process could detach the device by its
+        // name.
         Ok(_) => keeper.undo(),
         Err(_) => {}
     }
@@ -336,7 +337,7 @@ pub(super) fn partial_record(place: &AttachmentRecord) -> Attachment {
     });
     let mut attached = initial_record(&request, place);
     let file = server::fuse_file(place);
-    // A disk of this name in a daemon that was never asked for it belongs to another user.
+    // A disk of this name in a daemon that received no request for it belongs to another user.
     let is_ours = !attached.daemon || place.has_asked();
     let served = is_ours.then(|| server::device(&attached.qmp, &attached.export).ok()).flatten();
     attached.device = served.unwrap_or_else(|| file.clone());

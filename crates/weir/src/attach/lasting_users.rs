@@ -17,11 +17,12 @@ const FIRST_POLL: Duration = Duration::from_millis(20);
 pub(super) const LAST_POLL: Duration = Duration::from_millis(500);
 /// Longest time for which udev and losetup(8) keep a device open.
 const BRIEF_OPEN: Duration = Duration::from_secs(2);
-/// Time for the writeback of an unmounted file system before its waiter reports it.
+/// Longest wait for the kernel to release a device, for example after the writeback of an unmounted
+/// file system.
 pub(super) const WRITEBACK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lasting users of a device, excluding the mount at `except`. Empty if the device was the loop
-/// device `made` and that is gone: its name may belong to another device.
+/// device `attached_loop` and that is gone: its name may belong to another device.
 pub(super) fn lasting_users(
     device: &Path,
     attached_loop: Option<&AttachedLoop>,
@@ -57,14 +58,14 @@ pub(super) fn lasting_users(
     }
 }
 
-/// True if the kernel has claimed a device exclusively. False if it was the loop device `made` and
-/// that is gone.
+/// True if the kernel has claimed a device exclusively. False if it was the loop device
+/// `attached_loop` and that is gone.
 pub(super) fn is_claimed(device: &Path, attached_loop: Option<&AttachedLoop>) -> bool {
     DeviceOpeners::of_device(device).with_claims().claimed && attached_loop.is_none_or(|attached_loop| attached_loop.device().is_some())
 }
 
-/// As [`lasting_users`], after the writeback of an unmounted file system. Calls `tell` once if it
-/// has to wait for it.
+/// As [`lasting_users`], after the writeback of an unmounted file system. Calls `notify` once if it
+/// has to wait for the writeback.
 pub(super) fn users_after_writing_back(
     device: &Path,
     attached_loop: Option<&AttachedLoop>,

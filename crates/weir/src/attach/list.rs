@@ -21,7 +21,7 @@ use crate::client::{ControlAddress, ControlClient, report::DaemonReport};
 struct AttachmentRow {
     name: String,
     device: PathBuf,
-    /// How it is reached.
+    /// Kind of the device.
     #[serde(rename = "type")]
     kind: String,
     image: String,

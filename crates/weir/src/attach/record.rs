@@ -4,7 +4,7 @@
 //!   lock            held while the keeper, or a program that it runs, lives
 //!   wanted.json     the request, from the start
 //!   attached.json   the result, once the attachment is complete
-//!   asked           exists once a daemon may have been asked for a disk of this name
+//!   asked           exists once a daemon may have received a request to add a disk of this name
 //!   loop            held while the loop device is removed
 //!   loop.json       the loop device that was made
 //!   server          held while a private server lives
@@ -14,10 +14,10 @@
 //!
 //! The directory is in /run and does not survive a boot, like the devices.
 //!
-//! A caller that waits for the lock looks at the state of the processes that have it open. A keeper
-//! that is stopped (SIGSTOP, a debugger) is named, with `kill -CONT`, before anything is undone,
-//! and `weir detach --force` kills it; other waits end after 90 s. A deadline alone would treat a
-//! keeper that writes a file system back like one that is stopped.
+//! A caller that waits for the lock checks the state of the processes that have it open. A keeper
+//! that is stopped (SIGSTOP, a debugger) is reported, with `kill -CONT` as the remedy, before
+//! anything is undone, and `weir detach --force` kills it; other waits end after 90 s. A deadline
+//! alone would treat a keeper that writes a file system back like one that is stopped.
 
 use std::{
     env, fs,
@@ -198,7 +198,7 @@ impl AttachmentRecord {
         };
         let number = file.metadata().map(|file| file.ino()).ok();
         let lock = self.lock(file, FlockArg::LockExclusiveNonblock)?;
-        // As in `take`: the lock file may have been deleted before it was locked.
+        // As in `lock_for`: the lock file may have been deleted before it was locked.
         let is_current = self.file("lock").metadata().map(|file| file.ino()).ok() == number;
         Ok(lock.filter(|_| is_current))
     }
@@ -318,7 +318,7 @@ impl AttachmentRecord {
         )
     }
 
-    /// Waits until a private server that was asked to quit has ended.
+    /// Waits until a private server that received `quit` has ended.
     pub(super) fn await_server_end(&self) {
         self.await_free("server", || true);
     }
@@ -375,8 +375,8 @@ impl AttachmentRecord {
         self.write("attached.json", attached)
     }
 
-    /// Records that a daemon, which has no disk and no export of this name yet, is about to be
-    /// asked for them.
+    /// Records that a daemon, which has no disk and no export of this name yet, is about to receive
+    /// a request to add them.
     pub(super) fn set_asked(&self) -> anyhow::Result<()> {
         let path = self.file("asked");
         fs::File::create(&path).map(drop).with_context(|| path.display().to_string())

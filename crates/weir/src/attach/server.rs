@@ -135,8 +135,8 @@ fn watch(qmp: &str, export: &str, events: &Sender<AttachmentEvent>) -> anyhow::R
     Ok(())
 }
 
-/// Calls `tell` once an export has ended: with true if it was removed, false if its server died. An
-/// upgrade disconnects watchers, and the export continues at the new process.
+/// Calls `report` once an export has ended: with true if it was removed, false if its server died.
+/// An upgrade disconnects watchers, and the export continues at the new process.
 fn report_end(
     target: ControlAddress,
     mut watch: ControlClient,
@@ -310,7 +310,7 @@ pub(super) fn check_answers(attached: &Attachment, force: bool) -> anyhow::Resul
 }
 
 /// Removes the device from the server, even if it is in use, and the disk. An export that is
-/// already gone, or that the daemon was never asked for, is not an error.
+/// already gone, or that was never requested from the daemon, is not an error.
 pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> anyhow::Result<()> {
     if attached.daemon && !place.has_asked() {
         return Ok(());
@@ -322,7 +322,7 @@ pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> 
         Err(error) => return Err(error.into()),
     };
     let watch = ControlClient::connect(&target);
-    // "hard": the caller has already checked for users, or ignores them on request.
+    // "hard": the caller has already checked for users, or ignores them because of `--force`.
     match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
         // The export is already gone.
         Err(ClientError::Rejected(message)) if !message.ends_with("already shutting down") => {}

@@ -178,7 +178,7 @@ impl SettingsChange {
         }
     }
 
-    /// Checks each value individually, before the daemon is asked.
+    /// Checks each value individually, before the change is sent to the daemon.
     ///
     /// # Errors
     /// The first invalid value, with its option.

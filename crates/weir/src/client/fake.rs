@@ -20,7 +20,7 @@ pub(crate) struct FakeDaemon {
 }
 
 impl FakeDaemon {
-    /// Responds to the commands after `qmp_capabilities` with `answers`, then closes the
+    /// Responds to the commands after `qmp_capabilities` with `responses`, then closes the
     /// connection.
     pub(crate) fn start(greeting: &'static str, responses: Vec<String>) -> Self {
         let directory = tempfile::tempdir().unwrap();

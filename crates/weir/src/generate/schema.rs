@@ -16,7 +16,7 @@ pub(super) fn text() -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(&schema())? + "\n")
 }
 
-/// The schema.
+/// JSON Schema of a config file, from the tables of keys.
 pub(super) fn schema() -> Value {
     let sections = sections();
     let exports: Vec<_> = sections.iter().filter(|section| section.kind.is_some()).collect();

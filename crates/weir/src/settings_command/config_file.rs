@@ -1,5 +1,5 @@
-//! Replaces the config file: prepared before the daemon is asked, committed once it has applied the
-//! change.
+//! Replaces the config file: prepared before the change is sent to the daemon, committed once the
+//! daemon has applied it.
 //!
 //! ```text
 //!   prepare   lock, read, edit, check as `weir serve` would, write a new file beside it, same mode and owner
@@ -112,7 +112,7 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
 }
 
 /// Rejects a text that `weir serve` would reject. If it would reject the old text too, the error is
-/// returned as a remark: options of the command line may complete the file.
+/// returned as a warning: options of the command line may complete the file.
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<String>> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));

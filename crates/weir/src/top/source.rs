@@ -56,7 +56,7 @@ impl TopEventSource {
     }
 
     pub(super) fn request_change(&self, update: SettingsUpdate) {
-        // The receiving thread lives as long as `events` is received.
+        // The thread ends only after this struct is dropped, so the send succeeds.
         let _ = self.requests.send(update);
     }
 }

@@ -39,8 +39,8 @@ pub(super) struct SettingsEditor {
     pub(super) field: TextField,
     pub(super) error: Option<String>,
     pub(super) is_waiting: bool,
-    /// Settings when the edit began. Only settings that the user changed are sent, even if others
-    /// changed meanwhile.
+    /// Settings when the edit began. Only settings that the user changed are sent, so that
+    /// concurrent changes of other settings stay in force.
     before: MemberSettings,
     /// Message to show once the daemon has applied the change.
     success_message: String,

@@ -1,4 +1,4 @@
-//! `State` with simulated keys and reports.
+//! `TopState` with simulated keys and reports.
 
 use ratatui::crossterm::event::KeyModifiers;
 use serde_json::{Value, json};

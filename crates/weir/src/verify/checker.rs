@@ -73,7 +73,8 @@ pub(super) struct GuaranteeFinding {
     pub(super) guarantee: String,
     pub(super) expected: String,
     pub(super) measured: String,
-    /// Numbers of `asked` and `measured` for programs: operations, bytes, seconds or nanoseconds.
+    /// Numbers of the expected and the measured values for programs: operations, bytes, seconds or
+    /// nanoseconds.
     pub(super) figures: FindingFigures,
     pub(super) verdict: GuaranteeVerdict,
 }

@@ -96,7 +96,7 @@ impl ThrottleGroup {
         Ok(())
     }
 
-    /// Puts the host's quota of a cluster-wide limit in force, as of the instant `from`; `lent` is
+    /// Puts the host's quota of a cluster-wide limit in force, as of the instant `from`; `lease` is
     /// the quota lease. [`ThrottleGroup::set`] does not change the limits any more. Returns the
     /// burst capacity that is given up: see [`policy::throttle::ThrottleTree::set_quota`].
     ///

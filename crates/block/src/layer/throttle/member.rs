@@ -243,7 +243,7 @@ impl ThrottleMember {
     }
 
     /// Asks for admission of a batch of requests, in order and without waiting, and charges those
-    /// that are admitted. `answer` is called for each under the locks: it must not call this
+    /// that are admitted. `on_decision` is called for each under the locks: it must not call this
     /// member.
     pub fn try_admit_batch(
         &self,
@@ -260,7 +260,7 @@ impl ThrottleMember {
     /// its groups, which no request waits for. If not, it must be dropped: there is no later
     /// admission.
     ///
-    /// `given_back` is the cost of requests served from the prefetch cache since the last call. It
+    /// `refund` is the cost of requests served from the prefetch cache since the last call. It
     /// is recorded in either case, so the caller begins a new sum. If nothing is limited it is
     /// ignored, and nothing was charged.
     ///

@@ -51,7 +51,7 @@ pub(super) struct SlotLocation<K> {
     pub(super) node: NodeId,
     pub(super) settings: DiskSettings,
     pub(super) owner_data: K,
-    /// Statistics of the slots before this one.
+    /// Statistics of the nodes that the disk had before its last move.
     earlier: EarlierStats,
 }
 
@@ -72,7 +72,7 @@ pub(super) struct SlotDestination<K> {
     pub(super) owner_data: K,
 }
 
-/// Result of asking for admission.
+/// Result of a request for admission.
 #[derive(Debug)]
 pub(super) enum AdmitOutcome<'a, K> {
     /// It is admitted, and has been charged.
@@ -119,7 +119,7 @@ impl<K> ThrottleSlot<K> {
 
     /// True if no limit applies to the disk now, so that its requests bypass the tree.
     pub(super) fn is_unlimited(&self) -> bool {
-        // Relaxed: a request that just misses new limits counts as one before them.
+        // Relaxed: a request that loads the old flag is ordered before the new limits.
         self.unlimited_flag.load(Ordering::Relaxed)
     }
 
@@ -142,7 +142,7 @@ impl<K> ThrottleSlot<K> {
     }
 
     /// Asks for admission of a batch of requests, in order, and charges those that are admitted.
-    /// Has no effect on the rest. Calls `answer` under the locks.
+    /// Has no effect on the rest. Calls `on_decision` under the locks.
     pub(super) fn try_admit_batch(
         &self,
         requests: impl Iterator<Item = (Direction, RequestCost)>,
@@ -169,8 +169,8 @@ impl<K> ThrottleSlot<K> {
         location.shared_tree.lock().tree().try_admit_read_ahead(location.node, cost, refund, now)
     }
 
-    /// Statistics here and in earlier slots: counters and the longest wait of all, percentiles of
-    /// the waits since the last move.
+    /// Statistics of the current node and of earlier ones: counters and the longest wait of all
+    /// nodes, percentiles of the waits since the last move.
     pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
         let location = self.lock();
         let mut stats = location.shared_tree.lock().tree().stats(location.node, now);
@@ -270,7 +270,7 @@ impl<K> ThrottleSlot<K> {
         // Dropped without locks: this may drop the old group, which locks its tree.
         drop(owner_data);
         for waiter in admitted {
-            // No limit applies to it in the new tree, so it has no throttle cause.
+            // No limit of the new tree has throttled it, so there is no throttle cause.
             waiter.admit(None);
         }
         // Requests of other disks in the old tree may have waited for the ones that moved.

@@ -1,5 +1,4 @@
-//! The locks and flags at which threads meet, under the names that `waiter`, `arbiter` and `seat`
-//! use.
+//! The locks and flags that threads share, under the names that `waiter`, `tree` and `slot` use.
 //!
 //! These three files do not name `std::sync` themselves. The model check (`tests/model`) compiles
 //! the same files with a checker's types under these names, and runs them through every

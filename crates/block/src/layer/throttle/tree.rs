@@ -14,8 +14,8 @@
 //! without a reactor. The lock is held for a decision or a batch of them, never across an `.await`,
 //! never while a task is woken.
 //!
-//! Never loses a request: a request that leaves policy is admitted, or returned to the slot
-//! (`seat`) that moves or cancels it.
+//! Never loses a request: a request that leaves policy is admitted, or returned to the slot that
+//! moves or cancels it.
 
 use std::{
     collections::{HashMap, hash_map::DefaultHasher},
@@ -157,7 +157,7 @@ impl SharedThrottleTree {
         {
             let mut locked = self.lock();
             let SharedThrottleTreeState { tree, nodes, lifted, .. } = &mut *locked.state;
-            // When the daemon ends, every disk of the tree calls this.
+            // At shutdown every disk of the tree calls this; the first call has lifted the limits.
             if *lifted {
                 return None;
             }
@@ -182,7 +182,7 @@ impl LockedTree<'_> {
         &mut self.state.tree
     }
 
-    /// Adds a group, or a disk with its flag. With `leaving`, the reservation of that node is
+    /// Adds a group, or a disk with its flag. With `replaced`, the reservation of that node is
     /// replaced: the caller removes it next.
     pub(super) fn add(
         &mut self,

@@ -356,8 +356,8 @@ impl Window {
         }
     }
 
-    /// Checks any second: at most `most`, the request that overfills the bucket, and prepaid slices
-    /// of large requests.
+    /// Checks any second: at most `max_units`, the request that overfills the bucket, and prepaid
+    /// slices of large requests.
     fn check_kind(&self, kind: LimitKind, max_units: f64) {
         let mut largest = BTreeMap::new();
         let mut passed = Vec::new();

@@ -1,5 +1,5 @@
-//! A task that creates and deletes snapshots while clients use the disk, and writes compressed
-//! clusters beside them.
+//! A task that creates and deletes snapshots and writes compressed clusters while clients use the
+//! disk.
 //!
 //! A snapshot always has one content, which a read of the whole disk could have returned while it
 //! was created. After a crash it exists if its creation was acknowledged, and does not if its
@@ -69,7 +69,7 @@ impl KnownSnapshots {
     }
 }
 
-/// The task beside the clients.
+/// The task that runs concurrently with the clients.
 pub(crate) struct MaintenanceTask {
     pub(crate) kind: ImageKind,
     pub(crate) disk: Arc<Disk>,

@@ -55,7 +55,8 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
     for group in &groups {
         processes.extend(processes_of_group(&mut reader, group, subject.pid, &mut mounts));
     }
-    // `sharing` needs the file identities of all processes; `mark_older` needs their start times.
+    // `find_other_writers` needs the file identities of all processes, `mark_older` their start
+    // times.
     other_writers::find_other_writers(&mut reader, group, &mut processes, &mut mounts);
     write_accounting::mark_older(&mut processes);
     let accounts = write_accounting::collect_accounting(&mut reader, group, &processes);
@@ -65,7 +66,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
     reader.disks.insert_limited(&limited);
     let hypothetical = hypothetical_uses(&mut reader, &mut mounts, &limited, &processes);
     let swaps = other_controls::swaps(&mut reader, &mut mounts);
-    // A loop device's file may lie on a file system that was found last, so all mounts are known
+    // A loop device's file may be on a file system that was found last, so all mounts are known
     // here.
     mounts.follow_loops(&mut reader.disks);
     let beside = other_controls::controls(&mut reader, group, &limited);
@@ -224,7 +225,7 @@ fn hypothetical_uses(
     let mut hypothetical = Vec::new();
     for index in mounts.file_systems_on(&mut reader.disks, limited) {
         let (point, evidence) = mounts.point_and_evidence(index);
-        // The two ways differ most in their charge.
+        // Direct and buffered I/O differ most in the cgroup that is charged.
         for access_mode in [AccessMode::Direct, AccessMode::Buffered] {
             hypothetical.push(FileUse {
                 location: IoLocation::FileSystem(index),

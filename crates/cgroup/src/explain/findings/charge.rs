@@ -50,7 +50,7 @@ fn without_disk(nature: FileSystemClass) -> Option<Cause> {
 }
 
 /// The cgroup charged for this kind of I/O, as far as cgroup and file system decide it; the disks
-/// below may change it (`reach`).
+/// below may change it (`limit_search`).
 pub(super) fn charged_cgroup(facts: &CgroupFacts, used: &FileUse, io: Io) -> ChargedCgroup {
     let file_system = match used.location {
         IoLocation::FileSystem(index) => Some(&facts.file_systems[index]),
@@ -105,7 +105,7 @@ pub(super) fn writeback_charge(
             facts.hierarchy.iter().chain([&facts.kernel.evidence]).cloned().collect(),
         ));
     }
-    // The owner of a page is known to the memory controller only.
+    // Only the memory controller records the owner of a page.
     match &facts.memory {
         MemoryController::Unified => {}
         MemoryController::Legacy(evidence) => {

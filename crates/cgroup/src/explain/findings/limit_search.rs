@@ -120,7 +120,7 @@ fn find_limit_below(
     io: Io,
     disks_above: &mut Vec<DeviceNumber>,
 ) -> Option<(FoundLimit, Option<ChargedCgroup>)> {
-    // `way` has the disks above; a cycle would otherwise recurse without end.
+    // `disks_above` detects a cycle, which would otherwise recurse without end.
     if disks_above.len() >= MAX_DEPTH || disks_above.contains(&disk) {
         return None;
     }

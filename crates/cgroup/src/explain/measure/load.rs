@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), CommandFailure> {
     let mut open_file = None;
     for line in io::stdin().lock().lines() {
         let line = line.context("standard input")?;
-        // An error is an answer, too: the parent continues with the next order.
+        // An error is a reply as well: the parent continues with the next order.
         let reply = match serde_json::from_str(&line).context("an order of unknown form") {
             Ok(order) => execute(&arguments.directory, &order, &mut open_file),
             Err(error) => Err(error),
@@ -128,7 +128,7 @@ fn execute(directory: &Path, order: &LoadOrder, open_file: &mut Option<File>) ->
     }
 }
 
-/// Calls `one` for each block until all are done or the time is over.
+/// Calls `transfer` for each block until all are done or the time limit is reached.
 fn timed(
     bytes: u64,
     time_limit: Option<Duration>,

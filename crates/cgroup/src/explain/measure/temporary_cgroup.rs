@@ -7,7 +7,7 @@
 //!
 //! A sibling, not a child: a cgroup of version 2 with processes cannot enable controllers for
 //! children (cgroup-v2.rst, "No Internal Process Constraint"), while the parent enables them for
-//! all. Measuring therefore uses quota of the parent only. Version 1 is treated alike.
+//! all. Measuring therefore uses quota of the parent only. Version 1 uses the same layout.
 
 use std::{io, time::Duration};
 

@@ -24,7 +24,7 @@ impl QmpCommand for AddDisk {
         let named =
             exports.iter().flatten().filter_map(|export| export["listen"].as_str()?.strip_prefix("fd:"));
         let passed = arguments.descriptors();
-        // Takes only descriptors that the exports name; later commands may use the rest.
+        // Consumes only the descriptors that the exports name; later commands may use the rest.
         let socket = |name: &str| Some((name.to_owned(), passed.take_named(name).map(PassedFd::into_owned)?));
         let sockets = named.filter_map(socket).collect();
         Ok(Self(NewDisk { name, keys, exports, sockets }))

@@ -149,7 +149,7 @@ async fn reopen_with_format(
     added
 }
 
-/// Nodes below a format node, over a node that is closed for it and has the nodes `under` below.
+/// Nodes below a format node that is added over the node `bottom`, which is reopened for it.
 fn nodes_below_format(
     chain: &NodeChain,
     bottom: &str,
@@ -186,7 +186,7 @@ pub(in crate::qmp) async fn add_transferred(
         chains.push((chain, sent.clone()));
     }
     let mut chains = chains.into_iter().peekable();
-    // True for a disk that was added by keys, whose lowest node has no command.
+    // True if the lowest node exists already: it was added by keys, so no command created it.
     let lowest_exists = chains.peek().is_some_and(|(first, _)| matches!(first.bottom, ChainBottom::Node(_)));
     if !lowest_exists {
         add_lowest_node(registry, &mut chains, passed).await?;
@@ -330,7 +330,7 @@ fn add_node_over(
         (one, other) => one.or(other),
     };
     let prefetch = chain.prefetch.apply_to(below.disk.prefetch().settings())?;
-    // No await from here on: the disk is in no list until `rename`.
+    // No await from here on: the disk is in no list until `list_renamed`.
     drop(below);
     let taken = registry.take_out_disk(bottom).map_err(in_use_error(bottom))?;
     let taken = move_to_group(registry, taken, group.as_ref())?;

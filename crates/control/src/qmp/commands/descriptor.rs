@@ -1,4 +1,4 @@
-//! Descriptors that come with a command: `getfd`, `closefd`, `add-fd`, `remove-fd`, `query-fdsets`.
+//! Descriptors passed with a command: `getfd`, `closefd`, `add-fd`, `remove-fd`, `query-fdsets`.
 //!
 //! Source: QEMU's `qapi/misc.json`.
 

@@ -14,7 +14,7 @@ use crate::qmp::{arguments::QmpArguments, error::QmpError};
 
 pub(super) const TYPES: [&str; 4] = ["vhost-user-blk", "fuse", "x-ublk", "x-nbd-device"];
 
-/// Types whose clients learn whether there is a write cache, and flush accordingly.
+/// Types whose clients can see whether there is a write cache, and flush only if there is one.
 pub(super) const WITH_WRITE_CACHE: [&str; 2] = ["vhost-user-blk", "x-ublk"];
 
 pub(super) fn read_endpoint(kind: &str, arguments: &mut QmpArguments) -> Result<ExportTarget, QmpError> {

@@ -100,7 +100,7 @@ impl QmpCommand for BlockExportAdd {
                         .exports
                         .endpoint_parameters()
                         .map_err(|error| QmpError::generic(error.to_string()))?;
-                    // The endpoint finds it there by its name.
+                    // `add_endpoint` finds the socket among the passed sockets by its name.
                     terms.inherited.borrow_mut().add(name, socket);
                 }
                 let added = registry.add_endpoint(id.clone(), disk, !writable, &target, None).await;

@@ -244,7 +244,7 @@ impl NodeChain {
         }
         let common = InheritedOptions::read(arguments, above)?;
         self.read_only |= common.read_only;
-        // A discard passes only if every node permits it; QEMU's default differs from weir's.
+        // A discard passes only if no node ignores it. The default is `unmap`; QEMU's is `ignore`.
         if arguments.choice("discard", &["unmap", "ignore"])? == Some(1) {
             self.discards = Discards::Ignore;
         }

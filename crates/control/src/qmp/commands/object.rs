@@ -89,7 +89,7 @@ impl QmpCommand for ObjectAdd {
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
         let is_sent = arguments.sent_json().is_some();
-        // In QEMU's order, so that of two mistakes the same one is reported.
+        // In QEMU's order, so that the same one of two wrong arguments is reported.
         let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| QmpError::missing("qom-type"))?;
         match TYPES[kind] {
             SECRET => return read_secret(arguments),
@@ -149,7 +149,7 @@ fn duplicate_error(id: &str) -> QmpError {
     ))
 }
 
-/// Reads a secret, whose type is already read.
+/// Reads the arguments of a secret except its type, which the caller has read.
 fn read_secret(arguments: &mut QmpArguments) -> Result<ObjectAdd, QmpError> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;

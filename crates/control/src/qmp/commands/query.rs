@@ -145,7 +145,7 @@ async fn image_info(running: &RunningDisk, file: &str) -> Value {
     info
 }
 
-/// Driver by QEMU's name, or weir's own.
+/// Name of the driver: QEMU's name, or weir's own.
 fn driver_name(running: &RunningDisk) -> &'static str {
     match running.config.image.to_string().split(':').next() {
         _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
@@ -163,7 +163,7 @@ impl QmpCommand for QueryBlockstats {
     const NAME: &'static str = "query-blockstats";
 
     fn read(arguments: &mut QmpArguments) -> Result<Self, QmpError> {
-        // Requests nodes that no device uses; here every node is a device.
+        // Selects nodes without a device in QEMU; in weir every node is a device.
         arguments.optional::<bool>("query-nodes")?;
         Ok(Self)
     }
@@ -173,8 +173,8 @@ impl QmpCommand for QueryBlockstats {
     }
 }
 
-/// Returns a `BlockStats`. Counts requests and bytes of clients, discards as writes; a held request
-/// that failed again has failed twice.
+/// Returns a `BlockStats`. Counts requests and bytes of clients, discards as writes. A request that
+/// is held by an error policy and fails again counts as two failures.
 fn block_stats(running: &RunningDisk) -> Value {
     let totals = running.disk.totals();
     let errors = running.disk.failures().errors();

@@ -103,7 +103,7 @@ impl QmpCommand for NbdServerStart {
                 (ListenEndpoint::Passed(name.clone()), vec![passed.take_named(&name).map_err(generic)?])
             }
         };
-        // Again: opening the socket awaited.
+        // Checked again: another command may have started a server while the socket was opened.
         check_none_running(&registry)?;
         let added = AddedServer {
             max_connections: self.max_connections,

@@ -26,9 +26,9 @@ pub(in crate::fuse) struct SimulatedFuseConnection {
     next_unique: Cell<u64>,
     descriptors: Cell<usize>,
     is_gone: Cell<bool>,
-    /// There is a message, or the file system is gone.
+    /// Notified when a message was sent, and at an unmount.
     readable: Event,
-    /// A request has been answered.
+    /// Notified when a request was answered.
     answered: Event,
 }
 
@@ -84,7 +84,7 @@ impl SimulatedFuseConnection {
         self.readable.notify(1);
     }
 
-    /// Waits for the reply; `ENOTCONN` if there will be none.
+    /// Waits for the reply; `ENOTCONN` after an unmount.
     pub(in crate::fuse) async fn answer(&self, unique: u64) -> Answer {
         loop {
             let answered = self.answered.listen();

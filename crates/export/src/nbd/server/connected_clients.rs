@@ -21,7 +21,7 @@ pub(super) struct ConnectedClient {
     /// `None` through a Unix socket.
     pub(super) address: Option<IpAddr>,
     pub(super) since: Instant,
-    /// Reported to listeners when the client has left.
+    /// Reported to the observer when the client has disconnected.
     pub(super) client_info: Option<Box<NbdClientInfo>>,
     /// After the handshake.
     pub(super) transfers: Option<Arc<ClientTransfers>>,
@@ -72,7 +72,7 @@ impl ConnectedClients {
         self.live.insert(number, live);
     }
 
-    /// Counts a client to the export that it has chosen; false if the client has gone.
+    /// Counts a client to the export that it has chosen; false if the client has disconnected.
     pub(super) fn choose(&mut self, number: u64, export: usize, client_info: Option<Box<NbdClientInfo>>) -> bool {
         let Some(live) = self.live.get_mut(&number) else { return false };
         live.client_info = client_info;

@@ -28,7 +28,7 @@ pub(super) struct SimulatedNbdClient {
     pub(super) start: u64,
     /// True if requests may fail with EIO.
     pub(super) faults: bool,
-    /// The server was stopped and owes no further replies.
+    /// True once the server was stopped: it sends no further replies.
     pub(super) stopped: Rc<Cell<bool>>,
     pub(super) answered: Rc<Cell<u64>>,
 }

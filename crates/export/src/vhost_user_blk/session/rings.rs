@@ -283,7 +283,7 @@ impl VhostUserSession {
 }
 
 /// Accepts an event only if it is an eventfd. A ring is served without it; another file could keep
-/// its front end connected forever, see `channel.rs`.
+/// its front end connected forever, see `back_end_channel.rs`.
 fn checked_event(event: Option<OwnedFd>, kind: EventKind, out: &mut VecDeque<SessionOutput>) -> Option<Fd> {
     let event = event?;
     if is_eventfd(&event) {

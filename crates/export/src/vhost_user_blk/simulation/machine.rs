@@ -524,7 +524,7 @@ fn draw_range() -> Range<usize> {
     })
 }
 
-/// Divides `bytes` into up to `most` pieces from `at`, with gaps between them.
+/// Divides `bytes` into up to `max_pieces` pieces from `at`, with gaps between them.
 fn divide(mut at: u64, bytes: usize, max_pieces: usize) -> Vec<(u64, usize)> {
     let mut remaining = bytes;
     let mut pieces = Vec::new();

@@ -1,9 +1,9 @@
 //! Bitmaps that record writes, from opening an image for writing to closing it or handing it over.
 //!
 //! ```text
-//!             opened: bits are read    first change          closed: bits, then the directory
-//!   in memory          │                     │▓▓ every write, zeroing and discard sets marks ▓▓│
-//!   in the file   good ┴─────────────────────┴─ in use ────────────────────────────────────────┴─ good
+//!               opened: bits are read    first change          closed: bits, then directory
+//!   in memory               │                 │▓▓▓▓▓ every change sets marks ▓▓▓▓▓│
+//!   in the file  consistent ┴─────────────────┴─ in use ──────────────────────────┴ consistent
 //! ```
 //!
 //! A bitmap that is found in use may lack marks: a crash leaves it so, and QEMU ignores it. The
@@ -60,8 +60,8 @@ pub(in crate::qcow2) struct Recording {
     is_marked_consistent: AtomicBool,
     /// Serializes changes of the in-use flags in the file.
     flags_lock: RangeLocks,
-    /// True if `bitmaps` is valid: false before the first request and while another process has the
-    /// image.
+    /// True if `bitmaps` is valid: false before the first request and while another process uses
+    /// the image.
     is_loaded: AtomicBool,
     /// Replaced only while no request is in flight.
     bitmaps: ArcSwap<Vec<Arc<RecordingBitmap>>>,
@@ -122,7 +122,7 @@ impl Qcow2Image {
         recorded.iter().map(|recorded| String::from_utf8_lossy(&recorded.name).into_owned()).collect()
     }
 
-    /// True if the state is valid; false while another process has the image.
+    /// True if the state is valid; false while another process uses the image.
     pub(super) fn has_loaded_bitmaps(&self) -> bool {
         self.recording.is_loaded.load(Acquire)
     }
@@ -143,7 +143,7 @@ impl Qcow2Image {
         Ok(())
     }
 
-    /// Marks a range when the file already has the bitmaps marked as in use.
+    /// Marks a range. The bitmaps must already be marked as in use in the file.
     pub(in crate::qcow2) fn mark_recorded(&self, offset: u64, length: u64) {
         for recorded in self.recorded().iter() {
             recorded.mark(offset..offset + length);
@@ -161,7 +161,7 @@ impl Qcow2Image {
         if let Some(entries) = self.bitmap_entries().await? {
             self.mark_in_use(entries, |entry| entry.flags & flag::AUTO != 0).await?;
         }
-        // Published after the flags are durable: no request changes the disk before.
+        // Published after the flags are durable: no request may change the disk earlier.
         self.recording.is_marked_consistent.store(false, Release);
         Ok(())
     }
@@ -169,11 +169,11 @@ impl Qcow2Image {
     /// Reads the bitmaps that should record, unless they are in memory. Must precede the first
     /// request.
     ///
-    /// A bitmap that was dropped for lack of memory would be missed at the next backup only, so
-    /// that case is an error and the image must not be used.
+    /// The loss of a bitmap for lack of memory would be noticed only at the next backup, so it is
+    /// an error, and the image must not be used.
     ///
     /// # Errors
-    /// Errors of the file.
+    /// Errors of the file; `Ok(Err(_))` if the bitmaps exceed the memory budget.
     pub(in crate::qcow2) async fn load_recorded_bitmaps(&self) -> IoResult<Result<(), OutOfBudget>> {
         if self.has_loaded_bitmaps() {
             return Ok(Ok(()));
@@ -207,8 +207,8 @@ impl Qcow2Image {
             BitmapError::InvalidValue(message)
         })?;
         let cluster_bytes = 1 << self.shape.cluster_bits;
-        // They are freed when the bitmap is stored elsewhere, so they must not overlap other
-        // metadata.
+        // The clusters of bits and table are freed when the bitmap is stored elsewhere, so they
+        // must not overlap other metadata.
         let FileRegion { offset, length } = entry.table();
         let stored = self.bitmap_table(entry).await?.into_iter().filter_map(|part| match part {
             BitmapCluster::Stored(offset) => Some((offset, cluster_bytes)),
@@ -279,8 +279,7 @@ impl Qcow2Image {
         }
     }
 
-    /// Size limit of the disk with which its bitmaps still fit into memory and the format's
-    /// limits.
+    /// Largest size of the disk at which its bitmaps fit into memory and into the format's limits.
     pub(in crate::qcow2) async fn largest_with_bitmaps(&self) -> IoResult<u64> {
         let entries = self.bitmap_entries().await?.unwrap_or_default();
         let consistent = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
@@ -288,7 +287,7 @@ impl Qcow2Image {
         let recorded: Vec<_> =
             self.recorded().iter().map(|recorded| recorded.bits.load().granularity_bits()).collect();
         let largest = consistent.chain(recorded.iter().copied()).map(|bits| (MAX_BITS * 8) << bits).min();
-        // Bits for 2 GiB of the disk, the coarsest granularity.
+        // Bits for 2 GiB of the disk, the range of one bit at the coarsest granularity.
         let total: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
         let now: u64 = recorded.iter().map(|&bits| DirtyBits::bytes_for(self.size_bytes(), bits)).sum();
         let budget = now.saturating_add(MemoryBudget::process().free()).min(MAX_RECORDED);
@@ -320,7 +319,8 @@ struct BitmapStore<'a> {
 impl<'a> BitmapStore<'a> {
     async fn new(image: &'a Qcow2Image) -> Result<Self, BitmapError> {
         let entries = image.bitmaps().await?;
-        // Bitmaps that are not in use were changed by another program or call meanwhile.
+        // Bitmaps that are no longer in use were changed meanwhile by another program or call:
+        // skipped.
         let in_use = entries.iter().enumerate().filter(|(_, entry)| entry.flags & flag::IN_USE != 0);
         let by_name = in_use.map(|(index, entry)| (entry.name.clone(), index)).collect();
         Ok(Self { image, entries, by_name, old: Vec::new(), changed: false })

@@ -1,4 +1,4 @@
-//! Bitmaps that record, compared with plain arrays: random requests, sizes and openings.
+//! Bitmaps that record, compared with plain arrays over random requests, resizes and openings.
 
 use proptest::prelude::*;
 
@@ -26,13 +26,13 @@ enum BitmapTestStep {
     Discard(u64, u64),
     Resize(u64),
     Reopen,
-    /// Not closed, as after a crash with everything flushed.
+    /// Opened again without closing, as after a crash with everything flushed.
     Abandon,
-    /// Laid down for another process, which does not continue.
+    /// Suspended for a handover; this process then resumes the image.
     Resume,
-    /// Laid down for another process, which continues.
+    /// Suspended for a handover; another process continues with the image.
     HandOver,
-    /// Another process uses the image for a while and writes to it.
+    /// Another process opens the image, writes a range and closes it; this process then resumes it.
     UseElsewhere(u64, u64),
 }
 
@@ -89,7 +89,7 @@ async fn open_for_handover(storage: Storage) -> Qcow2Image {
     Qcow2Image::open_for_handover(Qcow2Components::of(storage)).await.expect("valid")
 }
 
-/// Copies the content of `of` to `storage`.
+/// Copies the content of `source` to `storage`.
 async fn replace(storage: &Storage, source: &Storage) {
     let content = source.read_all().await.expect("memory");
     storage.resize(content.len() as u64).await.expect("memory");
@@ -254,7 +254,7 @@ impl BitmapTestWorld {
         self.models.iter_mut().for_each(|model| model.mark(at, length));
     }
 
-    /// Lays the image down; the file must then look as if it had been closed.
+    /// Suspends the image for a handover; the file must then be the same as that of a closed image.
     async fn suspend(&mut self) {
         self.image.write_for_handover().await.expect("room");
         let file = copied(self.image.storage()).await;
@@ -386,7 +386,7 @@ fn bitmap_removed_by_another_process_is_unavailable() {
     });
 }
 
-/// File of an image with a bitmap for each of these entries, whose tables are zeroes.
+/// File of an image with one bitmap, whose directory entry `change` has modified.
 async fn with_altered_entries(size_bytes: u64, change: impl Fn(&mut BitmapEntry, &Qcow2Header)) -> Storage {
     let storage = Storage::memory(512);
     let options = CreateOptions { size_bytes, ..CreateOptions::default() };

@@ -86,7 +86,7 @@ impl Qcow2Image {
         let entry = entries.iter().find(|entry| entry.name == name.as_bytes());
         let entry = entry.ok_or_else(|| BitmapViewError::NotFound(name.to_owned()))?;
         if is_foreign && entry.flags & flag::AUTO != 0 {
-            // Another process has the image and the bitmap. Its bits become available with
+            // Another process uses the image and the bitmap. Its bits become available with
             // `take_over`.
             return Ok(view(BitmapSource::Recorded));
         }
@@ -102,7 +102,7 @@ impl Qcow2Image {
         Ok(view(BitmapSource::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
     }
 
-    /// Reads the directory anew, while another process may write to the file.
+    /// Reads the directory from the file, to which another process may write meanwhile.
     async fn bitmaps_of_other_process(&self) -> std::result::Result<Vec<BitmapEntry>, BitmapViewError> {
         let storage = self.file.storage();
         storage.refresh_size().await.map_err(MetadataError::from)?;
@@ -136,7 +136,7 @@ impl BitmapView {
     /// image, which an overlay may exceed, nothing is marked.
     ///
     /// # Errors
-    /// [`Error::INVALID`] if `length` is zero; [`Error::SHUTDOWN`] while another process has the
+    /// [`Error::INVALID`] if `length` is zero; [`Error::SHUTDOWN`] while another process uses the
     /// image, or if that process removed the bitmap; or the storage's error.
     pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<MarkedRun>> {
         let end = offset.checked_add(length).filter(|_| length > 0).ok_or(Error::INVALID)?;

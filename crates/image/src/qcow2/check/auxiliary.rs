@@ -1,6 +1,6 @@
 //! Structures besides the disk: snapshots, bitmaps, the LUKS header.
 //!
-//! Never gives up a snapshot. An unusable bitmap is dropped by a full repair: bitmaps only save
+//! Never discards a snapshot. An unusable bitmap is dropped by a full repair: bitmaps only save
 //! work.
 
 use std::collections::{BTreeMap, HashSet};

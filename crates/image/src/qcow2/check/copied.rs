@@ -3,7 +3,7 @@
 //!
 //! Flags are meaningful only in the active L1 table and its L2 tables.
 //!
-//! Never judges the flag of a cluster whose stored refcount is unknown.
+//! Never checks the flag of a cluster whose stored refcount is unknown.
 
 use std::collections::BTreeSet;
 

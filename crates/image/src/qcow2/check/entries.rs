@@ -2,15 +2,15 @@
 //! ambiguous.
 //!
 //! ```text
-//!   entry ─► flaws        reserved bits, a flag without a cluster, a bad offset of zeroes: corrected
-//!         └► ambiguity    data at an impossible offset, contradicting bits: reported, or given up
+//!   entry ─► flaws      reserved bits, a flag without a cluster, a bad offset of zeroes: corrected
+//!         └► ambiguity  data at an impossible offset, contradicting bits: reported, or discarded
 //! ```
 //!
 //! A flaw is corrected only if every byte that the entry describes reads the same afterwards. The
 //! zero flag, and the bitmap of an extended entry, therefore survive a bad offset. Everything else
-//! is ambiguous: the guest's data may still exist, and only the user may give it up. Subclusters
-//! that are given up read as zeroes, never as old data of the backing file; version 2 has no zero
-//! flag, so there the cluster becomes unallocated.
+//! is ambiguous: the guest's data may still exist, and only the user may allow its loss.
+//! Discarded subclusters read as zeroes, never as old data of the backing file; version 2 has no
+//! zero flag, so there the cluster becomes unallocated.
 //!
 //! Pure: never reads or writes the file.
 //!
@@ -42,7 +42,7 @@ pub(super) struct Ambiguity {
     pub(super) reason: String,
     /// Bitmap of the subclusters; only bit 0 without extended entries.
     pub(super) subclusters: u32,
-    /// The entry after their content was given up.
+    /// The entry after their content was discarded.
     pub(super) given_up: RawEntry,
 }
 
@@ -53,7 +53,7 @@ impl EntryVerdict {
     }
 }
 
-/// Judges the entry of the guest cluster at `guest`. `fault_at` returns the reason why a region of
+/// Checks the entry of the guest cluster at `guest`. `fault_at` returns the reason why a region of
 /// the file, given as offset and length, cannot contain guest data.
 pub(super) fn judge_entry(
     shape: EntryFormat,

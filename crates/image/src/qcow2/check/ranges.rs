@@ -1,4 +1,4 @@
-//! Guest ranges in a report: ambiguous content, and content that was given up.
+//! Guest ranges in a report: ambiguous content, and content that was discarded.
 //!
 //! Adjacent ranges of one disk are merged, which keeps the list short if a whole table is
 //! affected.

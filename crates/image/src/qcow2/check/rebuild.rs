@@ -1,4 +1,4 @@
-//! Rebuilds the refcounts if they cannot be corrected: writes new blocks and a new table behind
+//! Rebuilds the refcounts if they cannot be corrected: writes new blocks and a new table after
 //! everything in use, then the header.
 //!
 //! ```text
@@ -21,7 +21,7 @@ impl CheckPass<'_> {
     /// Writes refcounts that match the counted references.
     pub(super) async fn rebuild(&mut self, old: &Structures) -> Result<(), MetadataError> {
         self.drop_old_refcounts(old);
-        // Behind the whole file: no existing cluster is overwritten, used or not.
+        // After the end of the file: no existing cluster is overwritten, used or not.
         let first = self.file_clusters.max(self.found.counts.last_used().map_or(0, |cluster| cluster + 1));
         let (blocks, table_clusters) = self.needed_blocks(first)?;
         let bits = self.header.cluster_bits;

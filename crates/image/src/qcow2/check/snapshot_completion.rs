@@ -1,12 +1,11 @@
-//! Snapshots without the size of their disk, which version 3 requires: the table is rewritten with
-//! it.
+//! Completes snapshot entries that lack the size of their disk, which version 3 requires.
 //!
 //! ```text
-//!   plan: space behind the end of the file, counted ─► refcounts are corrected
-//!         ─► put: the table, then the header ─► the old table is a leak
+//!   plan: space after the end of the file, counted ─► refcounts are corrected
+//!         ─► write: the table, then the header ─► the old table is a leak
 //! ```
 //!
-//! The missing size is the one that QEMU and weir assume anyway: the present size of the disk.
+//! QEMU and weir assume the present size of the disk for such an entry, so this size is written.
 //! Version 2 does not require it, so old images may have such entries.
 //!
 //! Never overwrites the table that the header refers to.
@@ -31,10 +30,11 @@ pub(super) struct PlannedSnapshotTable {
 }
 
 impl CheckPass<'_> {
-    /// Reports incomplete entries, or plans a table without them and grows the file for it.
+    /// Reports incomplete entries, or plans a table in which they are complete and grows the file
+    /// for it.
     ///
-    /// If the table has unusable entries (`is_sound` is false) it stays: it could only be
-    /// rewritten without them.
+    /// A table with unusable entries (`is_sound` is false) is not replaced: a new table could not
+    /// contain them.
     pub(super) async fn plan_snapshot_table(
         &mut self,
         snapshots: &[InternalSnapshot],
@@ -69,7 +69,7 @@ impl CheckPass<'_> {
         Ok(())
     }
 
-    /// True if the cluster was unused until it was planned for a table.
+    /// True if the cluster belongs to the planned table. It was unused before.
     pub(super) fn is_planned(&self, cluster: u64) -> bool {
         let bits = self.header.cluster_bits;
         let region = self.planned.as_ref().map(|planned| (planned.offset, planned.bytes.len() as u64));
@@ -96,8 +96,8 @@ impl CheckPass<'_> {
         let bits = self.header.cluster_bits;
         let mut clusters = offset >> bits..(offset + bytes.len() as u64).div_ceil(1 << bits);
         if clusters.any(|cluster| self.stored.get(cluster) != 0) {
-            // Without correct refcounts the table could be overwritten: undo the growth of the
-            // file.
+            // Clusters of the table that could not get their refcount could be allocated again,
+            // which would overwrite the table: undo the growth of the file.
             incomplete.into_iter().for_each(|finding| self.report_corruption(finding));
             return Ok(metadata_io::set_size(self.storage, file_bytes).await?);
         }

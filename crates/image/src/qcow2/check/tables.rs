@@ -31,7 +31,7 @@ impl CheckPass<'_> {
                 continue;
             }
             let guest = base.wrapping_add(number * cluster);
-            // Judged before it is counted: only the repaired entry's references count.
+            // Checked before it is counted: only the references of the repaired entry count.
             let verdict =
                 judge_entry(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
             let updated = self.apply_verdict(entry, verdict, (offset, at), uses);

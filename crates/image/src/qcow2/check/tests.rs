@@ -93,7 +93,7 @@ fn a_leak_is_freed() {
     assert_eq!((report.allocated_clusters, report.fragmented_clusters), (63, 1));
 }
 
-/// Damages a preallocated image and repairs it, which must not change its content; then gives up
+/// Damages a preallocated image and repairs it, which must not change its content; then discards
 /// the ambiguous content. Returns both reports.
 fn ambiguous(damage: impl AsyncFnOnce(&Storage, &Qcow2Header) + 'static) -> (CheckReport, CheckReport) {
     sim::run(1, async move {
@@ -272,7 +272,7 @@ fn wrong_flags_are_corrected() {
     assert_eq!((report.leaks, report.corruptions), (0, 2), "{report:?}");
 }
 
-/// As if the header had lost an internal snapshot that shared everything.
+/// Damage as after the loss of an internal snapshot that shared all clusters.
 #[test]
 fn repair_of_leaks_sets_flags_of_lowered_refcounts() {
     sim::run(1, async {

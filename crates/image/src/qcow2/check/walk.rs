@@ -4,7 +4,7 @@
 //! to it: snapshots share most of theirs.
 //!
 //! Never follows an entry that does not refer to a cluster of the file. Such an entry stays unless
-//! the user gives up its guest range, since the table may still exist.
+//! the user allows the loss of its guest range, since the table may still exist.
 
 use std::collections::BTreeMap;
 
@@ -160,7 +160,7 @@ impl CheckPass<'_> {
         Ok(Some(offset))
     }
 
-    /// Clears an L1 entry with ambiguous content if the user gives it up; otherwise reports it.
+    /// Clears an L1 entry with ambiguous content in a forced repair; otherwise reports it.
     async fn discard_l1(&mut self, place: u64, owner: L1Location, message: String) -> Result<()> {
         let coverage = self.table_coverage();
         if self.repair == Repair::Forced && self.may_write(place) && self.fits_in_report(&[owner]) {
@@ -185,8 +185,8 @@ impl CheckPass<'_> {
         Ok(())
     }
 
-    /// True if the user gives up ambiguous content, and this L2 table shares its cluster with
-    /// another structure and is not plausible as a table.
+    /// True in a forced repair, if this L2 table shares its cluster with another structure and is
+    /// not plausible as a table.
     async fn must_be_discarded(&mut self, offset: u64) -> bool {
         if self.repair != Repair::Forced || self.may_write(offset) {
             return false;

@@ -108,8 +108,8 @@ impl ImageLayout {
     }
 }
 
-/// Number of clusters of the refcount table, and of refcount blocks, if there are `others` other
-/// clusters.
+/// Number of clusters of the refcount table, and of refcount blocks, if the image has
+/// `other_clusters` other clusters.
 fn refcounts(options: &CreateOptions, other_clusters: u64) -> (u64, u64) {
     let per_block =
         refcount_entries::entry_count(options.cluster_bytes, options.refcount_bits.trailing_zeros());

@@ -2,9 +2,11 @@
 //! destroys the key.
 //!
 //! ```text
-//!   s₁ ─► ⊕ ─► diffuse ─► ⊕ ─► diffuse … ─► ⊕ ─► key         s₁ … sₙ₋₁ random, sₙ chosen to yield the key
+//!   s₁ ─► ⊕ ─► diffuse ─► ⊕ ─► diffuse … ─► ⊕ ─► key
 //!         0              s₂                 sₙ
 //! ```
+//!
+//! s₁ to sₙ₋₁ are random; sₙ is chosen so that the result is the key.
 //!
 //! Source: "LUKS On-Disk Format Specification" 1.2.3, section 2.4 (H1 is its diffuser).
 

@@ -1,8 +1,7 @@
 //! The LUKS header: 592 bytes, decoded to [`LuksHeader`] and encoded from it.
 //!
-//! The author of the image chose every number, and some of them determine costs: iterations cost
-//! time, stripes and key sizes memory. All are bounded here, so that users of the result need no
-//! further checks.
+//! All values are untrusted, and some determine costs: iterations cost time, stripes and key sizes
+//! cost memory. They are bounded here, so that callers need no further checks.
 //!
 //! Source: "LUKS On-Disk Format Specification" 1.2.3, figures 1 to 4.
 
@@ -32,7 +31,7 @@ const ENABLED: u32 = 0x00ac_71f3;
 const DISABLED: u32 = 0x0000_dead;
 // Fixed by the specification.
 pub(super) const STRIPES: u32 = 4000;
-// Alignment of the key slots that this program creates.
+// Alignment of the key slots that weir creates.
 const SLOT_ALIGNMENT: u64 = 4096;
 
 const FIRST_SLOT: usize = 208;

@@ -25,7 +25,7 @@ use crate::{
 
 // Minimum of iterations, from the specification.
 const MIN_ITERATIONS: u32 = 1000;
-// The digest takes an eighth of a slot's time: it is computed for each slot that is tried.
+// The digest has an eighth of a slot's iterations: it is computed for each slot that is tried.
 const DIGEST_SHARE: u32 = 8;
 
 /// Reason why an image cannot be unlocked.
@@ -149,11 +149,9 @@ fn try_slot(
     }
 }
 
-/// Creates a master key and the LUKS area of a new image for `passphrase`. Blocks for about 1.5
-/// times [`iteration_time`](LuksOptions::iteration_time).
-///
-/// # Errors
-/// openssl fails or does not support the hash.
+/// Creates a master key and the LUKS area of a new image for `passphrase`. Blocks for
+/// [`iteration_time`](LuksOptions::iteration_time), and in addition for the digest, up to an eighth
+/// of it, and the measurement of the machine.
 pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, InvalidImage> {
     let LuksOptions { cipher: kind, hash, iteration_time } = *options;
     let iterations = iterations_for(hash, kind.key_bytes, iteration_time)?;

@@ -116,7 +116,8 @@ impl Qcow2Image {
         self.replace_snapshots(&header, &snapshots, old_length).await
     }
 
-    /// Writes a snapshot table whose last entry shares everything with the disk.
+    /// Writes the table of `snapshots`, the last of which shares all clusters with the disk, and
+    /// clears the COPIED flags of the disk.
     async fn publish_snapshot(
         &self,
         header: &Qcow2Header,
@@ -124,8 +125,9 @@ impl Qcow2Image {
         old_length: u64,
     ) -> Result<()> {
         self.flush_metadata().await?;
-        // From here on first writes copy, whether the snapshot is completed or not. Nothing that
-        // can fail may come between the header and this.
+        // From here on the first write to a cluster copies it, even if the snapshot fails later.
+        // This precedes the change of the header: no failure may leave a snapshot whose clusters
+        // are written in place.
         self.set_active_flags(CopiedFlags::Clear).await?;
         self.clear_copied_flags();
         self.replace_snapshots(header, snapshots, old_length).await

@@ -1,7 +1,8 @@
-//! Everything that an L1 table leads to: changes of its refcounts as a whole, and of its COPIED
-//! flags.
+//! Changes of the refcounts and COPIED flags of all clusters that an L1 table refers to, directly
+//! or through its L2 tables.
 //!
-//! Requires that no request is in flight: tables are read from the file, which is then complete.
+//! Requires that no request is in flight: tables are read from the file, which then contains all
+//! metadata.
 //!
 //! Never follows an L2 table twice or beyond the end of the file: such an image is corrupt, which
 //! is reported before anything is changed.
@@ -63,7 +64,7 @@ impl Qcow2Image {
         for (done, table) in tables.iter().enumerate() {
             let changed = self.change_table(*table, by).await;
             if let Err(error) = changed {
-                // Refcounts may overflow half-way; the increments so far are taken back.
+                // A refcount may overflow after others were incremented: undo those increments.
                 if by > 0 {
                     for table in &tables[..done] {
                         self.change_table(*table, -by).await?;
@@ -110,8 +111,8 @@ impl Qcow2Image {
                     merges = true;
                 }
                 ClusterMapping::Compressed { offset, length } => {
-                    // Compressed clusters share host clusters with their neighbours, and each of
-                    // them counts.
+                    // Each compressed cluster counts as a reference to its host cluster, even if
+                    // several share one, so they are not merged.
                     runs.push((offset, length));
                     merges = false;
                 }
@@ -164,7 +165,7 @@ impl Qcow2Image {
                     changed = true;
                 }
             }
-            // Tables without a change are not written: most of a large image.
+            // Unchanged tables are not written; in a large image these are most of them.
             if changed {
                 self.write_metadata(*table, &bytes).await?;
             }

@@ -58,8 +58,8 @@ impl CoverageTally {
     }
 }
 
-/// The nominal coverage is 95 of 100. With few cases one more may miss, and ten days together have
-/// rarer moments.
+/// Fails if the coverage is below the nominal 95 of 100. With few cases one more interval may miss,
+/// and ten days together contain rarer moments.
 #[allow(clippy::print_stdout, reason = "what was counted is what a soak is for")]
 fn assert_coverage(tallies: &BTreeMap<String, CoverageTally>) {
     let mut all = CoverageTally::default();

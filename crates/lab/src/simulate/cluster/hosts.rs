@@ -125,7 +125,7 @@ impl SimulatedHosts {
         self.roles.contains(&HostDemand::Busy)
     }
 
-    /// Computes the ideal: the whole limit is divided, and nothing held in reserve.
+    /// Computes the ideal shares: the whole limit is divided, without a reserve.
     fn update_ideal(&mut self) {
         let claim = |(host, role): (usize, &HostDemand)| {
             let disks = self.spec.disks as u64;

@@ -82,7 +82,7 @@ struct ClusterRun<'a> {
     outcome: ClusterOutcome,
 }
 
-/// Runs until the end, or until `stop`; `tell` receives the progress in nanoseconds.
+/// Runs until the end, or until `stop`. The callback receives the progress in nanoseconds.
 pub(super) fn run(
     spec: &ClusterSpec,
     limits: ClusterGroupLimits,

@@ -96,7 +96,7 @@ impl ConvertSink {
                 limits: HashMap::new(),
             }
         } else {
-            // With room for the request that exceeds the size at which it is written.
+            // Includes space for the request that exceeds the size at which the buffer is written.
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
             let form = TextFormat::begin(format, start, &mut text);
             let file = match compression {
@@ -247,7 +247,7 @@ impl ConvertSink {
         let is_one = disk_naming(self.format) == DiskNaming::Nothing;
         let other = form.calls.iter().filter(|call| is_one || call.identifier != call.name);
         let mut names: Vec<_> = other
-            // One more than is listed, to know whether to add an ellipsis.
+            // One name more than is listed shows that an ellipsis is needed.
             .take(MAX_NAMED + 1)
             .map(
                 |DiskIdentifier { name, identifier: called }| {

@@ -1,5 +1,5 @@
-//! A published table beside this machine's, and the conclusions that agree. Each figure is relative
-//! to a row of the same table.
+//! A published table with the figures of this machine, and the conclusions that agree. Each figure
+//! is relative to a row of the same table.
 
 use console::{figures, table};
 

@@ -60,7 +60,8 @@ impl StoreTraffic {
     }
 }
 
-/// The store. Hosts and leaders reach it through the [`World`](super::SimulatedCluster).
+/// The store. Hosts and leaders access it through the
+/// [`SimulatedCluster`](super::SimulatedCluster).
 #[derive(Debug)]
 pub struct SimulatedStore {
     state: StoreContents,

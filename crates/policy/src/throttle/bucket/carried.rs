@@ -7,12 +7,12 @@
 //!   admitted since: 400
 //! ```
 //!
-//! A disk's own part of a bucket is not tracked, because that would cost every request. An upper
-//! bound is known. Contents are combined so that both the level and level plus deferred work are no
-//! less than in either bucket. All later operations (charges, leaks, changes of limits) preserve
-//! that order, so requests are admitted only if a bucket filled by this disk alone would admit
-//! them. The guarantee of `bucket.rs` therefore holds for a disk that moves, as for one whose
-//! limits change.
+//! A disk's own part of a bucket is not tracked, because that would cost time in every request;
+//! only an upper bound is known. Contents are combined so that the level, and the level plus
+//! deferred work, are no less than in either bucket. All later operations (charges, leaks, changes
+//! of limits) preserve that order, so requests are admitted only if a bucket filled by this disk
+//! alone would admit them. The guarantee of `bucket.rs` therefore holds for a disk that moves, as
+//! for one whose limits change.
 
 use super::{LEVEL_SCALE, LeakyBucket, NodeBuckets, SpareLevels};
 use crate::throttle::limits::LimitKind;

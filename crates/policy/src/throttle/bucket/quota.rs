@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The free capacity of all parts together therefore grows by leaks only and never exceeds the
-//! burst of the whole limit. Never gives a burst to a new part: it comes filled.
+//! burst of the cluster-wide limit. A new quota grants no burst: its buckets start full.
 
 use super::{LEVEL_SCALE, LeakyBucket, NodeBuckets};
 use crate::throttle::enforcement::LimitScale;
@@ -35,8 +35,8 @@ impl LeakyBucket {
 }
 
 impl NodeBuckets {
-    /// As [`NodeBuckets::change`], for another part of a limit. Capacity is added only by `credit`;
-    /// returns the capacity given up. In whole units.
+    /// As [`NodeBuckets::change`], for a changed quota of a limit that is divided over hosts. Free
+    /// capacity is added only by `credit`; returns the capacity given up. Both in whole units.
     pub(in crate::throttle) fn set_quota(&mut self, limits: &Limits, credit: [u64; 6]) -> [u64; 6] {
         let before = self.buckets;
         self.change(limits, LimitScale::ONE);

@@ -1,7 +1,7 @@
 //! Bucket contents of a node as plain numbers, for transfer to another process with its own clock.
 //!
-//! Leaks during the transfer are lost, so nothing is gained by it. Spare levels are not
-//! transferred: read-ahead starts anew, within the capacity that guests leave.
+//! Buckets do not leak during the transfer, so a transfer grants no additional capacity. Spare
+//! levels are not transferred: read-ahead starts anew, within the capacity that guests leave.
 
 use super::{LEVEL_SCALE, NodeBuckets};
 use crate::throttle::limits::{LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE};

@@ -64,8 +64,8 @@ impl SpareLevel {
     /// Adds read-ahead that arrives `elapsed_ns` after the buckets' instant.
     fn add(&mut self, bucket: &LeakyBucket, billionths: u128, elapsed_ns: u64) {
         let add = |spare: u128, level: u128, rate: u64| {
-            // Until then an empty bucket leaks nothing, so that capacity must not be available
-            // later.
+            // While a bucket is empty, the capacity that it could leak is lost: it must not be
+            // available to read-ahead that arrives later.
             let unused_leak = leak_in(rate, elapsed_ns).saturating_sub(level.saturating_add(spare));
             spare.saturating_add(unused_leak).saturating_add(billionths)
         };

@@ -4,11 +4,12 @@
 //! ```text
 //!   lease: 6000 ─────────────┐ until
 //!                            └────── fallback share: 66, from that instant on
-//!   reservations below are checked against the whole limit, less those of other hosts
+//!   reservations below are checked against the cluster-wide limit, less those of other hosts
 //! ```
 //!
-//! The tree checks the clock before it admits anything, so a process that was suspended while its
-//! lease expired uses nothing of it, whichever method is called first. That costs one comparison.
+//! The tree checks the clock before it admits a request, so a process that was suspended while its
+//! lease expired does not use the leased quota, whichever method is called first. The check is one
+//! comparison.
 //!
 //! Never extends a lease: the caller does ([`ThrottleTree::set_lease`]), by the rules of
 //! [`cluster`](crate::cluster).

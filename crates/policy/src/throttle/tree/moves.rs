@@ -30,7 +30,7 @@ use alloc::vec::Vec;
 
 impl<T> ThrottleTree<T> {
     /// Bucket contents of a disk, and the part of its groups' contents that the disk can have
-    /// caused, for `ThrottleTree::take_over`. Call it before the disk is removed.
+    /// caused, for [`ThrottleTree::add_carried_charges`]. Call it before the disk is removed.
     ///
     /// `beside` is the node that replaces the disk, if that is in this tree. Groups above both
     /// nodes have been charged already, so their part is carried but not charged again.
@@ -140,7 +140,7 @@ impl<T> ThrottleTree<T> {
 
 impl<T> ThrottleNode<T> {
     /// The part of this group's bucket contents that a disk can have caused; `level` is the number
-    /// of groups between them. Without limits, that of the limits in force last.
+    /// of groups between them. If the group has no limits now, the part under its last limits.
     fn carried_part(&self, disk: &Self, level: usize, now: Instant) -> Option<Box<NodeLimits>> {
         let mut carried = disk.carried.get(level).cloned().flatten();
         if let Some(carried) = &mut carried {

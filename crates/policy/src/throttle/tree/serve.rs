@@ -215,8 +215,8 @@ impl<T> ThrottleTree<T> {
             let overtakes = node.schedule.as_ref().is_some_and(|schedule| schedule.has_work(direction));
             let other_waits = shared && node.has_work(other);
             if let Some(buckets) = node.enforced_buckets(now) {
-                // A waiting request of the opposite direction that could pass as well has
-                // precedence: it came first, and its turn is decided by `poll`.
+                // A waiting request of the opposite direction that could be admitted as well has
+                // precedence: it arrived first, and `poll` decides when it is admitted.
                 let other_is_due = || other_waits && buckets.longest_wait(other).is_none();
                 if buckets.longest_wait(direction).is_some() || overtakes || other_is_due() {
                     return false;
@@ -312,7 +312,8 @@ impl<T> ThrottleTree<T> {
         if price_ns <= SLICE_NS {
             return parts;
         }
-        // Rare from here on: a large request is priced again, by the levels that are enforced.
+        // Only for large requests, which are rare: the cost is computed again, from the levels
+        // whose limits are enforced.
         let (mut enforced_ns, mut operation_ns) = (0, 0);
         for step in &self.path.steps[..self.path.length] {
             if let Some(buckets) = self.nodes[step.slot].enforced_buckets(now) {

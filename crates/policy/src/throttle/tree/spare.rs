@@ -13,7 +13,7 @@ use crate::time::Instant;
 
 impl<T> ThrottleTree<T> {
     /// Admits read-ahead for a disk if possible, and charges it to the spare level of every limit
-    /// on the path; returns true if it did. Otherwise ask again at the next opportunity.
+    /// on the path; returns true if it did. Otherwise, try again at the next opportunity.
     ///
     /// It is admitted if, at every level, no request waits that it would overtake and no bucket for
     /// reads exceeds its size including earlier read-ahead, whatever the size of this one.

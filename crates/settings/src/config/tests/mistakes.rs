@@ -299,7 +299,7 @@ fn group_cycles_are_rejected() {
         &format!("{disk}[group.a]\ngroup = \"c\"\n"),
         "weir.toml:4: group.a.group = \"c\": is not a group of this file (add [group.c])",
     );
-    // A circle of this size must neither overflow the stack nor take quadratic time.
+    // A cycle of this size must neither overflow the stack nor take quadratic time.
     let count = 100_000;
     let group = |n: usize| format!("[group.g{n}]\ngroup = \"g{}\"\n", (n + 1) % count);
     let text: String = (0..count).map(group).collect();
@@ -386,7 +386,7 @@ fn two_writers_of_one_image_are_rejected() {
     };
     let rule = "weir.toml:5: disk.b.image = \"/etc/weir/x.raw\": \
                 another disk uses this image (export one disk twice, or make both read-only)";
-    // One writer suffices to make sharing wrong.
+    // One writer is enough: the reader would see stale data.
     check(&two_disks("", ""), rule);
     check(&two_disks("read-only = true", ""), rule);
     check(&two_disks("", "read-only = true"), rule);

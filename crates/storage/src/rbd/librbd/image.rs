@@ -56,7 +56,7 @@ const MAX_WATCHERS: usize = 64;
 
 /// Callback of the library, on one of its threads.
 unsafe extern "C" fn on_update(argument: *mut c_void) {
-    // SAFETY: `RbdImage` keeps the bell until the library has removed the watch: see
+    // SAFETY: `RbdImage` keeps the `ResizeNotifier` until the library has removed the watch: see
     // `ImageCloser::run`.
     unsafe { &*argument.cast::<ResizeNotifier>() }.notify();
 }
@@ -232,8 +232,8 @@ impl RbdImage {
 
     fn watch(&mut self) -> Result<()> {
         let (mut watch, resize_notifier) = (0, Arc::as_ptr(&self.resize_notifier).cast_mut().cast::<c_void>());
-        // SAFETY: the image is open, the function writes one number, and the bell outlives the
-        // watch.
+        // SAFETY: the image is open, the function writes one number, and the `ResizeNotifier`
+        // outlives the watch.
         outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, on_update, resize_notifier) })?;
         self.watch = Some(watch);
         Ok(())
@@ -597,8 +597,8 @@ impl RbdImage {
         }
         let mut search = AllocationSearch { pieces: Vec::new(), max_pieces: most };
         let (offset, length) = (range.start, range.end - range.start);
-        // SAFETY: the image is open. `found` is called with `search` only before this returns, by
-        // one thread at a time.
+        // SAFETY: the image is open. `on_allocated` is called with `search` only before this
+        // returns, by one thread at a time.
         let result = unsafe {
             let argument = (&raw mut search).cast();
             (self.library.rbd_diff_iterate2)(
@@ -724,7 +724,7 @@ impl Drop for ClosingImage {
     }
 }
 
-/// Waits until all dropped images are closed, for `patience` at most; returns true if all are. A
+/// Waits until all dropped images are closed, for `timeout` at most; returns true if all are. A
 /// process that exits earlier leaves locks behind, which the cluster keeps for 30 s.
 pub fn wait_for_closing(timeout: Duration) -> bool {
     let timeout = if ARE_ABANDONED.load(Relaxed) { Duration::ZERO } else { timeout };

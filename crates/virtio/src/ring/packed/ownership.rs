@@ -94,7 +94,7 @@ impl DescriptorOwnership {
         self.used.after(descriptors, self.size)
     }
 
-    /// Continues at `used`, with `out` descriptors in flight, at most the ring's size.
+    /// Continues at `used`, with `in_flight` descriptors in flight, at most the ring's size.
     pub(super) fn resume(&mut self, used: RingPosition, in_flight: u16) {
         (self.used, self.in_flight) = (used, in_flight);
         self.next = used.after(in_flight, self.size);
@@ -115,11 +115,11 @@ impl DescriptorOwnership {
         at.is_available(flags(self.words(at).1))
     }
 
-    /// Takes the next available chain; `None` if there is none. Calls `each` with the words of its
-    /// descriptors; returns its id and its number of descriptors.
+    /// Takes the next available chain; `None` if there is none. Calls `on_descriptor` with the
+    /// words of its descriptors; returns its id and its number of descriptors.
     ///
     /// # Errors
-    /// A chain without an end, and errors of `each`. Nothing is taken then.
+    /// A chain without an end, and errors of `on_descriptor`. Nothing is taken then.
     #[inline(always)]
     pub(super) fn take(
         &mut self,

@@ -191,7 +191,7 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
             assert_eq!((chain.fault, chain.descriptors), (fault, MAX_DESCRIPTORS));
         }
     }
-    // 2³² bytes, although the guest has only eight million.
+    // Buffers of 2³² bytes in total, all of them in the guest's 8 MiB of memory.
     let mut raw = Raw::of(regions((8 << 20) + 0x1000), SPLIT);
     raw.table(BUFFERS, &table(512, 8 << 20));
     let chain = raw.chain(&[(BUFFERS, 512 * 16, INDIRECT, 0)]);

@@ -1,7 +1,8 @@
 //! Charts of one disk or group: operations and bytes per second of the last minutes, with limits as
 //! lines.
 //!
-//! Shows the row's own limits; if it has none of a unit, those of the nearest group above that has.
+//! Shows the row's own limits; if it has no limit of a unit, those of the nearest group above that
+//! has one.
 
 use api::MemberSettings;
 use console::screen::{DIMMED, THROTTLED, has_no_colours};

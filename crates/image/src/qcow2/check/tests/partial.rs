@@ -1,4 +1,4 @@
-//! Images that are readable in part: the report judges that part only.
+//! Images that are readable in part: the report covers that part only.
 
 use super::*;
 use storage::{
