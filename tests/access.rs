@@ -59,7 +59,7 @@ fn most_specific_network_rule_applies_before_the_greeting() {
         &operator::run_ok(&scratch, &["status", "--all", "--interval", "0"]),
         &["REJECTED AT", "BY NETWORK"],
     );
-    assert_contains(&weir.stop(), &["a client was refused", "address=\"127.1.2.4\""]);
+    assert_contains(&weir.stop(), &["a client was rejected", "address=\"127.1.2.4\""]);
 }
 
 #[test]

@@ -143,13 +143,13 @@ fn missing_server_feature_is_reported_before_any_request() {
     let disk = scratch.filled("disk.raw", MIB);
     let server = Serve::new(&scratch).arg(&disk).arg("--read-only").start();
     let uri = server.uri("disk");
-    assert_contains(&bench("-w -c 1", &uri).fails(), &["is read-only (leave -w away"]);
+    assert_contains(&bench("-w -c 1", &uri).fails(), &["is read-only (leave -w out"]);
     assert_contains(&bench("-s 64M -d 1 -c 1", &uri).fails(), &["takes requests of 33554432 bytes at most"]);
     assert_contains(&bench("-s 2M -d 1 -c 1", &uri).fails(), &["has 1048576 bytes, and a request 2097152"]);
     assert_eq!(bench("-t none", &uri).run().code(), 2);
     assert_eq!(bench("", uri.replace("nbd+unix", "nbd+vsock")).run().code(), 2);
     let nobody = format!("nbd+unix:///a?socket={}", text(&scratch.socket("nobody")));
-    assert_contains(&bench("", nobody).fails(), &["cannot be connected to: No such file or directory"]);
+    assert_contains(&bench("", nobody).fails(), &["cannot connect: No such file or directory"]);
 }
 
 #[test]

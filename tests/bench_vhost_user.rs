@@ -165,7 +165,7 @@ fn missing_server_feature_is_reported_before_any_request() {
     let disk = scratch.filled("disk.raw", MIB);
     let ServedExport { weir, target } =
         served(&scratch, ",queues=2,queue-size=128", &[text(&disk), "--read-only"]);
-    assert_contains(&bench("-w -c 1", &target).fails(), &["is read-only (leave -w away"]);
+    assert_contains(&bench("-w -c 1", &target).fails(), &["is read-only (leave -w out"]);
     assert_contains(
         &bench("-c 3 --jobs 3", &target).fails(),
         &["has 2 queues, and 3 jobs", "smaller --jobs"],
@@ -180,7 +180,7 @@ fn missing_server_feature_is_reported_before_any_request() {
     assert_eq!(bench("", "vhost-user:").run().code(), 2);
     bench("-d 32 -c 100", &target).succeeds();
     weir.stop();
-    assert_contains(&bench("", target).fails(), &["cannot be connected to: No such file or directory"]);
+    assert_contains(&bench("", target).fails(), &["cannot connect: No such file or directory"]);
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn invalid_reply_ends_the_load() {
         let _ = stream.read_to_end(&mut Vec::new());
     });
     let stderr = bench("", format!("vhost-user:{}", text(&socket))).fails();
-    assert_contains(&stderr, &["does not speak vhost-user as it should: "]);
+    assert_contains(&stderr, &["violates the vhost-user protocol: "]);
     server.join().unwrap();
 }
 

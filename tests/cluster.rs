@@ -355,7 +355,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     let stderr = certificates(text(&keys));
     assert_contains(&stderr, &["keys/ca-cert.pem: No such file", "the authority of etcd's certificates"]);
     fs::write(keys.join("ca-cert.pem"), "garbage").unwrap();
-    assert_contains(&certificates(text(&keys)), &["keys/ca-cert.pem: holds no certificate in PEM form"]);
+    assert_contains(&certificates(text(&keys)), &["keys/ca-cert.pem: contains no certificate in PEM format"]);
     for (groups, expect) in [
         ("[\"gold\"]", "has disks, and [cluster] names it in control-groups"),
         ("[\"a\", \"a\"]", "is given twice"),

@@ -70,7 +70,7 @@ fn range_of_a_file_is_a_disk() {
         [("offset=1M", &["-f", "raw"][..]), ("offset=4K,size=1M", &["-f", "raw"]), ("offset=1M", &[])]
     {
         let stderr = Serve::new(&scratch).arg(&image).args(["-o", part]).args(format).fails();
-        let why = "the part given by offset and size, for which the file is taken as raw, is not all inside";
+        let why = "as a raw file, and the part given by offset and size extends beyond its end";
         assert_contains(&stderr, &[text(&image), why]);
     }
     let stderr = Serve::new(&scratch).arg(&image).args(["-o", "size=4K", "-f", "qcow2"]).rejects_usage();

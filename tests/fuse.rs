@@ -723,9 +723,9 @@ fn invalid_mount_points_are_named() {
     TestClient::new("mkfifo").arg(&fifo).succeeds();
     for (path, wrong) in [
         (scratch.path("missing"), "no such file (create an empty one"),
-        ("/usr/bin".into(), "is no regular file"),
-        (fifo, "is no regular file"),
-        ("/dev/null".into(), "is no regular file"),
+        ("/usr/bin".into(), "not a regular file"),
+        (fifo, "not a regular file"),
+        ("/dev/null".into(), "not a regular file"),
     ] {
         assert_contains(&serve(&scratch, &image, &path, "").fails(), &[text(&path), wrong]);
     }
@@ -733,7 +733,7 @@ fn invalid_mount_points_are_named() {
     let _weir = serve(&scratch, &image, &file, "").start();
     let other = Scratch::new();
     let stderr = serve(&other, &other.sparse("other.raw", MIB), &file, "").fails();
-    assert_contains(&stderr, &["is mounted over it already"]);
+    assert_contains(&stderr, &["already a mount point"]);
 }
 
 #[test]

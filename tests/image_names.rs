@@ -89,7 +89,7 @@ fn compressed_image_is_reported_with_its_unpacker() {
         qemu_img(["convert", "-f", "qcow2", "-O", form, text(&disk), text(&path)]).succeeds();
     }
     for (name, expect, is_error) in [
-        ("disk.qcow2.gz", "gzip: its bytes are no disk that a guest can boot (convert it: gunzip)", false),
+        ("disk.qcow2.gz", "gzip, which a guest cannot use as a disk (convert it: gunzip)", false),
         ("disk.qcow2.xz", "(convert it: unxz)", false),
         ("disk.qcow2.bz2", "(convert it: bunzip2)", false),
         ("disk.zst", "(convert it: unzstd)", false),

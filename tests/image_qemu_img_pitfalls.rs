@@ -50,7 +50,7 @@ fn options_are_accepted_or_rejected_as_by_qemu_img() {
         .args(["top.q", "top2.q"])
         .inside(&inside)
         .fails();
-    assert_contains(&stderr, &["its backing file is"]);
+    assert_contains(&stderr, &["the target has the backing file"]);
 }
 
 /// A chain in its own directory: `top` on `middle` on `base`; and the raw content of `top`.

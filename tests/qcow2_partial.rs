@@ -63,7 +63,7 @@ fn damaged_snapshot_does_not_affect_other_snapshots() {
         for repair in [&[][..], &["-r", "leaks"], &["-r", "all"], &["-r", "all", "--force"]] {
             let check = weir(&["check"]).args(repair).arg(&path).run();
             assert_eq!(check.code(), 2, "{repair:?}: {}", check.stderr());
-            assert_contains(&check.stderr(), &[fault, "Leaks cannot be judged, and nothing is freed"]);
+            assert_contains(&check.stderr(), &[fault, "Nothing is freed or reported as leaked"]);
             assert!(!check.stderr().contains("Leaked") && !check.stdout().contains("leaked clusters"));
             assert!(check.stdout().contains("clusters may be leaked"), "{}", check.stdout());
         }
@@ -161,7 +161,7 @@ fn layer_is_copied_before_its_backing_file_is_set() {
     }
     let other = image(&scratch, "other.qcow2", "cluster_size=64k");
     let target = create("target.qcow2", "cluster_size=64k", Some(&other));
-    assert_contains(&weir(&convert).arg(&target).fails(), &["its backing file is", "rebase -u"]);
+    assert_contains(&weir(&convert).arg(&target).fails(), &["the target has the backing file", "rebase -u"]);
     let target = create("target.qcow2", "cluster_size=64k", None);
     assert_contains(&weir(&convert).arg("--target-is-zero").arg(&target).fails(), &["--target-is-zero"]);
 }

@@ -307,7 +307,7 @@ fn invalid_config_is_named_and_changes_nothing() {
         &[
             "weir.toml:21: disk.d.export[1].file",
             "disk d at ",
-            "the sandbox does not let this daemon create devices",
+            "the sandbox does not allow this daemon to create devices",
         ],
     );
     // The last step fails, after an export was removed and two were added.
@@ -331,7 +331,7 @@ fn invalid_config_is_named_and_changes_nothing() {
         &(line("iops-reservation = 400", "") + client),
         &[
             "disk d at unix:",
-            "call a virtual machine (start it with such an export, or start it with --sandbox off)",
+            "connect to a virtual machine (start it with such an export, or start it with --sandbox off)",
         ],
     );
     let events = qmp.command("x-weir-query-events", json!({}));

@@ -68,7 +68,7 @@ fn all_threads_are_sandboxed_and_outside_files_rejected_by_name() {
         (
             "block-export-add",
             json!({"type": "fuse", "id": "f", "node-name": "b", "mountpoint": inside}),
-            "the sandbox does not let this daemon create devices and mounts on this host",
+            "the sandbox does not allow this daemon to create devices and mounts on this host",
         ),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": "/etc/shadow"}), "ermission denied"),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": pipe}), "is a named pipe, not a file"),

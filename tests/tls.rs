@@ -212,7 +212,7 @@ fn handshake_waits_for_memory() {
         .start();
     // Unfinished handshakes hold the memory of TLS.
     let mut silent_clients = Vec::new();
-    while !weir.log_text().contains("memory is used up") {
+    while !weir.log_text().contains("the memory budget is exhausted") {
         let mut client = RawNbdClient::greet(weir.socket());
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
         silent_clients.push(client);
@@ -243,7 +243,7 @@ fn waiting_handshakes_block_no_worker() {
         .start();
     let (mut served, _) = RawNbdClient::negotiated(weir.socket(), "memory");
     let mut silent_clients = Vec::new();
-    while !weir.log_text().contains("memory is used up") {
+    while !weir.log_text().contains("the memory budget is exhausted") {
         let mut client = RawNbdClient::greet(weir.socket());
         assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
         silent_clients.push(client);

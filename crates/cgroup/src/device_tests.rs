@@ -41,7 +41,7 @@ fn partition_number_resolves_to_its_disk() {
         &["/dev/vda1 is a partition; limits are for the whole disk /dev/vda"],
     );
     refused(&machine, "8:0", "no disk with number 8:0 here: No such file or directory");
-    refused(&machine, "0:7", "no disk with number 0:7 here: the file system is on no disk of this machine");
+    refused(&machine, "0:7", "no disk with number 0:7 here: the file system is not on a local disk");
 }
 
 #[test]

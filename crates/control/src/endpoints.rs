@@ -389,10 +389,11 @@ pub fn check_host_support(target: &ExportTarget) -> anyhow::Result<()> {
         }
         ExportTarget::Fuse(fuse) => {
             check_exists(Path::new("/dev/fuse"), "`modprobe fuse`")?;
-            check_exists(&fuse.file, "create an empty file: the disk is seen in its place")?;
+            check_exists(&fuse.file, "create an empty file; the disk is mounted over it")?;
             ensure!(
                 fuse.file.is_file(),
-                "{}: is no regular file (name one, it may be empty: the disk is seen in its place)",
+                "{}: not a regular file (name one, which may be empty; the disk is mounted over \
+                 it)",
                 fuse.file.display()
             );
             Ok(())

@@ -141,7 +141,8 @@ fn status(report: &CheckReport) -> Result<(), CommandFailure> {
 fn unknown_leaks_reason(report: &CheckReport) -> String {
     match &report.missed_references {
         Some(why) => format!(
-            "Leaks cannot be judged, and nothing is freed, because references may be missing: {}\n",
+            "Nothing is freed or reported as leaked, because the check may have missed \
+             references: {}\n",
             sanitize(why)
         ),
         None => String::new(),
@@ -179,7 +180,7 @@ fn next_steps(report: &CheckReport, is_marked: bool, name: &str) -> String {
         (false, false) => {}
     }
     if !report.ambiguous.is_empty() {
-        add_line("the ambiguous ranges stay unchanged in that repair (`-r all --force` gives their content up; \
+        add_line("the ambiguous ranges stay unchanged in that repair (`-r all --force` discards their content; \
              copy the disk with `weir image convert --salvage` first)");
     }
     text
@@ -198,7 +199,8 @@ fn ranges(report: &CheckReport, name: &str, repair: Repair) -> String {
         let remedy = if report.ambiguous.is_empty() {
             "copy the disk with `weir image convert --salvage`"
         } else {
-            "copy the disk with `weir image convert --salvage` first; `-r all --force` gives these ranges up"
+            "copy the disk with `weir image convert --salvage` first; `-r all --force` discards \
+             these ranges"
         };
         text += &format!(
             "weir: {}: not repaired: a repair could lose data or bring back old data ({remedy})\n",
@@ -281,7 +283,8 @@ fn text(report: &CheckReport) -> String {
     }
     if report.possible_leaks > 0 {
         text += &format!(
-            "\n{} clusters may be leaked. This cannot be judged, and they are kept.\n",
+            "\n{} clusters may be leaked. They stay allocated, because the check may have missed \
+             references.\n",
             report.possible_leaks
         );
     }

@@ -411,8 +411,8 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
         match current {
             Some(current) if opening::is_same(&current, &opening::referenced_path(path, backing)) => {}
             Some(current) => bail!(
-                "-B {backing}: its backing file is {}, where data of {backing} would be missing \
-                 (leave -B out, or name {backing} with `weir image rebase -u` first)",
+                "-B {backing}: the target has the backing file {}, so data of {backing} would be \
+                 missing (leave -B out, or set the backing file with `weir image rebase -u` first)",
                 current.display()
             ),
             None if arguments.target_is_zero => bail!(
@@ -421,7 +421,7 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
             None => {
                 is_attached_later = true;
                 console::print_notice(&format!(
-                    "{}: -B {backing}: it has no backing file yet (name {backing} with `weir image \
+                    "{}: -B {backing}: the target has no backing file yet (set it with `weir image \
                      rebase -u`; until then, data of {backing} reads as zeroes)",
                     path.display()
                 ));

@@ -227,7 +227,7 @@ impl NamedImage {
     pub(super) fn check_backing(&self) -> Result<(), CommandFailure> {
         match self.mode.alone {
             true => {
-                let message = "backing: is empty, and this command works on the backing file (leave it out)";
+                let message = "backing: is empty, but this command needs the backing file (leave it out)";
                 Err(CommandFailure::Usage(anyhow!("{}: {message}", self.name())))
             }
             false => Ok(()),

@@ -114,7 +114,7 @@ fn adapt_remedy(mut error: anyhow::Error, action: &SnapshotAction) -> anyhow::Er
                  makes a copy, and no snapshot can be taken"
             }
             SnapshotAction::Apply(_) | SnapshotAction::Delete(_) => {
-                "stop it first: an image in use keeps its snapshots as they are"
+                "stop it first: the snapshots of an image in use cannot be changed"
             }
         }
         .to_owned();

@@ -144,7 +144,9 @@ pub(super) fn open_error(name: &str, failure: &OpenFailure) -> OpenError {
             format!("cannot be opened: {}", error.describe()),
             "raise --memory, or use bitmaps of a larger granularity: `weir image bitmap`",
         ),
-        OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
+        OpenFailure::Caches(invalid) => {
+            (invalid.to_string(), "change the cache options: their limits depend on the cluster size")
+        }
         // `chain` and `secrets` report these before an image is opened.
         OpenFailure::LegacyAes | OpenFailure::NoKey | OpenFailure::NoDataFile => {
             (failure.to_string(), "see docs/reference")

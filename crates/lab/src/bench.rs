@@ -139,7 +139,7 @@ impl BenchRun {
         // Only for the handshake: each job opens a separate connection later.
         client.disconnect().await;
         if self.arguments.write && export_info.is_read_only() {
-            bail!("is read-only (leave -w away to read)");
+            bail!("is read-only (leave -w out to read)");
         }
         // Checked before the first request, which a server would answer with an error.
         self.check_server(export_info.minimum_block.into(), Some(export_info.maximum_payload.into()), export_info.can_flush())?;

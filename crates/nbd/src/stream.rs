@@ -193,7 +193,7 @@ pub fn shut_down(socket: &Fd) {
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum TlsFailure {
-    #[error("TLS was to be started on a stream that cannot carry it")]
+    #[error("TLS cannot be started: the stream is not a plain socket")]
     NotPlain,
     #[error("the peer sent more behind its TLS handshake than fits")]
     Flood,

@@ -217,7 +217,7 @@ impl EnteredSandbox {
     pub fn check_export(&self, target: &ExportTarget) -> anyhow::Result<()> {
         let (action, allowed, alternative) = match target {
             ExportTarget::VhostUserBlk(machine) if machine.client => {
-                ("call a virtual machine", self.needs.connects, "")
+                ("connect to a virtual machine", self.needs.connects, "")
             }
             ExportTarget::VhostUserBlk(_) => return Ok(()),
             ExportTarget::Ublk(_) | ExportTarget::Fuse(_) | ExportTarget::NbdDevice(_) => (
@@ -228,7 +228,8 @@ impl EnteredSandbox {
         };
         ensure!(
             allowed,
-            "the sandbox does not let this daemon {action} (start it with such an export, {REMEDY}{alternative})"
+            "the sandbox does not allow this daemon to {action} (start it with such an export, \
+             {REMEDY}{alternative})"
         );
         Ok(())
     }

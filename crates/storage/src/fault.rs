@@ -120,7 +120,7 @@ fn parse_kind(pair: &OptionPair<'_>) -> std::result::Result<Option<StorageReques
     match pair.value {
         "any" => Ok(None),
         _ if kind.is_some() => Ok(kind),
-        _ => Err(pair.error("is not any, read, write, zero, discard, flush or status")),
+        _ => Err(pair.error("is none of any, read, write, zero, discard, flush and status")),
     }
 }
 
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn errors_name_key_value_and_rule() {
         for (text, message) in [
-            ("kind=reed", "fault: kind=reed: is not any, read, write, zero, discard, flush or status"),
+            ("kind=reed", "fault: kind=reed: is none of any, read, write, zero, discard, flush and status"),
             ("offset=5", "fault: offset=5: is not a range of bytes (1M-2M, or 1M- up to the end)"),
             ("offset=2M-1M", "fault: offset=2M-1M: is an empty range"),
             ("error=EBAD1", "fault: error=EBAD1: is not an error (EIO, ENOSPC, …, or its number)"),

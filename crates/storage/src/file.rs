@@ -225,7 +225,7 @@ impl FileStorage {
         match lock::try_acquire(&self.fd, &self.name, lock::LockMode::new(self.read_only, false)) {
             Ok(true) => {}
             Ok(false) => {
-                let why = "this file system has no locks, so nothing would keep two from writing";
+                let why = "this file system does not support locks, so two processes could write at once";
                 return Err(OpenError::new(&self.name, why, "serve it without handover"));
             }
             Err(conflict) if last => return Err(conflict.into_error(&self.fd, &self.name)),
@@ -334,7 +334,7 @@ impl FileStorage {
         }
         let read_ahead = async |fd: Fd| Ok(operation::read_ahead(&fd, offset, length).await?);
         if let Err(error) = self.isolation.operate(&self.fd, read_ahead).await {
-            tracing::debug!(file = self.name, %error, "reading ahead was refused");
+            tracing::debug!(file = self.name, %error, "a read-ahead failed");
         }
     }
 

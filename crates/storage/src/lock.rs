@@ -178,7 +178,8 @@ fn place_locks(file: BorrowedFd<'_>, name: &str, mode: LockMode) -> Result<bool,
                 tracing::warn!(
                     image = name,
                     error = errno.desc(),
-                    "this file system has no locks: nothing keeps others from opening the image"
+                    "this file system does not support locks: other processes can open the image for \
+                     writing"
                 );
                 return Ok(false);
             }

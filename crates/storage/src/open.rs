@@ -93,7 +93,7 @@ fn open_on_thread(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed),
     });
     let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring available?");
     let opened = thread.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
-    let (nbd, probed) = opened.map_err(|error| failed(format!("no ring can be made: {error}")))??;
+    let (nbd, probed) = opened.map_err(|error| failed(format!("io_uring cannot be set up: {error}")))??;
     Ok((Storage::Nbd(nbd), probed))
 }
 
@@ -151,8 +151,8 @@ pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed
     let storage_spec = parse_spec(spec)?;
     let is_patient = !options.reconnect_delay.is_zero() || !options.open_timeout.is_zero();
     if is_patient && !matches!(storage_spec, StorageSpec::Nbd(_)) {
-        let why = "reconnect-delay and open-timeout are for NBD servers, and this is none";
-        return Err(OpenError::new(spec, why, "leave it out"));
+        let why = "reconnect-delay and open-timeout apply to NBD servers only";
+        return Err(OpenError::new(spec, why, "leave them out"));
     }
     if options.handover && (options.read_only || !matches!(storage_spec, StorageSpec::File(_))) {
         return Err(OpenError::new(
@@ -222,8 +222,8 @@ pub fn add_wrappers(spec: &str, mut storage: Storage, options: OpenOptions) -> R
         // whole.
         if storage.size_bytes() == 0 || part.size.is_some_and(|size| size > storage.size_bytes()) {
             let why = format!(
-                "has {total_bytes} bytes, and the part given by offset and size, for which the file is \
-                 taken as raw, is not all inside"
+                "has {total_bytes} bytes as a raw file, and the part given by offset and size extends \
+                 beyond its end"
             );
             return Err(OpenError::new(spec, why, "choose another offset or size"));
         }
@@ -236,7 +236,7 @@ pub fn add_wrappers(spec: &str, mut storage: Storage, options: OpenOptions) -> R
             OpenError::new(
                 spec,
                 format!("another image has shared={} with other rates", error.0),
-                "give both the same",
+                "give both images the same rates",
             )
         })?;
         storage = storage.with_rate(budget);

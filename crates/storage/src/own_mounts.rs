@@ -99,7 +99,7 @@ pub(super) fn check(file: impl AsFd, name: &str) -> Result<(), OpenError> {
         return Ok(());
     }
     let why = "is a file that this process itself serves, so requests would deadlock";
-    Err(OpenError::new(name, why, "name the image that the file shows, or serve it by another daemon"))
+    Err(OpenError::new(name, why, "name the image behind that file, or serve it by another daemon"))
 }
 
 fn is_on_own_mount(file: impl AsFd, levels: usize) -> bool {

@@ -252,7 +252,7 @@ fn converter(name: &str) -> Option<&'static str> {
 pub fn warning(probed: Probed) -> Option<String> {
     let (Probed::Format(name) | Probed::Archive(name)) = probed else { return None };
     let converter = converter(name)?;
-    Some(format!("looks like {name}: its bytes are no disk that a guest can boot (convert it: {converter})"))
+    Some(format!("looks like {name}, which a guest cannot use as a disk (convert it: {converter})"))
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ impl FromStr for RateOptions {
         fn name(pair: &OptionPair<'_>) -> Result<Arc<str>, InvalidOption> {
             let printable = !pair.value.chars().any(char::is_control);
             if pair.value.len() > MAX_NAME_BYTES || !printable {
-                return Err(pair.error("is no name (64 bytes at most, and no control characters)"));
+                return Err(pair.error("is not a name (at most 64 bytes, without control characters)"));
             }
             Ok(pair.value.into())
         }

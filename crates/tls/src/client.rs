@@ -133,12 +133,13 @@ fn builder() -> Result<SslContextBuilder, ErrorStack> {
 
 fn x509_files(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), CredentialsError> {
     let mut store = X509StoreBuilder::new()?;
-    for authority in
-        files::certificates(&directory.join("ca-cert.pem"), "the authority that signs the server")?
-    {
+    for authority in files::certificates(
+        &directory.join("ca-cert.pem"),
+        "the certificate of the authority that signs the server",
+    )? {
         store.add_cert(authority)?;
     }
-    files::revoke_in(&mut store, directory, "the servers that are revoked")?;
+    files::revoke_in(&mut store, directory, "the revocation list of servers")?;
     builder.set_cert_store(store.build());
     let certificate = directory.join("client-cert.pem");
     // Presenting a certificate is optional, but one without its key is an error.

@@ -83,7 +83,7 @@ fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), CredentialsEr
     store
         .add_lookup(X509Lookup::file())?
         .load_crl_file(name, SslFiletype::PEM)
-        .map_err(|error| invalid(format!("not a revocation list in PEM form: {error}")))?;
+        .map_err(|error| invalid(format!("not a revocation list in PEM format: {error}")))?;
     store.set_flags(X509VerifyFlags::CRL_CHECK)?;
     Ok(())
 }
@@ -108,7 +108,7 @@ pub fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, Creden
     // A file that is not PEM counts as one without certificates: the message is the same.
     let certificates = X509::stack_from_pem(&read(path, hint)?).unwrap_or_default();
     if certificates.is_empty() {
-        let why = "holds no certificate in PEM form".to_owned();
+        let why = "contains no certificate in PEM format".to_owned();
         return Err(CredentialsError::Content { path: path.to_owned(), why });
     }
     Ok(certificates)
@@ -135,7 +135,7 @@ fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, Credent
     // wait for it forever.
     PKey::private_key_from_pem_callback(&bytes, |_| Ok(0)).map_err(|_| CredentialsError::Content {
         path: path.to_owned(),
-        why: "not an unencrypted private key in PEM form (`openssl pkey -in FILE -out FILE` decrypts one)"
+        why: "not an unencrypted private key in PEM format (`openssl pkey -in FILE -out FILE` decrypts one)"
             .to_owned(),
     })
 }
@@ -195,7 +195,7 @@ fn keys(file: &[u8]) -> Result<HashMap<Vec<u8>, Vec<u8>>, String> {
         }
     }
     if keys.is_empty() {
-        return Err("holds no key (`psktool -u USER -p FILE` adds one)".to_owned());
+        return Err("contains no key (`psktool -u USER -p FILE` adds one)".to_owned());
     }
     Ok(keys)
 }
@@ -240,7 +240,7 @@ mod tests {
             ("#0:00", "line 1"),
             ("alice:00\nbob:é0", "line 2"),
             ("alice:00\nalice:01", "line 2"),
-            ("", "holds no key"),
+            ("", "contains no key"),
         ] {
             let why = keys(file.as_bytes()).unwrap_err();
             assert!(why.contains(line), "{file:?}: {why}");

@@ -132,14 +132,16 @@ fn builder() -> Result<SslContextBuilder, ErrorStack> {
 
 fn verify_clients(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), CredentialsError> {
     let mut store = X509StoreBuilder::new()?;
-    for authority in files::certificates(&directory.join("ca-cert.pem"), "the authority that signs clients")?
-    {
+    for authority in files::certificates(
+        &directory.join("ca-cert.pem"),
+        "the certificate of the authority that signs clients",
+    )? {
         // The names of the accepted authorities go into the certificate request, so that a client
         // with several certificates can select one.
         builder.add_client_ca(&authority)?;
         store.add_cert(authority)?;
     }
-    files::revoke_in(&mut store, directory, "the clients that are revoked")?;
+    files::revoke_in(&mut store, directory, "the revocation list of clients")?;
     builder.set_verify_cert_store(store.build())?;
     builder.set_verify(SslVerifyMode::PEER | SslVerifyMode::FAIL_IF_NO_PEER_CERT);
     Ok(())

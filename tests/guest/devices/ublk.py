@@ -255,8 +255,8 @@ class Ublk(Device):
             ls /dev/ublk*
         """)
         return [
-            contains("log", parts["said"], "the device is in use and stays"),
-            contains("a start that fails later", parts["failed"], "the device is in use and stays"),
+            contains("log", parts["said"], "the device is in use and is kept"),
+            contains("a start that fails later", parts["failed"], "the device is in use and is kept"),
             contains("its end", parts["failed"], "ended by 1"),
             contains("the device", parts["nodes"], NODE),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
@@ -555,6 +555,6 @@ class Ublk(Device):
             contains("an image in use", parts["same"], "locked for writing by another process"),
             contains("a number in use", parts["number"], "there is a device of this number already"),
             contains("an odd size", parts["odd"], "no multiple of 512"),
-            contains("more memory than there is", parts["memory"], "memory lent to the kernel"),
+            contains("more memory than there is", parts["memory"], "request buffers of a block device"),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
         ]

@@ -162,7 +162,7 @@ fn parse_number(text: &str) -> Option<DeviceNumber> {
 /// The device that a file system with an anonymous device number is mounted from
 /// (proc_pid_mountinfo(5): the third field is the number, the second after the hyphen the source).
 fn mounted_from(number: DeviceNumber, mounts: &Path) -> io::Result<DeviceNumber> {
-    let none = || io::Error::new(io::ErrorKind::NotFound, "the file system is on no disk of this machine");
+    let none = || io::Error::new(io::ErrorKind::NotFound, "the file system is not on a local disk");
     let text = fs::read_to_string(mounts)?;
     let source = text.lines().find_map(|line| {
         let (mount, file_system) = line.split_once(" - ")?;
@@ -248,7 +248,7 @@ mod tests {
         let mounts = |text: &str| fs::write(sysfs.roots().mounts, text).expect("written");
         mounts("25 24 0:33 / /dev/shm rw - tmpfs tmpfs rw\n");
         let none = sysfs.resolve(0, 33).expect_err("in memory");
-        assert_eq!(none.to_string(), "the file system is on no disk of this machine");
+        assert_eq!(none.to_string(), "the file system is not on a local disk");
         mounts("25 24 0:34 / /data rw shared:1 - btrfs /dev/null rw\n");
         // Not a block device, but it has a device number: resolved, but missing in this machine's
         // tree.

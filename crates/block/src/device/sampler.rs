@@ -169,7 +169,8 @@ impl SamplerState {
         {
             tracing::warn!(
                 name = target.name(),
-                "the watermark has no effect, because no disk here is on a device: limits are always enforced"
+                "the watermark has no effect without a disk on a local device: limits are always \
+                 enforced"
             );
         }
         for device in &sampled.devices {

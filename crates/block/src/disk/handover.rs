@@ -104,7 +104,7 @@ impl Disk {
                 return Err(error.into());
             }
             // Debug level: a guest triggers this whenever it resets its disk.
-            tracing::debug!(disk = %self.name, "the image was taken over");
+            tracing::debug!(disk = %self.name, "acquired the image");
         }
         // Counted only when the image is usable.
         handover.change_holders(|holders| *holders += 1);
@@ -131,7 +131,7 @@ impl Disk {
             if waited >= LOG_AFTER && !std::mem::replace(&mut is_logged, true) {
                 tracing::info!(
                     disk = %self.name,
-                    "another process has the image; waiting until it is handed over"
+                    "another process holds the image; waiting for its release"
                 );
             }
             reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
@@ -152,7 +152,8 @@ impl Disk {
         let _drained = handover.in_flight.exclusive(0..1).await;
         // Written before the locks are released, or the next process would read stale metadata.
         if let Err(error) = self.image.hand_over().await {
-            tracing::error!(disk = %self.name, %error, "the image is not handed over: it cannot be written");
+            let what = "the image is not released: its pending changes cannot be written";
+            tracing::error!(disk = %self.name, %error, "{what}");
             return;
         }
         // Before the locks are released: requests must fail from now on.

@@ -44,7 +44,7 @@ fn warning(sizes: impl Iterator<Item = u64>, usage: &BudgetUsage) -> Option<Stri
     (total != u64::MAX && together > free).then(|| {
         format!(
             "disks in memory have {} together, and the budget has memory for {free_text}: further \
-             writes fail with ENOSPC (make them smaller, or allow more with --memory)",
+             writes fail with ENOSPC (make them smaller, or raise --memory)",
             exact_size(together)
         )
     })

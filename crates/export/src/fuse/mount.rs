@@ -64,10 +64,10 @@ pub enum NotMounted {
     #[error("{0}: no such file (create an empty one; the disk is mounted over it)")]
     Missing(PathBuf),
     /// It is a directory, a device or a pipe.
-    #[error("{0}: is no regular file (name one, it may be empty: the disk is seen in its place)")]
+    #[error("{0}: not a regular file (name one, which may be empty; the disk is mounted over it)")]
     NotAFile(PathBuf),
     /// The file is already a mount point.
-    #[error("{0}: something is mounted over it already (unmount that, or name another file)")]
+    #[error("{0}: already a mount point (unmount it, or name another file)")]
     Mounted(PathBuf),
     /// The file cannot be examined.
     #[error("{0}: {1}")]
@@ -76,7 +76,7 @@ pub enum NotMounted {
     #[error("{DEVICE}: {0} (load the kernel's module `fuse`; a container needs the device passed in)")]
     NoDevice(io::Error),
     /// `mount(2)` failed.
-    #[error("{0}: cannot be mounted over: {1}")]
+    #[error("{0}: cannot mount: {1}")]
     Refused(PathBuf, io::Error),
     /// The helper is needed and not installed.
     #[error("{0}: users other than root need {HELPER} to mount: {1} (install the package fuse3)")]
@@ -440,7 +440,7 @@ fn unmount(root: &OwnedFd, path: &Path, by_helper: bool) {
     if let Err(error) = result {
         tracing::warn!(
             path = %path.display(), %error,
-            "the file could not be unmounted (fusermount3 -u does it)"
+            "cannot unmount the file (run `fusermount3 -u`)"
         );
     }
 }

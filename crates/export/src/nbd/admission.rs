@@ -155,10 +155,10 @@ impl NbdAccessControl {
         self.counts[why as usize].fetch_add(1, Relaxed);
         if let Some(suppressed) = self.log_limit.try_log(reactor::coarse_now()) {
             let reason = match why {
-                RejectionReason::Network => "its network is not allowed",
-                RejectionReason::Connections => "too many connections of its address",
-                RejectionReason::Name => "tls-authz does not allow its name",
-                RejectionReason::Export => "the export does not allow it",
+                RejectionReason::Network => "the client's network is not allowed",
+                RejectionReason::Connections => "too many connections from the client's address",
+                RejectionReason::Name => "tls-authz does not allow the client's name",
+                RejectionReason::Export => "the export's access rules do not allow the client",
             };
             tracing::info!(
                 address = client.address.map(|address| address.to_canonical().to_string()),
@@ -166,7 +166,7 @@ impl NbdAccessControl {
                 export,
                 reason,
                 suppressed,
-                "a client was refused"
+                "a client was rejected"
             );
         }
     }

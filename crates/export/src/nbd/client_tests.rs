@@ -217,10 +217,10 @@ fn malformed_handshake_closes_the_connection() {
     let mut long = option_reply(opt::GO, rep::INFO, &[]);
     long.splice(16..20, u32::MAX.to_be_bytes());
     for (script, why) in [
-        (vec![], "cannot be connected to"),
-        (b"HTTP/1.1 400 Bad Request\r\n".to_vec(), "it does not send the greeting"),
+        (vec![], "cannot connect"),
+        (b"HTTP/1.1 400 Bad Request\r\n".to_vec(), "it does not send an NBD greeting"),
         (greeting(0), "it is too old"),
-        (greeting(3)[..17].to_vec(), "cannot be connected to"),
+        (greeting(3)[..17].to_vec(), "cannot connect"),
         ([greeting(3), vec![0; 20]].concat(), "wrong magic number"),
         (
             [greeting(3), option_reply(opt::GO, rep::ACK, &[])].concat(),

@@ -66,7 +66,7 @@ pub enum HandshakeClose {
     OptionMagic(u64),
     #[error("option {option}: {length} bytes of data are too many to skip")]
     OptionTooLong { option: u32, length: u32 },
-    #[error("more than {MAX_OPTIONS} options: taken for an attack")]
+    #[error("more than {MAX_OPTIONS} options in one handshake")]
     TooManyOptions,
     #[error("option {0}: only EXPORT_NAME is allowed without fixed newstyle")]
     NotFixedNewstyle(u32),

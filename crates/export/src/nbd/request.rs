@@ -104,7 +104,7 @@ pub struct RejectedRequest {
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProtocolViolation {
-    #[error("request magic {0:#010x}: the client is out of step")]
+    #[error("wrong request magic {0:#010x}")]
     Magic(u32),
     #[error("payload of {0} bytes: too many to skip")]
     Payload(u64),
@@ -342,7 +342,7 @@ fn block_status(header: &NbdRequestHeader, range: &RequestRange<'_>) -> Result<N
 
 fn status_of(range: &RequestRange<'_>, one: bool, contexts: MetaContexts) -> Result<NbdCommand, Refusal> {
     if range.length == 0 {
-        return Err((Errno::Inval, "BLOCK_STATUS of no bytes has no answer"));
+        return Err((Errno::Inval, "BLOCK_STATUS of an empty range"));
     }
     range.inside(Errno::Inval)?;
     Ok(NbdCommand::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))

@@ -342,7 +342,8 @@ impl NbdServer {
             if let Some(suppressed) = self.refusals.try_log(reactor::coarse_now()) {
                 tracing::warn!(
                     suppressed,
-                    "a client waits for a connection: memory is used up (allow more with --memory)"
+                    "a client waits for a connection: the memory budget is exhausted (raise \
+                     --memory)"
                 );
             }
             // Memory is also returned by others than the clients of this server, so the wait is
@@ -399,7 +400,7 @@ impl NbdServer {
                             was_logged = true;
                             tracing::warn!(
                                 %error, suppressed,
-                                "cannot accept connections, trying again every second"
+                                "cannot accept connections, retrying every second"
                             );
                         }
                         failures += 1;

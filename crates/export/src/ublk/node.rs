@@ -87,7 +87,7 @@ pub enum UblkError {
     )]
     TooMany,
     /// Another process has removed the device.
-    #[error("the device to be recovered does not exist any more (restart weir, which creates one)")]
+    #[error("the device to be recovered no longer exists (restart weir, which creates one)")]
     Gone,
     /// The memory budget has no room for the memory that the driver needs.
     #[error("{0}")]
@@ -354,7 +354,7 @@ impl UblkNode {
         mark: u64,
         is_server_exiting: bool,
     ) -> Result<Option<Self>, UblkError> {
-        let operation = || format!("/dev/ublkb{number}, which an earlier weir has left");
+        let operation = || format!("cannot take over /dev/ublkb{number}");
         let find_info = |control: &mut UblkControl| {
             let info = control.info(number).ok().filter(|_| numbers().contains(&number))?;
             let is_marked = [mark, mark::zero_copy(mark)].contains(&info.user_data);

@@ -75,7 +75,7 @@ pub struct UblkServer {
 struct QueueMemory(u64);
 
 impl QueueMemory {
-    const WHAT: &'static str = "memory lent to the kernel for a block device";
+    const WHAT: &'static str = "request buffers of a block device";
 
     fn of(info: &UblkInfo) -> Result<Self, OutOfBudget> {
         let bytes = u64::from(info.queues) * u64::from(info.depth) * u64::from(info.max_request_bytes);
@@ -372,11 +372,12 @@ impl UblkServer {
         if self.device.is_shutting_down(UblkShutdown::Leave) {
             tracing::warn!(
                 export = %self.device.id, device = %path.display(),
-                "the device is in use and stays: its openers wait until weir serves its image again"
+                "the device is in use and is kept: its openers wait until weir serves its image \
+                 again"
             );
         } else {
             self.call_driver(UblkNode::delete).await;
-            tracing::info!(export = %self.device.id, device = %path.display(), "the device has gone");
+            tracing::info!(export = %self.device.id, device = %path.display(), "the device was removed");
         }
         self.has_ended.store(true, SeqCst);
         self.changed.notify(usize::MAX);

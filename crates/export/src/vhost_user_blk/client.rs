@@ -40,15 +40,15 @@ const QUIET: Duration = Duration::from_secs(1);
 #[allow(missing_docs, reason = "the messages are self-explanatory")]
 #[derive(Debug, thiserror::Error)]
 pub enum VhostUserConnectError {
-    #[error("cannot be connected to: {0}")]
+    #[error("cannot connect: {0}")]
     Refused(io::Error),
     #[error("has closed the connection (it serves one client at a time: is another connected?)")]
     Closed,
-    #[error("does not speak vhost-user as it should: {0} (is it the socket of a vhost-user-blk server?)")]
+    #[error("violates the vhost-user protocol: {0} (is it the socket of a vhost-user-blk server?)")]
     Breach(io::Error),
     #[error("did not answer within {0} seconds (it serves one client at a time)")]
     TooLate(u64),
-    #[error("is read-only (leave -w away to read)")]
+    #[error("is read-only (leave -w out to read)")]
     ReadOnly,
     #[error("did not start its queues: {0}")]
     NotStarted(io::Error),

@@ -52,7 +52,7 @@ pub enum FrontEndEnd {
     #[error("a message was still incomplete after {} s", MESSAGE_TIMEOUT.as_secs())]
     IncompleteMessage,
     #[error(
-        "too many file descriptors: more than any message has, or than one client may have (raise \
+        "too many file descriptors in one message, or too few left in this process (raise \
          `ulimit -n` or LimitNOFILE=)"
     )]
     Descriptors,
@@ -249,7 +249,10 @@ impl VhostUserConnection {
 
     fn log(&self, request: &str, why: &RequestRejection) {
         if let Some(suppressed) = self.refusals.try_log(reactor::coarse_now()) {
-            tracing::warn!(export = %self.export, request, %why, suppressed, "a front end's request was refused");
+            tracing::warn!(
+                export = %self.export, request, %why, suppressed,
+                "a front end's request was rejected"
+            );
         }
     }
 

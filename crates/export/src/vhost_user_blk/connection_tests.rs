@@ -158,12 +158,12 @@ fn too_many_descriptors_end_the_connection() {
 fn malformed_header_ends_the_connection() {
     for (bytes, why) in [
         (message(code::GET_FEATURES, 2, &[]), "not a message: version 2 of the protocol instead of 1"),
-        (message(code::GET_FEATURES, 5, &[]), "not a message: a reply where a request is due"),
-        (message(77, 1, &[]), "a request without a name here: request 77 is not known"),
+        (message(code::GET_FEATURES, 5, &[]), "not a message: a reply instead of a request"),
+        (message(77, 1, &[]), "unknown request: request 77 is not supported"),
         (message(code::SET_OWNER, 1, &[0]), "SET_OWNER: a payload of 1 bytes instead of 0"),
         (
             [1_u32, 1, MAX_PAYLOAD_BYTES as u32 + 1].map(u32::to_ne_bytes).concat(),
-            "not a message: a payload of 4109 bytes, the longest has 4108",
+            "not a message: a payload of 4109 bytes; the maximum is 4108",
         ),
     ] {
         real(async move {

@@ -270,8 +270,8 @@ impl VhostUserDevice {
         if !has_sent && !self.has_warned_of_memory.swap(true, Relaxed) {
             tracing::warn!(
                 export = %self.export.id, queue,
-                "a ring is kicked and has never contained a request: is the guest's memory shared? \
-                 (set share=on of QEMU's memory backend)"
+                "the driver kicks a ring that has never contained a request: is the guest's memory \
+                 shared? (set share=on of QEMU's memory backend)"
             );
         }
     }

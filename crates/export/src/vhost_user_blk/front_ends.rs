@@ -300,7 +300,8 @@ fn log_once(id: &str, path: &Path, last_logged: &mut String, why: String) {
             export = %id,
             path = %path.display(),
             %why,
-            "cannot connect to a front end, trying again every second (does the machine listen there?)"
+            "cannot connect to a front end, retrying every second (does the virtual machine listen \
+             there?)"
         );
         *last_logged = why;
     }
@@ -332,7 +333,7 @@ async fn accept(id: &str, listener: &Fd, refusals: &LogRateLimit) -> io::Result<
                 if let Some(suppressed) = refusals.try_log(reactor::coarse_now()) {
                     tracing::warn!(
                         export = %id, %error, suppressed,
-                        "cannot accept a front end, trying again every second"
+                        "cannot accept a front end, retrying every second"
                     );
                 }
                 reactor::sleep_until(reactor::now() + SHORTAGE_RETRY_INTERVAL).await;

@@ -110,7 +110,7 @@ pub fn name(code: u32) -> &'static str {
         code::REM_MEM_REG => "REM_MEM_REG",
         code::SET_STATUS => "SET_STATUS",
         code::GET_STATUS => "GET_STATUS",
-        _ => "a request without a name here",
+        _ => "unknown request",
     }
 }
 
@@ -120,11 +120,11 @@ pub fn name(code: u32) -> &'static str {
 pub enum MalformedVhostUserMessage {
     #[error("version {0} of the protocol instead of 1")]
     Version(u32),
-    #[error("a reply where a request is due")]
+    #[error("a reply instead of a request")]
     Reply,
-    #[error("a payload of {0} bytes, the longest has {MAX_PAYLOAD_BYTES}")]
+    #[error("a payload of {0} bytes; the maximum is {MAX_PAYLOAD_BYTES}")]
     TooLong(u32),
-    #[error("request {0} is not known")]
+    #[error("request {0} is not supported")]
     Unknown(u32),
     #[error("a payload of {is} bytes instead of {due}")]
     Size { is: usize, due: usize },
@@ -136,7 +136,7 @@ pub enum MalformedVhostUserMessage {
     Enable(u32),
     #[error("the address of a log instead of its descriptor")]
     LogWithoutDescriptor,
-    #[error("unknown bits in {0:#x}, which names a ring")]
+    #[error("unknown bits in {0:#x}, the number of a ring")]
     RingBits(u64),
 }
 

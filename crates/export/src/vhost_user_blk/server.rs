@@ -563,7 +563,7 @@ impl ServedFrontEnd<'_> {
             (Some(why), _) => device.report(&FrontEndEvent::ProtocolError { process, why }, suppressed),
             (None, Some(queues)) => tracing::warn!(
                 %export, process = pid, queues, suppressed,
-                "the front end disconnected after asking for the number of queues: its machine \
+                "the front end disconnected after querying the number of queues: the virtual machine \
                  probably has more (give this export as many; stop and start the machine if it \
                  does not reconnect)"
             ),

@@ -416,7 +416,7 @@ fn ring_outside_memory_faults_alone() {
     front_end.plain(code::SET_VRING_NUM, &pair(1, 128));
     front_end.plain(code::SET_VRING_ADDR, &far);
     front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]);
-    let why = "fault 1: no region of the guest's memory holds all of its descriptors at \
+    let why = "fault 1: no single region of the guest's memory contains its descriptors at \
                0x7f12340ffff0 (is that memory shared? share=on) (notified)";
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), why);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
@@ -468,7 +468,7 @@ fn memory_changes_under_rings_that_run() {
     assert_eq!(front_end.send(code::REM_MEM_REG, PLAIN, &more, vec![memory()]), "memory [0]");
     assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "memory [0]");
     let output = front_end.plain(code::REM_MEM_REG, &region());
-    assert!(output.starts_with("fault 0: no region of the guest's memory holds"), "{output}");
+    assert!(output.starts_with("fault 0: no single region of the guest's memory contains"), "{output}");
     assert!(output.ends_with(", stop 0"), "{output}");
     assert!(!front_end.session.is_waiting_for_rings());
     assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "");
@@ -563,7 +563,7 @@ fn malformed_messages_are_rejected_or_end_the_session() {
     let output = front_end.send(code::SET_OWNER, NEED_REPLY, &[], vec![event()]);
     assert_eq!(output, "refused SET_OWNER: 1 descriptors instead of 0, reply 0x1");
     let output = front_end.send(99, NEED_REPLY, &[], vec![]);
-    assert_eq!(output, "refused a request without a name here: request 99 is not known, reply 0x1");
+    assert_eq!(output, "refused unknown request: request 99 is not supported, reply 0x1");
     assert_eq!(
         front_end.plain(code::GET_CONFIG, &config(0, 5)[..16]),
         "refused GET_CONFIG: a payload of 16 bytes instead of 17, reply of 0"
@@ -698,8 +698,9 @@ fn a_guest_that_knows_smaller_blocks_is_rejected() {
         let (shape, file) = duplicate();
         front_end(block_bytes, reads).send(code::SET_INFLIGHT_FD, PLAIN, &shape, file)
     };
-    let refused = "close SET_INFLIGHT_FD: blocks of 4096 bytes, and its guest uses blocks of 512 \
-                   (restore this export's logical-block-size, or stop and start the machine)";
+    let refused = "close SET_INFLIGHT_FD: the export has blocks of 4096 bytes, but the guest uses \
+                   blocks of 512 bytes (restore this export's logical-block-size, or stop and start \
+                   the machine)";
     let (reader_of_512, area) = first(front_end(512, true));
     assert_eq!([512, 4096].map(|bytes| reconnect(bytes, false, &area)), ["", refused]);
     assert_eq!(
@@ -772,7 +773,7 @@ fn a_reset_stops_everything_first_and_keeps_memory() {
         assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "", "it is not set up");
         assert_eq!(front_end.set_up(0, 0), "start 0 of 128 at 0", "in the memory that was there");
         let output = front_end.send(code::SET_STATUS, NEED_REPLY, &number(256), vec![]);
-        assert_eq!(output, "refused SET_STATUS: 0x100 is no status, reply 0x1");
+        assert_eq!(output, "refused SET_STATUS: 0x100 is not a device status, reply 0x1");
     }
 }
 
@@ -797,5 +798,5 @@ fn an_in_flight_area_that_is_wrong_is_refused() {
     front_end.set_up(1, 0);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 128 at 0");
     let output = front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1));
-    assert_eq!(output, "fault 1: the in-flight area has no room for it");
+    assert_eq!(output, "fault 1: the in-flight area has no room for the ring");
 }

@@ -58,7 +58,7 @@ pub struct RingSettings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VringFault {
     #[error(
-        "no region of the guest's memory holds all of its {what} at {address:#x} (is that memory \
+        "no single region of the guest's memory contains its {what} at {address:#x} (is that memory \
          shared? share=on)"
     )]
     Outside { what: &'static str, address: u64 },
@@ -66,7 +66,7 @@ pub enum VringFault {
     Unaligned { what: &'static str, address: u64, alignment: usize },
     #[error("a split ring has {0} descriptors, which is no power of two")]
     Size(u16),
-    #[error("the in-flight area has no room for it")]
+    #[error("the in-flight area has no room for the ring")]
     NoInflight,
 }
 

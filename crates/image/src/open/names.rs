@@ -23,7 +23,7 @@ pub fn resolve(image: Option<&Path>, name: &str) -> Result<PathBuf, String> {
         return Err("is an empty path".to_owned());
     }
     if name.contains('\0') {
-        return Err("holds a zero byte".to_owned());
+        return Err("contains a zero byte".to_owned());
     }
     check_base(image, name)?;
     Ok(image.and_then(Path::parent).unwrap_or(Path::new("")).join(name))

@@ -135,7 +135,7 @@ impl CheckReport {
     }
 }
 
-const RAW_WITHOUT_DATA_FILE: &str = "the header says that the external data file is raw, and there is none";
+const RAW_WITHOUT_DATA_FILE: &str = "the header marks the external data file as raw, but the image has none";
 
 /// Checks the image in `storage`, which must not change meanwhile, and repairs it as far as
 /// `repair` allows. Repairs are durable on return.

@@ -73,7 +73,7 @@ fn inflate(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
         let filled = context.total_out();
         // A stream that exceeds the cluster is accepted, as in QEMU.
         if filled != cluster.len() as u64 {
-            let why = if status == Status::StreamEnd { "ends" } else { "breaks off" };
+            let why = if status == Status::StreamEnd { "ends" } else { "is truncated" };
             return Err(truncated_input(why, filled, cluster.len()));
         }
         Ok(())
@@ -104,7 +104,7 @@ fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
                 (_, true) => {
                     return Err(InvalidImage::new("compressed data decompresses to more than a cluster"));
                 }
-                (_, false) => return Err(truncated_input("breaks off", output.pos() as u64, length)),
+                (_, false) => return Err(truncated_input("is truncated", output.pos() as u64, length)),
             }
         }
     })
@@ -210,7 +210,7 @@ mod tests {
             let message = decompress(kind, &packed, &mut [0; 16384]).expect_err("too short").to_string();
             assert!(message.contains("ends after 8192 of the cluster's 16384"), "{message}");
             let error = decompress(kind, &packed[..packed.len() / 2], &mut [0; 8192]).expect_err("cut");
-            assert!(error.to_string().contains("breaks off"), "{error}");
+            assert!(error.to_string().contains("is truncated"), "{error}");
             let long = decompress(kind, &packed, &mut [0; 4096]);
             assert_eq!(long.is_ok(), kind == CompressionType::Zlib, "{long:?}");
             assert!(decompress(kind, &[], &mut [0; 512]).is_err());

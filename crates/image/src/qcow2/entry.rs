@@ -135,7 +135,7 @@ impl EntryFormat {
         let copied = raw & COPIED != 0;
         let wrong = |why: &str| Err(InvalidImage::new(format!("L2 entry {raw:#x} {why}")));
         if offset & ((1 << self.cluster_bits) - 1) != 0 {
-            return wrong("points into a cluster");
+            return wrong("has an offset that is not aligned to a cluster");
         }
         // Reserved bits other than the zero flag are ignored, as in QEMU.
         // Offset 0 is valid in a data file. The copied flag distinguishes it from an unallocated

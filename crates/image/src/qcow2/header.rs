@@ -197,7 +197,7 @@ impl Qcow2Header {
         let cluster_bits = fields.u32(20)?;
         if !CLUSTER_BITS.contains(&cluster_bits) {
             return Err(InvalidImage::new(format!(
-                "clusters of 2^{cluster_bits} bytes; 2^9 to 2^21 is valid"
+                "the cluster size is 2^{cluster_bits} bytes; the format allows 2^9 to 2^21"
             )));
         }
         let later = version >= 3;
@@ -205,7 +205,7 @@ impl Qcow2Header {
         let length = if later { fields.u32(100)? as usize } else { V2_LENGTH };
         // QEMU requires a length that is a multiple of 8 and inside the first cluster.
         if later && (length < V3_LENGTH || !length.is_multiple_of(8)) || length > 1 << cluster_bits {
-            return Err(InvalidImage::new(format!("a header of {length} bytes")));
+            return Err(InvalidImage::new(format!("the header length of {length} bytes is invalid")));
         }
         if bytes.len() < length {
             return Err(InvalidImage::new(format!(
@@ -447,7 +447,9 @@ impl Qcow2Header {
             (false, 0) => CompressionType::Zlib,
             (true, 1) => CompressionType::Zstd,
             (false, other) => {
-                return Err(InvalidImage::new(format!("compression type {other} without its feature bit")));
+                return Err(InvalidImage::new(format!(
+                    "compression type {other} is set without its feature bit"
+                )));
             }
             (true, other) => return Err(InvalidImage::new(format!("compression type {other} is unknown"))),
         };
@@ -473,7 +475,7 @@ impl Qcow2Header {
         // allocations.
         if self.refcount_order > 6 {
             return Err(InvalidImage::new(format!(
-                "refcounts of 2^{} bits; the maximum is 64",
+                "a refcount has 2^{} bits; the maximum is 2^6",
                 self.refcount_order
             )));
         }
@@ -492,7 +494,7 @@ impl Qcow2Header {
         let l1_bytes = u64::from(self.l1_entries) * 8;
         if l1_bytes > MAX_L1 {
             return Err(InvalidImage::new(format!(
-                "an L1 table of {l1_bytes} bytes; the maximum is {MAX_L1}"
+                "the L1 table has {l1_bytes} bytes; the maximum is {MAX_L1}"
             )));
         }
         table("the L1 table", self.l1_offset, l1_bytes)?;
@@ -505,7 +507,7 @@ impl Qcow2Header {
         let refcount_bytes = u64::from(self.refcount_table_clusters) << self.cluster_bits;
         if refcount_bytes > MAX_REFCOUNT_TABLE.max(cluster) {
             return Err(InvalidImage::new(format!(
-                "a refcount table of {refcount_bytes} bytes; the maximum is {MAX_REFCOUNT_TABLE}"
+                "the refcount table has {refcount_bytes} bytes; the maximum is {MAX_REFCOUNT_TABLE}"
             )));
         }
         if refcount_bytes == 0 {
@@ -527,7 +529,7 @@ impl Qcow2Header {
             if place.length > MAX_LUKS {
                 let length = place.length;
                 return Err(InvalidImage::new(format!(
-                    "a LUKS header of {length} bytes; the maximum is {MAX_LUKS}"
+                    "the LUKS header has {length} bytes; the maximum is {MAX_LUKS}"
                 )));
             }
         }
@@ -547,7 +549,8 @@ impl Qcow2Header {
         };
         if !(1..=MAX_BITMAPS).contains(&count) || directory.length > MAX_BITMAP_DIRECTORY {
             return Err(InvalidImage::new(format!(
-                "{count} bitmaps in a directory of {} bytes",
+                "the bitmap directory has {count} entries in {} bytes; valid are 1 to {MAX_BITMAPS} \
+                 entries in at most {MAX_BITMAP_DIRECTORY} bytes",
                 directory.length
             )));
         }
@@ -734,7 +737,7 @@ pub(super) mod tests {
             ("bit 9", |bytes| bytes[78] = 2),
             ("L1 table", |bytes| bytes[47] = 1),
             ("too small", |bytes| bytes[24] = 1),
-            ("refcounts of 2^7", |bytes| bytes[99] = 7),
+            ("a refcount has 2^7 bits", |bytes| bytes[99] = 7),
             ("refcount table", |bytes| bytes[56] = 1),
             ("snapshot table overlaps the header", |bytes| bytes[60] = 1),
             ("not encrypted", |bytes| {

@@ -111,7 +111,7 @@ impl NbdExportInfo {
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum NbdConnectError {
-    #[error("cannot be connected to")]
+    #[error("cannot connect")]
     Io(#[from] io::Error),
     #[error("has no address")]
     NoAddress,
@@ -246,7 +246,7 @@ impl Negotiation {
         let greeting = self.receive(GREETING_BYTES).await?;
         let mut fields = WireFields::new(&greeting);
         if fields.u64() != Some(proto::INIT_MAGIC) {
-            return Err(NbdConnectError::ProtocolViolation("it does not send the greeting of an NBD server"));
+            return Err(NbdConnectError::ProtocolViolation("it does not send an NBD greeting"));
         }
         // A server with oldstyle negotiation sends another second magic number.
         let is_new = fields.u64() == Some(proto::OPTION_MAGIC);

@@ -112,7 +112,8 @@ fn open_descriptor(
     let direct = open_direct(Path::new(&descriptor_path), None, &name, &open_options, kind, options);
     let direct = direct.map_err(|error| {
         let why = format!("cannot be opened again for cache={}: {}", options.cache, error.why);
-        OpenError::new(&name, why, "let weir open the file itself, or use writeback, writethrough or unsafe")
+        let remedy = "pass a path instead of a descriptor, or use writeback, writethrough or unsafe";
+        OpenError::new(&name, why, remedy)
     })?;
     lock_and_measure(name, kind, direct, buffered, None, options)
 }

@@ -97,7 +97,7 @@ impl FileStorage {
                 reactor::spawn(async move {
                     match isolation.call(&fd, |fd| calls::allocated_bytes(fd)).await {
                         Ok(bytes) => count.0.set(bytes),
-                        Err(error) => tracing::debug!(%error, "the space of a file cannot be counted"),
+                        Err(error) => tracing::debug!(%error, "the allocated size of a file cannot be read"),
                     }
                 });
             }

@@ -79,7 +79,7 @@ pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<NbdSt
         let tls = timeout(CONNECT_TIMEOUT, run_blocking(move || uri_copy.credentials()))
             .await
             .map_err(|_| {
-                failed("its keys take too long to read".to_owned(), "is their file system available?")
+                failed("reading its key files timed out".to_owned(), "is their file system available?")
             })?
             .map_err(|error| failed(error.to_string(), "correct the file, or name another in the URI"))?;
         let resolve_once = || {

@@ -90,7 +90,7 @@ pub enum ChainFault {
     #[error("it continues at descriptor {0}, which is outside its table")]
     Next(u16),
     /// A readable buffer follows a writable one (§ 2.7.4.2).
-    #[error("a buffer to read follows one to write")]
+    #[error("a readable buffer follows a writable one")]
     Order,
     /// More than [`MAX_PLACES`] pieces of memory.
     #[error("its buffers lie in more than {MAX_PLACES} pieces of memory")]

@@ -118,7 +118,7 @@ pub enum RequestRejection {
     #[error("ring {0} runs")]
     Running(u16),
     #[error(
-        "a ring of {is} descriptors, 1 to {most} are possible (give the device a smaller \
+        "a ring of {is} descriptors; the export allows 1 to {most} (give the device a smaller \
          queue-size, or this export a larger one)"
     )]
     RingSize { is: u32, most: u16 },
@@ -133,13 +133,13 @@ pub enum RequestRejection {
     #[error(transparent)]
     Inflight(#[from] InflightError),
     #[error(
-        "blocks of {is} bytes, and its guest uses blocks of {told} (restore this export's \
-         logical-block-size, or stop and start the machine)"
+        "the export has blocks of {is} bytes, but the guest uses blocks of {told} bytes (restore \
+         this export's logical-block-size, or stop and start the machine)"
     )]
     Blocks { is: u32, told: u64 },
     #[error("{bytes} bytes of the configuration at {offset} cannot be written")]
     Config { offset: u32, bytes: usize },
-    #[error("{0:#x} is no status")]
+    #[error("{0:#x} is not a device status")]
     Status(u64),
     #[error(transparent)]
     NoChannel(#[from] InvalidChannel),

@@ -206,7 +206,8 @@ pub(in crate::qcow2) async fn read_entries(
         entries.push((entry, fault));
     }
     if entries.len() != count as usize {
-        let message = format!("the bitmap directory has {} entries, but the header says {count}", entries.len());
+        let message =
+            format!("the bitmap directory has {} entries, but the header specifies {count}", entries.len());
         return Err(InvalidImage::new(message).into());
     }
     Ok(entries)
@@ -305,7 +306,7 @@ mod tests {
                 ("not aligned to a cluster", altered(|entry| entry.table_offset = 0x50200), 1),
                 ("table of 0 bytes", altered(|entry| entry.table_entries = 0), 1),
                 ("two bitmaps", vec![entry(1), entry(1)], 2),
-                ("header says 2", vec![entry(1)], 2),
+                ("header specifies 2", vec![entry(1)], 2),
             ] {
                 let message = read_back(&entries, count).await.expect_err(part).to_string();
                 assert!(message.contains(part), "{message}");

@@ -123,7 +123,7 @@ fn judge_standard(
     let cluster_start = guest & !(cluster_bytes - 1);
     let fault = host.and_then(|host| {
         if host & (cluster_bytes - 1) != 0 {
-            Some(format!("points into a cluster, to {host:#x}"))
+            Some(format!("has the offset {host:#x}, which is not aligned to a cluster"))
         } else if shape.data_file {
             // In a data file every guest cluster must lie at its guest offset.
             (host != cluster_start).then(|| format!("points to {host:#x} of the data file instead of {cluster_start:#x}"))

@@ -32,7 +32,8 @@ impl CheckPass<'_> {
         let length = u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits;
         let mut structures = Structures::default();
         if !self.is_inside(offset, length) {
-            self.report_refcount_damage(&mut structures, "there is no refcount table where the header says".to_owned());
+            let what = format!("the refcount table at {offset:#x} is not inside the file");
+            self.report_refcount_damage(&mut structures, what);
             self.unknown_blocks = None;
             return Some(structures);
         }
@@ -97,7 +98,7 @@ impl CheckPass<'_> {
         if entry & RESERVED != 0 {
             Some("has reserved bits")
         } else if !entry.is_multiple_of(cluster) {
-            Some("points into a cluster")
+            Some("has an offset that is not aligned to a cluster")
         } else if entry != 0 && !self.is_inside(entry, cluster) {
             Some("points beyond the end of the file")
         } else {

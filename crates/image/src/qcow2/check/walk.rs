@@ -140,7 +140,7 @@ impl CheckPass<'_> {
         let offset = raw & OFFSET;
         let label = |why: &str| format!("the L1 entry {raw:#x} at {place:#x} {why}");
         let fault = if L1Entry::decode(raw & !L1_RESERVED, self.shape).is_err() {
-            Some("points into a cluster")
+            Some("has an offset that is not aligned to a cluster")
         } else if offset != 0 && !self.is_inside(offset, self.header.cluster_bytes()) {
             Some("points beyond the end of the file")
         } else {
@@ -151,7 +151,7 @@ impl CheckPass<'_> {
             return Ok(None);
         }
         if offset == 0 {
-            self.correct_entry(place, 0, label("has bits that mean nothing without an L2 table")).await?;
+            self.correct_entry(place, 0, label("has flags, but no L2 table")).await?;
             return Ok(None);
         }
         if raw & L1_RESERVED != 0 {

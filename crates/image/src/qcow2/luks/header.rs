@@ -299,7 +299,7 @@ fn text<'a>(field: &'a [u8], label: &str) -> Result<&'a str, InvalidImage> {
     let text = std::str::from_utf8(&field[..end])
         .ok()
         .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()));
-    text.ok_or_else(|| InvalidImage::new(format!("{label} in the LUKS header is not UTF-8")))
+    text.ok_or_else(|| InvalidImage::new(format!("{label} in the LUKS header is not printable ASCII")))
 }
 
 #[cfg(test)]

@@ -93,7 +93,11 @@ pub async fn read_header(storage: &Storage, place: FileRegion) -> Result<LuksHea
         .into());
     }
     if place.length < HEADER_BYTES as u64 {
-        return Err(InvalidImage::new(format!("a LUKS header of {} bytes", place.length)).into());
+        return Err(InvalidImage::new(format!(
+            "the LUKS header has {} bytes; the minimum is {HEADER_BYTES}",
+            place.length
+        ))
+        .into());
     }
     let bytes = storage.read(place.offset, IoBuffer::new(HEADER_BYTES)).await?;
     Ok(LuksHeader::parse(&bytes, place.length)?)

@@ -170,7 +170,7 @@ pub fn encode(snapshots: &[InternalSnapshot]) -> Result<Vec<u8>, InvalidImage> {
         }
         snapshot.encode(&mut bytes);
         if bytes.len() > MAX_TABLE {
-            return Err(InvalidImage::new(format!("a snapshot table of more than {MAX_TABLE} bytes")));
+            return Err(InvalidImage::new(format!("the snapshot table would exceed {MAX_TABLE} bytes")));
         }
     }
     Ok(bytes)
@@ -257,8 +257,12 @@ async fn next(
 
 /// Fault of a header with more snapshots than QEMU accepts.
 pub(in crate::qcow2) fn too_many(header: &Qcow2Header) -> Option<InvalidImage> {
-    (header.snapshots > MAX_SNAPSHOTS)
-        .then(|| InvalidImage::new(format!("{} snapshots; the maximum is {MAX_SNAPSHOTS}", header.snapshots)))
+    (header.snapshots > MAX_SNAPSHOTS).then(|| {
+        InvalidImage::new(format!(
+            "the image has {} snapshots; the maximum is {MAX_SNAPSHOTS}",
+            header.snapshots
+        ))
+    })
 }
 
 /// Reads a table that is to be changed, which must have no faults: the snapshots, and its length
@@ -387,7 +391,7 @@ mod tests {
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
             assert_eq!(read.snapshots.len(), MAX_SNAPSHOTS as usize);
             let truncation = read.truncation.expect("one more").to_string();
-            assert_eq!(truncation, "65537 snapshots; the maximum is 65536");
+            assert_eq!(truncation, "the image has 65537 snapshots; the maximum is 65536");
         });
     }
 }

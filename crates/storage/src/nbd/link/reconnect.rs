@@ -71,7 +71,7 @@ impl NbdLink {
             (state.session, state.unflushed.batches(REPEATED_WRITES_IN_FLIGHT))
         };
         let jobs = connection::start_keeper(self, session, established);
-        let broken_again = || "the connection broke again at once".to_owned();
+        let broken_again = || "the connection broke again immediately".to_owned();
         let local = LocalConnection::of(self.id, session).ok_or_else(broken_again)?;
         for batch in batches {
             match replay_writes(local.client(), batch).await {
@@ -80,7 +80,7 @@ impl NbdLink {
                 Err(error) => {
                     return Err(format!(
                         "it rejects the replay of unflushed writes that it had acknowledged: {error} (repair \
-                         the server; or open the disk again, without those writes)"
+                         the server, or open the disk again, which loses those writes)"
                     ));
                 }
             }
@@ -103,7 +103,7 @@ impl NbdLink {
         if let Some(suppressed) = self.failure_log.try_log(now()) {
             tracing::warn!(
                 nbd = %self.config.name, why, suppressed,
-                "the server cannot be connected to again yet"
+                "cannot reconnect to the server yet"
             );
         }
     }

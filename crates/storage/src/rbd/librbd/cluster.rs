@@ -175,7 +175,10 @@ impl ClusterConnection {
         for path in [&cluster_key.config, &cluster_key.keyring].into_iter().flatten() {
             // The library would read any file to its end, also a device or a pipe.
             if std::fs::metadata(path).is_ok_and(|file| !file.is_file() || file.len() > MAX_FILE_BYTES) {
-                let problem = format!("{} is not a file, or is too long for one of Ceph's", path.display());
+                let problem = format!(
+                    "{} is not a regular file, or is larger than {MAX_FILE_BYTES} bytes",
+                    path.display()
+                );
                 return Err(OpenError::new(
                     &name,
                     problem,
@@ -188,7 +191,8 @@ impl ClusterConnection {
         let user_or_null = user.as_ref().map_or(std::ptr::null(), |user| user.as_ptr());
         // SAFETY: it writes one handle, and the name is null or ends with a zero byte.
         let created = unsafe { (library.rados_create)(&raw mut handle, user_or_null) };
-        outcome(created).map_err(|error| failed("no connection can be made", error, "is memory left?"))?;
+        outcome(created)
+            .map_err(|error| failed("librados cannot create a connection", error, "check free memory"))?;
         // From here on, dropping `cluster` shuts the handle down.
         let mut cluster = Self { handle, library, is_blocklisted: AtomicBool::new(false), cache_bytes: 0 };
         cluster.read(cluster_key.config.as_deref()).map_err(|error| {

@@ -343,7 +343,7 @@ impl RbdImage {
     fn has_lock(&self, name: &str) -> Result<bool> {
         let has_lock = self.features()? & EXCLUSIVE_LOCK != 0;
         if !has_lock {
-            let consequence = "nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)";
+            let consequence = "two clients can write to it at once (`rbd feature enable … exclusive-lock`)";
             tracing::warn!(image = name, "the image has no exclusive lock: {consequence}");
         }
         Ok(has_lock)
@@ -407,8 +407,8 @@ impl RbdImage {
                 // A non-primary image of a mirror returns this.
                 None if error == Error::INVALID => (
                     format!("cannot be locked: {error}"),
-                    "if it is a mirror's copy, `rbd mirror image promote` makes it writable; \
-                     --read-only reads it",
+                    "if it is a non-primary image of a mirror, `rbd mirror image promote` makes it \
+                     writable; --read-only opens it for reading",
                 ),
                 None => (format!("cannot be locked: {error}"), other_client_remedy),
             };
@@ -561,8 +561,8 @@ impl RbdImage {
         if is_unlocked && !was_unlocked {
             tracing::warn!(
                 image = self.name,
-                "the image no longer has an exclusive lock: nothing keeps two clients from writing \
-                 to it (rbd feature enable … exclusive-lock)"
+                "the image no longer has an exclusive lock: two clients can write to it at once \
+                 (`rbd feature enable … exclusive-lock`)"
             );
         }
         Ok(())
