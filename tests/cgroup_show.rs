@@ -129,7 +129,7 @@ fn missing_cgroup_is_reported() {
     assert_contains(&weir(&["cgroup", "show", "--device", "/proc"]).fails(), &["weir: device \"/proc\""]);
     assert_contains(
         &weir(&["cgroup", "top"]).fails(),
-        &["no terminal to draw on (`weir cgroup show` prints the same)"],
+        &["output must be terminals (`weir cgroup show` prints the same)"],
     );
     let usage = weir(&["cgroup", "top", "--interval", "10ms"]).run();
     assert_eq!(usage.code(), 2);

@@ -92,7 +92,7 @@ fn stalled_log_reader_blocks_nothing_and_drops_are_counted() {
             let count = reader.borrow_mut().read(&mut content).unwrap();
             *text.borrow_mut() += &String::from_utf8_lossy(&content[..count]);
         }
-        text.borrow().contains("were left out suppressed=")
+        text.borrow().contains("could not be written suppressed=")
     });
     let text = text.into_inner();
     assert!(!text.lines().next().unwrap().contains("suppressed"), "{text}");

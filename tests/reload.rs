@@ -320,7 +320,7 @@ fn invalid_config_is_named_and_changes_nothing() {
                 { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
     daemon.assert_rejected_on_apply(
         &(line("iops-reservation = 400", "description = \"another\"") + export_lines),
-        &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
+        &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket exists there"],
     );
     assert!(!daemon.scratch.path("other").exists(), "the export's socket was removed");
     let client = "\n\
@@ -362,7 +362,7 @@ fn rolled_back_exports_are_unchanged() {
     let _taken = UnixListener::bind(daemon.scratch.path("taken")).unwrap();
     daemon.assert_rejected_on_apply(
         &disk("description = \"another\"", ", { type = \"vhost-user-blk\", listen = \"unix:taken\" }"),
-        &["taken: a socket is there already"],
+        &["taken: a socket exists there"],
     );
     daemon.weir.stop();
 }

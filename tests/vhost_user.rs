@@ -168,10 +168,7 @@ fn front_end_is_served_in_addition_to_nbd_clients() {
     let offered = features(&mut first);
     assert_eq!(offered & (READ_ONLY | DISCARD), 0, "{offered:#x}");
     assert!(is_rejected(front_end(&socket)), "a second front end is accepted");
-    assert_contains(
-        &weir.wait_for_log("was turned away from disk disk"),
-        &["client_rejected", "is connected"],
-    );
+    assert_contains(&weir.wait_for_log("was rejected at disk disk"), &["client_rejected", "is connected"]);
     let export = exports(&mut qmp).pop().expect("there are exports");
     assert_eq!(
         (&export["connections"], &export["queues"], &export["disk"]),
@@ -320,7 +317,7 @@ fn front_end_connections_are_events_with_processes() {
     );
     assert_contains(fault["reason"].as_str().expect("the event has a reason"), &["not a message"]);
     let log = weir.stop();
-    for expect in ["was turned away from disk disk", "was disconnected from disk disk"] {
+    for expect in ["was rejected at disk disk", "was disconnected from disk disk"] {
         assert_eq!(log.matches(expect).count(), 1, "one line is expected for each rejected client: {log}");
     }
 }

@@ -21,7 +21,7 @@ fn cross_origin_requests_are_rejected() {
     let origin = |origin: &str| daemon.send("GET", path, &format!("Origin: {origin}\r\n"), "");
     assert_eq!(origin(&format!("http://{}", daemon.address)).status, 200);
     for other in ["http://evil.example.org", "null", "http://127.0.0.1:1"] {
-        assert!(origin(other).error(403).contains("another page"), "{other}");
+        assert!(origin(other).error(403).contains("requests from other pages"), "{other}");
     }
 }
 

@@ -27,7 +27,7 @@ fn differences_from_the_config_are_logged() {
     qmp.command("x-weir-set", json!({ "name": "c", "iops-total": 7 }));
     drop(qmp);
     let (current, _) = fixture.upgrade(current);
-    let why = format!(", as {} has it (a change that is to stay needs --save)", text(&file));
+    let why = format!(", from {} (use --save to keep a change)", text(&file));
     assert_contains(&current.wait_for_log("group gold: "), &[&format!("iops-total 2000 → 1000{why}")]);
     let line = current.wait_for_log("disk a: ");
     assert_contains(
@@ -40,5 +40,5 @@ fn differences_from_the_config_are_logged() {
     // Without differences nothing is logged.
     let (current, _) = fixture.upgrade(current);
     let log = current.stop();
-    assert!(!log.contains("needs --save"), "{log}");
+    assert!(!log.contains("use --save"), "{log}");
 }

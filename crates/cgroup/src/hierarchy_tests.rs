@@ -37,7 +37,7 @@ fn unreadable_mountinfo_is_an_error() {
     let machine = FakeMachine::v2("io");
     fs::write(machine.roots().mountinfo(), "no mount\n").expect("written");
     let error = CgroupHierarchy::discover(machine.roots()).expect_err("unknown").to_string();
-    assert!(error.starts_with("mountinfo: a line of unknown form: \"no mount\""), "{error}");
+    assert!(error.starts_with("mountinfo: unknown line format: \"no mount\""), "{error}");
     fs::remove_file(machine.roots().mountinfo()).expect("removed");
     let error = format!("{:#}", CgroupHierarchy::discover(machine.roots()).expect_err("missing"));
     assert!(error.contains("proc/self/mountinfo: No such file"), "{error}");
@@ -89,7 +89,7 @@ fn process_without_a_cgroup_is_an_error_with_reason() {
     machine.process(7, "1:name=systemd:/x\n");
     check(&machine, "has no cgroup for block I/O");
     machine.process(7, "what\n");
-    check(&machine, "/proc/PID/cgroup: a line of unknown form: \"what\"");
+    check(&machine, "/proc/PID/cgroup: unknown line format: \"what\"");
 }
 
 #[test]

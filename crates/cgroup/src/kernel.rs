@@ -37,7 +37,7 @@ const MAX_LINE_CHARS: usize = 120;
 
 /// A line in a format that no known kernel prints.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{what}: a line of unknown form: {line:?} (weir does not know this kernel's {what})")]
+#[error("{what}: unknown line format: {line:?} (this kernel's {what} is not supported)")]
 pub(crate) struct UnknownFormat {
     pub(crate) what: &'static str,
     /// Truncated to [`MAX_LINE_CHARS`].

@@ -321,8 +321,8 @@ fn add_notices(
         // A weight alone is enforced by the kernel, without limits.
     } else if let Some(name) = group_name.filter(|_| pool.cluster && pool.limits.is_unlimited()) {
         notices.push(format!(
-            "the cluster has no limits for group {name} yet, or they have not come here yet (set \
-             them: `weir throttle {name} --cluster --bps-write 20M`)"
+            "the cluster has no limits for group {name} yet, or this host has not received them \
+             (set them: `weir throttle {name} --cluster --bps-write 20M`)"
         ));
     } else if pool.limits.is_unlimited() {
         let subject = group_name.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));

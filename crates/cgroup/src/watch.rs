@@ -340,7 +340,9 @@ impl CgroupWatch {
                 // Rate-limited by time, not by text: it is retried many times a second, and file
                 // names in the message differ.
                 if self.last_lease_error.is_none_or(|logged_at| now >= logged_at + LOG_INTERVAL) {
-                    tracing::error!("{error:#}; control groups lease no more quota meanwhile");
+                    tracing::error!(
+                        "{error:#}; control groups lease no further quota until a retry succeeds"
+                    );
                     self.last_lease_error = Some(now);
                 }
                 Vec::new()

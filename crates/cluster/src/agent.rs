@@ -222,7 +222,7 @@ impl EtcdSession<'_> {
     }
 
     pub(super) async fn send(&self, message: AgentMessage) -> Result<(), EtcdError> {
-        let stopped_error = |_| EtcdError::Unreachable(anyhow::anyhow!("the daemon ends"));
+        let stopped_error = |_| EtcdError::Unreachable(anyhow::anyhow!("the daemon is ending"));
         self.agent.messages.send(message).await.map_err(stopped_error)
     }
 

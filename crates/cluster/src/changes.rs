@@ -116,7 +116,7 @@ fn removal_mark(known: &SessionState, name: &str, before: Option<&GroupValue>) -
         ));
     }
     let number = before.number.checked_add(1);
-    let number = number.ok_or_else(|| format!("group {name}: it was changed too often"))?;
+    let number = number.ok_or_else(|| too_many_changes(name))?;
     Ok(GroupValue {
         removed: true,
         ..GroupValue::of(&Limits::default(), INITIAL_HOSTS, None, number, random() as u32)
@@ -138,6 +138,13 @@ pub(super) async fn delete_old_removal_marks(
     Ok(())
 }
 
+fn too_many_changes(name: &str) -> String {
+    format!(
+        "group {name}: the number of its changes has reached the maximum (use another group \
+         name)"
+    )
+}
+
 fn changed_group(
     before: Option<&GroupValue>,
     change: &GroupLimitChange,
@@ -153,7 +160,7 @@ fn changed_group(
     };
     let limits = limits.with_settings(&change.limits);
     let limits = limits.map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
-    let number = number.checked_add(1).ok_or_else(|| format!("group {name}: it was changed too often"))?;
+    let number = number.checked_add(1).ok_or_else(|| too_many_changes(name))?;
     let hosts = change.hosts.or(before.map(|group| group.hosts)).unwrap_or(INITIAL_HOSTS);
     if !(1..=MAX_HOSTS).contains(&hosts) {
         return Err(format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"));

@@ -63,7 +63,7 @@ mod tests {
         assert!(!has_ended(&own, &own));
         assert!(
             has_ended(&HostIdentity { start_ticks: own.start_ticks + 1, ..own.clone() }, &own),
-            "another with its number"
+            "another process with the same pid"
         );
         assert!(has_ended(&HostIdentity { pid: u32::MAX, ..own.clone() }, &own));
         let mut child = process::Command::new("true").spawn().unwrap();

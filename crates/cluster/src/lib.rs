@@ -366,7 +366,7 @@ impl ClusterMembership {
     /// Starts the agent thread, with the rights that the sandbox leaves, and the main thread's
     /// task.
     pub fn start(self: &Rc<Self>, hooks: Weak<dyn ClusterHooks>) -> anyhow::Result<AgentHandle> {
-        let agent = self.agent.take().context("the cluster runs already")?;
+        let agent = self.agent.take().context("the cluster's agent thread was started already")?;
         let (end, stopped) = mpsc::channel();
         let thread = thread::Builder::new().name("cluster".to_owned()).spawn(move || {
             if let Err(error) = agent.run() {

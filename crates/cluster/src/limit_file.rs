@@ -217,7 +217,7 @@ mod tests {
                 keeper.mark_changed();
                 let at = if count == 1 { Instant::ZERO + SAVE_INTERVAL } else { keeper.kept_at };
                 keeper.save_if_due(&path, &known(count.min(2)), at);
-                assert_eq!(keeper.changed, count > 1, "one is under way, or was a moment ago");
+                assert_eq!(keeper.changed, count > 1, "a write is in flight, or ended a moment ago");
             }
             keeper.finish(&path, &known(3)).await;
         });

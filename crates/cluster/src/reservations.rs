@@ -334,7 +334,7 @@ mod tests {
                     }
                 }
                 let sum: u64 = HOSTS.iter().map(|host| store.reserved(host)).sum();
-                prop_assert!(sum <= LIMIT, "{sum} is promised");
+                prop_assert!(sum <= LIMIT, "{sum} is reserved");
             }
         }
     }

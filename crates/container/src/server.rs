@@ -269,7 +269,7 @@ fn serve_client<D: ImageMounter>(
         Err(PluginRequestError::Disconnected) => None,
     };
     if let Some(Err(error)) = send_result {
-        tracing::info!(%error, "a client has not read its answer");
+        tracing::info!(%error, "a client did not read its response");
     }
     true
 }

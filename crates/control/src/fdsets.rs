@@ -129,7 +129,7 @@ impl DescriptorSets {
         free.map(|descriptor| Some(Arc::clone(descriptor))).ok_or_else(|| {
             format!(
                 "Could not open '{shown}': in use by another disk, or locked by the process that \
-                 passed it (open the file again and add-fd that)"
+                 passed it (open the file again and pass the new descriptor with add-fd)"
             )
         })
     }

@@ -64,7 +64,7 @@ impl BoundListener {
     ) -> anyhow::Result<Self> {
         ensure!(
             getsockopt(&socket, AcceptConn).unwrap_or(false),
-            "{number}: a socket came that does not listen"
+            "socket {number} of the old process does not listen"
         );
         let authority = match endpoint {
             ListenEndpoint::Address(ListenAddress::Tcp { host, .. }) => {

@@ -211,7 +211,7 @@ impl PlannedExport {
         id: String,
         taken: TransferredEndpoint,
     ) -> anyhow::Result<String> {
-        let PlannedEndpoint::Separate(target) = &self.endpoint else { bail!("it has no door of its own") };
+        let PlannedEndpoint::Separate(target) = &self.endpoint else { bail!("it has no endpoint of its own") };
         registry.add_endpoint(id, registry.disks.get(&self.disk)?, self.read_only, target, Some(taken)).await
     }
 

@@ -33,7 +33,7 @@ impl Registry {
     /// # Errors
     /// The reservation does not fit regardless of other hosts.
     pub(crate) fn book_at_start(&self, name: &str, wanted: [u64; 2]) -> anyhow::Result<()> {
-        let node = self.group_or_disk(name).context("what is not listed")?;
+        let node = self.group_or_disk(name).context("no disk or group has this name")?;
         let booked = placement_with_reservation(&node, wanted).apply();
         let Err(ThrottleError::Overbooked(overbooked)) = &booked else {
             return booked.context(kind_and_name(&node));

@@ -125,7 +125,8 @@ impl AccessGuard {
         match origin {
             // Browsers send Origin with all requests but plain GET; other clients send none.
             Some(origin) if is_doubtful || !is_here(origin) => {
-                let why = "Origin: another page must not send this (a proxy must forward the browser's Host)";
+                let why = "Origin: requests from other pages are rejected (a proxy must forward \
+                           the browser's Host)";
                 Err((StatusCode::FORBIDDEN, why))
             }
             _ => Ok(()),

@@ -90,7 +90,9 @@ pub(super) async fn apply(registry: &Rc<Registry>, request: SettingsRequest) -> 
     let result = by.attribute(qmp::execute_json(registry, "x-weir-set", settings)).await;
     match &result {
         Ok(()) => tracing::info!(name, %changes, by = %who, "changed over HTTP"),
-        Err(error) => tracing::info!(name, %changes, by = %who, %error, "not changed over HTTP"),
+        Err(error) => {
+            tracing::info!(name, %changes, by = %who, %error, "a change over HTTP was rejected");
+        }
     }
     result.map_err(ChangeError::Rejected)
 }

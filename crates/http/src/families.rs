@@ -136,11 +136,11 @@ impl MetricFamilies {
         };
         let help = "Requests in the daemon's continuous recording.";
         to.counters("weir_record_requests", help, each(|recording| recording.requests))?;
-        let help = "Requests missing in that recording.";
+        let help = "Requests that the daemon's continuous recording lost.";
         to.counters("weir_record_lost_requests", help, each(|recording| recording.lost))?;
         to.counters(
             "weir_record_written_bytes",
-            "Bytes written to the files of that recording.",
+            "Bytes written to the files of the daemon's continuous recording.",
             each(|recording| recording.bytes),
         )
     }
@@ -282,8 +282,10 @@ fn of_disks(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.counters("weir_disk_reads", "Reads that succeeded.", each(|disk| disk.totals.reads))?;
     let help = "Writes, write-zeroes and discards that succeeded.";
     to.counters("weir_disk_writes", help, each(|disk| disk.totals.writes))?;
-    to.counters("weir_disk_read_bytes", "Bytes of those reads.", each(|disk| disk.totals.read_bytes))?;
-    to.counters("weir_disk_written_bytes", "Bytes of those writes.", each(|disk| disk.totals.written_bytes))?;
+    let help = "Bytes of reads that succeeded.";
+    to.counters("weir_disk_read_bytes", help, each(|disk| disk.totals.read_bytes))?;
+    let help = "Bytes of writes, write-zeroes and discards that succeeded.";
+    to.counters("weir_disk_written_bytes", help, each(|disk| disk.totals.written_bytes))?;
     let help = "Requests saved by merging.";
     to.counters("weir_disk_merged_requests", help, each(|disk| disk.totals.merged_requests))?;
     let errors = disks.iter().flat_map(|disk| {
@@ -530,7 +532,8 @@ fn prefetches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let rows = all().map(|(labels, stats)| (labels, u64::from(stats.streams)));
     to.gauges("weir_disk_prefetch_streams", "Streams with prefetched data that is not read yet.", rows)?;
     let rows = all().map(|(labels, stats)| (labels, u64::from(stats.is_gate_closed)));
-    to.gauges("weir_disk_prefetch_suspended", "1 while prefetching is off because it does not pay.", rows)
+    let help = "1 while prefetch is suspended because too little prefetched data is used.";
+    to.gauges("weir_disk_prefetch_suspended", help, rows)
 }
 
 fn caches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {

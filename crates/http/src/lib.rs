@@ -187,8 +187,8 @@ impl PageEndpoint {
     ) -> (HttpListeners, Arc<ActivityWatch>) {
         let Self { listeners, names, token, tls: keys } = self;
         let scheme = if keys.is_some() { "https" } else { "http" };
-        let may = if token.is_some() { "change" } else { "read" };
-        tracing::info!(at = %addresses(&listeners), scheme, may, "page");
+        let access = if token.is_some() { "change" } else { "read" };
+        tracing::info!(at = %addresses(&listeners), scheme, access, "page");
         let name = names.first().cloned().unwrap_or_else(host_name);
         let guard = AccessGuard::new(names, token.as_ref().map(ChangeToken::bytes));
         let daemon = DaemonDescription { name, has_token: guard.has_token() };

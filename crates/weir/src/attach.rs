@@ -219,7 +219,7 @@ pub(crate) fn attach(request: &AttachRequest) -> anyhow::Result<Attachment> {
     let stdout = keeper.stdout.take().context("no pipe")?;
     await_response(&stdout, keeper.id()).with_context(|| request.name.clone())?;
     let mut line = String::new();
-    BufReader::new(stdout).read_line(&mut line).context("the keeper's answer")?;
+    BufReader::new(stdout).read_line(&mut line).context("the keeper's response")?;
     match serde_json::from_str(&line) {
         Ok(KeeperResponse::Attached(attached)) => Ok(*attached),
         Ok(KeeperResponse::Failed(why)) => bail!(why),
@@ -242,7 +242,7 @@ fn await_response(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
             ),
             Ok(0) | Err(Errno::EINTR) => {}
             Ok(_) => return Ok(()),
-            Err(errno) => return Err(errno).context("the keeper's answer"),
+            Err(errno) => return Err(errno).context("the keeper's response"),
         }
     }
 }

@@ -169,7 +169,7 @@ mod tests {
         assert!(["--iops-total", "--iops-reservation"].iter().all(|name| limits.contains(&(*name).to_owned())));
         let commands = offered("weir ");
         assert!(commands.contains(&"docker-plugin".to_owned()), "{commands:?}");
-        assert!(!commands.contains(&"generate".to_owned()), "what is hidden stays so: {commands:?}");
+        assert!(!commands.contains(&"generate".to_owned()), "it is a hidden command: {commands:?}");
     }
 
     #[test]

@@ -303,7 +303,7 @@ class Ublk(Device):
             weir attach --list
         """)
         checks = [
-            contains("a device that stays open", parts["goes"], "is removed with its last user (in use: open in ")
+            contains("a device that stays open", parts["goes"], "when its last user closes it (in use: open in ")
         ] if goes else []
         return [
             *checks,

@@ -136,7 +136,8 @@ fn unknown_io_stat_is_rejected_with_its_line() {
     assert_eq!(unknown, UnknownFormat { what: "io.stat", line: "8:16 rbytes=many".to_owned() });
     assert_eq!(
         unknown.to_string(),
-        "io.stat: a line of unknown form: \"8:16 rbytes=many\" (weir does not know this kernel's io.stat)"
+        "io.stat: unknown line format: \"8:16 rbytes=many\" (this kernel's io.stat is not \
+         supported)"
     );
     assert_eq!(
         io_stat::find(broken, n(8, 0)),

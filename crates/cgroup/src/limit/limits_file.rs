@@ -183,7 +183,7 @@ impl CgroupEntry {
         let identity = match DeviceIdentity::resolve(number, roots) {
             Ok(identity) => identity,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                bail!("device {number} is absent (its limits are kept)")
+                bail!("device {number} is absent (its limits stay in the limits file)")
             }
             // A disk that cannot be identified is not necessarily another disk.
             Err(_) => return Ok(number),

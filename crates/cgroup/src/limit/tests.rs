@@ -155,7 +155,7 @@ fn weight_is_written_to_the_active_mechanism() {
     let outcome = bench.set(0, &LimitsChange { weight: Some(3000), ..LimitsChange::default() }).unwrap();
     assert_eq!(bench.groups[0].read("io.bfq.weight").unwrap(), "254:0 1000");
     assert!(
-        outcome.notices[0].contains("as 1000, its largest") && outcome.notices[0].contains("BFQ"),
+        outcome.notices[0].contains("written as 1000, the maximum") && outcome.notices[0].contains("BFQ"),
         "{:?}",
         outcome.notices
     );

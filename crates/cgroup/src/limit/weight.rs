@@ -99,11 +99,14 @@ impl PlannedWeight {
     ) -> anyhow::Result<String> {
         let weight = self.weight;
         let Some((mechanism, written_weight)) = self.write_to_kernel(group)? else {
-            return Ok(format!("weight {weight} divides its group's limits"));
+            return Ok(format!(
+                "weight {weight} divides only the limits of its group, as neither io.cost nor BFQ \
+                 is active on {node}"
+            ));
         };
         set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {written_weight}")])?;
         let (file, mechanism_name, _) = mechanism.parts();
-        let capped = if written_weight < weight { format!(" (as {written_weight}, its largest)") } else { String::new() };
+        let capped = if written_weight < weight { format!(" (written as {written_weight}, the maximum)") } else { String::new() };
         Ok(format!("weight {weight}{capped} is {mechanism_name}'s to enforce ({file})"))
     }
 

@@ -123,7 +123,7 @@ pub(crate) fn enter(arguments: EnterArgs) -> Result<(), CommandFailure> {
     // The signal mask is inherited across exec; the command must receive signals as usual.
     let set: SigSet = FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect();
     if let Err(error) = set.thread_swap_mask(SigmaskHow::SIG_UNBLOCK) {
-        return fail(NOT_ENTERED, anyhow!("signals cannot be let through: {error}"));
+        return fail(NOT_ENTERED, anyhow!("signals cannot be unblocked: {error}"));
     }
     let Some((program, rest)) = arguments.command.split_first() else {
         return fail(NOT_ENTERED, anyhow!("there is no command"));

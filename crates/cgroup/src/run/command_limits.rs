@@ -84,7 +84,7 @@ pub(super) fn apply_limits<'a>(
         file
     } else {
         let directory = tempfile::Builder::new().prefix("weir-cgroup.").tempdir();
-        let directory = directory.context("the command's limits: there is no room for a file of them")?;
+        let directory = directory.context("the command's limits: a temporary directory cannot be created")?;
         let file = directory.path().join("limits.json");
         command_limits._own = Some(directory);
         file

@@ -78,8 +78,8 @@ impl CommandSummary {
         if let Some(bytes @ 1..) = self.dirty_bytes {
             let _ = writeln!(
                 text,
-                "{} in the page cache are not yet written, are in no total here, and may be \
-                 written after the limits are removed",
+                "{} in the page cache are not written yet: the totals exclude them, and they may \
+                 be written after the limits are removed",
                 figures::bytes(bytes as f64)
             );
         }
@@ -313,7 +313,7 @@ limited with watermark 90%
         .text();
         for part in [
             "weir: /weir/run-7 in 10.0s, status 137\n",
-            "\n12.0M in the page cache are not yet written",
+            "\n12.0M in the page cache are not written yet",
             "for processes that outlive the command: 1, 2, 3, 4, 5 and 2 more (rmdir \
              /sys/fs/cgroup/weir/run-7 when",
             "not known; there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct \

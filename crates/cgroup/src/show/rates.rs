@@ -475,7 +475,7 @@ pub(super) mod tests {
         assert!(row.has_io());
         let hidden = at(2, vec![with_task(seen("/a", &[]), 7, 1, 0, None)]);
         let row = &rows(Some(&earlier), &hidden, ALL)[0].tasks[0];
-        assert_eq!((row.rate, row.has_io()), (None, false), "not ours to know");
+        assert_eq!((row.rate, row.has_io()), (None, false), "its counters cannot be read");
         let waited = at(2, vec![with_task(seen("/a", &[]), 7, 1, 10, None)]);
         assert!(rows(None, &waited, ALL)[0].tasks[0].has_io());
     }

@@ -192,7 +192,7 @@ mod tests {
             (4096, 2),
             "descendants are included where the kernel includes them"
         );
-        let own_usage = disk.own_usage.expect("version 1 tells it");
+        let own_usage = disk.own_usage.expect("version 1 reports it");
         assert_eq!((own_usage.read_bytes, own_usage.writes), (0, 2), "and without");
         assert_eq!(disk.limits, IoMaxRates { bps: [None, Some(4_000_000)], ..IoMaxRates::NONE });
         let other = reading.devices[&DeviceNumber { major: 8, minor: 16 }];
@@ -210,7 +210,7 @@ mod tests {
         );
         fs::write(group.directory.join("io.max"), "8:0 rbps=many\n").unwrap();
         let error = format!("{:#}", read(&group).unwrap_err());
-        assert!(error.starts_with("cgroup /a: io.max: a line of unknown form"), "{error}");
+        assert!(error.starts_with("cgroup /a: io.max: unknown line format"), "{error}");
         drop(machine);
         assert_eq!(read(&group).unwrap(), None);
     }

@@ -70,7 +70,7 @@ impl CgroupSurvey {
         let line = |entry: &CgroupEntry| {
             let (cgroup, device) = (entry.cgroup.display(), entry.device_text());
             format!(
-                "{cgroup} is gone, and its limits on {device} are kept for a new cgroup of this \
+                "{cgroup} was removed; its limits on {device} are kept for a new cgroup of this \
                  name (remove them: `weir cgroup limit {cgroup} --device {device} --remove`)"
             )
         };

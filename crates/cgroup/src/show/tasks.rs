@@ -125,7 +125,7 @@ pub(super) mod tests {
         assert_eq!((first.name.as_str(), first.state), ("a) (b", 'D'));
         assert_eq!(first.waited, Duration::from_millis(1500));
         assert_eq!(first.io.map(|io| io.write_bytes), Some(8192));
-        assert_eq!(second.io, None, "not ours to know");
+        assert_eq!(second.io, None, "/proc/PID/task/TID/io cannot be read");
     }
 
     #[test]

@@ -43,8 +43,8 @@ enum TopEvent {
 /// returns.
 pub(crate) fn top(arguments: CgroupTopArgs) -> Result<(), CommandFailure> {
     if !screen::is_possible() {
-        let message = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup \
-                    show` prints the same)";
+        let message = "cgroup top: standard input and output must be terminals (`weir cgroup show` \
+                    prints the same)";
         return Err(anyhow!(message).into());
     }
     let named: Vec<String> = arguments.group.into_iter().collect();

@@ -157,7 +157,7 @@ fn spawn(limits: &Path, lock: &GuardLock) -> anyhow::Result<(Child, ChildStdin)>
     });
     let mut child =
         spawned.context("the guard, which ends bursts if this process dies, cannot be started")?;
-    let pipe = child.stdin.take().context("a pipe that was asked for")?;
+    let pipe = child.stdin.take().context("the guard has no pipe")?;
     // A stopped guard must not block the watch when the pipe is full.
     fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).context("the pipe to the guard")?;
     Ok((child, pipe))

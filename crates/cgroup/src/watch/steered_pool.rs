@@ -354,7 +354,7 @@ impl SteeredPool {
                     bps = ?rates.bps,
                     iops = ?rates.iops,
                     after_us = super::now().nanos_since(now) / 1000,
-                    "told"
+                    "rates written"
                 );
                 if member.reading.is_some() && member.error.take().is_some() {
                     tracing::info!(%cgroup, "exists again");

@@ -328,7 +328,7 @@ fn leased_quota_is_revoked_before_its_end() {
     // Small decreases as well: other hosts lease the difference.
     for quota in [10 * MIB, 10 * MIB - 1, 9 * MIB, 9 * MIB + MIB / 2] {
         lessor.lease(&writes(quota), &writes(MIB), lease);
-        assert!(!lessor.is_in_force(), "the kernel does not know yet");
+        assert!(!lessor.is_in_force(), "the kernel does not have the limit yet");
         watch.run_due(now());
         assert!(lessor.is_in_force());
         assert!(max(&machine, "a").contains(&format!("wbps={quota}")), "{}", max(&machine, "a"));

@@ -187,7 +187,7 @@ impl EtcdConnection {
         tls: Option<&EtcdTls>,
         timeout: Duration,
     ) -> Result<Self, EtcdError> {
-        let mut last = anyhow!("it has no address");
+        let mut last = anyhow!("its name has no address");
         for address in addresses {
             let opened = tokio::time::timeout(timeout, Self::open_at(&endpoint, *address, tls)).await;
             match opened {

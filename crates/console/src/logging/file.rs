@@ -215,7 +215,7 @@ impl<S: Write + AsFd> LogOutput for S {}
 
 /// Line that reports the number of missing lines.
 fn gap_line(format: LogFormat, priority: &str, suppressed: u64) -> String {
-    const MESSAGE: &str = "lines of the log could not be written and were left out";
+    const MESSAGE: &str = "log lines were lost because they could not be written";
     match format {
         LogFormat::Text => format!("{priority}WARN {MESSAGE} suppressed={suppressed}\n"),
         LogFormat::Json => {

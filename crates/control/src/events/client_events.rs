@@ -74,7 +74,7 @@ fn front_end_event(disk: &str, event: &FrontEndEvent<'_>) -> NewEvent {
         }
         FrontEndEvent::Rejected { process, connected } => {
             let message = format!(
-                "{} was turned away from disk {disk}: {} is connected (stop that one, or give each a disk)",
+                "{} was rejected at disk {disk}: {} is connected (stop it, or use a disk for each)",
                 front_end_text(process),
                 front_end_text(connected)
             );

@@ -202,7 +202,7 @@ fn own_descriptor(number: RawFd) -> io::Result<OwnedFd> {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    let owned = descriptor.ok_or_else(|| io::Error::other("it did not come"))?;
+    let owned = descriptor.ok_or_else(|| io::Error::other("the duplicate descriptor was not received"))?;
     // Closed only after the duplicate has arrived.
     close(number)?;
     Ok(owned)

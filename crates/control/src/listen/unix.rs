@@ -222,10 +222,10 @@ fn probe_error(error: &io::Error) -> anyhow::Error {
         // The sandbox rejects connect(2).
         Some(libc::ENOSYS) => "sandboxed daemon cannot check whether a process listens there",
         _ => {
-            return anyhow!("a socket is there already, and whether it is in use cannot be checked: {error}");
+            return anyhow!("a socket exists there; whether it is in use cannot be checked: {error}");
         }
     };
-    anyhow!("a socket is there already, and a {why} (remove it if none does, or choose another path)")
+    anyhow!("a socket exists there, and a {why} (remove it if none does, or choose another path)")
 }
 
 /// True if a process serves the socket at `path`.

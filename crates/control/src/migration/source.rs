@@ -58,7 +58,7 @@ pub(crate) async fn migrate(registry: &Rc<Registry>, request: MigrationRequest) 
         // The caller may be gone; the task must still finish.
         let _ = done.try_send(result.with_context(|| format!("disk {}", request.disk)));
     });
-    outcome.recv().await.context("the daemon ends")?
+    outcome.recv().await.context("the daemon is ending")?
 }
 
 async fn migrate_to_target(
@@ -204,7 +204,7 @@ async fn remove_in_time(
         Ok(removed)
     });
     match reactor::timeout(ANSWER_TIMEOUT, removing).await {
-        Ok(result) => result.context("the daemon ends")?.map_err(|refused: RegistryError| refused.into()),
+        Ok(result) => result.context("the daemon is ending")?.map_err(|refused: RegistryError| refused.into()),
         Err(_) => {
             is_abandoned.set(true);
             let patience_s = ANSWER_TIMEOUT.as_secs();

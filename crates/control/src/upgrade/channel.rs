@@ -127,8 +127,8 @@ impl UpgradeChannel {
     /// Channel over a socket that a peer passed; fails if the peer is of another user.
     pub(super) fn from_passed(socket: OwnedFd) -> anyhow::Result<Self> {
         // Any descriptor may be passed, so its type is checked first.
-        let kind = getsockopt(&socket, SockType).context("what came is no socket")?;
-        ensure!(kind == socket::SockType::Stream, "what came is no stream socket");
+        let kind = getsockopt(&socket, SockType).context("the passed descriptor is not a socket")?;
+        ensure!(kind == socket::SockType::Stream, "the passed descriptor is not a stream socket");
         let socket = UnixStream::from(socket);
         // The flag belongs to the open file description, and the peer may have set it.
         socket.set_nonblocking(false)?;

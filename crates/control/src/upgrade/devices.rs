@@ -173,7 +173,8 @@ impl AwaitedDevices {
             })?;
             ensure!(
                 planned.is_read_only(registry)? == *read_only,
-                "export {id}: {address} runs with another access"
+                "export {id}: {address} runs with another value of read-only (give it the same, or \
+                 restart)"
             );
         }
         Ok(())
@@ -189,7 +190,7 @@ impl AwaitedDevices {
         for HostDeviceState { id, kind } in states {
             // Only offered devices: the old process is not trusted to add one at this point.
             let planned =
-                self.take(&id).with_context(|| format!("export {id}: the other process did not list it"))?;
+                self.take(&id).with_context(|| format!("export {id}: the old process did not offer it"))?;
             let taken = transferred_endpoint(kind, pieces).with_context(|| format!("export {id}"))?;
             registry.exports.awaited_endpoints.borrow_mut().remove(&id);
             let (planned, is_added) = planned;
@@ -245,7 +246,7 @@ fn transferred_endpoint(
 ) -> anyhow::Result<TransferredEndpoint> {
     Ok(match kind {
         HostDeviceKind::NbdDevice { number, connections } => {
-            ensure!(!connections.is_empty(), "it came without its sockets");
+            ensure!(!connections.is_empty(), "its sockets are missing");
             let mut sockets = Vec::new();
             for NbdDeviceSocketState { received, skip } in connections {
                 let socket = pieces.descriptor()?.into();

@@ -371,7 +371,7 @@ impl StartSource for NewProcess {
         let path = std::path::absolute(path)?;
         let Some(at) = self.offer.control.iter().position(|known| *known == path) else { return Ok(None) };
         self.offer.control.remove(at);
-        let socket = self.control.remove(at).context("a control socket came without its descriptor")?;
+        let socket = self.control.remove(at).context("the descriptor of a control socket is missing")?;
         let endpoint = ListenEndpoint::Address(ListenAddress::Unix(path.clone()));
         BoundListener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
     }
@@ -424,7 +424,8 @@ fn check(
                 && bitmaps
                     .map(|bitmap| bitmap.name().as_ref())
                     .eq(offered.bitmaps.iter().map(String::as_str)),
-            "export {} at {}: another disk, other bitmaps or another access runs",
+            "export {} at {}: it runs with another disk, other bitmaps or another value of \
+             read-only (give it the same, or restart)",
             offered.name,
             offered.endpoint
         );
@@ -444,7 +445,8 @@ fn check(
         })?;
         ensure!(
             export.disk.disk.name().as_ref() == offered.disk && export.read_only == offered.read_only,
-            "export {}: another disk or another access runs at {}",
+            "export {} at {}: it runs with another disk or another value of read-only (give it the \
+             same, or restart)",
             offered.id,
             offered.address_text()
         );
@@ -561,7 +563,7 @@ async fn apply_state(
             }
         };
         let received = usize::try_from(client.received).ok().and_then(|count| pieces.bytes(count).ok());
-        let received = received.context("a client came without what it sent")?;
+        let received = received.context("the unparsed bytes of a client are missing")?;
         let (socket, session) = (socket.into(), client.to_session(number)?);
         clients.push((
             server,
@@ -573,15 +575,16 @@ async fn apply_state(
         let here = offered.iter().find(|offered| offered.id == id);
         let here = here.and_then(|offered| find_vhost_user(registry, offered));
         let (export, endpoint) = here.context("a front end of an export that is not here")?;
-        let vhost_user = endpoint.vhost_user().context("it is no virtual machine's")?;
+        let vhost_user = endpoint.vhost_user().context("it is not a vhost-user-blk export")?;
         let socket = pieces.descriptor()?.into();
         let mut session_messages = Vec::new();
         for VhostMessageState { code, bytes, descriptors } in messages {
-            let payload = pieces.bytes(bytes).context("a message came without its bytes")?.to_vec();
+            let payload = pieces.bytes(bytes).context("the payload of a message is missing")?.to_vec();
             let descriptors = pieces.descriptors(descriptors)?;
             session_messages.push(vhost_user_blk::SessionMessage { code, payload, descriptors });
         }
-        let bytes = pieces.bytes(partial.bytes).context("a front end came without what it sent")?.to_vec();
+        let bytes = pieces.bytes(partial.bytes);
+        let bytes = bytes.context("the unparsed bytes of a front end are missing")?.to_vec();
         let descriptors = pieces.descriptors(partial.descriptors)?;
         // Replays the messages, which maps the guest's memory.
         match vhost_user.server.adopt(vhost_user_blk::QuiescedFrontEnd {
@@ -673,9 +676,10 @@ fn send_command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::
                 io::ErrorKind::WouldBlock => {
                     anyhow!("no answer in time (is the daemon stopped, or something else listening there?)")
                 }
-                _ => anyhow!(error).context("the daemon there gives no answer"),
+                _ => anyhow!(error).context("the daemon's reply cannot be read"),
             })?;
-            let message: Value = serde_json::from_str(&line).context("what listens there is not weir")?;
+            let message: Value =
+                serde_json::from_str(&line).context("the process that listens there is not weir")?;
             // An event may precede the reply to a command.
             if message.get("event").is_none() {
                 return Ok(message);
@@ -692,6 +696,6 @@ fn send_command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::
     let arguments = json!({ "format": UPGRADE_FORMAT, "version": env!("CARGO_PKG_VERSION") });
     let line = format!("{}\n", json!({ "execute": UPGRADE_COMMAND, "arguments": arguments }));
     let sent = send_with(&socket, line.as_bytes(), &[passed])?;
-    ensure!(sent == line.len(), "the socket takes no command");
+    ensure!(sent == line.len(), "the command could not be sent completely");
     refusal(&next()?)
 }

@@ -35,7 +35,7 @@ pub(super) fn differing_settings(state: &ProcessState, registry: &Registry) -> V
         let changes = changes(transferred.set.as_ref()?, &here.current_config());
         changes.map(|changes| format!("disk {}: {changes}", transferred.name))
     });
-    let line = |changes| format!("{changes}, as {config} has it (a change that is to stay needs --save)");
+    let line = |changes| format!("{changes}, from {config} (use --save to keep a change)");
     groups.chain(disks).map(line).collect()
 }
 

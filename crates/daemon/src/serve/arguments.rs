@@ -54,9 +54,9 @@ pub struct ServeArgs {
     /// nothing
     #[arg(long)]
     pub(crate) check: bool,
-    /// Take over from the daemon at this control socket, which no client notices; if anything
+    /// Take over from the daemon at this control socket, without an effect on clients; if anything
     /// cannot be taken over, it is named, and the old daemon continues [default: the socket of
-    /// --qmp, or where commands find it]
+    /// --qmp, or the default control socket]
     #[arg(long, value_name = "unix:PATH", num_args = 0..=1, require_equals = true, conflicts_with = "check", value_parser = settings::parse_unix_socket)]
     pub(crate) takeover: Option<Option<PathBuf>>,
     #[command(flatten)]
@@ -96,29 +96,29 @@ struct ImageArgs {
 #[command(next_help_heading = "Network")]
 struct NetworkArgs {
     /// Serve NBD at unix:PATH, HOST:PORT or fd:NAME, a socket that a service manager passed;
-    /// repeatable. Behind a comma: read-only [default: inherited sockets, else localhost:10809]
+    /// repeatable. After a comma: read-only [default: inherited sockets, else localhost:10809]
     #[arg(long, value_name = "ADDRESS[,…]", value_parser = settings::parse::<NbdServerConfig>)]
     nbd: Vec<NbdServerConfig>,
     /// Serve a virtual machine at unix:PATH, over vhost-user-blk, or at fd:NAME, a socket that a
-    /// service manager passed; once for each IMAGE, or several for one. Behind commas: queues=N,
+    /// service manager passed; once for each IMAGE, or several for one. After commas: queues=N,
     /// queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
     /// write-cache=off, read-only, client (the machine listens there).
     /// NBD is then served only with --nbd
     #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::parse::<VhostUserBlkConfig>, conflicts_with = "config")]
     vhost_user_blk: Vec<VhostUserBlkConfig>,
     /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each
-    /// IMAGE, or several for one [default N: the first that is free]. Behind commas: queues=N,
+    /// IMAGE, or several for one [default N: the first that is free]. After commas: queues=N,
     /// queue-depth=N, dead-timeout=SECONDS (time for which requests wait for a restarted weir,
     /// before they fail and the device is removed; 0: forever), logical-block-size=N, discard=off,
     /// write-zeroes=off, write-cache=off, read-only, unprivileged, zero-copy=off
     #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::parse::<UblkConfig>, conflicts_with = "config")]
     ublk: Vec<UblkConfig>,
     /// Serve the disk as a file, by FUSE: it is mounted over FILE, which must exist; once for each
-    /// IMAGE, or several for one. Behind commas: growable, allow-other=on|off, read-only
+    /// IMAGE, or several for one. After commas: growable, allow-other=on|off, read-only
     #[arg(long, value_name = "FILE[,…]", value_parser = settings::parse::<FuseConfig>, conflicts_with = "config")]
     fuse: Vec<FuseConfig>,
     /// Serve a block device of this host, /dev/nbdN, by the kernel's NBD client; auto is the first
-    /// that is free; once for each IMAGE, or several for one. Behind commas: connections=N,
+    /// that is free; once for each IMAGE, or several for one. After commas: connections=N,
     /// timeout=SECONDS, dead-timeout=SECONDS (time for which requests wait for a restarted weir),
     /// logical-block-size=N, read-only
     #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::parse::<NbdDeviceConfig>, conflicts_with = "config")]
@@ -259,7 +259,7 @@ struct DaemonOptions;
 impl OptionSelection for DaemonOptions {
     type Config = DaemonConfig;
 
-    /// True for all keys but NBD addresses, which accept keys behind a comma.
+    /// True for all keys but NBD addresses, which accept keys after a comma.
     fn is_option(key: &ConfigKey<DaemonConfig>) -> bool {
         key.name != "nbd"
     }

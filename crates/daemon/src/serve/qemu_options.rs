@@ -22,10 +22,10 @@ pub const QEMU_HEADING: &str = "As qemu-storage-daemon, in this order";
 const OPTIONS: [(&str, &str, &str); 6] = [
     ("blockdev", "NODE", "Add a disk, as blockdev-add of QMP: driver=…,node-name=…, or a JSON object"),
     ("object", "OBJECT", "Create a throttle-group, secret, tls-creds-x509 or tls-creds-psk, as object-add"),
-    ("nbd-server", "ADDRESS", "Serve NBD for those exports, as nbd-server-start: addr.type=unix,addr.path=…"),
+    ("nbd-server", "ADDRESS", "Serve NBD exports, as nbd-server-start: addr.type=unix,addr.path=…"),
     ("export", "EXPORT", "Export a disk, as block-export-add: type=nbd,id=…,node-name=…"),
     ("chardev", "SOCKET", "A Unix socket for a monitor: socket,id=…,path=…,server=on,wait=off"),
-    ("monitor", "MONITOR", "Accept QMP commands there, as --qmp does: chardev=…"),
+    ("monitor", "MONITOR", "Accept QMP commands at a chardev's socket, as --qmp does: chardev=…"),
 ];
 
 /// The given options, in order.

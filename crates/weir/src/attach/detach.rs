@@ -218,7 +218,8 @@ fn await_removal(watch: ControlClient, export: &ExportStatus, force: bool) -> an
         return Ok(watch.await_export_end(&export.id)?);
     };
     print_notice(&format!(
-        "{}: fails all requests now, and is removed with its last user: waiting up to {1} s for {users}",
+        "{}: all its requests fail now; the kernel removes it when its last user closes it (in \
+         use: {users}; waiting up to {1} s)",
         export.id,
         lasting_users::WRITEBACK_TIMEOUT.as_secs()
     ));

@@ -43,7 +43,7 @@ pub(crate) fn run() -> Result<(), CommandFailure> {
     // A session without a terminal: Ctrl-C of the caller must not end the keeper.
     let _ = nix::unistd::setsid();
     let request: AttachRequest =
-        serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
+        serde_json::from_reader(io::stdin()).context("the request on standard input cannot be read")?;
     close_inherited(&request);
     let mut keeper = AttachmentKeeper::default();
     let outcome = keeper.attach(&request);

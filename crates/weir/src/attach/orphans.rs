@@ -54,7 +54,7 @@ pub(super) fn remove(device: &Path) -> anyhow::Result<bool> {
 /// Error for a device whose removal waits for its last user.
 pub(super) fn removal_pending(users: &DeviceOpeners) -> anyhow::Error {
     let whom = if users.is_empty() { String::new() } else { format!(" (in use: {users})") };
-    anyhow!("it fails all requests now, and is removed with its last user{whom}")
+    anyhow!("all its requests fail now; the kernel removes it when its last user closes it{whom}")
 }
 
 fn orphan_numbers() -> impl Iterator<Item = u32> {
@@ -74,7 +74,7 @@ mod tests {
     #[test]
     fn known_users_of_a_pending_removal_are_named() {
         let mut users = DeviceOpeners::default();
-        let message = "it fails all requests now, and is removed with its last user";
+        let message = "all its requests fail now; the kernel removes it when its last user closes it";
         assert_eq!(removal_pending(&users).to_string(), message);
         users.processes.push(OpenerProcess { pid: 12, name: "dd".to_owned() });
         assert_eq!(removal_pending(&users).to_string(), format!("{message} (in use: open in dd (12))"));

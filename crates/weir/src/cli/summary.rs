@@ -67,7 +67,7 @@ fn shortened(arg: Arg) -> Arg {
     }
 }
 
-/// Values that keys can follow, behind a comma.
+/// Values that keys can follow, after a comma.
 const WITH_KEYS: [&str; 4] = ["ADDRESS", "FILE", "N", "unix:PATH"];
 
 /// `arg` whose value does not mention the keys.

@@ -167,7 +167,7 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
             ),
         ),
         Cause::DiskWithoutLimit => (format!("{detail} has no limit; others have"), None),
-        Cause::OtherDirection => (format!("the limit on {detail} is for the other direction alone"), None),
+        Cause::OtherDirection => (format!("the limit on {detail} applies to the other direction only"), None),
         Cause::Partition => (
             format!(
                 "{detail} is on a partition; limits are for the whole disk, and all of its \

@@ -69,7 +69,7 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), CommandFailure> {
     for line in io::stdin().lock().lines() {
         let line = line.context("standard input")?;
         // An error is a reply as well: the parent continues with the next order.
-        let reply = match serde_json::from_str(&line).context("an order of unknown form") {
+        let reply = match serde_json::from_str(&line).context("malformed order") {
             Ok(order) => execute(&arguments.directory, &order, &mut open_file),
             Err(error) => Err(error),
         };
@@ -120,7 +120,7 @@ fn execute(directory: &Path, order: &LoadOrder, open_file: &mut Option<File>) ->
             let mut file = open(path, OFlag::empty())?;
             if *forget {
                 posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
-                    .context("forgetting the file")?;
+                    .context("posix_fadvise(POSIX_FADV_DONTNEED)")?;
             }
             file.seek(SeekFrom::Start(0))?;
             timed(*bytes, None, |buffer, _| file.read_exact(buffer))

@@ -115,7 +115,7 @@ fn describe_waiting(figures: &PathFigures) -> String {
     let TraceTotals { by_process, by_throttle, by_writeback, .. } = traced;
     let all = by_process + by_throttle + by_writeback;
     let senders = [
-        (by_throttle, "held by blk-throttle"),
+        (by_throttle, "throttled by blk-throttle"),
         (by_writeback, "sent by a writeback worker at once"),
         (by_process, "sent by the process at once"),
     ];
@@ -165,8 +165,8 @@ mod tests {
 
     #[test]
     fn report_names_the_place_of_waiting() {
-        let expected =
-            "950ms in balance_dirty_pages, 75% held by blk-throttle, 25% sent by a writeback worker at once";
+        let expected = "950ms in balance_dirty_pages, 75% throttled by blk-throttle, 25% sent by a \
+                    writeback worker at once";
         assert_eq!(describe_waiting(&figures()), expected);
         let untraced = PathFigures { traced: None, ..figures() };
         assert_eq!(describe_waiting(&untraced), "1.0s in the calls themselves, 3.0s until it was written");

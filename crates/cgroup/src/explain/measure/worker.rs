@@ -36,9 +36,9 @@ impl LoadWorker {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .context("the process that is to be measured cannot be started")?;
+            .context("the load process cannot be started")?;
         let (Some(orders), Some(out)) = (child.stdin.take(), child.stdout.take()) else {
-            bail!("the process that is to be measured has no pipes");
+            bail!("the load process has no pipes");
         };
         let (sender, replies) = mpsc::channel();
         // A thread reads the replies, because a pipe cannot be read with a timeout.
@@ -77,13 +77,14 @@ impl LoadWorker {
         }
         let mut line = serde_json::to_string(order).context("an order")?;
         line.push('\n');
-        self.orders.write_all(line.as_bytes()).context("the process that is measured has ended")?;
+        self.orders.write_all(line.as_bytes()).context("the load process has ended")?;
         let received = self.replies.recv_timeout(within);
         let Ok(reply_line) = received else {
             self.is_behind = true;
-            bail!("no end within {} s", within.as_secs());
+            bail!("not completed within {} s", within.as_secs());
         };
-        let reply: LoadReply = serde_json::from_str(&reply_line).context("an answer of unknown form")?;
+        let reply: LoadReply =
+            serde_json::from_str(&reply_line).context("malformed reply of the load process")?;
         match reply.error {
             Some(error) => bail!("{error}"),
             None => Ok(reply),

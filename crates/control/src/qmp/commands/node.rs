@@ -99,7 +99,8 @@ impl NodeChain {
             return Err(QmpError::rule("offset", "is of a raw image, and this is a 'qcow2'"));
         }
         if chain.detect_zeroes == DetectZeroes::Unmap && chain.discards == Discards::Ignore {
-            let rule = "cannot be 'unmap' where 'discard' is 'ignore' (say 'on', or let discards through)";
+            let rule = "cannot be 'unmap' if 'discard' is 'ignore' (use 'on', or set 'discard' to \
+                        'unmap')";
             return Err(QmpError::rule("detect-zeroes", rule));
         }
         if chain.reopens_node() {
@@ -466,7 +467,7 @@ fn read_part(arguments: &mut QmpArguments) -> Result<Option<StoragePart>, QmpErr
 fn read_qcow2(arguments: &mut QmpArguments) -> Result<Qcow2Node, QmpError> {
     let no_backing = arguments.take_null("backing");
     if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {
-        let rule = "is what the image says, or null; backing files are no nodes here";
+        let rule = "must be null or absent; the image names its backing file, which is not a node";
         return Err(QmpError::rule(&arguments.full_name("backing"), rule));
     }
     let caches = Qcow2CacheChanges::read(arguments)?.apply_to(CacheSettings::default());
@@ -564,7 +565,8 @@ mod tests {
         };
         refused(
             with("backing", json!("base")),
-            "Parameter 'backing' is what the image says, or null; backing files are no nodes here",
+            "Parameter 'backing' must be null or absent; the image names its backing file, which is not \
+             a node",
         );
         refused(
             with("encrypt", json!({"format": "aes"})),

@@ -84,7 +84,7 @@ impl SetSettings {
         }
         let parent = group.parent().map_or("", |parent| parent.name());
         if self.group.as_deref().is_some_and(|wanted| wanted != parent) {
-            let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
+            let rule = "cannot be changed for a group (only a disk can change its group)";
             return Err(QmpError::rule("group", rule));
         }
         set_group(registry, group, self.changes.apply_to(group.settings())?).await
