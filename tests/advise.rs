@@ -157,8 +157,12 @@ fn truncated_recording_is_used_up_to_its_last_complete_block() {
     assert_eq!(outcome.status(), Some(1));
     assert_contains(&outcome.stderr(), &["weir: not read to the end: ", "ends within a block"]);
     let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
-    let read: u64 =
-        report["tenants"].as_array().expect("a list").iter().filter_map(|tenant| tenant["requests"].as_u64()).sum();
+    let read: u64 = report["tenants"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter_map(|tenant| tenant["requests"].as_u64())
+        .sum();
     assert_eq!(read, 131_072, "the trace has two complete blocks");
     assert_contains(
         report["partial"].as_str().expect("the report names the truncation"),
@@ -257,7 +261,8 @@ fn noisy_neighbour_in_the_same_group_is_found() {
     let run = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
     let on_device = config("device.toml", "", &format!("rate = \"{rate}\""));
     let printed = run(&["--config", text(&on_device), "--for", "all", "--keep", "p99=5ms"]).stdout();
-    let but_device_limits = "but a limit of a disk in the group may (give --for with the disk that must meet the target, ";
+    let but_device_limits =
+        "but a limit of a disk in the group may (give --for with the disk that must meet the target, ";
     assert_contains(&printed, &["no limit of the group shortens it, ", but_device_limits]);
     let new = scratch.path("new.toml");
     for (arguments, command) in [

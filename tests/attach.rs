@@ -534,7 +534,10 @@ fn daemon_without_device_rights_is_not_used() {
     assert_contains(&done.stderr(), &[&name, "by a private process", &makes_none]);
     let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
     let attached = Attachment { report: said, name: name.clone() };
-    assert_eq!((&attached.report["daemon"], attached.report["qmp"] == address.as_str()), (&json!(false), false));
+    assert_eq!(
+        (&attached.report["daemon"], attached.report["qmp"] == address.as_str()),
+        (&json!(false), false)
+    );
     attached.detach().succeeds();
     attached.assert_removed();
 
@@ -649,9 +652,10 @@ fn missing_host_support_is_reported() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let exists = |path: &str| Path::new(path).exists();
-    for (export_option, module, is_available) in
-        [("--ublk", "ublk_drv", exists("/dev/ublk-control")), ("--nbd-device", "nbd", exists("/sys/module/nbd"))]
-    {
+    for (export_option, module, is_available) in [
+        ("--ublk", "ublk_drv", exists("/dev/ublk-control")),
+        ("--nbd-device", "nbd", exists("/sys/module/nbd")),
+    ] {
         let refused = weir(&["attach", export_option, "--alone", "-f", "raw", text(&image)]);
         let loadable = Command::new("modprobe").args(["-n", "-q", module]).status();
         if !is_available && !loadable.is_ok_and(|status| status.success()) {

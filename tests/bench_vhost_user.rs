@@ -89,7 +89,8 @@ fn ready_line_contains_targets_of_qemu_options() {
         .args(["--export", &export_option, "--export", "nbd,id=n,node-name=d,name=disk"])
         .start();
     let (_, exports) = weir.ready_line().trim_end().rsplit_once("exports=").expect("it names them");
-    for target in [format!("vhost-user:{}", text(&socket)), format!("nbd+unix:///disk?socket={}", text(&nbd))] {
+    for target in [format!("vhost-user:{}", text(&socket)), format!("nbd+unix:///disk?socket={}", text(&nbd))]
+    {
         assert!(exports.contains(&target), "{exports}");
     }
 }

@@ -64,8 +64,10 @@ fn options_without_v1_support_are_rejected() {
     let stderr = refused(1, weir(&["cgroup", "watch", "--limits", text(&scratch.path("cgroups.json"))]));
     assert_contains(&stderr, &["need cgroup v2", "weir cgroup limit"]);
     let limits_file = scratch.path("cgroups.json");
-    let stderr =
-        refused(1, weir(&["serve", "null:1M", "--nbd", "127.0.0.1:0", "--cgroup-limits", text(&limits_file)]));
+    let stderr = refused(
+        1,
+        weir(&["serve", "null:1M", "--nbd", "127.0.0.1:0", "--cgroup-limits", text(&limits_file)]),
+    );
     assert_contains(&stderr, &["need cgroup v2"]);
 }
 

@@ -284,8 +284,10 @@ fn bitmaps_are_metadata_contexts() {
     qemu_io(["-f", "qcow2"], ["write -P 1 1M 128k", "write -P 1 3M 1"], &image);
     let stderr = serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "other"]).fails();
     assert_contains(&stderr, &["there is no bitmap \"other\""]);
-    let (weir, mut qmp) =
-        start_with_control(&scratch, serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "backup"]));
+    let (weir, mut qmp) = start_with_control(
+        &scratch,
+        serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "backup"]),
+    );
     let extents = |export: &str| -> Vec<(u64, u64)> {
         let map = TestClient::new("nbdinfo")
             .args(["--json", "--map=qemu:dirty-bitmap:backup", &weir.uri(export)])

@@ -250,8 +250,7 @@ impl AdmissionBound {
         let passed = hosts.iter().map(ClusterTestHost::admitted).sum::<u64>() - self.before;
         let burst = self.rate / 10;
         // Each host may overrun its bucket by one request.
-        let max =
-            self.rate as f64 * self.since.elapsed().as_secs_f64() + (burst + hosts.len() as u64) as f64;
+        let max = self.rate as f64 * self.since.elapsed().as_secs_f64() + (burst + hosts.len() as u64) as f64;
         assert!(passed as f64 <= max, "{passed} were admitted, at most {max} are permitted");
         assert!(passed > 0);
     }
@@ -301,8 +300,8 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     let mut events = Qmp::negotiated(&hosts[witness].control);
     etcd.kill();
     until("all hosts use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
-    let event =
-        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|candidate| candidate["kind"] == "cluster_partitioned");
+    let event = iter::repeat_with(|| events.event("X_WEIR_EVENT"))
+        .find(|candidate| candidate["kind"] == "cluster_partitioned");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
     hosts[witness].weir().wait_for_log("the fallback share applies");
     assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
@@ -366,8 +365,12 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     }
     // `check-config` reports the error before a start.
     let host_scratch = Scratch::new();
-    let file =
-        ClusterTestHost::config(&host_scratch, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
+    let file = ClusterTestHost::config(
+        &host_scratch,
+        "x",
+        &etcd.url(),
+        "user = \"u\"\npassword-file = \"/nowhere\"",
+    );
     let stderr = weir(&["check-config", text(&file)]).fails();
     let prefix = format!("weir: {}:", text(&file));
     assert!(stderr.starts_with(&prefix), "{stderr}");
@@ -483,7 +486,10 @@ fn check_contacts_etcd_like_a_start() {
     let outcome = check(&file);
     assert_eq!(outcome.status(), Some(0), "{}", outcome.stderr());
     let reason = format!("cluster lab: etcd {}: Connection refused", etcd.url());
-    assert_contains(&outcome.stderr(), &[&reason, "a start uses the fallback share of the last known limits"]);
+    assert_contains(
+        &outcome.stderr(),
+        &[&reason, "a start uses the fallback share of the last known limits"],
+    );
 }
 
 /// Each host uses its fallback share as soon as it has joined, so the sum of all shares must fit

@@ -75,7 +75,9 @@ fn disk_is_added_served_and_removed() {
     daemon.refused(
         "block-export-del",
         json!({"id": "e"}),
-        &format!("export 'e' still in use: client 2 of {test_process} (use mode 'hard' to remove it all the same)"),
+        &format!(
+            "export 'e' still in use: client 2 of {test_process} (use mode 'hard' to remove it all the same)"
+        ),
     );
     daemon.refused("blockdev-del", json!({"node-name": "vm2"}), "Node vm2 is in use (it is exported as 'e')");
     // Mode `hard` disconnects the client.
@@ -93,7 +95,8 @@ fn disk_is_resized_while_clients_are_connected() {
     let mut daemon = ControlledDaemon::new();
     let image = daemon.scratch.sparse("image.raw", MIB);
     daemon.command("blockdev-add", json!({"driver": "file", "node-name": "vm", "filename": image}));
-    daemon.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "vm", "writable": true}));
+    daemon
+        .command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "vm", "writable": true}));
     let (mut client, _) = daemon.go("vm");
     assert_eq!(write(&mut client, MIB - 512), 0);
     // Shrink below the last write and grow again: the old data must not come back.

@@ -139,7 +139,10 @@ fn access_mode_of_a_descriptor_is_respected() {
     assert_eq!(added["return"]["fdset-id"], 7);
     let seven = json!(7);
     let message = qmp.command_error("blockdev-add", node("w", &seven, &json!({}))).1;
-    assert_contains(&message, &["/dev/fdset/7", "no descriptor of the set was opened for reading and writing"]);
+    assert_contains(
+        &message,
+        &["/dev/fdset/7", "no descriptor of the set was opened for reading and writing"],
+    );
     qmp.command("blockdev-add", node("r", &seven, &json!({ "read-only": true })));
     qmp.command("blockdev-add", node("a", &seven, &json!({ "auto-read-only": true })));
     let message = qmp.command_error("blockdev-add", node("n", &json!(8), &json!({}))).1;

@@ -117,7 +117,8 @@ fn exports(scratch: &Scratch, disk: &str) -> Vec<(String, String, bool)> {
 #[test]
 fn added_disk_uses_default_or_named_addresses() {
     let scratch = Scratch::new();
-    let [first_address, second_address] = ["one", "two"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
+    let [first_address, second_address] =
+        ["one", "two"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
     let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"{}\"\n{CONFIG}", socket(&scratch)));
     let second = format!("{second_address},read-only");
     let start = || {
@@ -132,7 +133,10 @@ fn added_disk_uses_default_or_named_addresses() {
     });
     assert_eq!(added, expect);
     let stdout = run_ok(&scratch, &["disk", "add", "c", "memory:2M", "--nbd", &second, "--save"]);
-    assert_eq!(stdout, format!("disk c: added, at {}\nc: saved in {}\n", uri("c", &second_address), text(&file)));
+    assert_eq!(
+        stdout,
+        format!("disk c: added, at {}\nc: saved in {}\n", uri("c", &second_address), text(&file))
+    );
     let of_c = format!(
         "[disk.c]\n\
          image = \"memory:2097152\"\n\
@@ -143,7 +147,10 @@ fn added_disk_uses_default_or_named_addresses() {
         &["[disk.b]\nimage = \"memory:2097152\"\n\n", &of_c],
     );
     assert_eq!(run_ok(&scratch, &["reload"]), "nothing has changed\n");
-    let both = [("b".to_owned(), first_address.clone(), false), (format!("b@{second_address}"), second_address.clone(), true)];
+    let both = [
+        ("b".to_owned(), first_address.clone(), false),
+        (format!("b@{second_address}"), second_address.clone(), true),
+    ];
     let check = || {
         assert_eq!(exports(&scratch, "b"), both);
         assert_eq!(exports(&scratch, "c"), [("c".to_owned(), second_address.clone(), true)]);
@@ -157,7 +164,8 @@ fn added_disk_uses_default_or_named_addresses() {
 #[test]
 fn address_of_another_disk_must_be_named() {
     let scratch = Scratch::new();
-    let [own_address, other_address] = ["own", "machine"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
+    let [own_address, other_address] =
+        ["own", "machine"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
     let before = format!(
         "[daemon]\n\
          qmp = \"{}\"\n\
@@ -284,10 +292,7 @@ fn failed_add_changes_nothing() {
         ),
         (&["disk", "add", "b", image, "-f", "raw", "--vhost-user-blk", &unused], "nowhere/vm"),
         // The last step fails, after one export was added.
-        (
-            &["disk", "add", "b", image, "-f", "raw", "--nbd", &nbd, "--vhost-user-blk", &unused],
-            "nowhere/vm",
-        ),
+        (&["disk", "add", "b", image, "-f", "raw", "--nbd", &nbd, "--vhost-user-blk", &unused], "nowhere/vm"),
         (&["disk", "add", "b", image, "--options", "offset=2M"], "choose another offset or size"),
         (&["disk", "add", "a", image, "-f", "raw", "--save"], "already has a [disk.a]"),
         (&["disk", "remove", "b"], "b: no disk has this name"),
@@ -385,8 +390,18 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     let weir = serve(&scratch, &file);
     let (image, socket) = (scratch.sparse("c.raw", 2 * MIB), scratch.socket("machine"));
     let listen_option = format!("unix:{},queues=2,discard=off", text(&socket));
-    let add =
-        ["disk", "add", "c", text(&image), "-f", "raw", "--iops-total", "70", "--vhost-user-blk", &listen_option];
+    let add = [
+        "disk",
+        "add",
+        "c",
+        text(&image),
+        "-f",
+        "raw",
+        "--iops-total",
+        "70",
+        "--vhost-user-blk",
+        &listen_option,
+    ];
     let unused = run_misused(&scratch, &[&add[..], &["--allow", "10.0.0.0/8"]].concat());
     assert_contains(&unused, &["--allow: is not used, because the disk is not exported over NBD"]);
     run_ok(&scratch, &[&add[..], &["--save"]].concat());
@@ -423,7 +438,8 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     qmp.command("block-export-del", serde_json::json!({ "id": ids[1] }));
     qmp.event("BLOCK_EXPORT_DELETED");
     let addr = serde_json::json!({ "type": "unix", "path": text(&socket) });
-    let export_arguments = serde_json::json!({ "type": "vhost-user-blk", "id": ids[1], "node-name": "c", "addr": addr });
+    let export_arguments =
+        serde_json::json!({ "type": "vhost-user-blk", "id": ids[1], "node-name": "c", "addr": addr });
     qmp.command("block-export-add", export_arguments);
     let other = serde_json::json!({ "type": "vhost-user-blk", "id": "d@x", "node-name": "c", "addr": addr });
     assert_eq!(qmp.command_error("block-export-add", other).1, "Invalid block export id");
@@ -434,7 +450,8 @@ fn disk_with_vhost_user_export_is_added_saved_and_removed() {
     run_ok(&scratch, &["disk", "remove", "c"]);
     // Any number of sockets, as for `weir serve`.
     let sockets = ["one", "two"].map(|name| scratch.socket(name));
-    let [first_address, second_address] = [&sockets[0], &sockets[1]].map(|socket| format!("unix:{}", text(socket)));
+    let [first_address, second_address] =
+        [&sockets[0], &sockets[1]].map(|socket| format!("unix:{}", text(socket)));
     let both = ["--vhost-user-blk", &first_address, "--vhost-user-blk", &second_address];
     run_ok(&scratch, &[&["disk", "add", "e", "memory:1M"][..], &both].concat());
     sockets.iter().for_each(|socket| drop(front_end(socket)));

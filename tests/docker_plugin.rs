@@ -389,7 +389,8 @@ impl Podman {
         let volume = format!("--volume={volume}:/data");
         // Podman's default limits exceed those of root in a container.
         let limits = ["--network=none", "--ulimit=nofile=1000:1000", "--ulimit=nproc=1000:1000", &volume];
-        let arguments = [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
+        let arguments =
+            [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
         self.succeeds(&arguments);
     }
 }
@@ -400,7 +401,16 @@ fn container_uses_a_volume() {
     let plugin = PluginDaemon::start();
     let podman = Podman::new(&plugin.scratch);
     let volume = plugin.volume.as_str();
-    podman.succeeds(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", volume]);
+    podman.succeeds(&[
+        "volume",
+        "create",
+        "--driver=weir",
+        "-o",
+        "size=16M",
+        "-o",
+        "iops-total=100000",
+        volume,
+    ]);
     let listed = podman.succeeds(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
     assert_eq!(listed.trim(), format!("weir {volume}"));
     podman.runs(volume, "echo kept > /data/file");

@@ -213,7 +213,12 @@ fn error_reported_to_a_guest_is_an_event() {
     assert_contains(&stderr, &["vhost-user:"]);
     let error_event = qmp.event("BLOCK_IO_ERROR");
     assert_eq!(
-        (&error_event["node-name"], &error_event["operation"], &error_event["action"], &error_event["nospace"]),
+        (
+            &error_event["node-name"],
+            &error_event["operation"],
+            &error_event["action"],
+            &error_event["nospace"]
+        ),
         (&json!("memory"), &json!("write"), &json!("report"), &json!(false))
     );
     weir.stop();

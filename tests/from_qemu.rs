@@ -78,7 +78,8 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
         let socket = scratch.socket("s");
         let arguments = complete.iter().chain(trial.iter());
         let arguments = arguments.map(|argument| {
-            argument.replace("$S", text(&socket))
+            argument
+                .replace("$S", text(&socket))
                 .replace("$N", text(listed.socket()))
                 .replace("$PWD", text(&scratch.path("")))
         });
@@ -89,7 +90,8 @@ fn try_rows(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_dev
             .inside(&scratch.path(""))
             .run();
         let stderr = outcome.stderr();
-        let refusal = [": not supported (", "unexpected argument"].iter().any(|message| stderr.contains(message));
+        let refusal =
+            [": not supported (", "unexpected argument"].iter().any(|message| stderr.contains(message));
         match row.outcome.as_str() {
             "refused" => {
                 assert_eq!(outcome.code(), 1, "{option}: {stderr}");

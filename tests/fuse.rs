@@ -480,8 +480,9 @@ fn growth_by_a_program_notifies_the_front_end() {
     let (file, vhost_socket) = (mount_point(&scratch, "file"), scratch.socket("machine"));
     let image = scratch.sparse("disk.raw", MIB);
     let listen_option = format!("unix:{}", text(&vhost_socket));
-    let _weir =
-        serve(&scratch, &image, &file, ",growable").args(["-f", "raw", "--vhost-user-blk", &listen_option]).start();
+    let _weir = serve(&scratch, &image, &file, ",growable")
+        .args(["-f", "raw", "--vhost-user-blk", &listen_option])
+        .start();
     // A front end that implements only the reads of the configuration space.
     python(
         r#"
@@ -663,7 +664,11 @@ fn file_of_an_unprivileged_user_is_private() {
         let weir = serve(&scratch, &image, &file, options).start();
         let read = TestClient::new("setpriv").args(&as_nobody[1..]).args(["cmp", text(&file), text(&image)]);
         read.succeeds();
-        assert_eq!(fs::metadata(&file).is_ok(), allow_other, "root may access the file only with allow-other");
+        assert_eq!(
+            fs::metadata(&file).is_ok(),
+            allow_other,
+            "root may access the file only with allow-other"
+        );
         weir.stop();
         assert!(!is_mounted(&file));
     }

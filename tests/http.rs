@@ -34,7 +34,8 @@ struct HttpResponse {
 
 impl HttpResponse {
     fn of(response: &str) -> Self {
-        let (head, body) = response.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {response:?}"));
+        let (head, body) =
+            response.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in {response:?}"));
         let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
         Self { status: status.expect("a status"), head: head.to_owned(), body: body.to_owned() }
     }
@@ -364,7 +365,8 @@ fn vhost_user_export_lists_front_end_and_rings() {
     let daemon = HttpDaemon::start(Serve::new(&scratch).args(["memory:1M", "--vhost-user-blk", &address]));
     let exports = |overview: &Value| {
         let exports = entry_named(overview, "disks", "memory")["exports"].as_array().unwrap();
-        ["nbd", "vhost-user-blk"].map(|kind| exports.iter().find(|export| export["type"] == kind).unwrap().clone())
+        ["nbd", "vhost-user-blk"]
+            .map(|kind| exports.iter().find(|export| export["type"] == kind).unwrap().clone())
     };
     let [_, vhost_export] = exports(&daemon.overview());
     // No front end is connected yet.

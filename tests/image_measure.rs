@@ -30,7 +30,8 @@ fn assert_measured_equally(target: &[&str], source: &[&str]) -> Value {
     let theirs = qemu_img(&arguments).arg("--output=json").describing(&label).json();
     let ours = weir_image(&arguments).arg("--output=json").describing(&label).json();
     assert_eq!(ours, theirs, "{label}");
-    let [theirs, ours] = [qemu_img(&arguments), weir_image(&arguments)].map(|tool| tool.describing(&label).succeeds());
+    let [theirs, ours] =
+        [qemu_img(&arguments), weir_image(&arguments)].map(|tool| tool.describing(&label).succeeds());
     assert_eq!(ours, theirs, "{label}");
     serde_json::from_str(&qemu_img(&arguments).arg("--output=json").succeeds()).unwrap()
 }

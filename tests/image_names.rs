@@ -106,7 +106,12 @@ fn compressed_image_is_reported_with_its_unpacker() {
             assert_eq!(outcome.code() != 0, is_error, "{command} {name}: {}", outcome.stderr());
             assert_contains(&outcome.stderr(), &[name, expect]);
             let with_format = weir_image(&[command, "-f", "raw", text(&path)]).run();
-            assert_eq!((with_format.code(), with_format.stderr().matches(expect).count()), (0, 1), "{}", with_format.stderr());
+            assert_eq!(
+                (with_format.code(), with_format.stderr().matches(expect).count()),
+                (0, 1),
+                "{}",
+                with_format.stderr()
+            );
         }
         // With an explicit format it is served as raw data.
         let weir = Serve::new(&scratch).arg(&path).args(["--format", "raw", "--read-only"]).start();

@@ -125,7 +125,9 @@ fn invalid_options_are_rejected_by_key() {
         let refused = weir_image(arguments).inside(&inside).fails();
         assert!(refused.contains(expect), "{arguments:?}: {refused}");
         // qemu-img accepts unused objects, and ignores a format beside `json:`.
-        if !arguments.contains(&"--object") && !arguments.contains(&"-f") || arguments.contains(&"--image-opts") {
+        if !arguments.contains(&"--object") && !arguments.contains(&"-f")
+            || arguments.contains(&"--image-opts")
+        {
             qemu_img(arguments).inside(&inside).fails();
         }
     }
@@ -272,7 +274,11 @@ fn ovirt_raises_the_version_of_an_image() {
     for options in ["compat=1.1", "lazy_refcounts=on", "compat=1.1,lazy_refcounts=off"] {
         qemu_img(["amend", "-o", options, "theirs.qcow2"]).inside(&inside).succeeds();
         assert_eq!(weir_image(&["amend", "-o", options, "ours.qcow2"]).inside(&inside).succeeds(), "");
-        assert_eq!(comparable_fields(info("ours.qcow2")), comparable_fields(info("theirs.qcow2")), "{options}");
+        assert_eq!(
+            comparable_fields(info("ours.qcow2")),
+            comparable_fields(info("theirs.qcow2")),
+            "{options}"
+        );
         qemu_img(["check", "-q", "ours.qcow2"]).inside(&inside).succeeds();
         qemu_img(["compare", "-q", "ours.qcow2", "theirs.qcow2"]).inside(&inside).succeeds();
     }

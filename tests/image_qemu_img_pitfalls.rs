@@ -98,7 +98,10 @@ fn copy_with_a_backing_file_is_the_same_disk() {
             convert.args([source, "copy"]).inside(&inside).succeeds();
             qemu_img(["compare", "-f", "qcow2", "-F", "qcow2", source, "copy"]).inside(&inside).succeeds();
             let bytes = fs::metadata(scratch.path("copy")).unwrap().blocks() * 512;
-            assert!(bytes < MIB / 2, "{source} {backing_options:?}: {bytes} bytes, but its own layer has 64 KiB");
+            assert!(
+                bytes < MIB / 2,
+                "{source} {backing_options:?}: {bytes} bytes, but its own layer has 64 KiB"
+            );
         }
     }
 }
@@ -152,7 +155,8 @@ fn map_of_an_empty_image_has_one_entry() {
         for start in ["0", "1M"] {
             let arguments = ["map", "--output=json", "-f", format, "-s", start, "image"];
             let theirs = qemu_img(arguments).inside(&inside).succeeds();
-            let ours = weir_image(&arguments).inside(&inside).succeeds().replace(", \"compressed\": false", "");
+            let ours =
+                weir_image(&arguments).inside(&inside).succeeds().replace(", \"compressed\": false", "");
             assert_eq!(ours.trim(), theirs.trim().replace(", \"compressed\": false", ""), "{format}");
         }
     }

@@ -193,9 +193,17 @@ impl ImageHistory {
         let (qemu, qemu_output) = self.qemu.execute(false, arguments);
         let program = if weir { "weir image" } else { "qemu-img" };
         // Writing to a string cannot fail.
-        let _ =
-            writeln!(self.log, "{program} {}: {}", arguments.join(" "), if mixed { "done" } else { "failed" });
-        assert!(mixed == qemu, "{}{program} printed:\n{mixed_output}\nqemu-img printed:\n{qemu_output}", self.transcript());
+        let _ = writeln!(
+            self.log,
+            "{program} {}: {}",
+            arguments.join(" "),
+            if mixed { "done" } else { "failed" }
+        );
+        assert!(
+            mixed == qemu,
+            "{}{program} printed:\n{mixed_output}\nqemu-img printed:\n{qemu_output}",
+            self.transcript()
+        );
         mixed
     }
 
@@ -214,7 +222,11 @@ impl ImageHistory {
         for base in BASES {
             let format = format_of(base);
             let size = self.random_size();
-            assert!(self.run_on_both(&["create", "-f", format, base, &size.to_string()]), "{}", self.transcript());
+            assert!(
+                self.run_on_both(&["create", "-f", format, base, &size.to_string()]),
+                "{}",
+                self.transcript()
+            );
             let commands: Vec<String> = (0..3).map(|_| self.pattern(size)).collect();
             self.io(format, base, &commands);
         }
@@ -453,7 +465,12 @@ impl ImageHistory {
             for arguments in &commands {
                 let (succeeded, output) = self.mixed.execute(weir, arguments);
                 let program = if weir { "weir image" } else { "qemu-img" };
-                assert!(succeeded, "{}{program} {} printed:\n{output}", self.transcript(), arguments.join(" "));
+                assert!(
+                    succeeded,
+                    "{}{program} {} printed:\n{output}",
+                    self.transcript(),
+                    arguments.join(" ")
+                );
             }
         }
         let (ours, theirs) = (self.mixed.bytes(), self.qemu.bytes());

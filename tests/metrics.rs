@@ -232,7 +232,8 @@ fn document_lists_exactly_the_metric_families() {
     for line in page.0.lines() {
         if let Some(family) = line.strip_prefix("# TYPE ") {
             let (name, kind) = family.split_once(' ').unwrap();
-            families.insert(name.to_owned(), MetricFamilyRow { kind: kind.to_owned(), labels: BTreeSet::new() });
+            families
+                .insert(name.to_owned(), MetricFamilyRow { kind: kind.to_owned(), labels: BTreeSet::new() });
         } else if let Some((name, labels)) = line.split_once('{')
             && !line.starts_with('#')
         {
@@ -253,7 +254,12 @@ fn document_lists_exactly_the_metric_families() {
         let row_in_docs = &documented[name];
         assert_eq!(row.kind, row_in_docs.kind, "{name}");
         // Labels of optional features (watermark, device) may have no sample.
-        assert!(row.labels.is_subset(&row_in_docs.labels), "{name}: {:?} and {:?}", row.labels, row_in_docs.labels);
+        assert!(
+            row.labels.is_subset(&row_in_docs.labels),
+            "{name}: {:?} and {:?}",
+            row.labels,
+            row_in_docs.labels
+        );
     }
     assert_eq!(page.0.lines().last(), Some("# EOF"));
 }
@@ -280,7 +286,10 @@ fn throttled_seconds_name_the_cause() {
     // slow client needs.
     assert!(throttled("own", "disk", "iops-read") > Some(0.02));
     assert!(throttled("shared", "above", "bps-total") > Some(0.1));
-    assert_eq!((throttled("own", "above", "bps-total"), throttled("shared", "disk", "iops-read")), (None, None));
+    assert_eq!(
+        (throttled("own", "above", "bps-total"), throttled("shared", "disk", "iops-read")),
+        (None, None)
+    );
     let of_disk = |name: &str| page.value(&format!("weir_{name}{{disk=\"own\",operation=\"read\"}}"));
     assert_eq!(of_disk("disk_wait_duration_seconds_count"), 5.0);
     assert_eq!(of_disk("disk_admitted_requests_total"), 5.0);
@@ -468,7 +477,8 @@ impl PrometheusServer {
     /// Value of a query, once it has a result.
     fn ask(&self, query: &str) -> f64 {
         let url = format!("http://{}", self.address);
-        let value = |output: String| output.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
+        let value =
+            |output: String| output.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
         poll_until(|| {
             let outcome = TestClient::new("promtool").args(["query", "instant", &url, query]).run();
             (outcome.code() == 0).then(|| outcome.stdout()).and_then(value)

@@ -396,7 +396,8 @@ fn reservation_and_vhost_user_socket_migrate() {
 /// Waits until the field `given` of the offer at `key` has the wanted value; returns the offer.
 fn offer_once(etcd: &EtcdServer, key: &str, is_given: bool) -> Value {
     let read = || etcd.control(&["get", "--print-value-only", key]).succeeds();
-    let condition = |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == is_given);
+    let condition =
+        |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == is_given);
     until("an offer exists", || condition(&read()));
     serde_json::from_str(&read()).unwrap()
 }

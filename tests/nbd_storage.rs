@@ -186,8 +186,10 @@ fn block_sizes_and_missing_features_are_emulated() {
         &["--filter=nozero", "--filter=fua", "file", "FILE", "zeromode=none", "fuamode=emulate"],
         &["--filter=noextents", "--filter=multi-conn", "file", "FILE", "multi-conn-mode=disable"],
     ] {
-        let arguments: Vec<_> =
-            filters.iter().map(|argument| if *argument == "FILE" { text(&file) } else { *argument }).collect();
+        let arguments: Vec<_> = filters
+            .iter()
+            .map(|argument| if *argument == "FILE" { text(&file) } else { *argument })
+            .collect();
         let server = BackgroundNbdServer::nbdkit(&scratch, &at, &arguments);
         let more = ["-f", "raw", "--cache", "writethrough", "--workers", "2"];
         let weir = in_front(&scratch, &uri(&at, ""), &more);
@@ -210,8 +212,9 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Backg
     let mut server = Some(start(&scratch, &at, &file));
     let more = ["-f", "raw", "--reconnect-delay", "1m"];
     let weir = in_front(&scratch, &uri(&at, ""), &more);
-    let writes =
-        |status: &serde_json::Value| find(status, "disks", "front")["writes"]["requests"].as_u64().unwrap_or(0);
+    let writes = |status: &serde_json::Value| {
+        find(status, "disks", "front")["writes"]["requests"].as_u64().unwrap_or(0)
+    };
     thread::scope(|scope| {
         let fio = scope.spawn(|| {
             TestClient::new("fio")
@@ -422,7 +425,9 @@ fn hostile_or_silent_server_affects_no_other_disk() {
             );
         });
         // The age of the oldest request is reported, and disk `good` is served.
-        wait_until(&scratch, |status| find(status, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000));
+        wait_until(&scratch, |status| {
+            find(status, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000)
+        });
         weir.nbdsh("good", "assert h.pread(4096, 0) == bytes(4096)");
         release.send(()).unwrap();
         waiting.join().expect("the request fails after the server has ended");

@@ -49,6 +49,8 @@ fn file_survives_a_copy_to_memory_and_back() {
     let uri = weir.uri("memory");
     TestClient::new("nbdcopy").args(["--requests", "128", original.to_str().unwrap(), &uri]).succeeds();
     let copied_back = scratch.path("back");
-    TestClient::new("nbdcopy").args(["--request-size", "4096", &uri, copied_back.to_str().unwrap()]).succeeds();
+    TestClient::new("nbdcopy")
+        .args(["--request-size", "4096", &uri, copied_back.to_str().unwrap()])
+        .succeeds();
     assert!(fs::read(copied_back).unwrap() == pattern(16 << 20), "the copy differs");
 }

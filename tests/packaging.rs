@@ -73,7 +73,11 @@ fn verify_unit(scratch: &Scratch, unit: &str) -> String {
         .stderr();
     // Messages about the host's own units are ignored.
     let unit_names = ["weir", "srv-db", "mnt-vm"];
-    stderr.lines().filter(|line| unit_names.iter().any(|name| line.contains(name))).collect::<Vec<_>>().join("\n")
+    stderr
+        .lines()
+        .filter(|line| unit_names.iter().any(|name| line.contains(name)))
+        .collect::<Vec<_>>()
+        .join("\n")
 }
 
 #[test]

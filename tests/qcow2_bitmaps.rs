@@ -124,7 +124,8 @@ fn weir_and_qemu_update_the_same_bitmaps() {
 
         qemu_io("qcow2", &["write -P 4 6M 1k"], text(&path));
         model.mark(&[(6144, 1)]);
-        let bench_options = ["bench", "-q", "-f", "qcow2", "-w", "-c", "10", "-s", "4k", "-o", "7M", "-S", "32k"];
+        let bench_options =
+            ["bench", "-q", "-f", "qcow2", "-w", "-c", "10", "-s", "4k", "-o", "7M", "-S", "32k"];
         harness::weir(&bench_options).arg(&path).succeeds();
         model.mark(&(0..10).map(|number| (7168 + number * 32, 4)).collect::<Vec<_>>());
         assert_qemu_reads(&path, &model);

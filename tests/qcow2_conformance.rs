@@ -138,7 +138,8 @@ impl ImageUnderTest {
         } else {
             let size = shape.size().to_string();
             let backing: &[&str] = if shape.backing { &["-b", "base.qcow2", "-F", "qcow2"] } else { &[] };
-            created.tool(by_weir, &["create", "-q", "-f", "qcow2", "-o", &options])
+            created
+                .tool(by_weir, &["create", "-q", "-f", "qcow2", "-o", &options])
                 .args(backing)
                 .args([text(&created.image), &size])
                 .succeeds();

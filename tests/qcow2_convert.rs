@@ -349,7 +349,8 @@ fn growth_with_preallocation_matches_qemu() {
         (&["FILE", "-1M"], "add --shrink"),
         (&["--shrink", "--preallocation=full", "FILE", "-1M"], "applies only to added space"),
     ] {
-        let arguments = arguments.iter().map(|argument| if *argument == "FILE" { text(&path) } else { argument });
+        let arguments =
+            arguments.iter().map(|argument| if *argument == "FILE" { text(&path) } else { argument });
         assert_contains(&weir(&["resize", "-f", "raw"]).args(arguments).fails(), &[why]);
         assert_eq!(fs::metadata(&path).unwrap().len(), 4 * MIB, "{why}");
     }

@@ -105,8 +105,10 @@ fn invalid_options_leave_no_file() {
         (&["-b", "missing", "FILE", "1M"], "format of the backing file is missing"),
         (&["FILE"], "the size is missing"),
     ] {
-        let arguments: Vec<_> =
-            arguments.iter().map(|argument| if *argument == "FILE" { text(&path) } else { argument }).collect();
+        let arguments: Vec<_> = arguments
+            .iter()
+            .map(|argument| if *argument == "FILE" { text(&path) } else { argument })
+            .collect();
         let stderr = weir_image(&["create", "-f", "qcow2"]).args(arguments).fails();
         assert_contains(&stderr, &[expect]);
         assert!(!path.exists(), "{expect}");

@@ -30,7 +30,8 @@ fn image_survives_conversion_both_ways() {
         let copied_back = scratch.path("back.qcow2");
         qemu_img(["convert", "-f", "raw", "-O", "qcow2", &uri, text(&copied_back)]).succeeds();
         weir.stop();
-        let same = qemu_img(["compare", "-f", "qcow2", "-F", "raw", text(&copied_back), text(&original)]).succeeds();
+        let same =
+            qemu_img(["compare", "-f", "qcow2", "-F", "raw", text(&copied_back), text(&original)]).succeeds();
         assert_eq!(same.trim(), "Images are identical.", "{cache}");
         assert!(fs::read(&disk).unwrap() == fs::read(&original).unwrap(), "{cache}: the file differs");
     }

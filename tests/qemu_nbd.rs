@@ -47,7 +47,10 @@ nbdsh -u "$uri" -c 'h.trim(131072, 524288)' -c 'h.flush()'; read_at 0 524288 131
     let ran = compare_script(script, filled);
     assert_contains(&ran.stdout, &["a hole"]);
     let discarded = 131_072..131_072 + 65_536;
-    assert!(ran.bytes("disk.raw")[discarded.clone()] == pattern(MIB as usize)[discarded], "a discard was passed on");
+    assert!(
+        ran.bytes("disk.raw")[discarded.clone()] == pattern(MIB as usize)[discarded],
+        "a discard was passed on"
+    );
 }
 
 #[test]
@@ -185,5 +188,8 @@ fn list_of_another_server_matches() {
          qemu-nbd -L -k {socket}.none; echo $?",
         socket = text(weir.socket())
     );
-    assert_contains(&compare_script(&script, filled).stdout, &["exports available: 2", "the first", "1\n1\n1\n"]);
+    assert_contains(
+        &compare_script(&script, filled).stdout,
+        &["exports available: 2", "the first", "1\n1\n1\n"],
+    );
 }

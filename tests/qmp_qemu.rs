@@ -88,7 +88,11 @@ impl QmpPair {
 fn limits(devices: &Value) -> Value {
     let inserted = devices[0]["inserted"].as_object().expect("a disk");
     let is_limit = |key: &str| key.starts_with("bps") || key.starts_with("iops") || key == "group";
-    inserted.iter().filter(|(key, _)| is_limit(key)).map(|(key, value)| (key.clone(), value.clone())).collect()
+    inserted
+        .iter()
+        .filter(|(key, _)| is_limit(key))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect()
 }
 
 #[test]

@@ -410,13 +410,15 @@ fn recording_page_is_readable_on_desktop_and_phone() {
         let at_ns = number * 10_000_000;
         let (admitted_ns, completed_ns) = (at_ns + 5_000_000, at_ns + 7_000_000);
         let held_by = format!("iops-total@tenants-of-the-{disk}-building");
-        trace += &format!("{at_ns},{name},read,{},4096,{admitted_ns},{completed_ns},{held_by}\n", number * 4096);
+        trace +=
+            &format!("{at_ns},{name},read,{},4096,{admitted_ns},{completed_ns},{held_by}\n", number * 4096);
     }
     let (trace, recording) = (scratch.file("trace.csv", trace), scratch.path("day.recording"));
     weir(&["trace", "convert", text(&trace), text(&recording)]).succeeds();
     let page = scratch.path("page.html");
     let printed = weir(&["report", text(&recording), "-o", text(&page)]).succeeds();
-    let positions = ["-b-of-a-long-name", "-a-of-a-long-name"].map(|name| printed.find(name).expect("a disk"));
+    let positions =
+        ["-b-of-a-long-name", "-a-of-a-long-name"].map(|name| printed.find(name).expect("a disk"));
     assert!(positions[0] < positions[1], "the busiest disk comes first: {printed}");
     let directory = page.parent().expect("it lies in a directory");
     take_screenshot(directory, "wide.png", "1200,900", &[]);

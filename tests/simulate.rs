@@ -249,7 +249,10 @@ fn sweep_judges_the_named_disk() {
         &["None of these keeps 99 of 100 requests of backup below 1.0ms (larger ones do not help: "],
     );
     let outcome = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "dbb"]].concat()).run();
-    assert_contains(&outcome.stderr(), &["--p99-of dbb: there are no requests of a disk or group of this name"]);
+    assert_contains(
+        &outcome.stderr(),
+        &["--p99-of dbb: there are no requests of a disk or group of this name"],
+    );
 }
 
 #[test]

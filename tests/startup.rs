@@ -56,7 +56,8 @@ fn permissions_are_named() {
 fn port_in_use_is_named() {
     let other_listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = other_listener.local_addr().unwrap().to_string();
-    let stderr = Serve::with_own_scratch().at_given_addresses().args(["memory:1M", "--nbd", &address]).fails();
+    let stderr =
+        Serve::with_own_scratch().at_given_addresses().args(["memory:1M", "--nbd", &address]).fails();
     assert_contains(&stderr, &[&address, "the port is in use", "ss -ltnp"]);
 }
 
@@ -286,7 +287,8 @@ os.execv(program[0], program)
     let both = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:clients,read-only", "--qmp", &control];
     let manager = ["python3", "-c", MANAGER, text(&clients), text(&vhost_socket)];
     let weir = Serve::new(&scratch).at_given_addresses().wrapped_by(manager).args(both).start();
-    let (nbd, vhost) = (format!("null?socket={}", text(&clients)), format!("vhost-user:{}", text(&vhost_socket)));
+    let (nbd, vhost) =
+        (format!("null?socket={}", text(&clients)), format!("vhost-user:{}", text(&vhost_socket)));
     assert_contains(weir.ready_line(), &[&nbd, &vhost]);
     let next = Serve::new(&scratch).at_given_addresses().args(both).arg("--takeover").start();
     assert!(weir.wait().0.success());
@@ -425,7 +427,8 @@ fn errors_are_complete_and_without_errno() {
         let line = ["serve", "memory:1M", "--nbd", &socket];
         line.iter().chain(more).map(|argument| (*argument).to_owned()).collect()
     };
-    let line = |arguments: &[&str]| arguments.iter().map(|argument| (*argument).to_owned()).collect::<Vec<_>>();
+    let line =
+        |arguments: &[&str]| arguments.iter().map(|argument| (*argument).to_owned()).collect::<Vec<_>>();
     let mut lines = vec![
         serving(&["--image-root", lost]),
         serving(&["--pid-file", lost]),

@@ -52,7 +52,8 @@ fn limit_changes_under_load_and_status_shows_the_cause() {
             ["p50", "p99", "max"].map(|key| disk["throttle"]["wait-ns"][key].as_u64().expect("it waited"));
         assert!(p50 <= p99 && p99 <= max && max > 0, "{disk:#}");
         for latency in [&disk["latency-ns"], &disk["rate"]["latency-ns"]] {
-            let [p50, p99] = ["p50", "p99"].map(|key| latency[key].as_u64().expect("requests have completed"));
+            let [p50, p99] =
+                ["p50", "p99"].map(|key| latency[key].as_u64().expect("requests have completed"));
             assert!(0 < p50 && p50 <= p99, "{disk:#}");
         }
         let wait_p99 = disk["rate"]["wait-ns"]["p99"].as_u64().expect("it waited");

@@ -331,7 +331,8 @@ fn reload_reads_renewed_credentials_and_keeps_connections() {
     for name in ["client-cert.pem", "client-key.pem"] {
         fs::copy(old.file(name), client_directory.join(name)).unwrap();
     }
-    let (by_old, by_new) = (uri_with_certificates(&weir, &client_directory), uri_with_certificates(&weir, &new.0));
+    let (by_old, by_new) =
+        (uri_with_certificates(&weir, &client_directory), uri_with_certificates(&weir, &new.0));
     size(&by_old).succeeds();
     size(&by_new).fails();
     let reload = || TestClient::new(WEIR).args(["reload", "--qmp", &control]);

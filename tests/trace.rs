@@ -213,7 +213,8 @@ fn conversion_keeps_absolute_times() {
             let disks = report["disks"].as_object().expect("disks").values();
             disks.map(|disk| disk[name].as_u64().expect("a time")).collect()
         };
-        [times_of("first-ns").into_iter().min(), times_of("last-ns").into_iter().max()].map(|ns| ns.expect("a disk"))
+        [times_of("first-ns").into_iter().min(), times_of("last-ns").into_iter().max()]
+            .map(|ns| ns.expect("a disk"))
     };
     for ending in endings {
         for other in endings {
@@ -261,11 +262,17 @@ fn empty_requests_are_skipped_and_counted() {
     let disk = |length: u64, micros: u64| format!("0,R,0,{length},{micros}\n");
     fs::write(scratch.path("t.csv"), disk(0, 1) + &disk(512, 2) + &disk(0, 3)).unwrap();
     let info_outcome = weir(&["trace", "info", text(&scratch.path("t.csv"))]).run();
-    assert_eq!((info_outcome.code(), info_outcome.stderr()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
+    assert_eq!(
+        (info_outcome.code(), info_outcome.stderr()),
+        (0, "weir: left out: 2 requests of no length\n".to_owned())
+    );
     let report = info(&scratch, "t.csv");
     assert_eq!((&report["empty"], &report["disks"]["0"]["requests"]), (&json!(2), &json!(1)));
     let outcome = convert(&scratch, "t.csv", "t.spc").run();
-    assert_eq!((outcome.code(), outcome.stderr()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
+    assert_eq!(
+        (outcome.code(), outcome.stderr()),
+        (0, "weir: left out: 2 requests of no length\n".to_owned())
+    );
 }
 
 #[test]
@@ -293,7 +300,8 @@ fn waits_and_latencies_are_kept() {
     assert_eq!(fs::read_to_string(scratch.path("c.csv")).unwrap(), TIMED);
     for name in ["timed.csv", "a.recording", "b.recording", "c.csv"] {
         let report = &info(&scratch, name)["disks"];
-        let mean = |disk: &str, measure: &str| report[disk]["measured"][measure]["mean"].as_f64().expect("a number");
+        let mean =
+            |disk: &str, measure: &str| report[disk]["measured"][measure]["mean"].as_f64().expect("a number");
         assert_eq!((mean("vm1", "waited-ns"), mean("vm1", "latency-ns")), (5e6, 7e6), "{name}");
         assert_eq!(mean("a,b", "latency-ns"), 3e6, "{name}");
         assert_eq!(report["vm1"]["measured"]["latency-ns"]["max"], json!(7_000_000), "{name}");

@@ -156,7 +156,8 @@ fn interrupted_run_leaves_no_image_and_can_be_resumed() {
     assert_contains(&printed, &["\nFor balanced: "]);
     assert_eq!(json(&result_file)["partial"], Value::Null);
     assert_empty(&directory);
-    let elsewhere = weir(&["tune", text(result_file.parent().unwrap()), "--resume", text(&result_file)]).fails();
+    let elsewhere =
+        weir(&["tune", text(result_file.parent().unwrap()), "--resume", text(&result_file)]).fails();
     assert_contains(&elsewhere, &["the samples to continue with belong to", text(&directory)]);
 }
 
@@ -197,7 +198,10 @@ fn full_disk_is_reported_and_images_removed() {
     assert_contains(&printed, &["cannot be measured to the end", "No space left on device"]);
     // Only the test's own file is left.
     assert_eq!(printed.lines().last(), Some("others"), "{printed}");
-    assert_contains(json(&result_file)["partial"].as_str().unwrap(), &["it failed: ", "No space left on device"]);
+    assert_contains(
+        json(&result_file)["partial"].as_str().unwrap(),
+        &["it failed: ", "No space left on device"],
+    );
 }
 
 #[test]

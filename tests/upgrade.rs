@@ -208,8 +208,9 @@ fn recording_continues_after_an_upgrade() {
     let (second, _) = fixture.upgrade(first);
     read(&second);
     second.stop();
-    let files =
-        fs::read_dir(&directory).expect("the directory exists").map(|file| file.expect("it can be read").path());
+    let files = fs::read_dir(&directory)
+        .expect("the directory exists")
+        .map(|file| file.expect("it can be read").path());
     let info = TestClient::new(crate::harness::WEIR).args(["trace", "info", "--json"]).args(files).json();
     assert_eq!(info["disks"]["disk"]["reads"], 20, "{info:#}");
 }
@@ -246,7 +247,8 @@ h.shutdown()
     let mut stdout = client.stdout.take().expect("piped");
     let mut wait_for_line = move || stdout.read_exact(&mut [0; 6]).expect("the client connects");
     wait_for_line();
-    let status = |fixture: &UpgradedDaemon| weir(&["status", "--json"]).env("WEIR_QMP", control(fixture)).json();
+    let status =
+        |fixture: &UpgradedDaemon| weir(&["status", "--json"]).env("WEIR_QMP", control(fixture)).json();
     let before = status(&fixture)["disks"][0].clone();
     let (second, _) = fixture.upgrade(first);
     let after = status(&fixture)["disks"][0].clone();
@@ -271,7 +273,8 @@ fn control(fixture: &UpgradedDaemon) -> String {
 fn untransferable_state_is_named_and_the_old_process_continues() {
     let scratch = Scratch::new();
     let (first_image, second_image) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
-    let (first_image, second_image) = (first_image.to_str().unwrap().to_owned(), second_image.to_str().unwrap().to_owned());
+    let (first_image, second_image) =
+        (first_image.to_str().unwrap().to_owned(), second_image.to_str().unwrap().to_owned());
     let fixture = UpgradedDaemon::new(scratch, &[&first_image, &second_image]);
     let refused = |arguments: &[&str], expect: &str| {
         let new_process = Serve::new(&fixture.scratch).args(arguments).arg("--takeover");
@@ -281,7 +284,10 @@ fn untransferable_state_is_named_and_the_old_process_continues() {
     refused(&[&first_image], "no process listens there (start without --takeover)");
     let first = fixture.serve().start();
     refused(&[&first_image], "disk two: it runs, and is not in this config");
-    refused(&[&first_image, &second_image, "--cache", "none"], "has it open with cache=writeback, writethrough or unsafe");
+    refused(
+        &[&first_image, &second_image, "--cache", "none"],
+        "has it open with cache=writeback, writethrough or unsafe",
+    );
     refused(&[&first_image, &second_image, "--read-only"], "one.raw: locked for writing by another process");
     refused(&[&first_image, "/nonexistent"], "/nonexistent: no such file");
     first.nbdsh("one", "h.pwrite(b'x' * 512, 0)\n");
@@ -302,7 +308,8 @@ fn untransferable_state_is_named_and_the_old_process_continues() {
         let mounted_file = memory.scratch.file("spot", "");
         let files = UpgradedDaemon::new(memory.scratch, &[&first_image, "--fuse", text(&mounted_file)]);
         let first = files.serve().start();
-        let other = Serve::new(&files.scratch).args([&first_image, "--takeover"]).env("WEIR_QMP", control(&files));
+        let other =
+            Serve::new(&files.scratch).args([&first_image, "--takeover"]).env("WEIR_QMP", control(&files));
         let stderr = other.fails();
         assert!(stderr.contains("spot runs, and is not in this config"), "{stderr}");
         assert_eq!(fs::metadata(&mounted_file).unwrap().len(), MIB);
@@ -319,7 +326,8 @@ fn fuse_export_survives() {
     }
     let scratch = Scratch::new();
     let (disk, mounted_file) = (scratch.sparse("disk.raw", 16 * MIB), scratch.file("spot", ""));
-    let fixture = UpgradedDaemon::new(scratch, &[text(&disk), "--fuse", text(&mounted_file), "--iops-total", "3000"]);
+    let fixture =
+        UpgradedDaemon::new(scratch, &[text(&disk), "--fuse", text(&mounted_file), "--iops-total", "3000"]);
     let mut current = fixture.serve().start();
     fs::set_permissions(&mounted_file, fs::Permissions::from_mode(0o640)).unwrap();
     let open = fs::OpenOptions::new().read(true).write(true).open(&mounted_file).unwrap();
@@ -375,8 +383,8 @@ fn virtqueues_survive() {
     let mut upgrades = 0;
     while !load.is_finished() {
         if upgrades % 3 == 1 {
-            let mut peer =
-                UpgradePeer::connect(&fixture.control(), FORMAT).expect("the daemon accepts the upgrade request");
+            let mut peer = UpgradePeer::connect(&fixture.control(), FORMAT)
+                .expect("the daemon accepts the upgrade request");
             assert_eq!(peer.receive()["machines"][0]["disk"], "disk");
             peer.send("prepared");
             // The virtqueues are suspended; they resume after the failure.
@@ -476,7 +484,8 @@ fn failure_at_any_step_changes_nothing() {
         if takeover { serve.arg("--takeover") } else { serve }
     };
     let daemon = serve(false).start();
-    let uri = |export: &str| format!("nbd+unix:///{export}?socket={}", fixture.scratch.socket("nbd").display());
+    let uri =
+        |export: &str| format!("nbd+unix:///{export}?socket={}", fixture.scratch.socket("nbd").display());
     let loads = ["raw", "qcow2"].map(|export| load(uri(export), &fixture.scratch, 0, 1));
 
     until_all_are_read(&fixture, 2);

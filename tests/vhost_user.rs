@@ -96,7 +96,9 @@ fn start_with_control(scratch: &Scratch) -> (Weir, Qmp) {
 fn configuration(front_end: &mut UnixStream, offset: u32, count: u32) -> Vec<u8> {
     // VHOST_USER_SET_PROTOCOL_FEATURES, with CONFIG; then VHOST_USER_GET_CONFIG.
     let set_features = [16_u32.to_le_bytes(), 1_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat();
-    front_end.write_all(&[set_features, (1_u64 << 9).to_le_bytes().to_vec()].concat()).expect("the daemon reads");
+    front_end
+        .write_all(&[set_features, (1_u64 << 9).to_le_bytes().to_vec()].concat())
+        .expect("the daemon reads");
     let get_config = [24, 1, 12 + count, offset, count, 0].map(u32::to_le_bytes).concat();
     front_end.write_all(&[get_config, vec![0; count as usize]].concat()).expect("the daemon reads");
     let mut reply = vec![0; 24 + count as usize];
@@ -211,7 +213,8 @@ fn exported_disk_is_resized_in_whole_blocks() {
     let disk = scratch.sparse("disk.raw", MIB);
     let serve = || {
         let listen_option = format!("unix:{},logical-block-size=4096", text(&socket));
-        let serve = Serve::new(&scratch).arg(&disk).args(["--format", "raw", "--vhost-user-blk", &listen_option]);
+        let serve =
+            Serve::new(&scratch).arg(&disk).args(["--format", "raw", "--vhost-user-blk", &listen_option]);
         serve.args(["--qmp", &format!("unix:{}", text(&control))])
     };
     let weir = serve().start();
@@ -357,7 +360,8 @@ fn invalid_vhost_user_exports_fail_the_start() {
 
     let odd = scratch.sparse("odd.raw", MIB + 512);
     let large = format!("{socket},logical-block-size=4096");
-    let stderr = Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &large]).fails();
+    let stderr =
+        Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &large]).fails();
     assert_contains(&stderr, &["no multiple of 4096", "the last 512", "weir image resize", "1052672"]);
 
     let config = |export: &str| {

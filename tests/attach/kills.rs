@@ -229,7 +229,12 @@ fn keeper_killed_at_any_time_leaves_removable_state() {
         let is_whole = attached.directory().join("attached.json").exists();
         let listed = weir(&["attach", "--list", "--json"]).json();
         let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == name.as_str());
-        assert_eq!(row.is_some(), exists, "{after:?}: {:?}: {listed}", remaining_files(&attached.directory()));
+        assert_eq!(
+            row.is_some(),
+            exists,
+            "{after:?}: {:?}: {listed}",
+            remaining_files(&attached.directory())
+        );
         if let Some(row) = row {
             assert_eq!(row.get("broken"), (!is_whole).then_some(&json!(true)), "{after:?}: {row}");
             attached.detach().succeeds();

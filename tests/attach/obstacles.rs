@@ -13,7 +13,7 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use super::{Attachment, attach, command, name, attachment_directory};
+use super::{Attachment, attach, attachment_directory, command, name};
 use crate::harness::{
     MIB, Scratch, TestClient, WEIR, assert_contains, need_root, script_without_foreign_mounts, text, weir,
 };
@@ -29,7 +29,10 @@ fn stopped_keeper_is_named_and_killed_by_force() {
     let remedies = [format!("kill -CONT {keeper}"), format!("weir detach --force {}", attached.name)];
     let [continue_remedy, force_remedy] = remedies.each_ref();
     assert_contains(&attached.detach().fails(), &[&diagnosis, continue_remedy, force_remedy]);
-    assert_contains(&command(&attached.name, &image, &[]).fails(), &[&diagnosis, continue_remedy, force_remedy]);
+    assert_contains(
+        &command(&attached.name, &image, &[]).fails(),
+        &[&diagnosis, continue_remedy, force_remedy],
+    );
     fs::File::open(attached.device()).expect("nothing is undone");
     weir(&["detach", "--force", &attached.name]).succeeds();
     attached.assert_removed();

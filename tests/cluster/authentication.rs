@@ -79,7 +79,8 @@ fn members_of_two_etcd_clusters_are_rejected() {
     let (first, second) = (Scratch::new(), Scratch::new());
     let (first, second) = (EtcdServer::start(&first), EtcdServer::start(&second));
     let host_scratch = Scratch::new();
-    let file = ClusterTestHost::config(&host_scratch, "x", &format!("{}\", \"{}", first.url(), second.url()), "");
+    let file =
+        ClusterTestHost::config(&host_scratch, "x", &format!("{}\", \"{}", first.url(), second.url()), "");
     let text = fs::read_to_string(&file).unwrap();
     let lines = text.lines().map(|line| match line.strip_prefix("etcd = ") {
         Some(urls) => format!("etcd = [{urls}]\n"),

@@ -136,8 +136,8 @@ fn start_succeeds_with_an_unmet_reservation() {
     // Once there is room, the reservation comes into force without a command.
     let mut events = Qmp::negotiated(&b.control);
     a.run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
-    let in_force =
-        iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|event| event["kind"] == "reservation_in_force");
+    let in_force = iter::repeat_with(|| events.event("X_WEIR_EVENT"))
+        .find(|event| event["kind"] == "reservation_in_force");
     assert_eq!(in_force.unwrap()["data"]["iops-reservation"], 1500);
     assert_eq!(reservation_of(&b), (Some(1500), None));
     assert!(at_etcd("b").contains("[1500,0]"));

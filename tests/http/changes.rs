@@ -175,8 +175,9 @@ fn previews_are_serialized_and_change_nothing() {
     assert_eq!((&none["requests"], &none["now"], &none["then"]), (&json!(0), &json!(null), &json!(null)));
     daemon.weir.nbdsh("memory", "for i in range(1000): h.pread(4096, 4096 * i)");
     // The recorder processes the requests with a delay.
-    let prediction =
-        poll_until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|prediction| prediction["requests"] == 1000));
+    let prediction = poll_until(|| {
+        Some(preview("{\"iops-total\": 10}").json()).filter(|prediction| prediction["requests"] == 1000)
+    });
     // The reported period is not longer than the daemon has run.
     let (seconds, max) = (prediction["seconds"].as_f64().unwrap(), begin.elapsed().as_secs_f64());
     assert!(seconds > 0.0 && seconds <= max * 1.001, "{seconds} of {max}");
@@ -230,7 +231,8 @@ fn preview_predicts_the_waits() {
         let status = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
         let measured = &entry_named(&status, "disks", name)["throttle"]["wait-ns"];
         for (part, of_said) in [("p50", "wait-p50-ns"), ("p99", "wait-p99-ns")] {
-            let (measured, predicted) = (measured[part].as_f64().unwrap(), prediction["then"][of_said].as_f64().unwrap());
+            let (measured, predicted) =
+                (measured[part].as_f64().unwrap(), prediction["then"][of_said].as_f64().unwrap());
             assert!(
                 predicted / 4.0 < measured && measured < predicted * 4.0,
                 "{name}, {part}: {measured} measured, {predicted} predicted"

@@ -272,8 +272,11 @@ fn resent_request_that_fails_affects_only_its_client() {
 fn request_that_breaks_every_connection_fails() {
     let (scratch, disk) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");
-    let server =
-        ScriptedNbdServer::start(&at, disk, ScriptedServerBehaviour { breaks: Some(READ), ..DEFAULT_BEHAVIOUR });
+    let server = ScriptedNbdServer::start(
+        &at,
+        disk,
+        ScriptedServerBehaviour { breaks: Some(READ), ..DEFAULT_BEHAVIOUR },
+    );
     let weir = in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--reconnect-delay", "2s"]);
     let expect_error = "import errno\ntry:\n    h.pread(4096, 0)\n    raise SystemExit('it was answered')\n\
                    except nbd.Error as e:\n    assert e.errnum == errno.EIO, e";
@@ -417,7 +420,11 @@ fn incompatible_server_is_not_used_after_a_reconnect() {
 fn late_replies_of_an_old_connection_are_ignored() {
     let scratch = Scratch::new();
     let at = scratch.socket("back");
-    let behaviour = ScriptedServerBehaviour { flags: DEFAULT_FLAGS | MULTI_CONN, holds: Some(ZEROES), ..DEFAULT_BEHAVIOUR };
+    let behaviour = ScriptedServerBehaviour {
+        flags: DEFAULT_FLAGS | MULTI_CONN,
+        holds: Some(ZEROES),
+        ..DEFAULT_BEHAVIOUR
+    };
     let server = ScriptedNbdServer::start(&at, vec![0; MIB as usize], behaviour);
     let weir = start_in_front(&scratch, &at, &["--workers", "2"]);
     // Clients of both workers, each of which then has a connection. Then zeroes over unflushed
@@ -493,7 +500,8 @@ fn requests_of_other_workers_end_when_the_only_connection_breaks() {
     );
     thread::scope(|scope| {
         let clients: Vec<_> = (0..6).map(|_| scope.spawn(|| weir.nbdsh("front", &script))).collect();
-        let writes = |status: &serde_json::Value| find(status, "disks", "front")["writes"]["requests"].as_u64();
+        let writes =
+            |status: &serde_json::Value| find(status, "disks", "front")["writes"]["requests"].as_u64();
         for round in 1..=6_u64 {
             wait_until(&scratch, |status| writes(status) > Some(1000 * round));
             server.take().unwrap().crash();

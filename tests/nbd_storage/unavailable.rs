@@ -60,7 +60,8 @@ fn at(scratch: &Scratch, name: &str) -> String {
 
 #[test]
 fn unavailable_disk_opens_later_with_the_current_config() {
-    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } =
+        DaemonWithUnavailableDisk::new();
     TestClient::new("qemu-io").args(["-f", "raw", "-c", "write -P 1 0 4k", &at(&scratch, "near")]).succeeds();
     let reported = status(&scratch, "0");
     assert!(find(&reported, "unavailable", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{reported:#}");
@@ -110,7 +111,8 @@ fn unavailable_disk_opens_later_with_the_current_config() {
 
 #[test]
 fn unavailable_disk_can_be_removed_or_replaced() {
-    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } =
+        DaemonWithUnavailableDisk::new();
     run_ok(&scratch, &["disk", "remove", "far"]);
     // The retries end, including the attempt in progress.
     silent.set_nonblocking(true).unwrap();
@@ -131,7 +133,8 @@ fn unavailable_disk_can_be_removed_or_replaced() {
 
 #[test]
 fn changed_image_of_an_unavailable_disk_is_opened() {
-    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } =
+        DaemonWithUnavailableDisk::new();
     let elsewhere = Scratch::new();
     let other = elsewhere.sparse("other.raw", MIB);
     write(
@@ -326,7 +329,8 @@ fn shutdown_does_not_wait_for_a_disk_being_added() {
 
 #[test]
 fn upgrade_continues_without_an_unavailable_disk() {
-    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } = DaemonWithUnavailableDisk::new();
+    let DaemonWithUnavailableDisk { scratch, silent_listener: silent, weir } =
+        DaemonWithUnavailableDisk::new();
     let file = scratch.path("weir.toml");
     let new = Serve::new(&scratch).at_given_addresses().arg("--takeover").arg("--config").arg(file).start();
     let (status, log) = weir.wait();

@@ -285,7 +285,9 @@ impl ImageTemplate {
             10 => old.wrapping_add(self.cluster),
             11 => with_offset((length as u64 & !(self.cluster - 1)) + random.u64(..4) * self.cluster),
             12 => other,
-            13 => with_offset(self.tables[random.usize(..self.tables.len())].start as u64 & !(self.cluster - 1)),
+            13 => {
+                with_offset(self.tables[random.usize(..self.tables.len())].start as u64 & !(self.cluster - 1))
+            }
             14 => with_offset(random.u64(..length as u64) & !(self.cluster - 1)),
             _ => random.u64(..),
         }

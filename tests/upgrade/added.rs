@@ -192,13 +192,18 @@ fn saved_additions_use_the_config() {
     let scratch = Scratch::new();
     let (first_image, second_image) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
     let (nbd, socket) = (scratch.socket("nbd"), scratch.socket("machine"));
-    let config =
-        format!("[daemon]\nnbd = \"unix:{}\"\n[disk.one]\nimage = {first_image:?}\nformat = \"raw\"\n", text(&nbd));
+    let config = format!(
+        "[daemon]\nnbd = \"unix:{}\"\n[disk.one]\nimage = {first_image:?}\nformat = \"raw\"\n",
+        text(&nbd)
+    );
     let config = scratch.file("weir.toml", config);
     let fixture = UpgradedDaemon::new(scratch, &["--config", text(&config)]);
     let serve = || fixture.serve().at_given_addresses();
     let first = serve().start();
-    stdout_of(&fixture, &["disk", "add", "two", text(&second_image), "-f", "raw", "--iops-total", "500", "--save"]);
+    stdout_of(
+        &fixture,
+        &["disk", "add", "two", text(&second_image), "-f", "raw", "--iops-total", "500", "--save"],
+    );
     let addr = json!({"type": "unix", "path": text(&socket)});
     let export = json!({"type": "vhost-user-blk", "id": "by-hand", "node-name": "two", "addr": addr});
     Qmp::negotiated(&fixture.control()).command("block-export-add", export);
@@ -236,7 +241,11 @@ fn node_above_an_added_disk_is_transferred_except_to_older_versions() {
     let own_version = env!("CARGO_PKG_VERSION");
     assert_contains(
         &refused,
-        &["disk second", &format!("weir 0.1.0 cannot take over from weir {own_version}"), "stop this weir and start"],
+        &[
+            "disk second",
+            &format!("weir 0.1.0 cannot take over from weir {own_version}"),
+            "stop this weir and start",
+        ],
     );
     let mut qmp = Qmp::negotiated(&fixture.control());
     qmp.command("block-export-del", json!({ "id": "second" }));

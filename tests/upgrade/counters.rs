@@ -60,8 +60,17 @@ fn counters_and_events_survive() {
     qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "16M"]).succeeds();
     let (listen_option, metrics) =
         (format!("unix:{}", text(&socket)), format!("unix:{}", text(&scratch.socket("metrics"))));
-    let disk =
-        [text(&disk), "-f", "qcow2", "--vhost-user-blk", &listen_option, "--iops-total", "2000", "--prefetch", "on"];
+    let disk = [
+        text(&disk),
+        "-f",
+        "qcow2",
+        "--vhost-user-blk",
+        &listen_option,
+        "--iops-total",
+        "2000",
+        "--prefetch",
+        "on",
+    ];
     let rest = ["--group", "gold", "--fault", "kind=read,offset=8M-9M", "--metrics", &metrics];
     let fixture = UpgradedDaemon::new(scratch, &[&disk[..], &rest].concat());
     let mut current = fixture.serve().start();
@@ -70,8 +79,9 @@ fn counters_and_events_survive() {
     bench("-w -c 3000 -d 32 -s 4K --flush-interval 100", &format!("vhost-user:{}", text(&socket))).succeeds();
     bench("-c 1000 -d 32 -s 4K", &current.uri("disk")).succeeds();
     current.nbdsh("disk", "try:\n h.pread(512, 8 << 20)\nexcept nbd.Error: pass\nelse: assert False");
-    let status =
-        |fixture: &UpgradedDaemon| Qmp::negotiated(&fixture.control()).command("x-weir-query-status", json!({}));
+    let status = |fixture: &UpgradedDaemon| {
+        Qmp::negotiated(&fixture.control()).command("x-weir-query-status", json!({}))
+    };
     for _ in 0..3 {
         // A page may be outdated, so wait for two equal ones.
         let before = poll_until(|| {
@@ -90,7 +100,8 @@ fn counters_and_events_survive() {
             let now = after.get(sample).unwrap_or_else(|| panic!("{sample} is missing after the upgrade"));
             assert!(now >= value, "{sample} has fallen from {value} to {now}");
         }
-        let has_increased = |part: &str| before.iter().any(|(sample, value)| sample.starts_with(part) && *value > 0.0);
+        let has_increased =
+            |part: &str| before.iter().any(|(sample, value)| sample.starts_with(part) && *value > 0.0);
         for part in [
             "weir_disk_request_duration_seconds_sum",
             "weir_disk_wait_duration_seconds_sum",

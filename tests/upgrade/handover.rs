@@ -122,7 +122,10 @@ fn handover_must_match_in_both_processes() {
     let first = fixture.serve().start();
     let new_process = Serve::new(&fixture.scratch).args(arguments).args(["--handover", "--takeover"]);
     let stderr = new_process.env("WEIR_QMP", control(&fixture)).fails();
-    assert!(stderr.contains("disk disk: it runs without handover (give it the same, or restart)"), "{stderr}");
+    assert!(
+        stderr.contains("disk disk: it runs without handover (give it the same, or restart)"),
+        "{stderr}"
+    );
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
 }

@@ -76,7 +76,8 @@ pub(super) fn kill_new_process(serve: Serve, control: &Path, socket_path: &Path,
 }
 
 fn forward_until(step: UpgradeStep, upgrading: &UnixStream, serving: &UnixStream) {
-    let assert_text = |message: &ProxiedMessage, expected: &str| assert_eq!(message.text, expected.as_bytes(), "{step:?}");
+    let assert_text =
+        |message: &ProxiedMessage, expected: &str| assert_eq!(message.text, expected.as_bytes(), "{step:?}");
     let offer = receive_message(serving);
     if step == UpgradeStep::OfferCutShort {
         return send_half(upgrading, &offer);

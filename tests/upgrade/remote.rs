@@ -11,7 +11,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{UPGRADE_FAILED, FORMAT, UpgradePeer, UpgradedDaemon, control, load, proxy::UpgradeStep};
+use super::{FORMAT, UPGRADE_FAILED, UpgradePeer, UpgradedDaemon, control, load, proxy::UpgradeStep};
 use crate::harness::{MIB, Scratch, Serve, TestClient, need, pause, qemu_img, text, weir};
 
 #[test]
@@ -80,8 +80,10 @@ impl Drop for NbdkitServer {
 #[test]
 fn server_without_multi_conn_prevents_the_upgrade() {
     let (server_scratch, scratch) = (Scratch::new(), Scratch::new());
-    let back_server =
-        Serve::new(&server_scratch).args(["-f", "raw", "--name", "back"]).arg(server_scratch.sparse("image", MIB)).start();
+    let back_server = Serve::new(&server_scratch)
+        .args(["-f", "raw", "--name", "back"])
+        .arg(server_scratch.sparse("image", MIB))
+        .start();
     // Without a flush, another connection need not see an acknowledged write.
     for cache in ["unsafe", "writeback"] {
         let server = back_server.uri("back");
@@ -237,8 +239,10 @@ fn unreadable_image_after_a_failed_upgrade_is_retried() {
 #[test]
 fn new_process_ends_after_the_old_one_gives_up() {
     let (server_scratch, scratch) = (Scratch::new(), Scratch::new());
-    let back_server =
-        Serve::new(&server_scratch).args(["-f", "raw", "--name", "back"]).arg(server_scratch.sparse("image", MIB)).start();
+    let back_server = Serve::new(&server_scratch)
+        .args(["-f", "raw", "--name", "back"])
+        .arg(server_scratch.sparse("image", MIB))
+        .start();
     let local_image = scratch.sparse("near.raw", MIB);
     let config = scratch.file(
         "weir.toml",

@@ -35,7 +35,12 @@ impl SteppingClient {
 fn events(fixture: &UpgradedDaemon) -> Vec<(u64, String)> {
     let reply = Qmp::negotiated(&fixture.control()).command_reply("x-weir-query-events", json!({}));
     let id_and_kind = |event: &Value| Some((event["id"].as_u64()?, event["kind"].as_str()?.to_owned()));
-    reply["return"].as_array().expect("a list").iter().map(|event| id_and_kind(event).expect("an event")).collect()
+    reply["return"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|event| id_and_kind(event).expect("an event"))
+        .collect()
 }
 
 #[test]

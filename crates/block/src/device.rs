@@ -255,7 +255,8 @@ impl Device {
     pub fn utilization(&self, now: Instant) -> io::Result<u32> {
         // The result and the meters are replaced together.
         let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_older_than = |meter: &UtilizationMeter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
+        let is_older_than =
+            |meter: &UtilizationMeter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
         let is_old = is_older_than(&recent.older, MAX_AVERAGING_INTERVAL);
         // The older meter covers at least `AVERAGING_INTERVAL`, unless it is too old to be recent.
         let mut meter = if is_old { recent.newer } else { recent.older };

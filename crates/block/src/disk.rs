@@ -359,7 +359,12 @@ impl Disk {
 
     /// As [`Disk::read`], into `target`. If that is guest memory, the guest may reuse it only after
     /// the future has completed: a dropped future leaves reads in flight that still write there.
-    pub async fn read_to(&self, permit: AdmissionPermit, offset: u64, target: ReadTarget) -> Result<Segments> {
+    pub async fn read_to(
+        &self,
+        permit: AdmissionPermit,
+        offset: u64,
+        target: ReadTarget,
+    ) -> Result<Segments> {
         if self.may_wait() {
             // Boxed: the unusual path must not enlarge the future of every read.
             return Box::pin(self.read_until_done(permit, offset, target, true)).await;
@@ -488,7 +493,12 @@ impl Disk {
     }
 
     /// As [`Disk::write`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
-    pub fn write_now(&self, permit: &AdmissionPermit, offset: u64, from: &[GuestBytes]) -> Option<Result<()>> {
+    pub fn write_now(
+        &self,
+        permit: &AdmissionPermit,
+        offset: u64,
+        from: &[GuestBytes],
+    ) -> Option<Result<()>> {
         let length = from.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
         // The change begins before the write and ends after it, so that no reader caches old data.
         let change = self.prefetch.begin_change(offset, length);

@@ -239,7 +239,8 @@ mod tests {
                         full avg10=0.00 avg60=0.00 avg300=0.00 total=1500000\n";
         machine.write("a", "io.pressure", pressure);
         let path = machine.path("cgroups.json");
-        settings::state::atomic_file::write(&path, &serde_json::to_vec(&limits_file).unwrap(), false).unwrap();
+        settings::state::atomic_file::write(&path, &serde_json::to_vec(&limits_file).unwrap(), false)
+            .unwrap();
         let known = KnownEnforcement::default();
         let scaled = Enforcement::Scaled(LimitScale::from_thousandths(2000));
         known.lock().unwrap().insert(("a".into(), DISK.0), scaled);
@@ -259,7 +260,10 @@ mod tests {
         };
         assert_eq!(a.counters, Some(done));
         assert_eq!((&*b.group, b.enforcement), ("tenant", None));
-        assert_eq!((&*removed.cgroup, removed.counters, removed.kernel_limits), ("gone", None, IoMaxRates::NONE));
+        assert_eq!(
+            (&*removed.cgroup, removed.counters, removed.kernel_limits),
+            ("gone", None, IoMaxRates::NONE)
+        );
         assert_eq!(stalled, [CgroupPressure { cgroup: "a".into(), some_us: 2_500_000, full_us: 1_500_000 }]);
     }
 }

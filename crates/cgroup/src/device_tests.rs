@@ -13,7 +13,8 @@ fn machine() -> FakeMachine {
 /// Mounts a different file system, given as type, source and options, on `/proc`.
 fn mounted(file_system: &str) -> FakeMachine {
     let machine = machine();
-    fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {file_system}\n")).expect("written");
+    fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {file_system}\n"))
+        .expect("written");
     machine
 }
 

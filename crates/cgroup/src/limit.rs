@@ -61,7 +61,9 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
             let known = device.ok().map(|device| device.identity.number());
             return remove_stale_entries(&hierarchy, &arguments, known, resolve_error);
         }
-        (_, Err(resolve_error)) if arguments.remove => return remove_stale_entries(&hierarchy, &arguments, None, resolve_error),
+        (_, Err(resolve_error)) if arguments.remove => {
+            return remove_stale_entries(&hierarchy, &arguments, None, resolve_error);
+        }
         (Err(resolve_error), _) | (_, Err(resolve_error)) => return Err(resolve_error.into()),
     };
     let mut outcome = if arguments.remove {
@@ -140,7 +142,8 @@ pub(crate) fn set_limits(
     // Planned before anything is written: an invalid weight must not leave half of a change.
     let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
     // The kernel first, the file last: an error up to here leaves the file unchanged.
-    let rates = settling::apply_change(hierarchy, &before, &locked.limits_file, Some((group, device.number())))?;
+    let rates =
+        settling::apply_change(hierarchy, &before, &locked.limits_file, Some((group, device.number())))?;
     let weight_result = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose();
     match weight_result.and_then(|notice| locked.save().map(|()| notice)) {
         Ok(notice) => notices.extend(notice),
@@ -150,7 +153,8 @@ pub(crate) fn set_limits(
             let _ = settling::apply_change(hierarchy, &locked.limits_file, &before, None);
             if is_new {
                 let device_and_node = (device.number(), device.node());
-                let limit_write = LimitWrite { group: group.clone(), device: device_and_node, rates: found, before: found };
+                let limit_write =
+                    LimitWrite { group: group.clone(), device: device_and_node, rates: found, before: found };
                 let _ = write::write_all(hierarchy, &[limit_write]);
             }
             return Err(error);
@@ -184,8 +188,12 @@ pub(crate) fn remove_limits(
     let settled = settling::settled_rates(hierarchy, &before)?.into_iter();
     let mut settled = settled.filter(|(other, number, _)| other == group && *number == device.number());
     let before_rates = settled.next().map_or(kernel_rates, |(.., rates)| rates);
-    let limit_write =
-        LimitWrite { group: group.clone(), device: device_and_node, rates: IoMaxRates::NONE, before: before_rates };
+    let limit_write = LimitWrite {
+        group: group.clone(),
+        device: device_and_node,
+        rates: IoMaxRates::NONE,
+        before: before_rates,
+    };
     // Stored first: `watch` would otherwise write the old limits again until it reads the change.
     locked.save()?;
     let removed = write::write_all(hierarchy, &[limit_write])
@@ -199,8 +207,12 @@ pub(crate) fn remove_limits(
         // reported.
         let after = std::mem::replace(&mut locked.limits_file, before);
         let device_and_node = (device.number(), device.node());
-        let limit_write =
-            LimitWrite { group: group.clone(), device: device_and_node, rates: before_rates, before: before_rates };
+        let limit_write = LimitWrite {
+            group: group.clone(),
+            device: device_and_node,
+            rates: before_rates,
+            before: before_rates,
+        };
         let _ = write::write_all(hierarchy, &[limit_write]);
         let _ = settling::apply_change(hierarchy, &after, &locked.limits_file, None);
         if let Ok(Some(weight)) = weight::plan(hierarchy, group, device, weighted, true) {

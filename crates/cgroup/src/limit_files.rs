@@ -54,7 +54,8 @@ pub(crate) fn merged(files: &[LimitFile]) -> BTreeMap<DeviceNumber, IoMaxRates> 
 
 /// Merges the rates from another file of the same device.
 pub(crate) fn merge_rates(rates: &mut IoMaxRates, other: IoMaxRates) {
-    let merged_at = |index: usize| (rates.bps[index].or(other.bps[index]), rates.iops[index].or(other.iops[index]));
+    let merged_at =
+        |index: usize| (rates.bps[index].or(other.bps[index]), rates.iops[index].or(other.iops[index]));
     let ((read_bps, read_iops), (write_bps, write_iops)) = (merged_at(0), merged_at(1));
     *rates = IoMaxRates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
 }

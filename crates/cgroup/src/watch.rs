@@ -302,7 +302,8 @@ impl CgroupWatch {
     fn begin_leasing(&mut self, leases: CgroupLeases) -> anyhow::Result<()> {
         guard::check(&self.hierarchy)?;
         // Local limits would be overwritten by the cluster's.
-        let has_own_limits = |name: &&String| self.limits_file.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
+        let has_own_limits =
+            |name: &&String| self.limits_file.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
         if let Some(name) = leases.fallback_shares().keys().find(has_own_limits) {
             return Err(anyhow!(
                 "{}: group {name} has limits of its own there, and [cluster] names it in \
@@ -540,7 +541,8 @@ impl CgroupWatch {
             let key = if pool.is_urgent(now) { Instant::ZERO } else { pool.due() };
             (pool.due() <= now).then_some((key, index))
         };
-        let mut order: Vec<(Instant, usize)> = self.steered_pools.iter().enumerate().filter_map(due).collect();
+        let mut order: Vec<(Instant, usize)> =
+            self.steered_pools.iter().enumerate().filter_map(due).collect();
         let urgent = order.iter().filter(|(key, _)| *key == Instant::ZERO).count();
         // The longest overdue come first. Only as many as the budget allows are sorted: with a
         // thousand always due, sorting all would cost more than reading them.
@@ -558,14 +560,14 @@ impl CgroupWatch {
     }
 
     fn saved_levels(&self, now: Instant) -> BTreeMap<String, SavedBursts> {
-        let saved =
-            |pool: &'_ SteeredPool| Some((pool.limit_pool.name.clone(), pool.saved_bursts(now)?));
+        let saved = |pool: &'_ SteeredPool| Some((pool.limit_pool.name.clone(), pool.saved_bursts(now)?));
         self.steered_pools.iter().filter_map(saved).collect()
     }
 
     /// Publishes the enforcement of limits with a watermark.
     fn publish_enforcement(&self) {
-        let with_watermark = self.steered_pools.iter().filter(|pool| pool.limit_pool.watermark != Watermark::ALWAYS);
+        let with_watermark =
+            self.steered_pools.iter().filter(|pool| pool.limit_pool.watermark != Watermark::ALWAYS);
         let enforcements = with_watermark.flat_map(|pool| {
             let enforcement = pool.enforcement();
             pool.members().map(move |(group, device)| ((group.name.clone(), device), enforcement))

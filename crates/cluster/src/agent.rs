@@ -421,7 +421,9 @@ impl EtcdSession<'_> {
     /// Logs slow requests: a report and its grant are several requests within one lease.
     fn log_slow_requests(&mut self, etcd: &mut EtcdClient) {
         let slowest = etcd.take_slowest();
-        if slowest > SLOW_REQUEST && self.slow_logged_at.is_none_or(|logged_at| now() >= logged_at + SLOW_LOG_INTERVAL) {
+        if slowest > SLOW_REQUEST
+            && self.slow_logged_at.is_none_or(|logged_at| now() >= logged_at + SLOW_LOG_INTERVAL)
+        {
             self.slow_logged_at = Some(now());
             tracing::warn!(
                 etcd = etcd.member(),
@@ -509,7 +511,8 @@ impl EtcdSession<'_> {
 
     /// Writes this host's reservations, unless a reservation of another host is not yet known here.
     pub(super) async fn write_reservations(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
-        let (Some(own_reservations), Some(HostLeases { reservations: lease, .. })) = (&self.own_reservations, self.known.joined)
+        let (Some(own_reservations), Some(HostLeases { reservations: lease, .. })) =
+            (&self.own_reservations, self.known.joined)
         else {
             return Ok(());
         };
@@ -518,7 +521,8 @@ impl EtcdSession<'_> {
         let range = self.known.keys.reservations();
         for _ in 0..3 {
             // Fails if any reservation changed after the revision that this host has read.
-            let compare = TransactionCondition::UnchangedSince(range.clone(), self.known.reservations_revision);
+            let compare =
+                TransactionCondition::UnchangedSince(range.clone(), self.known.reservations_revision);
             let result = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;
             if result.succeeded {
                 return Ok(());
@@ -547,10 +551,13 @@ impl EtcdSession<'_> {
         let range = self.known.keys.reservations();
         for _ in 0..5 {
             let limits = |group: &str| self.known.groups.get(group).map(|stored| *stored.spec.limits());
-            if let Some(refusal) = reservations::check(&self.known.reservations, (&host, &own_reservations), limits) {
+            if let Some(refusal) =
+                reservations::check(&self.known.reservations, (&host, &own_reservations), limits)
+            {
                 return Ok(Err(refusal));
             }
-            let compare = TransactionCondition::UnchangedSince(range.clone(), self.known.reservations_revision);
+            let compare =
+                TransactionCondition::UnchangedSince(range.clone(), self.known.reservations_revision);
             if etcd.transact(&[compare], std::slice::from_ref(&put)).await?.succeeded {
                 self.known.reservations.insert(host, own_reservations.clone());
                 self.own_reservations = Some(own_reservations);
@@ -650,15 +657,21 @@ impl EtcdSession<'_> {
         let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
         if let Some(HostLeases { name, reservations: lease }) = self.known.joined.take() {
             // Reservations stay for the next run, until their lease expires.
-            let remaining = self.own_reservations.as_ref().filter(|own_reservations| !own_reservations.groups.is_empty()).map(|own| {
-                let groups = own.groups.clone();
-                HostReservations { groups, capacity: [0; 2], members: Some(BTreeSet::new()) }
-            });
+            let remaining = self
+                .own_reservations
+                .as_ref()
+                .filter(|own_reservations| !own_reservations.groups.is_empty())
+                .map(|own| {
+                    let groups = own.groups.clone();
+                    HostReservations { groups, capacity: [0; 2], members: Some(BTreeSet::new()) }
+                });
             let reservation_key = EtcdKey::Reservation(host);
             let operation = match remaining {
-                Some(remaining) => {
-                    EtcdOperation::put(&keys.key(reservation_key), &etcd_values::write(&remaining), Some(lease))
-                }
+                Some(remaining) => EtcdOperation::put(
+                    &keys.key(reservation_key),
+                    &etcd_values::write(&remaining),
+                    Some(lease),
+                ),
                 None => EtcdOperation::Delete(keys.single(reservation_key)),
             };
             let report = EtcdOperation::Delete(keys.single(EtcdKey::Report(host)));

@@ -100,8 +100,11 @@ fn removal_mark(known: &SessionState, name: &str, before: Option<&GroupValue>) -
         ));
     };
     // Reservations of a stopped host wait for its next run.
-    let uses_group = |reservations: &HostReservations| has_group(reservations, name) || reservations.groups.contains_key(name);
-    let users: Vec<_> = known.reservations.iter().filter(|(_, reservations)| uses_group(reservations)).collect();
+    let uses_group = |reservations: &HostReservations| {
+        has_group(reservations, name) || reservations.groups.contains_key(name)
+    };
+    let users: Vec<_> =
+        known.reservations.iter().filter(|(_, reservations)| uses_group(reservations)).collect();
     if !users.is_empty() {
         let hosts: Vec<_> = users.iter().map(|(host, _)| host.as_str()).take(MAX_NAMED_HOSTS).collect();
         let more = match users.len() - hosts.len() {
@@ -280,7 +283,10 @@ mod tests {
                 .contains("hosts")
         );
         let message = changed_group(None, &of(&[(IOPS, 5)]), None).unwrap_err();
-        assert!(message.starts_with("iops-total: 5 is too low") && message.contains("at least 16"), "{message}");
+        assert!(
+            message.starts_with("iops-total: 5 is too low") && message.contains("at least 16"),
+            "{message}"
+        );
         assert!(changed_group(None, &of(&[(IOPS, 16)]), None).is_ok());
         let message = changed_group(None, &of(&[(IOPS, 500)]), Some(100_000)).unwrap_err();
         assert!(message.contains("fallback-share: 10 %") && message.contains("at most 6.25 %"), "{message}");

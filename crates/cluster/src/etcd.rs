@@ -134,7 +134,9 @@ impl EtcdParameters {
         let mut unknown = None;
         for endpoint in &cluster.etcd {
             match (endpoint.host.as_str(), endpoint.port).to_socket_addrs() {
-                Ok(found) => members.push(EtcdMember { config: endpoint.clone(), addresses: found.collect() }),
+                Ok(found) => {
+                    members.push(EtcdMember { config: endpoint.clone(), addresses: found.collect() })
+                }
                 // Skipped for good: the sandbox forbids resolving it later.
                 Err(error) => {
                     tracing::warn!(

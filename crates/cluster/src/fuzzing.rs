@@ -85,7 +85,8 @@ fn check_host(grant: &cluster::QuotaGrant) {
     host.on_grant(&cluster::QuotaGrant { report_number: 1, ..*grant }, now, |_, _, _| [0; 6]);
     let parts = |host: &HostQuota| LimitKind::ALL.map(|kind| host.limits().limit(kind).rate);
     for (part, kind) in parts(&host).into_iter().zip(LimitKind::ALL) {
-        let (fallback, limit) = (host.fallback_limits().limit(kind).rate, host.spec().limits().limit(kind).rate);
+        let (fallback, limit) =
+            (host.fallback_limits().limit(kind).rate, host.spec().limits().limit(kind).rate);
         assert!((fallback..=limit.max(fallback)).contains(&part), "{part} of {limit}");
     }
     host.expire_lease(Instant::MAX, |_, _, _| [0; 6]);

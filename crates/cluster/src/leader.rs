@@ -170,7 +170,8 @@ impl LeaderTerm {
         let silent_hosts = self.last_reports.iter().filter(|(_, (since, _))| at >= *since + long_ago);
         let takes_part =
             |reservations: &HostReservations| reservations.members.as_ref().is_none_or(|all| !all.is_empty());
-        let silent_hosts = silent_hosts.filter(|(host, _)| known.reservations.get(*host).is_some_and(takes_part));
+        let silent_hosts =
+            silent_hosts.filter(|(host, _)| known.reservations.get(*host).is_some_and(takes_part));
         silent_hosts.map(|(host, _)| host.clone()).collect()
     }
 
@@ -231,7 +232,8 @@ impl LeaderTerm {
             // Limits created after the election need not wait for grants of an earlier leader:
             // there are none. Otherwise hosts would stay at their fallback share meanwhile.
             let since = self.dropped.remove(name).map_or(self.sole_since, |at| at.max(self.sole_since));
-            let mut leader = QuotaLeader::new(self.term, stored.spec, known.timing, self.lease_requested_at, since);
+            let mut leader =
+                QuotaLeader::new(self.term, stored.spec, known.timing, self.lease_requested_at, since);
             for (host, report) in self.reports.get(name).into_iter().flatten() {
                 leader.on_report(host, report.into(), at);
             }

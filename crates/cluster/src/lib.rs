@@ -578,8 +578,7 @@ impl ClusterMembership {
             },
             Err(why) => status::unavailable(why),
         };
-        let quota =
-            |state: LocalGroupState| LocalQuota { name: state.group, leased: state.is_leased };
+        let quota = |state: LocalGroupState| LocalQuota { name: state.group, leased: state.is_leased };
         ClusterReport {
             name: self.name.clone(),
             host: self.host.clone(),

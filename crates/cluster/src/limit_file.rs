@@ -192,8 +192,14 @@ mod tests {
         assert_eq!((without_limits(&path), load(&path).unwrap().len()), (to_set(&["bare"]), 2));
         // A removed group has no limits, and is not restored in etcd.
         let removed_group = GroupValue { removed: true, ..group.clone() };
-        let removed_group = StoredGroup { spec: removed_group.spec().unwrap(), group: removed_group, changed: 2 };
-        save(&path, &[("gold", removed_group), ("later", stored)].map(|(name, entry)| (name.to_owned(), entry)).into());
+        let removed_group =
+            StoredGroup { spec: removed_group.spec().unwrap(), group: removed_group, changed: 2 };
+        save(
+            &path,
+            &[("gold", removed_group), ("later", stored)]
+                .map(|(name, entry)| (name.to_owned(), entry))
+                .into(),
+        );
         assert_eq!(without_limits(&path), to_set(&["bare", "gold"]));
         assert!(load_for_session(&path).keys().eq(["later"]));
         std::fs::write(&path, "{").unwrap();

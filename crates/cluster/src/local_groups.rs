@@ -359,9 +359,7 @@ impl LocalGroups {
         for (name, reserved) in reservations::sums(self.reservations.values()) {
             let Some(spec) = specs.get(name) else { continue };
             for unit in [0, 1] {
-                if let Some(there) =
-                    max_reservable(spec.limits(), unit).filter(|max| reserved[unit] > *max)
-                {
+                if let Some(there) = max_reservable(spec.limits(), unit).filter(|max| reserved[unit] > *max) {
                     excess.insert((name.to_owned(), unit), [reserved[unit], there]);
                 }
             }

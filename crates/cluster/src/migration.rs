@@ -42,7 +42,9 @@ pub(super) async fn perform_step(
         ));
     };
     match step {
-        MigrationStep::Offer { to, disk, offer } => offer_disk(known, etcd, lease, (&to, &disk), *offer).await,
+        MigrationStep::Offer { to, disk, offer } => {
+            offer_disk(known, etcd, lease, (&to, &disk), *offer).await
+        }
         MigrationStep::Release { to, disk, offer, revision } => {
             let own_key = known.keys.key(EtcdKey::Host(&known.cluster.host));
             let host = etcd.read_one(known.keys.single(EtcdKey::Host(&known.cluster.host))).await?;
@@ -102,7 +104,8 @@ pub(super) async fn perform_step(
             Ok(StepOutcome::Done(0))
         }
         MigrationStep::Reclaim { disk } => {
-            let deletion = EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, &disk)));
+            let deletion =
+                EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, &disk)));
             Ok(StepOutcome::Done(etcd.transact(&[], &[deletion]).await?.revision))
         }
     }
@@ -159,7 +162,8 @@ async fn offer_disk(
     let (_, found) = etcd.read(&names).await?;
     let value_of = |key: &str| found.iter().flatten().find(|value| value.key == key).cloned();
     let target_key = known.keys.key(EtcdKey::Host(to));
-    let (Some(_), Some(EtcdKeyValue { mod_revision: run, .. })) = (value_of(&target_key), value_of(&own_key)) else {
+    let (Some(_), Some(EtcdKeyValue { mod_revision: run, .. })) = (value_of(&target_key), value_of(&own_key))
+    else {
         return Ok(StepOutcome::Absent(format!(
             "no running host of cluster {:?} is called {to:?} (`weir cluster status` lists them)",
             known.cluster.name

@@ -62,7 +62,9 @@ pub(super) fn capacity<'a>(reservations: impl Iterator<Item = &'a HostReservatio
 }
 
 /// Sum of the reservations of each group over these hosts.
-pub(super) fn sums<'a>(reservations: impl Iterator<Item = &'a HostReservations>) -> BTreeMap<&'a str, [u64; 2]> {
+pub(super) fn sums<'a>(
+    reservations: impl Iterator<Item = &'a HostReservations>,
+) -> BTreeMap<&'a str, [u64; 2]> {
     let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
     for (name, more) in reservations.flat_map(|reservations| &reservations.groups) {
         let sum = sums.entry(name).or_default();
@@ -89,7 +91,8 @@ pub(super) fn reservable(
         let sum = |sum: u64, more: &[u64; 2]| sum.saturating_add(more[unit]);
         let of_group = others().filter_map(|reservations| reservations.groups.get(group)).fold(0, sum);
         let own_others = own.groups.iter().filter(|(name, _)| *name != group).map(|(_, rates)| rates);
-        let of_all = others().flat_map(|reservations| reservations.groups.values()).chain(own_others).fold(0, sum);
+        let of_all =
+            others().flat_map(|reservations| reservations.groups.values()).chain(own_others).fold(0, sum);
         let of_limit =
             limits.and_then(|limits| max_reservable(limits, unit)).map(|max| max.saturating_sub(of_group));
         let of_pool = (pool[unit] > 0).then(|| pool[unit].saturating_sub(of_all));
@@ -134,8 +137,10 @@ fn measured_capacity_note(
     (host, own): (&str, &HostReservations),
     unit: usize,
 ) -> String {
-    let others =
-        all.iter().filter(|(name, _)| *name != host).map(|(name, reservations)| (name.as_str(), reservations));
+    let others = all
+        .iter()
+        .filter(|(name, _)| *name != host)
+        .map(|(name, reservations)| (name.as_str(), reservations));
     let known = others.chain([(host, own)]).map(|(name, reservations)| (reservations.capacity[unit], name));
     let lowest = known.filter(|(measured, _)| *measured > 0).min();
     lowest.map_or_else(String::new, |(there, name)| {
@@ -198,7 +203,8 @@ mod tests {
     #[test]
     fn stored_reservations_stay_and_more_is_refused() {
         let stored = all(&[("a", of(&[("gold", 600)])), ("b", of(&[("gold", 700)]))]);
-        let try_reserve = |host: &str, iops| check(&stored, (host, &of(&[("gold", iops)])), |_| Some(limits(LIMIT)));
+        let try_reserve =
+            |host: &str, iops| check(&stored, (host, &of(&[("gold", iops)])), |_| Some(limits(LIMIT)));
         assert_eq!(try_reserve("a", 600), None, "though all together is too much");
         assert_eq!(try_reserve("a", 100), None);
         let refusal = try_reserve("a", 601).unwrap();

@@ -102,7 +102,8 @@ fn assemble(
             let report = reports.get(host)?.groups.get(name)?;
             let granted =
                 grants.get(host).and_then(|grants| grants.groups.get(name)).map(|grant| grant.leased);
-            let reserved = known.reservations.get(*host).and_then(|reservations| reservations.groups.get(name));
+            let reserved =
+                known.reservations.get(*host).and_then(|reservations| reservations.groups.get(name));
             Some(ClusterMember {
                 host: (*host).to_owned(),
                 demand: demand(report),
@@ -114,7 +115,8 @@ fn assemble(
                 reserved: reserved.copied().unwrap_or_default().into(),
             })
         };
-        let reserved = known.reservations.iter().filter_map(|(host, one)| Some((host, *one.groups.get(name)?)));
+        let reserved =
+            known.reservations.iter().filter_map(|(host, one)| Some((host, *one.groups.get(name)?)));
         let by: BTreeMap<String, [u64; 2]> = reserved.map(|(host, rates)| ((*host).clone(), rates)).collect();
         let committed = add(by.values());
         let limits = *stored.spec.limits();

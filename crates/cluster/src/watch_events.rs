@@ -162,7 +162,8 @@ impl EtcdSession<'_> {
             Some(EtcdKey::Reservation(name)) => match etcd_values::read::<HostReservations>(&value.value) {
                 Ok(reservations) => {
                     self.known.reservations.insert(name.to_owned(), reservations);
-                    self.known.reservations_revision = self.known.reservations_revision.max(value.mod_revision);
+                    self.known.reservations_revision =
+                        self.known.reservations_revision.max(value.mod_revision);
                 }
                 Err(why) => self.log_skipped(value, &why),
             },

@@ -70,8 +70,9 @@ fn exits_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
 
 fn read(stderr_file: &mut File) -> String {
     let mut bytes = Vec::new();
-    let read =
-        stderr_file.seek(SeekFrom::Start(0)).and_then(|_| stderr_file.take(MAX_STDERR_BYTES).read_to_end(&mut bytes));
+    let read = stderr_file
+        .seek(SeekFrom::Start(0))
+        .and_then(|_| stderr_file.take(MAX_STDERR_BYTES).read_to_end(&mut bytes));
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -80,7 +81,9 @@ fn read(stderr_file: &mut File) -> String {
 fn error_line(stderr: &str) -> Option<&str> {
     // weir logs warnings before the error.
     let weir_error = stderr.lines().rev().find_map(|line| line.strip_prefix("weir: "));
-    weir_error.or_else(|| stderr.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with("mke2fs ")))
+    weir_error.or_else(|| {
+        stderr.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with("mke2fs "))
+    })
 }
 
 #[cfg(test)]

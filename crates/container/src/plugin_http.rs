@@ -68,7 +68,10 @@ pub(crate) fn read(
         if let Some(head) = head(&bytes)? {
             // Pipelining is not supported: a response closes the connection.
             if bytes.len() - head.bytes > head.body_bytes {
-                return Err(PluginRequestError::Rejected(400, "the request is longer than its Content-Length"));
+                return Err(PluginRequestError::Rejected(
+                    400,
+                    "the request is longer than its Content-Length",
+                ));
             }
             if bytes.len() - head.bytes == head.body_bytes {
                 return Ok(PluginRequest { path: head.path, body: bytes.split_off(head.bytes) });

@@ -129,7 +129,10 @@ fn is_client_error(kind: ErrorKind) -> bool {
 }
 
 impl ConnectionGate {
-    fn wait_while(&self, condition: impl Fn(&PluginConnectionSlots) -> bool) -> MutexGuard<'_, PluginConnectionSlots> {
+    fn wait_while(
+        &self,
+        condition: impl Fn(&PluginConnectionSlots) -> bool,
+    ) -> MutexGuard<'_, PluginConnectionSlots> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         self.changed.wait_while(state, |state| condition(state)).unwrap_or_else(PoisonError::into_inner)
     }

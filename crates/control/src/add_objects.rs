@@ -15,7 +15,7 @@ use image::{Image, Secret};
 use reactor::regular_file;
 use serde_json::{Map, Value};
 use settings::{
-    CheckedDisk, ConfigError, Diagnostics, ExportConfig, DiskWithOrigins, SecretSource, TlsConfig, config,
+    CheckedDisk, ConfigError, Diagnostics, DiskWithOrigins, ExportConfig, SecretSource, TlsConfig, config,
 };
 use storage::PassedFiles;
 
@@ -105,7 +105,9 @@ impl NewDisk {
         }
         let diagnostics = Diagnostics::default();
         let Some(mut disk) = config::disk_from_json(&name, &keys, Path::new(""), &diagnostics) else {
-            return Err(diagnostics.finish(()).map_or_else(|all| joined_errors(&all), |()| anyhow!("no disk")));
+            return Err(diagnostics
+                .finish(())
+                .map_or_else(|all| joined_errors(&all), |()| anyhow!("no disk")));
         };
         resolve_servers(registry, &mut disk, &diagnostics);
         // The default servers are for disks without `exports`, as in a config file.
@@ -114,7 +116,8 @@ impl NewDisk {
             .filter_map(|serving| Some((serving.endpoint.clone(), serving.default_for_disks.get()?)))
             .collect();
         let tls = registry.exports.endpoint_parameters().map_or(TlsConfig::Off, |terms| terms.tls.clone());
-        let planned = CheckedDisk::new(disk, &default_endpoints, &tls, diagnostics).map_err(|all| joined_errors(&all))?;
+        let planned = CheckedDisk::new(disk, &default_endpoints, &tls, diagnostics)
+            .map_err(|all| joined_errors(&all))?;
         if planned.disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
             let rule = "shared=NAME is for disks of the config file (leave it out, or write the \
                         disk there and `weir reload`)";
@@ -142,7 +145,8 @@ fn resolve_servers(registry: &Registry, disk: &mut DiskWithOrigins, diagnostics:
         let listen = export.listen.clone();
         let found = registry.exports.server_at(&listen);
         // By spelling first, which is a map lookup; comparing paths reads the file system.
-        let found = found.or_else(|| servers.iter().find(|server| server.listens_at(&listen.to_string())).cloned());
+        let found =
+            found.or_else(|| servers.iter().find(|server| server.listens_at(&listen.to_string())).cloned());
         let Some(serving) = found else {
             let known: Vec<_> = servers.iter().map(|serving| serving.address()).collect();
             let known =
@@ -187,7 +191,9 @@ async fn open_image(
         Err(UnavailableImage { state: UnavailableImageState::Failed(error), .. }) => {
             Err(registry.with_holder_if_lock_error(error, []))
         }
-        Err(unavailable) => bail!("{}: {unavailable} (restore its file system, and add the disk again)", disk.image),
+        Err(unavailable) => {
+            bail!("{}: {unavailable} (restore its file system, and add the disk again)", disk.image)
+        }
     }
 }
 

@@ -104,7 +104,8 @@ impl ClusterHooks for Registry {
             "group {group}: {unit}-reservation: its hosts reserve {promised}, more than the limit \
              of {there} (lower reservations, or set a higher limit)"
         );
-        let event = NewEvent::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
+        let event =
+            NewEvent::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
         self.events.record(event.with("unit", unit).with("reserved", promised).with("limit", there));
     }
 }

@@ -269,8 +269,12 @@ mod tests {
         events.record_at(at(1200), UNIX_EPOCH, new_event(Kind::ClientIn));
         let last = events.since(0).pop().unwrap();
         assert_eq!(last.data["suppressed"], 10_000 - BURST);
-        let counts_of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
-        assert_eq!((counts_of(Kind::ClientIn), counts_of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
+        let counts_of =
+            |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
+        assert_eq!(
+            (counts_of(Kind::ClientIn), counts_of(Kind::ImageError)),
+            ([BURST + 1, 10_000 - BURST], [1, 0])
+        );
     }
 
     #[test]
@@ -299,7 +303,9 @@ mod tests {
         let all = events.since(0);
         let count_of = |wanted: Kind| all.iter().filter(|event| event.kind == wanted).count();
         assert_eq!((all.len(), count_of(Kind::ImageError)), (RING_CAPACITY, PROTECTED_PER_TYPE));
-        assert!(count_of(Kind::ClientIn) >= PROTECTED_PER_TYPE && count_of(Kind::ClientOut) >= PROTECTED_PER_TYPE);
+        assert!(
+            count_of(Kind::ClientIn) >= PROTECTED_PER_TYPE && count_of(Kind::ClientOut) >= PROTECTED_PER_TYPE
+        );
         assert!(all.is_sorted_by_key(|event| event.id));
     }
 

@@ -111,8 +111,9 @@ impl DescriptorSets {
             let goes_elsewhere = !read_only && flags.contains(OFlags::APPEND);
             !flags.contains(OFlags::PATH) && flags & OFlags::RWMODE == mode && !goes_elsewhere
         };
-        let fitting =
-            modes.into_iter().flat_map(|mode| members.iter().filter(move |member| matches_mode(member, mode)));
+        let fitting = modes
+            .into_iter()
+            .flat_map(|mode| members.iter().filter(move |member| matches_mode(member, mode)));
         let fitting: Vec<_> = fitting.map(|member| &member.descriptor).collect();
         if fitting.is_empty() {
             let how = if read_only { "for reading" } else { "for reading and writing, without O_APPEND" };

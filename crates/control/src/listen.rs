@@ -223,7 +223,10 @@ pub fn check(address: &ListenAddress, conflict_rule: AddressConflictRule) -> any
 }
 
 /// As [`check`], for a control socket, whose directory may not exist yet.
-pub fn check_control(place: &ControlSocketLocation, conflict_rule: AddressConflictRule) -> anyhow::Result<()> {
+pub fn check_control(
+    place: &ControlSocketLocation,
+    conflict_rule: AddressConflictRule,
+) -> anyhow::Result<()> {
     let parent = directory_of(&place.path);
     let is_made = place.directory_mode.is_some() && !parent.exists();
     // Checks that the missing directory can be created.

@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context as _, bail};
 use policy::access::AccessRules;
 use settings::{
-    CheckedDisk, DesiredState, ExportSpec, ExportTarget, ListenEndpoint, NbdServerSpec, DiskWithOrigins,
+    CheckedDisk, DesiredState, DiskWithOrigins, ExportSpec, ExportTarget, ListenEndpoint, NbdServerSpec,
     TlsConfig, VhostUserBlkConfig, VhostUserSocket,
 };
 
@@ -61,7 +61,9 @@ impl PlannedExport {
 
     /// True if a client passed the socket of this export under the name.
     pub(crate) fn uses_passed_socket(&self, name: &str) -> bool {
-        let PlannedEndpoint::Separate(ExportTarget::VhostUserBlk(export)) = &self.endpoint else { return false };
+        let PlannedEndpoint::Separate(ExportTarget::VhostUserBlk(export)) = &self.endpoint else {
+            return false;
+        };
         matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
     }
 
@@ -74,7 +76,11 @@ impl PlannedExport {
     ) -> Vec<Self> {
         let of_disk = |index: usize, read_only, planned_endpoint| {
             let disk = &disks[index];
-            Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, endpoint: planned_endpoint }
+            Self {
+                disk: disk.name.clone(),
+                read_only: read_only || disk.read_only,
+                endpoint: planned_endpoint,
+            }
         };
         let nbd = servers.iter().flat_map(|server| {
             server.exports.iter().filter(move |export| is_wanted(export.disk)).map(|export| {
@@ -149,8 +155,9 @@ impl PlannedExport {
             (PlannedEndpoint::Separate(target), PlannedEndpoint::Separate(other)) => {
                 // Compared in the syntax of the command line: the address, then each non-default
                 // key.
-                let options_of =
-                    |target: &ExportTarget| target.to_string().split(',').skip(1).map(str::to_owned).collect();
+                let options_of = |target: &ExportTarget| {
+                    target.to_string().split(',').skip(1).map(str::to_owned).collect()
+                };
                 let (one, other): (BTreeSet<_>, BTreeSet<_>) = (options_of(target), options_of(other));
                 for option in one.symmetric_difference(&other) {
                     let key = option.split('=').next().unwrap_or_default().to_owned();
@@ -211,7 +218,9 @@ impl PlannedExport {
         id: String,
         taken: TransferredEndpoint,
     ) -> anyhow::Result<String> {
-        let PlannedEndpoint::Separate(target) = &self.endpoint else { bail!("it has no endpoint of its own") };
+        let PlannedEndpoint::Separate(target) = &self.endpoint else {
+            bail!("it has no endpoint of its own")
+        };
         registry.add_endpoint(id, registry.disks.get(&self.disk)?, self.read_only, target, Some(taken)).await
     }
 

@@ -87,7 +87,9 @@ pub async fn add_transferred_disk(
     creation_commands: &[Map<String, Value>],
     passed: PassedFiles,
 ) -> Result<(), String> {
-    commands::block::add_transferred(registry, creation_commands, passed).await.map_err(|error| error.to_string())
+    commands::block::add_transferred(registry, creation_commands, passed)
+        .await
+        .map_err(|error| error.to_string())
 }
 
 /// Settings after changes in the form of `x-weir-set`, by the same rules. Changes nothing.

@@ -41,7 +41,7 @@ use policy::throttle::NodeShare;
 pub(crate) use roll_back::CompletedStep;
 use roll_back::apply_config;
 use serde_json::Value;
-use settings::{DesiredState, DiskConfig, ListenEndpoint, DiskWithOrigins};
+use settings::{DesiredState, DiskConfig, DiskWithOrigins, ListenEndpoint};
 use source::StartSource;
 use storage::rate::RateBudgets;
 
@@ -370,7 +370,8 @@ impl Reconciliation<'_> {
                 continue;
             }
             let now = MemberPlacement::current(&GroupOrDisk::Group(group));
-            member_placements.push(MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now });
+            member_placements
+                .push(MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];

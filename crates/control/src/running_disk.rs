@@ -78,7 +78,10 @@ impl RunningDisk {
     /// Current values of the keys that differ from their defaults and that the function selects,
     /// with absolute paths. Excludes a probed format: the image, opened as explicitly raw, would
     /// accept the header of another format from its guest.
-    pub(crate) fn current_keys(&self, is_selected: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
+    pub(crate) fn current_keys(
+        &self,
+        is_selected: impl Fn(&ConfigKey<DiskConfig>) -> bool,
+    ) -> Map<String, Value> {
         let mut config = self.current_config();
         if let Ok(here) = absolute(".") {
             config.image = config.image.relative_to(&here);

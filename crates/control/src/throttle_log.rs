@@ -140,7 +140,8 @@ impl ThrottleLogCounters {
             .iter()
             .map(|(name, stats)| ThrottleGrowth::of(stats).growth_since(self.previous(name)).limited_ns);
         // A disk waits for its group's limit too, but the group alone counts that time.
-        let limited_ns = throttled_with_groups_ns(growth.limited_ns, of_groups, growth.waited_ns, still_waits);
+        let limited_ns =
+            throttled_with_groups_ns(growth.limited_ns, of_groups, growth.waited_ns, still_waits);
         ThrottleGrowth { limited_ns, ..growth }
     }
 }
@@ -243,7 +244,10 @@ mod tests {
             ThrottleGrowth { limited_ns: 3, ..ThrottleGrowth::default() },
         )]));
         assert_eq!(last.limited_by(growth, true, &ancestors).limited_ns, 4);
-        assert_eq!(last.limited_by(ThrottleGrowth { waited_ns: 3, ..growth }, false, &ancestors).limited_ns, 3);
+        assert_eq!(
+            last.limited_by(ThrottleGrowth { waited_ns: 3, ..growth }, false, &ancestors).limited_ns,
+            3
+        );
         assert_eq!(throttle_cause(&disk, &ancestors).as_deref(), Some("tenant: iops-total"));
         assert_eq!(last.limited_by(growth, true, &[]).limited_ns, 0);
     }

@@ -56,7 +56,11 @@ impl TrialFiles {
     /// # Errors
     /// Another disk has one of the files open; the error is the one that a start gets from the
     /// lock.
-    pub(crate) fn add(&mut self, planned: &settings::DiskWithOrigins, image: &Image) -> Result<(), OpenError> {
+    pub(crate) fn add(
+        &mut self,
+        planned: &settings::DiskWithOrigins,
+        image: &Image,
+    ) -> Result<(), OpenError> {
         if planned.force_share || planned.handover {
             return Ok(());
         }

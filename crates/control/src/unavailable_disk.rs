@@ -11,7 +11,7 @@ use std::{
 use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
-use settings::{DesiredState, ListenEndpoint, DiskWithOrigins};
+use settings::{DesiredState, DiskWithOrigins, ListenEndpoint};
 
 pub struct UnavailableDiskEntry {
     name: String,

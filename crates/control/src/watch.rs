@@ -307,13 +307,18 @@ impl EventWatch {
 
     fn report_settings(&mut self, registry: &Registry, name: &str) {
         let Some((member_kind, now)) = Self::find(registry, name) else { return };
-        let Some((_, before)) = self.known.insert(name.to_owned(), (member_kind, now.clone())) else { return };
+        let Some((_, before)) = self.known.insert(name.to_owned(), (member_kind, now.clone())) else {
+            return;
+        };
         let changes = now.changes_since(&before);
         if changes.is_empty() {
             return;
         }
         let author = actor::current_actor().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
-        let event = SettingChange::changed_event(&format!("{} {name} was changed{author}", member_kind.name()), &changes);
+        let event = SettingChange::changed_event(
+            &format!("{} {name} was changed{author}", member_kind.name()),
+            &changes,
+        );
         registry.events.record(member_kind.with_subject(name, with_actor(event)));
     }
 

@@ -118,7 +118,8 @@ impl ClaimedPidFile {
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        let is_own = fs::read_to_string(&self.path).is_ok_and(|text| text.trim() == process::id().to_string());
+        let is_own =
+            fs::read_to_string(&self.path).is_ok_and(|text| text.trim() == process::id().to_string());
         if is_own && fs::remove_file(&self.path).is_err() {
             let _ = self.file.set_len(0);
         }

@@ -146,7 +146,8 @@ struct ServeInput {
 impl ServeInput {
     fn read(arguments: ServeArgs, monitors: Vec<(PathBuf, Origin)>) -> Result<Self, CommandFailure> {
         let config = arguments.config.clone();
-        let mut parsed = arguments.into_parsed_config().map_err(|error| CommandFailure::Usage(error.into()))?;
+        let mut parsed =
+            arguments.into_parsed_config().map_err(|error| CommandFailure::Usage(error.into()))?;
         for (socket, origin) in monitors {
             let index = parsed.daemon.qmp.len();
             parsed.daemon.record_origin(format!("qmp[{index}]"), origin);

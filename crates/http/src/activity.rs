@@ -99,7 +99,11 @@ pub(super) struct WatchState {
 }
 
 impl ActivityWatch {
-    pub(super) fn new(main_thread: Arc<MainThread>, daemon: DaemonDescription, events: EventLog) -> Arc<Self> {
+    pub(super) fn new(
+        main_thread: Arc<MainThread>,
+        daemon: DaemonDescription,
+        events: EventLog,
+    ) -> Arc<Self> {
         let began_ms = milliseconds(SystemTime::now());
         let (began, listened) = (boot_time(), Notify::new());
         // Events from before the start of the page are not sent.

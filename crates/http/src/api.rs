@@ -48,7 +48,9 @@ pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {
         )
         .route(
             "/api/v1/groups/{name}/preview",
-            post(async |page, peer, of, body| preview::preview(page, ObjectKind::Group, peer, of, body).await),
+            post(async |page, peer, of, body| {
+                preview::preview(page, ObjectKind::Group, peer, of, body).await
+            }),
         )
         // Only the routes above: those below are readable without a token.
         .route_layer(middleware::from_fn_with_state(Arc::clone(&guard), access::check_token));
@@ -140,7 +142,9 @@ async fn history(
     let requested = query_value(&uri, "span");
     let span = match requested {
         None => Some(HistorySpan::TenMinutes),
-        Some(requested) => HistorySpan::ALL.into_iter().find(|(known, _)| *known == requested).map(|(_, span)| span),
+        Some(requested) => {
+            HistorySpan::ALL.into_iter().find(|(known, _)| *known == requested).map(|(_, span)| span)
+        }
     };
     let Some(span) = span else {
         return error_response(StatusCode::BAD_REQUEST, "span: is not 10m, 2h or 2d");

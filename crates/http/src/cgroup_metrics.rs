@@ -110,12 +110,17 @@ impl CgroupMetrics {
             ("reads", "Reads of a control group that a device completed.", |counters| counters.reads),
             ("writes", "Writes of a control group that a device completed.", |counters| counters.writes),
             ("read_bytes", "Bytes that a control group read from a device.", |counters| counters.read_bytes),
-            ("written_bytes", "Bytes that a control group wrote to a device.", |counters| counters.written_bytes),
+            ("written_bytes", "Bytes that a control group wrote to a device.", |counters| {
+                counters.written_bytes
+            }),
             ("discards", "Discards of a control group.", |counters| counters.discards),
             ("discarded_bytes", "Bytes that a control group discarded.", |counters| counters.discarded_bytes),
         ];
         for (name, help, get) in families {
-            let rows = self.figures.iter().filter_map(|figures| Some((labels(figures), get(figures.counters.as_ref()?))));
+            let rows = self
+                .figures
+                .iter()
+                .filter_map(|figures| Some((labels(figures), get(figures.counters.as_ref()?))));
             to.counters(&format!("weir_cgroup_{name}"), help, rows)?;
         }
         Ok(())

@@ -78,7 +78,11 @@ impl MetricFamilies {
         to.counters("weir_thread_cpu_seconds", "CPU time of a permanent thread.", threads)?;
         let rings = || snapshot.workers.iter().map(|(name, totals)| ([("thread", &**name)], totals));
         let help = "Iterations of a worker's event loop.";
-        to.counters("weir_worker_iterations", help, rings().map(|(labels, totals)| (labels, totals.iterations)))?;
+        to.counters(
+            "weir_worker_iterations",
+            help,
+            rings().map(|(labels, totals)| (labels, totals.iterations)),
+        )?;
         let help = "Times that a worker went to sleep because it had no work.";
         to.counters("weir_worker_sleeps", help, rings().map(|(labels, totals)| (labels, totals.sleeps)))?;
         let help = "Operations of a worker's io_uring that the kernel accepted.";
@@ -254,11 +258,23 @@ impl MetricFamilies {
                 .filter_map(|device| Some(([("device", &*device.name)], device.statistics.as_ref()?)))
         };
         let help = "Reads that a device completed since the machine started.";
-        to.counters("weir_device_reads", help, completed().map(|(labels, counters)| (labels, counters.reads)))?;
+        to.counters(
+            "weir_device_reads",
+            help,
+            completed().map(|(labels, counters)| (labels, counters.reads)),
+        )?;
         let help = "Writes that a device completed since the machine started.";
-        to.counters("weir_device_writes", help, completed().map(|(labels, counters)| (labels, counters.writes)))?;
+        to.counters(
+            "weir_device_writes",
+            help,
+            completed().map(|(labels, counters)| (labels, counters.writes)),
+        )?;
         let help = "Bytes of a device's reads.";
-        to.counters("weir_device_read_bytes", help, completed().map(|(labels, counters)| (labels, counters.read_bytes)))?;
+        to.counters(
+            "weir_device_read_bytes",
+            help,
+            completed().map(|(labels, counters)| (labels, counters.read_bytes)),
+        )?;
         let help = "Bytes of a device's writes.";
         let rows = completed().map(|(labels, counters)| (labels, counters.written_bytes));
         to.counters("weir_device_written_bytes", help, rows)?;

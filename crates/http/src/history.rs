@@ -316,7 +316,10 @@ mod tests {
             history.add(second, &of_rate(second as f64), Some(&counts), Vec::new());
         }
         assert_eq!(history.size_bytes(), empty);
-        assert_eq!(history.levels.each_ref().map(|ring| ring.values.len()), LEVELS.map(|(_, capacity)| capacity));
+        assert_eq!(
+            history.levels.each_ref().map(|ring| ring.values.len()),
+            LEVELS.map(|(_, capacity)| capacity)
+        );
     }
 
     #[test]

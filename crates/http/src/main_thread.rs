@@ -94,7 +94,10 @@ impl MainThread {
     }
 
     /// Performs a change, all or nothing.
-    pub(super) async fn change(&self, settings: SettingsRequest) -> Result<Result<(), ChangeError>, NoAnswer> {
+    pub(super) async fn change(
+        &self,
+        settings: SettingsRequest,
+    ) -> Result<Result<(), ChangeError>, NoAnswer> {
         self.request(|reply| MainRequest::Change(settings, reply)).await
     }
 
@@ -106,7 +109,10 @@ impl MainThread {
         self.request(|reply| MainRequest::PreviewInput(settings, reply)).await
     }
 
-    async fn request<T>(&self, make_request: impl FnOnce(oneshot::Sender<T>) -> MainRequest) -> Result<T, NoAnswer> {
+    async fn request<T>(
+        &self,
+        make_request: impl FnOnce(oneshot::Sender<T>) -> MainRequest,
+    ) -> Result<T, NoAnswer> {
         let (sender, receiver) = oneshot::channel();
         let reply = async {
             // Sending waits as well, while the main thread is busy with an earlier request.

@@ -100,7 +100,9 @@ struct LastSecondCounts {
 
 impl LastSecondCounts {
     fn add(&mut self, other: &Self) {
-        for (sums, more) in [(&mut self.latency_counts, &other.latency_counts), (&mut self.waited, &other.waited)] {
+        for (sums, more) in
+            [(&mut self.latency_counts, &other.latency_counts), (&mut self.waited, &other.waited)]
+        {
             sums.resize(more.len(), 0);
             sums.iter_mut().zip(more).for_each(|(sum, more)| *sum = sum.saturating_add(*more));
         }
@@ -150,7 +152,9 @@ impl PreviousReadings {
             objects.disks.insert(Arc::clone(&figures.name), object(&activity));
             let innermost = groups.get(&*figures.group).copied();
             // A disk counts for its group and for all groups above it.
-            for group in std::iter::successors(innermost, |group| groups.get(group.parent.as_deref()?).copied()) {
+            for group in
+                std::iter::successors(innermost, |group| groups.get(group.parent.as_deref()?).copied())
+            {
                 of_groups.entry(&group.name).or_default().add(&passed, grown.as_ref());
             }
         }
@@ -270,7 +274,8 @@ fn disk(
     // A wait is counted when it ends. A longer one shows as waiting requests without progress.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let held = if is_stuck { 1.0 } else { waited };
-    let served = ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), wait_ratio: held };
+    let served =
+        ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), wait_ratio: held };
     let latencies = LatencyPercentiles {
         latency_p50_ns: before.last.latencies.p50_ns,
         latency_p99_ns: before.last.latencies.p99_ns,
@@ -338,10 +343,10 @@ fn group(
     GroupActivity {
         name: figures.name.clone(),
         member: member_activity(figures.parent.clone(), latencies, cause, &served, &figures.throttle),
-        cluster: figures
-            .cluster_limits
-            .as_ref()
-            .map(|(cluster_limits, is_leased)| ClusterLimits { limits: set_limits(cluster_limits), leased: *is_leased }),
+        cluster: figures.cluster_limits.as_ref().map(|(cluster_limits, is_leased)| ClusterLimits {
+            limits: set_limits(cluster_limits),
+            leased: *is_leased,
+        }),
     }
 }
 

@@ -220,7 +220,10 @@ mod tests {
                     assert!(is_near(decoded.rates[place], sample.rates[place], part), "{decoded:?}");
                 }
                 for place in 0..2 {
-                    assert!(is_near(decoded.latency_ns[place], sample.latency_ns[place], 0.09), "{decoded:?}");
+                    assert!(
+                        is_near(decoded.latency_ns[place], sample.latency_ns[place], 0.09),
+                        "{decoded:?}"
+                    );
                 }
                 assert!(is_near(decoded.waiting, sample.waiting, 0.13), "{decoded:?}");
                 assert_eq!(decoded.ratios, [Some(0.0), Some(0.3), Some(1.0), None]);

@@ -180,7 +180,11 @@ impl DaemonSnapshot {
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
-                leases: cluster.group_states().into_iter().map(|state| (state.group, state.is_leased)).collect(),
+                leases: cluster
+                    .group_states()
+                    .into_iter()
+                    .map(|state| (state.group, state.is_leased))
+                    .collect(),
                 unreachable_hosts: cluster.unreachable_hosts(),
                 unmet_reservations: registry.groups.unmet.borrow().len(),
             }),

@@ -61,7 +61,9 @@ impl BitmapCopier {
         let (target_bytes, source_bytes) = (qcow2.size_bytes(), self.source.size_bytes());
         // A bitmap covers a disk from its start to its end, so the sizes must be equal.
         if target_bytes != source_bytes {
-            bail!("--bitmaps: the new disk has {target_bytes} bytes, and the bitmaps of the source cover {source_bytes}");
+            bail!(
+                "--bitmaps: the new disk has {target_bytes} bytes, and the bitmaps of the source cover {source_bytes}"
+            );
         }
         // With `-n` the target may have bitmaps already.
         let existing = qcow2.bitmaps().await?;

@@ -172,16 +172,20 @@ fn next_steps(report: &CheckReport, is_marked: bool, name: &str) -> String {
         (true, _) => add_line(
             "it is damaged (`weir image check -r all` repairs damage that has exactly one correct repair)",
         ),
-        (false, true) => add_line("it is marked corrupt, though no error was found, and opens read-only at most \
-             (`weir image check -r all` clears the mark)"),
+        (false, true) => add_line(
+            "it is marked corrupt, though no error was found, and opens read-only at most \
+             (`weir image check -r all` clears the mark)",
+        ),
         (false, false) if report.leaks > 0 => {
             add_line("clusters are leaked (`weir image check -r leaks` frees them)");
         }
         (false, false) => {}
     }
     if !report.ambiguous.is_empty() {
-        add_line("the ambiguous ranges stay unchanged in that repair (`-r all --force` discards their content; \
-             copy the disk with `weir image convert --salvage` first)");
+        add_line(
+            "the ambiguous ranges stay unchanged in that repair (`-r all --force` discards their content; \
+             copy the disk with `weir image convert --salvage` first)",
+        );
     }
     text
 }

@@ -159,7 +159,11 @@ struct ComparedRange {
 }
 
 impl ImageComparison {
-    async fn compare_images(sources: &[CopySource], strict: bool, progress_args: ProgressArgs) -> anyhow::Result<CompareVerdict> {
+    async fn compare_images(
+        sources: &[CopySource],
+        strict: bool,
+        progress_args: ProgressArgs,
+    ) -> anyhow::Result<CompareVerdict> {
         let [first, second] = sources else { unreachable!("two images were opened") };
         let sizes = [first.size_bytes(), second.size_bytes()];
         let sizes_differ = sizes[0] != sizes[1];

@@ -160,7 +160,8 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
         return Err(CommandFailure::Usage(message));
     };
     let options = FormatOptions::read(&arguments.options);
-    let options = options.map_err(|message| CommandFailure::Usage(anyhow!("{}: {message}", target.display())))?;
+    let options =
+        options.map_err(|message| CommandFailure::Usage(anyhow!("{}: {message}", target.display())))?;
     // Both forms of the option: only then do unallocated ranges of the source stay unallocated.
     let has_backing = arguments.backing.is_some() || options.has("backing_file");
     let objects = arguments.naming.objects()?;
@@ -210,7 +211,8 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
     // The target is written under a temporary name, so a failure leaves the previous file.
     let place = UnfinishedFile::new(target, &cleanup)?;
     let target_keys = (&target_keys, &objects);
-    let created = create_target(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
+    let created =
+        create_target(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
     let target = ConvertTarget {
         image: NamedImage::plain(place.path().to_owned(), Some(output_format)),
         name: target.clone(),
@@ -329,7 +331,8 @@ fn create_target(
                 return Err(usage(message.to_owned()));
             }
             if arguments.compress && create_options.preallocation != Preallocation::Off {
-                let message = "-c: compressed clusters cannot be preallocated (leave out preallocation, or -c)";
+                let message =
+                    "-c: compressed clusters cannot be preallocated (leave out preallocation, or -c)";
                 return Err(usage(message.to_owned()));
             }
             create_options.size_bytes = size;
@@ -338,7 +341,8 @@ fn create_target(
                 create_options.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
             }
             create::create_qcow2(place.path(), &create_options, &name)?;
-            let own_keys = encryption.filter(|_| keys.first().is_none()).map(|own| PassphraseSet::one(own.secret));
+            let own_keys =
+                encryption.filter(|_| keys.first().is_none()).map(|own| PassphraseSet::one(own.secret));
             Ok(CreatedTarget {
                 has_backing: create_options.backing.is_some(),
                 keys: own_keys.unwrap_or_else(|| keys.clone()),

@@ -86,7 +86,14 @@ pub(super) async fn copy(
         .collect::<Result<Vec<_>, _>>()
         .context(console::NO_RING)?;
     let failed = Mutex::new(None);
-    let copy = Arc::new(ImageCopy { source, target, options: how, progress, write_order: WriteOrder::default(), failed });
+    let copy = Arc::new(ImageCopy {
+        source,
+        target,
+        options: how,
+        progress,
+        write_order: WriteOrder::default(),
+        failed,
+    });
     // Bounded: the scan waits when it is far ahead of the tasks.
     let (items, incoming) = async_channel::bounded(2 * how.tasks);
     // Bounded by the number of tasks, so that sending the end never waits.

@@ -496,6 +496,10 @@ fn formatting(name: &str, options: &CreateOptions) -> String {
     if options.luks.is_some() {
         line += " encrypt.format=luks";
     }
-    line += &format!(" lazy_refcounts={} refcount_bits={}", switch(options.lazy_refcounts), options.refcount_bits);
+    line += &format!(
+        " lazy_refcounts={} refcount_bits={}",
+        switch(options.lazy_refcounts),
+        options.refcount_bits
+    );
     sanitize(&line)
 }

@@ -83,7 +83,8 @@ pub(super) fn named(
     objects: &SecretObjects,
 ) -> Result<NamedImage, CommandFailure> {
     if has_options && format.is_some() {
-        let message = "--image-opts cannot be combined with a format option (add driver=FORMAT to the options)";
+        let message =
+            "--image-opts cannot be combined with a format option (add driver=FORMAT to the options)";
         return Err(CommandFailure::Usage(anyhow!("{}: {message}", file.display())));
     }
     let is_json = file.as_os_str().as_encoded_bytes().starts_with(b"json:");

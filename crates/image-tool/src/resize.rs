@@ -105,7 +105,8 @@ pub(crate) fn run(
             Err(error) if error.is::<OpenError>() => {
                 // Any failure to open may be a lock of the daemon, which is queried before the
                 // error is reported.
-                let served = find_served_disk(&named_image.path).ok_or_else(|| advise_control_socket(error))?;
+                let served =
+                    find_served_disk(&named_image.path).ok_or_else(|| advise_control_socket(error))?;
                 return resize_served(served, &named_image, &arguments);
             }
             Err(error) => return Err(error.into()),
@@ -157,8 +158,11 @@ fn resize_served(
             "the daemon at {daemon} serves it and cannot preallocate (leave --preallocation out)"
         )));
     }
-    let size = new_size(arguments.size, old).with_context(|| image_name.clone()).map_err(CommandFailure::Usage)?;
-    check_loss(old, size, arguments.shrink).with_context(|| image_name.clone()).map_err(CommandFailure::Usage)?;
+    let size =
+        new_size(arguments.size, old).with_context(|| image_name.clone()).map_err(CommandFailure::Usage)?;
+    check_loss(old, size, arguments.shrink)
+        .with_context(|| image_name.clone())
+        .map_err(CommandFailure::Usage)?;
     resize(size).with_context(|| image_name.clone())?;
     if !arguments.quiet {
         print(&format!("Image resized by the daemon at {daemon}, which serves it as {name}.\n"))?;

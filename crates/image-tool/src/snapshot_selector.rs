@@ -55,7 +55,9 @@ impl SnapshotSelector {
 
     fn find<'a>(&self, snapshots: &'a [InternalSnapshot]) -> Option<&'a InternalSnapshot> {
         match self {
-            Self::Either(id_or_name) => InternalSnapshot::find(snapshots, id_or_name).map(|index| &snapshots[index]),
+            Self::Either(id_or_name) => {
+                InternalSnapshot::find(snapshots, id_or_name).map(|index| &snapshots[index])
+            }
             Self::Exactly { id, name } => {
                 let is_match = |wanted: &Option<String>, actual: &[u8]| {
                     wanted.as_ref().is_none_or(|wanted| wanted.as_bytes() == actual)

@@ -88,7 +88,8 @@ pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
     let options = TraceOptions { outcomes: true, ..arguments.reading.options() };
     // Traces are merged by time, so that disks recorded in separate files compete as they did.
     let mut source = MergedTraces::open(&arguments.traces, &options)?;
-    let report_progress = |requests: u64| progress.set_message(|| format!("{} requests read", figures::count(requests as f64)));
+    let report_progress =
+        |requests: u64| progress.set_message(|| format!("{} requests read", figures::count(requests as f64)));
     let arrivals = TraceArrivals::read(&mut source, &stop, &report_progress)?;
     // Releases the readers' buffers: the search needs the memory for its simulations.
     drop(source);
@@ -147,7 +148,11 @@ struct TenantResult {
     between: Option<RateInterval>,
 }
 
-fn advise(search: &AdviseSearch<'_>, config: Option<&Path>, report_progress: &dyn Fn(&str)) -> anyhow::Result<Advice> {
+fn advise(
+    search: &AdviseSearch<'_>,
+    config: Option<&Path>,
+    report_progress: &dyn Fn(&str),
+) -> anyhow::Result<Advice> {
     let AdviseSearch { tenants: house, arrivals, criterion: judge, .. } = *search;
     let mut results = Vec::with_capacity(house.tenants.len());
     for (number, tenant) in house.tenants.iter().enumerate() {
@@ -257,7 +262,11 @@ fn remark_own_limits(
     let AdviseSearch { tenants: house, criterion: TrialCriterion { target, .. }, .. } = search;
     let details = &house.tenants[tenant];
     let misses = result.after.as_ref().is_some_and(|after| after.requests > 0 && !after.holds(target));
-    if !details.has_target || !misses || result.set.is_some() || house.configured(tenant).limits.is_unlimited() {
+    if !details.has_target
+        || !misses
+        || result.set.is_some()
+        || house.configured(tenant).limits.is_unlimited()
+    {
         return Ok(None);
     }
     // The counterfactual: everything else unchanged, only this tenant without limits.
@@ -303,7 +312,8 @@ fn advise_alone(
 
 fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
     let percentile = search.criterion.target.name();
-    let (details, latency_text, above) = (&search.tenants.tenants[tenant], figures::time(ns), target_above(ns));
+    let (details, latency_text, above) =
+        (&search.tenants.tenants[tenant], figures::time(ns), target_above(ns));
     let name = &details.name;
     // The cause differs by kind of tenant: other disks of the group, the enclosing group, or the
     // device.
@@ -336,7 +346,8 @@ fn own_limits_alone(search: &AdviseSearch<'_>, results: &[TenantResult]) -> Opti
     if search.criterion.is_latency || tenants.iter().all(|tenant| tenant.has_target) {
         return None;
     }
-    let limited = tenants.iter().zip(results).filter(|(tenant, result)| tenant.has_target && result.set.is_some());
+    let limited =
+        tenants.iter().zip(results).filter(|(tenant, result)| tenant.has_target && result.set.is_some());
     let names: Vec<_> = limited.map(|(tenant, _)| tenant.name.as_str()).collect();
     (!names.is_empty()).then(|| {
         format!(
@@ -368,8 +379,12 @@ fn remark_throttled(search: &AdviseSearch<'_>, tenant: usize) -> Option<String> 
 
 /// Remark about a tenant whose recorded latency differs from the simulated one.
 fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, simulated: &TrialResult) -> Option<String> {
-    let AdviseSearch { criterion: TrialCriterion { target, is_latency: whole, .. }, arrivals, tenants: house, .. } =
-        search;
+    let AdviseSearch {
+        criterion: TrialCriterion { target, is_latency: whole, .. },
+        arrivals,
+        tenants: house,
+        ..
+    } = search;
     let details = &house.tenants[tenant];
     let streams = || details.disks.iter().map(|&disk| &arrivals.streams[disk]);
     let mut measured = latencies::growing();
@@ -380,7 +395,8 @@ fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, simulated: &Trial
     if !whole || simulated.abandoned || measured.len() < target.min_requests() {
         return None;
     }
-    let [is_ns, was_ns] = [&simulated.latency, &measured].map(|times| times.value_at_quantile(target.share()));
+    let [is_ns, was_ns] =
+        [&simulated.latency, &measured].map(|times| times.value_at_quantile(target.share()));
     // Times far below the target do not affect the advice.
     if is_ns.max(was_ns).saturating_mul(IGNORED_FRACTION) < target.time_ns {
         return None;
@@ -454,7 +470,8 @@ fn advise_neighbours(
         need.into_iter().for_each(|need| remark_no_interval(name, need, remarks));
     }
     // Results of the unlimited world, in the neighbours' order, as `Neighbours` expects them.
-    let unlimited_results: Vec<TrialResult> = neighbours.iter().map(|&tenant| unlimited[tenant].clone()).collect();
+    let unlimited_results: Vec<TrialResult> =
+        neighbours.iter().map(|&tenant| unlimited[tenant].clone()).collect();
     let holds = |&tenant: &usize| !house.tenants[tenant].has_target || unlimited[tenant].holds(&target);
     let names = |members: &mut dyn Iterator<Item = usize>| {
         members.map(|tenant| house.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
@@ -476,8 +493,13 @@ fn advise_neighbours(
         return Ok(());
     }
     let needs: Vec<Option<TenantLimits>> = told.iter().map(|told| told.need.clone()).collect();
-    let NeighbourAdvice { plan, results: trial_results, meets_target: is_kept, reachable_ns: could_ns, interval } =
-        Neighbours::new(*search, neighbours, &needs, &unlimited_results).best_plan()?;
+    let NeighbourAdvice {
+        plan,
+        results: trial_results,
+        meets_target: is_kept,
+        reachable_ns: could_ns,
+        interval,
+    } = Neighbours::new(*search, neighbours, &needs, &unlimited_results).best_plan()?;
     for ((&tenant, limits), trial_result) in neighbours.iter().zip(&plan.limits).zip(trial_results) {
         told[tenant].after = Some(trial_result);
         told[tenant].set = *limits;

@@ -142,7 +142,11 @@ impl BenchRun {
             bail!("is read-only (leave -w out to read)");
         }
         // Checked before the first request, which a server would answer with an error.
-        self.check_server(export_info.minimum_block.into(), Some(export_info.maximum_payload.into()), export_info.can_flush())?;
+        self.check_server(
+            export_info.minimum_block.into(),
+            Some(export_info.maximum_payload.into()),
+            export_info.can_flush(),
+        )?;
         let source = LoadSource::Nbd { server: export.server.clone(), options: wanted };
         let (job, result) = self.run_load(export_info.size_bytes, source).await?;
         self.report(&job, result, None)
@@ -154,8 +158,11 @@ impl BenchRun {
         let properties = *device.properties();
         self.check_server(properties.block_bytes, properties.request_bytes, properties.has_cache)?;
         if jobs as usize > properties.queues {
-            let available =
-                if properties.queues == 1 { "1 queue".to_owned() } else { format!("{} queues", properties.queues) };
+            let available = if properties.queues == 1 {
+                "1 queue".to_owned()
+            } else {
+                format!("{} queues", properties.queues)
+            };
             bail!("has {available}, and {jobs} jobs need one each (choose a smaller --jobs)");
         }
         let slots = RequestSlots {
@@ -232,7 +239,12 @@ impl BenchRun {
         Ok((job, job_result))
     }
 
-    fn report(&self, job: &LoadJob, result: JobResult, prefetch: Option<PrefetchStats>) -> anyhow::Result<()> {
+    fn report(
+        &self,
+        job: &LoadJob,
+        result: JobResult,
+        prefetch: Option<PrefetchStats>,
+    ) -> anyhow::Result<()> {
         let JobResult { outcome, failed } = result;
         let partial = match (&failed, self.interruption.is_interrupted()) {
             (Some(_), _) => Some("a request failed"),

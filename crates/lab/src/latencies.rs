@@ -177,7 +177,10 @@ mod tests {
             times.note(ns);
         }
         let percentiles = times.percentiles();
-        assert_eq!((percentiles.max, percentiles.mean), (u64::MAX, (u128::from(u64::MAX) + 124_456_793) as f64 / 4.0));
+        assert_eq!(
+            (percentiles.max, percentiles.mean),
+            (u64::MAX, (u128::from(u64::MAX) + 124_456_793) as f64 / 4.0)
+        );
         let mut single = ExactTimes::default();
         single.note(1_000_003);
         let percentiles = single.percentiles();

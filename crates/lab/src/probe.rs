@@ -70,7 +70,8 @@ pub fn run(arguments: ProbeArgs) -> Result<(), CommandFailure> {
         let measured = measure(&target, &name, seconds, read_only, &progress).await;
         Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
     })?;
-    let (report, saved) = store_record(measured, &store, device, arguments.path.display().to_string(), accept);
+    let (report, saved) =
+        store_record(measured, &store, device, arguments.path.display().to_string(), accept);
     let text = if arguments.json { report.json() } else { report.text() };
     print(&text)?;
     Ok(saved?)

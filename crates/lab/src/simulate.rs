@@ -262,6 +262,8 @@ fn input(arguments: &SimulateArgs) -> anyhow::Result<SimulationInput> {
             ..SimulationInput::of(EmptySource)
         },
         Some(Workload::Open(open)) => SimulationInput::of(WorkloadGenerator::new(open, arguments.input.seed)),
-        Some(Workload::Scenario(scenario)) => unreachable!("{scenario:?} is described and not simulated here"),
+        Some(Workload::Scenario(scenario)) => {
+            unreachable!("{scenario:?} is described and not simulated here")
+        }
     })
 }

@@ -391,7 +391,8 @@ impl ClientConnection {
             _ => u32::MAX,
         };
         // Compact headers have 32-bit lengths; the server's maximum applies to payloads only.
-        let length = u32::try_from(length).ok().filter(|&length| length <= max_length).ok_or(Error::INVALID)?;
+        let length =
+            u32::try_from(length).ok().filter(|&length| length <= max_length).ok_or(Error::INVALID)?;
         let ticket = self.register(expects);
         self.outgoing.borrow_mut().push(command, flags, ticket.cookie, offset, length, payload);
         self.send_signal.raise();

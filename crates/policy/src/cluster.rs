@@ -180,7 +180,8 @@ impl ClusterGroupLimits {
         for kind in LimitKind::ALL {
             let (cluster_limit, rate) = (self.limits.limit(kind), rates[kind.index()]);
             if cluster_limit.rate > 0 {
-                let burst = u128::from(cluster_limit.burst_rate) * u128::from(rate) / u128::from(cluster_limit.rate);
+                let burst =
+                    u128::from(cluster_limit.burst_rate) * u128::from(rate) / u128::from(cluster_limit.rate);
                 let limit = scaled.limit_mut(kind);
                 // At least 1, because 0 means no limit.
                 (limit.rate, limit.burst_rate) = (rate.max(1), burst as u64);
@@ -197,7 +198,9 @@ impl ClusterGroupLimits {
                 (0, _) => 0,
                 // Without a burst rate, a bucket holds a tenth of a second, as in QEMU.
                 (_, 0) => rate / 10,
-                (all, burst) => rate * u128::from(burst) * u128::from(cluster_limit.burst_length_s) / u128::from(all),
+                (all, burst) => {
+                    rate * u128::from(burst) * u128::from(cluster_limit.burst_length_s) / u128::from(all)
+                }
             };
             size as u64
         })

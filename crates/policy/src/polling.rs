@@ -210,8 +210,11 @@ impl PollingDecision {
 
     fn finish_trial(&mut self, polls: bool, now: Instant) {
         let is_confirmed = self.verdict == polls;
-        let duration =
-            if is_confirmed { (self.verdict_duration * 2).clamp(MIN_VERDICT, MAX_VERDICT) } else { MIN_VERDICT };
+        let duration = if is_confirmed {
+            (self.verdict_duration * 2).clamp(MIN_VERDICT, MAX_VERDICT)
+        } else {
+            MIN_VERDICT
+        };
         self.set_verdict(polls, duration, now);
     }
 
@@ -219,10 +222,7 @@ impl PollingDecision {
         (self.is_polling, self.verdict, self.verdict_duration) = (polls, polls, duration);
         // A sleeping thread keeps its verdict to the end. A polling one is checked in between.
         let until = now + duration;
-        self.enter(
-            PollingStage::Decided(until),
-            if polls { until.min(now + CHECK_INTERVAL) } else { until },
-        );
+        self.enter(PollingStage::Decided(until), if polls { until.min(now + CHECK_INTERVAL) } else { until });
     }
 }
 

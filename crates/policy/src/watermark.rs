@@ -252,18 +252,21 @@ impl WatermarkController {
         self.last = Some(now);
         if elapsed_s >= STALE_S {
             // Start at zero: a single sample must not count as sustained utilization.
-            (self.utilization, self.combined_multiple, self.max_multiple, self.recent_max_multiple) = (0.0, 0.0, 0.0, 0.0);
+            (self.utilization, self.combined_multiple, self.max_multiple, self.recent_max_multiple) =
+                (0.0, 0.0, 0.0, 0.0);
             (self.saturated_s, self.full_s) = (0.0, 0.0);
         }
         let elapsed_s = elapsed_s.min(SMOOTHING_S);
         let smoothing = elapsed_s / (SMOOTHING_S + elapsed_s);
         // First-order low-pass filters with a common time constant.
         self.utilization += (as_fraction(sample.utilization) - self.utilization) * smoothing;
-        self.combined_multiple += (as_fraction(sample.combined_multiple) - self.combined_multiple) * smoothing;
+        self.combined_multiple +=
+            (as_fraction(sample.combined_multiple) - self.combined_multiple) * smoothing;
         self.max_multiple += (as_fraction(sample.max_multiple) - self.max_multiple) * smoothing;
         self.full_s =
             if as_fraction(sample.utilization) >= SATURATED { self.full_s + elapsed_s } else { 0.0 };
-        self.recent_max_multiple = self.max_multiple.max(self.recent_max_multiple * (1.0 - elapsed_s / RECENT_S));
+        self.recent_max_multiple =
+            self.max_multiple.max(self.recent_max_multiple * (1.0 - elapsed_s / RECENT_S));
         let was_enforced = self.enforced != 0;
         if was_enforced {
             self.adjust_factor(elapsed_s);
@@ -321,7 +324,8 @@ impl WatermarkController {
             || self.factor >= (self.last_response.0 * UNRESPONSIVE_FACTOR).min(max_factor());
         let applies = |watermark: &Watermark| {
             let is_enforced = self.enforced & watermark.bit() != 0;
-            self.utilization >= watermark.upper() || is_enforced && (self.utilization >= watermark.lower() || !is_unresponsive)
+            self.utilization >= watermark.upper()
+                || is_enforced && (self.utilization >= watermark.lower() || !is_unresponsive)
         };
         // Only watermarks in use are kept; `ALWAYS` (0) needs no state.
         let in_use = (1..=100).map(Watermark).filter(|watermark| self.requested & watermark.bit() != 0);

@@ -396,7 +396,8 @@ fn bursty_device(watermark: u8, every: u64) -> (f64, f64) {
             bytes_since_measurement = 0.0;
         }
         let used = (passed / 0.05 / DEVICE * 1000.0) as u64;
-        let observation = UtilizationSample { utilization: used, combined_multiple: multiple, max_multiple: multiple };
+        let observation =
+            UtilizationSample { utilization: used, combined_multiple: multiple, max_multiple: multiple };
         controller.observe(Instant::from_nanos(sample * 50_000_000), observation);
         factor = match controller.enforcement(watermark) {
             Enforcement::Lifted => f64::INFINITY,

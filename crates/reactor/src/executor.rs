@@ -58,7 +58,11 @@ struct ReadyQueues {
 
 impl ReadyQueues {
     const fn new() -> Self {
-        Self { queues: [const { VecDeque::new() }; QUEUES as usize], waiting: 0, current: TaskGroup::BACKGROUND }
+        Self {
+            queues: [const { VecDeque::new() }; QUEUES as usize],
+            waiting: 0,
+            current: TaskGroup::BACKGROUND,
+        }
     }
 
     fn push(&mut self, group: TaskGroup, task: Runnable) {

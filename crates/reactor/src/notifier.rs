@@ -30,7 +30,8 @@ const MAX_SPARE: usize = 16;
 /// memory, and few of the possible queues are ever used.
 const MAX_IN_ADVANCE: usize = 1024;
 
-static SPARE: Mutex<SpareRings> = Mutex::new(SpareRings { rings: Vec::new(), max_rings: MAX_SPARE, shared: None });
+static SPARE: Mutex<SpareRings> =
+    Mutex::new(SpareRings { rings: Vec::new(), max_rings: MAX_SPARE, shared: None });
 
 struct SpareRings {
     rings: Vec<IoUring>,

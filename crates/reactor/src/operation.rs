@@ -116,7 +116,10 @@ impl Drop for OpenDescriptor {
 impl Fd {
     /// A file whose last use, on any thread, is followed by `closing`.
     pub fn with_close_hook(fd: impl Into<OwnedFd>, close_hook: Arc<dyn CloseHook>) -> Self {
-        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), close_hook: Some(close_hook) }), permit: None }
+        Self {
+            open: Arc::new(OpenDescriptor { fd: Some(fd.into()), close_hook: Some(close_hook) }),
+            permit: None,
+        }
     }
 
     /// A clone that holds a permit until it is dropped and all operations on it have completed.
@@ -261,8 +264,7 @@ pub async fn write_at(
             .build()
             .flags(fd.flags());
         // SAFETY: as in `read_at`.
-        let op =
-            unsafe { RingOperation::start(&entry, (fd.clone(), segments)) }.submit_at(MAX_QUEUED_WRITES);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments)) }.submit_at(MAX_QUEUED_WRITES);
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
@@ -273,8 +275,8 @@ pub async fn write_at(
         .build()
         .flags(fd.flags());
     // SAFETY: the vectors are boxed and the operation owns the buffers they point to.
-    let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments, vectors)) }
-        .submit_at(MAX_QUEUED_WRITES);
+    let op =
+        unsafe { RingOperation::start(&entry, (fd.clone(), segments, vectors)) }.submit_at(MAX_QUEUED_WRITES);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }

@@ -548,7 +548,13 @@ impl<R: 'static> RingOperation<R> {
         // SAFETY: `resource` is kept until completion: by this `RingOperation`, or in the slot if
         // the operation is dropped before.
         unsafe { uring.push(&entry) };
-        Self { reactor, key, resource: Some(resource), on_orphan: |resource, _| drop(resource), is_detached: false }
+        Self {
+            reactor,
+            key,
+            resource: Some(resource),
+            on_orphan: |resource, _| drop(resource),
+            is_detached: false,
+        }
     }
 
     /// Marks an operation that the kernel cannot cancel: if it is dropped early, it stays in

@@ -157,7 +157,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::{buffer::IoBuffer, operation, uring::TASKS_PER_ITERATION, reap_after_task, yield_now};
+    use crate::{buffer::IoBuffer, operation, reap_after_task, uring::TASKS_PER_ITERATION, yield_now};
 
     /// A worker with a task group of a thousand tasks that are always ready; counts how often they
     /// run.

@@ -33,7 +33,11 @@ impl<'a> LineFields<'a> {
     /// Returns a field without its quotes; doubled quotes (RFC 4180, section 2) are undone in
     /// `buffer`.
     #[inline(always)]
-    pub(super) fn quotable<'b>(&mut self, field_name: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String>
+    pub(super) fn quotable<'b>(
+        &mut self,
+        field_name: &str,
+        buffer: &'b mut Vec<u8>,
+    ) -> Result<&'b [u8], String>
     where
         'a: 'b,
     {
@@ -46,7 +50,8 @@ impl<'a> LineFields<'a> {
     #[cold]
     fn unquote<'b>(&mut self, field_name: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String> {
         let field = self.rest.take().unwrap_or_default();
-        let unterminated = || format!("the quoted {field_name} {} does not end with its closing quote", shown(field));
+        let unterminated =
+            || format!("the quoted {field_name} {} does not end with its closing quote", shown(field));
         buffer.clear();
         let mut inside = field.get(1..).unwrap_or_default();
         loop {

@@ -387,7 +387,9 @@ mod tests {
 
     #[test]
     fn system_directories_are_shared() {
-        for dedicated in ["/var/lib/weir/images", "/srv/vms", "/etc/weir", "/run/weir", "/tmp/x", "/home/a/vms"] {
+        for dedicated in
+            ["/var/lib/weir/images", "/srv/vms", "/etc/weir", "/run/weir", "/tmp/x", "/home/a/vms"]
+        {
             assert!(is_dedicated(Path::new(dedicated)), "{dedicated}");
         }
         for shared in [

@@ -273,7 +273,10 @@ pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
 /// Fails if the limit is too low; the message has a sufficient one.
 pub fn check_descriptor_limit(plan: &DesiredState) -> anyhow::Result<()> {
     let targets = plan.exports.iter().map(|export| export.target.clone()).collect();
-    let needs = SandboxNeeds::of(&ServedResources { export_targets: targets, ..ServedResources::default() }, &plan.process);
+    let needs = SandboxNeeds::of(
+        &ServedResources { export_targets: targets, ..ServedResources::default() },
+        &plan.process,
+    );
     // With a set-uid helper nothing is dropped, so nothing is reserved.
     match plan.process.sandbox {
         SandboxMode::Off => Ok(()),

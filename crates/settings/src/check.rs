@@ -98,7 +98,11 @@ impl DesiredState {
         });
     }
 
-    fn build(parsed: ParsedConfig, inherited: usize, diagnostics: Diagnostics) -> Result<Self, Vec<ConfigError>> {
+    fn build(
+        parsed: ParsedConfig,
+        inherited: usize,
+        diagnostics: Diagnostics,
+    ) -> Result<Self, Vec<ConfigError>> {
         // With unreadable tables, rules between tables would report disks and groups as missing.
         let is_complete = diagnostics.count() == 0;
         check_names(&parsed, &diagnostics);
@@ -197,7 +201,8 @@ fn resolve_endpoints(
         for server in &mut servers {
             let absolute = absolute_endpoint(&server.endpoint);
             // Endpoints are compared by absolute path.
-            let default_endpoint = defaults.iter().find(|(endpoint, _)| absolute_endpoint(endpoint) == absolute);
+            let default_endpoint =
+                defaults.iter().find(|(endpoint, _)| absolute_endpoint(endpoint) == absolute);
             server.default_read_only = default_endpoint.map(|(_, read_only)| *read_only);
         }
     }
@@ -248,7 +253,8 @@ fn check_cluster(parsed: &ParsedConfig) -> Result<(), ConfigError> {
              control groups)",
         ));
     }
-    if let Some(incomplete) = cluster.filter(|_| !control_groups.is_empty() && parsed.daemon.cgroup_limits.is_none())
+    if let Some(incomplete) =
+        cluster.filter(|_| !control_groups.is_empty() && parsed.daemon.cgroup_limits.is_none())
     {
         return Err(incomplete.own_origin().error(
             "control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
@@ -458,7 +464,10 @@ fn default_endpoints(
             Err(parsed.daemon.item_origin("nbd", index, "").unwrap_or(parsed.daemon.own_origin()).error(rule))
         };
         if inherited > 0 {
-            return to_error(0, "the service manager passed sockets too, in LISTEN_FDS (use one or the other)");
+            return to_error(
+                0,
+                "the service manager passed sockets too, in LISTEN_FDS (use one or the other)",
+            );
         }
         if all_have_exports {
             return to_error(0, "is not used, because every disk has its own exports (remove it)");
@@ -503,7 +512,9 @@ fn build_servers(
     // Export names are unique for each server.
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (index, disk) in disks.iter().enumerate() {
-        for NbdExportWithOrigin { endpoint, name, read_only, origin: place } in nbd_exports_of(disk, default_endpoints) {
+        for NbdExportWithOrigin { endpoint, name, read_only, origin: place } in
+            nbd_exports_of(disk, default_endpoints)
+        {
             diagnostics.ok_or_report(check_name(name).map_err(|rule| place.error(rule)));
             let server = *at.entry(absolute_endpoint(endpoint)).or_insert_with(|| {
                 servers.push(empty(endpoint.clone()));
@@ -631,7 +642,8 @@ fn check_clients_of(
         let exports_disk = |server: &&NbdServerSpec| server.exports.iter().any(|export| export.disk == index);
         let mut at = servers.iter().filter(exports_disk).peekable();
         if let Some(name) = disk.origin_of_given("tls-authz").filter(|_| at.peek().is_none()) {
-            diagnostics.report(name.error("is not used, because the disk is not exported over NBD (remove it)"));
+            diagnostics
+                .report(name.error("is not used, because the disk is not exported over NBD (remove it)"));
         }
         let network = disk.origin_of_given("allow").or(disk.origin_of_given("deny"));
         if let Some(network) = network.filter(|_| !at.any(accepts_network_clients)) {
@@ -669,7 +681,8 @@ fn check_sockets(
     service: &ConfigWithOrigins<DaemonConfig>,
     diagnostics: &Diagnostics,
 ) {
-    let export_paths = other_exports.iter().filter_map(|export| export.target.path()).map(|path| absolute_path(&path));
+    let export_paths =
+        other_exports.iter().filter_map(|export| export.target.path()).map(|path| absolute_path(&path));
     let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_path_of).chain(export_paths).collect();
     const RULE: &str = "disks are exported at this socket (use another)";
     for (index, _) in

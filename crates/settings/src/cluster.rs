@@ -79,7 +79,8 @@ impl KeyTable for ClusterConfig {
             diagnostics.report(origin.error("is given twice"));
         }
         if cluster.etcd.len() > MAX_ENDPOINTS {
-            diagnostics.report(cluster.error("etcd", format!("has too many members; at most {MAX_ENDPOINTS}")));
+            diagnostics
+                .report(cluster.error("etcd", format!("has too many members; at most {MAX_ENDPOINTS}")));
         }
         if let Some(origin) =
             cluster.origin_of_given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls))

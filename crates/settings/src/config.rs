@@ -214,7 +214,8 @@ fn read_old_key<T: KeyTable>(
     }
     let Some(given) = section.parse_text(old, |text| Ok(text.to_owned())) else { return };
     if section.contains(new) {
-        section.report(given.origin.error(format!("is the old name of {new}, which is given too (remove it)")));
+        section
+            .report(given.origin.error(format!("is the old name of {new}, which is given too (remove it)")));
         return;
     }
     let key = T::key(new).expect("a renamed key is in the table");
@@ -375,12 +376,12 @@ impl ConfigReader<'_> {
             "vhost-user-blk" => self.export_of(&section, disk, diagnostics, |config| {
                 ExportConfig::Target(ExportTarget::VhostUserBlk(config))
             }),
-            "ublk" => {
-                self.export_of(&section, disk, diagnostics, |config| ExportConfig::Target(ExportTarget::Ublk(config)))
-            }
-            "fuse" => {
-                self.export_of(&section, disk, diagnostics, |config| ExportConfig::Target(ExportTarget::Fuse(config)))
-            }
+            "ublk" => self.export_of(&section, disk, diagnostics, |config| {
+                ExportConfig::Target(ExportTarget::Ublk(config))
+            }),
+            "fuse" => self.export_of(&section, disk, diagnostics, |config| {
+                ExportConfig::Target(ExportTarget::Fuse(config))
+            }),
             "nbd-device" => self.export_of(&section, disk, diagnostics, |config| {
                 ExportConfig::Target(ExportTarget::NbdDevice(config))
             }),

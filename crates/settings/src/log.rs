@@ -112,7 +112,8 @@ fn checked(text: &str) -> Result<String, String> {
 fn unknown_module(directive: &str) -> Option<&str> {
     let (module, level) = directive.split_once('=')?;
     let first = module.split("::").next()?;
-    let is_name = !first.is_empty() && first.chars().all(|character| character.is_alphanumeric() || character == '_');
+    let is_name =
+        !first.is_empty() && first.chars().all(|character| character.is_alphanumeric() || character == '_');
     (is_name && !level.contains('=') && !MODULES.contains(&first)).then_some(first)
 }
 

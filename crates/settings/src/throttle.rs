@@ -154,7 +154,8 @@ pub(crate) fn share_keys<T: 'static>(
             move |config| Some(KeyLiteral::Number(write(settings(config)))),
         )
     };
-    let weight = number(|to, value| weight(value).map(|value| to.weight = value), |throttle| throttle.weight.into());
+    let weight =
+        number(|to, value| weight(value).map(|value| to.weight = value), |throttle| throttle.weight.into());
     let iops = number(
         |to, value| reservation(value).map(|value| to.iops_reservation = value),
         |throttle| throttle.iops_reservation,
@@ -163,8 +164,10 @@ pub(crate) fn share_keys<T: 'static>(
         |to, value| reservation(value).map(|value| to.bps_reservation = value),
         |throttle| throttle.bps_reservation,
     );
-    let watermark =
-        number(|to, value| watermark(value).map(|value| to.watermark = value), |throttle| throttle.watermark.into());
+    let watermark = number(
+        |to, value| watermark(value).map(|value| to.watermark = value),
+        |throttle| throttle.watermark.into(),
+    );
     table! {
         "Shares" {
             "weight", KeyType::Count, "N", weight, "100", Apply, Transferred,

@@ -241,7 +241,11 @@ impl SimulationEngine {
             backlogs: [(); 2].map(|()| Backlog::new(&self.memory)),
             queue: QueueStatistics::default(),
             throttle_times: ThrottleTimes::new(world, disk),
-            statistics: if index < MAX_CHARTS { RequestStatistics::with_chart() } else { RequestStatistics::default() },
+            statistics: if index < MAX_CHARTS {
+                RequestStatistics::with_chart()
+            } else {
+                RequestStatistics::default()
+            },
         });
         self.sampler.add_disk(index, disk, &mut self.state);
         Ok(())
@@ -553,7 +557,8 @@ impl SimulationEngine {
         // The limit of the next head is determined now, after the admission has changed the
         // buckets.
         let at = Instant::from_nanos(now);
-        disk.throttle_times.end(direction, now, has_waiting, |path| limit_of_direction(tree, node, direction, path, at))
+        disk.throttle_times
+            .end(direction, now, has_waiting, |path| limit_of_direction(tree, node, direction, path, at))
     }
 
     fn serve(&mut self, request: &SimulatedRequest, client: u32, bucket: LimitingBucket) {
@@ -569,8 +574,7 @@ impl SimulationEngine {
             _ if recorded_ns.is_some() => now.saturating_add(recorded_ns.unwrap_or(0)),
             None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
             Some(prefetch) if request.op == RequestOp::Read => {
-                let (tree, node, limited) =
-                    (&mut self.state.trees[disk.tree].tree, disk.node, disk.limited);
+                let (tree, node, limited) = (&mut self.state.trees[disk.tree].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
                 let try_admit = |cost: &RequestCost, given_back| {
                     !limited || tree.try_admit_read_ahead(node, cost, given_back, at)
@@ -595,7 +599,9 @@ impl SimulationEngine {
         }
         // A request that took no time at all is marked: its client sends the next one later.
         if client != NO_CLIENT {
-            self.state.flow.schedule(completed, SimulationEvent::Completed(client, completed == request.at_ns));
+            self.state
+                .flow
+                .schedule(completed, SimulationEvent::Completed(client, completed == request.at_ns));
         }
     }
 }

@@ -359,7 +359,8 @@ fn crowded() -> WorldSpec {
     let member = |weight, reservation, group| {
         let mut disk =
             DiskSpec { group: Some(group), ..disk(limits(&[(LimitKind::BpsWrite, rate(1 << 20))])) };
-        disk.settings.share = policy::throttle::NodeShare::new(weight).unwrap().with_reservation(reservation, 0);
+        disk.settings.share =
+            policy::throttle::NodeShare::new(weight).unwrap().with_reservation(reservation, 0);
         disk
     };
     let mut world = watched(50);
@@ -382,7 +383,8 @@ fn a_backlog_changes_no_result() {
         })
         .collect();
     let rows = |heads| {
-        let mut engine = SimulationEngine { max_tree_requests: heads, ..SimulationEngine::new(&world, true).unwrap() };
+        let mut engine =
+            SimulationEngine { max_tree_requests: heads, ..SimulationEngine::new(&world, true).unwrap() };
         requests.iter().for_each(|request| engine.arrive(*request, &NOT_STOPPED));
         let backlogged = engine.backlogged;
         while engine.run(1000) {}

@@ -152,7 +152,8 @@ pub fn replay(
     let mut engine = SimulationEngine::new(&world, true)?;
     let all = || disks.iter().flat_map(|disk| &disk.recording);
     let begin = all().map(|request| request.arrived_ns).min().unwrap_or(0);
-    let end = all().map(|request| request.arrived_ns + request.wait_ns + request.service_ns).max().unwrap_or(0);
+    let end =
+        all().map(|request| request.arrived_ns + request.wait_ns + request.service_ns).max().unwrap_or(0);
     for (index, disk) in disks.iter().enumerate() {
         for chain in chains(index, &disk.recording, begin, end) {
             engine.add_chain(chain);
@@ -331,8 +332,12 @@ mod tests {
             ..WorldSpec::default()
         };
         for (settings, group) in disks {
-            let recorded_disk =
-                PreviewDisk { name: String::new(), settings: *settings, group: *group, recording: Vec::new() };
+            let recorded_disk = PreviewDisk {
+                name: String::new(),
+                settings: *settings,
+                group: *group,
+                recording: Vec::new(),
+            };
             let service = crate::device::ServiceTimeSpec::fixed(MS / 5);
             let station = world.add_station(crate::device::StationSpec {
                 read: service,
@@ -396,8 +401,8 @@ mod tests {
             ]
         };
         for (predicted_figure, measured_figure) in figures(predicted).into_iter().zip(figures(measured)) {
-            let is_near =
-                (predicted_figure / measured_figure.max(1.0) - 1.0).abs() < 0.1 || (predicted_figure < 2e4 && measured_figure < 2e4);
+            let is_near = (predicted_figure / measured_figure.max(1.0) - 1.0).abs() < 0.1
+                || (predicted_figure < 2e4 && measured_figure < 2e4);
             assert!(is_near, "{context}: {predicted_figure} was predicted, and {measured_figure} happened");
         }
     }

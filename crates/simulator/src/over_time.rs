@@ -229,10 +229,7 @@ impl LatencySeries {
             match pair.get(1) {
                 Some(other) if counts.is_empty() => counts.clone_from(other),
                 Some(other) => {
-                    counts
-                        .iter_mut()
-                        .zip(other)
-                        .for_each(|(sum, added)| *sum = sum.saturating_add(*added));
+                    counts.iter_mut().zip(other).for_each(|(sum, added)| *sum = sum.saturating_add(*added));
                 }
                 None => {}
             }

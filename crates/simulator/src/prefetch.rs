@@ -70,7 +70,9 @@ impl PrefetchModel {
         // delay the client.
         let mut completes_at = now;
         match found {
-            CacheLookup::Nothing => completes_at = flow.devices.begin(self.place, RequestOp::Read, length, now),
+            CacheLookup::Nothing => {
+                completes_at = flow.devices.begin(self.place, RequestOp::Read, length, now)
+            }
             CacheLookup::Whole(cached) => completes_at = completes_at.max(self.cached_bytes(&cached)),
             CacheLookup::Parts(parts) => completes_at = self.read_parts(&parts, length, now, flow),
         }
@@ -103,7 +105,9 @@ impl PrefetchModel {
         // Several gaps: one read of the whole range costs less than several small ones.
         match (missing.next(), missing.next()) {
             (Some(_), Some(_)) => return flow.devices.begin(self.place, RequestOp::Read, length, now),
-            (Some(part), None) => completes_at = flow.devices.begin(self.place, RequestOp::Read, part.length(), now),
+            (Some(part), None) => {
+                completes_at = flow.devices.begin(self.place, RequestOp::Read, part.length(), now)
+            }
             (None, _) => {}
         }
         for part in parts {

@@ -81,8 +81,11 @@ impl WorldSpec {
 
     /// True if a disk or group has a limit.
     pub fn is_limited(&self) -> bool {
-        let mut all_settings =
-            self.disks.iter().map(|disk| &disk.settings).chain(self.groups.iter().map(|group| &group.settings));
+        let mut all_settings = self
+            .disks
+            .iter()
+            .map(|disk| &disk.settings)
+            .chain(self.groups.iter().map(|group| &group.settings));
         all_settings.any(|hold| hold.limits != Limits::default())
     }
 

@@ -31,7 +31,8 @@ fn random_segments(mut length: usize) -> Segments {
         let (piece_bytes, misalignment, is_guest_memory) =
             sim::random(|random| (random.usize(1..=length), random.usize(..2), random.bool()));
         if is_guest_memory {
-            let memory = GuestMemory::new(vec![Region::on_heap(0, 0, piece_bytes + misalignment)]).expect("one region");
+            let memory = GuestMemory::new(vec![Region::on_heap(0, 0, piece_bytes + misalignment)])
+                .expect("one region");
             segments.push(memory.range(misalignment as u64, piece_bytes).expect("inside"));
         } else {
             let mut buffer = IoBuffer::new(piece_bytes + misalignment);

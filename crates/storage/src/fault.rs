@@ -139,9 +139,9 @@ fn parse_error(pair: &OptionPair<'_>) -> std::result::Result<Error, InvalidOptio
     let number = match pair.value.parse() {
         Ok(number) => Some(number).filter(|number| (1..=LARGEST).contains(number)).filter(is_known),
         // Errno's Debug form is the symbol.
-        Err(_) => {
-            (1..=LARGEST).filter(is_known).find(|&number| format!("{:?}", Errno::from_raw(number)) == pair.value)
-        }
+        Err(_) => (1..=LARGEST)
+            .filter(is_known)
+            .find(|&number| format!("{:?}", Errno::from_raw(number)) == pair.value),
     };
     number.map(Error::from_errno).ok_or_else(|| pair.error("is not an error (EIO, ENOSPC, …, or its number)"))
 }

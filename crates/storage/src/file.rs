@@ -581,7 +581,8 @@ impl ZeroCopyDevice for FileStorage {
             return None;
         }
         let required = self.durability(requested);
-        let write_durability = if self.has_synchronous_writes(&self.fd) { required } else { Durability::Cached };
+        let write_durability =
+            if self.has_synchronous_writes(&self.fd) { required } else { Durability::Cached };
         let written = self.write_registered_by(&self.fd, offset, buffer, write_durability).await;
         match written {
             Some(Ok(())) => Some(self.make_durable(required, write_durability).await),

@@ -123,7 +123,8 @@ impl Conflict {
             let remedy = "it is open already, perhaps under another name; name another file";
             return OpenError { held_here: true, ..OpenError::new(name, why, remedy) };
         }
-        let holder_text = holder.as_ref().map(|LockHolder { pid, command }| format!(" (pid {pid}, {command})"));
+        let holder_text =
+            holder.as_ref().map(|LockHolder { pid, command }| format!(" (pid {pid}, {command})"));
         let why = self.reason + &holder_text.unwrap_or_default();
         OpenError { holder: holder.map(|holder| holder.command), ..OpenError::new(name, why, self.remedy) }
     }

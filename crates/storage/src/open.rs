@@ -168,7 +168,8 @@ pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed
         StorageSpec::Null(size) => Ok((Storage::Null(NullStorage::new(not_empty(spec, size)?)), Probed::Raw)),
         StorageSpec::Rbd(address) => {
             let OpenOptions { cache, read_only, force_share, .. } = *options;
-            let rbd_options = rbd::RbdOptions { cache, read_only, force_share, passed: options.passed_files.clone() };
+            let rbd_options =
+                rbd::RbdOptions { cache, read_only, force_share, passed: options.passed_files.clone() };
             let (image, probed) = rbd::open(&address, rbd_options, options.format.is_none())?;
             Ok((Storage::Rbd(Align::new(image)), probed))
         }

@@ -158,7 +158,11 @@ impl RangeLocks {
             let at = table.position(id);
             let released = table.entries.remove(at);
             let later = &mut table.entries[at..];
-            later.iter_mut().filter(|entry| entry.conflicts(&released)).filter_map(|e| e.waker.take()).collect()
+            later
+                .iter_mut()
+                .filter(|entry| entry.conflicts(&released))
+                .filter_map(|e| e.waker.take())
+                .collect()
         };
         wakers.into_iter().for_each(Waker::wake);
     }

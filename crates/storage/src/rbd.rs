@@ -264,7 +264,10 @@ impl<B: RbdBackend> RbdStorage<B> {
             Err(error) if error.errno() == libc::ENOENT => {
                 if !self.is_lost.swap(true, Relaxed) {
                     let subject = if self.is_snapshot { "the snapshot" } else { "the image" };
-                    tracing::error!(image = self.name, "{subject} was removed: every request fails from now on");
+                    tracing::error!(
+                        image = self.name,
+                        "{subject} was removed: every request fails from now on"
+                    );
                 }
                 Ok(self.size_bytes())
             }

@@ -275,7 +275,10 @@ fn chain_without_header_or_status() {
 #[test]
 fn more_segments_than_seg_max_fail() {
     let operation_of = |writable: &[u32]| {
-        BlkTestGuest::new().submit(&header(kind::IN, 0), &[16], writable, &device()).expect("there is room").kind
+        BlkTestGuest::new()
+            .submit(&header(kind::IN, 0), &[16], writable, &device())
+            .expect("there is room")
+            .kind
     };
     assert!(matches!(operation_of(&[128, 128, 128, 128, 1]), BlkOperation::Read { .. }));
     assert!(matches!(operation_of(&[128, 128, 128, 64, 64, 1]), BlkOperation::Completed(BlkStatus::IoError)));
@@ -310,7 +313,8 @@ fn id_is_padded_and_truncated() {
     ] {
         let mut guest = BlkTestGuest::new();
         let lengths = [lengths, &[1]].concat();
-        let request = guest.submit(&header(kind::GET_ID, 0), &[16], &lengths, &device()).expect("there is room");
+        let request =
+            guest.submit(&header(kind::GET_ID, 0), &[16], &lengths, &device()).expect("there is room");
         guest.memory.range(DATA + 16, 30).expect("inside").fill(0, 30, 0xaa);
         request.write_id(id);
         assert_eq!(request.finish(BlkStatus::Ok), expected.len() as u32 + 1);

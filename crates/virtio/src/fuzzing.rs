@@ -80,8 +80,11 @@ impl RingFuzzGuest {
     fn new(input: &mut RingFuzzInput<'_>) -> Self {
         let region = |at, bytes| Region::on_heap(at, at, bytes);
         let second_region = BUFFERS + BUFFERS_BYTES as u64;
-        let regions =
-            vec![region(RINGS, RINGS_BYTES), region(BUFFERS, BUFFERS_BYTES), region(second_region, BUFFERS_BYTES)];
+        let regions = vec![
+            region(RINGS, RINGS_BYTES),
+            region(BUFFERS, BUFFERS_BYTES),
+            region(second_region, BUFFERS_BYTES),
+        ];
         let memory = GuestMemory::new(regions).expect("they do not overlap");
         let shape = input.u8();
         let [packed, event_idx, indirect] = [1, 2, 4].map(|bit| shape & bit != 0);

@@ -167,7 +167,8 @@ pub(crate) fn adopt_ceph_access(
 ) -> Result<(), ConfigError> {
     let mut others = disks.iter().filter_map(|disk| cluster_access(&disk.image));
     // Values that differ between the daemon's images cannot be guessed for the new one.
-    let (Some(own_access), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {
+    let (Some(own_access), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next())
+    else {
         return Ok(());
     };
     if !others.all(|other| other == (config.clone(), user.clone())) {

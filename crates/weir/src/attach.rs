@@ -361,7 +361,8 @@ fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<Dev
 fn recover(json: bool) -> Result<(), CommandFailure> {
     let mut failed = false;
     for place in AttachmentRecord::all()? {
-        let (Some(request), Some(_), true) = (place.request(), place.attached(), place.is_abandoned()?) else {
+        let (Some(request), Some(_), true) = (place.request(), place.attached(), place.is_abandoned()?)
+        else {
             continue;
         };
         match attach(&request) {
@@ -398,7 +399,8 @@ pub(crate) fn find_attachment(target: &Path) -> anyhow::Result<Option<(Attachmen
     }
     let is_meant = |attached: &Attachment| {
         let paths = [Some(&attached.device), attached.file.as_ref(), attached.mount.as_ref()];
-        target.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == full_path)
+        target.as_os_str() == attached.name.as_str()
+            || paths.into_iter().flatten().any(|path| *path == full_path)
     };
     if let Some(index) = all.iter().position(|(_, attached)| is_meant(attached)) {
         return Ok(Some(all.swap_remove(index)));

@@ -30,14 +30,16 @@ impl Cli {
         let mut arguments: Vec<_> = env::args_os().collect();
         if mount_helper::is_called(arguments.first()) {
             let mounts = mount_helper::to_attach(arguments.drain(1..), |name| has_option(&command, name));
-            let mounts = mounts.map_err(|message| clap::Error::raw(ErrorKind::InvalidValue, message + "\n"))?;
+            let mounts =
+                mounts.map_err(|message| clap::Error::raw(ErrorKind::InvalidValue, message + "\n"))?;
             let Some(attach) = mounts else { return Ok(None) };
             arguments.extend(attach);
             // QEMU's scripts call `qemu-img bench`; `weir image` does not measure.
         }
         // Before parsing: clap has no alias across levels of subcommands.
         alias_image_bench(&mut arguments);
-        let command = if summary::is_requested(&arguments) { summary::with_summary(command) } else { command };
+        let command =
+            if summary::is_requested(&arguments) { summary::with_summary(command) } else { command };
         let mut matches = command.try_get_matches_from(arguments)?;
         Self::from_arg_matches_mut(&mut matches).map(Some)
     }

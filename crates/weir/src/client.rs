@@ -135,8 +135,8 @@ impl ControlClient {
 
     /// Connects to the daemon that `--qmp` names, or to the default one.
     pub(crate) fn reach(option: Option<ControlAddress>) -> Result<Self, CommandFailure> {
-        let target =
-            ControlAddress::choose(option).map_err(|message| CommandFailure::Usage(anyhow::Error::msg(message)))?;
+        let target = ControlAddress::choose(option)
+            .map_err(|message| CommandFailure::Usage(anyhow::Error::msg(message)))?;
         Ok(Self::connect(&target)?)
     }
 
@@ -283,7 +283,8 @@ impl ControlClient {
         let unlimited = self.stream.get_ref().set_read_timeout(None);
         unlimited.map_err(|error| self.target.unreachable(&error))?;
         loop {
-            if let Some(QmpServerMessage::Event(QmpServerEvent { name, id: Some(export) })) = self.message()?
+            if let Some(QmpServerMessage::Event(QmpServerEvent { name, id: Some(export) })) =
+                self.message()?
                 && name == "BLOCK_EXPORT_DELETED"
                 && export == id
             {

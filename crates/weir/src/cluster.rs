@@ -101,7 +101,10 @@ fn show(report: &ClusterReport) -> String {
         || "; the capacity of the devices is unknown (measure it with `weir probe`)".to_owned(),
         |capacity| format!(", of {capacity}"),
     );
-    text += &format!("  reserved {}{capacity_note}\n\n", amounts(report.reserved).unwrap_or("nothing".to_owned()));
+    text += &format!(
+        "  reserved {}{capacity_note}\n\n",
+        amounts(report.reserved).unwrap_or("nothing".to_owned())
+    );
     let mut table = TextTable::new(columns(&["HOST", "PRESENT", "LAST REPORT", "VERSION"], &[]));
     for ClusterHost { name, present, weir, last_report_ms_ago: heard_ms_ago, .. } in &report.hosts {
         let present = if *present { "yes" } else { "no" };
@@ -212,7 +215,8 @@ mod tests {
         let disconnected = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "local-groups": [{ "name": "gold", "leased": false }] });
         assert!(
-            shown(disconnected).ends_with("not connected: etcd http://e: refused\n  group gold: fallback share\n")
+            shown(disconnected)
+                .ends_with("not connected: etcd http://e: refused\n  group gold: fallback share\n")
         );
         let known = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "known-ms-ago": 12_300, "reserved": { "iops": 2000 }, "hosts": [],

@@ -67,7 +67,9 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (Some("prefetch"), "MODE") => argument.add(candidates(["on", "off", "auto"])),
         (None, "MODE") if command[1] == "prefetch" => argument.add(candidates(["on", "off", "auto"])),
         (Some("discard"), "MODE") => argument.add(candidates(["unmap", "ignore"])),
-        (Some("detect-zeroes"), "MODE") => argument.add(candidates(DetectZeroes::ALL.map(DetectZeroes::name))),
+        (Some("detect-zeroes"), "MODE") => {
+            argument.add(candidates(DetectZeroes::ALL.map(DetectZeroes::name)))
+        }
         (Some("sandbox"), "MODE") => argument.add(candidates(["on", "require", "off"])),
         (Some("tls"), "MODE") => argument.add(candidates(["off", "on", "required"])),
         (Some("log-format"), "FORMAT") => argument.add(candidates(["text", "json"])),
@@ -150,7 +152,8 @@ mod tests {
         let last = arguments.len() - 1;
         let here = std::env::current_dir().unwrap();
         let found =
-            engine::complete(&mut with_shown_limits(Cli::full_command()), arguments, last, Some(&here)).unwrap();
+            engine::complete(&mut with_shown_limits(Cli::full_command()), arguments, last, Some(&here))
+                .unwrap();
         found.iter().map(|candidate| candidate.get_value().to_string_lossy().into_owned()).collect()
     }
 
@@ -166,7 +169,9 @@ mod tests {
         assert_eq!(offered("weir disk add vm1 --on-write-error e"), ["enospc"]);
         assert_eq!(offered("weir throttle vm1 --iops-total-max-"), ["--iops-total-max-length"]);
         let limits = offered("weir serve --iops-");
-        assert!(["--iops-total", "--iops-reservation"].iter().all(|name| limits.contains(&(*name).to_owned())));
+        assert!(
+            ["--iops-total", "--iops-reservation"].iter().all(|name| limits.contains(&(*name).to_owned()))
+        );
         let commands = offered("weir ");
         assert!(commands.contains(&"docker-plugin".to_owned()), "{commands:?}");
         assert!(!commands.contains(&"generate".to_owned()), "it is a hidden command: {commands:?}");

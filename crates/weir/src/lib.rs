@@ -74,7 +74,8 @@ pub fn main() -> ExitCode {
             // Replacements for features of qemu-img are better advice than a similar name from
             // clap.
             let words: Vec<_> = std::env::args_os().skip(1).collect();
-            let words: Vec<_> = words.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
+            let words: Vec<_> =
+                words.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
             image_tool::advise(&mut error, &words);
             return print_clap_error(&error);
         }

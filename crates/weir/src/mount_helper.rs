@@ -43,9 +43,11 @@ pub(crate) fn to_attach(
     known: impl Fn(&str) -> bool,
 ) -> Result<Option<Vec<OsString>>, String> {
     let mut arguments = arguments.into_iter();
-    let (mut positionals, mut options, mut is_fake, mut is_verbose) = (Vec::new(), String::new(), false, false);
+    let (mut positionals, mut options, mut is_fake, mut is_verbose) =
+        (Vec::new(), String::new(), false, false);
     while let Some(argument) = arguments.next() {
-        let mut value = || arguments.next().ok_or_else(|| format!("{}: has no value", argument.to_string_lossy()));
+        let mut value =
+            || arguments.next().ok_or_else(|| format!("{}: has no value", argument.to_string_lossy()));
         match argument.to_str() {
             Some("-o") => {
                 let more = value()?.into_string().map_err(|_| "-o: its value is not UTF-8".to_owned())?;

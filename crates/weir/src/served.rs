@@ -37,10 +37,12 @@ pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
         let result = client.execute("block_resize", json!({ "node-name": disk.name, "size": size }));
         result.map(drop).map_err(|error| match error {
             // The error names QMP's argument, which the command line does not have.
-            ClientError::Rejected(message) => match message.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
-                Some(rule) => anyhow!("{size} bytes {rule}"),
-                None => anyhow!(message),
-            },
+            ClientError::Rejected(message) => {
+                match message.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
+                    Some(rule) => anyhow!("{size} bytes {rule}"),
+                    None => anyhow!(message),
+                }
+            }
             error => error.into(),
         })
     };

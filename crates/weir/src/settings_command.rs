@@ -83,7 +83,9 @@ fn apply(
     let saving = prepare(report, arguments, |text| edit::with_change(text, node.kind(), name, change))?;
     client.set(name, change.arguments()).map_err(|error| match error {
         // Some of the daemon's errors begin with the name already.
-        ClientError::Rejected(message) if !message.starts_with(&format!("{name}:")) => anyhow!("{name}: {message}"),
+        ClientError::Rejected(message) if !message.starts_with(&format!("{name}:")) => {
+            anyhow!("{name}: {message}")
+        }
         error => error.into(),
     })?;
     let saved = saving.map(PreparedConfigFile::commit).transpose();

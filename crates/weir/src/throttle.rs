@@ -107,10 +107,9 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
         let from = from.map(|from| format!("{from} → ")).unwrap_or_default();
         format!("{}: {label}: {from}{to}, on all hosts\n", arguments.name)
     };
-    let hosts = arguments
-        .cluster
-        .hosts
-        .map(|hosts| line("hosts", old_number("max-hosts").map(|hosts| hosts.to_string()), hosts.to_string()));
+    let hosts = arguments.cluster.hosts.map(|hosts| {
+        line("hosts", old_number("max-hosts").map(|hosts| hosts.to_string()), hosts.to_string())
+    });
     let part_before = old_number("fallback-share-ppm").map(percent);
     let safe = safe_share.map(|part| line("fallback-share", part_before, part.to_string()));
     print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;

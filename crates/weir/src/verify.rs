@@ -54,7 +54,8 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
         return Err(anyhow::Error::msg(first.report.unknown_name_error(unknown)).into());
     }
     let selected = selected_names(&first.report, &arguments.names);
-    let is_wanted = |name: &str| selected.as_ref().is_none_or(|names| names.iter().any(|known| known == name));
+    let is_wanted =
+        |name: &str| selected.as_ref().is_none_or(|names| names.iter().any(|known| known == name));
     let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
     findings.retain(|finding| is_wanted(&finding.name));
     let mut latencies = arguments.latency_p99.map(|max_p99| LatencyCheck::new(nanoseconds(max_p99)));
@@ -104,7 +105,15 @@ fn selected_names(report: &DaemonReport, names: &[String]) -> Option<Vec<String>
 fn print_findings(findings: &[GuaranteeFinding], as_json: bool) -> Result<(), CommandFailure> {
     if as_json {
         let line = |finding: &GuaranteeFinding| {
-            let GuaranteeFinding { kind, name, guarantee: promise, expected: asked, measured, figures, verdict } = finding;
+            let GuaranteeFinding {
+                kind,
+                name,
+                guarantee: promise,
+                expected: asked,
+                measured,
+                figures,
+                verdict,
+            } = finding;
             let figures: BTreeMap<_, _> = figures.iter().copied().collect();
             let mut line = json!({
                 *kind: name, "guarantee": promise, "expected": asked, "measured": measured,

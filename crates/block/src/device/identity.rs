@@ -113,7 +113,8 @@ impl DeviceIdentity {
     /// matches, as does a loop device with another file; a disk without an identifier always
     /// matches.
     pub fn may_match(&self, key: &str) -> bool {
-        let without_size = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
+        let without_size =
+            |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
         // A number or a backing file identifies no disk, so it cannot rule one out.
         let now = without_size(&self.key);
         now.starts_with("number ") || now.starts_with("file ") || now == without_size(key)

@@ -153,7 +153,8 @@ impl SamplerState {
         for sampled in targets {
             self.update(sampled);
         }
-        let removed: Vec<usize> = self.watched.keys().copied().filter(|target| !remaining.contains(target)).collect();
+        let removed: Vec<usize> =
+            self.watched.keys().copied().filter(|target| !remaining.contains(target)).collect();
         for target in removed {
             self.forget(target);
         }
@@ -165,7 +166,8 @@ impl SamplerState {
         let Some(target) = target else { return self.forget(key) };
         let before = self.watched.remove(&key);
         // Logged when the devices disappear, not at every update.
-        if sampled.devices.is_empty() && before.as_ref().is_none_or(|previous| !previous.sampled.devices.is_empty())
+        if sampled.devices.is_empty()
+            && before.as_ref().is_none_or(|previous| !previous.sampled.devices.is_empty())
         {
             tracing::warn!(
                 name = target.name(),
@@ -231,7 +233,8 @@ impl SamplerState {
             // The device that demands the strictest enforcement decides.
             let enforcements: Vec<_> = watched.sampled.devices.iter().map(enforcement_of).collect();
             watched.apply(
-                enforcements.into_iter()
+                enforcements
+                    .into_iter()
                     .map(Option::unwrap_or_default)
                     .reduce(Enforcement::stricter)
                     .unwrap_or_default(),

@@ -417,7 +417,8 @@ impl Failures {
     }
 
     fn log(&self, request: &RequestInfo<'_>, error: Error) {
-        if let Some(suppressed) = self.logs[request.operation.kind() as usize].try_log(reactor::coarse_now()) {
+        if let Some(suppressed) = self.logs[request.operation.kind() as usize].try_log(reactor::coarse_now())
+        {
             let RequestInfo { disk, operation, offset, length, .. } = *request;
             tracing::error!(disk, request = operation.name(), offset, length, %error, suppressed, "a request failed");
         }
@@ -456,7 +457,8 @@ pub(super) struct RequestInfo<'a> {
 /// True for errors of the device. Invalid requests, unsupported fast operations and faults in the
 /// client's memory are the client's errors.
 fn is_of_device(error: Error) -> bool {
-    let request_errors = [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN, Error::FAULT];
+    let request_errors =
+        [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN, Error::FAULT];
     !request_errors.contains(&error)
 }
 

@@ -153,7 +153,9 @@ impl Prefetch {
             CacheLookup::Nothing if read_ahead.is_none() => image.read_to(offset, target).await,
             // Boxed and separate, so that the unusual path does not enlarge the future of every
             // read.
-            CacheLookup::Nothing => Box::pin(self.start_after(image.read_to(offset, target), read_ahead)).await,
+            CacheLookup::Nothing => {
+                Box::pin(self.start_after(image.read_to(offset, target), read_ahead)).await
+            }
             CacheLookup::Whole(cached) => {
                 if let Some(read_ahead) = read_ahead {
                     self.start_fetches(&read_ahead);

@@ -60,8 +60,7 @@ const LATE: Instant = Instant::from_nanos(3600 * 1_000_000_000);
 /// A tree of one group with this limit in operations per second.
 fn group(iops: u64) -> (Arc<SharedThrottleTree>, NodeId) {
     let tree = SharedThrottleTree::new(START);
-    let node =
-        tree.lock().add(None, None, limits(iops), NodeShare::default(), None, START).expect("valid");
+    let node = tree.lock().add(None, None, limits(iops), NodeShare::default(), None, START).expect("valid");
     (tree, node)
 }
 

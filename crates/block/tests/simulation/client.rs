@@ -305,7 +305,8 @@ fn in_pieces(bytes: &[u8]) -> Segments {
     let mut remaining = bytes;
     while !remaining.is_empty() {
         let is_last = chance(60);
-        let count = if is_last { remaining.len() } else { sim::random(|random| random.usize(1..=remaining.len())) };
+        let count =
+            if is_last { remaining.len() } else { sim::random(|random| random.usize(1..=remaining.len())) };
         let (piece, tail) = remaining.split_at(count);
         if chance(50) {
             segments.push(misaligned(piece));

@@ -25,7 +25,7 @@ use storage::{
 };
 
 use crate::{
-    client::{Client, Shared, EventCounts, chance, draw_prefetch, short_time},
+    client::{Client, EventCounts, Shared, chance, draw_prefetch, short_time},
     group_samples::GroupSamples,
     model::Model,
     seeds,
@@ -47,8 +47,14 @@ fn disks_meet_the_storage_contract() {
     });
     let counts = *counts.borrow();
     if seeds >= 100 {
-        let enough =
-            [counts.failed, counts.cancelled, counts.flushed, counts.crashes, counts.waited, counts.read_ahead];
+        let enough = [
+            counts.failed,
+            counts.cancelled,
+            counts.flushed,
+            counts.crashes,
+            counts.waited,
+            counts.read_ahead,
+        ];
         assert!(
             enough.iter().all(|&count| count > seeds / 10),
             "too little happened in {seeds} seeds: {counts:?}"

@@ -190,7 +190,9 @@ fn errors_without_stop_are_reported_and_counted() {
                         ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
                     disk.write_zeroes(permit().await, 0, BLOCK, options).await
                 }
-                StorageRequestKind::Discard => disk.discard(permit().await, 0, BLOCK, Durability::Cached).await,
+                StorageRequestKind::Discard => {
+                    disk.discard(permit().await, 0, BLOCK, Durability::Cached).await
+                }
                 _ => disk.flush().await,
             };
             assert_eq!(result, Err(error), "{kind:?}");

@@ -152,7 +152,8 @@ impl Model {
     pub(crate) fn crash(&mut self, found: Vec<u8>) {
         let flushed = self.flushed;
         self.check("a crash", 0, &found, |change| {
-            change.certain && (change.durable || change.completed.is_some_and(|completed| completed < flushed))
+            change.certain
+                && (change.durable || change.completed.is_some_and(|completed| completed < flushed))
         });
         self.base = found;
         self.forget_changes();

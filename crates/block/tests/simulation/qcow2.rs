@@ -35,11 +35,11 @@ use storage::{
 };
 
 use self::{
-    keeper::{MaintenanceTask, KnownSnapshots},
+    keeper::{KnownSnapshots, MaintenanceTask},
     kind::{Files, ImageKind, disk},
 };
 use crate::{
-    client::{Client, Shared, EventCounts, chance, draw_prefetch, short_time},
+    client::{Client, EventCounts, Shared, chance, draw_prefetch, short_time},
     group_samples::GroupSamples,
     model::Model,
     references, seeds,

@@ -112,7 +112,9 @@ impl Walk<'_> {
                 match shape.decode(entry[0], map).expect("a valid L2 entry") {
                     ClusterMapping::Standard(standard) => {
                         let host = standard.host.filter(|_| !shape.data_file);
-                        host.inspect(|host| self.refer_from_tree(&label, tree, *host, tree == 0 && standard.copied));
+                        host.inspect(|host| {
+                            self.refer_from_tree(&label, tree, *host, tree == 0 && standard.copied)
+                        });
                     }
                     ClusterMapping::Compressed { offset, length } => {
                         self.add(offset, length, &Use { label, tree: Some(tree), is_compressed: true });
@@ -190,7 +192,10 @@ impl References {
         for (cluster, uses) in &self.clusters {
             let Uses { uses: all_uses, count, is_copied } = uses;
             assert!(all_uses.len() as u64 <= *count, "cluster {cluster} is counted too low: {uses:?}");
-            assert!(!is_copied || all_uses.len() == 1, "cluster {cluster} is marked as one owner's: {uses:?}");
+            assert!(
+                !is_copied || all_uses.len() == 1,
+                "cluster {cluster} is marked as one owner's: {uses:?}"
+            );
             for (index, first) in all_uses.iter().enumerate() {
                 for second in &all_uses[index + 1..] {
                     let both_compressed = first.is_compressed && second.is_compressed;

@@ -49,7 +49,8 @@ fn the_layer_admits_a_trace_like_the_tree_alone() {
             (trace, passed)
         });
         assert_eq!(passed, alone(&trace), "{trace:#?}");
-        waited += trace.requests.iter().zip(&passed).filter(|(request, passed)| **passed > request.at).count();
+        waited +=
+            trace.requests.iter().zip(&passed).filter(|(request, passed)| **passed > request.at).count();
     });
     assert!(waited as u64 > seeds * REQUESTS as u64 / 4, "{waited} requests waited: too little happened");
 }

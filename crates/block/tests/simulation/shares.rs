@@ -229,7 +229,8 @@ impl Node {
             return;
         }
         let shares = |level: f64| {
-            let share = move |child: &Self| (child.weight * level).min(child.max_rate()).max(child.reserved_rate());
+            let share =
+                move |child: &Self| (child.weight * level).min(child.max_rate()).max(child.reserved_rate());
             self.children.iter().map(share).collect::<Vec<f64>>()
         };
         // Bisects for the level at which the children together use the rate.
@@ -254,8 +255,10 @@ impl Disk {
         let expected = rate * MEASURED_S as f64;
         // Tolerance: four percent, the part that goes by weight, some requests, and the precision
         // of tags.
-        let slack =
-            expected * 0.04 + surplus * MEASURED_S as f64 + 3.0 * self.units + GRAIN_S * grain.min(4.0 * rate);
+        let slack = expected * 0.04
+            + surplus * MEASURED_S as f64
+            + 3.0 * self.units
+            + GRAIN_S * grain.min(4.0 * rate);
         let admitted = self.admitted_units.get();
         assert!(
             (admitted - expected).abs() <= slack,

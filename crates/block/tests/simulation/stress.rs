@@ -50,7 +50,9 @@ fn drive(cancel_after: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters;
                     ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no reservations");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
-                    passed += u64::from(admit_one(&member, request + task, cancel_after(request * TASKS + task)).await);
+                    passed += u64::from(
+                        admit_one(&member, request + task, cancel_after(request * TASKS + task)).await,
+                    );
                     // Tasks yield at different requests, so that their order varies.
                     if request % 64 == task {
                         yield_now().await;
@@ -94,7 +96,11 @@ fn threads_that_share_a_group_lose_no_request() {
     // A tenth of a second's worth is admitted at once, the rest at the rate; less time would mean
     // that a thread bypassed the common count.
     let min_elapsed = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
-    assert!(started.elapsed() >= min_elapsed, "{passed} requests at {RATE} a second took {:?}", started.elapsed());
+    assert!(
+        started.elapsed() >= min_elapsed,
+        "{passed} requests at {RATE} a second took {:?}",
+        started.elapsed()
+    );
 }
 
 #[test]

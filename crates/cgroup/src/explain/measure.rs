@@ -134,7 +134,8 @@ pub(super) fn measure(
     let name = format!("weir-explain-{}", process::id());
     // The worker's cgroup is beside the examined one, so only its own limits have to be copied.
     let own_limits = facts.own().limits.iter().filter(|limit| stack.stack.contains(&limit.disk));
-    let own_limits: Vec<(DeviceNumber, IoMaxRates)> = own_limits.map(|limit| (limit.disk, limit.rates)).collect();
+    let own_limits: Vec<(DeviceNumber, IoMaxRates)> =
+        own_limits.map(|limit| (limit.disk, limit.rates)).collect();
     let cgroup = cleanup.with_cleanup(|| {
         let cgroup = TemporaryCgroup::beside(group, &name, &own_limits)?;
         let removal = cgroup.removal();

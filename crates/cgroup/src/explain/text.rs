@@ -82,8 +82,12 @@ fn finding_text(finding: &CoverageFinding) -> String {
         _ if summary.is_empty() => name.to_owned(),
         _ => format!("{summary} [{name}]"),
     };
-    let mut text =
-        format!("  {:<9} {}\n            {}\n", finding.coverage, clean(&heading), clean(&finding.explanation));
+    let mut text = format!(
+        "  {:<9} {}\n            {}\n",
+        finding.coverage,
+        clean(&heading),
+        clean(&finding.explanation)
+    );
     if let Some(remedy) = &finding.remedy {
         let _ = writeln!(text, "            fix: {}", clean(remedy));
     }

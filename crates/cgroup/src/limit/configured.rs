@@ -24,7 +24,8 @@ pub(crate) struct ConfiguredLimits {
 impl ConfiguredLimits {
     pub(crate) fn of(limits_file: &LimitsFile, name: &Path, device: DeviceNumber) -> Option<Self> {
         let is_this = |number: anyhow::Result<DeviceNumber>| number.is_ok_and(|number| number == device);
-        let entry = limits_file.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
+        let entry =
+            limits_file.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
         let shared = limits_file.limits_of(entry);
         Some(Self {
             // `LimitsFile::load` validated the entries.
@@ -95,7 +96,10 @@ mod tests {
         assert_eq!(configured.text(), "bps-w 4M↑20M, watermark 90%, group tenant, weight 200");
         assert_eq!(configured.set_limits()["bps-write-max"], 20 << 20);
         assert_eq!(ConfiguredLimits::of(&limits_file, Path::new("/b"), DISK), None);
-        assert_eq!(ConfiguredLimits::of(&limits_file, Path::new("/a"), DeviceNumber { minor: 16, ..DISK }), None);
+        assert_eq!(
+            ConfiguredLimits::of(&limits_file, Path::new("/a"), DeviceNumber { minor: 16, ..DISK }),
+            None
+        );
         assert_eq!(ConfiguredLimits::default().text(), "-");
     }
 }

@@ -21,8 +21,11 @@ fn in_group(name: &str, limits: &[(&str, u64)]) -> LimitsChange {
 #[test]
 fn unnamed_limits_stay_and_0_removes_a_limit() {
     let mut limits_file = LimitsFile::default();
-    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
-    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 200), ("bps-write-max", 400)]))
+    limits_file
+        .change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100), ("iops-read", 5)]))
+        .unwrap();
+    limits_file
+        .change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 200), ("bps-write-max", 400)]))
         .unwrap();
     limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-read", 0)])).unwrap();
     let limits = limits_file.limits_of(limits_file.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
@@ -40,7 +43,8 @@ fn removing_a_limit_removes_its_burst() {
     let limits = limits_file.limits_of(&limits_file.limits[0]).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::RateLimit::default());
     assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
-    limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0), ("bps-write-max", 20)]))
+    limits_file
+        .change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0), ("bps-write-max", 20)]))
         .unwrap_err();
 }
 
@@ -61,8 +65,9 @@ fn group_limits_end_with_the_last_member() {
     limits_file.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-total", 7)])).unwrap();
     limits_file.change(&group("/a"), DISK, &in_group("tenant", &[("bps-write", 100)])).unwrap();
     limits_file.change(&group("/b"), DISK, &in_group("tenant", &[])).unwrap();
-    let limits =
-        |limits_file: &LimitsFile, name| limits_file.limits_of(limits_file.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
+    let limits = |limits_file: &LimitsFile, name| {
+        limits_file.limits_of(limits_file.entry(&group(name), DISK.0).unwrap()).limits().unwrap()
+    };
     assert_eq!(limits(&limits_file, "/a"), limits(&limits_file, "/b"));
     assert_eq!(limits(&limits_file, "/a").limit(LimitKind::IopsTotal).rate, 0, "its own are gone");
     assert!(limits_file.remove(&group("/a"), DISK.0));

@@ -31,7 +31,10 @@ struct ReportedRates {
     iops_write: Option<u64>,
 }
 
-fn as_json<S: serde::Serializer>(configured: &Option<ConfiguredLimits>, serializer: S) -> Result<S::Ok, S::Error> {
+fn as_json<S: serde::Serializer>(
+    configured: &Option<ConfiguredLimits>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     configured.as_ref().map(ConfiguredLimits::json).serialize(serializer)
 }
 

@@ -52,7 +52,9 @@ pub(crate) fn settled_rates_of_pool(
         Ok((hierarchy.group(&entry.cgroup)?, entry.device()?))
     };
     let members_with_rates = pool.members.iter().zip(rates);
-    members_with_rates.map(|(entry, rates)| member(entry).map(|(group, device)| (group, device, rates))).collect()
+    members_with_rates
+        .map(|(entry, rates)| member(entry).map(|(group, device)| (group, device, rates)))
+        .collect()
 }
 
 /// Fails if an entry's disk was removed or its number belongs to another disk. A limit in the

@@ -208,7 +208,8 @@ fn limits_missing_in_systemd_have_settled_rates() {
     let unknown = || settling::missing_in_systemd(&hierarchy, &limits_file, &cgroups).unwrap();
     assert!(unknown().is_empty(), "there is no systemd");
     std::fs::create_dir_all(bench.machine.path("run/systemd/system")).unwrap();
-    let units: Vec<_> = unknown().into_iter().map(|limit_write| (limit_write.group, limit_write.rates.bps[1])).collect();
+    let units: Vec<_> =
+        unknown().into_iter().map(|limit_write| (limit_write.group, limit_write.rates.bps[1])).collect();
     assert_eq!(units, [(bench.groups[0].clone(), Some(30)), (bench.groups[1].clone(), Some(30))]);
     let write_property = |directory_name: &str, unit: &str, property: &str, text: &str| {
         let directory = bench.machine.path("run/systemd").join(directory_name).join(format!("{unit}.d"));
@@ -229,7 +230,9 @@ fn cluster_group_has_the_limits_written_by_its_daemon() {
         let mut fallback = Limits::default();
         fallback.limit_mut(policy::throttle::LimitKind::BpsWrite).rate = rate;
         let mut locked = LockedLimitsFile::open(&bench.file()).unwrap();
-        locked.limits_file.replace_cluster_groups(&std::collections::BTreeMap::from([("gold".to_owned(), fallback)]));
+        locked
+            .limits_file
+            .replace_cluster_groups(&std::collections::BTreeMap::from([("gold".to_owned(), fallback)]));
         locked.save().unwrap();
     };
     let joining = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };

@@ -106,7 +106,11 @@ impl PlannedWeight {
         };
         set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {written_weight}")])?;
         let (file, mechanism_name, _) = mechanism.parts();
-        let capped = if written_weight < weight { format!(" (written as {written_weight}, the maximum)") } else { String::new() };
+        let capped = if written_weight < weight {
+            format!(" (written as {written_weight}, the maximum)")
+        } else {
+            String::new()
+        };
         Ok(format!("weight {weight}{capped} is {mechanism_name}'s to enforce ({file})"))
     }
 
@@ -115,7 +119,9 @@ impl PlannedWeight {
         let (file, _, max_weight) = mechanism.parts();
         // The maximum of BFQ is below that of io.cost.
         let written_weight = self.weight.min(max_weight);
-        group.write(file, &format!("{} {written_weight}", self.device)).with_context(|| file_context(group, file))?;
+        group
+            .write(file, &format!("{} {written_weight}", self.device))
+            .with_context(|| file_context(group, file))?;
         Ok(Some((mechanism, written_weight)))
     }
 }
@@ -163,7 +169,9 @@ pub(super) fn reset(
     device: &DeviceIdentity,
     limits_file: &LimitsFile,
 ) -> anyhow::Result<()> {
-    let Some(file) = find_mechanism(hierarchy, device)?.map(|mechanism| mechanism.parts().0) else { return Ok(()) };
+    let Some(file) = find_mechanism(hierarchy, device)?.map(|mechanism| mechanism.parts().0) else {
+        return Ok(());
+    };
     // The kernel first; afterwards systemd forgets the weight as well.
     group.write(file, &format!("{} default", device.number())).with_context(|| file_context(group, file))?;
     // systemd can only clear the weights of all devices at once, so those of other devices are set

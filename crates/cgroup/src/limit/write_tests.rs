@@ -76,7 +76,8 @@ fn write_all_rolls_back_on_error() {
         rates: rates(1, 2),
         before,
     };
-    let error = write_all(&hierarchy, &[limit_write(&a, before), limit_write(&b, IoMaxRates::NONE)]).unwrap_err();
+    let error =
+        write_all(&hierarchy, &[limit_write(&a, before), limit_write(&b, IoMaxRates::NONE)]).unwrap_err();
     assert!(format!("{error:#}").contains("/b"), "{error:#}");
     assert_eq!(read_limits(&a, DISK).unwrap(), IoMaxRates { bps: [None, Some(4096)], iops: [None; 2] });
 }

@@ -73,7 +73,8 @@ impl CommandCgroup {
         if root.version == Version::V2 {
             // Without memory the kernel cannot attribute dirty pages, and no limit applies to
             // buffered writes.
-            let has_memory = root.controllers().is_ok_and(|controllers| controllers.iter().any(|name| name == "memory"));
+            let has_memory =
+                root.controllers().is_ok_and(|controllers| controllers.iter().any(|name| name == "memory"));
             let wanted: &[&str] = if has_memory { &["io", "memory"] } else { &["io"] };
             cgroup.group.enable_controllers(wanted)?;
         }

@@ -163,7 +163,10 @@ mod tests {
             assert!(needs_watch(&burst(name)), "{name}");
         }
         for name in ["bps-total", "iops-total"] {
-            assert!(needs_watch(&limits_change(name, 1000)) && !needs_watch(&limits_change(name, 0)), "{name}");
+            assert!(
+                needs_watch(&limits_change(name, 1000)) && !needs_watch(&limits_change(name, 0)),
+                "{name}"
+            );
         }
         assert!(needs_watch(&LimitsChange { watermark: Some(90), ..LimitsChange::default() }));
         assert!(!needs_watch(&LimitsChange { watermark: Some(0), ..LimitsChange::default() }));

@@ -151,8 +151,9 @@ impl CommandSummary {
         let parts = [LimitPart::Rate, LimitPart::BurstRate, LimitPart::BurstLength];
         let settings =
             applying.into_iter().flat_map(|kind| parts.map(|part| LimitSetting::Limit(kind, part)));
-        let limits: SettingValues =
-            settings.map(|setting| (setting.name().to_owned(), self.configured.limits.get(setting))).collect();
+        let limits: SettingValues = settings
+            .map(|setting| (setting.name().to_owned(), self.configured.limits.get(setting)))
+            .collect();
         figures::limits(&limits)
     }
 

@@ -142,7 +142,8 @@ pub(crate) fn rows(
         .map(|seen| (seen.name.as_path(), seen))
         .collect();
     let grown = growth_with_descendants(&before, later);
-    let comparison = SnapshotComparison { time, options: wish, limits_file: &later.limits_file, growth: &grown };
+    let comparison =
+        SnapshotComparison { time, options: wish, limits_file: &later.limits_file, growth: &grown };
     let mut rows: Vec<CgroupRow> = later
         .groups
         .iter()

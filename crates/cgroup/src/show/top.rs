@@ -49,8 +49,13 @@ pub(crate) fn top(arguments: CgroupTopArgs) -> Result<(), CommandFailure> {
     }
     let named: Vec<String> = arguments.group.into_iter().collect();
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
-    let survey =
-        CgroupSurvey::new(hierarchy, arguments.limits_file.path(), &named, arguments.device.as_deref(), false)?;
+    let survey = CgroupSurvey::new(
+        hierarchy,
+        arguments.limits_file.path(),
+        &named,
+        arguments.device.as_deref(),
+        false,
+    )?;
     let state = CgroupTopState::new(survey.row_options());
     // Tasks are numerous and read only while they are shown.
     let has_tasks = Arc::new(AtomicBool::new(false));

@@ -35,7 +35,11 @@ impl WatermarkDisks {
         self.observed.len()
     }
 
-    pub(super) fn adopt(&mut self, hierarchy: &CgroupHierarchy, limits_file: &LimitsFile) -> anyhow::Result<()> {
+    pub(super) fn adopt(
+        &mut self,
+        hierarchy: &CgroupHierarchy,
+        limits_file: &LimitsFile,
+    ) -> anyhow::Result<()> {
         self.open_disks(hierarchy, limits_file, true)
     }
 

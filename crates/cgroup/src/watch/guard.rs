@@ -193,19 +193,22 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), CommandFailure> {
                 (last_message_at, is_settled) = (now(), false);
                 limits_file = LimitsFile::latest(path, &limits_file);
                 if kind == LEASED {
-                    revokes_at = Some(u64::from_le_bytes(number)).filter(|at| *at > 0).map(Instant::from_nanos);
+                    revokes_at =
+                        Some(u64::from_le_bytes(number)).filter(|at| *at > 0).map(Instant::from_nanos);
                 }
             }
             GuardInput::End => return Ok(settling::settle_latest(&hierarchy, path, &limits_file)?),
             GuardInput::Nothing if revokes_at.is_some_and(|at| at <= now()) => {
                 revokes_at = None;
-                settling::settle_leased(&hierarchy, path, &limits_file).unwrap_or_else(|error| print_error(&error));
+                settling::settle_leased(&hierarchy, path, &limits_file)
+                    .unwrap_or_else(|error| print_error(&error));
             }
             // Settled once per silence: the watch may be stopped for long, and users may set other
             // limits.
             GuardInput::Nothing => {
                 is_settled = true;
-                settling::settle_latest(&hierarchy, path, &limits_file).unwrap_or_else(|error| print_error(&error));
+                settling::settle_latest(&hierarchy, path, &limits_file)
+                    .unwrap_or_else(|error| print_error(&error));
             }
         }
     }
@@ -222,7 +225,8 @@ fn read_message(until: Option<Instant>) -> io::Result<GuardInput> {
     let stdin = io::stdin().lock();
     let ready = loop {
         let remaining_ms = until.map(|until| (until - now()).as_nanos().div_ceil(1_000_000));
-        let timeout = remaining_ms.map_or(PollTimeout::NONE, |milliseconds| milliseconds.try_into().unwrap_or(PollTimeout::MAX));
+        let timeout = remaining_ms
+            .map_or(PollTimeout::NONE, |milliseconds| milliseconds.try_into().unwrap_or(PollTimeout::MAX));
         let ready = poll(&mut [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)], timeout)?;
         if ready > 0 || until.is_some_and(|until| until <= now()) {
             break ready;

@@ -344,7 +344,9 @@ impl SteeredPool {
         let kernel_rates = write::read_limits(&member.group, member.device).ok();
         let lost = member.in_force && kernel_rates == Some(IoMaxRates::NONE);
         let disk = if lost { member.entry.disk(&self.roots).map(drop) } else { Ok(()) };
-        match disk.and_then(|()| settling::write_unless_equal(&member.group, member.device, kernel_rates, rates)) {
+        match disk
+            .and_then(|()| settling::write_unless_equal(&member.group, member.device, kernel_rates, rates))
+        {
             Ok(()) => {
                 member.in_force = rates != IoMaxRates::NONE;
                 let cgroup = member.group.name.display();

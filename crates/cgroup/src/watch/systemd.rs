@@ -29,7 +29,12 @@ impl SystemdUpdates {
 
     /// Starts setting the limits of the pending control groups, unless the last run is still
     /// active.
-    pub(super) fn start_update(&mut self, hierarchy: &CgroupHierarchy, path: &Path, limits_file: &LimitsFile) {
+    pub(super) fn start_update(
+        &mut self,
+        hierarchy: &CgroupHierarchy,
+        path: &Path,
+        limits_file: &LimitsFile,
+    ) {
         if let Some(update) = self.update.take_if(|teller| teller.is_finished()) {
             // The panic message has been printed.
             self.pending.extend(update.join().unwrap_or_default());
@@ -41,7 +46,8 @@ impl SystemdUpdates {
         let pending = mem::take(&mut self.pending);
         let body = move || {
             let mut remaining = HashSet::new();
-            let unknown = settling::missing_in_systemd(&hierarchy, &limits_file, &pending).unwrap_or_default();
+            let unknown =
+                settling::missing_in_systemd(&hierarchy, &limits_file, &pending).unwrap_or_default();
             for LimitWrite { group, .. } in unknown {
                 match settling::update_systemd(&hierarchy, &path, &group) {
                     Ok(true) => {}

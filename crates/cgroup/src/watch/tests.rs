@@ -395,7 +395,10 @@ fn fallback_share_is_stored_before_acknowledgement() {
     watch.run_due(now());
     assert!(lessor.is_in_force());
     let limits_file = LimitsFile::load(&path).unwrap();
-    assert_eq!(settling::settled_rates(&machine.hierarchy(), &limits_file).unwrap()[0].2.bps, [None, Some(MIB / 2)]);
+    assert_eq!(
+        settling::settled_rates(&machine.hierarchy(), &limits_file).unwrap()[0].2.bps,
+        [None, Some(MIB / 2)]
+    );
     assert!(max(&machine, "a").contains("wbps=8388608"), "{}", max(&machine, "a"));
 }
 
@@ -473,7 +476,8 @@ fn cluster_groups_exclude_local_limits() {
     limits_file.replace_cluster_groups(&BTreeMap::new());
     assert!(limits_file.groups.is_empty(), "a group without members is removed");
     drop((watch, lessor));
-    let own_limits = LimitsChange { group: Some("gold".to_owned()), ..LimitsChange::of(&[("bps-write", MIB)]) };
+    let own_limits =
+        LimitsChange { group: Some("gold".to_owned()), ..LimitsChange::of(&[("bps-write", MIB)]) };
     limits_file.change(&a, DISK, &own_limits).unwrap();
     fs::write(&path, serde_json::to_vec(&limits_file).unwrap()).unwrap();
     let store = CapacityStore::new(Some(&machine.path("state")));

@@ -79,8 +79,8 @@ impl UnsteeredPools {
         for (group, device, rates) in
             settling::settled_rates_of_pool(&self.hierarchy, pool.clone()).unwrap_or_default()
         {
-            let differs =
-                write::read_limits(&group, device).is_ok_and(|kernel_rates| kernel_rates != as_printed_by_kernel(rates));
+            let differs = write::read_limits(&group, device)
+                .is_ok_and(|kernel_rates| kernel_rates != as_printed_by_kernel(rates));
             match settling::enforce(&group, device, rates) {
                 Ok(()) if differs => {
                     tracing::info!(
@@ -115,8 +115,8 @@ impl UnsteeredPools {
             let settled = settling::settled_rates_of_pool(&self.hierarchy, pool.clone()).unwrap_or_default();
             for (group, device, rates) in settled {
                 let is_limited = limited.contains(&(group.name.clone(), device.to_string()));
-                let is_in_kernel =
-                    write::read_limits(&group, device).is_ok_and(|kernel_rates| kernel_rates == as_printed_by_kernel(rates));
+                let is_in_kernel = write::read_limits(&group, device)
+                    .is_ok_and(|kernel_rates| kernel_rates == as_printed_by_kernel(rates));
                 if !is_limited
                     && is_in_kernel
                     && let Err(error) = write::write_limits(&group, device, IoMaxRates::NONE)

@@ -88,7 +88,8 @@ impl EtcdTls {
         for authority in tls::certificates(&directory.join("ca-cert.pem"), signs)? {
             builder.cert_store_mut().add_cert(authority)?;
         }
-        let (own_certificate, own_key) = (directory.join("client-cert.pem"), directory.join("client-key.pem"));
+        let (own_certificate, own_key) =
+            (directory.join("client-cert.pem"), directory.join("client-key.pem"));
         if !own_certificate.exists() && !own_key.exists() {
             return Ok(());
         }
@@ -275,7 +276,9 @@ impl EtcdConnection {
             EtcdError::Unreachable(match (self.has_answered, endpoint.tls) {
                 (true, _) => anyhow!("etcd {endpoint}: {error:#}"),
                 (false, false) => {
-                    anyhow!("etcd {endpoint}: {error:#} (the address of a member with TLS begins with https://)")
+                    anyhow!(
+                        "etcd {endpoint}: {error:#} (the address of a member with TLS begins with https://)"
+                    )
                 }
                 // With TLS 1.3 a server rejects the client certificate after the handshake.
                 (false, true) => anyhow!(
@@ -428,7 +431,10 @@ mod tests {
         let old = certificate(HERE, -9, -2);
         let message = handshake_message(&old, &old.0);
         let end = old.0.not_after();
-        assert!(message.contains(&format!("etcd's certificate has expired, at {end} (renew it")), "{message}");
+        assert!(
+            message.contains(&format!("etcd's certificate has expired, at {end} (renew it")),
+            "{message}"
+        );
         let early = certificate(HERE, 2, 9);
         let message = handshake_message(&early, &early.0);
         assert!(message.contains("etcd's certificate is not valid before "), "{message}");
@@ -462,7 +468,8 @@ mod tests {
         );
         let message = message_after_reply(b"", connect);
         assert!(
-            message.contains("closed the connection (the address of a member without TLS begins with http://)"),
+            message
+                .contains("closed the connection (the address of a member without TLS begins with http://)"),
             "{message}"
         );
     }

@@ -125,7 +125,9 @@ impl TransactionCondition {
             Self::Created(name, revision) => {
                 condition(&key(name), "EQUAL", "CREATE", "create_revision", json!(revision.to_string()))
             }
-            Self::Value(name, value) => condition(&key(name), "EQUAL", "VALUE", "value", json!(encode(value))),
+            Self::Value(name, value) => {
+                condition(&key(name), "EQUAL", "VALUE", "value", json!(encode(value)))
+            }
             Self::Changed(name, revision) => {
                 condition(&key(name), "EQUAL", "MOD", "mod_revision", json!(revision.to_string()))
             }

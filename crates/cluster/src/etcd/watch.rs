@@ -145,7 +145,8 @@ mod tests {
             tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
         let opened = runtime.block_on(async {
             let endpoint: settings::EtcdEndpoint = format!("http://{address}").parse().unwrap();
-            let connection = EtcdConnection::open(endpoint, &[address], None, Duration::from_secs(60)).await?;
+            let connection =
+                EtcdConnection::open(endpoint, &[address], None, Duration::from_secs(60)).await?;
             let range = KeyRange::Prefix("a".to_owned());
             EtcdWatch::open(connection, &range, 1, None, timeout).await.map(drop)
         });

@@ -219,7 +219,9 @@ fn gap_line(format: LogFormat, priority: &str, suppressed: u64) -> String {
     match format {
         LogFormat::Text => format!("{priority}WARN {MESSAGE} suppressed={suppressed}\n"),
         LogFormat::Json => {
-            format!("{priority}{{\"level\":\"WARN\",\"message\":\"{MESSAGE}\",\"suppressed\":{suppressed}}}\n")
+            format!(
+                "{priority}{{\"level\":\"WARN\",\"message\":\"{MESSAGE}\",\"suppressed\":{suppressed}}}\n"
+            )
         }
     }
 }

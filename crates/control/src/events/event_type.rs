@@ -247,8 +247,11 @@ mod tests {
     fn event_json_has_the_documented_form() {
         let new_event = NewEvent::new(Kind::LimitHit, "disk vm1 is held by iops-total").of_disk("vm1");
         let new_event = new_event.with("limit", "iops-total").with("nothing", Value::Null);
-        let event =
-            new_event.with_dropped(1).recorded_at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 2);
+        let event = new_event.with_dropped(1).recorded_at(
+            7,
+            UNIX_EPOCH + Duration::from_millis(1_795_229_965_574),
+            2,
+        );
         assert_eq!(
             event.to_json(),
             json!({

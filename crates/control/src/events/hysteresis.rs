@@ -80,8 +80,7 @@ impl Condition {
         now: Instant,
     ) -> Option<ConditionChange> {
         // `Between` contradicts neither state; it only restarts the delay.
-        let opposite =
-            if self.held_since.is_some() { ConditionSample::Under } else { ConditionSample::Over };
+        let opposite = if self.held_since.is_some() { ConditionSample::Under } else { ConditionSample::Over };
         if sample != opposite {
             self.contradicted_since = None;
             return None;
@@ -122,7 +121,8 @@ pub(crate) fn limit_sample(percent: u64) -> ConditionSample {
 
 /// `None` (undecided) if requests wait and no interval of the reservation ended since `before`.
 pub(crate) fn reservation_sample(before: &ThrottleSummary, now: &ThrottleSummary) -> Option<ConditionSample> {
-    let (ReservationTimes { met_ns, missed_ns }, after) = (before.reservation_times.unwrap_or_default(), now.reservation_times?);
+    let (ReservationTimes { met_ns, missed_ns }, after) =
+        (before.reservation_times.unwrap_or_default(), now.reservation_times?);
     if after.missed_ns > missed_ns {
         Some(ConditionSample::Over)
     } else if after.met_ns > met_ns || now.waiting == [0; 2] {

@@ -17,7 +17,8 @@ const PER_SECOND: u64 = 1;
 
 /// Logs each later event. Ends when the handle is dropped.
 pub fn log_events(events: &EventLog) -> JoinHandle<()> {
-    let rate_limits = Rc::new(RefCell::new(vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()]));
+    let rate_limits =
+        Rc::new(RefCell::new(vec![SharedEventRateLimit::new(BURST, PER_SECOND); Kind::ALL.len()]));
     events.for_each_later(move |event| {
         if let Some(dropped) =
             rate_limits.borrow_mut()[event.kind as usize].admit(event.disk.as_ref(), reactor::now())

@@ -170,10 +170,14 @@ async fn restore_exports(registry: &Rc<Registry>, disk: &str, removed: Vec<Remov
     for export in removed {
         let restored = match export {
             RemovedExport::Nbd(serving, new) => registry.add_export(&serving, new).map_err(Into::into),
-            RemovedExport::Separate { id, config: endpoint_config, read_only } => match registry.disks.get(disk) {
-                Ok(running) => registry.add_endpoint(id, running, read_only, &endpoint_config, None).await.map(drop),
-                Err(refused) => Err(refused.into()),
-            },
+            RemovedExport::Separate { id, config: endpoint_config, read_only } => {
+                match registry.disks.get(disk) {
+                    Ok(running) => {
+                        registry.add_endpoint(id, running, read_only, &endpoint_config, None).await.map(drop)
+                    }
+                    Err(refused) => Err(refused.into()),
+                }
+            }
         };
         if let Err(error) = restored {
             tracing::error!(disk, "an export cannot be restored after a failed migration: {error:#}");
@@ -204,7 +208,9 @@ async fn remove_in_time(
         Ok(removed)
     });
     match reactor::timeout(ANSWER_TIMEOUT, removing).await {
-        Ok(result) => result.context("the daemon is ending")?.map_err(|refused: RegistryError| refused.into()),
+        Ok(result) => {
+            result.context("the daemon is ending")?.map_err(|refused: RegistryError| refused.into())
+        }
         Err(_) => {
             is_abandoned.set(true);
             let patience_s = ANSWER_TIMEOUT.as_secs();
@@ -224,7 +230,11 @@ async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn withdraw(cluster: &ClusterMembership, request: &MigrationRequest, number: u64) -> Option<StepOutcome> {
+async fn withdraw(
+    cluster: &ClusterMembership,
+    request: &MigrationRequest,
+    number: u64,
+) -> Option<StepOutcome> {
     cluster.step(MigrationStep::Withdraw { to: request.to.clone(), disk: request.disk.clone(), number }).await
 }
 
@@ -255,7 +265,9 @@ async fn hand_over(
     let ready = flushed
         .context("its image could not be flushed")
         .and_then(|()| Ok(serde_json::to_value(&described)?))
-        .and_then(|serialized| registry.remove_from_list(&request.disk).map(|_| serialized).map_err(Into::into));
+        .and_then(|serialized| {
+            registry.remove_from_list(&request.disk).map(|_| serialized).map_err(Into::into)
+        });
     drop(structure_guard);
     let serialized = match ready {
         Ok(serialized) => serialized,
@@ -269,7 +281,8 @@ async fn hand_over(
     cluster.record_lowered_reservations(&**registry);
     let why = match closed {
         Ok(()) => {
-            let given = Box::new(MigrationOffer { is_released: true, described: serialized, ..offer.clone() });
+            let given =
+                Box::new(MigrationOffer { is_released: true, described: serialized, ..offer.clone() });
             let step = || MigrationStep::Release {
                 to: request.to.clone(),
                 disk: request.disk.clone(),
@@ -293,7 +306,9 @@ async fn hand_over(
                         Ok(Some(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
                             format!("{} refuses it: {why}", request.to)
                         }
-                        _ => format!("{} has not claimed it within {} s", request.to, ANSWER_TIMEOUT.as_secs()),
+                        _ => {
+                            format!("{} has not claimed it within {} s", request.to, ANSWER_TIMEOUT.as_secs())
+                        }
                     }
                 }
             }

@@ -35,7 +35,8 @@ impl ControlSockets {
         let commands = Rc::new(CommandTable { table: TABLE, registry: Rc::clone(registry) });
         let server = QmpServer::new(commands, events.clone());
         let qmp_events = events.clone();
-        let subscription = registry.events.for_each_later(move |event| qmp_events.emit("X_WEIR_EVENT", event.to_json()));
+        let subscription =
+            registry.events.for_each_later(move |event| qmp_events.emit("X_WEIR_EVENT", event.to_json()));
         registry.listen(move |change| emit_change(&events, change));
         let accept = |BoundListener { socket, authority, file }| {
             let (server, address) = (Rc::clone(&server), authority.to_string());

@@ -15,8 +15,8 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{
-    ConfigWithOrigins, DesiredState, DiskConfig, ExportConfig, KeyTable as _, Origin, ParsedConfig,
-    DiskWithOrigins, GroupWithOrigins, ProcessSpec, key::ChangePolicy,
+    ConfigWithOrigins, DesiredState, DiskConfig, DiskWithOrigins, ExportConfig, GroupWithOrigins,
+    KeyTable as _, Origin, ParsedConfig, ProcessSpec, key::ChangePolicy,
 };
 
 use crate::{
@@ -71,7 +71,8 @@ impl PlanDifference {
         first.new_disks = new_disks;
         let mut second = Self { new_disks: late, ..Self::default() };
         let names: HashSet<_> = second.new_disks.iter().map(|&index| &plan.disks[index].name).collect();
-        let (late, new_exports) = first.new_exports.into_iter().partition(|export| names.contains(&export.disk));
+        let (late, new_exports) =
+            first.new_exports.into_iter().partition(|export| names.contains(&export.disk));
         (first.new_exports, second.new_exports) = (new_exports, late);
         Ok((first, second))
     }
@@ -112,9 +113,9 @@ impl PlanDifference {
         let is_new = |export: &&PlannedExport| !is_in(&of_old, export) || !is_running(export);
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // An export that a client added may equal one of the file.
-        found
-            .new_exports
-            .retain(|export| !is_running(export) || found.old_exports.iter().any(|old| old.has_same_endpoint(export)));
+        found.new_exports.retain(|export| {
+            !is_running(export) || found.old_exports.iter().any(|old| old.has_same_endpoint(export))
+        });
         found.check_unused(registry, &running, plan).await?;
         Ok(found)
     }
@@ -265,7 +266,8 @@ pub(crate) fn export_origin<'p>(plan: &'p DesiredState, planned: &PlannedExport)
         (ExportConfig::Nbd(export), PlannedEndpoint::Nbd { endpoint, .. }) => export.listen == *endpoint,
         _ => false,
     };
-    let origin = disk.exports.iter().position(is_match).and_then(|index| disk.item_origin("export", index, ""));
+    let origin =
+        disk.exports.iter().position(is_match).and_then(|index| disk.item_origin("export", index, ""));
     Some(origin.unwrap_or_else(|| disk.origin("name")))
 }
 
@@ -306,7 +308,8 @@ fn check_service(old: &ProcessSpec, new: &ProcessSpec, parsed: &ParsedConfig) ->
     let text_of =
         |origin: Option<&Origin>, key| origin.map_or_else(|| format!("daemon: {key}"), Origin::to_string);
     let fixed = old.differences(new).filter(|key| key.change == ChangePolicy::Reject);
-    let mut keys: Vec<_> = fixed.map(|key| text_of(parsed.daemon.origin_of_given(key.name), key.name)).collect();
+    let mut keys: Vec<_> =
+        fixed.map(|key| text_of(parsed.daemon.origin_of_given(key.name), key.name)).collect();
     // The table of the cluster is not in the list of keys, so it is compared separately.
     if old.cluster != new.cluster {
         keys.push(text_of(parsed.cluster.as_ref().map(ConfigWithOrigins::own_origin), "[cluster]"));

@@ -32,7 +32,8 @@ impl Reconciliation<'_> {
         if let Some(first) = found.into_iter().next() {
             return Err(first);
         }
-        let unavailable: BTreeSet<_> = unavailable.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
+        let unavailable: BTreeSet<_> =
+            unavailable.into_iter().map(|(index, _)| &self.plan.disks[index].name).collect();
         self.check_sockets(difference)?;
         self.check_host_files(difference).await?;
         let mut all = Vec::new();
@@ -128,7 +129,9 @@ impl Reconciliation<'_> {
             {
                 let address = ListenAddress::Unix(path.to_owned());
                 if let Some(sandbox) = self.registry.sandbox() {
-                    sandbox.check_address(&address).map_err(|error| self.with_export_origin(planned, error))?;
+                    sandbox
+                        .check_address(&address)
+                        .map_err(|error| self.with_export_origin(planned, error))?;
                 }
                 listen::check(&address, AddressConflictRule::Tolerated)
                     .map_err(|error| self.with_export_origin(planned, error))?;

@@ -226,8 +226,11 @@ impl RecordingDirectory {
             tracing::warn!("record: {directory}: {why} (nothing is recorded until this is fixed{remedy})");
         }
         self.progress.add_dropped(lost);
-        self.stopped =
-            Some(WriteInterruption { lost: before.map_or(0, |before| before.lost) + lost, retry_at: next_attempt, why });
+        self.stopped = Some(WriteInterruption {
+            lost: before.map_or(0, |before| before.lost) + lost,
+            retry_at: next_attempt,
+            why,
+        });
     }
 
     fn count_dropped(&mut self, requests: u64) {
@@ -353,7 +356,8 @@ pub(super) fn check(directory: &Path) -> io::Result<()> {
 /// The directory cannot be opened.
 pub(super) fn is_free(directory: &Path, own: Option<&Path>) -> io::Result<bool> {
     let directory_identity = identity(&fs::metadata(directory)?);
-    let is_own = own.is_some_and(|own| fs::metadata(own).is_ok_and(|own| identity(&own) == directory_identity));
+    let is_own =
+        own.is_some_and(|own| fs::metadata(own).is_ok_and(|own| identity(&own) == directory_identity));
     Ok(is_own || lock(directory)?.is_some())
 }
 

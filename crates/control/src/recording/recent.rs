@@ -91,14 +91,19 @@ impl RecentRequests {
         requests.iter_mut().for_each(|kept| kept.retain(|kept| kept.arrived >= since));
         (
             since,
-            requests.into_iter().map(|disk_requests| disk_requests.iter().flat_map(RecentRequest::expanded).collect()).collect(),
+            requests
+                .into_iter()
+                .map(|disk_requests| disk_requests.iter().flat_map(RecentRequest::expanded).collect())
+                .collect(),
         )
     }
 }
 
 /// Arrival of the first of the latest requests up to the limit; `None` if there are no more.
 fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, max_requests: usize) -> Option<Instant> {
-    let sum = |entries: &[(Instant, u16)]| entries.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>();
+    let sum = |entries: &[(Instant, u16)]| {
+        entries.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>()
+    };
     if sum(&arrivals) <= max_requests {
         return None;
     }
@@ -121,7 +126,8 @@ fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, max_requests: usize) -> Op
 
 impl RecentRequest {
     fn of(finished: &RequestRecord) -> Self {
-        let &RequestRecord { arrived, admitted, completed: ended, length, requests, operation, .. } = finished;
+        let &RequestRecord { arrived, admitted, completed: ended, length, requests, operation, .. } =
+            finished;
         let requests = u16::try_from(requests.max(1)).unwrap_or(u16::MAX);
         let (wait_ns, service_ns) = (admitted.nanos_since(arrived), ended.nanos_since(admitted));
         Self {
@@ -308,7 +314,10 @@ mod tests {
         output.take(&RequestRecord { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
         output.turn_at(0, at(700));
         let (since, requests) = recent.latest(&["a".into(), "b".into(), "c".into()], at(700), 1000);
-        assert_eq!((since, [requests[0].len(), requests[1].len(), requests[2].len()]), (at(0), [400, 200, 0]));
+        assert_eq!(
+            (since, [requests[0].len(), requests[1].len(), requests[2].len()]),
+            (at(0), [400, 200, 0])
+        );
         let first = CompletedRequest {
             arrived_ns: 1_000_000,
             wait_ns: 1_000_000,

@@ -100,7 +100,8 @@ impl RecordingSink {
         let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
         fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        let output = BufferedFile { file: file.into(), waiting: VecDeque::new(), written: 0, complete_bytes: 0 };
+        let output =
+            BufferedFile { file: file.into(), waiting: VecDeque::new(), written: 0, complete_bytes: 0 };
         let writer = RecordingWriter::new(output, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
         let (ends_by, error) = (None, None);
         Ok(Self {

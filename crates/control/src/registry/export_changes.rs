@@ -180,14 +180,15 @@ impl Registry {
             events,
             transferred: taken,
         };
-        let entrance =
-            endpoints::open_endpoint(target, &terms).await.map_err(|error| match (self.sandbox(), target) {
+        let entrance = endpoints::open_endpoint(target, &terms).await.map_err(|error| {
+            match (self.sandbox(), target) {
                 (Some(sandbox), settings::ExportTarget::VhostUserBlk(config)) if !config.client => {
                     // The sandbox's reason explains the error better than the failed system call.
                     config.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
                 }
                 _ => error,
-            })?;
+            }
+        })?;
         let address = entrance.address().to_owned();
         // The kernel reads a new device's partition table before its creation returns.
         if (is_at_once && entrance.device().is_some()) || !self.lifecycle.delays_clients.get() {

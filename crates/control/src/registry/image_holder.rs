@@ -54,7 +54,8 @@ impl Registry {
         let running = self.disks.all();
         let listed = running.iter().find(|running| has_file(running.disk.image()));
         let listed = listed.map(|running| running.disk.name().to_string());
-        let other = || candidates.into_iter().find(|(_, image)| has_file(image)).map(|(disk, _)| disk.to_owned());
+        let other =
+            || candidates.into_iter().find(|(_, image)| has_file(image)).map(|(disk, _)| disk.to_owned());
         match listed.or_else(other) {
             Some(disk) => {
                 let OpenError { image, holder, locked, .. } = error;

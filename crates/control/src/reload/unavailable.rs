@@ -48,8 +48,10 @@ pub(super) async fn exclude_unavailable(
             registry.check_image(&planned.image).await.with_context(origin)?;
             check_secret_files(planned).await?;
             let read_only_config = is_dry_run.then(|| trial_open::trial_config(planned));
-            let request =
-                assembly.open_request(read_only_config.as_ref().unwrap_or(planned)).await.with_context(origin)?;
+            let request = assembly
+                .open_request(read_only_config.as_ref().unwrap_or(planned))
+                .await
+                .with_context(origin)?;
             attempts.push((
                 before.name.clone(),
                 origin(),

@@ -69,7 +69,8 @@ pub(super) struct AttachmentReader<'a> {
 impl<'a> AttachmentReader<'a> {
     /// Takes the next bytes.
     pub(super) fn bytes(&mut self, count: usize) -> anyhow::Result<&'a [u8]> {
-        let (taken, rest) = self.bytes.split_at_checked(count).context("fewer bytes arrived than announced")?;
+        let (taken, rest) =
+            self.bytes.split_at_checked(count).context("fewer bytes arrived than announced")?;
         self.bytes = rest;
         Ok(taken)
     }

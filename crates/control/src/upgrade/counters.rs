@@ -126,7 +126,13 @@ impl ThrottleCounterState {
 
 impl From<throttle::CumulativeStats> for ThrottleCounterState {
     fn from(counted: throttle::CumulativeStats) -> Self {
-        let throttle::CumulativeStats { passed, throttled_ns: limited_ns, reservation_times: kept, waits, longest_wait_ns } = counted;
+        let throttle::CumulativeStats {
+            passed,
+            throttled_ns: limited_ns,
+            reservation_times: kept,
+            waits,
+            longest_wait_ns,
+        } = counted;
         let numbers = |AdmissionCounters { requests, bytes, throttled, waited_ns }| {
             [requests, bytes, throttled, waited_ns]
         };
@@ -145,7 +151,13 @@ impl From<ThrottleCounterState> for throttle::CumulativeStats {
             waited_ns,
         };
         let kept = kept.map(|[met_ns, missed_ns]| ReservationTimes { met_ns, missed_ns });
-        Self { passed: passed.map(counters), throttled_ns: limited_ns, reservation_times: kept, waits, longest_wait_ns }
+        Self {
+            passed: passed.map(counters),
+            throttled_ns: limited_ns,
+            reservation_times: kept,
+            waits,
+            longest_wait_ns,
+        }
     }
 }
 

@@ -222,7 +222,11 @@ impl AwaitedDevices {
                 }
                 Err(error) => {
                     let consequence = "its openers wait until weir is restarted";
-                    tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({consequence})");
+                    tracing::error!(
+                        export = id,
+                        address,
+                        "it cannot be taken over: {error:#} ({consequence})"
+                    );
                 }
             }
         }

@@ -88,7 +88,9 @@ impl DiskIdentity {
                 here.layers.len()
             ));
         }
-        if let Some(difference) = backing_pairs().find_map(|(one, other)| one.difference(other, "backing file")) {
+        if let Some(difference) =
+            backing_pairs().find_map(|(one, other)| one.difference(other, "backing file"))
+        {
             return Some(difference);
         }
         if *read_only != here.read_only {

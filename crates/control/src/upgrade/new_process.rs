@@ -166,7 +166,8 @@ impl NewProcess {
                 }
             }
         }
-        let machines = take_descriptors(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
+        let machines =
+            take_descriptors(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
         let mut offer = offer;
         let devices = AwaitedDevices::new(std::mem::take(&mut offer.devices));
         let images = offer.disks.iter().flat_map(|disk| disk.identity.written_files()).map(str::to_owned);
@@ -503,7 +504,8 @@ async fn apply_state(
     let resumptions = registry.disks.all().into_iter().map(|running| {
         let transferred = states.get(&**running.disk.name()).copied();
         // Released disks with handover are opened by their guests' next use.
-        let is_resumed = running.disk.is_passed() && transferred.is_none_or(|transferred| transferred.is_laid_down);
+        let is_resumed =
+            running.disk.is_passed() && transferred.is_none_or(|transferred| transferred.is_laid_down);
         let disk = is_resumed.then(|| Arc::clone(&running.disk));
         let resumption = disk.map(|disk| reactor::spawn_joinable(async move { disk.resume(&[]).await }));
         (running, transferred, resumption)
@@ -567,7 +569,13 @@ async fn apply_state(
         let (socket, session) = (socket.into(), client.to_session(number)?);
         clients.push((
             server,
-            QuiescedNbdConnection { socket, tls: false, session, bytes: received.to_vec(), skip: client.skip },
+            QuiescedNbdConnection {
+                socket,
+                tls: false,
+                session,
+                bytes: received.to_vec(),
+                skip: client.skip,
+            },
         ));
     }
     let mut machines = Vec::new();

@@ -547,7 +547,13 @@ async fn quiesce_and_transfer(
             // TLS state lives in this process and cannot be transferred.
             if !connection.tls {
                 let received = connection.bytes.len() as u64;
-                clients.push(ClientState::new(&endpoint, &export, &connection.session, received, connection.skip));
+                clients.push(ClientState::new(
+                    &endpoint,
+                    &export,
+                    &connection.session,
+                    received,
+                    connection.skip,
+                ));
                 bytes.extend(connection.bytes);
                 descriptors.push(connection.socket.as_fd().try_clone_to_owned()?);
             } else {
@@ -558,8 +564,13 @@ async fn quiesce_and_transfer(
     let mut machines = Vec::new();
     for (id, server) in &objects.machines {
         let Some(front_end) = server.take_quiesced() else { continue };
-        let QuiescedFrontEnd { socket, messages: session_messages, bytes: partial_bytes, descriptors: partial_descriptors, used_ns } =
-            front_end;
+        let QuiescedFrontEnd {
+            socket,
+            messages: session_messages,
+            bytes: partial_bytes,
+            descriptors: partial_descriptors,
+            used_ns,
+        } = front_end;
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         let mut messages = Vec::new();
         for SessionMessage { code, payload, descriptors: attached } in session_messages {
@@ -658,7 +669,8 @@ async fn for_each_server<T: 'static, F: Future<Output = T> + 'static>(
     servers: &[Rc<RunningServer>],
     operation: impl Fn(Arc<export::nbd::NbdServer>) -> F,
 ) -> Vec<T> {
-    let started = servers.iter().map(|serving| reactor::spawn_joinable(operation(Arc::clone(&serving.server))));
+    let started =
+        servers.iter().map(|serving| reactor::spawn_joinable(operation(Arc::clone(&serving.server))));
     let started: Vec<_> = started.collect();
     let mut done = Vec::new();
     for task in started {

@@ -186,7 +186,8 @@ impl WatchedMember {
                 record(NewEvent::new(Kind::WatermarkReached, message));
             }
             Some(ConditionChange::Ended(lasted)) => {
-                let message = format!("the device of {subject} is used below its watermark: limits are lifted");
+                let message =
+                    format!("the device of {subject} is used below its watermark: limits are lifted");
                 record(NewEvent::new(Kind::WatermarkLeft, message).with("seconds", seconds(lasted)));
             }
             None => {}

@@ -62,7 +62,8 @@ impl SettingChange {
     pub(crate) fn changed_event(subject: &str, changes: &[Self]) -> NewEvent {
         let texts: Vec<_> = changes.iter().map(Self::to_string).collect();
         let objects: Vec<_> = changes.iter().map(Self::to_json).collect();
-        NewEvent::new(Kind::ConfigChanged, format!("{subject}: {}", texts.join(", "))).with("changes", objects)
+        NewEvent::new(Kind::ConfigChanged, format!("{subject}: {}", texts.join(", ")))
+            .with("changes", objects)
     }
 }
 
@@ -92,7 +93,8 @@ mod tests {
         let before = MemberSettingValues(change_report::throttle_values(&settings, ""));
         assert_eq!(before.changes_since(&before), []);
         settings.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
-        let changes = MemberSettingValues(change_report::throttle_values(&settings, "")).changes_since(&before);
+        let changes =
+            MemberSettingValues(change_report::throttle_values(&settings, "")).changes_since(&before);
         let texts: Vec<_> = changes.iter().map(SettingChange::to_string).collect();
         assert_eq!(texts, ["iops-total 500 (was 0)"]);
         assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));

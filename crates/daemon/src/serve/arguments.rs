@@ -305,7 +305,8 @@ impl ImageArgs {
         disk.record_origin("image", origin);
         // Options for images in Ceph or at an NBD server apply to such images only. If there is
         // none, they apply to all, so that they are rejected.
-        let is_meant = |applies_to: fn(&ImageLocation) -> bool| applies_to(image) || !self.images.iter().any(applies_to);
+        let is_meant =
+            |applies_to: fn(&ImageLocation) -> bool| applies_to(image) || !self.images.iter().any(applies_to);
         let group = keys.read_disk(&mut disk, |key| match key {
             "reconnect-delay" | "open-timeout" => is_meant(|image| image.remote().is_some()),
             "rbd-config" | "rbd-user" => is_meant(ImageLocation::is_rbd),

@@ -21,7 +21,10 @@ fn plan(line: &str) -> Result<DesiredState, String> {
         text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default().to_owned()
     })?;
     arguments.check_disks()?;
-    arguments.into_parsed_config().and_then(|parsed| DesiredState::new(parsed, 0)).map_err(|wrong| wrong.to_string())
+    arguments
+        .into_parsed_config()
+        .and_then(|parsed| DesiredState::new(parsed, 0))
+        .map_err(|wrong| wrong.to_string())
 }
 
 #[track_caller]
@@ -271,7 +274,10 @@ fn options_that_repeat_the_config_file_are_rejected() {
     }
     let command_line =
         ["serve", "--config", "f", "--workers", "2", "--nbd", "h:1", "--log", "debug", "--qmp", "unix:q"];
-    assert!(ServeCommandLine::try_parse_from(command_line).is_ok(), "what holds for the process goes with a file");
+    assert!(
+        ServeCommandLine::try_parse_from(command_line).is_ok(),
+        "what holds for the process goes with a file"
+    );
 }
 
 #[test]

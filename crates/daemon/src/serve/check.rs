@@ -222,7 +222,8 @@ async fn problems(
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
         Some(with_origin(service.origin_of_given("record"), error))
     }));
-    let pid_file = service.pid_file.as_deref().map_or(Ok(()), |path| files::check_pid_file(path, conflict_rule));
+    let pid_file =
+        service.pid_file.as_deref().map_or(Ok(()), |path| files::check_pid_file(path, conflict_rule));
     found.extend(pid_file.err().map(|error| with_origin(service.origin_of_given("pid-file"), error)));
     let log_file = plan.process.log.file.as_deref().map_or(Ok(()), files::check_log_file);
     found.extend(log_file.err().map(|error| with_origin(service.origin_of_given("log-file"), error)));
@@ -305,7 +306,8 @@ fn sockets(
         })
     };
     let origin_of = |address: &ListenAddress| {
-        let listens_at = |at: &ListenEndpoint| matches!(at, ListenEndpoint::Address(known) if known == address);
+        let listens_at =
+            |at: &ListenEndpoint| matches!(at, ListenEndpoint::Address(known) if known == address);
         let service = &parsed.daemon;
         let nbd = service.nbd.iter().position(|nbd| listens_at(&nbd.endpoint));
         let nbd = nbd.and_then(|index| service.item_origin("nbd", index, ""));
@@ -320,7 +322,9 @@ fn sockets(
             ListenAddress::Unix(path) if is_created(path) && !path.exists() => {}
             address => {
                 found.extend(
-                    listen::check(address, conflict_rule).err().map(|error| with_origin(origin_of(address), error)),
+                    listen::check(address, conflict_rule)
+                        .err()
+                        .map(|error| with_origin(origin_of(address), error)),
                 );
             }
         }

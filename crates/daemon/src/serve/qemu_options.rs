@@ -89,7 +89,9 @@ impl QemuSteps {
                 _ => ("block-export-add", Some("type")),
             };
             let origin = Origin::option(option, &text);
-            qmp::execute_text(registry, command, &text, implied).await.map_err(|error| origin.error(error))?;
+            qmp::execute_text(registry, command, &text, implied)
+                .await
+                .map_err(|error| origin.error(error))?;
         }
         Ok(())
     }

@@ -146,7 +146,14 @@ impl FuseQueue {
         }
     }
 
-    async fn write_one(&self, unique: u64, charged: usize, offset: u64, data: Segments, durability: Durability) {
+    async fn write_one(
+        &self,
+        unique: u64,
+        charged: usize,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) {
         let bytes = data.len();
         let permit = match self.admit(&[unique], Direction::Write, RequestCost::one(bytes as u64)).await {
             Ok(permit) => permit,

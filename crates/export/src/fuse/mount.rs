@@ -281,7 +281,8 @@ fn path_of(file: &OwnedFd) -> String {
 fn mounted(path: &Path) -> Option<(OwnedFd, u64)> {
     let (root, status) = open_path(path).ok()?;
     let known = StatxFlags::from_bits_retain(status.stx_mask).contains(StatxFlags::MNT_ID);
-    (known && status.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some((root, status.stx_mnt_id))
+    (known && status.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+        .then_some((root, status.stx_mnt_id))
 }
 
 /// Marks the file system that is mounted over the file at `path` as served by this process, which

@@ -201,7 +201,11 @@ impl FuseExportServer {
         self.closing.load(SeqCst)
     }
 
-    async fn serve_queues(self: &Arc<Self>, mount: &Arc<FuseMount>, workers: &[ReactorWorker]) -> io::Result<()> {
+    async fn serve_queues(
+        self: &Arc<Self>,
+        mount: &Arc<FuseMount>,
+        workers: &[ReactorWorker],
+    ) -> io::Result<()> {
         let channel = FuseChannel::Device(mount.device().clone());
         if !self.is_initialized.load(SeqCst) {
             match first(answer_init(&channel), self.wait_while(|server| !server.is_closing())).await {

@@ -260,7 +260,9 @@ impl FuseWorld {
         let new_device = self::device(disk);
         assert!(new_device.restore(&state));
         let channel = FuseChannel::Simulated(self.connection.descriptor_with_number(0));
-        self.queues.borrow_mut().push(spawn_joinable(FuseQueue::new(Arc::clone(&new_device), channel).serve()));
+        self.queues
+            .borrow_mut()
+            .push(spawn_joinable(FuseQueue::new(Arc::clone(&new_device), channel).serve()));
         *self.device.borrow_mut() = new_device;
     }
 

@@ -122,7 +122,8 @@ fn writes_to_a_read_only_export_are_not_sent() {
 
 #[test]
 fn a_missing_export_is_named() {
-    let refused = sim::run(1, async { connect_to_export(serve(false), "vm1").await.unwrap_err().to_string() });
+    let refused =
+        sim::run(1, async { connect_to_export(serve(false), "vm1").await.unwrap_err().to_string() });
     assert!(refused.starts_with("refused export \"vm1\": no export of this name"), "{refused}");
 }
 
@@ -232,7 +233,8 @@ fn malformed_handshake_closes_the_connection() {
         (go(rep::ERR_POLICY, b"no\x1b[2J"), "refused export \"disk\": no?[2J"),
         ([greeting(3), no.clone(), long].concat(), "longer than any option needs"),
     ] {
-        let error = sim::run(1, async move { connect_to_export(scripted(script), "disk").await.unwrap_err() });
+        let error =
+            sim::run(1, async move { connect_to_export(scripted(script), "disk").await.unwrap_err() });
         assert!(error.to_string().contains(why), "{error}, not {why}");
     }
 }

@@ -405,8 +405,13 @@ impl NbdConnection {
         inbox.adapt_to_requests(self.disk.memory().budget());
         let (tls, session) = (self.stream.is_tls(), self.session);
         let stream_socket = self.stream.socket().cloned();
-        let quiesced =
-            stream_socket.map(|socket| QuiescedNbdConnection { socket, tls, session, bytes, skip: skip as u64 });
+        let quiesced = stream_socket.map(|socket| QuiescedNbdConnection {
+            socket,
+            tls,
+            session,
+            bytes,
+            skip: skip as u64,
+        });
         let is_transferred = quiesce.publish_until_resumed(*number, quiesced).await;
         self.quiescing.set(false);
         self.receiving.set(true);

@@ -81,11 +81,7 @@ impl NbdConnection {
         let bytes = length as usize;
         let cost = RequestCost::one(u64::from(length));
         let Some(permit) = self.admit(Direction::Read, cost, 1, bytes).await else {
-            return self.return_unstarted(
-                tag,
-                NbdCommand::Read { offset, length, dont_fragment },
-                None,
-            );
+            return self.return_unstarted(tag, NbdCommand::Read { offset, length, dont_fragment }, None);
         };
         match self.disk.read(permit, offset, bytes).await {
             Ok(data) => self.answer_read(tag, offset, data, dont_fragment),
@@ -329,8 +325,9 @@ impl NbdConnection {
                 return Poll::Ready(Some(permit));
             }
             let abandonment = abandonment.get_or_insert_with(|| self.abandonment.listen());
-            let is_abandoned =
-                Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get() || self.quiescing.get();
+            let is_abandoned = Pin::new(abandonment).poll(context).is_ready()
+                || self.abandoned.get()
+                || self.quiescing.get();
             if is_abandoned { Poll::Ready(None) } else { Poll::Pending }
         })
         .await;

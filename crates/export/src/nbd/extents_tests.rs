@@ -69,7 +69,11 @@ async fn shake_hands(pipe: &Pipe) -> Option<()> {
 }
 
 /// Serves BLOCK_STATUS requests: `extents_of` returns the extents for an offset and a length.
-async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, extents_of: fn(u64, u32) -> Vec<[u32; 2]>) -> Option<()> {
+async fn serve(
+    pipe: Pipe,
+    requests: Arc<AtomicU64>,
+    extents_of: fn(u64, u32) -> Vec<[u32; 2]>,
+) -> Option<()> {
     shake_hands(&pipe).await?;
     loop {
         let request = receive::<{ proto::REQUEST_BYTES }>(&pipe).await?;

@@ -398,7 +398,8 @@ impl NbdDeviceServer {
         // Quiesced connections must run to end.
         self.quiesce_state.set(QuiesceStage::Open);
         // A `leave` after a `close` must not keep a device that is being disconnected.
-        let _ = self.shutdown.compare_exchange(NbdDeviceShutdown::Serve as u8, shutdown as u8, SeqCst, SeqCst);
+        let _ =
+            self.shutdown.compare_exchange(NbdDeviceShutdown::Serve as u8, shutdown as u8, SeqCst, SeqCst);
         self.changed.notify(usize::MAX);
     }
 

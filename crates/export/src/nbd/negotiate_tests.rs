@@ -111,7 +111,12 @@ impl HandshakeTranscript {
 }
 
 /// Feeds the input in pieces of these lengths, cyclically.
-fn transcript_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> HandshakeTranscript {
+fn transcript_in(
+    policy: TlsPolicy,
+    exports: &ExportTable,
+    input: &[u8],
+    pieces: &[usize],
+) -> HandshakeTranscript {
     let mut out = Vec::new();
     let mut handshake = Handshake::start(policy, &mut out);
     let (mut start, mut tls) = (0, 0);
@@ -173,10 +178,16 @@ fn greeting_matches_the_specification() {
 
 #[test]
 fn flags_that_were_not_offered_close() {
-    assert_eq!(transcript_of(&HandshakeInput::new(4)).last, HandshakeEvent::Close(HandshakeClose::ClientFlags(4)));
+    assert_eq!(
+        transcript_of(&HandshakeInput::new(4)).last,
+        HandshakeEvent::Close(HandshakeClose::ClientFlags(4))
+    );
     // GET_FEATURES and SET_OWNER of vhost-user, in little-endian order.
     for flags in [0x0100_0000, 0x0300_0000] {
-        assert_eq!(transcript_of(&HandshakeInput::new(flags)).last, HandshakeEvent::Close(HandshakeClose::VhostUser));
+        assert_eq!(
+            transcript_of(&HandshakeInput::new(flags)).last,
+            HandshakeEvent::Close(HandshakeClose::VhostUser)
+        );
     }
     assert_eq!(
         transcript_of(&HandshakeInput::new(u32::MAX)).last,
@@ -247,7 +258,10 @@ fn wrong_option_magic_closes() {
 #[test]
 fn unknown_options_are_refused_and_skipped() {
     let client = HandshakeInput::fixed().option(4, b"peek").option(77, &[1; 100_000]).option(opt::LIST, b"");
-    assert_eq!(transcript_of(&client).kinds(), [rep::ERR_UNSUP, rep::ERR_UNSUP, rep::SERVER, rep::SERVER, rep::ACK]);
+    assert_eq!(
+        transcript_of(&client).kinds(),
+        [rep::ERR_UNSUP, rep::ERR_UNSUP, rep::SERVER, rep::SERVER, rep::ACK]
+    );
 }
 
 #[test]
@@ -257,7 +271,10 @@ fn oversized_option_is_rejected_and_huge_one_disconnects() {
     for option in [opt::GO, opt::ABORT, 77] {
         let huge = HandshakeInput::fixed().header(option, MAX_SKIPPED_BYTES + 1);
         let length = MAX_SKIPPED_BYTES + 1;
-        assert_eq!(transcript_of(&huge).last, HandshakeEvent::Close(HandshakeClose::OptionTooLong { option, length }));
+        assert_eq!(
+            transcript_of(&huge).last,
+            HandshakeEvent::Close(HandshakeClose::OptionTooLong { option, length })
+        );
     }
 }
 
@@ -360,13 +377,15 @@ fn the_default_export_has_the_empty_name() {
 
 #[test]
 fn go_with_block_sizes_enforces_alignment() {
-    let bound = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[info::BLOCK_SIZE]))).session();
+    let bound = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[info::BLOCK_SIZE])))
+        .session();
     assert_eq!((bound.sizes_acknowledged, bound.minimum_block), (true, 512));
     let free = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[]))).session();
     assert_eq!((free.sizes_acknowledged, free.minimum_block), (false, 1));
     assert_eq!(free.maximum_payload, 1 << 20);
     // The default export's size is odd: its last byte must stay within reach.
-    let odd = transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::BLOCK_SIZE]))).session();
+    let odd =
+        transcript_of(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::BLOCK_SIZE]))).session();
     assert_eq!((odd.sizes_acknowledged, odd.minimum_block), (true, 1));
 }
 
@@ -420,7 +439,8 @@ fn structured_replies_and_extended_headers_are_negotiated_once() {
     assert_eq!(talk2.kinds()[2..5], [rep::ACK, rep::ERR_INVALID, rep::ERR_EXT_HEADER_REQD]);
     assert_eq!(talk2.session().style, ReplyStyle::Extended);
 
-    let alone = transcript_of(&HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::GO, &go));
+    let alone =
+        transcript_of(&HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::GO, &go));
     assert_eq!(alone.session().style, ReplyStyle::Extended);
     assert!(!alone.session().offers(export_flag::BLOCK_STATUS_PAYLOAD), "no context was selected");
 }
@@ -443,7 +463,8 @@ fn contexts_are_listed_by_name_namespace_or_without_a_query() {
     for queried in [&["qemu:dirty-bitmap"][..], &["base:other"], &["base"], &[""]] {
         assert_eq!(kinds(opt::LIST_META_CONTEXT, &queries("disk", queried)), [rep::ACK], "{queried:?}");
     }
-    let replies = transcript_of(&HandshakeInput::fixed().option(opt::LIST_META_CONTEXT, &queries("", &[]))).replies();
+    let replies =
+        transcript_of(&HandshakeInput::fixed().option(opt::LIST_META_CONTEXT, &queries("", &[]))).replies();
     assert_eq!(replies[0].2, b"\0\0\0\0base:allocation");
     assert_eq!(replies[1].2, b"\0\0\0\0qemu:allocation-depth");
     assert_eq!(replies[2].2, b"\0\0\0\0qemu:dirty-bitmap:b0");

@@ -32,7 +32,12 @@ impl NegotiatedTerms {
         }
     }
 
-    pub(super) fn session(&self, export: usize, export_info: &ExportInfo, sizes_acknowledged: bool) -> NbdSession {
+    pub(super) fn session(
+        &self,
+        export: usize,
+        export_info: &ExportInfo,
+        sizes_acknowledged: bool,
+    ) -> NbdSession {
         // "SET_META_CONTEXT": a selection for another export does not count.
         let contexts = match self.contexts {
             Some((selected_for, contexts)) if selected_for == export => contexts,
@@ -44,7 +49,11 @@ impl NegotiatedTerms {
             flags: export_info.features.flags(self.style(), !contexts.is_empty()),
             contexts,
             sizes_acknowledged,
-            minimum_block: if sizes_acknowledged { export_info.sizes.minimum_for(export_info.size_bytes) } else { 1 },
+            minimum_block: if sizes_acknowledged {
+                export_info.sizes.minimum_for(export_info.size_bytes)
+            } else {
+                1
+            },
             maximum_payload: export_info.sizes.maximum,
         }
     }

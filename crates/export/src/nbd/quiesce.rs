@@ -146,8 +146,9 @@ impl ConnectionQuiesce {
     /// Waits for the end of the quiesce with this number; true if another process continues the
     /// connection. A quiesce that follows at once has another number.
     pub(super) async fn wait_for_end_of_quiesce(&self, generation: u64) -> bool {
-        let stage =
-            self.wait_for_stage(|stage| stage != QuiesceStage::Quiescing || self.generation() != generation).await;
+        let stage = self
+            .wait_for_stage(|stage| stage != QuiesceStage::Quiescing || self.generation() != generation)
+            .await;
         stage == QuiesceStage::HandedOver
     }
 

@@ -510,8 +510,10 @@ impl NbdServer {
         let memory = Some(ConnectionMemory::transferred(MemoryBudget::process(), CONNECTION_BYTES));
         let slot = ConnectionSlot { server: Arc::clone(self), number, address, memory };
         let client = ClientIdentity { address, name: None };
-        let client_info =
-            self.exports().get(quiesced.session.export).and_then(|export| self.client_info(export, number, &client));
+        let client_info = self
+            .exports()
+            .get(quiesced.session.export)
+            .and_then(|export| self.client_info(export, number, &client));
         let live = ConnectedClient::new(quiesced.socket.clone(), address, reactor::now());
         let stop = Arc::clone(&live.stop);
         {

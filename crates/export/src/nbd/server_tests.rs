@@ -179,8 +179,9 @@ fn option_replies_use_bounded_memory() {
         for (option, data) in [(3, &[][..]), (6, &info), (77, b""), (8, b"")] {
             let mut out = Vec::new();
             let mut handshake = Handshake::start(TlsPolicy::Off, &mut out);
-            let option_bytes = [b"IHAVEOPT", &u32::to_be_bytes(option)[..], &(data.len() as u32).to_be_bytes(), data]
-                .concat();
+            let option_bytes =
+                [b"IHAVEOPT", &u32::to_be_bytes(option)[..], &(data.len() as u32).to_be_bytes(), data]
+                    .concat();
             let input = [&3_u32.to_be_bytes()[..], &option_bytes.repeat(4096 / option_bytes.len())].concat();
             let (mut input, mut sent, mut max_bytes) = (&input[..], 0, 0);
             loop {

@@ -367,7 +367,8 @@ fn later_ways(first: ServerProperties) -> ServerProperties {
         }
         // Unfit too: a server whose cache can no longer be flushed, or that cannot make data
         // durable at all.
-        properties.is_unfit |= first.flags & !properties.flags & export_flag::SEND_FLUSH != 0 || !is_durable(properties.flags);
+        properties.is_unfit |=
+            first.flags & !properties.flags & export_flag::SEND_FLUSH != 0 || !is_durable(properties.flags);
     });
     properties
 }

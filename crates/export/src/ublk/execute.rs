@@ -115,7 +115,9 @@ impl UblkIoQueue {
         };
         let disk = self.device.disk();
         let result = match kind {
-            UblkOperation::Write(durability) => disk.write_registered(permit, offset, &data, durability).await,
+            UblkOperation::Write(durability) => {
+                disk.write_registered(permit, offset, &data, durability).await
+            }
             _ => disk.read_registered(permit, offset, &data).await,
         };
         self.answer(&incoming, result);

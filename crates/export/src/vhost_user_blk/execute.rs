@@ -178,7 +178,8 @@ impl VhostUserQueue {
         for (index, range) in ranges.iter().enumerate() {
             // After the first range, the request has had effects and cannot go back into the ring.
             let must_complete = incoming.must_complete || index > 0;
-            let Some(permit) = self.admit(Direction::Write, RequestCost::one(range.bytes), must_complete).await
+            let Some(permit) =
+                self.admit(Direction::Write, RequestCost::one(range.bytes), must_complete).await
             else {
                 return self.return_request(incoming);
             };

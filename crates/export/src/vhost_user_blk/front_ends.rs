@@ -104,7 +104,10 @@ impl FrontEnds {
 
     /// A front end that listens at `path`; connects to it whenever possible.
     pub fn call(id: &str, path: PathBuf) -> Self {
-        Self::with_source(id, FrontEndSource::Connect { path, pause: Duration::ZERO, last_logged: String::new() })
+        Self::with_source(
+            id,
+            FrontEndSource::Connect { path, pause: Duration::ZERO, last_logged: String::new() },
+        )
     }
 
     fn with_source(id: &str, source: FrontEndSource) -> Self {
@@ -172,7 +175,9 @@ impl FrontEnds {
                     match call(&address) {
                         Ok(socket) => return Ok(socket.into()),
                         // Any error is retried: the front end may start later.
-                        Err(error) => log_once(&self.id, path, last_logged, io::Error::from(error).to_string()),
+                        Err(error) => {
+                            log_once(&self.id, path, last_logged, io::Error::from(error).to_string())
+                        }
                     }
                 }
             }
@@ -258,7 +263,8 @@ impl FrontEnds {
 
     fn reject_oldest(&mut self, current: &Fd) {
         let Some(oldest) = self.waiting.pop_front() else { return };
-        if let (Some(suppressed), Some(device)) = (self.refusals.try_log(reactor::coarse_now()), &self.device) {
+        if let (Some(suppressed), Some(device)) = (self.refusals.try_log(reactor::coarse_now()), &self.device)
+        {
             let (process, connected) = (PeerProcess::of_peer(&oldest.socket), PeerProcess::of_peer(current));
             let (process, connected) = (process.as_ref(), connected.as_ref());
             device.report(&FrontEndEvent::Rejected { process, connected }, suppressed);

@@ -80,8 +80,13 @@ mod tests {
         let record =
             |process, why, unseen, seconds| attempts.record_attempt(Some(process), why, unseen, at(seconds));
         assert!(!attempts.was_logged_recently(Some(1), at(0)));
-        assert_eq!([record(1, "a", 0, 0), record(1, "a", 0, 1), record(1, "a", 2, 599)], [Some(0), None, None]);
-        assert!(attempts.was_logged_recently(Some(1), at(599)) && !attempts.was_logged_recently(Some(2), at(599)));
+        assert_eq!(
+            [record(1, "a", 0, 0), record(1, "a", 0, 1), record(1, "a", 2, 599)],
+            [Some(0), None, None]
+        );
+        assert!(
+            attempts.was_logged_recently(Some(1), at(599)) && !attempts.was_logged_recently(Some(2), at(599))
+        );
         assert!(!attempts.was_logged_recently(Some(1), at(600)));
         assert_eq!([record(1, "a", 1, 600), record(1, "a", 0, 601)], [Some(5), None]);
         assert_eq!(record(1, "b", 0, 602), Some(0), "another reason");

@@ -121,9 +121,15 @@ impl SessionFuzzer {
         }
         let messages_of = |session: &VhostUserSession| {
             let messages = session.to_messages().ok()?.into_iter();
-            Some(messages.map(|message| (message.code, message.payload, message.descriptors.len())).collect::<Vec<_>>())
+            Some(
+                messages
+                    .map(|message| (message.code, message.payload, message.descriptors.len()))
+                    .collect::<Vec<_>>(),
+            )
         };
-        let (Ok(messages), Some(expected)) = (self.session.to_messages(), messages_of(&self.session)) else { return };
+        let (Ok(messages), Some(expected)) = (self.session.to_messages(), messages_of(&self.session)) else {
+            return;
+        };
         let (mut other, _) =
             VhostUserSession::from_messages(self.offer, messages).expect("a front end could say all that");
         let running: Vec<u16> = other.running().collect();

@@ -336,7 +336,9 @@ mod tests {
         for packed in [false, true] {
             let (file, bytes) = create(3, 128, packed).expect("made");
             let duplicate = || file.try_clone().expect("a descriptor");
-            let map = |bytes| InflightArea::map(&info(bytes, 3, 128), duplicate(), &ample_quota(), 0).expect("mapped");
+            let map = |bytes| {
+                InflightArea::map(&info(bytes, 3, 128), duplicate(), &ample_quota(), 0).expect("mapped")
+            };
             assert_eq!(map(bytes).write_cache(), None);
             for enabled in [false, true] {
                 map(bytes).store_write_cache(enabled);
@@ -360,7 +362,8 @@ mod tests {
     fn block_size_is_stored_in_own_areas_only() {
         let (file, bytes) = create(1, 128, true).expect("made");
         let duplicate = || file.try_clone().expect("a descriptor");
-        let map = |bytes| InflightArea::map(&info(bytes, 1, 128), duplicate(), &ample_quota(), 0).expect("mapped");
+        let map =
+            |bytes| InflightArea::map(&info(bytes, 1, 128), duplicate(), &ample_quota(), 0).expect("mapped");
         assert_eq!(map(bytes).block_bytes(), None);
         map(bytes).store_block_bytes(4096);
         assert_eq!((map(bytes).block_bytes(), map(bytes).write_cache()), (Some(4096), None));
@@ -372,8 +375,9 @@ mod tests {
 
     #[test]
     fn area_description_is_validated() {
-        let map =
-            |info: InflightInfo| InflightArea::map(&info, create(1, 4, false).expect("made").0, &ample_quota(), 0);
+        let map = |info: InflightInfo| {
+            InflightArea::map(&info, create(1, 4, false).expect("made").0, &ample_quota(), 0)
+        };
         assert!(map(info(128, 1, 4)).is_ok());
         assert!(matches!(map(info(127, 1, 4)), Err(InflightError::TooSmall { is: 127, due: 128 })));
         assert!(matches!(map(info(1 << 40, 1, 4)), Err(InflightError::Map(_))), "longer than its file");
@@ -398,7 +402,8 @@ mod tests {
             InflightArea::map(&info(bytes, 1, 4), file, &ample_quota(), opened).expect("mapped")
         };
         let is_lost_with = |opened: u64| {
-            let loss_state = || area(opened).loss().expect("made here").state_bytes.load_u64(LOSS_AT, Acquire);
+            let loss_state =
+                || area(opened).loss().expect("made here").state_bytes.load_u64(LOSS_AT, Acquire);
             match loss_state() {
                 0 => false,
                 WOULD_LOSE => true,

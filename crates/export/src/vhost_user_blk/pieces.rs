@@ -84,7 +84,10 @@ impl VhostUserQueue {
         if direction == Direction::Read {
             // After the last piece: a dirty log that is set between pieces has to cover all of
             // them.
-            incoming.buffers().iter().for_each(|segment| self.mark_dirty(segment.guest_address(), segment.bytes()));
+            incoming
+                .buffers()
+                .iter()
+                .for_each(|segment| self.mark_dirty(segment.guest_address(), segment.bytes()));
         }
         self.complete_request(incoming, outcome);
     }

@@ -629,8 +629,9 @@ async fn serve_ring(
             let has_feature = |feature| settings.features & feature != 0;
             let needed = server.device.export.offer.segments() + 2;
             // Linux waits forever for space for a request that is longer than the whole ring.
-            let is_short =
-                has_feature(virtio::SEG_MAX) && !has_feature(virtio::INDIRECT_DESC) && u32::from(settings.size) < needed;
+            let is_short = has_feature(virtio::SEG_MAX)
+                && !has_feature(virtio::INDIRECT_DESC)
+                && u32::from(settings.size) < needed;
             let size = settings.size;
             let base = match VhostUserQueue::new(ring, settings, Arc::clone(&server.device)) {
                 Ok(queue) => {

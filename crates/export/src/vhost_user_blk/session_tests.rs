@@ -549,7 +549,8 @@ fn memory_mapped_by_a_front_end_is_bounded() {
     drop(mappings);
     let output = add(1 << 44);
     assert!(output.ends_with("16 TiB at most), reply 0x1"), "{output}");
-    let available = output.split_once("more than ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
+    let available =
+        output.split_once("more than ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
     let available: u64 = available.expect("a number of bytes");
     assert_ne!(add(available), "reply 0x0", "it has some already");
     assert_eq!(add(available - (1 << 30)), "reply 0x0");

@@ -130,7 +130,8 @@ impl Vring {
         }
         let parts = RingParts::of(size, packed, features & virtio::EVENT_IDX != 0);
         let find = |area_name, address, (bytes, alignment)| {
-            let area = memory.user_range(address, bytes).ok_or(VringFault::Outside { what: area_name, address })?;
+            let area =
+                memory.user_range(address, bytes).ok_or(VringFault::Outside { what: area_name, address })?;
             match area.is_aligned(alignment) {
                 true => Ok(area),
                 false => Err(VringFault::Unaligned { what: area_name, address, alignment }),

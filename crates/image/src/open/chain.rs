@@ -119,7 +119,8 @@ async fn find_backing(
     // The part of an overlay beyond the end of a raw backing file reads as zeroes, so the
     // file may even be empty.
     let may_be_empty = format == ImageFormat::Raw;
-    let storage_options = storage::OpenOptions { read_only: true, may_be_empty, ..backing_options(options, format) };
+    let storage_options =
+        storage::OpenOptions { read_only: true, may_be_empty, ..backing_options(options, format) };
     let (storage, probed) = open_backing(&path, &name, storage_options, seen).await?;
     warn_of_container(&name, probed);
     let name = path.display().to_string();
@@ -219,7 +220,8 @@ async fn open_data_file(
     })?;
     let name = format!("{}: its data file {}", level.name, path.display());
     let (read_only, handover) = (level.read_only, options.storage.handover);
-    let storage_options = storage::OpenOptions { read_only, handover, ..backing_options(options, ImageFormat::Raw) };
+    let storage_options =
+        storage::OpenOptions { read_only, handover, ..backing_options(options, ImageFormat::Raw) };
     open_backing(&path, &name, storage_options, seen).await.map(|(storage, _)| Some(storage))
 }
 

@@ -225,11 +225,18 @@ fn beneath(images: &TestImages, directory: &str, format: Option<ImageFormat>) ->
 fn image_root_applies_to_backing_files() {
     let images = TestImages::chain();
     let options = |directory: &str| beneath(&images, directory, Some(ImageFormat::Qcow2));
-    with_opened(images.path("top.qcow2"), options(""), async |opened| drop(opened.expect("all of it is inside")));
+    with_opened(images.path("top.qcow2"), options(""), async |opened| {
+        drop(opened.expect("all of it is inside"))
+    });
     assert_refused(images.path("top.qcow2"), options("sub"), "lies outside of the image root");
     images.over("sub/over.qcow2", "../top.qcow2", Some("qcow2"));
-    let message = with_opened(images.path("sub/over.qcow2"), options("sub"), async |opened| opened.expect_err("leads out"));
-    assert!(message.contains("over.qcow2: its backing file") && message.contains("lies outside"), "{message}");
+    let message = with_opened(images.path("sub/over.qcow2"), options("sub"), async |opened| {
+        opened.expect_err("leads out")
+    });
+    assert!(
+        message.contains("over.qcow2: its backing file") && message.contains("lies outside"),
+        "{message}"
+    );
     symlink("../top.qcow2", images.path("sub/inside.qcow2")).expect("linked");
     assert_refused(images.path("sub/inside.qcow2"), options("sub"), "lies outside of the image root");
     images.create("sub/data.qcow2", with_data("../data"));
@@ -274,7 +281,11 @@ fn missing_and_unused_secrets_are_reported() {
         qcow2(),
         "is encrypted with LUKS (give its passphrase with --secret-file)",
     );
-    assert_refused(images.path("e.qcow2"), with_secrets(&["geheim", "b"]), "2 secrets for 1 encrypted images");
+    assert_refused(
+        images.path("e.qcow2"),
+        with_secrets(&["geheim", "b"]),
+        "2 secrets for 1 encrypted images",
+    );
     assert_refused(
         images.path("e.qcow2"),
         with_secrets(&["falsch"]),

@@ -39,7 +39,9 @@ impl Qcow2Image {
                     let now = below.storage().stamp().await;
                     first.resize(first.len().max(at + 1), None);
                     match (first[at], now) {
-                        (Some(before), Some(now)) if before != now => return image.mark_backing_changed(below),
+                        (Some(before), Some(now)) if before != now => {
+                            return image.mark_backing_changed(below);
+                        }
                         (None, Some(now)) => first[at] = Some(now),
                         // An error does not prove a change of the file.
                         _ => {}

@@ -415,7 +415,9 @@ impl<'a> CheckPass<'a> {
             return true;
         }
         if !self.is_inside(offset, length) {
-            self.report_corruption(format!("{structure} at {offset:#x} ({length} bytes) lies beyond the end of the file"));
+            self.report_corruption(format!(
+                "{structure} at {offset:#x} ({length} bytes) lies beyond the end of the file"
+            ));
             return false;
         }
         let bits = self.header.cluster_bits;

@@ -314,7 +314,12 @@ mod tests {
         let header = header();
         let bytes = header.encode().expect("valid");
         let stored = StoredHeader::new(header, &bytes);
-        assert!(stored.start.len() < 1024 && bytes.len() >= 65536, "{} of {}", stored.start.len(), bytes.len());
+        assert!(
+            stored.start.len() < 1024 && bytes.len() >= 65536,
+            "{} of {}",
+            stored.start.len(),
+            bytes.len()
+        );
         assert_eq!(stored.first_cluster(), bytes);
     }
 }

@@ -461,10 +461,14 @@ impl Qcow2Header {
         let cluster = self.cluster_bytes();
         let table = |structure: &str, offset: u64, length: u64| {
             if !offset.is_multiple_of(cluster) {
-                return Err(InvalidImage::new(format!("{structure} at {offset:#x} is not aligned to a cluster")));
+                return Err(InvalidImage::new(format!(
+                    "{structure} at {offset:#x} is not aligned to a cluster"
+                )));
             }
             if offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT) {
-                return Err(InvalidImage::new(format!("{structure} at {offset:#x} is beyond the largest offset")));
+                return Err(InvalidImage::new(format!(
+                    "{structure} at {offset:#x} is beyond the largest offset"
+                )));
             }
             if offset == 0 && length > 0 {
                 return Err(InvalidImage::new(format!("{structure} overlaps the header")));
@@ -580,7 +584,8 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
         let data = (at + 8).checked_add(length).and_then(|end| bytes.get(at + 8..end));
         let Some(data) = data else {
             let at = at + 8;
-            let message = format!("header extension {kind:#x} at {at:#x} has {length} bytes, which do not fit");
+            let message =
+                format!("header extension {kind:#x} at {at:#x} has {length} bytes, which do not fit");
             return Some(Err(InvalidImage::new(message)));
         };
         next = Some(at + 8 + length.next_multiple_of(8));

@@ -17,7 +17,11 @@ const NUMBERS_2: std::ops::Range<usize> = 24..72;
 const NUMBERS_3: std::ops::Range<usize> = 24..96;
 
 /// First cluster with the header `new`, given its present bytes and the header they encode.
-pub(super) fn encode_change(bytes: &[u8], old: &Qcow2Header, new: &Qcow2Header) -> Result<Vec<u8>, InvalidImage> {
+pub(super) fn encode_change(
+    bytes: &[u8],
+    old: &Qcow2Header,
+    new: &Qcow2Header,
+) -> Result<Vec<u8>, InvalidImage> {
     let encoded = new.encode()?;
     let mut patched = bytes.to_vec();
     patched.resize(encoded.len(), 0);

@@ -92,7 +92,9 @@ impl Qcow2Image {
             let rest = table_covers - offset % table_covers;
             return Some(Ok(MappedRun { length: length.min(rest), mapping: GuestMapping::Unallocated }));
         }
-        self.cache.load().with_slice(self.slice_number(offset), |slice| self.run_in_slice(slice, offset, length))
+        self.cache
+            .load()
+            .with_slice(self.slice_number(offset), |slice| self.run_in_slice(slice, offset, length))
     }
 
     fn run_in_slice(&self, slice: &L2Slice, offset: u64, length: u64) -> LookupResult<MappedRun> {

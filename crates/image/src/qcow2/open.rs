@@ -229,7 +229,12 @@ impl Qcow2Image {
         // During a handover the previous process may still change the corrupt and dirty bits;
         // `take_over` reads and checks them again.
         let is_check_deferred = read_only || is_handover;
-        check_openable(&header, is_check_deferred, is_maintenance || data.is_some(), is_maintenance || cipher.is_some())?;
+        check_openable(
+            &header,
+            is_check_deferred,
+            is_maintenance || data.is_some(),
+            is_maintenance || cipher.is_some(),
+        )?;
         let sizes = caches.sizes(&header)?;
         let shape = EntryFormat {
             cluster_bits: header.cluster_bits,

@@ -51,7 +51,8 @@ pub(super) struct MetadataClusters {
 
 impl MetadataClusters {
     pub(super) fn new(cluster_bits: u32, regions: &[(u64, u64)]) -> Self {
-        let clusters = regions.iter().flat_map(|(offset, length)| clusters_of(cluster_bits, *offset, *length));
+        let clusters =
+            regions.iter().flat_map(|(offset, length)| clusters_of(cluster_bits, *offset, *length));
         Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
     }
 

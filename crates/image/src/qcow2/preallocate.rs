@@ -209,7 +209,11 @@ mod tests {
                     assert!(read.iter().all(|byte| *byte == 0), "{options:?} {mode:?}");
                     image.close().await.expect("memory");
                     let report = check(image.storage(), Repair::Nothing).await.expect("readable");
-                    assert_eq!((report.corruptions, report.leaks), (0, 0), "{options:?} {mode:?}: {report:?}");
+                    assert_eq!(
+                        (report.corruptions, report.leaks),
+                        (0, 0),
+                        "{options:?} {mode:?}: {report:?}"
+                    );
                 });
             }
         }

@@ -257,7 +257,12 @@ impl Refcounts {
 
     /// Grows the file to contain the run. If it cannot grow that far, shortens the run to what
     /// fits, but not below `min_clusters`.
-    async fn with_file_space(&self, file: &ImageFile, run: Range<u64>, min_clusters: u64) -> Result<Range<u64>> {
+    async fn with_file_space(
+        &self,
+        file: &ImageFile,
+        run: Range<u64>,
+        min_clusters: u64,
+    ) -> Result<Range<u64>> {
         match file.grow_to(run.end << self.cluster_bits).await {
             Ok(()) => Ok(run),
             Err(error) => {
@@ -272,7 +277,13 @@ impl Refcounts {
     }
 
     /// Finds the first run of `min_clusters` to `max_clusters` free clusters from `start` on.
-    async fn find(&self, file: &ImageFile, start: u64, min_clusters: u64, max_clusters: u64) -> Result<Range<u64>> {
+    async fn find(
+        &self,
+        file: &ImageFile,
+        start: u64,
+        min_clusters: u64,
+        max_clusters: u64,
+    ) -> Result<Range<u64>> {
         let mut run = start..start;
         loop {
             let cluster = run.end;

@@ -73,7 +73,12 @@ impl Qcow2Image {
 
     /// Makes a change of a range durable if `durability` or the cache mode requires it. Data
     /// written in place with FUA is durable already; the flush is skipped if its entries are too.
-    pub(super) async fn ensure_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
+    pub(super) async fn ensure_durable(
+        &self,
+        offset: u64,
+        length: u64,
+        durability: Durability,
+    ) -> Result<()> {
         let at_once = durability == Durability::Synchronous || self.writes_through;
         if at_once && !self.is_durable(offset, length) {
             return self.flush().await;
@@ -389,7 +394,8 @@ impl Qcow2Image {
                 let at = self.entry_in_slice(guest) + index as usize;
                 let (raw, map) = slice.get(at, shape.extended);
                 let offset = guest + (index << shape.cluster_bits);
-                let old = self.decode_at(offset, raw, map).map_err(|invalid| self.file.report_invalid(&invalid))?;
+                let old =
+                    self.decode_at(offset, raw, map).map_err(|invalid| self.file.report_invalid(&invalid))?;
                 let new = change(index, old);
                 if new == old {
                     continue;
@@ -411,9 +417,11 @@ impl Qcow2Image {
             ClusterMapping::Compressed { .. } => None,
         };
         match old {
-            ClusterMapping::Compressed { offset, length } => {
-                (new != old).then_some(UnreferencedRange { offset, length, content: FreedContent::Compressed })
-            }
+            ClusterMapping::Compressed { offset, length } => (new != old).then_some(UnreferencedRange {
+                offset,
+                length,
+                content: FreedContent::Compressed,
+            }),
             ClusterMapping::Standard(_) if self.data.is_some() || host(old) == host(new) => None,
             ClusterMapping::Standard(_) => {
                 let length = 1 << self.shape.cluster_bits;

@@ -182,7 +182,9 @@ pub(super) fn interval_of_tried(
 ) -> Option<(f64, f64)> {
     let blocks = tried.first()?.1.first()?.0.len();
     // Blocks without judged requests carry no information about the target.
-    let any = |block: &usize| tried.iter().any(|(_, late_requests)| late_requests.iter().any(|(_, all)| all[*block] > 0));
+    let any = |block: &usize| {
+        tried.iter().any(|(_, late_requests)| late_requests.iter().any(|(_, all)| all[*block] > 0))
+    };
     let blocks: Vec<usize> = (0..blocks).filter(any).collect();
     if blocks.len() < MIN_BLOCKS {
         return None;

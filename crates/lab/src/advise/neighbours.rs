@@ -131,7 +131,8 @@ pub(super) fn cost(search: &AdviseSearch<'_>, tenant: usize) -> (ReservationUnit
     };
     let (total_s, small) = (worked_s(true), worked_s(false));
     // Fixed costs dominate if minimal requests take more than half of the time.
-    let of_device = (if small >= total_s / 2.0 { ReservationUnit::Iops } else { ReservationUnit::Bps }, total_s);
+    let of_device =
+        (if small >= total_s / 2.0 { ReservationUnit::Iops } else { ReservationUnit::Bps }, total_s);
     let groups = search.tenants.limited_around(tenant).map(|group| &world.groups[group].settings.limits);
     let of_groups = groups
         .flat_map(|limits| LimitKind::ALL.map(|kind| seconds_of_limit(search, &details.disks, limits, kind)));
@@ -300,28 +301,36 @@ impl<'a> Neighbours<'a> {
 
     /// True if all selected tenants that have a target keep it.
     fn keeps(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> bool {
-        let mut selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        let mut selected =
+            results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
         selected.all(|(place, result)| result.late <= self.allowed[place])
     }
 
     fn worst_ns(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> u64 {
-        let selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        let selected =
+            results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
         selected
-            .map(|(_, result)| if result.abandoned { u64::MAX } else { result.judged_ns(&self.search.criterion) })
+            .map(
+                |(_, result)| {
+                    if result.abandoned { u64::MAX } else { result.judged_ns(&self.search.criterion) }
+                },
+            )
             .max()
             .unwrap_or(0)
     }
 
     fn record_tried(&mut self, level: Option<f64>, plan: &NeighbourPlan, results: &[TrialResult]) {
         let worst_ns = self.worst_ns(results, |_| true);
-        let late_requests = [false, true]
-            .map(|is_limited| self.late_requests(results, |place| plan.limits[place].is_some() == is_limited));
+        let late_requests = [false, true].map(|is_limited| {
+            self.late_requests(results, |place| plan.limits[place].is_some() == is_limited)
+        });
         self.tried.push(TriedPlan { level, worst_ns, late_requests });
     }
 
     /// Late and all requests by block, of the selected tenants that have a target.
     fn late_requests(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> LateRequests {
-        let selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        let selected =
+            results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
         selected.map(|(_, result)| (result.late_in.clone(), result.requests_in.clone())).collect()
     }
 
@@ -426,7 +435,12 @@ impl<'a> Neighbours<'a> {
             return Ok(Some((max_level, true)));
         }
         // Some limited tenant has no target: the highest level harms it least.
-        if self.limited(max_level).iter().zip(&self.has_target).any(|(limits, has_target)| limits.is_some() && !has_target) {
+        if self
+            .limited(max_level)
+            .iter()
+            .zip(&self.has_target)
+            .any(|(limits, has_target)| limits.is_some() && !has_target)
+        {
             return Ok(Some((max_level, true)));
         }
         let (mut low, mut high) = (LOWEST, max_level);
@@ -496,7 +510,8 @@ impl<'a> Neighbours<'a> {
 
     fn keeps_all(&self, results: &[TrialResult], is_selected: impl Fn(usize) -> bool) -> bool {
         let target = self.search.criterion.target;
-        let mut selected = results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
+        let mut selected =
+            results.iter().enumerate().filter(|(place, _)| self.has_target[*place] && is_selected(*place));
         selected.all(|(_, result)| result.holds(&target))
     }
 }

@@ -107,8 +107,10 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
     }
     // Then fewer devices than the first fit used, if that succeeded: with evenly spread disks, and
     // exhaustively if the disks are few.
-    let max_devices = best.as_ref().map_or(devices.max_count().min(order.len()), |bins| used(bins).saturating_sub(1));
-    for count in (packing.at_least.max(1)..=max_devices).take(if order.is_empty() { 0 } else { MAX_DEVICES }) {
+    let max_devices =
+        best.as_ref().map_or(devices.max_count().min(order.len()), |bins| used(bins).saturating_sub(1));
+    for count in (packing.at_least.max(1)..=max_devices).take(if order.is_empty() { 0 } else { MAX_DEVICES })
+    {
         let bins = packer.spread(&order, count);
         let bins =
             if packer.all_keep_target(&bins)? { Some(bins) } else { packer.exhaustive(&order, count)? };
@@ -243,7 +245,8 @@ impl<'a> Packer<'a> {
                 tenants.push(tenant);
                 (self.busiest(device, &tenants), device)
             };
-            let least_loaded = bins.iter().enumerate().map(with).min_by(|one, other| one.0.total_cmp(&other.0));
+            let least_loaded =
+                bins.iter().enumerate().map(with).min_by(|one, other| one.0.total_cmp(&other.0));
             if let Some((_, device)) = least_loaded {
                 bins[device].push(tenant);
             }

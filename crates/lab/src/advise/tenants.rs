@@ -161,13 +161,15 @@ impl Tenants {
         }
         // A copy without tenants' limits is the starting point of every search.
         let mut unlimited_world = self.world.clone();
-        (0..self.tenants.len()).for_each(|tenant| self.set_limits(&mut unlimited_world, tenant, Limits::default()));
+        (0..self.tenants.len())
+            .for_each(|tenant| self.set_limits(&mut unlimited_world, tenant, Limits::default()));
         self.unlimited_world = unlimited_world;
     }
 
     /// Restricts the target to these tenants, if any is named.
     pub(super) fn restrict_target(&mut self, selected: &[String]) -> Result<(), String> {
-        let is_tenant = |tenants: &Self, name: &String| tenants.tenants.iter().any(|tenant| tenant.name == *name);
+        let is_tenant =
+            |tenants: &Self, name: &String| tenants.tenants.iter().any(|tenant| tenant.name == *name);
         let unknown: Vec<&String> = selected.iter().filter(|name| !is_tenant(self, name)).collect();
         if !unknown.is_empty() {
             let group_of = |name: &String| {
@@ -228,7 +230,8 @@ impl Tenants {
     pub(super) fn limited_around(&self, tenant: usize) -> impl Iterator<Item = usize> + '_ {
         let groups = self.world.groups_above(self.first_disk(tenant));
         groups.filter(|group| {
-            self.enclosing_groups.contains(group) && self.world.groups[*group].settings.limits != Limits::default()
+            self.enclosing_groups.contains(group)
+                && self.world.groups[*group].settings.limits != Limits::default()
         })
     }
 
@@ -277,7 +280,9 @@ impl Tenants {
                             .or_insert_with(|| tenant_world.world.add_station(world.stations[station]))
                     }),
                     budget: at.budget.map(|budget| {
-                        *budgets.entry(budget).or_insert_with(|| tenant_world.world.add_budget(world.budgets[budget]))
+                        *budgets
+                            .entry(budget)
+                            .or_insert_with(|| tenant_world.world.add_budget(world.budgets[budget]))
                     }),
                 };
                 (disk.place, disk.sampled_device) = (moved(disk.place), disk.sampled_device.map(&mut moved));

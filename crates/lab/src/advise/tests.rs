@@ -107,7 +107,10 @@ fn computed_waits_match_the_throttle_policy() {
                     let is_sliced = unit == ReservationUnit::Bps && units > slice;
                     sliced += u32::from(is_sliced);
                     let max_beyond = if is_sliced { 90e6 } else { 1000.0 };
-                    assert!((-1000.0..=max_beyond).contains(&beyond), "seed {seed}, {limit:?}, {at_ns}: {beyond}");
+                    assert!(
+                        (-1000.0..=max_beyond).contains(&beyond),
+                        "seed {seed}, {limit:?}, {at_ns}: {beyond}"
+                    );
                 }
                 assert!(sliced < 200, "most are whole");
             }
@@ -174,7 +177,12 @@ fn criterion(target: LatencyTarget, is_latency: bool, arrivals: &TraceArrivals) 
 }
 
 /// The advice for a trace, as the command gives it.
-fn advised(arrivals: &TraceArrivals, device: Option<&str>, selected: &[&str], target: LatencyTarget) -> Advice {
+fn advised(
+    arrivals: &TraceArrivals,
+    device: Option<&str>,
+    selected: &[&str],
+    target: LatencyTarget,
+) -> Advice {
     let mut house = tenants(arrivals, device);
     house.restrict_target(&selected.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
     let (stop, judge) = (AtomicBool::new(false), criterion(target, device.is_some(), arrivals));
@@ -266,13 +274,8 @@ fn limits_that_cause_a_miss_are_reported() {
         house.world.disks[0].settings.limits = limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]);
         let (stop, criterion) =
             (AtomicBool::new(false), criterion(LatencyTarget::new(99.0, 20 * MS), true, &arrivals));
-        let search = AdviseSearch {
-            tenants: &house,
-            arrivals: &arrivals,
-            criterion,
-            over_s: 60.0,
-            stop: &stop,
-        };
+        let search =
+            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         let advice = advise(&search, None, &|_| ()).unwrap();
         (advice.kept, advice.remarks.iter().any(|remark| remark.starts_with("a: its own limits, of the ")))
     };
@@ -335,7 +338,8 @@ fn no_larger_group_in_a_grid_meets_the_target() {
         let (arrivals, target) = (busy_neighbour(seed, 30), LatencyTarget::new(99.0, 120 * MS));
         let advice = advised(&arrivals, Some(DEVICE), &["a"], target);
         let number = |line: usize, option: &str| -> Option<u64> {
-            let mut arguments = advice.commands.get(line)?.split(' ').skip_while(|argument| *argument != option);
+            let mut arguments =
+                advice.commands.get(line)?.split(' ').skip_while(|argument| *argument != option);
             arguments.nth(1)?.parse().ok()
         };
         let (Some(rate), Some(weight)) = (number(0, "--iops-total"), number(1, "--weight")) else { continue };
@@ -434,13 +438,8 @@ fn packing_uses_the_fewest_devices() {
         let target = LatencyTarget::new(99.0, 8 * MS);
         let house = tenants(&arrivals, None);
         let (stop, criterion) = (AtomicBool::new(false), criterion(target, true, &arrivals));
-        let search = AdviseSearch {
-            tenants: &house,
-            arrivals: &arrivals,
-            criterion,
-            over_s: 60.0,
-            stop: &stop,
-        };
+        let search =
+            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         let device = "read=2ms,parallel=1";
         let supply =
             AvailableDevices::Any(crate::simulate::device_of(&device.parse().unwrap(), None).unwrap());
@@ -449,7 +448,9 @@ fn packing_uses_the_fewest_devices() {
         let mut all: Vec<usize> = packing.devices.iter().flat_map(|packed| packed.tenants.clone()).collect();
         all.sort_unstable();
         assert_eq!(all, [0, 1, 2, 3, 4]);
-        assert!(packing.devices.iter().all(|packed| packed.results.iter().all(|result| result.holds(&target))));
+        assert!(
+            packing.devices.iter().all(|packed| packed.results.iter().all(|result| result.holds(&target)))
+        );
         let count = packing.devices.len();
         assert!(count >= packing.at_least);
         assert!(
@@ -493,13 +494,8 @@ fn limit_of_a_spared_disk_without_device_is_explained() {
         let mut house = tenants(&arrivals, device);
         house.restrict_target(&selected.map(str::to_owned).into_iter().collect::<Vec<_>>()).unwrap();
         let criterion = criterion(LatencyTarget::new(99.0, 10 * MS), house.has_device, &arrivals);
-        let search = AdviseSearch {
-            tenants: &house,
-            arrivals: &arrivals,
-            criterion,
-            over_s: 60.0,
-            stop: &stop,
-        };
+        let search =
+            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         let advice = advise(&search, None, &|_| ()).unwrap();
         advice.remarks.into_iter().find(|remark| remark.contains("without a device"))
     };
@@ -525,13 +521,8 @@ fn member_is_spared_within_its_existing_group() {
         let mut house = grouped(&arrivals, rate, device);
         house.restrict_target(&[selected.to_owned()]).unwrap();
         let (stop, criterion) = (AtomicBool::new(false), criterion(target, device.is_some(), &arrivals));
-        let search = AdviseSearch {
-            tenants: &house,
-            arrivals: &arrivals,
-            criterion,
-            over_s: 60.0,
-            stop: &stop,
-        };
+        let search =
+            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         advise(&search, None, &|_| ()).unwrap()
     };
     // Without a device they compete for the group's limit.

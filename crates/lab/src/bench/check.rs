@@ -237,11 +237,17 @@ mod tests {
     fn options_become_a_load() {
         let job_of = |text| job(&arguments(text), 1 << 30).unwrap();
         assert_eq!((job_of("a").load.count, job_of("a -c 7").load.count), (75_000, 7));
-        assert_eq!((job_of("a --runtime 3s").load.count, job_of("a --runtime 3s -c 7").load.count), (u64::MAX, 7));
+        assert_eq!(
+            (job_of("a --runtime 3s").load.count, job_of("a --runtime 3s -c 7").load.count),
+            (u64::MAX, 7)
+        );
         assert_eq!(job_of("a --zipf 1.1 --seed 4").locality, Locality::Zipf(1.1));
         assert_eq!(job_of("a --zipf 1.1 --seed 4").load.pattern.random, Some(4));
         assert_eq!(job_of("a --hot 90/10").locality, Locality::Hot { requests: 90, places: 10 });
-        assert_eq!((job_of("a").load.pattern.random, job_of("a --random").load.pattern.random), (None, Some(1)));
+        assert_eq!(
+            (job_of("a").load.pattern.random, job_of("a --random").load.pattern.random),
+            (None, Some(1))
+        );
         let arrivals = |text| job_of(text).arrivals.unwrap();
         assert_eq!(arrivals("a --rate-iops 1.5"), OpenLoop { per_second: 1.5, spacing: Spacing::Poisson });
         assert_eq!(arrivals("a --rate-iops 9 --arrivals fixed").spacing, Spacing::Fixed);

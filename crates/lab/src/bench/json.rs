@@ -74,7 +74,12 @@ pub(super) fn weir_json(
     })
 }
 
-pub(super) fn report(arguments: &BenchArgs, job: &LoadJob, outcome: &LoadOutcome, weir_keys: &Value) -> Value {
+pub(super) fn report(
+    arguments: &BenchArgs,
+    job: &LoadJob,
+    outcome: &LoadOutcome,
+    weir_keys: &Value,
+) -> Value {
     let Measured { reads, writes, flushes, .. } = &outcome.measured;
     let direction = |latencies: &Latencies, part: fn(&SecondCounts) -> u64| {
         let each: Vec<u64> = outcome.measured.seconds.iter().map(part).collect();

@@ -47,7 +47,10 @@ enum JobEvent {
 }
 
 impl LoadSource {
-    pub(crate) async fn client(server: &NbdEndpoint, options: &HandshakeOptions) -> anyhow::Result<NbdClient> {
+    pub(crate) async fn client(
+        server: &NbdEndpoint,
+        options: &HandshakeOptions,
+    ) -> anyhow::Result<NbdClient> {
         Ok(connect(server, options, CONNECT_TIMEOUT).await?)
     }
 

@@ -213,7 +213,11 @@ mod tests {
         assert_eq!((first.reads, first.writes), (2, 1));
         assert_eq!((first.reads_ns, first.writes_ns), (2_000_000, 1_000_000));
         let read_latencies = latencies::from_counts(&first.read_latencies);
-        assert!(read_latencies.len() == 2 && read_latencies.equivalent(read_latencies.max(), 1_000_000), "{:?}", first.read_latencies);
+        assert!(
+            read_latencies.len() == 2 && read_latencies.equivalent(read_latencies.max(), 1_000_000),
+            "{:?}",
+            first.read_latencies
+        );
         assert_eq!(*second, SecondCounts::default());
         assert_eq!(sum.behind, Duration::from_millis(2));
     }

@@ -132,7 +132,8 @@ fn readers_start_equidistant_and_the_slowest_is_reported() {
 
 #[test]
 fn backward_wraps_from_the_start_to_the_end() {
-    let load = LoadSpec { pattern: OffsetPattern { offset: 8192, backward: true, ..pattern() }, ..load(5, 1) };
+    let load =
+        LoadSpec { pattern: OffsetPattern { offset: 8192, backward: true, ..pattern() }, ..load(5, 1) };
     assert_eq!(blocks(load), [0, 1, 2, 254, 255]);
 }
 

@@ -49,7 +49,8 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
         Err(error) => return Err(error).with_context(|| format!("{name}: cannot be opened for writing")),
     };
     // Last, under the exclusive open: the content cannot change in between.
-    if let (Some(content), false) = (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
+    if let (Some(content), false) =
+        (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
     {
         bail!(
             "{name}: has the signature of {content}, which writing would destroy (add --force if it \

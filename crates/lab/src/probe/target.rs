@@ -107,7 +107,8 @@ impl ProbeTarget {
         use std::os::unix::fs::MetadataExt as _;
         let name = options.path.display();
         // The claim precedes the open for writing.
-        let claim = options.write.then(|| in_use::claim(options.path, metadata.rdev(), options.force)).transpose()?;
+        let claim =
+            options.write.then(|| in_use::claim(options.path, metadata.rdev(), options.force)).transpose()?;
         let text =
             options.path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
         let image = opened(options.path, &format!("file:{text}"), !options.write)?;

@@ -11,8 +11,9 @@ const UNIT: usize = 6;
 pub(super) fn sides(table: &ResultTable) -> Vec<ColumnAlignment> {
     let side = |column: usize| {
         let cells = || table.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.trim());
-        let holds =
-            column > 0 && cells().any(is_number) && cells().all(|cell| is_number(cell) || is_placeholder(cell));
+        let holds = column > 0
+            && cells().any(is_number)
+            && cells().all(|cell| is_number(cell) || is_placeholder(cell));
         if holds { ColumnAlignment::Right } else { ColumnAlignment::Left }
     };
     (0..table.columns.len()).map(side).collect()

@@ -78,7 +78,8 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), CommandFailure> {
     let DrawnRecording { findings, began_s, seconds, partial } =
         recording_charts::draw(&paths, limits.as_ref())?;
     // Time and duration of the recording; the machine that draws it is irrelevant.
-    let header = ResultHeader { began: began_s, seconds, machine: MachineInfo::default(), ..header_start.end(None) };
+    let header =
+        ResultHeader { began: began_s, seconds, machine: MachineInfo::default(), ..header_start.end(None) };
     let result = ResultFile { partial, ..ResultFile::new(header, findings) };
     show(arguments, &result)?;
     match &result.partial {
@@ -177,8 +178,10 @@ fn differences_json(differences: &Differences, a: &str, b: &str) -> Value {
             "samples-are": row.samples_are,
         })
     });
-    let others =
-        differences.differing_facts.iter().map(|other| json!({ "what": other.what, "a": other.a, "b": other.b }));
+    let others = differences
+        .differing_facts
+        .iter()
+        .map(|other| json!({ "what": other.what, "a": other.a, "b": other.b }));
     json!({
         "a": a,
         "b": b,

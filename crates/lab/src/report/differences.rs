@@ -354,7 +354,8 @@ mod tests {
             samples_are,
             ..Measure::new("it", MeasureUnit::Nanoseconds, Better::Lower, samples.to_vec())
         };
-        let outcome = |are, a: &[f64], b: &[f64]| DifferenceRow::new(&measure_of(are, a), &measure_of(are, b)).outcome;
+        let outcome =
+            |are, a: &[f64], b: &[f64]| DifferenceRow::new(&measure_of(are, a), &measure_of(are, b)).outcome;
         assert_eq!(outcome(SamplesAre::Exact, &[100.0], &[100.1]), DifferenceVerdict::Worse);
         assert_eq!(outcome(SamplesAre::Exact, &[0.0], &[1.0]), DifferenceVerdict::Worse);
         assert_eq!(outcome(SamplesAre::Exact, &[2.0], &[2.0]), DifferenceVerdict::Same);
@@ -365,9 +366,11 @@ mod tests {
         let (a, b): (Vec<_>, Vec<_>) = (waves(0.0).collect(), waves(2.0).collect());
         assert_eq!(outcome(SamplesAre::Seconds, &a, &b), DifferenceVerdict::Same);
         let b: Vec<_> = b.iter().map(|sample| sample * 2.0).collect();
-        let row = DifferenceRow::new(&measure_of(SamplesAre::Seconds, &a), &measure_of(SamplesAre::Seconds, &b));
+        let row =
+            DifferenceRow::new(&measure_of(SamplesAre::Seconds, &a), &measure_of(SamplesAre::Seconds, &b));
         assert_eq!(row.outcome, DifferenceVerdict::Worse);
-        let differences = Differences { rows: vec![row], only_a: vec![], only_b: vec![], differing_facts: vec![] };
+        let differences =
+            Differences { rows: vec![row], only_a: vec![], only_b: vec![], differing_facts: vec![] };
         assert!(differences.conclusion().contains("compare single runs"), "{}", differences.conclusion());
         let exact = measure_of(SamplesAre::Exact, &[1.0]);
         let rows = vec![DifferenceRow::new(&exact, &measure_of(SamplesAre::Exact, &[2.0])); 40];

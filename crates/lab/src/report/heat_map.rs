@@ -119,7 +119,8 @@ impl HeatMapLayout {
         };
         // Widths are determined over all columns, so that the bands are aligned.
         let column_count = map.columns.len().min(MAX_COLUMNS);
-        let cells = (0..rows).flat_map(|row| (0..column_count).filter_map(move |column| value(map, row, column)));
+        let cells =
+            (0..rows).flat_map(|row| (0..column_count).filter_map(move |column| value(map, row, column)));
         let cells: Vec<String> = cells.map(|value| shown(value, map.unit)).collect();
         let max_letters = fitting(NAME_WIDTHS.1);
         let names: Vec<_> = map.rows[..rows].iter().map(|name| wrapped(name, max_letters)).collect();

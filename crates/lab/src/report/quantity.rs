@@ -117,9 +117,13 @@ mod tests {
         let iops = [0.0, 0.4, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, -1500.0]
             .map(|value| short(value, MeasureUnit::Iops));
         assert_eq!(iops, ["0", "0.4", "998", "1K", "12.3K", "123K", "1T", "-1.5K"]);
-        let times = [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|value| short(value, MeasureUnit::Nanoseconds));
+        let times =
+            [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|value| short(value, MeasureUnit::Nanoseconds));
         assert_eq!(times, ["0ns", "85us", "1.23ms", "4.1s", "90s"]);
-        assert_eq!([0.0, 0.0025, 61.0].map(|value| short(value, MeasureUnit::Seconds)), ["0s", "2.5ms", "61s"]);
+        assert_eq!(
+            [0.0, 0.0025, 61.0].map(|value| short(value, MeasureUnit::Seconds)),
+            ["0s", "2.5ms", "61s"]
+        );
         assert_eq!([4096.0, 1_073_741_824.0].map(|value| short(value, MeasureUnit::Bytes)), ["4K", "1G"]);
         assert_eq!(short(10_485_760.0, MeasureUnit::BytesPerSecond), "10M/s");
         assert_eq!([0.0, 0.4237, 1.0].map(|value| short(value, MeasureUnit::Share)), ["0%", "42.4%", "100%"]);

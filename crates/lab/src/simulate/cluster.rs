@@ -77,7 +77,9 @@ fn of_group(
     for kind in [LimitKind::IopsWrite, LimitKind::BpsWrite] {
         if limits.limit(kind).rate > 0 {
             let name = LimitSetting::Limit(kind, LimitPart::Rate).name();
-            return Err(usage_error(format!("{name}: its clients only read (limit reads, or both together)")));
+            return Err(usage_error(format!(
+                "{name}: its clients only read (limit reads, or both together)"
+            )));
         }
     }
     let mut remarks = Vec::new();

@@ -352,7 +352,8 @@ impl SimulationReader<'_> {
             let names: Vec<&str> = above.iter().map(|&group| world.groups[group].name.as_str()).collect();
             let prefetch = pair.after.prefetch(index);
             let (_, queue, throttle_times) = pair.after.disk(index);
-            let throttle_times = throttle_times.times().into_iter().map(|(bucket, ns)| (bucket.name(&names), ns)).collect();
+            let throttle_times =
+                throttle_times.times().into_iter().map(|(bucket, ns)| (bucket.name(&names), ns)).collect();
             let queue = *queue;
             disks.push(SimulatedDisk {
                 after: pair.after.take_statistics(index),

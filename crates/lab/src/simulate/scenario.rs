@@ -53,7 +53,12 @@ fn rounded(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
 
-fn compared_cells(name: &str, simulated: f64, published_rate: f64, measures: &mut Vec<(String, f64)>) -> [String; 2] {
+fn compared_cells(
+    name: &str,
+    simulated: f64,
+    published_rate: f64,
+    measures: &mut Vec<(String, f64)>,
+) -> [String; 2] {
     measures.push((name.to_owned(), simulated));
     [rounded(simulated), rounded(published_rate)]
 }

@@ -314,7 +314,12 @@ impl<'a> DiskResolver<'a> {
                     place.budget = Some(world.add_budget(*budget));
                     watched = Some(DevicePlacement { station: None, ..place });
                 }
-                world.disks.push(DiskSpec { name: name.to_owned(), place, sampled_device: watched, ..disk.clone() });
+                world.disks.push(DiskSpec {
+                    name: name.to_owned(),
+                    place,
+                    sampled_device: watched,
+                    ..disk.clone()
+                });
                 world.disks.len() - 1
             }
             SetupKind::Config { file, by_name } => match by_name.get(name) {

@@ -337,7 +337,8 @@ fn events_file_is_a_trace_of_all_requests() {
     let times = written.lines().skip(1).map(|line| line.split(',').next().unwrap().parse::<u64>().unwrap());
     assert!(!times.is_sorted());
     let with_sorted_disks = |path: &str| {
-        let mut all: serde_json::Value = serde_json::from_str(&summary_json(&format!("{path} {options}"), 1)).unwrap();
+        let mut all: serde_json::Value =
+            serde_json::from_str(&summary_json(&format!("{path} {options}"), 1)).unwrap();
         all["disks"].as_array_mut().unwrap().sort_by_key(|disk| disk["name"].to_string());
         all
     };

@@ -40,8 +40,11 @@ pub(super) fn comparison(
     };
     // At least the middle remains.
     let cut = places.unwrap_or(0).min(last / 2);
-    let ratio =
-        Estimate { median: inverse(median(ordered)), low: inverse(ordered[cut]), high: inverse(ordered[last - cut]) };
+    let ratio = Estimate {
+        median: inverse(median(ordered)),
+        low: inverse(ordered[cut]),
+        high: inverse(ordered[last - cut]),
+    };
     let verdict = match places {
         Some(_) if ratio.low > 1.0 => RankVerdict::Higher,
         Some(_) if ratio.high < 1.0 => RankVerdict::Lower,

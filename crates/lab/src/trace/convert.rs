@@ -193,7 +193,8 @@ fn convert_recording(
             Ok(None) => break Ok(()),
             Err(error) => break Err(error.into()),
         };
-        let disk = disks.id(request.disk.as_bytes()).map_err(|why| lines.line_error_at(request.number, why))?;
+        let disk =
+            disks.id(request.disk.as_bytes()).map_err(|why| lines.line_error_at(request.number, why))?;
         let (entry, name, limit) = (request.entry, request.disk, request.limit);
         let outcome = entry.times.map(|times| RequestOutcome { times, has_failed: entry.has_failed, limit });
         let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);

@@ -131,7 +131,10 @@ impl TuneFindings<'_> {
                 }
             };
             let rounds = search.samples.rounds(configuration, &search.patterns);
-            [configuration.to_string(), rounds.to_string()].into_iter().chain(TuneGoal::ALL.map(score_of)).collect()
+            [configuration.to_string(), rounds.to_string()]
+                .into_iter()
+                .chain(TuneGoal::ALL.map(score_of))
+                .collect()
         };
         let columns = ["Configuration", "Rounds"].into_iter().chain(TuneGoal::ALL.map(TuneGoal::name));
         let rows = self.ordered().iter().map(row).collect();
@@ -259,6 +262,7 @@ fn recommended(recommendations: &[Recommendation]) -> ResultTable {
 
 fn apply(recommendation: &Recommendation) -> ResultTable {
     let title = format!("For {}: {}", recommendation.goal.name(), recommendation.configuration);
-    let rows = recommendation.how().into_iter().map(|(purpose, line)| vec![purpose.to_owned(), line]).collect();
+    let rows =
+        recommendation.how().into_iter().map(|(purpose, line)| vec![purpose.to_owned(), line]).collect();
     ResultTable::new(&title, ["For", "What to type"], rows)
 }

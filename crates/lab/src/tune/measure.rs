@@ -157,8 +157,9 @@ impl SampleMeter {
         while series.elapsed < self.slice && series.requests < max_requests && !stop.is_due() {
             // The rate of the last batch determines the size of the next.
             let wanted = rate.map_or(0.0, |rate| rate * self.slice.as_secs_f64() / f64::from(BATCHES));
-            let count =
-                (wanted.min(LARGEST_BATCH) as u64).max(pattern.depth.into()).min(max_requests - series.requests);
+            let count = (wanted.min(LARGEST_BATCH) as u64)
+                .max(pattern.depth.into())
+                .min(max_requests - series.requests);
             let outcome = run_job(walk.load(count), Arc::clone(disk)).await?;
             let is_first = rate.is_none();
             let now = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);

@@ -314,7 +314,8 @@ impl TurnSource for PresetCourse {
         let has_cluster_size = |row: &&PublishedRow| {
             row.configuration.qcow2.is_some_and(|qcow2| qcow2.cluster_bytes == cluster_bytes)
         };
-        let rows: Vec<&PublishedRow> = self.tables.iter().flat_map(|table| &table.rows).filter(has_cluster_size).collect();
+        let rows: Vec<&PublishedRow> =
+            self.tables.iter().flat_map(|table| &table.rows).filter(has_cluster_size).collect();
         self.refused.extend(rows.iter().map(|row| row.configuration));
         rows.iter().map(|row| format!("{}:", row.name)).collect()
     }

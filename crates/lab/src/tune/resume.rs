@@ -194,12 +194,16 @@ mod tests {
             change(&mut changed);
             changed.samples(&here, &space).unwrap_err().to_string()
         };
-        assert!(message_after(|changed| changed.weir = "0.0.0".to_owned()).contains("are by weir 0.0.0, not "));
         assert!(
-            message_after(|changed| changed.device = Some("other".to_owned())).contains("are on the device other, not ")
+            message_after(|changed| changed.weir = "0.0.0".to_owned()).contains("are by weir 0.0.0, not ")
         );
         assert!(
-            message_after(|changed| changed.clusters = vec![4096]).contains("are of clusters of 4K, not clusters of 64K, ")
+            message_after(|changed| changed.device = Some("other".to_owned()))
+                .contains("are on the device other, not ")
+        );
+        assert!(
+            message_after(|changed| changed.clusters = vec![4096])
+                .contains("are of clusters of 4K, not clusters of 64K, ")
         );
         assert!(message_after(|changed| changed.cells[0].rounds[1] = u32::MAX).contains("are corrupt"));
     }

@@ -106,7 +106,8 @@ impl TuneSamples {
         through: &DiskConfiguration,
     ) -> (RankComparison, usize) {
         let together = self.quotients(base, other, patterns);
-        let [of_base, of_other] = [base, other].map(|configuration| self.quotients(through, configuration, patterns));
+        let [of_base, of_other] =
+            [base, other].map(|configuration| self.quotients(through, configuration, patterns));
         let separate_rounds = of_base.len().min(of_other.len());
         // Common rounds exclude drift. If there are too few, both are compared with `through`.
         if together.len() >= MIN_ROUNDS || separate_rounds < MIN_ROUNDS {

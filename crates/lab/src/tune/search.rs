@@ -109,7 +109,9 @@ impl TurnSource for ConfigurationSearch {
     }
 
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
-        self.retain_configurations(|candidate| candidate.qcow2.is_none_or(|qcow2| qcow2.cluster_bytes != cluster_bytes));
+        self.retain_configurations(|candidate| {
+            candidate.qcow2.is_none_or(|qcow2| qcow2.cluster_bytes != cluster_bytes)
+        });
         self.space.clusters.retain(|&other| other != cluster_bytes);
         vec![format!("clusters of {}, because", settings::exact_size(cluster_bytes))]
     }
@@ -225,7 +227,8 @@ impl ConfigurationSearch {
             candidates.extend(goal.base(&self.space));
             let measured = self.samples.configurations.iter().copied();
             candidates.extend(measured.filter(|candidate| {
-                goal.allows(candidate.cache) && standing(*goal, &scores, leader, candidate) != CandidateStanding::Behind
+                goal.allows(candidate.cache)
+                    && standing(*goal, &scores, leader, candidate) != CandidateStanding::Behind
             }));
         }
         self.distinct(candidates)
@@ -302,7 +305,8 @@ impl ConfigurationSearch {
             })
         };
         // Only changes that helped on their own are combined.
-        let helpful: Vec<_> = factors.iter().copied().filter(|factor| *factor == default || mattered(factor)).collect();
+        let helpful: Vec<_> =
+            factors.iter().copied().filter(|factor| *factor == default || mattered(factor)).collect();
         let is_helpful = |part: DiskConfiguration| helpful.contains(&part);
         let predicted_gain = |combination: &DiskConfiguration| {
             let parts = parts(combination, &default);

@@ -184,7 +184,9 @@ fn budget_is_kept_and_partial_results_are_reported() {
     let found = machine.search(search(1));
     let measured: usize = RequestPattern::all()
         .iter()
-        .flat_map(|pattern| found.samples.configurations.iter().map(move |configuration| (configuration, pattern)))
+        .flat_map(|pattern| {
+            found.samples.configurations.iter().map(move |configuration| (configuration, pattern))
+        })
         .map(|(configuration, pattern)| found.samples.cell(configuration, pattern).count())
         .sum();
     assert_eq!(measured, 100, "all of the time, and not more");

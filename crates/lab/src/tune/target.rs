@@ -170,7 +170,8 @@ impl TuneTarget {
                 )
             })?;
         // The lock belongs to the open directory and ends with the process, even if it is killed.
-        let open_directory = fs::File::open(created.path()).with_context(|| format!("{name}: cannot be opened"))?;
+        let open_directory =
+            fs::File::open(created.path()).with_context(|| format!("{name}: cannot be opened"))?;
         let lock = lock(open_directory);
         let kind = TuneTargetKind::Made { directory: created, _lock: lock };
         Ok(Self { kind, path: options.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })

@@ -58,7 +58,8 @@ impl NbdExportInfo {
     /// True if both describe the same export, as far as is visible. Context ids are ignored, since
     /// they differ between connections.
     pub fn is_same_export(&self, other: &Self) -> bool {
-        let without_context_id = |export: &Self| Self { allocation: export.allocation.map(|_| 0), ..export.clone() };
+        let without_context_id =
+            |export: &Self| Self { allocation: export.allocation.map(|_| 0), ..export.clone() };
         without_context_id(self) == without_context_id(other)
     }
 
@@ -304,8 +305,8 @@ impl Negotiation {
                 }
             }
         }
-        let (size_bytes, flags) =
-            size_and_flags.ok_or(NbdConnectError::ProtocolViolation("it does not report the export's size"))?;
+        let (size_bytes, flags) = size_and_flags
+            .ok_or(NbdConnectError::ProtocolViolation("it does not report the export's size"))?;
         // Most servers and Linux use signed offsets.
         if i64::try_from(size_bytes).is_err() {
             return Err(NbdConnectError::ProtocolViolation("it reports a size of 8 EiB or more"));
@@ -357,7 +358,8 @@ impl Negotiation {
         let magic = fields.u64();
         let option = fields.u32();
         let kind_and_length = fields.u32().zip(fields.u32());
-        let Some((kind, length)) = kind_and_length.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
+        let Some((kind, length)) = kind_and_length.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC))
+        else {
             return Err(NbdConnectError::ProtocolViolation("a reply has a wrong magic number"));
         };
         // One option is in flight at a time, so its replies come next.
@@ -389,7 +391,8 @@ pub(super) fn refused_error(export: &str, kind: u32, data: &[u8]) -> NbdConnectE
         _ => "the server gives no reason",
     };
     let message = server_text(data);
-    let why = if message.is_empty() || kind == rep::ERR_TLS_REQD { default_message.to_owned() } else { message };
+    let why =
+        if message.is_empty() || kind == rep::ERR_TLS_REQD { default_message.to_owned() } else { message };
     NbdConnectError::Refused { export: export.to_owned(), why }
 }
 

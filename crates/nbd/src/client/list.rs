@@ -77,8 +77,8 @@ impl TextBudget {
     fn charge(&mut self, text: &str) -> Result<String, NbdConnectError> {
         // An empty name needs memory as well.
         let remaining = self.0.checked_sub(text.len() + size_of::<String>());
-        self.0 =
-            remaining.ok_or(NbdConnectError::ProtocolViolation("its names and descriptions exceed 16 MiB"))?;
+        self.0 = remaining
+            .ok_or(NbdConnectError::ProtocolViolation("its names and descriptions exceed 16 MiB"))?;
         Ok(text.to_owned())
     }
 }

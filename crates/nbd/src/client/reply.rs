@@ -127,7 +127,9 @@ fn chunk(
         }
         _ => return Err("an error chunk of invalid length"),
     };
-    Ok(found.map(|(chunk, body_bytes)| (ClientReplyHeader::Chunk { cookie, last, chunk }, CHUNK_BYTES + body_bytes)))
+    Ok(found.map(|(chunk, body_bytes)| {
+        (ClientReplyHeader::Chunk { cookie, last, chunk }, CHUNK_BYTES + body_bytes)
+    }))
 }
 
 /// True if a chunk of this length has a context and a valid number of extents, at least one.

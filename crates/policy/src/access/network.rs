@@ -63,7 +63,9 @@ impl FromStr for Network {
         let is_decimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
         let length: u8 = match length {
             None => bits,
-            Some(text) => text.parse().ok().filter(|length| is_decimal(text) && *length <= bits).ok_or(usage)?,
+            Some(text) => {
+                text.parse().ok().filter(|length| is_decimal(text) && *length <= bits).ok_or(usage)?
+            }
         };
         let network = Self::containing(address, length);
         if network.address != address {

@@ -83,9 +83,11 @@ impl RateEstimate {
         let is_idle = tick.units == 0;
         // Once the variation is known, a deviation that Poisson arrivals would allow is a change if
         // it exceeds four times that variation.
-        let max_deviation = if self.ticks > AVERAGING_TICKS { self.deviation.saturating_mul(4) } else { u64::MAX };
+        let max_deviation =
+            if self.ticks > AVERAGING_TICKS { self.deviation.saturating_mul(4) } else { u64::MAX };
         let tolerance = self.poisson_tolerance(tick.elapsed_ns).min(max_deviation.saturating_add(one_more));
-        let is_change = deviation > tolerance || self.is_drift(now, deviation, tolerance) || (is_idle && self.was_idle);
+        let is_change =
+            deviation > tolerance || self.is_drift(now, deviation, tolerance) || (is_idle && self.was_idle);
         self.was_idle = is_idle;
         if is_change {
             self.same_side_run = Default::default();
@@ -113,7 +115,8 @@ impl RateEstimate {
         } else {
             let averaging_ticks = (self.ticks - 2).min(AVERAGING_TICKS);
             let move_towards = |from: u64, to: u64| from - from / averaging_ticks + to / averaging_ticks;
-            (self.rate, self.deviation) = (move_towards(self.rate, now), move_towards(self.deviation, deviation));
+            (self.rate, self.deviation) =
+                (move_towards(self.rate, now), move_towards(self.deviation, deviation));
         }
         if self.rate == 0 {
             return 0;
@@ -155,7 +158,8 @@ impl RateEstimate {
         let second = u128::from(NANOS_PER_SECOND);
         let expected = u128::from(self.rate) * u128::from(elapsed_ns) / second / request_units;
         let requests = expected.isqrt() * FIXED_POINT_SCALE.isqrt() * 5 / 2 + FIXED_POINT_SCALE / 2;
-        u64::try_from(requests.saturating_mul(request_units) * second / u128::from(elapsed_ns)).unwrap_or(u64::MAX)
+        u64::try_from(requests.saturating_mul(request_units) * second / u128::from(elapsed_ns))
+            .unwrap_or(u64::MAX)
     }
 }
 

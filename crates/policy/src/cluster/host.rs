@@ -182,7 +182,8 @@ impl HostQuota {
         let rates = grant.spec.rates();
         // Whatever the store contains, no host gets more than the leasable rate of all hosts.
         let max_leased = zip_with(rates, grant.spec.fallback_share(), u64::saturating_sub);
-        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, zip_with(grant.leased, max_leased, u64::min));
+        (self.seq, self.spec, self.leased) =
+            (grant.seq, grant.spec, zip_with(grant.leased, max_leased, u64::min));
         // Credits are cumulative: only the part that is new since the last grant is added.
         let credit = zip_with(grant.credit, self.credit, u64::saturating_sub);
         let credit = zip_with(credit, grant.spec.scaled_capacity(rates), u64::min);
@@ -208,7 +209,8 @@ impl HostQuota {
             return None;
         }
         // A change within the noise is reported as the old value, so that the leader moves nothing.
-        let demand = unchanged.map_or(demand, |unchanged| ReportedDemand { waiting_ns: demand.waiting_ns, ..unchanged });
+        let demand = unchanged
+            .map_or(demand, |unchanged| ReportedDemand { waiting_ns: demand.waiting_ns, ..unchanged });
         self.is_urgent = false;
         self.reported = Some(demand);
         self.number += 1;
@@ -250,14 +252,16 @@ impl HostQuota {
         let ticks = (NANOS_PER_SECOND / tick_ns).max(1);
         let is_noticeable = |kind: LimitKind| {
             let (at, limit_rate) = (kind.index(), self.spec.limits().limit(kind).rate);
-            let (reported_units, demand_units) = (reported.demand[at].min(limit_rate), demand.demand[at].min(limit_rate));
+            let (reported_units, demand_units) =
+                (reported.demand[at].min(limit_rate), demand.demand[at].min(limit_rate));
             let size = if kind.counts_bytes() { request.max(1) } else { 1 };
             // Two requests more or less in a tick are random variation, whatever the rate.
             let noise = size.saturating_mul(2).saturating_mul(ticks);
             // Neither does a change that is small compared with the group's limit cause a report.
             let min_change = (limit_rate / u64::from(self.spec.hosts()) / EQUAL_SHARE_THRESHOLD)
                 .min(limit_rate / (REPORT_THRESHOLD * 4));
-            reported_units.abs_diff(demand_units) > min_change.max(reported_units / REPORT_THRESHOLD).max(noise)
+            reported_units.abs_diff(demand_units)
+                > min_change.max(reported_units / REPORT_THRESHOLD).max(noise)
         };
         // The weight matters only to a host whose demand is not met. On other hosts the set of
         // active disks varies randomly from tick to tick.

@@ -150,7 +150,13 @@ pub struct QuotaLeader {
 impl QuotaLeader {
     /// The winner of an election that was requested at `asked` and won by `won`. No other leader of
     /// this group has granted anything since `won`.
-    pub fn new(term: Term, spec: ClusterGroupLimits, timing: Timing, requested_at: Instant, won_at: Instant) -> Self {
+    pub fn new(
+        term: Term,
+        spec: ClusterGroupLimits,
+        timing: Timing,
+        requested_at: Instant,
+        won_at: Instant,
+    ) -> Self {
         let mut leader = Self {
             term,
             spec,
@@ -234,7 +240,8 @@ impl QuotaLeader {
         let renewal = HostReport { report_number: report.report_number, ..member.last.clone() };
         let waiting_ns = report.demand.waiting_ns;
         // A longer wait alone is not a change: it differs in every report of a throttled host.
-        let is_change = HostReport { demand: ReportedDemand { waiting_ns, ..renewal.demand }, ..renewal } != report
+        let is_change = HostReport { demand: ReportedDemand { waiting_ns, ..renewal.demand }, ..renewal }
+            != report
             || !member.follows
             || member.unacknowledged.is_some();
         if report.followed_term == Some(self.term) {
@@ -252,7 +259,8 @@ impl QuotaLeader {
                 (member.lease, member.until, member.version) = (sent.leased, sent.until, sent.version);
                 member.unacknowledged = None;
                 if !member.is_release_void {
-                    let released = zip_with(report.released_capacity, member.released_capacity, u64::saturating_sub);
+                    let released =
+                        zip_with(report.released_capacity, member.released_capacity, u64::saturating_sub);
                     self.released_capacity = zip_with(self.released_capacity, released, u64::saturating_add);
                 }
                 member.is_release_void = false;
@@ -313,7 +321,8 @@ impl QuotaLeader {
     fn reserved_for_fallback(&self) -> ByKind {
         let fallback = self.spec.fallback_share();
         let hosts = u64::from(self.spec.hosts()).max(self.members.len() as u64);
-        let on_other_version = self.members.values().filter(|member| member.last.version != self.spec.version());
+        let on_other_version =
+            self.members.values().filter(|member| member.last.version != self.spec.version());
         on_other_version.fold(fallback.map(|safe| safe.saturating_mul(hosts)), |sum, member| {
             zip_with(sum, zip_with(member.last.fallback, fallback, u64::saturating_sub), u64::saturating_add)
         })
@@ -341,7 +350,8 @@ impl QuotaLeader {
         let is_reachable = |member: &&HostState| {
             member.follows && !member.has_left && now < member.last_heard + self.timing.lease
         };
-        let names = self.members.iter().filter(|(_, member)| is_reachable(member)).map(|(name, _)| name.clone());
+        let names =
+            self.members.iter().filter(|(_, member)| is_reachable(member)).map(|(name, _)| name.clone());
         let claim = |member: &HostState| QuotaClaim {
             floor: fallback,
             weight: member.last.demand.weight,
@@ -374,7 +384,8 @@ impl QuotaLeader {
             })
         };
         let is_worth_changing = |at: usize, current: u64, proposed: u64| {
-            current.abs_diff(proposed) > (rates[at] / (2 * CHANGE_THRESHOLD)).min(current.max(proposed) / CHANGE_THRESHOLD)
+            current.abs_diff(proposed)
+                > (rates[at] / (2 * CHANGE_THRESHOLD)).min(current.max(proposed) / CHANGE_THRESHOLD)
         };
         let mut total_raises = [0_u128; 6];
         for (_, member, target) in candidates() {
@@ -397,7 +408,8 @@ impl QuotaLeader {
                 let is_spare = leased >= demand && target > leased && member.last.demand.waiting_ns == 0;
                 let is_worth_changing = |at, leased: u64, target: u64| {
                     is_worth_changing(at, leased, target)
-                        && (!is_spare || leased.abs_diff(target) > leased.max(target) / SPARE_CHANGE_THRESHOLD)
+                        && (!is_spare
+                            || leased.abs_diff(target) > leased.max(target) / SPARE_CHANGE_THRESHOLD)
                 };
                 if target < leased {
                     // A small surplus of many hosts adds up for one that lacks quota, so it is
@@ -435,7 +447,8 @@ impl QuotaLeader {
 
     /// The grants to write: changes, and answers to unanswered reports.
     fn build_grants(&mut self, free: ByKind, changes: BTreeMap<String, ByKind>) -> Vec<(String, QuotaGrant)> {
-        let (spec, term, lease_with_margin) = (self.spec, self.term, self.timing.lease + self.timing.clock_margin());
+        let (spec, term, lease_with_margin) =
+            (self.spec, self.term, self.timing.lease + self.timing.clock_margin());
         let released = self.released_capacity;
         let mut grants = Vec::new();
         for (name, member) in self.members.iter_mut().filter(|(_, member)| member.follows) {
@@ -444,13 +457,15 @@ impl QuotaLeader {
                 let increase = zip_with(*leased, member.lease, u64::saturating_sub);
                 // Burst capacity in proportion to the free quota that the host gets.
                 let credit = core::array::from_fn(|at| {
-                    let part = u128::from(released[at]) * u128::from(increase[at]) / u128::from(free[at].max(1));
+                    let part =
+                        u128::from(released[at]) * u128::from(increase[at]) / u128::from(free[at].max(1));
                     part as u64
                 });
                 self.released_capacity = zip_with(self.released_capacity, credit, u64::saturating_sub);
                 member.credit = zip_with(member.credit, credit, u64::saturating_add);
                 member.seq = member.seq.saturating_add(1);
-                member.unacknowledged = Some(UnacknowledgedGrant { leased: *leased, version: spec.version(), until });
+                member.unacknowledged =
+                    Some(UnacknowledgedGrant { leased: *leased, version: spec.version(), until });
             } else if member.last.report_number <= member.answered_report {
                 continue;
             } else if let Some(sent) = &mut member.unacknowledged {

@@ -231,7 +231,8 @@ impl<T: Clone> PrefetchCache<T> {
             Some(_) => self.follow_expectation(&range, Some(owner)),
             None => self.follow_expectation(&range, None),
         };
-        let ahead = stream.and_then(|stream| self.advance_stream(stream, &range, state, size_bytes, try_admit));
+        let ahead =
+            stream.and_then(|stream| self.advance_stream(stream, &range, state, size_bytes, try_admit));
         (found, ahead)
     }
 
@@ -366,7 +367,8 @@ impl<T: Clone> PrefetchCache<T> {
         }
         let (step, next) = (stream.step(), stream.next(length));
         // Read-ahead is useless if less than two requests fit into memory.
-        let ahead = if max_bytes < 2 * length { None } else { self.plan(id, max_bytes, size_bytes, try_admit) };
+        let ahead =
+            if max_bytes < 2 * length { None } else { self.plan(id, max_bytes, size_bytes, try_admit) };
         // A stream that is found by its data needs no expectation, which would displace others.
         let is_found = state != DataState::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {

@@ -96,7 +96,8 @@ impl CongestionControl {
 
     fn forget_departed(&mut self) {
         let max_age = REMEMBERED + 4 * self.waiting.len() as u64;
-        while self.waiting.front().is_some_and(|(_, refused_at)| self.refused_requests - refused_at > max_age) {
+        while self.waiting.front().is_some_and(|(_, refused_at)| self.refused_requests - refused_at > max_age)
+        {
             self.waiting.pop_front();
         }
     }

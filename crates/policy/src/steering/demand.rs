@@ -33,7 +33,8 @@ impl MemberDemand {
         let current_rate = units as f64 / elapsed_s;
         self.rate += (current_rate - self.rate) * smoothing;
         self.throttled_for_s -= elapsed_s;
-        let is_throttled = granted.is_some_and(|granted| self.rate.max(current_rate) >= granted * THROTTLED_SHARE);
+        let is_throttled =
+            granted.is_some_and(|granted| self.rate.max(current_rate) >= granted * THROTTLED_SHARE);
         // A member without a limit cannot be throttled by it, however long it waits.
         if is_throttled || (stuck && granted.is_some()) {
             self.throttled_for_s = THROTTLED_FOR_S;

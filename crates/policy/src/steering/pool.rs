@@ -343,7 +343,8 @@ impl SteeringPool {
         let pairs = || self.members.iter().zip(&rates);
         // If one member's rate rises, others must fall by as much, so even small falls are set.
         let any_gains = pairs().any(|(member, rates)| {
-            rank_with(member, rates, fall_threshold_of(member)).is_some() && any_rate_rises(member.rates_set, *rates)
+            rank_with(member, rates, fall_threshold_of(member)).is_some()
+                && any_rate_rises(member.rates_set, *rates)
         });
         let rank_of = |(member, rates): (&SteeredMember, &IoMaxRates)| {
             let fall_threshold = match (self.is_quota, any_gains) {
@@ -448,7 +449,8 @@ impl SteeringPool {
                     for direction in directions.clone() {
                         // The kernel rejects rates below 2 (block/blk-throttle.c, tg_set_limit).
                         let part = (parts[direction] as u64).max(MIN_KERNEL_RATE);
-                        unit_rates[direction] = Some(unit_rates[direction].map_or(part, |current| current.min(part)));
+                        unit_rates[direction] =
+                            Some(unit_rates[direction].map_or(part, |current| current.min(part)));
                     }
                 }
             }
@@ -540,7 +542,9 @@ fn bound_sizes(rates: &mut IoMaxRates, iops_size: u64) {
 fn change_rank(rates_set: Option<IoMaxRates>, rates: IoMaxRates, fall: f64) -> Option<u8> {
     let Some(rates_set) = rates_set else { return Some(1) };
     let (mut falls, mut rises) = (false, false);
-    for (before, after) in rates_set.bps.iter().chain(&rates_set.iops).zip(rates.bps.iter().chain(&rates.iops)) {
+    for (before, after) in
+        rates_set.bps.iter().chain(&rates_set.iops).zip(rates.bps.iter().chain(&rates.iops))
+    {
         match (before, after) {
             (None, None) => {}
             (None, Some(_)) => falls = true,

@@ -113,13 +113,19 @@ impl LeakyBucket {
             (self.rate, self.burst_rate) = (0, 0);
             return;
         }
-        (new.level, new.deferred) = carry_level(self.size, self.level, self.deferred, new.size, excess_treatment);
+        (new.level, new.deferred) =
+            carry_level(self.size, self.level, self.deferred, new.size, excess_treatment);
         if new.burst_rate == 0 {
             new.burst_size = self.burst_size;
             (new.burst_level, new.burst_deferred) = (self.burst_level, self.burst_deferred);
         } else {
-            (new.burst_level, new.burst_deferred) =
-                carry_level(self.burst_size, self.burst_level, self.burst_deferred, new.burst_size, excess_treatment);
+            (new.burst_level, new.burst_deferred) = carry_level(
+                self.burst_size,
+                self.burst_level,
+                self.burst_deferred,
+                new.burst_size,
+                excess_treatment,
+            );
         }
         *self = new;
     }

@@ -120,7 +120,8 @@ mod tests {
     #[test]
     fn merging_does_not_change_the_cost() {
         for lengths in [&[4096; 5][..], &[512, 6144, 100_000], &[7], &[]] {
-            let separate_cost: u128 = lengths.iter().map(|length| RequestCost::one(*length).operations(4096)).sum();
+            let separate_cost: u128 =
+                lengths.iter().map(|length| RequestCost::one(*length).operations(4096)).sum();
             let merged = RequestCost::merged(lengths);
             assert_eq!(merged.operations(4096), separate_cost);
             assert_eq!(merged.bytes(), lengths.iter().sum());

@@ -154,7 +154,11 @@ fn burst_is_at_most_ten_to_the_fifteenth_units() {
     assert_eq!(burst(1, 2, MAX_VALUE / 2), Ok(()));
     assert_eq!(burst(1, 3, MAX_VALUE / 2), Err(LimitRule::BurstTooLarge(Of(IopsRead, BurstRate), 3)));
     assert_eq!(
-        validation_error(&[("bps-total", 1), ("bps-total-max", 1_000_000_000_000), ("bps-total-max-length", 1001)]),
+        validation_error(&[
+            ("bps-total", 1),
+            ("bps-total-max", 1_000_000_000_000),
+            ("bps-total-max-length", 1001)
+        ]),
         "bps-total-max-length (1001) is too long for bps-total-max (1000000000000); \
          their product may be 1000000000000000 at most"
     );

@@ -207,7 +207,8 @@ impl<T> ThrottleNode<T> {
 
     /// Sets the share. A changed reservation resets its statistics.
     pub(super) fn set_share(&mut self, share: NodeShare, now: Instant) {
-        let reservations = |node_share: &NodeShare| (node_share.iops_reservation(), node_share.bps_reservation());
+        let reservations =
+            |node_share: &NodeShare| (node_share.iops_reservation(), node_share.bps_reservation());
         if !share.is_reserved() {
             self.reservation_monitor = None;
         } else if self.reservation_monitor.is_none() || reservations(&self.share) != reservations(&share) {
@@ -351,8 +352,12 @@ impl<T> ThrottleNode<T> {
 
     pub(super) fn cumulative(&self, now: Instant) -> CumulativeStats {
         let ThrottleSummary { throttled_ns: limited_ns, reservation_times: kept, .. } = self.summary(now);
-        let mut stats =
-            CumulativeStats { passed: self.counters, throttled_ns: limited_ns, reservation_times: kept, ..CumulativeStats::default() };
+        let mut stats = CumulativeStats {
+            passed: self.counters,
+            throttled_ns: limited_ns,
+            reservation_times: kept,
+            ..CumulativeStats::default()
+        };
         if let Some(waits) = &self.waits {
             waits.export(&mut stats);
         }
@@ -360,7 +365,13 @@ impl<T> ThrottleNode<T> {
     }
 
     pub(super) fn add_cumulative(&mut self, stats: &CumulativeStats, now: Instant) {
-        let CumulativeStats { passed, throttled_ns: limited_ns, reservation_times: kept, waits, longest_wait_ns: _ } = stats;
+        let CumulativeStats {
+            passed,
+            throttled_ns: limited_ns,
+            reservation_times: kept,
+            waits,
+            longest_wait_ns: _,
+        } = stats;
         for (counters, more) in self.counters.iter_mut().zip(passed) {
             *counters = counters.sum(*more);
             // These requests were made in another process and are not new demand here.
@@ -376,7 +387,12 @@ impl<T> ThrottleNode<T> {
     }
 
     pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
-        let ThrottleSummary { throttled_ns: limited_ns, throttle_cause: binding, waiting, reservation_times: kept } = self.summary(now);
+        let ThrottleSummary {
+            throttled_ns: limited_ns,
+            throttle_cause: binding,
+            waiting,
+            reservation_times: kept,
+        } = self.summary(now);
         let buckets = self.limited.as_ref().map(|limited| {
             let mut buckets = limited.buckets.clone();
             buckets.leak_to(now);

@@ -231,7 +231,11 @@ pub(super) struct WaitHistograms {
 
 impl WaitHistograms {
     pub(super) fn new(now: Instant) -> Self {
-        Self { all: WaitHistogram::new(), recent: [WaitHistogram::new(), WaitHistogram::new()], newer_since: now }
+        Self {
+            all: WaitHistogram::new(),
+            recent: [WaitHistogram::new(), WaitHistogram::new()],
+            newer_since: now,
+        }
     }
 
     pub(super) fn add(&mut self, wait_ns: u64, requests: u64, now: Instant) {

@@ -206,7 +206,8 @@ impl<T> ThrottleTree<T> {
         if level > MAX_LEVELS {
             return Err(ThrottleError::TooDeep);
         }
-        let has_waiting = Direction::ALL.iter().any(|direction| !self.nodes[parent].queue(*direction).is_empty());
+        let has_waiting =
+            Direction::ALL.iter().any(|direction| !self.nodes[parent].queue(*direction).is_empty());
         assert!(!has_waiting, "a disk with requests waiting cannot become a group");
         let reserved = reserved_by(share, [0; 2]);
         CapacitySupply { limits, device: ReservableCapacity::default() }.check(reserved)?;
@@ -380,7 +381,14 @@ impl<T> ThrottleTree<T> {
         self.next_number += 1;
         let parent = self.nodes[disk.slot].parent;
         let limited_ns = [disk.slot, parent].map(|slot| self.nodes[slot].throttled_ns(self.now));
-        let waiter = QueuedRequest { number, since: self.now, cost, charged_parts: 0, throttled_ns: limited_ns, token };
+        let waiter = QueuedRequest {
+            number,
+            since: self.now,
+            cost,
+            charged_parts: 0,
+            throttled_ns: limited_ns,
+            token,
+        };
         let queue = self.nodes[disk.slot].queue_mut(direction);
         let is_first = queue.is_empty();
         queue.push_back(waiter);

@@ -56,8 +56,11 @@ impl DeviceConsumption {
             if rate == 0 {
                 continue;
             }
-            let [read, written] =
-                if kind.counts_bytes() { consumption.bytes.map(|bytes| [bytes; 2]) } else { consumption.operations };
+            let [read, written] = if kind.counts_bytes() {
+                consumption.bytes.map(|bytes| [bytes; 2])
+            } else {
+                consumption.operations
+            };
             let [lower, upper] = [0, 1].map(|bound: usize| match kind {
                 LimitKind::BpsTotal | LimitKind::IopsTotal => read[bound].saturating_add(written[bound]),
                 LimitKind::BpsRead | LimitKind::IopsRead => read[bound],

@@ -46,7 +46,8 @@ fn run_seed(seed: u64) {
     // If limits change, old fallback shares must fit into all limits that follow.
     let changes = random.one_in(3);
     let max_ppm = if changes { 100_000 } else { 900_000 } / hosts as u64;
-    let random_ppm = |random: &mut SeededRandom| (!random.one_in(3)).then(|| random.between(1, max_ppm) as u32);
+    let random_ppm =
+        |random: &mut SeededRandom| (!random.one_in(3)).then(|| random.between(1, max_ppm) as u32);
     let (safe_ppm, bytes) = (random_ppm(&mut random), random.one_in(2));
     let spec = ClusterGroupLimits::new(1, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap();
     let clients: Vec<Vec<SimulatedClient>> = (0..hosts)

@@ -69,7 +69,8 @@ fn run_seed(seed: u64) {
         let ideal = ideal(&(0..hosts).map(host_demand).collect::<Vec<_>>());
         // A host below its quota keeps a margin, so that it can show more demand: one request in a
         // tick, or a fraction of its rate. Greedy hosts go without that quota.
-        let has_margin = |host: &usize| (0.0..f64::INFINITY).contains(&host_demand(*host).0) && ideal[*host] > 0.0;
+        let has_margin =
+            |host: &usize| (0.0..f64::INFINITY).contains(&host_demand(*host).0) && ideal[*host] > 0.0;
         let margin = |host: usize| (host_demand(host).0 / 64.0).max(1.0 / 0.2);
         let margins: f64 = (0..hosts).filter(has_margin).map(margin).sum();
         for (host, ideal) in ideal.into_iter().enumerate() {

@@ -13,7 +13,12 @@ fn group(text: &str) -> (ThrottleTree<()>, NodeId) {
     (tree, group)
 }
 
-fn overbooked(unit: ReservationUnit, requested: u64, available: u64, bound: ReservationBound) -> ThrottleError {
+fn overbooked(
+    unit: ReservationUnit,
+    requested: u64,
+    available: u64,
+    bound: ReservationBound,
+) -> ThrottleError {
     ThrottleError::Overbooked(ReservationExceeded { unit, requested, available, bound })
 }
 
@@ -79,9 +84,11 @@ fn reservation_above_own_limit_is_rejected() {
 #[test]
 fn moving_disk_keeps_its_reservation() {
     let (mut tree, host) = group("iops-total=1000,iops-total-max=1000");
-    let [first, second] = [(); 2].map(|()| tree.add(Some(host), Limits::default(), reserved_share(200, 0)).unwrap());
+    let [first, second] =
+        [(); 2].map(|()| tree.add(Some(host), Limits::default(), reserved_share(200, 0)).unwrap());
     let disk = tree.add(Some(first), Limits::default(), reserved_share(800, 0)).unwrap();
-    let error = tree.add_replacing(disk, Some(second), Limits::default(), reserved_share(801, 0)).unwrap_err();
+    let error =
+        tree.add_replacing(disk, Some(second), Limits::default(), reserved_share(801, 0)).unwrap_err();
     assert_eq!(
         error,
         overbooked(ReservationUnit::Iops, 1001, 1000, ReservationBound::Limit),
@@ -101,7 +108,8 @@ fn rejected_move_changes_nothing() {
     let (mut tree, host) = group("bps-read=1000,bps-write=1000");
     let disk = tree.add(Some(host), Limits::default(), reserved_share(0, 1000)).unwrap();
     for direction in [Direction::Write, Direction::Read] {
-        let submit = |tree: &mut ThrottleTree<()>| tree.submit(disk, direction, RequestCost::one(400), (), s(0));
+        let submit =
+            |tree: &mut ThrottleTree<()>| tree.submit(disk, direction, RequestCost::one(400), (), s(0));
         while matches!(submit(&mut tree), AdmissionResult::Admitted(())) {}
     }
     let before = [host, disk].map(|node| tree.stats(node, s(0)));

@@ -42,7 +42,12 @@ fn burst_rows_are_exact() {
             &[(0, 1000, 2), (1000, 11_000, 10)],
         ),
         ("no limits", "", reads.queued(100_000), &[(0, 1, 100_000)]),
-        ("8 KiB are two", "iops-total=1000,iops-size=4096", reads.with_length(8192).depth(4), &[(1000, 11_000, 5000)]),
+        (
+            "8 KiB are two",
+            "iops-total=1000,iops-size=4096",
+            reads.with_length(8192).depth(4),
+            &[(1000, 11_000, 5000)],
+        ),
         (
             "6 KiB are one and a half",
             "iops-total=1000,iops-size=4096",

@@ -46,8 +46,12 @@ fn rates_and_sizes(limits: &Limits, kind: LimitKind) -> [(u128, u128); 2] {
 
 impl Levels {
     pub(crate) fn new(limits: Limits, now: Instant) -> Self {
-        let mut levels =
-            Self { limits: Limits::default(), last_limits: Limits::default(), levels: Default::default(), now };
+        let mut levels = Self {
+            limits: Limits::default(),
+            last_limits: Limits::default(),
+            levels: Default::default(),
+            now,
+        };
         levels.change(limits, now);
         levels
     }

@@ -29,7 +29,14 @@ fn groups_share_by_their_own_weight_however_many_disks_they_have() {
     let [large_group, small_group] =
         [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), NodeShare::default()).unwrap());
     let many: Vec<_> = (0..9)
-        .map(|_| disks.add_below(large_group, "", NodeShare::default(), Workload::READS.with_length(65_536).depth(32)))
+        .map(|_| {
+            disks.add_below(
+                large_group,
+                "",
+                NodeShare::default(),
+                Workload::READS.with_length(65_536).depth(32),
+            )
+        })
         .collect();
     let single = disks.add_below(small_group, "", NodeShare::default(), Workload::READS.depth(32));
     let of_many: u64 = many.iter().map(|client| disks.bytes_of(*client, s(1), s(21))).sum();
@@ -43,7 +50,8 @@ fn unused_rate_is_given_to_the_busy_group() {
     let mut disks = Timeline::new("iops-total=1000");
     let [first, second] =
         [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), NodeShare::default()).unwrap());
-    let throttled_disk = disks.add_below(first, "iops-total=100", NodeShare::default(), Workload::READS.depth(64));
+    let throttled_disk =
+        disks.add_below(first, "iops-total=100", NodeShare::default(), Workload::READS.depth(64));
     let unlimited_disk = disks.add_below(second, "", NodeShare::default(), Workload::READS.depth(64));
     assert_eq!(disks.admitted_of(throttled_disk, s(1), s(11)), 1000);
     assert_eq!(disks.admitted_of(unlimited_disk, s(1), s(11)), 9000);

@@ -37,7 +37,10 @@ fn cumulative_stats_transfer() {
     let mut fresh = Timeline::new("iops-total=10");
     fresh.tree.add_cumulative(fresh.group, &counted);
     let transferred = fresh.tree.stats(fresh.group, s(0));
-    assert_eq!((transferred.reads, transferred.waits, transferred.throttled_ns), (once.reads, once.waits, once.throttled_ns));
+    assert_eq!(
+        (transferred.reads, transferred.waits, transferred.throttled_ns),
+        (once.reads, once.waits, once.throttled_ns)
+    );
     assert_eq!(transferred.recent_waits, WaitSummary::default());
 }
 
@@ -65,7 +68,11 @@ fn throttle_cause_is_the_limit_of_the_level_that_throttles() {
     let (disk_stats, group_stats) = (disks.tree.stats(disk, ms(10_005)), disks.tree.stats(group, ms(10_005)));
     assert_eq!(disk_stats.throttle_cause, Some(LimitKind::BpsRead));
     assert_within_percent(2.0, disk_stats.throttled_ns as f64, 10e9);
-    assert_eq!((group_stats.throttle_cause, group_stats.throttled_ns), (None, 0), "the limit is 1000, the load 100");
+    assert_eq!(
+        (group_stats.throttle_cause, group_stats.throttled_ns),
+        (None, 0),
+        "the limit is 1000, the load 100"
+    );
     assert_eq!(disk_stats.waiting, [8, 0]);
     assert_eq!(group_stats.waiting, [8, 0], "below it");
     assert_eq!(disk_stats.reads, group_stats.reads);
@@ -74,7 +81,8 @@ fn throttle_cause_is_the_limit_of_the_level_that_throttles() {
 #[test]
 fn cause_moves_to_the_group_above() {
     let mut disks = Timeline::new("iops-total=150");
-    let throttled_disk = disks.add_below(disks.group, "iops-total=100", NodeShare::default(), Workload::READS.depth(8));
+    let throttled_disk =
+        disks.add_below(disks.group, "iops-total=100", NodeShare::default(), Workload::READS.depth(8));
     disks.run_until(s(5));
     let binding = |disks: &Timeline, now| {
         [disks.disk(throttled_disk), disks.group].map(|node| disks.tree.stats(node, now).throttle_cause)

@@ -300,7 +300,8 @@ impl Checked {
         for (disk, direction) in waiting {
             let path = self.path(disk);
             if let Some(levels) = &mut self.levels {
-                let is_admissible = path.iter().all(|node| levels.get_mut(node).unwrap().admit(direction, self.now));
+                let is_admissible =
+                    path.iter().all(|node| levels.get_mut(node).unwrap().admit(direction, self.now));
                 assert!(!is_admissible, "{disk:?} could {direction:?}");
             }
         }

@@ -133,7 +133,10 @@ fn cause_is_the_group_that_throttled_most_not_a_busy_host() {
     let cause = |level, kind| Some(LevelCause { level, kind });
     // Without the first ones, which were admitted before the buckets were full.
     assert!(disk_causes[10..].iter().all(|held| *held == cause(1, LimitKind::IopsTotal)), "{disk_causes:?}");
-    assert!(greedy_causes[50..].iter().all(|held| *held == cause(1, LimitKind::BpsTotal)), "{greedy_causes:?}");
+    assert!(
+        greedy_causes[50..].iter().all(|held| *held == cause(1, LimitKind::BpsTotal)),
+        "{greedy_causes:?}"
+    );
 }
 
 #[test]

@@ -27,17 +27,19 @@ const ON_THE_WAY: f64 = 2.0;
 fn any_limits() -> impl Strategy<Value = Limits> {
     let rate = prop_oneof![1 => Just(0u64), 2 => 1..20u64, 2 => 20..2_000u64, 1 => 2_000..100_000u64];
     let any_kind = (0..3usize, rate, 0..40u64, 1..8u64);
-    (any_kind.clone(), any_kind, prop_oneof![2 => Just(0u64), 1 => 512..8_192u64]).prop_map(|(bps, iops, iops_size)| {
-        let mut limits = Limits::default();
-        for (first, (offset, rate, factor, length)) in [(0, bps), (3, iops)] {
-            let limit = limits.limit_mut(LimitKind::ALL[first + offset]);
-            limit.rate = if first == 0 { rate * 4096 } else { rate };
-            limit.burst_rate = limit.rate * factor;
-            limit.burst_length_s = if limit.burst_rate == 0 { 1 } else { length };
-        }
-        limits.iops_size = if iops.1 > 0 { iops_size } else { 0 };
-        limits
-    })
+    (any_kind.clone(), any_kind, prop_oneof![2 => Just(0u64), 1 => 512..8_192u64]).prop_map(
+        |(bps, iops, iops_size)| {
+            let mut limits = Limits::default();
+            for (first, (offset, rate, factor, length)) in [(0, bps), (3, iops)] {
+                let limit = limits.limit_mut(LimitKind::ALL[first + offset]);
+                limit.rate = if first == 0 { rate * 4096 } else { rate };
+                limit.burst_rate = limit.rate * factor;
+                limit.burst_length_s = if limit.burst_rate == 0 { 1 } else { length };
+            }
+            limits.iops_size = if iops.1 > 0 { iops_size } else { 0 };
+            limits
+        },
+    )
 }
 
 #[derive(Clone, Debug)]

@@ -54,7 +54,9 @@ fn weights_divide_the_contended_limit() {
         let clients: Vec<_> = [100, 200, 700]
             .into_iter()
             .zip(lengths)
-            .map(|(share, length)| disks.add_with(weight(share), Workload::READS.with_length(length).depth(32)))
+            .map(|(share, length)| {
+                disks.add_with(weight(share), Workload::READS.with_length(length).depth(32))
+            })
             .collect();
         for (part, expected) in parts(&mut disks, &clients).into_iter().zip([0.1, 0.2, 0.7]) {
             assert_within_percent(2.0, part, expected);
@@ -77,7 +79,11 @@ fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
     let mixed_reads = disks.add_with(weight(100), Workload::READS.depth(32));
     let mixed_writes = disks.add_to(disks.disk(mixed_reads), Workload::WRITES.depth(32));
     let reads = disks.add_with(weight(300), Workload::READS.depth(32));
-    let [mixed_reads_part, mixed_writes_part, reads_part] = parts(&mut disks, &[mixed_reads, mixed_writes, reads])[..] else { unreachable!() };
+    let [mixed_reads_part, mixed_writes_part, reads_part] =
+        parts(&mut disks, &[mixed_reads, mixed_writes, reads])[..]
+    else {
+        unreachable!()
+    };
     // Reads and writes of the first disk have one weight together, not one each.
     assert_within_percent(2.0, mixed_reads_part + mixed_writes_part, 0.25);
     assert_within_percent(2.0, reads_part, 0.75);
@@ -147,7 +153,8 @@ fn a_reservation_is_met_under_ten_hostile_neighbours() {
     for (depth, latency) in [(1, Duration::ZERO), (1, Duration::from_millis(1)), (32, LATE)] {
         for late in [Duration::ZERO, LATE] {
             let mut disks = Timeline::new("iops-total=1000").with_late_timers(late);
-            let reserved = disks.add_with(reserved_share(300, 0), Workload::READS.depth(depth).latency(latency));
+            let reserved =
+                disks.add_with(reserved_share(300, 0), Workload::READS.depth(depth).latency(latency));
             for _ in 0..10 {
                 disks.add_with(weight(100), Workload::WRITES.with_length(1 << 20).depth(64));
             }
@@ -183,7 +190,8 @@ fn a_reservation_counts_towards_the_share_by_weight() {
 fn double_reservation_ends_with_the_first_used_up() {
     // 300 IOPS, or 100 requests of 10,000 bytes.
     let mut disks = Timeline::new("iops-total=1000");
-    let reserved = disks.add_with(reserved_share(300, 1_000_000), Workload::READS.with_length(10_000).depth(32));
+    let reserved =
+        disks.add_with(reserved_share(300, 1_000_000), Workload::READS.with_length(10_000).depth(32));
     for _ in 0..99 {
         disks.add(Workload::READS.with_length(512).depth(32));
     }

@@ -49,7 +49,11 @@ fn full_refund(length: u64) -> SpareRefund {
 #[test]
 fn read_ahead_is_admitted_unless_the_bucket_is_overfull() {
     let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
-    assert_eq!(count_admitted(&mut tree, disk, 100_000, s(0)), 2, "one that fills it, and one whatever its size");
+    assert_eq!(
+        count_admitted(&mut tree, disk, 100_000, s(0)),
+        2,
+        "one that fills it, and one whatever its size"
+    );
     let just_before = Instant::from_nanos(ms(100).as_nanos() - 1);
     assert!(!read_ahead(&mut tree, disk, 1, just_before));
     assert!(read_ahead(&mut tree, disk, 1, ms(100)));
@@ -130,7 +134,9 @@ fn operations_are_refunded_with_the_bytes() {
 fn read_ahead_uses_a_burst_at_its_rate() {
     let (mut tree, _, [disk]) = group("iops-total=100,iops-total-max=1000,iops-total-max-length=3", [""]);
     let passed: Vec<_> = (0..80)
-        .map(|tenth| (0..10).map(|step| count_admitted(&mut tree, disk, 1, ms(tenth * 100 + step * 10))).sum())
+        .map(|tenth| {
+            (0..10).map(|step| count_admitted(&mut tree, disk, 1, ms(tenth * 100 + step * 10))).sum()
+        })
         .collect();
     let in_second = |second: usize| passed[second * 10..(second + 1) * 10].iter().sum::<usize>();
     assert_eq!(in_second(0), 1000 + 100 - 10 + 1, "a tenth of a second's worth at once, one over");
@@ -296,7 +302,12 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
             Step::Pass(elapsed_ns) => now += Duration::from_nanos(*elapsed_ns),
             Step::ReadAhead(at, length, refunded, later_ns) if with_read_ahead => {
                 let later = now + Duration::from_nanos(*later_ns);
-                tree.try_admit_read_ahead(disk(*at), &RequestCost::one(*length), full_refund(*refunded), later);
+                tree.try_admit_read_ahead(
+                    disk(*at),
+                    &RequestCost::one(*length),
+                    full_refund(*refunded),
+                    later,
+                );
             }
             Step::ReadAhead(..) => {}
         }
@@ -410,9 +421,11 @@ impl SpareDevice {
         for limits in &self.limits {
             for kind in LimitKind::ALL.into_iter().filter(|kind| limits.limit(*kind).rate > 0) {
                 let units = |length: &u64| units(kind, limits.iops_size, *length);
-                let applying =
-                    Direction::ALL.into_iter().filter(|direction| LimitKind::applying_to(*direction).contains(&kind));
-                let sum: u128 = applying.flat_map(|direction| &self.submitted[direction.index()]).map(units).sum();
+                let applying = Direction::ALL
+                    .into_iter()
+                    .filter(|direction| LimitKind::applying_to(*direction).contains(&kind));
+                let sum: u128 =
+                    applying.flat_map(|direction| &self.submitted[direction.index()]).map(units).sum();
                 let limit = limits.limit(kind);
                 let at_most =
                     |rate: u64, size: u128| ns * u128::from(rate) + buckets * (size + units(&self.largest));

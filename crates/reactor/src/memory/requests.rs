@@ -306,7 +306,8 @@ impl RequestMemory {
     /// Serves the common half in the order of the accounts. No request overtakes the first.
     fn serve_common(&mut self) {
         while let Some(&(.., number)) = self.order.first()
-            && let Some((place, waiter)) = self.accounts.get(&number).and_then(|account| account.queue.first())
+            && let Some((place, waiter)) =
+                self.accounts.get(&number).and_then(|account| account.queue.first())
         {
             let bytes = waiter.bytes;
             if !self.charge(number, bytes) {

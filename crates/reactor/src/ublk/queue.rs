@@ -136,7 +136,8 @@ impl UblkQueue {
             0 => CommandEncoding::Legacy,
             _ => CommandEncoding::Ioctl,
         };
-        let shared = UblkQueueShared { device, descriptors, transfer: way, depth, max_request_bytes: most_bytes };
+        let shared =
+            UblkQueueShared { device, descriptors, transfer: way, depth, max_request_bytes: most_bytes };
         Ok(Self { shared: Rc::new(shared), number, encoding })
     }
 
@@ -159,7 +160,10 @@ impl UblkQueue {
     /// # Panics
     /// Panics if the tag is invalid, or `bytes` exceeds the maximum size of a request.
     pub fn data(&self, tag: u16, bytes: usize) -> UblkData {
-        assert!(tag < self.shared.depth && bytes <= self.shared.max_request_bytes, "{bytes} bytes of tag {tag}");
+        assert!(
+            tag < self.shared.depth && bytes <= self.shared.max_request_bytes,
+            "{bytes} bytes of tag {tag}"
+        );
         match &self.shared.transfer {
             DataTransfer::Copied(memory) => UblkData::Copied(self.tag_memory(memory, tag, bytes)),
             DataTransfer::Registered(source) => {
@@ -237,7 +241,8 @@ impl MappedDescriptors {
     fn map(device: &Fd, queue: u16, depth: u16) -> io::Result<Self> {
         // SAFETY: sysconf only returns a constant.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE);
-        let mapped_bytes = |depth: u16| (usize::from(depth) * size_of::<UblkDescriptor>()).next_multiple_of(page);
+        let mapped_bytes =
+            |depth: u16| (usize::from(depth) * size_of::<UblkDescriptor>()).next_multiple_of(page);
         let bytes = mapped_bytes(depth);
         let offset = usize::from(queue) * mapped_bytes(MAX_DEPTH);
         // SAFETY: a new mapping, at an address of the kernel's choice.

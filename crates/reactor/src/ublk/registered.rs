@@ -133,15 +133,16 @@ impl RegisteredData {
     pub async fn read_at(&self, fd: &Fd, filled: usize, offset: u64) -> io::Result<usize> {
         // For a registered kernel buffer, the address is an offset from its beginning.
         let (target, target_offset) = (types::Fd(fd.raw()), without_provenance_mut(filled));
-        let entry = opcode::ReadFixed::new(target, target_offset, length(self.bytes - filled), self.number()?)
-            .offset(offset)
-            .ioprio(priority::current())
-            .build()
-            .flags(fd.flags());
+        let entry =
+            opcode::ReadFixed::new(target, target_offset, length(self.bytes - filled), self.number()?)
+                .offset(offset)
+                .ioprio(priority::current())
+                .build()
+                .flags(fd.flags());
         // SAFETY: the kernel owns the buffer itself; the operation owns the descriptor and the
         // index.
-        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }
-            .submit_at(MAX_QUEUED_READS);
+        let op =
+            unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }.submit_at(MAX_QUEUED_READS);
         op.await.0.map(|count| count as usize)
     }
 
@@ -158,14 +159,15 @@ impl RegisteredData {
         durability: Durability,
     ) -> io::Result<usize> {
         let (target, source_offset) = (types::Fd(fd.raw()), without_provenance(written));
-        let entry = opcode::WriteFixed::new(target, source_offset, length(self.bytes - written), self.number()?)
-            .offset(offset)
-            .rw_flags(durability.flags())
-            .build()
-            .flags(fd.flags());
+        let entry =
+            opcode::WriteFixed::new(target, source_offset, length(self.bytes - written), self.number()?)
+                .offset(offset)
+                .rw_flags(durability.flags())
+                .build()
+                .flags(fd.flags());
         // SAFETY: as in `read_at`.
-        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }
-            .submit_at(MAX_QUEUED_WRITES);
+        let op =
+            unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }.submit_at(MAX_QUEUED_WRITES);
         op.await.0.map(|count| count as usize)
     }
 

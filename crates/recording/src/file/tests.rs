@@ -68,7 +68,8 @@ fn read(bytes: &[u8]) -> (Vec<(u64, u64, String)>, Option<String>) {
 
 fn by_arrival(mut entries: Vec<RecordingEntry>) -> Vec<(u64, u64, String)> {
     entries.sort_by_key(|entry| entry.arrival_ns);
-    let fields_of = |entry: &RecordingEntry| (entry.offset, entry.length, DISKS[entry.disk as usize].to_owned());
+    let fields_of =
+        |entry: &RecordingEntry| (entry.offset, entry.length, DISKS[entry.disk as usize].to_owned());
     entries.iter().map(fields_of).collect()
 }
 

@@ -64,8 +64,9 @@ impl LineParser for Fio {
             return self.begin(line);
         }
         let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
-        let mut next =
-            |field_name: &str| words.next().ok_or_else(|| format!("the {field_name} is missing (a truncated line?)"));
+        let mut next = |field_name: &str| {
+            words.next().ok_or_else(|| format!("the {field_name} is missing (a truncated line?)"))
+        };
         let time_ns = match self.version {
             2 => self.waited_ns,
             _ => nanoseconds(fields::number(next("time")?, "time")?, US_NS)?,

@@ -27,8 +27,9 @@ impl LineParser for Mqsim {
 
 fn request(line: &[u8]) -> Result<(u64, &[u8], RequestOp, u64, u64), String> {
     let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
-    let mut next =
-        |field_name: &str| words.next().ok_or_else(|| format!("the {field_name} is missing (a truncated line?)"));
+    let mut next = |field_name: &str| {
+        words.next().ok_or_else(|| format!("the {field_name} is missing (a truncated line?)"))
+    };
     let time_ns = fields::number(next("time")?, "time")?;
     let device = next("device")?;
     fields::number(device, "device")?;

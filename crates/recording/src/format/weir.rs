@@ -84,7 +84,8 @@ impl LineParser for WeirCsv {
     #[inline]
     fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         if !self.begun {
-            self.has_more_columns = header(line).ok_or_else(|| format!("the header '{HEADER}' is missing"))?;
+            self.has_more_columns =
+                header(line).ok_or_else(|| format!("the header '{HEADER}' is missing"))?;
             self.has_outcomes = has_outcomes(line);
             self.begun = true;
             return Ok(());

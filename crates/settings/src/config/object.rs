@@ -137,7 +137,9 @@ mod tests {
         for (error, expect) in errors.iter().zip(expect) {
             assert!(error.starts_with(expect), "{error}");
         }
-        assert!(disk(&json!({ "image": null })).is_err_and(|errors| errors[0].contains("vm1.image: is null")));
+        assert!(
+            disk(&json!({ "image": null })).is_err_and(|errors| errors[0].contains("vm1.image: is null"))
+        );
         assert!(disk(&json!({})).is_err_and(|errors| errors[0].contains("no image")));
     }
 
@@ -145,7 +147,8 @@ mod tests {
     fn names_cannot_inject_tables() {
         let diagnostics = Diagnostics::default();
         let keys = json!({ "image = \"x\"\n[daemon]": 1 });
-        let read = disk_from_json("a]\n[b", keys.as_object().expect("an object"), Path::new(""), &diagnostics);
+        let read =
+            disk_from_json("a]\n[b", keys.as_object().expect("an object"), Path::new(""), &diagnostics);
         assert!(read.is_none() && diagnostics.count() > 0);
         let group = group_from_json("a]\n[b", &Map::new(), &Diagnostics::default());
         assert!(group.is_none(), "a name has no control characters");

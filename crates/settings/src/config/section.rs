@@ -241,10 +241,12 @@ impl<'a> TomlSection<'a> {
                 let name = found.get_ref().as_ref();
                 !requested.contains(&name) && suggest::nearest(name, [key]).is_some()
             };
-            self.report(match self.table.keys().filter(is_misspelling).min_by_key(|found| found.span().start) {
-                Some(found) => self.unknown_key_error(found, &[key]),
-                None => self.origin.error(rule),
-            });
+            self.report(
+                match self.table.keys().filter(is_misspelling).min_by_key(|found| found.span().start) {
+                    Some(found) => self.unknown_key_error(found, &[key]),
+                    None => self.origin.error(rule),
+                },
+            );
         }
         value
     }

@@ -347,7 +347,9 @@ fn endpoints_are_checked_against_each_other() {
         (format!("{at_default}{without_export}"), 0, vec![Some(false)]),
         (format!("[daemon]\nnbd = \"h:2\"\n{with_export}{without_export}"), 0, vec![None, Some(false)]),
         (
-            format!("[daemon]\nnbd = \"h:2\"\n[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{with_export}"),
+            format!(
+                "[daemon]\nnbd = \"h:2\"\n[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{with_export}"
+            ),
             0,
             vec![Some(false), None],
         ),

@@ -210,11 +210,12 @@ mod tests {
                 let (isolation, fd) = (std::rc::Rc::clone(&isolation), fd.clone());
                 ends.push(end_sender);
                 tasks.push(spawn_joinable(async move {
-                    isolation.call(&fd, move |_| {
-                        let _ = end_receiver.recv();
-                        Ok(())
-                    })
-                    .await
+                    isolation
+                        .call(&fd, move |_| {
+                            let _ = end_receiver.recv();
+                            Ok(())
+                        })
+                        .await
                 }));
             }
             while isolation.call_slots.free() > 0 {

@@ -64,7 +64,8 @@ pub(super) struct LocalConnection(Rc<SharedConnection>);
 impl LocalConnection {
     /// The connection of this link and session, if this thread has it.
     pub(super) fn of(link: u64, session: u64) -> Option<Self> {
-        let connection = LOCAL_CONNECTIONS.with_borrow(|connections| connections.get(&link).and_then(Weak::upgrade))?;
+        let connection =
+            LOCAL_CONNECTIONS.with_borrow(|connections| connections.get(&link).and_then(Weak::upgrade))?;
         (connection.session == session).then(|| {
             connection.users.set(connection.users.get() + 1);
             Self(connection)
@@ -143,11 +144,14 @@ pub(super) fn start_keeper<H: ConnectionOwner>(
     // bounded.
     let (sender, jobs) = async_channel::unbounded();
     let client = NbdClient::start(established);
-    let connection = Rc::new(SharedConnection { client, session, users: Cell::new(0), unused: Signal::default() });
+    let connection =
+        Rc::new(SharedConnection { client, session, users: Cell::new(0), unused: Signal::default() });
     LOCAL_CONNECTIONS.with_borrow_mut(|connections| {
         // Removes the entries of connections that have ended.
         connections.retain(|_, connection| connection.strong_count() > 0);
-        TRIED_SESSIONS.with_borrow_mut(|tried_sessions| tried_sessions.retain(|link, _| connections.contains_key(link)));
+        TRIED_SESSIONS.with_borrow_mut(|tried_sessions| {
+            tried_sessions.retain(|link, _| connections.contains_key(link))
+        });
         connections.insert(link.id(), Rc::downgrade(&connection));
     });
     reactor::spawn(run_keeper(connection, ConnectionJobs(jobs), sync::Arc::downgrade(link), session));

@@ -87,7 +87,8 @@ pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<NbdSt
             with_timeout(CONNECT_TIMEOUT, run_blocking(move || resolve(&uri_copy.server)))
         };
         let until = if cached.is_some() { now() } else { until };
-        let addresses = retry_until(until, resolve_once).await.map_err(|error| connect_error(&name, &error))?;
+        let addresses =
+            retry_until(until, resolve_once).await.map_err(|error| connect_error(&name, &error))?;
         Ok((tls, addresses))
     };
     let (tls, addresses) = find.await.or_else(|error| cached.ok_or(error))?;

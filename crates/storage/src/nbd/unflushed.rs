@@ -184,7 +184,9 @@ impl Unflushed {
             let is_disjoint =
                 |batch: &[ReplayedChange]| !batch.iter().any(|other| other.change.overlaps(&replayed.change));
             match batches.last_mut() {
-                Some(batch) if batch.len() < max_changes && is_disjoint(batch) => batch.push(replayed.clone()),
+                Some(batch) if batch.len() < max_changes && is_disjoint(batch) => {
+                    batch.push(replayed.clone())
+                }
                 _ => batches.push(vec![replayed.clone()]),
             }
         }
@@ -242,7 +244,10 @@ mod tests {
         unflushed.cancel(cancelled);
         assert_eq!(offsets(&unflushed), [vec![4100], vec![4096, 0]]);
         let replayed = unflushed.batches(3).concat();
-        assert_eq!(replayed.iter().map(|change| change.is_acknowledged).collect::<Vec<_>>(), [true, true, false]);
+        assert_eq!(
+            replayed.iter().map(|change| change.is_acknowledged).collect::<Vec<_>>(),
+            [true, true, false]
+        );
         assert!(matches!(replayed[1].change, NbdChange::Zeroes { flags: 0, .. }), "it may be slow now");
         unflushed.fail(in_flight);
         assert_eq!(unflushed.bytes(), 3 * ENTRY_BYTES);

@@ -93,7 +93,17 @@ impl FakeRbd {
         let (answers_again, resize_notifier, cache, lock_serializer) = Default::default();
         let cluster = Arc::new(Mutex::new(cluster));
         let (client, has_map, has_cache, has_lock) = (FIRST, true, false, true);
-        Self { cluster, cache, answers_again, resize_notifier, lock_serializer, client, has_map, has_cache, has_lock }
+        Self {
+            cluster,
+            cache,
+            answers_again,
+            resize_notifier,
+            lock_serializer,
+            client,
+            has_map,
+            has_cache,
+            has_lock,
+        }
     }
 
     /// Another client that has the image open.
@@ -420,7 +430,8 @@ impl RbdBackend for FakeRbd {
         }
         let cluster = self.cluster();
         let object_range = |object: &u64| object * OBJECT..(object + 1) * OBJECT;
-        let overlapping = cluster.objects.iter().map(object_range).filter(|o| o.end > range.start && o.start < range.end);
+        let overlapping =
+            cluster.objects.iter().map(object_range).filter(|o| o.end > range.start && o.start < range.end);
         let mut pieces: Vec<Range<u64>> = Vec::new();
         for object in overlapping {
             let is_full = pieces.len() == max_pieces;

@@ -63,7 +63,12 @@ impl RingLayout {
         let parts = RingParts::of(size, self.packed, self.event_idx);
         let check_part = |part_name, memory: &GuestBytes, (bytes, alignment)| {
             if memory.bytes() < bytes || !memory.is_aligned(alignment) {
-                return Err(RingError::Part { what: part_name, bytes: memory.bytes(), needed: bytes, alignment });
+                return Err(RingError::Part {
+                    what: part_name,
+                    bytes: memory.bytes(),
+                    needed: bytes,
+                    alignment,
+                });
             }
             Ok(())
         };

@@ -129,7 +129,9 @@ pub(super) fn unmount_lazily(directory: &Path) {
 pub(super) fn remove_loops(file: &Path, attached_loop: Option<&AttachedLoop>) {
     let mut names = DeviceOpeners::loops(file);
     names.extend(
-        attached_loop.filter(|attached_loop| attached_loop.is_there() && !names.contains(&attached_loop.name)).map(|made| made.name.clone()),
+        attached_loop
+            .filter(|attached_loop| attached_loop.is_there() && !names.contains(&attached_loop.name))
+            .map(|made| made.name.clone()),
     );
     for name in names {
         let device = PathBuf::from(format!("/dev/{name}"));

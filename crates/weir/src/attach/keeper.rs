@@ -220,7 +220,8 @@ impl AttachmentKeeper {
                 AttachmentEvent::Ended { orderly } => {
                     let Some((place, _)) = &self.record else { break };
                     let place = place.clone();
-                    let repeated = AttachRequest { number: device_number(&attached.device), ..request.clone() };
+                    let repeated =
+                        AttachRequest { number: device_number(&attached.device), ..request.clone() };
                     // A shared daemon is restarted by its service manager, not by a keeper.
                     let may_restart = !orderly && request.daemon.is_none();
                     if !may_restart || self.serve(&repeated, &place).is_err() {

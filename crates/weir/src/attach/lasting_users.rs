@@ -61,7 +61,8 @@ pub(super) fn lasting_users(
 /// True if the kernel has claimed a device exclusively. False if it was the loop device
 /// `attached_loop` and that is gone.
 pub(super) fn is_claimed(device: &Path, attached_loop: Option<&AttachedLoop>) -> bool {
-    DeviceOpeners::of_device(device).with_claims().claimed && attached_loop.is_none_or(|attached_loop| attached_loop.device().is_some())
+    DeviceOpeners::of_device(device).with_claims().claimed
+        && attached_loop.is_none_or(|attached_loop| attached_loop.device().is_some())
 }
 
 /// As [`lasting_users`], after the writeback of an unmounted file system. Calls `notify` once if it

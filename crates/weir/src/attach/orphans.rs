@@ -34,7 +34,9 @@ pub(crate) fn run_guard() -> Result<(), CommandFailure> {
 /// If the kernel refuses, or if the device stays open for too long.
 pub(super) fn remove(device: &Path) -> anyhow::Result<bool> {
     let full_path = absolute(device)?;
-    let Some(number) = orphan_numbers().find(|number| node::path(*number) == full_path) else { return Ok(false) };
+    let Some(number) = orphan_numbers().find(|number| node::path(*number) == full_path) else {
+        return Ok(false);
+    };
     // Read now: users are found by the device node, which is removed first.
     let users = DeviceOpeners::of_device(&full_path);
     let all = users.clone().with_processes();

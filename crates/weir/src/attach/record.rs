@@ -81,8 +81,9 @@ pub(super) fn check_name(name: &str) -> Result<(), String> {
 
 /// The image's name, with invalid characters replaced.
 pub(super) fn default_name(image: &ImageLocation) -> String {
-    let plain =
-        |character: char| if character.is_ascii_alphanumeric() || "._-".contains(character) { character } else { '-' };
+    let plain = |character: char| {
+        if character.is_ascii_alphanumeric() || "._-".contains(character) { character } else { '-' }
+    };
     let mut name: String = image.default_name().chars().map(plain).collect();
     if !name.starts_with(|first: char| first.is_ascii_alphabetic()) {
         name.insert_str(0, "disk-");

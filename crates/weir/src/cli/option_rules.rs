@@ -200,7 +200,9 @@ fn options_are_accepted_at_any_position() {
                 let (before, after) = positionals.split_at(option_at);
                 [&head, before, std::slice::from_ref(&option), after].concat()
             };
-            let Some(fitting) = fewest.into_iter().find(|candidate| parses(&with(0, candidate))) else { continue };
+            let Some(fitting) = fewest.into_iter().find(|candidate| parses(&with(0, candidate))) else {
+                continue;
+            };
             tried += usize::from(!fitting.is_empty());
             let lines = (0..=fitting.len()).map(|at| with(at, fitting));
             refused.extend(lines.filter(|arguments| !parses(arguments)).map(|words| words.join(" ")));

@@ -48,7 +48,8 @@ Examples:
 /// True if the words of a command line request `weir serve -h`.
 pub(super) fn is_requested(arguments: &[std::ffi::OsString]) -> bool {
     let options = arguments.iter().skip(2).take_while(|argument| *argument != "--");
-    arguments.get(1).is_some_and(|argument| argument == "serve") && options.into_iter().any(|word| word == "-h")
+    arguments.get(1).is_some_and(|argument| argument == "serve")
+        && options.into_iter().any(|word| word == "-h")
 }
 
 /// `command` with the summary in place of the help of `weir serve`.

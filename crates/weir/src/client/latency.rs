@@ -94,9 +94,14 @@ fn growth(before: &[HistogramBucket], now: &[HistogramBucket]) -> Option<Vec<His
         all.iter().find(|bucket| bucket.above_ns == above_ns).map_or(0, |one| one.requests)
     };
     // A bucket that disappeared counts as a fall too: the histograms belong to different runs.
-    let has_fallen = before.iter().any(|bucket| counter::growth(bucket.requests, requests_in(now, bucket.above_ns)).is_none());
+    let has_fallen = before
+        .iter()
+        .any(|bucket| counter::growth(bucket.requests, requests_in(now, bucket.above_ns)).is_none());
     let grown = |bucket: &HistogramBucket| {
-        Some(HistogramBucket { requests: counter::growth(requests_in(before, bucket.above_ns), bucket.requests)?, ..*bucket })
+        Some(HistogramBucket {
+            requests: counter::growth(requests_in(before, bucket.above_ns), bucket.requests)?,
+            ..*bucket
+        })
     };
     if has_fallen { None } else { now.iter().map(grown).collect() }
 }

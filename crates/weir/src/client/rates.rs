@@ -72,7 +72,8 @@ impl IntervalRates {
         for disk in &later.disks {
             let Some(before) = comparison.before.get(disk.name.as_str()) else { continue };
             // A disk that was removed and added again has smaller counters: no growth is assumed.
-            let wait_ns = counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns()).unwrap_or(0);
+            let wait_ns =
+                counter::growth(before.throttle.waited_ns(), disk.throttle.waited_ns()).unwrap_or(0);
             for group in later.groups_above(&disk.settings) {
                 let sum = waited.entry(&group.name).or_default();
                 *sum = sum.saturating_add(wait_ns);
@@ -125,7 +126,11 @@ impl IntervalRates {
         node: StatusNode<'_>,
     ) -> Option<String> {
         let now = || (node.throttle().waiting.total() > 0).then(|| throttle_cause_of(report, node)).flatten();
-        self.throttle_causes.get(name).cloned().or_else(now).or_else(|| node.throttle().throttle_cause.clone())
+        self.throttle_causes
+            .get(name)
+            .cloned()
+            .or_else(now)
+            .or_else(|| node.throttle().throttle_cause.clone())
     }
 
     pub(crate) fn of(&self, name: &str) -> Option<&NodeRate> {
@@ -186,7 +191,8 @@ impl ReportComparison<'_> {
         });
         // A node is limited no longer than its requests waited: a group's limit may have throttled
         // only other members.
-        let limited_ns = throttled_with_groups_ns(own_ns, above, waited_ns, now.throttle().waiting.total() > 0);
+        let limited_ns =
+            throttled_with_groups_ns(own_ns, above, waited_ns, now.throttle().waiting.total() > 0);
         Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
     }
 }
@@ -202,7 +208,8 @@ fn throttle_cause_of(report: &DaemonReport, node: StatusNode<'_>) -> Option<Stri
         return cause.clone();
     }
     let above = report.groups_above(node.settings()).into_iter();
-    let named = |group: &GroupStatus| Some(format!("{}: {}", group.name, group.throttle.throttle_cause.as_ref()?));
+    let named =
+        |group: &GroupStatus| Some(format!("{}: {}", group.name, group.throttle.throttle_cause.as_ref()?));
     above.filter_map(named).next()
 }
 

@@ -49,7 +49,10 @@ fn daemon_errors_are_reported_verbatim() {
 fn missing_daemon_error_has_advice() {
     let target: ControlAddress = "unix:/nonexistent/qmp.sock".parse().unwrap();
     let message = ControlClient::connect(&target).err().unwrap().to_string();
-    assert!(message.starts_with("unix:/nonexistent/qmp.sock: no daemon listens there (start it with"), "{message}");
+    assert!(
+        message.starts_with("unix:/nonexistent/qmp.sock: no daemon listens there (start it with"),
+        "{message}"
+    );
 }
 
 #[test]

@@ -124,10 +124,14 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), CommandFailure> {
 }
 
 fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
-    let DiskAddArgs { name, image, nbd, exports: doors, control: ControlArgs { json, qmp }, disk, save } = arguments;
+    let DiskAddArgs { name, image, nbd, exports: doors, control: ControlArgs { json, qmp }, disk, save } =
+        arguments;
     let here = absolute(".")?;
-    let doors: Vec<_> =
-        doors.into_exports().into_iter().map(|target| ExportConfig::Target(target).relative_to(&here)).collect();
+    let doors: Vec<_> = doors
+        .into_exports()
+        .into_iter()
+        .map(|target| ExportConfig::Target(target).relative_to(&here))
+        .collect();
     let is_over_nbd = !nbd.is_empty() || doors.is_empty();
     // Access rules, TLS names and the like are checked by the NBD server alone; without an NBD
     // export they would be silently ineffective.

@@ -182,7 +182,8 @@ fn roff_line(roff: &mut Roff, inline: Inline) {
 fn related(command: &Command, above: Option<&Command>) -> Roff {
     let mut roff = Roff::new();
     let is_top = above.is_none();
-    let has_option = |option: &str| command.get_arguments().any(|argument| argument.get_long() == Some(option));
+    let has_option =
+        |option: &str| command.get_arguments().any(|argument| argument.get_long() == Some(option));
     for (heading, list) in [("FILES", &FILES[..]), ("ENVIRONMENT", &VARIABLES[..])] {
         // The top page lists all of them.
         let mut of_this = list.iter().filter(|(option, ..)| is_top || has_option(option)).peekable();

@@ -19,8 +19,9 @@ pub(super) fn main() -> ExitCode {
     }
     // qemu-storage-daemon prints errors only.
     let mut before = vec![OsString::from("--log=error")];
-    let named =
-        |token: &OsString| ["--qmp", "--monitor"].iter().any(|name| token.to_string_lossy().starts_with(name));
+    let named = |token: &OsString| {
+        ["--qmp", "--monitor"].iter().any(|name| token.to_string_lossy().starts_with(name))
+    };
     if !tokens.iter().any(named) {
         // It has no control socket by default.
         before.push("--qmp=none".into());

@@ -48,8 +48,9 @@ impl PreparedConfigFile {
         let path = fs::canonicalize(path).with_context(|| format!("{display_path}: cannot be saved to"))?;
         let (old, old_text) = open(&path).with_context(|| format!("{display_path}: cannot be saved to"))?;
         let new_text = edit(&old_text).map_err(|message| anyhow!("{display_path}: {message}"))?;
-        let warning = check(&path, &old_text, &new_text)
-            .with_context(|| format!("{display_path}: nothing changed, neither in the file nor in the daemon"))?;
+        let warning = check(&path, &old_text, &new_text).with_context(|| {
+            format!("{display_path}: nothing changed, neither in the file nor in the daemon")
+        })?;
         let write = || write_beside(&path, &old.metadata()?, &new_text);
         let new = (new_text != old_text).then(write).transpose().with_context(|| {
             format!(
@@ -116,8 +117,9 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<String>> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));
-    let plan =
-        |text| config::parse(&name, text, directory).and_then(|config| DesiredState::new(config, 0).map(drop));
+    let plan = |text| {
+        config::parse(&name, text, directory).and_then(|config| DesiredState::new(config, 0).map(drop))
+    };
     match (plan(old_text), plan(new_text)) {
         (Ok(()), Err(wrong)) => Err(anyhow!("the next start would fail: {wrong}")),
         (Err(_), Err(wrong)) => {
@@ -258,9 +260,10 @@ mod tests {
             refusal(&missing, &set("iops-total", 1)).contains("none.toml: cannot be saved to: No such file")
         );
         let change = set("iops-total", 1);
-        let message = PreparedConfigFile::prepare(&path, |text| edit::with_change(text, "group", "g", &change))
-            .err()
-            .unwrap();
+        let message =
+            PreparedConfigFile::prepare(&path, |text| edit::with_change(text, "group", "g", &change))
+                .err()
+                .unwrap();
         let message = format!("{message:#}");
         assert!(message.contains("has no [group.g]"), "{message}");
         assert!(

@@ -24,7 +24,8 @@ pub(super) fn with_change(
     change: &SettingsChange,
 ) -> Result<String, String> {
     let mut document = parsed(text)?;
-    let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|tables| tables.get_mut(name));
+    let table =
+        document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|tables| tables.get_mut(name));
     // In an inline table, whitespace around the values is part of their decor.
     let is_inline = table.as_ref().is_some_and(|table| table.is_inline_table());
     let table = table.and_then(Item::as_table_like_mut).ok_or_else(|| {

@@ -118,7 +118,8 @@ fn vhost_user_exports(report: &DaemonReport, selection: &StatusSelection) -> Tex
         ("CALLS", ColumnAlignment::Right),
         ("COPIES", ColumnAlignment::Right),
     ]);
-    for export in report.exports.iter().filter(|export| is_vhost_user(export) && selection.includes(&export.disk))
+    for export in
+        report.exports.iter().filter(|export| is_vhost_user(export) && selection.includes(&export.disk))
     {
         let ExportStatus { id, disk, counters, .. } = export;
         let ExportCounters { queues, requests, in_flight, kicks, calls, copies, .. } = *counters;
@@ -384,7 +385,12 @@ fn cluster_groups(report: &DaemonReport, selection: &StatusSelection) -> TextTab
         if !cluster.connected {
             here += &format!(", disconnected: {}", cluster.reason.as_deref().unwrap_or("joining"));
         }
-        table.row(vec![group.name.clone(), cluster.name.clone(), figures::limits(&cluster_group.limits), here]);
+        table.row(vec![
+            group.name.clone(),
+            cluster.name.clone(),
+            figures::limits(&cluster_group.limits),
+            here,
+        ]);
     }
     table
 }

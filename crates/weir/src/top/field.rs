@@ -73,7 +73,10 @@ impl TextField {
     }
 
     fn next_boundary(&self) -> usize {
-        self.text[self.cursor..].chars().next().map_or(self.cursor, |character| self.cursor + character.len_utf8())
+        self.text[self.cursor..]
+            .chars()
+            .next()
+            .map_or(self.cursor, |character| self.cursor + character.len_utf8())
     }
 }
 

@@ -291,13 +291,15 @@ impl CheckedNode {
             let admissions = &mut self.limits[kind.index()];
             admissions.units += step.of(kind);
             admissions.seconds += seconds;
-            admissions.excess = admissions.lowest.map_or(admissions.excess, |lowest| admissions.excess.max(now - lowest));
+            admissions.excess =
+                admissions.lowest.map_or(admissions.excess, |lowest| admissions.excess.max(now - lowest));
             if step.requests > 0.0 {
                 let length = step.bytes / step.requests;
                 // A bucket admits while its level is at most its capacity, so the last I/O may
                 // exceed it by its own size. Bytes: twice the mean size, as only the mean is known.
                 // Operations: one merged I/O may consist of this many requests.
-                let largest_request = if kind.counts_bytes() { length * 2.0 } else { LARGEST_IO / length.max(4096.0) };
+                let largest_request =
+                    if kind.counts_bytes() { length * 2.0 } else { LARGEST_IO / length.max(4096.0) };
                 admissions.largest_request = admissions.largest_request.max(largest_request);
             }
         }

@@ -203,7 +203,8 @@ mod tests {
         let report =
             DaemonReport::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string())
                 .unwrap();
-        let measured: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
+        let measured: Vec<_> =
+            intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
         let expect =
             ["in force", "iops-total is 500, in the file none", "weight is 100, in the file 50", "missing"];
         assert_eq!(measured, expect);

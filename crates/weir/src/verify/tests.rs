@@ -32,7 +32,10 @@ fn report_at(second: f64, disks: &[Value], groups: &[Value]) -> TimedReport {
     }
 }
 
-fn findings_of(reports: impl IntoIterator<Item = TimedReport>, wait_p99_ns: Option<u64>) -> Vec<GuaranteeFinding> {
+fn findings_of(
+    reports: impl IntoIterator<Item = TimedReport>,
+    wait_p99_ns: Option<u64>,
+) -> Vec<GuaranteeFinding> {
     let mut checker = GuaranteeChecker::new(wait_p99_ns);
     reports.into_iter().for_each(|report| checker.add_report(report));
     checker.findings(|_| true)
@@ -68,8 +71,8 @@ fn limit_admits_its_rate_and_one_burst_between_reports() {
 fn unclear_cases_are_not_checked() {
     let verdict_of = |more: [Value; 2], seconds: [f64; 2]| {
         let reports = more.iter().zip(seconds).zip([0, 1_000_000]);
-        let reports =
-            reports.map(|((more, second), requests)| report_at(second, &[disk("vm1", requests, 0, more)], &[]));
+        let reports = reports
+            .map(|((more, second), requests)| report_at(second, &[disk("vm1", requests, 0, more)], &[]));
         findings_of(reports.collect::<Vec<_>>(), None).remove(0).verdict
     };
     let limits = |rate: u64| json!({ "limits": { "iops-total": rate } });
@@ -91,7 +94,8 @@ fn unclear_cases_are_not_checked() {
 fn reservation_counts_while_requests_wait() {
     let verdict_of = |rate: u64, waiting: u64| {
         let more = json!({ "iops-reservation": 500, "waiting": { "reads": waiting } });
-        let reports = (0..6).map(|second| report_at(second as f64, &[disk("vm1", second * rate, 0, &more)], &[]));
+        let reports =
+            (0..6).map(|second| report_at(second as f64, &[disk("vm1", second * rate, 0, &more)], &[]));
         findings_of(reports.collect::<Vec<_>>(), None).remove(0).verdict
     };
     assert_eq!(verdict_of(500, 3), GuaranteeVerdict::Held);
@@ -123,8 +127,14 @@ fn shares_compare_disks_that_wait_together() {
         shares.map(|finding| (finding.name.clone(), finding.verdict.clone())).collect::<Vec<_>>()
     };
     let both = |a, b| vec![("a".to_owned(), a), ("b".to_owned(), b)];
-    assert_eq!(shares(&without_reservation([750, 250], 4)), both(GuaranteeVerdict::Held, GuaranteeVerdict::Held));
-    assert_eq!(shares(&without_reservation([500, 500], 4)), both(GuaranteeVerdict::Broken, GuaranteeVerdict::Held));
+    assert_eq!(
+        shares(&without_reservation([750, 250], 4)),
+        both(GuaranteeVerdict::Held, GuaranteeVerdict::Held)
+    );
+    assert_eq!(
+        shares(&without_reservation([500, 500], 4)),
+        both(GuaranteeVerdict::Broken, GuaranteeVerdict::Held)
+    );
     assert_eq!(shares(&without_reservation([500, 500], 0)), []);
     // The part of the capacity that weights should have divided is unknown.
     let why =

@@ -46,7 +46,8 @@ impl ThrottleGroup {
         let shared_tree =
             parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.shared_tree));
         let GroupSettings { limits, share, .. } = settings;
-        let node = shared_tree.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
+        let node =
+            shared_tree.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
         Ok(Arc::new(Self { name: name.into(), parent, shared_tree, node, settings: Mutex::new(settings) }))
     }

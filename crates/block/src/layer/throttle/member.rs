@@ -225,7 +225,8 @@ impl ThrottleMember {
             return None;
         }
         // The clock of the reactor's turn: most requests are admitted at once and save reading it.
-        if let AdmitOutcome::Waiting(admission, shared_tree) = self.slot.admit(direction, cost, reactor::coarse_now())
+        if let AdmitOutcome::Waiting(admission, shared_tree) =
+            self.slot.admit(direction, cost, reactor::coarse_now())
         {
             arm(shared_tree.admit_ready(reactor::now()));
             drop(shared_tree);
@@ -282,8 +283,10 @@ fn destination(group: Option<&Arc<ThrottleGroup>>) -> SlotDestination<Option<Arc
             parent: Some(group.node),
             owner_data: Some(Arc::clone(group)),
         },
-        None => {
-            SlotDestination { shared_tree: SharedThrottleTree::new(reactor::now()), parent: None, owner_data: None }
-        }
+        None => SlotDestination {
+            shared_tree: SharedThrottleTree::new(reactor::now()),
+            parent: None,
+            owner_data: None,
+        },
     }
 }

@@ -136,7 +136,10 @@ impl<K> ThrottleSlot<K> {
             AdmissionResult::Admitted(_) => AdmitOutcome::Admitted,
             AdmissionResult::Queued(ticket) => {
                 waiter.set_position(WaiterPosition { tree: locked.id(), ticket });
-                AdmitOutcome::Waiting(WaitingAdmission { slot: self, waiter }, Arc::clone(&location.shared_tree))
+                AdmitOutcome::Waiting(
+                    WaitingAdmission { slot: self, waiter },
+                    Arc::clone(&location.shared_tree),
+                )
             }
         }
     }
@@ -204,7 +207,10 @@ impl<K> ThrottleSlot<K> {
     pub(super) fn brief(&self, now: Instant) -> ThrottleSummary {
         let location = self.lock();
         let summary = location.shared_tree.lock().tree().summary(location.node, now);
-        ThrottleSummary { throttled_ns: summary.throttled_ns.saturating_add(location.earlier.limited_ns), ..summary }
+        ThrottleSummary {
+            throttled_ns: summary.throttled_ns.saturating_add(location.earlier.limited_ns),
+            ..summary
+        }
     }
 
     /// Cancels a waiting request. Does nothing if it is admitted, or about to be.

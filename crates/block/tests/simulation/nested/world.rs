@@ -13,7 +13,7 @@ use policy::throttle::{
 use reactor::sim;
 
 use super::{
-    SharedLog, EventTotals,
+    EventTotals, SharedLog,
     check::{Change, Log},
 };
 use crate::client::chance;

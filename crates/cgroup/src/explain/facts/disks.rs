@@ -110,7 +110,12 @@ impl<'a> DiskStack<'a> {
     }
 
     /// The file system of a mount; for an overlay, that of its upper directory.
-    pub(super) fn file_system(&mut self, own_mounts: &[MountRow], file: &str, row: &MountRow) -> MountedFileSystem {
+    pub(super) fn file_system(
+        &mut self,
+        own_mounts: &[MountRow],
+        file: &str,
+        row: &MountRow,
+    ) -> MountedFileSystem {
         let (mut row, mut file) = (row, file.to_owned());
         let number = row.mount.number;
         let overlay = (row.mount.kind == "overlay").then(|| Evidence::new(file.clone(), row.line.clone()));
@@ -119,7 +124,8 @@ impl<'a> DiskStack<'a> {
                 break;
             }
             // The options of an overlay name its directories in the mount namespace of the host.
-            let Some(below) = row.mount.option("upperdir").and_then(|upper| mount_containing(own_mounts, &upper))
+            let Some(below) =
+                row.mount.option("upperdir").and_then(|upper| mount_containing(own_mounts, &upper))
             else {
                 break;
             };

@@ -37,7 +37,8 @@ pub(super) fn ancestors(
 pub(super) fn apply_configured_limits(hierarchy: &CgroupHierarchy, file: &Path, levels: &mut [CgroupLevel]) {
     // `watch` reports an unreadable file.
     let Ok(limits_file) = LimitsFile::load(file) else { return };
-    let steered_pools = LimitPool::all(&limits_file).unwrap_or_default().into_iter().filter(LimitPool::needs_watch);
+    let steered_pools =
+        LimitPool::all(&limits_file).unwrap_or_default().into_iter().filter(LimitPool::needs_watch);
     let steered_entries: Vec<CgroupEntry> = steered_pools.flat_map(|pool| pool.members).collect();
     // Without a running `watch`, the kernel's values remain in force.
     if steered_entries.is_empty() || !WatchLock::is_taken(file) {
@@ -62,10 +63,13 @@ pub(super) fn apply_configured_limits(hierarchy: &CgroupHierarchy, file: &Path, 
         if kernel_rates == rates {
             continue;
         }
-        let configured =
-            ConfiguredLimits::of(&limits_file, &group.name, disk).map(|limits| limits.text()).unwrap_or_default();
-        let now =
-            Evidence::of(&group.directory.join(io_max::FILE), format!("{} (now)", io_max::line(kernel_rates, disk)));
+        let configured = ConfiguredLimits::of(&limits_file, &group.name, disk)
+            .map(|limits| limits.text())
+            .unwrap_or_default();
+        let now = Evidence::of(
+            &group.directory.join(io_max::FILE),
+            format!("{} (now)", io_max::line(kernel_rates, disk)),
+        );
         let evidence = vec![Evidence::of(file, configured), now];
         level.limits.retain(|limit| limit.disk != disk);
         level.limits.push(LevelLimit { disk, rates, evidence });

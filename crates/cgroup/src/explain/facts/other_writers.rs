@@ -23,8 +23,9 @@ pub(super) fn find_other_writers(
     processes: &mut [ExaminedProcess],
     mounts: &mut MountTable,
 ) {
-    let written =
-        |process: &ExaminedProcess| process.uses.iter().any(|used| used.writes && uses_page_cache(used.access_mode));
+    let written = |process: &ExaminedProcess| {
+        process.uses.iter().any(|used| used.writes && uses_page_cache(used.access_mode))
+    };
     // Version 1 limits no writeback, so other writers make no difference.
     if group.version == Version::V1 || !processes.iter().any(written) {
         return;

@@ -44,8 +44,7 @@ const MAPPER_REGRESSION: (u32, u32, u32) = (5, 18, 0);
 const MAPPER_FIXED: [(u32, u32, u32); 5] = [(6, 1, 165), (6, 6, 128), (6, 12, 75), (6, 18, 16), (6, 19, 6)];
 
 fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
-    major >= 7
-        || MAPPER_FIXED.iter().any(|fixed| (fixed.0, fixed.1) == (major, minor) && patch >= fixed.2)
+    major >= 7 || MAPPER_FIXED.iter().any(|fixed| (fixed.0, fixed.1) == (major, minor) && patch >= fixed.2)
 }
 
 pub(super) enum LimitSearch {
@@ -256,11 +255,10 @@ fn not_enabled(
     // Evidence in the order of the explanation: the missing controller, then its cause.
     let mut evidence: Vec<Evidence> = own_level.controllers.iter().cloned().collect();
     // From the root down: the first level that has `io` and does not enable it for its children.
-    let blocking_level = facts
-        .levels
-        .iter()
-        .rev()
-        .find(|level| level.name != own_level.name && level.has("io") && !level.enables_for_children("io"));
+    let blocking_level =
+        facts.levels.iter().rev().find(|level| {
+            level.name != own_level.name && level.has("io") && !level.enables_for_children("io")
+        });
     evidence.extend(blocking_level.and_then(|level| level.subtree.clone()));
     evidence.extend(own_level.kind.clone());
     let mut verdict = new_verdict(Coverage::Escapes, Cause::IoNotEnabled, evidence);

@@ -179,7 +179,8 @@ fn whole_cgroup(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
         }
     // Processes without files yield no finding, so the lack of a limit has to be reported here.
     } else if !limited {
-        let has_cause = [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(is_reported);
+        let has_cause =
+            [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(is_reported);
         if !has_cause {
             let disk = DeviceNumber { major: 0, minor: 0 };
             let verdict = limit_search::explain_missing_limit(
@@ -269,7 +270,8 @@ fn older_files(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
         return;
     }
     let covered = |disk| {
-        let is_covered = |finding: &&CoverageFinding| finding.disk == disk && finding.coverage == Coverage::Covered;
+        let is_covered =
+            |finding: &&CoverageFinding| finding.disk == disk && finding.coverage == Coverage::Covered;
         found.iter().filter(is_covered).any(|finding| finding.ios().contains(&Io::BufferedWrites))
     };
     let uses = facts.processes.iter().flat_map(|process| &process.uses);

@@ -38,8 +38,10 @@ pub(super) fn lowest(all: impl Iterator<Item = IoMaxRates>) -> String {
         .iter()
         .zip(bps)
         .filter_map(|(direction, rate)| Some(format!("{direction} {}/s", settings::exact_size(rate?))));
-    let operations =
-        directions.iter().zip(iops).filter_map(|(direction, rate)| Some(format!("{direction} {} operations/s", rate?)));
+    let operations = directions
+        .iter()
+        .zip(iops)
+        .filter_map(|(direction, rate)| Some(format!("{direction} {} operations/s", rate?)));
     bytes.chain(operations).collect::<Vec<_>>().join(", ")
 }
 

@@ -184,12 +184,8 @@ mod tests {
                 result: Err("the file system has no direct I/O".to_owned()),
             },
         ];
-        let measured = MeasuredPaths {
-            directory: "/data".into(),
-            node: "/dev/vda".to_owned(),
-            untraced: None,
-            paths,
-        };
+        let measured =
+            MeasuredPaths { directory: "/data".into(), node: "/dev/vda".to_owned(), untraced: None, paths };
         let rendered = text(&measured);
         let lines: Vec<&str> = rendered.lines().collect();
         assert_eq!(lines[1], "measured in /data on /dev/vda:");

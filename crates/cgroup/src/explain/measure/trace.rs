@@ -113,7 +113,8 @@ fn parse(text: &str, process: u32) -> TraceTotals {
             // Negative if the kernel computed no pause: does not parse as unsigned, so it counts as
             // 0.
             "balance_dirty_pages" if pid(task) == Some(process) => {
-                traced.held_ms += field(arguments, "pause=").and_then(|pause| pause.parse().ok()).unwrap_or(0);
+                traced.held_ms +=
+                    field(arguments, "pause=").and_then(|pause| pause.parse().ok()).unwrap_or(0);
             }
             _ => {}
         }

@@ -390,8 +390,9 @@ fn notes_are_not_failures() {
         assert!(!found.evidence.is_empty(), "{found:?}");
     }
     for control in ["io.cost", "io.latency", "BFQ"] {
-        let is_note =
-            |finding: &CoverageFinding| finding.cause == OtherControl && finding.explanation.starts_with(control);
+        let is_note = |finding: &CoverageFinding| {
+            finding.cause == OtherControl && finding.explanation.starts_with(control)
+        };
         assert!(findings.iter().any(is_note), "{control} in {findings:#?}");
     }
 }

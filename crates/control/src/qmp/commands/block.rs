@@ -139,8 +139,10 @@ async fn reopen_with_format(
     let (lower_nodes, commands) = (taken.lower_nodes, taken.creation_commands);
     // Closes the file and releases its lock, which the new image needs.
     drop(taken.disk);
-    let (nodes, all_commands) =
-        (nodes_below_format(&chain, &bottom, &storage, &lower_nodes), with_command(commands.clone(), own_commands));
+    let (nodes, all_commands) = (
+        nodes_below_format(&chain, &bottom, &storage, &lower_nodes),
+        with_command(commands.clone(), own_commands),
+    );
     let added = add_disk(registry, &chain.over_storage(&storage), &storage, nodes, all_commands, None).await;
     if added.is_err() {
         // The previous disk is restored even though the command fails.
@@ -216,9 +218,18 @@ async fn add_lowest_node(
     let (lower_nodes, commands) = (inner_nodes(&first), vec![sent]);
     match (chains.next_if(|(chain, _)| chain.reopens_node()), first.plain_storage()) {
         (Some((over, sent)), Some(file_storage)) => {
-            let (file_storage, commands) = (Rc::new(file_storage), with_command(Some(commands), Some(vec![sent])));
+            let (file_storage, commands) =
+                (Rc::new(file_storage), with_command(Some(commands), Some(vec![sent])));
             let nodes = nodes_below_format(&over, &first.names[0], &file_storage, &lower_nodes);
-            add_disk(registry, &over.over_storage(&file_storage), &file_storage, nodes, commands, Some(passed)).await
+            add_disk(
+                registry,
+                &over.over_storage(&file_storage),
+                &file_storage,
+                nodes,
+                commands,
+                Some(passed),
+            )
+            .await
         }
         (None, _) => add_disk(registry, &first, storage, lower_nodes, Some(commands), Some(passed)).await,
         (Some(_), None) => Err(QmpError::rule("file", "names more than a file")),

@@ -114,7 +114,9 @@ impl QmpCommand for ObjectAdd {
         let (id, parent, changes, is_sent) = match self {
             Self::Group { id, parent, changes, is_sent } => (id, parent, changes, is_sent),
             Self::Secret { id, from } => return add_secret(&registry, &id, from).await,
-            Self::Credentials { id, files: credential_files } => return add_credentials(&registry, &id, credential_files).await,
+            Self::Credentials { id, files: credential_files } => {
+                return add_credentials(&registry, &id, credential_files).await;
+            }
             Self::Names { id, names } => {
                 check_id(&registry, &id)?;
                 registry.objects.add(&id, NamedObject::Names(names))?;
@@ -223,7 +225,11 @@ fn read_names(kind: &str, arguments: &mut QmpArguments) -> Result<ObjectAdd, Qmp
     Ok(ObjectAdd::Names { id, names: NameRules { rules, default_allows: otherwise } })
 }
 
-async fn add_credentials(registry: &Registry, id: &str, credential_files: TlsCredentialFiles) -> Result<Value, QmpError> {
+async fn add_credentials(
+    registry: &Registry,
+    id: &str,
+    credential_files: TlsCredentialFiles,
+) -> Result<Value, QmpError> {
     let read = move || match credential_files {
         TlsCredentialFiles::Certificates { directory, verify_peer } => {
             TlsServer::x509(&directory, verify_peer)

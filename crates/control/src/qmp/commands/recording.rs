@@ -59,7 +59,8 @@ impl QmpCommand for RecordStop {
             return Err(QmpError::generic(format!("recording {} {rule}", self.id)));
         }
         let recording = registry.recordings.end(self.id).await;
-        let recording = recording.ok_or_else(|| QmpError::generic(format!("there is no recording {}", self.id)))?;
+        let recording =
+            recording.ok_or_else(|| QmpError::generic(format!("there is no recording {}", self.id)))?;
         Ok(recording_json(self.id, &recording))
     }
 }

@@ -104,7 +104,8 @@ impl SetSettings {
         };
         // An unchanged command must not fail because of an earlier watermark.
         let changes_watermark = self.group.is_some() || settings.watermark != before.watermark;
-        if let Some(group) = group.as_ref().filter(|_| changes_watermark && settings.watermark.percent() > 0) {
+        if let Some(group) = group.as_ref().filter(|_| changes_watermark && settings.watermark.percent() > 0)
+        {
             let rule = format_args!(
                 "cannot be the disk's own: it is in group {0:?}, which has the watermark for its \
                  members (set it at {0:?})",

@@ -79,7 +79,8 @@ fn add_lists(registry: &Rc<Registry>, status: &mut DaemonStatus) {
     // Members are collected once: a query per group would take quadratic time.
     let (exports, members) = (registry.exports.all(), registry.members());
     status.disks = registry.disks.all().iter().map(|running| disk_status(registry, running)).collect();
-    status.groups = registry.groups.all().iter().map(|group| group_status(registry, group, &members)).collect();
+    status.groups =
+        registry.groups.all().iter().map(|group| group_status(registry, group, &members)).collect();
     status.devices = registry.devices().into_iter().map(device_status).collect();
     status.exports = exports.iter().map(|export| export_status(export)).collect();
     status.unavailable = registry.unavailable_disks();

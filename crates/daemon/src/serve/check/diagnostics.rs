@@ -29,7 +29,8 @@ pub(super) fn collect_diagnostics(
 }
 
 fn error_diagnostic(error: &anyhow::Error, file: &str) -> Diagnostic {
-    let origin = error.downcast_ref::<Origin>().or_else(|| Some(error.downcast_ref::<ConfigError>()?.origin()));
+    let origin =
+        error.downcast_ref::<Origin>().or_else(|| Some(error.downcast_ref::<ConfigError>()?.origin()));
     let text = console::error_text(error);
     let message = origin.and_then(|origin| text.strip_prefix(&format!("{origin}: ")).map(str::to_owned));
     let at = origin.and_then(Origin::in_file);

@@ -144,7 +144,8 @@ fn with_parameters(
         let fd = NetlinkAttributesBuilder::default().u32(SOCK_FD, socket.as_raw_fd().unsigned_abs());
         list.nested(SOCK_ITEM, fd)
     };
-    request.u64(TIMEOUT, device.timeout_s.into())
+    request
+        .u64(TIMEOUT, device.timeout_s.into())
         .u64(DEAD_CONN_TIMEOUT, device.dead_timeout_s.into())
         .text(BACKEND_IDENTIFIER, &device.backend)
         .nested(SOCKETS, sockets.iter().fold(NetlinkAttributesBuilder::default(), item))

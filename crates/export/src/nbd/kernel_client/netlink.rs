@@ -265,7 +265,9 @@ mod tests {
         bytes.extend(error(4, -libc::EBUSY));
         bytes.extend(error(9, 0));
         let (parsed, rest) = message(&bytes, 4).unwrap();
-        assert!(matches!(parsed, NetlinkMessage::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2)));
+        assert!(
+            matches!(parsed, NetlinkMessage::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2))
+        );
         let (parsed, rest) = message(rest, 4).unwrap();
         assert_eq!(parsed, NetlinkMessage::Failed(libc::EBUSY));
         assert_eq!(message(rest, 4).unwrap(), (NetlinkMessage::Unrelated, &[][..]));

@@ -73,7 +73,12 @@ impl ConnectedClients {
     }
 
     /// Counts a client to the export that it has chosen; false if the client has disconnected.
-    pub(super) fn choose(&mut self, number: u64, export: usize, client_info: Option<Box<NbdClientInfo>>) -> bool {
+    pub(super) fn choose(
+        &mut self,
+        number: u64,
+        export: usize,
+        client_info: Option<Box<NbdClientInfo>>,
+    ) -> bool {
         let Some(live) = self.live.get_mut(&number) else { return false };
         live.client_info = client_info;
         // A client that chooses again is counted for its new export only.

@@ -48,7 +48,9 @@ impl NbdServer {
             match self.negotiate_and_serve(NbdStream::Plain(socket), &stop, number).await {
                 Ok(()) => tracing::debug!(client = number, "disconnected"),
                 Err(reason) => match self.endings.try_log(reactor::coarse_now()) {
-                    Some(suppressed) => tracing::info!(client = number, %reason, suppressed, "connection ended"),
+                    Some(suppressed) => {
+                        tracing::info!(client = number, %reason, suppressed, "connection ended")
+                    }
                     None => tracing::debug!(client = number, %reason, "connection ended"),
                 },
             }

@@ -305,7 +305,9 @@ impl SimulatedNbdSession {
 
     /// Checks extents: pairs of length and flags, each half of `width` bytes.
     fn extents(&self, pending: &mut PendingNbdRequest, extents: &[u8], width: usize) {
-        let ClientOperation::Status { one } = pending.operation else { panic!("block status for {pending:?}") };
+        let ClientOperation::Status { one } = pending.operation else {
+            panic!("block status for {pending:?}")
+        };
         let count = extents.len() / width;
         assert!(count > 0 && count * width == extents.len() && (!one || count == 1));
         for extent in extents.chunks(width) {

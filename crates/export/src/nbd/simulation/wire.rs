@@ -72,7 +72,8 @@ impl NbdTestWire {
             self.option(opt::SET_META_CONTEXT, &data).await?;
         }
         let info_replies = self.option(opt::GO, &[0; 6]).await?;
-        let export = info_replies.iter().find(|reply| reply[..2] == info::EXPORT.to_be_bytes()).expect("always sent");
+        let export =
+            info_replies.iter().find(|reply| reply[..2] == info::EXPORT.to_be_bytes()).expect("always sent");
         Ok(NegotiatedExport {
             size_bytes: u64::from_be_bytes(export[2..10].try_into().expect("eight bytes")),
         })

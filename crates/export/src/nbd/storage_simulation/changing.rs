@@ -167,10 +167,12 @@ impl Conversation {
                 }
                 opt::GO => {
                     let size = (properties.size as u64).to_be_bytes();
-                    let export = [&info::EXPORT.to_be_bytes()[..], &size, &properties.flags.to_be_bytes()].concat();
+                    let export =
+                        [&info::EXPORT.to_be_bytes()[..], &size, &properties.flags.to_be_bytes()].concat();
                     self.option_reply(option, rep::INFO, &export).await?;
-                    let sizes =
-                        [properties.minimum_block, 4096, properties.maximum_payload].map(u32::to_be_bytes).concat();
+                    let sizes = [properties.minimum_block, 4096, properties.maximum_payload]
+                        .map(u32::to_be_bytes)
+                        .concat();
                     let blocks = [&info::BLOCK_SIZE.to_be_bytes()[..], &sizes].concat();
                     self.option_reply(option, rep::INFO, &blocks).await?;
                     self.option_reply(option, rep::ACK, &[]).await?;
@@ -248,7 +250,9 @@ impl Conversation {
             _ if offset + length > properties.size => Some("a request past the end"),
             _ if flags & cmd_flag::FUA != 0 && lacks(export_flag::SEND_FUA) => Some("FUA"),
             _ if flags & cmd_flag::FAST_ZERO != 0 && lacks(export_flag::SEND_FAST_ZERO) => Some("fast zero"),
-            cmd::READ | cmd::WRITE if length > properties.maximum_payload as usize => Some("more than it takes"),
+            cmd::READ | cmd::WRITE if length > properties.maximum_payload as usize => {
+                Some("more than it takes")
+            }
             cmd::FLUSH if lacks(export_flag::SEND_FLUSH) => Some("a flush"),
             cmd::TRIM if lacks(export_flag::SEND_TRIM) => Some("a trim"),
             cmd::WRITE_ZEROES if lacks(export_flag::SEND_WRITE_ZEROES) => Some("zeroes"),

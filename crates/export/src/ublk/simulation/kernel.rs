@@ -96,7 +96,8 @@ impl SimulatedUblkDriver {
 
     /// Channel for the next process, which counts copied bytes in `copied`.
     pub(in super::super) fn channel(&self, copied: &Arc<AtomicU64>) -> SimulatedUblkChannel {
-        let SimulatedUblkState { process, memory, max_request_bytes: most_bytes, is_zero_copy, .. } = &*self.0.borrow();
+        let SimulatedUblkState { process, memory, max_request_bytes: most_bytes, is_zero_copy, .. } =
+            &*self.0.borrow();
         SimulatedUblkChannel {
             state: Rc::clone(&self.0),
             process: *process,
@@ -193,7 +194,8 @@ fn dispatch(state: &RefCell<SimulatedUblkState>) {
             let request = &state.requests[number];
             (tag.is_fetched, tag.in_hand, tag.descriptor) = (false, Some(number), request.descriptor);
             if !request.reads && !request.data.is_empty() {
-                tag_buffer(&state.memory, state.max_request_bytes, index, request.bytes).write(0, &request.data);
+                tag_buffer(&state.memory, state.max_request_bytes, index, request.bytes)
+                    .write(0, &request.data);
             }
             wakers.extend(tag.waker.take());
         }
@@ -263,7 +265,8 @@ impl SimulatedUblkChannel {
             let request = &mut state.requests[number];
             assert!(request.result.is_none(), "answered twice");
             if request.reads && result > 0 {
-                let buffer = tag_buffer(&state.memory, state.max_request_bytes, usize::from(tag), request.bytes);
+                let buffer =
+                    tag_buffer(&state.memory, state.max_request_bytes, usize::from(tag), request.bytes);
                 request.data = vec![0; request.bytes];
                 buffer.read(0, &mut request.data);
             }

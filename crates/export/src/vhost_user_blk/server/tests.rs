@@ -22,7 +22,7 @@ use block::{
     disk::{Disk, ErrorPolicies, OnError},
     layer::throttle::DiskSettings,
 };
-use front_end::{GuestRing, SocketFrontEnd, wait_for_signal, send_with};
+use front_end::{GuestRing, SocketFrontEnd, send_with, wait_for_signal};
 use image::{Image, RawImage};
 use policy::{
     throttle::{LimitKind, Limits, RateLimit},

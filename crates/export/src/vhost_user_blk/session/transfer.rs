@@ -114,8 +114,11 @@ impl VhostUserSession {
             message::config_of(offset, CONFIG_MIGRATION, &choice),
         ));
         if self.announced_size.is_some() {
-            let bytes =
-                if self.guest_block_bytes.is_some() { config_space::TO_BLOCK_BYTES } else { size_of::<u64>() };
+            let bytes = if self.guest_block_bytes.is_some() {
+                config_space::TO_BLOCK_BYTES
+            } else {
+                size_of::<u64>()
+            };
             messages.push(SessionMessage::new(code::GET_CONFIG, message::config_of(0, 0, &vec![0; bytes])));
         }
         if self.status != 0 {
@@ -166,7 +169,8 @@ impl Vring {
     /// Appends the messages of one ring; the last one starts the ring.
     fn append_messages(&self, ring: u32, messages: &mut Vec<SessionMessage>) -> io::Result<()> {
         debug_assert_eq!(self.state, VringState::Stopped);
-        let mut number = |code, value: u32| messages.push(SessionMessage::new(code, message::state(ring, value)));
+        let mut number =
+            |code, value: u32| messages.push(SessionMessage::new(code, message::state(ring, value)));
         if let Some(size) = self.size {
             number(code::SET_VRING_NUM, size.into());
         }
@@ -187,10 +191,13 @@ impl Vring {
         match &self.kick {
             _ if self.broken => {}
             Kick::Unset => {}
-            Kick::Polled => messages.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, false))),
+            Kick::Polled => {
+                messages.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, false)))
+            }
             Kick::Event(kick) => {
                 let kick = kick.as_fd().try_clone_to_owned()?;
-                messages.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, true)).with(kick));
+                messages
+                    .push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, true)).with(kick));
             }
         }
         Ok(())

@@ -60,7 +60,9 @@ impl HostileGuest {
             let RingLayout { size, packed, .. } = attack.layout;
             if chance(20) {
                 // In some runs the memory also changes by itself while the device reads it.
-                self.volatile_memory.borrow_mut().push(memory.range(0, MEMORY_BYTES as usize).expect("all of it"));
+                self.volatile_memory
+                    .borrow_mut()
+                    .push(memory.range(0, MEMORY_BYTES as usize).expect("all of it"));
             }
             let inflight = chance(40).then(|| {
                 let area = area.range(0, InflightQueueArea::bytes(size, packed)).expect("inside");

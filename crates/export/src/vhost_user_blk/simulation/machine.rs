@@ -305,7 +305,8 @@ impl SimulatedGuest {
         let buffer = |writable| {
             move |&(address, bytes): &(u64, usize)| DriverBuffer { address, bytes: bytes as u32, writable }
         };
-        let buffers: Vec<_> = reads.iter().map(buffer(false)).chain(writable_buffers.iter().map(buffer(true))).collect();
+        let buffers: Vec<_> =
+            reads.iter().map(buffer(false)).chain(writable_buffers.iter().map(buffer(true))).collect();
         let mut driver = self.driver.borrow_mut();
         let table = self.memory.range(at, 16 * buffers.len()).filter(|_| indirect);
         let added = match table {
@@ -319,8 +320,13 @@ impl SimulatedGuest {
             self.slots.borrow_mut().push(slot);
             return false;
         };
-        let sent =
-            SentGuestRequest { slot, operation, writable_buffers, cache: self.cache.get(), log: self.log.borrow().clone() };
+        let sent = SentGuestRequest {
+            slot,
+            operation,
+            writable_buffers,
+            cache: self.cache.get(),
+            log: self.log.borrow().clone(),
+        };
         assert!(self.sent.borrow_mut().insert(id, sent).is_none(), "the driver has used an id twice");
         true
     }

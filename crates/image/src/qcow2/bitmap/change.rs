@@ -142,7 +142,8 @@ impl Qcow2Image {
         let cluster_bytes = 1 << self.shape.cluster_bits;
         // The file may end inside its last cluster.
         let file_end = self.file.size_bytes().next_multiple_of(cluster_bytes);
-        let invalid = |fault: &str| Err(InvalidImage::new(format!("bitmap {:?} {fault}", entry.name())).into());
+        let invalid =
+            |fault: &str| Err(InvalidImage::new(format!("bitmap {:?} {fault}", entry.name())).into());
         if offset.checked_add(length).is_none_or(|end| end > file_end) {
             return invalid("has its table beyond the end of the file");
         }
@@ -279,7 +280,9 @@ impl Qcow2Image {
         if (bits.size_bytes(), bits.granularity_bits())
             != (self.size_bytes(), entries[found].granularity_bits)
         {
-            return Err(BitmapError::InvalidValue(format!("these bits do not belong to the bitmap {name:?}")));
+            return Err(BitmapError::InvalidValue(format!(
+                "these bits do not belong to the bitmap {name:?}"
+            )));
         }
         let old = entries[found].clone();
         let (table_offset, table_entries) = self.store_bits(bits).await?;
@@ -361,7 +364,9 @@ impl Qcow2Image {
         let directory = encode(entries);
         let length = directory.len() as u64;
         if length > MAX_BITMAP_DIRECTORY {
-            return Err(BitmapError::InvalidValue("the bitmap directory is full (remove bitmaps)".to_owned()));
+            return Err(BitmapError::InvalidValue(
+                "the bitmap directory is full (remove bitmaps)".to_owned(),
+            ));
         }
         let bitmaps = match entries.len() as u32 {
             0 => None,

@@ -203,7 +203,8 @@ impl Qcow2Image {
         entry.check_usable()?;
         let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
         *remaining = remaining.checked_sub(bytes).ok_or_else(|| {
-            let message = format!("all recording bitmaps would need more than {MAX_RECORDED} bytes of memory");
+            let message =
+                format!("all recording bitmaps would need more than {MAX_RECORDED} bytes of memory");
             BitmapError::InvalidValue(message)
         })?;
         let cluster_bytes = 1 << self.shape.cluster_bits;

@@ -108,7 +108,8 @@ async fn marked_granules_of_view(view: &BitmapView, image: &Qcow2Image, model: &
         for run in view.marked(at, image.size_bytes() - at).await.expect("inside") {
             let end = at + run.length;
             assert!(end.is_multiple_of(1 << model.granularity_bits) || end == image.size_bytes());
-            marked[(at >> model.granularity_bits) as usize..end.div_ceil(1 << model.granularity_bits) as usize]
+            marked
+                [(at >> model.granularity_bits) as usize..end.div_ceil(1 << model.granularity_bits) as usize]
                 .fill(run.dirty);
             at = end;
         }
@@ -276,7 +277,12 @@ impl BitmapTestWorld {
     async fn compare_views(&self, views: &[BitmapView]) {
         for view in views {
             let model = self.models.iter().find(|model| model.name == &**view.name()).expect("ours");
-            assert_eq!(marked_granules_of_view(view, &self.image, model).await, model.marked, "{}", model.name);
+            assert_eq!(
+                marked_granules_of_view(view, &self.image, model).await,
+                model.marked,
+                "{}",
+                model.name
+            );
         }
     }
 

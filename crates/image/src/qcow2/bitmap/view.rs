@@ -314,7 +314,8 @@ mod tests {
             let reply = view.marked(0, SIZE).await.expect("readable");
             assert_eq!(reply.len(), MAX_EXTENTS);
             assert!(
-                reply.iter()
+                reply
+                    .iter()
                     .zip([true, false].into_iter().cycle())
                     .all(|(run, dirty)| *run == MarkedRun { length: 65536, dirty })
             );

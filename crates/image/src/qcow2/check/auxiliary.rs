@@ -179,7 +179,9 @@ impl CheckPass<'_> {
                 return Ok(());
             }
         }
-        for FileRegion { offset, length } in sound.iter().flat_map(|bitmap| &bitmap.regions).chain([&directory]) {
+        for FileRegion { offset, length } in
+            sound.iter().flat_map(|bitmap| &bitmap.regions).chain([&directory])
+        {
             self.count_region("a bitmap", *offset, *length, 1);
         }
         Ok(())
@@ -201,7 +203,11 @@ impl CheckPass<'_> {
     /// Overwrites the directory with these bitmaps. Until it is complete the header marks all
     /// bitmaps as invalid, so that a crash loses bitmaps only. Returns the location of the new
     /// directory.
-    async fn keep_bitmaps(&mut self, offset: u64, bitmaps: &[FoundBitmap]) -> Result<FileRegion, MetadataError> {
+    async fn keep_bitmaps(
+        &mut self,
+        offset: u64,
+        bitmaps: &[FoundBitmap],
+    ) -> Result<FileRegion, MetadataError> {
         let entries: Vec<BitmapEntry> = bitmaps.iter().map(|bitmap| bitmap.entry.clone()).collect();
         let encoded = bitmap::encode(&entries);
         self.header.autoclear &= !autoclear::BITMAPS;

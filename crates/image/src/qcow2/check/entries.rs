@@ -126,7 +126,8 @@ fn judge_standard(
             Some(format!("has the offset {host:#x}, which is not aligned to a cluster"))
         } else if shape.data_file {
             // In a data file every guest cluster must lie at its guest offset.
-            (host != cluster_start).then(|| format!("points to {host:#x} of the data file instead of {cluster_start:#x}"))
+            (host != cluster_start)
+                .then(|| format!("points to {host:#x} of the data file instead of {cluster_start:#x}"))
         } else {
             fault_at(host, cluster_bytes)
         }

@@ -88,7 +88,9 @@ fn misread_extensions(start: &[u8]) -> Vec<String> {
     let lengths = [(extension::ENCRYPTION, "encryption", 16), (extension::BITMAPS, "bitmaps", 24)];
     let mut found = Vec::new();
     for (kind, at, data) in extensions(start).flatten() {
-        for (_, name, length) in lengths.iter().filter(|(expected_kind, _, length)| *expected_kind == kind && *length != data.len())
+        for (_, name, length) in lengths
+            .iter()
+            .filter(|(expected_kind, _, length)| *expected_kind == kind && *length != data.len())
         {
             let actual = data.len();
             found.push(format!("the {name} extension at {at:#x} has {actual} bytes instead of {length}"));

@@ -92,7 +92,10 @@ impl CheckPass<'_> {
             self.found.metadata.add(cluster, times);
         }
         if let Some((cluster, other)) = overlapped {
-            self.report_hiding_damage(format!("{structure} at {offset:#x} overlaps {} in cluster {cluster}", other.name()));
+            self.report_hiding_damage(format!(
+                "{structure} at {offset:#x} overlaps {} in cluster {cluster}",
+                other.name()
+            ));
         }
         true
     }

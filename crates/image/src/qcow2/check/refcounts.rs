@@ -64,10 +64,15 @@ impl CheckPass<'_> {
             .iter()
             .filter(|block| **block != 0)
             .map(|block| block >> self.header.cluster_bits);
-        let shared: Vec<u64> =
-            table_clusters.chain(block_clusters).filter(|cluster| self.found.counts.get(*cluster) != 1).collect();
+        let shared: Vec<u64> = table_clusters
+            .chain(block_clusters)
+            .filter(|cluster| self.found.counts.get(*cluster) != 1)
+            .collect();
         for cluster in shared {
-            self.report_refcount_damage(&mut structures, format!("cluster {cluster} holds refcounts and other data"));
+            self.report_refcount_damage(
+                &mut structures,
+                format!("cluster {cluster} holds refcounts and other data"),
+            );
         }
         Some(structures)
     }
@@ -141,7 +146,8 @@ impl CheckPass<'_> {
     fn find_uncounted(&mut self, clusters: Range<u64>) -> bool {
         let uncounted: Vec<u64> = self.found.counts.used(clusters).collect();
         for cluster in &uncounted {
-            let message = format!("cluster {cluster} refcount=0 reference={}", self.found.counts.get(*cluster));
+            let message =
+                format!("cluster {cluster} refcount=0 reference={}", self.found.counts.get(*cluster));
             if self.can_rebuild() {
                 self.report_repair(message);
             } else {

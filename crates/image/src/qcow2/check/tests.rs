@@ -340,7 +340,8 @@ fn snapshots_without_size_get_the_disk_size() {
             let (storage, header) =
                 with_old_snapshots(CreateOptions { version, ..preallocated() }, count).await;
             let found = check(&storage, Repair::Nothing).await.expect("a header");
-            let incomplete = found.findings.iter().filter(|finding| finding.contains("is incomplete")).count();
+            let incomplete =
+                found.findings.iter().filter(|finding| finding.contains("is incomplete")).count();
             assert_eq!(incomplete, if version == 3 { count as usize } else { 0 }, "{found:?}");
             let repaired = check(&storage, Repair::All).await.expect("a header");
             assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
@@ -533,7 +534,10 @@ fn any_damaged_byte_is_survived() {
                 let Ok(report) = check(&storage, Repair::All).await else { continue };
                 if report.is_consistent() {
                     let rechecked = check(&storage, Repair::Nothing).await.expect("still one");
-                    assert!(rechecked.is_consistent() && rechecked.leaks == 0, "byte {at} = {value}: {rechecked:?}");
+                    assert!(
+                        rechecked.is_consistent() && rechecked.leaks == 0,
+                        "byte {at} = {value}: {rechecked:?}"
+                    );
                 }
             }
         }

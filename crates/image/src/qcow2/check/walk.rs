@@ -208,7 +208,8 @@ impl CheckPass<'_> {
     async fn discard_table(&mut self, offset: u64, uses: &ClusterUses) -> Result<()> {
         for owner in &uses.owners {
             let place = self.disks[owner.disk as usize].l1_offset + u64::from(owner.index) * 8;
-            let message = format!("the L1 entry at {place:#x} points to {offset:#x}, which is not an L2 table");
+            let message =
+                format!("the L1 entry at {place:#x} points to {offset:#x}, which is not an L2 table");
             self.discard_l1(place, *owner, message).await?;
         }
         Ok(())

@@ -205,7 +205,8 @@ fn preallocated_metadata_is_sparse_without_old_bytes() {
             let not_zero = content[metadata].iter().filter(|byte| **byte != 0).count();
             assert!(not_zero < 64, "{not_zero} bytes are not zero");
             if old == 512 {
-                let blocks = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).expect("there"));
+                let blocks =
+                    std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).expect("there"));
                 assert!(blocks * 512 <= 64 << 10, "{} bytes", blocks * 512);
             }
         }

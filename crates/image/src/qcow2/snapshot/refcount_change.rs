@@ -139,7 +139,11 @@ impl Qcow2Image {
     }
 
     /// Returns an encoded L1 table with its flags set according to `flags`.
-    pub(super) async fn with_copied_flags(&self, l1: &[u8], flags: CopiedFlags) -> Result<Vec<u8>, SnapshotError> {
+    pub(super) async fn with_copied_flags(
+        &self,
+        l1: &[u8],
+        flags: CopiedFlags,
+    ) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::with_capacity(l1.len());
         for raw in words(l1) {
             let entry = L1Entry::decode(raw, self.shape)?;

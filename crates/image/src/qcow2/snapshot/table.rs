@@ -342,7 +342,8 @@ mod tests {
     fn truncated_or_wrong_tables_are_rejected() {
         sim::run(1, async {
             let (storage, header) = image().await;
-            let message_of = |result: Result<_, MetadataError>| result.map(drop).expect_err("wrong").to_string();
+            let message_of =
+                |result: Result<_, MetadataError>| result.map(drop).expect_err("wrong").to_string();
             let many = Qcow2Header { snapshots: 3, ..header.clone() };
             assert!(message_of(read(&storage, &many).await).contains("ends inside entry 0"));
             let mut invalid = snapshot(1);

@@ -61,7 +61,8 @@ impl Neighbours<'_> {
 
     /// True if a group can divide the device between limited and unlimited tenants.
     fn can_be_grouped(&self, limited: &[bool]) -> bool {
-        let is_grouped = |&disk: &usize| self.tenant_world.world.disks[self.tenant_world.disks[disk]].group.is_some();
+        let is_grouped =
+            |&disk: &usize| self.tenant_world.world.disks[self.tenant_world.disks[disk]].group.is_some();
         !self.disks.iter().any(is_grouped) && limited.contains(&true) && limited.contains(&false)
     }
 
@@ -161,7 +162,10 @@ impl Neighbours<'_> {
         let limits = self.search.tenants.world.groups[group].settings.limits;
         for weight in WEIGHTS {
             let heavy = NodeShare::new(weight).expect("it is a weight");
-            let shares = self.has_target.iter().map(|&has_target| if has_target { heavy } else { NodeShare::default() });
+            let shares = self
+                .has_target
+                .iter()
+                .map(|&has_target| if has_target { heavy } else { NodeShare::default() });
             let group = Some((limits, shares.collect()));
             let plan = NeighbourPlan { limits: vec![None; self.tenants.len()], group };
             let results = self.run(&plan, true)?;

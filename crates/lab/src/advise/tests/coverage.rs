@@ -217,8 +217,10 @@ fn advice_for_first(arrivals: &TraceArrivals, target: LatencyTarget) -> Neighbou
 /// True if the first disk keeps its target with this rate in a plan's limit.
 fn keeps(arrivals: &TraceArrivals, plan: &NeighbourPlan, rate: f64, target: LatencyTarget) -> bool {
     let rate = rate as u64;
-    let (mut world, limits) =
-        (tenants(arrivals, Some(DEVICE)).world, limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]));
+    let (mut world, limits) = (
+        tenants(arrivals, Some(DEVICE)).world,
+        limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]),
+    );
     match &plan.group {
         Some((_, shares)) => {
             world.disks.iter_mut().zip(shares).for_each(|(disk, share)| disk.settings.share = *share);

@@ -64,7 +64,8 @@ impl SimulatedHosts {
         let mut roles: Vec<_> = (0..spec.hosts).map(role).collect();
         // Roles are independent of host numbers, by which weights and reservations are assigned.
         shuffle(&mut roles, random);
-        let mut hosts = Self { spec: spec.clone(), limits, roles, units, max_requests: most, ideal: Vec::new() };
+        let mut hosts =
+            Self { spec: spec.clone(), limits, roles, units, max_requests: most, ideal: Vec::new() };
         hosts.update_ideal();
         hosts
     }

@@ -306,7 +306,9 @@ impl ClusterSummary {
             };
             let both = |figures: Option<&ClusterFigures>| match figures {
                 None => ["-".to_owned(), "-".to_owned()],
-                Some(figures) => [shown(value_of(figures)), shown(value_of(figures) * 100.0 / self.hosts as f64)],
+                Some(figures) => {
+                    [shown(value_of(figures)), shown(value_of(figures) * 100.0 / self.hosts as f64)]
+                }
             };
             let mut row = vec![name.to_owned()];
             row.extend(both(self.steady.as_ref()));

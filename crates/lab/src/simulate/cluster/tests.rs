@@ -22,7 +22,8 @@ fn quotas_follow_demand_and_repeat_for_a_seed() {
     let steady = summary.steady.as_ref().unwrap();
     assert!(steady.unused.unwrap() < 0.1, "{steady:?}");
     assert!(steady.near > 0.9, "{steady:?}");
-    let json_of = |(summary, _): (ClusterSummary, run::ClusterOutcome)| serde_json::to_string(&summary).unwrap();
+    let json_of =
+        |(summary, _): (ClusterSummary, run::ClusterOutcome)| serde_json::to_string(&summary).unwrap();
     let findings = findings::of(&summary, &outcome);
     assert_eq!(findings.charts.len(), 3);
     assert_eq!(json_of((summary, outcome)), json_of(simulated(text, 6000, 3)));

@@ -263,7 +263,9 @@ impl ConvertSink {
             DiskNaming::Nothing if count > 1 => {
                 Some(format!("{format} has whole seconds and one disk: {names} are merged"))
             }
-            DiskNaming::ByNumber if count > 0 => Some(format!("{format} identifies disks by number: {names}")),
+            DiskNaming::ByNumber if count > 0 => {
+                Some(format!("{format} identifies disks by number: {names}"))
+            }
             DiskNaming::Nearly if count > 0 => Some(format!("{format} renames disks: {names}")),
             _ => None,
         }

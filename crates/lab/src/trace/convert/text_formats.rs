@@ -133,7 +133,8 @@ fn number_of(format: TraceFormat, name: &str, taken: &HashMap<String, u32>, free
     loop {
         let number = *free;
         *free += 1;
-        let identifier = if format == TraceFormat::Blkparse { format!("8,{number}") } else { number.to_string() };
+        let identifier =
+            if format == TraceFormat::Blkparse { format!("8,{number}") } else { number.to_string() };
         if !taken.contains_key(&identifier) {
             return identifier;
         }

@@ -36,10 +36,12 @@ impl PresetFindings<'_> {
         let figure = published.columns[column].figure;
         let samples = |name: &str| published.samples(self.samples, name, column);
         let (values, base) = (samples(&published.rows[row].name), samples(published.reference));
-        let measured = (!values.is_empty() && !base.is_empty()).then(|| figure.of(&values) / figure.of(&base));
+        let measured =
+            (!values.is_empty() && !base.is_empty()).then(|| figure.of(&values) / figure.of(&base));
         let published_of = |row: &super::PublishedRow| row.published.get(column).copied();
         // Published ratios are relative to the same row as the measured ones.
-        let published_ratio = published_of(&published.rows[row]).zip(published.row(published.reference).and_then(published_of));
+        let published_ratio =
+            published_of(&published.rows[row]).zip(published.row(published.reference).and_then(published_of));
         (published_ratio.map(|(value, base)| value / base), measured)
     }
 

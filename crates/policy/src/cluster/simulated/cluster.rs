@@ -118,7 +118,12 @@ impl SimulatedCluster {
         let processes: Vec<_> = (0..clients.len() + setting.leaders).map(|_| new_process()).collect();
         let new_host = |(at, clients): (usize, &Vec<SimulatedClient>)| {
             let seed = seed.wrapping_add(at as u64 + 1);
-            SimulatedHost::new(HostQuota::new(1, spec, setting.timing), clients, seed, processes[at].to_local(0))
+            SimulatedHost::new(
+                HostQuota::new(1, spec, setting.timing),
+                clients,
+                seed,
+                processes[at].to_local(0),
+            )
         };
         let machines: Vec<_> = clients.iter().enumerate().map(new_host).collect();
         let demands = machines
@@ -383,10 +388,8 @@ impl SimulatedCluster {
             }
             // Split transactions: each succeeds or fails alone, as in the daemon.
             StoreRequest::Write(term, grants) => {
-                let bytes = grants
-                    .iter()
-                    .map(|(_, grant)| (self.config.value_bytes)(StoreValue::Grant(grant)))
-                    .sum();
+                let bytes =
+                    grants.iter().map(|(_, grant)| (self.config.value_bytes)(StoreValue::Grant(grant))).sum();
                 if self.store.grant(term, &grants, bytes, now) {
                     self.store.traffic.events += grants.len() as u64;
                     self.store.traffic.sent_bytes += bytes;
@@ -399,7 +402,8 @@ impl SimulatedCluster {
             }
             StoreRequest::DeleteGrant(term, host, grant) => {
                 if self.store.delete_grant(term, host, &grant, now) && self.is_grant_in_use(host, &grant) {
-                    let violation = format!("a lease of host {host} is in force, and its grant was taken away");
+                    let violation =
+                        format!("a lease of host {host} is in force, and its grant was taken away");
                     self.violation.get_or_insert(violation);
                 }
                 return;
@@ -443,8 +447,7 @@ impl SimulatedCluster {
                 if rereads {
                     self.send_to_store(process_index, StoreRequest::Read);
                 }
-                if rereads || now - self.key_renewed_at[number] >= self.config.timing.key_renewal_interval()
-                {
+                if rereads || now - self.key_renewed_at[number] >= self.config.timing.key_renewal_interval() {
                     self.key_renewed_at[number] = now;
                     self.send_to_store(process_index, StoreRequest::KeepAlive(term, now));
                 }
@@ -458,7 +461,8 @@ impl SimulatedCluster {
     fn delete_stale_grants(&mut self, number: usize, now: Instant) {
         let Some(leader) = &self.leaders[number] else { return };
         let (term, departed) = (leader.term(), self.store.grants_of_departed_hosts().into_iter());
-        let expired: Vec<_> = departed.filter(|(host, _)| !leader.may_have_lease(&host.to_string(), now)).collect();
+        let expired: Vec<_> =
+            departed.filter(|(host, _)| !leader.may_have_lease(&host.to_string(), now)).collect();
         for (host, grant) in expired {
             self.send_to_store(
                 self.machines.len() + number,

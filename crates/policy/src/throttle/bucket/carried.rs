@@ -46,7 +46,8 @@ impl LeakyBucket {
         }
         let carried_contents = carried.map_or((0, 0), |carried| (carried.level, carried.deferred));
         (self.level, self.deferred) = part((group.level, group.deferred), self.size, carried_contents);
-        let carried_contents = carried.map_or((0, 0), |carried| (carried.burst_level, carried.burst_deferred));
+        let carried_contents =
+            carried.map_or((0, 0), |carried| (carried.burst_level, carried.burst_deferred));
         (self.burst_level, self.burst_deferred) =
             part((group.burst_level, group.burst_deferred), self.burst_size, carried_contents);
     }
@@ -57,7 +58,8 @@ impl LeakyBucket {
         (self.level, self.deferred) = combined(self.size, contents(self), contents(carried));
         if self.burst_rate > 0 {
             let contents = |bucket: &Self| (bucket.burst_level, bucket.burst_deferred);
-            (self.burst_level, self.burst_deferred) = combined(self.burst_size, contents(self), contents(carried));
+            (self.burst_level, self.burst_deferred) =
+                combined(self.burst_size, contents(self), contents(carried));
         }
     }
 
@@ -128,7 +130,11 @@ impl NodeBuckets {
     }
 
     /// Adds the contents that a disk carries to the selected buckets that are in force.
-    pub(in crate::throttle) fn add_carried(&mut self, carried: &Self, is_selected: impl Fn(LimitKind) -> bool) {
+    pub(in crate::throttle) fn add_carried(
+        &mut self,
+        carried: &Self,
+        is_selected: impl Fn(LimitKind) -> bool,
+    ) {
         for kind in LimitKind::ALL {
             let bucket = &mut self.buckets[kind.index()];
             if bucket.rate > 0 && is_selected(kind) {

@@ -42,7 +42,8 @@ impl NodeBuckets {
         self.change(limits, LimitScale::ONE);
         LimitKind::ALL.map(|kind| {
             let at = kind.index();
-            let credited = self.buckets[at].fill_new_capacity(&before[at], u128::from(credit[at]) * LEVEL_SCALE);
+            let credited =
+                self.buckets[at].fill_new_capacity(&before[at], u128::from(credit[at]) * LEVEL_SCALE);
             u64::try_from(credited / LEVEL_SCALE).unwrap_or(u64::MAX)
         })
     }

@@ -85,7 +85,8 @@ impl<T> ThrottleTree<T> {
         let mut demands = MemberDemands::default();
         for child in self.slots_below(slot) {
             let node = &mut self.nodes[child];
-            let requests = node.counters.iter().fold(0_u64, |sum, direction| sum.saturating_add(direction.requests));
+            let requests =
+                node.counters.iter().fold(0_u64, |sum, direction| sum.saturating_add(direction.requests));
             let is_new = core::mem::replace(&mut node.requests_seen, requests) != requests;
             if is_new || node.waiting != [0; 2] {
                 demands.weight += u64::from(node.share.weight());

@@ -43,7 +43,12 @@ impl<T> ThrottleTree<T> {
         let above: Vec<usize> = self.path_up(disk.parent).collect();
         let common_count = replacement.map_or(0, |replacement| {
             let other_above: Vec<usize> = self.path_up(self.nodes[self.slot(replacement)].parent).collect();
-            above.iter().rev().zip(other_above.iter().rev()).take_while(|(group, other_group)| group == other_group).count()
+            above
+                .iter()
+                .rev()
+                .zip(other_above.iter().rev())
+                .take_while(|(group, other_group)| group == other_group)
+                .count()
         });
         let part = |(level, slot): (usize, &usize)| self.nodes[*slot].carried_part(disk, level, now);
         let mut left_groups: Vec<_> = above.iter().enumerate().map(part).collect();
@@ -63,7 +68,8 @@ impl<T> ThrottleTree<T> {
         let slot = self.slot(disk);
         self.advance_to(now);
         let now = self.now;
-        let CarriedCharges { own: own_contents, left_groups: mut carried, common_groups: mut common } = charged;
+        let CarriedCharges { own: own_contents, left_groups: mut carried, common_groups: mut common } =
+            charged;
         if let Some(own_contents) = own_contents {
             self.nodes[slot].inherit_contents(own_contents, now);
         }

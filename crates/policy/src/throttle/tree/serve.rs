@@ -355,8 +355,7 @@ impl<T> ThrottleTree<T> {
             };
             let node = &mut self.nodes[slot];
             let lane = lane_of(node, direction);
-            let service =
-                ServiceCharge { lane, phase, cost_ns: of_part(price_ns, part), reservation_ns };
+            let service = ServiceCharge { lane, phase, cost_ns: of_part(price_ns, part), reservation_ns };
             if let Some(schedule) = &mut node.schedule {
                 schedule.charge(number, service, now);
             }

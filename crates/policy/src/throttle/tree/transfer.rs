@@ -37,7 +37,8 @@ impl<T> ThrottleTree<T> {
         let slot = self.slot(node);
         self.advance_to(now);
         let buckets = NodeBuckets::from_snapshot(snapshot, self.now);
-        self.nodes[slot].inherit_contents(Box::new(NodeLimits { limits: snapshot.limits, buckets }), self.now);
+        self.nodes[slot]
+            .inherit_contents(Box::new(NodeLimits { limits: snapshot.limits, buckets }), self.now);
         self.settle_both_up(slot);
         Ok(())
     }

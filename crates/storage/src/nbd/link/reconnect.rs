@@ -45,7 +45,8 @@ impl NbdLink {
         }
         // FUA can replace flushes, but only if the disk was not opened with a server that flushes.
         let can_make_durable = |export: &NbdExportInfo| export.can_flush() || export.can_fua();
-        let lost_durability = opened.can_flush() && !export.can_flush() || can_make_durable(opened) && !can_make_durable(export);
+        let lost_durability = opened.can_flush() && !export.can_flush()
+            || can_make_durable(opened) && !can_make_durable(export);
         if self.config.flushes && lost_durability {
             return Err("it no longer supports flushes, so no write could be made durable (start it \
                         with flushes, or open the disk again to do without)"
@@ -146,7 +147,8 @@ pub(super) async fn reconnect(attempt: ReconnectAttempt) {
                 match result {
                     Ok(()) => {
                         link.reconnections.fetch_add(1, Relaxed);
-                        if let Some(suppressed) = link.reconnect_log.try_log_burst(now(), UNLIMITED_LOG_LINES) {
+                        if let Some(suppressed) = link.reconnect_log.try_log_burst(now(), UNLIMITED_LOG_LINES)
+                        {
                             let nbd = &link.config.name;
                             tracing::info!(%nbd, suppressed, "connected to the server again");
                         }

@@ -208,7 +208,8 @@ impl ClusterConnection {
         })?;
         let keyring = cluster_key.keyring.as_ref().map(|path| path.to_string_lossy().into_owned());
         let explicit_settings = [("keyring", keyring), ("mon_host", cluster_key.monitors.clone())];
-        let explicit_settings: Vec<_> = explicit_settings.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?))).collect();
+        let explicit_settings: Vec<_> =
+            explicit_settings.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?))).collect();
         cluster
             .set(&explicit_settings)
             .and_then(|()| cluster.set(&FIXED_SETTINGS))

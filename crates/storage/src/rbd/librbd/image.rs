@@ -182,7 +182,11 @@ impl RbdImage {
         }
     }
 
-    fn initialize(&mut self, address: &RbdAddress, options: &RbdOptions) -> std::result::Result<(), OpenError> {
+    fn initialize(
+        &mut self,
+        address: &RbdAddress,
+        options: &RbdOptions,
+    ) -> std::result::Result<(), OpenError> {
         let name = address.name();
         let failed = |error: Error| {
             OpenError::new(
@@ -231,10 +235,13 @@ impl RbdImage {
     }
 
     fn watch(&mut self) -> Result<()> {
-        let (mut watch, resize_notifier) = (0, Arc::as_ptr(&self.resize_notifier).cast_mut().cast::<c_void>());
+        let (mut watch, resize_notifier) =
+            (0, Arc::as_ptr(&self.resize_notifier).cast_mut().cast::<c_void>());
         // SAFETY: the image is open, the function writes one number, and the `ResizeNotifier`
         // outlives the watch.
-        outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, on_update, resize_notifier) })?;
+        outcome(unsafe {
+            (self.library.rbd_update_watch)(self.handle, &raw mut watch, on_update, resize_notifier)
+        })?;
         self.watch = Some(watch);
         Ok(())
     }
@@ -352,7 +359,8 @@ impl RbdImage {
     /// Fails if the image is locked manually: such a lock has no live owner, and acquiring the
     /// library's lock would wait for it without end.
     fn check_lockers(&self, name: &str) -> std::result::Result<(), OpenError> {
-        let manual_lock = self.lockers().ok().into_iter().flatten().find(|(_, id)| !id.starts_with(OWN_LOCKS));
+        let manual_lock =
+            self.lockers().ok().into_iter().flatten().find(|(_, id)| !id.starts_with(OWN_LOCKS));
         let Some((client, id)) = manual_lock else { return Ok(()) };
         Err(OpenError::new(
             name,

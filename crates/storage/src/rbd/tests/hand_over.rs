@@ -28,7 +28,8 @@ impl Process {
     fn new_process(&self) -> Self {
         let (fake, passed) = (self.fake.another_client(), PassedFiles::default());
         let cache = self.image.device().cache();
-        let options = RbdOptions { cache, read_only: false, force_share: false, passed: Some(passed.clone()) };
+        let options =
+            RbdOptions { cache, read_only: false, force_share: false, passed: Some(passed.clone()) };
         let image = Rc::new(opened(&fake, options));
         assert!(image.device().is_passed() && image.device().may_be_resumed_elsewhere());
         Self { fake, image, passed }
@@ -173,7 +174,8 @@ fn failed_hand_over_resumes_in_the_old_process() {
                         pause().await;
                         cluster.resume_answering();
                     });
-                    let ended_successor = if failure == HandOverFailure::NotGiven { None } else { Some(&successor) };
+                    let ended_successor =
+                        if failure == HandOverFailure::NotGiven { None } else { Some(&successor) };
                     current.resume(ended_successor).await.expect("resumed");
                     late_completion.await;
                     assert_eq!(waiting.await, Ok(()), "{failure:?}: waiting requests see no error");

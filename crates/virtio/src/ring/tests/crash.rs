@@ -45,7 +45,9 @@ impl KillableDevice {
         let hook = move |access| {
             if access == RingAccess::Store {
                 // No store is left: the device is killed before this one.
-                remaining_stores.set(remaining_stores.get().checked_sub(1).unwrap_or_else(|| resume_unwind(Box::new(Killed))));
+                remaining_stores.set(
+                    remaining_stores.get().checked_sub(1).unwrap_or_else(|| resume_unwind(Box::new(Killed))),
+                );
             }
         };
         let step = AssertUnwindSafe(|| with_hook(hook, || self.act(world, base)));

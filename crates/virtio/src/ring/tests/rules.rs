@@ -274,7 +274,8 @@ fn invalid_layouts_are_rejected() {
     for base in [8, 8 << 16, 0x7fff] {
         assert_eq!(check(packed.clone(), base), RingError::Base { base, size: 8 });
     }
-    let part_error = |part_name, bytes, needed, alignment| RingError::Part { what: part_name, bytes, needed, alignment };
+    let part_error =
+        |part_name, bytes, needed, alignment| RingError::Part { what: part_name, bytes, needed, alignment };
     let at = |offset, bytes| memory.range(RINGS + offset, bytes).expect("inside");
     let short = |layout: RingLayout| check(layout, 0x8000_8000);
     assert_eq!(
@@ -285,9 +286,15 @@ fn invalid_layouts_are_rejected() {
         short(RingLayout { descriptors: at(8, 128), ..packed.clone() }),
         part_error("descriptors", 128, 128, 16)
     );
-    assert_eq!(short(RingLayout { driver: at(0, 19), ..split.clone() }), part_error("driver's part", 19, 20, 2));
+    assert_eq!(
+        short(RingLayout { driver: at(0, 19), ..split.clone() }),
+        part_error("driver's part", 19, 20, 2)
+    );
     assert_eq!(short(RingLayout { driver: at(2, 4), ..packed }), part_error("driver's part", 4, 4, 4));
-    assert_eq!(short(RingLayout { device: at(2, 68), ..split.clone() }), part_error("device's part", 68, 68, 4));
+    assert_eq!(
+        short(RingLayout { device: at(2, 68), ..split.clone() }),
+        part_error("device's part", 68, 68, 4)
+    );
     let with_event = RingLayout { event_idx: true, ..split };
     assert_eq!(short(with_event), part_error("driver's part", 20, 22, 2));
     assert_eq!(RingParts::of(256, false, true).device, (4 + 8 * 256 + 2, 4));
@@ -545,7 +552,8 @@ fn foreign_inflight_areas_are_rejected() {
             let all = area.range(0, bytes).expect("all of it");
             let layout = layout(&memory, shape);
             let inflight = || InflightQueueArea::new(all.clone());
-            let open_ring = || Virtqueue::with_inflight(layout.clone(), memory.clone(), shape.start(), inflight());
+            let open_ring =
+                || Virtqueue::with_inflight(layout.clone(), memory.clone(), shape.start(), inflight());
             open_ring().expect("a new area");
             change(&all);
             open_ring().map(|ring| ring.in_flight())

@@ -89,7 +89,8 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &TopRow<'_
     };
     // The corners of the frame take two columns.
     let available = usize::from(area.width).saturating_sub(2);
-    let mut frame_of = Block::bordered().border_style(DIMMED).title(title(name, row.name, markers, available));
+    let mut frame_of =
+        Block::bordered().border_style(DIMMED).title(title(name, row.name, markers, available));
     if let Some(group) = of_group {
         let group = elided(group, available.saturating_sub(" limit of  ".len()));
         frame_of = frame_of.title_bottom(Line::styled(format!(" limit of {group} "), THROTTLED));

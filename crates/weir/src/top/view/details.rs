@@ -154,7 +154,8 @@ fn prefetching(node: StatusNode<'_>) -> Line<'static> {
 fn throttled_time(state: &TopState, row: &TopRow<'_>, width: usize) -> Line<'static> {
     let bar = |share: f32| BARS[(share.clamp(0.0, 1.0) * 8.0).ceil() as usize];
     let available = width.saturating_sub(16);
-    let mut bars: Vec<char> = state.history.of(row.name).rev().take(available).map(|p| bar(p.limited)).collect();
+    let mut bars: Vec<char> =
+        state.history.of(row.name).rev().take(available).map(|p| bar(p.limited)).collect();
     bars.reverse();
     let now = row.rate.map_or_else(String::new, |rate| format!("{:>4}", figures::share(rate.limited)));
     Line::from(vec![
@@ -197,7 +198,10 @@ mod tests {
             let status = DaemonStatus { exports: vec![export], ..DaemonStatus::default() };
             about_disk(&DaemonReport { status, ..DaemonReport::default() }, &disk)
         };
-        assert_eq!(summary_of(machine), "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw");
+        assert_eq!(
+            summary_of(machine),
+            "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw"
+        );
         assert_eq!(summary_of(absent), "1M · 1 client · a.raw");
     }
 }

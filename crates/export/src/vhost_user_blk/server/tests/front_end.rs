@@ -93,7 +93,12 @@ impl SocketFrontEnd {
     }
 
     /// Sends a request and waits for its acknowledgement.
-    pub(super) async fn request_acknowledged(&self, code: u32, payload: &[u8], descriptors: &[BorrowedFd<'_>]) {
+    pub(super) async fn request_acknowledged(
+        &self,
+        code: u32,
+        payload: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+    ) {
         self.send(code, 9, payload, descriptors);
         assert_eq!(self.receive_reply(code).await, [0; 8], "request {code}");
     }

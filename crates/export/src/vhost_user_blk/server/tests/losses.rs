@@ -86,7 +86,11 @@ fn flushes_fail_after_unflushed_writes_were_lost() {
         assert_eq!(request_status(&mut front_end, &mut ring, 1).await, 0);
         let killed = area.as_of_now();
         assert_eq!(flush_status_after(&killed).await, 1);
-        assert_eq!(flush_status_after(&killed.as_of_now()).await, 1, "the death of another process has no effect");
+        assert_eq!(
+            flush_status_after(&killed.as_of_now()).await,
+            1,
+            "the death of another process has no effect"
+        );
 
         assert_eq!(request_status(&mut front_end, &mut ring, FLUSH).await, 0);
         assert_eq!(flush_status_after(&area.as_of_now()).await, 0);
@@ -123,7 +127,11 @@ fn orderly_end_loses_no_writes() {
         let (mut front_end, mut ring) = connect(&server, &area).await;
         request_status(&mut front_end, &mut ring, 1).await;
         front_end.leave().await;
-        assert_eq!(flush_status_after(&area.as_of_now()).await, 0, "it was written once its front end had gone");
+        assert_eq!(
+            flush_status_after(&area.as_of_now()).await,
+            0,
+            "it was written once its front end had gone"
+        );
 
         // The front end is transferred to another process.
         let (first, second) = (server_of_qcow2().await, server_of_qcow2().await);
@@ -164,6 +172,10 @@ fn paused_machine_loses_no_writes() {
         front_end.stop(0).await;
         front_end.request_acknowledged(code::SET_STATUS, &numbers(&[0]), &[]).await;
         front_end.leave().await;
-        assert_eq!(flush_status_after(&area.as_of_now()).await, 0, "it was written once its front end had gone");
+        assert_eq!(
+            flush_status_after(&area.as_of_now()).await,
+            0,
+            "it was written once its front end had gone"
+        );
     });
 }

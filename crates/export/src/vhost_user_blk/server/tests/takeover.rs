@@ -15,7 +15,8 @@ fn transfer(
 #[test]
 fn a_transfer_to_another_server_is_invisible_to_the_front_end() {
     real(async {
-        let (first, second) = (server(one_request_per_second(LimitKind::IopsTotal)), server(Limits::default()));
+        let (first, second) =
+            (server(one_request_per_second(LimitKind::IopsTotal)), server(Limits::default()));
         let mut front_end = SocketFrontEnd::connect(&first).await;
         let (channel, mut notifications) = UnixStream::pair().expect("sockets");
         front_end.request_acknowledged(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
@@ -24,7 +25,11 @@ fn a_transfer_to_another_server_is_invisible_to_the_front_end() {
         let info = [numbers(&[bytes, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
         front_end.request_acknowledged(code::SET_INFLIGHT_FD, &info, &[area.as_fd()]).await;
         front_end
-            .request_acknowledged(code::SET_CONFIG, &[&[32, 1, 0].map(u32::to_ne_bytes).concat()[..], &[0]].concat(), &[])
+            .request_acknowledged(
+                code::SET_CONFIG,
+                &[&[32, 1, 0].map(u32::to_ne_bytes).concat()[..], &[0]].concat(),
+                &[],
+            )
             .await;
         let mut ring = front_end.start(1, event(0), event(0)).await;
         let requests: Vec<_> =

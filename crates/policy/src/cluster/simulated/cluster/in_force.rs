@@ -18,7 +18,9 @@ impl SimulatedCluster {
     pub(super) fn is_grant_in_use(&self, host: usize, grant: &QuotaGrant) -> bool {
         let (machine, place) = (&self.machines[host].host, &self.processes[host]);
         let is_valid = |until: Instant| place.to_local(self.now) < until.as_nanos();
-        self.has_lease(host) && grant.instance == place.run && machine.lease_end_of(grant).is_some_and(is_valid)
+        self.has_lease(host)
+            && grant.instance == place.run
+            && machine.lease_end_of(grant).is_some_and(is_valid)
     }
 
     /// Quota in force on a host. A host without a lease may know limits that the store has lost or
@@ -46,7 +48,8 @@ impl SimulatedCluster {
         self.max_in_force = zip_with(self.max_in_force, self.sum, u64::max);
         if let Some(kind) = self.exceeded_limit() {
             let (sum, limit) = (self.sum[kind.index()], self.audit.rate(kind));
-            let violation_text = format!("{kind:?}: {sum} of {limit} in force at {} ms", self.now / NANOS_PER_MS);
+            let violation_text =
+                format!("{kind:?}: {sum} of {limit} in force at {} ms", self.now / NANOS_PER_MS);
             self.violation.get_or_insert(violation_text);
         }
     }
