@@ -258,7 +258,7 @@ fn new_process_ends_after_the_old_one_gives_up() {
     back_server.crash();
     let new = fixture.new_process().spawn_unready();
     old.wait_for_log("an upgrade to a new process begins");
-    new.wait_for_log("still being opened, and waited for");
+    new.wait_for_log("its image is still being opened");
     // As after its time limit of a minute: the channel to the new process is closed.
     old.crash();
     let (status, log) = new.wait();
