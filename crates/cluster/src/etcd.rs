@@ -135,7 +135,7 @@ impl EtcdParameters {
         for endpoint in &cluster.etcd {
             match (endpoint.host.as_str(), endpoint.port).to_socket_addrs() {
                 Ok(found) => {
-                    members.push(EtcdMember { config: endpoint.clone(), addresses: found.collect() })
+                    members.push(EtcdMember { config: endpoint.clone(), addresses: found.collect() });
                 }
                 // Skipped for good: the sandbox forbids resolving it later.
                 Err(error) => {

@@ -71,7 +71,7 @@ impl PrefetchModel {
         let mut completes_at = now;
         match found {
             CacheLookup::Nothing => {
-                completes_at = flow.devices.begin(self.place, RequestOp::Read, length, now)
+                completes_at = flow.devices.begin(self.place, RequestOp::Read, length, now);
             }
             CacheLookup::Whole(cached) => completes_at = completes_at.max(self.cached_bytes(&cached)),
             CacheLookup::Parts(parts) => completes_at = self.read_parts(&parts, length, now, flow),
@@ -106,7 +106,7 @@ impl PrefetchModel {
         match (missing.next(), missing.next()) {
             (Some(_), Some(_)) => return flow.devices.begin(self.place, RequestOp::Read, length, now),
             (Some(part), None) => {
-                completes_at = flow.devices.begin(self.place, RequestOp::Read, part.length(), now)
+                completes_at = flow.devices.begin(self.place, RequestOp::Read, part.length(), now);
             }
             (None, _) => {}
         }

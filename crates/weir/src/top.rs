@@ -80,7 +80,7 @@ fn run_loop(screen: &mut Screen, source: &TopEventSource, mut state: TopState) -
             Some(TopAction::Leave(ExitKey::End)) => return Ok(()),
             Some(TopAction::Leave(ExitKey::Stop)) => screen.suspend()?,
             Some(TopAction::Change { name, change }) => {
-                source.request_change(SettingsUpdate { name, change })
+                source.request_change(SettingsUpdate { name, change });
             }
             None => {}
         }

@@ -113,7 +113,7 @@ impl Walk<'_> {
                     ClusterMapping::Standard(standard) => {
                         let host = standard.host.filter(|_| !shape.data_file);
                         host.inspect(|host| {
-                            self.refer_from_tree(&label, tree, *host, tree == 0 && standard.copied)
+                            self.refer_from_tree(&label, tree, *host, tree == 0 && standard.copied);
                         });
                     }
                     ClusterMapping::Compressed { offset, length } => {

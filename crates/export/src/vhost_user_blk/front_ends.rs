@@ -176,7 +176,7 @@ impl FrontEnds {
                         Ok(socket) => return Ok(socket.into()),
                         // Any error is retried: the front end may start later.
                         Err(error) => {
-                            log_once(&self.id, path, last_logged, io::Error::from(error).to_string())
+                            log_once(&self.id, path, last_logged, io::Error::from(error).to_string());
                         }
                     }
                 }

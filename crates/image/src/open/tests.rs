@@ -226,7 +226,7 @@ fn image_root_applies_to_backing_files() {
     let images = TestImages::chain();
     let options = |directory: &str| beneath(&images, directory, Some(ImageFormat::Qcow2));
     with_opened(images.path("top.qcow2"), options(""), async |opened| {
-        drop(opened.expect("all of it is inside"))
+        drop(opened.expect("all of it is inside"));
     });
     assert_refused(images.path("top.qcow2"), options("sub"), "lies outside of the image root");
     images.over("sub/over.qcow2", "../top.qcow2", Some("qcow2"));

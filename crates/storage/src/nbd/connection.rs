@@ -150,7 +150,7 @@ pub(super) fn start_keeper<H: ConnectionOwner>(
         // Removes the entries of connections that have ended.
         connections.retain(|_, connection| connection.strong_count() > 0);
         TRIED_SESSIONS.with_borrow_mut(|tried_sessions| {
-            tried_sessions.retain(|link, _| connections.contains_key(link))
+            tried_sessions.retain(|link, _| connections.contains_key(link));
         });
         connections.insert(link.id(), Rc::downgrade(&connection));
     });

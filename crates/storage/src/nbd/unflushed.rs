@@ -185,7 +185,7 @@ impl Unflushed {
                 |batch: &[ReplayedChange]| !batch.iter().any(|other| other.change.overlaps(&replayed.change));
             match batches.last_mut() {
                 Some(batch) if batch.len() < max_changes && is_disjoint(batch) => {
-                    batch.push(replayed.clone())
+                    batch.push(replayed.clone());
                 }
                 _ => batches.push(vec![replayed.clone()]),
             }

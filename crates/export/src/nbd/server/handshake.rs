@@ -49,7 +49,7 @@ impl NbdServer {
                 Ok(()) => tracing::debug!(client = number, "disconnected"),
                 Err(reason) => match self.endings.try_log(reactor::coarse_now()) {
                     Some(suppressed) => {
-                        tracing::info!(client = number, %reason, suppressed, "connection ended")
+                        tracing::info!(client = number, %reason, suppressed, "connection ended");
                     }
                     None => tracing::debug!(client = number, %reason, "connection ended"),
                 },

@@ -192,7 +192,7 @@ impl Vring {
             _ if self.broken => {}
             Kick::Unset => {}
             Kick::Polled => {
-                messages.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, false)))
+                messages.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, false)));
             }
             Kick::Event(kick) => {
                 let kick = kick.as_fd().try_clone_to_owned()?;
