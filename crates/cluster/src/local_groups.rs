@@ -344,7 +344,7 @@ impl LocalGroups {
         Some(reservations)
     }
 
-    /// Makes the next call of [`promised`](Self::promised) return the reservations again.
+    /// Makes the next call of [`update_reservations`](Self::update_reservations) return the reservations again.
     pub(super) fn resend_reservations(&mut self) {
         self.resend = true;
     }

@@ -62,7 +62,7 @@ fn max_spare(count: usize) -> usize {
 }
 
 /// Creates the rings for `count` notifiers, plus spare ones, so that none has to be created later.
-/// Notifiers beyond [`MAX_SET_ASIDE`] may share one, which takes two more system calls each time.
+/// Notifiers beyond [`MAX_IN_ADVANCE`] may share one, which takes two more system calls each time.
 ///
 /// # Errors
 /// As `io_uring_setup(2)`.

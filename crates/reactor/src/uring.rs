@@ -138,7 +138,7 @@ pub(super) struct UringDriver {
     typical_gap_ns: Cell<u64>,
     /// True if [`super::linger`] was called since the last wait.
     linger: Cell<bool>,
-    /// True if [`super::yield_after_turn`] was called: this iteration runs no further tasks.
+    /// True if [`super::reap_after_task`] was called: this iteration runs no further tasks.
     reap_requested: Cell<bool>,
     /// Result of [`UringDriver::coarse_now`] in this iteration, once it was called.
     coarse_now: Cell<Option<Instant>>,

@@ -10,7 +10,7 @@
 //!  PSK     keys.psk          a line `user:hexkey` for each client, as `psktool` writes it
 //! ```
 //!
-//! All files are read at the start, and every fault is reported then. [`TlsServer::renew`]
+//! All files are read at the start, and every fault is reported then. [`TlsServer::replace`]
 //! replaces the credentials later.
 //!
 //! Clients that connect:

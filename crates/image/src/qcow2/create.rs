@@ -144,7 +144,7 @@ pub enum CreateError {
 ///
 /// # Errors
 /// [`CreateError`]. `storage` is unchanged after [`CreateError::Rule`] and
-/// [`CreateError::NoRoom`]; otherwise it begins with zeroes.
+/// [`CreateError::NoSpace`]; otherwise it begins with zeroes.
 pub async fn create(
     storage: &Storage,
     data: Option<&Storage>,

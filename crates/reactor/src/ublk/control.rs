@@ -299,7 +299,7 @@ impl UblkControl {
         self.run_command(command::UPDATE_SIZE, device, sectors)
     }
 
-    /// Makes this process the [keeper](Self::guardian) of a device number until it ends or closes
+    /// Makes this process the [keeper](Self::keeper) of a device number until it ends or closes
     /// any [`UblkControl`]: the role is a record lock of fcntl(2).
     ///
     /// # Errors
