@@ -9,8 +9,8 @@
 use export::nbd::proto::{self, opt, reply_flag};
 use export::nbd::request;
 use export::nbd::{
-    BlockSizes, Command, Errno, Event, ExportInfo, ExportTable, Extent, Features, Handshake, Parsed, Replier,
-    ReplyStyle, Request, Session, TlsPolicy,
+    BlockSizes, Errno, ExportInfo, ExportTable, Features, Handshake, HandshakeEvent, NbdCommand, NbdExtent,
+    NbdReplyEncoder, NbdRequest, NbdSession, Parsed, ReplyStyle, TlsPolicy,
 };
 use libfuzzer_sys::fuzz_target;
 use std::sync::Arc;
@@ -42,57 +42,57 @@ fn exports() -> ExportTable {
     ExportTable::new(vec![export("disk", false), export("", true)])
 }
 
-fn negotiate(input: &mut &[u8]) -> Option<Session> {
+fn negotiate(input: &mut &[u8]) -> Option<NbdSession> {
     let mut out = Vec::new();
     let mut handshake = Handshake::start(TlsPolicy::Allowed, &mut out);
     loop {
         let step = handshake.advance(input, &exports(), &mut out);
         *input = &input[step.consumed..];
         match step.event {
-            Event::Replied => {}
-            Event::StartTls => handshake.tls_established(),
-            Event::Transmission(session) => return Some(session),
-            Event::NeedInput | Event::Close(_) => return None,
+            HandshakeEvent::Replied => {}
+            HandshakeEvent::StartTls => handshake.tls_established(),
+            HandshakeEvent::Transmission(session) => return Some(session),
+            HandshakeEvent::NeedInput | HandshakeEvent::Close(_) => return None,
         }
     }
 }
 
 /// One reply, in all forms of chunks that its style has.
-fn answer(session: &Session, request: Request, payload: &[u8]) -> Vec<u8> {
-    let (replier, tag) = (Replier::new(session), request.tag);
+fn answer(session: &NbdSession, request: NbdRequest, payload: &[u8]) -> Vec<u8> {
+    let (encoder, tag) = (NbdReplyEncoder::new(session), request.tag);
     let mut out = Vec::new();
     match request.command {
-        Command::Read { offset, length, dont_fragment } => {
+        NbdCommand::Read { offset, length, dont_fragment } => {
             let half = length / 2;
-            match replier.hole(tag, offset, half, false).filter(|_| half > 0 && !dont_fragment) {
+            match encoder.hole(tag, offset, half, false).filter(|_| half > 0 && !dont_fragment) {
                 Some(hole) => {
                     out.extend_from_slice(hole.as_bytes());
-                    let rest = replier.data(tag, offset + u64::from(half), length - half, true);
+                    let rest = encoder.data(tag, offset + u64::from(half), length - half, true);
                     out.extend_from_slice(rest.as_bytes());
                     out.resize(out.len() + (length - half) as usize, 0);
                 }
                 None => {
-                    out.extend_from_slice(replier.data(tag, offset, length, true).as_bytes());
+                    out.extend_from_slice(encoder.data(tag, offset, length, true).as_bytes());
                     out.resize(out.len() + length as usize, 0);
                 }
             }
         }
-        Command::BlockStatus(query) => {
-            let extents = [1, 512, 3 << 32, 7].map(|length| Extent { length, flags: 3 });
+        NbdCommand::BlockStatus(query) => {
+            let extents = [1, 512, 3 << 32, 7].map(|length| NbdExtent { length, flags: 3 });
             let last = query.contexts.len() - 1;
             for (number, context) in query.contexts.iter().enumerate() {
-                replier.block_status(tag, &query, context, &extents, number == last, &mut out);
+                encoder.block_status(tag, &query, context, &extents, number == last, &mut out);
             }
         }
-        Command::BlockStatusPayload { one, .. } => {
+        NbdCommand::BlockStatusPayload { one, .. } => {
             match request::status_payload(payload, tag, one, session, SIZE) {
-                Ok(command) => return answer(session, Request { tag, command }, &[]),
-                Err(refused) => replier.error(tag, refused.errno, refused.why, &mut out),
+                Ok(command) => return answer(session, NbdRequest { tag, command }, &[]),
+                Err(refused) => encoder.error(tag, refused.errno, refused.why, &mut out),
             }
         }
-        Command::Trim { .. } => replier.error(tag, Errno::from_linux(tag.cookie as i32), "é", &mut out),
-        Command::Cache { offset, .. } => replier.error_at(tag, Errno::Io, "bad", offset, &mut out),
-        _ => out.extend_from_slice(replier.success(tag).as_bytes()),
+        NbdCommand::Trim { .. } => encoder.error(tag, Errno::from_linux(tag.cookie as i32), "é", &mut out),
+        NbdCommand::Cache { offset, .. } => encoder.error_at(tag, Errno::Io, "bad", offset, &mut out),
+        _ => out.extend_from_slice(encoder.success(tag).as_bytes()),
     }
     out
 }
@@ -150,7 +150,7 @@ fuzz_target!(|data: &[u8]| {
     loop {
         let (request, skip) = match request::parse(input, &session, SIZE) {
             Parsed::Incomplete | Parsed::Close(_) => return,
-            Parsed::Request(Request { command: Command::Disconnect, .. }) => return,
+            Parsed::Request(NbdRequest { command: NbdCommand::Disconnect, .. }) => return,
             Parsed::Request(request) => (Ok(request), request.command.payload_bytes()),
             Parsed::Refused(refused) => (Err(refused), refused.skip),
         };
@@ -160,14 +160,14 @@ fuzz_target!(|data: &[u8]| {
         match request {
             Ok(request) => {
                 let read_bytes = match request.command {
-                    Command::Read { length, .. } => length as usize,
+                    NbdCommand::Read { length, .. } => length as usize,
                     _ => 0,
                 };
                 check(&answer(&session, request, payload), session.style, request.tag.cookie, read_bytes);
             }
             Err(refused) => {
                 let mut out = Vec::new();
-                Replier::new(&session).error(refused.tag, refused.errno, refused.why, &mut out);
+                NbdReplyEncoder::new(&session).error(refused.tag, refused.errno, refused.why, &mut out);
                 check(&out, session.style, refused.tag.cookie, 0);
             }
         }

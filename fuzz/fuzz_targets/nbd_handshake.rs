@@ -2,7 +2,9 @@
 //! the input.
 #![no_main]
 
-use export::nbd::{BlockSizes, Event, ExportInfo, ExportTable, Features, Handshake, TlsPolicy, proto};
+use export::nbd::{
+    BlockSizes, ExportInfo, ExportTable, Features, Handshake, HandshakeEvent, TlsPolicy, proto,
+};
 use libfuzzer_sys::fuzz_target;
 use std::sync::Arc;
 
@@ -19,7 +21,7 @@ fn exports() -> ExportTable {
 }
 
 /// The replies and the last event, with the input in pieces of `piece` bytes.
-fn talk(policy: TlsPolicy, input: &[u8], piece: usize) -> (Vec<u8>, Event) {
+fn talk(policy: TlsPolicy, input: &[u8], piece: usize) -> (Vec<u8>, HandshakeEvent) {
     let exports = exports();
     let mut out = Vec::new();
     let mut handshake = Handshake::start(policy, &mut out);
@@ -28,29 +30,29 @@ fn talk(policy: TlsPolicy, input: &[u8], piece: usize) -> (Vec<u8>, Event) {
         let step = handshake.advance(&input[start..end], &exports, &mut out);
         start += step.consumed;
         match step.event {
-            Event::NeedInput => {
+            HandshakeEvent::NeedInput => {
                 assert_eq!(start, end, "input left behind");
                 if end == input.len() {
                     return (out, step.event);
                 }
                 end = input.len().min(end + piece);
             }
-            Event::Replied => {}
-            Event::StartTls => handshake.tls_established(),
-            last @ (Event::Transmission(_) | Event::Close(_)) => return (out, last),
+            HandshakeEvent::Replied => {}
+            HandshakeEvent::StartTls => handshake.tls_established(),
+            last @ (HandshakeEvent::Transmission(_) | HandshakeEvent::Close(_)) => return (out, last),
         }
     }
 }
 
 /// Asserts that the replies are complete, up to the final reply of EXPORT_NAME.
-fn check(out: &[u8], last: Event) {
+fn check(out: &[u8], last: HandshakeEvent) {
     let mut rest = &out[18..];
     while rest.starts_with(&proto::OPTION_REPLY_MAGIC.to_be_bytes()) {
         let length = u32::from_be_bytes(rest[16..20].try_into().unwrap()) as usize;
         rest = &rest[20 + length..];
     }
     let export_name = [10, 10 + proto::EXPORT_NAME_PADDING].contains(&rest.len());
-    assert!(rest.is_empty() || export_name && matches!(last, Event::Transmission(_)));
+    assert!(rest.is_empty() || export_name && matches!(last, HandshakeEvent::Transmission(_)));
 }
 
 fuzz_target!(|data: &[u8]| {

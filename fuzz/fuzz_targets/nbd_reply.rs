@@ -5,9 +5,14 @@
 //! structured replies.
 #![no_main]
 
-use reactor::{buffer::Buffer, now, sim, sleep_until, spawn, spawn_joinable, timeout};
-use nbd::{client::{Client, Wanted, shake_hands}, pipe::Pipe, proto::{self, info, opt, rep}, stream::Stream};
 use libfuzzer_sys::fuzz_target;
+use nbd::{
+    client::{HandshakeOptions, NbdClient, shake_hands},
+    pipe::Pipe,
+    proto::{self, info, opt, rep},
+    stream::NbdStream,
+};
+use reactor::{buffer::IoBuffer, now, sim, sleep_until, spawn, spawn_joinable, timeout};
 use std::{rc::Rc, time::Duration};
 
 const CONTEXT: u32 = 7;
@@ -19,7 +24,7 @@ fn reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     reply
 }
 
-fn welcome(structured: bool) -> Vec<u8> {
+fn handshake_replies(structured: bool) -> Vec<u8> {
     let mut bytes = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
     bytes.extend(3_u16.to_be_bytes());
     if structured {
@@ -38,22 +43,22 @@ fn welcome(structured: bool) -> Vec<u8> {
 
 /// Sends `script` regardless of the client, and closes; returns both ends.
 fn serve(script: Vec<u8>) -> (Pipe, Pipe) {
-    let (ours, theirs) = Pipe::pair();
-    let (end, theirs_too) = (theirs.clone(), theirs.clone());
-    spawn(async move { while let (Ok(1..), _) = theirs.receive(Buffer::new(4096), 0).await {} });
+    let (client_end, theirs) = Pipe::pair();
+    let (end, server_end) = (theirs.clone(), theirs.clone());
+    spawn(async move { while let (Ok(1..), _) = theirs.receive(IoBuffer::new(4096), 0).await {} });
     spawn(async move {
-        if end.send(Buffer::copy_of(&script).into()).await.is_ok() {
+        if end.send(IoBuffer::copy_of(&script).into()).await.is_ok() {
             sleep_until(now() + Duration::from_secs(1)).await;
         }
         end.close();
     });
-    (ours, theirs_too)
+    (client_end, server_end)
 }
 
 fuzz_target!(|input: &[u8]| {
     let Some((&how, rest)) = input.split_first() else { return };
     let structured = how & 2 != 0;
-    let mut script = if how & 1 != 0 { welcome(structured) } else { Vec::new() };
+    let mut script = if how & 1 != 0 { handshake_replies(structured) } else { Vec::new() };
     script.extend(rest);
     sim::run(u64::from(how), async move {
         let (stream, end) = serve(script);
@@ -64,26 +69,27 @@ fuzz_target!(|input: &[u8]| {
 });
 
 async fn ask(stream: Pipe, structured: bool) {
-    let wanted = Wanted { export: "disk".to_owned(), allocation: structured, ..Wanted::default() };
-    let hands = shake_hands(Stream::Simulated(stream), &wanted);
-    let Ok(established) = timeout(Duration::from_secs(5), hands).await.expect("it does not hang") else {
+    let options =
+        HandshakeOptions { export: "disk".to_owned(), allocation: structured, ..HandshakeOptions::default() };
+    let handshake = shake_hands(NbdStream::Simulated(stream), &options);
+    let Ok(established) = timeout(Duration::from_secs(5), handshake).await.expect("it does not hang") else {
         return;
     };
-    let client = Rc::new(Client::start(established));
-    let others = Rc::clone(&client);
+    let client = Rc::new(NbdClient::start(established));
+    let second_reference = Rc::clone(&client);
     let flushing = spawn_joinable(async move {
-        let _ = others.flush().await;
-        if others.about().tells_allocation()
-            && let Ok(extents) = others.extents(0, 4096).await
+        let _ = second_reference.flush().await;
+        if second_reference.export().has_allocation()
+            && let Ok(extents) = second_reference.extents(0, 4096).await
         {
             assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0));
         }
     });
-    let asking = async {
+    let reading = async {
         if let Ok(data) = client.read(1000, 100).await {
             assert_eq!(data.len(), 100);
         }
         flushing.await;
     };
-    timeout(Duration::from_secs(10), asking).await.expect("it does not hang");
+    timeout(Duration::from_secs(10), reading).await.expect("it does not hang");
 }

@@ -3,27 +3,27 @@
 
 use export::nbd::proto::{self, export_flag};
 use export::nbd::request::{self, StatusQuery};
-use export::nbd::{Command, MetaContext, MetaContexts, Parsed, ReplyStyle, Session};
+use export::nbd::{MetaContext, MetaContexts, NbdCommand, NbdSession, Parsed, ReplyStyle};
 use libfuzzer_sys::fuzz_target;
 
 const SIZE: u64 = 1 << 30;
 const MAX_PAYLOAD: u32 = 1 << 20;
 
 /// Range of the command in the export: first byte, length, true if it writes.
-fn range(command: Command) -> Option<(u64, u64, bool)> {
+fn range(command: NbdCommand) -> Option<(u64, u64, bool)> {
     Some(match command {
-        Command::Read { offset, length, .. } => (offset, length.into(), false),
-        Command::Write { offset, length, .. } => (offset, length.into(), true),
-        Command::Trim { offset, length, .. } | Command::WriteZeroes { offset, length, .. } => {
+        NbdCommand::Read { offset, length, .. } => (offset, length.into(), false),
+        NbdCommand::Write { offset, length, .. } => (offset, length.into(), true),
+        NbdCommand::Trim { offset, length, .. } | NbdCommand::WriteZeroes { offset, length, .. } => {
             (offset, length, true)
         }
-        Command::Cache { offset, length } => (offset, length, false),
-        Command::BlockStatus(StatusQuery { offset, length, .. }) => (offset, length, false),
+        NbdCommand::Cache { offset, length } => (offset, length, false),
+        NbdCommand::BlockStatus(StatusQuery { offset, length, .. }) => (offset, length, false),
         _ => return None,
     })
 }
 
-fn check(command: Command, session: &Session) {
+fn check(command: NbdCommand, session: &NbdSession) {
     assert!(command.payload_bytes() <= MAX_PAYLOAD);
     if let Some((offset, length, writes)) = range(command) {
         assert!(length > 0 && offset.checked_add(length).is_some_and(|end| end <= SIZE));
@@ -39,7 +39,7 @@ fuzz_target!(|data: &[u8]| {
     let style = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended][usize::from(style % 3)];
     let mut contexts = MetaContexts::NONE;
     contexts.insert(MetaContext::BaseAllocation);
-    let session = Session {
+    let session = NbdSession {
         export: 0,
         style,
         flags: u16::from_be_bytes(flags),
@@ -54,7 +54,7 @@ fuzz_target!(|data: &[u8]| {
         Parsed::Refused(refused) => assert!(refused.skip <= proto::DEFAULT_MAX_PAYLOAD),
         Parsed::Request(request) => {
             check(request.command, &session);
-            if let Command::BlockStatusPayload { payload, one, .. } = request.command {
+            if let NbdCommand::BlockStatusPayload { payload, one, .. } = request.command {
                 let rest = &input[style.request_bytes()..];
                 let rest = &rest[..rest.len().min(payload as usize)];
                 if let Ok(command) = request::status_payload(rest, request.tag, one, &session, SIZE) {
