@@ -98,7 +98,9 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     let p99 = |line: &Value, when: &str| line[when]["latency-ns"].as_u64().expect("a time");
     assert!(p99(a, "before") > 100_000_000 && p99(a, "after") <= 25_500_000, "{report:#}");
     assert!(b["requests"].as_u64() >= Some(200));
-    assert!(a["smallest-iops"]["unsure"].as_str().is_some_and(|why| why.starts_with("too short to say")));
+    assert!(
+        a["smallest-iops"]["unsure"].as_str().is_some_and(|why| why.starts_with("the trace is too short"))
+    );
     self::weir(&["check-config", text(&new)]).succeeds();
 
     // The tables show the same results.
@@ -383,9 +385,13 @@ fn packing_uses_the_fewest_devices() {
     let printed = weir(&["advise", text(&day), "--pack", "--device", "read=2500us,parallel=1"]).succeeds();
     assert_contains(
         &printed,
-        &["DEVICE", "BUSIEST", "6 disks fit on 3 of these devices with p99 <= 10ms, and fewer cannot do."],
+        &[
+            "DEVICE",
+            "BUSIEST",
+            "6 disks fit on 3 of these devices with p99 <= 10ms, and fewer do not suffice.",
+        ],
     );
     let printed = advise(&[text(&day), "--pack", "--device", "read=100ms,parallel=1"]);
     assert_eq!(printed.status(), Some(1));
-    assert_contains(&printed.stdout(), &["No place keeps the target for: vm0, vm1, vm2, vm3, vm4, vm5."]);
+    assert_contains(&printed.stdout(), &["No device meets the target for: vm0, vm1, vm2, vm3, vm4, vm5."]);
 }

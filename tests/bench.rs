@@ -143,8 +143,11 @@ fn missing_server_feature_is_reported_before_any_request() {
     let disk = scratch.filled("disk.raw", MIB);
     let server = Serve::new(&scratch).arg(&disk).arg("--read-only").start();
     let uri = server.uri("disk");
-    assert_contains(&bench("-w -c 1", &uri).fails(), &["is read-only (leave -w out"]);
-    assert_contains(&bench("-s 64M -d 1 -c 1", &uri).fails(), &["takes requests of 33554432 bytes at most"]);
+    assert_contains(&bench("-w -c 1", &uri).fails(), &["is read-only (leave out -w"]);
+    assert_contains(
+        &bench("-s 64M -d 1 -c 1", &uri).fails(),
+        &["accepts requests of up to 33554432 bytes, but -s is 67108864"],
+    );
     assert_contains(&bench("-s 2M -d 1 -c 1", &uri).fails(), &["has 1048576 bytes, and a request 2097152"]);
     assert_eq!(bench("-t none", &uri).run().code(), 2);
     assert_eq!(bench("", uri.replace("nbd+unix", "nbd+vsock")).run().code(), 2);
@@ -245,7 +248,7 @@ fn interrupt_does_not_wait_for_replies() {
         stalled.recv().unwrap();
         let [printed, stderr] = interrupted(client);
         assert_contains(&stderr, &[": interrupted after "]);
-        assert_contains(&printed, &["Not answered when the run ended: 4"]);
+        assert_contains(&printed, &["Requests not completed when the run ended: 4"]);
     });
     assert_eq!(saved_result(&file)["partial"], "interrupted");
 }

@@ -120,7 +120,7 @@ fn config_in_use_can_be_checked() {
     );
     let file = scratch.file("weir.toml", with_daemon(&scratch, &disks));
     let check = || weir(&["serve", "--check", "--config", text(&file)]);
-    let valid = format!("{}: 2 disks, 0 groups, 2 exports: nothing is wrong\n", text(&file));
+    let valid = format!("{}: 2 disks, 0 groups, 2 exports: no errors\n", text(&file));
     assert_eq!(check().succeeds(), valid);
     let daemon = serve(&scratch, &file);
     assert_eq!(weir(&["check-config", text(&file)]).succeeds(), valid);
@@ -172,10 +172,10 @@ fn handover_without_vhost_user_export_is_reported() {
     let disk = "\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\nhandover = true\n";
     let file = scratch.file("weir.toml", with_daemon(&scratch, disk));
     let outcome = weir(&["check-config", text(&file)]).run();
-    assert_contains(&outcome.stderr(), &["handover", "exported to none (add a vhost-user-blk export"]);
+    assert_contains(&outcome.stderr(), &["handover", "the disk has no vhost-user-blk export (add one"]);
     let export_line = "export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\" }]\n";
     let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"unix:q\"\n{disk}{export_line}"));
-    assert_contains(&weir(&["check-config", text(&file)]).succeeds(), &["1 export: nothing is wrong\n"]);
+    assert_contains(&weir(&["check-config", text(&file)]).succeeds(), &["1 export: no errors\n"]);
 }
 
 #[test]

@@ -461,7 +461,7 @@ fn check_contacts_etcd_like_a_start() {
     assert_contains(&outcome.stdout(), &["it would start, with 1 warning"]);
     let expect = "cluster lab: etcd http://127.0.0.1:1: Connection refused";
     assert_contains(&outcome.stderr(), &[expect, "a start uses another member"]);
-    assert_contains(&check(&config(&alive, "")).stdout(), &["nothing is wrong"]);
+    assert_contains(&check(&config(&alive, "")).stdout(), &["no errors"]);
     assert!(!state.exists(), "a check leaves no trace");
     // Errors of a start: a wrong password, and invalid values in etcd.
     for arguments in ["user add root:secret", "user grant-role root root", "auth enable"] {

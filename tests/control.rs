@@ -111,7 +111,8 @@ fn disk_is_resized_while_clients_are_connected() {
     daemon.refused(
         "block_resize",
         json!({"node-name": "vm", "size": 1000}),
-        "Parameter 'size' (1000) cannot be: the size must be a multiple of 512 bytes, and not 0 (round it)",
+        "Parameter 'size' (1000) is not possible: the size must be a multiple of 512 bytes, and \
+         not 0 (round it)",
     );
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
     drop(client);

@@ -301,7 +301,7 @@ fn upgrade_rejects_an_unresponsive_disk() {
         .args(["serve", text(&daemon.scratch.path("a.raw")), text(&daemon.fuse.file())])
         .args(["--format", "raw", "--qmp", &control, "--takeover"])
         .fails();
-    assert!(stderr.contains("disk h: its size cannot be seen"), "{stderr}");
+    assert!(stderr.contains("disk h: its size cannot be read"), "{stderr}");
     daemon.assert_others_served(&mut other);
     daemon.fuse.unblock();
     drop(other);

@@ -97,7 +97,10 @@ fn invalid_settings_fail_the_start() {
     let scratch = Scratch::new();
     let refused =
         |option: &str, value: &str| Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
-    assert_contains(&refused("--prefetch", "yes"), &["--prefetch", "'yes'", "is none of on, off and auto"]);
+    assert_contains(
+        &refused("--prefetch", "yes"),
+        &["--prefetch", "'yes'", "is not one of on, off and auto"],
+    );
     let stderr = refused("--prefetch-memory", "255K");
     assert_contains(&stderr, &["--prefetch-memory 255K: is out of range; it may be from 256K to 1T"]);
     let stderr = refused("--prefetch-window-max", "64K");

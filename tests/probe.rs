@@ -40,7 +40,7 @@ fn device_is_written_only_on_request() {
     let before = fs::read(&file).unwrap();
     let device = LoopDevice::attach(&file, 512);
     let printed = probe(&scratch).arg(device.path()).succeeds();
-    assert_contains(&printed, &["random read", "not measured: writes: they would destroy", "kept in "]);
+    assert_contains(&printed, &["random read", "not measured: writes: they would destroy", "saved in "]);
     assert!(!printed.contains("random write"), "{printed}");
     assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
     let printed = probe(&scratch).arg("--write").arg(device.path()).succeeds();

@@ -331,7 +331,7 @@ fn invalid_config_is_named_and_changes_nothing() {
         &(line("iops-reservation = 400", "") + client),
         &[
             "disk d at unix:",
-            "connect to a virtual machine (start it with such an export, or start it with --sandbox off)",
+            "connect to a front end (start it with such an export, or start it with --sandbox off)",
         ],
     );
     let events = qmp.command("x-weir-query-events", json!({}));

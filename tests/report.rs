@@ -103,7 +103,7 @@ fn result(speed: f64) -> Value {
             "weir": "0.1.0",
             "machine": { "kernel": "Linux 6.18", "processor": "P", "processors": 2, "memory-bytes": 1u64 << 34 },
         },
-        "partial": "it was interrupted",
+        "partial": "interrupted",
         "findings": {
             "summary": ["Use cache mode none.", "weir serve vm1.qcow2 \\\n  --cache none \
                                                  --a-word-that-is-far-too-long-for-a-phone-and-cannot-be-broken"],
@@ -243,7 +243,7 @@ fn result_is_shown_as_tables() {
         &printed,
         &[
             "weir tune '/srv/<images>'\n",
-            "This result is not complete: it was interrupted.",
+            "This result is not complete: interrupted.",
             "\nwriteback                  18.2K  0.85ms  1.9 GiB/s  yes   what it means",
             "random read   20.0K  19.8K … 20.2K        9\n",
             "?[2Jname",
@@ -252,7 +252,7 @@ fn result_is_shown_as_tables() {
     );
     let report = weir(&["report", &a, "--json"]).json();
     assert_eq!(report["measures"][0]["estimate"]["median"], 20_000.0, "{report:#}");
-    assert_eq!(report["partial"], "it was interrupted", "{report:#}");
+    assert_eq!(report["partial"], "interrupted", "{report:#}");
 }
 
 #[test]

@@ -246,7 +246,7 @@ fn sweep_judges_the_named_disk() {
     let printed = weir(&[&sweep[..], &["--p99", "1ms"]].concat()).succeeds();
     assert_contains(
         &printed,
-        &["None of these keeps 99 of 100 requests of backup below 1.0ms (larger ones do not help: "],
+        &["None of these keeps 99 of 100 requests of backup below 1.0ms (larger limits do not help: "],
     );
     let outcome = weir(&[&sweep[..], &["--p99", "3ms", "--p99-of", "dbb"]].concat()).run();
     assert_contains(
@@ -275,7 +275,7 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
     let printed = cluster(&["hosts=5,disks=1,seconds=4,busy=0"]).succeeds();
     assert_contains(
         &printed,
-        &["- stands where demand was never steady, ", "- stands where no host was busy, so none waited"],
+        &["- means that demand was never steady, ", "- means that no host was busy, so none waited"],
     );
     assert!(!printed.contains("coincided with a fault"), "{printed}");
     let report = cluster(&["hosts=20,disks=2,seconds=20", "--seed", "2", "--json"]).json();
@@ -287,8 +287,8 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
         (&["hosts=3", "--weight", "5"], "--weight: is not for --cluster"),
         (
             &["hosts=100", "--iops-total", "50"],
-            "iops-total: 50 is too low: each of up to 100 hosts may use 1 a second without etcd \
-             (set at least 100, or fewer hosts)",
+            "iops-total: 50 is too low: each of up to 100 hosts may use 1 unit per second without \
+             etcd (set at least 100, or fewer hosts)",
         ),
         (
             &["hosts=2,reserved=100,reservation=2000", "--iops-total", "100"],

@@ -132,7 +132,7 @@ fn config_error_names_file_line_key_value_and_rule() {
     );
     check(
         &format!("{disk}prefetch = \"maybe\"\n"),
-        &[":3: disk.vm1.prefetch = \"maybe\"", "is none of on, off and auto"],
+        &[":3: disk.vm1.prefetch = \"maybe\"", "is not one of on, off and auto"],
     );
     check("[disk.vm1]\nimage = \"memory:1M\n", &[":2", "not TOML"]);
     check("[disk.vm1]\n", &["disk.vm1", "no image"]);

@@ -83,11 +83,12 @@ fn unrepresentable_requests_are_counted() {
     }
     let timed = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n0,a,read,0,512,5,9,\n";
     fs::write(scratch.path("timed.csv"), timed).unwrap();
-    let lost = "weir: left out: how long 1 request waited and took (weir's own CSV and recordings keep it)";
+    let lost = "weir: left out: waiting and service times of 1 request (only weir's CSV and \
+                recordings store them)";
     assert_contains(&convert(&scratch, "timed.csv", "out.msr").run().stderr(), &[lost]);
     // No warning about lost columns for a trace that has none.
     let plain = convert(&scratch, "own.csv", "plain.recording").run();
-    assert!(!plain.stderr().contains("waited"), "{}", plain.stderr());
+    assert!(!plain.stderr().contains("service times"), "{}", plain.stderr());
     fs::write(scratch.path("flush.csv"), "time_ns,disk,op,offset,length\n0,a,flush,0,0\n").unwrap();
     let stderr = convert(&scratch, "flush.csv", "none.msr").fails();
     assert_contains(&stderr, &["no request was written: left out: 1 of flush"]);
@@ -264,15 +265,12 @@ fn empty_requests_are_skipped_and_counted() {
     let info_outcome = weir(&["trace", "info", text(&scratch.path("t.csv"))]).run();
     assert_eq!(
         (info_outcome.code(), info_outcome.stderr()),
-        (0, "weir: left out: 2 requests of no length\n".to_owned())
+        (0, "weir: skipped: 2 requests of length 0\n".to_owned())
     );
     let report = info(&scratch, "t.csv");
     assert_eq!((&report["empty"], &report["disks"]["0"]["requests"]), (&json!(2), &json!(1)));
     let outcome = convert(&scratch, "t.csv", "t.spc").run();
-    assert_eq!(
-        (outcome.code(), outcome.stderr()),
-        (0, "weir: left out: 2 requests of no length\n".to_owned())
-    );
+    assert_eq!((outcome.code(), outcome.stderr()), (0, "weir: skipped: 2 requests of length 0\n".to_owned()));
 }
 
 #[test]
@@ -332,7 +330,7 @@ fn unmeasured_figures_are_not_shown() {
     fs::write(scratch.path("own.csv"), REQUESTS).unwrap();
     convert(&scratch, "own.csv", "plain.recording").succeeds();
     let printed = weir(&["trace", "info", text(&scratch.path("plain.recording"))]).succeeds();
-    assert_contains(&printed, &["How long 3 requests waited and took was not measured.\n"]);
+    assert_contains(&printed, &["Waiting and service times of 3 requests are unknown.\n"]);
     assert!(!printed.contains("latency") && !printed.contains("WAITED"), "{printed}");
     let report = info(&scratch, "plain.recording");
     assert_eq!(report["disks"]["vm1"]["measured"], Value::Null, "{report:#}");

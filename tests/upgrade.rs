@@ -283,7 +283,7 @@ fn untransferable_state_is_named_and_the_old_process_continues() {
     };
     refused(&[&first_image], "no process listens there (start without --takeover)");
     let first = fixture.serve().start();
-    refused(&[&first_image], "disk two: it runs, and is not in this config");
+    refused(&[&first_image], "disk two: the running daemon has it, but this config does not");
     refused(
         &[&first_image, &second_image, "--cache", "none"],
         "has it open with cache=writeback, writethrough or unsafe",
@@ -311,7 +311,7 @@ fn untransferable_state_is_named_and_the_old_process_continues() {
         let other =
             Serve::new(&files.scratch).args([&first_image, "--takeover"]).env("WEIR_QMP", control(&files));
         let stderr = other.fails();
-        assert!(stderr.contains("spot runs, and is not in this config"), "{stderr}");
+        assert!(stderr.contains("spot, but this config does not"), "{stderr}");
         assert_eq!(fs::metadata(&mounted_file).unwrap().len(), MIB);
         first.stop();
     }
@@ -408,7 +408,7 @@ fn virtqueues_survive() {
         let other = Serve::new(&fixture.scratch).args([text(&disk), "--takeover"]);
         (other.env("WEIR_QMP", format!("unix:{}", fixture.control().display())).fails(), current)
     };
-    assert!(status.contains("it runs, and is not in this config"), "{status}");
+    assert!(status.contains("the running daemon has it, but this config does not"), "{status}");
     features(&mut stream);
     drop(stream);
     log.stop();

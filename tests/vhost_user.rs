@@ -147,7 +147,7 @@ fn export_options_over_qmp_reach_the_front_end() {
     assert_contains(&message, &["iothread \"io0\" not found", "--workers"]);
     // `client` makes weir connect to the front end, which this sandbox does not permit.
     let (_, message) = qmp.command_error("block-export-add", add(json!({"client": true})));
-    assert_contains(&message, &["does not allow this daemon to connect to a virtual machine"]);
+    assert_contains(&message, &["does not allow this daemon to connect to a front end"]);
     weir.stop();
 }
 
@@ -222,9 +222,9 @@ fn exported_disk_is_resized_in_whole_blocks() {
     let resize = |size: u64| json!({"node-name": "disk", "size": size});
     let (_, message) = qmp.command_error("block_resize", resize(MIB + 512));
     let sizes = "has blocks of 4096 bytes (make it 1048576 or 1052672)";
-    assert_contains(&message, &["cannot be: export disk@unix:", sizes]);
+    assert_contains(&message, &["is not possible: export disk@unix:", sizes]);
     for (size, why) in [
-        ("1049088", ["disk.raw: 1049088 bytes cannot be: export disk@unix:", sizes]),
+        ("1049088", ["disk.raw: 1049088 bytes is not possible: export disk@unix:", sizes]),
         ("+1", ["disk.raw: the size 1048577 is not a multiple of 512", "1048576 or 1049088"]),
     ] {
         let resize = weir_image(&["resize", "-f", "raw", text(&disk), size]);
@@ -362,7 +362,7 @@ fn invalid_vhost_user_exports_fail_the_start() {
     let large = format!("{socket},logical-block-size=4096");
     let stderr =
         Serve::new(&scratch).at_given_addresses().arg(&odd).args(["--vhost-user-blk", &large]).fails();
-    assert_contains(&stderr, &["no multiple of 4096", "the last 512", "weir image resize", "1052672"]);
+    assert_contains(&stderr, &["not a multiple of 4096", "the last 512", "weir image resize", "1052672"]);
 
     let config = |export: &str| {
         let text = format!("[disk.one]\nimage = \"one.raw\"\nformat = \"raw\"\nexport = {{ {export} }}\n");
@@ -436,7 +436,7 @@ fn handover_image_is_unlocked_without_a_front_end() {
     }
     let mut qmp = Qmp::negotiated(&scratches[0].path("qmp"));
     let (_, message) = qmp.command_error("block_resize", json!({"node-name": "disk", "size": 2 * MIB}));
-    assert_contains(&message, &["only while a machine uses it, and none does (start the machine first"]);
+    assert_contains(&message, &["only while a virtual machine runs on it (start the virtual machine first"]);
     drop(qmp);
     weirs.into_iter().for_each(|weir| _ = weir.stop());
 
@@ -489,7 +489,7 @@ fn too_low_memory_limit_is_reported_with_a_sufficient_one() {
         &stderr,
         &[
             "descriptors: 217 are reserved for virtual machines with 200 queues, which leaves ",
-            " of the 200 that this process may have",
+            " of the limit of 200",
             "LimitNOFILE= of its service, or `ulimit -Hn`",
             "fewer queues",
         ],

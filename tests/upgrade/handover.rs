@@ -123,7 +123,9 @@ fn handover_must_match_in_both_processes() {
     let new_process = Serve::new(&fixture.scratch).args(arguments).args(["--handover", "--takeover"]);
     let stderr = new_process.env("WEIR_QMP", control(&fixture)).fails();
     assert!(
-        stderr.contains("disk disk: it runs without handover (give it the same, or restart)"),
+        stderr.contains(
+            "disk disk: the running daemon serves it without handover (use the same setting, or restart)"
+        ),
         "{stderr}"
     );
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");

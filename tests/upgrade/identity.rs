@@ -47,7 +47,8 @@ fn different_disk_is_rejected_by_name() {
     let daemon = fixture.serve().start();
     fs::rename(a, b).unwrap();
     let stderr = fixture.new_process().fails();
-    let expect = format!("disk over: it runs with another backing file: {b} was replaced since");
+    let expect =
+        format!("disk over: the running daemon serves it with another backing file: {b} was replaced since");
     assert!(stderr.contains(&expect), "{stderr}");
     daemon.nbdsh("over", "assert h.pread(512, 0) == bytes(512)\n");
     daemon.stop();

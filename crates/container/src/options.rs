@@ -217,7 +217,7 @@ mod tests {
             ("format", "vmdk", "format=vmdk: is not a format that weir serves (raw, qcow2)"),
             ("fstype", "ntfs", "fstype=ntfs: is not one of ext4, xfs and btrfs"),
             ("device", "scsi", "device=scsi: is not one of ublk, nbd and fuse"),
-            ("prefetch", "maybe", "prefetch=maybe: is none of on, off and auto"),
+            ("prefetch", "maybe", "prefetch=maybe: is not one of on, off and auto"),
             ("group", "", "group=: the name is empty"),
             ("weight", "0", "weight=0: is out of range; a weight is from 1 to 10000"),
             ("watermark", "101", "watermark=101: is out of range; a watermark is from 0 to 100 percent"),

@@ -409,9 +409,9 @@ pub fn check_size(disk: &Disk, target: &ExportTarget) -> anyhow::Result<()> {
     let (rounded_up, rest) = (size.next_multiple_of(block), size % block);
     ensure!(
         rest == 0,
-        "disk {}: has {size} bytes, which is no multiple of {block}, and {client} would not see the \
-         last {rest} (make that {rounded_up}: `weir image resize`, or size= where it is a part of its \
-         image)",
+        "disk {}: has {size} bytes, which is not a multiple of {block}, and {client} would not see \
+         the last {rest} (make that {rounded_up}: `weir image resize`, or size= where it is a part of \
+         its image)",
         disk.name()
     );
     Ok(())

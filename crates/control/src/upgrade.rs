@@ -59,7 +59,7 @@ pub fn http_endpoint_name(kind: &str, address: &ListenAddress) -> String {
 /// Text about an object of the old process that is missing here, with the remedy.
 fn missing_text<T>(subject: String, origin: &ObjectOrigin<T>, registry: &Registry) -> String {
     let why = match origin {
-        ObjectOrigin::NotTransferable(why) => format!(", and cannot be transferred: {why}"),
+        ObjectOrigin::NotTransferable(why) => format!("; it cannot be transferred: {why}"),
         ObjectOrigin::Config | ObjectOrigin::Added(_) => String::new(),
     };
     let config = match &registry.config {

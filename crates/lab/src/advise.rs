@@ -293,7 +293,7 @@ fn advise_alone(
     let details = &search.tenants.tenants[tenant];
     let Some(need) = &result.need else {
         if details.has_target {
-            remarks.push(format!("{}: it only flushes, which no limit holds.", details.name));
+            remarks.push(format!("{}: sends only flushes, which limits do not throttle.", details.name));
         }
         return;
     };
@@ -443,7 +443,8 @@ fn target_above(ns: u64) -> String {
 fn remark_no_interval(name: &str, need: &TenantLimits, remarks: &mut Vec<String>) {
     let why = need.intervals.iter().flatten().find_map(|certainty| certainty.as_ref().err());
     if let Some(why) = why {
-        remarks.push(format!("{name}: {why}. The limit is what this trace asks for, and no more is known."));
+        remarks
+            .push(format!("{name}: {why}. The limit fits this trace; its confidence interval is unknown."));
     }
 }
 
@@ -560,9 +561,9 @@ fn advise_neighbours(
         let late_names = names(&mut neighbours.iter().filter(late).copied());
         let percentile = target.name();
         let cannot = if is_device {
-            "the device cannot do it".to_owned()
+            "the device cannot meet the target".to_owned()
         } else {
-            format!("it cannot be done {place}")
+            format!("the target cannot be met {place}")
         };
         let more = if is_device { " (--pack computes the number of devices needed)" } else { "" };
         remarks.push(match could_ns {
@@ -572,7 +573,7 @@ fn advise_neighbours(
                  must meet it).",
                 target_above(ns)
             ),
-            None => format!("{late_names}: {cannot}, however low the limits of the others are{more}."),
+            None => format!("{late_names}: {cannot}, even with the strictest limits on the others{more}."),
         });
     }
     Ok(())
@@ -705,7 +706,7 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
     let (count, target) = (packing.devices.len(), judge.target);
     let disks: usize = packing.devices.iter().map(|packed| packed.tenants.len()).sum();
     if count > 0 {
-        let optimum = if packing.at_least == count { ", and fewer cannot do" } else { "" };
+        let optimum = if packing.at_least == count { ", and fewer do not suffice" } else { "" };
         let (all, devices) = (
             if disks == 1 { "disk fits" } else { "disks fit" },
             if count == 1 { "device" } else { "devices" },
@@ -718,7 +719,7 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
     }
     if !packing.left_over.is_empty() {
         let names: Vec<_> = packing.left_over.iter().map(|&tenant| name(tenant)).collect();
-        remarks.push(format!("No place keeps the target for: {}.", names.join(", ")));
+        remarks.push(format!("No device meets the target for: {}.", names.join(", ")));
     }
     for packed in packing.devices {
         for (tenant, one) in packed.tenants.into_iter().zip(packed.results) {

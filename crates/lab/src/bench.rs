@@ -139,7 +139,7 @@ impl BenchRun {
         // Only for the handshake: each job opens a separate connection later.
         client.disconnect().await;
         if self.arguments.write && export_info.is_read_only() {
-            bail!("is read-only (leave -w out to read)");
+            bail!("is read-only (leave out -w to read)");
         }
         // Checked before the first request, which a server would answer with an error.
         self.check_server(
@@ -163,7 +163,7 @@ impl BenchRun {
             } else {
                 format!("{} queues", properties.queues)
             };
-            bail!("has {available}, and {jobs} jobs need one each (choose a smaller --jobs)");
+            bail!("has {available}, but each of the {jobs} jobs needs one (choose a smaller --jobs)");
         }
         let slots = RequestSlots {
             count: depth as usize * readers as usize,
@@ -196,14 +196,14 @@ impl BenchRun {
         let BenchArgs { offset, step_size, buffer_size, flush_interval, .. } = self.arguments;
         if let Some(max_bytes) = most_bytes.filter(|&most| buffer_size > most) {
             bail!(
-                "takes requests of {max_bytes} bytes at most, and these have {buffer_size} (choose a smaller -s)"
+                "accepts requests of up to {max_bytes} bytes, but -s is {buffer_size} (choose a smaller -s)"
             );
         }
         if [offset, step_size.unwrap_or(0), buffer_size].map(|bytes| bytes % block_bytes) != [0; 3] {
             bail!("supports only multiples of {block_bytes} bytes (choose another -o, -s or -S)");
         }
         if flush_interval.is_some() && !can_flush {
-            bail!("has no flushes (leave --flush-interval away)");
+            bail!("has no flushes (leave out --flush-interval)");
         }
         Ok(())
     }
@@ -358,7 +358,7 @@ async fn open_disk(arguments: &BenchArgs, image: &settings::ImageLocation) -> an
     };
     let image = open(&image.to_spec()?, options).await?;
     if let (Image::Raw(_), Some(option)) = (&image, disk.first_qcow2_key()) {
-        bail!("{option} is for qcow2 images, and this one is raw (leave it away)");
+        bail!("{option} is for qcow2 images, and this one is raw (leave it out)");
     }
     let measured = Disk::new("bench", image, DiskSettings::default(), None)?;
     measured.prefetch().set(disk.prefetch)?;

@@ -111,7 +111,7 @@ async fn measure(
     }
     let mut not_measured = Vec::new();
     let writes = match target.kind {
-        _ if read_only => Err("writes: not asked for (--read-only)"),
+        _ if read_only => Err("writes: excluded by --read-only"),
         ProbeTargetKind::Device { writable: false } => {
             Err("writes: they would destroy the data on the device (--write)")
         }
@@ -172,8 +172,8 @@ fn store_record(
     let varying = figures.iter().find(|figure| !figure.is_steady());
     if let (false, Some(_), Some(first)) = (accept, &device, varying) {
         saved = Err(anyhow!(
-            "{target}: not kept: the rate of {} of {} varies by {:.0} % (stop what else uses the \
-             device, give more --seconds, or keep it with --accept)",
+            "{target}: not saved: the rate of {} of {} varies by {:.0} % (stop what else uses the \
+             device, give more --seconds, or save it with --accept)",
             first.load.name(),
             report::size(first.load.block_bytes as u64),
             first.spread * 100.0
@@ -254,7 +254,7 @@ mod tests {
             store_record(measured(&decisive), &store, device.clone(), "x".to_owned(), false);
         let error = outcome.unwrap_err().to_string();
         assert!(
-            error.starts_with("x: not kept: the rate of random read of 4 KiB varies by 255 % ("),
+            error.starts_with("x: not saved: the rate of random read of 4 KiB varies by 255 % ("),
             "{error}"
         );
         assert!(report.kept.is_none() && store.load("serial").unwrap().is_none());

@@ -48,7 +48,7 @@ use self::{
     stop::TuneStop,
     target::{InspectedImage, TuneTarget, TuneTargetKind, TuneTargetOptions},
 };
-use super::result::{Findings, HeaderStart, ResultFile, ResultHeader};
+use super::result::{Findings, HeaderStart, INTERRUPTED, ResultFile, ResultHeader};
 
 #[derive(Debug)]
 struct TuneOutcome {
@@ -148,7 +148,7 @@ fn print_and_save(
     result.details = details;
     result.partial = match &failed {
         Some(error) => Some(format!("it failed: {error:#}")),
-        None => interrupted.then(|| "it was interrupted".to_owned()),
+        None => interrupted.then(|| INTERRUPTED.to_owned()),
     };
     let printed = if arguments.json {
         let json = serde_json::to_string_pretty(&result).context("the result cannot be written as JSON")?;

@@ -90,8 +90,8 @@ impl DivisionError {
         match self {
             Self::Hosts(hosts) => format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"),
             Self::TooLow(kind, rate, hosts) => format!(
-                "{}: {rate} is too low: each of up to {hosts} hosts may use 1 a second without etcd (set \
-                 at least {hosts}, or fewer {name})",
+                "{}: {rate} is too low: each of up to {hosts} hosts may use 1 unit per second \
+                 without etcd (set at least {hosts}, or fewer {name})",
                 LimitSetting::Limit(*kind, LimitPart::Rate).name()
             ),
             Self::FallbackShare(ppm, hosts) => format!(

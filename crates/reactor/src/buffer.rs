@@ -383,13 +383,13 @@ impl Drop for FrozenBuffer {
 
 impl std::fmt::Debug for FrozenBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Frozen({} bytes)", self.len)
+        write!(f, "FrozenBuffer({} bytes)", self.len)
     }
 }
 
 impl std::fmt::Debug for IoBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} bytes)", self.len)
+        write!(f, "IoBuffer({} bytes)", self.len)
     }
 }
 

@@ -101,7 +101,7 @@ pub enum RegionError {
     /// The address space limit of the process leaves no room for this number of bytes.
     #[error(
         "{0} bytes do not fit into the address space of this process (remove the limit `ulimit -v` \
-         or LimitAS=, or raise it above --memory plus the memory of all machines)"
+         or LimitAS=, or raise it above --memory plus the memory of all virtual machines)"
     )]
     NoAddresses(u64),
     /// The kernel does not map the region.

@@ -67,7 +67,9 @@ impl BufferIndexRange {
     /// As `io_uring_register(2)`; `ENOBUFS` if no range is free.
     pub(super) fn take(count: u16) -> io::Result<Self> {
         let reactor = with_current(Rc::clone);
-        let ReactorDriver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
+        let ReactorDriver::Uring(uring) = &reactor.driver else {
+            panic!("a system call was requested in simulation")
+        };
         let first = uring.buffers()?.take(count);
         let first = first.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOBUFS))?;
         Ok(Self { reactor: Rc::downgrade(&reactor), first })

@@ -29,7 +29,9 @@ impl SimulatedDriver {
     }
 
     fn iterate(reactor: &Reactor) {
-        let ReactorDriver::Sim(sim) = &reactor.driver else { unreachable!("entered with a Sim") };
+        let ReactorDriver::Sim(sim) = &reactor.driver else {
+            unreachable!("entered with the simulated driver")
+        };
         reactor.executor.receive();
         if let Some(runnable) = reactor.executor.pop_any(|count| sim.random.borrow_mut().usize(..count)) {
             runnable.run();
@@ -70,6 +72,6 @@ pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> 
 pub fn random<T>(f: impl FnOnce(&mut fastrand::Rng) -> T) -> T {
     with_current(|reactor| match &reactor.driver {
         ReactorDriver::Sim(sim) => f(&mut sim.random.borrow_mut()),
-        ReactorDriver::Uring(_) => panic!("randomness is the simulation's; this is a real reactor"),
+        ReactorDriver::Uring(_) => panic!("random numbers exist in a simulation only"),
     })
 }

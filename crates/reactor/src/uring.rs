@@ -182,7 +182,9 @@ impl UringDriver {
 
     /// Runs ready tasks, fires timers, submits, reaps; waits if there is nothing else to do.
     pub(super) fn iterate(reactor: &Reactor) {
-        let ReactorDriver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
+        let ReactorDriver::Uring(uring) = &reactor.driver else {
+            unreachable!("entered with the io_uring driver")
+        };
         uring.coarse_now.set(None);
         uring.counters.iterations.add(1);
         reactor.executor.receive();
@@ -255,7 +257,7 @@ impl UringDriver {
             // the next iteration submits the rest.
             Ok(taken) => self.counters.submitted.add(taken as u64),
             Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
-            Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
+            Err(error) => panic!("io_uring_enter failed with {error:?}; this is a bug in weir"),
         }
     }
 
@@ -542,7 +544,9 @@ impl<R: 'static> RingOperation<R> {
     /// Panics in simulation, which has no kernel.
     pub(super) unsafe fn start(entry: &squeue::Entry, resource: R) -> Self {
         let reactor = with_current(Rc::clone);
-        let ReactorDriver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
+        let ReactorDriver::Uring(uring) = &reactor.driver else {
+            panic!("a system call was requested in simulation")
+        };
         let key = uring.slots.borrow_mut().insert(OperationSlot::Awaited(None));
         let entry = entry.clone().user_data(key as u64);
         // SAFETY: `resource` is kept until completion: by this `RingOperation`, or in the slot if

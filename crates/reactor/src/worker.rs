@@ -72,7 +72,7 @@ impl ReactorWorker {
             let result = run(polling, async move {
                 let parts = with_current(|reactor| {
                     let ReactorDriver::Uring(uring) = &reactor.driver else {
-                        unreachable!("it runs for real")
+                        unreachable!("a worker uses the io_uring driver")
                     };
                     (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.counters))
                 });

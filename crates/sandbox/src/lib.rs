@@ -217,7 +217,7 @@ impl EnteredSandbox {
     pub fn check_export(&self, target: &ExportTarget) -> anyhow::Result<()> {
         let (action, allowed, alternative) = match target {
             ExportTarget::VhostUserBlk(machine) if machine.client => {
-                ("connect to a virtual machine", self.needs.connects, "")
+                ("connect to a front end", self.needs.connects, "")
             }
             ExportTarget::VhostUserBlk(_) => return Ok(()),
             ExportTarget::Ublk(_) | ExportTarget::Fuse(_) | ExportTarget::NbdDevice(_) => (
@@ -382,9 +382,8 @@ fn check_descriptors(SandboxNeeds { machines, queues, .. }: SandboxNeeds) -> any
     let required = limit - free + aside + machine_descriptors + operation::MAX_RESERVED_DESCRIPTORS;
     bail!(
         "descriptors: {aside} are reserved for virtual machines with {queues} queues, which leaves \
-         {free} of the {limit} that this process may have (with all machines connected it needs \
-         {required} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports \
-         fewer queues)"
+         {free} of the limit of {limit} (with all machines connected it needs {required} or more: \
+         raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
     );
 }
 

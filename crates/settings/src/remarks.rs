@@ -83,8 +83,8 @@ const WATERMARK_WITHOUT_LIMITS: &str =
     "the watermark has no effect, because there are no limits to lift (set some)";
 
 const HANDOVER_WITHOUT_GUEST: &str = "handover opens the image only for a virtual machine, and the \
-                                      disk is exported to none (add a vhost-user-blk export, or \
-                                      remove handover)";
+                                      disk has no vhost-user-blk export (add one, or remove \
+                                      handover)";
 
 const DUPLICATE_SERIAL: &str =
     "another disk has the same serial number, of which a guest sees 20 bytes (set serial)";

@@ -241,7 +241,7 @@ mod tests {
         assert_eq!(
             service_from_rates(0, 0, 32),
             ServiceTimeSpec::default(),
-            "nothing measured bounds nothing"
+            "a rate that was not measured is not a limit"
         );
         assert_eq!(service_from_rates(1000, 0, 1).of(1 << 20), MS, "operations alone");
     }

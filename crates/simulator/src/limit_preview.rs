@@ -403,7 +403,7 @@ mod tests {
         for (predicted_figure, measured_figure) in figures(predicted).into_iter().zip(figures(measured)) {
             let is_near = (predicted_figure / measured_figure.max(1.0) - 1.0).abs() < 0.1
                 || (predicted_figure < 2e4 && measured_figure < 2e4);
-            assert!(is_near, "{context}: {predicted_figure} was predicted, and {measured_figure} happened");
+            assert!(is_near, "{context}: {predicted_figure} was predicted, {measured_figure} was measured");
         }
     }
 

@@ -123,7 +123,7 @@ class Device:
             nodes
         """)
         return [
-            contains("a newcomer without it", parts["refused"], f"{self.node} runs, and is not in this config"),
+            contains("a newcomer without it", parts["refused"], f"{self.node}, but this config does not"),
             contains("the old one then", parts["refused"], "this process continues"),
             *self.takeover_checks(parts),
             contains("the client", parts["ended"], "ok "),

@@ -186,7 +186,7 @@ class Nbd(Device):
         """)
         return [
             contains("a device that is taken", parts["taken"], "/dev/nbd3 is in use by another server"),
-            contains("an odd size", parts["odd"], "no multiple of 512"),
+            contains("an odd size", parts["odd"], "not a multiple of 512"),
         ]
 
     def as_qemu(self):

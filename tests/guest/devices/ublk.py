@@ -554,7 +554,7 @@ class Ublk(Device):
         return [
             contains("an image in use", parts["same"], "locked for writing by another process"),
             contains("a number in use", parts["number"], "there is a device of this number already"),
-            contains("an odd size", parts["odd"], "no multiple of 512"),
+            contains("an odd size", parts["odd"], "not a multiple of 512"),
             contains("more memory than there is", parts["memory"], "request buffers of a block device"),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
         ]

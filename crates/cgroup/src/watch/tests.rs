@@ -310,7 +310,7 @@ fn watch_of_cluster_group(machine: &FakeMachine) -> (CgroupWatch, CgroupLessor, 
     atomic_file::write(&path, &serde_json::to_vec(&limits_file).unwrap(), false).unwrap();
     watch.check_file(now(), true);
     watch.run_due(now());
-    assert!(max(machine, "a").contains("wbps=1048576"), "the safe share: {}", max(machine, "a"));
+    assert!(max(machine, "a").contains("wbps=1048576"), "the fallback share: {}", max(machine, "a"));
     (watch, lessor, path)
 }
 
@@ -361,7 +361,7 @@ fn guard_deadline_covers_quota_in_the_kernel() {
     };
     gold.lease(&writes(MIB), &writes(MIB), None);
     silver.lease(&writes(MIB), &writes(MIB), None);
-    assert_eq!(step(seconds(1), true), None, "safe shares hold for ever");
+    assert_eq!(step(seconds(1), true), None, "fallback shares hold for ever");
     gold.lease(&writes(8 * MIB), &writes(MIB), Some(seconds(6)));
     assert_eq!(step(seconds(1), true), guard(5500), "half a second before the lease ends");
     gold.renew(&writes(MIB), Some(seconds(9)));

@@ -168,13 +168,14 @@ impl AwaitedDevices {
             }
             let planned = planned.as_ref();
             let planned = planned.with_context(|| {
-                let subject = format!("export {id}: {address} runs, and is not in this config");
+                let subject =
+                    format!("export {id}: the running daemon has it at {address}, but this config does not");
                 missing_text(subject, origin, registry)
             })?;
             ensure!(
                 planned.is_read_only(registry)? == *read_only,
-                "export {id}: {address} runs with another value of read-only (give it the same, or \
-                 restart)"
+                "export {id}: the running daemon serves {address} with another value of read-only \
+                 (use the same value, or restart)"
             );
         }
         Ok(())

@@ -395,11 +395,15 @@ fn check(
             continue;
         }
         let disk = disk.map_err(|_| {
-            let subject = format!("disk {}: it runs, and is not in this config", offered.name);
+            let subject =
+                format!("disk {}: the running daemon has it, but this config does not", offered.name);
             anyhow!("{}", missing_text(subject, &offered.origin, registry))
         })?;
         if let Some(difference) = offered.identity.difference(&DiskIdentity::of(&disk.disk)) {
-            bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
+            bail!(
+                "disk {}: the running daemon serves it {difference} (use the same setting, or restart)",
+                offered.name
+            );
         }
         let is_elsewhere = disk.disk.image().storage().is_in_cluster() && !disk.disk.image().is_read_only();
         ensure!(
@@ -415,7 +419,8 @@ fn check(
         }
         let (_, _, export) = export.with_context(|| {
             let (name, endpoint) = (&offered.name, &offered.endpoint);
-            let subject = format!("export {name} at {endpoint}: it runs, and is not in this config");
+            let subject =
+                format!("export {name} at {endpoint}: the running daemon has it, but this config does not");
             missing_text(subject, &offered.origin, registry)
         })?;
         let bitmaps = export.nbd_parameters.iter().flat_map(|new| new.bitmaps.iter());
@@ -425,8 +430,8 @@ fn check(
                 && bitmaps
                     .map(|bitmap| bitmap.name().as_ref())
                     .eq(offered.bitmaps.iter().map(String::as_str)),
-            "export {} at {}: it runs with another disk, other bitmaps or another value of \
-             read-only (give it the same, or restart)",
+            "export {} at {}: the running daemon serves it with another disk, other bitmaps or \
+             another value of read-only (use the same settings, or restart)",
             offered.name,
             offered.endpoint
         );
@@ -438,7 +443,7 @@ fn check(
         }
         let (export, _) = here.with_context(|| {
             let subject = format!(
-                "export {} at {}: it runs, and is not in this config",
+                "export {} at {}: the running daemon has it, but this config does not",
                 offered.id,
                 offered.address_text()
             );
@@ -446,8 +451,8 @@ fn check(
         })?;
         ensure!(
             export.disk.disk.name().as_ref() == offered.disk && export.read_only == offered.read_only,
-            "export {} at {}: it runs with another disk or another value of read-only (give it the \
-             same, or restart)",
+            "export {} at {}: the running daemon serves it with another disk or another value of \
+             read-only (use the same settings, or restart)",
             offered.id,
             offered.address_text()
         );

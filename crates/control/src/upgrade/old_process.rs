@@ -94,7 +94,7 @@ async fn refresh_sizes(registry: &Registry) -> anyhow::Result<()> {
     let refresh = |running: Rc<RunningDisk>| {
         reactor::spawn_joinable(async move {
             let size = running.disk.refresh_size_within(IN_FLIGHT_TIMEOUT).await;
-            size.with_context(|| format!("disk {}: its size cannot be seen", running.disk.name()))
+            size.with_context(|| format!("disk {}: its size cannot be read", running.disk.name()))
         })
     };
     let tasks: Vec<_> = registry.disks.all().into_iter().map(refresh).collect();

@@ -112,7 +112,7 @@ pub(super) fn check(
         return Err(CommandFailure::Found(1));
     }
     let verdict = match logging::warnings() {
-        0 => "nothing is wrong".to_owned(),
+        0 => "no errors".to_owned(),
         warnings => format!("it would start, with {}", count(warnings, "warning")),
     };
     Ok(print(&format!("{name}: {sum}: {verdict}\n{bursts}"))?)

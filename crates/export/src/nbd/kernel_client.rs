@@ -423,7 +423,7 @@ impl NbdDeviceServer {
         if !size_bytes.is_multiple_of(block_bytes.into()) {
             tracing::warn!(
                 export = %self.id, size_bytes,
-                "the device keeps its length: the disk's length is no multiple of {block_bytes} \
+                "the device keeps its length: the disk's length is not a multiple of {block_bytes} \
                  bytes"
             );
             return;

@@ -395,7 +395,7 @@ impl UblkServer {
         if !size_bytes.is_multiple_of(block) {
             tracing::warn!(
                 export = %self.device.id, size_bytes,
-                "the device keeps its length: the disk's length is no multiple of {block} bytes"
+                "the device keeps its length: the disk's length is not a multiple of {block} bytes"
             );
         } else if self.node.can_resize() {
             self.call_driver(move |node| node.resize(size_bytes)).await;

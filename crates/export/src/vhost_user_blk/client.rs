@@ -48,7 +48,7 @@ pub enum VhostUserConnectError {
     Breach(io::Error),
     #[error("did not answer within {0} seconds (it serves one client at a time)")]
     TooLate(u64),
-    #[error("is read-only (leave -w out to read)")]
+    #[error("is read-only (leave out -w to read)")]
     ReadOnly,
     #[error("did not start its queues: {0}")]
     NotStarted(io::Error),

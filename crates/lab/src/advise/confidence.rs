@@ -125,7 +125,7 @@ pub(super) fn limit_interval(
     let requests: u64 = parts.iter().map(|part| part.requests).sum();
     if requests < terms.target.min_requests() {
         return Err(format!(
-            "too short to say: {} takes {} requests, and there are {requests}",
+            "the trace is too short: {} needs {} requests, but there are only {requests}",
             terms.target.name(),
             terms.target.min_requests()
         ));
@@ -133,7 +133,7 @@ pub(super) fn limit_interval(
     if parts.len() < MIN_BLOCKS {
         let name = blocks.name();
         return Err(format!(
-            "too short to say: only {} of its {} {name} have requests",
+            "the trace is too short: only {} of its {} {name} have requests",
             parts.len(),
             blocks.count
         ));

@@ -365,7 +365,7 @@ fn impossible_target_names_a_possible_one() {
     let advice = advised(&arrivals, Some("read=2ms,parallel=1"), &[], LatencyTarget::new(99.0, 10 * MS));
     assert!(!advice.kept);
     let remarks = advice.remarks.join("\n");
-    assert!(remarks.contains("the device cannot do it for all"), "{remarks}");
+    assert!(remarks.contains("the device cannot meet the target for all"), "{remarks}");
     assert!(remarks.contains("--keep p99="), "{remarks}");
     // Less than the service time of one request.
     let advice = advised(&arrivals, Some("read=2ms,parallel=9"), &["a"], LatencyTarget::new(99.0, 0));
@@ -380,13 +380,14 @@ fn unusual_traces_get_partial_advice() {
     let mut flushes = TraceArrivals::default();
     (0..100).for_each(|number| push(&mut flushes, number * S, 0, RequestOp::Flush, 0));
     let advice = advised(&flushes, None, &[], target);
-    assert_eq!(advice.remarks, ["a: it only flushes, which no limit holds."]);
+    assert_eq!(advice.remarks, ["a: sends only flushes, which limits do not throttle."]);
     assert!(advice.kept && advice.commands.is_empty());
 
     let mut single = TraceArrivals::default();
     push(&mut single, 0, 0, RequestOp::Write, 4096);
     let advice = advised(&single, None, &[], target);
-    assert!(advice.remarks[0].starts_with("a: too short to say: p99 takes 1000 requests, and there are 1."));
+    let too_short = "a: the trace is too short: p99 needs 1000 requests, but there are only 1.";
+    assert!(advice.remarks[0].starts_with(too_short));
     assert_eq!(advice.commands, ["weir throttle a --bps-total 40K --iops-total 10"]);
 
     let mut jumping = TraceArrivals::default();

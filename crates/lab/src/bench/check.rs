@@ -33,12 +33,15 @@ pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     check_times(arguments)?;
     arguments.disk()?;
     if arguments.flush_interval == Some(0) {
-        bail!("--flush-interval 0: that is never (leave it away)");
+        bail!("--flush-interval 0: must be at least 1 (leave it out for no flushes)");
     }
     // QEMU's rule: requests in flight are drained before a flush, so the interval cannot be
     // smaller.
     if let Some(interval) = arguments.flush_interval.filter(|&interval| interval < arguments.depth.into()) {
-        bail!("--flush-interval {interval}: is below the depth, {} (let it be as large)", arguments.depth);
+        bail!(
+            "--flush-interval {interval}: is below the depth, {} (raise it to the depth or more)",
+            arguments.depth
+        );
     }
     if !matches!(arguments.target, BenchTarget::Image(_)) {
         check_remote(arguments)?;
@@ -68,13 +71,14 @@ fn check_requests(arguments: &BenchArgs) -> anyhow::Result<()> {
     // Zipf and hot spots imply random offsets.
     let random = arguments.random || arguments.zipf.is_some() || arguments.hot.is_some();
     if arguments.step_size == Some(0) && random {
-        bail!("-S 0: random places are multiples of it (choose one larger than 0)");
+        bail!("-S 0: random offsets are multiples of the step (choose a step above 0)");
     }
     let count = count(arguments);
     // Each reader needs at least one request, or its rate would be meaningless.
-    if u64::from(readers) * u64::from(jobs) > count {
+    let all_readers = u64::from(readers) * u64::from(jobs);
+    if all_readers > count {
         let option = if readers > jobs { format!("--readers {readers}") } else { format!("--jobs {jobs}") };
-        bail!("{option}: are more than requests, {count} (send more with -c)");
+        bail!("{option}: gives {all_readers} readers, more than the {count} requests (raise -c)");
     }
     Ok(())
 }
@@ -87,7 +91,7 @@ fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
         }
     }
     if arguments.runtime == Some(Duration::ZERO) {
-        bail!("--runtime 0: nothing would be sent (leave it away, or choose a time)");
+        bail!("--runtime 0: no request would be measured (leave it out, or choose a longer time)");
     }
     Ok(())
 }
@@ -107,10 +111,10 @@ fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
         ),
     ];
     if let Some((option, _)) = options.iter().find(|(_, is_given)| *is_given) {
-        bail!("{option}: is for images, and what a server does with its own is its choice (leave it away)");
+        bail!("{option}: applies to images only; a server decides about its own image (leave it out)");
     }
     if let Some(option) = disk.first_qcow2_key() {
-        bail!("{option} is for images, and what a server does with its own is its choice (leave it away)");
+        bail!("{option}: applies to images only; a server decides about its own image (leave it out)");
     }
     Ok(())
 }
@@ -124,7 +128,7 @@ pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Load
     let block = arguments.buffer_size;
     // The last offset at which a request fits.
     let Some(last) = size_bytes.checked_sub(block) else {
-        bail!("has {size_bytes} bytes, and a request {block} (choose a smaller one with -s)");
+        bail!("has {size_bytes} bytes, fewer than one request of {block} bytes (choose a smaller -s)");
     };
     if arguments.offset > last {
         bail!("a request at {} does not fit into {size_bytes} bytes (choose another -o)", arguments.offset);
@@ -190,21 +194,21 @@ mod tests {
             ("a -s 1 -d 1024 --readers 2 --jobs 1024", "-d 1024: with 2 readers"),
             ("a -S 0 --random", "-S 0: "),
             ("a -S 0 --zipf 1", "-S 0: "),
-            ("a -c 3 --jobs 4", "--jobs 4: are more than requests, 3"),
-            ("a -c 3 --readers 4", "--readers 4: are more than requests, 3"),
+            ("a -c 3 --jobs 4", "--jobs 4: gives 4 readers, more than the 3 requests"),
+            ("a -c 3 --readers 4", "--readers 4: gives 4 readers, more than the 3 requests"),
             ("a -w --flush-interval 0", "--flush-interval 0: "),
             ("a -w -d 8 --flush-interval 7", "--flush-interval 7: is below the depth, 8"),
             ("a --runtime 0", "--runtime 0: "),
             ("a --runtime 900000s", "--runtime: is longer than a week"),
             ("a --ramp-time 900000s", "--ramp-time: is longer than a week"),
-            ("nbd://h/a -t none", "-t: is for images"),
-            ("nbd://h/a -f qcow2", "-f: is for images"),
-            ("nbd://h/a --prefetch on", "--prefetch: is for images"),
-            ("nbd://h/a --prefetch-memory 64M", "--prefetch: is for images"),
-            ("nbd://h/a --l2-cache-size 1M", "--l2-cache-size 1M is for images"),
-            ("nbd://h/a --delay read=1ms", "--delay: is for images"),
-            ("vhost-user:a -t none", "-t: is for images"),
-            ("vhost-user:a --l2-cache-size 1M", "--l2-cache-size 1M is for images"),
+            ("nbd://h/a -t none", "-t: applies to images only"),
+            ("nbd://h/a -f qcow2", "-f: applies to images only"),
+            ("nbd://h/a --prefetch on", "--prefetch: applies to images only"),
+            ("nbd://h/a --prefetch-memory 64M", "--prefetch: applies to images only"),
+            ("nbd://h/a --l2-cache-size 1M", "--l2-cache-size 1M: applies to images only"),
+            ("nbd://h/a --delay read=1ms", "--delay: applies to images only"),
+            ("vhost-user:a -t none", "-t: applies to images only"),
+            ("vhost-user:a --l2-cache-size 1M", "--l2-cache-size 1M: applies to images only"),
         ] {
             let error = check(&arguments(text)).expect_err(text).to_string();
             assert!(error.starts_with(why), "{text}: {error}");

@@ -66,7 +66,7 @@ fn places(job: &LoadJob, jobs: u32) -> String {
         text += &format!(", for {}", figures::time(nanoseconds(runtime)));
     }
     if !job.ramp.is_zero() {
-        text += &format!(", after {} that do not count", figures::time(nanoseconds(job.ramp)));
+        text += &format!(", after a warm-up of {}", figures::time(nanoseconds(job.ramp)));
     }
     text
 }
@@ -97,7 +97,7 @@ pub(super) fn summary(job: &LoadJob, outcome: &LoadOutcome, processor: Duration)
         let _ = writeln!(text, "processor: {} per request", time(each_ns as u64));
     }
     if outcome.unanswered > 0 {
-        let _ = writeln!(text, "Not answered when the run ended: {}", outcome.unanswered);
+        let _ = writeln!(text, "Requests not completed when the run ended: {}", outcome.unanswered);
     }
     text
 }
@@ -194,7 +194,7 @@ mod tests {
             ),
             "Sending read and write (70:30) requests, 4096 bytes each, 64 in parallel (at random \
              multiples of 4096 from offset 0, seed 3, by Zipf's law with exponent 1.2, 2 jobs, for \
-             5.0s, after 1.0s that do not count)\n\
+             5.0s, after a warm-up of 1.0s)\n\
              Sending 500 requests per second, at random instants\n"
         );
         assert!(

@@ -27,8 +27,8 @@ pub struct ProbeArgs {
     /// Directory, in which a file is created and measured, or block device
     #[arg(value_name = "DIR|DEVICE")]
     pub(crate) path: PathBuf,
-    /// Duration of each of the eight loads in seconds, from 1 to 600; four times as long or more
-    /// if the rate varies
+    /// Duration of each of the eight loads in seconds, from 1 to 600; up to seven times as long
+    /// in total if the rate varies
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub(crate) seconds: u64,
     /// Bytes to measure [default: 1G or a quarter of the free space; for a device, all]

@@ -45,9 +45,9 @@ impl ProbeReport {
             let _ = writeln!(text, "not measured: {item}");
         }
         let _ = match &self.kept {
-            Some(path) => writeln!(text, "kept in {}", path.display()),
-            None if self.device.is_some() => writeln!(text, "not kept"),
-            None => writeln!(text, "not kept: a capacity is kept for disks of this machine"),
+            Some(path) => writeln!(text, "saved in {}", path.display()),
+            None if self.device.is_some() => writeln!(text, "not saved"),
+            None => writeln!(text, "not saved: results are saved for disks of this machine only"),
         };
         text
     }
@@ -101,7 +101,7 @@ mod tests {
             size_bytes: 1 << 30,
             figures: vec![ProbeResult { load, rate: 25_600.0, spread: 0.054 }],
             capacity: CapacityFigures { read_iops: 25_600, ..CapacityFigures::default() },
-            not_measured: vec!["writes: not asked for (--read-only)"],
+            not_measured: vec!["writes: excluded by --read-only"],
             kept: Some("/var/lib/weir/capacity/x.json".into()),
         }
     }
@@ -115,13 +115,14 @@ mod tests {
 load         block   IOPS  MiB/s  spread
 random read  4 KiB  25600  100.0      5%
 
-not measured: writes: not asked for (--read-only)
-kept in /var/lib/weir/capacity/x.json
+not measured: writes: excluded by --read-only
+saved in /var/lib/weir/capacity/x.json
 ";
         assert_eq!(report().text(), expect);
         let without_device = ProbeReport { device: None, kept: None, ..report() };
         assert!(without_device.text().starts_with("/srv, on no disk of this machine\n"));
-        assert!(without_device.text().ends_with("not kept: a capacity is kept for disks of this machine\n"));
+        let not_saved = "not saved: results are saved for disks of this machine only\n";
+        assert!(without_device.text().ends_with(not_saved));
     }
 
     #[test]

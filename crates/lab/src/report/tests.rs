@@ -67,7 +67,7 @@ fn small() -> ResultFile {
         ..Findings::default()
     };
     ResultFile {
-        partial: Some("it was interrupted".to_owned()),
+        partial: Some("interrupted".to_owned()),
         ..ResultFile::new(header(&["/usr/bin/weir", "tune", "/srv/a b", "--budget", "10m"]), findings)
     }
 }
@@ -94,7 +94,7 @@ fn page_shows_the_contents_of_the_file() {
     let expect = "\
 weir tune on /dev/vda
 weir tune &#39;/srv/a b&#39; --budget 10m
-This result is not complete: it was interrupted. The values shown were measured nevertheless.
+This result is not complete: interrupted. The values shown were measured nevertheless.
 Use cache=none &amp; 64K clusters.
 weir serve a.qcow2 \\
     --cache none
@@ -167,7 +167,7 @@ fn comparison_page_reports_the_better_result() {
     let texts = texts(&comparison(("a.json", &a), ("b.json", &b)).unwrap());
     for part in [
         "2 of 3 measures differ by more than noise: B is better in 1 and worse in 1.",
-        "B (b.json) is not complete: it was interrupted.",
+        "B (b.json) is not complete: interrupted.",
         "Kernel\nLinux 6.18.0 #1 SMP\nLinux 7\n",
         "reads\nbetter\n+100.0%\n+99.4% … +100.6%\n10.00K [9.97K, 10.03K]\n20.00K [19.94K, 20.06K]\n",
         "p99\nworse\n+100.0%\n",

@@ -236,5 +236,5 @@ impl OptionSelection for SimulateDiskOptions {
 /// Parses a number of threads, up to the maximum of a daemon.
 fn threads(text: &str) -> Result<NonZeroUsize, String> {
     let threads = text.parse().ok().filter(|threads: &NonZeroUsize| threads.get() <= MAX_WORKERS);
-    threads.ok_or_else(|| format!("is no number from 1 to {MAX_WORKERS}"))
+    threads.ok_or_else(|| format!("is not a number from 1 to {MAX_WORKERS}"))
 }

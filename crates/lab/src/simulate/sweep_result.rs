@@ -321,7 +321,8 @@ impl SweepResult {
             }
             Some(JudgedDisks::Neighbours) => "try smaller ones",
             _ if last.is_some_and(|point| point.throttled == 0.0) => {
-                "larger ones do not help: with the largest no request waits, so the device causes the latency"
+                "larger limits do not help: with the largest no request waits, so the device causes \
+                 the latency"
             }
             _ => "try larger ones",
         }
@@ -382,7 +383,7 @@ mod tests {
         let none = "None of these keeps 99 of 100 requests of db below 100ns";
         for (judges, throttled, p99s, why) in [
             (JudgedDisks::Limited, 0.5, [400, 300, 200, 150], "try larger ones"),
-            (JudgedDisks::Limited, 0.0, [400, 300, 200, 200], "larger ones do not help"),
+            (JudgedDisks::Limited, 0.0, [400, 300, 200, 200], "larger limits do not help"),
             (JudgedDisks::Neighbours, 0.5, [200, 300, 400, 500], "try smaller ones"),
             (JudgedDisks::Neighbours, 0.5, [500, 500, 500, 500], "this limit makes no difference to it"),
         ] {

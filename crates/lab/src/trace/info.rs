@@ -155,7 +155,7 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), CommandFailure> {
 /// Reports requests of length 0, which were skipped.
 pub(super) fn report_empty(count: u64) {
     if count > 0 {
-        print_notice(&format!("left out: {} of no length", figures::counted(count, "request")));
+        print_notice(&format!("skipped: {} of length 0", figures::counted(count, "request")));
     }
 }
 
@@ -249,7 +249,7 @@ impl TraceSummary {
         let unmeasured: u64 = self.disks.values().map(|disk| disk.unmeasured).sum();
         if unmeasured > 0 {
             let requests = figures::counted(unmeasured, "request");
-            text.push(format!("How long {requests} waited and took was not measured.\n"));
+            text.push(format!("Waiting and service times of {requests} are unknown.\n"));
         }
         text.retain(|part| !part.is_empty());
         if text.is_empty() { "no requests\n".to_owned() } else { text.join("\n") }

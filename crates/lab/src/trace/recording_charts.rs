@@ -259,7 +259,7 @@ impl RecordedDisk {
         let Percentiles { p99, .. } = self.latency.percentiles();
         let requests = figures::counted(self.requests, "request");
         let latency = match self.latency.count() {
-            0 => "how long they took was not recorded".to_owned(),
+            0 => "latencies were not recorded".to_owned(),
             _ => format!("99 of 100 took at most {}", figures::time(p99)),
         };
         let throttled = match self.throttled_by() {
@@ -389,8 +389,8 @@ fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost
                 .to_owned(),
         ),
         ShownLimits::Recorded(history) if history.dropped() > 0 => summary.push(format!(
-            "Changes of limits that are not drawn, because there are too many: {}.",
-            history.dropped()
+            "Not drawn, because there are more than can be stored: {} of limits.",
+            figures::counted(history.dropped(), "change")
         )),
         _ => {}
     }

@@ -73,8 +73,8 @@ impl ApplyCommands {
             qemu_blockdev: blockdev(cache, format, target, &option),
             libvirt: libvirt(mode, format, qcow2, l2_bytes),
             without: (prefetch == PrefetchMode::On).then_some(
-                "prefetch: neither QEMU nor libvirt has it; serve the disk with weir and let QEMU \
-                 use it over NBD",
+                "prefetch: supported by neither QEMU nor libvirt; serve the disk with weir and let \
+                 QEMU use it over NBD",
             ),
         }
     }
@@ -145,7 +145,7 @@ mod tests {
             "<driver name='qemu' type='qcow2' cache='none'>\n  <metadata_cache>\n    \
              <max_size unit='bytes'>8798208</max_size>\n  </metadata_cache>\n</driver>"
         );
-        assert!(commands.without.unwrap().starts_with("prefetch: neither QEMU nor libvirt has it"));
+        assert!(commands.without.unwrap().starts_with("prefetch: supported by neither QEMU nor libvirt;"));
     }
 
     #[test]

@@ -20,8 +20,9 @@ use crate::statistics::{RankComparison, RankVerdict, median};
 pub(super) const MARGIN: f64 = 0.05;
 
 const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be \
-                    within 5 % of the fastest: the default, fewest changes to it, least memory. A \
-                    change is recommended only if it was shown to gain more than 5 %.";
+                    within 5 % of the fastest: the default settings, then the fewest changes to \
+                    them, then the least memory. A change is recommended only if it was shown to \
+                    gain more than 5 %.";
 
 /// Appended to [`RULE`] if the measurement did not settle every goal.
 const NOT_SETTLED: &str = " Where no difference was shown, the whole budget was too little to \

@@ -117,7 +117,7 @@ impl Recommendation {
             texts.join("; ") + &if more > 0 { format!("; and {more} more") } else { String::new() }
         };
         if !self.is_default && !self.is_compared {
-            text += " What it gains and costs beside the default is not known: there are too few samples.";
+            text += " Gains and costs relative to the default are unknown: there are too few samples.";
         } else if !self.is_default {
             let none = |verb: &str| format!(" {verb} nothing beyond noise.");
             text += &match self.gains.as_slice() {
@@ -130,7 +130,7 @@ impl Recommendation {
             };
         }
         if self.more_memory_bytes > 0 {
-            text += &format!(" Takes {} of memory more.", figures::bytes(self.more_memory_bytes as f64));
+            text += &format!(" Needs {} more memory.", figures::bytes(self.more_memory_bytes as f64));
         }
         text += &format!(" Safety: {}.", CacheSafety::of(self.configuration.cache).description());
         if !self.settled && self.leader != self.configuration {
@@ -145,7 +145,7 @@ impl Recommendation {
         let ApplyCommands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } =
             self.commands.clone();
         let create = create.map(|line| ("image", line));
-        let without = without.map(|line| ("not there", line.to_owned()));
+        let without = without.map(|line| ("missing", line.to_owned()));
         create
             .into_iter()
             .chain([("weir", weir), ("QEMU", qemu_drive), ("or", qemu_blockdev), ("libvirt", libvirt)])

@@ -174,7 +174,7 @@ mod tests {
         assert_eq!(
             congestion.allowed_bytes(first, 1 << 20, true),
             1 << 20,
-            "nothing takes longer than it should"
+            "no request takes longer than the best response time"
         );
         for _ in 0..100 {
             congestion.record_response(WINDOW, 20_000_000);
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(
             congestion.allowed_bytes(third, 1 << 20, false),
             WAITING_SHARE,
-            "the other stream has not asked again"
+            "the second stream has not requested read-ahead again"
         );
     }
 }

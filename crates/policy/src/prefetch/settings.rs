@@ -45,7 +45,7 @@ pub struct UnknownPrefetchMode;
 
 impl fmt::Display for UnknownPrefetchMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("is none of on, off and auto")
+        f.write_str("is not one of on, off and auto")
     }
 }
 

@@ -113,7 +113,7 @@ impl fmt::Display for ReservationExceeded {
             ReservationBound::Limit => write!(f, "the limit of {available}"),
             ReservationBound::Rate => write!(f, "the configured `rate` of {available}"),
             ReservationBound::Probe(at) => {
-                write!(f, "the {available} that `weir probe` measured of the device, {} UTC", Date(*at))
+                write!(f, "the {available} that `weir probe` measured for the device, {} UTC", Date(*at))
             }
             ReservationBound::Cluster => {
                 write!(f, "the {available} that the reservations of other hosts leave")

@@ -64,7 +64,7 @@ fn lease_starts_with_report_and_falls_back() {
         [0; 6]
     });
     accept(&mut host, &grant, at(9000));
-    assert_eq!(iops(&host), 100, "the same words again");
+    assert_eq!(iops(&host), 100, "the same grant again");
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn departed_host_keeps_lease_and_frees_fallback_share() {
         },
         at(7000),
     );
-    assert_eq!(grants(&mut leader, at(7000))[0].leased[3], 800, "all but the safe shares");
+    assert_eq!(grants(&mut leader, at(7000))[0].leased[3], 800, "all but the fallback shares");
     // The host reports again, and its grants continue in sequence.
     leader.on_host_removed("b");
     let late_report = host.tick(ALL, at(10_000)).unwrap();

@@ -126,7 +126,7 @@ fn device_capacity_bounds_reservations() {
     let disk = tree.add(Some(group), Limits::default(), reserved_share(1000, u64::MAX)).unwrap();
     let error = tree.configure(disk, Limits::default(), reserved_share(1200, 0), s(0)).unwrap_err();
     let expect = "iops-reservation: 1200 IOPS would be reserved, 200 more than the 1000 that `weir \
-                  probe` measured of the device, 2026-11-21 06:15:21 UTC (lower a reservation, or \
+                  probe` measured for the device, 2026-11-21 06:15:21 UTC (lower a reservation, or \
                   measure again with `weir probe`, or remove its file in capacity/ of the state \
                   directory, and restart weir)";
     assert_eq!(error.to_string(), expect);

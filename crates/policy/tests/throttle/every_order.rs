@@ -173,8 +173,8 @@ impl Run {
             assert!(until > self.now);
             self.now = until;
         }
-        assert!(self.queues.iter().all(VecDeque::is_empty), "idle with work waiting");
-        assert_eq!(self.completed, self.next_token, "every token, once");
+        assert!(self.queues.iter().all(VecDeque::is_empty), "idle while requests wait");
+        assert_eq!(self.completed, self.next_token, "every token is returned exactly once");
     }
 }
 

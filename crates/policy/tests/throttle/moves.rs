@@ -111,7 +111,7 @@ fn moves_five_times_a_second_give_the_rate() {
             for fifth in 1..=50 {
                 all.run_until(ms(fifth * 200));
                 let waits = all.tree.waiting(all.disks[disk], Direction::Read);
-                assert_eq!(waits, 1, "its client keeps one waiting");
+                assert_eq!(waits, 1, "the client keeps one request waiting");
                 if by_way_of_none {
                     // Outside of all groups a waiting request would be admitted, so it is
                     // cancelled.

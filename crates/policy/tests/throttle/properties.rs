@@ -286,7 +286,7 @@ impl Checked {
                     return Some(until);
                 }
                 PollDecision::Idle => {
-                    assert_eq!(self.waiting_in_all(), 0, "idle with work waiting");
+                    assert_eq!(self.waiting_in_all(), 0, "idle while requests wait");
                     return None;
                 }
             }

@@ -161,7 +161,7 @@ impl World {
             }
             let ticket = match self.tree.submit(disk, direction, cost.clone(), (), self.now) {
                 policy::throttle::AdmissionResult::Queued(ticket) => ticket,
-                policy::throttle::AdmissionResult::Admitted(()) => unreachable!("it did not pass just now"),
+                policy::throttle::AdmissionResult::Admitted(()) => unreachable!("try_admit has just failed"),
             };
             loop {
                 match self.tree.poll(self.now) {

@@ -174,7 +174,7 @@ fn driver_error(error: blkio::Error) -> io::Error {
         kind => kind,
     };
     match kind {
-        ErrorKind::UnexpectedEof => io::Error::new(kind, "it has closed the connection"),
+        ErrorKind::UnexpectedEof => io::Error::new(kind, "the connection was closed"),
         _ => io::Error::new(kind, error.message().to_owned()),
     }
 }

@@ -356,7 +356,7 @@ impl UblkControl {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => panic!("io_uring_enter failed with {error}: the ring is set up wrongly"),
+                Err(error) => panic!("io_uring_enter failed with {error}; a ublk command cannot be awaited"),
             }
             if let Some(completion) = self.ring.completion().next() {
                 return match completion.result() {

@@ -213,7 +213,7 @@ fn prefetch_keys_are_read() {
         streams: 9,
     };
     assert_eq!(prefetch(all), expect);
-    check_disk("prefetch = 1", "is none of on, off and auto");
+    check_disk("prefetch = 1", "is not one of on, off and auto");
     check_disk("prefetch-window-max = \"1G\"", "is out of range; it may be from 4K to 64M");
     check_disk("prefetch-memory = \"4K\"", "is out of range; it may be from 256K to 1T");
     check_disk("prefetch-streams = 0", "is out of range; it may be from 1 to 4096");

@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn malformed_values_are_rejected() {
-        assert!(change("maybe").unwrap_err().contains("is none of on, off and auto"));
+        assert!(change("maybe").unwrap_err().contains("is not one of on, off and auto"));
         assert!(change("--streams 1K").unwrap_err().contains("is not a plain number"));
         assert!(change("--memory much").unwrap_err().contains("is not a size"));
         assert!(change("--config f").unwrap_err().contains("required"), "--config is for --save");

@@ -538,7 +538,7 @@ fn check_block_sizes(registry: &Registry, disk: &Rc<RunningDisk>, size_bytes: u6
             return Err(QmpError::rule(
                 "size",
                 format_args!(
-                    "({size_bytes}) cannot be: export {} has blocks of {block} bytes (make it {})",
+                    "({size_bytes}) is not possible: export {} has blocks of {block} bytes (make it {})",
                     export.id,
                     settings::nearest_multiples(size_bytes, block)
                 ),
@@ -580,18 +580,21 @@ impl QmpCommand for BlockResize {
         check_block_sizes(&registry, &disk, self.size_bytes)?;
         if !self.size_bytes.is_multiple_of(SECTOR_BYTES) {
             let refused = ResizeError::Unaligned { multiple: SECTOR_BYTES };
-            return Err(QmpError::rule("size", format_args!("({}) cannot be: {refused}", self.size_bytes)));
+            return Err(QmpError::rule(
+                "size",
+                format_args!("({}) is not possible: {refused}", self.size_bytes),
+            ));
         }
         let before = disk.disk.size_bytes();
         // Listeners of the size notify all exports.
         disk.disk.resize(self.size_bytes).await.map_err(|error| match error {
             ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
-                QmpError::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))
+                QmpError::rule("size", format_args!("({}) is not possible: {error}", self.size_bytes))
             }
             _ if disk.disk.is_released() => generic_error(format_args!(
-                "Cannot resize '{}': with handover its image is open only while a machine uses it, \
-                 and none does (start the machine first, or resize the image itself with `weir \
-                 image resize`)",
+                "Cannot resize '{}': with handover its image is open only while a virtual machine \
+                 runs on it (start the virtual machine first, or resize the image itself with \
+                 `weir image resize`)",
                 disk.disk.name()
             )),
             error => generic_error(format_args!("Cannot resize '{}': {error}", disk.disk.name())),

@@ -220,7 +220,7 @@ impl ClusterSummary {
         ];
         let mut text: Vec<String> = vec![format!("{}\n", self.title())];
         text.extend(tables.into_iter().flatten());
-        text.extend(self.missing_reasons().map(|why| format!("- stands where {why}.\n")));
+        text.extend(self.missing_reasons().map(|why| format!("- means that {why}.\n")));
         text.push(format!("{}\n", self.safety()));
         text.extend(self.faults.iter().map(|fault| format!("At {:.1} s: {}.\n", fault.seconds, fault.what)));
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));

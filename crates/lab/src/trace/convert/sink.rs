@@ -211,7 +211,8 @@ impl ConvertSink {
         };
         let outcomes = (self.without_outcome > 0).then(|| {
             format!(
-                "left out: how long {} waited and took (weir's own CSV and recordings keep it)",
+                "left out: waiting and service times of {} (only weir's CSV and recordings store \
+                 them)",
                 figures::counted(self.without_outcome, "request")
             )
         });

@@ -136,7 +136,9 @@ impl AdmissionAudit {
                     let allowed = level.ceiling.max(size + excess) + 1e-6 * size;
                     if level.admitted > allowed {
                         let passed = level.admitted;
-                        result = Err(format!("{kind:?}, level {at}: {passed} of {allowed} at {now}"));
+                        result = Err(format!(
+                            "{kind:?}, level {at}: {passed} admitted, {allowed} allowed at {now} ns"
+                        ));
                     }
                 }
             }

@@ -402,8 +402,7 @@ impl SimulatedCluster {
             }
             StoreRequest::DeleteGrant(term, host, grant) => {
                 if self.store.delete_grant(term, host, &grant, now) && self.is_grant_in_use(host, &grant) {
-                    let violation =
-                        format!("a lease of host {host} is in force, and its grant was taken away");
+                    let violation = format!("a lease of host {host} is in force, and its grant was deleted");
                     self.violation.get_or_insert(violation);
                 }
                 return;
