@@ -290,7 +290,7 @@ pub(crate) async fn add_group(
     }
     let parent = group.group.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
     add_group_object(registry, name, group.settings.to_group_settings(), parent.as_ref()).await?;
-    registry.groups.added.borrow_mut().insert(name.to_owned());
+    registry.groups.added_by_clients.borrow_mut().insert(name.to_owned());
     Ok(())
 }
 

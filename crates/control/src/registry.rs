@@ -429,7 +429,7 @@ impl Registry {
     /// # Errors
     /// An upgrade is in progress.
     pub(crate) async fn lock_structure(&self) -> Result<Option<StructureGuard<'_>>, RegistryError> {
-        if self.lifecycle.delays_clients.get() {
+        if self.lifecycle.are_clients_delayed.get() {
             return Ok(None);
         }
         let guard = self.lifecycle.structure_lock.lock_shared().await;

@@ -28,7 +28,7 @@ use policy::time::Duration;
 
 /// Interval of trying to lock the file of a process that is about to end; there is no notification.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
-const TRIES_TO_LOCK: u32 = 500;
+const MAX_LOCK_ATTEMPTS: u32 = 500;
 /// Maximum size of a pid file: more than a number with a line feed.
 const MAX_BYTES: u64 = 32;
 
@@ -52,17 +52,17 @@ impl PidFile {
     /// # Errors
     /// Fails if another process holds it, or it is not a pid file.
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
-        let named = || format!("pid file {}", path.display());
-        let path = std::path::absolute(path).with_context(named)?;
-        let Some(file) = open_and_lock(&path, true).with_context(named)? else {
-            bail!("{}: cannot be written: other processes keep removing it", named());
+        let file_context = || format!("pid file {}", path.display());
+        let path = std::path::absolute(path).with_context(file_context)?;
+        let Some(file) = open_and_lock(&path, true).with_context(file_context)? else {
+            bail!("{}: cannot be written: other processes keep removing it", file_context());
         };
         let write = || {
             // Not writable by others, whatever the umask is.
             file.set_permissions(Permissions::from_mode(0o644))?;
             write(&file)
         };
-        write().context("cannot be written").with_context(named)?;
+        write().context("cannot be written").with_context(file_context)?;
         Ok(Self { path, file })
     }
 }
@@ -81,10 +81,10 @@ impl ClaimedPidFile {
     /// # Errors
     /// Fails if it is not a pid file.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
-        let named = || format!("pid file {}", path.display());
-        let path = std::path::absolute(path).with_context(named)?;
-        let file = open_options(true).open(&path).context("cannot be written").with_context(named)?;
-        ensure!(file.metadata()?.is_file(), "{}: is no file (choose another path)", named());
+        let file_context = || format!("pid file {}", path.display());
+        let path = std::path::absolute(path).with_context(file_context)?;
+        let file = open_options(true).open(&path).context("cannot be written").with_context(file_context)?;
+        ensure!(file.metadata()?.is_file(), "{}: is no file (choose another path)", file_context());
         Ok(Self { path, file })
     }
 
@@ -93,19 +93,19 @@ impl ClaimedPidFile {
     pub(crate) async fn lock_and_write(self) -> Option<PidFile> {
         let Self { path, file } = self;
         let mut locked = lock(&file);
-        for _ in 0..TRIES_TO_LOCK {
+        for _ in 0..MAX_LOCK_ATTEMPTS {
             if locked != Ok(false) {
                 break;
             }
             reactor::sleep_until(reactor::now() + LOCK_RETRY_INTERVAL).await;
             locked = lock(&file);
         }
-        let taken = match locked {
+        let result = match locked {
             Ok(true) => write(&file),
             Ok(false) => Err(ErrorKind::WouldBlock.into()),
             Err(errno) => Err(errno.into()),
         };
-        if let Err(error) = taken {
+        if let Err(error) = result {
             tracing::warn!(
                 path = %path.display(), %error,
                 "the pid file cannot be written, and still holds another number"
@@ -135,27 +135,27 @@ fn write(file: &File) -> io::Result<()> {
 
 /// Options for opening. Does not follow a link, which another user may have created in a shared
 /// directory.
-fn open_options(make: bool) -> OpenOptions {
+fn open_options(may_create: bool) -> OpenOptions {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create(make).mode(0o644).custom_flags(O_NOFOLLOW | O_NONBLOCK);
+    options.read(true).write(true).create(may_create).mode(0o644).custom_flags(O_NOFOLLOW | O_NONBLOCK);
     options
 }
 
 /// Opens and locks the file; `None` if it does not exist and must not be created.
-fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
+fn open_and_lock(path: &Path, may_create: bool) -> anyhow::Result<Option<File>> {
     // A process that ends may remove the file between open and lock, so that is checked and
     // retried.
     const TRIES: usize = 16;
     for _ in 0..TRIES {
-        let mut file = match open_options(make).open(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound && !make => return Ok(None),
+        let mut file = match open_options(may_create).open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound && !may_create => return Ok(None),
             file => file.context("cannot be written")?,
         };
         let metadata = file.metadata().context("cannot be examined")?;
         if !metadata.is_file() {
             bail!("is no file (choose another path)");
         }
-        let is_free = lock(&file).context("cannot be locked")?;
+        let is_locked_here = lock(&file).context("cannot be locked")?;
         // The lock is on the inode; the path must still refer to it.
         let is_in_place = fs::symlink_metadata(path)
             .is_ok_and(|now| (now.dev(), now.ino()) == (metadata.dev(), metadata.ino()));
@@ -170,10 +170,10 @@ fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
         let is_short = metadata.len() <= MAX_BYTES;
         let number = text.parse::<u32>().ok().filter(|_| is_short);
         match number {
-            Some(number) if !is_free => bail!(
+            Some(number) if !is_locked_here => bail!(
                 "is the pid file of process {number}, which runs (end that first, or choose another file)"
             ),
-            None if !is_free => {
+            None if !is_locked_here => {
                 bail!("is locked by another process (end that first, or choose another file)")
             }
             None if !text.is_empty() || !is_short => {

@@ -147,9 +147,9 @@ impl ActivityWatch {
             // Detects a step of the wall clock, by comparison with the monotonic one.
             state.clock_step_s = clock_step(state.clock_step_s, milliseconds(SystemTime::now()), counted_ms);
             // The history has one sample for each second, whatever the interval of collections.
-            let is_another = std::mem::replace(&mut state.second, second) != second;
-            let objects = state.before.objects(&snapshot, is_another);
-            if is_another {
+            let is_new_second = std::mem::replace(&mut state.second, second) != second;
+            let objects = state.before.objects(&snapshot, is_new_second);
+            if is_new_second {
                 state.add_to_histories(&objects);
             }
             let bytes = state.send_changes(objects) + state.send_events(&self.events);

@@ -72,7 +72,7 @@ struct DiskReadings {
 
 #[derive(Debug, Default)]
 struct GroupReadings {
-    limited: RecentCounters<1>,
+    throttled_ns: RecentCounters<1>,
     latencies: SecondLatencies,
     wait_p99_ns: Option<u64>,
 }
@@ -81,11 +81,11 @@ struct GroupReadings {
 #[derive(Debug, Default)]
 struct SecondReadings {
     /// Reads and writes by latency bucket, modulo 2³², which halves the memory.
-    counts: Vec<u32>,
+    latency_counts: Vec<u32>,
     /// Requests by bucket of throttle wait.
-    waits: Vec<u32>,
+    wait_counts: Vec<u32>,
     /// Throttled time by owner, limit and direction.
-    throttled_ns: Option<[u64; CAUSES]>,
+    throttled_ns: Option<[u64; CAUSE_COUNT]>,
     latencies: SecondLatencies,
     wait_p99_ns: Option<u64>,
     longest_cause: Option<(CauseLevel, LimitKind)>,
@@ -130,7 +130,7 @@ pub(super) fn milliseconds(time: SystemTime) -> u64 {
 impl PreviousReadings {
     /// Computes the objects of a snapshot newer than all before. `is_another`: a new second has
     /// begun.
-    pub(super) fn objects(&mut self, snapshot: &DaemonSnapshot, is_another: bool) -> ActivityObjects {
+    pub(super) fn objects(&mut self, snapshot: &DaemonSnapshot, is_new_second: bool) -> ActivityObjects {
         let mut exports: HashMap<&str, Vec<&ExportFigures>> = HashMap::new();
         for export in &snapshot.exports {
             exports.entry(&export.disk).or_default().push(export);
@@ -142,27 +142,27 @@ impl PreviousReadings {
             started_ms: u64::try_from(snapshot.started.as_millis()).unwrap_or(u64::MAX),
             ..ActivityObjects::default()
         };
-        let mut of_groups: HashMap<&str, MemberTotals> = HashMap::new();
+        let mut group_totals: HashMap<&str, MemberTotals> = HashMap::new();
         for figures in &snapshot.disks {
-            let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
+            let previous = self.disks.entry(Arc::clone(&figures.name)).or_default();
             // Histograms are read once a second only: they are large.
-            let grown = if is_another { before.last.update(figures) } else { None };
+            let grown = if is_new_second { previous.last.update(figures) } else { None };
             let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
-            let (activity, passed) = disk(figures, exports, &groups, before, snapshot.taken);
+            let (activity, passed) = disk(figures, exports, &groups, previous, snapshot.taken);
             objects.disks.insert(Arc::clone(&figures.name), object(&activity));
             let innermost = groups.get(&*figures.group).copied();
             // A disk counts for its group and for all groups above it.
             for group in
                 std::iter::successors(innermost, |group| groups.get(group.parent.as_deref()?).copied())
             {
-                of_groups.entry(&group.name).or_default().add(&passed, grown.as_ref());
+                group_totals.entry(&group.name).or_default().add(&passed, grown.as_ref());
             }
         }
         for figures in &snapshot.groups {
             let name: Arc<str> = figures.name.as_str().into();
             let before = self.groups.entry(Arc::clone(&name)).or_default();
-            let MemberTotals { served: passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
-            if is_another {
+            let MemberTotals { served: passed, last_second: grown } = group_totals.remove(&*figures.name).unwrap_or_default();
+            if is_new_second {
                 before.latencies = SecondLatencies::of(grown.as_ref().map(|grown| &*grown.latency_counts));
                 before.wait_p99_ns = grown.as_ref().and_then(|grown| wait_p99_ns(&grown.waited));
             }
@@ -218,14 +218,14 @@ impl ServedRequests {
 #[derive(Debug, Default)]
 struct MemberTotals {
     served: ServedRequests,
-    grown: Option<LastSecondCounts>,
+    last_second: Option<LastSecondCounts>,
 }
 
 impl MemberTotals {
     fn add(&mut self, served: &ServedRequests, grown: Option<&LastSecondCounts>) {
         self.served.add(served);
         if let Some(grown) = grown {
-            self.grown.get_or_insert_default().add(grown);
+            self.last_second.get_or_insert_default().add(grown);
         }
     }
 }
@@ -273,9 +273,9 @@ fn disk(
     let waited = growth.map_or(0.0, |growth| growth.share_of_time(4).max(growth.share_of_time(5)));
     // A wait is counted when it ends. A longer one shows as waiting requests without progress.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
-    let held = if is_stuck { 1.0 } else { waited };
+    let wait_ratio = if is_stuck { 1.0 } else { waited };
     let served =
-        ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), wait_ratio: held };
+        ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), wait_ratio };
     let latencies = LatencyPercentiles {
         latency_p50_ns: before.last.latencies.p50_ns,
         latency_p99_ns: before.last.latencies.p99_ns,
@@ -325,7 +325,7 @@ fn group(
     before: &mut GroupReadings,
     now: Instant,
 ) -> GroupActivity {
-    let growth = before.limited.add_reading(now, [figures.throttle.stats.throttled_ns]);
+    let growth = before.throttled_ns.add_reading(now, [figures.throttle.stats.throttled_ns]);
     let throttled = growth.map_or(0.0, |growth| growth.share_of_time(0));
     let served = ServedRequests { wait_ratio: served.wait_ratio.max(throttled), ..*served };
     let latencies = LatencyPercentiles {
@@ -441,11 +441,11 @@ const fn limit_name(kind: LimitKind) -> &'static str {
     LimitSetting::Limit(kind, LimitPart::Rate).name()
 }
 
-const CAUSES: usize = CauseLevel::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
+const CAUSE_COUNT: usize = CauseLevel::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
 
 /// Throttled time by owner, limit and direction.
-fn throttled_ns(figures: &DiskFigures) -> [u64; CAUSES] {
-    let mut all = [0; CAUSES];
+fn throttled_ns(figures: &DiskFigures) -> [u64; CAUSE_COUNT] {
+    let mut all = [0; CAUSE_COUNT];
     let each = CauseLevel::ALL.into_iter().flat_map(|level| {
         LimitKind::ALL
             .into_iter()
@@ -463,7 +463,7 @@ fn throttle_cause(
     groups: &HashMap<&str, &GroupFigures>,
     longest: Option<(CauseLevel, LimitKind)>,
 ) -> Option<ThrottleCause> {
-    let above = |level: CauseLevel| {
+    let group_of_level = |level: CauseLevel| {
         let group = groups.get(&*figures.group).copied();
         match level {
             CauseLevel::Disk => None,
@@ -479,7 +479,7 @@ fn throttle_cause(
         }
     };
     let cause = |level: CauseLevel, kind: LimitKind| {
-        let name = above(level).map_or(&*figures.name, |group| &*group.name);
+        let name = group_of_level(level).map_or(&*figures.name, |group| &*group.name);
         let owner = match level {
             CauseLevel::Disk => "disk",
             CauseLevel::Group => "group",
@@ -499,7 +499,7 @@ fn throttle_cause(
         return Some(cause(CauseLevel::Disk, kind));
     }
     for level in [CauseLevel::Group, CauseLevel::Above] {
-        if let Some(kind) = above(level).and_then(|group| waits(&group.throttle.stats)) {
+        if let Some(kind) = group_of_level(level).and_then(|group| waits(&group.throttle.stats)) {
             return Some(cause(level, kind));
         }
     }
@@ -511,11 +511,11 @@ impl SecondReadings {
     fn update(&mut self, figures: &DiskFigures) -> Option<LastSecondCounts> {
         let measures = &figures.measures;
         let latencies = growth_of_both(
-            &mut self.counts,
+            &mut self.latency_counts,
             [OperationClass::Read, OperationClass::Write].map(|class| measures.latency(class)),
         );
         let waited =
-            growth_of_both(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
+            growth_of_both(&mut self.wait_counts, Direction::ALL.map(|direction| measures.waits(direction)));
         self.latencies = SecondLatencies::of(latencies.as_deref());
         self.wait_p99_ns = waited.as_deref().and_then(wait_p99_ns);
         let now = throttled_ns(figures);
@@ -556,7 +556,7 @@ fn growth_of_both(before: &mut Vec<u32>, [reads, writes]: [HistogramSnapshot; 2]
 impl SecondLatencies {
     /// Percentiles of these counts.
     fn of(grown: Option<&[u64]>) -> Self {
-        let rank = |part| grown.and_then(|grown| HistogramSnapshot::quantile_ns(grown, part));
+        let percentile = |part| grown.and_then(|grown| HistogramSnapshot::quantile_ns(grown, part));
         let latencies = grown.map(|grown| {
             let round = HistogramSnapshot::round_of(grown);
             let mut rows = Latencies::default();
@@ -566,7 +566,7 @@ impl SecondLatencies {
             }
             rows
         });
-        Self { p50_ns: rank(0.5), p99_ns: rank(0.99), latencies }
+        Self { p50_ns: percentile(0.5), p99_ns: percentile(0.99), latencies }
     }
 }
 
@@ -584,7 +584,7 @@ impl PreviousReadings {
 /// Sample of a disk or group for the history.
 pub(super) fn sample(object: &ActivityObject) -> ActivitySample {
     let number = |key: &str| object.get(key).and_then(Value::as_f64);
-    let within = |key: &str| object.get(key)?.get("hit-rate")?.as_f64();
+    let hit_rate_of = |key: &str| object.get(key)?.get("hit-rate")?.as_f64();
     ActivitySample {
         rates: [number("read-iops"), number("write-iops"), number("read-bps"), number("write-bps")],
         latency_ns: [number("latency-p50-ns"), number("latency-p99-ns")],
@@ -592,8 +592,8 @@ pub(super) fn sample(object: &ActivityObject) -> ActivitySample {
         ratios: [
             number("wait-ratio"),
             number("bucket-level-ratio"),
-            within("read-ahead"),
-            within("l2-cache"),
+            hit_rate_of("read-ahead"),
+            hit_rate_of("l2-cache"),
         ],
     }
 }
@@ -671,11 +671,11 @@ mod tests {
         let mut of_disks = MemberTotals::default();
         // The growth of a new disk is unknown.
         of_disks.add(&ServedRequests::default(), None);
-        assert!(of_disks.grown.is_none());
+        assert!(of_disks.last_second.is_none());
         let (short, long) = (20, 60);
         of_disks.add(&ServedRequests::default(), Some(&grown(counts(short, 900))));
         of_disks.add(&ServedRequests::default(), Some(&grown(counts(long, 100))));
-        let latencies = SecondLatencies::of(Some(&of_disks.grown.unwrap().latency_counts));
+        let latencies = SecondLatencies::of(Some(&of_disks.last_second.unwrap().latency_counts));
         let alone = |place| HistogramSnapshot::quantile_ns(&counts(place, 1), 0.5);
         assert_eq!((latencies.p50_ns, latencies.p99_ns), (alone(short), alone(long)));
         assert_eq!(latencies.latencies.unwrap().iter().sum::<u32>(), 1000);

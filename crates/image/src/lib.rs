@@ -458,7 +458,7 @@ impl Image {
     }
 
     /// See [`Storage::suspend`]. Must be the last step of handing the image over.
-    pub async fn leave_clusters(&self) -> Result<()> {
+    pub async fn suspend_clusters(&self) -> Result<()> {
         for storage in self.files() {
             storage.suspend().await?;
         }
@@ -466,7 +466,7 @@ impl Image {
     }
 
     /// See [`Storage::blocklist`].
-    pub async fn close_for_new_requests(&self, clients: &[u64]) -> Result<()> {
+    pub async fn blocklist(&self, clients: &[u64]) -> Result<()> {
         for storage in self.files() {
             storage.blocklist(clients).await?;
         }
@@ -474,7 +474,7 @@ impl Image {
     }
 
     /// See [`Storage::is_blocklisted`].
-    pub fn is_lost(&self) -> bool {
+    pub fn is_blocklisted(&self) -> bool {
         self.files().any(Storage::is_blocklisted)
     }
 
@@ -498,13 +498,13 @@ impl Image {
 
     /// Takes the locks of clusters and reads again what another process may have written.
     /// The locks of files must have been taken. `heirs`: see [`Storage::resume`].
-    pub async fn take_over(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+    pub async fn take_over(&self, new_clients: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
         let to_open_error = |failure| open::open_error(name, &failure);
         for storage in self.files() {
             // Order: a cluster's lock protects the size that is read next. `take_over` below then
             // reads metadata, which must not come from pages that were cached before the handover.
-            storage.resume(heirs).await?;
+            storage.resume(new_clients).await?;
             storage.refresh_size().await.map_err(|error| to_open_error(error.into()))?;
             storage.note_external_writes();
         }

@@ -80,7 +80,7 @@ pub struct NbdClient {
     sender: JoinHandle<()>,
     /// Receives the inbox when the receiving task ends. The task is detached, so it ends with its
     /// reactor, and with it the connection.
-    retired_inbox: Receiver<ReceiveBuffer>,
+    returned_buffer: Receiver<ReceiveBuffer>,
 }
 
 /// Closes the connection when dropped.
@@ -137,7 +137,7 @@ struct ClientConnection {
     send_signal: Signal,
     is_disconnecting: Cell<bool>,
     /// True while the connection is being retired, to continue on another thread.
-    is_retiring: Cell<bool>,
+    is_stopping: Cell<bool>,
     fault: RefCell<Option<ConnectionFault>>,
     /// Waker of the task that waits for the end of the connection.
     close_waker: RefCell<Option<Waker>>,
@@ -146,18 +146,18 @@ struct ClientConnection {
 #[derive(Debug)]
 struct PendingRequest {
     cookie: u64,
-    expects: Expects,
+    expects: ExpectedReply,
     error: Option<Error>,
     errors: u32,
-    answered: bool,
+    is_answered: bool,
     /// True if the caller was cancelled; the reply is still expected.
-    abandoned: bool,
-    waiting: Option<Waker>,
+    is_cancelled: bool,
+    waker: Option<Waker>,
 }
 
 /// Expected content of a reply, and the part received so far.
 #[derive(Debug)]
-enum Expects {
+enum ExpectedReply {
     Nothing,
     Data(PendingRead),
     Extents { asked: u32, found: Vec<RawExtent> },
@@ -186,7 +186,7 @@ impl NbdClient {
     /// # Panics
     /// Panics outside a reactor.
     pub fn start(established: EstablishedConnection) -> Self {
-        let (stream, export, inbox) = established.into_parts();
+        let (stream, export, receive_buffer) = established.into_parts();
         let connection = Rc::new(ClientConnection {
             stream,
             export,
@@ -195,7 +195,7 @@ impl NbdClient {
             outgoing: RefCell::default(),
             send_signal: Signal::default(),
             is_disconnecting: Cell::new(false),
-            is_retiring: Cell::new(false),
+            is_stopping: Cell::new(false),
             fault: RefCell::default(),
             close_waker: RefCell::default(),
         });
@@ -204,12 +204,12 @@ impl NbdClient {
         let (retire_sender, inbox_receiver) = async_channel::bounded(1);
         let receiving = Rc::clone(&connection);
         spawn_joinable(async move {
-            let inbox = receiving.receive(inbox).await;
+            let receive_buffer = receiving.receive(receive_buffer).await;
             // Fails only if the client was dropped.
-            let _ = retire_sender.try_send(inbox);
+            let _ = retire_sender.try_send(receive_buffer);
         })
         .detach();
-        Self { connection: OpenConnection(Some(connection)), sender, retired_inbox: inbox_receiver }
+        Self { connection: OpenConnection(Some(connection)), sender, returned_buffer: inbox_receiver }
     }
 
     /// Properties of the export.
@@ -247,8 +247,8 @@ impl NbdClient {
     pub async fn read(&self, offset: u64, length: usize) -> Result<IoBuffer> {
         let read = PendingRead { offset, length, pieces: ReceivedPieces::default(), data: None };
         let fields = RequestFields { command: cmd::READ, flags: 0, offset, length };
-        match self.connection.request(fields, Expects::Data(read), None).await? {
-            Expects::Data(PendingRead { data: Some(data), .. }) => Ok(data),
+        match self.connection.request(fields, ExpectedReply::Data(read), None).await? {
+            ExpectedReply::Data(PendingRead { data: Some(data), .. }) => Ok(data),
             _ => Err(Error::IO),
         }
     }
@@ -258,9 +258,9 @@ impl NbdClient {
     ///
     /// # Errors
     /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.
-    pub async fn write(&self, offset: u64, data: Segments, force: bool) -> Result<()> {
-        let flags = if force { cmd_flag::FUA } else { 0 };
-        self.change(RequestFields { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data))
+    pub async fn write(&self, offset: u64, data: Segments, fua: bool) -> Result<()> {
+        let flags = if fua { cmd_flag::FUA } else { 0 };
+        self.request_write(RequestFields { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data))
             .await
     }
 
@@ -270,7 +270,7 @@ impl NbdClient {
     /// # Errors
     /// As for writes.
     pub async fn write_zeroes(&self, offset: u64, length: u32, flags: u16) -> Result<()> {
-        self.change(
+        self.request_write(
             RequestFields { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize },
             None,
         )
@@ -282,7 +282,7 @@ impl NbdClient {
     /// # Errors
     /// As for writes.
     pub async fn trim(&self, offset: u64, length: u32) -> Result<()> {
-        self.change(RequestFields { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None)
+        self.request_write(RequestFields { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None)
             .await
     }
 
@@ -293,18 +293,18 @@ impl NbdClient {
     /// The server's error, or [`CONNECTION_LOST`].
     pub async fn extents(&self, offset: u64, length: u32) -> Result<Vec<RawExtent>> {
         let fields = RequestFields { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
-        let expects = Expects::Extents { asked: length, found: Vec::new() };
+        let expects = ExpectedReply::Extents { asked: length, found: Vec::new() };
         match self.connection.request(fields, expects, None).await? {
-            Expects::Extents { found, .. } => Ok(found),
+            ExpectedReply::Extents { found, .. } => Ok(found),
             _ => Err(Error::IO),
         }
     }
 
-    async fn change(&self, fields: RequestFields, payload: Option<Segments>) -> Result<()> {
+    async fn request_write(&self, fields: RequestFields, payload: Option<Segments>) -> Result<()> {
         if self.export().is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
-        self.connection.request(fields, Expects::Nothing, payload).await.map(drop)
+        self.connection.request(fields, ExpectedReply::Nothing, payload).await.map(drop)
     }
 
     /// Makes acknowledged writes durable. Does nothing if the server does not support flushes.
@@ -316,13 +316,13 @@ impl NbdClient {
             return Ok(());
         }
         let fields = RequestFields { command: cmd::FLUSH, flags: 0, offset: 0, length: 0 };
-        self.connection.request(fields, Expects::Nothing, None).await.map(drop)
+        self.connection.request(fields, ExpectedReply::Nothing, None).await.map(drop)
     }
 
     /// Disconnects. Waits up to a second until the disconnect request is sent, but not for requests
     /// in flight.
     pub async fn disconnect(self) {
-        let Self { connection, sender, retired_inbox: _left } = self;
+        let Self { connection, sender, returned_buffer: _left } = self;
         // DISC has no reply ("Request types"), so only the sending is awaited.
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, 0, None);
         connection.is_disconnecting.set(true);
@@ -332,19 +332,19 @@ impl NbdClient {
 
     /// Retires the connection, so that another thread can continue it. The caller ensures that no
     /// request is in flight or made meanwhile; `None` if the connection is lost.
-    pub async fn retire(self) -> Option<EstablishedConnection> {
-        let Self { connection, sender, retired_inbox: inbox_receiver } = self;
-        connection.is_retiring.set(true);
+    pub async fn into_established(self) -> Option<EstablishedConnection> {
+        let Self { connection, sender, returned_buffer: inbox_receiver } = self;
+        connection.is_stopping.set(true);
         connection.send_signal.raise();
         // The sender ends when everything queued is sent.
         sender.await;
         // The receiver waits for a reply that will not arrive: interrupt it to get its inbox.
         connection.stream.interrupt();
-        let mut inbox = inbox_receiver.recv().await.ok()?;
+        let mut receive_buffer = inbox_receiver.recv().await.ok()?;
         if connection.fault.borrow().is_some() {
             return None;
         }
-        let (unfinished, behind, skip) = inbox.take_rest();
+        let (unfinished, behind, skip) = receive_buffer.take_rest();
         // Both tasks have ended, so this is the last reference.
         let ClientConnection { stream, export: about, .. } = Rc::try_unwrap(connection.into_inner()).ok()?;
         // A server sends nothing unsolicited, so remaining bytes would violate the protocol.
@@ -369,7 +369,7 @@ struct ReactorEndGuard(Rc<ClientConnection>);
 
 impl Drop for ReactorEndGuard {
     fn drop(&mut self) {
-        if !self.0.is_retiring.get() {
+        if !self.0.is_stopping.get() {
             self.0.fail_all(ConnectionFault::Ended);
         }
     }
@@ -379,9 +379,9 @@ impl ClientConnection {
     async fn request(
         &self,
         fields: RequestFields,
-        expects: Expects,
+        expects: ExpectedReply,
         payload: Option<Segments>,
-    ) -> Result<Expects> {
+    ) -> Result<ExpectedReply> {
         if self.fault.borrow().is_some() {
             return Err(CONNECTION_LOST);
         }
@@ -393,13 +393,13 @@ impl ClientConnection {
         // Compact headers have 32-bit lengths; the server's maximum applies to payloads only.
         let length =
             u32::try_from(length).ok().filter(|&length| length <= max_length).ok_or(Error::INVALID)?;
-        let ticket = self.register(expects);
-        self.outgoing.borrow_mut().push(command, flags, ticket.cookie, offset, length, payload);
+        let pending = self.register(expects);
+        self.outgoing.borrow_mut().push(command, flags, pending.cookie, offset, length, payload);
         self.send_signal.raise();
-        ticket.wait().await
+        pending.wait().await
     }
 
-    fn register(&self, expects: Expects) -> PendingReply<'_> {
+    fn register(&self, expects: ExpectedReply) -> PendingReply<'_> {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = in_flight.vacant_entry();
         let key = entry.key();
@@ -412,9 +412,9 @@ impl ClientConnection {
             expects,
             error: None,
             errors: 0,
-            answered: false,
-            abandoned: false,
-            waiting: None,
+            is_answered: false,
+            is_cancelled: false,
+            waker: None,
         });
         PendingReply { connection: self, key, cookie }
     }
@@ -431,24 +431,24 @@ impl ClientConnection {
                     }
                 }
                 // Ends only with an empty queue, so that no request is lost.
-                None if self.is_disconnecting.get() || self.is_retiring.get() => return,
+                None if self.is_disconnecting.get() || self.is_stopping.get() => return,
                 None if self.fault.borrow().is_some() => return,
                 None => self.send_signal.wait().await,
             }
         }
     }
 
-    async fn receive(self: Rc<Self>, mut inbox: ReceiveBuffer) -> ReceiveBuffer {
-        let ending = ReactorEndGuard(Rc::clone(&self));
+    async fn receive(self: Rc<Self>, mut receive_buffer: ReceiveBuffer) -> ReceiveBuffer {
+        let end_guard = ReactorEndGuard(Rc::clone(&self));
         let fault = loop {
-            match self.reply(&mut inbox).await {
+            match self.reply(&mut receive_buffer).await {
                 Ok(()) => {}
                 // Interrupted by `retire`, before any byte of a reply.
                 Err(ConnectionFault::Broken(error))
-                    if self.is_retiring.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
+                    if self.is_stopping.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
                 {
-                    drop(ending);
-                    return inbox;
+                    drop(end_guard);
+                    return receive_buffer;
                 }
                 Err(fault) => break fault,
             }
@@ -456,7 +456,7 @@ impl ClientConnection {
         self.stream.close();
         self.fail_all(fault);
         self.send_signal.raise();
-        inbox
+        receive_buffer
     }
 
     /// Records the end of the connection and wakes all waiting requests; the first reason is kept.
@@ -464,32 +464,32 @@ impl ClientConnection {
         self.fault.borrow_mut().get_or_insert(fault);
         // Collected first: a woken task may borrow `in_flight`.
         let waiting: Vec<Waker> =
-            self.in_flight.borrow_mut().iter_mut().filter_map(|(_, entry)| entry.waiting.take()).collect();
+            self.in_flight.borrow_mut().iter_mut().filter_map(|(_, entry)| entry.waker.take()).collect();
         let watching = self.close_waker.borrow_mut().take();
         waiting.into_iter().chain(watching).for_each(Waker::wake);
     }
 
     /// Processes one reply, or one chunk of a structured reply.
-    async fn reply(&self, inbox: &mut ReceiveBuffer) -> FaultResult<()> {
+    async fn reply(&self, receive_buffer: &mut ReceiveBuffer) -> FaultResult<()> {
         let (header, length) = loop {
-            let longest = |cookie| self.chunk_limits(cookie);
-            match reply::parse(inbox.bytes(), self.export.structured, longest)
+            let limits_of = |cookie| self.chunk_limits(cookie);
+            match reply::parse(receive_buffer.bytes(), self.export.structured, limits_of)
                 .map_err(ConnectionFault::ProtocolViolation)?
             {
                 Some(found) => break found,
-                None if inbox.fill(&self.stream).await? => {}
+                None if receive_buffer.fill(&self.stream).await? => {}
                 None => return Err(ConnectionFault::Closed),
             }
         };
         // Only the header is consumed; a payload is received in place below.
-        inbox.consume(length);
+        receive_buffer.consume(length);
         match header {
             ClientReplyHeader::Simple { cookie, error: 0 } => {
-                let key = self.find(cookie)?;
+                let key = self.key_of_reply(cookie)?;
                 let length = match &self.in_flight.borrow()[key].expects {
-                    Expects::Data(read) => Some(read.length),
-                    Expects::Nothing => None,
-                    Expects::Extents { .. } => {
+                    ExpectedReply::Data(read) => Some(read.length),
+                    ExpectedReply::Nothing => None,
+                    ExpectedReply::Extents { .. } => {
                         return Err(ConnectionFault::ProtocolViolation(
                             "a simple reply to a block status request",
                         ));
@@ -502,33 +502,33 @@ impl ClientConnection {
                             "a simple reply to a read, although structured replies were negotiated",
                         ));
                     }
-                    let data = inbox.payload(length, &self.stream).await?;
+                    let data = receive_buffer.payload(length, &self.stream).await?;
                     self.store_data(key, 0, data)?;
                 }
                 self.finish(key)
             }
             ClientReplyHeader::Simple { cookie, error } => {
-                let key = self.find(cookie)?;
+                let key = self.key_of_reply(cookie)?;
                 self.record_error(key, error)?;
                 self.finish(key)
             }
-            ClientReplyHeader::Chunk { cookie, last, chunk } => self.chunk(inbox, cookie, last, chunk).await,
+            ClientReplyHeader::Chunk { cookie, last, chunk } => self.chunk(receive_buffer, cookie, last, chunk).await,
         }
     }
 
     async fn chunk(
         &self,
-        inbox: &mut ReceiveBuffer,
+        receive_buffer: &mut ReceiveBuffer,
         cookie: u64,
         last: bool,
         chunk: ReplyChunk,
     ) -> FaultResult<()> {
-        let key = self.find(cookie)?;
+        let key = self.key_of_reply(cookie)?;
         match chunk {
             ReplyChunk::None => {}
             ReplyChunk::Data { offset, length } => {
                 let at = self.chunk_offset(key, offset, length)?;
-                let data = inbox.payload(length, &self.stream).await?;
+                let data = receive_buffer.payload(length, &self.stream).await?;
                 self.store_data(key, at, data)?;
             }
             ReplyChunk::Hole { offset, length } => {
@@ -538,28 +538,28 @@ impl ClientConnection {
             // The text of the error is skipped; only its number reaches the caller.
             ReplyChunk::Error { error, rest } => {
                 self.record_error(key, error)?;
-                inbox.skip(rest, &self.stream).await?;
+                receive_buffer.skip(rest, &self.stream).await?;
             }
-            ReplyChunk::Status { context, length } => self.extents(inbox, key, context, length).await?,
+            ReplyChunk::Status { context, length } => self.extents(receive_buffer, key, context, length).await?,
         }
         if last { self.finish(key) } else { Ok(()) }
     }
 
     async fn extents(
         &self,
-        inbox: &mut ReceiveBuffer,
+        receive_buffer: &mut ReceiveBuffer,
         key: usize,
         context: u32,
         length: usize,
     ) -> FaultResult<()> {
         let requested = match &self.in_flight.borrow()[key].expects {
-            Expects::Extents { asked, found }
+            ExpectedReply::Extents { asked, found }
                 // One context was negotiated, so one chunk with its id is valid.
                 if found.is_empty() && Some(context) == self.export.allocation =>
             {
                 *asked
             }
-            Expects::Extents { .. } => {
+            ExpectedReply::Extents { .. } => {
                 return Err(ConnectionFault::ProtocolViolation("extents twice, or of a context that \
                                                                was not negotiated"));
             }
@@ -568,8 +568,8 @@ impl ClientConnection {
         };
         // Extents beyond the limit are dropped, but their bytes must be consumed.
         let stored_bytes = length.min(MAX_EXTENTS * EXTENT_BYTES);
-        let bytes = inbox.payload(stored_bytes, &self.stream).await?;
-        inbox.skip(length - stored_bytes, &self.stream).await?;
+        let bytes = receive_buffer.payload(stored_bytes, &self.stream).await?;
+        receive_buffer.skip(length - stored_bytes, &self.stream).await?;
         let mut found = Vec::with_capacity(stored_bytes / EXTENT_BYTES);
         let mut fields = WireFields::new(&bytes);
         while let Some((length, flags)) = fields.u32().zip(fields.u32()) {
@@ -578,11 +578,11 @@ impl ClientConnection {
             }
             found.push(RawExtent { length, flags });
         }
-        self.in_flight.borrow_mut()[key].expects = Expects::Extents { asked: requested, found };
+        self.in_flight.borrow_mut()[key].expects = ExpectedReply::Extents { asked: requested, found };
         Ok(())
     }
 
-    fn find(&self, cookie: u64) -> FaultResult<usize> {
+    fn key_of_reply(&self, cookie: u64) -> FaultResult<usize> {
         self.key_of(cookie).map_err(ConnectionFault::ProtocolViolation)
     }
 
@@ -590,7 +590,7 @@ impl ClientConnection {
         // The lower half is an index in the slab.
         let key = (cookie & u64::from(u32::MAX)) as usize;
         let in_flight = self.in_flight.borrow();
-        let found = in_flight.get(key).is_some_and(|entry| entry.cookie == cookie && !entry.answered);
+        let found = in_flight.get(key).is_some_and(|entry| entry.cookie == cookie && !entry.is_answered);
         if found { Ok(key) } else { Err("a reply to a request that was not sent") }
     }
 
@@ -598,16 +598,16 @@ impl ClientConnection {
     fn chunk_limits(&self, cookie: u64) -> std::result::Result<ChunkLimits, &'static str> {
         let key = self.key_of(cookie)?;
         Ok(match &self.in_flight.borrow()[key].expects {
-            Expects::Nothing => ChunkLimits::default(),
-            Expects::Data(read) => ChunkLimits { data: read.length, extents: 0 },
-            Expects::Extents { asked, .. } => ChunkLimits { data: 0, extents: *asked as usize },
+            ExpectedReply::Nothing => ChunkLimits::default(),
+            ExpectedReply::Data(read) => ChunkLimits { data: read.length, extents: 0 },
+            ExpectedReply::Extents { asked, .. } => ChunkLimits { data: 0, extents: *asked as usize },
         })
     }
 
     /// Offset of a chunk in a read's buffer, if it fits.
     fn chunk_offset(&self, key: usize, offset: u64, length: usize) -> FaultResult<usize> {
         let in_flight = self.in_flight.borrow();
-        let Expects::Data(read) = &in_flight[key].expects else {
+        let ExpectedReply::Data(read) = &in_flight[key].expects else {
             return Err(ConnectionFault::ProtocolViolation("data in a reply to a request other than a read"));
         };
         let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
@@ -618,7 +618,7 @@ impl ClientConnection {
     /// Stores data in a read's buffer; data of the full length becomes the buffer without a copy.
     fn store_data(&self, key: usize, at: usize, data: IoBuffer) -> FaultResult<()> {
         let mut in_flight = self.in_flight.borrow_mut();
-        let Expects::Data(read) = &mut in_flight[key].expects else {
+        let ExpectedReply::Data(read) = &mut in_flight[key].expects else {
             return Err(ConnectionFault::ProtocolViolation("data in a reply to a request other than a read"));
         };
         // Each byte may arrive once, so that a server cannot replace data.
@@ -652,17 +652,17 @@ impl ClientConnection {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = &mut in_flight[key];
         let is_complete = match &entry.expects {
-            Expects::Nothing => true,
-            Expects::Data(read) => read.pieces.covers(read.length),
-            Expects::Extents { found, .. } => !found.is_empty(),
+            ExpectedReply::Nothing => true,
+            ExpectedReply::Data(read) => read.pieces.covers(read.length),
+            ExpectedReply::Extents { found, .. } => !found.is_empty(),
         };
         // After an error the content is irrelevant; a success must be complete.
         if entry.error.is_none() && !is_complete {
             return Err(ConnectionFault::ProtocolViolation("less data than requested"));
         }
-        entry.answered = true;
-        let waiting = entry.waiting.take();
-        if entry.abandoned {
+        entry.is_answered = true;
+        let waiting = entry.waker.take();
+        if entry.is_cancelled {
             in_flight.remove(key);
         }
         drop(in_flight);
@@ -681,18 +681,18 @@ struct PendingReply<'a> {
 }
 
 impl PendingReply<'_> {
-    async fn wait(self) -> Result<Expects> {
+    async fn wait(self) -> Result<ExpectedReply> {
         poll_fn(|context| {
             let mut in_flight = self.connection.in_flight.borrow_mut();
             let entry = &mut in_flight[self.key];
-            if entry.answered {
-                let outcome = std::mem::replace(&mut entry.expects, Expects::Nothing);
+            if entry.is_answered {
+                let outcome = std::mem::replace(&mut entry.expects, ExpectedReply::Nothing);
                 return Poll::Ready(entry.error.map_or(Ok(outcome), Err));
             }
             if self.connection.fault.borrow().is_some() {
                 return Poll::Ready(Err(CONNECTION_LOST));
             }
-            entry.waiting = Some(context.waker().clone());
+            entry.waker = Some(context.waker().clone());
             Poll::Pending
         })
         .await
@@ -704,10 +704,10 @@ impl Drop for PendingReply<'_> {
         let mut in_flight = self.connection.in_flight.borrow_mut();
         let entry = &mut in_flight[self.key];
         // Without a reply the slot stays reserved, or a late reply would match a new request.
-        if entry.answered {
+        if entry.is_answered {
             in_flight.remove(self.key);
         } else {
-            entry.abandoned = true;
+            entry.is_cancelled = true;
         }
     }
 }

@@ -88,8 +88,8 @@ fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
     for option in options.split(',').filter(|option| !option.is_empty()) {
         let (name, value) =
             option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
-        let is_for_others = value.is_none() && IGNORED_OPTIONS.contains(&name);
-        if is_for_others || name == "comment" || name.starts_with("x-") || name.starts_with("X-") {
+        let is_ignored = value.is_none() && IGNORED_OPTIONS.contains(&name);
+        if is_ignored || name == "comment" || name.starts_with("x-") || name.starts_with("X-") {
             continue;
         }
         // Both: the disk must reject writes, and the file system must be mounted read-only.

@@ -72,7 +72,7 @@ fn run_loop(screen: &mut Screen, source: &TopEventSource, mut state: TopState) -
                 None
             }
             WeirTopEvent::Changed(result) => {
-                state.changed(result);
+                state.finish_edit(result);
                 None
             }
         };

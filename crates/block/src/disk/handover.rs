@@ -90,7 +90,7 @@ impl Disk {
         if !handover.is_held() {
             // Locks first, then the metadata: the previous process may write until it has released
             // them.
-            self.take_locks(began, timeout, is_wanted).await?;
+            self.acquire_locks(began, timeout, is_wanted).await?;
             let result = {
                 let _drained = handover.in_flight.exclusive(0..1).await;
                 // As a change of the whole disk, so that no data from before is served from the
@@ -111,7 +111,7 @@ impl Disk {
         Ok(())
     }
 
-    async fn take_locks(
+    async fn acquire_locks(
         &self,
         began: Instant,
         timeout: Duration,

@@ -78,7 +78,7 @@ impl Disk {
     ///
     /// # Errors
     /// The process has too many open files.
-    pub fn descriptors(&self) -> io::Result<Vec<PassedFile>> {
+    pub fn duplicate_descriptors(&self) -> io::Result<Vec<PassedFile>> {
         self.image.descriptors()
     }
 
@@ -96,7 +96,7 @@ impl Disk {
 
     /// True if a Ceph cluster has blocklisted this process, which is permanent.
     pub fn is_blocklisted(&self) -> bool {
-        self.image.is_lost()
+        self.image.is_blocklisted()
     }
 
     /// Blocklists clients that still have its RBD image open for writing, by the client numbers
@@ -105,7 +105,7 @@ impl Disk {
     /// # Errors
     /// As reported by the cluster.
     pub async fn blocklist(&self, clients: &[u64]) -> Result<(), Error> {
-        self.image.close_for_new_requests(clients).await
+        self.image.blocklist(clients).await
     }
 
     /// Closes this process's own resources although another process continues the image: RBD images
@@ -161,7 +161,7 @@ impl Disk {
         self.image.write_metadata_for_handover().await?;
         let remote = async {
             self.image.flush_servers().await?;
-            self.image.leave_clusters().await
+            self.image.suspend_clusters().await
         };
         reactor::timeout(QUIESCE_TIMEOUT, remote).await.unwrap_or(Err(Error::TIMED_OUT))
     }

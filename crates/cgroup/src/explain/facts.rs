@@ -64,7 +64,7 @@ pub(crate) struct CgroupFacts {
     pub(crate) kernel: KernelRelease,
     /// The cgroup, then its ancestors up to the root.
     pub(crate) levels: Vec<CgroupLevel>,
-    pub(crate) inner: Vec<CgroupLevel>,
+    pub(crate) descendants: Vec<CgroupLevel>,
     pub(crate) memory: MemoryController,
     pub(crate) processes: Vec<ExaminedProcess>,
     /// Hypothetical uses of the file systems on limited disks, if no process has a file open.
@@ -74,10 +74,10 @@ pub(crate) struct CgroupFacts {
     pub(crate) swaps: Vec<SwapArea>,
     pub(crate) swapped: Option<Evidence>,
     /// Dirty pages charged to a cgroup that has no process any more.
-    pub(crate) left_dirty: Option<Evidence>,
-    pub(crate) accounts: Option<WriteAccounting>,
+    pub(crate) orphaned_dirty_pages: Option<Evidence>,
+    pub(crate) write_accounting: Option<WriteAccounting>,
     pub(crate) other_controls: Vec<OtherControl>,
-    pub(crate) gaps: Vec<Evidence>,
+    pub(crate) unexamined: Vec<Evidence>,
 }
 
 #[derive(Debug, Clone)]
@@ -100,7 +100,7 @@ pub(crate) struct CgroupLevel {
     pub(crate) root: bool,
     pub(crate) has_limits: bool,
     pub(crate) controllers: Option<Evidence>,
-    pub(crate) subtree: Option<Evidence>,
+    pub(crate) subtree_control: Option<Evidence>,
     pub(crate) kind: Option<Evidence>,
     pub(crate) limits: Vec<LevelLimit>,
     pub(crate) files: Vec<Evidence>,
@@ -112,7 +112,7 @@ impl CgroupLevel {
     }
 
     pub(crate) fn enables_for_children(&self, controller: &str) -> bool {
-        lists_controller(self.subtree.as_ref(), controller)
+        lists_controller(self.subtree_control.as_ref(), controller)
     }
 
     pub(crate) fn limit(&self, disk: DeviceNumber) -> Option<&LevelLimit> {
@@ -135,7 +135,7 @@ pub(crate) struct LevelLimit {
 pub(crate) struct ExaminedProcess {
     pub(crate) pid: i32,
     pub(crate) name: String,
-    pub(crate) began: Option<SystemTime>,
+    pub(crate) started: Option<SystemTime>,
     pub(crate) group: String,
     pub(crate) kernel: Option<Evidence>,
     pub(crate) uses: Vec<FileUse>,
@@ -156,7 +156,7 @@ pub(crate) struct FileUse {
     /// Set if the file is written through the page cache.
     pub(crate) created: Option<SystemTime>,
     /// Set if a file written through the page cache is older than every process of the cgroup.
-    pub(crate) older: Option<Evidence>,
+    pub(crate) older_than_processes: Option<Evidence>,
     pub(crate) other_writers: Vec<OtherWriter>,
 }
 
@@ -196,11 +196,11 @@ pub(crate) enum IoLocation {
 pub(crate) struct MountedFileSystem {
     pub(crate) number: DeviceNumber,
     pub(crate) kind: String,
-    pub(crate) point: String,
+    pub(crate) mount_point: String,
     pub(crate) super_options: String,
     pub(crate) class: FileSystemClass,
     pub(crate) evidence: Evidence,
-    pub(crate) below: BackingDisk,
+    pub(crate) backing_disk: BackingDisk,
     pub(crate) partition: Option<Evidence>,
     pub(crate) used: bool,
     pub(crate) overlay: Option<Evidence>,
@@ -218,7 +218,7 @@ pub(crate) struct DiskFacts {
     pub(crate) number: DeviceNumber,
     pub(crate) node: String,
     pub(crate) kind: DiskKind,
-    pub(crate) parts: Vec<DeviceNumber>,
+    pub(crate) lower_disks: Vec<DeviceNumber>,
     pub(crate) evidence: Vec<Evidence>,
 }
 
@@ -232,7 +232,7 @@ pub(crate) enum DiskKind {
     Raid(String),
     Loop {
         /// Index in [`CgroupFacts::file_systems`].
-        on: Option<usize>,
+        file_system: Option<usize>,
         direct: bool,
     },
     Gone,
@@ -255,7 +255,7 @@ pub(crate) struct SwapArea {
 pub(crate) struct WriteAccounting {
     pub(crate) written_bytes: u64,
     pub(crate) charged_bytes: u64,
-    pub(crate) waiting_bytes: u64,
+    pub(crate) dirty_bytes: u64,
     pub(crate) evidence: Vec<Evidence>,
 }
 
@@ -266,7 +266,7 @@ const MIN_MISSING_BYTES: u64 = 16 << 20;
 impl WriteAccounting {
     pub(crate) fn charged_elsewhere(&self) -> bool {
         // Bytes that wait in the page cache are charged only when they are written.
-        let accounted = self.charged_bytes.saturating_add(self.waiting_bytes);
+        let accounted = self.charged_bytes.saturating_add(self.dirty_bytes);
         let missing = self.written_bytes.saturating_sub(accounted);
         // The second condition allows for counters that are incomplete in proportion to the volume.
         missing >= MIN_MISSING_BYTES && missing > self.written_bytes / 4
@@ -299,7 +299,7 @@ impl CgroupFacts {
     pub(crate) fn disk_of(&self, location: IoLocation) -> Option<DeviceNumber> {
         match location {
             IoLocation::Disk(number) => Some(number),
-            IoLocation::FileSystem(index) => match self.file_systems[index].below {
+            IoLocation::FileSystem(index) => match self.file_systems[index].backing_disk {
                 BackingDisk::Disk(number) => Some(number),
                 BackingDisk::NoDisk | BackingDisk::Unknown(_) => None,
             },
@@ -311,6 +311,6 @@ impl CgroupFacts {
     }
 
     pub(crate) fn level_of(&self, group: &str) -> &CgroupLevel {
-        self.inner.iter().find(|level| level.name == group).unwrap_or_else(|| self.own())
+        self.descendants.iter().find(|level| level.name == group).unwrap_or_else(|| self.own())
     }
 }

@@ -179,9 +179,9 @@ fn default_directory(facts: &CgroupFacts) -> anyhow::Result<PathBuf> {
         .file_systems
         .iter()
         .filter(|file_system| file_system.used)
-        .find(|file_system| matches!(file_system.below, facts::BackingDisk::Disk(disk) if limited(disk)));
+        .find(|file_system| matches!(file_system.backing_disk, facts::BackingDisk::Disk(disk) if limited(disk)));
     match on_limited {
-        Some(file_system) => Ok(PathBuf::from(&file_system.point)),
+        Some(file_system) => Ok(PathBuf::from(&file_system.mount_point)),
         None => bail!("--measure: no file system on a limited disk is known (name a --directory)"),
     }
 }

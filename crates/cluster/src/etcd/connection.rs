@@ -35,7 +35,7 @@ use tokio_openssl::SslStream;
 use super::EtcdError;
 
 /// Maximum length of an answer: 10,000 hosts with ten groups each.
-const MAX_ANSWER_BYTES: usize = 64 << 20;
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
 /// OpenSSL's codes for certificates that are not yet valid, expired, or issued to another name
 /// (x509_vfy.h).
 const X509_V_ERR_CERT_NOT_YET_VALID: i32 = 9;
@@ -65,27 +65,27 @@ impl EtcdTls {
     pub(super) fn new(certificates: Option<&Path>) -> anyhow::Result<Self> {
         let mut builder = SslConnector::builder(SslMethod::tls_client()).context("TLS")?;
         if let Some(directory) = certificates {
-            Self::read(&mut builder, directory).context("certificates")?;
+            Self::add_certificates(&mut builder, directory).context("certificates")?;
         }
         Ok(Self(builder.build()))
     }
 
-    fn read(builder: &mut SslConnectorBuilder, directory: &Path) -> anyhow::Result<()> {
-        let found = fs::metadata(directory);
-        if let Err(error) = &found
+    fn add_certificates(builder: &mut SslConnectorBuilder, directory: &Path) -> anyhow::Result<()> {
+        let metadata = fs::metadata(directory);
+        if let Err(error) = &metadata
             && error.kind() == io::ErrorKind::PermissionDenied
         {
-            return found.map(drop).with_context(|| directory.display().to_string());
+            return metadata.map(drop).with_context(|| directory.display().to_string());
         }
         ensure!(
-            found.is_ok_and(|found| found.is_dir()),
+            metadata.is_ok_and(|found| found.is_dir()),
             "{}: is not a directory (set certificates of [cluster] to the directory with \
              ca-cert.pem, the authority of etcd's certificates)",
             directory.display()
         );
-        let signs =
+        let purpose =
             "the authority of etcd's certificates: put it there, or correct certificates of [cluster]";
-        for authority in tls::certificates(&directory.join("ca-cert.pem"), signs)? {
+        for authority in tls::certificates(&directory.join("ca-cert.pem"), purpose)? {
             builder.cert_store_mut().add_cert(authority)?;
         }
         let (own_certificate, own_key) =
@@ -188,19 +188,19 @@ impl EtcdConnection {
         tls: Option<&EtcdTls>,
         timeout: Duration,
     ) -> Result<Self, EtcdError> {
-        let mut last = anyhow!("its name has no address");
+        let mut last_error = anyhow!("its name has no address");
         for address in addresses {
             let opened = tokio::time::timeout(timeout, Self::open_at(&endpoint, *address, tls)).await;
             match opened {
                 Ok(Ok(connection)) => return Ok(connection),
-                Ok(Err(EtcdError::Unreachable(error))) => last = error,
+                Ok(Err(EtcdError::Unreachable(error))) => last_error = error,
                 // Tries the next address only after an unreachable one: a refusal is the member's,
                 // not the path's.
                 Ok(Err(refused)) => return Err(refused),
-                Err(_) => last = anyhow!("no answer in {} s", timeout.as_secs()),
+                Err(_) => last_error = anyhow!("no answer in {} s", timeout.as_secs()),
             }
         }
-        Err(EtcdError::Unreachable(last.context(format!("etcd {endpoint}"))))
+        Err(EtcdError::Unreachable(last_error.context(format!("etcd {endpoint}"))))
     }
 
     async fn open_at(
@@ -299,14 +299,14 @@ impl EtcdConnection {
     ) -> Result<(StatusCode, Value), EtcdError> {
         let response = self.send_request(path, body.to_string().into_bytes(), token).await?;
         let status = response.status();
-        let reply = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
+        let reply = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
         let reply = reply.map_err(|error| {
             let endpoint = &self.endpoint;
             EtcdError::Unreachable(match error.is::<LengthLimitError>() {
                 true => anyhow!(
                     "etcd {endpoint}: its answer is longer than {} MiB (other data is stored there: \
                      `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
-                    MAX_ANSWER_BYTES >> 20
+                    MAX_RESPONSE_BYTES >> 20
                 ),
                 false => anyhow!("etcd {endpoint}: {error}"),
             })
@@ -357,8 +357,8 @@ mod tests {
     use super::*;
 
     const DAY_S: i64 = 86_400;
-    const HERE: &str = "127.0.0.1";
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const LOCALHOST: &str = "127.0.0.1";
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     /// Certificate for this address, valid between two days from now.
     fn certificate(address: &str, from: i64, until: i64) -> (X509, PKey<Private>) {
@@ -391,17 +391,17 @@ mod tests {
     }
 
     /// Error for a client that trusts this certificate, with a member at this address.
-    fn refused(trusted: &X509, address: SocketAddr) -> EtcdError {
+    fn connection_error(trusted: &X509, address: SocketAddr) -> EtcdError {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("ca-cert.pem"), trusted.to_pem().unwrap()).unwrap();
         let tls = EtcdTls::new(Some(directory.path())).unwrap();
         let endpoint: EtcdEndpoint = format!("https://{address}").parse().unwrap();
-        on_runtime(EtcdConnection::open(endpoint, &[address], Some(&tls), PATIENCE)).unwrap_err()
+        on_runtime(EtcdConnection::open(endpoint, &[address], Some(&tls), TIMEOUT)).unwrap_err()
     }
 
     /// Error text for a member with this certificate.
-    fn handshake_message(shown: &(X509, PKey<Private>), trusted: &X509) -> String {
-        let (certificate, key) = shown;
+    fn handshake_message(member_certificate: &(X509, PKey<Private>), trusted: &X509) -> String {
+        let (certificate, key) = member_certificate;
         let mut acceptor = SslAcceptor::mozilla_intermediate(SslMethod::tls_server()).unwrap();
         acceptor.set_certificate(certificate).unwrap();
         acceptor.set_private_key(key).unwrap();
@@ -413,7 +413,7 @@ mod tests {
             // The client aborts the handshake.
             assert!(acceptor.accept(stream).is_err());
         });
-        let error = refused(trusted, address);
+        let error = connection_error(trusted, address);
         member.join().unwrap();
         let text = error.to_string();
         assert!(matches!(error, EtcdError::Refused(_)), "{text}");
@@ -428,17 +428,17 @@ mod tests {
                       \"etcd1.example\", 192.0.2.7 (";
         let message = handshake_message(&other, &other.0);
         assert!(message.contains(expect), "{message}");
-        let old = certificate(HERE, -9, -2);
+        let old = certificate(LOCALHOST, -9, -2);
         let message = handshake_message(&old, &old.0);
         let end = old.0.not_after();
         assert!(
             message.contains(&format!("etcd's certificate has expired, at {end} (renew it")),
             "{message}"
         );
-        let early = certificate(HERE, 2, 9);
+        let early = certificate(LOCALHOST, 2, 9);
         let message = handshake_message(&early, &early.0);
         assert!(message.contains("etcd's certificate is not valid before "), "{message}");
-        let message = handshake_message(&certificate(HERE, -1, 2), &other.0);
+        let message = handshake_message(&certificate(LOCALHOST, -1, 2), &other.0);
         assert!(message.contains("etcd's certificate is not trusted: self"), "{message}");
     }
 
@@ -458,7 +458,7 @@ mod tests {
 
     #[test]
     fn a_member_without_tls_is_recognized() {
-        let connect = |address| refused(&certificate(HERE, -1, 2).0, address);
+        let connect = |address| connection_error(&certificate(LOCALHOST, -1, 2).0, address);
         let message = message_after_reply(b"HTTP/1.0 400 Bad Request\r\n\r\n", connect);
         assert!(
             message.ends_with(
@@ -479,7 +479,7 @@ mod tests {
         let connect = |address: SocketAddr| {
             let endpoint: EtcdEndpoint = format!("http://{address}").parse().unwrap();
             on_runtime(async {
-                let opened = EtcdConnection::open(endpoint, &[address], None, PATIENCE).await;
+                let opened = EtcdConnection::open(endpoint, &[address], None, TIMEOUT).await;
                 opened.unwrap().request("/", &Value::Null, None).await.unwrap_err()
             })
         };

@@ -88,7 +88,7 @@ fn front_end_event(disk: &str, event: &FrontEndEvent<'_>) -> NewEvent {
             );
             NewEvent::new(Kind::RingBroken, message).with("ring", ring).with("reason", why.to_string())
         }
-        FrontEndEvent::RingServed { ring, after } => {
+        FrontEndEvent::RingRecovered { ring, broken_for: after } => {
             let seconds = after.as_secs();
             let message = format!("ring {ring} of disk {disk} is served again, after {seconds} s");
             NewEvent::new(Kind::RingServed, message).with("ring", ring).with("seconds", seconds)

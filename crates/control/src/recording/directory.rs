@@ -137,7 +137,7 @@ impl RecordingDirectory {
         if let Some(stopped) = &self.stopped {
             sink.record_dropped(stopped.lost);
         }
-        self.first_limits(limits).iter().for_each(|limits| sink.limits(limits, now));
+        self.first_limits(limits).iter().for_each(|limits| sink.add_limits(limits, now));
         Ok((sink, path))
     }
 
@@ -292,43 +292,43 @@ impl RecordingDirectory {
 }
 
 impl RecordingOutput for RecordingDirectory {
-    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, limits: &LimitsByOwner) {
+    fn add_request(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, limits: &LimitsByOwner) {
         match self.open_sink(limits) {
-            Some(sink) => sink.take(finished, named),
+            Some(sink) => sink.add_request(finished, named),
             None => self.count_dropped(finished.requests.max(1).into()),
         }
     }
 
-    fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
+    fn add_limits(&mut self, limits: &OwnerLimits, at: Instant) {
         if let Some((sink, _)) = &mut self.current {
-            sink.limits(limits, at);
+            sink.add_limits(limits, at);
         } else if limits.is_none() && self.removed.len() < MAX_REMOVED_OWNERS {
             self.removed.insert(limits.key(), limits.clone());
         }
     }
 
-    fn turn(&mut self, lost: u64) {
+    fn write_due(&mut self, lost: u64) {
         if lost > 0 {
             self.count_dropped(lost);
         }
         let hour = seconds(SystemTime::now()) / HOUR_SECONDS;
         // By the wall clock, so that files begin at full hours.
-        let is_another = std::mem::replace(&mut self.hour, hour) != hour;
+        let is_new_hour = std::mem::replace(&mut self.hour, hour) != hour;
         if !self.is_current_in_place() {
             self.abandon_current();
         }
         self.try_lock();
         if let Some((sink, _)) = &mut self.current {
             let ends_file =
-                is_another || self.has_ended || sink.bytes() >= self.record.limit / FILE_SIZE_DIVISOR;
+                is_new_hour || self.has_ended || sink.bytes() >= self.record.limit / FILE_SIZE_DIVISOR;
             if ends_file {
                 sink.encode_block();
             }
-            sink.turn();
+            sink.write_due();
             self.handle_turn_result(ends_file);
         }
         // Also without requests, or an idle daemon would keep old files.
-        if is_another && let Err(error) = self.prune() {
+        if is_new_hour && let Err(error) = self.prune() {
             self.interrupt(&error, 0);
         }
     }

@@ -22,15 +22,15 @@ impl RecordingDirectoryTest {
             limit: 16 << 20,
             ..RecordingConfig::new(temporary.path().into())
         };
-        let (directory, named) = (RecordingDirectory::new(record), RecordedDiskEntry::alone(0, "vm1"));
+        let (directory, named) = (RecordingDirectory::new(record), RecordedDiskEntry::without_group(0, "vm1"));
         Self { directory, place: temporary, named, limits: LimitsByOwner::new() }
     }
 
     fn record(&mut self, requests: u64) {
         for _ in 0..requests {
-            self.directory.take(&read(), &self.named, &self.limits);
+            self.directory.add_request(&read(), &self.named, &self.limits);
         }
-        self.directory.turn(0);
+        self.directory.write_due(0);
     }
 
     fn files(&self) -> Vec<String> {
@@ -94,7 +94,7 @@ fn oldest_files_are_removed_and_foreign_files_kept() {
     let foreign = directory.path().join("2020-01-01T00-00-00.000Z.recording");
     fs::create_dir(&foreign).unwrap();
     let mut fixture = RecordingDirectoryTest::new(directory);
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     fs::remove_dir(&foreign).unwrap();
     let left = ["2025-11-24T04-00-00.000Z.recording", "2025-11-24T05-00-00.000Z.recording", "day.recording"];
     assert_eq!(fixture.files(), left);
@@ -113,12 +113,12 @@ fn only_the_lock_owner_removes_files() {
         file.set_modified(SystemTime::now() - Duration::from_secs(7300)).unwrap();
     };
     make_old();
-    second.turn(0);
+    second.write_due(0);
     assert!(old.exists() && second.lock.is_none());
     drop(first.directory);
     // The next call of `turn` begins an hour, and therefore prunes.
     second.hour -= 1;
-    second.turn(0);
+    second.write_due(0);
     assert!(!old.exists() && !is_free(&path, None).unwrap());
 }
 
@@ -127,7 +127,7 @@ fn setting_the_clock_does_not_age_files() {
     let mut fixture = RecordingDirectoryTest::new(temporary_directory());
     fixture.record(5);
     fixture.directory.hour -= 1;
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     let written = fixture.files();
     assert_eq!(written.len(), 1);
     // As if the clock had been advanced by three days since the file was written.
@@ -147,17 +147,17 @@ fn setting_the_clock_does_not_age_files() {
 #[test]
 fn file_of_an_hour_is_created_by_its_first_request() {
     let mut fixture = RecordingDirectoryTest::new(temporary_directory());
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     assert_eq!(fixture.files(), [""; 0]);
     fixture.record(5);
     fixture.record(5);
     assert_eq!(fixture.files().len(), 1);
     fixture.directory.hour -= 1;
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     assert!(fixture.directory.current.is_none());
     fixture.record(1);
     fixture.directory.end();
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     assert!(fixture.directory.has_ended());
     assert_eq!((fixture.files().len(), fixture.counts()), (2, (11, 0)));
 }
@@ -177,7 +177,7 @@ fn unwritable_requests_are_dropped_and_counted() {
     // The dropped requests are counted in the file's first block.
     assert_eq!(fixture.directory.stopped.as_ref().unwrap().lost, 7);
     fixture.directory.end();
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     assert!(fixture.directory.stopped.is_none());
     assert_eq!((fixture.counts(), fixture.files().len()), ((1, 7), 1));
 }
@@ -186,15 +186,15 @@ fn unwritable_requests_are_dropped_and_counted() {
 fn partial_block_is_truncated_and_counted() {
     let mut fixture = RecordingDirectoryTest::new(temporary_directory());
     // The first call of `turn` begins an hour.
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     fixture.record(5);
     let (sink, _) = fixture.directory.current.as_mut().unwrap();
     sink.encode_block();
-    fixture.directory.turn(0);
+    fixture.directory.write_due(0);
     let path = fixture.place.path().join(&fixture.files()[0]);
     let complete = fs::read(&path).unwrap();
     for _ in 0..3 {
-        fixture.directory.take(&read(), &fixture.named, &LimitsByOwner::new());
+        fixture.directory.add_request(&read(), &fixture.named, &LimitsByOwner::new());
     }
     // Half a block is written, then the disk is full.
     fixture.directory.current.as_mut().unwrap().0.write_half_block();
@@ -243,14 +243,14 @@ fn a_file_begins_with_the_limits_in_force_and_ends_those_of_removed_owners() {
     }
     // Removed and added again, removed for good, and changed: all while no file is open.
     for name in ["silver", "bronze", "gold"] {
-        fixture.directory.limits(&group(name, 0), Instant::ZERO);
+        fixture.directory.add_limits(&group(name, 0), Instant::ZERO);
     }
     let mut first_limits = fixture.directory.first_limits(&fixture.limits);
     first_limits.sort_by_key(|limits| limits.key().1);
     assert_eq!(first_limits, [group("bronze", 0), group("gold", 0), group("silver", 200)]);
     assert!(fixture.directory.removed.is_empty());
     // Changes reach an open file at once.
-    fixture.directory.take(&read(), &fixture.named, &fixture.limits);
-    fixture.directory.limits(&group("silver", 0), Instant::ZERO);
+    fixture.directory.add_request(&read(), &fixture.named, &fixture.limits);
+    fixture.directory.add_limits(&group("silver", 0), Instant::ZERO);
     assert!(fixture.directory.removed.is_empty());
 }

@@ -35,15 +35,15 @@ pub(super) type EndSignal = async_channel::Sender<Infallible>;
 pub(super) trait RecordingOutput: Send {
     /// Adds a request of a recorded disk. `limits` are those in force, with which a new file
     /// begins.
-    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, limits: &LimitsByOwner);
+    fn add_request(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, limits: &LimitsByOwner);
 
     /// Adds limits in force from an instant on. Called first for each recorded disk and its
     /// ancestor groups, then for each change.
-    fn limits(&mut self, _limits: &OwnerLimits, _at: Instant) {}
+    fn add_limits(&mut self, _limits: &OwnerLimits, _at: Instant) {}
 
     /// Called after each collection; `lost` is the number of requests of its disks whose records
     /// were dropped.
-    fn turn(&mut self, lost: u64);
+    fn write_due(&mut self, lost: u64);
 
     /// Announces that no further records follow.
     fn end(&mut self);
@@ -144,7 +144,7 @@ impl EngineSink {
     fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
         let key = limits.key();
         if self.limits.get(&key) != Some(limits) {
-            self.output.limits(limits, at);
+            self.output.add_limits(limits, at);
             self.limits.insert(key, limits.clone());
         }
     }
@@ -152,7 +152,7 @@ impl EngineSink {
     fn remove(&mut self, owner: &LimitKey, at: Instant) {
         let before = self.limits.remove(owner);
         if before.is_some_and(|before| !before.is_none()) {
-            self.output.limits(&OwnerLimits::removed(owner.clone()), at);
+            self.output.add_limits(&OwnerLimits::removed(owner.clone()), at);
         }
     }
 }
@@ -210,7 +210,7 @@ impl EngineThread {
     fn store(&mut self, disks: Vec<(RecordedDiskEntry, Vec<u64>)>, at: Instant) {
         for (named, sinks) in disks {
             for sink in self.sinks.iter_mut().filter(|sink| sinks.contains(&sink.id)) {
-                named.in_force.iter().for_each(|limits| sink.limits(limits, at));
+                named.owner_limits.iter().for_each(|limits| sink.limits(limits, at));
             }
             let index = named.number as usize;
             self.disks[index] = Some((named, sinks));
@@ -222,7 +222,7 @@ impl EngineThread {
         let have_lost = collector.take(|finished: &RequestRecord| {
             let Some(Some((named, sink_ids))) = disks.get(finished.disk as usize) else { return };
             for sink in sinks.iter_mut().filter(|sink| sink_ids.contains(&sink.id)) {
-                sink.output.take(finished, named, &sink.limits);
+                sink.output.add_request(finished, named, &sink.limits);
             }
         });
         if have_lost {
@@ -232,7 +232,7 @@ impl EngineThread {
     }
 
     fn turn_sinks(&mut self) {
-        self.sinks.iter_mut().for_each(|sink| sink.output.turn(std::mem::take(&mut sink.dropped)));
+        self.sinks.iter_mut().for_each(|sink| sink.output.write_due(std::mem::take(&mut sink.dropped)));
         // Dropping the sink signals its end.
         self.sinks.retain_mut(|sink| !sink.output.has_ended());
     }
@@ -249,7 +249,7 @@ fn change_limits_of(sinks: &mut [EngineSink], limits: &OwnerLimits, at: Instant)
 fn distribute_dropped(disks: &[Option<(RecordedDiskEntry, Vec<u64>)>], sinks: &mut [EngineSink]) {
     for (named, sink_ids) in disks.iter().flatten() {
         // Taken once per disk and added to each of its sinks.
-        let lost = named.lost.take();
+        let lost = named.dropped.take();
         sinks.iter_mut().filter(|sink| sink_ids.contains(&sink.id)).for_each(|sink| sink.dropped += lost);
     }
 }
@@ -265,8 +265,8 @@ mod tests {
     struct NullOutput;
 
     impl RecordingOutput for NullOutput {
-        fn take(&mut self, _: &RequestRecord, _: &RecordedDiskEntry, _: &LimitsByOwner) {}
-        fn turn(&mut self, _: u64) {}
+        fn add_request(&mut self, _: &RequestRecord, _: &RecordedDiskEntry, _: &LimitsByOwner) {}
+        fn write_due(&mut self, _: u64) {}
         fn end(&mut self) {}
         fn has_ended(&mut self) -> bool {
             false
@@ -278,11 +278,11 @@ mod tests {
     struct CollectedLimits(Arc<Mutex<Vec<(u64, OwnerLimits)>>>);
 
     impl RecordingOutput for CollectedLimits {
-        fn take(&mut self, _: &RequestRecord, _: &RecordedDiskEntry, _: &LimitsByOwner) {}
-        fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
+        fn add_request(&mut self, _: &RequestRecord, _: &RecordedDiskEntry, _: &LimitsByOwner) {}
+        fn add_limits(&mut self, limits: &OwnerLimits, at: Instant) {
             self.0.lock().unwrap().push((at.as_nanos() / 1_000_000, limits.clone()));
         }
-        fn turn(&mut self, _: u64) {}
+        fn write_due(&mut self, _: u64) {}
         fn end(&mut self) {}
         fn has_ended(&mut self) -> bool {
             false
@@ -327,8 +327,8 @@ mod tests {
         };
         let mut sinks = [sink(1), sink(2), sink(3)];
         let disk = |number, sink_ids: &[u64], lost| {
-            let named = RecordedDiskEntry::alone(number, "a disk");
-            named.lost.add(lost);
+            let named = RecordedDiskEntry::without_group(number, "a disk");
+            named.dropped.add(lost);
             Some((named, sink_ids.to_vec()))
         };
         let disks = [disk(0, &[1, 3], 5), None, disk(2, &[3], 7), disk(3, &[], 9)];

@@ -17,23 +17,23 @@ pub(super) struct RecordedDiskEntry {
     /// Numbers and names of limits, by level and kind.
     limits: Vec<(u32, Arc<str>)>,
     /// Its own limits, and those of its groups.
-    pub(super) in_force: Vec<OwnerLimits>,
+    pub(super) owner_limits: Vec<OwnerLimits>,
     /// Counter of its dropped records.
-    pub(super) lost: Arc<DroppedRecords>,
+    pub(super) dropped: Arc<DroppedRecords>,
 }
 
 impl RecordedDiskEntry {
     /// True if a recording of these disks and groups includes this disk; an empty list includes
     /// all.
     pub(super) fn is_recorded_by(&self, names: &[String]) -> bool {
-        let is_own =
+        let matches =
             |name: &String| **name == *self.name || self.groups.iter().any(|group| **name == **group);
-        names.is_empty() || names.iter().any(is_own)
+        names.is_empty() || names.iter().any(matches)
     }
 
     /// Number and name of a throttle cause, such as `iops-total`, or `bps-read@gold` for a group.
-    pub(super) fn cause_name(&self, held: LevelCause) -> Option<(u32, &Arc<str>)> {
-        let (number, name) = self.limits.get(held.level * LimitKind::ALL.len() + held.kind.index())?;
+    pub(super) fn cause_name(&self, cause: LevelCause) -> Option<(u32, &Arc<str>)> {
+        let (number, name) = self.limits.get(cause.level * LimitKind::ALL.len() + cause.kind.index())?;
         Some((*number, name))
     }
 }
@@ -41,9 +41,9 @@ impl RecordedDiskEntry {
 #[cfg(test)]
 impl RecordedDiskEntry {
     /// Disk without group and limits.
-    pub(super) fn alone(number: u32, name: &str) -> Self {
+    pub(super) fn without_group(number: u32, name: &str) -> Self {
         let (groups, limits, in_force) = (Vec::new(), Vec::new(), Vec::new());
-        Self { number, name: name.into(), groups, limits, in_force, lost: Arc::default() }
+        Self { number, name: name.into(), groups, limits, owner_limits: in_force, dropped: Arc::default() }
     }
 }
 
@@ -73,13 +73,13 @@ impl RecordingNumbers {
             name,
             groups,
             limits,
-            in_force,
-            lost: Arc::clone(disk.recording().dropped()),
+            owner_limits: in_force,
+            dropped: Arc::clone(disk.recording().dropped()),
         }
     }
 }
 
-fn number_of(known: &mut HashMap<Arc<str>, u32>, name: Arc<str>) -> (u32, Arc<str>) {
-    let next = u32::try_from(known.len()).expect("fewer than there is memory for");
-    (*known.entry(Arc::clone(&name)).or_insert(next), name)
+fn number_of(numbers: &mut HashMap<Arc<str>, u32>, name: Arc<str>) -> (u32, Arc<str>) {
+    let next = u32::try_from(numbers.len()).expect("fewer than there is memory for");
+    (*numbers.entry(Arc::clone(&name)).or_insert(next), name)
 }

@@ -257,13 +257,13 @@ impl RecentOutput {
 }
 
 impl RecordingOutput for RecentOutput {
-    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, _: &LimitsByOwner) {
+    fn add_request(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, _: &LimitsByOwner) {
         if !finished.has_failed {
             self.new.push((Arc::clone(&named.name), RecentRequest::of(finished)));
         }
     }
 
-    fn turn(&mut self, lost: u64) {
+    fn write_due(&mut self, lost: u64) {
         self.turn_at(lost, reactor::real_time());
     }
 
@@ -307,11 +307,11 @@ mod tests {
     #[test]
     fn recent_requests_are_returned_unchanged() {
         let (recent, mut output) = recent_output();
-        let (a, b) = (RecordedDiskEntry::alone(0, "a"), RecordedDiskEntry::alone(1, "b"));
+        let (a, b) = (RecordedDiskEntry::without_group(0, "a"), RecordedDiskEntry::without_group(1, "b"));
         for ms in 1..=600 {
-            output.take(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
+            output.add_request(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
         }
-        output.take(&RequestRecord { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
+        output.add_request(&RequestRecord { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
         output.turn_at(0, at(700));
         let (since, requests) = recent.latest(&["a".into(), "b".into(), "c".into()], at(700), 1000);
         assert_eq!(
@@ -334,9 +334,9 @@ mod tests {
     #[test]
     fn merged_requests_are_expanded() {
         let (recent, mut output) = recent_output();
-        let a = RecordedDiskEntry::alone(0, "a");
+        let a = RecordedDiskEntry::without_group(0, "a");
         for ms in 1..=100 {
-            output.take(
+            output.add_request(
                 &RequestRecord { length: 8 * 4096, requests: 8, ..read(ms) },
                 &a,
                 &LimitsByOwner::new(),
@@ -356,10 +356,10 @@ mod tests {
     #[test]
     fn old_and_incomplete_periods_are_excluded() {
         let (recent, mut output) = recent_output();
-        let a = RecordedDiskEntry::alone(0, "a");
+        let a = RecordedDiskEntry::without_group(0, "a");
         let longest_ms = MAX_AGE.as_millis() as u64;
         for ms in (0..3000).chain(longest_ms..longest_ms + 100) {
-            output.take(&read(ms), &a, &LimitsByOwner::new());
+            output.add_request(&read(ms), &a, &LimitsByOwner::new());
         }
         output.turn_at(0, at(longest_ms + 2000));
         let (since, requests) = recent.latest(&["a".into()], at(longest_ms + 2000), usize::MAX);
@@ -376,10 +376,10 @@ mod tests {
     fn all_disks_share_one_bound() {
         assert_eq!(size_of::<RecentRequest>(), 32);
         let (recent, mut output) = recent_output();
-        let disks = ["a", "b"].map(|name| RecordedDiskEntry::alone(0, name));
+        let disks = ["a", "b"].map(|name| RecordedDiskEntry::without_group(0, name));
         let max = MAX_CHUNKS * CHUNK_REQUESTS;
         for number in 0..max + max / 2 {
-            output.take(&read(number as u64 / 8), &disks[number % 2], &LimitsByOwner::new());
+            output.add_request(&read(number as u64 / 8), &disks[number % 2], &LimitsByOwner::new());
             if number % 10_000 == 0 {
                 output.turn_at(0, at(number as u64 / 8));
             }

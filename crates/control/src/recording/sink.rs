@@ -36,7 +36,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, Default)]
 pub struct RecordingProgress {
     requests: AtomicU64,
-    lost: AtomicU64,
+    dropped: AtomicU64,
     bytes: AtomicU64,
     error: Mutex<Option<String>>,
 }
@@ -47,7 +47,7 @@ impl RecordingProgress {
     }
 
     pub fn dropped(&self) -> u64 {
-        self.lost.load(Relaxed)
+        self.dropped.load(Relaxed)
     }
 
     /// Bytes written.
@@ -67,7 +67,7 @@ impl RecordingProgress {
 
     /// Adds dropped requests.
     pub(super) fn add_dropped(&self, requests: u64) {
-        self.lost.fetch_add(requests, Relaxed);
+        self.dropped.fetch_add(requests, Relaxed);
     }
 
     fn fail(&self, error: &io::Error) {
@@ -81,11 +81,11 @@ impl RecordingProgress {
 
 pub(super) struct RecordingSink {
     writer: RecordingWriter<BufferedFile>,
-    began: Instant,
-    block_began: Instant,
-    ends_by: Option<Instant>,
+    started: Instant,
+    block_started: Instant,
+    reader_deadline: Option<Instant>,
     /// Latest limits of each disk and group that changed while the buffer was full.
-    withheld: HashMap<LimitKey, LimitChange>,
+    pending_limits: HashMap<LimitKey, LimitChange>,
     /// Requests since the last time when everything was written.
     unwritten: u64,
     is_empty: bool,
@@ -101,15 +101,15 @@ impl RecordingSink {
         fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
         let output =
-            BufferedFile { file: file.into(), waiting: VecDeque::new(), written: 0, complete_bytes: 0 };
+            BufferedFile { file: file.into(), buffered: VecDeque::new(), written: 0, complete_bytes: 0 };
         let writer = RecordingWriter::new(output, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
         let (ends_by, error) = (None, None);
         Ok(Self {
             writer,
-            began: now,
-            block_began: now,
-            ends_by,
-            withheld: HashMap::new(),
+            started: now,
+            block_started: now,
+            reader_deadline: ends_by,
+            pending_limits: HashMap::new(),
             unwritten: 0,
             is_empty: true,
             error,
@@ -155,32 +155,32 @@ impl RecordingSink {
         self.writer.add_lost(requests);
     }
 
-    pub(super) fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry) {
-        let parts = u64::from(finished.requests.max(1));
-        if self.error.is_some() || self.writer.output().waiting.len() > MAX_BUFFERED_BYTES {
+    pub(super) fn add_request(&mut self, request: &RequestRecord, recorded_disk: &RecordedDiskEntry) {
+        let parts = u64::from(request.requests.max(1));
+        if self.error.is_some() || self.writer.output().buffered.len() > MAX_BUFFERED_BYTES {
             return self.drop_requests(parts);
         }
         let nanos = |from: Instant, to: Instant| to.nanos_since(from);
-        let limit = finished.throttle_cause.and_then(|held| named.cause_name(held));
-        let length = finished.length / parts;
+        let limit = request.throttle_cause.and_then(|cause| recorded_disk.cause_name(cause));
+        let length = request.length / parts;
         let times = RecordedTimes {
-            wait_ns: nanos(finished.arrived, finished.admitted),
-            service_ns: nanos(finished.admitted, finished.completed),
+            wait_ns: nanos(request.arrived, request.admitted),
+            service_ns: nanos(request.admitted, request.completed),
         };
         for part in 0..parts {
-            let offset = finished.offset + part * length;
+            let offset = request.offset + part * length;
             let entry = RecordingEntry {
-                arrival_ns: nanos(self.began, finished.arrived),
+                arrival_ns: nanos(self.started, request.arrived),
                 times: Some(times),
                 offset,
                 length,
-                op: op(finished.operation),
-                has_failed: finished.has_failed,
-                disk: finished.disk,
+                op: op(request.operation),
+                has_failed: request.has_failed,
+                disk: request.disk,
                 limit: limit.map(|(number, _)| number),
             };
             // Merged requests are recorded separately, with equal times.
-            let written = self.writer.push(entry, || &named.name, || limit.map_or("", |(_, name)| name));
+            let written = self.writer.push(entry, || &recorded_disk.name, || limit.map_or("", |(_, name)| name));
             self.record_error(written);
         }
         self.unwritten += parts;
@@ -188,18 +188,18 @@ impl RecordingSink {
     }
 
     /// Adds limits that are in force from an instant on.
-    pub(super) fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
-        let change = limits.change(at.nanos_since(self.began));
-        self.withheld.insert(limits.key(), change);
+    pub(super) fn add_limits(&mut self, limits: &OwnerLimits, at: Instant) {
+        let change = limits.change(at.nanos_since(self.started));
+        self.pending_limits.insert(limits.key(), change);
         self.write_limits();
     }
 
     /// Passes withheld limits to the writer, if the buffer has space.
     fn write_limits(&mut self) {
-        if self.error.is_some() || self.writer.output().waiting.len() > MAX_BUFFERED_BYTES {
+        if self.error.is_some() || self.writer.output().buffered.len() > MAX_BUFFERED_BYTES {
             return;
         }
-        for (_, change) in std::mem::take(&mut self.withheld) {
+        for (_, change) in std::mem::take(&mut self.pending_limits) {
             let written = self.writer.change_limits(change);
             self.record_error(written);
         }
@@ -207,15 +207,15 @@ impl RecordingSink {
 
     /// Encodes the current block.
     pub(super) fn encode_block(&mut self) {
-        self.block_began = reactor::real_time();
+        self.block_started = reactor::real_time();
         let written = self.writer.end_block();
         self.record_error(written);
     }
 
     /// Encodes a block that is due, and writes as much as the file accepts.
-    pub(super) fn turn(&mut self) {
+    pub(super) fn write_due(&mut self) {
         self.write_limits();
-        let age = reactor::real_time().nanos_since(self.block_began);
+        let age = reactor::real_time().nanos_since(self.block_started);
         if age >= u64::try_from(MAX_BLOCK_AGE.as_nanos()).unwrap_or(u64::MAX) {
             self.encode_block();
         }
@@ -224,7 +224,7 @@ impl RecordingSink {
             self.record_error(written);
         }
         // The file ends with a complete block at this point.
-        if self.writer.is_block_empty() && self.writer.output().waiting.is_empty() && self.error.is_none() {
+        if self.writer.is_block_empty() && self.writer.output().buffered.is_empty() && self.error.is_none() {
             self.is_empty &= self.unwritten == 0;
             self.unwritten = 0;
             let output = self.writer.output_mut();
@@ -241,42 +241,42 @@ impl RecordingSink {
 
 /// Recording that a client reads while it is made.
 impl RecordingOutput for RecordingSink {
-    fn take(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, _: &LimitsByOwner) {
-        self.take(finished, named);
+    fn add_request(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, _: &LimitsByOwner) {
+        self.add_request(finished, named);
     }
 
-    fn limits(&mut self, limits: &OwnerLimits, at: Instant) {
-        self.limits(limits, at);
+    fn add_limits(&mut self, limits: &OwnerLimits, at: Instant) {
+        self.add_limits(limits, at);
     }
 
-    fn turn(&mut self, lost: u64) {
+    fn write_due(&mut self, lost: u64) {
         if lost > 0 {
             self.drop_requests(lost);
         }
-        self.turn();
+        self.write_due();
     }
 
     fn end(&mut self) {
         self.encode_block();
-        self.ends_by = Some(reactor::real_time() + END_TIMEOUT);
+        self.reader_deadline = Some(reactor::real_time() + END_TIMEOUT);
     }
 
     fn has_ended(&mut self) -> bool {
-        let is_whole = self.writer.output().waiting.is_empty();
-        if !is_whole && self.ends_by.is_some_and(|by| reactor::real_time() >= by) {
+        let is_whole = self.writer.output().buffered.is_empty();
+        if !is_whole && self.reader_deadline.is_some_and(|by| reactor::real_time() >= by) {
             self.record_error(Err(io::Error::other("its reader has not read all of it")));
         }
         if let Some(error) = &self.error {
             self.progress.fail(error);
         }
-        self.error.is_some() || self.ends_by.is_some() && is_whole
+        self.error.is_some() || self.reader_deadline.is_some() && is_whole
     }
 }
 
 /// File with a buffer of the bytes that it has not accepted yet.
 struct BufferedFile {
     file: std::fs::File,
-    waiting: VecDeque<u8>,
+    buffered: VecDeque<u8>,
     written: u64,
     /// Bytes written up to the end of the last complete block.
     complete_bytes: u64,
@@ -284,13 +284,13 @@ struct BufferedFile {
 
 impl BufferedFile {
     fn write_pending(&mut self, progress: &RecordingProgress) -> io::Result<()> {
-        while !self.waiting.is_empty() {
+        while !self.buffered.is_empty() {
             // The contiguous part; the loop continues with the second.
-            let (first, _) = self.waiting.as_slices();
+            let (first, _) = self.buffered.as_slices();
             match self.file.write(first) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
                 Ok(count) => {
-                    self.waiting.drain(..count);
+                    self.buffered.drain(..count);
                     self.written += count as u64;
                     progress.bytes.fetch_add(count as u64, Relaxed);
                 }
@@ -305,7 +305,7 @@ impl BufferedFile {
 
 impl Write for BufferedFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.waiting.extend(bytes);
+        self.buffered.extend(bytes);
         Ok(bytes.len())
     }
 
@@ -330,9 +330,9 @@ impl RecordingSink {
     pub(super) fn write_half_block(&mut self) {
         self.encode_block();
         let output = self.writer.output_mut();
-        let half = output.waiting.len() / 2;
+        let half = output.buffered.len() / 2;
         assert!(half > 0, "there is a block to be written");
-        let part: Vec<u8> = output.waiting.drain(..half).collect();
+        let part: Vec<u8> = output.buffered.drain(..half).collect();
         output.file.write_all(&part).expect("there is room");
         self.record_error(Err(ErrorKind::StorageFull.into()));
     }
@@ -351,7 +351,7 @@ mod tests {
         let (reader, writer) = pipe().unwrap();
         let progress = Arc::<RecordingProgress>::default();
         let mut sink = RecordingSink::new(writer, Instant::ZERO, Arc::clone(&progress)).unwrap();
-        let named = RecordedDiskEntry::alone(0, "vm1");
+        let named = RecordedDiskEntry::without_group(0, "vm1");
         let mut random = 1_u64;
         let mut submitted = 0;
         // Fills the pipe, then the buffer.
@@ -359,7 +359,7 @@ mod tests {
             // Knuth's MMIX generator, so that the data do not compress.
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let at = |nanos: u64| Instant::from_nanos(submitted * 1000 + nanos % 1_000_000);
-            sink.take(
+            sink.add_request(
                 &RequestRecord {
                     disk: 0,
                     operation: DiskOperation::Read,
@@ -376,16 +376,16 @@ mod tests {
             );
             submitted += 1;
             if submitted % 10_000 == 0 {
-                RecordingOutput::turn(&mut sink, 0);
+                RecordingOutput::write_due(&mut sink, 0);
             }
         }
-        assert!(sink.writer.output().waiting.capacity() < 3 * MAX_BUFFERED_BYTES);
+        assert!(sink.writer.output().buffered.capacity() < 3 * MAX_BUFFERED_BYTES);
         assert_eq!(progress.requests() + progress.dropped(), submitted);
         // A reader that reads at last receives everything that was kept.
         let read = thread::spawn(move || File::from(reader).read_to_end(&mut Vec::new()).unwrap());
         sink.end();
         while !sink.has_ended() {
-            RecordingOutput::turn(&mut sink, 0);
+            RecordingOutput::write_due(&mut sink, 0);
         }
         drop(sink);
         assert_eq!((read.join().unwrap() as u64, progress.error()), (progress.bytes(), None));

@@ -32,10 +32,10 @@ pub(super) async fn watch_image_changes(
     registry: Weak<Registry>,
     disk: String,
     notifier: Arc<ResizeNotifier>,
-    every: Option<Duration>,
+    poll_interval: Option<Duration>,
 ) {
     loop {
-        match every {
+        match poll_interval {
             // Timeout and notification have the same effect.
             Some(every) => drop(reactor::timeout(every, notifier.notified()).await),
             None => notifier.notified().await,

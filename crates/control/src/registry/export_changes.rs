@@ -23,12 +23,12 @@ impl Registry {
     /// Delays the acceptance of clients until [`Registry::accept_clients`]. Devices of this host
     /// are excepted: the kernel reads a device to create it.
     pub fn delay_clients(&self) {
-        self.lifecycle.delays_clients.set(true);
+        self.lifecycle.are_clients_delayed.set(true);
     }
 
     /// Accepts clients at all current and later endpoints.
     pub fn accept_clients(self: &Rc<Self>) {
-        self.lifecycle.delays_clients.set(false);
+        self.lifecycle.are_clients_delayed.set(false);
         for serving in self.exports.servers() {
             self.accept(&serving);
         }
@@ -41,9 +41,9 @@ impl Registry {
 
     /// Accepts NBD clients there, unless acceptance is delayed.
     pub(crate) fn accept(&self, serving: &RunningServer) {
-        if !self.lifecycle.delays_clients.get() {
-            let ender = Rc::clone(&self.lifecycle.request_end);
-            serving.accept(move |error| ender(DaemonEnd::Broken(error)));
+        if !self.lifecycle.are_clients_delayed.get() {
+            let request_end = Rc::clone(&self.lifecycle.request_end);
+            serving.accept(move |error| request_end(DaemonEnd::Broken(error)));
         }
     }
 
@@ -80,7 +80,7 @@ impl Registry {
             self.exports.servers().iter().any(|serving| serving.server.has_served())
                 || self.exports.own_endpoints().iter().any(|endpoint| endpoint.server.has_served())
         };
-        self.exports.connections() == 0 && (self.lifecycle.lost_device.get() || served())
+        self.exports.connections() == 0 && (self.lifecycle.was_device_removed.get() || served())
     }
 
     /// Fails if this name at this server is reserved for an export of another disk than `disk`.
@@ -154,23 +154,23 @@ impl Registry {
         disk: Rc<RunningDisk>,
         read_only: bool,
         target: &settings::ExportTarget,
-        taken: Option<TransferredEndpoint>,
+        transferred: Option<TransferredEndpoint>,
     ) -> anyhow::Result<String> {
         if self.exports.has_id(&id) {
             return Err(RegistryError::IdTaken(id).into());
         }
         self.check_reserved_endpoint(target, disk.disk.name())?;
-        if taken.is_none() {
+        if transferred.is_none() {
             self.exports.check_path_free(target)?;
         }
         self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(target))?;
         let EndpointParameters { workers, access, inherited, .. } = self.exports.endpoint_parameters()?;
         let read_only = read_only || target.read_only() || disk.disk.image().is_read_only();
         // Transferred endpoints start when the old process has released them.
-        let is_at_once = taken.is_none();
-        let taken = Cell::new(taken);
+        let is_new = transferred.is_none();
+        let transferred = Cell::new(transferred);
         let events = &self.events;
-        let terms = endpoints::EndpointOptions {
+        let options = endpoints::EndpointOptions {
             id: &id,
             disk: &disk,
             read_only,
@@ -178,9 +178,9 @@ impl Registry {
             inherited,
             workers,
             events,
-            transferred: taken,
+            transferred,
         };
-        let entrance = endpoints::open_endpoint(target, &terms).await.map_err(|error| {
+        let entrance = endpoints::open_endpoint(target, &options).await.map_err(|error| {
             match (self.sandbox(), target) {
                 (Some(sandbox), settings::ExportTarget::VhostUserBlk(config)) if !config.client => {
                     // The sandbox's reason explains the error better than the failed system call.
@@ -191,17 +191,17 @@ impl Registry {
         })?;
         let address = entrance.address().to_owned();
         // The kernel reads a new device's partition table before its creation returns.
-        if (is_at_once && entrance.device().is_some()) || !self.lifecycle.delays_clients.get() {
+        if (is_new && entrance.device().is_some()) || !self.lifecycle.are_clients_delayed.get() {
             self.accept_at_endpoint(&id, &entrance);
         }
         // Opening a device awaits; check again what other tasks may have changed in the meantime.
         let name = disk.disk.name().to_string();
-        let refused = match self.disks.get(&name) {
-            Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.contains(&id) => None,
+        let rejection = match self.disks.get(&name) {
+            Ok(current) if Rc::ptr_eq(&current, &disk) && !self.exports.contains(&id) => None,
             Ok(still) if Rc::ptr_eq(&still, &disk) => Some(RegistryError::IdTaken(id.clone())),
             _ => Some(RegistryError::UnknownDisk(name.clone())),
         };
-        if let Some(refused) = refused {
+        if let Some(refused) = rejection {
             entrance.stop().await;
             return Err(refused.into());
         }
@@ -257,7 +257,7 @@ impl Registry {
             Ok(()) => tracing::info!(export = id, device = address, "the device was removed"),
             Err(error) => tracing::error!(export = id, device = address, %error, "the device failed"),
         }
-        self.lifecycle.lost_device.set(true);
+        self.lifecycle.was_device_removed.set(true);
         // The device is gone, so it has no clients; the removal cannot be refused.
         let _ = self.remove_export(id, Removal::Hard);
     }
@@ -282,7 +282,7 @@ impl Registry {
         removal: Removal,
     ) -> Result<impl Future<Output = Option<RegistryChange>> + 'static, RegistryError> {
         let export = self.exports.get(id)?;
-        let is_gone = match export.endpoint.remove(removal) {
+        let was_ending = match export.endpoint.remove(removal) {
             Ok(()) => false,
             // Already removed and ending, so nothing can be refused.
             Err(NotRemoved::Unknown) => true,
@@ -299,7 +299,7 @@ impl Registry {
             if is_listed {
                 registry.exports.remove(&export);
             }
-            if is_gone {
+            if was_ending {
                 return None;
             }
             // An export without clients may have been the last reason to run.
@@ -320,7 +320,7 @@ impl Registry {
         exports: &[Rc<RunningExport>],
         removal: Removal,
     ) -> Result<(), RegistryError> {
-        let mut ends = Vec::new();
+        let mut removals = Vec::new();
         // NBD exports first: they can be added again if a later one has clients.
         let (nbd, separate): (Vec<_>, Vec<_>) =
             exports.iter().partition(|export| matches!(export.endpoint, RunningEndpoint::Nbd(..)));
@@ -328,14 +328,14 @@ impl Registry {
         for export in nbd.iter().chain(&separate) {
             let was_ending = export.is_ending();
             match self.begin_removal(&export.id, removal) {
-                Ok(end) => ends.push((export, was_ending, end)),
+                Ok(end) => removals.push((export, was_ending, end)),
                 Err(error) => {
                     refused = Some(error);
                     break;
                 }
             }
         }
-        for (export, was_ending, end) in ends {
+        for (export, was_ending, end) in removals {
             // Its removal was requested separately and stays.
             if was_ending && refused.is_some() {
                 continue;

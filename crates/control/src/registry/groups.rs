@@ -14,35 +14,35 @@ use crate::unmet_reservation::UnmetReservationEntry;
 /// All groups of a daemon.
 #[derive(Default)]
 pub struct GroupRegistry {
-    listed: NameMap<Arc<ThrottleGroup>>,
+    by_name: NameMap<Arc<ThrottleGroup>>,
     /// Groups that clients of the control socket added; they are in no config file.
-    pub(crate) added: RefCell<BTreeSet<String>>,
+    pub(crate) added_by_clients: RefCell<BTreeSet<String>>,
     /// Unmet reservations, by the name of their disk or group.
     pub unmet: RefCell<BTreeMap<String, UnmetReservationEntry>>,
 }
 
 impl GroupRegistry {
     pub(super) fn insert(&self, group: &Arc<ThrottleGroup>) {
-        self.listed.insert(group.name().to_owned(), Arc::clone(group));
+        self.by_name.insert(group.name().to_owned(), Arc::clone(group));
     }
 
     pub(super) fn remove(&self, name: &str) {
-        self.listed.remove(name);
+        self.by_name.remove(name);
         // A later group of this name may come from the config.
-        self.added.borrow_mut().remove(name);
+        self.added_by_clients.borrow_mut().remove(name);
     }
 
     pub(super) fn find(&self, name: &str) -> Option<Arc<ThrottleGroup>> {
-        self.listed.get(name)
+        self.by_name.get(name)
     }
 
     pub(super) fn contains(&self, name: &str) -> bool {
-        self.listed.contains(name)
+        self.by_name.contains(name)
     }
 
     /// All groups, by name.
     pub fn all(&self) -> Vec<Arc<ThrottleGroup>> {
-        self.listed.all()
+        self.by_name.all()
     }
 
     /// The group with this name.
@@ -50,6 +50,6 @@ impl GroupRegistry {
     /// # Errors
     /// There is none.
     pub fn get(&self, name: &str) -> Result<Arc<ThrottleGroup>, RegistryError> {
-        self.listed.get(name).ok_or_else(|| RegistryError::UnknownGroup(name.to_owned()))
+        self.by_name.get(name).ok_or_else(|| RegistryError::UnknownGroup(name.to_owned()))
     }
 }

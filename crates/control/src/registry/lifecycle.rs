@@ -22,11 +22,11 @@ pub struct Lifecycle {
     /// True once the daemon is ending.
     pub is_ending: Cell<bool>,
     /// True during a start: see [`Registry::delay_clients`](super::Registry::delay_clients).
-    pub(super) delays_clients: Cell<bool>,
+    pub(super) are_clients_delayed: Cell<bool>,
     /// True if the daemon ends once the last client has disconnected.
     pub ends_when_idle: Cell<bool>,
     /// True if a device of this host was removed externally, and its export with it.
-    pub(super) lost_device: Cell<bool>,
+    pub(super) was_device_removed: Cell<bool>,
     /// Watchdog interval of the service manager.
     pub watchdog: Cell<Option<Duration>>,
     /// True if a new process accepts the clients of the control sockets.
@@ -45,9 +45,9 @@ impl Lifecycle {
             structure_lock: StructureLock::default(),
             is_upgrading: Cell::new(false),
             is_ending: Cell::new(false),
-            delays_clients: Cell::new(false),
+            are_clients_delayed: Cell::new(false),
             ends_when_idle: Cell::new(false),
-            lost_device: Cell::new(false),
+            was_device_removed: Cell::new(false),
             watchdog: Cell::new(None),
             is_control_closed: Cell::new(false),
             control: RefCell::default(),

@@ -59,7 +59,7 @@ impl NewProcess {
                 parent.as_ref(),
             );
             addition.await.with_context(named)?;
-            registry.groups.added.borrow_mut().insert(group.name.clone());
+            registry.groups.added_by_clients.borrow_mut().insert(group.name.clone());
             let set = perform("x-weir-set", group.settings.clone()).await;
             set.map_err(anyhow::Error::msg).with_context(named)?;
             added.push(format!("group {}", group.name));

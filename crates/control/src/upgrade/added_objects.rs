@@ -57,7 +57,7 @@ pub(super) fn disk_origin(running: &RunningDisk) -> ObjectOrigin<AddedDiskState>
 pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
     let depth =
         |group: &Arc<ThrottleGroup>| std::iter::successors(group.parent(), |group| group.parent()).count();
-    let added = registry.groups.added.borrow();
+    let added = registry.groups.added_by_clients.borrow();
     let mut groups = registry.groups.all();
     groups.retain(|group| added.contains(group.name()));
     // Parents first, so that each parent exists when its members are added.

@@ -249,7 +249,7 @@ fn build_offer(registry: &Registry) -> anyhow::Result<(UpgradeOffer, Vec<OwnedFd
                 disk.name()
             )
         })?;
-        let files = disk.descriptors()?;
+        let files = disk.duplicate_descriptors()?;
         let (name, identity) = (disk.name().to_string(), DiskIdentity::of(disk));
         disks.push(OfferedDisk {
             name,

@@ -93,7 +93,7 @@ pub(super) struct FuseDevice {
     /// True if the file was ever opened.
     pub(super) was_opened: AtomicBool,
     /// Notified when the file is opened or closed, and when a queue has quiesced.
-    pub(super) clients: Event,
+    pub(super) clients_changed: Event,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
 }
@@ -116,7 +116,7 @@ impl FuseDevice {
             state_changed: Event::new(),
             openers: AtomicUsize::new(0),
             was_opened: AtomicBool::new(false),
-            clients: Event::new(),
+            clients_changed: Event::new(),
             requests: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         }
@@ -161,7 +161,7 @@ impl FuseDevice {
     /// encoded by `encode.rs`.
     pub(super) fn publish_quiesced(&self, queue: usize, messages: Vec<u8>) {
         lock(&self.quiesced_queues).insert(queue, messages);
-        self.clients.notify(usize::MAX);
+        self.clients_changed.notify(usize::MAX);
     }
 
     pub(super) fn withdraw_quiesced(&self, queue: usize) {
@@ -220,12 +220,12 @@ impl FuseDevice {
             *modified = SystemTime::now();
         }
         let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
-        let writing = if self.export.read_only { 0o222 } else { 0 };
+        let write_bits = if self.export.read_only { 0o222 } else { 0 };
         FuseFileAttributes {
             size_bytes: self.file_bytes(),
             space_bytes: self.disk().image().last_allocated_bytes(),
             modified: (modified.as_secs(), modified.subsec_nanos()),
-            permissions: owner.permissions & !writing,
+            permissions: owner.permissions & !write_bits,
             uid: owner.uid,
             gid: owner.gid,
             block_bytes: self.disk().image().block_size().preferred.clamp(4096, 1 << 20),
@@ -242,22 +242,22 @@ impl FuseDevice {
         };
     }
 
-    pub(super) fn opened(&self) {
+    pub(super) fn count_open(&self) {
         self.openers.fetch_add(1, SeqCst);
         self.was_opened.store(true, SeqCst);
-        self.clients.notify(usize::MAX);
+        self.clients_changed.notify(usize::MAX);
     }
 
-    pub(super) fn closed(&self) {
+    pub(super) fn count_close(&self) {
         // Saturates: a RELEASE without a counted OPEN must not wrap.
         let _ = self.openers.fetch_update(SeqCst, SeqCst, |openers| openers.checked_sub(1));
-        self.clients.notify(usize::MAX);
+        self.clients_changed.notify(usize::MAX);
     }
 
     /// Resets the count when the kernel will send no further RELEASE.
     pub(super) fn forget_openers(&self) {
         self.openers.store(0, SeqCst);
-        self.clients.notify(usize::MAX);
+        self.clients_changed.notify(usize::MAX);
     }
 }
 

@@ -345,7 +345,7 @@ impl FuseQueue {
             FuseOperation::Open { .. } => {
                 self.change_size(unique, &AttributeChanges { size: Some(0), ..AttributeChanges::default() })
                     .await?;
-                self.device.opened();
+                self.device.count_open();
                 Ok(FuseReply::opened(unique, super::negotiate::OPEN_FLAGS))
             }
             _ => Err(Error::from_errno(libc::ENOSYS)),

@@ -347,11 +347,11 @@ impl FuseQueue {
                 FuseReply::attributes(unique, &device.attributes())
             }
             FuseOperation::Open { .. } => {
-                device.opened();
+                device.count_open();
                 FuseReply::opened(unique, OPEN_FLAGS)
             }
             FuseOperation::Release => {
-                device.closed();
+                device.count_close();
                 FuseReply::done(unique)
             }
             FuseOperation::StatFs => FuseReply::file_system(unique, device.file_bytes()),

@@ -183,13 +183,13 @@ impl FuseExportServer {
     /// [`FuseExportServer::serve`] then returns.
     pub fn close(&self) {
         self.closing.store(true, SeqCst);
-        self.device.clients.notify(usize::MAX);
+        self.device.clients_changed.notify(usize::MAX);
     }
 
     /// Waits until `busy` is false; `busy` is evaluated now and after every change.
     pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
-            let changed = self.device.clients.listen();
+            let changed = self.device.clients_changed.listen();
             if !busy(self) {
                 return;
             }
@@ -237,7 +237,7 @@ impl FuseExportServer {
         drop(reports);
         // Only now can the export quiesce: before INIT there is no state to transfer.
         self.is_initialized.store(true, SeqCst);
-        self.device.clients.notify(usize::MAX);
+        self.device.clients_changed.notify(usize::MAX);
         let closing = async {
             self.wait_while(|server| !server.is_closing()).await;
             // Unmounted while queues still serve, so that mapped pages can be written back.
@@ -278,7 +278,7 @@ async fn serve_queue(
     let queue = FuseQueue::new(Arc::clone(&server.device), FuseChannel::Device(device));
     let end = queue.serve().await;
     server.queues.fetch_sub(1, Relaxed);
-    server.device.clients.notify(usize::MAX);
+    server.device.clients_changed.notify(usize::MAX);
     let _ = reports.try_send(end);
 }
 

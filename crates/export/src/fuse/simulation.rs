@@ -229,7 +229,7 @@ impl FuseWorld {
         device.set_quiescing(true);
         let at_rest = async {
             loop {
-                let changed = device.clients.listen();
+                let changed = device.clients_changed.listen();
                 if device.quiesced_queue_count() == queues {
                     return;
                 }

@@ -153,7 +153,7 @@ fn a_retired_connection_is_resumed() {
             let mut client = connect_to_export(serve(false), "disk").await.unwrap();
             for round in 0..5_u8 {
                 client.write(0, IoBuffer::copy_of(&[round; 700]).into(), false).await.unwrap();
-                let left = client.retire().await.expect("nothing is in flight");
+                let left = client.into_established().await.expect("nothing is in flight");
                 client = NbdClient::start(left);
                 assert!(client.read(0, 700).await.unwrap().iter().all(|&byte| byte == round));
             }

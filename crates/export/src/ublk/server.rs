@@ -228,9 +228,9 @@ impl UblkServer {
     /// Quiesces every queue: started requests are answered, and no further one is started. Another
     /// process may then use the disk, and takes the device over once this one has ended. False
     /// after the timeout.
-    pub async fn quiesce(&self, patience: Duration) -> bool {
+    pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.device.set_quiescing(true);
-        reactor::timeout(patience, async {
+        reactor::timeout(timeout, async {
             loop {
                 let (changed, server_changed) = (self.device.changed.listen(), self.changed.listen());
                 if self.device.quiesced_queues.load(SeqCst) >= self.queues.load(SeqCst) {

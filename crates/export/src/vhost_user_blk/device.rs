@@ -209,7 +209,7 @@ impl VhostUserDevice {
     pub(super) fn report_ring_served(&self, ring: u16) {
         let since = self.broken().remove(&ring);
         if let Some(since) = since {
-            self.report(&FrontEndEvent::RingServed { ring, after: reactor::now() - since }, 0);
+            self.report(&FrontEndEvent::RingRecovered { ring, broken_for: reactor::now() - since }, 0);
         }
     }
 

@@ -48,11 +48,11 @@ pub enum FrontEndEvent<'a> {
         why: &'a dyn fmt::Display,
     },
     /// A ring that was reported broken is served again.
-    RingServed {
+    RingRecovered {
         /// The ring's number.
         ring: u16,
         /// Time since the report.
-        after: Duration,
+        broken_for: Duration,
     },
 }
 

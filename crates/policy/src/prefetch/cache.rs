@@ -321,7 +321,7 @@ impl<T: Clone> PrefetchCache<T> {
         let Some(expected) = expectations.take_match(range.start) else {
             match with_gaps {
                 Some(_) => expectations.expect_forward(range.end),
-                None => expectations.expect_any(range.start, length),
+                None => expectations.expect_scans(range.start, length),
             }
             return with_gaps;
         };
@@ -331,11 +331,11 @@ impl<T: Clone> PrefetchCache<T> {
         if self.streams.get_mut(expected.stream).is_some() {
             return Some(expected.stream);
         }
-        let run = expected.run + 1;
+        let run = expected.scan_length + 1;
         let next = expected.step.next(range.start, length);
         if run < STREAM_AFTER_REQUESTS {
             if let Some(next) = next {
-                expectations.expect(next, ExpectedRequest { run, ..expected });
+                expectations.expect(next, ExpectedRequest { scan_length: run, ..expected });
             }
             return with_gaps;
         }
@@ -372,7 +372,7 @@ impl<T: Clone> PrefetchCache<T> {
         // A stream that is found by its data needs no expectation, which would displace others.
         let is_found = state != DataState::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
-            expectations.expect(next, ExpectedRequest { step, run: STREAM_AFTER_REQUESTS, stream: id });
+            expectations.expect(next, ExpectedRequest { step, scan_length: STREAM_AFTER_REQUESTS, stream: id });
         }
         ahead
     }

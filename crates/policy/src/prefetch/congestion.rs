@@ -22,18 +22,18 @@ const MIN_CONGESTED_NS: u64 = 2_000_000;
 const INITIAL_IN_FLIGHT_LIMIT: u64 = 2 << 20;
 const MIN_IN_FLIGHT_LIMIT: u64 = 512 << 10;
 /// Share of one stream in bytes while others wait.
-const WAITING_SHARE: u64 = MIN_IN_FLIGHT_LIMIT / 2;
+const WAITING_SHARE_BYTES: u64 = MIN_IN_FLIGHT_LIMIT / 2;
 /// Smallest useful request in bytes.
 const MIN_REQUEST_BYTES: u64 = 32 << 10;
 /// A waiting stream is forgotten if it does not ask again within this many requests of other
 /// streams, plus four for each waiting one.
-const REMEMBERED: u64 = 64;
+const FORGET_AFTER_REFUSALS: u64 = 64;
 /// Number of size classes of requests, one for each power of two.
-const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
+const SIZE_CLASSES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 
 #[derive(Debug)]
 pub(super) struct CongestionControl {
-    response_times: [ResponseTime; SIZES],
+    response_times: [ResponseTime; SIZE_CLASSES],
     is_congested: bool,
     /// Bytes in flight, and their limit.
     in_flight_bytes: u64,
@@ -53,7 +53,7 @@ struct ResponseTime {
 impl CongestionControl {
     pub(super) fn new(memory_bytes: u64) -> Self {
         Self {
-            response_times: [ResponseTime::default(); SIZES],
+            response_times: [ResponseTime::default(); SIZE_CLASSES],
             is_congested: false,
             in_flight_bytes: 0,
             in_flight_limit: INITIAL_IN_FLIGHT_LIMIT,
@@ -71,15 +71,15 @@ impl CongestionControl {
     /// Number of bytes, up to `wanted`, that the stream may read ahead now; 0 if less than a useful
     /// request. At most a quarter of the limit, so that large windows do not displace small ones.
     pub(super) fn allowed_bytes(&mut self, stream: StreamId, requested_bytes: u64, has_data: bool) -> u64 {
-        self.forget_departed();
+        self.forget_stale();
         let position = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
-        let before = position.unwrap_or(self.waiting.len()) as u64;
+        let ahead_count = position.unwrap_or(self.waiting.len()) as u64;
         // Each stream that waits before this one has a share reserved.
-        let free =
-            self.in_flight_limit.saturating_sub(self.in_flight_bytes).saturating_sub(before * WAITING_SHARE);
+        let available_bytes =
+            self.in_flight_limit.saturating_sub(self.in_flight_bytes).saturating_sub(ahead_count * WAITING_SHARE_BYTES);
         let is_alone = self.waiting.len() == usize::from(position.is_some());
-        let max_bytes = if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE) } else { WAITING_SHARE };
-        let granted = requested_bytes.min(free).min(max_bytes);
+        let max_bytes = if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE_BYTES) } else { WAITING_SHARE_BYTES };
+        let granted = requested_bytes.min(available_bytes).min(max_bytes);
         if granted >= requested_bytes.min(MIN_REQUEST_BYTES) {
             position.map(|place| self.waiting.remove(place));
             return granted;
@@ -94,8 +94,8 @@ impl CongestionControl {
         0
     }
 
-    fn forget_departed(&mut self) {
-        let max_age = REMEMBERED + 4 * self.waiting.len() as u64;
+    fn forget_stale(&mut self) {
+        let max_age = FORGET_AFTER_REFUSALS + 4 * self.waiting.len() as u64;
         while self.waiting.front().is_some_and(|(_, refused_at)| self.refused_requests - refused_at > max_age)
         {
             self.waiting.pop_front();
@@ -111,7 +111,7 @@ impl CongestionControl {
     }
 
     pub(super) fn record_response(&mut self, bytes: u64, response_ns: u64) {
-        let response = &mut self.response_times[(bytes.max(1).ilog2() as usize).min(SIZES - 1)];
+        let response = &mut self.response_times[(bytes.max(1).ilog2() as usize).min(SIZE_CLASSES - 1)];
         let response_ns = response_ns.max(1);
         // The first request of this size is its own reference.
         if response.best_ns == 0 {
@@ -182,24 +182,24 @@ mod tests {
         assert_eq!(congestion.allowed_bytes(second, WINDOW, false), 0);
         assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0);
         congestion.remove_in_flight(1 << 20);
-        congestion.add_in_flight(WAITING_SHARE);
+        congestion.add_in_flight(WAITING_SHARE_BYTES);
         assert_eq!(congestion.allowed_bytes(first, WINDOW, true), 0, "other streams have waited");
         assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0, "one of them longer");
         assert_eq!(
             congestion.allowed_bytes(second, 1 << 20, false),
-            WAITING_SHARE,
+            WAITING_SHARE_BYTES,
             "an equal share while other streams wait"
         );
-        assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE);
-        congestion.add_in_flight(WAITING_SHARE);
+        assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE_BYTES);
+        congestion.add_in_flight(WAITING_SHARE_BYTES);
         assert_eq!(congestion.allowed_bytes(second, 1 << 20, false), 0);
-        for _ in 0..=REMEMBERED + 8 {
+        for _ in 0..=FORGET_AFTER_REFUSALS + 8 {
             congestion.allowed_bytes(third, WINDOW, false);
         }
-        congestion.remove_in_flight(WAITING_SHARE);
+        congestion.remove_in_flight(WAITING_SHARE_BYTES);
         assert_eq!(
             congestion.allowed_bytes(third, 1 << 20, false),
-            WAITING_SHARE,
+            WAITING_SHARE_BYTES,
             "the second stream has not requested read-ahead again"
         );
     }

@@ -20,17 +20,17 @@ use alloc::vec;
 /// 500 random requests.
 const SLOTS: usize = 2048;
 /// Age in requests above which an expectation is met by chance only.
-const LIFETIME: u32 = 2048;
+const LIFETIME_REQUESTS: u32 = 2048;
 /// Number of recent requests that may begin a strided scan, so that as many scans can be
 /// interleaved.
-const RECENT: usize = 2;
+const RECENT_REQUESTS: usize = 2;
 /// Maximum stride in bytes: a slot has 32 bits for it.
 const MAX_STRIDE: u64 = 1 << 30;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ExpectedRequest {
     pub(super) step: ScanStep,
-    pub(super) run: u8,
+    pub(super) scan_length: u8,
     pub(super) stream: StreamId,
 }
 
@@ -49,21 +49,21 @@ const _: () = assert!(size_of::<ExpectationSlot>() == 32);
 pub(super) struct Expectations {
     /// [`SLOTS`] entries; empty until the first expectation, because they need 64 KiB.
     slots: Box<[ExpectationSlot]>,
-    clock: u32,
-    recent: [u64; RECENT],
+    request_count: u32,
+    recent: [u64; RECENT_REQUESTS],
     next_recent: usize,
 }
 
 impl Expectations {
     pub(super) fn new() -> Self {
-        Self { slots: Box::default(), clock: 0, recent: [u64::MAX; RECENT], next_recent: 0 }
+        Self { slots: Box::default(), request_count: 0, recent: [u64::MAX; RECENT_REQUESTS], next_recent: 0 }
     }
 
     /// Returns and removes the expectation of a request at `offset`.
     pub(super) fn take_match(&mut self, offset: u64) -> Option<ExpectedRequest> {
-        self.clock = self.clock.wrapping_add(1);
+        self.request_count = self.request_count.wrapping_add(1);
         let slot = self.slots.get_mut(slot_index(offset))?;
-        if slot.offset != offset || self.clock.wrapping_sub(slot.recorded_at) > LIFETIME {
+        if slot.offset != offset || self.request_count.wrapping_sub(slot.recorded_at) > LIFETIME_REQUESTS {
             return None;
         }
         // An expectation is met only once: a repeated read of the same offset is not a scan.
@@ -78,24 +78,24 @@ impl Expectations {
             self.slots = empty_slots();
         }
         let slot = &mut self.slots[slot_index(offset)];
-        let is_young = self.clock.wrapping_sub(slot.recorded_at) <= LIFETIME;
+        let is_young = self.request_count.wrapping_sub(slot.recorded_at) <= LIFETIME_REQUESTS;
         if slot.offset != u64::MAX && is_young {
             // At the same offset, a scan without gaps is preferred, then the longer one.
-            let order = |expected: &ExpectedRequest| (!expected.step.has_gaps(), expected.run);
-            let is_better = if slot.offset == offset {
-                order(&slot.request) > order(&request)
+            let preference = |expected: &ExpectedRequest| (!expected.step.has_gaps(), expected.scan_length);
+            let keeps_old = if slot.offset == offset {
+                preference(&slot.request) > preference(&request)
             } else {
-                slot.request.run > request.run
+                slot.request.scan_length > request.scan_length
             };
-            if is_better {
+            if keeps_old {
                 return;
             }
         }
-        *slot = ExpectationSlot { offset, recorded_at: self.clock, request };
+        *slot = ExpectationSlot { offset, recorded_at: self.request_count, request };
     }
 
-    pub(super) fn expect_any(&mut self, offset: u64, length: u64) {
-        let begin = |step| ExpectedRequest { step, run: 1, stream: StreamId::NONE };
+    pub(super) fn expect_scans(&mut self, offset: u64, length: u64) {
+        let first_of_scan = |step| ExpectedRequest { step, scan_length: 1, stream: StreamId::NONE };
         for recent in self.recent {
             let distance = offset.abs_diff(recent);
             // Smaller distances are sequential scans, or overlaps.
@@ -104,25 +104,25 @@ impl Expectations {
             }
             let step = ScanStep::Stride(offset.wrapping_sub(recent) as i32);
             if let Some(next) = step.next(offset, length) {
-                self.expect(next, begin(step));
+                self.expect(next, first_of_scan(step));
             }
         }
         self.recent[self.next_recent] = offset;
-        self.next_recent = (self.next_recent + 1) % RECENT;
+        self.next_recent = (self.next_recent + 1) % RECENT_REQUESTS;
         if let Some(next) = offset.checked_sub(length) {
-            self.expect(next, begin(ScanStep::Backward));
+            self.expect(next, first_of_scan(ScanStep::Backward));
         }
         self.expect_forward(offset.saturating_add(length));
     }
 
     pub(super) fn expect_forward(&mut self, offset: u64) {
-        self.expect(offset, ExpectedRequest { step: ScanStep::Forward, run: 1, stream: StreamId::NONE });
+        self.expect(offset, ExpectedRequest { step: ScanStep::Forward, scan_length: 1, stream: StreamId::NONE });
     }
 }
 
 #[cold]
 fn empty_slots() -> Box<[ExpectationSlot]> {
-    let request = ExpectedRequest { step: ScanStep::Forward, run: 0, stream: StreamId::NONE };
+    let request = ExpectedRequest { step: ScanStep::Forward, scan_length: 0, stream: StreamId::NONE };
     // No request begins at u64::MAX.
     vec![ExpectationSlot { offset: u64::MAX, recorded_at: 0, request }; SLOTS].into()
 }
@@ -143,10 +143,10 @@ mod tests {
         for offset in offsets {
             last = table.take_match(offset);
             match last {
-                None => table.expect_any(offset, 4096),
+                None => table.expect_scans(offset, 4096),
                 Some(met) => {
                     if let Some(next) = met.step.next(offset, 4096) {
-                        table.expect(next, ExpectedRequest { run: met.run + 1, ..met });
+                        table.expect(next, ExpectedRequest { scan_length: met.scan_length + 1, ..met });
                     }
                     if met.step.has_gaps() {
                         table.expect_forward(offset + 4096);
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn scans_are_detected_after_two_or_three_requests() {
         let expect = |offsets: [u64; 5], step, run| {
-            let expected = ExpectedRequest { step, run, stream: StreamId::NONE };
+            let expected = ExpectedRequest { step, scan_length: run, stream: StreamId::NONE };
             assert_eq!(follow(offsets.map(|block| block * 4096)), Some(expected), "{offsets:?}");
         };
         expect([10, 11, 12, 13, 14], ScanStep::Forward, 4);
@@ -175,15 +175,15 @@ mod tests {
         let mut table = Expectations::new();
         assert_eq!(table.take_match(0), None);
         assert!(table.slots.is_empty());
-        table.expect_any(0, 4096);
+        table.expect_scans(0, 4096);
         assert_eq!(table.take_match(4096).map(|met| met.step), Some(ScanStep::Forward));
     }
 
     #[test]
     fn old_expectations_expire() {
         let mut table = Expectations::new();
-        table.expect_any(4096, 4096);
-        for other in 0..u64::from(LIFETIME) {
+        table.expect_scans(4096, 4096);
+        for other in 0..u64::from(LIFETIME_REQUESTS) {
             assert_eq!(table.take_match((1 << 40) + other * 512), None);
         }
         assert_eq!(table.take_match(8192), None);

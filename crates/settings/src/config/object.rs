@@ -22,7 +22,7 @@ pub fn disk_from_json(
     directory: &Path,
     diagnostics: &Diagnostics,
 ) -> Option<ConfigWithOrigins<DiskConfig>> {
-    parsed("disk", name, keys, directory, diagnostics)?.disks.pop()
+    parse_table("disk", name, keys, directory, diagnostics)?.disks.pop()
 }
 
 /// Reads the group `name` with these keys, and checks its own rules. Returns `None` if a mistake
@@ -32,7 +32,7 @@ pub fn group_from_json(
     keys: &Map<String, Value>,
     diagnostics: &Diagnostics,
 ) -> Option<ConfigWithOrigins<GroupConfig>> {
-    let group = parsed("group", name, keys, Path::new(""), diagnostics)?.groups.pop()?;
+    let group = parse_table("group", name, keys, Path::new(""), diagnostics)?.groups.pop()?;
     // For disks `CheckedDisk::new` checks the name.
     diagnostics
         .ok_or_report(crate::check::check_object_name(name).map_err(|rule| group.own_origin().error(rule)));
@@ -40,7 +40,7 @@ pub fn group_from_json(
     (diagnostics.count() == 0).then_some(group)
 }
 
-fn parsed(
+fn parse_table(
     kind: &str,
     name: &str,
     keys: &Map<String, Value>,

@@ -187,7 +187,7 @@ async fn run_keeper<H: ConnectionOwner>(
             KeeperEvent::Job(ConnectionJob::Leave(reply_sender)) => {
                 let unused_client = wait_unused(connection).await;
                 let established = match unused_client {
-                    Some(client) => client.retire().await,
+                    Some(client) => client.into_established().await,
                     None => None,
                 };
                 lost.is_reported.set(true);

@@ -41,7 +41,7 @@ pub(super) struct SettingsEditor {
     pub(super) is_waiting: bool,
     /// Settings when the edit began. Only settings that the user changed are sent, so that
     /// concurrent changes of other settings stay in force.
-    before: MemberSettings,
+    initial_settings: MemberSettings,
     /// Message to show once the daemon has applied the change.
     success_message: String,
 }
@@ -60,10 +60,10 @@ pub(super) struct TopState {
     /// Result of the last action, shown until the next key.
     pub(super) notice: Option<String>,
     /// Time of the last report, since the program's start.
-    pub(super) now: Duration,
+    pub(super) reported_at: Duration,
     selected: SelectedRow,
     /// Rows in a page, set by the view.
-    pub(super) page: usize,
+    pub(super) page_rows: usize,
 }
 
 impl TopState {
@@ -78,9 +78,9 @@ impl TopState {
             order: TopSortOrder { column: WeirTopColumn::Name, reversed: false },
             filter: String::new(),
             notice: None,
-            now: Duration::ZERO,
+            reported_at: Duration::ZERO,
             selected: SelectedRow::default(),
-            page: 1,
+            page_rows: 1,
         }
     }
 
@@ -88,9 +88,9 @@ impl TopState {
         self.rates = IntervalRates::between(&self.report, &report);
         self.history.add(&report, &self.rates, now);
         self.report = report;
-        self.now = now;
+        self.reported_at = now;
         self.query_error = None;
-        self.settle();
+        self.update_selection();
     }
 
     pub(super) fn set_unreachable(&mut self, message: String) {
@@ -99,7 +99,7 @@ impl TopState {
         self.rates = IntervalRates::default();
     }
 
-    pub(super) fn changed(&mut self, result: Result<(), String>) {
+    pub(super) fn finish_edit(&mut self, result: Result<(), String>) {
         let TopMode::Edit(edit) = &mut self.mode else { return };
         edit.is_waiting = false;
         match result {
@@ -122,8 +122,8 @@ impl TopState {
 
     pub(super) fn press(&mut self, key: KeyEvent) -> Option<TopAction> {
         // Ctrl-C and Ctrl-Z work in every mode.
-        if let Some(leave) = ExitKey::of(key) {
-            return Some(TopAction::Leave(leave));
+        if let Some(exit_key) = ExitKey::of(key) {
+            return Some(TopAction::Leave(exit_key));
         }
         self.notice = None;
         match std::mem::replace(&mut self.mode, TopMode::List) {
@@ -136,9 +136,9 @@ impl TopState {
     }
 
     fn press_in_list(&mut self, key: KeyEvent) -> Option<TopAction> {
-        match ListKey::of(key, self.page) {
+        match ListKey::of(key, self.page_rows) {
             Some(ListKey::End) => return Some(TopAction::Leave(ExitKey::End)),
-            Some(ListKey::Step(by)) => self.with_names(|chosen, names| {
+            Some(ListKey::Step(by)) => self.change_selection(|chosen, names| {
                 chosen.step(names, by);
             }),
             Some(ListKey::Sort) => {
@@ -172,7 +172,7 @@ impl TopState {
 
     fn set_filter(&mut self, filter: String) {
         self.filter = filter;
-        self.settle();
+        self.update_selection();
     }
 
     fn begin_edit(&mut self) {
@@ -188,7 +188,7 @@ impl TopState {
             field,
             error: None,
             is_waiting: false,
-            before,
+            initial_settings: before,
             success_message: String::new(),
         };
         self.mode = TopMode::Edit(Box::new(edit));
@@ -200,11 +200,11 @@ impl TopState {
             KeyCode::Esc => return None,
             // The daemon's response is outstanding: a second Enter would send the change twice.
             _ if edit.is_waiting => {}
-            KeyCode::Enter => match SettingsChange::from_listing(&edit.before, edit.field.text()) {
+            KeyCode::Enter => match SettingsChange::from_listing(&edit.initial_settings, edit.field.text()) {
                 Ok(change) if change.is_empty() => return None,
                 Ok(change) => {
                     let name = edit.name.clone();
-                    edit.success_message = format!("{name}: {}", change.describe(&edit.before).join(", "));
+                    edit.success_message = format!("{name}: {}", change.describe(&edit.initial_settings).join(", "));
                     edit.is_waiting = true;
                     edit.error = None;
                     action = Some(TopAction::Change { name, change });
@@ -222,11 +222,11 @@ impl TopState {
     }
 
     /// If the selected row is gone, selects the row in its position.
-    fn settle(&mut self) {
-        self.with_names(|chosen, names| chosen.update(names, true));
+    fn update_selection(&mut self) {
+        self.change_selection(|chosen, names| chosen.update(names, true));
     }
 
-    fn with_names(&mut self, choose: impl FnOnce(&mut SelectedRow, &[&str])) {
+    fn change_selection(&mut self, choose: impl FnOnce(&mut SelectedRow, &[&str])) {
         let mut chosen = std::mem::take(&mut self.selected);
         choose(&mut chosen, &self.rows().iter().map(|row| row.name).collect::<Vec<_>>());
         self.selected = chosen;

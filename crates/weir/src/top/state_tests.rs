@@ -81,7 +81,7 @@ fn edit(state: &TopState) -> &SettingsEditor {
 #[test]
 fn keys_walk_the_list_and_stop_at_its_ends() {
     let mut state = watched(1, &["vm1", "vm2", "vm3"]);
-    state.page = 2;
+    state.page_rows = 2;
     let walk = [
         (KeyCode::Up, "gold"),
         (KeyCode::Down, "vm1"),
@@ -135,10 +135,10 @@ fn limit_is_edited_sent_and_reported() {
     };
     assert_eq!((name.as_str(), Value::Object(change.arguments())), ("vm1", json!({ "weight": 200 })));
     assert_eq!(press(&mut state, KeyCode::Enter), None, "once");
-    state.changed(Err("weight (200) is too large".to_owned()));
+    state.finish_edit(Err("weight (200) is too large".to_owned()));
     assert_eq!(edit(&state).error.as_deref(), Some("weight (200) is too large"));
     press(&mut state, KeyCode::Enter);
-    state.changed(Ok(()));
+    state.finish_edit(Ok(()));
     assert_eq!((state.notice.as_deref(), &state.mode), (Some("vm1: weight: 100 → 200"), &TopMode::List));
 }
 

@@ -42,7 +42,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut TopState) {
     ])
     .areas(area);
     // Before the first key is handled: PgDn depends on the size of the list.
-    state.page = usize::from(list.height.saturating_sub(1)).max(1);
+    state.page_rows = usize::from(list.height.saturating_sub(1)).max(1);
     draw_title(frame, title, state);
     rows::draw(frame, list, state);
     let all = state.rows();

@@ -135,7 +135,7 @@ impl<K> ThrottleSlot<K> {
         match locked.tree().submit(location.node, direction, cost, Arc::clone(&waiter), now) {
             AdmissionResult::Admitted(_) => AdmitOutcome::Admitted,
             AdmissionResult::Queued(ticket) => {
-                waiter.set_position(WaiterPosition { tree: locked.id(), ticket });
+                waiter.set_position(WaiterPosition { tree_id: locked.id(), ticket });
                 AdmitOutcome::Waiting(
                     WaitingAdmission { slot: self, waiter },
                     Arc::clone(&location.shared_tree),
@@ -219,7 +219,7 @@ impl<K> ThrottleSlot<K> {
         let mut locked = location.shared_tree.lock();
         // A request that was removed from its queue and is about to be admitted may still have the
         // position of an earlier tree.
-        let position = waiter.position().filter(|position| position.tree == locked.id());
+        let position = waiter.position().filter(|position| position.tree_id == locked.id());
         if let Some(WaiterPosition { ticket, .. }) = position {
             drop(locked.tree().cancel(ticket));
         }
@@ -262,7 +262,7 @@ impl<K> ThrottleSlot<K> {
                 match new.tree().submit(node, request.direction, request.cost, request.token, now) {
                     AdmissionResult::Admitted(waiter) => admitted.push(waiter),
                     AdmissionResult::Queued(ticket) => {
-                        waiter.set_position(WaiterPosition { tree: new.id(), ticket });
+                        waiter.set_position(WaiterPosition { tree_id: new.id(), ticket });
                     }
                 }
             }

@@ -38,7 +38,7 @@ struct ThrottleWaiterState {
 /// so the tree is part of the position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WaiterPosition {
-    pub(super) tree: u64,
+    pub(super) tree_id: u64,
     pub(super) ticket: QueuedRequestId,
 }
 

@@ -70,7 +70,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
     // here.
     mounts.follow_loops(&mut reader.disks);
     let beside = other_controls::controls(&mut reader, group, &limited);
-    let left_dirty = other_controls::left_dirty(&mut reader, group, processes.is_empty());
+    let left_dirty = other_controls::remaining_dirty_pages(&mut reader, group, processes.is_empty());
     Ok(CgroupFacts {
         name: group.name.display().to_string(),
         pid: subject.pid,
@@ -81,7 +81,7 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
         }),
         kernel: kernel(roots),
         levels,
-        inner: inner
+        descendants: inner
             .into_iter()
             .filter(|level| {
                 processes.iter().any(|process| process.group == level.name) || !level.limits.is_empty()
@@ -93,11 +93,11 @@ pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> 
         file_systems: mounts.found,
         disks: reader.disks.known,
         swaps,
-        swapped: other_controls::swapped(group),
-        left_dirty,
-        accounts,
+        swapped: other_controls::swapped_bytes(group),
+        orphaned_dirty_pages: left_dirty,
+        write_accounting: accounts,
         other_controls: beside,
-        gaps: reader.gaps,
+        unexamined: reader.gaps,
     })
 }
 
@@ -203,7 +203,7 @@ fn process(
     let began = reader.clock.start_time(stat.start_ticks);
     Some(ExaminedProcess {
         pid,
-        began,
+        started: began,
         name: stat.name,
         group: group.name.display().to_string(),
         kernel,
@@ -236,7 +236,7 @@ fn hypothetical_uses(
                 evidence: evidence.clone(),
                 identity: None,
                 created: None,
-                older: None,
+                older_than_processes: None,
                 other_writers: Vec::new(),
             });
         }
@@ -257,7 +257,7 @@ pub(crate) fn disks_of_directory(hierarchy: &CgroupHierarchy, directory: &Path) 
     let directory = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
     let found = mounts.of_path(&mut reader.disks, &directory).map(|index| mounts.found[index].clone());
     mounts.follow_loops(&mut reader.disks);
-    let stack = match found.as_ref().map(|found| &found.below) {
+    let stack = match found.as_ref().map(|found| &found.backing_disk) {
         Some(BackingDisk::Disk(disk)) => [*disk].into_iter().chain(reader.disks.lower_disks(*disk)).collect(),
         _ => Vec::new(),
     };

@@ -69,7 +69,7 @@ impl<'a> DiskStack<'a> {
             number,
             node: identity.node(),
             kind,
-            parts: Vec::new(),
+            lower_disks: Vec::new(),
             evidence: Vec::new(),
         });
         let mut parts = Vec::new();
@@ -89,7 +89,7 @@ impl<'a> DiskStack<'a> {
             ));
         }
         let disk = self.known.iter_mut().find(|disk| disk.number == number).expect("entered above");
-        (disk.parts, disk.evidence) = (parts, evidence);
+        (disk.lower_disks, disk.evidence) = (parts, evidence);
     }
 
     pub(super) fn lower_disks(&self, disk: DeviceNumber) -> Vec<DeviceNumber> {
@@ -98,7 +98,7 @@ impl<'a> DiskStack<'a> {
         let mut next = 0;
         while next < found.len() {
             let parts =
-                self.known.iter().find(|known| known.number == found[next]).map(|disk| disk.parts.clone());
+                self.known.iter().find(|known| known.number == found[next]).map(|disk| disk.lower_disks.clone());
             for part in parts.unwrap_or_default() {
                 if !found.contains(&part) {
                     found.push(part);
@@ -138,10 +138,10 @@ impl<'a> DiskStack<'a> {
             number,
             kind: mount.kind.clone(),
             class: FileSystemClass::of(&mount.kind),
-            point: mount.point.display().to_string(),
+            mount_point: mount.point.display().to_string(),
             super_options: mount.super_options.clone(),
             evidence: Evidence::new(file, row.line.clone()),
-            below,
+            backing_disk: below,
             partition,
             used: false,
             overlay,
@@ -178,7 +178,7 @@ impl<'a> DiskStack<'a> {
                 let directory = self.roots.sys.join("dev/block").join(number.to_string());
                 let evidence = vec![Evidence::of(&directory, "not there")];
                 let (node, parts) = (number.to_string(), Vec::new());
-                self.known.push(DiskFacts { number, node, kind: DiskKind::Gone, parts, evidence });
+                self.known.push(DiskFacts { number, node, kind: DiskKind::Gone, lower_disks: parts, evidence });
             }
         }
     }
@@ -209,7 +209,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
     if let Some(file) = read("loop/backing_file") {
         let direct = read("loop/dio");
         let kind =
-            DiskKind::Loop { on: None, direct: direct.as_ref().is_some_and(|direct| direct.value == "1") };
+            DiskKind::Loop { file_system: None, direct: direct.as_ref().is_some_and(|direct| direct.value == "1") };
         return (kind, [Some(file), direct].into_iter().flatten().collect());
     }
     if name.starts_with("zram") || name.starts_with("ram") {

@@ -52,8 +52,8 @@ impl MountTable {
         // The number alone is not enough: Btrfs and overlays differ in mount point or disk.
         let same = |known: &MountedFileSystem| {
             known.number == file_system.number
-                && known.point == file_system.point
-                && known.below == file_system.below
+                && known.mount_point == file_system.mount_point
+                && known.backing_disk == file_system.backing_disk
         };
         self.found.iter().position(same).unwrap_or_else(|| {
             self.found.push(file_system);
@@ -82,7 +82,7 @@ impl MountTable {
             // A file system that is mounted several times is examined once.
             seen.push(mount.number);
             let index = self.enter(disks, &file, row);
-            let BackingDisk::Disk(disk) = self.found[index].below else {
+            let BackingDisk::Disk(disk) = self.found[index].backing_disk else {
                 continue;
             };
             if limited.contains(&disk) || disks.lower_disks(disk).iter().any(|part| limited.contains(part)) {
@@ -116,14 +116,14 @@ impl MountTable {
         // By index: each lookup may add disks, which may be loop devices in turn.
         while next < disks.known.len() {
             let DiskFacts { kind, evidence, .. } = &disks.known[next];
-            if let DiskKind::Loop { on: None, direct } = *kind {
+            if let DiskKind::Loop { file_system: None, direct } = *kind {
                 let path = evidence.first().map(|file| PathBuf::from(&file.value)).unwrap_or_default();
                 let on = self.of_path(disks, &path);
-                let below = on.map(|index| self.found[index].below.clone());
+                let below = on.map(|index| self.found[index].backing_disk.clone());
                 let known = &mut disks.known[next];
-                known.kind = DiskKind::Loop { on, direct };
+                known.kind = DiskKind::Loop { file_system: on, direct };
                 if let Some(BackingDisk::Disk(disk)) = below {
-                    known.parts = vec![disk];
+                    known.lower_disks = vec![disk];
                 }
             }
             next += 1;
@@ -131,6 +131,6 @@ impl MountTable {
     }
 
     pub(super) fn point_and_evidence(&self, index: usize) -> (String, Evidence) {
-        (self.found[index].point.clone(), self.found[index].evidence.clone())
+        (self.found[index].mount_point.clone(), self.found[index].evidence.clone())
     }
 }

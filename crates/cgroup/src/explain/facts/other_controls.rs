@@ -25,7 +25,7 @@ pub(super) fn swaps(reader: &mut FactReader<'_>, mounts: &mut MountTable) -> Vec
         // A swap area is a block device, or a file whose file system is on one.
         let disk = reader.disks.disk_of_node(path).or_else(|| {
             let index = mounts.of_path(&mut reader.disks, path)?;
-            match mounts.found[index].below {
+            match mounts.found[index].backing_disk {
                 BackingDisk::Disk(disk) => Some(disk),
                 BackingDisk::NoDisk | BackingDisk::Unknown(_) => None,
             }
@@ -36,15 +36,15 @@ pub(super) fn swaps(reader: &mut FactReader<'_>, mounts: &mut MountTable) -> Vec
     swaps
 }
 
-pub(super) fn swapped(group: &ControlGroup) -> Option<Evidence> {
+pub(super) fn swapped_bytes(group: &ControlGroup) -> Option<Evidence> {
     let text = group.read("memory.swap.current").ok()?;
     let bytes = text.trim().parse::<u64>().ok().filter(|bytes| *bytes > 0)?;
     Some(Evidence::of(&group.directory.join("memory.swap.current"), bytes.to_string()))
 }
 
 /// Dirty pages that are charged to a cgroup without processes.
-pub(super) fn left_dirty(reader: &mut FactReader<'_>, group: &ControlGroup, empty: bool) -> Option<Evidence> {
-    if !empty || group.version == Version::V1 || group.is_root() {
+pub(super) fn remaining_dirty_pages(reader: &mut FactReader<'_>, group: &ControlGroup, has_no_processes: bool) -> Option<Evidence> {
+    if !has_no_processes || group.version == Version::V1 || group.is_root() {
         return None;
     }
     let file = group.directory.join("memory.stat");
@@ -63,8 +63,8 @@ pub(super) fn controls(
 ) -> Vec<OtherControl> {
     let mut found = Vec::new();
     if group.version == Version::V2 {
-        found.extend(cost(reader, limited));
-        found.extend(latency(reader, group, limited));
+        found.extend(io_cost_controls(reader, limited));
+        found.extend(io_latency_controls(reader, group, limited));
     }
     let mut seen = Vec::new();
     // A disk that several levels limit is reported once.
@@ -84,7 +84,7 @@ pub(super) fn controls(
     found
 }
 
-fn cost(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Vec<OtherControl> {
+fn io_cost_controls(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Vec<OtherControl> {
     let Some(file) = reader.hierarchy.unified.as_ref().map(|root| root.join("io.cost.qos")) else {
         return Vec::new();
     };
@@ -94,7 +94,7 @@ fn cost(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Vec<OtherContr
     enabled.map(|(disk, _)| control_on_disk(OtherControlKind::Cost, &file, &text, disk)).collect()
 }
 
-fn latency(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceNumber]) -> Vec<OtherControl> {
+fn io_latency_controls(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceNumber]) -> Vec<OtherControl> {
     let file = group.directory.join("io.latency");
     let text = reader.text(&file).unwrap_or_default();
     let disks = io_latency::targets(&text).unwrap_or_default().into_iter().map(|(disk, _)| disk);

@@ -23,15 +23,15 @@ pub(super) fn find_other_writers(
     processes: &mut [ExaminedProcess],
     mounts: &mut MountTable,
 ) {
-    let written = |process: &ExaminedProcess| {
+    let writes_through_cache = |process: &ExaminedProcess| {
         process.uses.iter().any(|used| used.writes && uses_page_cache(used.access_mode))
     };
     // Version 1 limits no writeback, so other writers make no difference.
-    if group.version == Version::V1 || !processes.iter().any(written) {
+    if group.version == Version::V1 || !processes.iter().any(writes_through_cache) {
         return;
     }
     let proc = reader.hierarchy.roots.proc.clone();
-    let mut looked = 0;
+    let mut examined = 0;
     for entry in fs::read_dir(&proc).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse::<i32>().ok()) else {
@@ -42,11 +42,11 @@ pub(super) fn find_other_writers(
         }
         let directory = proc.join(name);
         // A process in a descendant cgroup is subject to the same limits.
-        let Some(other) = group_of(&directory).filter(|other| !below(other, group)) else {
+        let Some(other) = group_of(&directory).filter(|other| !is_in_group(other, group)) else {
             continue;
         };
-        looked += 1;
-        if looked > MAX_PROCESSES {
+        examined += 1;
+        if examined > MAX_PROCESSES {
             let text =
                 format!("more than {MAX_PROCESSES} processes: the files of the rest were not examined");
             reader.gap(&proc, text);
@@ -67,7 +67,7 @@ fn group_of(process: &Path) -> Option<String> {
     Some(membership_v2.path.display().to_string())
 }
 
-fn below(other: &str, group: &ControlGroup) -> bool {
+fn is_in_group(other: &str, group: &ControlGroup) -> bool {
     Path::new(other).starts_with(&group.name)
 }
 
@@ -89,18 +89,18 @@ fn add_shared_files(
         let uses = uses.filter(|used| used.writes && uses_page_cache(used.access_mode));
         // Compare file names first: they are the same wherever the directory is mounted, and
         // `identify` has to read mount tables.
-        let mut alike = uses
+        let mut same_name = uses
             .filter(|used| {
                 Path::new(&used.path).file_name().map(|name| name.to_string_lossy().into_owned()) == name
             })
             .peekable();
-        if alike.peek().is_none() {
+        if same_name.peek().is_none() {
             continue;
         }
         let Some(identity) = uses::identify(reader, mounts, directory, &open) else {
             continue;
         };
-        for used in alike.filter(|used| used.identity.as_ref() == Some(&identity)) {
+        for used in same_name.filter(|used| used.identity.as_ref() == Some(&identity)) {
             let value = format!("{} in {group}: {}", pid, open.evidence.value);
             let evidence = Evidence::new(open.evidence.file.clone(), value);
             used.other_writers.push(OtherWriter { pid, group: group.to_owned(), evidence });

@@ -173,7 +173,7 @@ pub(super) fn file_uses(
             identity,
             created,
             evidence: open.evidence,
-            older: None,
+            older_than_processes: None,
             other_writers: Vec::new(),
         });
     }
@@ -232,7 +232,7 @@ fn mapped_files(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountT
             identity,
             created: None,
             evidence,
-            older: None,
+            older_than_processes: None,
             other_writers: Vec::new(),
         });
     }

@@ -29,7 +29,7 @@ pub(super) fn collect_accounting(
         return None;
     }
     let mut accounts =
-        WriteAccounting { written_bytes: 0, charged_bytes: 0, waiting_bytes: 0, evidence: Vec::new() };
+        WriteAccounting { written_bytes: 0, charged_bytes: 0, dirty_bytes: 0, evidence: Vec::new() };
     for process in processes {
         let file = reader.hierarchy.roots.proc.join(process.pid.to_string()).join("io");
         let Some(io) = reader.text(&file).and_then(|text| proc_io::parse(&text).ok()) else {
@@ -45,7 +45,7 @@ pub(super) fn collect_accounting(
     let usages = io_stat::parse(&charged).ok()?;
     accounts.charged_bytes = usages.iter().map(|(_, usage)| usage.written_bytes).sum();
     let waiting = group.read("memory.stat").unwrap_or_default();
-    accounts.waiting_bytes = memory_stat::parse(&waiting).unwrap_or_default().total();
+    accounts.dirty_bytes = memory_stat::parse(&waiting).unwrap_or_default().total();
     let cited = format!("wbytes of all disks {}", accounts.charged_bytes);
     accounts.evidence.insert(0, Evidence::of(&group.directory.join("io.stat"), cited));
     Some(accounts)
@@ -57,7 +57,7 @@ const CLOCK_ERROR: Duration = Duration::from_secs(2);
 
 /// Marks the files that are older than every process: another cgroup may have used them first.
 pub(super) fn mark_older(processes: &mut [ExaminedProcess]) {
-    let Some(first) = processes.iter().filter_map(|process| process.began).min() else {
+    let Some(first) = processes.iter().filter_map(|process| process.started).min() else {
         return;
     };
     for used in processes.iter_mut().flat_map(|process| &mut process.uses) {
@@ -67,7 +67,7 @@ pub(super) fn mark_older(processes: &mut [ExaminedProcess]) {
         let before = first.duration_since(created).unwrap_or_default();
         if before > CLOCK_ERROR {
             let value = format!("made {} s before the first process of the cgroup began", before.as_secs());
-            used.older = Some(Evidence::new(used.path.clone(), value));
+            used.older_than_processes = Some(Evidence::new(used.path.clone(), value));
         }
     }
 }

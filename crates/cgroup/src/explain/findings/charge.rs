@@ -79,8 +79,8 @@ pub(super) fn charged_cgroup(facts: &CgroupFacts, used: &FileUse, io: Io) -> Cha
     // An old file alone proves nothing: only with bytes missing from the cgroup's counter is the
     // earlier owner likely.
     if used.other_writers.is_empty() {
-        let accounts = facts.accounts.as_ref().filter(|accounts| accounts.charged_elsewhere());
-        return match (&used.older, accounts) {
+        let accounts = facts.write_accounting.as_ref().filter(|accounts| accounts.charged_elsewhere());
+        return match (&used.older_than_processes, accounts) {
             (Some(older), Some(accounts)) => {
                 evidence.push(older.clone());
                 evidence.extend(accounts.evidence.iter().cloned());

@@ -89,7 +89,7 @@ pub(super) fn in_force<'a>(facts: &'a CgroupFacts, group: &str) -> Vec<&'a Cgrou
     match facts.version {
         Version::V1 => vec![facts.level_of(group)],
         Version::V2 => {
-            let inner = facts.inner.iter().filter(|level| Path::new(group).starts_with(&level.name));
+            let inner = facts.descendants.iter().filter(|level| Path::new(group).starts_with(&level.name));
             inner.chain(&facts.levels).collect()
         }
     }
@@ -127,7 +127,7 @@ fn find_limit_below(
     let disk = facts.disk(disk)?;
     // The driver is the same for all parts.
     let lower_charge = charge_below(facts, disk, io);
-    disk.parts.iter().find_map(|&part| {
+    disk.lower_disks.iter().find_map(|&part| {
         if let Some(mut found_limit) = limit_on(levels, part, io) {
             found_limit.evidence.splice(0..0, disk.evidence.iter().cloned());
             found_limit.below = true;
@@ -165,7 +165,7 @@ fn charge_below(facts: &CgroupFacts, disk: &DiskFacts, io: Io) -> Option<Charged
         DiskKind::Raid(level) if io.writes() && matches!(level.as_str(), "raid4" | "raid5" | "raid6") => {
             because(Cause::RaidThreads)
         }
-        DiskKind::Loop { on, direct } => {
+        DiskKind::Loop { file_system: on, direct } => {
             let since = if *direct { DIRECT_LOOP_CHARGES } else { LOOP_CHARGES };
             if facts.kernel.release < since {
                 return of_kernel(Cause::OldLoop);
@@ -197,12 +197,12 @@ pub(super) fn explain_missing_limit(
     let new_verdict =
         |coverage, cause, evidence| RequestVerdict { coverage, cause, evidence, detail: facts.node(disk) };
     let own_level = facts.level_of(group);
-    let all = facts.levels.iter().chain(&facts.inner);
+    let all = facts.levels.iter().chain(&facts.descendants);
     let evidence = |levels: &[&CgroupLevel], disk: DeviceNumber| -> Vec<Evidence> {
         levels.iter().filter_map(|level| level.limit(disk)).flat_map(|limit| limit.evidence.clone()).collect()
     };
     if facts.version == Version::V2 && own_level.root {
-        let evidence = own_level.subtree.iter().cloned().collect();
+        let evidence = own_level.subtree_control.iter().cloned().collect();
         return new_verdict(Coverage::Escapes, Cause::RootCgroup, evidence);
     }
     // From the most specific cause to the most general: the order of these checks decides.
@@ -259,7 +259,7 @@ fn not_enabled(
         facts.levels.iter().rev().find(|level| {
             level.name != own_level.name && level.has("io") && !level.enables_for_children("io")
         });
-    evidence.extend(blocking_level.and_then(|level| level.subtree.clone()));
+    evidence.extend(blocking_level.and_then(|level| level.subtree_control.clone()));
     evidence.extend(own_level.kind.clone());
     let mut verdict = new_verdict(Coverage::Escapes, Cause::IoNotEnabled, evidence);
     verdict.detail = match (blocking_level, &own_level.kind) {
@@ -271,7 +271,7 @@ fn not_enabled(
 }
 
 fn is_stacked_on(facts: &CgroupFacts, upper: DeviceNumber, lower: DeviceNumber, depth: usize) -> bool {
-    let parts = facts.disk(upper).map_or(&[][..], |disk| &disk.parts);
+    let parts = facts.disk(upper).map_or(&[][..], |disk| &disk.lower_disks);
     depth < MAX_DEPTH
         && parts.iter().any(|&part| part == lower || is_stacked_on(facts, part, lower, depth + 1))
 }

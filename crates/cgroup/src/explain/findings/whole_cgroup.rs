@@ -111,7 +111,7 @@ pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageF
             vec![control.evidence.clone()],
         ));
     }
-    for level in facts.levels.iter().chain(&facts.inner) {
+    for level in facts.levels.iter().chain(&facts.descendants) {
         for limit in &level.limits {
             if facts.disk(limit.disk).is_some_and(|disk| disk.kind == DiskKind::Gone) {
                 let evidence = facts.disk(limit.disk).map(|disk| disk.evidence.clone()).unwrap_or_default();
@@ -132,13 +132,13 @@ pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageF
         let evidence = evidence.into_iter().take(super::MAX_EVIDENCE).collect();
         found.push(note(facts, Cause::KernelThread, &description, None, evidence));
     }
-    if let Some(evidence) = &facts.left_dirty {
+    if let Some(evidence) = &facts.orphaned_dirty_pages {
         found.push(note(facts, Cause::LeftDirty, &facts.name, None, vec![evidence.clone()]));
     }
-    if !facts.gaps.is_empty() {
-        let mut gaps = facts.gaps.clone();
+    if !facts.unexamined.is_empty() {
+        let mut gaps = facts.unexamined.clone();
         gaps.truncate(super::MAX_EVIDENCE);
-        found.push(note(facts, Cause::NotSeen, &facts.gaps.len().to_string(), None, gaps));
+        found.push(note(facts, Cause::NotSeen, &facts.unexamined.len().to_string(), None, gaps));
     }
 }
 
@@ -166,7 +166,7 @@ fn note(
 fn whole_cgroup(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     let own_level = facts.own();
     let is_reported = |cause: Cause| found.iter().any(|finding| finding.cause == cause);
-    let limited = facts.levels.iter().chain(&facts.inner).any(|level| !level.limits.is_empty());
+    let limited = facts.levels.iter().chain(&facts.descendants).any(|level| !level.limits.is_empty());
     let escape = |cause: Cause, detail: &str, evidence: Vec<Evidence>| {
         let mut finding = note(facts, cause, detail, None, evidence);
         finding.coverage = Coverage::Escapes;
@@ -175,7 +175,7 @@ fn whole_cgroup(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     let is_v2 = facts.version == Version::V2;
     if is_v2 && own_level.root {
         if !is_reported(Cause::RootCgroup) {
-            found.push(escape(Cause::RootCgroup, "", own_level.subtree.iter().cloned().collect()));
+            found.push(escape(Cause::RootCgroup, "", own_level.subtree_control.iter().cloned().collect()));
         }
     // Processes without files yield no finding, so the lack of a limit has to be reported here.
     } else if !limited {
@@ -230,21 +230,21 @@ fn lower(rates: IoMaxRates, reference: IoMaxRates) -> bool {
 
 fn file_systems(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     for file_system in facts.file_systems.iter().filter(|file_system| file_system.used) {
-        let BackingDisk::Disk(disk) = file_system.below else {
+        let BackingDisk::Disk(disk) = file_system.backing_disk else {
             continue;
         };
         let disk = Some(disk);
         if let Some(overlay) = &file_system.overlay {
             let evidence = vec![overlay.clone(), file_system.evidence.clone()];
-            found.push(note(facts, Cause::Overlay, &file_system.point, disk, evidence));
+            found.push(note(facts, Cause::Overlay, &file_system.mount_point, disk, evidence));
         }
         if let Some(partition) = &file_system.partition {
-            found.push(note(facts, Cause::Partition, &file_system.point, disk, vec![partition.clone()]));
+            found.push(note(facts, Cause::Partition, &file_system.mount_point, disk, vec![partition.clone()]));
         }
         let journal = matches!(file_system.kind.as_str(), "ext3" | "ext4");
         if journal && facts.version == Version::V2 {
             let evidence = vec![file_system.evidence.clone()];
-            found.push(note(facts, Cause::JournalThread, &file_system.point, disk, evidence));
+            found.push(note(facts, Cause::JournalThread, &file_system.mount_point, disk, evidence));
         }
     }
 }
@@ -277,7 +277,7 @@ fn older_files(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     let uses = facts.processes.iter().flat_map(|process| &process.uses);
     let older = uses.filter(|used| covered(facts.disk_of(used.location)));
     let evidence: Vec<Evidence> =
-        older.filter_map(|used| used.older.clone()).take(super::MAX_EVIDENCE).collect();
+        older.filter_map(|used| used.older_than_processes.clone()).take(super::MAX_EVIDENCE).collect();
     if !evidence.is_empty() && facts.version == Version::V2 {
         found.push(note(facts, Cause::EarlierOwner, "", None, evidence));
     }

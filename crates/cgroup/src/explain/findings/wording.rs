@@ -13,7 +13,7 @@ pub(super) fn location_text(facts: &CgroupFacts, location: IoLocation) -> String
         IoLocation::FileSystem(index) => {
             let file_system = &facts.file_systems[index];
             let disk = facts.disk_of(location).map(|number| format!(" ({})", facts.node(number)));
-            format!("{} on {}{}", file_system.kind, file_system.point, disk.unwrap_or_default())
+            format!("{} on {}{}", file_system.kind, file_system.mount_point, disk.unwrap_or_default())
         }
     }
 }

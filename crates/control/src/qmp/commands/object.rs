@@ -130,7 +130,7 @@ impl QmpCommand for ObjectAdd {
             .await
             .map_err(QmpError::from_daemon_error)?;
         if is_sent {
-            registry.groups.added.borrow_mut().insert(id);
+            registry.groups.added_by_clients.borrow_mut().insert(id);
         }
         Ok(json!({}))
     }

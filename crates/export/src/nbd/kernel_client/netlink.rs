@@ -24,18 +24,18 @@ const MESSAGE_HEADER: usize = 16;
 const COMMAND_HEADER: usize = 4;
 const ATTRIBUTE_HEADER: usize = 4;
 /// `NLM_F_REQUEST | NLM_F_ACK`.
-const REQUEST: u16 = 1 | 4;
+const REQUEST_FLAGS: u16 = 1 | 4;
 /// `NLMSG_ERROR`, which carries 0 for success.
-const ERROR: u16 = 2;
+const ERROR_TYPE: u16 = 2;
 /// `NLA_F_NESTED`, and the mask that removes flags from a type (`NLA_TYPE_MASK`).
 const NESTED: u16 = 1 << 15;
-const TYPE: u16 = !(0b11 << 14);
+const TYPE_MASK: u16 = !(0b11 << 14);
 /// Longest reply that is read, as the kernel's own `NLMSG_GOODSIZE` bounds it.
-const MAX_ANSWER: usize = 32 << 10;
+const RECEIVE_BUFFER_BYTES: usize = 32 << 10;
 
 /// `GENL_ID_CTRL`, `CTRL_CMD_GETFAMILY`, `CTRL_ATTR_FAMILY_ID` and `CTRL_ATTR_FAMILY_NAME` of
 /// linux/genetlink.h.
-const CONTROL: u16 = 0x10;
+const CONTROL_FAMILY: u16 = 0x10;
 const GET_FAMILY: u8 = 3;
 const FAMILY_ID: u16 = 1;
 const FAMILY_NAME: u16 = 2;
@@ -85,7 +85,7 @@ impl<'a> NetlinkAttributes<'a> {
         std::iter::from_fn(move || {
             let length = usize::from(u16_at(rest, 0)?);
             // The upper two bits are flags (nested, byte order) and no part of the type.
-            let kind = u16_at(rest, 2)? & TYPE;
+            let kind = u16_at(rest, 2)? & TYPE_MASK;
             let value = rest.get(ATTRIBUTE_HEADER..length)?;
             // The last attribute may lack its padding.
             rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
@@ -123,7 +123,7 @@ fn request(family: u16, sequence: u32, command: u8, attributes: &NetlinkAttribut
     let mut message = Vec::with_capacity(length);
     message.extend(u32::try_from(length).expect("attributes are short").to_ne_bytes());
     message.extend(family.to_ne_bytes());
-    message.extend(REQUEST.to_ne_bytes());
+    message.extend(REQUEST_FLAGS.to_ne_bytes());
     message.extend(sequence.to_ne_bytes());
     // Port ID 0: the kernel fills in the sender's.
     message.extend(0_u32.to_ne_bytes());
@@ -135,15 +135,15 @@ fn request(family: u16, sequence: u32, command: u8, attributes: &NetlinkAttribut
 /// Meaning of one message for the request with this sequence number.
 #[derive(Debug, PartialEq, Eq)]
 enum NetlinkMessage<'a> {
-    Answer(NetlinkAttributes<'a>),
-    Done,
+    Reply(NetlinkAttributes<'a>),
+    Acknowledged,
     Failed(i32),
     /// Belongs to another request, or is of no known type.
     Unrelated,
 }
 
 /// First message and the bytes behind it; `None` if no complete message is there.
-fn message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
+fn split_message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
     let length = u32_at(bytes, 0)? as usize;
     let (kind, message_sequence) = (u16_at(bytes, 4)?, u32_at(bytes, 8)?);
     let payload = bytes.get(MESSAGE_HEADER..length)?;
@@ -151,13 +151,13 @@ fn message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
     let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
     let parsed = match kind {
         _ if message_sequence != sequence => NetlinkMessage::Unrelated,
-        ERROR => match u32_at(payload, 0)? as i32 {
-            0 => NetlinkMessage::Done,
+        ERROR_TYPE => match u32_at(payload, 0)? as i32 {
+            0 => NetlinkMessage::Acknowledged,
             negative => NetlinkMessage::Failed(negative.wrapping_neg()),
         },
         _ => payload
             .get(COMMAND_HEADER..)
-            .map_or(NetlinkMessage::Unrelated, |rest| NetlinkMessage::Answer(NetlinkAttributes(rest))),
+            .map_or(NetlinkMessage::Unrelated, |rest| NetlinkMessage::Reply(NetlinkAttributes(rest))),
     };
     Some((parsed, rest))
 }
@@ -181,7 +181,7 @@ impl Netlink {
     /// Number of a family; the kernel assigns it when the driver is loaded.
     pub(super) fn family(&self, name: &str) -> io::Result<u16> {
         let query = NetlinkAttributesBuilder::default().text(FAMILY_NAME, name);
-        let reply = self.execute(CONTROL, GET_FAMILY, &query)?;
+        let reply = self.execute(CONTROL_FAMILY, GET_FAMILY, &query)?;
         let id = NetlinkAttributes(&reply).get(FAMILY_ID).and_then(NetlinkAttributes::as_u16);
         id.ok_or_else(|| io::Error::other("the kernel returned no number of the netlink family"))
     }
@@ -195,17 +195,17 @@ impl Netlink {
     ) -> io::Result<Vec<u8>> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         send(&self.socket, &request(family, sequence, command, attributes), SendFlags::empty())?;
-        let mut buffer = vec![0; MAX_ANSWER];
+        let mut buffer = vec![0; RECEIVE_BUFFER_BYTES];
         let mut reply = Vec::new();
         loop {
             let (received, _) = recv(&self.socket, &mut *buffer, RecvFlags::empty())?;
             let mut rest = &buffer[..received];
-            while let Some((parsed, remaining)) = message(rest, sequence) {
+            while let Some((parsed, remaining)) = split_message(rest, sequence) {
                 rest = remaining;
                 match parsed {
                     // The reply precedes the acknowledgment (NLM_F_ACK), which ends the exchange.
-                    NetlinkMessage::Answer(attributes) => reply = attributes.0.to_vec(),
-                    NetlinkMessage::Done => return Ok(reply),
+                    NetlinkMessage::Reply(attributes) => reply = attributes.0.to_vec(),
+                    NetlinkMessage::Acknowledged => return Ok(reply),
                     NetlinkMessage::Failed(errno) => return Err(io::Error::from_raw_os_error(errno)),
                     NetlinkMessage::Unrelated => {}
                 }
@@ -254,7 +254,7 @@ mod tests {
     }
 
     fn error(sequence: u32, code: i32) -> Vec<u8> {
-        let mut message = request(ERROR, sequence, 0, &NetlinkAttributesBuilder::default());
+        let mut message = request(ERROR_TYPE, sequence, 0, &NetlinkAttributesBuilder::default());
         message[MESSAGE_HEADER..].copy_from_slice(&code.to_ne_bytes());
         message
     }
@@ -264,23 +264,23 @@ mod tests {
         let mut bytes = request(0x1a, 4, 1, &NetlinkAttributesBuilder::default().u32(1, 2));
         bytes.extend(error(4, -libc::EBUSY));
         bytes.extend(error(9, 0));
-        let (parsed, rest) = message(&bytes, 4).unwrap();
+        let (parsed, rest) = split_message(&bytes, 4).unwrap();
         assert!(
-            matches!(parsed, NetlinkMessage::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2))
+            matches!(parsed, NetlinkMessage::Reply(answer) if answer.get(1).unwrap().as_u32() == Some(2))
         );
-        let (parsed, rest) = message(rest, 4).unwrap();
+        let (parsed, rest) = split_message(rest, 4).unwrap();
         assert_eq!(parsed, NetlinkMessage::Failed(libc::EBUSY));
-        assert_eq!(message(rest, 4).unwrap(), (NetlinkMessage::Unrelated, &[][..]));
-        assert_eq!(message(rest, 9).unwrap().0, NetlinkMessage::Done);
+        assert_eq!(split_message(rest, 4).unwrap(), (NetlinkMessage::Unrelated, &[][..]));
+        assert_eq!(split_message(rest, 9).unwrap().0, NetlinkMessage::Acknowledged);
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_parsed_in_bounded_time(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut rest = &bytes[..];
-            while let Some((parsed, remaining)) = message(rest, 1) {
+            while let Some((parsed, remaining)) = split_message(rest, 1) {
                 prop_assert!(remaining.len() < rest.len());
-                if let NetlinkMessage::Answer(attributes) = parsed {
+                if let NetlinkMessage::Reply(attributes) = parsed {
                     prop_assert!(attributes.iter().count() <= rest.len());
                 }
                 rest = remaining;

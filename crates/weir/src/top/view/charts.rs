@@ -60,7 +60,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &To
 type ChartPoints = Vec<(f64, f64)>;
 
 fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &TopState, row: &TopRow<'_>, unit: ChartUnit) {
-    let now = state.now.as_secs_f64();
+    let now = state.reported_at.as_secs_f64();
     let points = |value: fn(&RatePoint, ChartUnit) -> f64| -> ChartPoints {
         state.history.of(row.name).map(|point| (point.at - now, value(point, unit))).collect()
     };

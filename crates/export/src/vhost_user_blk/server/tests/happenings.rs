@@ -16,7 +16,7 @@ impl ExportObserver for ObservedEvents {
             }
             FrontEndEvent::Rejected { .. } => unreachable!("this server has no listener"),
             FrontEndEvent::RingBroken { ring, why } => format!("ring {ring} broke: {why}"),
-            FrontEndEvent::RingServed { ring, .. } => format!("ring {ring} is served"),
+            FrontEndEvent::RingRecovered { ring, .. } => format!("ring {ring} is served"),
         };
         self.0.lock().expect("the lock is not poisoned").push(format!("{export}: {description}"));
     }
