@@ -1,5 +1,5 @@
-//! Types of the daemon's control protocol, one for each object that the daemon sends and its
-//! clients read.
+//! Types of the objects that the daemon sends over its control socket and over HTTP, and of the
+//! results that commands print with `--json`.
 //!
 //! ```text
 //!   daemon ─► DaemonStatus ────► JSON on the control socket ─► DaemonStatus ─► weir status, …

@@ -186,7 +186,7 @@ impl Device {
     /// A physical disk, with its measured capacity.
     ///
     /// # Errors
-    /// It has no statistics.
+    /// Fails if the disk has no statistics file.
     pub fn physical(identity: DeviceIdentity, capacity: Option<MeasuredCapacity>) -> io::Result<Self> {
         let source = StatisticsFile::open(identity.directory())?;
         let name = identity.node();

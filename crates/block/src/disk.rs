@@ -230,7 +230,7 @@ impl Disk {
         &self.name
     }
 
-    /// The image behind it.
+    /// Image that stores the disk.
     pub fn image(&self) -> &Image {
         &self.image
     }
@@ -550,7 +550,7 @@ impl Disk {
             self.prefetch.end_change(change);
             return self.finish_once(DiskOperation::Write, (offset, length), &permit, result);
         }
-        // The data is kept (`again`) for a retry after the disk is resumed.
+        // `data` is duplicated, so that the write can be repeated after the disk is resumed.
         let write = async || {
             let writing = self.image.write(offset, data.duplicate(), durability);
             self.prefetch.change(offset, length, writing).await
@@ -587,7 +587,7 @@ impl Disk {
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors
-    /// [`Error::UNSUPPORTED`] if `only_if_fast` is set and it would be slow,
+    /// [`Error::UNSUPPORTED`] if `options.only_if_fast` is set and zeroing would be slow,
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's error.
     pub async fn write_zeroes(
         &self,

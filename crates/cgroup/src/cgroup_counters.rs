@@ -28,7 +28,7 @@ use crate::{
     limit::limits_file::LimitsFile,
 };
 
-/// Limits reported at most, in the order of the file: each costs some hundred microseconds.
+/// Limits reported at most, in the order of the file: each costs several hundred microseconds.
 const MAX_FIGURES: usize = 4096;
 
 /// A control group on a device, with its limits.

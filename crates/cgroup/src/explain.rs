@@ -7,7 +7,7 @@
 //!      │
 //!   verdict.rs ─ text.rs, json.rs                  the verdict first, then disk by disk, then process by process
 //!
-//!   measure/     the same, tested                  in a temporary cgroup, removed afterwards
+//!   measure/     test of the limits (`--measure`)  in a temporary cgroup, removed afterwards
 //! ```
 //!
 //! Each finding cites the file and the value that it follows from. Changes nothing and opens

@@ -239,8 +239,8 @@ pub fn check_owner(owner: &FileOwner) -> anyhow::Result<()> {
     unix::check_owner(owner)
 }
 
-/// Fails if [`TcpListener::bind`] would. A bound socket that does not listen prevents no listener:
-/// both set SO_REUSEADDR (socket(7)).
+/// Binds a socket and closes it: fails in the cases in which [`TcpListener::bind`] fails. A bound
+/// socket that does not listen prevents no listener: both set SO_REUSEADDR (socket(7)).
 fn bind_without_listening(at: SocketAddr) -> io::Result<()> {
     let family = if at.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
     let socket = socket::socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;

@@ -306,7 +306,7 @@ fn process_name(process: &Path) -> String {
 /// access the mounted file system, which may not answer.
 ///
 /// # Errors
-/// /proc is not mounted.
+/// Fails if /proc is not mounted.
 pub fn is_mount_point(directory: &Path) -> io::Result<bool> {
     let mounts = fs::read("/proc/self/mountinfo")?;
     let point = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescaped);

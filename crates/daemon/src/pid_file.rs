@@ -26,10 +26,12 @@ use nix::{
 };
 use policy::time::Duration;
 
-/// Interval of trying to lock the file of a process that is about to end; there is no notification.
+/// Interval between attempts to lock the file of an ending process: the kernel does not notify when
+/// a lock is released.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
+/// Maximum number of these attempts: they take 5 s.
 const MAX_LOCK_ATTEMPTS: u32 = 500;
-/// Maximum size of a pid file: more than a number with a line feed.
+/// Maximum size of a pid file in bytes. A process ID with a line feed is shorter.
 const MAX_BYTES: u64 = 32;
 
 /// The file; removed on drop if it still holds this process's ID, or emptied if the directory is
@@ -42,7 +44,7 @@ pub(crate) struct PidFile {
 }
 
 impl PidFile {
-    /// Fails if [`PidFile::write`] would because of the existing file; changes nothing.
+    /// Fails if the existing file would make [`PidFile::write`] fail. Changes nothing.
     pub(crate) fn check(path: &Path) -> anyhow::Result<()> {
         open_and_lock(path, false).map(drop).with_context(|| format!("pid file {}", path.display()))
     }
@@ -50,7 +52,8 @@ impl PidFile {
     /// Writes the file, replacing the one of an ended process.
     ///
     /// # Errors
-    /// Fails if another process holds it, or it is not a pid file.
+    /// Fails if another process has locked the file, if it is not a pid file, or if it cannot be
+    /// written.
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
         let file_context = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(file_context)?;
@@ -58,7 +61,8 @@ impl PidFile {
             bail!("{}: cannot be written: other processes keep removing it", file_context());
         };
         let write = || {
-            // Not writable by others, whatever the umask is.
+            // Repairs the mode of an existing file that others may write; the mode of a new one
+            // does not depend on the umask.
             file.set_permissions(Permissions::from_mode(0o644))?;
             write(&file)
         };
@@ -67,8 +71,8 @@ impl PidFile {
     }
 }
 
-/// A pid file whose process is about to end: opened while this process has the rights for it,
-/// written once it is unlocked.
+/// Pid file of an ending process. Opened before this process gives up privileges (`--user`), and
+/// written once the ending process has unlocked it.
 #[derive(Debug)]
 pub(crate) struct ClaimedPidFile {
     path: PathBuf,
@@ -76,10 +80,10 @@ pub(crate) struct ClaimedPidFile {
 }
 
 impl ClaimedPidFile {
-    /// Opens the file, or creates it.
+    /// Opens the file, or creates it. Does not lock it.
     ///
     /// # Errors
-    /// Fails if it is not a pid file.
+    /// Fails if the path is not a regular file, or if the file cannot be opened for writing.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
         let file_context = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(file_context)?;
@@ -88,8 +92,8 @@ impl ClaimedPidFile {
         Ok(Self { path, file })
     }
 
-    /// Locks and writes the file once its process has ended. Logs a failure; the daemon then serves
-    /// without one.
+    /// Locks and writes the file once the old process has ended. Logs a failure and returns `None`;
+    /// the daemon then serves without a pid file.
     pub(crate) async fn lock_and_write(self) -> Option<PidFile> {
         let Self { path, file } = self;
         let mut locked = lock(&file);
@@ -141,7 +145,8 @@ fn open_options(may_create: bool) -> OpenOptions {
     options
 }
 
-/// Opens and locks the file; `None` if it does not exist and must not be created.
+/// Opens and locks the file; `None` if it does not exist and `make` is false, or if it was removed
+/// between open and lock in each attempt.
 fn open_and_lock(path: &Path, may_create: bool) -> anyhow::Result<Option<File>> {
     // A process that ends may remove the file between open and lock, so that is checked and
     // retried.

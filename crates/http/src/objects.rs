@@ -2,7 +2,7 @@
 //! second.
 //!
 //! Their types are in `api` and described by `openapi.json`. Objects are stored as maps, so that
-//! the stream can send only changed members.
+//! the event stream can send only changed members.
 
 use std::{
     array,
@@ -38,7 +38,7 @@ use super::{
     snapshot::{DaemonSnapshot, DeviceFigures, DiskFigures, ExportFigures, GroupFigures, ThrottleFigures},
 };
 
-/// Members of an activity, by name.
+/// JSON object with the members of an activity.
 fn object(activity: &impl Serialize) -> ActivityObject {
     match serde_json::to_value(activity) {
         Ok(Value::Object(members)) => members,
@@ -77,21 +77,22 @@ struct GroupReadings {
     wait_p99_ns: Option<u64>,
 }
 
-/// Values that are computed once a second, because they are large: latencies and throttle causes.
+/// Values that are computed once a second, because each needs all buckets or counters of a disk:
+/// latencies and throttle causes.
 #[derive(Debug, Default)]
 struct SecondReadings {
     /// Reads and writes by latency bucket, modulo 2³², which halves the memory.
     latency_counts: Vec<u32>,
     /// Requests by bucket of throttle wait.
     wait_counts: Vec<u32>,
-    /// Throttled time by owner, limit and direction.
+    /// Throttled time by level, limit and direction.
     throttled_ns: Option<[u64; CAUSE_COUNT]>,
     latencies: SecondLatencies,
     wait_p99_ns: Option<u64>,
     longest_cause: Option<(CauseLevel, LimitKind)>,
 }
 
-/// Growth of a disk's counts in the last second, by bucket of latency and of wait.
+/// Number of a disk's requests in the last second, by bucket of latency and of throttle wait.
 #[derive(Clone, Debug, Default)]
 struct LastSecondCounts {
     latency_counts: Vec<u64>,
@@ -117,7 +118,8 @@ struct SecondLatencies {
     latencies: Option<Latencies>,
 }
 
-/// Maximum memory for each disk in bytes: both counts have 135 buckets.
+/// Maximum memory for each disk in bytes: the two histograms of 135 buckets are counted as 160
+/// each.
 #[cfg(test)]
 pub(super) const MAX_BYTES_PER_DISK: usize =
     size_of::<DiskReadings>() + 16 * size_of::<(Instant, [u64; 10])>() + 2 * 4 * 160;
@@ -128,8 +130,8 @@ pub(super) fn milliseconds(time: SystemTime) -> u64 {
 }
 
 impl PreviousReadings {
-    /// Computes the objects of a snapshot newer than all before. `is_another`: a new second has
-    /// begun.
+    /// Computes the objects of a snapshot, which must be newer than all earlier ones. `is_another`
+    /// is true for the first snapshot of a second.
     pub(super) fn objects(&mut self, snapshot: &DaemonSnapshot, is_new_second: bool) -> ActivityObjects {
         let mut exports: HashMap<&str, Vec<&ExportFigures>> = HashMap::new();
         for export in &snapshot.exports {
@@ -186,8 +188,8 @@ fn ratio(value: f64) -> Number {
     rounded((value * 1000.0).round() / 1000.0)
 }
 
-/// Requests of disks. A limit that is set on no disk has no counters, so the counters of
-/// a group are those of its disks.
+/// Requests that disks have served. A group's counters are sums over its disks, because requests
+/// that no limit applies to bypass the throttle tree and its counters.
 #[derive(Clone, Copy, Debug, Default)]
 struct ServedRequests {
     totals: DiskTotals,
@@ -230,7 +232,7 @@ impl MemberTotals {
     }
 }
 
-/// Rates of counters in this order: operations, bytes; of each reads, writes.
+/// Rates of the first four counters: reads, writes, read bytes, written bytes.
 fn per_second<const N: usize>(growth: Option<&CounterGrowth<N>>) -> [f64; 4] {
     array::from_fn(|index| growth.map_or(0.0, |growth| growth.per_second(index)))
 }
@@ -271,7 +273,8 @@ fn disk(
     let waiting: usize = stats.waiting.iter().sum();
     // Reads and writes may be throttled at the same time, so the larger share counts.
     let waited = growth.map_or(0.0, |growth| growth.share_of_time(4).max(growth.share_of_time(5)));
-    // A wait is counted when it ends. A longer one shows as waiting requests without progress.
+    // A wait is counted when it ends. One that has not ended appears as waiting requests without
+    // progress.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let wait_ratio = if is_stuck { 1.0 } else { waited };
     let served =
@@ -333,7 +336,8 @@ fn group(
         latency_p99_ns: before.latencies.p99_ns,
         wait_p99_ns: before.wait_p99_ns,
     };
-    // `throttle_cause` keeps the last cause, so it is shown only if time was added in this second.
+    // `throttle_cause` keeps the last cause, so it is shown only if throttled time was added since
+    // the previous reading.
     let has_waited = growth.is_some_and(|growth| growth.by[0] > 0);
     let cause = figures.throttle.stats.throttle_cause.filter(|_| has_waited).map(|kind| ThrottleCause {
         level: "group",
@@ -385,7 +389,8 @@ fn member_activity(
     };
     let (has_watermark, totals) = (*watermark > 0, &served.totals);
     let reserved = |amount: u64| (amount > 0).then_some(amount);
-    // A limit that no disk has counts nothing, so totals are those of the disks.
+    // Requests and bytes are those of the disks: requests that no limit applies to bypass the
+    // tree's counters.
     let totals_of = |requests, bytes, counters: &AdmissionCounters| ThrottledTotals {
         requests,
         bytes,
@@ -443,7 +448,7 @@ const fn limit_name(kind: LimitKind) -> &'static str {
 
 const CAUSE_COUNT: usize = CauseLevel::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
 
-/// Throttled time by owner, limit and direction.
+/// Throttled time by level, limit and direction.
 fn throttled_ns(figures: &DiskFigures) -> [u64; CAUSE_COUNT] {
     let mut all = [0; CAUSE_COUNT];
     let each = CauseLevel::ALL.into_iter().flat_map(|level| {
@@ -457,7 +462,8 @@ fn throttled_ns(figures: &DiskFigures) -> [u64; CAUSE_COUNT] {
     all
 }
 
-/// Limit that throttled the disk longest in the last second, else the limit that it waits for now.
+/// Limit that throttled the disk longest in the last second; if none did, the limit that its
+/// requests wait for now.
 fn throttle_cause(
     figures: &DiskFigures,
     groups: &HashMap<&str, &GroupFigures>,
@@ -507,7 +513,8 @@ fn throttle_cause(
 }
 
 impl SecondReadings {
-    /// Growth since the previous call; `None` for the first.
+    /// Updates the values of the last second; returns the growth since the previous call, `None` at
+    /// the first.
     fn update(&mut self, figures: &DiskFigures) -> Option<LastSecondCounts> {
         let measures = &figures.measures;
         let latencies = growth_of_both(
@@ -522,7 +529,7 @@ impl SecondReadings {
         self.longest_cause = self.throttled_ns.replace(now).and_then(|before| {
             let grown = counter::growths(&before, &now)?;
             let (place, ns) = grown.into_iter().enumerate().max_by_key(|(_, ns)| *ns)?;
-            // The index counts directions fastest, then limits, then owners.
+            // The index varies fastest by direction, then by limit, then by owner.
             let place = (ns > 0).then_some(place / Direction::ALL.len())?;
             Some((
                 CauseLevel::ALL[place / LimitKind::ALL.len()],
@@ -541,8 +548,8 @@ fn wait_p99_ns(counts: &[u64]) -> Option<u64> {
     Some(if Some(p99_ns) > first_at_most_ns { p99_ns } else { 0 })
 }
 
-/// Growth of reads and writes together since the previous counts, which are replaced. `None` for
-/// the first call, and after another disk of the same name took over the counters.
+/// Growth of reads and writes together since the previous counts, which are replaced. `None` at the
+/// first call, and after a disk was replaced by another of the same name.
 fn growth_of_both(before: &mut Vec<u32>, [reads, writes]: [HistogramSnapshot; 2]) -> Option<Vec<u64>> {
     let sums = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let now: Vec<u32> = sums.map(|count| count as u32).collect();
@@ -554,7 +561,7 @@ fn growth_of_both(before: &mut Vec<u32>, [reads, writes]: [HistogramSnapshot; 2]
 }
 
 impl SecondLatencies {
-    /// Percentiles of these counts.
+    /// Percentiles and distribution of these counts by bucket.
     fn of(grown: Option<&[u64]>) -> Self {
         let percentile = |part| grown.and_then(|grown| HistogramSnapshot::quantile_ns(grown, part));
         let latencies = grown.map(|grown| {
@@ -669,7 +676,7 @@ mod tests {
         };
         let grown = |took| LastSecondCounts { latency_counts: took, waited: vec![0; buckets] };
         let mut of_disks = MemberTotals::default();
-        // The growth of a new disk is unknown.
+        // A new disk has no previous counts.
         of_disks.add(&ServedRequests::default(), None);
         assert!(of_disks.last_second.is_none());
         let (short, long) = (20, 60);

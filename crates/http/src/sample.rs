@@ -59,7 +59,7 @@ pub(super) fn rounded(value: f64) -> Number {
 /// A packed [`ActivitySample`].
 pub(super) type PackedSample = [u8; 9];
 
-/// Logarithmic scale from `least` to `most`, with codes for zero and unknown.
+/// Logarithmic scale from `min` to `max`, with codes for zero and unknown.
 struct LogScale {
     bits: u32,
     min: f64,
@@ -75,19 +75,19 @@ const RATIOS: [f64; 15] = [0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6,
 const UNKNOWN_RATIO: u128 = RATIOS.len() as u128;
 
 impl LogScale {
-    /// Highest code, for `most`. 0 is unknown, 1 is zero.
+    /// Highest code, for `max`. 0 is unknown, 1 is zero.
     fn last(&self) -> u128 {
         (1 << self.bits) - 1
     }
 
-    /// Number of steps between `least` and `most`.
+    /// Number of steps between `min` and `max`.
     fn steps(&self) -> f64 {
         (self.last() - 2) as f64
     }
 
     fn code(&self, value: Option<f64>) -> u128 {
         let Some(value) = value else { return 0 };
-        // Nearer to 0 than to `least`.
+        // Nearer to 0 than to `min`.
         if value < self.min / 2.0 {
             return 1;
         }

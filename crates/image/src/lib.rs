@@ -488,7 +488,7 @@ impl Image {
         outcome
     }
 
-    /// Writes and flushes everything, so that another process can take the image over.
+    /// Writes and flushes everything, so that another process can use the image.
     pub async fn hand_over(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.storage().flush().await,
@@ -496,8 +496,8 @@ impl Image {
         }
     }
 
-    /// Takes the locks of clusters and reads again what another process may have written.
-    /// The locks of files must have been taken. `heirs`: see [`Storage::resume`].
+    /// Takes the locks of clusters and reads again what another process may have written. The locks
+    /// of files must have been taken. `heirs` are the `new_clients` of [`Storage::resume`].
     pub async fn take_over(&self, new_clients: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
         let to_open_error = |failure| open::open_error(name, &failure);

@@ -6,14 +6,14 @@
 //!          └─────── woken by its cookie ◄── receiver ◄┘
 //! ```
 //!
-//! One connection, with as many requests in flight as there are callers. Requests made between two
-//! sends are sent in one message. Replies arrive in any order, simple or structured, and are
-//! matched to their request by cookie.
+//! One connection, with as many requests in flight as there are callers. Requests that are
+//! submitted during a send are sent together by the next one. Replies arrive in any order, simple
+//! or structured, and are matched to their request by cookie.
 //!
-//! The server is not trusted. A length never exceeds that of the request. An unknown cookie, or any
-//! other violation of the protocol, ends the connection, and all requests in flight fail. A
-//! request's time has no bound, since a disk may be slow: a caller with a deadline drops the
-//! request, or the client.
+//! The server is not trusted. Data longer than requested is rejected before memory is allocated for
+//! it. An unknown cookie, or any other violation of the protocol, ends the connection, and all
+//! requests in flight fail. Requests have no timeout, since a disk may be slow: a caller with a
+//! deadline drops the request, or the client.
 //!
 //! Never reconnects by itself, and never negotiates extended headers.
 
@@ -64,7 +64,8 @@ use reactor::{
 /// Error of requests after the connection is lost; [`NbdClient::fault`] returns the reason.
 pub const CONNECTION_LOST: Error = Error::from_errno(libc::ENOTCONN);
 
-/// Maximum number of errors in one reply: one for each part of a large request.
+/// Maximum number of error chunks in one reply. A server may send one for each part of a large
+/// request.
 const MAX_ERRORS: u32 = 1024;
 
 /// Maximum number of extents kept from one reply; a server may send many more.
@@ -78,8 +79,8 @@ const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct NbdClient {
     connection: OpenConnection,
     sender: JoinHandle<()>,
-    /// Receives the inbox when the receiving task ends. The task is detached, so it ends with its
-    /// reactor, and with it the connection.
+    /// Yields the receive buffer when the receiving task ends. The task is detached: it ends with
+    /// its reactor, which ends the connection.
     returned_buffer: Receiver<ReceiveBuffer>,
 }
 
@@ -136,7 +137,8 @@ struct ClientConnection {
     outgoing: RefCell<Outgoing>,
     send_signal: Signal,
     is_disconnecting: Cell<bool>,
-    /// True while the connection is being retired, to continue on another thread.
+    /// True while [`NbdClient::retire`] stops both tasks, so that another thread can continue the
+    /// connection.
     is_stopping: Cell<bool>,
     fault: RefCell<Option<ConnectionFault>>,
     /// Waker of the task that waits for the end of the connection.
@@ -163,7 +165,7 @@ enum ExpectedReply {
     Extents { asked: u32, found: Vec<RawExtent> },
 }
 
-/// A run with the same allocation status, as the server reports it.
+/// A range with one allocation status, as reported by the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawExtent {
     /// Length in bytes, never 0; the last extent of a reply may extend beyond the requested range.
@@ -181,7 +183,7 @@ struct PendingRead {
 }
 
 impl NbdClient {
-    /// Continues after the handshake, on this thread.
+    /// Starts the client's tasks on this thread, after the handshake.
     ///
     /// # Panics
     /// Panics outside a reactor.
@@ -205,7 +207,7 @@ impl NbdClient {
         let receiving = Rc::clone(&connection);
         spawn_joinable(async move {
             let receive_buffer = receiving.receive(receive_buffer).await;
-            // Fails only if the client was dropped.
+            // Fails only if the client was dropped: then nothing needs the buffer.
             let _ = retire_sender.try_send(receive_buffer);
         })
         .detach();
@@ -227,7 +229,7 @@ impl NbdClient {
         self.connection.in_flight.borrow().is_empty()
     }
 
-    /// Returns when the connection is lost. For one task at a time.
+    /// Waits until the connection is lost. Only one task at a time may wait.
     pub async fn closed(&self) {
         poll_fn(|context| {
             if self.connection.fault.borrow().is_some() {
@@ -253,8 +255,8 @@ impl NbdClient {
         }
     }
 
-    /// Writes `data` at `offset`. With `force` (FUA) it is durable when the call returns, otherwise
-    /// after a flush. `force` requires [`NbdExportInfo::can_fua`].
+    /// Writes `data` at `offset`. With `force` (FUA) the data is durable when the call returns,
+    /// otherwise after a flush. `force` requires [`NbdExportInfo::can_fua`].
     ///
     /// # Errors
     /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.
@@ -286,8 +288,8 @@ impl NbdClient {
             .await
     }
 
-    /// Allocation status of a range, from its beginning: at least one extent, perhaps not up to its
-    /// end. Requires [`NbdExportInfo::has_allocation`].
+    /// Returns the allocation status of a range: one or more consecutive extents from `offset`,
+    /// which may end before the range does. Requires [`NbdExportInfo::has_allocation`].
     ///
     /// # Errors
     /// The server's error, or [`CONNECTION_LOST`].
@@ -319,8 +321,8 @@ impl NbdClient {
         self.connection.request(fields, ExpectedReply::Nothing, None).await.map(drop)
     }
 
-    /// Disconnects. Waits up to a second until the disconnect request is sent, but not for requests
-    /// in flight.
+    /// Disconnects. Waits until the disconnect request is sent, for [`DISCONNECT_TIMEOUT`] at most,
+    /// but not for requests in flight.
     pub async fn disconnect(self) {
         let Self { connection, sender, returned_buffer: _left } = self;
         // DISC has no reply ("Request types"), so only the sending is awaited.
@@ -330,15 +332,17 @@ impl NbdClient {
         let _ = timeout(DISCONNECT_TIMEOUT, sender).await;
     }
 
-    /// Retires the connection, so that another thread can continue it. The caller ensures that no
-    /// request is in flight or made meanwhile; `None` if the connection is lost.
+    /// Stops both tasks and returns the open connection, so that another thread can continue it.
+    /// The caller ensures that no request is in flight or made meanwhile; `None` if the connection
+    /// is lost.
     pub async fn into_established(self) -> Option<EstablishedConnection> {
         let Self { connection, sender, returned_buffer: inbox_receiver } = self;
         connection.is_stopping.set(true);
         connection.send_signal.raise();
         // The sender ends when everything queued is sent.
         sender.await;
-        // The receiver waits for a reply that will not arrive: interrupt it to get its inbox.
+        // The receiver waits for a reply that will not arrive: interrupt it to get its receive
+        // buffer.
         connection.stream.interrupt();
         let mut receive_buffer = inbox_receiver.recv().await.ok()?;
         if connection.fault.borrow().is_some() {
@@ -347,7 +351,8 @@ impl NbdClient {
         let (unfinished, behind, skip) = receive_buffer.take_rest();
         // Both tasks have ended, so this is the last reference.
         let ClientConnection { stream, export: about, .. } = Rc::try_unwrap(connection.into_inner()).ok()?;
-        // A server sends nothing unsolicited, so remaining bytes would violate the protocol.
+        // Without requests in flight, the server must not send anything: a partial payload would
+        // violate the protocol. Complete bytes are parsed, and rejected, after the transfer.
         (unfinished.is_empty() && skip == 0).then_some(EstablishedConnection {
             stream,
             export: about,
@@ -554,7 +559,8 @@ impl ClientConnection {
     ) -> FaultResult<()> {
         let requested = match &self.in_flight.borrow()[key].expects {
             ExpectedReply::Extents { asked, found }
-                // One context was negotiated, so one chunk with its id is valid.
+                // One context was negotiated, so a reply may have one status chunk, with the
+                // context's ID.
                 if found.is_empty() && Some(context) == self.export.allocation =>
             {
                 *asked
@@ -615,7 +621,7 @@ impl ClientConnection {
         fits.ok_or(ConnectionFault::ProtocolViolation("more data than requested"))
     }
 
-    /// Stores data in a read's buffer; data of the full length becomes the buffer without a copy.
+    /// Copies data into a read's buffer. Data of the full length becomes the buffer without a copy.
     fn store_data(&self, key: usize, at: usize, data: IoBuffer) -> FaultResult<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let ExpectedReply::Data(read) = &mut in_flight[key].expects else {
@@ -634,7 +640,7 @@ impl ClientConnection {
 
     fn record_error(&self, key: usize, error: u32) -> FaultResult<()> {
         let error = Error::from_errno(proto::to_linux(error));
-        // The server is shutting down: it replies to no other request ("Error values").
+        // ESHUTDOWN: the server replies to no other request ("Error values").
         if error == Error::SHUTDOWN {
             return Err(ConnectionFault::ShuttingDown);
         }
@@ -673,7 +679,7 @@ impl ClientConnection {
     }
 }
 
-/// A request in flight, from its caller's side.
+/// Reply that the caller of a request waits for. Dropping it cancels the wait, not the request.
 struct PendingReply<'a> {
     connection: &'a ClientConnection,
     key: usize,
@@ -703,7 +709,8 @@ impl Drop for PendingReply<'_> {
     fn drop(&mut self) {
         let mut in_flight = self.connection.in_flight.borrow_mut();
         let entry = &mut in_flight[self.key];
-        // Without a reply the slot stays reserved, or a late reply would match a new request.
+        // Without a reply the slot stays reserved: a late reply to an unknown cookie would end the
+        // connection.
         if entry.is_answered {
             in_flight.remove(self.key);
         } else {

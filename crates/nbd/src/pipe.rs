@@ -90,7 +90,7 @@ impl Pipe {
     /// Sends everything.
     ///
     /// # Errors
-    /// One end is closed.
+    /// Fails if one end of the pipe is closed.
     pub async fn send(&self, segments: Segments) -> io::Result<()> {
         let mut bytes = vec![0; segments.len()];
         segments.copy_to(&mut bytes);

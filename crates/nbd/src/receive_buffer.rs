@@ -19,7 +19,7 @@ const QUIET_RECEIVES: u8 = 64;
 /// Receive size for a client with much data waiting: the default capacity of a Unix socket.
 const BUSY_BYTES: usize = 256 << 10;
 
-/// The inbox of one stream.
+/// Receive buffer of one stream.
 #[derive(Debug)]
 pub struct ReceiveBuffer {
     /// `None` while a receive is in flight.
@@ -44,7 +44,7 @@ pub struct ReceiveBuffer {
 }
 
 impl ReceiveBuffer {
-    /// Creates the inbox of a handshake.
+    /// Creates the buffer of a handshake.
     // No `Default`: the size is that of a handshake, which the caller should state.
     #[allow(clippy::new_without_default, reason = "it is for a handshake, and says so")]
     pub fn new() -> Self {
@@ -63,8 +63,8 @@ impl ReceiveBuffer {
         }
     }
 
-    /// Creates the inbox of a connection that continues: it starts with `bytes`, and skips the next
-    /// `skip` received ones.
+    /// Creates the buffer of a connection that continues: it starts with `bytes`, and skips the
+    /// next `skip` received ones.
     pub fn with_content(bytes: &[u8], skip: usize) -> Self {
         let mut inbox = Self::new();
         // A continued connection may bring more bytes than the buffer of a handshake holds.

@@ -68,7 +68,7 @@ impl<const N: usize> CounterGrowth<N> {
         (self.per_second(index) / NANOS_PER_SECOND as f64).min(1.0)
     }
 
-    /// Share of counter `some` in the growth of `some` and `others`; `None` if neither has grown.
+    /// Share of counter `part` in the growth of `part` and `rest`; `None` if neither has grown.
     pub fn ratio(&self, part: usize, rest: usize) -> Option<f64> {
         let (part, rest) = (self.by[part], self.by[rest]);
         let total = part.saturating_add(rest);

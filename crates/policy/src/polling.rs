@@ -15,7 +15,7 @@
 
 use crate::time::{Duration, Instant, NANOS_PER_SECOND};
 
-/// Duration of a measurement: some hundred completions at the lowest rate that is tried.
+/// Duration of a measurement: several hundred completions at the lowest rate that is tried.
 const WINDOW: Duration = Duration::from_millis(16);
 /// Time before a measurement. The kernel moves threads apart at its ticks, every 1 to 10 ms.
 const SETTLE_TIME: Duration = Duration::from_millis(12);

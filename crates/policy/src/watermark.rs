@@ -188,7 +188,7 @@ pub struct WatermarkController {
     /// Smoothed multiples of the limits: of all groups together, and of the greediest.
     combined_multiple: f64,
     max_multiple: f64,
-    /// Decaying maximum of `most`.
+    /// Decaying maximum of `max_multiple`.
     recent_max_multiple: f64,
     /// Watermarks requested since the last sample, one bit for each percentage.
     requested: u128,

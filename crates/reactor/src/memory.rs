@@ -112,7 +112,7 @@ pub struct MemoryReservation {
 }
 
 impl MemoryReservation {
-    /// Reserves `bytes` for `what`.
+    /// Reserves `bytes` for `purpose`.
     ///
     /// # Errors
     /// [`OutOfBudget`] if the budget is exhausted.
@@ -261,7 +261,7 @@ impl MemoryBudget {
         state.requests.serve_after_divide();
     }
 
-    /// Changes the reservation for `what` from `before` to `bytes`.
+    /// Changes the reservation for `purpose` from `before` to `bytes`.
     ///
     /// # Errors
     /// [`OutOfBudget`]; nothing is changed.
@@ -288,7 +288,7 @@ impl MemoryBudget {
     }
 
     /// Adds `bytes` to a sum other than that of requests, if they are available or the sum is at
-    /// most `least` afterwards.
+    /// most `min_bytes` afterwards.
     fn charge_other(&self, sum: &AtomicU64, bytes: u64, min_bytes: u64) -> bool {
         let total = self.total();
         if total == u64::MAX {
@@ -375,7 +375,7 @@ impl MemoryAccount {
         self.reserved.load(SeqCst)
     }
 
-    /// Replaces the account's reservation by one of `bytes` for `what`.
+    /// Replaces the account's reservation by one of `bytes` for `purpose`.
     ///
     /// # Errors
     /// [`OutOfBudget`]; the previous reservation is unchanged.

@@ -114,7 +114,7 @@ impl Drop for OpenDescriptor {
 }
 
 impl Fd {
-    /// A file whose last use, on any thread, is followed by `closing`.
+    /// Creates a descriptor; `close_hook` is called after its last use on any thread.
     pub fn with_close_hook(fd: impl Into<OwnedFd>, close_hook: Arc<dyn CloseHook>) -> Self {
         Self {
             open: Arc::new(OpenDescriptor { fd: Some(fd.into()), close_hook: Some(close_hook) }),

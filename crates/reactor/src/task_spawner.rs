@@ -63,7 +63,7 @@ mod tests {
     use super::*;
     use crate::{PollingMode, run, yield_now};
 
-    /// Yields `yields` times, then increments `ended`.
+    /// Yields `yields` times, then increments `completed`.
     async fn ending(yields: usize, completed: Rc<Cell<usize>>) {
         for _ in 0..yields {
             yield_now().await;

@@ -410,8 +410,8 @@ impl UringDriver {
         }
     }
 
-    /// Counts an operation of a device, and submits the queue if there are `most`. If the kernel is
-    /// short of resources, the submission at the end of the iteration tries again.
+    /// Counts an operation of a device, and submits the queue once `max_queued` are counted. If the
+    /// kernel is short of resources, the submission at the end of the iteration tries again.
     fn count_and_submit(&self, max_queued: usize) {
         let queued_io = self.queued_device_io.get() + 1;
         self.queued_device_io.set(queued_io);
@@ -569,7 +569,7 @@ impl<R: 'static> RingOperation<R> {
     }
 
     /// For device reads and writes, and requests to other servers: submits the queue now if it
-    /// holds `most_held_back` of them.
+    /// holds `max_queued` of them.
     pub(super) fn submit_at(self, max_queued: usize) -> Self {
         self.uring().count_and_submit(max_queued);
         self

@@ -172,7 +172,7 @@ mod tests {
             Self::running(|| {})
         }
 
-        /// Runs `what` in each of them, each time it runs.
+        /// Calls `operation` in each task, each time the task runs.
         fn running(operation: fn()) -> Self {
             let worker = ReactorWorker::start("busy", PollingMode::Off).expect("a thread");
             let (runs, stopped) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());

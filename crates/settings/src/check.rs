@@ -291,7 +291,7 @@ fn check_name(name: &str) -> Result<(), String> {
 /// which `.` and `..` are no segments (RFC 3986, section 5.2.4).
 ///
 /// # Errors
-/// Returns the rule.
+/// Returns the violated rule as a message.
 pub fn check_object_name(name: &str) -> Result<(), String> {
     match name {
         "" => Err("the name is empty (set one)".to_owned()),

@@ -34,7 +34,7 @@ use crate::{
     daemon::DEPRECATED_CONTROL, key::KeyType, origins::KeyTable,
 };
 
-/// Largest config file in bytes: enough for some hundred thousand disks.
+/// Largest config file in bytes: enough for several hundred thousand disks.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// Reads a config file.

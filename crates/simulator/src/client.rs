@@ -126,7 +126,7 @@ impl RequestChain {
     }
 
     /// Sets the delay before a repetition: from the last completion to the end of the recording,
-    /// and from its start to the first request. The recording lasted `whole_ns`.
+    /// and from its start to the first request. The recording lasted `duration_ns`.
     ///
     /// A delay that is no longer than two requests exists only because the recording was cut: a
     /// client that always has a request in flight was waiting for a completion then.

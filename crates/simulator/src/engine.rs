@@ -444,8 +444,8 @@ impl SimulationEngine {
             self.backlogged += 1;
             return self.enter_queues(request.disk);
         }
-        // Below `heads` the backlog is empty: `refill_from_backlog` refills the tree at every
-        // admission.
+        // With fewer than `max_tree_requests` in the tree the backlog is empty:
+        // `refill_from_backlog` refills the tree at every admission.
         let token = self.waiting.enter(request, client);
         match tree.submit(node, direction, RequestCost::one(request.length), token, now) {
             AdmissionResult::Admitted(token) => {
@@ -513,7 +513,8 @@ impl SimulationEngine {
         let tree = &mut self.state.trees[disk.tree].tree;
         let now = Instant::from_nanos(self.state.now);
         let admission = tree.submit(disk.node, direction, RequestCost::one(next.length), token, now);
-        // `heads` is above 1, so another request of this direction is still in the tree.
+        // `max_tree_requests` is above 1, so another request of this direction is still in the
+        // tree.
         assert!(matches!(admission, AdmissionResult::Queued(_)), "earlier requests wait");
     }
 

@@ -130,7 +130,7 @@ impl TimeSeries {
         (1_u64 << self.bits) as f64 / 1e9
     }
 
-    /// The series with at most `most` intervals.
+    /// The series with at most `max_intervals` intervals.
     pub fn with_at_most(&self, max_intervals: usize) -> Self {
         let mut series = self.clone();
         while series.values.len() > max_intervals {
@@ -146,8 +146,8 @@ impl TimeSeries {
         self.values.iter().enumerate().map(point)
     }
 
-    /// The series with at most `most` intervals, joined until each has enough events for a rate;
-    /// `counts` is the number of events.
+    /// The series with at most `max_intervals` intervals, joined until each has enough events for a
+    /// rate; `counts` is the number of events.
     pub fn joined_for_rates(&self, counts: &Self, max_intervals: usize) -> Self {
         let mut counts = counts.with_at_most(max_intervals);
         let events: u64 = counts.values.iter().sum();

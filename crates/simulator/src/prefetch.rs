@@ -55,7 +55,7 @@ impl PrefetchModel {
         self.cache.stats()
     }
 
-    /// Starts an admitted read and returns its completion time. `may` can veto read-ahead.
+    /// Starts an admitted read and returns its completion time. `try_admit` can reject read-ahead.
     pub(super) fn read(
         &mut self,
         request: &SimulatedRequest,

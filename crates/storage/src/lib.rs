@@ -536,8 +536,8 @@ impl Storage {
         }
     }
 
-    /// Resumes an RBD image that was suspended, here or in another process. `new_clients` are the
-    /// clients that it was suspended for and that must not write any more: they are
+    /// Resumes an RBD image that was suspended, in this process or in another one. `new_clients`
+    /// are clients of another process that it was suspended for, but that must not use it: they are
     /// [blocklisted](Storage::blocklist) first.
     ///
     /// # Errors

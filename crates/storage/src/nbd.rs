@@ -23,8 +23,8 @@
 //!   unflushed    writes to repeat after a disconnect
 //! ```
 //!
-//! A request's time has no bound, as with a disk; `status` shows the age of the oldest one. The
-//! protocol itself is in [`nbd`].
+//! Requests have no timeout, as with a disk; `status` shows the age of the oldest one. The protocol
+//! itself is in [`nbd`].
 
 mod connection;
 mod link;

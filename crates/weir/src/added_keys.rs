@@ -141,7 +141,7 @@ pub(crate) fn add_export(disk: &mut ConfigWithOrigins<DiskConfig>, export: Expor
 /// Returns the daemon's response, with the disk's `uris`. A failure leaves nothing added.
 ///
 /// # Errors
-/// The daemon's.
+/// Errors of the connection and error responses of the daemon.
 pub(crate) fn add_to_daemon(
     client: &mut ControlClient,
     disk: &ConfigWithOrigins<DiskConfig>,

@@ -1,8 +1,8 @@
 //! `mount.weir`: helper of mount(8) for the file system type `weir`, so that a line of fstab mounts
 //! an image.
 //!
-//! The program is recognized by its name: `/sbin/mount.weir` is a link to it. The helper's command
-//! line is translated to `weir attach --mount`; nothing else differs.
+//! The program is recognized by its name: `/sbin/mount.weir` is a link to it. It translates the
+//! helper's command line to one of `weir attach`, and runs that.
 //!
 //! ```text
 //!   /srv/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,group=gold,noatime  0 0
@@ -16,13 +16,14 @@
 
 use std::{ffi::OsString, path::Path};
 
-/// Name of the link.
+/// Name of the link to the program.
 const NAME: &str = "mount.weir";
 /// Options of `attach` that fstab must not set: the line itself implies them, or they would mount
 /// nothing.
 const NOT_IN_FSTAB: [&str; 10] =
     ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover", "as-mount", "verbose"];
-/// Options for mount(8) and systemd. mount(8) removes most of them before it calls a helper.
+/// Options for mount(8) and systemd, ignored here unless they have a value. mount(8) removes most
+/// of them before it calls a helper.
 const IGNORED_OPTIONS: [&str; 12] = [
     "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group",
     "loop",
@@ -54,7 +55,7 @@ pub(crate) fn to_attach(
                 options += ",";
                 options += &more;
             }
-            // mount(8) has entered the namespace already, and the type is known.
+            // `-N`: mount(8) has entered the mount namespace already. `-t`: the type is known.
             Some("-N" | "-t") => drop(value()?),
             Some(flags) if flags.len() > 1 && flags.starts_with('-') => {
                 if let Some(unknown) = flags[1..].chars().find(|flag| !"sfnv".contains(*flag)) {
@@ -82,7 +83,8 @@ pub(crate) fn to_attach(
     Ok(Some(attach))
 }
 
-/// Options of `attach` by its names; all others become mount options of the file system.
+/// Translates the value of `-o`: options that `attach` has keep their names, all others become
+/// mount options of the file system.
 fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
     let (mut arguments, mut mount_options) = (Vec::new(), Vec::new());
     for option in options.split(',').filter(|option| !option.is_empty()) {
@@ -92,12 +94,14 @@ fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
         if is_ignored || name == "comment" || name.starts_with("x-") || name.starts_with("X-") {
             continue;
         }
-        // Both: the disk must reject writes, and the file system must be mounted read-only.
+        // `ro` is for both: the disk must reject writes, and the file system must be mounted
+        // read-only.
         if name == "ro" {
             arguments.push("--read-only".to_owned());
         }
         if name != "ro" && !NOT_IN_FSTAB.contains(&name) && known(name) {
-            // Names of `attach` win over mount options of the same name, such as `group`.
+            // An option of `attach` wins over a mount option of the same name: `group=gold` is a
+            // group of weir, although mount(8) has an option `group` (without a value).
             arguments.push(format!("--{option}"));
         } else {
             mount_options.push(option);

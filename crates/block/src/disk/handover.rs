@@ -2,13 +2,14 @@
 //! with shared storage.
 //!
 //! ```text
-//!   opened ─► released ◄── the last holder releases: all written, no request inside, unlocked
+//!   opened ─► released ◄── the last holder releases: all written, nothing in flight, unlocked
 //!                │                                        ▲
 //!                └─ the first holder: locks, metadata read again ─► held
 //! ```
 //!
-//! The image's locks decide which process has it, so there are never two writers. While it is
-//! released no request reaches it: a request without a holder fails, and closing writes nothing.
+//! The image's locks decide which process may use it, so there are never two writers. A holder is
+//! a caller that sends requests, such as an export with clients. While the image is released no
+//! request reaches it: a request without a holder fails, and closing writes nothing.
 
 use std::sync::{
     Arc, Mutex, PoisonError,
@@ -23,13 +24,13 @@ use storage::{OpenError, RangeGuard, RangeLocks};
 
 /// Interval at which the locks are tried. The kernel does not notify when they are released.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
-/// Time after which the log reports that another process has the image.
+/// Time after which the log reports that the disk waits for another process.
 const LOG_AFTER: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 pub(super) struct Handover {
-    /// True if the locks are held and cached metadata is valid. Changes only while no request is
-    /// inside.
+    /// True if the locks are held and cached metadata is valid. Changes only while no request is in
+    /// flight.
     held: AtomicBool,
     in_flight: RangeLocks,
     /// Serializes acquiring and releasing.
@@ -40,16 +41,17 @@ pub(super) struct Handover {
 /// Reason why a disk cannot be held.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HoldError {
-    /// Another process has the image, or its content is unusable.
+    /// Another process holds the image, or its content is unusable.
     #[error(transparent)]
     Image(#[from] OpenError),
-    /// The caller does not wait any more.
+    /// `is_wanted` returned false.
     #[error("the request was cancelled")]
     Cancelled,
 }
 
 impl Handover {
-    /// Begins a request, which ends when the guard is dropped.
+    /// Begins a request, which ends when the guard is dropped. Fails with [`Error::SHUTDOWN`] while
+    /// the image is released.
     pub(super) async fn enter(&self) -> Result<RangeGuard<'_>> {
         let guard = self.in_flight.shared(0..1).await;
         if self.held.load(SeqCst) { Ok(guard) } else { Err(Error::SHUTDOWN) }
@@ -73,9 +75,10 @@ impl Disk {
         self.handover.is_some()
     }
 
-    /// Acquires the image, if this disk has handover, for a caller that is about to send requests;
-    /// each call needs one of [`Disk::release`]. Waits for the process that has it, for `timeout`
-    /// at most and while `is_wanted` returns true. The future must run to its end.
+    /// Acquires the image, if this disk has handover, for a caller that is about to send requests.
+    /// Each success must be followed by one call of [`Disk::release`]. Waits for the process that
+    /// holds the image, for `timeout` at most and while `is_wanted` returns true. The future must
+    /// not be dropped before it completes.
     ///
     /// # Errors
     /// [`HoldError`].
@@ -93,8 +96,8 @@ impl Disk {
             self.acquire_locks(began, timeout, is_wanted).await?;
             let result = {
                 let _drained = handover.in_flight.exclusive(0..1).await;
-                // As a change of the whole disk, so that no data from before is served from the
-                // cache.
+                // Declared as a change of the whole disk, so that prefetched data from before is
+                // discarded.
                 let result = self.prefetch.change(0, u64::MAX, self.image.take_over(&[])).await;
                 handover.held.store(result.is_ok(), SeqCst);
                 result
@@ -106,7 +109,7 @@ impl Disk {
             // Debug level: a guest triggers this whenever it resets its disk.
             tracing::debug!(disk = %self.name, "acquired the image");
         }
-        // Counted only when the image is usable.
+        // Counted only once the image is usable.
         handover.change_holders(|holders| *holders += 1);
         Ok(())
     }
@@ -138,17 +141,17 @@ impl Disk {
         }
     }
 
-    /// Releases what [`Disk::hold`] acquired. After the last release, everything is written and the
-    /// image is free for other processes when this returns. If writing failed, the image stays
-    /// held, and the log reports it.
+    /// Releases what [`Disk::hold`] acquired. When the last holder has released, everything is
+    /// written and another process can acquire the image. If writing failed, the image stays held,
+    /// and the log reports it.
     pub async fn release(&self) {
         let Some(handover) = &self.handover else { return };
         let _transition = handover.transition.exclusive(0..1).await;
-        // Not the last holder.
+        // Other holders remain.
         if handover.change_holders(|holders| *holders -= 1) > 0 {
             return;
         }
-        // Waits for the requests inside; later ones wait here and fail once `held` is false.
+        // Waits for the requests in flight; later ones wait here and fail once `held` is false.
         let _drained = handover.in_flight.exclusive(0..1).await;
         // Written before the locks are released, or the next process would read stale metadata.
         if let Err(error) = self.image.hand_over().await {
@@ -162,8 +165,8 @@ impl Disk {
         tracing::debug!(disk = %self.name, "the image is free for another process");
     }
 
-    /// Adds a holder, so that the image stays here after the current holders release it. Returns
-    /// false if there is no holder, or the disk has no handover.
+    /// Adds a holder, so that the image stays in this process after the current holders release it.
+    /// Returns false if there is no holder, or the disk has no handover.
     pub async fn retain(&self) -> bool {
         let Some(handover) = self.handover.as_ref().filter(|handover| handover.is_held()) else {
             return false;
@@ -177,8 +180,8 @@ impl Disk {
         is_held
     }
 
-    /// Marks the image as held by the caller, if it has handover and is not held: it was received,
-    /// with its locks, from a process that held it.
+    /// Makes the caller a holder of an image that was received, with its locks, from a process that
+    /// held it. Does nothing without handover, or if the image is held already.
     pub(super) fn mark_held(&self) {
         if let Some(handover) = self.handover.as_ref().filter(|handover| !handover.is_held()) {
             handover.change_holders(|holders| *holders += 1);
@@ -204,7 +207,7 @@ impl Disk {
         }
     }
 
-    /// True if another process may have the image.
+    /// True if the image is released, so that another process may hold it.
     pub fn is_released(&self) -> bool {
         self.handover.as_ref().is_some_and(|handover| !handover.is_held())
     }

@@ -1,17 +1,16 @@
-//! Hand-over of a disk's image to another process of this host: an upgrade of the daemon.
+//! Transfer of a disk's image to another process of this host: an upgrade of the daemon.
 //!
 //! ```text
 //!   old process                          new process
 //!   in use ── quiesced ── suspend ───►   resume ── in use
 //!             (no request in flight)
-//!   in use ◄────────── resume             (if the new process fails before)
+//!   in use ◄────────── resume             (if the new process fails before it resumes)
 //! ```
 //!
-//! Descriptors pass between the processes with their locks. The page cache is common to both, so
-//! only the format's metadata is written. An RBD image is open in both processes; its lock is
-//! released by the old one and acquired by the new one, or again by the old one, and in between its
-//! requests wait. Never decides which process continues: both agree on that, and only one of them
-//! uses the image.
+//! File descriptors are passed with their locks. Both processes share the page cache, so only the
+//! format's metadata is written. An RBD image is open in both processes: `suspend` releases its
+//! lock, `resume` acquires it again, in either process, and requests wait in between. Never decides
+//! which process continues: both agree on that, and only one of them uses the image.
 
 use std::io;
 
@@ -23,15 +22,15 @@ use storage::{OpenError, PassedFile};
 
 /// Interval at which operations in flight in the kernel are checked. There is no notification.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Timeout of storage while the disk is quiesced: for abandoned operations to end, and for servers
-/// to flush the last writes, or clusters to store them and release the lock.
+/// Timeout of each part of [`Disk::suspend`]: of cancelled requests' operations to end; and of
+/// servers to flush the last writes, or clusters to store them and release the lock.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout of closing this process's resources, while the new process may wait.
+/// Timeout of [`Disk::close_own`]; the new process may wait meanwhile.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Timeout of writing an image while it is still in use; the new process waits.
+/// Timeout of [`Disk::preflush`]. The disk is still in use, but the new process waits.
 const PREFLUSH_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Reason why a disk cannot be handed over.
+/// Reason why a disk cannot be transferred to another process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UpgradeRefusal {
     /// Its data is in the memory of this process.
@@ -40,7 +39,7 @@ pub enum UpgradeRefusal {
     /// The disk is stopped by an error, and clients wait for `resume`.
     #[error("an error has stopped it (`weir resume` continues it)")]
     Stopped,
-    /// Another client of the server may read stale data.
+    /// The new process, another client of the server, may read stale data.
     #[error(
         "its image is at an NBD server without CAN_MULTI_CONN, or uses cache=unsafe, so the new \
          process might read stale data"
@@ -52,7 +51,7 @@ pub enum UpgradeRefusal {
 }
 
 impl Disk {
-    /// Checks that it can be handed over now.
+    /// Checks that the disk can be transferred now.
     ///
     /// # Errors
     /// [`UpgradeRefusal`].
@@ -60,7 +59,7 @@ impl Disk {
         if self.image.storage().is_memory() {
             return Err(UpgradeRefusal::Memory);
         }
-        // The new process must read what this one has written to a server.
+        // The new process must read what this process has written to a server.
         let mut remote = self.image.files().filter(|storage| storage.remote_status().is_some());
         if !self.image.is_read_only() && remote.any(|storage| !storage.has_shared_flushes()) {
             return Err(UpgradeRefusal::Remote);
@@ -74,7 +73,8 @@ impl Disk {
         Ok(())
     }
 
-    /// New descriptors of the files that it has open for writing.
+    /// Duplicates of the descriptors of files that are open for writing, to be sent to the new
+    /// process.
     ///
     /// # Errors
     /// The process has too many open files.
@@ -82,14 +82,14 @@ impl Disk {
         self.image.descriptors()
     }
 
-    /// True if another process had its files open before; then [`Disk::resume`] must precede the
-    /// first request.
+    /// True if another process had the disk's files open before; then [`Disk::resume`] must precede
+    /// the first request.
     pub fn is_passed(&self) -> bool {
         self.image.is_passed()
     }
 
-    /// True if another process may still resume the disk: it must not be written, flushed or closed
-    /// here.
+    /// True if another process may still resume the disk: this process must not write, flush or
+    /// close it.
     pub fn may_be_resumed_elsewhere(&self) -> bool {
         self.image.is_locked_elsewhere()
     }
@@ -99,8 +99,8 @@ impl Disk {
         self.image.is_blocklisted()
     }
 
-    /// Blocklists clients that still have its RBD image open for writing, by the client numbers
-    /// that they have [announced](storage::PassedFiles).
+    /// Blocklists clients that still have the disk's RBD image open for writing, by the client
+    /// numbers that they have [announced](storage::PassedFiles).
     ///
     /// # Errors
     /// As reported by the cluster.
@@ -108,8 +108,8 @@ impl Disk {
         self.image.blocklist(clients).await
     }
 
-    /// Closes this process's own resources although another process continues the image: RBD images
-    /// open in a cluster, which would otherwise see this client for 30 s. Takes at most
+    /// Closes the RBD images that this process has open, after another process has continued the
+    /// disk. Otherwise the cluster would see this client for another 30 s. Takes at most
     /// [`CLOSE_TIMEOUT`].
     pub async fn close_own(&self) {
         // The new process continues in any case, so the result is ignored.
@@ -166,12 +166,12 @@ impl Disk {
         reactor::timeout(QUIESCE_TIMEOUT, remote).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
-    /// Resumes the disk and reads the files' metadata again, here or in another process than the
-    /// one that suspended it. A disk with handover is then held, and the caller must release it by
+    /// Resumes the disk and reads the files' metadata again, in the process that suspended it or in
+    /// another one. A disk with handover is then held, and the caller must release it by
     /// [`Disk::release`]. An RBD image waits for the cluster without a timeout, unless another
-    /// process [can resume it](Disk::may_be_resumed_elsewhere). `new_clients` are the clients that
-    /// it was suspended for there and that must not write: they are [blocklisted](Disk::blocklist)
-    /// first.
+    /// process [can resume it](Disk::may_be_resumed_elsewhere). `new_clients` are the RBD clients
+    /// of another process that the disk was suspended for, but that must not use it: they are
+    /// [blocklisted](Disk::blocklist) first.
     ///
     /// # Errors
     /// [`OpenError`]: the disk must not be used.
@@ -184,7 +184,7 @@ impl Disk {
                 self.notify_size(old_size, self.size_bytes());
             }
         }
-        // After the metadata is read: requests may enter from now on.
+        // After the metadata is read: requests are accepted from now on.
         self.mark_held();
         self.prefetch.restart();
         Ok(())

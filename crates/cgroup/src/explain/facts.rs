@@ -1,5 +1,5 @@
-//! The state of a cgroup, its processes, their files and the disks below, each with its source
-//! file.
+//! State of a cgroup, its processes, their files and the disks below. Each fact names the kernel's
+//! file that it was read from.
 //!
 //! ```text
 //!   cgroup ──► levels, from itself to the root: controllers, limits            levels.rs
@@ -9,7 +9,8 @@
 //!   bytes that the processes wrote, bytes that the cgroup was charged with     write_accounting.rs
 //! ```
 //!
-//! The input of `findings`, which tests construct. Collecting never writes and opens no disk.
+//! Input of `findings`, whose tests construct these types themselves. Collecting never writes and
+//! opens no disk.
 
 mod collect;
 mod disks;
@@ -59,11 +60,12 @@ pub(crate) struct CgroupFacts {
     /// The only process to examine; `None` for all processes of the cgroup.
     pub(crate) pid: Option<i32>,
     pub(crate) version: Version,
-    /// Mount of the controller of block I/O.
+    /// Mount of the hierarchy that has the block I/O controller (`io` in v2, `blkio` in v1).
     pub(crate) hierarchy: Option<Evidence>,
     pub(crate) kernel: KernelRelease,
     /// The cgroup, then its ancestors up to the root.
     pub(crate) levels: Vec<CgroupLevel>,
+    /// Descendants that have examined processes or limits.
     pub(crate) descendants: Vec<CgroupLevel>,
     pub(crate) memory: MemoryController,
     pub(crate) processes: Vec<ExaminedProcess>,
@@ -75,8 +77,10 @@ pub(crate) struct CgroupFacts {
     pub(crate) swapped: Option<Evidence>,
     /// Dirty pages charged to a cgroup that has no process any more.
     pub(crate) orphaned_dirty_pages: Option<Evidence>,
+    /// Bytes that the processes wrote, compared with bytes that the cgroup was charged for.
     pub(crate) write_accounting: Option<WriteAccounting>,
     pub(crate) other_controls: Vec<OtherControl>,
+    /// Files that could not be read, and other limits of the examination.
     pub(crate) unexamined: Vec<Evidence>,
 }
 
@@ -100,6 +104,7 @@ pub(crate) struct CgroupLevel {
     pub(crate) root: bool,
     pub(crate) has_limits: bool,
     pub(crate) controllers: Option<Evidence>,
+    /// Content of cgroup.subtree_control.
     pub(crate) subtree_control: Option<Evidence>,
     pub(crate) kind: Option<Evidence>,
     pub(crate) limits: Vec<LevelLimit>,
@@ -137,6 +142,7 @@ pub(crate) struct ExaminedProcess {
     pub(crate) name: String,
     pub(crate) started: Option<SystemTime>,
     pub(crate) group: String,
+    /// Set if it is a kernel thread.
     pub(crate) kernel: Option<Evidence>,
     pub(crate) uses: Vec<FileUse>,
     pub(crate) swapped: Option<Evidence>,
@@ -153,7 +159,7 @@ pub(crate) struct FileUse {
     pub(crate) evidence: Evidence,
     /// Set if the file is written to.
     pub(crate) identity: Option<WrittenFileId>,
-    /// Set if the file is written through the page cache.
+    /// Creation time; set if the file is written through the page cache.
     pub(crate) created: Option<SystemTime>,
     /// Set if a file written through the page cache is older than every process of the cgroup.
     pub(crate) older_than_processes: Option<Evidence>,
@@ -218,6 +224,7 @@ pub(crate) struct DiskFacts {
     pub(crate) number: DeviceNumber,
     pub(crate) node: String,
     pub(crate) kind: DiskKind,
+    /// Disks directly below, such as the members of an array.
     pub(crate) lower_disks: Vec<DeviceNumber>,
     pub(crate) evidence: Vec<Evidence>,
 }
@@ -310,6 +317,7 @@ impl CgroupFacts {
         &self.levels[0]
     }
 
+    /// Level of a descendant cgroup; the cgroup itself for all others.
     pub(crate) fn level_of(&self, group: &str) -> &CgroupLevel {
         self.descendants.iter().find(|level| level.name == group).unwrap_or_else(|| self.own())
     }

@@ -25,7 +25,7 @@ use policy::{
 /// the guard, which then has nothing to do.
 const WATCH_AHEAD: Duration = Duration::from_millis(750);
 /// Time before the end of a lease at which the guard revokes the quota; covers scheduling delays
-/// and some thousand writes.
+/// and several thousand writes.
 const GUARD_AHEAD: Duration = Duration::from_millis(500);
 
 /// Groups of control groups whose limits belong to a cluster.

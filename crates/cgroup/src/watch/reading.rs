@@ -17,7 +17,7 @@ use crate::{
     limit::write::file_context,
 };
 
-/// Bytes of a file that are read: enough for io.stat of some hundred devices.
+/// Bytes of a file that are read: enough for io.stat of several hundred devices.
 const MAX_BYTES: usize = 64 << 10;
 
 #[derive(Debug)]

@@ -34,7 +34,7 @@ use tokio_openssl::SslStream;
 
 use super::EtcdError;
 
-/// Maximum length of an answer: 10,000 hosts with ten groups each.
+/// Maximum length of a response in bytes: enough for 10,000 hosts with ten groups each.
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
 /// OpenSSL's codes for certificates that are not yet valid, expired, or issued to another name
 /// (x509_vfy.h).
@@ -42,7 +42,7 @@ const X509_V_ERR_CERT_NOT_YET_VALID: i32 = 9;
 const X509_V_ERR_CERT_HAS_EXPIRED: i32 = 10;
 const X509_V_ERR_HOSTNAME_MISMATCH: i32 = 62;
 const X509_V_ERR_IP_ADDRESS_MISMATCH: i32 = 64;
-/// Number of a certificate's names in a message.
+/// Maximum number of a certificate's names that a message lists.
 const MAX_NAMES: usize = 8;
 /// Part of the reply of Go's servers to plain HTTP on a TLS port.
 const HTTPS_PORT_REPLY: &[u8] = b"HTTP request to an HTTPS server";
@@ -51,7 +51,8 @@ const COMMON_NAME_REFUSAL: &[u8] = b"CommonName of client";
 /// Idle time before the first keep-alive probe.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
-/// TLS configuration, with the content of its files when they were read.
+/// TLS configuration with the certificates that the files had when it was created. Later changes of
+/// the files need a new one.
 #[derive(Clone)]
 pub(super) struct EtcdTls(SslConnector);
 
@@ -97,7 +98,7 @@ impl EtcdTls {
     }
 }
 
-/// Fault of the certificate of member `host`, and the remedy.
+/// Describes why the certificate of member `host` is not accepted, and the remedy.
 fn certificate_fault(host: &str, chain: &X509StoreContextRef) -> String {
     let (error, certificate) = (chain.error(), chain.current_cert());
     let subject = match chain.error_depth() {
@@ -127,7 +128,7 @@ fn certificate_fault(host: &str, chain: &X509StoreContextRef) -> String {
     }
 }
 
-/// First names of a certificate.
+/// The first [`MAX_NAMES`] names of a certificate, for a message.
 fn names_of(certificate: &X509Ref) -> String {
     let name = |name: &GeneralNameRef| {
         let address = |bytes: &[u8]| match *bytes {
@@ -142,7 +143,7 @@ fn names_of(certificate: &X509Ref) -> String {
     if all.is_empty() { "no name".to_owned() } else { all.join(", ") }
 }
 
-/// Error of a failed handshake, other than by the member's certificate.
+/// Error of a handshake that failed for another reason than the member's certificate.
 fn handshake_error(endpoint: &EtcdEndpoint, error: &ssl::Error) -> EtcdError {
     let has_reason = |reason| {
         let errors = error.ssl_error().map_or(&[][..], ErrorStack::errors);
@@ -194,8 +195,8 @@ impl EtcdConnection {
             match opened {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(EtcdError::Unreachable(error))) => last_error = error,
-                // Tries the next address only after an unreachable one: a refusal is the member's,
-                // not the path's.
+                // Only an unreachable address is followed by the next one: any other error comes
+                // from the member itself, which every address reaches.
                 Ok(Err(refused)) => return Err(refused),
                 Err(_) => last_error = anyhow!("no answer in {} s", timeout.as_secs()),
             }
@@ -225,7 +226,7 @@ impl EtcdConnection {
                     let (found, host) = (Arc::clone(&found), endpoint.host.clone());
                     move |is_good, chain| {
                         if !is_good {
-                            // OpenSSL stops at the first fault.
+                            // The first fault is kept; OpenSSL stops the verification there.
                             let _ = found.set(certificate_fault(&host, chain));
                         }
                         is_good
@@ -244,12 +245,12 @@ impl EtcdConnection {
         };
         let (sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(EtcdError::unreachable)?;
-        // Ends with the connection.
+        // The task ends when the connection closes.
         let driver = tokio::spawn(async move { drop(connection.await) }).abort_handle();
         Ok(Self { endpoint: endpoint.clone(), sender, driver, has_answered: false })
     }
 
-    /// Sends a request and returns the head of the answer.
+    /// Sends a request and returns the head of the response.
     pub(super) async fn send_request(
         &mut self,
         path: &str,
@@ -290,7 +291,8 @@ impl EtcdConnection {
         })
     }
 
-    /// Sends a request and returns the whole answer as JSON. Anything else is not from etcd.
+    /// Sends a request and returns the whole response as JSON. Fails for a response that is not
+    /// JSON: it does not come from etcd.
     pub(super) async fn request(
         &mut self,
         path: &str,
@@ -360,7 +362,7 @@ mod tests {
     const LOCALHOST: &str = "127.0.0.1";
     const TIMEOUT: Duration = Duration::from_secs(60);
 
-    /// Certificate for this address, valid between two days from now.
+    /// Certificate for `address`, valid from `from` to `until`, in days from now.
     fn certificate(address: &str, from: i64, until: i64) -> (X509, PKey<Private>) {
         let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()).unwrap();
         let day = |days: i64| Asn1Time::from_unix(now + days * DAY_S).unwrap();
@@ -390,7 +392,8 @@ mod tests {
         runtime.unwrap().block_on(future)
     }
 
-    /// Error for a client that trusts this certificate, with a member at this address.
+    /// Error of a client that trusts the certificate `trusted` and connects to a member at
+    /// `address`.
     fn connection_error(trusted: &X509, address: SocketAddr) -> EtcdError {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("ca-cert.pem"), trusted.to_pem().unwrap()).unwrap();
@@ -399,7 +402,8 @@ mod tests {
         on_runtime(EtcdConnection::open(endpoint, &[address], Some(&tls), TIMEOUT)).unwrap_err()
     }
 
-    /// Error text for a member with this certificate.
+    /// Error of a client that trusts `trusted` and connects to a member with the certificate
+    /// `shown`.
     fn handshake_message(member_certificate: &(X509, PKey<Private>), trusted: &X509) -> String {
         let (certificate, key) = member_certificate;
         let mut acceptor = SslAcceptor::mozilla_intermediate(SslMethod::tls_server()).unwrap();
@@ -442,7 +446,7 @@ mod tests {
         assert!(message.contains("etcd's certificate is not trusted: self"), "{message}");
     }
 
-    /// Error text for a member that replies with `answer` to the first bytes and closes.
+    /// Error text for a member that replies with `reply` to the first bytes and closes.
     fn message_after_reply(reply: &'static [u8], connect: impl FnOnce(SocketAddr) -> EtcdError) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

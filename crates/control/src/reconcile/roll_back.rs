@@ -23,7 +23,7 @@ pub(crate) enum CompletedStep {
     GroupAdded(String),
     DiskAdded(String),
     ServerAdded(Rc<RunningServer>),
-    /// `gone` is the notification to send if the export cannot be added again.
+    /// `deletion` is the notification to send if the export cannot be added again.
     ExportRemoved {
         planned: Box<PlannedExport>,
         id: String,

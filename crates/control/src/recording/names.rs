@@ -7,7 +7,7 @@ use policy::throttle::{LevelCause, LimitKind, LimitPart, LimitSetting, MAX_LEVEL
 
 use super::limits::OwnerLimits;
 
-/// Disk with the data that the engine needs.
+/// A disk, with the data that the recording engine needs.
 #[derive(Debug)]
 pub(super) struct RecordedDiskEntry {
     pub(super) number: u32,
@@ -16,15 +16,15 @@ pub(super) struct RecordedDiskEntry {
     groups: Vec<Arc<str>>,
     /// Numbers and names of limits, by level and kind.
     limits: Vec<(u32, Arc<str>)>,
-    /// Its own limits, and those of its groups.
+    /// Limits of the disk and of its groups.
     pub(super) owner_limits: Vec<OwnerLimits>,
-    /// Counter of its dropped records.
+    /// Counter of records that were dropped because a buffer was full.
     pub(super) dropped: Arc<DroppedRecords>,
 }
 
 impl RecordedDiskEntry {
-    /// True if a recording of these disks and groups includes this disk; an empty list includes
-    /// all.
+    /// True if a recording of these disks and groups includes this disk. An empty list includes all
+    /// disks.
     pub(super) fn is_recorded_by(&self, names: &[String]) -> bool {
         let matches =
             |name: &String| **name == *self.name || self.groups.iter().any(|group| **name == **group);
@@ -47,7 +47,7 @@ impl RecordedDiskEntry {
     }
 }
 
-/// Assigned numbers. A name keeps its number.
+/// Numbers of all disks and limits recorded so far. A name keeps its number.
 #[derive(Debug, Default)]
 pub(super) struct RecordingNumbers {
     disks: HashMap<Arc<str>, u32>,
@@ -55,7 +55,7 @@ pub(super) struct RecordingNumbers {
 }
 
 impl RecordingNumbers {
-    /// Describes a disk with its current groups.
+    /// Assigns numbers to a disk and to the limits of the disk and its current groups.
     pub(super) fn describe(&mut self, disk: &Disk) -> RecordedDiskEntry {
         let above = std::iter::successors(disk.throttle().group(), |group| group.parent().cloned());
         let above: Vec<_> = above.take(MAX_LEVELS).collect();

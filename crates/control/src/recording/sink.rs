@@ -29,7 +29,7 @@ use super::{
 const MAX_BUFFERED_BYTES: usize = 32 << 20;
 /// Maximum age of a block when it is written; bounds the loss if the daemon is killed.
 const MAX_BLOCK_AGE: Duration = Duration::from_secs(1);
-/// Time limit for a reader to receive the rest after the end.
+/// Time that a reader has to receive the rest after the recording has ended.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Counters of a recording, readable during and after it.
@@ -83,10 +83,11 @@ pub(super) struct RecordingSink {
     writer: RecordingWriter<BufferedFile>,
     started: Instant,
     block_started: Instant,
+    /// Deadline of the reader; set when the recording has ended.
     reader_deadline: Option<Instant>,
     /// Latest limits of each disk and group that changed while the buffer was full.
     pending_limits: HashMap<LimitKey, LimitChange>,
-    /// Requests since the last time when everything was written.
+    /// Number of requests accepted since the file last held all of them.
     unwritten: u64,
     is_empty: bool,
     error: Option<io::Error>,
@@ -94,7 +95,7 @@ pub(super) struct RecordingSink {
 }
 
 impl RecordingSink {
-    /// Sink whose time 0 is `now`.
+    /// Creates a sink. Times in the recording are relative to `now`.
     pub(super) fn new(file: OwnedFd, now: Instant, progress: Arc<RecordingProgress>) -> io::Result<Self> {
         // A regular file never returns EAGAIN; a pipe with a slow reader must not block the thread.
         let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
@@ -117,7 +118,7 @@ impl RecordingSink {
         })
     }
 
-    /// Takes the error after which nothing is written any more.
+    /// Removes and returns the error that stopped the sink.
     pub(super) fn take_error(&mut self) -> Option<io::Error> {
         self.error.take()
     }
@@ -132,13 +133,12 @@ impl RecordingSink {
         self.is_empty
     }
 
-    /// Size of the file.
+    /// Number of bytes written to the file.
     pub(super) fn bytes(&self) -> u64 {
         self.writer.output().written
     }
 
-    /// Truncates a regular file to its last complete block; a partial block would end it for
-    /// readers.
+    /// Truncates a regular file to its last complete block; readers stop at a partial block.
     pub(super) fn truncate_to_blocks(&self) -> io::Result<()> {
         let BufferedFile { file, complete_bytes: complete, .. } = self.writer.output();
         file.set_len(*complete)
@@ -167,6 +167,7 @@ impl RecordingSink {
             wait_ns: nanos(request.arrived, request.admitted),
             service_ns: nanos(request.admitted, request.completed),
         };
+        // Merged requests are recorded as separate requests with equal times and lengths.
         for part in 0..parts {
             let offset = request.offset + part * length;
             let entry = RecordingEntry {
@@ -179,7 +180,6 @@ impl RecordingSink {
                 disk: request.disk,
                 limit: limit.map(|(number, _)| number),
             };
-            // Merged requests are recorded separately, with equal times.
             let written = self.writer.push(entry, || &recorded_disk.name, || limit.map_or("", |(_, name)| name));
             self.record_error(written);
         }
@@ -187,7 +187,7 @@ impl RecordingSink {
         self.progress.requests.fetch_add(parts, Relaxed);
     }
 
-    /// Adds limits that are in force from an instant on.
+    /// Records limits that are in force from `at` on.
     pub(super) fn add_limits(&mut self, limits: &OwnerLimits, at: Instant) {
         let change = limits.change(at.nanos_since(self.started));
         self.pending_limits.insert(limits.key(), change);
@@ -239,7 +239,7 @@ impl RecordingSink {
     }
 }
 
-/// Recording that a client reads while it is made.
+/// Output of a recording that a client reads through a pipe or socket while it is made.
 impl RecordingOutput for RecordingSink {
     fn add_request(&mut self, finished: &RequestRecord, named: &RecordedDiskEntry, _: &LimitsByOwner) {
         self.add_request(finished, named);
@@ -285,7 +285,7 @@ struct BufferedFile {
 impl BufferedFile {
     fn write_pending(&mut self, progress: &RecordingProgress) -> io::Result<()> {
         while !self.buffered.is_empty() {
-            // The contiguous part; the loop continues with the second.
+            // First contiguous part of the ring buffer; the next iteration writes the second.
             let (first, _) = self.buffered.as_slices();
             match self.file.write(first) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
@@ -381,7 +381,7 @@ mod tests {
         }
         assert!(sink.writer.output().buffered.capacity() < 3 * MAX_BUFFERED_BYTES);
         assert_eq!(progress.requests() + progress.dropped(), submitted);
-        // A reader that reads at last receives everything that was kept.
+        // Once the reader reads, it receives everything that was buffered.
         let read = thread::spawn(move || File::from(reader).read_to_end(&mut Vec::new()).unwrap());
         sink.end();
         while !sink.has_ended() {

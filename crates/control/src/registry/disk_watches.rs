@@ -1,6 +1,6 @@
-//! Tasks that watch a listed disk: failed requests, changes of its size, changes of its image by
-//! another client of the Ceph cluster. Each task ends with the disk's entry, and holds no strong
-//! reference to the registry.
+//! Tasks that watch a disk of the registry: its failed requests, changes of its size, and changes
+//! of its image by another client of the Ceph cluster. Each task ends with the disk's entry, and
+//! holds no strong reference to the registry.
 
 use std::{rc::Weak, sync::Arc};
 
@@ -49,8 +49,8 @@ pub(super) async fn watch_image_changes(
     }
 }
 
-/// Reports immediately that a disk stopped. Of other failures, reports the last in each second, as
-/// QEMU does: clients control their rate.
+/// Reports immediately that a disk stopped. Other failures are reported at most once a second, as
+/// in QEMU, because clients could cause any number of them; the last one is reported.
 pub(super) async fn watch_failures(registry: Weak<Registry>, disk: String, failures: Arc<Failures>) {
     let mut failure = failures.next(false).await;
     loop {

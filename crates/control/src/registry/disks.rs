@@ -1,5 +1,5 @@
-//! The disks: open, unavailable, being added or being removed. State only; changes that notify
-//! listeners are methods of [`Registry`](super::Registry).
+//! Registry of disks: open, unavailable, being added or being removed. Holds state only: changes
+//! that notify listeners are methods of [`Registry`](super::Registry).
 
 use std::{
     cell::{Cell, RefCell},

@@ -1,8 +1,8 @@
 //! Exports and NBD servers of a registry, from their opening to the end of their last client.
 //!
 //! An id names one export, also while the export is ending. No client is accepted before the daemon
-//! is ready. Requests the end of the daemon after its last client, if it was started so. Never
-//! opens an image.
+//! is ready. With `--exit-when-idle`, requests the end of the daemon after its last client has
+//! disconnected. Never opens an image.
 
 use std::{cell::Cell, path, rc::Rc, sync::Arc};
 
@@ -39,7 +39,7 @@ impl Registry {
         }
     }
 
-    /// Accepts NBD clients there, unless acceptance is delayed.
+    /// Accepts NBD clients at this server, unless acceptance is delayed.
     pub(crate) fn accept(&self, serving: &RunningServer) {
         if !self.lifecycle.are_clients_delayed.get() {
             let request_end = Rc::clone(&self.lifecycle.request_end);
@@ -47,11 +47,12 @@ impl Registry {
         }
     }
 
-    /// Adds an NBD server.
+    /// Adds an NBD server. Its clients are accepted by [`Registry::accept`].
     pub fn add_server(self: &Rc<Self>, serving: &Rc<RunningServer>) {
         self.exports.insert_server(serving);
         if self.lifecycle.ends_when_idle.get() {
-            // A weak reference: the task may wait forever and must not keep the registry alive.
+            // A weak reference: the task may wait as long as the server exists, and must not keep
+            // the registry alive.
             let (server, registry) = (Arc::clone(&serving.server), Rc::downgrade(self));
             reactor::spawn(async move {
                 server.wait_while(|_| registry.upgrade().is_some_and(|registry| !registry.is_idle())).await;
@@ -74,7 +75,7 @@ impl Registry {
         serving.stop().await;
     }
 
-    /// True if clients were served and all have disconnected.
+    /// True if clients were served, or a device was removed externally, and no client is connected.
     fn is_idle(&self) -> bool {
         let served = || {
             self.exports.servers().iter().any(|serving| serving.server.has_served())
@@ -83,7 +84,8 @@ impl Registry {
         self.exports.connections() == 0 && (self.lifecycle.was_device_removed.get() || served())
     }
 
-    /// Fails if this name at this server is reserved for an export of another disk than `disk`.
+    /// Fails if this export name at this server is reserved for an unavailable disk other than
+    /// `disk`.
     pub(crate) fn check_reserved_name(
         &self,
         serving: &RunningServer,
@@ -96,7 +98,7 @@ impl Registry {
         })
     }
 
-    /// Fails if the endpoint of a single export is reserved for another disk than `disk`.
+    /// Fails if the path of an endpoint with one export is reserved for another disk than `disk`.
     fn check_reserved_endpoint(
         &self,
         target: &settings::ExportTarget,
@@ -146,8 +148,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Adds an export at a separate endpoint, open when this returns. `taken` is transferred
-    /// state of the old process. Returns the address.
+    /// Adds an export at an endpoint of its own, which is open when this returns. `taken` is the
+    /// endpoint's state from the old process. Returns the address.
     pub(crate) async fn add_endpoint(
         self: &Rc<Self>,
         id: String,
@@ -194,7 +196,8 @@ impl Registry {
         if (is_new && entrance.device().is_some()) || !self.lifecycle.are_clients_delayed.get() {
             self.accept_at_endpoint(&id, &entrance);
         }
-        // Opening a device awaits; check again what other tasks may have changed in the meantime.
+        // Opening a device awaits; other tasks may have removed the disk or used the id in the
+        // meantime.
         let name = disk.disk.name().to_string();
         let rejection = match self.disks.get(&name) {
             Ok(current) if Rc::ptr_eq(&current, &disk) && !self.exports.contains(&id) => None,
@@ -239,8 +242,8 @@ impl Registry {
         });
     }
 
-    /// Handles the end of an endpoint that was not closed here: its device was removed externally,
-    /// or it cannot accept clients any more.
+    /// Handles the end of an endpoint that this process did not close: its device was removed
+    /// externally, or it cannot accept clients any more.
     fn endpoint_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
         let Ok(export) = self.exports.get(id) else { return };
         let RunningEndpoint::Separate(endpoint) = &export.endpoint else { return };
@@ -262,8 +265,8 @@ impl Registry {
         let _ = self.remove_export(id, Removal::Hard);
     }
 
-    /// Removes an export. Clients do not find it after this returns. Its id and its disk stay in
-    /// use until its last client disconnects and [`RegistryChange::ExportDeleted`] follows.
+    /// Removes an export. New clients cannot connect to it after this returns. Its id and its disk
+    /// stay in use until its last client disconnects and [`RegistryChange::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), RegistryError> {
         let (registry, removal) = (Rc::clone(self), self.begin_removal(id, removal)?);
         reactor::spawn(async move {
@@ -273,9 +276,10 @@ impl Registry {
         Ok(())
     }
 
-    /// As [`Registry::remove_export`]. The future waits for the export's last client, also if the
-    /// export was removed before, and returns the change to announce: `None` if the export was
-    /// never announced, or if its first removal announces it.
+    /// Begins the removal of an export, as [`Registry::remove_export`]. The future completes after
+    /// the export's last client has disconnected, also for an export that is already being removed,
+    /// and returns the change to announce. It returns `None` if the export was never announced, or
+    /// if an earlier removal announces its end.
     pub(crate) fn begin_removal(
         self: &Rc<Self>,
         id: &str,
@@ -284,7 +288,7 @@ impl Registry {
         let export = self.exports.get(id)?;
         let was_ending = match export.endpoint.remove(removal) {
             Ok(()) => false,
-            // Already removed and ending, so nothing can be refused.
+            // The export is already being removed, so the removal cannot be refused.
             Err(NotRemoved::Unknown) => true,
             Err(NotRemoved::InUse { .. }) => {
                 return Err(RegistryError::HasClients { id: id.to_owned(), clients: export.clients_text() });
@@ -302,7 +306,7 @@ impl Registry {
             if was_ending {
                 return None;
             }
-            // An export without clients may have been the last reason to run.
+            // Checked here as well: an export without clients ends without a disconnection.
             if registry.lifecycle.ends_when_idle.get() && registry.is_idle() {
                 (registry.lifecycle.request_end)(DaemonEnd::Idle);
             }
@@ -312,9 +316,9 @@ impl Registry {
         })
     }
 
-    /// Removes all of `exports` and waits for their last clients; or none of them, if one has a
-    /// client. Exports that were ending before stay removed in either case, and a refused removal
-    /// does not wait for them.
+    /// Removes all of `exports` and waits until their last clients have disconnected; removes none
+    /// if `removal` is refused for one with clients. Exports that were ending before stay removed
+    /// in either case, and a refused removal does not wait for them.
     pub(crate) async fn remove_exports(
         self: &Rc<Self>,
         exports: &[Rc<RunningExport>],
@@ -336,7 +340,7 @@ impl Registry {
             }
         }
         for (export, was_ending, end) in removals {
-            // Its removal was requested separately and stays.
+            // An earlier removal is not rolled back.
             if was_ending && refused.is_some() {
                 continue;
             }
@@ -350,7 +354,7 @@ impl Registry {
                         restored.is_added.set(export.is_added.get());
                         continue;
                     }
-                    // Another export uses its name or id by now.
+                    // Another export has taken its name or ID in the meantime.
                     Err(error) => {
                         tracing::error!(export = %export.id, "the export cannot be restored: {error}");
                     }
@@ -374,7 +378,7 @@ impl Registry {
         let exports = self.exports.of_disk(name);
         let data = Arc::clone(&self.disks.get(name)?.disk);
         data.run_unless_unresponsive(self.remove_exports(&exports, removal)).await?;
-        // The references would keep the disk busy in `remove_disk`.
+        // With these references `remove_disk` would find the disk in use.
         drop((exports, data));
         self.remove_disk(name).await
     }

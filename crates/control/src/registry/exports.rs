@@ -1,4 +1,5 @@
-//! The exports, and their NBD servers. State only, as in `disks`.
+//! Registry of exports and NBD servers. Holds state only: changes that notify listeners are methods
+//! of [`Registry`](super::Registry).
 
 use std::{
     cell::{OnceCell, RefCell},

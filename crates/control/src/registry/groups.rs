@@ -1,4 +1,5 @@
-//! The groups, and unmet reservations. State only, as in `disks`.
+//! Registry of groups and unmet reservations. Holds state only: changes that notify listeners are
+//! methods of [`Registry`](super::Registry).
 
 use std::{
     cell::RefCell,
@@ -48,7 +49,7 @@ impl GroupRegistry {
     /// The group with this name.
     ///
     /// # Errors
-    /// There is none.
+    /// [`RegistryError::UnknownGroup`] if no group has this name.
     pub fn get(&self, name: &str) -> Result<Arc<ThrottleGroup>, RegistryError> {
         self.by_name.get(name).ok_or_else(|| RegistryError::UnknownGroup(name.to_owned()))
     }

@@ -37,7 +37,7 @@ use crate::{
 /// Description of a device before the quiesce.
 ///
 /// # Errors
-/// It cannot be transferred.
+/// Fails if the device cannot be transferred.
 pub(super) fn describe_device(export: &RunningExport, host: &HostEndpoint) -> anyhow::Result<OfferedDevice> {
     let id = &export.id;
     if let HostEndpoint::Ublk(server) = host {

@@ -23,7 +23,7 @@ impl AbandonedUpgrade {
     /// Observer for an upgrade. For a start without an old process it never completes.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// Fails if the process has no free file descriptor.
     pub fn observe(old: Option<&NewProcess>) -> io::Result<Self> {
         let Some(old) = old else { return Ok(Self(Box::pin(pending()))) };
         let channel = Fd::from(OwnedFd::from(old.channel.try_clone()?));

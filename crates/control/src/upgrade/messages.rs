@@ -137,7 +137,7 @@ impl From<&AccessRules> for AccessState {
 
 impl AccessState {
     /// # Errors
-    /// A network is invalid.
+    /// Fails if a network is invalid.
     pub(super) fn to_access(&self) -> anyhow::Result<AccessRules> {
         let networks = |texts: &[String]| {
             texts.iter().map(|text| text.parse().map_err(anyhow::Error::msg)).collect::<anyhow::Result<_>>()

@@ -43,9 +43,9 @@ pub struct FuseExport {
 pub struct FuseFileOwner {
     /// The lower twelve bits of a mode.
     pub permissions: u32,
-    /// User.
+    /// User ID.
     pub uid: u32,
-    /// Group.
+    /// Group ID.
     pub gid: u32,
 }
 
@@ -75,15 +75,17 @@ pub(super) struct FuseDevice {
     /// Held exclusively by a request that changes the size, and shared by requests that change
     /// bytes of a resizable file.
     pub(super) size_lock: RangeLocks,
-    /// End of the file.
+    /// End of the file, which may lie before the end of the disk.
     pub(super) end: FileEnd,
-    /// Cancel token for a stopped disk; cancelled when the export ends.
+    /// Cancel token of requests that wait on a stopped disk; cancelled when the export ends.
     pub(super) cancel_token: Arc<CancelToken>,
     is_stopping: AtomicBool,
     quiescing: AtomicBool,
-    /// Requests put back by each quiesced queue, encoded, by the queue's number.
+    /// Encoded requests that each quiesced queue has received and not started, by the queue's
+    /// number.
     quiesced_queues: Mutex<BTreeMap<usize, Vec<u8>>>,
-    /// Requests from the old process, for the first queue that starts.
+    /// Requests that the old process has not started, for the first queue of this process that
+    /// starts.
     inherited_messages: Mutex<Vec<Vec<u8>>>,
     /// Notified when the device stops, quiesces or resumes: for queues and for requests that wait
     /// for limits.
@@ -157,8 +159,8 @@ impl FuseDevice {
         self.quiescing.load(Relaxed)
     }
 
-    /// Records that a queue has nothing in flight, and the requests that it has put back, as
-    /// encoded by `encode.rs`.
+    /// Records that a queue has nothing in flight. `messages` are the requests that it has not
+    /// started, as encoded by `encode.rs`.
     pub(super) fn publish_quiesced(&self, queue: usize, messages: Vec<u8>) {
         lock(&self.quiesced_queues).insert(queue, messages);
         self.clients_changed.notify(usize::MAX);

@@ -150,9 +150,9 @@ pub struct AttributeChanges {
     pub size: Option<u64>,
     /// Permissions.
     pub mode: Option<u32>,
-    /// Owner.
+    /// User ID.
     pub uid: Option<u32>,
-    /// Group.
+    /// Group ID.
     pub gid: Option<u32>,
 }
 
@@ -275,9 +275,9 @@ pub struct FuseFileAttributes {
     pub modified: (u64, u32),
     /// Permissions.
     pub permissions: u32,
-    /// Owner.
+    /// User ID.
     pub uid: u32,
-    /// Group.
+    /// Group ID.
     pub gid: u32,
     /// Preferred I/O size.
     pub block_bytes: u32,

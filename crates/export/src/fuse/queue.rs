@@ -13,7 +13,8 @@
 //! processes wait.
 //!
 //! A queue quiesces for an upgrade: started requests are answered, requests that wait for limits
-//! are put back, and no further message is read.
+//! are kept without being started, for the new process or for a resume, and no further message is
+//! read.
 
 use std::{
     cell::{Cell, RefCell},
@@ -78,7 +79,7 @@ pub(super) struct FuseQueue {
     flow: FairQueueFlow,
     /// Requests that were not started when the queue quiesced.
     put_back: RefCell<Vec<FuseIncomingRequest>>,
-    /// Raised when a request has completed or was put back.
+    /// Raised when a request has completed, or was kept without being started.
     request_done: Signal,
 }
 
@@ -141,8 +142,7 @@ impl FuseQueue {
         FuseQueueEnd::Stopped
     }
 
-    /// Waits while the device is quiesced. Requests that were put back are accepted again
-    /// afterwards.
+    /// Waits while the device is quiesced. Requests that were kept are accepted again afterwards.
     async fn quiesce_until_resumed(self: &Rc<Self>, batch: &mut MergeBatch<FuseIncomingRequest>) {
         let mut is_at_rest = false;
         loop {
@@ -153,8 +153,8 @@ impl FuseQueue {
             if self.in_flight.get() == 0 && !is_at_rest {
                 is_at_rest = true;
                 let messages = self.put_back.borrow().iter().flat_map(encode::encode).collect();
-                // Published once nothing is in flight. Requests that were put back are included as
-                // messages.
+                // Published once nothing is in flight. Requests that were not started are included
+                // as messages.
                 self.device.publish_quiesced(self.number, messages);
             }
             first(self.request_done.wait(), changed).await;

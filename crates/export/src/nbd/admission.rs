@@ -83,7 +83,7 @@ impl NbdAccessControl {
         let Some(address) = address else { return true };
         let admitted = {
             let mut guests = self.connections_by_origin.lock().unwrap_or_else(PoisonError::into_inner);
-            // `origin` maps addresses of one site (an IPv6 prefix) to one key.
+            // `connection_origin` maps addresses of one site (an IPv6 prefix) to one key.
             let taken = guests.entry(connection_origin(address)).or_default();
             let has_room = *taken < self.max_per_address;
             *taken += usize::from(has_room);

@@ -22,7 +22,7 @@ pub struct NbdClientInfo {
     pub name: Option<String>,
 }
 
-/// Observer of clients.
+/// Receives the connection and disconnection of each client.
 pub trait ClientObserver: Send + Sync + fmt::Debug {
     /// Called when a client may send requests.
     fn connected(&self, client: &NbdClientInfo);

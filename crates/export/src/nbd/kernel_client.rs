@@ -360,7 +360,7 @@ impl NbdDeviceServer {
     }
 
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
-    /// for limits are put back. False after the timeout.
+    /// for limits are kept without being started. Returns false after the timeout.
     pub async fn quiesce(&self, timeout: Duration) -> bool {
         self.quiesce_state.set(QuiesceStage::Quiescing);
         reactor::timeout(timeout, async {

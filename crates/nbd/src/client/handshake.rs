@@ -148,7 +148,7 @@ impl From<TlsFailure> for NbdConnectError {
     }
 }
 
-/// Performs the negotiation. Bytes after the handshake stay in the inbox.
+/// Performs the negotiation. Bytes after the handshake stay in the receive buffer.
 pub(super) async fn negotiate(
     stream: NbdStream,
     options: &HandshakeOptions,
@@ -207,7 +207,7 @@ impl Negotiation {
                 ),
                 failure => failure.into(),
             })?;
-        // A new inbox: nothing received before TLS is kept.
+        // A new receive buffer: nothing received before TLS is kept.
         Ok(Self::new(stream))
     }
 

@@ -148,8 +148,8 @@ pub struct QuotaLeader {
 }
 
 impl QuotaLeader {
-    /// The winner of an election that was requested at `asked` and won by `won`. No other leader of
-    /// this group has granted anything since `won`.
+    /// Creates the leader of an election that was requested at `requested_at` and won at `won_at`
+    /// or earlier. No other leader of this group has granted anything since `won_at`.
     pub fn new(
         term: Term,
         spec: ClusterGroupLimits,
@@ -175,7 +175,7 @@ impl QuotaLeader {
         leader
     }
 
-    /// Records that the lease of the leader's key was renewed by a request sent at `asked`.
+    /// Records that the lease of the leader's key was renewed by a request sent at `requested_at`.
     pub fn on_key_renewed(&mut self, requested_at: Instant) {
         let until = requested_at + self.timing.term_lease().saturating_sub(self.timing.clock_margin());
         self.valid_until = self.valid_until.max(until);

@@ -203,8 +203,8 @@ impl<T: Clone> PrefetchCache<T> {
     }
 
     /// Looks up a read of a disk of `size_bytes`, made of `requests` merged requests; returns the
-    /// cached parts and the read-ahead to start. `may` decides if that read-ahead is admitted; its
-    /// second argument is the read-ahead used since its last call.
+    /// cached parts and the read-ahead to start. `try_admit` returns whether that read-ahead is
+    /// admitted; its second argument refunds the read-ahead used since its last call.
     ///
     /// The range must not be empty and must lie inside the disk.
     pub fn read(
@@ -377,7 +377,7 @@ impl<T: Clone> PrefetchCache<T> {
         ahead
     }
 
-    /// Plans read-ahead of a stream, with at most `most` bytes read ahead of it in memory.
+    /// Plans read-ahead of a stream, with at most `max_bytes` read ahead of it in memory.
     fn plan(
         &mut self,
         id: StreamId,
@@ -412,8 +412,8 @@ impl<T: Clone> PrefetchCache<T> {
         self.settings.window_max_bytes.min(self.settings.memory_bytes / 2).min(share)
     }
 
-    /// Starts reading a range of a [`ReadAhead`]: returns the pieces that are neither cached nor
-    /// in flight, as far as memory allows. `make` creates a token for each.
+    /// Starts reading a range of a [`ReadAhead`]: returns the pieces that are neither cached nor in
+    /// flight, as far as memory allows. `new_token` creates a token for each.
     pub fn begin(
         &mut self,
         ahead: &ReadAhead,

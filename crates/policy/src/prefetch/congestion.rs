@@ -1,45 +1,48 @@
 //! Congestion control: limits read-ahead in flight and queues streams for it.
 //!
 //! Read-ahead in flight delays the guests' own requests in the device's queue. Its response time is
-//! therefore compared with the best recent one for the same size. If it is several times longer,
-//! and longer than the queue of a fast device justifies, the limit is lowered; otherwise raised.
-//! Delay indicates congestion as in TCP Vegas; steps down are larger than steps up.
+//! therefore compared with the best recent one for the same request size. If it is several times
+//! longer, and longer than the queue of a fast device justifies, the limit is lowered; otherwise it
+//! is raised. Delay indicates congestion as in TCP Vegas; steps down are larger than steps up.
 //!
-//! A stream without cached data that is refused read-ahead waits in a queue. Capacity is reserved
-//! for the streams that have waited longest; otherwise a stream that has just got data would be the
-//! first to ask again.
+//! A stream without cached data whose read-ahead is refused waits in a queue. Each stream in the
+//! queue has a share reserved that streams behind it cannot use; otherwise a stream that has just
+//! received data would be the first to request more.
 
 use super::read_ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
 /// Ratio of smoothed to best response time above which a device is congested, if the smoothed time
-/// also exceeds [`MIN_CONGESTED_NS`]. Requests of one window alone queue up to four deep.
+/// also exceeds [`MIN_CONGESTED_NS`]. The ratio is 4 because the requests of a single window
+/// already queue up to four deep.
 const CONGESTION_RATIO: u64 = 4;
 /// Response time below which a device is never congested: a flash device needs a queue that takes
 /// this long to reach several times the throughput of single requests.
 const MIN_CONGESTED_NS: u64 = 2_000_000;
-/// Initial and lowest limit of bytes in flight.
+/// Initial limit of bytes in flight.
 const INITIAL_IN_FLIGHT_LIMIT: u64 = 2 << 20;
+/// Lowest limit of bytes in flight.
 const MIN_IN_FLIGHT_LIMIT: u64 = 512 << 10;
-/// Share of one stream in bytes while others wait.
+/// Bytes that one stream may read ahead at a time while others wait.
 const WAITING_SHARE_BYTES: u64 = MIN_IN_FLIGHT_LIMIT / 2;
-/// Smallest useful request in bytes.
+/// A grant below this size is refused, unless the stream requested less.
 const MIN_REQUEST_BYTES: u64 = 32 << 10;
-/// A waiting stream is forgotten if it does not ask again within this many requests of other
-/// streams, plus four for each waiting one.
+/// Number of refusals of other streams, plus four for each waiting stream, after which a waiting
+/// stream that has not requested again is forgotten.
 const FORGET_AFTER_REFUSALS: u64 = 64;
-/// Number of size classes of requests, one for each power of two.
+/// Number of size classes of requests, one for each power of two up to a chunk.
 const SIZE_CLASSES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 
 #[derive(Debug)]
 pub(super) struct CongestionControl {
     response_times: [ResponseTime; SIZE_CLASSES],
     is_congested: bool,
-    /// Bytes in flight, and their limit.
+    /// Bytes of read-ahead in flight; at most `in_flight_limit` when more is admitted.
     in_flight_bytes: u64,
     in_flight_limit: u64,
     max_in_flight_limit: u64,
-    /// Refused streams without data, with the value of `refused_requests` at their last request.
+    /// Refused streams without data in the order of their first refusal, each with the value of
+    /// `refused_requests` at its last one.
     waiting: VecDeque<(StreamId, u64)>,
     refused_requests: u64,
 }
@@ -68,8 +71,9 @@ impl CongestionControl {
         self.in_flight_limit = self.in_flight_limit.min(self.max_in_flight_limit);
     }
 
-    /// Number of bytes, up to `wanted`, that the stream may read ahead now; 0 if less than a useful
-    /// request. At most a quarter of the limit, so that large windows do not displace small ones.
+    /// Number of bytes, up to `requested_bytes`, that the stream may read ahead now; 0 if less than
+    /// a useful request. At most a quarter of the limit, so that large windows do not displace
+    /// small ones. A refused stream waits in the queue unless `has_data`.
     pub(super) fn allowed_bytes(&mut self, stream: StreamId, requested_bytes: u64, has_data: bool) -> u64 {
         self.forget_stale();
         let position = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
@@ -117,7 +121,8 @@ impl CongestionControl {
         if response.best_ns == 0 {
             *response = ResponseTime { best_ns: response_ns, smoothed_ns: response_ns };
         }
-        // The best time ages because devices change: it doubles after some hundred requests.
+        // The best time ages because devices change: without a shorter one it doubles in about 360
+        // requests.
         response.best_ns = response_ns.min(response.best_ns.saturating_add(response.best_ns / 512 + 1));
         response.smoothed_ns = response.smoothed_ns - response.smoothed_ns / 8 + response_ns / 8;
         let bound_ns = response.best_ns.saturating_mul(CONGESTION_RATIO).max(MIN_CONGESTED_NS);

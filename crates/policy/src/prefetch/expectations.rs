@@ -3,8 +3,9 @@
 //! A request that belongs to no stream records where the next request of a scan would begin:
 //!
 //! ```text
-//!            ┌─ backward              ┌─ forward: at the end of this one
-//!   …  ▕▁▁▁▁▁▏  ▕▁▁▁ this ▁▁▁▏  ▕▁▁▁▁▁▏  …  strided: the distance from a recent request, once more
+//!   backward scan   offset − length
+//!   forward scan    offset + length
+//!   strided scan    offset + stride; stride = offset − offset of a recent request
 //! ```
 //!
 //! The table is searched for the exact offset of the next request. Interleaved requests of other
@@ -19,9 +20,9 @@ use alloc::vec;
 /// Number of slots, a power of two. At four slots for each request, an expectation survives about
 /// 500 random requests.
 const SLOTS: usize = 2048;
-/// Age in requests above which an expectation is met by chance only.
+/// Age in requests above which an expectation is ignored: a match would be a coincidence.
 const LIFETIME_REQUESTS: u32 = 2048;
-/// Number of recent requests that may begin a strided scan, so that as many scans can be
+/// Number of recent requests from which strides are measured. As many strided scans may be
 /// interleaved.
 const RECENT_REQUESTS: usize = 2;
 /// Maximum stride in bytes: a slot has 32 bits for it.
@@ -34,7 +35,7 @@ pub(super) struct ExpectedRequest {
     pub(super) stream: StreamId,
 }
 
-/// Aligned so that a slot never crosses a cache line.
+/// One slot of the table, aligned so that it never crosses a cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 struct ExpectationSlot {
@@ -59,7 +60,7 @@ impl Expectations {
         Self { slots: Box::default(), request_count: 0, recent: [u64::MAX; RECENT_REQUESTS], next_recent: 0 }
     }
 
-    /// Returns and removes the expectation of a request at `offset`.
+    /// Counts a request, and returns and removes the expectation that its `offset` meets.
     pub(super) fn take_match(&mut self, offset: u64) -> Option<ExpectedRequest> {
         self.request_count = self.request_count.wrapping_add(1);
         let slot = self.slots.get_mut(slot_index(offset))?;
@@ -71,8 +72,9 @@ impl Expectations {
         Some(slot.request)
     }
 
-    /// Records an expectation, unless that would replace one of a longer scan, or one without gaps
-    /// by a strided one: requests of interleaved readers resemble a strided scan.
+    /// Records an expectation. Keeps an unexpired one of a longer scan in the same slot. At the
+    /// same offset, a scan without gaps takes precedence over a strided one: requests of
+    /// interleaved readers resemble a strided scan.
     pub(super) fn expect(&mut self, offset: u64, request: ExpectedRequest) {
         if self.slots.is_empty() {
             self.slots = empty_slots();
@@ -80,7 +82,7 @@ impl Expectations {
         let slot = &mut self.slots[slot_index(offset)];
         let is_young = self.request_count.wrapping_sub(slot.recorded_at) <= LIFETIME_REQUESTS;
         if slot.offset != u64::MAX && is_young {
-            // At the same offset, a scan without gaps is preferred, then the longer one.
+            // Order at the same offset: scans without gaps first, then the longer scan.
             let preference = |expected: &ExpectedRequest| (!expected.step.has_gaps(), expected.scan_length);
             let keeps_old = if slot.offset == offset {
                 preference(&slot.request) > preference(&request)
@@ -94,11 +96,14 @@ impl Expectations {
         *slot = ExpectationSlot { offset, recorded_at: self.request_count, request };
     }
 
+    /// Records the requests that would follow a request of no known stream: the next one of a
+    /// strided, a backward and a forward scan.
     pub(super) fn expect_scans(&mut self, offset: u64, length: u64) {
         let first_of_scan = |step| ExpectedRequest { step, scan_length: 1, stream: StreamId::NONE };
         for recent in self.recent {
             let distance = offset.abs_diff(recent);
-            // Smaller distances are sequential scans, or overlaps.
+            // Smaller distances are sequential scans or overlaps; larger ones do not fit into a
+            // slot.
             if recent == u64::MAX || distance <= length || distance > MAX_STRIDE {
                 continue;
             }

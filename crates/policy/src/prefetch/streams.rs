@@ -172,7 +172,7 @@ impl PrefetchStream {
     }
 }
 
-/// True if `place` comes before `other` in the direction of the stride.
+/// True if `position` comes before `other` in the direction of the stride.
 const fn is_before(position: u64, other: u64, step: i32) -> bool {
     if step > 0 { position < other } else { position > other }
 }
@@ -198,7 +198,7 @@ impl StreamTable {
         }
     }
 
-    /// Forgets all streams and limits their number to `most`.
+    /// Forgets all streams and limits their number to `max_streams`.
     pub(super) fn reset(&mut self, max_streams: u32) {
         // Generations continue, so that no old ID finds a new stream.
         *self = Self { next_generation: self.next_generation, ..Self::new(max_streams) };

@@ -27,7 +27,7 @@ impl ReadAheadWindow {
         Self { size, trigger: size / 2 }.within(max_bytes)
     }
 
-    /// The window, limited to `most` bytes of read-ahead.
+    /// The window, limited to `max_bytes` of read-ahead.
     pub(super) fn within(self, max_bytes: u64) -> Self {
         let size = largest_chunk_size(self.size, max_bytes);
         Self { size, trigger: self.trigger.min(max_bytes.saturating_sub(size)) }
@@ -48,7 +48,7 @@ impl ReadAheadWindow {
     }
 }
 
-/// Largest power of two (as buffers are) up to `wanted` of which two fit into `most`.
+/// Largest power of two (as buffers are) up to `requested_bytes` of which two fit into `max_bytes`.
 fn largest_chunk_size(requested_bytes: u64, max_bytes: u64) -> u64 {
     let size = requested_bytes.min(max_bytes / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
     1 << size.ilog2()

@@ -433,7 +433,7 @@ impl SteeringPool {
         Some(rate as f64 * self.scale())
     }
 
-    /// Rates of all members, given the `rate` of each limit and the demand `wants` of each member.
+    /// Rates of all members, given the `rate` of each limit and the demand `demand_of` each member.
     fn divided(
         &self,
         rate: impl Fn(RateLimit, LimitKind) -> Option<f64>,

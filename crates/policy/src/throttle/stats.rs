@@ -258,7 +258,7 @@ impl WaitHistograms {
         self.all.summary()
     }
 
-    /// Writes all waits to `counted`, for [`WaitHistograms::add_cumulative`].
+    /// Writes all waits to `stats`, for [`WaitHistograms::add_cumulative`].
     pub(super) fn export(&self, stats: &mut CumulativeStats) {
         let steps = (0..).zip(self.all.counts.iter().copied());
         stats.waits = steps.filter(|(_, count)| *count > 0).collect();

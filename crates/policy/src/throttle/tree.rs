@@ -175,8 +175,8 @@ impl<T> ThrottleTree<T> {
         self.add_node(None, parent, limits, share)
     }
 
-    /// Adds a disk that replaces `leaving`, which the caller removes next. The reservation of
-    /// `leaving` is cancelled first, so that the new disk can have it.
+    /// Adds a disk that replaces `replaced`, which the caller removes next. The reservation of
+    /// `replaced` is cancelled first, which frees its capacity for the new disk.
     ///
     /// # Errors
     /// [`ThrottleError`], as [`ThrottleTree::add`]; the tree is unchanged.

@@ -208,8 +208,8 @@ impl DriverQueue {
         slot * self.stride
     }
 
-    /// Notifies the server of new requests if necessary, and calls `answered` with slot and result
-    /// (0 or an error number) of completed ones; returns their number. Does not block.
+    /// Notifies the server of new requests if necessary, and calls `on_completion` with slot and
+    /// result (0 or an error number) of completed ones; returns their number. Does not block.
     ///
     /// # Errors
     /// Fails if the server cannot be notified.

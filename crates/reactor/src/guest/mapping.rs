@@ -106,7 +106,7 @@ impl MemoryMapping {
         let _ = unsafe { libc::madvise(pages, length, libc::MADV_DONTDUMP) };
         let pages = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
         let watch = sigbus::register(pages.as_ptr() as usize, length, page as usize);
-        // SAFETY: `before` is less than a page, and at least one page is mapped.
+        // SAFETY: `page_offset` is less than a page, and at least one page is mapped.
         let first = unsafe { pages.add(page_offset as usize) };
         let kind = MappingKind::File { pages, length, registration: watch, file, offset, _share: share };
         let mapping = Self { first, bytes: bytes as usize, kind };

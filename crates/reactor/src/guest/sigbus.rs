@@ -216,7 +216,7 @@ fn replace_by_zeroes(address: usize) -> bool {
             let offset = offset - offset % page;
             // SAFETY: errno belongs to the interrupted code, and is restored below.
             let errno = unsafe { libc::__errno_location() };
-            // SAFETY: as above.
+            // SAFETY: the address of this thread's errno is valid.
             let saved_errno = unsafe { *errno };
             if !slot.lost.swap(true, Relaxed) {
                 LOST.fetch_add(1, Relaxed);
@@ -229,7 +229,7 @@ fn replace_by_zeroes(address: usize) -> bool {
                     map_zeroes(start, length)
                 }
             };
-            // SAFETY: as above.
+            // SAFETY: the address of this thread's errno is valid.
             unsafe { *errno = saved_errno };
             return replaced;
         }
@@ -276,7 +276,7 @@ unsafe fn call_previous(signal: c_int, info: *mut libc::siginfo_t, context: *mut
         PREVIOUS_ACTION.get().map_or((libc::SIG_DFL, 0), |action| (action.sa_sigaction, action.sa_flags));
     match handler {
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: as above.
+            // SAFETY: `info` is valid: the caller passes the kernel's.
             let sent = unsafe { (*info).si_code } <= 0;
             if sent && handler == libc::SIG_IGN {
                 return;

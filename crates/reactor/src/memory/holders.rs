@@ -120,9 +120,10 @@ impl HolderList {
         self.0.remove(&(listing.due.load(SeqCst), listing.number));
     }
 
-    /// Removes up to `most` clients that were behind their schedule at `latest`, in nanoseconds,
-    /// and appends them to `overdue`. Every other client that was visited is appended to `seen`, to
-    /// be dropped without the lock. Returns the due time of the first remaining client.
+    /// Removes up to `max_holders` clients that were behind their schedule at `latest`, in
+    /// nanoseconds, and appends them to `overdue`. Every other client that was visited is appended
+    /// to `seen`, to be dropped without the lock. Returns the due time of the first remaining
+    /// client.
     pub(super) fn take_overdue(
         &mut self,
         latest: Option<u64>,

@@ -401,7 +401,7 @@ impl UblkCommand {
         Self { has_path, ..Self::new(command, device.number) }
     }
 
-    /// The command as encoded in an entry; the first `path` bytes are the device's path.
+    /// The command as encoded in an entry; the first `path_bytes` are the device's path.
     fn entry(self, bytes: &mut [u8], path_bytes: usize) -> [u8; 80] {
         let address = if bytes.is_empty() { 0 } else { bytes.as_mut_ptr() as u64 };
         let mut entry = [0; 80];

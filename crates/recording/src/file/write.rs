@@ -56,7 +56,7 @@ impl<W: Write> RecordingWriter<W> {
     /// Creates a writer; `clock_ns` is the time 0 in nanoseconds since 1970.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Errors of the output.
     pub fn new(mut out: W, clock_ns: u64) -> io::Result<Self> {
         let mut compressor = zstd::bulk::Compressor::new(LEVEL)?;
         // A damaged block must be detected: most damaged numbers would still decode.
@@ -72,7 +72,7 @@ impl<W: Write> RecordingWriter<W> {
     /// `limit` return their names.
     ///
     /// # Errors
-    /// Errors of `out`, to which a full block is written.
+    /// Errors of the output, to which a full block is written.
     pub fn push<'a>(
         &mut self,
         mut entry: RecordingEntry,
@@ -90,7 +90,7 @@ impl<W: Write> RecordingWriter<W> {
     /// Adds a change of limits. The changes of an owner must be in order of time.
     ///
     /// # Errors
-    /// Errors of `out`, to which a full block is written.
+    /// Errors of the output, to which a full block is written.
     pub fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
         let bytes = limits::max_encoded_bytes(&change);
         // Both bounds are those of the reader.
@@ -125,7 +125,7 @@ impl<W: Write> RecordingWriter<W> {
     /// Writes everything so far as a block.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Errors of the output.
     pub fn end_block(&mut self) -> io::Result<()> {
         self.end_change_block()?;
         if self.block.entries.is_empty() && self.block.lost == 0 {
@@ -172,7 +172,7 @@ impl<W: Write> RecordingWriter<W> {
     /// Writes the last block and flushes.
     ///
     /// # Errors
-    /// Errors of `out`.
+    /// Errors of the output.
     pub fn finish(mut self) -> io::Result<W> {
         self.end_block()?;
         self.out.flush()?;

@@ -55,7 +55,8 @@ fn parse_table(
             Err(rule) => diagnostics.report(Origin::new(format!("{kind}.{name}.{key}")).error(rule)),
         }
     }
-    // Values without a TOML form: parsing the rest would report consequences.
+    // A value has no TOML form. Parsing the other keys would report mistakes that only follow from
+    // its absence.
     if diagnostics.count() > 0 {
         return None;
     }
@@ -68,8 +69,8 @@ fn to_toml(value: &Value) -> Result<String, &'static str> {
     Ok(match value {
         Value::Null => return Err("is null (remove the key, or set a value)"),
         Value::Bool(flag) => flag.to_string(),
-        // TOML has 64-bit signed integers. A larger number is written as a string, which parses the
-        // same.
+        // TOML has 64-bit signed integers. Larger numbers and fractions are written as strings,
+        // which the keys' parsers treat alike.
         Value::Number(number) if number.as_i64().is_some() => number.to_string(),
         Value::Number(number) => quoted(&number.to_string()),
         Value::String(text) => quoted(text),
@@ -85,7 +86,8 @@ fn to_toml(value: &Value) -> Result<String, &'static str> {
     })
 }
 
-/// Quotes a TOML basic string. JSON's escapes are valid in TOML, but JSON leaves DEL unescaped.
+/// Quotes a TOML basic string. JSON's escapes are valid in TOML, but JSON leaves DEL unescaped,
+/// which TOML forbids.
 fn quoted(text: &str) -> String {
     Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }

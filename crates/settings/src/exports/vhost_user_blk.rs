@@ -121,7 +121,7 @@ impl VhostUserBlkConfig {
     /// Fails for a client at a passed socket: weir listens on that.
     ///
     /// # Errors
-    /// Returns the rule.
+    /// Returns the violated rule as a message.
     pub fn check(&self) -> Result<(), String> {
         if self.client && self.socket.path().is_none() {
             return Err("client: needs unix:PATH (weir listens on passed sockets)".to_owned());

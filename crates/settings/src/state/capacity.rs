@@ -119,7 +119,7 @@ impl CapacityStore {
     /// Checks that a record could be saved: creates the directory and a temporary file in it.
     ///
     /// # Errors
-    /// Fails as [`CapacityStore::save`] would.
+    /// Fails in the cases in which [`CapacityStore::save`] fails.
     pub fn check_writable(&self) -> anyhow::Result<()> {
         let write = || -> anyhow::Result<()> {
             fs::create_dir_all(&self.0)?;

@@ -587,7 +587,7 @@ impl NbdLink {
         }
     }
 
-    /// Retires the connection of another thread, for the next request that needs one.
+    /// Takes the connection from another thread, for the next request that needs one.
     async fn fetch_connection(self: &Arc<Self>, session: u64, jobs: Sender<ConnectionJob>) {
         if let Some(established) = self.retire_connection(session, jobs).await {
             let mut state = self.lock();
@@ -599,7 +599,7 @@ impl NbdLink {
         self.changed.notify(usize::MAX);
     }
 
-    /// Retires the connection of another thread and returns it; the stage must be `Moving`. If the
+    /// Takes the connection from another thread and returns it; the stage must be `Moving`. If the
     /// connection breaks, the stage becomes `Down`.
     async fn retire_connection(
         self: &Arc<Self>,

@@ -49,7 +49,8 @@ pub(super) enum SendableResult {
 #[derive(Debug)]
 pub(super) enum ConnectionJob {
     Ask(NbdOperation, async_channel::Sender<Result<SendableResult>>),
-    /// Retires the connection and returns it to the sender, once nothing is in flight.
+    /// Stops using the connection once nothing is in flight, and sends it to the thread that
+    /// requested it.
     Leave(async_channel::Sender<Option<EstablishedConnection>>),
 }
 

@@ -240,7 +240,7 @@ impl AttachmentRecord {
     /// `force`, kills it instead.
     ///
     /// # Errors
-    /// The stopped process.
+    /// Names the stopped process.
     pub(super) fn ensure_not_stopped(&self, force: bool) -> anyhow::Result<()> {
         let stopped = self.stopped();
         let Some(OpenerProcess { pid, name }) = stopped.first() else { return Ok(()) };
@@ -307,7 +307,7 @@ impl AttachmentRecord {
     /// Waits until a private server that is starting listens, or has ended.
     ///
     /// # Errors
-    /// If it does neither.
+    /// Fails if the server neither listens nor ends in time.
     pub(super) fn await_server(&self) -> anyhow::Result<()> {
         let listens = || UnixStream::connect(self.file("qmp")).is_ok();
         if self.await_free("server", || !listens()) || listens() {

@@ -76,7 +76,7 @@ impl RequestLatency {
 /// Parses the response to `x-weir-query-latencies`.
 ///
 /// # Errors
-/// If it is malformed.
+/// Fails if the response is malformed.
 pub(crate) fn read(response: Value) -> Result<DiskRequestTimes, serde_json::Error> {
     #[derive(Deserialize)]
     struct DiskRequestTimesEntry {

@@ -1,6 +1,7 @@
-//! Content of `weir top` and the meaning of keys.
+//! State of `weir top`, and the effect of each key on it.
 //!
-//! Input: reports and keys; output: actions. Never draws and never communicates with a daemon.
+//! Reports of the daemon and keys come in; actions for the main loop go out. Never draws and never
+//! communicates with a daemon.
 
 use std::time::Duration;
 
@@ -115,7 +116,7 @@ impl TopState {
         list::rows(&self.report, &self.rates, &self.filter, self.order)
     }
 
-    /// Index of the selected row; 0 if there is none.
+    /// Index of the selected row in `rows`; 0 if no row is selected.
     pub(super) fn selected_row(&self, rows: &[TopRow<'_>]) -> usize {
         self.selected.index(rows.iter().map(|row| row.name))
     }
@@ -175,6 +176,7 @@ impl TopState {
         self.update_selection();
     }
 
+    /// Opens the editor with the settings of the selected disk or group.
     fn begin_edit(&mut self) {
         let rows = self.rows();
         let Some(row) = rows.get(self.selected_row(&rows)) else { return };
@@ -198,7 +200,8 @@ impl TopState {
         let mut action = None;
         match key.code {
             KeyCode::Esc => return None,
-            // The daemon's response is outstanding: a second Enter would send the change twice.
+            // Keys are ignored until the daemon responds: a second Enter would send the change
+            // twice.
             _ if edit.is_waiting => {}
             KeyCode::Enter => match SettingsChange::from_listing(&edit.initial_settings, edit.field.text()) {
                 Ok(change) if change.is_empty() => return None,
@@ -221,11 +224,13 @@ impl TopState {
         action
     }
 
-    /// If the selected row is gone, selects the row in its position.
+    /// Keeps the selection on a listed row: if the selected one is gone, the row in its position is
+    /// selected.
     fn update_selection(&mut self) {
         self.change_selection(|chosen, names| chosen.update(names, true));
     }
 
+    /// Calls `choose` with the selection and the names of all rows.
     fn change_selection(&mut self, choose: impl FnOnce(&mut SelectedRow, &[&str])) {
         let mut chosen = std::mem::take(&mut self.selected);
         choose(&mut chosen, &self.rows().iter().map(|row| row.name).collect::<Vec<_>>());

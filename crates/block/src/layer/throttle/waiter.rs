@@ -1,4 +1,4 @@
-//! A waiting request, shared by its own thread and the thread that admits it.
+//! A waiting request, shared by its task and the thread that admits it.
 //!
 //! ```text
 //!   the request's task                    the admitting thread
@@ -8,9 +8,9 @@
 //!            └► store the waker             └► wake, outside every lock
 //! ```
 //!
-//! Both sides do this under the waiter's own lock. So either the task sees that it is admitted, or
-//! the admitting thread sees the waker. This lock is the last in the lock order, and no other code
-//! is called under it.
+//! Both sides do this under the waiter's own lock. So either the task sees that its request is
+//! admitted, or the admitting thread sees the waker. This lock is the last in the lock order, and
+//! no other code is called under it.
 //!
 //! Never decides anything: the [tree](super::tree) decides when to admit.
 
@@ -20,7 +20,7 @@ use policy::throttle::{LevelCause, QueuedRequestId};
 
 use super::sync::{Mutex, MutexGuard};
 
-/// A waiting request.
+/// A waiting request, as its queue and its task share it.
 #[derive(Debug, Default)]
 pub(super) struct ThrottleWaiter(Mutex<ThrottleWaiterState>);
 
@@ -32,10 +32,10 @@ struct ThrottleWaiterState {
     position: Option<WaiterPosition>,
 }
 
-/// Position of a waiting request: the tree's queue, and the ticket there.
+/// Position of a waiting request: the id of the tree in whose queue it is, and its ticket there.
 ///
-/// Tickets of two trees may be equal, and a request moves from one tree to another with its disk;
-/// so the tree is part of the position.
+/// Tickets of two trees may be equal, and a disk that moves to another tree takes its waiting
+/// requests along; so the tree is part of the position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WaiterPosition {
     pub(super) tree_id: u64,
@@ -48,8 +48,8 @@ impl ThrottleWaiter {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Ready once admitted, with the throttle cause; until then it stores the waker of the last
-    /// caller.
+    /// Returns the throttle cause once the request is admitted. Until then, the waker of the last
+    /// caller is woken at the admission.
     pub(super) fn poll(&self, context: &Context<'_>) -> Poll<Option<LevelCause>> {
         let mut state = self.lock();
         if state.admitted {
@@ -63,7 +63,8 @@ impl ThrottleWaiter {
         Poll::Pending
     }
 
-    /// Admits the request, with its throttle cause. It must have left its queue; called once.
+    /// Admits the request and stores its throttle cause. Called once, after the request was removed
+    /// from its queue.
     pub(super) fn admit(&self, cause: Option<LevelCause>) {
         let waker = {
             let mut state = self.lock();
@@ -76,15 +77,16 @@ impl ThrottleWaiter {
         }
     }
 
-    /// Sets its position. Called under the lock of that tree, so that it cannot be admitted
-    /// meanwhile.
+    /// Sets the position of the request. Called under the lock of the position's tree, so that the
+    /// request cannot be admitted meanwhile.
     pub(super) fn set_position(&self, position: WaiterPosition) {
         self.lock().position = Some(position);
     }
 
-    /// Its last position; `None` if it is admitted.
+    /// Last position of the request; `None` if it is admitted.
     ///
-    /// Another thread may have removed it from that queue already, and be about to admit it.
+    /// Another thread may have removed the request from that queue already, and be about to admit
+    /// it.
     pub(super) fn position(&self) -> Option<WaiterPosition> {
         let state = self.lock();
         if state.admitted { None } else { state.position }

@@ -1,4 +1,5 @@
-//! Swap space, and other controls that affect I/O of the same disks.
+//! Swap space, and other kernel controls that affect I/O of the limited disks: io.cost, io.latency
+//! and BFQ.
 
 use std::path::Path;
 
@@ -22,7 +23,7 @@ pub(super) fn swaps(reader: &mut FactReader<'_>, mounts: &mut MountTable) -> Vec
             continue;
         };
         let path = Path::new(name);
-        // A swap area is a block device, or a file whose file system is on one.
+        // A swap area is a block device, or a file in a file system on one.
         let disk = reader.disks.disk_of_node(path).or_else(|| {
             let index = mounts.of_path(&mut reader.disks, path)?;
             match mounts.found[index].backing_disk {
@@ -36,13 +37,14 @@ pub(super) fn swaps(reader: &mut FactReader<'_>, mounts: &mut MountTable) -> Vec
     swaps
 }
 
+/// Swap space that the cgroup uses; `None` if it uses none.
 pub(super) fn swapped_bytes(group: &ControlGroup) -> Option<Evidence> {
     let text = group.read("memory.swap.current").ok()?;
     let bytes = text.trim().parse::<u64>().ok().filter(|bytes| *bytes > 0)?;
     Some(Evidence::of(&group.directory.join("memory.swap.current"), bytes.to_string()))
 }
 
-/// Dirty pages that are charged to a cgroup without processes.
+/// Dirty pages that are charged to a v2 cgroup without processes; `None` for other cgroups.
 pub(super) fn remaining_dirty_pages(reader: &mut FactReader<'_>, group: &ControlGroup, has_no_processes: bool) -> Option<Evidence> {
     if !has_no_processes || group.version == Version::V1 || group.is_root() {
         return None;
@@ -56,6 +58,8 @@ pub(super) fn remaining_dirty_pages(reader: &mut FactReader<'_>, group: &Control
     (!lines.is_empty()).then(|| Evidence::of(&file, lines.join(", ")))
 }
 
+/// Controls that affect I/O on the `limited` disks in addition to limits: io.cost, io.latency and
+/// the BFQ scheduler.
 pub(super) fn controls(
     reader: &mut FactReader<'_>,
     group: &ControlGroup,

@@ -1,9 +1,9 @@
 //! Other processes that write to the same files as the cgroup's processes.
 //!
 //! Writeback of an inode is charged to one cgroup, even for pages that other cgroups dirtied
-//! (cgroup-v2.rst, "Writeback"). Two files are identical if device and inode match; before Linux
-//! 5.14 fdinfo has no inode, and the path is compared instead. Shared mappings of other processes
-//! are not searched.
+//! (cgroup-v2.rst, "Writeback"). Two descriptors refer to the same file if device and inode match.
+//! Before Linux 5.14 fdinfo has no inode, and paths are compared instead. Shared mappings of other
+//! processes are not searched.
 
 use std::{fs, path::Path};
 
@@ -15,6 +15,7 @@ use crate::{
     kernel::proc_cgroup,
 };
 
+/// Maximum number of processes outside the cgroup whose files are examined.
 const MAX_PROCESSES: usize = 16_384;
 
 pub(super) fn find_other_writers(
@@ -26,7 +27,7 @@ pub(super) fn find_other_writers(
     let writes_through_cache = |process: &ExaminedProcess| {
         process.uses.iter().any(|used| used.writes && uses_page_cache(used.access_mode))
     };
-    // Version 1 limits no writeback, so other writers make no difference.
+    // Version 1 does not limit writeback, so the cgroup that is charged makes no difference.
     if group.version == Version::V1 || !processes.iter().any(writes_through_cache) {
         return;
     }

@@ -46,8 +46,8 @@ pub(super) fn read_endpoint(kind: &str, arguments: &mut QmpArguments) -> Result<
     })
 }
 
-/// Reads the keys of an export, except those that QEMU has by other names. `writable` states
-/// whether it is read-only.
+/// Reads the keys of an export, except `excluded`, which QEMU names differently, and `read-only`:
+/// QMP has `writable` instead.
 fn read_keys<K: AddressedConfig>(
     arguments: &mut QmpArguments,
     mut export: K,

@@ -10,7 +10,7 @@ use settings::{ConfigError, DesiredState, Origin, ParsedConfig};
 /// Returns all errors, then all warnings.
 ///
 /// # Errors
-/// The check itself fails.
+/// Fails if the check cannot be completed.
 pub(super) fn collect_diagnostics(
     parsed: ParsedConfig,
     plan: Result<DesiredState, Vec<ConfigError>>,

@@ -5,7 +5,7 @@
 //!   ┌─ nlmsghdr 16 ─┬ genlmsghdr 4 ┬ attribute: length 2, type 2, value, padding to 4 ┬ …
 //! ```
 //!
-//! Numbers are in native byte order. Written here because a crate would be used for nothing else.
+//! Numbers are in native byte order. No netlink crate is used: weir would need it for this only.
 //! Replies are parsed like untrusted input: no value in them selects an index or the size of an
 //! allocation.
 
@@ -19,7 +19,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, connect, netlink, recv, send, socket_with,
 };
 
-/// `NLMSG_HDRLEN` and `GENL_HDRLEN`.
+/// Lengths of a message's headers (`NLMSG_HDRLEN`, `GENL_HDRLEN`) and of an attribute's header.
 const MESSAGE_HEADER: usize = 16;
 const COMMAND_HEADER: usize = 4;
 const ATTRIBUTE_HEADER: usize = 4;
@@ -30,7 +30,8 @@ const ERROR_TYPE: u16 = 2;
 /// `NLA_F_NESTED`, and the mask that removes flags from a type (`NLA_TYPE_MASK`).
 const NESTED: u16 = 1 << 15;
 const TYPE_MASK: u16 = !(0b11 << 14);
-/// Longest reply that is read, as the kernel's own `NLMSG_GOODSIZE` bounds it.
+/// Size of the receive buffer; the rest of a longer reply is lost. Replies that the kernel
+/// allocates with `NLMSG_GOODSIZE` have less than 8 KiB.
 const RECEIVE_BUFFER_BYTES: usize = 32 << 10;
 
 /// `GENL_ID_CTRL`, `CTRL_CMD_GETFAMILY`, `CTRL_ATTR_FAMILY_ID` and `CTRL_ATTR_FAMILY_NAME` of
@@ -53,7 +54,8 @@ impl NetlinkAttributesBuilder {
         self.bytes(kind, &value.to_ne_bytes())
     }
 
-    /// Adds a string with its terminating NUL, which the kernel requires.
+    /// Adds a string with its terminating NUL, which the kernel requires. NUL bytes in `value` are
+    /// omitted.
     pub(super) fn text(self, kind: u16, value: &str) -> Self {
         let mut bytes: Vec<u8> = value.bytes().filter(|byte| *byte != 0).collect();
         bytes.push(0);
@@ -127,22 +129,23 @@ fn request(family: u16, sequence: u32, command: u8, attributes: &NetlinkAttribut
     message.extend(sequence.to_ne_bytes());
     // Port ID 0: the kernel fills in the sender's.
     message.extend(0_u32.to_ne_bytes());
+    // `genlmsghdr`: the command, version 1, two reserved bytes.
     message.extend([command, 1, 0, 0]);
     message.extend(&attributes.0);
     message
 }
 
-/// Meaning of one message for the request with this sequence number.
+/// A received message, as it concerns the request with one sequence number.
 #[derive(Debug, PartialEq, Eq)]
 enum NetlinkMessage<'a> {
     Reply(NetlinkAttributes<'a>),
     Acknowledged,
     Failed(i32),
-    /// Belongs to another request, or is of no known type.
+    /// A message for another request, or a malformed one.
     Unrelated,
 }
 
-/// First message and the bytes behind it; `None` if no complete message is there.
+/// Returns the first message and the bytes after it; `None` if the first message is incomplete.
 fn split_message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
     let length = u32_at(bytes, 0)? as usize;
     let (kind, message_sequence) = (u16_at(bytes, 4)?, u32_at(bytes, 8)?);
@@ -178,7 +181,7 @@ impl Netlink {
         Ok(Self { socket, sequence: AtomicU32::new(1) })
     }
 
-    /// Number of a family; the kernel assigns it when the driver is loaded.
+    /// Number of a family by its name; the kernel assigns it when the driver is loaded.
     pub(super) fn family(&self, name: &str) -> io::Result<u16> {
         let query = NetlinkAttributesBuilder::default().text(FAMILY_NAME, name);
         let reply = self.execute(CONTROL_FAMILY, GET_FAMILY, &query)?;
@@ -214,7 +217,7 @@ impl Netlink {
     }
 }
 
-/// Parses the reply that [`Netlink::execute`] returned.
+/// Attributes of the reply that [`Netlink::execute`] returned.
 pub(super) fn attributes(reply: &[u8]) -> NetlinkAttributes<'_> {
     NetlinkAttributes(reply)
 }

@@ -72,8 +72,8 @@ impl NbdServer {
         }
     }
 
-    /// Runs the handshake; returns a connection ready for requests and the bytes that arrived
-    /// behind it. `None` if the client left without choosing an export.
+    /// Runs the handshake; returns a connection ready for requests and the bytes that arrived after
+    /// it. `None` if the client left without choosing an export.
     pub(in crate::nbd) async fn open(
         &self,
         stream: NbdStream,

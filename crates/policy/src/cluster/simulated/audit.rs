@@ -47,7 +47,7 @@ impl AdmissionAudit {
         }
     }
 
-    /// Changes the limits. A host that does not receive the change keeps the fraction `safe` of the
+    /// Changes the limits. A host that does not receive the change keeps `fallback_fraction` of the
     /// old limits, including their bursts.
     pub(super) fn change(&mut self, limits: Limits, fallback_fraction: f64, now: u64) {
         self.leak_to(now);

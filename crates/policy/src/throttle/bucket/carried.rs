@@ -19,7 +19,7 @@ use crate::throttle::limits::LimitKind;
 use crate::throttle::stats::AdmissionCounters;
 
 impl LeakyBucket {
-    /// Reduces the bucket of a group to the part of one disk, which carried in `brought` and had
+    /// Reduces the bucket of a group to the part of one disk, which carried in `carried` and had
     /// `passed` admitted since. A limit that is not in force keeps all that was carried in,
     /// unchanged.
     fn reduce_to_disk(&mut self, carried: Option<&Self>, passed: u128, in_force: bool) {

@@ -32,7 +32,7 @@ impl<T> ThrottleTree<T> {
     /// Bucket contents of a disk, and the part of its groups' contents that the disk can have
     /// caused, for [`ThrottleTree::add_carried_charges`]. Call it before the disk is removed.
     ///
-    /// `beside` is the node that replaces the disk, if that is in this tree. Groups above both
+    /// `replacement` is the node that replaces the disk, if it is in this tree. Groups above both
     /// nodes have been charged already, so their part is carried but not charged again.
     ///
     /// # Panics

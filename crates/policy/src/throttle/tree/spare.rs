@@ -16,8 +16,8 @@ impl<T> ThrottleTree<T> {
     /// on the path; returns true if it did. Otherwise, try again at the next opportunity.
     ///
     /// It is admitted if, at every level, no request waits that it would overtake and no bucket for
-    /// reads exceeds its size including earlier read-ahead, whatever the size of this one.
-    /// `given_back` is refunded first, in any case; levels stop at 0.
+    /// reads exceeds its size including earlier read-ahead, whatever the size of this one. `refund`
+    /// is applied first, in any case; levels stop at 0.
     ///
     /// Never changes the admission of a request, so no poll is needed afterwards. An instant before
     /// the last one counts as the last one.

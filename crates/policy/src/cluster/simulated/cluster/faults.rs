@@ -26,7 +26,8 @@ impl SimulatedCluster {
         self.schedule(at, ClusterEvent::AtStore(place, run, request));
     }
 
-    /// Changes the limits. `safe` is the fallback share under the old ones, which hosts may keep.
+    /// Changes the limits. Hosts may keep `fallback_fraction` of the old ones, their fallback
+    /// share.
     pub fn set_spec(&mut self, spec: ClusterGroupLimits, fallback_fraction: f64) {
         self.store.set_spec(spec);
         self.audit.change(*spec.limits(), fallback_fraction, self.now);
@@ -68,7 +69,7 @@ impl SimulatedCluster {
     }
 
     /// Shuts a host down, deregisters it if the store is reachable, and starts it again after
-    /// `away` nanoseconds with the limits that the store has at the shutdown.
+    /// `downtime_ns` with the limits that the store has at the shutdown.
     pub fn shut_down_host(&mut self, host: usize, downtime_ns: u64) {
         let mut spec = self.machines[host].host.spec();
         if !self.store.is_down() && !self.processes[host].is_partitioned {
