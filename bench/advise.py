@@ -103,13 +103,13 @@ def contenders(setup, _stack):
     def sample():
         cpu = min(os.sched_getaffinity(0))
         start = time.monotonic()
-        with tempfile.TemporaryFile() as told:
-            process = subprocess.Popen(["taskset", "-c", str(cpu), *argv], stdout=told)
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(["taskset", "-c", str(cpu), *argv], stdout=output)
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             elapsed = time.monotonic() - start
-            told.seek(0)
-            tenants = json.load(told)["tenants"]
+            output.seek(0)
+            tenants = json.load(output)["tenants"]
         # Status 1: no limit meets the target for some volumes, which is a valid answer.
         if process.returncode not in (0, 1) or sum(tenant["requests"] for tenant in tenants) != requests:
             raise LoadFailed(f"weir advise ended with {process.returncode}")
@@ -118,7 +118,7 @@ def contenders(setup, _stack):
     return {WEIR: sample}
 
 
-def ask(setup, uri, rate, seconds):
+def json_of(setup, uri, rate, seconds):
     """A client with this rate of requests; returns the percentiles of its latency."""
     argv = [setup.program, "bench", uri, "--rate-iops", str(rate), "--runtime", f"{seconds}s", "-d", "64", "--json"]
     argv += ["--random", "-s", "4096"]
@@ -155,22 +155,22 @@ def both(setup, daemon, seconds):
     """The figures of the quiet client, beside the noisy one."""
     with ThreadPoolExecutor() as pool:
         noisy = [pool.submit(bursts, daemon.uri_of("noisy"), seconds) for _ in range(CONNECTIONS)]
-        quiet = ask(setup, daemon.uri_of("quiet"), QUIET, seconds)
+        quiet = json_of(setup, daemon.uri_of("quiet"), QUIET, seconds)
         for part in noisy:
             part.result()
     return quiet
 
 
-def carried_out(argv, environment=None):
+def run_command(argv, environment=None):
     """Runs a command; fails unless it succeeds."""
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LoadFailed(f"{argv[-1]}: {done.stderr.strip()}")
 
 
-def p99_ns(told):
+def p99_ns(report):
     """99th percentile of a client's read latency."""
-    return told["jobs"][0]["read"]["clat_ns"]["percentile"]["99.000000"]
+    return report["jobs"][0]["read"]["clat_ns"]["percentile"]["99.000000"]
 
 
 def config():
@@ -202,7 +202,7 @@ def predicting(setup, _stack):
         with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
             with groups.weir_from(setup.program, config()) as daemon:
                 # The monitor's socket exists once a client has been greeted.
-                carried_out(["nbdinfo", "--size", daemon.uri_of("quiet")])
+                run_command(["nbdinfo", "--size", daemon.uri_of("quiet")])
                 qmp = f"unix:{daemon._monitor_path}"
                 path = Path(directory, "both.recording")
                 before = p99_ns(recorded(setup, daemon, qmp, path, seconds))
@@ -211,13 +211,13 @@ def predicting(setup, _stack):
                 done = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
                 if not done.stdout:
                     raise LoadFailed(done.stderr.strip())
-                told = json.loads(done.stdout)
-                (quiet,) = (tenant for tenant in told["tenants"] if tenant["name"] == "quiet")
+                report = json.loads(done.stdout)
+                (quiet,) = (tenant for tenant in report["tenants"] if tenant["name"] == "quiet")
                 predicted = quiet["after"]["latency-ns"]
                 environment = os.environ | {"WEIR_QMP": qmp}
                 environment["PATH"] = f"{Path(setup.program).parent}:{environment['PATH']}"
-                for command in told["commands"]:
-                    carried_out(["sh", "-ec", command], environment)
+                for command in report["commands"]:
+                    run_command(["sh", "-ec", command], environment)
                 after = p99_ns(both(setup, daemon, seconds))
         return {"before_ms": before / 1e6, "advised_ms": after / 1e6, "off": abs(after / predicted - 1)}
 
@@ -235,17 +235,17 @@ class Page(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(str(self._path))
 
-    def asks(self, method, path, body=None):
+    def json_of(self, method, path, body=None):
         """Sends a request with the token; returns the response. A body is sent only if the daemon
         reads it: an unread one would reset the connection before the response is read.
         """
         content = None if body is None else json.dumps(body)
         self.request(method, path, content, {"Authorization": f"Bearer {TOKEN}"})
         answer = self.getresponse()
-        told = json.loads(answer.read())
+        content = json.loads(answer.read())
         if answer.status != 200:
-            raise servers.ServerFailed(f"{path}: {answer.status}, {told}")
-        return told
+            raise servers.ServerFailed(f"{path}: {answer.status}, {content}")
+        return content
 
 
 class Shown(groups.Daemon):
@@ -263,7 +263,7 @@ class Shown(groups.Daemon):
         super().__init__(command)
 
 
-def keeps_asking(setup, uri, seconds):
+def use_at_depth(setup, uri, seconds):
     """A client with many requests in flight; returns its rate and latency."""
     argv = [setup.program, "bench", uri, "-d", DEPTH, "--random", "-s", "4096", "--json"]
     argv += ["--ramp-time", "1s", "--runtime", f"{seconds}s"]
@@ -283,18 +283,21 @@ def previewing(setup, _stack):
         figures = {}
         for to in TO:
             with Shown(setup.program) as daemon:
-                keeps_asking(setup, daemon.uri, seconds)
+                use_at_depth(setup, daemon.uri, seconds)
                 page, disk = Page(daemon.page), "/api/v1/disks/"
                 # Recent requests are recorded with a delay.
                 time.sleep(RECORDED_SECONDS)
-                (only,) = page.asks("GET", "/api/v1/overview")["disks"]
+                (only,) = page.json_of("GET", "/api/v1/overview")["disks"]
                 disk += only["name"]
-                then = page.asks("POST", f"{disk}/preview", {"iops-total": to})["then"]
-                page.asks("PATCH", f"{disk}/limits", {"iops-total": to})
+                preview = page.json_of("POST", f"{disk}/preview", {"iops-total": to})["then"]
+                page.json_of("PATCH", f"{disk}/limits", {"iops-total": to})
                 page.close()
-                felt = keeps_asking(setup, daemon.uri, seconds)
-            said = [then[key] for key in ("iops", "latency-p50-ns", "latency-p99-ns")]
-            figures[f"off_{to}"] = max(abs(felt / said - 1) for felt, said in zip(felt, said, strict=True))
+                measured = use_at_depth(setup, daemon.uri, seconds)
+            predicted = [preview[key] for key in ("iops", "latency-p50-ns", "latency-p99-ns")]
+            figures[f"off_{to}"] = max(
+                abs(measured / predicted - 1)
+                for measured, predicted in zip(measured, predicted, strict=True)
+            )
         return figures | {"off": max(figures.values())}
 
     return {WEIR: sample}

@@ -7,7 +7,7 @@ Never interprets the values.
 """
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-ASKED = "\x1b[36m"
+EXPECTED = "\x1b[36m"
 PLAIN = "\x1b[0m"
 
 
@@ -20,7 +20,7 @@ def bar(value, largest, width):
     return "█" * (eighths // 8) + partial
 
 
-def cell(value, asked, low, high):
+def cell(value, expected, low, high):
     """One character: the part of the bar of `value` in the band `low..high`, or the expected line
     at its foot.
 
@@ -30,22 +30,22 @@ def cell(value, asked, low, high):
     eighths = round(8 * (value - low) / (high - low))
     if eighths > 1:
         return BLOCKS[min(eighths, 8)], False
-    if low <= asked < high:
+    if low <= expected < high:
         return "▁", True
     return BLOCKS[max(eighths, 0)], False
 
 
-def columns(measured, asked, step, height, colour):
-    """The lines of a chart: `measured` and `asked` have one value per second, `step` is the height
-    of a line.
+def columns(measured, expected, step, height, colour):
+    """The lines of a chart: `measured` and `expected` have one value per second, `step` is the
+    height of a line.
     """
     lines = []
     for row in reversed(range(height)):
         low, high = row * step, (row + 1) * step
         text = []
-        for value, line in zip(measured, asked, strict=True):
+        for value, line in zip(measured, expected, strict=True):
             character, is_line = cell(value, line, low, high)
-            painted = f"{ASKED}{character * 2}{PLAIN}" if is_line and colour else character * 2
+            painted = f"{EXPECTED}{character * 2}{PLAIN}" if is_line and colour else character * 2
             text.append(painted)
         label = f"{low:>6,}" if row % 2 == 0 else " " * 6
         lines.append(f"{label} ┤{''.join(text)}")

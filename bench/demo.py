@@ -44,7 +44,7 @@ class Phase:
     """A part of the run with one expected rate, without its edges, where the rate changes."""
 
     name: str
-    asked: int
+    expected: int
     start_s: float
     end_s: float
 
@@ -55,7 +55,7 @@ PHASES = (
 )
 
 
-def asked_in(second):
+def expected_in(second):
     """Expected operations in one whole second, including a change in the middle of it."""
     burst = min(max(BURST_SECONDS - second, 0), 1)
     return burst * BURST + (1 - burst) * RATE + (BURST / 10 if second == 0 else 0)
@@ -113,14 +113,17 @@ def show_live(lines):
 
 def table(times_ms):
     """The lines of the table, and True if every phase is close enough."""
-    lines, good = [f"  {'phase':<8}{'from':>8}{'to':>8}{'asked':>10}{'measured':>12}{'off by':>9}"], True
+    lines, good = (
+        [f"  {'phase':<8}{'from':>8}{'to':>8}{'expected':>10}{'measured':>12}{'off by':>9}"],
+        True,
+    )
     for phase in PHASES:
         inside = [time for time in times_ms if phase.start_s * 1000 <= time < phase.end_s * 1000]
         measured = len(inside) / (phase.end_s - phase.start_s)
-        off = measured / phase.asked - 1
+        off = measured / phase.expected - 1
         good = good and abs(off) <= TOLERANCE
         span = f"{phase.start_s:>6.1f} s{phase.end_s:>6.1f} s"
-        lines.append(f"  {phase.name:<8}{span}{phase.asked:>10,}{measured:>12,.1f}{off:>+9.2%}")
+        lines.append(f"  {phase.name:<8}{span}{phase.expected:>10,}{measured:>12,.1f}{off:>+9.2%}")
     return lines, good
 
 
@@ -130,9 +133,9 @@ def picture(times_ms):
     for time in times_ms:
         if time < SECONDS * 1000:
             counts[time // 1000] += 1
-    asked = [asked_in(second) for second in range(SECONDS)]
+    expected = [expected_in(second) for second in range(SECONDS)]
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return chart.columns(counts, asked, step=500, height=13, colour=colour)
+    return chart.columns(counts, expected, step=500, height=13, colour=colour)
 
 
 def demonstrate(program):
@@ -151,7 +154,14 @@ def demonstrate(program):
 
     lines, good = table(times_ms)
     print(
-        "\n".join(["", *lines, "", "  IOPS: measured █, asked ▁ (a bar that meets it ends under the line)"])
+        "\n".join(
+            [
+                "",
+                *lines,
+                "",
+                "  IOPS: measured █, expected ▁ (a bar that meets it ends under the line)",
+            ]
+        )
     )
     print("\n".join(picture(times_ms)))
     print(

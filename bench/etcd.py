@@ -18,7 +18,7 @@ PROGRAMS = TARGET / "etcd" / "bin"
 PATIENCE_SECONDS = 120
 
 
-class NotReached(Exception):
+class DeadlineExceeded(Exception):
     """An awaited condition did not become true; the text names it."""
 
 
@@ -63,7 +63,9 @@ class Etcd:
             try:
                 self.members[at] = subprocess.Popen(argv, stdout=log, stderr=log)
             except FileNotFoundError as error:
-                raise NotReached(f"there is no {error.filename} (scripts/etcd gets it)") from error
+                raise DeadlineExceeded(
+                    f"{error.filename}: no such file (run scripts/etcd)"
+                ) from error
         self._stack.callback(stop, self.members[at])
 
     def control(self, *words):
@@ -107,5 +109,5 @@ def until(what, look):
         if found:
             return found
         time.sleep(0.005)
-    raise NotReached(f"it did not come to be: {what}")
+    raise DeadlineExceeded(f"deadline exceeded: {what}")
 

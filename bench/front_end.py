@@ -35,7 +35,7 @@ def send(server, request, payload=b"", fds=()):
     socket.send_fds(server, [struct.pack("<III", request, FIRST_VERSION, len(payload)) + payload], list(fds))
 
 
-def ask(server, request):
+def query(server, request):
     """Sends a message; returns the number in the reply."""
     send(server, request)
     answer = server.recv(20, socket.MSG_WAITALL)
@@ -47,9 +47,9 @@ def ask(server, request):
 def start(server, memory, event):
     """The handshake of a front end up to a running ring."""
     send(server, SET_OWNER)
-    ask(server, GET_FEATURES)
+    query(server, GET_FEATURES)
     send(server, SET_FEATURES, struct.pack("<Q", PROTOCOL_FEATURES | VERSION_1))
-    ask(server, GET_PROTOCOL_FEATURES)
+    query(server, GET_PROTOCOL_FEATURES)
     send(server, SET_PROTOCOL_FEATURES, struct.pack("<Q", 0))
     send(server, SET_MEM_TABLE, struct.pack("<IIQQQQ", 1, 0, 0, BYTES, 0, 0), [memory])
     send(server, SET_VRING_NUM, struct.pack("<II", 0, DESCRIPTORS))
@@ -59,7 +59,7 @@ def start(server, memory, event):
         send(server, request, struct.pack("<Q", 0), [event])
     send(server, SET_VRING_ENABLE, struct.pack("<II", 0, 1))
     # The reply arrives after all earlier messages were processed.
-    ask(server, GET_FEATURES)
+    query(server, GET_FEATURES)
 
 
 def allow_descriptors():

@@ -76,11 +76,11 @@ EXPORT = Exported(weir, storage_daemon, put, ways)
 
 def _asked(depth, peers):
     """Target: 1.3 times the rate at four fifths of the cost."""
-    asked = []
+    targets = []
     for where in ("", ", pinned") if depth > 1 else ("",):
         names = tuple(f"{name}{where}" for name in peers)
-        asked += [Faster(f"{WEIR}{where}", 1.3, names), Cheaper(f"{WEIR}{where}", 0.8, names)]
-    return tuple(asked)
+        targets += [Faster(f"{WEIR}{where}", 1.3, names), Cheaper(f"{WEIR}{where}", 0.8, names)]
+    return tuple(targets)
 
 
 def _null(kind, depth):

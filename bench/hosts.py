@@ -2,8 +2,8 @@
 """Cluster-wide limits in real time: durations of changes, and an upper bound of the work.
 
 Three daemons, three members of etcd, three clients; leaders and members are killed or suspended,
-etcd is stopped altogether, a daemon is suspended. Prints how long each change took, and whether all
-clients together ever exceeded the limit and one burst.
+etcd is stopped altogether, a daemon is suspended. Prints the duration of each change, and whether
+all clients together ever exceeded the limit and one burst.
 
 Limits in force are read from the daemons every few milliseconds; completed work is what fio logged
 for each request. The sum is judged like a bucket: every completion of every client is added to one
@@ -14,7 +14,7 @@ Usage: bench/hosts.py [WEIR] [--seconds N] (`make bench-hosts` builds it and has
 
 Then a disk with a reservation on one host, beside busy ones on two others.
 
-Exit status 0 if the sum held and the reservation was met within 2 %, else 1. Leaves no files
+Exit status 0 if the limit held and the reservation was met within 2 %, else 1. Leaves no files
 behind. Takes about three minutes.
 """
 
@@ -33,12 +33,12 @@ from qmp import CommandFailed, Monitor
 LIMIT, DEPTH, NAMES = 10_000, 32, ("a", "b", "c")
 # Burst of a limit without its own: a tenth of a second's worth.
 BURST = LIMIT // 10
-SLEPT_SECONDS = 10
+SUSPENDED_SECONDS = 10
 # Longer than leases last without renewal, plus their absence.
 SILENT_SECONDS = 12
 # Reservation of one disk, number of busy disks on the other hosts, duration of the measurement, and
 # the share that must be met.
-PROMISED, GREEDY, PROMISE_SECONDS, KEPT = 2_000, {"b": 5, "c": 4}, 10, 0.98
+RESERVED, GREEDY, RESERVATION_SECONDS, KEPT = 2_000, {"b": 5, "c": 4}, 10, 0.98
 
 
 class Host:
@@ -46,9 +46,9 @@ class Host:
     their sections.
     """
 
-    def __init__(self, name, program, place, etcd, stack, cluster="lab", disks=None):
+    def __init__(self, name, program, directory, etcd, stack, cluster="lab", disks=None):
         self.name, self._program, self._stack, self._cluster = name, program, stack, cluster
-        self._directory = place / f"{cluster}-{name}"
+        self._directory = directory / f"{cluster}-{name}"
         self._directory.mkdir()
         self._disks = {"vm": ""} if disks is None else disks
         self._etcd, self.clients, self._runs, self._monitor = etcd, [], 0, None
@@ -56,10 +56,11 @@ class Host:
 
     def start(self):
         """Starts the daemon, with the state of the previous run."""
-        place = self._directory
+        directory = self._directory
         etcd = ", ".join(f'"{url}"' for url in self._etcd.urls())
-        (place / "weir.toml").write_text(
-            f'[daemon]\nnbd = "unix:{place}/nbd"\nqmp = "unix:{place}/qmp"\nstate = "{place}/state"\n'
+        (directory / "weir.toml").write_text(
+            f'[daemon]\nnbd = "unix:{directory}/nbd"\nqmp = "unix:{directory}/qmp"\n'
+            f'state = "{directory}/state"\n'
             f'[cluster]\nname = "{self._cluster}"\nhost = "{self.name}"\netcd = [{etcd}]\n'
             "[group.gold]\ncluster = true\n"
             + "".join(
@@ -67,8 +68,8 @@ class Host:
                 for disk, keys in self._disks.items()
             )
         )
-        argv = [self._program, "serve", "--config", place / "weir.toml"]
-        with open(place / "log", "ab") as log:
+        argv = [self._program, "serve", "--config", directory / "weir.toml"]
+        with open(directory / "log", "ab") as log:
             self.daemon = subprocess.Popen(argv, stdout=log, stderr=log)
         self._stack.callback(stop, self.daemon)
         self._monitor = until(f"host {self.name} answers", self._connect)
@@ -79,19 +80,19 @@ class Host:
         except CommandFailed:
             return None
 
-    def ask(self, command, **arguments):
+    def run_qmp(self, command, **arguments):
         """Runs a command on its control socket."""
         return self._monitor.run(command, **arguments)
 
-    def part(self):
+    def limit(self):
         """The limit in force on this host."""
-        return self.ask("x-weir-query-status")["groups"][0]["limits"].get("iops-total", 10**15)
+        return self.run_qmp("x-weir-query-status")["groups"][0]["limits"].get("iops-total", 10**15)
 
     def leader(self):
         """The leader, according to this host."""
-        return self.ask("x-weir-query-status")["cluster"].get("leader")
+        return self.run_qmp("x-weir-query-status")["cluster"].get("leader")
 
-    def read(self):
+    def start_clients(self):
         """Keeps all its disks busy from now on."""
         for disk in self._disks:
             self._runs += 1
@@ -105,7 +106,7 @@ class Host:
                 self.clients.append(subprocess.Popen(argv, stdout=log, stderr=log))
             self._stack.callback(stop, self.clients[-1])
 
-    def rest(self):
+    def end_clients(self):
         """Ends its clients, which then write their logs."""
         for client in self.clients:
             client.send_signal(signal.SIGINT)
@@ -128,9 +129,9 @@ class Table:
         print(f"  {what:<62}{time.monotonic() - began:>8.2f} s", flush=True)
 
 
-def near(part, wanted, tolerance=0.05):
+def near(limit, expected, tolerance=0.05):
     """True if a limit is within 5 %."""
-    return abs(part - wanted) <= wanted * tolerance
+    return abs(limit - expected) <= expected * tolerance
 
 
 def most_over(times_ms):
@@ -142,19 +143,28 @@ def most_over(times_ms):
     return most
 
 
-def play(hosts, etcd, seconds):
+def change_hosts_and_etcd(hosts, etcd, seconds):
     """All changes, one after another."""
     table = Table()
     by_name = {host.name: host for host in hosts}
-    parts = lambda names: [by_name[name].part() for name in names]  # noqa: E731
+    limits = lambda names: [by_name[name].limit() for name in names]  # noqa: E731
     limited(hosts)
-    hosts[0].read()
-    table.timed("one busy host has 95 % of the quota beyond fallback shares", lambda: hosts[0].part() > 0.95 * 0.98 * LIMIT)
+    hosts[0].start_clients()
+    table.timed(
+        "one busy host has 95 % of the quota beyond fallback shares",
+        lambda: hosts[0].limit() > 0.95 * 0.98 * LIMIT,
+    )
     time.sleep(seconds)
-    hosts[1].read()
-    table.timed("a second is busy: half each", lambda: all(near(part, LIMIT / 2) for part in parts("ab")))
-    hosts[2].read()
-    table.timed("a third: a third each", lambda: all(near(part, LIMIT / 3) for part in parts("abc")))
+    hosts[1].start_clients()
+    table.timed(
+        "a second host is busy: half each",
+        lambda: all(near(limit, LIMIT / 2) for limit in limits("ab")),
+    )
+    hosts[2].start_clients()
+    table.timed(
+        "a third host is busy: a third each",
+        lambda: all(near(limit, LIMIT / 3) for limit in limits("abc")),
+    )
     time.sleep(seconds)
 
     leader = by_name[hosts[0].leader()]
@@ -163,123 +173,144 @@ def play(hosts, etcd, seconds):
     leader.clients = []
     table.timed(
         "the leader's host is killed: half each for the rest",
-        lambda: all(near(part, LIMIT / 2) for part in parts(others)),
+        lambda: all(near(limit, LIMIT / 2) for limit in limits(others)),
     )
     leader.start()
-    leader.read()
-    table.timed("it restarts and is busy: a third each", lambda: all(near(one, LIMIT / 3) for one in parts(NAMES)))
+    leader.start_clients()
+    table.timed(
+        "the host restarts and is busy: a third each",
+        lambda: all(near(limit, LIMIT / 3) for limit in limits(NAMES)),
+    )
     time.sleep(seconds)
 
     for at in range(len(NAMES)):
         etcd.freeze(at)
         least, end = LIMIT, time.monotonic() + SILENT_SECONDS
         while time.monotonic() < end:
-            least = min(least, sum(parts(NAMES)))
+            least = min(least, sum(limits(NAMES)))
             time.sleep(0.02)
         etcd.thaw(at)
         share = f"{least / LIMIT:.0%}"
         print(f"  {f'member {at + 1} of etcd is suspended: the minimum of the sum':<62}{share:>8}", flush=True)
-        table.timed("it resumes: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
+        table.timed(
+            "it resumes: a third each",
+            lambda: all(near(limit, LIMIT / 3) for limit in limits(NAMES)),
+        )
 
     at = etcd.leading()
     etcd.kill(at)
     time.sleep(seconds)
-    hosts[1].rest()
+    hosts[1].end_clients()
     table.timed(
         "etcd's leader is killed, and a host is idle: half each",
-        lambda: all(near(part, LIMIT / 2) for part in parts("ac")),
+        lambda: all(near(limit, LIMIT / 2) for limit in limits("ac")),
     )
     etcd.start(at)
-    hosts[1].read()
-    table.timed("it restarts, and the host is busy", lambda: all(near(one, LIMIT / 3) for one in parts(NAMES)))
+    hosts[1].start_clients()
+    table.timed(
+        "etcd's member restarts, and the host is busy",
+        lambda: all(near(limit, LIMIT / 3) for limit in limits(NAMES)),
+    )
 
     for member in range(len(NAMES)):
         etcd.kill(member)
-    table.timed("all of etcd is killed: all at their fallback share", lambda: max(parts(NAMES)) < LIMIT / 50)
+    table.timed(
+        "all of etcd is killed: all at their fallback share",
+        lambda: max(limits(NAMES)) < LIMIT / 50,
+    )
     time.sleep(seconds)
     for member in range(len(NAMES)):
         etcd.start(member)
-    table.timed("etcd restarts: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
+    table.timed(
+        "etcd restarts: a third each",
+        lambda: all(near(limit, LIMIT / 3) for limit in limits(NAMES)),
+    )
     time.sleep(seconds)
 
-    sleeper = next(host for host in hosts if host.name == hosts[0].leader())
-    awake = [host.name for host in hosts if host is not sleeper]
-    slept = time.monotonic()
-    sleeper.daemon.send_signal(signal.SIGSTOP)
+    suspended = next(host for host in hosts if host.name == hosts[0].leader())
+    running = [host.name for host in hosts if host is not suspended]
+    suspended_at = time.monotonic()
+    suspended.daemon.send_signal(signal.SIGSTOP)
     table.timed(
         "the leader's daemon is suspended: half each for the rest",
-        lambda: all(near(part, LIMIT / 2) for part in parts(awake)),
+        lambda: all(near(limit, LIMIT / 2) for limit in limits(running)),
     )
-    time.sleep(max(SLEPT_SECONDS - (time.monotonic() - slept), 0))
-    sleeper.daemon.send_signal(signal.SIGCONT)
-    table.timed("it resumes: a third each", lambda: all(near(part, LIMIT / 3) for part in parts(NAMES)))
+    time.sleep(max(SUSPENDED_SECONDS - (time.monotonic() - suspended_at), 0))
+    suspended.daemon.send_signal(signal.SIGCONT)
+    table.timed(
+        "it resumes: a third each", lambda: all(near(limit, LIMIT / 3) for limit in limits(NAMES))
+    )
     time.sleep(seconds)
     for host in hosts:
-        host.rest()
+        host.end_clients()
 
 
 def limited(hosts):
     """Sets the limit of the group, and waits until quotas are leased."""
-    until("a host leads", hosts[0].leader)
-    hosts[0].ask("x-weir-cluster-set", group="gold", **{"iops-total": LIMIT})
-    until("all have a quota", lambda: max(host.part() for host in hosts) < 10**9)
+    until("a host is elected leader", hosts[0].leader)
+    hosts[0].run_qmp("x-weir-cluster-set", group="gold", **{"iops-total": LIMIT})
+    until("all hosts have a quota", lambda: max(host.limit() for host in hosts) < 10**9)
     # A new leader first only re-grants what hosts give up. Not every host has a lease then: an idle
     # one may keep its fallback share.
-    until("unused quota is distributed", lambda: max(host.part() for host in hosts) > LIMIT / 4)
+    until("unused quota is distributed", lambda: max(host.limit() for host in hosts) > LIMIT / 4)
 
 
-def promise(program, place, etcd, stack):
+def reservation_is_met(program, directory, etcd, stack):
     """Rate of a disk with a reservation, beside busy disks on other hosts."""
     disks = {name: {f"greedy{number}": "" for number in range(count)} for name, count in GREEDY.items()}
-    disks["a"] = {"promised": f"iops-reservation = {PROMISED}"}
-    hosts = [Host(name, program, place, etcd, stack, "promise", disks[name]) for name in NAMES]
+    disks["a"] = {"reserved": f"iops-reservation = {RESERVED}"}
+    hosts = [
+        Host(name, program, directory, etcd, stack, "reservation", disks[name]) for name in NAMES
+    ]
     limited(hosts)
     for host in reversed(hosts):
-        host.read()
-    until("the promise is in force", lambda: hosts[0].part() >= PROMISED)
-    until("all are busy", lambda: near(sum(host.part() for host in hosts), LIMIT))
+        host.start_clients()
+    until("the reservation is in force", lambda: hosts[0].limit() >= RESERVED)
+    until("all hosts use their quota", lambda: near(sum(host.limit() for host in hosts), LIMIT))
     time.sleep(1)
     began_ms = time.time() * 1000
-    time.sleep(PROMISE_SECONDS)
+    time.sleep(RESERVATION_SECONDS)
     for host in hosts:
-        host.rest()
+        host.end_clients()
     inside = [
-        sum(began_ms <= at < began_ms + PROMISE_SECONDS * 1000 for at in host.completions()) / PROMISE_SECONDS
+        sum(began_ms <= at < began_ms + RESERVATION_SECONDS * 1000 for at in host.completions())
+        / RESERVATION_SECONDS
         for host in hosts
     ]
     print(
-        f"\n  {PROMISED:,} promised on one host, {sum(GREEDY.values())} greedy disks on two others:"
-        f"\n  {inside[0]:,.0f} a second ({inside[0] / PROMISED:.1%}), the others {sum(inside[1:]):,.0f}"
+        f"\n  {RESERVED:,} reserved on one host, {sum(GREEDY.values())} greedy disks on two others:"
+        f"\n  {inside[0]:,.0f} per second ({inside[0] / RESERVED:.1%}),"
+        f" the two others {sum(inside[1:]):,.0f}"
     )
-    return inside[0] >= KEPT * PROMISED
+    return inside[0] >= KEPT * RESERVED
 
 
 def main():
-    """Runs everything; every exit ends what was started."""
+    """Runs all changes; every exit ends the started processes."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("weir", nargs="?", type=Path, default=TARGET / "release" / "weir")
     arguments.add_argument("--seconds", type=float, default=3, help="time between two changes")
-    said = arguments.parse_args()
+    options = arguments.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="weir-hosts.") as directory, ExitStack() as stack:
-        place = Path(directory)
-        etcd = Etcd(place, stack)
+        directory = Path(directory)
+        etcd = Etcd(directory, stack)
         etcd.wait()
         print(f"{LIMIT} IOPS for three hosts, three members of etcd; each client has {DEPTH} in flight\n")
-        hosts = [Host(name, said.weir, place, etcd, stack) for name in NAMES]
-        play(hosts, etcd, said.seconds)
+        hosts = [Host(name, options.weir, directory, etcd, stack) for name in NAMES]
+        change_hosts_and_etcd(hosts, etcd, options.seconds)
         times = [at for host in hosts for at in host.completions()]
         for host in hosts:
             stop(host.daemon)
-        kept = promise(said.weir, place, etcd, stack)
+        is_met = reservation_is_met(options.weir, directory, etcd, stack)
     most, allowed = most_over(times), BURST + DEPTH * len(NAMES) + LIMIT // 1000
     print(
         f"\n  {len(times):,} requests at the clients, {(max(times) - min(times)) / 1000:.0f} s; the most above the"
         f"\n  limit in any window: {most:,.0f}, where a burst is {BURST:,} and {DEPTH * len(NAMES)} may be in flight"
     )
     print(f"  {'The limit holds.' if most <= allowed else 'The limit does NOT hold.'}")
-    print(f"  {'The reservation is met.' if kept else 'The reservation is NOT met.'}")
-    return 0 if most <= allowed and kept else 1
+    print(f"  {'The reservation is met.' if is_met else 'The reservation is NOT met.'}")
+    return 0 if most <= allowed and is_met else 1
 
 
 if __name__ == "__main__":

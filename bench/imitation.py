@@ -17,7 +17,7 @@ KIB, MIB = 1 << 10, 1 << 20
 TOLERANCE = 0.02
 
 
-def _row(name, title, option, asked, load):
+def _row(name, title, option, expected, load):
     """One option, and the requests per second that it should yield."""
 
     def contenders(setup, _stack):
@@ -34,7 +34,7 @@ def _row(name, title, option, asked, load):
         name,
         title,
         contenders,
-        (About(WEIR, asked, TOLERANCE, "rate", "{:,.0f}".format),),
+        (About(WEIR, expected, TOLERANCE, "rate", "{:,.0f}".format),),
         columns=("rate",),
         needs_weir=True,
         rounds_factor=0.6,

@@ -54,13 +54,13 @@ def passed_per_second(times_ms, skip_ms, window_ms):
     return (len(inside) - 1) * 1000 / (inside[-1] - inside[0])
 
 
-def _row(name, option, asked, depth, block_bytes=4096):
+def _row(name, option, expected, depth, block_bytes=4096):
     per_request = block_bytes if option.startswith("--bps") else 1
     load = Load("randread", depth, block_bytes=block_bytes)
 
     def contenders(setup, _stack):
         def sample():
-            argv = servers.weir(setup.program, f"null:{setup.size_bytes}", option, str(asked))
+            argv = servers.weir(setup.program, f"null:{setup.size_bytes}", option, str(expected))
             with servers.Server(argv) as server:
                 seconds = lasting(setup.limit_seconds, SKIP_MS)
                 times_ms = loads.completions(load, loads.over_nbd(server.uri), seconds)
@@ -69,12 +69,12 @@ def _row(name, option, asked, depth, block_bytes=4096):
 
         return {WEIR: sample}
 
-    title = f"{option} {asked}, {block_bytes // 1024} KiB, depth {depth}"
+    title = f"{option} {expected}, {block_bytes // 1024} KiB, depth {depth}"
     return Row(
         f"limit-{name}",
         title,
         contenders,
-        (Within(asked, TOLERANCE),),
+        (Within(expected, TOLERANCE),),
         columns=("rate",),
         needs_weir=True,
         # Ten seconds each without pairs: the worse of two runs, not a median.

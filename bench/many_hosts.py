@@ -50,11 +50,11 @@ def cost(setup, stack):
         loads.fill(daemon.uri, setup.disk)
     monitor = stack.enter_context(many.monitor())
     status = lambda: monitor.run("x-weir-query-status")  # noqa: E731
-    etcd.until("somebody leads", lambda: status()["cluster"].get("leader"))
+    etcd.until("a host is elected leader", lambda: status()["cluster"].get("leader"))
     monitor.run("x-weir-cluster-set", group=groups.GROUP, **LIMIT)
     # Unused quota is distributed: this host gets nearly all, as long as it reports.
-    part = lambda: status()["groups"][0]["limits"].get("iops-total", 0)  # noqa: E731
-    etcd.until("the limit is divided", lambda: part() > 0.9 * LIMIT["iops-total"])
+    limit = lambda: status()["groups"][0]["limits"].get("iops-total", 0)  # noqa: E731
+    etcd.until("the limit is divided", lambda: limit() > 0.9 * LIMIT["iops-total"])
     return {
         HERE: lambda: rows.under_load(here, LOAD, setup.seconds),
         MANY: lambda: rows.under_load(many, LOAD, setup.seconds),

@@ -5,7 +5,7 @@ One group for a whole host requires that an idle member costs nothing and that t
 for its lock; and a limit must cover all reads.
 
 Never compares a rate bounded by a limit with one bounded by the processor, except where the title
-says so.
+states that.
 """
 
 import itertools

@@ -228,27 +228,29 @@ GAINS = {
 
 
 def _talk(form, depth, factor):
-    asked = [Faster(PREFETCH, factor, (NONE,), key="bytes_per_s", cap=(NEAR, DEVICE))]
+    targets = [Faster(PREFETCH, factor, (NONE,), key="bytes_per_s", cap=(NEAR, DEVICE))]
     if depth == 1:
-        asked.append(Faster(PREFETCH, 10, QEMU, key="bytes_per_s", cap=(NEAR, DEVICE)))
+        targets.append(Faster(PREFETCH, 10, QEMU, key="bytes_per_s", cap=(NEAR, DEVICE)))
     return Row(
         f"prefetch-{form}-{depth}",
         f"4 KiB sequential reads, depth {depth}, {form}, in-process, cache none",
         talk(form, depth),
-        tuple(asked),
+        tuple(targets),
         columns=("bytes_per_s", "cpu_us"),
     )
 
 
 def _sequential(threads, depth):
     gain = GAINS[threads, depth]
-    asked = Faster(PREFETCH, 1 + gain / 100, (NONE,), cap=(NEAR, DEVICE, MEMORY), key="bytes_per_s")
+    targets = Faster(
+        PREFETCH, 1 + gain / 100, (NONE,), cap=(NEAR, DEVICE, MEMORY), key="bytes_per_s"
+    )
     title = f"4 KiB sequential reads over NBD, threads {threads}, depth {depth} each (the talk: {gain:+} %)"
     return Row(
         f"fio-seq-{threads}-{depth}",
         title,
         fio("read", threads, depth),
-        (asked,),
+        (targets,),
         columns=("bytes_per_s", "cpu_us"),
         needs_weir=True,
     )
@@ -268,8 +270,8 @@ def _random(threads, depth):
 
 
 def _scan(name, title, *options):
-    asked = (Faster(PREFETCH, 4, (NONE,), cap=(NEAR, SMALL)),)
-    return Row(f"prefetch-{name}", title, scan(*options), asked, needs_weir=True)
+    targets = (Faster(PREFETCH, 4, (NONE,), cap=(NEAR, SMALL)),)
+    return Row(f"prefetch-{name}", title, scan(*options), targets, needs_weir=True)
 
 
 ROWS = (

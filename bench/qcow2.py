@@ -349,7 +349,7 @@ def _mib(value):
     return f"{value / MIB:.0f} MiB"
 
 
-def _random(name, requests_of, contenders, ram, asked):
+def _random(name, requests_of, contenders, ram, targets):
     """Random 4 KiB requests, with an L2 cache that covers the disk: the images on the disk, or in
     memory.
     """
@@ -358,7 +358,7 @@ def _random(name, requests_of, contenders, ram, asked):
         f"qcow2-{name}{ending}",
         f"4 KiB {requests_of}, L2 cache for the whole disk, cache none{where}",
         contenders,
-        (Faster(WEIR, 0.95, (RAW,)), *asked),
+        (Faster(WEIR, 0.95, (RAW,)), *targets),
     )
 
 
@@ -376,13 +376,13 @@ def _over_nbd(kind, ram, free):
 
 
 def _covering(part):
-    asked = (Faster(WEIR, 1.5, QEMU),) if part == 128 else ()
+    targets = (Faster(WEIR, 1.5, QEMU),) if part == 128 else ()
     name = "the whole" if part == 1 else f"1/{part}"
     return Row(
         f"qcow2-cache-{part}",
         f"4 KiB reads everywhere, depth 32, qcow2 of 16 GiB, in-process, L2 cache for {name} of it, cache none",
         covering(part),
-        asked,
+        targets,
     )
 
 

@@ -136,24 +136,29 @@ def block(row, results, verdicts):
         lines.append(f"  {name:<20}{cells}{results.spread(name, main):>9.0%}")
     for verdict in verdicts:
         mark = "ok  " if verdict.passed else "MISS"
-        lines.append(f"  {mark} asked {verdict.asked}: {verdict.measured}")
+        lines.append(f"  {mark} target {verdict.target}: {verdict.measured}")
     return "\n".join(lines)
 
 
 def summary(outcomes):
     """A line for each target with its result, and the number of targets met."""
-    lines, met, asked = [], 0, 0
+    lines, met, targets = [], 0, 0
     for outcome in outcomes:
         if outcome.failure:
             lines.append(f"FAIL  {outcome.row.name}: {outcome.failure.splitlines()[0]}")
-            asked += 1
+            targets += 1
         for verdict in outcome.verdicts:
-            asked += 1
+            targets += 1
             met += verdict.passed
             mark = "ok  " if verdict.passed else "MISS"
-            lines.append(f"{mark}  {outcome.row.name}: {verdict.asked}: {verdict.measured}")
-    lines.append(f"{met} of {asked} met")
+            lines.append(f"{mark}  {outcome.row.name}: {verdict.target}: {verdict.measured}")
+    lines.append(f"{met} of {targets} met")
     return "\n".join(lines)
+
+
+def report_of(verdict):
+    """A target and its result, with the keys of the published results."""
+    return {"asked": verdict.target, "measured": verdict.measured, "passed": verdict.passed}
 
 
 def as_json(machine, setup, outcomes):
@@ -164,7 +169,7 @@ def as_json(machine, setup, outcomes):
             "title": outcome.row.title,
             "failure": outcome.failure,
             "samples": outcome.results.samples if outcome.results else {},
-            "asked": [vars(verdict) for verdict in outcome.verdicts],
+            "asked": [report_of(verdict) for verdict in outcome.verdicts],
         }
         for outcome in outcomes
     ]

@@ -51,7 +51,7 @@ class Results:
 class Verdict:
     """One target, the measured value, and True if the target is met."""
 
-    asked: str
+    target: str
     measured: str
     passed: bool
 
@@ -65,7 +65,7 @@ class Faster:
     over them is possible. Of several bounds the lowest counts.
     """
 
-    who: str
+    contender: str
     factor: float
     peers: tuple
     key: str = "iops"
@@ -73,16 +73,20 @@ class Faster:
 
     def judge(self, results):
         peer = results.best(self.peers, self.key, largest=True)
-        ratio = results.ratio(self.who, peer, self.key)
-        asked, measured, passed = f"≥ {self.factor:.2f} × {peer}", f"{ratio:.2f} ×", ratio >= self.factor
+        ratio = results.ratio(self.contender, peer, self.key)
+        target, measured, passed = (
+            f"≥ {self.factor:.2f} × {peer}",
+            f"{ratio:.2f} ×",
+            ratio >= self.factor,
+        )
         if self.cap:
             cap_factor, *limits = self.cap
             limit = min(limits, key=lambda name: results.median(name, self.key))
-            of_limit = results.ratio(self.who, limit, self.key)
-            asked += f" or ≥ {cap_factor:.2f} × {limit}"
+            of_limit = results.ratio(self.contender, limit, self.key)
+            target += f" or ≥ {cap_factor:.2f} × {limit}"
             measured += f", {of_limit:.2f} ×"
             passed = passed or of_limit >= cap_factor
-        return Verdict(asked, measured, passed)
+        return Verdict(target, measured, passed)
 
 
 @dataclass(frozen=True)
@@ -90,52 +94,58 @@ class Cheaper:
     """Target: a contender's `key` (CPU time per request) is at most `factor` times the best peer's.
     """
 
-    who: str
+    contender: str
     factor: float
     peers: tuple
     key: str = "cpu_us"
 
     def judge(self, results):
         peer = results.best(self.peers, self.key, largest=False)
-        ratio = results.ratio(self.who, peer, self.key)
-        asked = f"CPU/request ≤ {self.factor:.2f} × {peer}"
-        return Verdict(asked, f"{ratio:.2f} ×", ratio <= self.factor)
+        ratio = results.ratio(self.contender, peer, self.key)
+        target = f"CPU/request ≤ {self.factor:.2f} × {peer}"
+        return Verdict(target, f"{ratio:.2f} ×", ratio <= self.factor)
 
 
 @dataclass(frozen=True)
 class Within:
-    """Target: a rate is `asked` within `tolerance` (relative) in every round; a limit has no
+    """Target: a rate is `expected` within `tolerance` (relative) in every round; a limit has no
     median.
     """
 
-    asked: float
+    expected: float
     tolerance: float
     key: str = "rate"
 
     def judge(self, results):
-        errors = [sample[self.key] / self.asked - 1 for sample in results.of()]
+        errors = [sample[self.key] / self.expected - 1 for sample in results.of()]
         worst = max(errors, key=abs)
         return Verdict(
-            f"{self.asked:,.0f}/s within {self.tolerance:.1%}", f"{worst:+.2%}", abs(worst) <= self.tolerance
+            f"{self.expected:,.0f}/s within {self.tolerance:.1%}",
+            f"{worst:+.2%}",
+            abs(worst) <= self.tolerance,
         )
 
 
 @dataclass(frozen=True)
 class AtMost:
-    """Target: a figure is at most a bound in every round; `show` formats a value. `who` names the
-    contender if there are several.
+    """Target: a figure is at most a bound in every round; `show` formats a value.
+    `contender` is needed if there are several.
     """
 
     bound: float
     key: str
     show: object
-    who: str = None
+    contender: str = None
 
     def judge(self, results):
-        samples = results.of(self.who)
+        samples = results.of(self.contender)
         worst = max(sample[self.key] for sample in samples)
-        asked = f"{self.key} ≤ {self.show(self.bound)}"
-        return Verdict(f"{self.who}: {asked}" if self.who else asked, self.show(worst), worst <= self.bound)
+        target = f"{self.key} ≤ {self.show(self.bound)}"
+        return Verdict(
+            f"{self.contender}: {target}" if self.contender else target,
+            self.show(worst),
+            worst <= self.bound,
+        )
 
 
 @dataclass(frozen=True)
@@ -155,31 +165,33 @@ class MedianAtMost:
 class AtLeast:
     """Target: the median of a contender's figure is at least a bound."""
 
-    who: str
+    contender: str
     bound: float
     key: str
     show: object
 
     def judge(self, results):
-        middle = results.median(self.who, self.key)
-        asked = f"{self.who}: {self.key} ≥ {self.show(self.bound)}"
-        return Verdict(asked, self.show(middle), middle >= self.bound)
+        middle = results.median(self.contender, self.key)
+        target = f"{self.contender}: {self.key} ≥ {self.show(self.bound)}"
+        return Verdict(target, self.show(middle), middle >= self.bound)
 
 
 @dataclass(frozen=True)
 class About:
-    """Target: the median of a contender's figure is `asked` within a relative `tolerance`."""
+    """Target: the median of a contender's figure is `expected` within a relative `tolerance`."""
 
-    who: str
-    asked: float
+    contender: str
+    expected: float
     tolerance: float
     key: str
     show: object
 
     def judge(self, results):
-        error = results.median(self.who, self.key) / self.asked - 1
-        asked = f"{self.who}: {self.key} = {self.show(self.asked)} within {self.tolerance:.0%}"
-        return Verdict(asked, f"{error:+.2%}", abs(error) <= self.tolerance)
+        error = results.median(self.contender, self.key) / self.expected - 1
+        target = (
+            f"{self.contender}: {self.key} = {self.show(self.expected)} within {self.tolerance:.0%}"
+        )
+        return Verdict(target, f"{error:+.2%}", abs(error) <= self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -188,13 +200,13 @@ class AtMostMore:
     rounds.
     """
 
-    who: str
+    contender: str
     other: str
     bound: float
     key: str
 
     def judge(self, results):
-        pairs = zip(results.of(self.who), results.of(self.other), strict=True)
+        pairs = zip(results.of(self.contender), results.of(self.other), strict=True)
         more = median(mine[self.key] - theirs[self.key] for mine, theirs in pairs)
-        asked = f"{self.who}: at most {self.bound:.0f} {self.key} more than {self.other}"
-        return Verdict(asked, f"{more:+.0f} {self.key}", more <= self.bound)
+        target = f"{self.contender}: at most {self.bound:.0f} {self.key} more than {self.other}"
+        return Verdict(target, f"{more:+.0f} {self.key}", more <= self.bound)

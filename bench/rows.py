@@ -53,15 +53,15 @@ class Row:
     name: str
     title: str
     contenders: object
-    asked: tuple
+    targets: tuple
     columns: tuple = ("iops", "cpu_us")  # of a sample, in the order to print; the first is the row's figure
     needs_weir: bool = False
     rounds_factor: float = 1  # times the number of rounds
 
 
-def cost(name, title, contenders, asked, columns, needs_weir=False):
+def cost(name, title, contenders, targets, columns, needs_weir=False):
     """A row of costs with upper limits, which vary little, so fewer rounds suffice."""
-    return Row(name, title, contenders, asked, columns, needs_weir, rounds_factor=0.4)
+    return Row(name, title, contenders, targets, columns, needs_weir, rounds_factor=0.4)
 
 
 def settle(disk):
@@ -225,13 +225,15 @@ def _of_price(name, title, what, without, free=False, **options):
     """Cost of a feature that should be unnoticeable: 2 percent at most."""
     load = Load("randread", 32, free=free)
     title = f"4 KiB randread, depth 32, memory: {title}"
-    asked = (Faster(what, 0.98, (without,)),)
+    targets = (Faster(what, 0.98, (without,)),)
     # Two percent is close to the host's noise, hence more pairs.
-    return Row(name, title, with_options(load, **options), asked, needs_weir=True, rounds_factor=2)
+    return Row(
+        name, title, with_options(load, **options), targets, needs_weir=True, rounds_factor=2
+    )
 
 
 def _at_depth_32(kind, free):
-    asked = (
+    targets = (
         Faster(WEIR, 1.5, QEMU, cap=NEAR_DIRECT),
         Faster(WEIR, 1.2, NBDKIT_FILE, cap=NEAR_DIRECT),
         Cheaper(WEIR, 0.5, QEMU),
@@ -240,7 +242,7 @@ def _at_depth_32(kind, free):
     if free:
         load = Load(kind, 32, free=True)
         return Row(f"file-{kind}-32-free", f"{title}, not pinned", random_file(load), FREE)
-    return Row(f"file-{kind}-32", title, random_file(Load(kind, 32)), asked)
+    return Row(f"file-{kind}-32", title, random_file(Load(kind, 32)), targets)
 
 
 def _at_depth_1(kind):
@@ -304,6 +306,6 @@ ROWS = (
             none=("--sandbox", "off"),
             sandbox=("--sandbox", "on"),
         )
-        for free, suffix, more in ((False, "", ""), (True, "-free", ", nobody pinned"))
+        for free, suffix, more in ((False, "", ""), (True, "-free", ", client not pinned"))
     ),
 )

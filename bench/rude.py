@@ -25,7 +25,7 @@ from rows import WEIR, cost
 MIB = 1 << 20
 QEMU, NBDKIT = "qemu-nbd", "nbdkit"
 MAGIC, READ, WRITE, FLUSH = 0x25609513, 0, 1, 3
-# A client without a reply for this time is considered refused.
+# A client without a reply for this time is considered rejected.
 PATIENCE_SECONDS = 60
 # weir returns memory a second after the last client has left.
 SETTLE_SECONDS = 2
@@ -37,12 +37,12 @@ def receive(client, count):
     while len(data) < count:
         part = client.recv(count - len(data))
         if not part:
-            raise LoadFailed("the server hung up")
+            raise LoadFailed("the server closed the connection")
         data += part
     return bytes(data)
 
 
-def line_up(server, stack, count):
+def connect_silently(server, stack, count):
     """Connects silent clients. The listener's backlog is short, so each waits in its own thread
     until it is accepted.
     """
@@ -51,10 +51,10 @@ def line_up(server, stack, count):
         with contextlib.suppress(OSError, ValueError):
             stack.enter_context(connect(server))
 
-    callers = [threading.Thread(target=silent, daemon=True) for _ in range(count)]
-    for caller in callers:
-        caller.start()
-    return callers
+    connections = [threading.Thread(target=silent, daemon=True) for _ in range(count)]
+    for connection in connections:
+        connection.start()
+    return connections
 
 
 def request(kind, cookie, offset=0, length=0):
@@ -81,15 +81,15 @@ def negotiate(server, name=b""):
     return client
 
 
-def everyone(setup, *options, image="memory:64M"):
+def all_contenders(setup, *options, image="memory:64M"):
     """Command lines of all contenders, serving memory; qemu-nbd, which cannot, serves a file."""
     weir = {WEIR: servers.weir(setup.program, image, *options)} if setup.program else {}
     qemu = ["qemu-nbd", "--persistent", "--shared=0", "--format=raw", setup.disk]
     return weir | {QEMU: qemu, NBDKIT: servers.nbdkit_memory("64M")}
 
 
-def each(argvs, use, spoilt=False, start=servers.Server):
-    """Contenders that each start a server for a sample. `spoilt`: peers cannot end cleanly
+def each(argvs, use, kills_peers=False, start=servers.Server):
+    """Contenders that each start a server for a sample. `kills_peers`: peers cannot end cleanly
     afterwards. `start` creates the server.
     """
 
@@ -98,7 +98,7 @@ def each(argvs, use, spoilt=False, start=servers.Server):
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             try:
-                server = start(argv, killed=spoilt and name != WEIR)
+                server = start(argv, killed=kills_peers and name != WEIR)
                 with server, contextlib.ExitStack() as stack:
                     return use(server, stack)
             except OSError as error:
@@ -129,7 +129,7 @@ def quiet(setup, _stack):
             pass
         return {"silent_bytes": cost(connect), "idle_bytes": cost(negotiate)}
 
-    return each(everyone(setup, "--max-connections", "0"), use)
+    return each(all_contenders(setup, "--max-connections", "0"), use)
 
 
 def hurried(setup, _stack):
@@ -140,32 +140,32 @@ def hurried(setup, _stack):
             pass
         before = servers.resident_bytes(server.pid)
         until = time.monotonic() + setup.seconds * 2
-        came = 0
-        while came < 100 or time.monotonic() < until:
+        count = 0
+        while count < 100 or time.monotonic() < until:
             connect(server).close()
-            came += 1
+            count += 1
         with negotiate(server):
             pass
         time.sleep(SETTLE_SECONDS if setup.seconds else 0)
-        return {"kept_bytes": servers.resident_bytes(server.pid) - before, "came": came}
+        return {"kept_bytes": servers.resident_bytes(server.pid) - before, "came": count}
 
-    return each(everyone(setup, "--max-connections", "0"), use)
+    return each(all_contenders(setup, "--max-connections", "0"), use)
 
 
 def crowd(setup, _stack):
     """Time until a client is served behind three times as many silent clients as the maximum number
     of connections.
     """
-    places = 100 if setup.seconds else 5
+    limit = 100 if setup.seconds else 5
 
     def use(server, stack):
-        line_up(server, stack, 3 * places)[places].join()
+        connect_silently(server, stack, 3 * limit)[limit].join()
         start = time.monotonic()
         with negotiate(server):
             pass
         return {"start_s": time.monotonic() - start}
 
-    argvs = everyone(setup, "--max-connections", str(places))
+    argvs = all_contenders(setup, "--max-connections", str(limit))
     # qemu-nbd serves no further client until a connection ends, which never happens.
     del argvs[QEMU]
     return each(argvs, use)
@@ -185,7 +185,7 @@ def halves(setup, _stack):
                 client.sendall(request(WRITE, 1, 0, 32 * MIB) + bytes(16 * MIB))
         return {"resident_bytes": servers.resident_bytes(server.pid) - before}
 
-    return each(everyone(setup, "--memory", "256M"), use)
+    return each(all_contenders(setup, "--memory", "256M"), use)
 
 
 class Ended(servers.Server):
@@ -261,12 +261,12 @@ def flood(setup, stack):
         with negotiate(server) as client:
             client.sendall(request(WRITE, 1, 0, 512) + bytes(512) + request(FLUSH, 2))
             receive(client, 32)
-            before, asked, until = flushes_of(device), 0, time.monotonic() + seconds
+            before, sent, until = flushes_of(device), 0, time.monotonic() + seconds
             while time.monotonic() < until:
                 client.sendall(b"".join(request(FLUSH, cookie) for cookie in range(16)))
                 receive(client, 16 * 16)
-                asked += 16
-            return {"flushes": (flushes_of(device) - before) / seconds, "rate": asked / seconds}
+                sent += 16
+            return {"flushes": (flushes_of(device) - before) / seconds, "rate": sent / seconds}
 
     weir = {WEIR: servers.weir(setup.program, device, "--format", "raw", "--iops-total", "10")}
     qemu = ["qemu-nbd", "--persistent", "--format=raw", device]
@@ -276,11 +276,11 @@ def flood(setup, stack):
 def exhausted(setup, _stack):
     """CPU time and log lines while no descriptor is left and clients try to connect."""
     seconds = 3 if setup.seconds else 0.1
-    most = 200
+    descriptors = 200
 
     def use(server, stack):
-        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (most, most))
-        line_up(server, stack, 2 * most)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
+        connect_silently(server, stack, 2 * descriptors)
         time.sleep(1 if setup.seconds else 0.1)
         before, lines = server.cpu_seconds(), server.log().count("\n")
         time.sleep(seconds)
@@ -290,7 +290,7 @@ def exhausted(setup, _stack):
         }
 
     # nbdkit was observed to hang at its end after it had failed to create a pipe.
-    return each(everyone(setup, "--max-connections", "0"), use, spoilt=True)
+    return each(all_contenders(setup, "--max-connections", "0"), use, kills_peers=True)
 
 
 def _kib(value):

@@ -9,7 +9,7 @@ always follows the same one. Read the ratios, not the numbers.
     bench/run.py --rows 'file-*' --rounds 3      a part of it
     bench/run.py --peers-only                    what the machine gives without weir
     bench/run.py --before OLD --rows 'file-*'    this build beside another one, without the peers
-    bench/run.py --short                         a minute: whether every row runs, and its figures can be read
+    bench/run.py --short                         a minute: every row runs and must have figures
 
 Exit status: 0 if all rows ran, even if a target was missed; 1 if a row failed. `--strict` judges
 the targets: 1 if a row missed one, and the last lines name these rows. Never builds anything, and
@@ -56,7 +56,7 @@ import vhost_user
 import waits
 import watching
 import watermark
-from etcd import NotReached
+from etcd import DeadlineExceeded
 from front_end import NotServed
 from loads import LoadFailed
 from results import Results, Verdict
@@ -70,7 +70,15 @@ SUBJECTS = (
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # Expected failures of a row: of a client, a server, a monitor, or a connection.
-FAILURES = (LoadFailed, NotReached, ServerFailed, NotServed, qmp.CommandFailed, nbd.Error, OSError)
+FAILURES = (
+    LoadFailed,
+    DeadlineExceeded,
+    ServerFailed,
+    NotServed,
+    qmp.CommandFailed,
+    nbd.Error,
+    OSError,
+)
 # Rows in parallel if no figure is judged: every host has two processors.
 SHORT_WORKERS = 2
 # Minimum speed after a change, relative to the speed before it; and the figures that are speeds.
@@ -103,12 +111,13 @@ def arguments():
     parser.add_argument(
         "--before",
         type=Path,
-        help=f"another build of weir: measure it and this one in turn, and ask for {KEPT:.2f} × of its speed",
+        help="another build of weir: measure it and this one in turn;"
+        f" the target is {KEPT:.2f} × its speed",
     )
     parser.add_argument(
         "--short",
         action="store_true",
-        help="one round of a few requests: whether all rows run, two at a time",
+        help="one round of a few requests: checks that all rows run, two at a time",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument(
@@ -138,7 +147,7 @@ def beside(row, before):
         pairs = [{name: new[name], f"{name} before": old[name]} for name in new if name not in peers]
         return {name: sample for pair in pairs for name, sample in pair.items()}
 
-    return replace(row, contenders=contenders, asked=(NotSlower(row.columns[0]),))
+    return replace(row, contenders=contenders, targets=(NotSlower(row.columns[0]),))
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ def chosen(patterns, peers_only):
     patterns = patterns.split(",")
     for pattern in patterns:
         if not any(fnmatch.fnmatch(row.name, pattern) for row in ROWS):
-            sys.exit(f"run.py: --rows: no row is called {pattern} (`run.py --list` shows them)")
+            sys.exit(f"run.py: --rows: no row matches {pattern} (`run.py --list` shows them)")
     wanted = [row for row in ROWS if any(fnmatch.fnmatch(row.name, pattern) for pattern in patterns)]
     return [row for row in wanted if not (peers_only and row.needs_weir)]
 
@@ -214,7 +223,9 @@ def outcome_of(row, setup, rounds, judged):
         results = measure(row, setup, rounds)
     except FAILURES as error:
         return Outcome(row, failure=str(error))
-    return Outcome(row, results, [asked.judge(results) for asked in row.asked] if judged else [])
+    return Outcome(
+        row, results, [target.judge(results) for target in row.targets] if judged else []
+    )
 
 
 def one_by_one(wanted, setup, rounds, judged):
@@ -241,9 +252,9 @@ def unreadable(row, samples):
     """The reason why a row's samples are invalid, if they are: each column must have a numeric
     figure.
     """
-    taken = [sample for contender in samples.values() for sample in contender]
+    all_samples = [sample for contender in samples.values() for sample in contender]
     for column in row.columns:
-        figures = [sample[column] for sample in taken if column in sample]
+        figures = [sample[column] for sample in all_samples if column in sample]
         if not figures or not all(
             isinstance(figure, (int, float)) and math.isfinite(figure) for figure in figures
         ):

@@ -168,14 +168,14 @@ class Machine(Server):
 
     def _notify(self, directory, log):
         ready = directory / "ready"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-            told.bind(str(ready))
-            told.settimeout(READY_SECONDS)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications:
+            notifications.bind(str(ready))
+            notifications.settimeout(READY_SECONDS)
             environment = os.environ | {"NOTIFY_SOCKET": str(ready)}
             self._process = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
             )
-            while b"READY=1" not in told.recv(4096):
+            while b"READY=1" not in notifications.recv(4096):
                 pass
 
     def _monitor(self, directory, log):

@@ -27,7 +27,7 @@ from results import AtLeast, AtMost
 from rows import WEIR, Row
 
 # The project's target, on one core.
-ASKED = 2_000_000
+TARGET_PER_S = 2_000_000
 LIMIT = 1000
 # In each second: a burst at twice the limit for a fifth of it, then the remaining requests up to
 # the limit. A tenth of a second's worth is admitted at once, so 200 of the burst's 400 requests
@@ -123,7 +123,7 @@ def receive(stream, count):
     data = bytearray()
     while len(data) < count:
         if not (more := stream.recv(count - len(data))):
-            raise LoadFailed("the daemon hung up")
+            raise LoadFailed("the daemon closed the connection")
         data += more
     return bytes(data)
 
@@ -172,7 +172,7 @@ def replayed(path, trace):
             late_ns[number] = time.monotonic_ns() - began - at_ns
         reader.join()
     if len(done_ns) != len(trace):
-        raise LoadFailed(f"{len(done_ns)} of {len(trace)} requests were answered")
+        raise LoadFailed(f"{len(done_ns)} of {len(trace)} requests were completed")
     return {number: at - began for number, at in done_ns.items()}, late_ns
 
 
@@ -212,7 +212,7 @@ ROWS = (
         "simulate-speed",
         "weir simulate, a trace with half of its requests throttled, one core",
         contenders,
-        (AtLeast(WEIR, ASKED, "iops", "{:,.0f}".format),),
+        (AtLeast(WEIR, TARGET_PER_S, "iops", "{:,.0f}".format),),
         needs_weir=True,
         rounds_factor=0.6,
     ),

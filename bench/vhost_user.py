@@ -302,33 +302,41 @@ def wakes(pid):
     return counts
 
 
-def _either(ask):
+def _both_placements(targets_at):
     """weir's targets, for both placements of the client."""
-    return (*ask(""), *ask(PINNED))
+    return (*targets_at(""), *targets_at(PINNED))
 
 
 def _null(depth, factor):
-    def ask(where):
-        asked = [Faster(f"{WEIR}{where}", factor, (f"{QSD}{where}",))]
+    def targets_at(where):
+        targets = [Faster(f"{WEIR}{where}", factor, (f"{QSD}{where}",))]
         if depth > 1:
-            asked.append(Cheaper(f"{WEIR}{where}", 0.8, (f"{QSD}{where}",)))
-        return asked
+            targets.append(Cheaper(f"{WEIR}{where}", 0.8, (f"{QSD}{where}",)))
+        return targets
 
     title = f"4 KiB randread, depth {depth}, vhost-user-blk, null storage"
-    return Row(f"vhost-user-null-{depth}", title, EXPORT.null(Load("randread", depth)), _either(ask))
+    return Row(
+        f"vhost-user-null-{depth}",
+        title,
+        EXPORT.null(Load("randread", depth)),
+        _both_placements(targets_at),
+    )
 
 
 def _file(form, kind, depth):
-    def ask(where):
-        asked = [Faster(f"{WEIR}{where}", 1.1, tuple(f"{name}{where}" for name in QSDS))]
+    def targets_at(where):
+        targets = [Faster(f"{WEIR}{where}", 1.1, tuple(f"{name}{where}" for name in QSDS))]
         if depth > 1:
-            asked.append(Faster(f"{WEIR}{where}", 0.9, (DIRECT,)))
-        return asked
+            targets.append(Faster(f"{WEIR}{where}", 0.9, (DIRECT,)))
+        return targets
 
     name = "file" if form == "raw" else form
     title = f"4 KiB rand{kind}, depth {depth}, vhost-user-blk, {form}, cache none"
     return Row(
-        f"vhost-user-{name}-{kind}-{depth}", title, EXPORT.on_file(Load(f"rand{kind}", depth), form), _either(ask)
+        f"vhost-user-{name}-{kind}-{depth}",
+        title,
+        EXPORT.on_file(Load(f"rand{kind}", depth), form),
+        _both_placements(targets_at),
     )
 
 
@@ -340,7 +348,7 @@ ROWS = (
         "vhost-user-limited-32",
         "4 KiB randread, depth 32, vhost-user-blk, null storage, limits set and never reached",
         limited,
-        _either(lambda where: (Faster(f"{WEIR}{where}", 1.5, (f"{QSD}{where}",)),)),
+        _both_placements(lambda where: (Faster(f"{WEIR}{where}", 1.5, (f"{QSD}{where}",)),)),
     ),
     *(_file(form, kind, depth) for form in ("raw", "qcow2") for kind in ("read", "write") for depth in (1, 32)),
     Row(

@@ -150,18 +150,18 @@ def neighbour(weir_cases, qsd_case):
         cases = [(WEIR, weir, *case) for case in weir_cases] if setup.program else []
         cases.append(("QEMU", groups.storage_daemon, *qsd_case))
         return {
-            case_name(who, rate, large): lambda start=start, rate=rate, large=large: sample(
+            case_name(contender, rate, large): lambda start=start, rate=rate, large=large: sample(
                 start, rate, large
             )
-            for who, start, rate, large in cases
+            for contender, start, rate, large in cases
         }
 
     return contenders
 
 
-def case_name(who, rate, large_bytes):
+def case_name(contender, rate, large_bytes):
     """Name of a contender."""
-    return f"{who}, {large_bytes // MIB} MiB, {rate // MB} MB/s"
+    return f"{contender}, {large_bytes // MIB} MiB, {rate // MB} MB/s"
 
 
 def lifting(setup, _stack):
@@ -181,7 +181,7 @@ def lifting(setup, _stack):
                 attend((large, small), min(WAITING_SECONDS, setup.seconds))
                 # A stalled host could cause this; raised only if the figures are judged.
                 if small.done() and setup.seconds:
-                    raise loads.LoadFailed("a read passed a limit that should have held it back")
+                    raise loads.LoadFailed("a read passed a limit that should throttle it")
                 return released(monitor, large, small)
 
     starts = {QSD: lambda: groups.storage_daemon(limits, disk)}

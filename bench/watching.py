@@ -114,7 +114,7 @@ class Pages:
             raise servers.ServerFailed(f"{STREAMS} pages received {self.events} updates")
 
 
-class Rude:
+class HostileObservers:
     """Observers that read nothing or little, and guess the token, while its block runs. The hook
     for events accepts them and never ends.
     """
@@ -122,7 +122,7 @@ class Rude:
     def __init__(self, daemon):
         self._daemon, self._end = daemon, threading.Event()
         self._threads = [threading.Thread(target=run) for run in (self._sip, self._guess)]
-        self._unread, self._slow, self.refused = [], [], 0
+        self._unread, self._slow, self.rejected = [], [], 0
 
     @staticmethod
     def _connect(path, request):
@@ -146,7 +146,7 @@ class Rude:
                 connection.request(
                     "PATCH", "/api/v1/disks/disk/limits", b"{}", {"Host": "localhost", "Authorization": "Bearer no"}
                 )
-                self.refused += connection.getresponse().status in (401, 403, 429)
+                self.rejected += connection.getresponse().status in (401, 403, 429)
                 connection.close()
             is_over = self._end.wait(WRONG_SECONDS)
 
@@ -170,16 +170,17 @@ class Rude:
             thread.join()
         for client in [*self._unread, *self._slow]:
             client.close()
-        if not self.refused:
-            raise servers.ServerFailed("no wrong token was refused")
+        if not self.rejected:
+            raise servers.ServerFailed("no wrong token was rejected")
 
 
 class Watched(groups.Daemon):
     """weir's memory disk, with a recording in a directory that lives as long, metrics, a page, or
-    all of them; with `hung`, a page that accepts changes, and a command for events that never ends.
+    all of them; with `hanging_hook`, a page that accepts changes, and a command for events
+    that never ends.
     """
 
-    def __init__(self, setup, recorded, measured, shown, hung=False):
+    def __init__(self, setup, recorded, measured, shown, hanging_hook=False):
         def command(directory, monitor):
             options = ["--qmp", f"unix:{monitor}"]
             if recorded:
@@ -191,7 +192,7 @@ class Watched(groups.Daemon):
             if shown:
                 self.page = directory / "page.sock"
                 options += ["--http", f"unix:{self.page}"]
-            if hung:
+            if hanging_hook:
                 (directory / "token").touch(0o600)
                 (directory / "token").write_text("0123456789abcdef" * 4)
                 options += ["--http-token-file", directory / "token", "--on-event", "/bin/sleep 1000"]
@@ -249,14 +250,14 @@ def watching(recorded, measured, shown, name):
 
 def among_rude(setup, stack):
     """weir's memory disk alone, and beside hostile observers of every kind."""
-    daemon = stack.enter_context(Watched(setup, False, True, True, hung=True))
+    daemon = stack.enter_context(Watched(setup, False, True, True, hanging_hook=True))
     loads.fill(daemon.uri, setup.disk)
 
     def sample():
         return rows.under_load(daemon, LOAD, setup.seconds)
 
     def beside():
-        with Rude(daemon):
+        with HostileObservers(daemon):
             return sample()
 
     return {NONE: sample, RUDE: beside}
@@ -296,8 +297,8 @@ def many_disks(setup, stack):
 
     def command(directory, _monitor):
         config, command.metrics = directory / "weir.toml", directory / "metrics.sock"
-        told = {"metrics": f"unix:{command.metrics}"}
-        config.write_text(groups.config({"iops-total": 10**6}, disks, daemon=told))
+        daemon_keys = {"metrics": f"unix:{command.metrics}"}
+        config.write_text(groups.config({"iops-total": 10**6}, disks, daemon=daemon_keys))
         return [setup.program, "serve", "--config", config]
 
     daemon = stack.enter_context(groups.Daemon(command))

@@ -98,9 +98,9 @@ def two_streams(mode, watermark):
         block_bytes = BLOCK_BYTES if setup.limit_seconds > 1 else SHORT_BLOCK_BYTES
         load = Load("write", MODES[mode][1], block_bytes=block_bytes)
 
-        def sample(asked):
+        def sample(level):
             skip, measured = SETTLE * setup.limit_seconds, MEASURE * setup.limit_seconds
-            with groups.weir_from(setup.program, config(images, mode, asked)) as daemon:
+            with groups.weir_from(setup.program, config(images, mode, level)) as daemon:
                 jobs = [(load, daemon.uri_of(f"dd{number}")) for number in (1, 2)]
                 times_ms = loads.together(jobs, lasting(measured, skip * 1000))
             passed = [passed_per_second(times, skip * 1000, measured * 1000) for times in times_ms]
@@ -116,17 +116,20 @@ def two_streams(mode, watermark):
     return contenders
 
 
-def asked_of(watermark):
+def targets_of(watermark):
     """Targets: the limits at watermark 0; else the whole disk, in their proportion."""
-    who = f"watermark {watermark}"
+    contender = f"watermark {watermark}"
     if watermark == 0:
         wanted = [limit * 1.048576 for limit in LIMITS_MIB]
         keys = ("first_mbps", "second_mbps")
-        return tuple(About(who, rate, 0.01, key, megabytes) for rate, key in zip(wanted, keys, strict=True))
+        return tuple(
+            About(contender, rate, 0.01, key, megabytes)
+            for rate, key in zip(wanted, keys, strict=True)
+        )
     proportion = LIMITS_MIB[0] / LIMITS_MIB[1]
     return (
-        Faster(who, 0.95, (UNLIMITED,), key="total_mbps"),
-        About(who, proportion, 0.05, "proportion", "{:.2f}".format),
+        Faster(contender, 0.95, (UNLIMITED,), key="total_mbps"),
+        About(contender, proportion, 0.05, "proportion", "{:.2f}".format),
     )
 
 
@@ -135,7 +138,7 @@ def _row(mode, watermark):
         f"watermark-{watermark}-{mode}",
         f"two streams of writes, limits 4 and 2 MB/s, {mode}, a disk of 22 MB/s; v16: io-throttle's own figures",
         two_streams(mode, watermark),
-        asked_of(watermark),
+        targets_of(watermark),
         columns=COLUMNS,
         needs_weir=True,
         rounds_factor=0.4,

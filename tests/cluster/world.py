@@ -90,7 +90,7 @@ def wait_for_end(descriptor):
 
     ready, _, _ = select.select([descriptor], [], [], PATIENCE_S)
     os.close(descriptor)
-    check(ready, "a process that was killed ends")
+    check(ready, "the killed process ends")
 
 
 class Weir:
@@ -99,16 +99,31 @@ class Weir:
     program = "weir"
     started = []
 
-    def __init__(self, cluster, directory, *images, options=(), sandbox="require", config=True, takes=None):
-        self.taker = lambda takes, images=images, more=(): Weir(
-            cluster, directory, *images, options=[*options, *more], sandbox=sandbox, config=config, takes=takes
+    def __init__(
+        self,
+        cluster,
+        directory,
+        *images,
+        options=(),
+        sandbox="require",
+        config=True,
+        upgrade_option=None,
+    ):
+        self.successor = lambda upgrade_option, images=images, more=(): Weir(
+            cluster,
+            directory,
+            *images,
+            options=[*options, *more],
+            sandbox=sandbox,
+            config=config,
+            upgrade_option=upgrade_option,
         )
         self.socket, self.qmp = Path(directory) / "nbd.sock", Path(directory) / "qmp.sock"
         command = [self.program, "serve", *images, "--nbd", f"unix:{self.socket}", "--qmp", f"unix:{self.qmp}"]
         command += ["--sandbox", sandbox, *options]
         if config:
             command += ["--rbd-config", str(cluster.config)]
-        command += [takes] if takes else []
+        command += [upgrade_option] if upgrade_option else []
         env = {key: value for key, value in cluster.env.items() if key != "CEPH_CONF"}
         self.process = subprocess.Popen(
             [str(word) for word in command], env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -117,7 +132,7 @@ class Weir:
         self.log, self.lines, self.has_ended = [], queue.Queue(), False
         threading.Thread(target=self.read, daemon=True).start()
         try:
-            if not takes:
+            if not upgrade_option:
                 self.wait_for(r"INFO .* ready ")
         except Failed:
             self.process.kill()
@@ -182,23 +197,27 @@ class Weir:
             self.log.append(line)
         return self.process.returncode, "".join(self.log)
 
-    def take_over(self, **changed):
+    def upgrade(self, **changed):
         """Upgrades; returns the new daemon and the length of the pause in ms."""
-        new = self.taker("--takeover", **changed)
+        new = self.successor("--takeover", **changed)
         new.wait_for(r"INFO .* ready ")
         status, log = self.ended()
-        check(status == 0 and "a new process has taken over" in log, "the old one ends", log)
-        check("writes have stopped" not in log, "and has lost nothing", log)
+        check(
+            status == 0 and "a new process has taken over" in log,
+            "the old process ends after the upgrade",
+            log,
+        )
+        check("writes have stopped" not in log, "the old process has kept its lock", log)
         pause = re.search(r"pause_us=(\d+)", new.wait_for("taken over"))
         return new, int(pause.group(1)) / 1000
 
-    def refuses(self, **changed):
-        """Asserts that an upgrade fails; returns the messages of the new process."""
+    def fails_to_upgrade(self, **changed):
+        """Asserts that an upgrade fails; returns the log of the new process."""
         since = len(self.log)
-        status, said = self.taker("--takeover", **changed).ended()
-        check(status == 1, "the new process fails", said)
-        self.wait_for(GOES_ON, since)
-        return said
+        status, log = self.successor("--takeover", **changed).ended()
+        check(status == 1, "the new process fails", log)
+        self.wait_for(UPGRADE_FAILED, since)
+        return log
 
     def __enter__(self):
         return self
@@ -210,7 +229,7 @@ class Weir:
             self.process.kill()
             self.process.wait()
 
-    def ask(self, command, **arguments):
+    def run_qmp(self, command, **arguments):
         """The reply to one QMP command, or an error as {"error": …}."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(PATIENCE_S)
@@ -227,7 +246,9 @@ class Weir:
 
     def disk(self, name):
         """The entry of a disk in `weir status --json`."""
-        return next(disk for disk in self.ask("x-weir-query-status")["disks"] if disk["name"] == name)
+        return next(
+            disk for disk in self.run_qmp("x-weir-query-status")["disks"] if disk["name"] == name
+        )
 
     def io(self, *commands, name="", ok=True, options=()):
         """Runs qemu-io on an export; returns its output, and with ok=False its status as well."""
@@ -239,10 +260,10 @@ class Weir:
         return output if ok else (status, output)
 
 
-GOES_ON = "the upgrade failed, this process continues"
+UPGRADE_FAILED = "the upgrade failed, this process continues"
 
 
-class Between:
+class UpgradeProxy:
     """A proxy between a new process and the daemon that it replaces. It forwards message by
     message, so that the new process can be killed at a known step. It parses only the framing; it
     relies on the order: the daemon's first message is the offer, the second the state."""
@@ -250,13 +271,13 @@ class Between:
     # Maximum number of descriptors that accompany one byte.
     AT_ONCE = 250
 
-    def __init__(self, weir, place):
-        path = Path(place) / "between.sock"
+    def __init__(self, weir, directory):
+        path = Path(directory) / "between.sock"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
             listener.settimeout(PATIENCE_S)
-            self.newcomer = weir.taker(f"--takeover=unix:{path}")
+            self.new_process = weir.successor(f"--takeover=unix:{path}")
             connection = listener.accept()[0]
         path.unlink()
         with connection:
@@ -267,8 +288,8 @@ class Between:
                 pass
             connection.sendall(b'{"return": {}}\n')
             command, descriptors, _, _ = socket.recv_fds(connection, 4096, 1)
-            self.its = socket.socket(fileno=descriptors[0])
-            self.daemons, passed = socket.socketpair()
+            self.to_new = socket.socket(fileno=descriptors[0])
+            self.to_daemon, passed = socket.socketpair()
             with passed, socket.socket(socket.AF_UNIX) as control:
                 control.settimeout(PATIENCE_S)
                 control.connect(str(weir.qmp))
@@ -278,77 +299,81 @@ class Between:
                 answers.readline()
                 socket.send_fds(control, [command], [passed.fileno()])
                 answer = answers.readline()
-                check('"return"' in answer, "the daemon offers all", answer)
+                check('"return"' in answer, "the daemon accepts the upgrade command", answer)
             connection.sendall(answer.encode())
-        for one in (self.its, self.daemons):
-            one.settimeout(PATIENCE_S)
+        for side in (self.to_new, self.to_daemon):
+            side.settimeout(PATIENCE_S)
 
-    def hear(self, one):
-        head = self.exactly(one, 24)
+    def receive(self, side):
+        head = self.exactly(side, 24)
         text, more, count = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8, 16))
-        said, beside = self.exactly(one, text + more), []
+        body, descriptors = self.exactly(side, text + more), []
         while count > 0:
-            _, some, _, _ = socket.recv_fds(one, 1, self.AT_ONCE)
-            beside.append(some)
-            count -= len(some)
-        return head + said, beside
+            _, received, _, _ = socket.recv_fds(side, 1, self.AT_ONCE)
+            descriptors.append(received)
+            count -= len(received)
+        return head + body, descriptors
 
     @staticmethod
-    def exactly(one, count):
+    def exactly(side, count):
         data = b""
         while len(data) < count:
-            some = one.recv(count - len(data))
-            check(some, "nobody closes the connection")
-            data += some
+            received = side.recv(count - len(data))
+            check(received, "the connection stays open")
+            data += received
         return data
 
     @staticmethod
-    def say(one, message):
-        said, beside = message
-        one.sendall(said)
-        for some in beside:
-            socket.send_fds(one, [b"."], some)
-            for descriptor in some:
+    def send(side, message):
+        data, descriptors = message
+        side.sendall(data)
+        for batch in descriptors:
+            socket.send_fds(side, [b"."], batch)
+            for descriptor in batch:
                 os.close(descriptor)
 
     def offered(self):
         """The new process has received the offer."""
-        self.say(self.its, self.hear(self.daemons))
+        self.send(self.to_new, self.receive(self.to_daemon))
 
     def prepared(self):
-        """The new process has opened everything; the daemon only knows that it is opening."""
+        """The new process has opened all disks; its message is not delivered."""
         self.offered()
-        self.told = self.hear(self.its)
-        while self.told[0][24:].startswith(b'{"opens-as"'):
-            self.say(self.daemons, self.told)
-            self.told = self.hear(self.its)
-        check(self.told[0][24:] == b'"prepared"', "all is open", self.told)
+        self.pending = self.receive(self.to_new)
+        while self.pending[0][24:].startswith(b'{"opens-as"'):
+            self.send(self.to_daemon, self.pending)
+            self.pending = self.receive(self.to_new)
+        check(
+            self.pending[0][24:] == b'"prepared"',
+            "the new process has opened all disks",
+            self.pending,
+        )
 
-    def stands_still(self):
+    def suspended(self):
         """The daemon is suspended; its message is not delivered."""
         self.prepared()
-        self.say(self.daemons, self.told)
-        self.told = self.hear(self.daemons)
+        self.send(self.to_daemon, self.pending)
+        self.pending = self.receive(self.to_daemon)
 
     def state(self):
         """The new process receives the state."""
-        self.stands_still()
-        self.say(self.its, self.told)
+        self.suspended()
+        self.send(self.to_new, self.pending)
 
     def ready(self):
         """The new process is ready; its message is not delivered."""
         self.state()
-        self.told = self.hear(self.its)
-        check(self.told[0][24:] == b'"ready"', "the new process is ready", self.told)
+        self.pending = self.receive(self.to_new)
+        check(self.pending[0][24:] == b'"ready"', "the new process is ready", self.pending)
 
     def end(self):
         """Kills the new process, and closes the connection to the daemon."""
-        self.newcomer.kill()
-        self.its.close()
-        self.daemons.close()
+        self.new_process.kill()
+        self.to_new.close()
+        self.to_daemon.close()
 
 
-STEPS = ["offered", "prepared", "stands_still", "state", "ready"]
+STEPS = ["offered", "prepared", "suspended", "state", "ready"]
 
 # A client that acquires the lock of an image and holds it until its input ends.
 KEEPER = """
@@ -377,19 +402,19 @@ class Keeper:
             ["python3", "-c", KEEPER, str(cluster.config), image], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )
-        check(self.process.stdout.readline() == "locked\n", "a third client has the lock")
+        check(self.process.stdout.readline() == "locked\n", "the third client acquires the lock")
 
     def end(self):
         self.process.communicate(timeout=PATIENCE_S)
-        check(self.process.returncode == 0, "it closes the image")
+        check(self.process.returncode == 0, "the third client closes the image")
 
 
-def refused(weir, cluster, *words, config=True):
+def serve_error(weir, cluster, *words, config=True):
     """Messages of a `weir serve` that fails."""
     command = [weir, "serve", *words, "--qmp", "none", "--nbd", "unix:/tmp/never.sock"]
     if config:
         command += ["--rbd-config", cluster.config]
     env = {key: value for key, value in cluster.env.items() if key != "CEPH_CONF"}
     status, output = run(*command, ok=False, env=env)
-    check(status in (1, 2), f"`weir serve {' '.join(map(str, words))}` is refused", output)
+    check(status in (1, 2), f"`weir serve {' '.join(map(str, words))}` fails", output)
     return output.strip().splitlines()[-1]

@@ -76,7 +76,7 @@ class OwnDisk:
         request = self.request_kib * 1024
         return 50 * (self.mib_per_s * (MIB // 50) // request) * request
 
-    def made(self):
+    def create(self):
         """Shell code that creates the disk."""
         return f"make_disk {self.name} {self.mib_per_s} {self.request_kib} {self.size_mib}"
 
@@ -90,7 +90,7 @@ class ExportedDisk:
     name: str  # as in /sys/block: vda, vdb and so on, in the given order
     uri: str
 
-    def made(self):
+    def create(self):
         """Shell code that mounts it."""
         return f"mkdir -p /mnt/{self.name} && mount -t ext4 /dev/{self.name} /mnt/{self.name}"
 
@@ -271,12 +271,12 @@ class Guest:
         group fill it and delay the second group's writer (measured: with 16 MiB, a stream limited
         to 4 MB/s got 2.0 to 3.5).
         """
-        made = "\n".join(disk.made() for disk in self.disks)
+        create = "\n".join(disk.create() for disk in self.disks)
         self.run(f"""
             set -e
             echo {64 << 20} >/proc/sys/vm/dirty_bytes
             echo {4 << 20} >/proc/sys/vm/dirty_background_bytes
-            {made}
+            {create}
             mkdir -p /root /var/lib $cgroups/a $cgroups/b
         """)
 

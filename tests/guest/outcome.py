@@ -18,35 +18,37 @@ class Check:
     what: str
     holds: bool
     seen: str
-    asked: str
+    expected: str
 
     def __str__(self):
         verdict = "ok  " if self.holds else "FAIL"
-        return f"  {verdict} {self.what}: {self.seen} (asked: {self.asked})"
+        return f"  {verdict} {self.what}: {self.seen} (expected: {self.expected})"
 
 
-def near(what, value, wanted, tolerance, unit="MB/s", scale=1e6):
+def near(what, value, bound, tolerance, unit="MB/s", scale=1e6):
     """Check that a figure is this one within a relative tolerance."""
-    asked = f"{wanted / scale:.2f} {unit}, {tolerance:.0%} off at most"
-    seen = f"{value / scale:.3f} {unit}, {value / wanted - 1:+.1%}"
-    return Check(what, abs(value - wanted) <= tolerance * wanted, seen, asked)
+    expected = f"{bound / scale:.2f} {unit}, {tolerance:.0%} off at most"
+    seen = f"{value / scale:.3f} {unit}, {value / bound - 1:+.1%}"
+    return Check(what, abs(value - bound) <= tolerance * bound, seen, expected)
 
 
-def least(what, value, wanted, unit="MB/s", scale=1e6):
+def least(what, value, bound, unit="MB/s", scale=1e6):
     """Check that a figure is at least this one."""
     return Check(
-        what, value >= wanted, f"{value / scale:.2f} {unit}", f"at least {wanted / scale:.2f} {unit}"
+        what, value >= bound, f"{value / scale:.2f} {unit}", f"at least {bound / scale:.2f} {unit}"
     )
 
 
-def most(what, value, wanted, unit="MB/s", scale=1.0):
+def most(what, value, bound, unit="MB/s", scale=1.0):
     """Check that a figure is at most this one."""
-    return Check(what, value <= wanted, f"{value / scale:.3g} {unit}", f"at most {wanted / scale:.3g} {unit}")
+    return Check(
+        what, value <= bound, f"{value / scale:.3g} {unit}", f"at most {bound / scale:.3g} {unit}"
+    )
 
 
-def fact(what, holds, seen, asked):
+def fact(what, holds, seen, expected):
     """Check of a fact."""
-    return Check(what, bool(holds), seen, asked)
+    return Check(what, bool(holds), seen, expected)
 
 
 def contains(what, text, part):
@@ -60,6 +62,6 @@ def judge(case):
     try:
         return case()
     except ScriptFailed as error:
-        return [fact("the case", False, str(error), "comes to its end")]
+        return [fact("the case", False, str(error), "ends without an error")]
     except GuestFailed as error:
         raise GuestFailed(f"the machine is lost: {error}") from error

@@ -23,11 +23,11 @@ def run(weir):
             running.load("vm1", "--random", "-d", "16")
             # The browser logs each error response; these are expected.
             with visit.Visit(browser, running.url, allowed=("status of 4",)) as reader:
-                by_mouse(reader, running)
+                with_mouse(reader, running)
             with visit.Visit(browser, running.url, size=(1280, 800)) as reader:
                 fits(reader)
             with visit.Visit(browser, running.url, allowed=("status of 401",)) as reader:
-                by_keyboard(reader, running)
+                with_keyboard(reader, running)
         with tempfile.TemporaryDirectory() as other, daemon.Daemon(weir, other, CONFIG, token=None) as running:
             with visit.Visit(browser, running.url) as reader:
                 read_only(reader, running)
@@ -37,27 +37,27 @@ def fits(reader):
     """Names and limits are not cut off on a small screen, and no field overlaps another."""
     page = reader.open()
     reader.choose("vm1")
-    is_held(page)
+    is_throttled(page)
     limits = reader.row("vm1").locator(".c-limits")
     expect(limits).to_have_text("gold: iops")
     assert limits.evaluate("cell => cell.scrollWidth <= cell.clientWidth"), "a limit is cut off"
-    over = page.evaluate("""() => [...document.querySelectorAll(".setting")].flatMap((row) => {
+    overlapping = page.evaluate("""() => [...document.querySelectorAll(".setting")].flatMap((row) => {
         const fields = [...row.querySelectorAll("input")].map((field) => field.getBoundingClientRect());
         const edge = row.closest(".limits").getBoundingClientRect().right;
         return fields.filter((field, at) => field.right > edge || fields.slice(at + 1).some((next) => next.left < field.right && next.top < field.bottom && field.top < next.bottom));
     }).length""")
-    assert over == 0, f"{over} fields lie over others"
+    assert overlapping == 0, f"{overlapping} fields overlap others"
 
 
-def is_held(page):
+def is_throttled(page):
     expect(page.locator("#detail .held")).to_have_text("Held by gold: iops-total")
     expect(page.locator(".t-iops dd")).not_to_have_text("0")
 
 
-def by_mouse(reader, running):
+def with_mouse(reader, running):
     page = reader.open()
     reader.choose("vm1")
-    is_held(page)
+    is_throttled(page)
     expect(reader.row("vm1").locator(".c-limits")).to_have_text("gold: iops")
     page.locator(".above button").click()
     expect(page.locator("#detail-title")).to_have_text("gold")
@@ -80,26 +80,30 @@ def by_mouse(reader, running):
     dialog.get_by_label("Token").fill(running.token)
     dialog.get_by_role("button", name="Use it").click()
     expect(dialog).to_be_hidden()
-    kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, Object.values(sessionStorage)]")
-    assert running.token in kept[2] and running.token not in kept[0] and kept[1] == "", f"the token lies in {kept}"
+    stored = page.evaluate(
+        "[JSON.stringify(localStorage), document.cookie, Object.values(sessionStorage)]"
+    )
+    assert running.token in stored[2] and running.token not in stored[0] and stored[1] == "", (
+        f"the token is stored in {stored}"
+    )
 
     # The preview.
     preview = page.locator(".preview table")
     expect(preview).to_contain_text("iops-total 2000 → 500")
     # The caption states the period of the preview, which may be shorter than possible.
     expect(preview.locator("caption")).to_have_text(re.compile(r"^What \S+ requests of the last \d+[sm] felt, "))
-    then = preview.get_by_role("row", name="operations per second").locator("td")
-    now, later = (figure(then.nth(place).inner_text()) for place in (0, 1))
-    assert later < now, f"a lower limit lets fewer pass: {now} now, {later} then"
+    rates = preview.get_by_role("row", name="operations per second").locator("td")
+    now, later = (figure(rates.nth(place).inner_text()) for place in (0, 1))
+    assert later < now, f"a lower limit admits fewer: {now} now, {later} below the limit"
     assert later <= 500 * 1.01, f"{later} operations per second below a limit of 500"
-    assert running.limits("gold") == {"iops-total": 2000}, "nothing has changed yet"
+    assert running.limits("gold") == {"iops-total": 2000}, "the preview changes no limit"
 
     # The slider and the number beside it show the same value.
     page.get_by_label("iops-total, slider").fill("0")
     expect(rate).to_have_value("")
     rate.fill("500")
 
-    # A token that has become invalid changes nothing, and the page asks for it again.
+    # A token that has become invalid changes nothing, and the page shows the dialog again.
     page.evaluate("sessionStorage.setItem('weir-token', 'wrong')")
     apply.click()
     expect(dialog.get_by_role("alert")).to_contain_text("The token is wrong now")
@@ -110,7 +114,7 @@ def by_mouse(reader, running):
     expect(page.locator(".result")).to_have_text("In force: iops-total 2000 → 500")
     assert running.limits("gold") == {"iops-total": 500}
 
-    # An error of the daemon is shown in its words, and nothing is applied.
+    # The page shows the daemon's error, and applies nothing.
     page.get_by_label("iops-total-max", exact=True).fill("100")
     rate.fill("700")
     apply.click()
@@ -129,39 +133,46 @@ def by_mouse(reader, running):
     with daemon.qmp.Monitor(running.monitor_path) as monitor:
         monitor.run("x-weir-set", name="gold", **{"iops-total": 3000})
     expect(rate).to_have_value("3000")
-    were_limits(reader, page)
+    charts_show_past_limits(reader, page)
 
 
-def were_limits(reader, page):
+def charts_show_past_limits(reader, page):
     """The charts show each limit over its own period, for disks in the group as well, starting with
     the first limit."""
     page.wait_for_function("""async () => {
-        const told = await fetch("/api/v1/disks/vm1/history");
-        return (await told.json()).limits.at(-1).value === 3000;
+        const answer = await fetch("/api/v1/disks/vm1/history");
+        return (await answer.json()).limits.at(-1).value === 3000;
     }""")
     # The history that the page has loaded so far is older.
     page.reload()
     reader.is_live()
-    for name, whose in (("gold", ""), ("vm1", "gold: ")):
+    for name, prefix in (("gold", ""), ("vm1", "gold: ")):
         reader.choose(name)
         at = page.get_by_label("Time in the charts")
         drawn = page.get_by_role("img", name="Operations per second")
-        expect(drawn).to_have_attribute("aria-label", re.compile(f"; limits: {whose}iops-total 3000$"))
+        expect(drawn).to_have_attribute(
+            "aria-label", re.compile(f"; limits: {prefix}iops-total 3000$")
+        )
         at.focus()
         # Until the history has arrived after the reload, the chart is shorter.
         for _ in range(50):
-            were = limits_from_now_to_the_left(page, at)
-            if were[:1] + were[-1:] == [f"{whose}iops-total 3000", f"{whose}iops-total 2000"]:
+            past_limits = limits_by_time(page, at)
+            if past_limits[:1] + past_limits[-1:] == [
+                f"{prefix}iops-total 3000",
+                f"{prefix}iops-total 2000",
+            ]:
                 break
             page.wait_for_timeout(200)
         else:
-            raise AssertionError(were)
+            raise AssertionError(past_limits)
         page.keyboard.press("End")
         # The label for "now" shows the current limit.
-        expect(drawn).to_have_attribute("aria-label", re.compile(f"; limits: {whose}iops-total 3000$"))
+        expect(drawn).to_have_attribute(
+            "aria-label", re.compile(f"; limits: {prefix}iops-total 3000$")
+        )
 
 
-def limits_from_now_to_the_left(page, at):
+def limits_by_time(page, at):
     """The limits in force at each step of the slider `at`, from now to the left end of the chart.
     """
     page.keyboard.press("End")
@@ -178,7 +189,7 @@ def limits_from_now_to_the_left(page, at):
     return found
 
 
-def by_keyboard(reader, running):
+def with_keyboard(reader, running):
     page = reader.open()
     before = running.limits("gold")["iops-total"]
     # Typed letters are combined only if they follow each other quickly, and the rows arrive
@@ -223,6 +234,6 @@ def read_only(reader, running):
 
 def figure(text):
     """A number in the page's notation, such as `1.2K`."""
-    powers = {"K": 1e3, "M": 1e6}
+    factors = {"K": 1e3, "M": 1e6}
     text = text.strip().lstrip("▲ ")
-    return float(text.rstrip("KM")) * powers.get(text[-1], 1)
+    return float(text.rstrip("KM")) * factors.get(text[-1], 1)

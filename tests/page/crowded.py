@@ -9,17 +9,19 @@ import daemon
 import visit
 from visit import expect
 
-MOST = 64
-REFUSED = ("429 (Too Many Requests)",)
+MAX_STREAMS = 64
+TOO_MANY = ("429 (Too Many Requests)",)
 
 
 def run(weir):
     with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
         with daemon.Daemon(weir, directory, daemon.disk("vm1")) as running:
-            streams = [listen(running.port) for _ in range(MOST)]
-            with visit.Visit(browser, running.url, allowed=REFUSED) as reader:
+            streams = [listen(running.port) for _ in range(MAX_STREAMS)]
+            with visit.Visit(browser, running.url, allowed=TOO_MANY) as reader:
                 reader.page.goto(running.url)
-                expect(reader.page.locator("#live")).to_contain_text(f"{MOST} pages are open from your address")
+                expect(reader.page.locator("#live")).to_contain_text(
+                    f"{MAX_STREAMS} pages are open from your address"
+                )
                 streams.pop().close()
                 reader.is_live()
                 expect(reader.row("vm1")).to_be_visible()

@@ -54,27 +54,29 @@ class Daemon:
             daemon += f'http-token-file = "{path}"\n'
         config = self.directory / "weir.toml"
         config.write_text(daemon + self.config)
-        self.lines, ready, told = [], threading.Event(), threading.Event()
+        self.lines, ready, decided = [], threading.Event(), threading.Event()
         argv = [self.weir, "serve", "--config", config]
         self.process = subprocess.Popen(argv, cwd=self.directory, stderr=subprocess.PIPE, text=True)
-        threading.Thread(target=self._read, args=(self.process.stderr, self.lines, ready, told), daemon=True).start()
-        if not told.wait(DEADLINE_SECONDS) or not ready.is_set():
+        threading.Thread(
+            target=self._read, args=(self.process.stderr, self.lines, ready, decided), daemon=True
+        ).start()
+        if not decided.wait(DEADLINE_SECONDS) or not ready.is_set():
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"the daemon is not ready:\n{self.log()}")
         found = re.search(r"127\.0\.0\.1:(\d+)", self.log())
-        assert found, f"it does not say where the page is:\n{self.log()}"
+        assert found, f"the log has no address of the page:\n{self.log()}"
         self.port = int(found.group(1))
         self.url = f"http://127.0.0.1:{self.port}/"
 
     @staticmethod
-    def _read(stream, lines, ready, told):
+    def _read(stream, lines, ready, decided):
         for line in stream:
             lines.append(line)
             if " ready " in line or line.rstrip().endswith(" ready"):
                 ready.set()
-                told.set()
-        told.set()  # It has ended.
+                decided.set()
+        decided.set()  # It has ended.
 
     def log(self):
         return "".join(self.lines)
@@ -87,16 +89,16 @@ class Daemon:
     def limits(self, name):
         """The limits of a disk or group in force, according to QMP."""
         with qmp.Monitor(self.monitor_path) as monitor:
-            told = monitor.run("x-weir-query-status")
-        (node,) = [node for node in told["disks"] + told["groups"] if node["name"] == name]
+            status = monitor.run("x-weir-query-status")
+        (node,) = [node for node in status["disks"] + status["groups"] if node["name"] == name]
         return {limit: value for limit, value in node["limits"].items() if value}
 
     def load(self, name, *options):
         """Keeps a disk busy until the end; its socket is `NAME.sock`."""
         uri = f"nbd+unix:///{name}?socket={self.directory / name}.sock"
         argv = [self.weir, "bench", "-q", "--runtime", "600s", *options, uri]
-        said = open(self.directory / f"{name}.load", "wb")
-        self.loads.append(subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ))
+        output = open(self.directory / f"{name}.load", "wb")
+        self.loads.append(subprocess.Popen(argv, stdout=output, stderr=output, env=os.environ))
 
 
 def disk(name, *lines, socket="all"):

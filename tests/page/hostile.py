@@ -25,7 +25,7 @@ def run(weir):
     with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
         with daemon.Daemon(weir, directory, config) as running, visit.Visit(browser, running.url) as reader:
             page = reader.open()
-            made = page.evaluate("[document.scripts.length, document.images.length]")
+            elements = page.evaluate("[document.scripts.length, document.images.length]")
             page.evaluate(f"sessionStorage.setItem('weir-token', {visit.quoted(running.token)})")
             for number, name in enumerate(NAMES):
                 reader.choose(name)
@@ -36,11 +36,17 @@ def run(weir):
                 page.get_by_role("button", name="Apply").click()
                 expect(page.locator(".result")).to_have_text(f"In force: iops-total none → {100 + number}")
                 assert running.limits(name) == {"iops-total": 100 + number}, name
-                assert page.locator("#detail > .wrong").inner_text() == "", f"{name}: its history cannot be had"
+                assert page.locator("#detail > .wrong").inner_text() == "", (
+                    f"{name}: the page shows an error"
+                )
                 # A link with the name leads to it.
                 page.reload()
                 reader.is_live()
                 expect(page.locator("#detail-title")).to_have_text(name)
-            assert page.evaluate("[document.scripts.length, document.images.length]") == made, "a name became markup"
-            assert page.evaluate("window.hit") is None, "a name was run"
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a long name moves the page sideways"
+            assert page.evaluate("[document.scripts.length, document.images.length]") == elements, (
+                "a name became markup"
+            )
+            assert page.evaluate("window.hit") is None, "a name was executed as a script"
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                "a long name makes the page scroll sideways"
+            )

@@ -39,18 +39,18 @@ MANY = {
 PICTURES = daemon.ROOT / "docs" / "pictures"
 APART, MOST = 16, 16
 # Deadline, as for other expectations of a page.
-PATIENCE_S = 120
+DEADLINE_S = 120
 # Rules of WCAG 2 up to level AA, and best practices of axe-core.
 RULES = {"resultTypes": ["violations"], "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 
-COMPARED = """async ([kept, taken]) => {
+COMPARE = """async ([expected, actual]) => {
     const load = async (data) => {
         const image = new Image();
         image.src = `data:image/png;base64,${data}`;
         await image.decode();
         return image;
     };
-    const [one, other] = [await load(kept), await load(taken)];
+    const [one, other] = [await load(expected), await load(actual)];
     const sizes = [one, other].map((image) => `${image.naturalWidth}x${image.naturalHeight}`);
     const [wide, high] = [Math.round(one.naturalWidth / 30), Math.round(one.naturalHeight / 30)];
     const fields = (image) => {
@@ -84,25 +84,25 @@ def run(weir):
                 with visit.Visit(browser, running.url, size=size, dark=dark, prepare=scene.play) as reader:
                     page = reader.open(fragment)
                     scene.settle(page)
-                    becomes_like(blank, name, page)
+                    wait_until_like(blank, name, page)
                     is_accessible(page, name)
                     fits(page, name)
                     if name == "page-light":
-                        speaks(page)
-                        counts(page, figures)
+                        has_text_for_charts(page)
+                        figures_match_the_console(page, figures)
                         colours(page)
                     elif name == "page-phone-dark":
                         dialog(page, name)
             with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, limited)) as reader:
-                limits_are_whole(reader)
+                limits_are_not_cut_off(reader)
             with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, changed)) as reader:
-                limits_are_over_their_time(reader)
+                limits_are_drawn_over_their_period(reader)
 
 
-def changed(told):
+def changed(scene_data):
     """Changes the scene: in the first half of the chart the group's limit was two thirds of the
     present one."""
-    history = told["history"]["gold"]
+    history = scene_data["history"]["gold"]
     start, middle = history["start-ms"], history["start-ms"] + 300 * history["step-ms"]
     line = {"name": "iops-total", "group": None}
     history["limits"] = [
@@ -116,8 +116,8 @@ def changed(told):
 DASHED = """(canvas) => {
     const [left, right, bottom] = [46, canvas.width - 8, canvas.height - 18];
     const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-    const said = getComputedStyle(canvas).getPropertyValue("--limit");
-    const ink = said.match(/[0-9a-f]{2}/g).map((part) => parseInt(part, 16));
+    const colour = getComputedStyle(canvas).getPropertyValue("--limit");
+    const ink = colour.match(/[0-9a-f]{2}/g).map((part) => parseInt(part, 16));
     const is = (x, y) => ink.every((value, part) => Math.abs(value - data[(y * width + x) * 4 + part]) < 24);
     const middle = (left + right) / 2;
     return [[left, middle - 8], [middle + 8, right]].map(([from, to]) => {
@@ -132,7 +132,7 @@ DASHED = """(canvas) => {
 }"""
 
 
-def limits_are_over_their_time(reader):
+def limits_are_drawn_over_their_period(reader):
     page = reader.open("#group/gold")
     chart = page.get_by_role("img", name="Operations per second")
     expect(chart).to_have_attribute("aria-label", visit.KNOWN)
@@ -144,8 +144,8 @@ def limits_are_over_their_time(reader):
     assert abs(before[0] / after[0] - 2 / 3) < 0.03, f"at {before[0]} and {after[0]} pixels above the axis"
 
 
-def limited(told):
-    for one in told["overview"]["disks"]:
+def limited(scene_data):
+    for one in scene_data["overview"]["disks"]:
         one |= LIMITS.get(one["name"], [{}])[0]
         if one["name"] == "build":
             one |= {"limits": MANY, "throttle-cause": None, "wait-ratio": 0, "waiting-requests": 0}
@@ -153,29 +153,31 @@ def limited(told):
             one |= {"throttle-cause": {"name": "a group with a name that is long", "limit": "iops-total"}}
 
 
-def limits_are_whole(reader):
+def limits_are_not_cut_off(reader):
     """No figure is cut off, at any width of the page; figures that do not fit are replaced by one
     mark."""
     page = reader.open()
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
         page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        for name, (_, told) in LIMITS.items():
+        for name, (_, text) in LIMITS.items():
             cell = reader.row(name).locator(".c-limits")
-            expect(cell).to_have_text(told)
+            expect(cell).to_have_text(text)
             expect(cell).not_to_have_attribute("data-more", "")
-            assert cut(cell) == [], f"{width}: {told} is cut: {cut(cell)}"
+            assert cut_off(cell) == [], f"{width}: {text} is cut: {cut_off(cell)}"
         # The end of a name may be cut off, as in the first column, but not the name of the limit.
-        assert "iops" not in cut(reader.row("mail").locator(".c-limits")), f"{width}: which limit it is cannot be read"
+        assert "iops" not in cut_off(reader.row("mail").locator(".c-limits")), (
+            f"{width}: the name of the limit is cut off"
+        )
         many = reader.row("build").locator(".c-limits")
         expect(many).to_have_attribute("data-more", "")
         expect(many).to_have_attribute("title", many.inner_text())
-        seen = many.evaluate(SEEN)
-        assert seen and all(seen.values()) and "bps-r 1.2M" in seen, f"{width}: {seen}"
+        visible = many.evaluate(VISIBLE)
+        assert visible and all(visible.values()) and "bps-r 1.2M" in visible, f"{width}: {visible}"
 
 
 # The visible figures of a cell, and whether each is completely inside.
-SEEN = """(cell) => {
+VISIBLE = """(cell) => {
     const at = cell.getBoundingClientRect();
     const inside = (one) => one.top >= at.top - 1 && one.bottom <= at.bottom + 1;
     const parts = [...cell.querySelectorAll(".parts > span")].map((part) => [part.textContent, part.getBoundingClientRect()]);
@@ -183,44 +185,51 @@ SEEN = """(cell) => {
         [text, one.left >= at.left - 1 && one.right <= at.right + 1]));
 }"""
 # Cells that are cut off, or contain a part that is.
-CUT = """(cell) => [cell, ...cell.querySelectorAll("*")]
+CUT_OFF = """(cell) => [cell, ...cell.querySelectorAll("*")]
     .filter((part) => part.scrollWidth > part.clientWidth + 1 && getComputedStyle(part).display !== "inline" || part.scrollHeight > part.clientHeight + 4)
     .map((part) => part.textContent)"""
 
 
-def cut(cell):
-    return cell.evaluate(CUT)
+def cut_off(cell):
+    return cell.evaluate(CUT_OFF)
 
 
-def becomes_like(blank, name, page):
+def wait_until_like(blank, name, page):
     """Waits until the page looks like the kept picture: charts and animations are a few frames
     late."""
-    kept = (PICTURES / f"{name}.png").read_bytes()
-    end = time.monotonic() + PATIENCE_S
+    expected = (PICTURES / f"{name}.png").read_bytes()
+    end = time.monotonic() + DEADLINE_S
     while True:
-        images = [base64.b64encode(image).decode() for image in (kept, page.screenshot())]
-        found = blank.evaluate(COMPARED, images)
+        images = [base64.b64encode(image).decode() for image in (expected, page.screenshot())]
+        found = blank.evaluate(COMPARE, images)
         if found["sizes"][0] == found["sizes"][1] and found["apart"] * MOST <= found["fields"]:
             return
         assert time.monotonic() < end, (
             f"{name}: sizes {found['sizes']}, {found['apart']} of {found['fields']} fields differ from"
-            f" docs/pictures/{name}.png (look at it; scripts/picture-page draws them anew)"
+            f" docs/pictures/{name}.png (look at it; scripts/picture-page draws it again)"
         )
 
 
 def is_accessible(page, what):
     found = Axe().run(page, options=RULES).response["violations"]
-    told = [f"{one['id']}: {one['help']}: {[node['html'][:160] for node in one['nodes'][:3]]}" for one in found]
-    assert told == [], f"{what}: " + "\n".join(told)
+    violations = [
+        f"{one['id']}: {one['help']}: {[node['html'][:160] for node in one['nodes'][:3]]}"
+        for one in found
+    ]
+    assert violations == [], f"{what}: " + "\n".join(violations)
 
 
 def fits(page, what):
     """The page does not scroll sideways, and touch targets on a phone are large enough."""
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{what} moves sideways"
-    assert page.evaluate("document.getElementById('detail').scrollWidth <= document.getElementById('detail').clientWidth"), f"{what}: the chosen one moves sideways"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+        f"{what} scrolls sideways"
+    )
+    assert page.evaluate(
+        "document.getElementById('detail').scrollWidth <= document.getElementById('detail').clientWidth"
+    ), f"{what}: the panel of the chosen disk scrolls sideways"
 
 
-def speaks(page):
+def has_text_for_charts(page):
     """Each chart has a label with its content, and the table has the figures."""
     charts = page.locator("figure:visible canvas")
     assert charts.count() >= 5, f"{charts.count()} charts"
@@ -239,20 +248,20 @@ def speaks(page):
 def dialog(page, what):
     page.locator("#token-button").click()
     expect(page.get_by_role("dialog").get_by_label("Token")).to_be_focused()
-    is_accessible(page, f"{what}, the question for the token")
+    is_accessible(page, f"{what}, the dialog for the token")
     page.get_by_role("button", name="Cancel").click()
 
 
-def counts(page, figures):
-    told = page.evaluate(
+def figures_match_the_console(page, figures):
+    texts = page.evaluate(
         """async (given) => {
             const figures = await import("/assets/figures.js");
             return given.map(({ how, value }) => figures[how](value));
         }""",
         figures,
     )
-    wrong = [(one, said) for one, said in zip(figures, told) if one["text"] != said]
-    assert len(told) > 100 and wrong == [], f"the console and the page differ: {wrong}"
+    wrong = [(one, text) for one, text in zip(figures, texts) if one["text"] != text]
+    assert len(texts) > 100 and wrong == [], f"weir's console and the page differ: {wrong}"
 
 
 def colours(page):
@@ -263,4 +272,4 @@ def colours(page):
     dark = page.evaluate(ground)
     assert (light, dark) == ("rgb(255, 255, 255)", "rgb(23, 25, 29)"), (light, dark)
     page.reload()
-    assert page.evaluate(ground) == dark, "the choice is kept"
+    assert page.evaluate(ground) == dark, "the choice is not kept after a reload"

@@ -9,14 +9,19 @@ from visit import expect
 
 STALE = re.compile(r"\bis-stale\b")
 # The browser logs each failed connection, which is expected here.
-GONE = ("net::ERR_CONNECTION_REFUSED", "net::ERR_INCOMPLETE_CHUNKED_ENCODING", "net::ERR_EMPTY_RESPONSE", "net::ERR_CONNECTION_RESET")
+CONNECTION_ERRORS = (
+    "net::ERR_CONNECTION_REFUSED",
+    "net::ERR_INCOMPLETE_CHUNKED_ENCODING",
+    "net::ERR_EMPTY_RESPONSE",
+    "net::ERR_CONNECTION_RESET",
+)
 
 
 def run(weir):
     config = daemon.disk("vm1", "iops-total = 100")
     with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
         with daemon.Daemon(weir, directory, config) as running:
-            with visit.Visit(browser, running.url, allowed=GONE) as reader:
+            with visit.Visit(browser, running.url, allowed=CONNECTION_ERRORS) as reader:
                 page = reader.open("#disk/vm1")
                 expect(page.get_by_label("iops-total", exact=True)).to_have_value("100")
                 running.stop()

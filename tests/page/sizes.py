@@ -42,8 +42,8 @@ def look(reader, disks):
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 900})
         expect(page.locator("body")).to_have_js_property("clientWidth", width)
-        wide = grid.evaluate("(grid) => [grid.scrollWidth, grid.clientWidth]")
-        assert wide[0] == wide[1], f"{width}: the tree moves sideways: {wide}"
+        widths = grid.evaluate("(grid) => [grid.scrollWidth, grid.clientWidth]")
+        assert widths[0] == widths[1], f"{width}: the tree scrolls sideways: {widths}"
     # At any scroll position no row is missing.
     gaps = page.evaluate("""async () => {
         const grid = document.querySelector("[role=treegrid]"), row = document.querySelector(".rows");

@@ -14,10 +14,22 @@ NULLS = ["group", "limits", "iops-reservation", "throttle-cause", "exports", "re
 MACHINE = {"type": "vhost-user-blk", "queues": 2, "requests": 12000, "kicks": None, "front-end": {"pid": 4711, "name": "<b>qemu"}}
 OVERVIEWS = {
     "names alone": {"access": "change", "disks": [{"name": "vm1"}], "groups": [{"name": "gold"}]},
-    "nulls": {"access": "change", "daemon": None, "groups": None, "devices": [{"name": "sda"}], "disks": [{"name": "vm1"} | dict.fromkeys(NULLS)]},
-    "a machine": {"access": "change", "disks": [{"name": "vm1", "exports": [{"type": "nbd", "connections": 1}, MACHINE]}]},
-    "a group that is not there": {"access": "change", "disks": [{"name": "vm1", "group": "gone"}]},
-    "groups in a circle": {"disks": [{"name": "vm1", "group": "a"}], "groups": [{"name": "a", "group": "b"}, {"name": "b", "group": "a"}]},
+    "nulls": {
+        "access": "change",
+        "daemon": None,
+        "groups": None,
+        "devices": [{"name": "sda"}],
+        "disks": [{"name": "vm1"} | dict.fromkeys(NULLS)],
+    },
+    "a machine": {
+        "access": "change",
+        "disks": [{"name": "vm1", "exports": [{"type": "nbd", "connections": 1}, MACHINE]}],
+    },
+    "a missing group": {"access": "change", "disks": [{"name": "vm1", "group": "gone"}]},
+    "groups in a cycle": {
+        "disks": [{"name": "vm1", "group": "a"}],
+        "groups": [{"name": "a", "group": "b"}, {"name": "b", "group": "a"}],
+    },
 }
 HISTORIES = [
     {},
@@ -49,7 +61,7 @@ def play(page, answers):
 def look(reader, what):
     # Groups in a cycle have no root: none of them is shown below the root, and the page does not
     # hang.
-    if what == "groups in a circle":
+    if what == "groups in a cycle":
         reader.open()
         expect(reader.page.locator("#sums")).to_contain_text("1 disk · 2 groups")
         return

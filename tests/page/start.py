@@ -13,7 +13,7 @@ import visit
 from visit import expect
 
 # The overview arrives when the test permits it.
-HELD_BACK = """
+DELAYED_OVERVIEW = """
 window.EventSource = class extends EventTarget {
     constructor() {
         super();
@@ -28,7 +28,7 @@ window.EventSource = class extends EventTarget {
 };
 """
 # Left end of the lines of a chart, as a share of its width.
-LEFT = """(canvas) => {
+LEFT_END = """(canvas) => {
     const [left, right, bottom] = [46, canvas.width - 8, canvas.height - 18];
     const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
     const ink = getComputedStyle(canvas).getPropertyValue("--read").match(/[0-9a-f]{2}/g).map((part) => parseInt(part, 16));
@@ -41,8 +41,12 @@ LEFT = """(canvas) => {
 def run(weir):
     with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
         with daemon.Daemon(weir, directory, daemon.disk("vm1")) as running:
-            with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, change, HELD_BACK)) as reader:
-                nothing_is_live_before_it_is_known(reader)
+            with visit.Visit(
+                browser,
+                running.url,
+                prepare=lambda page: scene.play(page, change, DELAYED_OVERVIEW),
+            ) as reader:
+                page_is_not_live_before_figures_arrive(reader)
             with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, change)) as reader:
                 the_most_throttled_disk_is_shown(reader)
                 its_limit_is_one_click_away(reader)
@@ -53,18 +57,18 @@ def run(weir):
                 a_phone_shows_the_list(reader)
 
 
-def change(told):
+def change(scene_data):
     """Changes the scene: `db` is the most throttled disk, and its history has 90 seconds of 600."""
-    for disk in told["overview"]["disks"]:
+    for disk in scene_data["overview"]["disks"]:
         disk["wait-ratio"] = 1 if disk["name"] == "db" else min(disk["wait-ratio"], 0.5)
-    history = told["history"]["db"]
+    history = scene_data["history"]["db"]
     steps = len(history["series"]["read-iops"])
     history["start-ms"] += (steps - 90) * history["step-ms"]
     history["series"] = {name: values and values[-90:] for name, values in history["series"].items()}
     history["latency-heat"] = None
 
 
-def nothing_is_live_before_it_is_known(reader):
+def page_is_not_live_before_figures_arrive(reader):
     page = reader.page
     page.goto(reader.url)
     page.wait_for_function("() => typeof window.giveOverview === 'function'")
@@ -72,14 +76,14 @@ def nothing_is_live_before_it_is_known(reader):
     expect(page.locator("#live")).to_have_text("connecting")
     expect(page.locator("#sums")).to_have_text("")
     live, sums = page.evaluate("window.giveOverview()")
-    assert live == "live" and sums.startswith("9 disks · 2 groups"), f"{live}, and {sums}"
+    assert live == "live" and sums.startswith("9 disks · 2 groups"), f"live: {live}, sums: {sums}"
 
 
 def the_most_throttled_disk_is_shown(reader):
     page = reader.open()
     expect(page.locator("#detail-title")).to_have_text("db")
     expect(reader.row("db")).to_have_attribute("aria-selected", "true")
-    assert page.url == reader.url, "the address names the chosen disk"
+    assert page.url == reader.url, "the address does not change for the suggested disk"
     # A choice is kept, and "back" leads to the suggestion.
     reader.choose("mail")
     page.go_back()
@@ -103,12 +107,12 @@ def charts_are_filled(reader):
     page = reader.open("#disk/db")
     canvas = page.get_by_role("img", name="Operations per second")
     expect(canvas).to_have_attribute("aria-label", visit.KNOWN)
-    left = canvas.evaluate(LEFT)
+    left = canvas.evaluate(LEFT_END)
     assert left < 0.1, f"the lines begin at {left:.0%} of the width"
     page.get_by_label("1 min", exact=True).check()
     expect(canvas).to_have_attribute("aria-label", visit.KNOWN)
     page.wait_for_function("() => document.querySelector('.instant input').value === '1000'")
-    left = canvas.evaluate(LEFT)
+    left = canvas.evaluate(LEFT_END)
     assert left < 0.1, f"the lines of one minute begin at {left:.0%} of the width"
 
 

@@ -20,19 +20,19 @@ expect.set_options(timeout=DEADLINE_MS)
 
 # Runs before any script of the page.
 WATCHED = """
-window.refused = [];
+window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) =>
-    window.refused.push(`${event.violatedDirective}: ${event.blockedURI || event.sample}`));
+    window.violations.push(`${event.violatedDirective}: ${event.blockedURI || event.sample}`));
 """
 
 
 @contextmanager
 def browser(scrollbars=False):
     """A browser with hidden scrollbars, as for pictures, or with those of a desktop."""
-    left_out = ["--hide-scrollbars"] if scrollbars else []
+    omitted = ["--hide-scrollbars"] if scrollbars else []
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(
-            executable_path="/usr/bin/chromium", args=OPTIONS, ignore_default_args=left_out
+            executable_path="/usr/bin/chromium", args=OPTIONS, ignore_default_args=omitted
         )
         try:
             yield started
@@ -51,10 +51,10 @@ class Visit:
             reduced_motion="reduce",
         )
         self.context.set_default_timeout(DEADLINE_MS)
-        self.url, self.said, self.allowed = url, [], allowed
+        self.url, self.messages, self.allowed = url, [], allowed
         self.page = self.context.new_page()
         self.page.on("console", self._console)
-        self.page.on("pageerror", lambda error: self.said.append(f"thrown: {error}"))
+        self.page.on("pageerror", lambda error: self.messages.append(f"thrown: {error}"))
         self.context.add_init_script(WATCHED)
         if prepare:
             prepare(self.page)
@@ -66,8 +66,8 @@ class Visit:
         try:
             if kind is None:
                 self.is_clean()
-            elif self.said:
-                print("the browser said:", *self.said, sep="\n  ")
+            elif self.messages:
+                print("messages of the browser:", *self.messages, sep="\n  ")
         finally:
             self.context.close()
 
@@ -75,15 +75,22 @@ class Visit:
         # A daemon without an event store answers 404, and the page omits that part. Previews use
         # spare CPU time: a busy machine answers 503, and the page retries.
         url = message.location.get("url", "")
-        is_meant = url.endswith("/api/v1/events") and "404" in message.text or url.endswith("/preview") and "503" in message.text
-        if message.type in ("error", "warning") and not is_meant:
-            self.said.append(f"{message.type}: {message.text}")
+        is_expected = (
+            url.endswith("/api/v1/events")
+            and "404" in message.text
+            or url.endswith("/preview")
+            and "503" in message.text
+        )
+        if message.type in ("error", "warning") and not is_expected:
+            self.messages.append(f"{message.type}: {message.text}")
 
     def is_clean(self):
-        refused = self.page.evaluate("window.refused")
-        assert refused == [], f"the content security policy refused {refused}"
-        said = [line for line in self.said if not any(part in line for part in self.allowed)]
-        assert said == [], f"the browser said {said}"
+        violations = self.page.evaluate("window.violations")
+        assert violations == [], f"violations of the content security policy: {violations}"
+        messages = [
+            line for line in self.messages if not any(part in line for part in self.allowed)
+        ]
+        assert messages == [], f"messages of the browser: {messages}"
 
     def open(self, fragment=""):
         self.page.goto(self.url + fragment)
@@ -111,7 +118,7 @@ class Visit:
             self.page.keyboard.press("Tab")
             if self.page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent") == label:
                 return
-        raise AssertionError(f"{label} is not reached by {most} times Tab")
+        raise AssertionError(f"{label} is not reached by pressing Tab {most} times")
 
 
 def quoted(text):

@@ -163,7 +163,8 @@ impl PreviousReadings {
         for figures in &snapshot.groups {
             let name: Arc<str> = figures.name.as_str().into();
             let before = self.groups.entry(Arc::clone(&name)).or_default();
-            let MemberTotals { served: passed, last_second: grown } = group_totals.remove(&*figures.name).unwrap_or_default();
+            let MemberTotals { served: passed, last_second: grown } =
+                group_totals.remove(&*figures.name).unwrap_or_default();
             if is_new_second {
                 before.latencies = SecondLatencies::of(grown.as_ref().map(|grown| &*grown.latency_counts));
                 before.wait_p99_ns = grown.as_ref().and_then(|grown| wait_p99_ns(&grown.waited));
@@ -277,8 +278,7 @@ fn disk(
     // progress.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let wait_ratio = if is_stuck { 1.0 } else { waited };
-    let served =
-        ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), wait_ratio };
+    let served = ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), wait_ratio };
     let latencies = LatencyPercentiles {
         latency_p50_ns: before.last.latencies.p50_ns,
         latency_p99_ns: before.last.latencies.p99_ns,

@@ -262,8 +262,11 @@ impl NbdClient {
     /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.
     pub async fn write(&self, offset: u64, data: Segments, fua: bool) -> Result<()> {
         let flags = if fua { cmd_flag::FUA } else { 0 };
-        self.request_write(RequestFields { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data))
-            .await
+        self.request_write(
+            RequestFields { command: cmd::WRITE, flags, offset, length: data.len() },
+            Some(data),
+        )
+        .await
     }
 
     /// Zeroes a range. `flags` are those of the command (`proto::cmd_flag`). Requires
@@ -284,8 +287,11 @@ impl NbdClient {
     /// # Errors
     /// As for writes.
     pub async fn trim(&self, offset: u64, length: u32) -> Result<()> {
-        self.request_write(RequestFields { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None)
-            .await
+        self.request_write(
+            RequestFields { command: cmd::TRIM, flags: 0, offset, length: length as usize },
+            None,
+        )
+        .await
     }
 
     /// Returns the allocation status of a range: one or more consecutive extents from `offset`,
@@ -517,7 +523,9 @@ impl ClientConnection {
                 self.record_error(key, error)?;
                 self.finish(key)
             }
-            ClientReplyHeader::Chunk { cookie, last, chunk } => self.chunk(receive_buffer, cookie, last, chunk).await,
+            ClientReplyHeader::Chunk { cookie, last, chunk } => {
+                self.chunk(receive_buffer, cookie, last, chunk).await
+            }
         }
     }
 
@@ -545,7 +553,9 @@ impl ClientConnection {
                 self.record_error(key, error)?;
                 receive_buffer.skip(rest, &self.stream).await?;
             }
-            ReplyChunk::Status { context, length } => self.extents(receive_buffer, key, context, length).await?,
+            ReplyChunk::Status { context, length } => {
+                self.extents(receive_buffer, key, context, length).await?
+            }
         }
         if last { self.finish(key) } else { Ok(()) }
     }

@@ -21,27 +21,27 @@ DECISION_SECONDS = 0.05
 # Time limit for the hard limit to reach io.max after the watch was killed.
 GUARD_SECONDS = 1.0
 # The watch's log lines about decisions.
-DECISIONS = "grep ' told ' $watch_log || true"
+DECISIONS = "grep 'rates written' $watch_log || true"
 
 
-def passed(taken, begin, end):
+def passed(samples, begin, end):
     """Bytes per second of the first group between two instants."""
     return streams.rate(
-        [(sample.seconds, sample.groups[0]) for sample in taken if begin <= sample.seconds <= end]
+        [(sample.seconds, sample.groups[0]) for sample in samples if begin <= sample.seconds <= end]
     )
 
 
-def length(taken, start):
+def length(samples, start):
     """Length of the burst in seconds, if everything after it passed at the limit's rate: total =
     burst · length + rate · rest.
     """
-    total, whole = taken[-1].groups[0] - taken[0].groups[0], taken[-1].seconds - start
+    total, whole = samples[-1].groups[0] - samples[0].groups[0], samples[-1].seconds - start
     return (total - RATE * whole) / (BURST - RATE)
 
 
-def begun(taken):
+def start_of(samples):
     """Time of the last sample before any byte was written."""
-    return max(sample.seconds for sample in taken if sample.groups[0] == taken[0].groups[0])
+    return max(sample.seconds for sample in samples if sample.groups[0] == samples[0].groups[0])
 
 
 def io_max(line_rate):
@@ -54,10 +54,12 @@ def logged(text, log):
     return f"turns=400; until grep -q {text!r} {log} || [ $((turns -= 1)) = 0 ]; do pause 0.05; done"
 
 
-def soon(decisions):
+def in_time(decisions):
     """Check that each decision reached io.max in time, according to the watch's log."""
-    took = [int(number) / 1e6 for number in re.findall(r" told .*after_us=([0-9]+)", decisions)]
-    what = "a decision's way into io.max, the longest"
+    took = [
+        int(number) / 1e6 for number in re.findall(r"rates written.*after_us=([0-9]+)", decisions)
+    ]
+    what = "longest time from a decision to io.max"
     if not took:
         return Check(what, False, "none in the watch's log", "at least one")
     return most(what, max(took), DECISION_SECONDS, unit="ms", scale=1e-3)
@@ -74,10 +76,10 @@ class Bursts:
     def cases(self):
         """Name and function of each case."""
         yield "a burst: 4M/s, 20M/s for 5 s", self.burst
-        yield "the watch killed in a burst, with its whole group", self.killed
-        yield "a group recreated under the watch", self.made_again
-        yield "a command that controls groups without a watch", self.stands_in
-        yield "a daemon with control groups, upgraded", self.taken_over
+        yield "the watch and its whole group killed during a burst", self.killed
+        yield "a group recreated under the watch", self.recreated
+        yield "a command controls groups without a watch", self.without_a_watch
+        yield "a daemon with control groups, upgraded", self.upgraded
 
     def parts(self, body, finally_=""):
         """Runs a script in parts; `body` is a function of the name of a new group with the burst's
@@ -112,15 +114,29 @@ class Bursts:
         """
             )
         )
-        taken = streams.samples(parts["window"])
-        start = begun(taken)
-        rate = passed(taken, start, start + LENGTH)
-        after = passed(taken, start + BURST_SECONDS + 0.3, start + seconds)
+        samples = streams.samples(parts["window"])
+        start = start_of(samples)
+        rate = passed(samples, start, start + LENGTH)
+        after = passed(samples, start + BURST_SECONDS + 0.3, start + seconds)
         return [
-            near("its first 5 s", rate, BURST, TOLERANCE, unit="MiB/s", scale=MIB),
-            near("after it", after, RATE, TOLERANCE, unit="MiB/s", scale=MIB),
-            near("its length", length(taken, start), BURST_SECONDS, TOLERANCE, unit="s", scale=1),
-            soon(parts["decisions"]),
+            near(
+                "rate in the first 5 s of the burst",
+                rate,
+                BURST,
+                TOLERANCE,
+                unit="MiB/s",
+                scale=MIB,
+            ),
+            near("rate after the burst", after, RATE, TOLERANCE, unit="MiB/s", scale=MIB),
+            near(
+                "length of the burst",
+                length(samples, start),
+                BURST_SECONDS,
+                TOLERANCE,
+                unit="s",
+                scale=1,
+            ),
+            in_time(parts["decisions"]),
         ]
 
     def killed(self):
@@ -149,10 +165,10 @@ class Bursts:
         )
         again = streams.samples(parts["again"])
         return [
-            contains("io.max in the burst", parts["during"], io_max(BURST)),
+            contains("io.max during the burst", parts["during"], io_max(BURST)),
             most("the hard limit is restored after", float(parts["settled"]), GUARD_SECONDS, unit="s"),
             near(
-                "what passes then",
+                "rate under the hard limit",
                 streams.Rates.of(parts["hard"]).groups[0],
                 RATE,
                 TOLERANCE,
@@ -161,10 +177,10 @@ class Bursts:
             ),
             # About 3.5 s of it were used before; about a second leaked without a watch.
             most("burst of the next watch", length(again, again[0].seconds), BURST_SECONDS - 2, unit="s"),
-            contains("io.max after its end", parts["after"], io_max(RATE)),
+            contains("io.max after the end of the watch", parts["after"], io_max(RATE)),
         ]
 
-    def made_again(self):
+    def recreated(self):
         """A new group of the same name gets the limits of the previous one, without a warning: a
         restarted service.
         """
@@ -192,7 +208,7 @@ class Bursts:
             fact("warnings", not parts["warnings"].strip(), parts["warnings"], "none"),
         ]
 
-    def stands_in(self):
+    def without_a_watch(self):
         """A command with limits for a group controls all groups, yields to a watch, and resumes
         control after its end.
         """
@@ -204,7 +220,7 @@ class Bursts:
             {run} >/tmp/run.log 2>&1 &
             command=$!
             pause 3
-            part steered
+            part controlled
             cat $cgroups/{name}/io.max /tmp/run.log
             watch_start
             pause 0.5
@@ -222,47 +238,48 @@ class Bursts:
             end,
         )
         return [
-            contains("io.max while the command runs", parts["steered"], io_max(BURST)),
-            contains("under a watch", parts["watched"], io_max(BURST)),
-            contains("after its end", parts["again"], io_max(BURST)),
-            contains("after the end of the command", parts["after"], io_max(RATE)),
+            contains("io.max while the command runs", parts["controlled"], io_max(BURST)),
+            contains("io.max under a watch", parts["watched"], io_max(BURST)),
+            contains("io.max after the end of the watch", parts["again"], io_max(BURST)),
+            contains("io.max after the end of the command", parts["after"], io_max(RATE)),
         ]
 
-    def taken_over(self):
+    def upgraded(self):
         """A daemon controls groups as a watch does, and the upgraded daemon continues."""
         serve = (
-            "weir serve /tmp/taken.raw --nbd unix:/tmp/taken.sock --cgroup-limits /run/weir/cgroups.json "
+            "weir serve /tmp/upgrade.raw --nbd unix:/tmp/upgrade.sock "
+            "--cgroup-limits /run/weir/cgroups.json "
             "--state $state"
         )
-        end = "kill $first $second 2>/dev/null\nwait $first $second 2>/dev/null\nrm /tmp/taken.*"
+        end = "kill $first $second 2>/dev/null\nwait $first $second 2>/dev/null\nrm /tmp/upgrade.*"
         parts = self.parts(
             lambda name: (
                 f"""
-            truncate -s 1M /tmp/taken.raw
+            truncate -s 1M /tmp/upgrade.raw
             second=
-            {serve} >/tmp/taken.first 2>&1 &
+            {serve} >/tmp/upgrade.first 2>&1 &
             first=$!
-            {logged("ready", "/tmp/taken.first")}
+            {logged("ready", "/tmp/upgrade.first")}
             seconds_until 5 $cgroups/{name}/io.max {io_max(BURST)!r}
             part before
             cat $cgroups/{name}/io.max
-            {serve} --takeover >/tmp/taken.second 2>&1 &
+            {serve} --takeover >/tmp/upgrade.second 2>&1 &
             second=$!
             wait $first
-            {logged("control groups are watched", "/tmp/taken.second")}
+            {logged("control groups are watched", "/tmp/upgrade.second")}
             seconds_until 5 $cgroups/{name}/io.max {io_max(BURST)!r}
             part after
-            cat $cgroups/{name}/io.max /tmp/taken.second
+            cat $cgroups/{name}/io.max /tmp/upgrade.second
             kill $second
             wait $second
             part ended
-            cat $cgroups/{name}/io.max /tmp/taken.second
+            cat $cgroups/{name}/io.max /tmp/upgrade.second
         """
             ),
             end,
         )
         return [
             contains("io.max under the first daemon", parts["before"], io_max(BURST)),
-            contains("under the upgraded daemon", parts["after"], io_max(BURST)),
+            contains("io.max under the upgraded daemon", parts["after"], io_max(BURST)),
             contains("io.max at its end", parts["ended"], io_max(RATE)),
         ]

@@ -21,7 +21,7 @@ OPTIONS = ("--bps-write", "1M", "--bps-write-max", "4M", "--bps-write-max-length
 BUSY = 10
 SECONDS = 10
 SHARE = 0.02
-KEPT = "/run/weir/cgroups.json"
+LIMITS_FILE = "/run/weir/cgroups.json"
 # Each takes one or two tenths of a second on the host.
 COMPUTE = ("user", "weir simulate --workload random:iops=5000,size=4K,seconds=40 --iops-total 4000")
 CALL = ("sys", "busybox dd if=/dev/zero of=/dev/null bs=1 count=500000")
@@ -69,18 +69,18 @@ class Crowd:
             """,
             f"""
                 end_streams {self.disk.name} {" ".join(busy)}
-                rm -f {KEPT}
+                rm -f {LIMITS_FILE}
                 cd $cgroups && rmdir crowd/*/ && rmdir crowd
             """,
         )
         before, after = processor_seconds(parts["before"]), processor_seconds(parts["after"])
         own, kernel = (late - early for early, late in zip(before, after))
-        computing, calling = self.slower(*COMPUTE), self.slower(*CALL)
+        computing, calling = self.slowdown(*COMPUTE), self.slowdown(*CALL)
         share = (own / computing + kernel / calling) / SECONDS
-        there = f"{own / SECONDS:.1%} and {kernel / SECONDS:.1%} in the kernel"
-        slower = f"where those take {computing:.1f} and {calling:.1f} times as long"
+        in_guest = f"{own / SECONDS:.1%} and {kernel / SECONDS:.1%} in the kernel"
+        slowdown = f"which is {computing:.1f} and {calling:.1f} times slower than the host"
         return [
-            Check("of the guest's processor", True, f"{there}, {slower}", "nothing"),
+            Check("share of the guest's processor", True, f"{in_guest}, {slowdown}", "no bound"),
             most("share of a host processor", share, SHARE, unit="%", scale=0.01),
         ]
 
@@ -89,24 +89,28 @@ class Crowd:
         groups, because 1,000 commands would take minutes.
         """
         guest = self.guest
-        kept = json.loads(
+        content = json.loads(
             guest.run(f"""
             mkdir -p $cgroups/crowd
             echo "+io +memory" >$cgroups/crowd/cgroup.subtree_control
             cd $cgroups/crowd && mkdir $(seq 0 {GROUPS - 1})
             {limit("crowd/0", self.disk, *OPTIONS)} >&2
-            cat {KEPT}
+            cat {LIMITS_FILE}
         """)
         )
-        (first,) = [entry for entry in kept["limits"] if entry["cgroup"].endswith("crowd/0")]
-        kept["limits"] = [first | {"cgroup": first["cgroup"][:-1] + str(number)} for number in range(GROUPS)]
-        text = json.dumps(kept)
-        guest.run(f"cat >{KEPT}.new <<'END'\n{text}\nEND\nmv {KEPT}.new {KEPT}")
+        (first,) = [entry for entry in content["limits"] if entry["cgroup"].endswith("crowd/0")]
+        content["limits"] = [
+            first | {"cgroup": first["cgroup"][:-1] + str(number)} for number in range(GROUPS)
+        ]
+        text = json.dumps(content)
+        guest.run(
+            f"cat >{LIMITS_FILE}.new <<'END'\n{text}\nEND\nmv {LIMITS_FILE}.new {LIMITS_FILE}"
+        )
 
-    def slower(self, kind, command):
+    def slowdown(self, kind, command):
         """The factor by which the guest is slower than the host for this command."""
-        there = seconds_of(kind, self.guest.run(f"time {command} >/dev/null"))
+        in_guest = seconds_of(kind, self.guest.run(f"time {command} >/dev/null"))
         program, *words = shlex.split(command)
         here = ["/bin/busybox", "time", {"weir": self.guest.program}.get(program, program), *words]
         timed = subprocess.run(here, capture_output=True, text=True, check=True)
-        return there / max(seconds_of(kind, timed.stderr), 0.01)
+        return in_guest / max(seconds_of(kind, timed.stderr), 0.01)

@@ -50,9 +50,9 @@ class Layers:
 
     def cases(self):
         """Name and function."""
-        yield "two layers: a group with 4 MB/s on an export with 20", self.meet
+        yield "two layers: a group with 4 MB/s on an export with 20", self.both_layers
 
-    def meet(self):
+    def both_layers(self):
         """One group with a limit and one without, together on the export."""
         disk = self.disk
         body = f"""
@@ -71,18 +71,29 @@ class Layers:
         if self.full:
             rates = streams.Rates.of(parts["window"])
             return checks + [
-                near("the group with a limit", rates.groups[0], ONE, 0.05),
-                near("the unlimited group gets the rest", rates.groups[1], TOTAL - ONE, 0.05),
-                near("the export's limit for both", rates.disk, TOTAL, 0.05),
+                near("rate of the group with a limit", rates.groups[0], ONE, 0.05),
+                near("rate of the unlimited group: the rest", rates.groups[1], TOTAL - ONE, 0.05),
+                near("rate of both: the export's limit", rates.disk, TOTAL, 0.05),
             ]
-        one, other = (late - early for early, late in zip(before.groups, after.groups))
+        limited, unlimited = (late - early for early, late in zip(before.groups, after.groups))
         # The guest's clock applies to its kernel's limit, the host's clock to weir's.
-        guests = after.seconds - before.seconds
+        guest_seconds = after.seconds - before.seconds
         return checks + [
-            fact("both have written", one > 0 and other > 0, f"{one} and {other} bytes", "some each"),
-            most("the group with a limit", one, ONE * (guests + 2 * AT_ONCE) + REQUEST, unit="MB", scale=1e6),
+            fact(
+                "bytes written by each group",
+                limited > 0 and unlimited > 0,
+                f"{limited} and {unlimited} bytes",
+                "some by each",
+            ),
             most(
-                "both together",
+                "rate of the group with a limit",
+                limited,
+                ONE * (guest_seconds + 2 * AT_ONCE) + REQUEST,
+                unit="MB",
+                scale=1e6,
+            ),
+            most(
+                "bytes of both groups together",
                 after.disk - before.disk,
                 TOTAL * (seconds + AT_ONCE) + REQUEST,
                 unit="MB",

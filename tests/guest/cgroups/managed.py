@@ -17,7 +17,7 @@ WATCH = "weir-watch.service"
 AGAIN_SECONDS = 3
 GUARD_SECONDS = 1.0
 # Time limit for systemd to learn of a limit that exists only in weir's file.
-HEARD_SECONDS = 4
+SYSTEMD_SECONDS = 4
 # Maximum length of a burst; the writer is slowed down by systemd's operations.
 SPENT_SECONDS = 20
 # The kernel's limits of the service; empty if its controller is disabled.
@@ -45,8 +45,8 @@ class Managed:
 
     def cases(self):
         """Name and function of each case."""
-        yield "a service with a limit: reloaded, changed, restarted", self.kept
-        yield "a service in a burst, and the watch's whole service killed", self.killed
+        yield "a service with a limit: reloaded, changed, restarted", self.through_systemd
+        yield "a service in a burst while the watch's whole service is killed", self.killed
         yield "a service that is limited from the boot on", self.from_the_start
         yield "a slice and a scope", self.others
 
@@ -69,14 +69,14 @@ class Managed:
         """
         return self.guest.parts(begin + body, end)
 
-    def kept(self):
+    def through_systemd(self):
         """systemd has the limit, keeps it through its own operations, and removes it."""
         command = ("cgroup", "limit", UNIT, "--device", self.mount)
         parts = self.parts(f"""
             {weir(*command, "--bps-write", RATE)}
-            part told
+            part limited
             {IO_MAX}
-            part known
+            part properties
             {PROPERTIES}
             systemctl daemon-reload
             part reloaded
@@ -94,20 +94,25 @@ class Managed:
             systemctl daemon-reload
             part left
             {IO_MAX}
-            part forgotten
+            part cleared
             {PROPERTIES}
         """)
         rate, left = streams.Rates.of(parts["window"]).groups[0], parts["left"].strip()
-        known = f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"
+        limit_property = f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"
         return [
-            contains("io.max", parts["told"], io_max(RATE)),
-            contains("systemd's limits", parts["known"], known),
-            contains("after a reload", parts["reloaded"], io_max(RATE)),
-            contains("after another property", parts["changed"], io_max(RATE)),
-            contains("after a restart", parts["restarted"], io_max(RATE)),
+            contains("io.max", parts["limited"], io_max(RATE)),
+            contains("systemd's limits", parts["properties"], limit_property),
+            contains("io.max after a reload", parts["reloaded"], io_max(RATE)),
+            contains("io.max after a change of another property", parts["changed"], io_max(RATE)),
+            contains("io.max after a restart", parts["restarted"], io_max(RATE)),
             near("bytes counted by the device", rate, RATE, 0.05),
             fact("io.max after the removal", not left, left, "empty"),
-            fact("systemd's limits after it", "/dev/" not in parts["forgotten"], parts["forgotten"], "nothing"),
+            fact(
+                "systemd's limits after the removal",
+                "/dev/" not in parts["cleared"],
+                parts["cleared"],
+                "none",
+            ),
         ]
 
     def killed(self):
@@ -125,9 +130,19 @@ class Managed:
         """)
         return [
             most("the burst is granted after", float(parts["granted"]), AGAIN_SECONDS, unit="s"),
-            most("and again after a reload", float(parts["again"]), AGAIN_SECONDS, unit="s"),
+            most(
+                "time until the burst is restored after a reload",
+                float(parts["again"]),
+                AGAIN_SECONDS,
+                unit="s",
+            ),
             contains("io.max before the kill", parts["after_again"], io_max(BURST)),
-            most("the hard limit after the kill", float(parts["settled"]), GUARD_SECONDS, unit="s"),
+            most(
+                "time until the hard limit is in force after the kill",
+                float(parts["settled"]),
+                GUARD_SECONDS,
+                unit="s",
+            ),
         ]
 
     def from_the_start(self):
@@ -145,20 +160,20 @@ class Managed:
             {START_WATCH}
             {wait_for("granted", BURST, AGAIN_SECONDS)}
             # The watch sets it with a delay.
-            pause {HEARD_SECONDS}
+            pause {SYSTEMD_SECONDS}
             {PROPERTIES}
             {wait_for("spent", RATE, SPENT_SECONDS)}
             systemctl daemon-reload
             pause {AGAIN_SECONDS}
             {IO_MAX}
         """)
-        known = f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"
+        limit_property = f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"
         return [
             fact("io.max before", io_max(RATE) not in parts["lost"], parts["lost"], "without the limit"),
             most("the burst is granted after", float(parts["granted"]), AGAIN_SECONDS, unit="s"),
-            contains("systemd's limits", parts["after_granted"], known),
+            contains("systemd's limits", parts["after_granted"], limit_property),
             most("the burst is used up after", float(parts["spent"]), SPENT_SECONDS, unit="s"),
-            contains("after a reload", parts["after_spent"], io_max(RATE)),
+            contains("io.max after a reload", parts["after_spent"], io_max(RATE)),
         ]
 
     def others(self):
@@ -181,5 +196,5 @@ class Managed:
         )
         return [
             contains("the scope's io.max", parts["scope"], io_max(RATE)),
-            contains("the slice's", parts["slice"], io_max(RATE)),
+            contains("the slice's io.max", parts["slice"], io_max(RATE)),
         ]

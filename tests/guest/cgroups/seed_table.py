@@ -13,7 +13,7 @@ from commands import limit, weir
 from outcome import fact, least, near
 from watermark import SEED, UNLIMITED  # bench/watermark.py repeats the same table with weir's own disks
 
-ASKED = (4_000_000, 2_000_000)
+LIMITS = (4_000_000, 2_000_000)
 TOLERANCE = {"direct": 0.02, "cached": 0.05}
 # The tolerance applies to 30 s. In addition, one piece more or less counts: the kernel writes a
 # file back in requests of up to 8 MiB, each of which is charged at once.
@@ -61,16 +61,20 @@ class SeedTable:
         for number, (mode, watermark) in enumerate(ORDER, 1):
             if not self.full and (mode, watermark) in LONG:
                 continue
-            named = UNLIMITED if watermark is None else f"limits 4 and 2 MB/s, watermark {watermark}"
+            label = (
+                UNLIMITED if watermark is None else f"limits 4 and 2 MB/s, watermark {watermark}"
+            )
             yield (
-                f"{number}: {mode}, {named}",
+                f"{number}: {mode}, {label}",
                 lambda mode=mode, watermark=watermark: self.case(mode, watermark),
             )
 
     def probe(self):
         """The basis of a watermark: the device's throughput, as measured by weir."""
-        told = json.loads(self.guest.run(f"{self.probe_line} --json"))["capacity"]["write-bps"]
-        return [near("bytes written per second", told, self.disk.bps, SPEED)]
+        throughput = json.loads(self.guest.run(f"{self.probe_line} --json"))["capacity"][
+            "write-bps"
+        ]
+        return [near("throughput measured by `weir probe`", throughput, self.disk.bps, SPEED)]
 
     def case(self, mode, watermark):
         """Measures one case and checks it."""
@@ -79,33 +83,45 @@ class SeedTable:
         if watermark is None:
             # Otherwise the disk is not the bottleneck, and a watermark on its utilization means
             # nothing.
-            return [near("the whole disk", total, self.disk.bps, SPEED)]
-        removed = fact("removed limits", left == "", repr(left), "none left in io.max")
+            return [near("throughput of the disk", total, self.disk.bps, SPEED)]
+        removed = fact("limits after their removal", left == "", repr(left), "none left in io.max")
         if watermark == 0:
             return [
-                near("dd 1", first, ASKED[0], self.tolerance(mode, 1, ASKED[0])),
-                near("dd 2", second, ASKED[1], self.tolerance(mode, 1, ASKED[1])),
+                near("dd 1", first, LIMITS[0], self.tolerance(mode, 1, LIMITS[0])),
+                near("dd 2", second, LIMITS[1], self.tolerance(mode, 1, LIMITS[1])),
                 # The file system's own writes are in addition, and are charged to no group.
-                near("the disk", total, sum(ASKED), self.tolerance(mode, 2, sum(ASKED)) + 0.01),
+                near(
+                    "throughput of the disk",
+                    total,
+                    sum(LIMITS),
+                    self.tolerance(mode, 2, sum(LIMITS)) + 0.01,
+                ),
                 removed,
             ]
         if mode == "cached" and not self.full:
             return [
-                least("the whole disk, with lifted limits", total, LIFTED * sum(ASKED)),
+                least("throughput of the disk above the watermark", total, LIFTED * sum(LIMITS)),
                 least("dd 1", first, second),
                 removed,
             ]
         least_share = LEAST_SHARE if self.full else LEAST_SHARE_SHORT
         return [
-            least("the whole disk", total, least_share * self.unlimited(mode)),
-            near("ratio of dd 1 to dd 2", first / max(second, 1), ASKED[0] / ASKED[1], 0.10, unit="to 1", scale=1),
+            least("throughput of the disk", total, least_share * self.unlimited(mode)),
+            near(
+                "ratio of dd 1 to dd 2",
+                first / max(second, 1),
+                LIMITS[0] / LIMITS[1],
+                0.10,
+                unit="to 1",
+                scale=1,
+            ),
             removed,
         ]
 
-    def tolerance(self, mode, pieces, asked):
+    def tolerance(self, mode, pieces, limit_bps):
         """Relative tolerance of a rate: the general one, and this number of pieces in the window.
         """
-        return TOLERANCE[mode] + pieces * PIECE[mode] / (asked * self.seconds(mode))
+        return TOLERANCE[mode] + pieces * PIECE[mode] / (limit_bps * self.seconds(mode))
 
     def seconds(self, mode):
         """Length of the window of a case."""
@@ -124,7 +140,7 @@ class SeedTable:
         if watermark is not None:
             limits = (
                 limit(group, self.disk, "--bps-write", rate, "--watermark", watermark)
-                for group, rate in zip(streams.GROUPS, ASKED)
+                for group, rate in zip(streams.GROUPS, LIMITS)
             )
             body = "\n".join([*limits, body])
         if watermark:
@@ -138,17 +154,17 @@ class SeedTable:
 
     def lines(self):
         """The table, beside the original one."""
-        ours = f"{'MB/s':<44} {'dd 1':>7} {'dd 2':>7} {'device':>7} {'dd1:dd2':>8}"
-        yield f"{ours}   {'seed: dd 1':>10} {'dd 2':>6} {'dd1:dd2':>8}"
+        heading = f"{'MB/s':<44} {'dd 1':>7} {'dd 2':>7} {'device':>7} {'dd1:dd2':>8}"
+        yield f"{heading}   {'seed: dd 1':>10} {'dd 2':>6} {'dd1:dd2':>8}"
         for number, (mode, watermark) in enumerate(ORDER, 1):
             rates = self.measured.get((mode, watermark))
             if rates is None:
                 continue
-            named = "unlimited" if watermark is None else f"4 and 2 MB/s, watermark {watermark}"
+            label = "unlimited" if watermark is None else f"4 and 2 MB/s, watermark {watermark}"
             first, second = (rate / 1e6 for rate in rates.groups)
             proportion = first / max(second, 1e-9)
-            theirs = SEED[mode, watermark]
+            original = SEED[mode, watermark]
             yield (
-                f"{number} {mode:<7} {named:<34} {first:7.2f} {second:7.2f} {rates.disk / 1e6:7.2f} {proportion:8.2f}"
-                f"   {theirs[0]:10.1f} {theirs[1]:6.1f} {theirs[0] / theirs[1]:8.2f}"
+                f"{number} {mode:<7} {label:<34} {first:7.2f} {second:7.2f} {rates.disk / 1e6:7.2f} {proportion:8.2f}"
+                f"   {original[0]:10.1f} {original[1]:6.1f} {original[0] / original[1]:8.2f}"
             )

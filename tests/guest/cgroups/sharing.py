@@ -3,7 +3,7 @@ busy one.
 """
 
 import streams
-from bursts import DECISIONS, soon
+from bursts import DECISIONS, in_time
 from commands import limit
 from outcome import near
 
@@ -49,8 +49,15 @@ class Sharing:
         first, second = both.groups
         proportion = WEIGHTS[0] / WEIGHTS[1]
         return [
-            near("both together", first + second, RATE, TOLERANCE),
-            near("ratio of the first to the second", first / max(second, 1), proportion, 0.10, unit="to 1", scale=1),
-            near("the first alone", alone.groups[0], RATE, TOLERANCE),
-            soon(parts["decisions"]),
+            near("rate of both groups together", first + second, RATE, TOLERANCE),
+            near(
+                "ratio of the first group to the second",
+                first / max(second, 1),
+                proportion,
+                0.10,
+                unit="to 1",
+                scale=1,
+            ),
+            near("rate of the first group alone", alone.groups[0], RATE, TOLERANCE),
+            in_time(parts["decisions"]),
         ]

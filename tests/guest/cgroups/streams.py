@@ -66,12 +66,13 @@ class Rates:
     @classmethod
     def of(cls, output):
         """The rates over all samples in the output."""
-        taken = samples(output)
-        count = len(taken[0].groups)
+        all_samples = samples(output)
+        count = len(all_samples[0].groups)
         groups = (
-            rate([(sample.seconds, sample.groups[index]) for sample in taken]) for index in range(count)
+            rate([(sample.seconds, sample.groups[index]) for sample in all_samples])
+            for index in range(count)
         )
-        return cls(tuple(groups), rate([(sample.seconds, sample.disk) for sample in taken]))
+        return cls(tuple(groups), rate([(sample.seconds, sample.disk) for sample in all_samples]))
 
 
 def start(disk, mode, groups=GROUPS):

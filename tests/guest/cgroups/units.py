@@ -8,18 +8,20 @@ from commands import weir
 from outcome import contains, fact
 
 UNIT = "weir-test.service"
-ASKED = "/tmp/systemctl.log"
+REQUESTS = "/tmp/systemctl.log"
 STATUS = "/tmp/systemctl.status"
 # The stand-in for systemctl, and the unit's control group.
 STAND_IN = f"""
     mkdir -p /run/systemd/system $cgroups/system.slice/{UNIT}
     echo 0 >{STATUS}
-    : >{ASKED}
-    printf '%s\\n' '#!/bin/sh' 'echo "$@" >>{ASKED}' 'read -r status <{STATUS}' \\
+    : >{REQUESTS}
+    printf '%s\\n' '#!/bin/sh' 'echo "$@" >>{REQUESTS}' 'read -r status <{STATUS}' \\
         '[ $status = 0 ] || echo "not now" >&2' 'exit $status' >/bin/systemctl
     chmod +x /bin/systemctl
 """
-AWAY = f"rm -rf /run/systemd /bin/systemctl; rmdir $cgroups/system.slice/{UNIT} $cgroups/system.slice"
+CLEAN = (
+    f"rm -rf /run/systemd /bin/systemctl; rmdir $cgroups/system.slice/{UNIT} $cgroups/system.slice"
+)
 
 
 class Units:
@@ -44,12 +46,12 @@ class Units:
             f"""
                 {STAND_IN}
                 {weir(*command, "--bps-write", 4_000_000)}
-                part asked
-                cat {ASKED}
-                part kept
+                part requests
+                cat {REQUESTS}
+                part accepted
                 {io_max}
                 echo 1 >{STATUS}
-                part refused
+                part rejected
                 status=0
                 {weir(*command, "--bps-write", 8_000_000, "--iops-read", 100)} || status=$?
                 part status
@@ -63,16 +65,36 @@ class Units:
                 part removed
                 {io_max}
             """,
-            AWAY,
+            CLEAN,
         )
         limits = f"IOReadBandwidthMax={node} infinity IOWriteBandwidthMax={node} 4000000"
         status, removed = parts["status"].strip(), parts["removed"].strip()
         return [
-            contains("requests to systemd", parts["asked"], f"set-property --runtime -- {UNIT} {limits}"),
-            contains("io.max", parts["kept"], "rbps=max wbps=4000000 riops=max wiops=max"),
-            fact("a change rejected by systemd", status == "1", f"status {status}", "status 1"),
-            contains("its error message", parts["refused"], f"systemctl set-property {UNIT}: not now"),
-            fact("io.max after it", parts["after"] == parts["kept"], parts["after"], "as it was"),
-            contains("limits in weir's file after it", parts["shown"], "bps-write 4000000"),
+            contains(
+                "requests to systemd",
+                parts["requests"],
+                f"set-property --runtime -- {UNIT} {limits}",
+            ),
+            contains("io.max", parts["accepted"], "rbps=max wbps=4000000 riops=max wiops=max"),
+            fact(
+                "exit status of a change that systemd rejects",
+                status == "1",
+                f"status {status}",
+                "status 1",
+            ),
+            contains(
+                "its error message", parts["rejected"], f"systemctl set-property {UNIT}: not now"
+            ),
+            fact(
+                "io.max after the rejected change",
+                parts["after"] == parts["accepted"],
+                parts["after"],
+                "unchanged",
+            ),
+            contains(
+                "limits in weir's file after the rejected change",
+                parts["shown"],
+                "bps-write 4000000",
+            ),
             fact("io.max after the removal", not removed, removed, "empty"),
         ]

@@ -17,7 +17,7 @@ OPTIONS = {"ublk": "ublk", "nbd": "nbd-device"}
 KILLS, FULL_KILLS = 3, 20
 # Operations per second, before and after a change, and the number of requests; a tenth of a
 # second's worth is admitted at once.
-LIMIT, LATER, ASKED = 200, 400, 400
+LIMIT, LATER_LIMIT, REQUESTS = 200, 400, 400
 # Operations per second while a disk is detached, without --full: the search for its users takes
 # seconds.
 LOAD = 1000
@@ -37,15 +37,19 @@ def rounds(text):
     return {thread: int(last) for thread, last in re.findall(r"^(\d+) (\d+)", text, re.MULTILINE)}
 
 
-def kept(reports, found):
+def acknowledged(reports, found):
     """Checks that a disk has each round that was acknowledged to a client, or a later one."""
-    told, there = rounds(reports), rounds(found)
-    lost = {thread: last for thread, last in told.items() if there.get(thread, -1) < last}
-    seen = f"{lost} is not in {there}" if lost else f"{sum(told.values())} rounds of {len(told)} threads"
-    return fact("acknowledged rounds", told and not lost, seen, "all of it in the image")
+    reported, in_image = rounds(reports), rounds(found)
+    lost = {thread: last for thread, last in reported.items() if in_image.get(thread, -1) < last}
+    seen = (
+        f"{lost} differs from {in_image}"
+        if lost
+        else f"{sum(reported.values())} rounds of {len(reported)} threads"
+    )
+    return fact("acknowledged rounds", reported and not lost, seen, "all in the image")
 
 
-def nothing(what, text):
+def empty(what, text):
     """Checks that a part is empty."""
     return fact(what, not text.strip(), text.strip() or "none", "none")
 
@@ -67,14 +71,14 @@ class Attach:
             yield f"attach: a limit, over {way}", lambda way=way: self.limit(way)
         for way, word in (("ublk", "disk"), ("nbd", "$device")):
             yield (
-                f"attach: detached under load, by {way}",
+                f"attach: detached under load, over {way}",
                 lambda way=way, word=word: self.detached(way, word),
             )
         for way in WAYS:
             yield f"attach: detached while it is mounted, over {way}", lambda way=way: self.mounted(way)
         for way in WAYS:
             yield (
-                f"attach: killed {self._kills} times under load, by {way}",
+                f"attach: killed {self._kills} times under load, over {way}",
                 lambda way=way: self.killed(way),
             )
         yield "attach: killed, and not recovered in time", self.given_up
@@ -134,13 +138,18 @@ class Attach:
         """)
         partitions = parts["partitions"].split()
         return [
-            fact("partitions", partitions == ["2048"] * 2, partitions, "one of 2048 sectors, by both"),
-            contains("what it takes", parts["first"], "/dev/ublkb0"),
-            contains("what it says", parts["first"], "a ublk block device"),
-            contains("by ublk", parts["ublk"], "/dev/ublkb0"),
-            contains("a second one", parts["ublk"], "lock"),
-            contains("by NBD", parts["nbd"], "/dev/nbd"),
-            contains("while it is used", parts["nbd"], "in use: open in "),
+            fact(
+                "partitions",
+                partitions == ["2048"] * 2,
+                partitions,
+                "one of 2048 sectors, over both",
+            ),
+            contains("the device by default", parts["first"], "/dev/ublkb0"),
+            contains("the list of attachments", parts["first"], "a ublk block device"),
+            contains("the device over ublk", parts["ublk"], "/dev/ublkb0"),
+            contains("a second attachment of the image", parts["ublk"], "lock"),
+            contains("the device over NBD", parts["nbd"], "/dev/nbd"),
+            contains("detaching a device in use", parts["nbd"], "in use: open in "),
         ]
 
     def limit(self, way):
@@ -151,32 +160,39 @@ class Attach:
                 # Until its burst has recovered.
                 pause 1
                 now; echo $now
-                dd if=$device of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
+                dd if=$device of=/dev/null bs=4k count={REQUESTS} iflag=direct 2>/dev/null
                 now; echo $now
             }}
             part first
             reads
             part others
-            weir throttle disk --iops-total {LATER} --qmp unix:/run/weir/attached/disk/qmp
+            weir throttle disk --iops-total {LATER_LIMIT} --qmp unix:/run/weir/attached/disk/qmp
             part later
             reads
             part others
             weir detach disk
         """)
 
-        def waited(name, rate):
+        def duration(name, rate):
             begin, end = map(float, parts[name].split())
-            return near(f"reads at {rate} a second", end - begin, (ASKED - rate / 10) / rate, 0.05, "s", 1)
+            return near(
+                f"reads at {rate} a second",
+                end - begin,
+                (REQUESTS - rate / 10) / rate,
+                0.05,
+                "s",
+                1,
+            )
 
-        return [waited("first", LIMIT), waited("later", LATER)]
+        return [duration("first", LIMIT), duration("later", LATER_LIMIT)]
 
     def detached(self, way, word):
-        """While numbers are written: refused by name and by device, and forced by one of them.
+        """While numbers are written: rejected by name and by device, and forced by one of them.
         Acknowledged writes are in the image, and nothing else is left.
         """
         parts = self._parts(f"""
             device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --iops-total {LIMIT})
-            numbers $device
+            start_numbers $device
             more_numbers 8
             part name
             ! weir detach disk
@@ -187,9 +203,9 @@ class Attach:
             more_numbers 8
             part forced
             weir detach --force {word}
-            ! gone $numbered
+            ! wait_for_exit $numbered
             part left
-            left
+            leftovers
             stuck
             part acknowledged
             cat /tmp/reports
@@ -199,13 +215,13 @@ class Attach:
         return [
             contains("weir detach NAME", parts["name"], "in use: open in numbered"),
             contains("weir detach DEVICE", parts["device"], "in use: open in numbered"),
-            nothing("what weir detach --force says", parts["forced"]),
-            nothing("what is left", parts["left"]),
-            kept(parts["acknowledged"], parts["found"]),
+            empty("output of weir detach --force", parts["forced"]),
+            empty("leftovers", parts["left"]),
+            acknowledged(parts["acknowledged"], parts["found"]),
         ]
 
     def mounted(self, way):
-        """While files are written to a file system: refused by name and by device, and forced. The
+        """While files are written to a file system: rejected by name and by device, and forced. The
         next attachment has all data that was written back.
         """
         parts = self._parts(f"""
@@ -221,7 +237,7 @@ class Attach:
             ) &
             writer=$!
             until [ -e /mnt/d/load.copied ]; do pause 0.02; done
-            part refused
+            part rejected
             ! weir detach disk
             part by_device
             ! weir detach $device
@@ -229,10 +245,10 @@ class Attach:
             kill -0 $writer
             part forced
             weir detach --force $device
-            gone $writer || :
+            wait_for_exit $writer || :
             cat /tmp/did
             part left
-            left
+            leftovers
             stuck
             part others
             device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --mount /mnt/d)
@@ -240,14 +256,14 @@ class Attach:
             weir detach /mnt/d
             e2fsck -fn {DISK}
             part after
-            left
+            leftovers
         """)
         return [
-            contains("weir detach NAME", parts["refused"], "mounted at /mnt/d"),
+            contains("weir detach NAME", parts["rejected"], "mounted at /mnt/d"),
             contains("weir detach DEVICE", parts["by_device"], "mounted at /mnt/d"),
             contains("the writer", parts["forced"], "it failed"),
-            nothing("what is left", parts["left"]),
-            nothing("what is left after the next one", parts["after"]),
+            empty("leftovers", parts["left"]),
+            empty("leftovers of the next attachment", parts["after"]),
         ]
 
     def killed(self, way):
@@ -256,7 +272,7 @@ class Attach:
         """
         parts = self._parts(f"""
             device=$(weir attach {DISK} -f raw --{OPTIONS[way]})
-            numbers $device
+            start_numbers $device
             more_numbers 8
             for time in $(seq {self._kills}); do
                 pause 0.0$((time % 7))
@@ -274,7 +290,7 @@ class Attach:
             part others
             weir detach disk
             part left
-            left
+            leftovers
             stuck
             part acknowledged
             cat /tmp/reports
@@ -283,8 +299,8 @@ class Attach:
         """)
         return [
             contains("the client", parts["ended"], "ok "),
-            nothing("what is left", parts["left"]),
-            kept(parts["acknowledged"], parts["found"]),
+            empty("leftovers", parts["left"]),
+            acknowledged(parts["acknowledged"], parts["found"]),
         ]
 
     def given_up(self):
@@ -297,9 +313,9 @@ class Attach:
             kill_keeper
             kill -KILL $(pidof_server)
             dd if=$device of=/dev/null bs=64k iflag=direct || :
-            until_no $device
+            until_removed $device
             weir attach --recover
-            numbers $device
+            start_numbers $device
             more_numbers 8
             part ended
             end_numbers
@@ -308,13 +324,13 @@ class Attach:
             part others
             weir detach disk
             part left
-            left
+            leftovers
             stuck
         """)
         return [
             contains("the client", parts["ended"], "ok "),
             contains("the server", parts["served"], "--ublk=0,dead-timeout=2,zero-copy=off"),
-            nothing("what is left", parts["left"]),
+            empty("leftovers", parts["left"]),
         ]
 
     def daemon_killed(self, way):
@@ -325,9 +341,9 @@ class Attach:
             truncate -s 1M /tmp/small.raw
             serve /tmp/small.raw --nbd unix:/tmp/daemon.sock --sandbox off
             device=$(weir attach {DISK} -f raw --{OPTIONS[way]} --qmp unix:$qmp)
-            numbers $device
+            start_numbers $device
             more_numbers 8
-            killed
+            kill_weir
             serve /tmp/small.raw --nbd unix:/tmp/daemon.sock --sandbox off
             weir attach --recover
             more_numbers 8
@@ -337,7 +353,7 @@ class Attach:
             weir detach disk
             stop
             part left
-            left
+            leftovers
             stuck
             part acknowledged
             cat /tmp/reports
@@ -346,6 +362,6 @@ class Attach:
         """)
         return [
             contains("the client", parts["ended"], "ok "),
-            nothing("what is left", parts["left"]),
-            kept(parts["acknowledged"], parts["found"]),
+            empty("leftovers", parts["left"]),
+            acknowledged(parts["acknowledged"], parts["found"]),
         ]

@@ -118,11 +118,16 @@ class Boot:
         self.guest.run(WRITE)
         self.guest.reboot()
         parts = self.guest.parts(SEEN)
-        turns, sums = parts["files"].count("started\nstopped\nstarted\n"), parts["sums"]
+        starts_and_stops, sums = parts["files"].count("started\nstopped\nstarted\n"), parts["sums"]
         kernel, failed = parts["kernel"], parts["failed"].strip()
         return [
             *[contains("mounts", parts["mounts"], f" {mount} ext4 ") for mount in MOUNTS],
-            fact("starts and stops of the service", turns == 2, f"right on {turns}", "started, stopped, started on 2"),
+            fact(
+                "starts and stops of the service on both file systems",
+                starts_and_stops == 2,
+                f"right on {starts_and_stops}",
+                "started, stopped, started on 2",
+            ),
             fact("20 MB without a sync", sums.count("large: OK") == 2, sums, "right on both"),
             fact("kernel log", not re.search("recovery|rror", kernel), kernel, "clean mounts"),
             fact("failed units", not failed, failed, "none"),

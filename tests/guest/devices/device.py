@@ -12,10 +12,10 @@ DISK_MIB = 64
 # Number of kills, and with --full.
 KILLS, FULL_KILLS = 3, 20
 # Number of upgrades, and with --full.
-TAKEOVERS, FULL_TAKEOVERS = 3, 20
+UPGRADES, FULL_UPGRADES = 3, 20
 # Operations per second, and the number of requests; a tenth of a second's worth is admitted at
 # once.
-LIMIT, ASKED = 200, 400
+LIMIT, REQUESTS = 200, 400
 
 
 class Device:
@@ -25,23 +25,23 @@ class Device:
     node = option = None
     # Options of the weir that is killed and of the one that continues, and the latter's log
     # message.
-    killed_option = again_option = goes_on = None
+    killed_option = restart_option = recovery_log = None
     # Option of an upgrade, and a script that prints what other programs observe.
-    takeover_option = seen = None
+    upgrade_option = observe = None
     # Scripts in the guest: before a case, and after it, whatever its result.
     prologue = clean = None
 
     def __init__(self, full):
         self.guest = None  # set by the runner
         self._kills = FULL_KILLS if full else KILLS
-        self._takeovers = FULL_TAKEOVERS if full else TAKEOVERS
+        self._upgrades = FULL_UPGRADES if full else UPGRADES
 
     def parts(self, body):
         """Runs a script; returns the output by part."""
         make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
         return self.guest.parts(f"{SHELL}\n{self.prologue}\n{make}\n{body}", self.clean)
 
-    def takeover_checks(self, parts):
+    def upgrade_checks(self, parts):
         """Checks of the output of `seen`."""
         raise NotImplementedError
 
@@ -56,14 +56,23 @@ class Device:
             pause 1
             part begin
             now; echo $now
-            dd if={self.node} of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
+            dd if={self.node} of=/dev/null bs=4k count={REQUESTS} iflag=direct 2>/dev/null
             part end
             now; echo $now
             stop
             free
         """)
         seconds = float(parts["end"]) - float(parts["begin"])
-        return [near("reads that waited", seconds, (ASKED - LIMIT / 10) / LIMIT, 0.05, "s", 1)]
+        return [
+            near(
+                "duration of throttled reads",
+                seconds,
+                (REQUESTS - LIMIT / 10) / LIMIT,
+                0.05,
+                "s",
+                1,
+            )
+        ]
 
     def killed(self):
         """weir is killed while numbers are written, and restarted: the device waits, no write is
@@ -71,13 +80,13 @@ class Device:
         """
         parts = self.parts(f"""
             serve {DISK} {self.killed_option}
-            numbers {self.node}
+            start_numbers {self.node}
             more_numbers 8
             for time in $(seq {self._kills}); do
-                killed
+                kill_weir
                 pause 0.0$((time % 7))
-                serve {DISK} {self.again_option}
-                grep '{self.goes_on}' $log
+                serve {DISK} {self.restart_option}
+                grep '{self.recovery_log}' $log
                 more_numbers $((time % 5 + 1))
             done
             part ended
@@ -91,27 +100,27 @@ class Device:
         """)
         return [contains("the client", parts["ended"], "ok "), *self.nodes_checks(parts)]
 
-    def taken_over(self):
+    def upgraded(self):
         """Upgrades while numbers are written, with and without a limit, and a failed upgrade
         without the device: no write is lost or repeated.
         """
         parts = self.parts(f"""
-            serve {DISK} {self.takeover_option}
-            numbers {self.node}
+            serve {DISK} {self.upgrade_option}
+            start_numbers {self.node}
             more_numbers 8
-            part refused
+            part rejected
             ! weir serve {DISK} --qmp unix:$qmp --takeover --nbd unix:/tmp/other.sock
             grep 'the upgrade failed' $log
             part others
             more_numbers 4
             dmesg -c >/dev/null
-            for time in $(seq {self._takeovers}); do
+            for time in $(seq {self._upgrades}); do
                 [ $((time % 2)) = 0 ] || limit='--iops-total 500'
-                take_over {DISK} {self.takeover_option} $limit
+                upgrade {DISK} {self.upgrade_option} $limit
                 limit=
                 more_numbers $((time % 5 + 1))
             done
-            {self.seen}
+            {self.observe}
             part ended
             end_numbers
             part rest
@@ -123,9 +132,17 @@ class Device:
             nodes
         """)
         return [
-            contains("a newcomer without it", parts["refused"], f"{self.node}, but this config does not"),
-            contains("the old one then", parts["refused"], "this process continues"),
-            *self.takeover_checks(parts),
+            contains(
+                "error of an upgrade without the device",
+                parts["rejected"],
+                f"{self.node}, but this config does not",
+            ),
+            contains(
+                "log of the old process after the failed upgrade",
+                parts["rejected"],
+                "this process continues",
+            ),
+            *self.upgrade_checks(parts),
             contains("the client", parts["ended"], "ok "),
             *self.nodes_checks(parts),
         ]

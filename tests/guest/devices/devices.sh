@@ -19,13 +19,13 @@ serve() {
     done
 }
 
-# gone PROCESS: waits for its end; prints its status
-gone() {
+# wait_for_exit PROCESS: waits for its end; prints its status
+wait_for_exit() {
     wait "$1" || return
 }
 
-# take_over OPTION…: upgrades the running weir; sets $weir
-take_over() {
+# upgrade OPTION…: upgrades the running weir; sets $weir
+upgrade() {
     before=$weir
     : >$log.next
     RUST_BACKTRACE=1 weir serve --qmp unix:$qmp --takeover "$@" >$log.next 2>&1 &
@@ -37,29 +37,29 @@ take_over() {
             return 1
         fi
     done
-    gone $before || { cat $log; return 1; }
+    wait_for_exit $before || { cat $log; return 1; }
     mv $log.next $log
 }
 
 # stop: ends weir as a service manager would
 stop() {
     kill -TERM $weir
-    gone $weir || { cat $log; return 1; }
+    wait_for_exit $weir || { cat $log; return 1; }
 }
 
-# killed: kills weir with SIGKILL
-killed() {
+# kill_weir: kills weir with SIGKILL
+kill_weir() {
     kill -KILL $weir
-    gone $weir || :
+    wait_for_exit $weir || :
 }
 
-# ask COMMAND: sends a command over QMP; prints the reply
-ask() {
+# run_qmp COMMAND: sends a command over QMP; prints the reply
+run_qmp() {
     printf '{"execute":"qmp_capabilities"}\n%s\n' "$1" | socat -t 400 - UNIX-CONNECT:$qmp | sed -n 3p
 }
 
-# until_no DEVICE: waits until the node is gone
-until_no() {
+# until_removed DEVICE: waits until the node is gone
+until_removed() {
     while [ -e "$1" ]; do pause 0.02; done
 }
 
@@ -76,8 +76,8 @@ write_files() (
     sync
 )
 
-# numbers DEVICE: starts the client that numbers its writes (machines/numbered.rs)
-numbers() {
+# start_numbers DEVICE: starts the client that numbers its writes (machines/numbered.rs)
+start_numbers() {
     rm -f /tmp/stop /tmp/reports /tmp/numbered
     : >/tmp/reports
     exec 5</tmp/reports
@@ -85,8 +85,8 @@ numbers() {
     numbered=$!
 }
 
-# runs PROCESS: true until it has ended; an unreaped child is a zombie (Z)
-runs() {
+# is_running PROCESS: true until it has ended; an unreaped child is a zombie (Z)
+is_running() {
     read -r nothing nothing state nothing <"/proc/$1/stat" && [ "$state" != Z ]
 } 2>/dev/null
 
@@ -98,7 +98,7 @@ more_numbers() {
     while [ "$missing" -gt 0 ]; do
         if read -r nothing <&5; then
             missing=$((missing - 1))
-        elif runs $numbered; then
+        elif is_running $numbered; then
             pause 0.02
         else
             cat /tmp/numbered $log
@@ -110,7 +110,7 @@ more_numbers() {
 # end_numbers: verifies everything once more; prints the result
 end_numbers() {
     touch /tmp/stop
-    gone $numbered || { cat /tmp/numbered; return 1; }
+    wait_for_exit $numbered || { cat /tmp/numbered; return 1; }
     cat /tmp/numbered
 }
 
@@ -132,7 +132,7 @@ pidof_server() {
 until_free() {
     case $1 in
         /dev/nbd*) until ! [ -e "/sys/block/${1#/dev/}/pid" ]; do pause 0.02; done ;;
-        *) until_no "$1" ;;
+        *) until_removed "$1" ;;
     esac
 }
 
@@ -159,9 +159,9 @@ guards() {
     grep -lsz '^ublk-guard$' /proc/[0-9]*/cmdline | wc -l
 }
 
-# left: names remaining devices of attachments, and weir's processes that still exist after ten
-# seconds: a keeper releases its device before it ends
-left() {
+# leftovers: names remaining devices of attachments, and weir's processes that still exist after
+# ten seconds: a keeper releases its device before it ends
+leftovers() {
     for path in /run/weir/attached/* /dev/ublkb* /dev/ublkc[0-9]* /sys/block/nbd*/pid; do
         [ ! -e "$path" ] || echo "$path"
     done

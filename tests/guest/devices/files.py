@@ -59,14 +59,14 @@ class Files:
                 yield f"{way}: {kind} that grows", lambda way=way, kind=kind: self.grown(way, kind)
 
     def _parts(self, way, kind, body):
-        door, node = WAYS[way]
+        option, node = WAYS[way]
         return self.guest.parts(
             f"""{SHELL}
             [ -d /sys/module/{kind} ] || load {kind}
             [ -e /dev/ublk-control ] || load ublk_drv
             mkdir -p /mnt/d
             device={node}
-            serve_image() {{ serve {DISK} --name disk -f $format {door}; }}
+            serve_image() {{ serve {DISK} --name disk -f $format {option}; }}
             mounted() {{ mount -t {kind} $device /mnt/d; }}
             {body}""",
             CLEAN,
@@ -76,7 +76,7 @@ class Files:
         """A file system: remounted, trimmed and checked."""
         make, check, _ = KINDS[kind]
         fresh = f"{make} $device"
-        made = {
+        create = {
             "raw": f"format=raw; truncate -s {DISK_MIB}M {DISK}",
             "qcow2": f"format=qcow2; weir image create -q -f qcow2 {DISK} {DISK_MIB}M",
             # The backing file contains a file system with files.
@@ -96,7 +96,7 @@ class Files:
                 part others
             """,
         }[image]
-        below = image == "overlay"
+        has_backing_file = image == "overlay"
         flat, flatten = DISK, ""
         if image != "raw":
             flat = FLAT
@@ -105,21 +105,21 @@ class Files:
             way,
             kind,
             f"""
-            {made}
+            {create}
             serve_image
-            {":" if below else fresh}
+            {":" if has_backing_file else fresh}
             mounted
             write_files /mnt/d
             part full
             stat -c %b {DISK}
             part others
-            rm -r /mnt/d/gone {"/mnt/d/below/gone" if below else ""}
+            rm -r /mnt/d/gone {"/mnt/d/below/gone" if has_backing_file else ""}
             # xfs frees unlinked files asynchronously, and by now at the latest.
             umount /mnt/d
             mounted
             fstrim /mnt/d
             (cd /mnt/d && md5sum -c sums && cmp kept/1 copied/1)
-            {"(cd /mnt/d/below && md5sum -c sums)" if below else ""}
+            {"(cd /mnt/d/below && md5sum -c sums)" if has_backing_file else ""}
             umount /mnt/d
             {check} $device
             stop
@@ -130,16 +130,16 @@ class Files:
             {flatten}
             {check} {flat}
             part after
-            {f"md5sum <{BASE}" if below else ""}
+            {f"md5sum <{BASE}" if has_backing_file else ""}
             """,
         )
         freed = (int(parts["full"]) - int(parts["freed"])) * 512
-        checks = [fact("bytes that fstrim gave back", freed >= 5 << 20, freed, "5 MiB or more of 6")]
+        checks = [fact("bytes freed by fstrim", freed >= 5 << 20, freed, "5 MiB or more of 6")]
         if image != "raw":
-            checks.append(contains("the image", parts["image"], "No errors were found"))
-        if below:
+            checks.append(contains("check of the image", parts["image"], "No errors were found"))
+        if has_backing_file:
             before, after = parts["before"], parts["after"]
-            checks.append(fact("the backing file", before == after, after, before))
+            checks.append(fact("content of the backing file", before == after, after, before))
         return checks
 
     def grown(self, way, kind):
@@ -194,6 +194,11 @@ class Files:
 
         more = total(parts["after"]) - total(parts["before"])
         return [
-            fact("bytes that were added", more >= (MORE_MIB - 10) << 20, more, f"{MORE_MIB} MiB, nearly"),
-            contains("the image", parts["image"], "No errors were found"),
+            fact(
+                "bytes added to the file system",
+                more >= (MORE_MIB - 10) << 20,
+                more,
+                f"{MORE_MIB} MiB, nearly",
+            ),
+            contains("check of the image", parts["image"], "No errors were found"),
         ]

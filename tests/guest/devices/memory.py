@@ -41,7 +41,7 @@ CLEAN = """
     # Processes that wait for a device end with it; a ublk device is removed once it is not mounted.
     weir detach --force /dev/ublkb0 2>/dev/null &
     [ ! -e /sys/block/nbd3/pid ] || nbd-client -d /dev/nbd3 >/dev/null 2>&1
-    until_no /dev/ublkb0
+    until_removed /dev/ublkb0
     umount /mnt/ublk 2>/dev/null
     umount /mnt/nbd 2>/dev/null
     wait
@@ -73,9 +73,12 @@ class Memory:
     def cases(self):
         """Name and function of each case."""
         for cache in self._caches:
-            yield f"memory pressure: ublk and nbd, cache={cache}", lambda cache=cache: self.short(cache)
+            yield (
+                f"memory pressure: ublk and nbd, cache={cache}",
+                lambda cache=cache: self.under_pressure(cache),
+            )
 
-    def short(self, cache):
+    def under_pressure(self, cache):
         """Two file systems are written to from outside of weir's group, and synced."""
         save = " ".join(f"{name}=$(cat /proc/sys/vm/{name})" for name in DIRTY)
         restore = "; ".join(f"echo ${name} >/proc/sys/vm/{name}" for name in DIRTY)
@@ -149,13 +152,30 @@ class Memory:
         )
         threads = flags(parts["threads"])
         events = dict(line.split() for line in parts["events"].splitlines())
-        told = threads and all(word & FLUSHER == FLUSHER for word in threads.values())
+        is_set = threads and all(word & FLUSHER == FLUSHER for word in threads.values())
         checks = [
-            least("to be written back", int(parts["dirty"]) << 10, (GROUP_MIB + 50) << 20, "MB"),
-            fact("killed for want of memory", events["oom_kill"] == "0", events["oom_kill"], "0"),
-            fact("what the kernel knows of its threads", told, threads, "that they write back for others"),
+            least(
+                "dirty pages before the sync",
+                int(parts["dirty"]) << 10,
+                (GROUP_MIB + 50) << 20,
+                "MB",
+            ),
+            fact(
+                "processes killed by the OOM killer",
+                events["oom_kill"] == "0",
+                events["oom_kill"],
+                "0",
+            ),
+            fact("PR_SET_IO_FLUSHER of weir's I/O threads", is_set, threads, "set for all"),
         ]
         if cache == "writeback":
-            met = int(events["max"])
-            checks.append(fact("how often weir met its limit", met > 0, met, "at least once"))
+            reached = int(events["max"])
+            checks.append(
+                fact(
+                    "number of times that weir reached its limit",
+                    reached > 0,
+                    reached,
+                    "at least once",
+                )
+            )
         return checks

@@ -22,56 +22,61 @@ class Nbd(Device):
     node = NODE
     option = f"--nbd-device {NODE}"
     killed_option = f"--nbd-device {NODE},connections=2,timeout=2"
-    again_option = "--nbd-device auto,timeout=2"
-    goes_on = "taking over"
-    takeover_option = f"--nbd-device {NODE},connections=2"
+    restart_option = "--nbd-device auto,timeout=2"
+    recovery_log = "taking over"
+    upgrade_option = f"--nbd-device {NODE},connections=2"
     # The kernel's client does not notice an upgrade.
-    seen = """
+    observe = """
             part kernel
             dmesg | grep -i nbd3 || echo nothing
             part sockets
-            ask '{"execute":"x-weir-query-status"}'
+            run_qmp '{"execute":"x-weir-query-status"}'
     """
     prologue = f"free() {{ until_free {NODE}; }}; nodes() {{ :; }}"
     clean = CLEAN
 
     def cases(self):
         """Name and function of each case."""
-        yield "nbd: attributes in /sys", self.told
+        yield "nbd: attributes in /sys", self.attributes
         yield "nbd: a limit", self.limit
-        yield "nbd: another size", self.resized
+        yield "nbd: a new size", self.resized
         yield f"nbd: killed {self._kills} times under load", self.killed
-        yield f"nbd: upgraded {self._takeovers} times under load", self.taken_over
-        yield "nbd: stopped while it is mounted", self.ended
+        yield f"nbd: upgraded {self._upgrades} times under load", self.upgraded
+        yield "nbd: stopped while it is mounted", self.stopped
         yield "nbd: removed under load", self.removed
-        yield "nbd: disconnected by another program", self.gone
-        yield "nbd: errors", self.refused
-        yield "nbd: as qemu-nbd", self.as_qemu
+        yield "nbd: disconnected by another program", self.disconnected
+        yield "nbd: errors", self.errors
+        yield "nbd: called as qemu-nbd", self.as_qemu
 
-    def takeover_checks(self, parts):
+    def upgrade_checks(self, parts):
         return [
-            fact("what the kernel says", parts["kernel"].strip() == "nothing", parts["kernel"], "nothing"),
-            contains("its sockets", parts["sockets"], '"sockets":2'),
-            contains("none of them new", parts["sockets"], '"replaced":0'),
+            fact(
+                "the kernel's log during the upgrades",
+                parts["kernel"].strip() == "nothing",
+                parts["kernel"],
+                "nothing",
+            ),
+            contains("number of sockets", parts["sockets"], '"sockets":2'),
+            contains("replaced sockets", parts["sockets"], '"replaced":0'),
         ]
 
     def nodes_checks(self, parts):
         return []
 
-    def told(self):
+    def attributes(self):
         """Attributes of a device in /sys."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE},connections=3
-            part told
+            part attributes
             cat /sys/block/nbd3/ro /sys/block/nbd3/queue/logical_block_size /sys/block/nbd3/queue/write_cache
             cat /sys/block/nbd3/size /sys/block/nbd3/backend
             part others
             stop
             free
         """)
-        told = parts["told"].split()
+        attributes = parts["attributes"].split()
         expected = ["0", "512", "write", "back", str(DISK_MIB << 11), f"weir:{DISK}"]
-        return [fact("a device", told == expected, told, expected)]
+        return [fact("attributes of a device", attributes == expected, attributes, expected)]
 
     def resized(self):
         """A new size takes effect at once."""
@@ -79,8 +84,8 @@ class Nbd(Device):
         resize = f'{{"execute":"block_resize","arguments":{{"node-name":"disk","size":{larger}}}}}'
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
-            part asked
-            ask '{resize}'
+            part reply
+            run_qmp '{resize}'
             part size
             for try in $(seq 50); do
                 size=$(blockdev --getsize64 {NODE})
@@ -93,11 +98,11 @@ class Nbd(Device):
             free
         """)
         return [
-            contains("the answer", parts["asked"], "return"),
-            contains("its size", parts["size"], str(larger)),
+            contains("the reply to block_resize", parts["reply"], "return"),
+            contains("size", parts["size"], str(larger)),
         ]
 
-    def ended(self):
+    def stopped(self):
         """weir is stopped while a file system is mounted: it waits for the next weir."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
@@ -107,7 +112,7 @@ class Nbd(Device):
             (while ! [ -e /tmp/stop ]; do date >>/mnt/d/dates && sync; done; echo written >/tmp/did) &
             write_files /mnt/d
             stop
-            part there
+            part kept
             ls /sys/block/nbd3/backend
             serve {DISK} --nbd-device {NODE}
             part others
@@ -119,7 +124,7 @@ class Nbd(Device):
             stop
             free
         """)
-        return [contains("the device", parts["there"], "backend")]
+        return [contains("the device after the end of weir", parts["kept"], "backend")]
 
     def removed(self):
         """Removal over QMP while the device is in use: rejected in safe mode; in hard mode later
@@ -127,15 +132,15 @@ class Nbd(Device):
         remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
-            numbers {NODE}
+            start_numbers {NODE}
             more_numbers 8
             part safe
-            ask '{remove.format("safe")}'
+            run_qmp '{remove.format("safe")}'
             more_numbers 8
             part hard
-            ask '{remove.format("hard")}'
+            run_qmp '{remove.format("hard")}'
             part client
-            gone $numbered || echo it failed
+            wait_for_exit $numbered || echo it failed
             part others
             free
             stop
@@ -147,34 +152,36 @@ class Nbd(Device):
             echo none
         """)
         return [
-            contains("if it is to be safe", parts["safe"], "numbered"),
-            contains("if it need not", parts["hard"], "return"),
-            contains("its client", parts["client"], "it failed"),
-            fact("processes that wait for ever", parts["waiting"].strip() == "none", parts["waiting"], "none"),
+            contains("removal in safe mode", parts["safe"], "numbered"),
+            contains("removal in hard mode", parts["hard"], "return"),
+            contains("the client after the removal", parts["client"], "it failed"),
+            fact(
+                "processes that hang", parts["waiting"].strip() == "none", parts["waiting"], "none"
+            ),
         ]
 
-    def gone(self):
+    def disconnected(self):
         """Another program disconnects the device, and weir ends, as --exit-when-idle requires."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE} --exit-when-idle
             dd if={NODE} of=/dev/null bs=4k count=4 iflag=direct
             nbd-client -d {NODE}
             part ended
-            gone $weir && echo it ended
+            wait_for_exit $weir && echo it ended
             cat $log
         """)
         return [
-            contains("weir", parts["ended"], "it ended"),
-            contains("what it says", parts["ended"], "the device was removed"),
+            contains("end of weir", parts["ended"], "it ended"),
+            contains("weir's log", parts["ended"], "the device was removed"),
         ]
 
-    def refused(self):
+    def errors(self):
         """Errors: a device in use, and a size that is not a multiple of a sector."""
         parts = self.parts(f"""
             serve {DISK} --nbd-device {NODE}
             truncate -s 1M /tmp/other.raw
             truncate -s 1000 /tmp/odd.raw
-            part taken
+            part in_use
             ! weir serve /tmp/other.raw --nbd-device {NODE}
             part odd
             ! weir serve /tmp/odd.raw --nbd-device auto
@@ -185,7 +192,7 @@ class Nbd(Device):
             rm -f /tmp/other.raw /tmp/odd.raw
         """)
         return [
-            contains("a device that is taken", parts["taken"], "/dev/nbd3 is in use by another server"),
+            contains("a device in use", parts["in_use"], "/dev/nbd3 is in use by another server"),
             contains("an odd size", parts["odd"], "not a multiple of 512"),
         ]
 
@@ -220,8 +227,8 @@ class Nbd(Device):
         """)
         before, after = [line for line in parts["temporary"].splitlines() if line.endswith(" -")]
         return [
-            contains("the device", parts["connected"], str(DISK_MIB * 2048)),
-            contains("while it is used", parts["used"], "in use"),
-            contains("afterwards", parts["disconnected"], f"{NODE} disconnected"),
+            contains("size of the device", parts["connected"], str(DISK_MIB * 2048)),
+            contains("disconnecting a device in use", parts["used"], "in use"),
+            contains("disconnecting", parts["disconnected"], f"{NODE} disconnected"),
             fact("the image behind a temporary file", before == after, after, before),
         ]

@@ -55,15 +55,15 @@ class Pauses:
         free = "free() { until ! [ -e /sys/block/nbd5/pid ]; do pause 0.02; done; }"
         return self.guest.parts(f"{SHELL}\n{free}\n{load}\n{make}\n{body}", CLEAN)
 
-    def waits(self, door, node, seconds):
+    def waits(self, option, node, seconds):
         """Requests wait, and continue after the pause."""
         # The kernel's NBD client waits at most for its dead-timeout.
-        door = f"{door},dead-timeout={seconds + 30}" if "nbd" in door else door
+        option = f"{option},dead-timeout={seconds + 30}" if "nbd" in option else option
         parts = self._parts(f"""
-            serve {DISK} {door}
-            numbers {node}
+            serve {DISK} {option}
+            start_numbers {node}
             more_numbers 8
-            killed
+            kill_weir
             part during
             lines=$(wc -l </tmp/reports)
             now; began=$now
@@ -72,7 +72,7 @@ class Pauses:
             kill -0 $numbered && echo it waits
             echo $(($(wc -l </tmp/reports) - lines)) rounds
             part others
-            serve {DISK} {door}
+            serve {DISK} {option}
             more_numbers 8
             part ended
             end_numbers
@@ -84,10 +84,15 @@ class Pauses:
         # One round may have been reported that had ended before the pause.
         rounds = int(parts["during"].split()[-2])
         return [
-            fact("the pause", float(ended) - float(began) >= seconds, parts["during"], f"{seconds} s"),
-            contains("the client meanwhile", parts["during"], "it waits"),
-            fact("rounds meanwhile", rounds <= 1, rounds, "none"),
-            contains("the client", parts["ended"], "ok "),
+            fact(
+                "length of the pause",
+                float(ended) - float(began) >= seconds,
+                parts["during"],
+                f"{seconds} s",
+            ),
+            contains("the client during the pause", parts["during"], "it waits"),
+            fact("rounds during the pause", rounds <= 1, rounds, "none"),
+            contains("the client at its end", parts["ended"], "ok "),
         ]
 
     def client(self, seconds):
@@ -97,7 +102,7 @@ class Pauses:
             nbd-client 127.0.0.1 /dev/nbd5 -N disk -persist >/tmp/client.log 2>&1 </dev/null || {{ cat /tmp/client.log; exit 1; }}
             dd if=/dev/urandom of=/tmp/pattern bs=4k count=16 2>/dev/null
             dd if=/tmp/pattern of=/dev/nbd5 oflag=direct bs=4k 2>/dev/null
-            killed
+            kill_weir
             part during
             pause {seconds}
             ! dd if=/dev/nbd5 of=/dev/null bs=4k count=1 iflag=direct 2>/dev/null && echo it fails
@@ -115,9 +120,9 @@ class Pauses:
             stop
         """)
         return [
-            contains("a request meanwhile", parts["during"], "it fails"),
-            contains("a request afterwards", parts["back"], "it fails"),
-            contains("connected again", parts["again"], "all is there"),
+            contains("a request during the pause", parts["during"], "it fails"),
+            contains("a request after the pause", parts["back"], "it fails"),
+            contains("data after a reconnection", parts["again"], "all is there"),
         ]
 
     def fstab(self):

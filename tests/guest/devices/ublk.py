@@ -13,7 +13,7 @@ from outcome import contains, fact
 NODE = "/dev/ublkb0"
 # Seconds for which requests wait for a restart of weir, and the additional time until they fail,
 # including the kernel's own delay on 6.1.
-PATIENCE, LATER = 3, 6
+DEAD_TIMEOUT, MARGIN = 3, 6
 # Cleanup after a case, whatever its result.
 CLEAN = f"""
     touch /tmp/stop
@@ -35,11 +35,11 @@ class Ublk(Device):
 
     node = NODE
     option = "--ublk"
-    killed_option = takeover_option = "--ublk=0,queues=2"
-    again_option = "--ublk"
-    goes_on = "took over"
-    seen = """
-            part said
+    killed_option = upgrade_option = "--ublk=0,queues=2"
+    restart_option = "--ublk"
+    recovery_log = "took over"
+    observe = """
+            part log
             grep 'recovered the devices of ublk' $log
     """
     prologue = "[ -e /dev/ublk-control ] || load ublk_drv; free() { :; }; nodes() { ls /dev/ublk*; }"
@@ -47,22 +47,22 @@ class Ublk(Device):
 
     def cases(self):
         """Name and function of each case."""
-        yield "ublk: attributes in /sys", self.told
+        yield "ublk: attributes in /sys", self.attributes
         yield "ublk: a limit", self.limit
-        yield "ublk: another size", self.resized
+        yield "ublk: a new size", self.resized
         yield f"ublk: killed {self._kills} times under load", self.killed
-        yield f"ublk: upgraded {self._takeovers} times under load", self.taken_over
-        yield "ublk: zero copy", self.not_copied
-        yield "ublk: stopped while it is mounted", self.ended
-        yield "ublk: killed, and orphaned", self.lost
+        yield f"ublk: upgraded {self._upgrades} times under load", self.upgraded
+        yield "ublk: zero copy", self.zero_copy
+        yield "ublk: stopped while it is mounted", self.stopped
+        yield "ublk: orphaned by a kill", self.orphaned
         yield "ublk: killed, and not recovered in time", self.given_up
         yield "ublk: killed, and recovered in time", self.in_time
         yield "ublk: removed under load", self.removed
         yield "ublk: an unprivileged user", self.unprivileged
-        yield "ublk: errors", self.refused
+        yield "ublk: errors", self.errors
 
-    def takeover_checks(self, parts):
-        return [contains("the new one", parts["said"], "pause_us=")]
+    def upgrade_checks(self, parts):
+        return [contains("log of the new process", parts["log"], "pause_us=")]
 
     def nodes_checks(self, parts):
         nodes = parts["nodes"]
@@ -74,7 +74,7 @@ class Ublk(Device):
         """
         return self.guest.run("uname -r").startswith("6.1.")
 
-    def told(self):
+    def attributes(self):
         """Attributes of a device in /sys."""
         shown = "ro queue/logical_block_size queue/physical_block_size queue/write_cache queue/fua size"
         parts = self.parts(f"""
@@ -104,12 +104,32 @@ class Ublk(Device):
         writable = ["0", "512", "4096", "write", "back", "1", sectors]
         read_only = parts["read_only"].split()
         return [
-            fact("a device", parts["writable"].split() == writable, parts["writable"], writable),
-            fact("its queues", parts["queues"].strip() in "12", parts["queues"], "no more than processors"),
-            fact("maximum discard", parts["erases"].split() == [str(1 << 30)] * 2, parts["erases"], "1 GiB"),
-            fact("a read-only one", read_only[:3] == ["1", "512", "4096"], read_only, "1 512 4096"),
             fact(
-                "one without a cache and without discards",
+                "attributes of a device",
+                parts["writable"].split() == writable,
+                parts["writable"],
+                writable,
+            ),
+            fact(
+                "number of queues",
+                parts["queues"].strip() in "12",
+                parts["queues"],
+                "at most the number of processors",
+            ),
+            fact(
+                "maximum discard",
+                parts["erases"].split() == [str(1 << 30)] * 2,
+                parts["erases"],
+                "1 GiB",
+            ),
+            fact(
+                "attributes of a read-only device",
+                read_only[:3] == ["1", "512", "4096"],
+                read_only,
+                "1 512 4096",
+            ),
+            fact(
+                "attributes without a cache and without discards",
                 parts["through"].split() == ["write", "through", "0", "0"],
                 parts["through"],
                 "write through 0 0",
@@ -125,29 +145,29 @@ class Ublk(Device):
             uname -r
             part others
             serve {DISK} --ublk
-            part asked
-            name=$(ask '{{"execute":"query-block-exports"}}' | sed 's/.*"node-name": *"\\([^"]*\\)".*/\\1/')
-            ask '{{"execute":"block_resize","arguments":{{"node-name":"'$name'","size":{larger}}}}}'
+            part reply
+            name=$(run_qmp '{{"execute":"query-block-exports"}}' | sed 's/.*"node-name": *"\\([^"]*\\)".*/\\1/')
+            run_qmp '{{"execute":"block_resize","arguments":{{"node-name":"'$name'","size":{larger}}}}}'
             part now
             pause 0.5
             blockdev --getsize64 {NODE}
             cat $log
             stop
-            part anew
+            part restarted
             serve {DISK} --ublk
             blockdev --getsize64 {NODE}
             dd if=/dev/urandom of={NODE} bs=1M count=1 seek={DISK_MIB + 19} oflag=direct
             stop
         """)
-        can = version(parts["kernel"]) >= [6, 16]
-        now = str(larger) if can else "keeps its length"
+        is_supported = version(parts["kernel"]) >= [6, 16]
+        now = str(larger) if is_supported else "keeps its length"
         return [
-            fact("the answer", "return" in parts["asked"], parts["asked"], "a return"),
-            contains("its size" if can else "log", parts["now"], now),
-            contains("its size when it is made again", parts["anew"], str(larger)),
+            fact("the reply to block_resize", "return" in parts["reply"], parts["reply"], "return"),
+            contains("size" if is_supported else "log", parts["now"], now),
+            contains("size after a restart of weir", parts["restarted"], str(larger)),
         ]
 
-    def not_copied(self):
+    def zero_copy(self):
         """Zero copy for raw images from Linux 6.16 on, through kills, file systems and discards;
         data that was prefetched, or that might be a header, is copied. On earlier kernels, and if
         it is switched off, memory is mapped.
@@ -156,12 +176,12 @@ class Ublk(Device):
             part kernel
             uname -r
             part others
-            counted() {{ ask '{{"execute":"x-weir-query-status"}}'; }}
+            query_status() {{ run_qmp '{{"execute":"x-weir-query-status"}}'; }}
             serve {DISK} -f raw --prefetch off --ublk
-            numbers {NODE}
+            start_numbers {NODE}
             more_numbers 8
             for time in 1 2; do
-                killed
+                kill_weir
                 serve {DISK} -f raw --prefetch off --ublk
                 grep 'took over' $log
                 more_numbers 4
@@ -177,14 +197,14 @@ class Ublk(Device):
             (cd /mnt/d && md5sum -c sums && cmp kept/1 copied/1)
             umount /mnt/d
             e2fsck -fn {NODE}
-            part stayed
-            counted
+            part direct
+            query_status
             part others
-            ask '{{"execute":"x-weir-set","arguments":{{"name":"disk","prefetch":"on"}}}}'
+            run_qmp '{{"execute":"x-weir-set","arguments":{{"name":"disk","prefetch":"on"}}}}'
             head -c 8388608 {DISK} >/tmp/first
             dd if={NODE} bs=16k count=512 iflag=direct 2>/dev/null | compare - /tmp/first
-            part ahead
-            counted
+            part prefetched
+            query_status
             part others
             stop
             mount -t ext4 -o loop {DISK} /mnt/d
@@ -196,38 +216,63 @@ class Ublk(Device):
             printf 'QFI\\373' | dd of=/tmp/first conv=notrunc 2>/dev/null
             ! dd if=/tmp/first of={NODE} bs=64k count=1 oflag=direct
             rm /tmp/first
-            part guarded
-            counted
+            part header
+            query_status
             part others
-            take_over {DISK} --prefetch off --ublk
-            part carried
-            counted
+            upgrade {DISK} --prefetch off --ublk
+            part upgraded
+            query_status
             part others
             stop
             serve {DISK} -f raw --prefetch off --ublk=0,zero-copy=off
             dd if={NODE} bs=64k count=128 iflag=direct 2>/dev/null | compare - {DISK} -n 8388608
             part off
-            counted
+            query_status
             part others
             stop
             e2fsck -fn {DISK}
         """)
 
-        def counted(name):
+        def export_counters(name):
             export = json.loads(parts[name])["return"]["exports"][0]
             return export["zero-copy"], export["copied-bytes"]
 
-        can = version(parts["kernel"]) >= [6, 16]
-        ahead, guarded = counted("ahead"), counted("guarded")
+        is_supported = version(parts["kernel"]) >= [6, 16]
+        prefetched, header = export_counters("prefetched"), export_counters("header")
         return [
-            fact("it stays", counted("stayed") == (can, 0), counted("stayed"), (can, 0)),
-            fact("prefetched data", ahead[0] == can and (ahead[1] > 1 << 20) == can, ahead, "is copied"),
-            fact("data that might be a header", guarded == (can, can * (128 << 10)), guarded, "is copied, twice"),
-            fact("counters after the upgrade", counted("carried") == guarded, counted("carried"), guarded),
-            fact("switched off", counted("off") == (False, 0), counted("off"), (False, 0)),
+            fact(
+                "zero copy under load",
+                export_counters("direct") == (is_supported, 0),
+                export_counters("direct"),
+                (is_supported, 0),
+            ),
+            fact(
+                "reads of prefetched data",
+                prefetched[0] == is_supported and (prefetched[1] > 1 << 20) == is_supported,
+                prefetched,
+                "copied",
+            ),
+            fact(
+                "data that may be a qcow2 header",
+                header == (is_supported, is_supported * (128 << 10)),
+                header,
+                "copied, twice",
+            ),
+            fact(
+                "counters after the upgrade",
+                export_counters("upgraded") == header,
+                export_counters("upgraded"),
+                header,
+            ),
+            fact(
+                "zero copy switched off",
+                export_counters("off") == (False, 0),
+                export_counters("off"),
+                (False, 0),
+            ),
         ]
 
-    def ended(self):
+    def stopped(self):
         """weir is stopped while a file system is mounted: it waits for the next weir."""
         parts = self.parts(f"""
             serve {DISK} --ublk
@@ -236,7 +281,7 @@ class Ublk(Device):
             rm -f /tmp/stop /tmp/did
             (while ! [ -e /tmp/stop ]; do date >>/mnt/d/dates && sync; done; echo written >/tmp/did) &
             write_files /mnt/d
-            part said
+            part log
             stop
             cat $log
             part failed
@@ -255,27 +300,34 @@ class Ublk(Device):
             ls /dev/ublk*
         """)
         return [
-            contains("log", parts["said"], "the device is in use and is kept"),
-            contains("a start that fails later", parts["failed"], "the device is in use and is kept"),
-            contains("its end", parts["failed"], "ended by 1"),
-            contains("the device", parts["nodes"], NODE),
-            fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
+            contains("log", parts["log"], "the device is in use and is kept"),
+            contains(
+                "log of a start that fails", parts["failed"], "the device is in use and is kept"
+            ),
+            contains("exit status of a start that fails", parts["failed"], "ended by 1"),
+            contains("nodes after a start that fails", parts["nodes"], NODE),
+            fact(
+                "nodes afterwards",
+                parts["after"].split() == ["/dev/ublk-control"],
+                parts["after"],
+                "none",
+            ),
         ]
 
-    def lost(self):
+    def orphaned(self):
         """An orphaned device is listed, and can be removed."""
-        goes = f"""
-            part goes
+        stays_open = f"""
+            part stays_open
             serve {DISK} --ublk
             exec 3<{NODE}
-            killed
+            kill_weir
             ! weir detach --force {NODE} 2>&1 3<&-
             exec 3<&-
         """
-        goes = "" if self._waits_for_users() else goes
+        stays_open = "" if self._waits_for_users() else stays_open
         parts = self.parts(f"""
             serve {DISK} --ublk=0,dead-timeout=600
-            killed
+            kill_weir
             part listed
             weir attach --list
             part used
@@ -293,26 +345,41 @@ class Ublk(Device):
             mkfs.ext4 -q {NODE}
             mount -t ext4 {NODE} /mnt/d
             dd if=/dev/urandom of=/mnt/d/file bs=64k count=16
-            killed
+            kill_weir
             part mounted
             weir detach --force {NODE}
             ! grep /mnt/d /proc/mounts
-            {goes}
+            {stays_open}
             part after
             ls /dev/ublk*
             weir attach --list
         """)
-        checks = [
-            contains("a device that stays open", parts["goes"], "when its last user closes it (in use: open in ")
-        ] if goes else []
+        checks = (
+            [
+                contains(
+                    "removal of a device that stays open",
+                    parts["stays_open"],
+                    "when its last user closes it (in use: open in ",
+                )
+            ]
+            if stays_open
+            else []
+        )
         return [
             *checks,
-            contains("the list", parts["listed"], "ublk, orphaned"),
-            contains("a device in use", parts["used"], "in use: "),
-            fact("its guard", parts["guards"].strip() == "0", parts["guards"], "has gone with it"),
-            fact("a mounted device", not parts["mounted"].strip(), parts["mounted"], "mounted no more"),
+            contains("the list of devices", parts["listed"], "ublk, orphaned"),
+            contains("detaching a device in use", parts["used"], "in use: "),
+            fact(
+                "guards after the removal", parts["guards"].strip() == "0", parts["guards"], "none"
+            ),
+            fact(
+                "removal of a mounted device",
+                not parts["mounted"].strip(),
+                parts["mounted"],
+                "unmounted",
+            ),
             contains("nodes afterwards", parts["after"].split()[0], "/dev/ublk-control"),
-            fact("and devices", NODE not in parts["after"], parts["after"], "none"),
+            fact("devices afterwards", NODE not in parts["after"], parts["after"], "none"),
         ]
 
     def given_up(self):
@@ -323,8 +390,8 @@ class Ublk(Device):
             part others
             serve {DISK} --ublk=0,dead-timeout=1
             exec 3<{NODE}
-            killed
-            until_no {NODE}
+            kill_weir
+            until_removed {NODE}
             part another
             serve {DISK} --ublk 3<&-
             ls /dev/ublkb*
@@ -338,45 +405,51 @@ class Ublk(Device):
                 while dd if={NODE} of=/dev/null bs=64k iflag=direct 2>/dev/null; do :; done
                 now; echo $now >/tmp/failed
             }}
-            serve {DISK} --ublk=0,dead-timeout={PATIENCE}
+            serve {DISK} --ublk=0,dead-timeout={DEAD_TIMEOUT}
             read_on & reader=$!
             pause 0.5
             part guards
             guards
             part failed
             now; echo $now
-            killed
-            gone $reader
+            kill_weir
+            wait_for_exit $reader
             cat /tmp/failed
-            until_no {NODE}
+            until_removed {NODE}
             # The node is removed after it.
-            until_no /dev/ublkc0
+            until_removed /dev/ublkc0
             part left
-            left
+            leftovers
             stuck
             weir attach --list | grep ublkb || :
-            part said
+            part log
             cat $log
             {another}
             rm /tmp/failed
             part after
-            left
+            leftovers
             ls /dev/ublk*
         """)
         # The shell may print that it has killed weir.
         died, failed = map(float, re.findall(r"^[\d.]+$", parts["failed"], re.MULTILINE))
-        checks = [
-            contains("the next device beside an open one", parts["another"], "/dev/ublkb1")
-        ] if another else []
+        checks = (
+            [
+                contains(
+                    "number of the next device beside an open one", parts["another"], "/dev/ublkb1"
+                )
+            ]
+            if another
+            else []
+        )
         return [
             fact("guards", parts["guards"].strip() == "1", parts["guards"], "one"),
             fact(
-                "the reader fails",
-                PATIENCE <= failed - died <= PATIENCE + LATER,
+                "the reader gets an error",
+                DEAD_TIMEOUT <= failed - died <= DEAD_TIMEOUT + MARGIN,
                 f"after {failed - died:.2f} s",
-                f"after {PATIENCE} s, {LATER} s later at most",
+                f"after {DEAD_TIMEOUT} s, at most {MARGIN} s later",
             ),
-            contains("log", parts["said"], f"no process has served it for {PATIENCE} s"),
+            contains("log", parts["log"], f"no process has served it for {DEAD_TIMEOUT} s"),
             fact("leftovers", not parts["left"].strip(), parts["left"], "nothing"),
             *checks,
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
@@ -387,38 +460,38 @@ class Ublk(Device):
         weir's timeout would have expired, and in an upgrade. Without `dead-timeout` the device
         waits forever.
         """
-        # The limit reduces the work of the emulator meanwhile.
-        door = f"--ublk=0,dead-timeout={PATIENCE} --iops-total {LIMIT}"
+        # The limit reduces the work of the emulator.
+        option = f"--ublk=0,dead-timeout={DEAD_TIMEOUT} --iops-total {LIMIT}"
         parts = self.parts(f"""
-            serve {DISK} {door}
-            numbers {NODE}
+            serve {DISK} {option}
+            start_numbers {NODE}
             more_numbers 8
             for time in 1 2; do
-                killed
-                pause {PATIENCE - 1}
-                serve {DISK} {door}
+                kill_weir
+                pause {DEAD_TIMEOUT - 1}
+                serve {DISK} {option}
                 grep 'took over' $log
                 more_numbers 1
             done
-            pause {PATIENCE + 1}
+            pause {DEAD_TIMEOUT + 1}
             more_numbers 4
             part killed
             guards
             part others
-            take_over {DISK} {door}
+            upgrade {DISK} {option}
             more_numbers 4
-            pause {PATIENCE + 1}
+            pause {DEAD_TIMEOUT + 1}
             more_numbers 4
-            part taken_over
+            part upgraded
             guards
             part others
-            take_over {DISK} --ublk=0
+            upgrade {DISK} --ublk=0
             part unguarded
             guards
             part others
-            killed
-            pause {PATIENCE + 1}
-            serve {DISK} {door}
+            kill_weir
+            pause {DEAD_TIMEOUT + 1}
+            serve {DISK} {option}
             more_numbers 4
             part ended
             end_numbers
@@ -426,12 +499,12 @@ class Ublk(Device):
             stop
             check_numbers {DISK}
             part after
-            left
+            leftovers
             ls /dev/ublk*
         """)
-        counted = [parts[name].strip() for name in ("killed", "taken_over", "unguarded")]
+        guard_counts = [parts[name].strip() for name in ("killed", "upgraded", "unguarded")]
         return [
-            fact("guards", counted == ["1", "1", "0"], counted, ["1", "1", "0"]),
+            fact("guards", guard_counts == ["1", "1", "0"], guard_counts, ["1", "1", "0"]),
             contains("the client", parts["ended"], "ok "),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
         ]
@@ -442,21 +515,21 @@ class Ublk(Device):
         remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
         parts = self.parts(f"""
             serve {DISK} --ublk
-            numbers {NODE}
+            start_numbers {NODE}
             more_numbers 8
             part safe
-            ask '{remove.format("safe")}'
+            run_qmp '{remove.format("safe")}'
             more_numbers 8
             part hard
-            ask '{remove.format("hard")}'
+            run_qmp '{remove.format("hard")}'
             part client
-            gone $numbered || echo it failed
+            wait_for_exit $numbered || echo it failed
             cat /tmp/numbered
             part others
             # Its number is free once the export is removed, which is after its node.
-            until ! ask '{{"execute":"query-block-exports"}}' | grep -q disk; do pause 0.02; done
-            ask '{{"execute":"block-export-add","arguments":{{"type":"x-ublk","id":"again","node-name":"disk","writable":true}}}}'
-            numbers {NODE}
+            until ! run_qmp '{{"execute":"query-block-exports"}}' | grep -q disk; do pause 0.02; done
+            run_qmp '{{"execute":"block-export-add","arguments":{{"type":"x-ublk","id":"again","node-name":"disk","writable":true}}}}'
+            start_numbers {NODE}
             more_numbers 8
             end_numbers
             stop
@@ -467,15 +540,15 @@ class Ublk(Device):
             done
         """)
         return [
-            contains("in safe mode", parts["safe"], "numbered"),
-            contains("in hard mode", parts["hard"], "return"),
-            contains("its client", parts["client"], "it failed"),
+            contains("removal in safe mode", parts["safe"], "numbered"),
+            contains("removal in hard mode", parts["hard"], "return"),
+            contains("the client after the removal", parts["client"], "it failed"),
             fact("processes that hang", not parts["waiting"].strip(), parts["waiting"], "none"),
         ]
 
     def unprivileged(self):
-        """Unprivileged users, to whom udev gives the devices that they create, which the test does
-        in its place; they serve a device, remove an orphaned one, and get an error without access.
+        """An unprivileged user serves a device, removes an orphaned one, and gets an error without
+        access. udev would give the devices to the user; here the test does.
         """
         serve = f"weir serve {DISK} --ublk=0,unprivileged --qmp unix:/run/user/qmp"
         parts = self.parts(f"""
@@ -491,7 +564,7 @@ class Ublk(Device):
                 until [ -e "$1" ]; do pause 0.02; done
                 chown user "$1"
             }}
-            part refused
+            part rejected
             ! as_user "{serve}" 2>&1
             ! weir detach {NODE} 2>/dev/null
             part others
@@ -509,8 +582,8 @@ class Ublk(Device):
                 wait $giving
                 as_user "dd if=/dev/urandom of={NODE} bs=64k count=4 oflag=direct && head -c 256k {NODE} | md5sum"
                 head -c 256k {DISK} | md5sum
-                killed
-                until_no {NODE}
+                kill_weir
+                until_removed {NODE}
                 as_user "weir attach --list; weir detach {NODE}"
             }}
             part nodes
@@ -522,16 +595,28 @@ class Ublk(Device):
             "nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"
         )
         if version(parts["kernel"]) < [6, 5]:
-            return [contains("before Linux 6.5", parts["refused"], "may not use the ublk driver"), nodes]
+            return [
+                contains("before Linux 6.5", parts["rejected"], "may not use the ublk driver"),
+                nodes,
+            ]
         sums = re.findall(r"^\w{32}(?=  -$)", parts["served"], re.MULTILINE)
         return [
-            contains("a user without access", parts["refused"], "udev did not give it to this user within 10 s"),
-            fact("its bytes", len(sums) == 2 and sums[0] == sums[1], sums, "those of the disk"),
-            contains("leftovers of a killed weir", parts["served"], "ublk, orphaned"),
+            contains(
+                "error of a user without access",
+                parts["rejected"],
+                "udev did not give it to this user within 10 s",
+            ),
+            fact(
+                "bytes read from the device",
+                len(sums) == 2 and sums[0] == sums[1],
+                sums,
+                "equal to the disk's",
+            ),
+            contains("device of a killed weir", parts["served"], "ublk, orphaned"),
             nodes,
         ]
 
-    def refused(self):
+    def errors(self):
         """Errors: a number in use, an image in use, a device that was never started."""
         parts = self.parts(f"""
             serve {DISK} --ublk=0
@@ -553,8 +638,19 @@ class Ublk(Device):
         """)
         return [
             contains("an image in use", parts["same"], "locked for writing by another process"),
-            contains("a number in use", parts["number"], "there is a device of this number already"),
+            contains(
+                "a number in use", parts["number"], "there is a device of this number already"
+            ),
             contains("an odd size", parts["odd"], "not a multiple of 512"),
-            contains("more memory than there is", parts["memory"], "request buffers of a block device"),
-            fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
+            contains(
+                "queues that exceed the memory limit",
+                parts["memory"],
+                "request buffers of a block device",
+            ),
+            fact(
+                "nodes afterwards",
+                parts["after"].split() == ["/dev/ublk-control"],
+                parts["after"],
+                "none",
+            ),
         ]

@@ -47,7 +47,7 @@ class BackEnd:
     """One running server of one image. Use it in a `with` statement."""
 
     # Features that another back end may lack.
-    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = TAKES_OVER = True
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = UPGRADES = True
 
     def __init__(self, program, image, kind, offer=Offer()):
         self.program, self.image, self.kind, self.offer = program, Path(image), kind, offer
@@ -76,8 +76,10 @@ class BackEnd:
             if self._launch():
                 return
             status = self._process.wait()
-            said = self.log()
-        raise BackEndFailed(f"{self.program}: ended with {status} at each of {STARTS} starts:\n{said}")
+            log = self.log()
+        raise BackEndFailed(
+            f"{self.program}: ended with {status} at each of {STARTS} starts:\n{log}"
+        )
 
     def kill(self):
         """Kills it with SIGKILL."""
@@ -98,12 +100,12 @@ class BackEnd:
             self._process.wait()
             status = f"no answer to SIGTERM within {STOP_SECONDS} s"
         self._log.until_end()
-        said = self.log()
+        log = self.log()
         self._close()
         self._process = None
         if not quiet and (early is not None or status not in (0, -15)):
             when = "ended by itself" if early is not None else "ended"
-            raise BackEndFailed(f"{self.program}: {when} with {status}:\n{said}")
+            raise BackEndFailed(f"{self.program}: {when} with {status}:\n{log}")
 
     def log(self):
         """The end of its log since the last start."""
@@ -154,18 +156,20 @@ class BackEnd:
 class Weir(BackEnd):
     """`weir serve`."""
 
-    def take_over(self):
+    def upgrade(self):
         """Upgrades to a new process. The machine must not notice."""
         before, log = self._process, self._log
         self._close()
         control = Path(self._directory, "qmp.sock")
         self._run([*self._words(), f"--takeover=unix:{control}"])
-        is_over = self._log.wait_for(lambda lines: any("taken over" in line for line in lines))
+        is_upgraded = self._log.wait_for(lambda lines: any("taken over" in line for line in lines))
         status = before.wait(STOP_SECONDS)
         log.until_end()
-        if not is_over or status != 0:
-            said = "\n".join(log.all()[-30:])
-            raise BackEndFailed(f"not taken over: the old one ended with {status}:\n{said}\n{self.log()}")
+        if not is_upgraded or status != 0:
+            log = "\n".join(log.all()[-30:])
+            raise BackEndFailed(
+                f"no upgrade: the old process ended with {status}:\n{log}\n{self.log()}"
+            )
         self._connect()
 
     def _launch(self):
@@ -206,7 +210,7 @@ class Daemon(BackEnd):
     repeated, because it lacks INFLIGHT_SHMFD; it only listens; and it locks an image all the time.
     """
 
-    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = TAKES_OVER = False
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = UPGRADES = False
 
     def _launch(self):
         ours, theirs = socket.socketpair()

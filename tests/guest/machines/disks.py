@@ -4,17 +4,17 @@ import json
 import subprocess
 
 from load import BLOCKS, FILES_MIB, THREADS, Load, Wrong, check_files, make_files
-from stage import MIB, LeftOut, allocated
+from stage import MIB, Skipped, allocated
 from virtual_machine import Drive
 
 # weir's log message.
 SWITCHED = "the guest switched the write cache"
 
 
-def same(what, seen, wanted):
+def same(what, seen, expected):
     """Raises Wrong unless both are equal."""
-    if seen != wanted:
-        raise Wrong(f"{what}: {seen!r} (asked: {wanted!r})")
+    if seen != expected:
+        raise Wrong(f"{what}: {seen!r} (expected: {expected!r})")
 
 
 def files(stage):
@@ -42,7 +42,9 @@ def files(stage):
         for disk, image in images.items():
             freed = full[disk] - allocated(image)
             if freed < 4 * MIB:
-                raise Wrong(f"{disk}: fstrim has freed {freed} bytes of the image (asked: 4 MiB and more)")
+                raise Wrong(
+                    f"{disk}: fstrim has freed {freed} bytes of the image (expected: 4 MiB or more)"
+                )
         # An image that the guest has flushed is consistent for other programs.
         subprocess.run(["qemu-img", "check", "-q", images["vdb"]], check=True)
         subprocess.run(["/sbin/e2fsck", "-fn", images["vda"]], check=True, capture_output=True)
@@ -77,15 +79,15 @@ def settings(stage):
     ]
     # One of each format, to be switched and resized.
     changed = {"vda": servers[0], "vdb": servers[1]}
-    comers = [stage.serve(stage.image("comer", kind), kind) for kind in ("raw", "qcow2")]
+    hotplugged = [stage.serve(stage.image("hotplugged", kind), kind) for kind in ("raw", "qcow2")]
     queues = (2, 4, 1)
     drives = [Drive(server.socket, number) for server, number in zip(servers, queues)]
     # The last disks are identified by name, because they are behind bridges.
-    drives += [Drive(server.socket, slot=slot) for slot, server in enumerate(comers)]
+    drives += [Drive(server.socket, slot=slot) for slot, server in enumerate(hotplugged)]
     pluggable = ("vdd", "vde")
     if daemon.CONNECTS:
-        caller = stage.serve(stage.image("caller"), connects=True)
-        drives.append(Drive(caller.socket, listens=True))
+        connecting = stage.serve(stage.image("connecting"), connects=True)
+        drives.append(Drive(connecting.socket, listens=True))
         pluggable = ("vde", "vdf")
     machine = stage.machine(drives, processors=2)
 
@@ -105,21 +107,23 @@ def settings(stage):
 
     def serial_number():
         for disk, server in zip(("vda", "vdc"), (servers[0], servers[2])):
-            wanted = server.offer.serial if daemon.SERIALS else "vhost_user_blk"
-            same(f"{disk}: serial", machine.run(f"cat /sys/block/{disk}/serial").strip(), wanted)
+            expected = server.offer.serial if daemon.SERIALS else "vhost_user_blk"
+            same(f"{disk}: serial", machine.run(f"cat /sys/block/{disk}/serial").strip(), expected)
         if daemon.SERIALS:
             same("vdb: serial", machine.run("cat /sys/block/vdb/serial").strip(), "disk")
 
     def read_only():
         same("/sys/block/vdc/ro", machine.run("cat /sys/block/vdc/ro").strip(), "1")
-        said, status = machine.run_status("dd if=/dev/zero of=/dev/vdc bs=4k count=1 oflag=direct")
+        output, status = machine.run_status(
+            "dd if=/dev/zero of=/dev/vdc bs=4k count=1 oflag=direct"
+        )
         if status == 0:
-            raise Wrong(f"a read-only disk was written to: {said}")
+            raise Wrong(f"a read-only disk was written to: {output}")
         machine.run("dd if=/dev/vdc of=/dev/null bs=64k count=16 iflag=direct")
 
     def write_cache():
         if not daemon.CACHES:
-            raise LeftOut("the back end offers none")
+            raise Skipped("the back end cannot switch its write cache")
         for disk, server in changed.items():
             for cache in ("write back", "write through", "write back"):
                 where = f"/sys/block/{disk}"
@@ -127,12 +131,12 @@ def settings(stage):
                 same(f"{disk}: cache", machine.run(script).strip(), cache)
                 machine.run(f"dd if=/dev/zero of=/dev/{disk} bs=4k count=1 conv=fsync")
             switched = [line for line in server.log_lines() if SWITCHED in line]
-            told = [line.rpartition("write_cache=")[2].split()[0] for line in switched]
-            same(f"{disk}: what weir says of it", told[-2:], ["false", "true"])
+            values = [line.rpartition("write_cache=")[2].split()[0] for line in switched]
+            same(f"{disk}: write_cache in weir's log", values[-2:], ["false", "true"])
 
     def resized():
         if not daemon.RESIZES:
-            raise LeftOut("the back end does not tell the guest")
+            raise Skipped("the guest does not see a new size with this back end")
         for disk, server in changed.items():
             for mib in (300, 320):
                 size = mib * MIB
@@ -144,12 +148,12 @@ def settings(stage):
 
     def called():
         if not daemon.CONNECTS:
-            raise LeftOut("the back end only listens")
+            raise Skipped("the back end only listens")
         load = Load("vdd", files=False)
         load.begin(machine)
         load.more(machine)
-        caller.kill()
-        caller.start()
+        connecting.kill()
+        connecting.start()
         load.more(machine)
         load.end(machine)
 
@@ -161,14 +165,14 @@ def settings(stage):
             # A script in the guest has no event to wait for.
             machine.run(f"until [ ! -e /dev/{disk} ]; do pause 0.02; done")
         for number, disk in enumerate(pluggable):
-            machine.plug(f"disk{3 + number}", Drive(comers[number].socket, slot=1 - number))
+            machine.plug(f"disk{3 + number}", Drive(hotplugged[number].socket, slot=1 - number))
             machine.run(f"until [ -b /dev/{disk} ]; do pause 0.02; done")
-            same(f"{disk}: what it has from before", _numbers(machine, disk), before[number])
+            same(f"{disk}: its data after the hotplug", _numbers(machine, disk), before[number])
         for number, disk in enumerate(pluggable):
             _loaded(machine, disk)
             machine.unplug(f"disk{3 + number}")
-        comers[1].stop()
-        subprocess.run(["qemu-img", "check", "-q", comers[1].image], check=True)
+        hotplugged[1].stop()
+        subprocess.run(["qemu-img", "check", "-q", hotplugged[1].image], check=True)
 
     stage.case("queues", several_queues)
     stage.case("serial", serial_number)

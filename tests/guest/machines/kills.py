@@ -4,7 +4,7 @@ import random
 import subprocess
 
 from load import Load, check_files, make_files
-from stage import LeftOut
+from stage import Skipped
 from virtual_machine import Drive
 
 # Number of kills, and with --full.
@@ -32,7 +32,7 @@ def qcow2(stage):
 
 def _server(stage, kind, queues=1, packed=False, **offer):
     if not stage.features.RECOVERS:
-        raise LeftOut("the back end remembers no requests")
+        raise Skipped("the back end loses requests in flight when it is killed")
     server = stage.serve(stage.image("killed", kind), kind, queues=queues, **offer)
     machine = stage.machine([Drive(server.socket, queues, packed)], processors=queues)
     make_files(machine, "vda")
@@ -53,17 +53,19 @@ def _server(stage, kind, queues=1, packed=False, **offer):
     server.stop()
 
 
-def taken_over(stage):
+def upgraded(stage):
     """Repeated upgrades, without a reconnection of any machine. The last process is killed: so a
     qcow2 image has no write cache here either.
     """
-    stage.case("taken-over-raw", lambda: _taken_over(stage, "raw", queues=2))
-    stage.case("taken-over-packed", lambda: _taken_over(stage, "qcow2", packed=True, write_through=True))
+    stage.case("upgraded-raw", lambda: _upgraded(stage, "raw", queues=2))
+    stage.case(
+        "upgraded-packed", lambda: _upgraded(stage, "qcow2", packed=True, write_through=True)
+    )
 
 
-def _taken_over(stage, kind, queues=1, packed=False, **offer):
-    if not stage.features.TAKES_OVER:
-        raise LeftOut("no other process goes on")
+def _upgraded(stage, kind, queues=1, packed=False, **offer):
+    if not stage.features.UPGRADES:
+        raise Skipped("the back end has no upgrade")
     server = stage.serve(stage.image("over", kind), kind, queues=queues, **offer)
     machine = stage.machine([Drive(server.socket, queues, packed)], processors=queues)
     make_files(machine, "vda")
@@ -73,7 +75,7 @@ def _taken_over(stage, kind, queues=1, packed=False, **offer):
     for _ in range(FULL if stage.full else SERVER):
         load.more(machine, moments.randint(1, ROUNDS))
         for _ in range(moments.randint(1, 3)):
-            server.take_over()
+            server.upgrade()
             lost = [line for line in server.log_lines() if "a front end has connected" in line]
             assert not lost, lost
     load.more(machine)

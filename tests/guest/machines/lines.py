@@ -43,10 +43,10 @@ class Lines:
         before.
         """
         with self._changed:
-            came = self._changed.wait_for(
+            is_found = self._changed.wait_for(
                 lambda: self._ended or holds(self._lines[begin:]), timeout=SECONDS
             )
-            if not came:
+            if not is_found:
                 last = "\n".join(self._lines[-40:])
                 raise LinesFailed(f"{self._what}: nothing for {SECONDS} s; last was:\n{last}")
             return holds(self._lines[begin:])

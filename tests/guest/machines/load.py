@@ -66,9 +66,9 @@ class Load:
         machine.run(f"""
             rm -f /tmp/stop /tmp/numbers /tmp/files
             mkfifo /tmp/numbers /tmp/files
-            (said=$({numbers} 2>&1); status=$?; echo "$said" >/tmp/numbers; exit $status) &
+            (output=$({numbers} 2>&1); status=$?; echo "$output" >/tmp/numbers; exit $status) &
             [ {int(self.files)} = 0 ] || (
-                number=0 said=fine
+                number=0 output=fine
                 until [ -e /tmp/stop ]; do
                     number=$((number + 1)) name=/mnt/{self.disk}/$((number % 40))
                     {{
@@ -76,9 +76,9 @@ class Load:
                             dd if=/bin/busybox of="$name/a" bs=4k skip=$number count=$((number % 30 + 1)) &&
                             cp "$name/a" "$name/b" && sync && mv "$name/b" "$name/c" &&
                             cmp "$name/a" "$name/c"
-                    }} >/tmp/did 2>&1 || {{ said="file $number: $(cat /tmp/did)"; break; }}
+                    }} >/tmp/did 2>&1 || {{ output="file $number: $(cat /tmp/did)"; break; }}
                 done
-                echo "$said" >/tmp/files
+                echo "$output" >/tmp/files
             ) &
         """)
 
@@ -103,14 +103,14 @@ class Load:
 
     def end(self, machine):
         """Ends the load after the rounds in progress, and verifies everything once more."""
-        said = machine.run("touch /tmp/stop; cat /tmp/numbers").strip()
-        if not said.startswith("ok "):
-            raise Wrong(f"{self.disk}: {said}")
+        output = machine.run("touch /tmp/stop; cat /tmp/numbers").strip()
+        if not output.startswith("ok "):
+            raise Wrong(f"{self.disk}: {output}")
         if self.files:
             files = machine.run("cat /tmp/files").strip()
             if files != "fine":
                 raise Wrong(f"{self.disk}: {files}")
-        return said
+        return output
 
     def remember(self, machine):
         """Reads the reports of a machine that has ended."""

@@ -11,7 +11,7 @@ import subprocess
 from functools import partial
 
 from load import Load, Wrong, check_files, make_files
-from stage import MIB, LeftOut
+from stage import MIB, Skipped
 from virtual_machine import Drive
 
 # Number of migrations, and with --full.
@@ -50,7 +50,7 @@ def _over_one(rings, stage):
 
 def _over_two(kind, rings, stage):
     if not stage.features.HANDS_OVER:
-        raise LeftOut("it holds an image as long as it has it")
+        raise Skipped("the back end locks an image while it serves it")
     queues, _ = RINGS[rings]
     image = stage.image("handed-over", kind)
     servers = [stage.serve(image, kind, handover=True, queues=queues) for _ in range(2)]
@@ -87,7 +87,7 @@ def _log(stage):
     disk is changed before it is read again, so that only the transferred memory is compared.
     """
     if stage.emulator.misses_writes:
-        raise LeftOut(f"{stage.emulator} misses what a guest writes to memory that was copied")
+        raise Skipped(f"{stage.emulator} misses writes of the guest to memory that was copied")
     server = stage.serve(stage.image("logged"))
     sockets = [server.socket, server.second_socket()]
     machine = stage.machine([Drive(sockets[0])])
@@ -110,7 +110,9 @@ def _log(stage):
     with open(server.image, "r+b") as image:
         os.pwrite(image.fileno(), bytes(READ_MIB * MIB), 0)
     if other.run(f"{read} | md5sum") != written:
-        raise Wrong(f"of {READ_MIB} MiB that were read meanwhile, some have not come along")
+        raise Wrong(
+            f"of {READ_MIB} MiB read during the migration, some differ on the other machine"
+        )
     load.end(other)
     other.quit()
     server.stop()

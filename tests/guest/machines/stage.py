@@ -18,7 +18,7 @@ from virtual_machine import Machine
 MIB = 1 << 20
 
 
-class LeftOut(Exception):
+class Skipped(Exception):
     """A case that cannot run here; the text gives the reason."""
 
 
@@ -28,38 +28,38 @@ class Verdicts:
     def __init__(self, only):
         self._only = only
         self._lock = threading.Lock()
-        self._told = set()
+        self._recorded = set()
         self.passed = self.failed = 0
 
     def wanted(self, name):
         """True if this case is to run."""
         return not self._only or name in self._only
 
-    def tell(self, name, seconds, why=""):
+    def record(self, name, seconds, reason=""):
         """Records the end of a case; `why` is the reason of a failure."""
         with self._lock:
-            self._told.add(name)
-            if why:
+            self._recorded.add(name)
+            if reason:
                 self.failed += 1
             else:
                 self.passed += 1
-            print(f"{'FAILED' if why else 'ok    '} {name} ({seconds:.1f} s)", flush=True)
-            if why:
-                print("  " + "\n  ".join(why.splitlines()), flush=True)
+            print(f"{'FAILED' if reason else 'ok    '} {name} ({seconds:.1f} s)", flush=True)
+            if reason:
+                print("  " + "\n  ".join(reason.splitlines()), flush=True)
 
-    def left_out(self, name, why):
+    def skipped(self, name, reason):
         """Records a case that did not run."""
         with self._lock:
-            self._told.add(name)
-            print(f"not    {name}: {why}", flush=True)
+            self._recorded.add(name)
+            print(f"skip   {name}: {reason}", flush=True)
 
-    def missed(self, names, why):
+    def missed(self, names, reason):
         """Records these cases as failed for this reason, unless they have ended. If all have, the
         end of their environment has failed.
         """
-        silent = [name for name in names if self.wanted(name) and name not in self._told]
-        for name in silent or [f"the end after {', '.join(names)}"]:
-            self.tell(name, 0, f"{type(why).__name__}: {why}")
+        missing = [name for name in names if self.wanted(name) and name not in self._recorded]
+        for name in missing or [f"the end after {', '.join(names)}"]:
+            self.record(name, 0, f"{type(reason).__name__}: {reason}")
 
 
 class Stage(contextlib.ExitStack):
@@ -92,15 +92,15 @@ class Stage(contextlib.ExitStack):
         """Runs a case, and records its result. After a failure the next case runs."""
         if not self.wanted(name):
             return
-        begin, why = time.monotonic(), ""
+        begin, reason = time.monotonic(), ""
         try:
             function()
-        except LeftOut as error:
-            self._verdicts.left_out(name, error)
+        except Skipped as error:
+            self._verdicts.skipped(name, error)
             return
         except Exception as error:  # any exception is a failure of this case
-            why = f"{type(error).__name__}: {error}\n{self._said()}"
-        self._verdicts.tell(name, time.monotonic() - begin, why)
+            reason = f"{type(error).__name__}: {error}\n{self._logs()}"
+        self._verdicts.record(name, time.monotonic() - begin, reason)
 
     def image(self, name, kind="raw", mib=256):
         """Creates an empty image."""
@@ -121,8 +121,10 @@ class Stage(contextlib.ExitStack):
         self._machines.append(machine)
         return machine
 
-    def _said(self):
-        servers = [f"{server.image.name}: its server said:\n{server.log()}" for server in self._back_ends]
+    def _logs(self):
+        servers = [
+            f"{server.image.name}: log of its server:\n{server.log()}" for server in self._back_ends
+        ]
         machines = [f"a machine's console:\n{machine.last_words()}" for machine in self._machines]
         return "\n".join(servers + machines)
 

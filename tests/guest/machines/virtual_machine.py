@@ -41,8 +41,10 @@ class Emulator:
     @classmethod
     def of(cls, program):
         """The version of this program."""
-        said = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout
-        version = re.search(r"version (\d+)\.(\d+)", said)
+        output = subprocess.run(
+            [program, "--version"], check=True, capture_output=True, text=True
+        ).stdout
+        version = re.search(r"version (\d+)\.(\d+)", output)
         return cls(program, tuple(map(int, version.groups())))
 
     def __str__(self):
@@ -79,8 +81,8 @@ class Drive:
 
     def connection(self, name, emulator):
         """Options of its character device for QEMU."""
-        who = {"server": True, "wait": False} if self.listens else emulator.reconnects()
-        return "socket," + words({"id": f"{name}-connection", "path": self.socket} | who)
+        role = {"server": True, "wait": False} if self.listens else emulator.reconnects()
+        return "socket," + words({"id": f"{name}-connection", "path": self.socket} | role)
 
     def device(self, name):
         """Options of its device for QEMU."""
@@ -154,19 +156,19 @@ class Machine(Guest):
         self.monitor.wait_for("DEVICE_DELETED", lambda data: data.get("device") == name)
         self.monitor.run("chardev-remove", id=f"{name}-connection")
 
-    def move_to(self, other, meanwhile):
+    def move_to(self, other, during):
         """Migrates the guest to a machine that waits for it.
 
-        `meanwhile` is called during the migration, which cannot complete before it has returned.
+        `during` is called during the migration, which cannot complete before it has returned.
         """
         self.monitor.run("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
-        # Until `meanwhile` has returned, the migration must not converge: it copies slowly, or
+        # Until `during` has returned, the migration must not converge: it copies slowly, or
         # repeatedly.
         slow, no_limit = (1 if self.qemu.misses_writes else 16) * MIB, 1 << 40
         self.monitor.run("migrate-set-parameters", **{"max-bandwidth": slow, "downtime-limit": 1})
         self.monitor.run("migrate", uri=f"unix:{other.incoming}")
         self.monitor.wait_for("MIGRATION", lambda data: data["status"] == "active")
-        meanwhile()
+        during()
         # The rest is copied while the guest is paused, without a time limit.
         self.monitor.run("migrate-set-parameters", **{"max-bandwidth": no_limit, "downtime-limit": 20_000})
         ended = self.monitor.wait_for(

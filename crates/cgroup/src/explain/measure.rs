@@ -175,11 +175,9 @@ pub(super) fn measure(
 
 fn default_directory(facts: &CgroupFacts) -> anyhow::Result<PathBuf> {
     let limited = |disk: DeviceNumber| facts.levels.iter().any(|level| level.limit(disk).is_some());
-    let on_limited = facts
-        .file_systems
-        .iter()
-        .filter(|file_system| file_system.used)
-        .find(|file_system| matches!(file_system.backing_disk, facts::BackingDisk::Disk(disk) if limited(disk)));
+    let on_limited = facts.file_systems.iter().filter(|file_system| file_system.used).find(
+        |file_system| matches!(file_system.backing_disk, facts::BackingDisk::Disk(disk) if limited(disk)),
+    );
     match on_limited {
         Some(file_system) => Ok(PathBuf::from(&file_system.mount_point)),
         None => bail!("--measure: no file system on a limited disk is known (name a --directory)"),

@@ -22,7 +22,8 @@ impl RecordingDirectoryTest {
             limit: 16 << 20,
             ..RecordingConfig::new(temporary.path().into())
         };
-        let (directory, named) = (RecordingDirectory::new(record), RecordedDiskEntry::without_group(0, "vm1"));
+        let (directory, named) =
+            (RecordingDirectory::new(record), RecordedDiskEntry::without_group(0, "vm1"));
         Self { directory, place: temporary, named, limits: LimitsByOwner::new() }
     }
 

@@ -180,7 +180,8 @@ impl RecordingSink {
                 disk: request.disk,
                 limit: limit.map(|(number, _)| number),
             };
-            let written = self.writer.push(entry, || &recorded_disk.name, || limit.map_or("", |(_, name)| name));
+            let written =
+                self.writer.push(entry, || &recorded_disk.name, || limit.map_or("", |(_, name)| name));
             self.record_error(written);
         }
         self.unwritten += parts;

@@ -372,7 +372,8 @@ impl<T: Clone> PrefetchCache<T> {
         // A stream that is found by its data needs no expectation, which would displace others.
         let is_found = state != DataState::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
-            expectations.expect(next, ExpectedRequest { step, scan_length: STREAM_AFTER_REQUESTS, stream: id });
+            expectations
+                .expect(next, ExpectedRequest { step, scan_length: STREAM_AFTER_REQUESTS, stream: id });
         }
         ahead
     }

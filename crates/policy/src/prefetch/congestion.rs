@@ -79,10 +79,13 @@ impl CongestionControl {
         let position = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
         let ahead_count = position.unwrap_or(self.waiting.len()) as u64;
         // Each stream that waits before this one has a share reserved.
-        let available_bytes =
-            self.in_flight_limit.saturating_sub(self.in_flight_bytes).saturating_sub(ahead_count * WAITING_SHARE_BYTES);
+        let available_bytes = self
+            .in_flight_limit
+            .saturating_sub(self.in_flight_bytes)
+            .saturating_sub(ahead_count * WAITING_SHARE_BYTES);
         let is_alone = self.waiting.len() == usize::from(position.is_some());
-        let max_bytes = if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE_BYTES) } else { WAITING_SHARE_BYTES };
+        let max_bytes =
+            if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE_BYTES) } else { WAITING_SHARE_BYTES };
         let granted = requested_bytes.min(available_bytes).min(max_bytes);
         if granted >= requested_bytes.min(MIN_REQUEST_BYTES) {
             position.map(|place| self.waiting.remove(place));

@@ -121,7 +121,10 @@ impl Expectations {
     }
 
     pub(super) fn expect_forward(&mut self, offset: u64) {
-        self.expect(offset, ExpectedRequest { step: ScanStep::Forward, scan_length: 1, stream: StreamId::NONE });
+        self.expect(
+            offset,
+            ExpectedRequest { step: ScanStep::Forward, scan_length: 1, stream: StreamId::NONE },
+        );
     }
 }
 

@@ -207,7 +207,8 @@ impl TopState {
                 Ok(change) if change.is_empty() => return None,
                 Ok(change) => {
                     let name = edit.name.clone();
-                    edit.success_message = format!("{name}: {}", change.describe(&edit.initial_settings).join(", "));
+                    edit.success_message =
+                        format!("{name}: {}", change.describe(&edit.initial_settings).join(", "));
                     edit.is_waiting = true;
                     edit.error = None;
                     action = Some(TopAction::Change { name, change });

@@ -97,8 +97,11 @@ impl<'a> DiskStack<'a> {
         let mut found = vec![disk];
         let mut next = 0;
         while next < found.len() {
-            let parts =
-                self.known.iter().find(|known| known.number == found[next]).map(|disk| disk.lower_disks.clone());
+            let parts = self
+                .known
+                .iter()
+                .find(|known| known.number == found[next])
+                .map(|disk| disk.lower_disks.clone());
             for part in parts.unwrap_or_default() {
                 if !found.contains(&part) {
                     found.push(part);
@@ -178,7 +181,13 @@ impl<'a> DiskStack<'a> {
                 let directory = self.roots.sys.join("dev/block").join(number.to_string());
                 let evidence = vec![Evidence::of(&directory, "not there")];
                 let (node, parts) = (number.to_string(), Vec::new());
-                self.known.push(DiskFacts { number, node, kind: DiskKind::Gone, lower_disks: parts, evidence });
+                self.known.push(DiskFacts {
+                    number,
+                    node,
+                    kind: DiskKind::Gone,
+                    lower_disks: parts,
+                    evidence,
+                });
             }
         }
     }
@@ -208,8 +217,10 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
     }
     if let Some(file) = read("loop/backing_file") {
         let direct = read("loop/dio");
-        let kind =
-            DiskKind::Loop { file_system: None, direct: direct.as_ref().is_some_and(|direct| direct.value == "1") };
+        let kind = DiskKind::Loop {
+            file_system: None,
+            direct: direct.as_ref().is_some_and(|direct| direct.value == "1"),
+        };
         return (kind, [Some(file), direct].into_iter().flatten().collect());
     }
     if name.starts_with("zram") || name.starts_with("ram") {

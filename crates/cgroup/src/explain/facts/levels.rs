@@ -93,7 +93,16 @@ pub(super) fn read_level(reader: &mut FactReader<'_>, group: &ControlGroup) -> a
     // `domain` is the default type and explains nothing.
     let root = group.is_root() && kind.is_none();
     let kind = kind.filter(|kind| kind.value != "domain");
-    Ok(CgroupLevel { name, root, has_limits: !files.is_empty(), controllers, subtree_control: subtree, kind, limits, files })
+    Ok(CgroupLevel {
+        name,
+        root,
+        has_limits: !files.is_empty(),
+        controllers,
+        subtree_control: subtree,
+        kind,
+        limits,
+        files,
+    })
 }
 
 fn limits_of(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<LevelLimit>> {

@@ -45,7 +45,11 @@ pub(super) fn swapped_bytes(group: &ControlGroup) -> Option<Evidence> {
 }
 
 /// Dirty pages that are charged to a v2 cgroup without processes; `None` for other cgroups.
-pub(super) fn remaining_dirty_pages(reader: &mut FactReader<'_>, group: &ControlGroup, has_no_processes: bool) -> Option<Evidence> {
+pub(super) fn remaining_dirty_pages(
+    reader: &mut FactReader<'_>,
+    group: &ControlGroup,
+    has_no_processes: bool,
+) -> Option<Evidence> {
     if !has_no_processes || group.version == Version::V1 || group.is_root() {
         return None;
     }
@@ -98,7 +102,11 @@ fn io_cost_controls(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Ve
     enabled.map(|(disk, _)| control_on_disk(OtherControlKind::Cost, &file, &text, disk)).collect()
 }
 
-fn io_latency_controls(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceNumber]) -> Vec<OtherControl> {
+fn io_latency_controls(
+    reader: &mut FactReader<'_>,
+    group: &ControlGroup,
+    limited: &[DeviceNumber],
+) -> Vec<OtherControl> {
     let file = group.directory.join("io.latency");
     let text = reader.text(&file).unwrap_or_default();
     let disks = io_latency::targets(&text).unwrap_or_default().into_iter().map(|(disk, _)| disk);

@@ -239,7 +239,13 @@ fn file_systems(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
             found.push(note(facts, Cause::Overlay, &file_system.mount_point, disk, evidence));
         }
         if let Some(partition) = &file_system.partition {
-            found.push(note(facts, Cause::Partition, &file_system.mount_point, disk, vec![partition.clone()]));
+            found.push(note(
+                facts,
+                Cause::Partition,
+                &file_system.mount_point,
+                disk,
+                vec![partition.clone()],
+            ));
         }
         let journal = matches!(file_system.kind.as_str(), "ext3" | "ext4");
         if journal && facts.version == Version::V2 {

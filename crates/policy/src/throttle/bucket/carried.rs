@@ -95,8 +95,8 @@ fn combined(size: u128, first: (u128, u128), second: (u128, u128)) -> (u128, u12
 }
 
 impl NodeBuckets {
-    /// Reduces the buckets to the part of one disk: see [`LeakyBucket::reduce_to_disk`]. Spare levels are
-    /// dropped, because their share of each disk is unknown.
+    /// Reduces the buckets to the part of one disk: see [`LeakyBucket::reduce_to_disk`]. Spare
+    /// levels are dropped, because their share of each disk is unknown.
     pub(in crate::throttle) fn reduce_to_disk(
         &mut self,
         carried: Option<&Self>,

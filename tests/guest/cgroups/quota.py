@@ -11,7 +11,7 @@ from outcome import fact, least, most
 
 RATE = 8_000_000
 # Fallback share of each host.
-SAFE = RATE // 10
+FALLBACK = RATE // 10
 # Rate of a busy host beside an idle one: everything except the idle host's fallback share, with a
 # tolerance.
 MOST = int(0.85 * RATE)
@@ -21,7 +21,7 @@ NEARLY_HALF = int(0.95 * HALF)
 LEASE_SECONDS = 5
 SOON_SECONDS = 1
 # Time limit for an election and two leases on a busy machine; none takes half as long.
-LONG_SECONDS = 40
+ELECTION_SECONDS = 40
 HOSTS = {"one": "a", "two": "b"}
 ETCD, PEER = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
 
@@ -106,7 +106,7 @@ SHELL = f"""
         begin=${{now%.*}}${{now#*.}}
         until rate $2 && [ $rate -ge $3 ] && [ $rate -le $4 ]; do
             now
-            if [ "${{now%.*}}${{now#*.}}" -gt $((begin + {LONG_SECONDS} * 100)) ]; then
+            if [ "${{now%.*}}${{now#*.}}" -gt $((begin + {ELECTION_SECONDS} * 100)) ]; then
                 echo "$1: the rate of $2 is $rate, and not from $3 to $4"
                 tail -n 12 /tmp/sums /tmp/one.log /tmp/two.log
                 for host in one two; do
@@ -122,7 +122,7 @@ SHELL = f"""
     }}
 
     # A rate that is equal before and after the second was read was in force at that moment.
-    look_always() {{
+    record_rates() {{
         while :; do
             rate a
             first=$rate
@@ -137,7 +137,7 @@ SHELL = f"""
 """
 
 
-class Lent:
+class Quota:
     """The cases, on one disk that is faster than the limit."""
 
     def __init__(self, disk):
@@ -151,11 +151,23 @@ class Lent:
     def limit(self, host, *options):
         """Shell line that sets or removes the shared limit of a host's group."""
         device = ("--device", f"/dev/{self.disk.name}")
-        return weir("cgroup", "limit", group(HOSTS[host]), *device, "--limits", limits(host), *options)
+        return weir(
+            "cgroup", "limit", group(HOSTS[host]), *device, "--limits", limits(host), *options
+        )
 
-    def begun(self):
+    def prologue(self):
         """Shell code until both hosts have a control group with the cluster-wide limit."""
-        throttle = ("throttle", "silver", "--cluster", "--bps-write", RATE, "--hosts", 2, "--fallback-share", "10%")
+        throttle = (
+            "throttle",
+            "silver",
+            "--cluster",
+            "--bps-write",
+            RATE,
+            "--hosts",
+            2,
+            "--fallback-share",
+            "10%",
+        )
         join = "\n".join(self.limit(host, "--group", "silver", "--cluster") for host in HOSTS)
         return f"""
             {SHELL.replace("DISK", self.disk.name)}
@@ -169,18 +181,18 @@ class Lent:
                 kill -0 $pid_one || {{ cat /tmp/one.log && false; }}
             done
             {join}
-            wait_for first a {SAFE} {RATE}
-            wait_for joined b {SAFE} {RATE}
-            look_always &
-            looks=$!
+            wait_for first a {FALLBACK} {RATE}
+            wait_for joined b {FALLBACK} {RATE}
+            record_rates &
+            recorder=$!
             sample {self.disk.name} a b
         """
 
-    def ended(self):
+    def epilogue(self):
         """Shell code that ends all processes."""
         leave = "\n".join(f"{self.limit(host, '--remove')} || true" for host in HOSTS)
         return f"""
-            kill $looks 2>/dev/null
+            kill $recorder 2>/dev/null
             kill -CONT $pid_one $pid_two 2>/dev/null
             kill -TERM $pid_one $pid_two 2>/dev/null
             wait $pid_one $pid_two
@@ -197,18 +209,18 @@ class Lent:
         parts = self.guest.parts(
             f"""
                 part begun
-                {self.begun()}
+                {self.prologue()}
                 stream {disk.name} direct a
                 wait_for alone a {MOST} {RATE}
                 stream {disk.name} direct b
-                wait_for half a {SAFE} {int(1.05 * HALF)}
+                wait_for half a {FALLBACK} {int(1.05 * HALF)}
                 wait_for halves b {NEARLY_HALF} {RATE}
                 part window
                 {streams.window(disk, 3)}
                 # The leader: the host that was started first.
                 part stop
                 kill -STOP $pid_one
-                wait_for stopped a {SAFE} {SAFE}
+                wait_for stopped a {FALLBACK} {FALLBACK}
                 wait_for other b {MOST} {RATE}
                 part continue
                 kill -CONT $pid_one
@@ -216,17 +228,17 @@ class Lent:
                 # All of its service, as a service manager would; its guard is in another control group.
                 part kill
                 kill_group host-two
-                wait_for killed b {SAFE} {SAFE}
+                wait_for killed b {FALLBACK} {FALLBACK}
                 wait_for rest a {MOST} {RATE}
                 start two
                 wait_for started b {NEARLY_HALF} {RATE}
-                # The follower, with a later guard than its first.
+                # The follower, with its second guard.
                 part guard
                 guard_of two
                 kill -KILL $guard
                 until grep -q "starting another" /tmp/two.log; do pause 0.1; done
                 kill -STOP $pid_two
-                wait_for follower b {SAFE} {SAFE}
+                wait_for follower b {FALLBACK} {FALLBACK}
                 wait_for leader a {MOST} {RATE}
                 kill -CONT $pid_two
                 wait_for follows b {NEARLY_HALF} {RATE}
@@ -239,12 +251,12 @@ class Lent:
                 part left
                 echo $rate
                 start two
-                wait_for settled b {SAFE} {SAFE}
+                wait_for settled b {FALLBACK} {FALLBACK}
                 wait_for again b {NEARLY_HALF} {RATE}
                 part etcd
                 kill -KILL $etcd
-                wait_for etcd_a a {SAFE} {SAFE}
-                wait_for etcd_b b {SAFE} {SAFE}
+                wait_for etcd_a a {FALLBACK} {FALLBACK}
+                wait_for etcd_b b {FALLBACK} {FALLBACK}
                 start_etcd
                 wait_for back_a a {NEARLY_HALF} {RATE}
                 wait_for back_b b {NEARLY_HALF} {RATE}
@@ -259,41 +271,74 @@ class Lent:
                 part sums
                 cat /tmp/sums
             """,
-            self.ended(),
+            self.epilogue(),
         )
         return self.checks(parts)
 
     @staticmethod
     def checks(parts):
         """Checks of the parts."""
-        looks = [list(map(float, line.split())) for line in parts["sums"].splitlines() if line.count(" ") == 3]
-        sums = [one + other for _, one, other, again in looks if one == again]
+        readings = [
+            list(map(float, line.split()))
+            for line in parts["sums"].splitlines()
+            if line.count(" ") == 3
+        ]
+        sums = [
+            first_rate + second_rate
+            for _, first_rate, second_rate, again in readings
+            if first_rate == again
+        ]
         rates = streams.Rates.of(parts["window"]).groups
         (first,), (last,) = streams.samples(parts["joined"]), streams.samples(parts["end"])
         passed = sum(last.groups) - sum(first.groups)
         seconds = last.seconds - first.seconds
         end = parts["end"].split()[:2]
 
-        def took(name):
+        def seconds_of(name):
             return int(parts[name]) / 100
 
-        ended = (
-            ("stopped", "a leader that is stopped"),
-            ("follower", "a follower that is stopped, with a second guard"),
+        faults = (
+            ("stopped", "a stopped leader"),
+            ("follower", "a stopped follower, with a second guard"),
             ("etcd_a", "one host without etcd"),
-            ("etcd_b", "the other then"),
+            ("etcd_b", "the second host without etcd"),
         )
         return [
             least("samples of both rates", len(sums), 100, unit="", scale=1),
-            most("maximum of the sum of both rates in io.max", max(sums, default=RATE + 1), RATE, scale=1e6),
-            most("rate of both busy groups together", sum(rates), 1.05 * RATE, scale=1e6),
-            least("rate of the slower one", min(rates), 0.9 * HALF, scale=1e6),
-            most("work admitted in total", passed, 1.02 * RATE * seconds, unit="MB", scale=1e6),
-            most("a killed daemon: its quota is withdrawn after", took("killed"), SOON_SECONDS, unit="s"),
-            *(
-                most(f"{what}: its quota is withdrawn after", took(name), LEASE_SECONDS, unit="s")
-                for name, what in ended
+            most(
+                "maximum of the sum of both rates in io.max",
+                max(sums, default=RATE + 1),
+                RATE,
+                scale=1e6,
             ),
-            least("remaining quota if the guard is killed too", int(parts["left"]), NEARLY_HALF, scale=1e6),
-            fact("io.max when both have ended", end == [str(SAFE)] * 2, str(end), f"{SAFE} each"),
+            most("rate of both busy groups together", sum(rates), 1.05 * RATE, scale=1e6),
+            least("rate of the slower group", min(rates), 0.9 * HALF, scale=1e6),
+            most("work admitted in total", passed, 1.02 * RATE * seconds, unit="MB", scale=1e6),
+            most(
+                "a killed daemon: its quota is withdrawn after",
+                seconds_of("killed"),
+                SOON_SECONDS,
+                unit="s",
+            ),
+            *(
+                most(
+                    f"{what}: its quota is withdrawn after",
+                    seconds_of(name),
+                    LEASE_SECONDS,
+                    unit="s",
+                )
+                for name, what in faults
+            ),
+            least(
+                "remaining quota if the guard is killed too",
+                int(parts["left"]),
+                NEARLY_HALF,
+                scale=1e6,
+            ),
+            fact(
+                "io.max after the end of both daemons",
+                end == [str(FALLBACK)] * 2,
+                str(end),
+                f"{FALLBACK} each",
+            ),
         ]
