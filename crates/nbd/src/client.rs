@@ -137,7 +137,7 @@ struct ClientConnection {
     outgoing: RefCell<Outgoing>,
     send_signal: Signal,
     is_disconnecting: Cell<bool>,
-    /// True while [`NbdClient::retire`] stops both tasks, so that another thread can continue the
+    /// True while [`NbdClient::into_established`] stops both tasks, so that another thread can continue the
     /// connection.
     is_stopping: Cell<bool>,
     fault: RefCell<Option<ConnectionFault>>,
@@ -201,17 +201,17 @@ impl NbdClient {
             fault: RefCell::default(),
             close_waker: RefCell::default(),
         });
-        // `disconnect` and `retire` join the sender; the receiver is detached.
+        // `disconnect` and `into_established` join the sender; the receiver is detached.
         let sender = spawn_joinable(Rc::clone(&connection).send());
-        let (retire_sender, inbox_receiver) = async_channel::bounded(1);
+        let (buffer_sender, buffer_receiver) = async_channel::bounded(1);
         let receiving = Rc::clone(&connection);
         spawn_joinable(async move {
             let receive_buffer = receiving.receive(receive_buffer).await;
             // Fails only if the client was dropped: then nothing needs the buffer.
-            let _ = retire_sender.try_send(receive_buffer);
+            let _ = buffer_sender.try_send(receive_buffer);
         })
         .detach();
-        Self { connection: OpenConnection(Some(connection)), sender, returned_buffer: inbox_receiver }
+        Self { connection: OpenConnection(Some(connection)), sender, returned_buffer: buffer_receiver }
     }
 
     /// Properties of the export.
@@ -342,7 +342,7 @@ impl NbdClient {
     /// The caller ensures that no request is in flight or made meanwhile; `None` if the connection
     /// is lost.
     pub async fn into_established(self) -> Option<EstablishedConnection> {
-        let Self { connection, sender, returned_buffer: inbox_receiver } = self;
+        let Self { connection, sender, returned_buffer: buffer_receiver } = self;
         connection.is_stopping.set(true);
         connection.send_signal.raise();
         // The sender ends when everything queued is sent.
@@ -350,7 +350,7 @@ impl NbdClient {
         // The receiver waits for a reply that will not arrive: interrupt it to get its receive
         // buffer.
         connection.stream.interrupt();
-        let mut receive_buffer = inbox_receiver.recv().await.ok()?;
+        let mut receive_buffer = buffer_receiver.recv().await.ok()?;
         if connection.fault.borrow().is_some() {
             return None;
         }
@@ -454,7 +454,7 @@ impl ClientConnection {
         let fault = loop {
             match self.reply(&mut receive_buffer).await {
                 Ok(()) => {}
-                // Interrupted by `retire`, before any byte of a reply.
+                // Interrupted by `into_established`, before any byte of a reply.
                 Err(ConnectionFault::Broken(error))
                     if self.is_stopping.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
                 {
@@ -554,7 +554,7 @@ impl ClientConnection {
                 receive_buffer.skip(rest, &self.stream).await?;
             }
             ReplyChunk::Status { context, length } => {
-                self.extents(receive_buffer, key, context, length).await?
+                self.extents(receive_buffer, key, context, length).await?;
             }
         }
         if last { self.finish(key) } else { Ok(()) }

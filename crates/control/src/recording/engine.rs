@@ -48,7 +48,7 @@ pub(super) trait RecordingOutput: Send {
     /// Announces that no further records follow.
     fn end(&mut self);
 
-    /// True if everything is written or failed. Called after each [`RecordingOutput::turn`].
+    /// True if everything is written or failed. Called after each [`RecordingOutput::write_due`].
     fn has_ended(&mut self) -> bool;
 }
 
