@@ -145,8 +145,8 @@ fn open_options(may_create: bool) -> OpenOptions {
     options
 }
 
-/// Opens and locks the file; `None` if it does not exist and `make` is false, or if it was removed
-/// between open and lock in each attempt.
+/// Opens and locks the file; `None` if it does not exist and `may_create` is false, or if it was
+/// removed between open and lock in each attempt.
 fn open_and_lock(path: &Path, may_create: bool) -> anyhow::Result<Option<File>> {
     // A process that ends may remove the file between open and lock, so that is checked and
     // retried.

@@ -130,8 +130,8 @@ pub(super) fn milliseconds(time: SystemTime) -> u64 {
 }
 
 impl PreviousReadings {
-    /// Computes the objects of a snapshot, which must be newer than all earlier ones. `is_another`
-    /// is true for the first snapshot of a second.
+    /// Computes the objects of a snapshot, which must be newer than all earlier ones.
+    /// `is_new_second` is true for the first snapshot of a second.
     pub(super) fn objects(&mut self, snapshot: &DaemonSnapshot, is_new_second: bool) -> ActivityObjects {
         let mut exports: HashMap<&str, Vec<&ExportFigures>> = HashMap::new();
         for export in &snapshot.exports {

@@ -497,7 +497,7 @@ impl Image {
     }
 
     /// Takes the locks of clusters and reads again what another process may have written. The locks
-    /// of files must have been taken. `heirs` are the `new_clients` of [`Storage::resume`].
+    /// of files must have been taken. `new_clients` are those of [`Storage::resume`].
     pub async fn take_over(&self, new_clients: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
         let to_open_error = |failure| open::open_error(name, &failure);

@@ -137,8 +137,8 @@ struct ClientConnection {
     outgoing: RefCell<Outgoing>,
     send_signal: Signal,
     is_disconnecting: Cell<bool>,
-    /// True while [`NbdClient::into_established`] stops both tasks, so that another thread can continue the
-    /// connection.
+    /// True while [`NbdClient::into_established`] stops both tasks, so that another thread can
+    /// continue the connection.
     is_stopping: Cell<bool>,
     fault: RefCell<Option<ConnectionFault>>,
     /// Waker of the task that waits for the end of the connection.
@@ -255,8 +255,8 @@ impl NbdClient {
         }
     }
 
-    /// Writes `data` at `offset`. With `force` (FUA) the data is durable when the call returns,
-    /// otherwise after a flush. `force` requires [`NbdExportInfo::can_fua`].
+    /// Writes `data` at `offset`. With `fua` the data is durable when the call returns,
+    /// otherwise after a flush. `fua` requires [`NbdExportInfo::can_fua`].
     ///
     /// # Errors
     /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.

@@ -402,8 +402,8 @@ mod tests {
         on_runtime(EtcdConnection::open(endpoint, &[address], Some(&tls), TIMEOUT)).unwrap_err()
     }
 
-    /// Error of a client that trusts `trusted` and connects to a member with the certificate
-    /// `shown`.
+    /// Error of a client that trusts `trusted` and connects to a member with
+    /// `member_certificate`.
     fn handshake_message(member_certificate: &(X509, PKey<Private>), trusted: &X509) -> String {
         let (certificate, key) = member_certificate;
         let mut acceptor = SslAcceptor::mozilla_intermediate(SslMethod::tls_server()).unwrap();

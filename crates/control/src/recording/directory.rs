@@ -263,7 +263,7 @@ impl RecordingDirectory {
         }
     }
 
-    /// Handles errors and the end of the current file after its sink's `turn`.
+    /// Handles errors and the end of the current file after its sink's `write_due`.
     fn handle_turn_result(&mut self, ends_file: bool) {
         let Some((sink, _)) = &mut self.current else { return };
         if let Some(error) = sink.take_error() {

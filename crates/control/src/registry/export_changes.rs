@@ -148,8 +148,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Adds an export at an endpoint of its own, which is open when this returns. `taken` is the
-    /// endpoint's state from the old process. Returns the address.
+    /// Adds an export at an endpoint of its own, which is open when this returns. `transferred` is
+    /// the endpoint's state from the old process. Returns the address.
     pub(crate) async fn add_endpoint(
         self: &Rc<Self>,
         id: String,
