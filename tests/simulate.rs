@@ -269,7 +269,7 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
         cluster(&["hosts=20,disks=2,seconds=20,leader-deaths=1", "--iops-total", "4000"]).succeeds();
     assert_contains(
         &printed,
-        &["AT ETCD, A SECOND", "all hosts", "unused while a host waits", "the leader dies"],
+        &["ETCD, PER SECOND", "all hosts", "unused while a host waits", "the leader dies"],
     );
     // A missing figure is explained.
     let printed = cluster(&["hosts=5,disks=1,seconds=4,busy=0"]).succeeds();

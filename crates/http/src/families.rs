@@ -58,7 +58,7 @@ fn seconds(ns: u64) -> f64 {
 impl MetricFamilies {
     fn daemon(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let Self { snapshot, process, .. } = self;
-        to.infos("weir_build", "The daemon.", [[("version", env!("CARGO_PKG_VERSION"))]])?;
+        to.infos("weir_build", "Version of the daemon.", [[("version", env!("CARGO_PKG_VERSION"))]])?;
         let started = [([], snapshot.started.as_secs_f64())];
         to.gauges(
             "process_start_time_seconds",
@@ -109,7 +109,11 @@ impl MetricFamilies {
             ("requests", memory.requests),
         ];
         let owners = owners.map(|(owner, bytes)| ([("owner", owner)], bytes));
-        to.gauges("weir_memory_used_bytes", "Memory used for data.", owners)?;
+        to.gauges(
+            "weir_memory_used_bytes",
+            "Memory used for data: reserved, disks in memory, NBD connections, requests.",
+            owners,
+        )?;
         let limit = [([], memory.max_requests)];
         to.gauges(
             "weir_memory_requests_limit_bytes",
@@ -257,13 +261,13 @@ impl MetricFamilies {
                 .iter()
                 .filter_map(|device| Some(([("device", &*device.name)], device.statistics.as_ref()?)))
         };
-        let help = "Reads that a device completed since the machine started.";
+        let help = "Reads that a device completed since the host booted.";
         to.counters(
             "weir_device_reads",
             help,
             completed().map(|(labels, counters)| (labels, counters.reads)),
         )?;
-        let help = "Writes that a device completed since the machine started.";
+        let help = "Writes that a device completed since the host booted.";
         to.counters(
             "weir_device_writes",
             help,
@@ -314,7 +318,11 @@ fn of_disks(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
         ];
         kinds.map(|(operation, count)| ([("disk", &*disk.name), ("operation", operation)], count))
     });
-    to.counters("weir_disk_errors", "Requests that the image or its device failed.", errors)?;
+    to.counters(
+        "weir_disk_errors",
+        "Requests that failed with an error of the image or its device.",
+        errors,
+    )?;
     let help = "1 while a disk is stopped by an error and waits for `weir resume`.";
     to.gauges("weir_disk_stopped", help, each(|disk| disk.is_stopped.into()))?;
     let help = "1 if another program changed a file of the backing chain.";
@@ -428,7 +436,7 @@ fn throttle_families(
     to.counters(&name("admitted_bytes"), help, by_direction(|counters| counters.bytes))?;
     let help = "Admitted requests that were throttled before.";
     to.counters(&name("throttled_requests"), help, by_direction(|counters| counters.throttled))?;
-    let help = "Time during which requests waited for a limit of this level.";
+    let help = "Time during which at least one request waited for a limit of this object.";
     let limited = all.iter().map(|&(name, throttle)| ([(key, name)], seconds(throttle.stats.throttled_ns)));
     to.counters(&name("limited_seconds"), help, limited)?;
     let waiting = all.iter().flat_map(|&(name, throttle)| {
@@ -496,13 +504,13 @@ fn limits(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleF
     for (bytes, unit, rates) in
         [(false, "operations", "operations_per_second"), (true, "bytes", "bytes_per_second")]
     {
-        let help = "Configured limit.";
+        let help = "Limit; of a group of the cluster: the quota of this host.";
         to.gauges(&name(&format!("limit_{rates}")), help, rows(all, key, Some(bytes), rate))?;
         let help = "Burst rate of a limit.";
         to.gauges(&name(&format!("burst_limit_{rates}")), help, rows(all, key, Some(bytes), burst))?;
         let help = "Level of a limit's bucket: admitted and not drained yet.";
         to.gauges(&name(&format!("bucket_level_{unit}")), help, rows(all, key, Some(bytes), level))?;
-        let help = "Capacity of a limit's bucket: the burst rate times the burst length.";
+        let help = "Capacity of a limit's bucket: burst rate times burst length, or 0.1 s of the limit.";
         to.gauges(&name(&format!("bucket_capacity_{unit}")), help, rows(all, key, Some(bytes), capacity))?;
         let help = "Free capacity of a limit's bucket: capacity minus level.";
         to.gauges(&name(&format!("bucket_free_{unit}")), help, rows(all, key, Some(bytes), free))?;

@@ -97,7 +97,7 @@ pub struct BudgetUsage {
     pub connections: u64,
     /// Requests in flight and unread replies.
     pub requests: u64,
-    /// Maximum of `requests`.
+    /// Upper bound of `requests`.
     pub max_requests: u64,
     /// Number of requests that wait for memory.
     pub waiting: u64,

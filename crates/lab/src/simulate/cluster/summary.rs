@@ -288,14 +288,14 @@ impl ClusterSummary {
     }
 
     fn messages(&self) -> TextTable {
-        let numbers = ["STEADY", "OF 100 HOSTS", "ALL THE TIME", "OF 100 HOSTS"];
-        let mut table = TextTable::new(columns(&["AT ETCD, A SECOND"], &numbers));
+        let numbers = ["STEADY", "PER 100 HOSTS", "WHOLE RUN", "PER 100 HOSTS"];
+        let mut table = TextTable::new(columns(&["ETCD, PER SECOND"], &numbers));
         let rows: [FigureRow<f64>; 8] = [
             ("reports", |figures| figures.reports),
             ("transactions", |figures| figures.transactions),
-            ("leases prolonged", |figures| figures.leases_prolonged),
+            ("lease renewals", |figures| figures.leases_prolonged),
             ("reads, elections", |figures| figures.reads_and_elections),
-            ("asked in all", |figures| figures.asked),
+            ("requests in total", |figures| figures.asked),
             ("sent by watches", |figures| figures.watched),
             ("bytes written", |figures| figures.written_bytes),
             ("bytes sent", |figures| figures.sent_bytes),
@@ -322,12 +322,12 @@ impl ClusterSummary {
         let mut table = TextTable::new([
             ("OF THE LIMIT", ColumnAlignment::Left),
             ("STEADY", ColumnAlignment::Right),
-            ("ALL THE TIME", ColumnAlignment::Right),
+            ("WHOLE RUN", ColumnAlignment::Right),
         ]);
         let rows: [FigureRow<Option<f64>>; 4] = [
             ("unused while a host waits", |figures| figures.unused),
             ("in force", |figures| Some(figures.in_force)),
-            ("off from the ideal", |figures| Some(figures.off)),
+            ("deviation from the ideal", |figures| Some(figures.off)),
             ("hosts within 5 % of the ideal", |figures| Some(figures.near)),
         ];
         for (name, value_of) in rows {
