@@ -392,7 +392,7 @@ pub struct MemoryStatus {
     pub connections: u64,
     /// Requests in flight and unread replies.
     pub requests: u64,
-    /// The largest value of `requests` since the start.
+    /// Upper bound of `requests`: see `weir_memory_requests_limit_bytes`.
     #[serde(rename = "max-requests")]
     pub max_requests: u64,
     /// Number of requests that wait for memory.
