@@ -263,6 +263,6 @@ mod tests {
         let options = arguments("a -s 8K -o 4K");
         assert_eq!(job(&options, 12 << 10).unwrap().load.pattern.last, 4 << 10);
         assert!(job(&options, 11 << 10).unwrap_err().to_string().contains("does not fit"));
-        assert!(job(&options, 7 << 10).unwrap_err().to_string().contains("choose a smaller one"));
+        assert!(job(&options, 7 << 10).unwrap_err().to_string().contains("choose a smaller -s"));
     }
 }
