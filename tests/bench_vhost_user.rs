@@ -174,7 +174,7 @@ fn missing_server_feature_is_reported_before_any_request() {
     assert_contains(&bench("-s 1000 -c 1", &target).fails(), &["supports only multiples of 512 bytes"]);
     assert_contains(
         &bench("-s 2M -d 1 -c 1", &target).fails(),
-        &["has 1048576 bytes, and a request 2097152"],
+        &["has 1048576 bytes, fewer than one request of 2097152"],
     );
     assert_contains(&bench("-d 64 -c 1", &target).fails(), &["did not start its queues"]);
     assert_eq!(bench("-t none", &target).run().code(), 2);
