@@ -177,7 +177,8 @@ reference: ## regenerate the tables of keys and the schema of the config file in
 lint: ## checks of CI: formatting, warnings, scripts that do not parse, prose, commit subjects
 	@scripts/deps build
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets --test e2e -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --locked -p weir --test e2e -- -D warnings
 	@scripts/lint-scripts
 	@scripts/lint-prose
 	@scripts/lint-commits

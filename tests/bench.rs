@@ -148,7 +148,10 @@ fn missing_server_feature_is_reported_before_any_request() {
         &bench("-s 64M -d 1 -c 1", &uri).fails(),
         &["accepts requests of up to 33554432 bytes, but -s is 67108864"],
     );
-    assert_contains(&bench("-s 2M -d 1 -c 1", &uri).fails(), &["has 1048576 bytes, fewer than one request of 2097152"]);
+    assert_contains(
+        &bench("-s 2M -d 1 -c 1", &uri).fails(),
+        &["has 1048576 bytes, fewer than one request of 2097152"],
+    );
     assert_eq!(bench("-t none", &uri).run().code(), 2);
     assert_eq!(bench("", uri.replace("nbd+unix", "nbd+vsock")).run().code(), 2);
     let nobody = format!("nbd+unix:///a?socket={}", text(&scratch.socket("nobody")));

@@ -112,7 +112,7 @@ fn error_names_the_export_that_uses_the_socket() {
     let (_, why) = qmp.command_error("block-export-add", export_arguments("v2"));
     let rule = "the export v uses this path (give each export a path of its own)";
     assert_eq!(why, format!("unix:{}: {rule}", text(&socket)));
-    bench("-c 10", &format!("vhost-user:{}", text(&socket))).succeeds();
+    bench("-c 10", format!("vhost-user:{}", text(&socket))).succeeds();
     // weir notices the disconnect with a short delay.
     let is_used = |export: &Value| export["id"] == "v" && export["connections"] != 0;
     while qmp.command("x-weir-query-status", json!({}))["exports"].as_array().unwrap().iter().any(is_used) {

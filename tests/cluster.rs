@@ -15,7 +15,7 @@ use std::{
     io::{Read as _, Write as _},
     iter,
     net::TcpListener,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
     time::Instant,
@@ -47,7 +47,7 @@ impl EtcdServer {
         etcd
     }
 
-    fn spawn(data: &PathBuf, [client, peer]: [u16; 2]) -> Child {
+    fn spawn(data: &Path, [client, peer]: [u16; 2]) -> Child {
         let url = |port| format!("http://127.0.0.1:{port}");
         let log = fs::File::create(data.with_extension("log")).unwrap();
         Command::new("etcd")
@@ -140,7 +140,7 @@ impl ClusterTestHost {
         )
     }
 
-    fn serve(scratch: &Scratch, file: &PathBuf, control: &PathBuf) -> Serve {
+    fn serve(scratch: &Scratch, file: &Path, control: &Path) -> Serve {
         let control = format!("unix:{}", text(control));
         Serve::new(scratch).at_given_addresses().args(["--config", text(file), "--qmp", &control])
     }

@@ -328,7 +328,7 @@ fn failed_add_changes_nothing() {
 #[test]
 fn error_names_the_disk_that_uses_the_image() {
     let scratch = Scratch::new();
-    let file = scratch.file("weir.toml", &config(&scratch));
+    let file = scratch.file("weir.toml", config(&scratch));
     let weir = serve(&scratch, &file);
     let (image, link, over) =
         (scratch.sparse("b.raw", MIB), scratch.path("link.raw"), scratch.path("over.qcow2"));
@@ -353,7 +353,7 @@ fn error_names_the_disk_that_uses_the_image() {
 #[test]
 fn added_disk_accepts_image_options() {
     let scratch = Scratch::new();
-    let file = scratch.file("weir.toml", &config(&scratch));
+    let file = scratch.file("weir.toml", config(&scratch));
     let _weir = serve(&scratch, &file);
     let nbd = scratch.socket("nbd");
     let raw = scratch.filled("b.raw", MIB);

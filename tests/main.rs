@@ -12,6 +12,7 @@
 //! Never reaches beyond loopback and temporary directories, and kills only processes that it
 //! started. Tests may run in parallel. Run with `make test-e2e`; some tests need root, for loop
 //! devices and mount namespaces, and say so.
+#![allow(clippy::print_stdout, reason = "tests that measure print their figures")]
 
 mod harness;
 

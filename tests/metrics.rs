@@ -204,7 +204,7 @@ fn documented() -> BTreeMap<String, MetricFamilyRow> {
 fn document_lists_exactly_the_metric_families() {
     let scratch = Scratch::new();
     let image = scratch.path("a.qcow2");
-    qemu_img(&["create", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    qemu_img(["create", "-f", "qcow2", text(&image), "1M"]).succeeds();
     let config = scratch.file(
         "weir.toml",
         format!(

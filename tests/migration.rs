@@ -435,7 +435,7 @@ fn loss_of_target_or_etcd_during_migration_loses_nothing() {
         assert!(offer["described"]["filled"]["levels"].is_array(), "{offer}");
         // Neither host serves the disk, and its image is unlocked.
         assert_eq!(a.disk("vm"), None);
-        qemu_io(["-f", "raw"], &["read -P 5 0 4k"], &image);
+        qemu_io(["-f", "raw"], ["read -P 5 0 4k"], &image);
         moving
     };
     // The target dies.
@@ -490,7 +490,7 @@ fn range_of_an_image_survives_migrations() {
         MigrationHost::start("a", &etcd, &scratch, GROUPS),
         MigrationHost::start("b", &etcd, &scratch, GROUPS),
     );
-    qemu_io(["-f", "raw"], &["write -P 1 0 1M", "write -P 2 1M 1M", "write -P 3 2M 2M"], &image);
+    qemu_io(["-f", "raw"], ["write -P 1 0 1M", "write -P 2 1M 1M", "write -P 3 2M 2M"], &image);
     let mut qmp = Qmp::negotiated(&a.control());
     let node = json!({
         "driver": "raw", "node-name": "vm", "offset": MIB, "size": MIB, "discard": "ignore",
@@ -509,7 +509,7 @@ fn range_of_an_image_survives_migrations() {
     b.io(&["write -P 2 0 1M"]);
     b.move_to("a").succeeds();
     check(&a);
-    qemu_io(["-r", "-U", "-f", "raw"], &["read -P 1 0 1M", "read -P 2 1M 1M", "read -P 3 2M 2M"], &image);
+    qemu_io(["-r", "-U", "-f", "raw"], ["read -P 1 0 1M", "read -P 2 1M 1M", "read -P 3 2M 2M"], &image);
     // Properties of an image that cannot be transferred are rejected by name.
     let backing = scratch.sparse("backing.raw", MIB);
     let above = scratch.path("above.qcow2");

@@ -448,7 +448,7 @@ fn raw_data_file_keeps_data_beyond_the_disk() {
     qemu_img(["create", "-q", "-f", "qcow2", "-o", &options, text(&path), "1000k"]).succeeds();
     qemu_io(&path, &["write -P 1 0 1000k"]);
     fs::File::options().write(true).open(&data).unwrap().set_len(3 * MIB).unwrap();
-    harness::qemu_io(["-f", "raw"], &["write -P 84 1000k 2072k"], &data);
+    harness::qemu_io(["-f", "raw"], ["write -P 84 1000k 2072k"], &data);
     let before = fs::read(&data).unwrap();
     for size in ["1500k", "2M", "3M", "4M"] {
         weir(&["resize", "-q", "-f", "qcow2", text(&path), size]).succeeds();
@@ -496,11 +496,7 @@ fn sparse_source_is_compressed() {
     let scratch = Scratch::new();
     let raw = scratch.path("sparse.raw");
     fs::File::create(&raw).unwrap().set_len(5 * MIB).unwrap();
-    harness::qemu_io(
-        ["-f", "raw"],
-        &["write -P 5 20k 4k", "write -P 6 1M 100k", "write -P 7 5116k 4k"],
-        &raw,
-    );
+    harness::qemu_io(["-f", "raw"], ["write -P 5 20k 4k", "write -P 6 1M 100k", "write -P 7 5116k 4k"], &raw);
     let source = scratch.path("small.qcow2");
     let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"];
     qemu_img(create).args([text(&source), "5M"]).succeeds();

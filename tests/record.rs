@@ -55,7 +55,7 @@ impl RunningRecorder {
     /// Waits for its end; returns its status and its messages.
     fn wait(mut self) -> (Option<i32>, String) {
         let mut output = String::new();
-        self.said.read_to_string(&mut said).expect("its output is UTF-8");
+        self.stderr.read_to_string(&mut output).expect("its output is UTF-8");
         (self.child.wait().expect("the child can be waited for").code(), output)
     }
 

@@ -2,11 +2,7 @@
 
 use std::{
     fs,
-    net::TcpListener,
-    os::unix::{
-        fs::{FileExt as _, symlink},
-        net::{UnixDatagram, UnixListener},
-    },
+    os::unix::net::{UnixDatagram, UnixListener},
     path::PathBuf,
 };
 
@@ -17,7 +13,7 @@ use crate::{
     harness::{
         DEADLINE, MIB, Qmp, RawNbdClient, Scratch, Serve, TestClient, TestOutcome, Weir, assert_contains,
         operator::{self, find, run_failing, run_json, run_ok, serve, socket, status},
-        text, weir, weir_image,
+        text, weir,
     },
     vhost_user::{features, front_end},
 };

@@ -169,9 +169,9 @@ fn reservation_of_a_stopped_host_is_kept() {
     for is_crash in [false, true] {
         let weir = a.weir.take().unwrap();
         if is_crash {
-            weir.crash()
+            weir.crash();
         } else {
-            drop(weir.stop())
+            drop(weir.stop());
         }
         assert_contains(&raise(&b, "1500").fails(), &["the 1000 that the reservations of other hosts leave"]);
         assert_eq!(by(&b, "a"), Some(2000));

@@ -143,7 +143,7 @@ fn added_disks_with_access_rules_and_groups_with_names_of_a_config_are_transferr
     let before = all_entries(&fixture);
     let current = fixture.upgrade(current).0;
     assert_eq!(all_entries(&fixture), before);
-    qemu_io(["-f", "raw"], &["write -P 1 0 4k", "read -P 1 0 4k"], current.uri("second"));
+    qemu_io(["-f", "raw"], ["write -P 1 0 4k", "read -P 1 0 4k"], current.uri("second"));
     let current = fixture.upgrade(current).0;
     assert_eq!(all_entries(&fixture), before);
     current.stop();
@@ -259,10 +259,10 @@ fn node_above_an_added_disk_is_transferred_except_to_older_versions() {
     let mut current = daemon;
     for byte in ["1", "2"] {
         let write = format!("write -P {byte} 0 4k");
-        qemu_io(["-f", "raw"], &[&write], current.uri("over"));
+        qemu_io(["-f", "raw"], [&write], current.uri("over"));
         current = fixture.upgrade(current).0;
         assert_eq!(all_entries(&fixture), before);
-        qemu_io(["-f", "raw"], &[&format!("read -P {byte} 0 4k")], current.uri("over"));
+        qemu_io(["-f", "raw"], [&format!("read -P {byte} 0 4k")], current.uri("over"));
     }
     let mut qmp = Qmp::negotiated(&fixture.control());
     qmp.command("block-export-del", json!({ "id": "e" }));

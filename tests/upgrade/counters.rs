@@ -76,8 +76,8 @@ fn counters_and_events_survive() {
     let mut current = fixture.serve().start();
     // Some statistics are collected only after a first query.
     counters(&fixture);
-    bench("-w -c 3000 -d 32 -s 4K --flush-interval 100", &format!("vhost-user:{}", text(&socket))).succeeds();
-    bench("-c 1000 -d 32 -s 4K", &current.uri("disk")).succeeds();
+    bench("-w -c 3000 -d 32 -s 4K --flush-interval 100", format!("vhost-user:{}", text(&socket))).succeeds();
+    bench("-c 1000 -d 32 -s 4K", current.uri("disk")).succeeds();
     current.nbdsh("disk", "try:\n h.pread(512, 8 << 20)\nexcept nbd.Error: pass\nelse: assert False");
     let status = |fixture: &UpgradedDaemon| {
         Qmp::negotiated(&fixture.control()).command("x-weir-query-status", json!({}))

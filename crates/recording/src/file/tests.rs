@@ -375,7 +375,7 @@ fn memory_of_a_recording_is_bounded() {
     for (disk, limit, rule) in [
         (long.as_str(), "iops-total", "longer than 4096 bytes"),
         ("vm1", &long, "longer than 4096 bytes"),
-        ("vm\n1", "iops-total", "is not text"),
+        ("vm\n1", "iops-total", "is not UTF-8"),
         ("vm1", "", "name is missing"),
     ] {
         let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
