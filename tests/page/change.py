@@ -91,7 +91,7 @@ def with_mouse(reader, running):
     preview = page.locator(".preview table")
     expect(preview).to_contain_text("iops-total 2000 → 500")
     # The caption states the period of the preview, which may be shorter than possible.
-    expect(preview.locator("caption")).to_have_text(re.compile(r"^What \S+ requests of the last \d+[sm] felt, "))
+    expect(preview.locator("caption")).to_have_text(re.compile(r"^\S+ requests of the last \d+[sm], measured, and simulated with "))
     rates = preview.get_by_role("row", name="operations per second").locator("td")
     now, later = (figure(rates.nth(place).inner_text()) for place in (0, 1))
     assert later < now, f"a lower limit admits fewer: {now} now, {later} below the limit"

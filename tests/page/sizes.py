@@ -68,7 +68,7 @@ def look(reader, disks):
     reader.choose(last)
     expect(page.locator(".above")).to_have_text(f" in g{(disks - 1) % GROUPS}")
     page.get_by_label("Filter").fill("no such")
-    expect(page.locator("#tree .nothing")).to_have_text("Nothing has such a name.")
+    expect(page.locator("#tree .nothing")).to_have_text("No disk or group matches.")
     # There is no row to move down to.
     page.keyboard.press("ArrowDown")
     expect(page.get_by_label("Filter")).to_be_focused()

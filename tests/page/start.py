@@ -72,7 +72,7 @@ def page_is_not_live_before_figures_arrive(reader):
     page = reader.page
     page.goto(reader.url)
     page.wait_for_function("() => typeof window.giveOverview === 'function'")
-    expect(page.locator("#tree .nothing")).to_have_text("Asking the daemon …")
+    expect(page.locator("#tree .nothing")).to_have_text("Loading …")
     expect(page.locator("#live")).to_have_text("connecting")
     expect(page.locator("#sums")).to_have_text("")
     live, sums = page.evaluate("window.giveOverview()")

@@ -57,8 +57,8 @@ export class Detail {
         if (!node) {
             this.isBuilt = false;
             this.follower?.stop();
-            const text = this.key ? !this.store.isKnown ? "" : `There is no ${this.key.replace("/", " ")} now.` : "Choose a disk or a group to see what it did, and to change its limits.";
-            this.host.replaceChildren(element("h2", { id: "detail-title", class: "unseen" }, "Nothing is chosen"), element("p", { class: "nothing" }, text));
+            const text = this.key ? !this.store.isKnown ? "" : `There is no ${this.key.replace("/", " ")} now.` : "Select a disk or a group to see its history and to change its limits.";
+            this.host.replaceChildren(element("h2", { id: "detail-title", class: "unseen" }, "Nothing is selected"), element("p", { class: "nothing" }, text));
             return;
         }
         if (!this.isBuilt) this.build(node);
@@ -115,7 +115,7 @@ export class Detail {
         this.shares = new Lines({ title: "Held, and bucket", show: figures.share, top: 1, series: [
             { key: "wait-ratio", label: "held", colour: "held" }, { key: "bucket-level-ratio", label: "bucket full", colour: "read" }],
         note: "part of each second in which something waited; how full the fullest bucket is: at 100% a burst is used up, and requests wait" }, this.cursor);
-        this.hits = new Lines({ title: "Answered from memory", show: figures.share, top: 1, series: [
+        this.hits = new Lines({ title: "Reads served by prefetch", show: figures.share, top: 1, series: [
             { key: "read-ahead-hit-rate", label: "reads that were read ahead", colour: "read" }, { key: "l2-cache-hit-rate", label: "metadata cache hits", colour: "write" }] }, this.cursor);
         this.drawn = [this.operations, this.bytes, this.heat, this.queue, this.shares, this.hits];
         this.hits.shown.hidden = node.kind === "group";
@@ -247,7 +247,7 @@ export class Detail {
             // Not rebuilt while it is equal, so that it keeps the keyboard focus.
             if (this.holder.parentNode !== this.held) this.held.replaceChildren("Held by ", this.holder);
             say(this.holder, limit);
-        } else say(this.held, node.stopped ? "Stopped by an error of its image: it goes on once the cause is gone and a client tries again."
+        } else say(this.held, node.stopped ? "Stopped by an error of its image: it continues when the cause is removed and a client retries."
             : isHeld(node) ? "Requests wait" : "Nothing waits");
         this.held.classList.toggle("is-stopped", Boolean(node.stopped));
         this.limits.write(node);

@@ -58,7 +58,7 @@ export class Events {
             const key = (event) => event.disk ? Store.key("disk", event.disk) : event.group ? Store.key("group", event.group) : null;
             const wanted = this.only.checked ? this.events.filter((event) => key(event) === this.chosen) : this.events;
             const rows = newest(wanted, SHOWN).map((event) => this.row(event, key(event)));
-            if (!rows.length) rows.push(element("li", { class: "nothing" }, "Nothing has happened yet."));
+            if (!rows.length) rows.push(element("li", { class: "nothing" }, "No events yet."));
             this.list.replaceChildren(...rows);
         });
     }

@@ -244,13 +244,13 @@ export class Limits {
         }
         this.apply.disabled = !canChange || names.length === 0;
         this.reset.disabled = names.length === 0;
-        say(this.why, canChange ? "" : "Read-only: this daemon was started without --http-token-file, so that nothing can be changed here.");
+        say(this.why, canChange ? "" : "Read-only: the daemon was started without --http-token-file.");
         this.drafted();
         this.waits = false;
         clearTimeout(this.timer);
         this.asked?.abort();
         if (names.length) this.timer = setTimeout(() => this.preview(draft), STILL_MS);
-        else this.seen.replaceChildren(element("p", { class: "hint" }, !canChange ? "Where limits can be changed, what they would have done is shown here." : "Move a slider or type a number: what the last minutes would have felt is shown here, before anything changes."));
+        else this.seen.replaceChildren(element("p", { class: "hint" }, !canChange ? "With a token, this shows the effect of changed limits on recent requests." : "Move a slider or type a number: the simulated effect on the last minutes is shown here before it is applied."));
     }
 
     async preview(draft, using = token()) {
@@ -333,13 +333,13 @@ function felt(told, draft, of) {
     const [now, then] = [told?.now ?? {}, told?.then ?? {}];
     // The recording may be shorter than ten minutes, after more requests than it can hold.
     const span = typeof seconds !== "number" ? null : seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000);
-    if (!requests) return [element("p", { class: "hint" }, `It had no requests ${span === null ? "lately" : `in the last ${span}`}, so there is nothing to replay.`), element("p", { class: "hint" }, changes)];
+    if (!requests) return [element("p", { class: "hint" }, `It had no requests ${span === null ? "lately" : `in the last ${span}`}, so there is nothing to simulate.`), element("p", { class: "hint" }, changes)];
     const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
         const [one, other] = [show(now[key]), show(then[key])];
         const isBad = key !== "iops" && key !== "bps" && then[key] > now[key] * 1.1 && one !== other;
         return element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));
     });
-    return [element("table", {}, element("caption", {}, `What ${figures.count(requests)} requests of the last ${span} felt, and what they would have felt with ${changes}`),
+    return [element("table", {}, element("caption", {}, `${figures.count(requests)} requests of the last ${span}, measured, and simulated with ${changes}`),
         element("thead", {}, element("tr", {}, element("td", {}), element("th", { scope: "col" }, "now"), element("th", { scope: "col" }, "then"))),
         element("tbody", {}, ...rows))];
 }

@@ -142,8 +142,8 @@ export class Tree {
         this.body.style.height = `${this.rows.length * this.height()}px`;
         this.empty.hidden = this.rows.length > 0;
         // Nothing is known before the first overview.
-        const none = !this.store.isKnown ? "Asking the daemon …" : "No disk and no group.";
-        say(this.empty, this.filter ? "Nothing has such a name." : none);
+        const none = !this.store.isKnown ? "Loading …" : "No disks or groups.";
+        say(this.empty, this.filter ? "No disk or group matches." : none);
         this.place();
     }
 
