@@ -169,7 +169,7 @@ fn missing_server_feature_is_reported_before_any_request() {
     assert_contains(&bench("-w -c 1", &target).fails(), &["is read-only (leave out -w"]);
     assert_contains(
         &bench("-c 3 --jobs 3", &target).fails(),
-        &["has 2 queues, and 3 jobs", "smaller --jobs"],
+        &["has 2 queues, but each of the 3 jobs needs one", "smaller --jobs"],
     );
     assert_contains(&bench("-s 1000 -c 1", &target).fails(), &["supports only multiples of 512 bytes"]);
     assert_contains(
