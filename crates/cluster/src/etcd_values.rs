@@ -1,7 +1,7 @@
-//! Values in etcd: policy's types as JSON, each with a format version.
+//! Values in etcd: the types of `policy::cluster` as JSON, each with a format version.
 //!
 //! Anyone with access to etcd may have written a value. Garbage, newer versions and numbers out of
-//! range are rejected with a reason. Never trusts a length or a checksum.
+//! range are rejected with a reason.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ use serde::{
 
 /// Version that is written, and the only one that is read.
 const VERSION: u32 = 1;
-/// Maximum length of a value in bytes: the largest request that etcd accepts by default is 1.5 MiB.
+/// Maximum length of a value in bytes. Larger than etcd's default limit of a request, 1.5 MiB.
 const MAX_BYTES: usize = 2 << 20;
 
 /// Version of a value, read before its content.
@@ -35,7 +35,7 @@ pub(super) fn write<T: Serialize>(value: &T) -> Vec<u8> {
 /// Parses a value of this version.
 ///
 /// # Errors
-/// Returns the reason, as the end of a sentence.
+/// Returns the reason, as the predicate of a sentence whose subject is the key.
 pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     if bytes.len() > MAX_BYTES {
         return Err(format!("is too large, {} bytes", bytes.len()));
@@ -55,10 +55,12 @@ pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LeaderValue {
     pub(super) host: String,
+    /// Random for each term: distinguishes terms of equal revision after etcd was restored.
     pub(super) nonce: u64,
 }
 
-/// Largest number of a run: nanoseconds of a clock, or one above the last run.
+/// Largest instance number. An instance is the wall-clock time in nanoseconds when the daemon
+/// registered, or one more than the host's previous instance if that is larger.
 pub(super) const MAX_INSTANCE: u64 = i64::MAX.cast_unsigned();
 
 fn instance<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
@@ -72,7 +74,7 @@ fn instance<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
 /// Process that owns a host's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct HostIdentity {
-    /// Increases with each run of the host.
+    /// Identifies a run of the daemon on the host; larger in each later run.
     #[serde(deserialize_with = "instance")]
     pub(super) instance: u64,
     /// Machine id, boot id and pid namespace: `pid` is unique within them.
@@ -87,17 +89,19 @@ pub(super) struct HostIdentity {
 /// Limits over all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct GroupValue {
-    /// Number of the change, from 1.
+    /// Number of the latest change of the limits, counted from 1.
     pub(super) number: u32,
     /// Random for each change: distinguishes changes of equal number after etcd was restored.
     pub(super) nonce: u32,
-    /// Limits by option name; absent means 0.
+    /// Limits by option name; absent ones have their defaults.
     pub(super) limits: BTreeMap<String, u64>,
+    /// Maximum number of hosts that share the limits.
     pub(super) hosts: u32,
+    /// Fallback share of one host, in millionths of the limit; `None` for the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) safe_share_ppm: Option<u32>,
-    /// True after a removal: the group has no limits, and a host that still has some does not write
-    /// them again.
+    /// True after the group was removed. The value remains without limits, so that hosts that
+    /// remember the earlier limits neither apply them nor restore them in etcd.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) removed: bool,
 }
@@ -137,10 +141,10 @@ impl GroupValue {
         more.spec().map(|_| more)
     }
 
-    /// Converts to policy's form.
+    /// Converts to the type of `policy`.
     ///
     /// # Errors
-    /// Fails if the limits break a rule or cannot be divided.
+    /// Fails if the limits are invalid, or too low to be divided among the hosts.
     pub(super) fn spec(&self) -> Result<ClusterGroupLimits, String> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
@@ -160,8 +164,8 @@ impl GroupValue {
     }
 }
 
-/// Reservations of a host by group, and the measured capacity below its disks, in operations and
-/// bytes per second; a capacity of 0 is unknown.
+/// Reservations of a host by group, and the measured capacity of the devices below its disks, in
+/// operations and bytes per second; a capacity of 0 is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct HostReservations {
     pub(super) groups: BTreeMap<String, [u64; 2]>,
@@ -201,6 +205,9 @@ impl From<&TermValue> for Term {
     }
 }
 
+/// JSON form of [`cluster::HostReport`], which documents the fields. `follows` is its
+/// `followed_term`, `spec` its `version`, `safe` its `fallback`, `given` its
+/// `released_capacity`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ReportValue {
     #[serde(deserialize_with = "instance")]
@@ -281,6 +288,7 @@ impl From<&ReportValue> for cluster::HostReport {
     }
 }
 
+/// JSON form of [`cluster::QuotaGrant`]; `answers` is its `report_number`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct GrantValue {
     term: TermValue,
@@ -307,7 +315,7 @@ impl GrantValue {
         }
     }
 
-    /// Converts to policy's form.
+    /// Converts to the type of `policy`.
     ///
     /// # Errors
     /// Fails if its limits are invalid.

@@ -1,4 +1,5 @@
-//! Label values of metrics: directions, limits and owners.
+//! Label values of metrics: directions, limits, and owners of limits (disk, its group, a group
+//! above that).
 
 use block::measures::CauseLevel;
 use policy::{

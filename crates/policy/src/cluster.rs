@@ -253,7 +253,7 @@ pub struct Term {
 /// Report of a host to the leader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostReport {
-    /// Run of the host's process: larger in each later run.
+    /// Identifies a run of the daemon on the host; larger in each later run.
     pub instance: u64,
     /// Number of the report, rising by one within a run.
     pub report_number: u64,
@@ -289,7 +289,7 @@ impl HostReport {
 pub struct QuotaGrant {
     /// Term of the leader that granted it.
     pub term: Term,
-    /// Run of the host that it is for.
+    /// Instance of the host that it is for.
     pub instance: u64,
     /// Number of the report that it answers. The lease begins when that report was sent.
     pub report_number: u64,

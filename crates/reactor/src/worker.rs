@@ -28,8 +28,8 @@ pub fn may_block() -> bool {
     !NEVER_BLOCKS.get()
 }
 
-/// True if this thread is a [`ReactorWorker`]'s, which serves requests for as long as there are
-/// any.
+/// True on the thread of a [`ReactorWorker`]; false on a thread that called [`run`] itself, such as
+/// the main thread.
 pub fn is_worker() -> bool {
     IS_WORKER.get()
 }
@@ -76,10 +76,10 @@ impl ReactorWorker {
                     };
                     (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.counters))
                 });
-                // The receiver is waiting for this message, so it exists.
+                // Cannot fail: `start` waits for this message.
                 let _ = announce.send(parts);
-                // An error means that the `ReactorWorker` was dropped, which also stops the
-                // reactor.
+                // Nothing is ever sent: this returns an error once `stop` closes the channel, or
+                // the `ReactorWorker` was dropped.
                 let _ = stopped.recv().await;
             });
             // Fails if the `ReactorWorker` was dropped.
@@ -122,7 +122,8 @@ impl ReactorWorker {
 
     /// Stops the thread and waits for it, unless operations that the kernel cannot cancel are in
     /// flight: then the thread exits with the last of them. Tasks end as documented for [`run`].
-    /// Stop workers that share groups of disks together: a group's timer may be on any of them.
+    /// If disks on several workers share a throttle group, stop all of these workers: the timer
+    /// that admits the group's requests runs on one of them.
     ///
     /// # Errors
     /// The error of [`run`].
@@ -190,7 +191,7 @@ mod tests {
             Self { worker, runs, stopped }
         }
 
-        /// Number of their runs until another task group has done `work`.
+        /// Number of runs of the busy tasks until another task group has done `work`.
         fn runs_during<F: Future<Output = ()>>(self, work: impl FnOnce() -> F + Send + 'static) -> usize {
             let (done, outcome) = async_channel::bounded(1);
             let runs = Arc::clone(&self.runs);

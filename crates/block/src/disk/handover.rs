@@ -123,7 +123,8 @@ impl Disk {
         let mut is_logged = false;
         loop {
             let waited: Duration = reactor::now() - began;
-            // On a blocking thread: locking makes system calls on the file.
+            // On a blocking thread: locking makes system calls on the file. The attempt after the
+            // timeout is the last: it returns an error instead of false.
             let (image, last) = (Arc::clone(&self.image), waited >= timeout);
             if reactor::run_blocking(move || image.take_locks(last)).await? {
                 return Ok(());

@@ -1,4 +1,5 @@
-//! Error of a command: a class of QMP, and a sentence in QEMU's wording with the key and the rule.
+//! Error of a QMP command: QMP's error class, and a description in QEMU's wording that names the
+//! parameter and the rule that its value violates.
 
 use std::fmt;
 
@@ -63,12 +64,12 @@ impl QmpError {
         Self::generic(format!("Parameter '{key}' does not accept value '{value}' (there are: {list})"))
     }
 
-    /// `rule` is the predicate of a sentence whose subject is the argument.
+    /// `rule` completes the sentence that begins with the parameter: "must be a power of two".
     pub(crate) fn rule(key: &str, rule: impl fmt::Display) -> Self {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }
 
-    /// Error of a command for an error of the daemon.
+    /// Converts an error of the daemon.
     pub(crate) fn from_daemon_error(error: anyhow::Error) -> Self {
         match error.downcast::<RegistryError>() {
             Ok(refused) => refused.into(),
@@ -81,7 +82,7 @@ impl QmpError {
     }
 }
 
-/// Unknown names have a class of their own, which clients rely on.
+/// Unknown disks and groups become `DeviceNotFound`, which clients rely on.
 impl From<RegistryError> for QmpError {
     fn from(refused: RegistryError) -> Self {
         match refused {

@@ -3,7 +3,7 @@
 //! ```text
 //!           ┌──────────────── newline, control character, 0xff ◄──┐
 //!           ▼                                                     │
-//!   ──► between ──► in a value ──► complete ──► json::parse      lost
+//!   ──► between ──► in a value ──► complete ──► json::parse    skipping
 //!                       │                                         ▲
 //!                       └─────── a byte that no JSON permits ─────┘
 //! ```
@@ -195,7 +195,7 @@ impl JsonStream {
         self.brackets = 0;
         self.depth = 0;
         self.message.clear();
-        // Returns the memory of a large message.
+        // Frees the memory of a large message.
         self.message.shrink_to(RETAINED_BYTES);
     }
 }
@@ -217,7 +217,7 @@ fn is_scalar(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.')
 }
 
-/// True for bytes after which parsing resumes after an error.
+/// True for bytes that end the skipping after an error. Tabs and carriage returns do not.
 fn ends_skipping(byte: u8) -> bool {
     byte == b'\n' || byte == 0xff || (byte < b' ' && !is_space(byte))
 }

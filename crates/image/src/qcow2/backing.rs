@@ -34,7 +34,7 @@ impl Qcow2Image {
             let mut first: Vec<Option<FileStamp>> = Vec::new();
             loop {
                 let Some(image) = image.upgrade().map(Self) else { return };
-                // Sequential: a file system that does not answer blocks only this task.
+                // One file at a time: at most one call waits for an unresponsive file system.
                 for (at, below) in image.images_below().enumerate() {
                     let now = below.storage().stamp().await;
                     first.resize(first.len().max(at + 1), None);

@@ -76,7 +76,7 @@ impl MachineInfo {
     pub(crate) fn this() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
         let kernel = |name: &str| read(format!("/proc/sys/kernel/{name}")).trim().to_owned();
-        // Both files consist of lines of the form `name : value`.
+        // Lines of `/proc/meminfo` and `/proc/cpuinfo` have the form `name : value`.
         let field = |text: &str, name: &str| {
             let line = text.lines().find(|line| line.starts_with(name))?;
             Some(line.split_once(':')?.1.trim().to_owned())
@@ -93,14 +93,14 @@ impl MachineInfo {
 }
 
 impl MeasuredDevice {
-    /// The device below a file or directory, or a device itself.
+    /// The device that stores a file or directory, or the block device itself if `place` is one.
     pub(crate) fn under(place: &Path) -> Option<Self> {
         use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
         let meta = fs::metadata(place).ok()?;
         let is_device = meta.file_type().is_block_device();
         let number = DeviceNumber::unpack(if is_device { meta.rdev() } else { meta.dev() });
         let identity = DeviceIdentity::resolve(number, &SysfsRoots::default()).ok()?;
-        // A block device itself has no file system here.
+        // A block device is measured without a file system.
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let file_system = if is_device { None } else { file_system(&mounts, number) };
         Some(Self { node: identity.node(), key: identity.key().to_owned(), file_system })

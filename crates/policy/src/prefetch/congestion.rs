@@ -1,9 +1,10 @@
 //! Congestion control: limits read-ahead in flight and queues streams for it.
 //!
-//! Read-ahead in flight delays the guests' own requests in the device's queue. Its response time is
-//! therefore compared with the best recent one for the same request size. If it is several times
-//! longer, and longer than the queue of a fast device justifies, the limit is lowered; otherwise it
-//! is raised. Delay indicates congestion as in TCP Vegas; steps down are larger than steps up.
+//! Read-ahead in flight delays the guests' own requests in the device's queue. The response time of
+//! each read-ahead request is therefore compared with the best recent one for the same request
+//! size. If it is several times longer, and longer than the queue of a fast device justifies, the
+//! limit is lowered; otherwise it is raised. Delay indicates congestion as in TCP Vegas; steps down
+//! are larger than steps up.
 //!
 //! A stream without cached data whose read-ahead is refused waits in a queue. Each stream in the
 //! queue has a share reserved that streams behind it cannot use; otherwise a stream that has just
@@ -12,12 +13,12 @@
 use super::read_ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
-/// Ratio of smoothed to best response time above which a device is congested, if the smoothed time
-/// also exceeds [`MIN_CONGESTED_NS`]. The ratio is 4 because the requests of a single window
-/// already queue up to four deep.
+/// Ratio to the best response time above which a response lowers the limit, and above which the
+/// smoothed time means congestion; both only above [`MIN_CONGESTED_NS`]. The ratio is 4 because the
+/// requests of a single window already queue up to four deep.
 const CONGESTION_RATIO: u64 = 4;
-/// Response time below which a device is never congested: a flash device needs a queue that takes
-/// this long to reach several times the throughput of single requests.
+/// Response time below which a device is never congested. A flash device reaches several times the
+/// throughput of single requests only with a queue, whose delay may approach this time.
 const MIN_CONGESTED_NS: u64 = 2_000_000;
 /// Initial limit of bytes in flight.
 const INITIAL_IN_FLIGHT_LIMIT: u64 = 2 << 20;
@@ -27,8 +28,8 @@ const MIN_IN_FLIGHT_LIMIT: u64 = 512 << 10;
 const WAITING_SHARE_BYTES: u64 = MIN_IN_FLIGHT_LIMIT / 2;
 /// A grant below this size is refused, unless the stream requested less.
 const MIN_REQUEST_BYTES: u64 = 32 << 10;
-/// Number of refusals of other streams, plus four for each waiting stream, after which a waiting
-/// stream that has not requested again is forgotten.
+/// A waiting stream is forgotten if it does not request again during this number of refusals of
+/// other streams, plus four for each stream that waits.
 const FORGET_AFTER_REFUSALS: u64 = 64;
 /// Number of size classes of requests, one for each power of two up to a chunk.
 const SIZE_CLASSES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
@@ -37,7 +38,8 @@ const SIZE_CLASSES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 pub(super) struct CongestionControl {
     response_times: [ResponseTime; SIZE_CLASSES],
     is_congested: bool,
-    /// Bytes of read-ahead in flight; at most `in_flight_limit` when more is admitted.
+    /// Bytes of read-ahead in flight. No more are admitted once they reach `in_flight_limit`, which
+    /// may be lowered below them.
     in_flight_bytes: u64,
     in_flight_limit: u64,
     max_in_flight_limit: u64,
@@ -72,8 +74,9 @@ impl CongestionControl {
     }
 
     /// Number of bytes, up to `requested_bytes`, that the stream may read ahead now; 0 if less than
-    /// a useful request. At most a quarter of the limit, so that large windows do not displace
-    /// small ones. A refused stream waits in the queue unless `has_data`.
+    /// a useful request. At most [`WAITING_SHARE_BYTES`] while other streams wait, else a quarter
+    /// of the limit, so that large windows do not displace small ones. A refused stream waits in
+    /// the queue unless `has_data`.
     pub(super) fn allowed_bytes(&mut self, stream: StreamId, requested_bytes: u64, has_data: bool) -> u64 {
         self.forget_stale();
         let position = self.waiting.iter().position(|(waiting, _)| *waiting == stream);

@@ -1,8 +1,8 @@
-//! Buckets for work that the kernel admits: tracks the remaining burst by measured I/O.
+//! Leaky buckets for I/O that the kernel throttles: how much of a burst remains, from measured I/O.
 //!
 //! A [`ThrottleTree`](super::ThrottleTree) admits single requests. If the kernel admits them
-//! (`io.max`), only the I/O since the last measurement is known: it is charged first, and the
-//! levels leak afterwards.
+//! (`io.max`), only their sum since the last measurement is known: the caller charges it, and then
+//! leaks the levels up to the time of the measurement.
 //!
 //! Never decides a rate: [`steering`](crate::steering) does.
 
@@ -38,7 +38,7 @@ impl KernelBuckets {
         self.enforcement
     }
 
-    /// Changes the enforcement. Levels are kept.
+    /// Changes the enforcement. The levels stay the same.
     pub fn enforce(&mut self, enforcement: Enforcement) {
         if enforcement.scale() != self.enforcement.scale() {
             self.buckets.rescale(&self.limits, enforcement.scale());
@@ -51,7 +51,8 @@ impl KernelBuckets {
         if (operations, bytes) == (0, 0) || self.enforcement == Enforcement::Lifted {
             return;
         }
-        // The sizes of the requests are unknown: assume equal ones, up to a byte.
+        // Sizes of single requests are unknown: assumed equal, apart from the remainder of the
+        // division, which makes some of them longer by one byte.
         let operations = operations.max(1);
         let (each, longer) = (bytes / operations, bytes % operations);
         for (count, length) in [(operations - longer, each), (longer, each + 1)] {

@@ -1,4 +1,4 @@
-//! Bits that concurrent requests of all workers set without a lock.
+//! Bits of a dirty bitmap that concurrent requests of all workers set without a lock.
 //!
 //! ```text
 //!   chunks   │ none │ 4 KiB │ none │ 4 KiB │ …      a chunk is allocated by its first mark
@@ -7,6 +7,9 @@
 //! Parts of the disk that are not written to use no memory. A bit that is already set is only
 //! read, so workers that repeatedly write to the same part share the cache line without
 //! contention. Bits are never cleared here: a resized or cleared bitmap is a new value.
+//!
+//! All accesses are relaxed: bits order no other memory, and they are copied to the file only while
+//! no request is in flight.
 
 use std::{
     ops::Range,
@@ -73,7 +76,7 @@ impl LiveBits {
     }
 
     /// Marks every bit that the range touches; the part outside the disk is ignored. Returns true
-    /// if any of them was not set.
+    /// if at least one of these bits was clear.
     pub(super) fn mark(&self, range: Range<u64>) -> bool {
         let end = range.end.min(self.size_bytes);
         if range.start >= end {
@@ -96,8 +99,8 @@ impl LiveBits {
         is_new
     }
 
-    /// Length of the run that begins at `at` and ends before `end`, and true if it is marked.
-    /// Bytes beyond the end of the disk count as marked, the safe answer for a backup.
+    /// Length of the run of equal bits that begins at `at`, up to `end`; and true if the bits are
+    /// set. Bytes beyond the end of the disk count as marked, the safe answer for a backup.
     pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
         let inside = end.min(self.size_bytes);
         if at >= inside {
@@ -108,13 +111,13 @@ impl LiveBits {
         let dirty = self.word(first) >> (first % WORD_BITS) & 1 == 1;
         let mut bit = first;
         while bit < bits {
-            // Skips a whole chunk without marks.
+            // No bit of an unallocated chunk is set.
             if !dirty && self.chunks[(bit / CHUNK_BITS) as usize].get().is_none() {
                 bit = (bit / CHUNK_BITS + 1) * CHUNK_BITS;
                 continue;
             }
             let word = if dirty { !self.word(bit) } else { self.word(bit) };
-            // The remaining bits of the word that differ from the first one.
+            // From `bit` to the end of the word: the bits that differ from the run's.
             let differing = word >> (bit % WORD_BITS);
             if differing != 0 {
                 bit += u64::from(differing.trailing_zeros());

@@ -46,7 +46,8 @@ pub enum TraceCommand {
 pub struct ConvertArgs {
     /// Traces, read as one by their times, and last the file to write; - is standard input, and as
     /// the last standard output
-    // One list: clap allows no option between a list and a positional argument after it.
+    // One list for inputs and output: with a separate positional OUTPUT, clap would reject an
+    // option between the inputs and OUTPUT.
     #[arg(value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
     /// Format to write [default: by the extension of OUTPUT]
@@ -56,7 +57,7 @@ pub struct ConvertArgs {
     pub(crate) reading: ReadingArgs,
 }
 
-/// Format by a file's extension, without that of its compression.
+/// Format by the extension of `name`, from which that of a compression was removed.
 pub(super) fn format_of(name: &str) -> Option<TraceFormat> {
     let (_, ending) = name.rsplit_once('.')?;
     Some(match ending {

@@ -1,4 +1,4 @@
-//! Writes a request in each text format.
+//! Writes requests in any of the text formats.
 //!
 //! A request that a format cannot represent is not written, and the caller receives the reason.
 
@@ -19,7 +19,7 @@ const S_NS: u64 = 1_000_000_000;
 /// A request to write.
 #[derive(Clone, Copy)]
 pub(super) struct TraceRequest<'a> {
-    /// Nanoseconds since time 0.
+    /// Nanoseconds since the start of the trace (time 0).
     pub(super) time_ns: u64,
     pub(super) disk: DiskId,
     /// The disk's name.
@@ -36,7 +36,7 @@ pub(super) struct TraceRequest<'a> {
 pub(super) enum NotWritten {
     /// The format has no code for this operation.
     Op(RequestOp),
-    /// The format counts sectors, and offset or length is no multiple of them.
+    /// The format counts sectors, and offset or length is not a multiple of a sector.
     Unaligned,
 }
 
@@ -44,7 +44,8 @@ pub(super) enum NotWritten {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DiskNaming {
     ByName,
-    /// By name, with some characters excluded.
+    /// By name, but without characters that separate columns, and with a suffix if the result is in
+    /// use already.
     Nearly,
     ByNumber,
     /// The format has one disk only.
@@ -154,7 +155,8 @@ fn is_number(format: TraceFormat, name: &str) -> bool {
 /// Information known before the first request.
 #[derive(Clone, Copy)]
 pub(super) struct TraceStart {
-    /// Nanoseconds since 1970 at time 0; a small number is that of another clock, or of none.
+    /// Reading of the trace's clock at time 0, in nanoseconds: since 1970, or small if the clock
+    /// started at boot or with the trace; 0 without a clock.
     pub(super) clock_ns: u64,
     /// True if requests have results.
     pub(super) with_outcomes: bool,
@@ -165,7 +167,7 @@ pub(super) struct TextFormat {
     format: TraceFormat,
     start: TraceStart,
     pub(super) calls: DiskIdentifiers,
-    /// Disks that have been declared.
+    /// By disk number; true if fio's `add` and `open` lines of the disk have been written.
     named: Vec<bool>,
     waited_us: u64,
 }
@@ -219,7 +221,8 @@ impl TextFormat {
             TraceFormat::Msr => {
                 let kind = operation_code(op, "Read", "Write", None, None)?;
                 let (host, number) = identifier.rsplit_once('.').expect("it is called so");
-                // Its clock counts from 1601; a clock that is not of 1970 cannot be converted.
+                // Ticks count from 1601. A clock that counts from 1970 is converted; one with
+                // another epoch is written unchanged.
                 let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
                 let ticks = epoch + now_ns / TICK_NS;
                 line(text, format_args!("{ticks},{host},{number},{kind},{offset},{length},0"));
@@ -270,7 +273,8 @@ impl TextFormat {
             line(text, format_args!("{time}{file} add"));
             line(text, format_args!("{time}{file} open"));
         }
-        // Short waits are not written, but add up, because only written ones advance `waited_us`.
+        // A wait that is too short is added to the next one, because only written waits advance
+        // `waited_us`.
         let wait_us = us - self.waited_us;
         if !has_times && wait_us >= MIN_WAIT_US {
             line(text, format_args!("{file} wait {wait_us} 0"));
@@ -326,7 +330,7 @@ fn host_and_number(name: &str) -> (&str, u32) {
     parts.unwrap_or((name, 0))
 }
 
-/// Replaces characters that would end the name by underscores.
+/// Replaces each character that `ends` the name in the format by `_`.
 fn replace_characters(name: &str, ends: impl Fn(char) -> bool) -> Cow<'_, str> {
     if name.contains(&ends) { name.replace(ends, "_").into() } else { name.into() }
 }
