@@ -202,7 +202,10 @@ fn held_requests_of_a_stopped_disk_stay_unanswered_at_the_end() {
     assert!(status.success(), "{log}");
     let output = client.wait_with_output().expect("the child can be waited for");
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(stderr.contains("the connection was closed") && !stderr.contains("Input/output error"), "{stderr}");
+    assert!(
+        stderr.contains("the connection was closed") && !stderr.contains("Input/output error"),
+        "{stderr}"
+    );
 }
 
 #[test]
