@@ -12,11 +12,12 @@
 //!             moved = settled     ◄─────   Settle     `to` has read the result
 //!   Forget    deletes `moved`              once no host needs it
 //!   Withdraw  deletes `move`               if before Claim, the disk stays on `from`
+//!   Reclaim   deletes `moved`              a disk of this name was added on `from` again
 //! ```
 //!
 //! Claim and Withdraw exclude each other, so exactly one host has the disk, and both hosts learn
-//! which one. An offer has its host's lease and names that host's run: an offer of an ended run
-//! cannot be claimed. Never opens an image.
+//! which one. An offer has its host's lease and the revision of that host's key, which changes at
+//! each start: the offer of a process that has ended cannot be claimed. Never opens an image.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -118,7 +119,8 @@ fn unchanged(
     TransactionCondition::Changed(known.keys.key(EtcdKey::Move(&known.cluster.host, disk)), *revision)
 }
 
-/// Conditions of a claim: the offer is unchanged, and its host is the same run.
+/// Conditions of a claim: the offer is unchanged, and its host has neither restarted nor rejoined
+/// the cluster.
 fn claimable(known: &SessionState, offered: &ReceivedOffer) -> [TransactionCondition; 2] {
     let from = known.keys.key(EtcdKey::Host(&offered.offer.from));
     [unchanged(known, offered), TransactionCondition::Changed(from, offered.offer.host_revision)]
@@ -208,12 +210,13 @@ async fn withdraw(
                 let moved_range = known.keys.single(EtcdKey::Moved(&known.cluster.host, disk));
                 let deletions = [range.clone(), moved_range].map(EtcdOperation::Delete);
                 let result = etcd.transact(&[compare], &deletions).await?;
+                // If it fails, the offer was claimed or changed meanwhile: the loop reads it again.
                 if result.succeeded {
-                    // Claimed or changed meanwhile: read again.
                     return Ok(StepOutcome::Done(result.revision));
                 }
             }
-            // Claimed, or the lease expired: then it cannot be claimed any more.
+            // The offer is gone: claimed, or deleted with its lease, after which it can no longer
+            // be claimed.
             _ => {
                 let host = &known.cluster.host;
                 return Ok(match is_taken(known, etcd, (host, disk), number).await? {
@@ -225,8 +228,9 @@ async fn withdraw(
     }
 }
 
-/// Invalidates the offers of an earlier run: rewriting the host's key changes its revision, while
-/// the key stays with that run's lease.
+/// Invalidates the offers of an earlier run of this host, if its lease has not expired yet: claims
+/// compare the revision of the host's key, and rewriting the key changes it. The key keeps that
+/// run's lease.
 async fn invalidate_earlier_offers(
     keys: &EtcdKeys,
     etcd: &mut EtcdClient,
@@ -249,9 +253,9 @@ async fn invalidate_earlier_offers(
 
 /// Returns which of a host's disks (with their images) moved to another host of the cluster.
 ///
-/// Disks on a host that left the cluster return to this host, and are recorded as moved there for
-/// the case that it returns. Has to run before images are opened: offers of earlier runs cannot be
-/// claimed afterwards.
+/// Disks that moved to a host that has left the cluster return to this host. A record of this is
+/// written for the departed host, which may join again. Has to run before images are opened: offers
+/// of earlier runs cannot be claimed afterwards.
 pub(super) async fn moved_disks(
     keys: &EtcdKeys,
     etcd: &mut EtcdClient,
@@ -292,7 +296,7 @@ pub(super) async fn moved_disks(
         let mut then = vec![EtcdOperation::Delete(keys.single(EtcdKey::Moved(host, disk)))];
         let mut compare = Vec::new();
         if by != host {
-            // For the case that that host returns: its config file may list the disk.
+            // The departed host may join again, and its config file may list the disk.
             let answer = MigrationAnswer {
                 by: host.to_owned(),
                 number: 0,
@@ -306,7 +310,7 @@ pub(super) async fn moved_disks(
                 &etcd_values::write(&answer),
                 None,
             ));
-            // If that host returned since the read above, it keeps the disk.
+            // If the departed host has joined again since the read above, it keeps the disk.
             compare.push(TransactionCondition::Absent(keys.key(EtcdKey::Host(by))));
         }
         if !etcd.transact(&compare, &then).await?.succeeded {
@@ -319,9 +323,9 @@ pub(super) async fn moved_disks(
 
 /// Deletes the record of moved disks once no host needs it. A record is needed:
 ///
-/// - by the host that took the disk, until it has read that its claim succeeded (`settled`).
-/// - by this host, so that it does not claim the disk back: until it has seen the record (it has,
-///   when it calls this), and at its next start if its config file lists the disk.
+/// - by the host that claimed the disk, until it has read that its claim succeeded (`settled`);
+/// - by this host, which must not serve the disk again: until it has read the record, as every
+///   caller has, and at its next start if its config file lists the disk;
 /// - by an earlier host of the same disk, which follows the chain of records at its start.
 async fn delete_moved_records(
     keys: &EtcdKeys,
@@ -409,7 +413,7 @@ async fn claim(
         ),
     ];
     if offer.from != known.cluster.host {
-        // An old record would mean that the disk left this host.
+        // An older record would say that the disk has left this host.
         then.push(EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk))));
     }
     let result = etcd.transact(&claimable(known, offered), &then).await?;

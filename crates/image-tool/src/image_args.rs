@@ -207,8 +207,8 @@ impl NamedImage {
         })
     }
 
-    /// Format for a command that opens the files behind the image. If it was probed, the header
-    /// must not name other files: a guest could have written it into its raw disk.
+    /// Format for a command that also opens the image's backing and data files. If it was probed,
+    /// the header must not name other files: a guest could have written it into its raw disk.
     pub(super) async fn format_of_chain(&self) -> anyhow::Result<ImageFormat> {
         let format = self.format()?;
         if self.format.is_none() && format == ImageFormat::Qcow2 {

@@ -1,8 +1,8 @@
 //! Opens the storage of an image by file name and determines its format, for commands that access
 //! its bytes.
 //!
-//! Formats are probed only for reading: a command that writes is given a format, or relies on a
-//! signature.
+//! Without a given format, the signature decides between raw and qcow2. An image with another
+//! format's signature is opened only as the format that the user gives ([`storage::probe`]).
 
 use clap::builder::{PathBufValueParser, PossibleValuesParser, TypedValueParser};
 use std::{
@@ -101,13 +101,14 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<ImageFormat> {
     }
 }
 
-/// Resolves a name in an image, by the rules for all images: a path, never an address.
+/// Path of a backing or data file whose name is stored in an image. The name must be a path, not a
+/// URI; a relative one starts at the image's directory.
 pub(super) fn resolve_backing(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let path = resolve(in_directory(image), name).map_err(|why| unusable(image, name, &why))?;
     Ok(local(&path))
 }
 
-/// Checks a name that a command writes into an image without opening the file.
+/// Checks the name of a file before a command stores it in an image. Does not open the file.
 ///
 /// # Errors
 /// Fails if the meaning of the name would depend on the working directory of a later command.
@@ -115,7 +116,8 @@ pub(super) fn check_name(image: &Path, name: &str) -> anyhow::Result<()> {
     check_base(in_directory(image), name).map_err(|why| unusable(image, name, &why))
 }
 
-/// Path of an image that is a file of this host.
+/// The image itself if it is a file of this host, in whose directory relative names begin; `None`
+/// for a remote image.
 fn in_directory(image: &Path) -> Option<&Path> {
     Some(image).filter(|image| !is_remote_or_null(image))
 }
@@ -143,7 +145,8 @@ pub(super) struct OpenMode {
     pub(super) described: DescribedOptions,
 }
 
-/// Options from the user's description of one image; they do not apply to files behind it.
+/// Options from the user's description of one image (`--image-opts`, `json:`); they do not apply to
+/// its backing and data files.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DescribedOptions {
     pub(super) part: Option<StoragePart>,
@@ -168,8 +171,8 @@ impl OpenMode {
     }
 }
 
-/// Format given by the user, or else that of the signature. Warns of a file that only contains a
-/// disk, such as a compressed image.
+/// Format given by the user, or else that of the signature. Warns of a compressed file, an archive
+/// or a foreign format: a guest cannot use its bytes as a disk.
 pub(super) fn format(path: &Path, given: Option<ImageFormat>) -> anyhow::Result<ImageFormat> {
     if let Some(format) = given {
         warn_if_container(path);
@@ -185,7 +188,8 @@ pub(super) fn format(path: &Path, given: Option<ImageFormat>) -> anyhow::Result<
     Ok(format)
 }
 
-/// Warns of a file of this host that only contains a disk. Errors are reported by the later open.
+/// Warns of a file of this host whose bytes a guest cannot use as a disk. Errors are reported by
+/// the later open.
 pub(super) fn warn_if_container(path: &Path) {
     if !is_remote_or_null(path)
         && let Ok(probed) = probe::probe(path)

@@ -8,7 +8,7 @@
 //! Files are opened and locked and headers are read from the top of the chain down. Images are then
 //! opened from the bottom up, each over its backing image.
 //!
-//! An image names the files behind it, and its author is not trusted:
+//! An image names its backing and data files, and its author is not trusted:
 //! - the format of a backing file is never probed, so that a guest cannot make a host file
 //!   part of its disk (see [`probe`](storage::probe)); an image whose own format was probed
 //!   must not name other files;
@@ -39,8 +39,8 @@ use storage::OpenError;
 /// Options for [`open`].
 #[derive(Clone, Debug, Default)]
 pub struct ImageOptions {
-    /// Options of its storage, and its format. Cache mode, sharing and root also apply to
-    /// the files behind it; delay, rate and faults apply to the topmost file only.
+    /// Options of its storage, and its format. Cache mode, sharing and root also apply to its
+    /// backing and data files; delay, rate and faults apply to the topmost file only.
     pub storage: storage::OpenOptions,
     /// Metadata caches of each qcow2 image in the chain.
     pub caches: CacheSettings,

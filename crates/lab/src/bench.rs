@@ -251,7 +251,8 @@ impl BenchRun {
             (None, true) => Some(INTERRUPTED),
             (None, false) => None,
         };
-        // Both are attempted; the first error is returned.
+        // Saved even after a failed request: the request's error is returned then, and an error of
+        // saving is printed.
         let saved = self.save_result(job, &outcome, partial);
         if let Some(failed) = failed {
             saved.err().iter().for_each(print_error);

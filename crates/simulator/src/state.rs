@@ -32,6 +32,7 @@ impl SimulationState {
 #[derive(Debug)]
 pub(super) struct TreeWithTimer {
     pub(super) tree: ThrottleTree<u32>,
+    /// Time of the tree's next timer event in nanoseconds, or [`NEVER`].
     pub(super) timer: u64,
 }
 

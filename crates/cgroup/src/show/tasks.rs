@@ -39,7 +39,7 @@ pub(crate) struct CgroupTask {
     pub(crate) waited: Duration,
 }
 
-/// Tasks of a cgroup itself; empty if it was removed or is threaded.
+/// Tasks of a cgroup, without those of its children; empty if it was removed or is threaded.
 pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, CgroupTask>> {
     let mut tasks = BTreeMap::new();
     for pid in group.processes().unwrap_or_default() {
@@ -59,7 +59,7 @@ fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(Task
     // Bytes, not a string: a name need not be UTF-8.
     let Ok(stat) = fs::read(directory.join("stat")) else { return Ok(None) };
     let stat = proc_stat::parse(&String::from_utf8_lossy(&stat)).with_context(|| format!("task {tid}"))?;
-    // Only root and the owner may read it; the remaining columns are shown anyway.
+    // Requires ptrace access to the task; without it the remaining columns are shown.
     let io = match fs::read_to_string(directory.join("io")) {
         Ok(text) => Some(proc_io::parse(&text).with_context(|| format!("task {tid}"))?),
         Err(_) => None,
@@ -69,7 +69,8 @@ fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(Task
     Ok(Some((id, CgroupTask { name: stat.name, state: stat.state, io, waited })))
 }
 
-/// Time that a zombie process (ended, not yet reaped) waited for I/O, if it is counted.
+/// Time that the first task of a zombie process (ended, not yet reaped) waited for I/O; `None`
+/// without delay accounting.
 pub(crate) fn zombie_io_wait(pid: u32, proc: &Path) -> Option<Duration> {
     if !has_delay_accounting(proc) {
         return None;

@@ -1,10 +1,10 @@
 //! Placement of disks on as few devices as possible.
 //!
 //! First fit decreasing (Johnson, *Near-Optimal Bin Packing Algorithms*, 1973), by the work of each
-//! disk in each part of the trace: a device is full when its utilization in any part would exceed a
-//! threshold. The threshold is searched for: a packing counts only if a simulation of each device
-//! with the requests of all its disks keeps the target. Then fewer devices are tried, down to the
-//! lower bound, with the disks spread evenly, which no fixed threshold describes.
+//! tenant in each part of the trace: a device is full when its utilization in any part would exceed
+//! a threshold. Thresholds are tried from high to low, until a simulation of each device with the
+//! requests of all its tenants meets the target. Then smaller numbers of devices are tried, from
+//! the lower bound upwards, with tenants spread evenly instead of by a threshold.
 
 use std::{cmp::Reverse, collections::HashMap};
 
@@ -21,7 +21,7 @@ use super::{
 
 /// Bound on identical devices.
 const MAX_DEVICES: usize = 1000;
-/// Number of disks above which the exhaustive search is skipped.
+/// Number of tenants above which the exhaustive search is skipped; a set of them is a `u64`.
 const MAX_EXHAUSTIVE_DISKS: usize = 64;
 /// Requests simulated in an exhaustive search before it is abandoned.
 const MAX_TRIED: u64 = 5_000_000;
@@ -56,7 +56,7 @@ impl AvailableDevices {
 /// A device with its tenants and their simulated results.
 #[derive(Debug)]
 pub(super) struct DeviceAssignment {
-    /// Index of the device; of identical devices, their running number.
+    /// Index of the device in the inventory; identical devices are numbered from 0.
     pub(super) device: usize,
     pub(super) tenants: Vec<usize>,
     pub(super) results: Vec<TrialResult>,
@@ -86,7 +86,7 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
         {
             continue;
         }
-        // A tenant that misses the target alone on every device can be placed nowhere.
+        // A tenant is left over if it misses the target on every device, even without neighbours.
         let mut fits = false;
         for kind in packer.kinds() {
             fits = fits || packer.holds(kind, &[tenant])?;
@@ -105,8 +105,8 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
             break;
         }
     }
-    // Then fewer devices than the first fit used, if that succeeded: with evenly spread disks, and
-    // exhaustively if the disks are few.
+    // Then smaller numbers of devices than the first fit needed, or any if it failed. Each number
+    // is tried with tenants spread evenly, then by exhaustive search if there are few tenants.
     let max_devices =
         best.as_ref().map_or(devices.max_count().min(order.len()), |bins| used(bins).saturating_sub(1));
     for count in (packing.at_least.max(1)..=max_devices).take(if order.is_empty() { 0 } else { MAX_DEVICES })
@@ -197,7 +197,8 @@ impl<'a> Packer<'a> {
         self.load(device, tenants).into_iter().fold(0.0, f64::max) / self.part_s
     }
 
-    /// Lower bound from the total work: work left at the end of the trace is later than any target.
+    /// Lower bound from the total work. All work has to complete by the end of the trace: a
+    /// backlog at that time would miss any latency target.
     fn min_devices(&self) -> usize {
         let length_s = (self.search.arrivals.length_ns as f64 / 1e9).max(self.part_s);
         // The most favourable kind of device gives a valid lower bound for a mixed inventory.
@@ -218,12 +219,13 @@ impl<'a> Packer<'a> {
             let place = match place {
                 Some(place) => place,
                 None => loop {
-                    // A tenant above the threshold gets an identical device for itself.
                     if bins.len() == self.devices.max_count() {
                         return None;
                     }
                     bins.push((Vec::new(), vec![0.0; self.search.criterion.blocks.count]));
                     let device = bins.len() - 1;
+                    // Of identical devices, none would have more room: a tenant above the threshold
+                    // gets one for itself. In an inventory, the next device is tried.
                     if fits(device, &bins[device].1) || self.work.len() == 1 {
                         break device;
                     }
@@ -236,7 +238,8 @@ impl<'a> Packer<'a> {
         Some(bins.into_iter().map(|(tenants, _)| tenants).collect())
     }
 
-    /// Assigns each disk to the device whose busiest part stays the least busy.
+    /// Assigns each tenant in order to the device whose peak utilization with that tenant is
+    /// lowest.
     fn spread(&self, order: &[usize], count: usize) -> Vec<Vec<usize>> {
         let mut bins = vec![Vec::new(); count];
         for &tenant in order {
@@ -254,8 +257,8 @@ impl<'a> Packer<'a> {
         bins
     }
 
-    /// Backtracking over all assignments, disk by disk. Prunes: additional requests never make a
-    /// device faster, so an infeasible set has no feasible superset.
+    /// Backtracking over all assignments, tenant by tenant. Prunes: additional requests never make
+    /// a device faster, so an infeasible set has no feasible superset.
     fn exhaustive(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
         if order.len() > MAX_EXHAUSTIVE_DISKS {
             return Ok(None);
@@ -271,7 +274,8 @@ impl<'a> Packer<'a> {
 
     fn all_keep_target(&self, bins: &[Vec<usize>]) -> anyhow::Result<bool> {
         for (device, tenants) in bins.iter().enumerate() {
-            // Twice the capacity in any part cannot meet a target: saves a long simulation.
+            // A device with twice its capacity of work in any part cannot meet a target: the long
+            // simulation is skipped.
             if !tenants.is_empty() && (self.busiest(device, tenants) > 2.0 || !self.holds(device, tenants)?) {
                 return Ok(false);
             }
@@ -300,7 +304,7 @@ impl<'a> Packer<'a> {
     }
 }
 
-/// Exhaustive search. A set of disks is a bit mask of their positions in the order.
+/// Exhaustive search. A set of tenants is a bit mask of their positions in the order.
 struct ExhaustiveSearch<'a> {
     packer: &'a Packer<'a>,
     order: &'a [usize],

@@ -12,7 +12,8 @@ use crate::{
     },
 };
 
-/// Minimum number of complete seconds for a sample each; with fewer, the whole run is one sample.
+/// Minimum number of complete seconds for one sample per second; with fewer, the whole run is one
+/// sample.
 const FEWEST_SECONDS: usize = 3;
 /// Largest number of points of a line over time.
 const MAX_POINTS: usize = 256;
@@ -64,7 +65,8 @@ pub(super) fn findings(outcome: &LoadOutcome, lines: Vec<String>) -> Findings {
 fn measures(outcome: &LoadOutcome, direction: &DirectionFindings<'_>) -> Vec<Measure> {
     let DirectionFindings { name, latencies, part, part_ns, latency_counts: took, .. } = direction;
     let seconds = &outcome.measured.seconds;
-    // Too few seconds for an interval: one sample for the run, which is reported without one.
+    // With too few seconds for a confidence interval, the run is one sample, reported without an
+    // interval.
     let are_few = seconds.len() < FEWEST_SECONDS;
     let rates = if are_few {
         vec![outcome.iops(latencies.len())]

@@ -29,7 +29,7 @@ fn mean(samples: &[f64]) -> f64 {
     samples.iter().map(|sample| sample / samples.len() as f64).sum()
 }
 
-/// Origin of the interval of a median.
+/// Kind of a median's confidence interval, or the reason for its absence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IntervalKind {
     /// The value was computed and has no interval.

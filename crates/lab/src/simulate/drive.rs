@@ -7,10 +7,10 @@
 //!                        number
 //! ```
 //!
-//! Disks that share a group or a device are in the same shard, so results do not depend on the
-//! number of shards. A simulation ends early when waiting requests take [`MAX_BYTES`], on an
-//! interruption, or at an error in a trace. The outcome then covers the part before, with the
-//! reason.
+//! "Before" is the trace as it would be without limits, "after" with them. Disks that share a group
+//! or a device are in the same shard, so results do not depend on the number of shards. A
+//! simulation ends early when waiting requests take [`MAX_BYTES`], on an interruption, or at an
+//! error in a trace. The outcome then covers the part before, with the reason.
 
 use std::{
     ops::ControlFlow,
@@ -432,7 +432,8 @@ impl EnginePair {
         Ok(())
     }
 
-    /// Creates a disk at the time of its first request, independently of the time of reading.
+    /// Adds a disk at the time of its first request. The time at which the trace was read has no
+    /// effect.
     #[cold]
     fn add_disk(
         &mut self,

@@ -5,8 +5,9 @@
 //!                                                          └─► recording, blocks ─────────────┘
 //! ```
 //!
-//! Recordings and weir's own CSV store latencies, which no other format can. A single recording is
-//! converted to these unchanged, block by block; all other input is sorted by time first.
+//! Only recordings and weir's own CSV can store latencies. A single recording is converted to these
+//! block by block, in its own order and with its own clock; all other input is sorted by time
+//! first.
 
 mod arguments;
 mod live;
@@ -93,20 +94,21 @@ fn convert(arguments: &ConvertArgs) -> Result<(), CommandFailure> {
 
 /// Input of the conversion.
 enum ConvertSource {
-    /// A recording with all its information.
+    /// A single recording, converted block by block.
     Recording(Box<LineReader>, Box<RecordingReader>),
     Any(Box<MergedTraces>),
 }
 
 impl ConvertSource {
     fn open(traces: &[PathBuf], options: &TraceOptions, to: TraceFormat) -> Result<Self, TraceError> {
-        // Several traces must be merged, which no block structure survives.
+        // Several traces must be merged by time, so they are not converted block by block.
         let [only] = traces else {
             return MergedTraces::open(traces, options).map(|merged| Self::Any(merged.into()));
         };
         let mut lines = reader::open(only)?;
         let keeps_all =
-            // Only these formats keep everything, and a block has absolute times.
+            // Other formats lose information anyway. Times in a block are absolute; for
+            // relative times a recording is read like any trace.
             matches!(to, TraceFormat::Weir | TraceFormat::Recording) && options.absolute_time != Some(false);
         if keeps_all && reader::is_recording(&mut lines, options)? {
             return Ok(Self::Recording(lines.into(), Box::default()));

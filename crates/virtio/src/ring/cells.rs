@@ -1,8 +1,8 @@
 //! The words of a ring, each loaded or stored once, with the given memory ordering.
 //!
-//! A [`GuestBytes`] has the same functions. This layer exists for the tests: they stop the device
-//! before any store, change memory before any load, and replace the words by those of a checker
-//! that explores all interleavings.
+//! A [`GuestBytes`] has the same functions. This layer exists for the tests: `access_hook` stops
+//! the device before any store and changes memory before any load, and the model tests replace this
+//! module by one of `loom` atomics, to explore all interleavings.
 
 pub(super) use std::sync::atomic::{Ordering, fence};
 

@@ -7,8 +7,9 @@
 //!
 //! - a chain is logged before it is executed, and a chain that is not logged is still available in
 //!   the ring;
-//! - its completion is logged before the ring's index moves, and the chain is cleared after it. The
-//!   log and the index together show on which side of that store the process ended.
+//! - its completion is logged before the store that publishes it in the ring, and the chain is
+//!   cleared after that store. The log's index, compared with the ring, shows whether the store was
+//!   executed.
 //!
 //! The front end could change the area, so it is validated like guest memory.
 

@@ -1,7 +1,7 @@
 //! Rates from the counters of two reports.
 //!
-//! Counters of two runs of the daemon are not comparable. A group's rate is the sum of its disks:
-//! at a group the daemon counts only requests that its limits had to decide.
+//! Counters of two runs of the daemon are not comparable. A group's rate is the sum of its disks,
+//! because the daemon's counters of a group omit the requests that no limit applies to.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -24,8 +24,8 @@ pub(crate) struct NodeRate {
     pub(crate) write_bps: f64,
     /// Share of the interval, 0 to 1, in which its requests waited for its limits or a group's.
     pub(crate) limited: f64,
-    /// Latency of the requests completed in the interval; `None` if there were none, or they were
-    /// not counted.
+    /// Latency of the requests completed in the interval; `None` if no request completed, or a
+    /// report lacks latencies.
     pub(crate) latency: Option<RequestLatency>,
     /// 99th percentile of these requests' waits for limits.
     pub(crate) wait_p99_ns: Option<u64>,
@@ -66,8 +66,8 @@ impl IntervalRates {
         let before = earlier.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
         let comparison = ReportComparison { earlier, before, later, interval_ns };
         let mut rates: HashMap<String, NodeRate> = HashMap::new();
-        // Requests wait in a disk, even for limits of a group far above: sum the waits of all disks
-        // below.
+        // The wait of a request is counted at its disk, even if a limit of a group throttles it.
+        // The waits of a group are the sum over the disks below it.
         let mut waited: HashMap<&str, u64> = HashMap::new();
         for disk in &later.disks {
             let Some(before) = comparison.before.get(disk.name.as_str()) else { continue };
@@ -117,8 +117,8 @@ impl IntervalRates {
         Self { interval_ns, by_name: rates, throttle_causes: held_by }
     }
 
-    /// Throttle cause of a disk or group, now or in the interval of [`NodeRate::limited`]; `GROUP:
-    /// LIMIT` if it is a limit of a group, the nearest one.
+    /// Throttle cause of a disk or group in the interval, or else the current one. A limit of its
+    /// own precedes those of groups above, which are written `GROUP: LIMIT`.
     pub(crate) fn throttle_cause(
         &self,
         report: &DaemonReport,
@@ -189,8 +189,8 @@ impl ReportComparison<'_> {
         let above = above.filter_map(|group| {
             limited_ns(StatusNode::Group(self.earlier.group(&group.name)?), StatusNode::Group(group))
         });
-        // A node is limited no longer than its requests waited: a group's limit may have throttled
-        // only other members.
+        // A group's limit may have throttled other members only, so its time counts at most as much
+        // as the requests of this node waited.
         let limited_ns =
             throttled_with_groups_ns(own_ns, above, waited_ns, now.throttle().waiting.total() > 0);
         Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
@@ -201,7 +201,8 @@ fn limited_ns(before: StatusNode<'_>, now: StatusNode<'_>) -> Option<u64> {
     counter::growth(before.throttle().limited_ns, now.throttle().limited_ns)
 }
 
-/// Throttle cause within the last second, of the node or the nearest group above.
+/// Throttle cause within the last second, of the node or else of the nearest group above that has
+/// one.
 fn throttle_cause_of(report: &DaemonReport, node: StatusNode<'_>) -> Option<String> {
     let cause = &node.throttle().throttle_cause;
     if cause.is_some() {

@@ -1,7 +1,7 @@
 //! The tables of keys in the reference of the config file.
 //!
 //! ```text
-//!   <!-- keys: disk, Image, Access -->   a table of the keys below these headings
+//!   <!-- keys: disk, Image, Access -->   section `disk`, its headings Image and Access
 //!   | Key | Value | …
 //!   <!-- end -->
 //! ```
@@ -28,7 +28,7 @@ pub(super) fn updated(document: &str) -> anyhow::Result<String> {
     let mut rest = document;
     let mut text = String::new();
     while let Some((before, after)) = rest.split_once(BEGIN) {
-        // A marker without an end would otherwise swallow the rest of the document.
+        // If ` -->` is missing, nothing remains after the selector: the search for END then fails.
         let (selector, after) = after.split_once(" -->\n").unwrap_or((after, ""));
         let (_, after) =
             after.split_once(END).ok_or_else(|| anyhow::anyhow!("{BEGIN}{selector}: no {END} below"))?;
@@ -38,7 +38,7 @@ pub(super) fn updated(document: &str) -> anyhow::Result<String> {
     Ok(text + rest)
 }
 
-/// Table of a section, restricted to some headings if any are named: `disk, Image`.
+/// Table of a section; only of the given headings if there are any, as in `disk, Image`.
 fn table(selector: &str) -> anyhow::Result<String> {
     let mut parts = selector.split(", ");
     let name = parts.next().unwrap_or_default();

@@ -1,5 +1,6 @@
-//! A file that is truncated at any byte and extended again while it is read, written and punched:
-//! bytes past its end must never reappear, for any unit of the image's size.
+//! A file that is truncated at any byte and extended again, while other requests read, write and
+//! punch holes: bytes past its end must never reappear. The image's size is a multiple of one byte
+//! or of a block.
 
 use std::{
     rc::Rc,

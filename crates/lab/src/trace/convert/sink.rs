@@ -39,9 +39,9 @@ pub(super) struct ConvertSink {
     not_written: BTreeMap<NotWritten, u64>,
     /// Requests written without their results.
     without_outcome: u64,
-    /// Requests that were not recorded.
+    /// Requests that the recorder dropped.
     lost: u64,
-    /// Changes of limits beyond the stored number.
+    /// Changes of limits that were dropped while reading, because their number is bounded.
     dropped_limit_changes: u64,
     format: TraceFormat,
 }
@@ -96,7 +96,7 @@ impl ConvertSink {
                 limits: HashMap::new(),
             }
         } else {
-            // Includes space for the request that exceeds the size at which the buffer is written.
+            // A line may exceed the size at which the buffer is written out.
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
             let form = TextFormat::begin(format, start, &mut text);
             let file = match compression {
@@ -163,7 +163,7 @@ impl ConvertSink {
         }
     }
 
-    /// Counts changes of limits that were not stored.
+    /// Counts changes of limits that were dropped while reading.
     pub(super) fn drop_limit_changes(&mut self, changes: u64) {
         self.dropped_limit_changes += changes;
     }
@@ -176,7 +176,8 @@ impl ConvertSink {
         }
     }
 
-    /// Writes out all requests so far, so that they survive a crash of this process.
+    /// Writes out all lines so far, so that they survive a crash of this process. A recording is
+    /// written by its blocks instead.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         match &mut self.to {
             SinkOutput::Recording { .. } => Ok(()),
