@@ -23,7 +23,10 @@ fn different_disk_is_rejected_by_name() {
         let daemon = fixture.serve().args(["--name", "disk"]).start();
         let new_process = Serve::new(&fixture.scratch).args(new).args(["--name", "disk", "--takeover"]);
         let stderr = new_process.env("WEIR_QMP", control(&fixture)).fails();
-        assert!(stderr.contains(&format!("disk disk: the running daemon serves it {why}")), "{old:?}, {new:?}: {stderr}");
+        assert!(
+            stderr.contains(&format!("disk disk: the running daemon serves it {why}")),
+            "{old:?}, {new:?}: {stderr}"
+        );
         daemon.nbdsh("disk", "h.pread(512, 0)\n");
         daemon.wait_for_log("the upgrade failed, this process continues");
         daemon.stop();
