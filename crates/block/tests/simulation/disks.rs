@@ -42,7 +42,7 @@ const MAX_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
 #[test]
 fn disks_meet_the_storage_contract() {
     let counts = Rc::new(RefCell::new(EventCounts::default()));
-    let seeds = seeds::for_each("--test simulation", "disks_meet_the_storage_contract", 1000, |seed| {
+    let seeds = seeds::for_each("--test simulation", 1000, |seed| {
         run(seed, &counts);
     });
     let counts = *counts.borrow();

@@ -79,10 +79,9 @@ async fn some_time(max: Duration) {
 #[test]
 fn writes_wait_until_a_full_device_has_space() {
     let stops = Cell::new(0);
-    let seeds =
-        seeds::for_each("--test simulation", "writes_wait_until_a_full_device_has_space", 200, |seed| {
-            stops.set(stops.get() + sim::run(seed, fill_and_make_room()));
-        });
+    let seeds = seeds::for_each("--test simulation", 200, |seed| {
+        stops.set(stops.get() + sim::run(seed, fill_and_make_room()));
+    });
     assert!(seeds < 20 || stops.get() > seeds, "{} stops in {seeds} seeds", stops.get());
 }
 
@@ -140,7 +139,7 @@ async fn work(disk: Arc<Disk>, client: u64) {
 
 #[test]
 fn cancelled_and_final_requests_receive_the_error() {
-    seeds::for_each("--test simulation", "cancelled_and_final_requests_receive_the_error", 50, |seed| {
+    seeds::for_each("--test simulation", 50, |seed| {
         sim::run(seed, async {
             let disk =
                 disk(StorageRequestKind::Write, Error::NO_SPACE, None, 1.0, on_writes(OnError::Enospc));

@@ -34,14 +34,13 @@ const FOREVER: Duration = Duration::from_secs(7 * 24 * 3600);
 #[test]
 fn limits_hold_at_every_level_during_changes() {
     let mut totals = EventTotals::default();
-    let seeds =
-        seeds::for_each("--test simulation", "limits_hold_at_every_level_during_changes", 3200, |seed| {
-            let counts = sim::run(seed, run());
-            totals.waited += counts.waited;
-            totals.changed += counts.changed;
-            totals.refused += counts.refused;
-            totals.moved_waiting += counts.moved_waiting;
-        });
+    let seeds = seeds::for_each("--test simulation", 3200, |seed| {
+        let counts = sim::run(seed, run());
+        totals.waited += counts.waited;
+        totals.changed += counts.changed;
+        totals.refused += counts.refused;
+        totals.moved_waiting += counts.moved_waiting;
+    });
     let EventTotals { waited, changed, refused, moved_waiting } = totals;
     let enough = waited > 10 * seeds && changed > seeds && refused > seeds / 10 && moved_waiting > seeds / 4;
     assert!(seeds < 100 || enough, "too little happened in {seeds} seeds: {totals:?}");

@@ -64,7 +64,7 @@ async fn write(disk: &Disk, block: usize, byte: u8) {
 #[test]
 fn a_read_ahead_that_a_write_overtakes_is_never_served() {
     let overtaken = Rc::new(Cell::new(0));
-    let count = seeds::for_each("--test simulation", "a_read_ahead_that_a_write_overtakes", 500, |seed| {
+    let count = seeds::for_each("--test simulation", 500, |seed| {
         let overtaken = Rc::clone(&overtaken);
         sim::run(seed, async move {
             let behaviour = Behaviour { latency: Duration::from_millis(10), ..Behaviour::default() };

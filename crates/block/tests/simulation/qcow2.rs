@@ -51,7 +51,7 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 #[test]
 fn images_survive_crashes() {
     let counts = Rc::new(RefCell::new(EventCounts::default()));
-    let seeds = seeds::for_each("--test simulation", "images_survive_crashes", 300, |seed| {
+    let seeds = seeds::for_each("--test simulation", 300, |seed| {
         let counts = Rc::clone(&counts);
         sim::run(seed, async move {
             let image_life = ImageLife::draw(&counts).await;

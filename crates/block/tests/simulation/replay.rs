@@ -41,8 +41,7 @@ struct Trace {
 #[test]
 fn the_layer_admits_a_trace_like_the_tree_alone() {
     let mut waited = 0;
-    let test = "the_layer_admits_a_trace_like_the_tree_alone";
-    let seeds = seeds::for_each("--test simulation", test, 200, |seed| {
+    let seeds = seeds::for_each("--test simulation", 200, |seed| {
         let (trace, passed) = sim::run(seed, async {
             let trace = Trace::draw();
             let passed = through_the_layer(&trace).await;

@@ -36,7 +36,7 @@ const BY_WEIGHT: f64 = 0.013;
 
 #[test]
 fn trees_share_by_weight_and_meet_reservations() {
-    seeds::for_each("--test simulation", "trees_share_by_weight_and_meet_reservations", 100, |seed| {
+    seeds::for_each("--test simulation", 100, |seed| {
         sim::run(seed, run());
     });
 }

@@ -43,7 +43,7 @@ fn fill(member: &ThrottleMember) -> usize {
 
 #[test]
 fn read_ahead_does_not_change_admission_times() {
-    seeds::for_each("--test simulation", "read_ahead_does_not_change_admission_times", 50, |seed| {
+    seeds::for_each("--test simulation", 50, |seed| {
         let (without, none) = sim::run(seed, run(false));
         let (passed, read_ahead) = sim::run(seed, run(true));
         assert_eq!(passed, without);

@@ -80,7 +80,7 @@ struct FuseSimulationCounts {
 #[test]
 fn programs_are_served_whatever_happens() {
     let counts = Rc::new(Cell::new(FuseSimulationCounts::default()));
-    let seeds = seeds::for_each("--lib", "programs_are_served_whatever_happens", 600, |seed| {
+    let seeds = seeds::for_each("--lib", 600, |seed| {
         sim::run(seed, run(Rc::clone(&counts)));
     });
     let all = counts.get();

@@ -56,7 +56,7 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 #[test]
 fn clients_are_answered_whatever_others_do() {
     let (mut totals, mut answered) = (DiskTotals::default(), 0);
-    let seeds = seeds::for_each("--lib", "clients_are_answered_whatever_others_do", 600, |seed| {
+    let seeds = seeds::for_each("--lib", 600, |seed| {
         let (of_seed, answered_of_seed) = sim::run(seed, serve_a_crowd());
         totals.reads += of_seed.reads;
         totals.writes += of_seed.writes;
@@ -318,7 +318,7 @@ async fn neglect_replies(count: u64, length: u32) -> (usize, usize) {
 
 #[test]
 fn a_client_that_reads_no_replies_is_not_read_from() {
-    let seeds = seeds::for_each("--lib", "a_client_that_reads_no_replies_is_not_read_from", 50, |seed| {
+    let seeds = seeds::for_each("--lib", 50, |seed| {
         let (requests, _) = sim::run(seed, neglect_replies(5000, 100));
         assert_eq!(requests, MAX_REQUESTS);
     });

@@ -191,31 +191,25 @@ fn inject_faults(world: &SharedNbdHost) -> JoinHandle<[u64; 2]> {
 #[test]
 fn nothing_that_was_answered_is_lost_whatever_happens_to_the_server() {
     let mut happened = [0, 0];
-    let seeds = seeds::for_each(
-        "--lib",
-        "nothing_that_was_answered_is_lost_whatever_happens_to_the_server",
-        300,
-        |seed| {
-            let of_seed = sim::run(seed, async {
-                let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
-                let storage = open(&world, Duration::from_secs(3600)).await;
-                let fault_injector = inject_faults(&world);
-                let clients =
-                    (0..CLIENTS).map(|number| spawn_joinable(client(Arc::clone(&storage), number, 40)));
-                let mut known = Vec::new();
-                for client in clients.collect::<Vec<_>>() {
-                    known.extend(timeout(Duration::from_secs(3600), client).await.expect("it ends"));
-                }
-                let happened = timeout(Duration::from_secs(3600), fault_injector).await.expect("it ends");
-                storage.flush().await.expect("the server is there");
-                assert_eq!(storage.remote_status().expect("it is at a server").unflushed_bytes, 0);
-                let content = lock(&world).disk.crash();
-                assert!(content == known, "what was flushed is not there");
-                happened
-            });
-            happened.iter_mut().zip(of_seed).for_each(|(sum, count)| *sum += count);
-        },
-    );
+    let seeds = seeds::for_each("--lib", 300, |seed| {
+        let of_seed = sim::run(seed, async {
+            let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
+            let storage = open(&world, Duration::from_secs(3600)).await;
+            let fault_injector = inject_faults(&world);
+            let clients = (0..CLIENTS).map(|number| spawn_joinable(client(Arc::clone(&storage), number, 40)));
+            let mut known = Vec::new();
+            for client in clients.collect::<Vec<_>>() {
+                known.extend(timeout(Duration::from_secs(3600), client).await.expect("it ends"));
+            }
+            let happened = timeout(Duration::from_secs(3600), fault_injector).await.expect("it ends");
+            storage.flush().await.expect("the server is there");
+            assert_eq!(storage.remote_status().expect("it is at a server").unflushed_bytes, 0);
+            let content = lock(&world).disk.crash();
+            assert!(content == known, "what was flushed is not there");
+            happened
+        });
+        happened.iter_mut().zip(of_seed).for_each(|(sum, count)| *sum += count);
+    });
     assert!(seeds < 100 || happened.iter().all(|&count| count > seeds / 2), "too little: {happened:?}");
 }
 
@@ -438,9 +432,8 @@ fn lock_disk(server: &changing::Shared, range: std::ops::Range<usize>) -> Vec<u8
 
 #[test]
 fn a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing() {
-    let test = "a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing";
     let mut refused = 0;
-    let seeds = seeds::for_each("--lib", test, 300, |seed| {
+    let seeds = seeds::for_each("--lib", 300, |seed| {
         refused += sim::run(seed, async move {
             let first = first_ways(seed);
             let server = ChangingServer::new(first);

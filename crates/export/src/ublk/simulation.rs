@@ -80,8 +80,7 @@ struct UblkSimulationCounts {
 #[test]
 fn devices_survive_killed_and_replaced_processes() {
     let counts = Rc::new(Cell::new(UblkSimulationCounts::default()));
-    let name = "devices_survive_killed_and_replaced_processes";
-    let seeds = seeds::for_each("--lib", name, 600, |seed| sim::run(seed, run(Rc::clone(&counts))));
+    let seeds = seeds::for_each("--lib", 600, |seed| sim::run(seed, run(Rc::clone(&counts))));
     let all = counts.get();
     if seeds >= 100 {
         let happened = [

@@ -83,7 +83,7 @@ struct VhostUserSimulationCounts {
 #[test]
 fn guests_are_served_whatever_others_do() {
     let counts = Rc::new(Cell::new(VhostUserSimulationCounts::default()));
-    let seeds = seeds::for_each("--lib", "guests_are_served_whatever_others_do", 600, |seed| {
+    let seeds = seeds::for_each("--lib", 600, |seed| {
         let volatile_memory = VolatileMemory::default();
         let world = run(Rc::clone(&counts), Rc::clone(&volatile_memory));
         let mut random = fastrand::Rng::with_seed(!seed);

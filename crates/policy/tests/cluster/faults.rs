@@ -12,7 +12,7 @@ const SECONDS: u64 = 30;
 
 #[test]
 fn limit_holds_and_no_host_starves_under_all_faults() {
-    for_each("--test cluster", "faults", 100, run_seed);
+    for_each("--test cluster", 100, run_seed);
 }
 
 fn limits(random: &mut SeededRandom, bytes: bool) -> Limits {
@@ -149,7 +149,7 @@ fn run_seed(seed: u64) {
 /// Grants of hosts that have left are deleted, and no others.
 #[test]
 fn grants_of_departed_hosts_are_deleted_after_their_lease() {
-    for_each("--test cluster", "grants_of_departed_hosts_are_deleted_after_their_lease", 20, |seed| {
+    for_each("--test cluster", 20, |seed| {
         let mut random = SeededRandom::new(seed ^ 0x1eaf);
         let spec = ClusterGroupLimits::new(1, limits(&mut random, false), 3, None).unwrap();
         let clients = [const { SimulatedClient::new(ClientLoad::Greedy(4), 4096, 100, 0) }; 3]

@@ -12,7 +12,7 @@ const RATE: u64 = 2000;
 
 #[test]
 fn shares_are_within_five_percent_three_ticks_after_a_change() {
-    for_each("--test cluster", "shares", 8, run_seed);
+    for_each("--test cluster", 8, run_seed);
 }
 
 /// Weighted max-min fair shares, reservations first: raises all until nothing is left.

@@ -35,7 +35,7 @@ const GETATTR: u32 = 3;
 
 #[test]
 fn bytes_past_a_cut_never_reappear() {
-    seeds::for_each("--lib", "bytes_past_a_cut_never_reappear", 600, |seed| {
+    seeds::for_each("--lib", 600, |seed| {
         sim::run(seed, run());
     });
 }

@@ -39,7 +39,7 @@ const DEPTH: usize = 64;
 #[test]
 fn every_command_is_limited() {
     let mut answered = BTreeMap::new();
-    let seeds = seeds::for_each("--lib", "every_command_is_limited", 100, |seed| {
+    let seeds = seeds::for_each("--lib", 100, |seed| {
         for (kind, count) in sim::run(seed, flood()) {
             *answered.entry(kind).or_insert(0_u64) += count;
         }

@@ -120,11 +120,6 @@ fn run(seed: u64) -> u64 {
 #[test]
 fn device_killed_before_any_store_loses_and_repeats_nothing() {
     let mut resumed = 0;
-    let seeds = seeds::for_each(
-        "--lib",
-        "device_killed_before_any_store_loses_and_repeats_nothing",
-        20_000,
-        |seed| resumed += run(seed),
-    );
+    let seeds = seeds::for_each("--lib", 20_000, |seed| resumed += run(seed));
     assert!(seeds < 100 || resumed > 10 * seeds, "{resumed} chains");
 }

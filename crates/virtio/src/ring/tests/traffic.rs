@@ -109,9 +109,8 @@ fn run(seed: u64) -> u64 {
 #[test]
 fn each_chain_completes_once_and_no_wake_up_is_lost() {
     let mut returned = 0;
-    let seeds =
-        seeds::for_each("--lib", "each_chain_completes_once_and_no_wake_up_is_lost", 20_000, |seed| {
-            returned += run(seed);
-        });
+    let seeds = seeds::for_each("--lib", 20_000, |seed| {
+        returned += run(seed);
+    });
     assert!(seeds < 100 || returned > 10 * seeds, "{returned} chains");
 }
