@@ -149,11 +149,11 @@ soak: ## long-running tests: property tests and simulations with many more cases
 	WEIR_DAMAGED=$(SOAK_DAMAGED) $(CARGO) test --release --locked -p weir --test e2e qcow2_damage -- --nocapture
 	@scripts/prometheus
 	WEIR_SCRAPE_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e metrics::prometheus
-	WEIR_WRONG_TOKENS=10000 $(CARGO) test --release --locked -p weir --test e2e http::wrong_tokens
+	WEIR_WRONG_TOKENS=10000 $(CARGO) test --release --locked -p weir --test e2e http::hostile::wrong_tokens
 	@scripts/python-clients
 	WEIR_SCHEMATHESIS_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e openapi::
 	WEIR_UPGRADES=$(SOAK_UPGRADES) $(CARGO) test --release --locked -p weir --test e2e upgrade:: -- --nocapture
-	WEIR_PAUSES=1,10,60 $(CARGO) test --release --locked -p weir --test e2e recipes::a_pause
+	WEIR_PAUSES=1,10,60 $(CARGO) test --release --locked -p weir --test e2e recipes::pauses
 	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
