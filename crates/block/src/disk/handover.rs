@@ -156,8 +156,10 @@ impl Disk {
         let _drained = handover.in_flight.exclusive(0..1).await;
         // Written before the locks are released, or the next process would read stale metadata.
         if let Err(error) = self.image.hand_over().await {
-            let what = "the image is not released: its pending changes cannot be written";
-            tracing::error!(disk = %self.name, %error, "{what}");
+            tracing::error!(
+                disk = %self.name, %error,
+                "the image is not released: its pending changes cannot be written"
+            );
             return;
         }
         // Before the locks are released: requests must fail from now on.

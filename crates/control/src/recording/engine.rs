@@ -68,9 +68,8 @@ enum EngineMessage {
 impl RecordingEngine {
     pub(super) fn start() -> io::Result<Self> {
         // A process has one collector, as the workers write to one set of rings.
-        let collector = Collector::begin();
-        let collector =
-            collector.ok_or_else(|| io::Error::other("another recording engine runs in this process"))?;
+        let collector = Collector::begin()
+            .ok_or_else(|| io::Error::other("another recording engine runs in this process"))?;
         let (orders, receiver) = mpsc::channel();
         let work = EngineThread { collector, disks: Vec::new(), sinks: Vec::new() };
         let thread = Builder::new().name("weir-record".to_owned()).spawn(move || work.run(&receiver))?;

@@ -75,9 +75,9 @@ impl NewProcess {
                 Some(name) => ListenEndpoint::Passed(name.to_owned()),
                 None => ListenEndpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
             };
-            let listeners = self.listeners(&endpoint)?;
-            let listeners =
-                listeners.with_context(|| format!("server {address}: its sockets are missing"))?;
+            let listeners = self
+                .listeners(&endpoint)?
+                .with_context(|| format!("server {address}: its sockets are missing"))?;
             let standard = registry.exports.endpoint_parameters()?.nbd.clone();
             let server = nbd::NbdServer::new(None, nbd::NbdServerTerms { max_connections, ..standard });
             let serving = RunningServer::new(server, endpoint, listeners, workers);

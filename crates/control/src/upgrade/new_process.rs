@@ -596,8 +596,8 @@ async fn apply_state(
             let descriptors = pieces.descriptors(descriptors)?;
             session_messages.push(vhost_user_blk::SessionMessage { code, payload, descriptors });
         }
-        let bytes = pieces.bytes(partial.bytes);
-        let bytes = bytes.context("the unparsed bytes of a front end are missing")?.to_vec();
+        let bytes =
+            pieces.bytes(partial.bytes).context("the unparsed bytes of a front end are missing")?.to_vec();
         let descriptors = pieces.descriptors(partial.descriptors)?;
         // Replays the messages, which maps the guest's memory.
         match vhost_user.server.adopt(vhost_user_blk::QuiescedFrontEnd {
