@@ -7,8 +7,8 @@
 //!                                      one call for many completions
 //! ```
 //!
-//! While requests arrive, kicks are disabled. When none are left, the queue polls for a while
-//! before it enables kicks and sleeps: see [`BusyPolling`].
+//! While requests arrive, kicks are disabled. When none are left and none is in flight, the queue
+//! polls for a while before it enables kicks and sleeps: see [`BusyPolling`].
 //!
 //! A queue that is stopped takes no further request. Requests that wait for limits, or for a disk
 //! that an error has stopped, go back into the ring; started ones complete; then the queue reports
@@ -262,17 +262,25 @@ impl VhostUserQueue {
             // Requests in front of a violation are valid and are executed.
             self.start(&mut batch, &mut spawner, Self::execute);
             let announced = self.announce_completions();
-            if taken? > 0 || announced {
+            let taken = taken?;
+            let in_flight = self.in_flight.get();
+            let has_progress = taken > 0 || announced;
+            if has_progress {
                 polling.record_progress();
-            // `listen` enables kicks and looks once more: a request added in between may come
-            // without a kick.
-            } else if !polling.should_poll(reactor::now()) && !self.ring.borrow_mut().enable_kicks() {
+            }
+            // With requests in flight, a completion wakes this task, and a driver that submits one
+            // at a time submits nothing before: the ring is polled only after the last completion.
+            let is_done = !has_progress && (in_flight > 0 || !polling.should_poll(reactor::now()));
+            // `enable_kicks` looks once more: a request added in between may come without a kick.
+            if is_done && !self.ring.borrow_mut().enable_kicks() {
                 if self.taken.get() == 0 && self.kicks.get() >= MAX_FRUITLESS_KICKS {
                     self.device.warn_of_unshared_memory(self.number);
                 }
                 let began = reactor::now();
                 self.wakeup.wait().await;
-                polling.record_sleep(reactor::now() - began);
+                if in_flight == 0 {
+                    polling.record_sleep(reactor::now() - began);
+                }
                 continue;
             }
             // Yields after each turn, so that a busy ring cannot starve the worker's other tasks.
