@@ -91,7 +91,7 @@ struct OpenConnection(Option<Rc<ClientConnection>>);
 impl OpenConnection {
     /// Returns the connection without closing it.
     fn into_inner(mut self) -> Rc<ClientConnection> {
-        self.0.take().expect("only this takes it")
+        self.0.take().expect("the connection is taken only here")
     }
 }
 
@@ -99,7 +99,7 @@ impl std::ops::Deref for OpenConnection {
     type Target = Rc<ClientConnection>;
 
     fn deref(&self) -> &Rc<ClientConnection> {
-        self.0.as_ref().expect("it is taken at its end")
+        self.0.as_ref().expect("the connection is present until into_inner")
     }
 }
 
@@ -121,7 +121,7 @@ enum ConnectionFault {
     ProtocolViolation(&'static str),
     #[error("the server is shutting down")]
     ShuttingDown,
-    #[error("the thread of the connection has ended")]
+    #[error("the thread that served the connection has ended")]
     Ended,
 }
 
@@ -590,7 +590,7 @@ impl ClientConnection {
         let mut fields = WireFields::new(&bytes);
         while let Some((length, flags)) = fields.u32().zip(fields.u32()) {
             if length == 0 {
-                return Err(ConnectionFault::ProtocolViolation("an extent without a length"));
+                return Err(ConnectionFault::ProtocolViolation("an extent of length 0"));
             }
             found.push(RawExtent { length, flags });
         }
@@ -607,7 +607,7 @@ impl ClientConnection {
         let key = (cookie & u64::from(u32::MAX)) as usize;
         let in_flight = self.in_flight.borrow();
         let found = in_flight.get(key).is_some_and(|entry| entry.cookie == cookie && !entry.is_answered);
-        if found { Ok(key) } else { Err("a reply to a request that was not sent") }
+        if found { Ok(key) } else { Err("a reply to an unknown or already answered request") }
     }
 
     /// Limits of the chunks in the reply to a request in flight.
@@ -658,7 +658,7 @@ impl ClientConnection {
         entry.error.get_or_insert(error);
         entry.errors += 1;
         if entry.errors > MAX_ERRORS {
-            Err(ConnectionFault::ProtocolViolation("more errors than one reply can have"))
+            Err(ConnectionFault::ProtocolViolation("more than 1024 errors in one reply"))
         } else {
             Ok(())
         }

@@ -259,7 +259,7 @@ impl<H: ConnectionOwner> LossReporter<H> {
 
 impl<H: ConnectionOwner> Drop for LossReporter<H> {
     fn drop(&mut self) {
-        self.report(BreakCause::Thread, "the thread of the connection has ended");
+        self.report(BreakCause::Thread, "the thread that served the connection has ended");
     }
 }
 
