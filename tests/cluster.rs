@@ -348,12 +348,12 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     };
     assert_contains(
         &certificates("/nowhere"),
-        &["certificates: /nowhere: is not a directory (set certificates of [cluster]"],
+        &["certificates: /nowhere: is not a directory (set `certificates` in [cluster]"],
     );
     let keys = scratch.path("keys");
     fs::create_dir(&keys).unwrap();
     let stderr = certificates(text(&keys));
-    assert_contains(&stderr, &["keys/ca-cert.pem: No such file", "the authority of etcd's certificates"]);
+    assert_contains(&stderr, &["keys/ca-cert.pem: No such file", "the certificate of etcd's authority"]);
     fs::write(keys.join("ca-cert.pem"), "garbage").unwrap();
     assert_contains(&certificates(text(&keys)), &["keys/ca-cert.pem: contains no certificate in PEM format"]);
     for (groups, expect) in [
@@ -377,7 +377,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     assert!(stderr.starts_with(&prefix), "{stderr}");
     assert!(stderr.contains(": cluster: cluster lab: password-file /nowhere"), "{stderr}");
     // A value of a newer weir, and garbage.
-    for (value, expect) in [("{\"version\":2}", "has version 2"), ("garbage", "is not weir's")] {
+    for (value, expect) in [("{\"version\":2}", "has version 2"), ("garbage", "was not written by weir")] {
         etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();
         let stderr = start_error(&etcd.url(), "");
         assert!(stderr.contains(expect), "{stderr}");
@@ -425,7 +425,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     // Garbage among grants and reports does no harm.
     etcd.control(&["put", "/weir/v1/lab/report/y", "garbage"]).succeeds();
     etcd.control(&["put", "/weir/v1/lab/host/x/grant", "garbage"]).succeeds();
-    host.weir().wait_for_log("is not weir's");
+    host.weir().wait_for_log("was not written by weir");
     until("the host continues to lead", || host.cluster()["leader"] == "x");
     drop(etcd);
 }
@@ -478,7 +478,10 @@ fn check_contacts_etcd_like_a_start() {
     );
     etcd.control(&["--user", "root:secret", "auth", "disable"]).succeeds();
     etcd.control(&["put", "/weir/v1/lab/all/group/gold", "garbage"]).succeeds();
-    assert_contains(&check(&config(&alive, "")).stderr(), &["group gold: the value at", "is not weir's"]);
+    assert_contains(
+        &check(&config(&alive, "")).stderr(),
+        &["group gold: the value at", "was not written by weir"],
+    );
     etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
     // The last known limits are sufficient for a start without etcd.
     let file = config(&alive, "");

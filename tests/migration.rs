@@ -305,7 +305,7 @@ fn failed_migration_keeps_serving() {
     fs::rename(&elsewhere, &image).unwrap();
     // Garbage, and an invalid offer.
     etcd.control(&["put", "/weir/v1/lab/host/c/move/x", "garbage"]).succeeds();
-    c.weir().wait_for_log("is not weir's");
+    c.weir().wait_for_log("was not written by weir");
     // Names that are invalid in a config file are logged once and ignored.
     for key in ["host/c/move/a\tb", "host/c/move/..", "host/c/move/.."] {
         etcd.control(&["put", &format!("/weir/v1/lab/{key}"), "{}"]).succeeds();

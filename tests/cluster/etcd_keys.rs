@@ -199,8 +199,9 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
     let newer = "{\"version\":99,\"limits\":\"of another kind\"}";
     write_to(&etcd, "all/group/gold", newer);
     for host in &hosts {
-        host.weir()
-            .wait_for_log("has version 99, but this weir supports 1 (update the older weir): it is ignored");
+        host.weir().wait_for_log(
+            "has version 99, but this weir supports 1 (run one version on all hosts): it is ignored",
+        );
     }
     until("both use their fallback share", || hosts.iter().all(|host| host.quota() == 2000 / 800));
     for host in &hosts {

@@ -41,11 +41,12 @@ pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
         return Err(format!("is too large, {} bytes", bytes.len()));
     }
     // The version first: the rest of a newer value may have another form.
-    let versioned = serde_json::from_slice::<Versioned>(bytes).map_err(|_| "is not weir's".to_owned())?;
+    let versioned = serde_json::from_slice::<Versioned>(bytes)
+        .map_err(|_| "was not written by weir: it has no version".to_owned())?;
     if versioned.version != VERSION {
         let version = versioned.version;
         return Err(format!(
-            "has version {version}, but this weir supports {VERSION} (update the older weir)"
+            "has version {version}, but this weir supports {VERSION} (run one version on all hosts)"
         ));
     }
     serde_json::from_slice(bytes).map_err(|error| format!("is invalid: {error}"))

@@ -215,8 +215,8 @@ impl EtcdSession<'_> {
                 if self.is_first_message(value) {
                     tracing::warn!(
                         key = ?value.key,
-                        "cluster: a key in etcd is not weir's, by its form or its names: it is \
-                         ignored"
+                        "cluster: a key in etcd was not written by weir (unknown form or invalid \
+                         name): it is ignored"
                     );
                 }
             }

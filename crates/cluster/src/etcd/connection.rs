@@ -58,7 +58,7 @@ pub(super) struct EtcdTls(SslConnector);
 
 impl std::fmt::Debug for EtcdTls {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Tls")
+        f.write_str("EtcdTls")
     }
 }
 
@@ -80,12 +80,12 @@ impl EtcdTls {
         }
         ensure!(
             metadata.is_ok_and(|found| found.is_dir()),
-            "{}: is not a directory (set certificates of [cluster] to the directory with \
-             ca-cert.pem, the authority of etcd's certificates)",
+            "{}: is not a directory (set `certificates` in [cluster] to the directory that contains \
+             ca-cert.pem, the certificate of etcd's authority)",
             directory.display()
         );
-        let purpose =
-            "the authority of etcd's certificates: put it there, or correct certificates of [cluster]";
+        let purpose = "the certificate of etcd's authority: copy it to this directory, or correct `certificates` \
+             in [cluster]";
         for authority in tls::certificates(&directory.join("ca-cert.pem"), purpose)? {
             builder.cert_store_mut().add_cert(authority)?;
         }
@@ -94,7 +94,12 @@ impl EtcdTls {
         if !own_certificate.exists() && !own_key.exists() {
             return Ok(());
         }
-        Ok(tls::set_identity(builder, &own_certificate, &own_key, "which client-key.pem is the key of")?)
+        Ok(tls::set_identity(
+            builder,
+            &own_certificate,
+            &own_key,
+            "the certificate that belongs to client-key.pem",
+        )?)
     }
 }
 
@@ -117,13 +122,13 @@ fn certificate_fault(host: &str, chain: &X509StoreContextRef) -> String {
         (X509_V_ERR_HOSTNAME_MISMATCH | X509_V_ERR_IP_ADDRESS_MISMATCH, certificate) => {
             let names = certificate.map(names_of).unwrap_or_default();
             format!(
-                "the name {host:?} is expected, but etcd's certificate is for {names} (use that \
-                 name in etcd of [cluster], or issue a certificate for this one)"
+                "the name {host:?} is expected, but etcd's certificate is for {names} (write one of \
+                 these names in `etcd` of [cluster], or issue a certificate for {host})"
             )
         }
         _ => {
             let why = error.error_string();
-            format!("{subject} is not trusted: {why} (correct certificates of [cluster], or etcd's)")
+            format!("{subject} is not trusted: {why} (correct `certificates` in [cluster], or etcd's)")
         }
     }
 }
@@ -156,7 +161,7 @@ fn handshake_error(endpoint: &EtcdEndpoint, error: &ssl::Error) -> EtcdError {
              (write http:// in etcd of [cluster], or give the member a certificate)"
         )),
         (None, Some(_)) if !has_reason("unexpected eof while reading") => EtcdError::Refused(format!(
-            "etcd {endpoint}: TLS: {error} (correct certificates of [cluster], or etcd's)"
+            "etcd {endpoint}: TLS: {error} (correct `certificates` in [cluster], or etcd's)"
         )),
         _ => EtcdError::Unreachable(anyhow!(
             "TLS: the server closed the connection (the address of a member without TLS begins with http://)"
@@ -189,7 +194,7 @@ impl EtcdConnection {
         tls: Option<&EtcdTls>,
         timeout: Duration,
     ) -> Result<Self, EtcdError> {
-        let mut last_error = anyhow!("its name has no address");
+        let mut last_error = anyhow!("the host name has no address");
         for address in addresses {
             let opened = tokio::time::timeout(timeout, Self::open_at(&endpoint, *address, tls)).await;
             match opened {
@@ -306,8 +311,8 @@ impl EtcdConnection {
             let endpoint = &self.endpoint;
             EtcdError::Unreachable(match error.is::<LengthLimitError>() {
                 true => anyhow!(
-                    "etcd {endpoint}: its answer is longer than {} MiB (other data is stored there: \
-                     `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
+                    "etcd {endpoint}: its response is longer than {} MiB (other programs store data \
+                     under /weir/v1/: `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
                     MAX_RESPONSE_BYTES >> 20
                 ),
                 false => anyhow!("etcd {endpoint}: {error}"),
