@@ -111,7 +111,7 @@ fn server_without_multi_conn_prevents_the_upgrade() {
     let fixture = UpgradedDaemon::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = fixture.serve().start();
     let stderr = fixture.new_process().fails();
-    assert!(stderr.contains("at an NBD server without CAN_MULTI_CONN"), "{stderr}");
+    assert!(stderr.contains("on an NBD server without NBD_FLAG_CAN_MULTI_CONN"), "{stderr}");
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
 }

@@ -158,7 +158,8 @@ impl Disk {
         if let Err(error) = self.image.hand_over().await {
             tracing::error!(
                 disk = %self.name, %error,
-                "the image is not released: its pending changes cannot be written"
+                "the image stays locked, so other processes cannot open it: its pending changes \
+                 cannot be written"
             );
             return;
         }

@@ -41,12 +41,15 @@ pub enum UpgradeRefusal {
     Stopped,
     /// The new process, another client of the server, may read stale data.
     #[error(
-        "its image is at an NBD server without CAN_MULTI_CONN, or uses cache=unsafe, so the new \
-         process might read stale data"
+        "its image is on an NBD server without NBD_FLAG_CAN_MULTI_CONN, or uses cache=unsafe, so \
+         the new process might read stale data"
     )]
     Remote,
     /// The image is not writable any more.
-    #[error("its image is corrupt, its writes were lost, or its cluster has blocklisted weir")]
+    #[error(
+        "its image is not writable any more: it is corrupt, writes to it were lost, or the Ceph \
+         cluster has blocklisted weir"
+    )]
     Broken,
 }
 

@@ -66,8 +66,8 @@ impl Qcow2Image {
         self.backing_changed.store(true, Relaxed);
         tracing::error!(
             image = self.description(),
-            "its backing file was changed by another process ({}): data of the backing file can no \
-             longer be read (end the disk, check the backing file, and start again)",
+            "its backing file was changed by another process ({}): reads of its data fail from now on \
+             (stop the disk, check the backing file, and start the disk again)",
             changed.description()
         );
     }
