@@ -44,7 +44,7 @@ struct WorkerResult {
 /// that must not block.
 #[track_caller]
 pub fn debug_assert_may_block() {
-    debug_assert!(may_block(), "a system call that may wait, on a thread that serves disks");
+    debug_assert!(may_block(), "a blocking system call on a thread that must not block");
 }
 
 /// A thread that runs a reactor until it is stopped.

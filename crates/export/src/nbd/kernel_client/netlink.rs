@@ -68,7 +68,8 @@ impl NetlinkAttributesBuilder {
 
     /// Adds an attribute; `value` is shorter than 64 KiB.
     fn bytes(mut self, kind: u16, value: &[u8]) -> Self {
-        let length = u16::try_from(ATTRIBUTE_HEADER + value.len()).expect("weir's own values are short");
+        let length =
+            u16::try_from(ATTRIBUTE_HEADER + value.len()).expect("an attribute is shorter than 64 KiB");
         self.0.extend(length.to_ne_bytes());
         self.0.extend(kind.to_ne_bytes());
         self.0.extend(value);
