@@ -367,7 +367,7 @@ fn killed_command_ends_only_its_recording() {
     assert_eq!(killed.wait().0, None);
     fio(&weir, "a", "read", 100);
     let line = weir.wait_for_log("a recording has ended");
-    assert_contains(&line, &["its reader has closed it"]);
+    assert_contains(&line, &["the reader has closed the recording"]);
     assert_eq!(qmp.command("x-weir-query-recordings", json!({})).as_array().map(Vec::len), Some(1));
     fio(&weir, "a", "read", 100);
     assert_eq!(other.end().counts()[&("a", "read")], 200);

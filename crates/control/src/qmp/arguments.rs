@@ -302,7 +302,7 @@ mod tests {
         refused(given.required::<u64>("n"), "Invalid parameter type for 'n', expected: integer");
         refused(given.number("f", 0..=9), "Invalid parameter type for 'f', expected: integer");
         refused(given.number("m", 0..=9), "Parameter 'm' (-1) is out of range; it is from 0 to 9");
-        refused(given.choice("w", &["a", "b"]), "Parameter 'w' does not accept value 'x' (there are: a, b)");
+        refused(given.choice("w", &["a", "b"]), "Parameter 'w' does not accept value 'x' (accepted: a, b)");
         refused(given.required::<Vec<u64>>("l"), "Invalid parameter type for 'l[1]', expected: integer");
         refused(given.required::<u64>("gone"), "Parameter 'gone' is missing");
     }

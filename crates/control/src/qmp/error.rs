@@ -61,7 +61,7 @@ impl QmpError {
 
     pub(crate) fn not_accepted(key: &str, value: &str, accepted: &[&str]) -> Self {
         let list = accepted.join(", ");
-        Self::generic(format!("Parameter '{key}' does not accept value '{value}' (there are: {list})"))
+        Self::generic(format!("Parameter '{key}' does not accept value '{value}' (accepted: {list})"))
     }
 
     /// `rule` completes the sentence that begins with the parameter: "must be a power of two".

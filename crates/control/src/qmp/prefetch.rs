@@ -109,7 +109,7 @@ mod tests {
         let refused = |value| read("", value).unwrap_err();
         assert_eq!(
             refused(json!({"prefetch": "maybe"})),
-            "Parameter 'prefetch' does not accept value 'maybe' (there are: off, on, auto)"
+            "Parameter 'prefetch' does not accept value 'maybe' (accepted: off, on, auto)"
         );
         assert_eq!(
             refused(json!({"prefetch-streams": 0})),

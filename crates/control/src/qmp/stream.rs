@@ -206,7 +206,7 @@ fn parse_error(reason: &str) -> String {
 }
 
 fn unfinished_string() -> FrameStep {
-    FrameStep::Wrong("a string does not end".to_owned())
+    FrameStep::Wrong("a string contains a control byte or 0xff (missing quote?)".to_owned())
 }
 
 fn is_space(byte: u8) -> bool {
@@ -287,14 +287,23 @@ mod tests {
                 json!({}),
             ],
         );
-        check(b"\"abc\n{}", &[json!("!a string does not end"), json!({})]);
-        check(b"\"abc\\\n{}", &[json!("!a string does not end"), json!({})]);
+        check(
+            b"\"abc\n{}",
+            &[json!("!a string contains a control byte or 0xff (missing quote?)"), json!({})],
+        );
+        check(
+            b"\"abc\\\n{}",
+            &[json!("!a string contains a control byte or 0xff (missing quote?)"), json!({})],
+        );
     }
 
     #[test]
     fn byte_0xff_restarts_parsing() {
         check(b"{\"a\":[\xff{}", &[json!("!stray byte 0xff"), json!({})]);
-        check(b"{\"a\":\"x\xff{}", &[json!("!a string does not end"), json!({})]);
+        check(
+            b"{\"a\":\"x\xff{}",
+            &[json!("!a string contains a control byte or 0xff (missing quote?)"), json!({})],
+        );
         check(b"# junk \x01{}", &[json!("!stray '#'"), json!({})]);
         check(
             b"{\"\xc3\xa9\":\"\xc3\"}{}",

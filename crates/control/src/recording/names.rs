@@ -80,6 +80,6 @@ impl RecordingNumbers {
 }
 
 fn number_of(numbers: &mut HashMap<Arc<str>, u32>, name: Arc<str>) -> (u32, Arc<str>) {
-    let next = u32::try_from(numbers.len()).expect("fewer than there is memory for");
+    let next = u32::try_from(numbers.len()).expect("fewer than 2^32 names");
     (*numbers.entry(Arc::clone(&name)).or_insert(next), name)
 }

@@ -72,7 +72,7 @@ impl RecordingProgress {
 
     fn fail(&self, error: &io::Error) {
         let why = match error.kind() {
-            ErrorKind::BrokenPipe => "its reader has closed it".to_owned(),
+            ErrorKind::BrokenPipe => "the reader has closed the recording".to_owned(),
             _ => error.to_string(),
         };
         self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
@@ -265,7 +265,7 @@ impl RecordingOutput for RecordingSink {
     fn has_ended(&mut self) -> bool {
         let is_whole = self.writer.output().buffered.is_empty();
         if !is_whole && self.reader_deadline.is_some_and(|by| reactor::real_time() >= by) {
-            self.record_error(Err(io::Error::other("its reader has not read all of it")));
+            self.record_error(Err(io::Error::other("the reader has not read the rest in time")));
         }
         if let Some(error) = &self.error {
             self.progress.fail(error);
@@ -334,7 +334,7 @@ impl RecordingSink {
         let half = output.buffered.len() / 2;
         assert!(half > 0, "there is a block to be written");
         let part: Vec<u8> = output.buffered.drain(..half).collect();
-        output.file.write_all(&part).expect("there is room");
+        output.file.write_all(&part).expect("the disk has space");
         self.record_error(Err(ErrorKind::StorageFull.into()));
     }
 }

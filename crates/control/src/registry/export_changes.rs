@@ -250,8 +250,7 @@ impl Registry {
         let address = endpoint.address();
         if endpoint.device().is_none() {
             if let Err(error) = result {
-                let error =
-                    anyhow!("{address}: virtual machines cannot connect any more: {error} (restart weir)");
+                let error = anyhow!("{address}: front ends cannot connect any more: {error} (restart weir)");
                 (self.lifecycle.request_end)(DaemonEnd::Broken(error));
             }
             return;

@@ -200,7 +200,7 @@ impl NbdExportArguments {
                     return Ok(Rc::clone(only));
                 }
                 let why = if is_for_all { "several servers are" } else { "no server is for all disks" };
-                let rule = format!("is missing, and {why} (there are: {})", addresses().join(", "));
+                let rule = format!("is missing, and {why} (accepted: {})", addresses().join(", "));
                 Err(QmpError::rule("x-weir-listen", rule))
             }
         }

@@ -592,7 +592,7 @@ mod tests {
         refused(json!({"node-name": "a"}), "Parameter 'driver' is missing");
         refused(
             json!({"driver": "qcow", "node-name": "a"}),
-            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, nbd, \
+            "Parameter 'driver' does not accept value 'qcow' (accepted: file, host_device, nbd, \
              null-co, qcow2, raw, rbd, throttle, x-weir-memory)",
         );
         let file = |key: &str, value: Value| {

@@ -230,7 +230,7 @@ mod tests {
         for (addr, expect) in [
             (
                 json!({"type": "vsock"}),
-                "Parameter 'addr.type' does not accept value 'vsock' (there are: inet, unix, fd)",
+                "Parameter 'addr.type' does not accept value 'vsock' (accepted: inet, unix, fd)",
             ),
             (json!({"type": "unix", "data": {}}), "Parameter 'addr.data.path' is missing"),
             (json!({"type": "inet", "host": "a"}), "Parameter 'addr.port' is missing"),
