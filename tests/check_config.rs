@@ -135,7 +135,7 @@ fn config_in_use_can_be_checked() {
         (2, "daemon.qmp", "in use: another process listens there".to_owned()),
         (3, "daemon.nbd", "in use: another process listens there".to_owned()),
         (13, "disk.b.export.listen", "in use: another process listens there".to_owned()),
-        (5, "daemon.pid-file", format!("is the pid file of process {pid}, which runs")),
+        (5, "daemon.pid-file", format!("is locked by process {pid} (stop it first")),
     ] {
         let prefix = format!("weir: {}:{line}: {key} = \"", file.display());
         assert_contains(lines.next().unwrap_or(&stderr), &[&prefix, &why]);
@@ -234,7 +234,7 @@ l2-cache-size = \"1M\"
         ("log-file = \".\"", "", "daemon.log-file = \".\": log-file "),
         ("log-file = \"no/log\"", "", "daemon.log-file = \"no/log\": log-file "),
         ("pid-file = \".\"", "", "daemon.pid-file = \".\": pid file "),
-        ("pid-file = \"pipe\"", "", "pipe: is no file (choose another path)"),
+        ("pid-file = \"pipe\"", "", "pipe: is not a regular file (choose another path)"),
         (
             "",
             "export = [{ type = \"nbd\", listen = \"unix:no/e\" }]",

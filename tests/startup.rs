@@ -377,7 +377,7 @@ fn pid_file_belongs_to_one_daemon() {
     let weir = Serve::new(&scratch).arg("memory:1M").arg("--pid-file").arg(&file).start();
     let number = weir.pid().to_string();
     assert_eq!(fs::read_to_string(&file).unwrap().trim(), number, "a stale file is replaced");
-    assert_contains(&second().fails(), &[&format!("is the pid file of process {number}, which runs")]);
+    assert_contains(&second().fails(), &[&format!("is locked by process {number} (stop it first")]);
     assert_eq!(fs::read_to_string(&file).unwrap().trim(), number);
     // A crash leaves the file behind.
     weir.crash();
@@ -385,7 +385,7 @@ fn pid_file_belongs_to_one_daemon() {
     second().start().stop();
     assert!(!file.exists());
     fs::write(&file, "hi\n").unwrap();
-    assert_contains(&second().fails(), &["does not hold the number of a process"]);
+    assert_contains(&second().fails(), &["does not contain a process ID"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), "hi\n");
 }
 

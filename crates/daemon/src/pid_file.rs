@@ -88,7 +88,11 @@ impl ClaimedPidFile {
         let file_context = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(file_context)?;
         let file = open_options(true).open(&path).context("cannot be written").with_context(file_context)?;
-        ensure!(file.metadata()?.is_file(), "{}: is no file (choose another path)", file_context());
+        ensure!(
+            file.metadata()?.is_file(),
+            "{}: is not a regular file (choose another path)",
+            file_context()
+        );
         Ok(Self { path, file })
     }
 
@@ -112,7 +116,7 @@ impl ClaimedPidFile {
         if let Err(error) = result {
             tracing::warn!(
                 path = %path.display(), %error,
-                "the pid file cannot be written, and still holds another number"
+                "the pid file cannot be written, and still contains another process ID"
             );
             return None;
         }
@@ -158,7 +162,7 @@ fn open_and_lock(path: &Path, may_create: bool) -> anyhow::Result<Option<File>> 
         };
         let metadata = file.metadata().context("cannot be examined")?;
         if !metadata.is_file() {
-            bail!("is no file (choose another path)");
+            bail!("is not a regular file (choose another path)");
         }
         let is_locked_here = lock(&file).context("cannot be locked")?;
         // The lock is on the inode; the path must still refer to it.
@@ -175,14 +179,14 @@ fn open_and_lock(path: &Path, may_create: bool) -> anyhow::Result<Option<File>> 
         let is_short = metadata.len() <= MAX_BYTES;
         let number = text.parse::<u32>().ok().filter(|_| is_short);
         match number {
-            Some(number) if !is_locked_here => bail!(
-                "is the pid file of process {number}, which runs (end that first, or choose another file)"
-            ),
+            Some(number) if !is_locked_here => {
+                bail!("is locked by process {number} (stop it first, or choose another file)")
+            }
             None if !is_locked_here => {
-                bail!("is locked by another process (end that first, or choose another file)")
+                bail!("is locked by another process (stop it first, or choose another file)")
             }
             None if !text.is_empty() || !is_short => {
-                bail!("does not hold the number of a process (remove it, or choose another file)")
+                bail!("does not contain a process ID (remove it, or choose another file)")
             }
             _ => return Ok(Some(file)),
         }
@@ -216,7 +220,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("pid");
         PidFile::check(&path).unwrap();
-        assert!(!path.exists(), "looking makes nothing");
+        assert!(!path.exists(), "a check creates no file");
         let file = PidFile::write(&path).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", process::id()));
         drop(file);
@@ -245,7 +249,7 @@ mod tests {
                 Ok(_file) => assert_eq!(now, format!("{}\n", process::id())),
                 Err(error) => {
                     let text = format!("{error:#}");
-                    assert!(text.contains(": does not hold the number of a process ("), "{text}");
+                    assert!(text.contains(": does not contain a process ID ("), "{text}");
                     assert_eq!(now, content);
                 }
             }
@@ -259,7 +263,7 @@ mod tests {
         let first = PidFile::write(&path).unwrap();
         for result in [PidFile::check(&path), PidFile::write(&path).map(drop)] {
             let text = format!("{:#}", result.unwrap_err());
-            let expect = format!(": is the pid file of process {}, which runs (", process::id());
+            let expect = format!(": is locked by process {} (", process::id());
             assert!(text.contains(&expect), "{text}");
         }
         assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", process::id()));

@@ -19,7 +19,7 @@ pub(super) fn check_pid_file(path: &Path, conflict_rule: AddressConflictRule) ->
     let why = || format!("pid file {}", path.display());
     // Symlinks are not followed: the daemon does not open its pid file through one.
     if let Ok(found) = fs::symlink_metadata(path) {
-        ensure!(found.is_file(), "{}: is no file (choose another path)", why());
+        ensure!(found.is_file(), "{}: is not a regular file (choose another path)", why());
     }
     let directory = sandbox::directory_of(path);
     check_writable(directory).with_context(|| format!("{}: {}", why(), directory.display()))?;
@@ -42,7 +42,7 @@ pub(super) fn check_log_file(path: &Path) -> anyhow::Result<()> {
         Err(error) => return Err(error).with_context(why),
     };
     if kind.is_dir() || kind.is_block_device() || kind.is_socket() {
-        bail!("{}: is no file (name a file in a directory that weir may write to)", why());
+        bail!("{}: is not a regular file or pipe (name a file in a directory that weir may write to)", why());
     }
     if kind.is_fifo() {
         tracing::warn!("{}: is a named pipe: a start fails unless a program reads it", why());
