@@ -48,7 +48,7 @@ pub(crate) fn to_attach(
         (Vec::new(), String::new(), false, false);
     while let Some(argument) = arguments.next() {
         let mut value =
-            || arguments.next().ok_or_else(|| format!("{}: has no value", argument.to_string_lossy()));
+            || arguments.next().ok_or_else(|| format!("{} needs a value", argument.to_string_lossy()));
         match argument.to_str() {
             Some("-o") => {
                 let more = value()?.into_string().map_err(|_| "-o: its value is not UTF-8".to_owned())?;
@@ -59,7 +59,7 @@ pub(crate) fn to_attach(
             Some("-N" | "-t") => drop(value()?),
             Some(flags) if flags.len() > 1 && flags.starts_with('-') => {
                 if let Some(unknown) = flags[1..].chars().find(|flag| !"sfnv".contains(*flag)) {
-                    return Err(format!("-{unknown}: is not an option of a mount helper"));
+                    return Err(format!("-{unknown} is not an option of a mount helper"));
                 }
                 is_fake |= flags.contains('f');
                 is_verbose |= flags.contains('v');
@@ -164,11 +164,11 @@ mod tests {
 
     #[test]
     fn invalid_command_lines_are_rejected() {
-        assert_eq!(read("/a /mnt -fv").unwrap(), None, "it was only to be tried");
+        assert_eq!(read("/a /mnt -fv").unwrap(), None, "a dry run mounts nothing");
         assert!(read("/a").unwrap_err().starts_with("expected an image and a directory"));
         assert!(read("/a /b /c").unwrap_err().starts_with("expected an image and a directory"));
-        assert_eq!(read("/a /b -o").unwrap_err(), "-o: has no value");
-        assert_eq!(read("/a /b --help").unwrap_err(), "--: is not an option of a mount helper");
+        assert_eq!(read("/a /b -o").unwrap_err(), "-o needs a value");
+        assert_eq!(read("/a /b --help").unwrap_err(), "-- is not an option of a mount helper");
     }
 
     #[test]
