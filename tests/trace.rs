@@ -67,8 +67,8 @@ fn unrepresentable_requests_are_counted() {
     assert_contains(
         &outcome.stderr(),
         &[
-            "weir: left out: 1 of flush, which mqsim cannot represent",
-            "weir: left out: 1 of discard, which mqsim cannot represent",
+            "weir: left out: 1 flush request, which mqsim cannot represent",
+            "weir: left out: 1 discard request, which mqsim cannot represent",
             "weir: left out: 1 request not of whole sectors of 512 bytes, as mqsim counts them",
             "weir: mqsim identifies disks by number: 0 is vm1, 1 is vm2",
         ],
@@ -91,7 +91,7 @@ fn unrepresentable_requests_are_counted() {
     assert!(!plain.stderr().contains("service times"), "{}", plain.stderr());
     fs::write(scratch.path("flush.csv"), "time_ns,disk,op,offset,length\n0,a,flush,0,0\n").unwrap();
     let stderr = convert(&scratch, "flush.csv", "none.msr").fails();
-    assert_contains(&stderr, &["no request was written: left out: 1 of flush"]);
+    assert_contains(&stderr, &["no request was written: left out: 1 flush request"]);
     assert!(!scratch.path("none.msr").exists());
 }
 
@@ -111,7 +111,7 @@ fn disks_stay_distinct_in_formats_without_names() {
     for (format, expect) in [("fio-v2", fio), ("fio-v3", fio), ("msr", msr)] {
         let outcome = convert(&scratch, "own.csv", &format!("out.{format}")).run();
         let waits =
-            "weir: fio replays waits of fio-v2 otherwise than its documentation says (fio-v3 keeps times)\n";
+            "weir: fio replays waits of fio-v2 differently from its documentation (write fio-v3 instead)\n";
         let waits = if format == "fio-v2" { waits } else { "" };
         assert_eq!((outcome.code(), outcome.stderr()), (0, format!("weir: {format} {expect}\n{waits}")));
         let report = info(&scratch, &format!("out.{format}"));

@@ -126,7 +126,7 @@ impl BenchRun {
             }),
             false => disk.close().await,
         };
-        let closed = closed.context("the image could not be completed");
+        let closed = closed.context("the image could not be closed");
         self.report(&job, result, Some(prefetch)).and(closed)
     }
 
@@ -203,7 +203,7 @@ impl BenchRun {
             bail!("supports only multiples of {block_bytes} bytes (choose another -o, -s or -S)");
         }
         if flush_interval.is_some() && !can_flush {
-            bail!("has no flushes (leave out --flush-interval)");
+            bail!("does not support flush (leave out --flush-interval)");
         }
         Ok(())
     }

@@ -40,7 +40,7 @@ use of the command line.
 /// Arguments of `weir advise`.
 #[derive(Debug, Args)]
 pub struct AdviseArgs {
-    /// Traces, read as one by their times
+    /// Traces, merged by time
     #[arg(value_name = "TRACE", required = true)]
     pub(super) traces: Vec<PathBuf>,
     /// Target: the time within which this percentage of requests must complete

@@ -135,7 +135,7 @@ fn distribution(directions: &[DirectionFindings<'_>]) -> Chart {
         ChartSeries { name, points }
     };
     let series = directions.iter().map(line).collect();
-    Chart::Lines(Lines::distribution("Share of requests that took no longer", series))
+    Chart::Lines(Lines::distribution("Cumulative share of requests by latency", series))
 }
 
 #[cfg(test)]

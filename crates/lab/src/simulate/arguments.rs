@@ -41,7 +41,7 @@ Examples:
 
 Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics, SPC, MQSim, weir's recordings, and by --columns any other; plain, gz or zst; - is standard input. Requests arrive at the times in the trace, regardless of the latency of earlier ones.
 ", settings::sizes!(), " Times take ns, us, ms or s.
-Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line."
+Exit status: 0 simulated, 1 failed, or a trace was not read to the end, 2 wrong use of the command line."
 );
 
 /// Arguments of `weir simulate`.
@@ -50,7 +50,7 @@ pub struct SimulateArgs {
     /// The first field: taking a value removes it from the matches.
     #[command(flatten)]
     pub(crate) given: GivenOptions,
-    /// Traces, read as one by their times; - is standard input
+    /// Traces, merged by time; - is standard input
     #[arg(value_name = "TRACE", required_unless_present_any = ["workload", "cluster"])]
     pub(crate) traces: Vec<PathBuf>,
     /// Take disks, groups and limits from this file of `weir serve`; images are not opened

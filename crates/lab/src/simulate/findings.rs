@@ -237,6 +237,6 @@ fn distribution(
     let with = line(&format!("with {compared}"), after);
     let series = before.map(|before| line("without", before)).into_iter().chain([with]);
     let series: Vec<_> = series.filter(|series| !series.points.is_empty()).collect();
-    let title = format!("{name}: share of requests that took no longer");
+    let title = format!("{name}: cumulative share of requests by latency");
     (!series.is_empty()).then(|| Chart::Lines(Lines::distribution(&title, series)))
 }

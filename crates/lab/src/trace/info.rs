@@ -40,7 +40,7 @@ Examples:
 
 Waiting times include requests that did not wait, and end when a request proceeds to the disk;
 `weir status` counts throttled requests only, and until the limits admit them.
-Exit status: 0 all was read, 1 failed or not to the end, 2 wrong use of the command line.";
+Exit status: 0 all was read, 1 failed, or a trace was not read to the end, 2 wrong use of the command line.";
 
 /// Arguments of `weir trace info`.
 #[derive(Debug, Args)]

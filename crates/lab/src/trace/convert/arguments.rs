@@ -17,16 +17,16 @@ A trace is a list of requests: when, to which disk, which operation. `weir simul
 pub(crate) const CONVERT_EXAMPLES: &str = "\
 Examples:
   weir trace convert day.recording day.csv.zst
-      A recording as text, with how long each request waited and was served.
+      A recording as text, with the waiting time and the service time of each request.
   weir trace convert web.spc.gz web.iolog --to fio-v3
       For fio to replay: fio --read_iolog.
   weir trace convert a.csv b.csv both.recording --absolute-time
-      Two traces as one recording, with their distance in time.
+      Two traces as one recording, at their absolute times.
   weir trace convert vendor.txt vm.csv --columns time=1:us,disk=2,op=3,offset=4:sectors,length=5,skip=1
       Any text with a line for each request.
 
 Without --to the extension of OUTPUT determines the format: .recording, .csv (weir's own), .iolog (fio-v3), .spc; a further .gz or .zst compresses. Requests that a format cannot represent are left out and reported.
-Exit status: 0 converted, 1 failed or not to the end, 2 wrong use of the command line.";
+Exit status: 0 converted, 1 failed, or a trace was not read to the end, 2 wrong use of the command line.";
 
 /// Actions on traces.
 #[derive(Debug, Subcommand)]
@@ -44,8 +44,8 @@ pub enum TraceCommand {
 #[derive(Debug, Args)]
 #[command(override_usage = "weir trace convert [OPTIONS] <TRACE>... <OUTPUT>")]
 pub struct ConvertArgs {
-    /// Traces, read as one by their times, and last the file to write; - is standard input, and as
-    /// the last standard output
+    /// Traces to merge by time, and last the file to write; - is standard input, or standard output
+    /// as the last argument
     // One list for inputs and output: with a separate positional OUTPUT, clap would reject an
     // option between the inputs and OUTPUT.
     #[arg(value_name = "FILE", required = true)]

@@ -201,7 +201,8 @@ impl ConvertSink {
         let format = self.format.name();
         let line = |(why, count): (&NotWritten, &u64)| match why {
             NotWritten::Op(op) => {
-                format!("left out: {count} of {}, which {format} cannot represent", op.name())
+                let requests = figures::counted(*count, &format!("{} request", op.name()));
+                format!("left out: {requests}, which {format} cannot represent")
             }
             NotWritten::Unaligned => {
                 format!(
@@ -221,7 +222,7 @@ impl ConvertSink {
         let has_limits = matches!(self.to, SinkOutput::Recording { .. });
         let limits = (has_limits && self.dropped_limit_changes > 0).then(|| {
             format!(
-                "left out: {} of limits, because there are too many",
+                "left out: {} of limits, because the traces have more than weir can store",
                 figures::counted(self.dropped_limit_changes, "change")
             )
         });
@@ -238,7 +239,7 @@ impl ConvertSink {
     /// Note on fio's interpretation of times.
     fn waits(&self) -> Option<String> {
         let SinkOutput::Lines { form, .. } = &self.to else { return None };
-        let text = "fio replays waits of fio-v2 otherwise than its documentation says (fio-v3 keeps times)";
+        let text = "fio replays waits of fio-v2 differently from its documentation (write fio-v3 instead)";
         form.has_waits().then(|| text.to_owned())
     }
 
@@ -320,7 +321,7 @@ mod tests {
             sink.drop_limit_changes(5);
             sink.left_out()
         };
-        let expected = ["left out: 5 changes of limits, because there are too many"];
+        let expected = ["left out: 5 changes of limits, because the traces have more than weir can store"];
         assert_eq!(left_out(TraceFormat::Recording), expected);
         assert_eq!(left_out(TraceFormat::Weir), [""; 0]);
     }

@@ -220,7 +220,8 @@ impl TextFormat {
             }
             TraceFormat::Msr => {
                 let kind = operation_code(op, "Read", "Write", None, None)?;
-                let (host, number) = identifier.rsplit_once('.').expect("it is called so");
+                let (host, number) =
+                    identifier.rsplit_once('.').expect("MSR identifiers have the form host.number");
                 // Ticks count from 1601. A clock that counts from 1970 is converted; one with
                 // another epoch is written unchanged.
                 let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
@@ -248,7 +249,7 @@ impl TextFormat {
                 let (sector, sectors) = (sectors(offset)?, sectors(length)?);
                 line(text, format_args!("{time_ns} {identifier} {sector} {sectors} {kind}"));
             }
-            TraceFormat::Recording | TraceFormat::Columns => unreachable!("these formats have no lines"),
+            TraceFormat::Recording | TraceFormat::Columns => unreachable!("not a text format to write"),
         }
         Ok(())
     }
