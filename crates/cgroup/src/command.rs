@@ -31,7 +31,7 @@ pub enum CgroupCommand {
     /// Run a command under limits, and report its I/O
     #[command(after_help = crate::run::arguments::EXAMPLES)]
     Run(Box<RunArgs>),
-    /// Show what control groups and their tasks read and write, how fast, and how long they wait
+    /// Show I/O rates and wait times of control groups and their tasks
     #[command(after_help = crate::show::arguments::EXAMPLES)]
     Show(ShowArgs),
     /// Show control groups and their tasks live on the whole terminal
@@ -40,10 +40,10 @@ pub enum CgroupCommand {
     /// Run a command inside a control group, for `run`
     #[command(hide = true)]
     Enter(EnterArgs),
-    /// Restore limits without bursts when the writer of standard input dies
+    /// Restore limits without bursts when standard input is closed, for `watch`
     #[command(hide = true)]
     Guard(GuardArgs),
-    /// Read and write files as ordered on standard input, for `explain --measure`
+    /// Read and write files as standard input requests, for `explain --measure`
     #[command(hide = true)]
     Load(LoadArgs),
 }

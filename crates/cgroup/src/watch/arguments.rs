@@ -10,11 +10,11 @@ use crate::limit::arguments::LimitsFileArgs;
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir cgroup watch
-      Enforces bursts, watermarks and shared limits set by `weir cgroup limit`, now and later.
+      Enforces bursts, watermarks and shared limits that `weir cgroup limit` has set or will set.
   weir cgroup watch --settle
       Set every limit as configured, without bursts, and exit: for a service manager after a crash.
 
-While it runs, it changes io.max as required by bursts, watermarks and groups. When it ends or is killed, a second process, the guard, restores each configured limit without bursts; the next watch continues from there. `weir serve --cgroup-limits` does the same in the daemon.
+While it runs, it changes io.max as required by bursts, watermarks and groups. When it ends or is killed, a second process, the guard, restores each configured limit without bursts; a later `weir cgroup watch` resumes with the burst that remained. `weir serve --cgroup-limits` does the same in the daemon.
 Exit status: 0 ended on request, 1 failed, 2 wrong use of the command line.";
 
 /// Arguments of `weir cgroup watch`.
@@ -29,8 +29,8 @@ pub struct WatchArgs {
     /// not root]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
-    /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas
-    /// [default: info]
+    /// Level of messages: off, error, warn, info, debug or trace, or MODULE=LEVEL for one module;
+    /// several are separated by commas [default: info]
     #[arg(long, value_name = "FILTER", value_parser = log::filter)]
     pub(crate) log: Option<String>,
 }

@@ -48,8 +48,7 @@ pub(super) fn find_other_writers(
         };
         examined += 1;
         if examined > MAX_PROCESSES {
-            let text =
-                format!("more than {MAX_PROCESSES} processes: the files of the rest were not examined");
+            let text = format!("only {MAX_PROCESSES} processes were examined for other writers");
             reader.gap(&proc, text);
             return;
         }
