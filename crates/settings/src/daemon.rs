@@ -343,7 +343,8 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
         }
         "Logging" {
             "log", Text, "FILTER", one!(log.filter, log::filter), "info", Reject, Separate,
-                "off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas";
+                "Level of messages: off, error, warn, info, debug or trace, or MODULE=LEVEL for one \
+                 module; several are separated by commas";
             "log-format", Word(&["text", "json"]), "FORMAT", one!(log.format), "text", Reject, Separate,
                 "Format of log messages: text or json";
             "log-file", Path, "FILE", maybe!(log.file), "", Reject, Separate,

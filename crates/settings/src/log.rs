@@ -102,8 +102,8 @@ fn checked(text: &str) -> Result<String, String> {
     {
         return Ok(text.to_owned());
     }
-    Err("is not a log filter; write off, error, warn, info, debug or trace, or for a part \
-         MODULE=LEVEL, separated by commas"
+    Err("is not a log filter; write off, error, warn, info, debug or trace, or MODULE=LEVEL for one \
+         module, separated by commas"
         .to_owned())
 }
 

@@ -24,10 +24,10 @@ pub const LIMITS_HELP: &str = "\
 Limits:
   --{iops,bps}-{total,read,write} R             per second; 0 is no limit
   --{iops,bps}-{total,read,write}-max M         during a burst; 0 is no burst
-  --{iops,bps}-{total,read,write}-max-length L  seconds of M saved up while idle
+  --{iops,bps}-{total,read,write}-max-length L  burst length in seconds
   --iops-size SIZE                              a larger request counts as more
-A total excludes a read or write limit of the same kind. L is 1 by default. A full burst lasts \
-L × M ÷ (M − R) seconds, because the bucket drains at R.";
+A total excludes a read or write limit of the same kind. L is 1 by default. The \
+burst capacity is L × M. A full burst lasts L × M ÷ (M − R) seconds, because the bucket drains at R.";
 
 /// Option of a setting. [`LIMITS_HELP`] describes it in the help.
 pub fn option(setting: LimitSetting) -> Arg {
