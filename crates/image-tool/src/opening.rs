@@ -44,7 +44,10 @@ pub(super) fn image_name() -> impl TypedValueParser<Value = PathBuf> {
         // An existing file has precedence over a protocol, as its name may contain a colon.
         if let Some(protocol) = unsupported_protocol(&name).filter(|_| !name.exists()) {
             let file = Path::new(".").join(&name);
-            return Err(format!("the protocol {protocol} is not supported (a file is {})", file.display()));
+            return Err(format!(
+                "the protocol {protocol} is not supported (for a file of this name, write {})",
+                file.display()
+            ));
         }
         without_prefix(&name).ok_or_else(|| "no path follows `file:`".to_owned())
     })
