@@ -650,7 +650,7 @@ mod tests {
         assert_eq!(
             growth_of_both(&mut before, [spread(&[(long, 100)]), spread(&[])]),
             None,
-            "the first look"
+            "the first call has no previous counts"
         );
         let last = growth_of_both(&mut before, [spread(&[(long, 100)]), spread(&[(short, 50)])]).unwrap();
         assert_eq!(wait_p99_ns(&last), HistogramSnapshot::quantile_ns(spread(&[(short, 1)]).counts(), 0.5));
@@ -660,10 +660,10 @@ mod tests {
         assert_eq!(
             growth_of_both(&mut before, [spread(&[(short, 3)]), spread(&[])]),
             None,
-            "another disk counts"
+            "the counters of a new disk are lower"
         );
         let last = growth_of_both(&mut before, [spread(&[(short, 3)]), spread(&[])]).unwrap();
-        assert_eq!(wait_p99_ns(&last), None, "no request was answered");
+        assert_eq!(wait_p99_ns(&last), None, "no request completed");
     }
 
     #[test]

@@ -178,7 +178,7 @@ mod tests {
             [1, 2, 3].map(|place: u64| streams.find_or_add(ScanStep::Forward, place << 30, 4096, window));
         let mut congestion = CongestionControl::new(64 << 20);
         congestion.add_in_flight(1 << 20);
-        assert_eq!(congestion.allowed_bytes(first, 1 << 20, true), 512 << 10, "a quarter");
+        assert_eq!(congestion.allowed_bytes(first, 1 << 20, true), 512 << 10, "a quarter of the limit");
         for _ in 0..1000 {
             congestion.record_response(WINDOW, 500_000);
         }
@@ -195,7 +195,7 @@ mod tests {
         congestion.remove_in_flight(1 << 20);
         congestion.add_in_flight(WAITING_SHARE_BYTES);
         assert_eq!(congestion.allowed_bytes(first, WINDOW, true), 0, "other streams have waited");
-        assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0, "one of them longer");
+        assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0, "`second` has waited longer");
         assert_eq!(
             congestion.allowed_bytes(second, 1 << 20, false),
             WAITING_SHARE_BYTES,

@@ -244,7 +244,7 @@ mod tests {
         let a = rates.of("a").unwrap();
         assert_eq!((a.read_iops, a.read_bps, a.write_iops), (100.0, 409_600.0, 0.0));
         assert_eq!(rates.of("inner").unwrap().iops(), 100.0);
-        assert_eq!(rates.of("outer").unwrap().iops(), 200.0, "what is in a group's groups counts");
+        assert_eq!(rates.of("outer").unwrap().iops(), 200.0, "disks of nested groups count");
     }
 
     #[test]
