@@ -271,16 +271,17 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
                 "Close TCP connections from this network; repeatable";
             "socket-mode", Text, "MODE", socket_mode(), "0600", Reject, Separate,
                 "Permissions of the Unix sockets of exports, in octal, independent of the umask";
-            "socket-owner", Text, "OWNER", maybe!(sockets.owner), "the daemon's", Reject, Separate,
-                "Owner of those sockets: USER, USER:GROUP or :GROUP, by name or number";
+            "socket-owner", Text, "OWNER", maybe!(sockets.owner), "the daemon's user and group", Reject, Separate,
+                "Owner of the Unix sockets of exports: USER, USER:GROUP or :GROUP, by name or number";
             "exit-when-idle", Flag, "", one!(exit_when_idle), "", Reject, Separate,
                 "Exit after the last client has disconnected";
             "qmp", Text, "ADDRESS", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or \
                                             $XDG_RUNTIME_DIR/weir/qmp.sock if not root; weir \
                                             serves and warns if it cannot listen there", Reject, Separate,
-                "Take commands of `weir status` and others, which are QEMU's machine protocol, \
-                 from root and the daemon's own user: at unix:PATH, at the default address \
-                 (default; weir fails if it cannot listen there), or nowhere (none); repeatable";
+                "Address of the control socket, where weir answers commands of QMP, such as those \
+                 of `weir status`: unix:PATH, default (the default address; weir fails if it \
+                 cannot listen there) or none. Only root and the daemon's own user may connect; \
+                 repeatable";
             "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Reject, Separate,
                 "Serve metrics for Prometheus over HTTP at unix:PATH or HOST:PORT, in /metrics. \
                  Every client that connects sees the names and the activity of disks; 0.0.0.0 or \
@@ -316,12 +317,14 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
             "workers", Count, "N", workers(), "one per CPU, at most 8", Reject, Separate,
                 "Number of I/O threads, from 1 to 256";
             "poll", WordOr(&["auto", "off"]), "TIME|auto|off", one!(poll), "off", Reject, Separate,
-                "Time for which an idle thread polls for completions before it sleeps, at most 1s; \
-                 off (or 0) never polls, auto polls while it pays";
-            "memory", Size, "SIZE", memory(), "four fifths of what the host, its cgroup and ulimit \
-                                               allow", Reject, Separate,
-                "Memory for data: requests (which wait if it is used up), disks in memory (writes \
-                 fail with ENOSPC), caches and read-ahead; at least 128M";
+                "Time for which an idle worker polls for completions before it sleeps, at most 1s: \
+                 lower latency for more CPU time. off (or 0) never polls; auto measures both, and \
+                 polls only while that raises the throughput";
+            "memory", Size, "SIZE", memory(), "four fifths of the memory that the host, weir's \
+                                               cgroup and ulimit allow", Reject, Separate,
+                "Maximum memory for data: requests, disks in memory, metadata caches and prefetched \
+                 data; at least 128M. If it is used up, requests wait, and writes to disks in \
+                 memory fail with ENOSPC";
             "pid-file", Path, "FILE", maybe!(pid_file), "", Reject, Separate,
                 "Write the process id to this file, and keep it locked while serving";
             "image-root", Path, "DIR", maybe!(image_root), "", Reject, Separate,
@@ -339,7 +342,8 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
             "user", Text, "USER[:GROUP]", maybe!(user, user), "", Reject, Separate,
                 "After the start, continue as this user, with this group or the user's own; only as root";
             "state", Path, "DIR", maybe!(state), "/var/lib/weir, or ~/.local/state/weir if not root", Reject, Separate,
-                "Directory with the results of `weir probe`";
+                "Directory for data that survives a restart: results of `weir probe`, and the last \
+                 known limits of a cluster";
         }
         "Logging" {
             "log", Text, "FILTER", one!(log.filter, log::filter), "info", Reject, Separate,

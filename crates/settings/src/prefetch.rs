@@ -30,7 +30,8 @@ pub(crate) fn prefetch_keys<T: 'static>(
     let mode = table! {
         "Reading ahead" {
             "prefetch", KeyType::Word(&["on", "off", "auto"]), "MODE", mode, "auto", Apply, Transferred,
-                "Prefetch for sequential readers: on, off, or auto (while it pays)";
+                "Prefetch for sequential readers: on, off, or auto, which pauses while too little of \
+                 the prefetched data is used";
         }
     };
     let field = move |setting: PrefetchSetting| {

@@ -175,7 +175,8 @@ pub(crate) fn share_keys<T: 'static>(
             "iops-reservation", KeyType::Count, "N", iops, "", Apply, Transferred,
                 "Reserved operations per second, independent of the load of others; 0 is none";
             "bps-reservation", KeyType::Size, "SIZE", bps, "", Apply, Transferred,
-                "Reserved bytes per second; with both reservations, the one used up first ends both";
+                "Reserved bytes per second, independent of the load of others; 0 is none. With both \
+                 reservations, each request counts against the one of which it uses the larger part";
             "watermark", KeyType::Count, "PERCENT", watermark, "0", Apply, Transferred,
                 "Percentage of the device's capacity below which limits are lifted; 0 never lifts them";
         }

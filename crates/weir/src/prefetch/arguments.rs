@@ -26,7 +26,7 @@ Examples:
   weir prefetch vm1 on --memory 64M --window-max 8M
       All sequential streams, with a larger window and more memory.
   weir prefetch vm1 auto --save
-      Only while it pays; saved in the config file.
+      Pauses while too little of the prefetched data is used; saved in the config file.
 
 All settings of one command change together, or none does. ", settings::sizes!(), "
 The hit rate is the share of reads served from memory, completely or in part. The accuracy is the share of prefetched data that was \
@@ -39,7 +39,8 @@ pub(crate) struct PrefetchArgs {
     /// Name of the disk
     #[arg(value_name = "DISK")]
     pub(crate) name: String,
-    /// on: for all sequential streams; auto: only while it pays; off: never
+    /// on: for all sequential streams; auto: pauses while too little of the prefetched data is
+    /// used; off: never
     #[arg(value_name = "MODE", value_parser = settings::parse::<PrefetchMode>)]
     mode: Option<PrefetchMode>,
     /// Print results as JSON
