@@ -158,7 +158,7 @@ async fn commit(
     for (index, (path, format)) in above.iter().enumerate() {
         // Only the first image is written to. All are opened without backing files: each
         // contributes its own content.
-        let mode = OpenMode { write: index == 0, alone: true, rate_bps: None, ..mode };
+        let mode = OpenMode { write: index == 0, without_backing: true, rate_bps: None, ..mode };
         let mode = if index == 0 { named_image.open_mode(mode)? } else { mode };
         sources.push((path.display().to_string(), disk::open(path, Some(*format), mode, &mut keys).await?));
     }

@@ -44,10 +44,10 @@ pub(super) async fn open_at(
         Some(selector) => Some(selector.id(path, format, mode).await?),
         None => None,
     };
-    let secrets = keys.assign_to(path, format, mode.alone).await?;
+    let secrets = keys.assign_to(path, format, mode.without_backing).await?;
     let options = ImageOptions {
         storage: OpenOptions { format, ..opening::options(mode)? },
-        backing: if mode.alone { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+        backing: if mode.without_backing { BackingChoice::Nothing } else { BackingChoice::AsInImage },
         secrets,
         snapshot,
         caches: mode.described.caches,

@@ -160,7 +160,7 @@ impl NamedImage {
         }
         let mode = OpenMode {
             force_share,
-            alone: no_backing,
+            without_backing: no_backing,
             described: opening::DescribedOptions { part, cache, caches, reconnect_delay, open_timeout },
             ..OpenMode::default()
         };
@@ -201,7 +201,7 @@ impl NamedImage {
         }
         Ok(OpenMode {
             force_share: mode.force_share || self.mode.force_share,
-            alone: mode.alone || self.mode.alone,
+            without_backing: mode.without_backing || self.mode.without_backing,
             described: self.mode.described,
             ..mode
         })
@@ -226,7 +226,7 @@ impl NamedImage {
 
     /// Fails if the image is to be opened without its backing file, which the command needs.
     pub(super) fn check_backing(&self) -> Result<(), CommandFailure> {
-        match self.mode.alone {
+        match self.mode.without_backing {
             true => {
                 let message = "backing: is empty, but this command needs the backing file (leave it out)";
                 Err(CommandFailure::Usage(anyhow!("{}: {message}", self.name())))

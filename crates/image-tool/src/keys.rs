@@ -75,18 +75,18 @@ impl PassphraseSet {
         self.given.first()
     }
 
-    /// Passphrases of the image at `path` and of its backing chain, unless it is opened `alone`.
+    /// Passphrases of the image at `path`, and of its backing chain unless `without_backing`.
     pub(super) async fn assign_to(
         &mut self,
         path: &Path,
         format: Option<ImageFormat>,
-        alone: bool,
+        without_backing: bool,
     ) -> anyhow::Result<Vec<Secret>> {
         if self.given.is_empty() {
             // Opening the image reports a missing passphrase.
             return Ok(Vec::new());
         }
-        let count = encrypted(path, format, alone).await?;
+        let count = encrypted(path, format, without_backing).await?;
         let first = self.next;
         self.next += count;
         if let [single] = &self.given[..] {
@@ -121,14 +121,14 @@ impl PassphraseSet {
     }
 }
 
-async fn encrypted(path: &Path, format: Option<ImageFormat>, alone: bool) -> anyhow::Result<usize> {
+async fn encrypted(path: &Path, format: Option<ImageFormat>, without_backing: bool) -> anyhow::Result<usize> {
     let mut count = 0;
     let mut next = Some((path.to_owned(), opening::format(path, format)?));
     for _ in 0..MAX_CHAIN {
         let Some((path, ImageFormat::Qcow2)) = next else { break };
         let header = opening::header_of(&path).await?;
         count += usize::from(header.crypt == EncryptionMethod::Luks);
-        next = if alone { None } else { opening::backing_in(&path, &header)? };
+        next = if without_backing { None } else { opening::backing_in(&path, &header)? };
     }
     Ok(count)
 }

@@ -107,7 +107,7 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<ImageFormat> {
 /// Path of a backing or data file whose name is stored in an image. The name must be a path, not a
 /// URI; a relative one starts at the image's directory.
 pub(super) fn resolve_backing(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
-    let path = resolve(in_directory(image), name).map_err(|why| unusable(image, name, &why))?;
+    let path = resolve(local_image(image), name).map_err(|why| unusable(image, name, &why))?;
     Ok(local(&path))
 }
 
@@ -116,12 +116,12 @@ pub(super) fn resolve_backing(image: &Path, name: &str) -> anyhow::Result<PathBu
 /// # Errors
 /// Fails if the meaning of the name would depend on the working directory of a later command.
 pub(super) fn check_name(image: &Path, name: &str) -> anyhow::Result<()> {
-    check_base(in_directory(image), name).map_err(|why| unusable(image, name, &why))
+    check_base(local_image(image), name).map_err(|why| unusable(image, name, &why))
 }
 
 /// The image itself if it is a file of this host, in whose directory relative names begin; `None`
 /// for a remote image.
-fn in_directory(image: &Path) -> Option<&Path> {
+fn local_image(image: &Path) -> Option<&Path> {
     Some(image).filter(|image| !is_remote_or_null(image))
 }
 
@@ -144,7 +144,7 @@ pub(super) struct OpenMode {
     /// Limit in bytes per second; not 0.
     pub(super) rate_bps: Option<u64>,
     /// True to open it without its backing file.
-    pub(super) alone: bool,
+    pub(super) without_backing: bool,
     pub(super) described: DescribedOptions,
 }
 
