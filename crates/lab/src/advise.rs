@@ -682,8 +682,8 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
     let resolve = |spec| device_of(spec, devices.state.as_deref());
     // A single device means any number of that kind; several are an inventory.
     let supply = match &devices.device[..] {
-        [only] => AvailableDevices::Any(resolve(only)?),
-        several => AvailableDevices::These(several.iter().map(resolve).collect::<anyhow::Result<_>>()?),
+        [only] => AvailableDevices::Identical(resolve(only)?),
+        several => AvailableDevices::Inventory(several.iter().map(resolve).collect::<anyhow::Result<_>>()?),
     };
     let AdviseSearch { tenants: house, arrivals, criterion: judge, .. } = *search;
     let packing = packing::pack(search, &supply)?;
@@ -692,8 +692,8 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
     let mut results: Vec<Option<TrialResult>> = vec![None; house.tenants.len()];
     let on_device = |packed: &packing::DeviceAssignment| PackedDevice {
         device: match supply {
-            AvailableDevices::Any(_) => (packed.device + 1).to_string(),
-            AvailableDevices::These(_) => match &devices.device[packed.device] {
+            AvailableDevices::Identical(_) => (packed.device + 1).to_string(),
+            AvailableDevices::Inventory(_) => match &devices.device[packed.device] {
                 DeviceSpec::Probed(path) => path.display().to_string(),
                 DeviceSpec::Modelled { .. } => (packed.device + 1).to_string(),
             },

@@ -22,9 +22,9 @@ use super::{
 /// Bound on identical devices.
 const MAX_DEVICES: usize = 1000;
 /// Number of tenants above which the exhaustive search is skipped; a set of them is a `u64`.
-const MAX_EXHAUSTIVE_DISKS: usize = 64;
+const MAX_EXHAUSTIVE_TENANTS: usize = 64;
 /// Requests simulated in an exhaustive search before it is abandoned.
-const MAX_TRIED: u64 = 5_000_000;
+const MAX_SEARCH_REQUESTS: u64 = 5_000_000;
 /// Thresholds of utilization, tried in this order.
 const THRESHOLDS: [f64; 10] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1];
 
@@ -33,22 +33,22 @@ pub(super) type DeviceModel = (StationSpec, DeviceRates);
 /// The available devices: any number of one kind, or an inventory.
 #[derive(Clone, Debug)]
 pub(super) enum AvailableDevices {
-    Any(DeviceModel),
-    These(Vec<DeviceModel>),
+    Identical(DeviceModel),
+    Inventory(Vec<DeviceModel>),
 }
 
 impl AvailableDevices {
     fn max_count(&self) -> usize {
         match self {
-            Self::Any(_) => MAX_DEVICES,
-            Self::These(these) => these.len(),
+            Self::Identical(_) => MAX_DEVICES,
+            Self::Inventory(models) => models.len(),
         }
     }
 
     fn at(&self, place: usize) -> DeviceModel {
         match self {
-            Self::Any(any) => *any,
-            Self::These(these) => these[place],
+            Self::Identical(model) => *model,
+            Self::Inventory(models) => models[place],
         }
     }
 }
@@ -89,7 +89,7 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
         // A tenant is left over if it misses the target on every device, even without neighbours.
         let mut fits = false;
         for kind in packer.kinds() {
-            fits = fits || packer.holds(kind, &[tenant])?;
+            fits = fits || packer.meets_target(kind, &[tenant])?;
         }
         if fits { order.push(tenant) } else { packing.left_over.push(tenant) }
     }
@@ -97,8 +97,8 @@ pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> any
     order.sort_by_key(|&tenant| (Reverse((packer.peak(0, tenant) * 1e9) as u64), tenant));
     let mut best: Option<Vec<Vec<usize>>> = None;
     // From dense to loose: the first threshold whose packing passes the simulation wins.
-    for full in THRESHOLDS {
-        if let Some(bins) = packer.first_fit(&order, full)
+    for threshold in THRESHOLDS {
+        if let Some(bins) = packer.first_fit(&order, threshold)
             && packer.all_keep_target(&bins)?
         {
             best = Some(bins);
@@ -162,8 +162,8 @@ impl<'a> Packer<'a> {
             (0..search.tenants.tenants.len()).map(of_tenant).collect()
         };
         let kinds = match devices {
-            AvailableDevices::Any(_) => 1,
-            AvailableDevices::These(these) => these.len(),
+            AvailableDevices::Identical(_) => 1,
+            AvailableDevices::Inventory(models) => models.len(),
         };
         let work = (0..kinds).map(|kind| work(devices.at(kind))).collect();
         Self { search, devices, work, part_s: blocks.seconds(search.arrivals.length_ns) }
@@ -177,18 +177,18 @@ impl<'a> Packer<'a> {
         device.min(self.work.len() - 1)
     }
 
-    fn of(&self, device: usize, tenant: usize) -> &[f64] {
+    fn work_of(&self, device: usize, tenant: usize) -> &[f64] {
         &self.work[self.kind(device)][tenant]
     }
 
     fn peak(&self, device: usize, tenant: usize) -> f64 {
-        self.of(device, tenant).iter().copied().fold(0.0, f64::max)
+        self.work_of(device, tenant).iter().copied().fold(0.0, f64::max)
     }
 
     fn load(&self, device: usize, tenants: &[usize]) -> Vec<f64> {
         let mut sum = vec![0.0; self.search.criterion.blocks.count];
         for &tenant in tenants {
-            sum.iter_mut().zip(self.of(device, tenant)).for_each(|(sum, work)| *sum += work);
+            sum.iter_mut().zip(self.work_of(device, tenant)).for_each(|(sum, work)| *sum += work);
         }
         sum
     }
@@ -208,11 +208,13 @@ impl<'a> Packer<'a> {
         ((min_devices - 0.05).ceil() as usize).max(1)
     }
 
-    fn first_fit(&self, order: &[usize], full: f64) -> Option<Vec<Vec<usize>>> {
+    fn first_fit(&self, order: &[usize], threshold: f64) -> Option<Vec<Vec<usize>>> {
         let mut bins: Vec<(Vec<usize>, Vec<f64>)> = Vec::new();
         for &tenant in order {
             let fits = |device: usize, load: &[f64]| {
-                load.iter().zip(self.of(device, tenant)).all(|(load, work)| load + work <= full * self.part_s)
+                load.iter()
+                    .zip(self.work_of(device, tenant))
+                    .all(|(load, work)| load + work <= threshold * self.part_s)
             };
             // First fit: earlier devices are filled before a new one is opened.
             let place = bins.iter().enumerate().position(|(device, (_, load))| fits(device, load));
@@ -233,7 +235,7 @@ impl<'a> Packer<'a> {
             };
             let (tenants, load) = &mut bins[place];
             tenants.push(tenant);
-            load.iter_mut().zip(self.of(place, tenant)).for_each(|(load, work)| *load += work);
+            load.iter_mut().zip(self.work_of(place, tenant)).for_each(|(load, work)| *load += work);
         }
         Some(bins.into_iter().map(|(tenants, _)| tenants).collect())
     }
@@ -260,10 +262,11 @@ impl<'a> Packer<'a> {
     /// Backtracking over all assignments, tenant by tenant. Prunes: additional requests never make
     /// a device faster, so an infeasible set has no feasible superset.
     fn exhaustive(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
-        if order.len() > MAX_EXHAUSTIVE_DISKS {
+        if order.len() > MAX_EXHAUSTIVE_TENANTS {
             return Ok(None);
         }
-        let mut search = ExhaustiveSearch { packer: self, order, left: MAX_TRIED, known: HashMap::new() };
+        let mut search =
+            ExhaustiveSearch { packer: self, order, left: MAX_SEARCH_REQUESTS, known: HashMap::new() };
         let mut bins = vec![0; count];
         let found = search.place_next(0, &mut bins)?;
         let tenants_of = |bin: &u64| {
@@ -276,14 +279,16 @@ impl<'a> Packer<'a> {
         for (device, tenants) in bins.iter().enumerate() {
             // A device with twice its capacity of work in any part cannot meet a target: the long
             // simulation is skipped.
-            if !tenants.is_empty() && (self.busiest(device, tenants) > 2.0 || !self.holds(device, tenants)?) {
+            if !tenants.is_empty()
+                && (self.busiest(device, tenants) > 2.0 || !self.meets_target(device, tenants)?)
+            {
                 return Ok(false);
             }
         }
         Ok(true)
     }
 
-    fn holds(&self, device: usize, tenants: &[usize]) -> anyhow::Result<bool> {
+    fn meets_target(&self, device: usize, tenants: &[usize]) -> anyhow::Result<bool> {
         Ok(self.run(device, tenants)?.iter().all(|result| result.holds(&self.search.criterion.target)))
     }
 
@@ -330,7 +335,7 @@ impl ExhaustiveSearch<'_> {
             let before = bins[device];
             bins[device] |= 1 << place;
             // Depth-first; the assignment is undone below if the rest does not fit.
-            if self.holds(kind, bins[device])? && self.place_next(place + 1, bins)? {
+            if self.meets_target(kind, bins[device])? && self.place_next(place + 1, bins)? {
                 return Ok(true);
             }
             bins[device] = before;
@@ -338,9 +343,9 @@ impl ExhaustiveSearch<'_> {
         Ok(false)
     }
 
-    fn holds(&mut self, kind: usize, set: u64) -> anyhow::Result<bool> {
-        if let Some(&holds) = self.known.get(&(kind, set)) {
-            return Ok(holds);
+    fn meets_target(&mut self, kind: usize, set: u64) -> anyhow::Result<bool> {
+        if let Some(&is_met) = self.known.get(&(kind, set)) {
+            return Ok(is_met);
         }
         let members = (0..self.order.len()).filter(|place| set >> place & 1 == 1);
         let tenants: Vec<usize> = members.map(|place| self.order[place]).collect();
@@ -350,9 +355,10 @@ impl ExhaustiveSearch<'_> {
         // Out of budget counts as infeasible: the search then returns without a result.
         let Some(left) = self.left.checked_sub(requests) else { return Ok(false) };
         self.left = left;
-        let holds = self.packer.busiest(kind, &tenants) <= 2.0 && self.packer.holds(kind, &tenants)?;
-        self.known.insert((kind, set), holds);
-        Ok(holds)
+        let is_met =
+            self.packer.busiest(kind, &tenants) <= 2.0 && self.packer.meets_target(kind, &tenants)?;
+        self.known.insert((kind, set), is_met);
+        Ok(is_met)
     }
 }
 

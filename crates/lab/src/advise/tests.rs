@@ -443,7 +443,7 @@ fn packing_uses_the_fewest_devices() {
             AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         let device = "read=2ms,parallel=1";
         let supply =
-            AvailableDevices::Any(crate::simulate::device_of(&device.parse().unwrap(), None).unwrap());
+            AvailableDevices::Identical(crate::simulate::device_of(&device.parse().unwrap(), None).unwrap());
         let packing = pack(&search, &supply).unwrap();
         assert!(packing.left_over.is_empty(), "seed {seed}");
         let mut all: Vec<usize> = packing.devices.iter().flat_map(|packed| packed.tenants.clone()).collect();
