@@ -47,7 +47,7 @@ pub(super) struct ConvertSink {
 }
 
 enum SinkOutput {
-    Lines { file: CompressedOutput, form: TextFormat, text: Vec<u8> },
+    Lines { file: CompressedOutput, text_format: TextFormat, text: Vec<u8> },
     Recording { writer: RecordingWriter<TraceOutput>, limits: HashMap<String, u32> },
 }
 
@@ -98,7 +98,7 @@ impl ConvertSink {
         } else {
             // A line may exceed the size at which the buffer is written out.
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
-            let form = TextFormat::begin(format, start, &mut text);
+            let text_format = TextFormat::begin(format, start, &mut text);
             let file = match compression {
                 TraceCompression::None => CompressedOutput::Plain(out),
                 TraceCompression::Gzip => {
@@ -106,7 +106,7 @@ impl ConvertSink {
                 }
                 TraceCompression::Zstd => CompressedOutput::Zstd(zstd::Encoder::new(out, ZSTD_LEVEL)?),
             };
-            SinkOutput::Lines { file, form, text }
+            SinkOutput::Lines { file, text_format, text }
         };
         let not_written = BTreeMap::new();
         Ok(Self {
@@ -140,8 +140,8 @@ impl ConvertSink {
                 *written += 1;
                 Ok(())
             }
-            SinkOutput::Lines { file, form, text } => {
-                match form.push(text, request) {
+            SinkOutput::Lines { file, text_format, text } => {
+                match text_format.push(text, request) {
                     Ok(()) => {
                         *written += 1;
                         // Of the text formats, only weir's own has columns for results.
@@ -238,23 +238,23 @@ impl ConvertSink {
 
     /// Note on fio's interpretation of times.
     fn waits(&self) -> Option<String> {
-        let SinkOutput::Lines { form, .. } = &self.to else { return None };
+        let SinkOutput::Lines { text_format, .. } = &self.to else { return None };
         let text = "fio replays waits of fio-v2 differently from its documentation (write fio-v3 instead)";
-        form.has_waits().then(|| text.to_owned())
+        text_format.has_waits().then(|| text.to_owned())
     }
 
     /// Note on changed names of disks.
     fn lost_names(&self) -> Option<String> {
-        let SinkOutput::Lines { form, .. } = &self.to else { return None };
+        let SinkOutput::Lines { text_format, .. } = &self.to else { return None };
         let format = self.format.name();
-        let is_one = disk_naming(self.format) == DiskNaming::Nothing;
-        let other = form.calls.iter().filter(|call| is_one || call.identifier != call.name);
+        let is_unnamed = disk_naming(self.format) == DiskNaming::Unnamed;
+        let other = text_format.identifiers.iter().filter(|disk| is_unnamed || disk.identifier != disk.name);
         let mut names: Vec<_> = other
             // One name more than is listed shows that an ellipsis is needed.
             .take(MAX_NAMED + 1)
             .map(
-                |DiskIdentifier { name, identifier: called }| {
-                    if is_one { name.clone() } else { format!("{called} is {name}") }
+                |DiskIdentifier { name, identifier }| {
+                    if is_unnamed { name.clone() } else { format!("{identifier} is {name}") }
                 },
             )
             .collect();
@@ -263,13 +263,13 @@ impl ConvertSink {
         }
         let (count, names) = (names.len(), names.join(", "));
         match disk_naming(self.format) {
-            DiskNaming::Nothing if count > 1 => {
+            DiskNaming::Unnamed if count > 1 => {
                 Some(format!("{format} has whole seconds and one disk: {names} are merged"))
             }
             DiskNaming::ByNumber if count > 0 => {
                 Some(format!("{format} identifies disks by number: {names}"))
             }
-            DiskNaming::Nearly if count > 0 => Some(format!("{format} renames disks: {names}")),
+            DiskNaming::ByUniqueName if count > 0 => Some(format!("{format} renames disks: {names}")),
             _ => None,
         }
     }

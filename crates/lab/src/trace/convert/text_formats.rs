@@ -46,10 +46,10 @@ pub(super) enum DiskNaming {
     ByName,
     /// By name, but without characters that separate columns, and with a suffix if the result is in
     /// use already.
-    Nearly,
+    ByUniqueName,
     ByNumber,
     /// The format has one disk only.
-    Nothing,
+    Unnamed,
 }
 
 pub(super) fn disk_naming(format: TraceFormat) -> DiskNaming {
@@ -57,8 +57,8 @@ pub(super) fn disk_naming(format: TraceFormat) -> DiskNaming {
         TraceFormat::Blkparse | TraceFormat::Alibaba | TraceFormat::Spc | TraceFormat::Mqsim => {
             DiskNaming::ByNumber
         }
-        TraceFormat::FioV2 | TraceFormat::FioV3 | TraceFormat::Msr => DiskNaming::Nearly,
-        TraceFormat::CloudPhysics => DiskNaming::Nothing,
+        TraceFormat::FioV2 | TraceFormat::FioV3 | TraceFormat::Msr => DiskNaming::ByUniqueName,
+        TraceFormat::CloudPhysics => DiskNaming::Unnamed,
         TraceFormat::Weir | TraceFormat::Recording | TraceFormat::Columns => DiskNaming::ByName,
     }
 }
@@ -69,7 +69,7 @@ pub(super) struct DiskIdentifiers {
     /// By disk number; `None` for disks without a request so far.
     disks: Vec<Option<DiskIdentifier>>,
     /// Identifiers in use, each with the last number appended to it.
-    taken: HashMap<String, u32>,
+    used: HashMap<String, u32>,
     /// The smallest number that may be free, in formats that number disks.
     free: u32,
 }
@@ -83,19 +83,19 @@ pub(super) struct DiskIdentifier {
 impl DiskIdentifiers {
     /// Identifier of a disk in the format.
     fn of(&mut self, format: TraceFormat, disk: DiskId, name: &str) -> &str {
-        let Self { disks, taken, free } = self;
+        let Self { disks, used, free } = self;
         if disks.len() <= disk.index() {
             disks.resize_with(disk.index() + 1, || None);
         }
-        let call = disks[disk.index()].get_or_insert_with(|| {
+        let entry = disks[disk.index()].get_or_insert_with(|| {
             let identifier = match disk_naming(format) {
-                DiskNaming::ByNumber => number_of(format, name, taken, free),
-                _ => name_of(format, name, taken),
+                DiskNaming::ByNumber => number_of(format, name, used, free),
+                _ => name_of(format, name, used),
             };
-            taken.insert(identifier.clone(), 1);
+            used.insert(identifier.clone(), 1);
             DiskIdentifier { name: name.to_owned(), identifier }
         });
-        &call.identifier
+        &entry.identifier
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &DiskIdentifier> {
@@ -104,12 +104,12 @@ impl DiskIdentifiers {
 }
 
 /// A unique name: if it is in use, the next number is appended.
-fn name_of(format: TraceFormat, name: &str, taken: &mut HashMap<String, u32>) -> String {
+fn name_of(format: TraceFormat, name: &str, used: &mut HashMap<String, u32>) -> String {
     let wanted = name_with(format, name, "");
     let mut identifier = wanted.clone();
     // The count of each name is kept, so that many disks with one name do not take quadratic time.
-    while taken.contains_key(&identifier) {
-        let number = taken.entry(wanted.clone()).or_insert(1);
+    while used.contains_key(&identifier) {
+        let number = used.entry(wanted.clone()).or_insert(1);
         *number += 1;
         identifier = name_with(format, name, &format!("_{number}"));
     }
@@ -127,8 +127,8 @@ fn name_with(format: TraceFormat, name: &str, suffix: &str) -> String {
 }
 
 /// The name if it is a valid number of the format and unused; else the next free number.
-fn number_of(format: TraceFormat, name: &str, taken: &HashMap<String, u32>, free: &mut u32) -> String {
-    if is_number(format, name) && !taken.contains_key(name) {
+fn number_of(format: TraceFormat, name: &str, used: &HashMap<String, u32>, free: &mut u32) -> String {
+    if is_number(format, name) && !used.contains_key(name) {
         return name.to_owned();
     }
     loop {
@@ -136,7 +136,7 @@ fn number_of(format: TraceFormat, name: &str, taken: &HashMap<String, u32>, free
         *free += 1;
         let identifier =
             if format == TraceFormat::Blkparse { format!("8,{number}") } else { number.to_string() };
-        if !taken.contains_key(&identifier) {
+        if !used.contains_key(&identifier) {
             return identifier;
         }
     }
@@ -166,9 +166,9 @@ pub(super) struct TraceStart {
 pub(super) struct TextFormat {
     format: TraceFormat,
     start: TraceStart,
-    pub(super) calls: DiskIdentifiers,
+    pub(super) identifiers: DiskIdentifiers,
     /// By disk number; true if fio's `add` and `open` lines of the disk have been written.
-    named: Vec<bool>,
+    declared: Vec<bool>,
     waited_us: u64,
 }
 
@@ -187,14 +187,14 @@ impl TextFormat {
             let more = if start.with_outcomes && format == TraceFormat::Weir { MORE_COLUMNS } else { "" };
             line(text, format_args!("{header}{more}"));
         }
-        Self { format, start, calls: DiskIdentifiers::default(), named: Vec::new(), waited_us: 0 }
+        Self { format, start, identifiers: DiskIdentifiers::default(), declared: Vec::new(), waited_us: 0 }
     }
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: TraceRequest<'_>) -> Result<(), NotWritten> {
         let TraceRequest { time_ns, disk, name, op, offset, length, outcome } = request;
         let identifier = match disk_naming(self.format) {
             DiskNaming::ByName => name,
-            _ => self.calls.of(self.format, disk, name),
+            _ => self.identifiers.of(self.format, disk, name),
         };
         let now_ns = self.start.clock_ns.saturating_add(time_ns);
         let (seconds, rest_ns) = (time_ns / S_NS, time_ns % S_NS);
@@ -262,15 +262,15 @@ impl TextFormat {
     fn push_fio(&mut self, text: &mut Vec<u8>, request: TraceRequest<'_>) -> Result<(), NotWritten> {
         let TraceRequest { time_ns, disk, name, op, offset, length, .. } = request;
         let action = operation_code(op, "read", "write", Some("trim"), Some("sync"))?;
-        let file = self.calls.of(self.format, disk, name);
+        let file = self.identifiers.of(self.format, disk, name);
         let us = time_ns / US_NS;
         let has_times = self.format == TraceFormat::FioV3;
         let time = if has_times { format!("{us} ") } else { String::new() };
-        if self.named.len() <= disk.index() {
-            self.named.resize(disk.index() + 1, false);
+        if self.declared.len() <= disk.index() {
+            self.declared.resize(disk.index() + 1, false);
         }
         // fio needs every file declared and opened before its first request.
-        if !std::mem::replace(&mut self.named[disk.index()], true) {
+        if !std::mem::replace(&mut self.declared[disk.index()], true) {
             line(text, format_args!("{time}{file} add"));
             line(text, format_args!("{time}{file} open"));
         }
