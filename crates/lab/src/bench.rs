@@ -77,7 +77,7 @@ pub fn run(mut arguments: BenchArgs) -> Result<(), CommandFailure> {
             interruption,
             stop,
             size_bytes: Cell::new(0),
-            processor: Cell::default(),
+            cpu_time: Cell::default(),
         };
         Ok(run.measure().await.context(name)?)
     })
@@ -100,7 +100,7 @@ struct BenchRun {
     /// Size of the disk, once it is open.
     size_bytes: Cell<u64>,
     /// CPU time of the load, excluding the ramp time.
-    processor: Cell<Duration>,
+    cpu_time: Cell<Duration>,
 }
 
 impl BenchRun {
@@ -234,7 +234,7 @@ impl BenchRun {
         };
         let job_result = run_jobs(parts, source, begin).await?;
         let spent = before.get().map(|before| cpu_time().saturating_sub(before));
-        self.processor.set(spent.unwrap_or_default());
+        self.cpu_time.set(spent.unwrap_or_default());
         drop(progress);
         Ok((job, job_result))
     }
@@ -276,7 +276,7 @@ impl BenchRun {
     ) -> anyhow::Result<()> {
         if self.arguments.json {
             let weir_keys =
-                json::weir_json(&self.arguments, job, (outcome, self.processor.get()), prefetch, partial);
+                json::weir_json(&self.arguments, job, (outcome, self.cpu_time.get()), prefetch, partial);
             return print_json(&json::report(&self.arguments, job, outcome, &weir_keys));
         }
         if self.arguments.quiet {
@@ -285,7 +285,7 @@ impl BenchRun {
         if partial.is_none() {
             print(&text::completion(outcome))?;
         }
-        print(&text::summary(job, outcome, self.processor.get()))?;
+        print(&text::summary(job, outcome, self.cpu_time.get()))?;
         if self.arguments.has_details() || partial.is_some() {
             print(&text::details(outcome))?;
         }
@@ -313,7 +313,7 @@ impl BenchRun {
             BenchTarget::Nbd(_) | BenchTarget::VhostUser(_) => None,
         };
         let text = text::announcement(job, self.arguments.jobs)
-            + &text::summary(job, outcome, self.processor.get())
+            + &text::summary(job, outcome, self.cpu_time.get())
             + &text::details(outcome);
         let lines = text.lines().map(|line| line.trim().to_owned()).chain(self.unallocated()).collect();
         let result = ResultFile::new(self.header_start.end(place), findings::findings(outcome, lines));

@@ -21,8 +21,8 @@ const MAX_POINTS: usize = 256;
 struct DirectionFindings<'a> {
     name: &'static str,
     latencies: &'a Latencies,
-    part: fn(&SecondCounts) -> u64,
-    part_ns: fn(&SecondCounts) -> u64,
+    requests: fn(&SecondCounts) -> u64,
+    latency_sum_ns: fn(&SecondCounts) -> u64,
     latency_counts: fn(&SecondCounts) -> &Counts,
     over_time: &'a TimeSeries,
 }
@@ -33,16 +33,16 @@ pub(super) fn findings(outcome: &LoadOutcome, lines: Vec<String>) -> Findings {
         DirectionFindings {
             name: "read",
             latencies: &measured.reads,
-            part: |second| second.reads,
-            part_ns: |second| second.reads_ns,
+            requests: |second| second.reads,
+            latency_sum_ns: |second| second.reads_ns,
             latency_counts: |second| &second.read_latencies,
             over_time: &measured.reads_over_time,
         },
         DirectionFindings {
             name: "write",
             latencies: &measured.writes,
-            part: |second| second.writes,
-            part_ns: |second| second.writes_ns,
+            requests: |second| second.writes,
+            latency_sum_ns: |second| second.writes_ns,
             latency_counts: |second| &second.write_latencies,
             over_time: &measured.writes_over_time,
         },
@@ -63,7 +63,7 @@ pub(super) fn findings(outcome: &LoadOutcome, lines: Vec<String>) -> Findings {
 }
 
 fn measures(outcome: &LoadOutcome, direction: &DirectionFindings<'_>) -> Vec<Measure> {
-    let DirectionFindings { name, latencies, part, part_ns, latency_counts: took, .. } = direction;
+    let DirectionFindings { name, latencies, requests, latency_sum_ns, latency_counts, .. } = direction;
     let seconds = &outcome.measured.seconds;
     // With too few seconds for a confidence interval, the run is one sample, reported without an
     // interval.
@@ -71,17 +71,19 @@ fn measures(outcome: &LoadOutcome, direction: &DirectionFindings<'_>) -> Vec<Mea
     let rates = if are_few {
         vec![outcome.iops(latencies.len())]
     } else {
-        seconds.iter().map(|second| part(second) as f64).collect()
+        seconds.iter().map(|second| requests(second) as f64).collect()
     };
-    let means = seconds.iter().filter(|second| part(second) > 0);
-    let means: Vec<f64> = means.map(|second| part_ns(second) as f64 / part(second) as f64).collect();
+    let means = seconds.iter().filter(|second| requests(second) > 0);
+    let means: Vec<f64> =
+        means.map(|second| latency_sum_ns(second) as f64 / requests(second) as f64).collect();
     let means = if are_few || means.is_empty() { vec![latencies.mean()] } else { means };
     let latency = |statistic: &str, samples| {
         Measure::new(format!("{name} latency, {statistic}"), MeasureUnit::Nanoseconds, Better::Lower, samples)
     };
     let rate = Measure::new(format!("{name} IOPS"), MeasureUnit::Iops, Better::Higher, rates);
     let mean = latency("mean", means);
-    let each: Vec<Latencies> = seconds.iter().map(|second| latencies::from_counts(took(second))).collect();
+    let each: Vec<Latencies> =
+        seconds.iter().map(|second| latencies::from_counts(latency_counts(second))).collect();
     let percentile = |(quantile, value): (&str, u64)| {
         // A second has a sample only if it has enough requests for the percentile.
         let samples = latencies::percentile_of_each(each.iter(), quantile);

@@ -41,7 +41,8 @@ use super::{
 
 /// Large enough to amortize a channel operation, small enough for the CPU cache.
 const BATCH: usize = 4096;
-const LAG: usize = 16;
+/// Batches that wait for a shard before the reader waits too.
+const MAX_QUEUED_BATCHES: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct EmptySource;
@@ -122,8 +123,8 @@ pub(crate) fn simulate(job: SimulationJob<'_>) -> anyhow::Result<SimulationOutco
         names.add(name, &mut world).map_err(|why| anyhow!("the workload: {why}"))?;
     }
     // A client's disk is an index into the workload's names; engines need an index into the world.
-    let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known[spec.disk], ..spec.clone() };
-    let clients: Vec<ClientSpec> = job.input.clients.iter().map(of_world).collect();
+    let in_world = |spec: &ClientSpec| ClientSpec { disk: names.known[spec.disk], ..spec.clone() };
+    let clients: Vec<ClientSpec> = job.input.clients.iter().map(in_world).collect();
     if let Some(spec) = clients.iter().find(|spec| spec.region.end > world.disks[spec.disk].size_bytes) {
         let DiskSpec { name, size_bytes, .. } = &world.disks[spec.disk];
         return Err(anyhow!(
@@ -151,14 +152,18 @@ struct SimulationReader<'a> {
 }
 
 impl SimulationReader<'_> {
-    /// Reads to the end, or until `hand_on` breaks. `hand_on` receives the world, true if it has
-    /// grown, and a batch of requests.
+    /// Reads to the end, or until `handle_batch` breaks. `handle_batch` receives the world, true if
+    /// it has grown, and a batch of requests.
     fn read(
         &mut self,
         source: &mut dyn RecordSource,
         stop: &AtomicBool,
         report_progress: &dyn Fn(u64, u64),
-        mut hand_on: impl FnMut(&WorldSpec, bool, &mut Vec<SimulatedRequest>) -> anyhow::Result<ControlFlow<()>>,
+        mut handle_batch: impl FnMut(
+            &WorldSpec,
+            bool,
+            &mut Vec<SimulatedRequest>,
+        ) -> anyhow::Result<ControlFlow<()>>,
     ) -> anyhow::Result<()> {
         let (mut records, mut requests) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
         loop {
@@ -176,7 +181,7 @@ impl SimulationReader<'_> {
                 report_progress(self.requests, last.at_ns);
             }
             // Also after an error: the requests before it are part of the result.
-            let more = hand_on(&self.world, grown, &mut requests)?;
+            let more = handle_batch(&self.world, grown, &mut requests)?;
             // An error after the first request makes the result partial; before it there is no
             // result.
             if let Err(error) = taken.and(filled) {
@@ -232,7 +237,7 @@ impl SimulationReader<'_> {
         job: SimulationJob<'_>,
         clients: &[ClientSpec],
     ) -> anyhow::Result<SimulationOutcome> {
-        let SimulationJob { mut input, stop, report_progress: tell, events, before, .. } = job;
+        let SimulationJob { mut input, stop, report_progress, events, before, .. } = job;
         let follow = |world: &WorldSpec| {
             if let Some(events) = &events {
                 locked(events).follow(world);
@@ -242,7 +247,7 @@ impl SimulationReader<'_> {
             events.clone().map(|events| -> RowSink { Box::new(move |rows| locked(&events).write(rows)) });
         follow(&self.world);
         let mut pair = EnginePair::new(&self.world, before, results, clients, &BacklogMemory::default())?;
-        self.read(&mut *input.source, stop, tell, |world, grown, requests| {
+        self.read(&mut *input.source, stop, report_progress, |world, grown, requests| {
             if grown {
                 follow(world);
             }
@@ -261,7 +266,7 @@ impl SimulationReader<'_> {
         shards: usize,
         clients: &[ClientSpec],
     ) -> anyhow::Result<SimulationOutcome> {
-        let SimulationJob { setup, mut input, stop, report_progress: tell, before, .. } = job;
+        let SimulationJob { setup, mut input, stop, report_progress, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
         // Each shard simulates the clients of its disks, and all shards share the bound on memory.
         let mut pairs = Vec::with_capacity(shards);
@@ -276,13 +281,13 @@ impl SimulationReader<'_> {
             let full = &full;
             let (mut workers, mut channels) = (Vec::new(), Vec::new());
             for pair in pairs {
-                let (sender, receiver): (SyncSender<RequestBatch>, _) = sync_channel(LAG);
+                let (sender, receiver): (SyncSender<RequestBatch>, _) = sync_channel(MAX_QUEUED_BATCHES);
                 channels.push(sender);
                 let world = Arc::new(self.world.clone());
                 workers.push(scope.spawn(move || pair.work(world, &receiver, stop, full)));
             }
             let mut divided: Vec<Vec<SimulatedRequest>> = vec![Vec::new(); shards];
-            let read = self.read(&mut *input.source, stop, tell, |world, grown, requests| {
+            let read = self.read(&mut *input.source, stop, report_progress, |world, grown, requests| {
                 // One copy of the grown world for all workers.
                 let grown = grown.then(|| Arc::new(world.clone()));
                 for request in requests.drain(..) {
