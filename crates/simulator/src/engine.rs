@@ -228,14 +228,14 @@ impl SimulationEngine {
         let tree = &mut self.state.trees[tree_index].tree;
         let node = tree.add(parent, disk.settings.limits, disk.settings.share);
         let node = node.map_err(|error| WorldError::Limits(name(), error))?;
-        let limited = !tree.is_unlimited(node);
+        let has_limits = !tree.is_unlimited(node);
         let index = self.state.disks.len();
         let prefetch = PrefetchModel::new(disk).map_err(|invalid| WorldError::Prefetch(name(), invalid))?;
         self.state.disks.push(DiskState {
             tree: tree_index,
             node,
             group: disk.group,
-            limited,
+            has_limits,
             place: disk.place,
             prefetch: prefetch.map(Box::new),
             backlogs: [(); 2].map(|()| Backlog::new(&self.memory)),
@@ -428,7 +428,7 @@ impl SimulationEngine {
     fn submit(&mut self, request: SimulatedRequest, client: u32) {
         let disk = &mut self.state.disks[request.disk];
         let direction = match request.op.direction() {
-            Some(direction) if disk.limited => direction,
+            Some(direction) if disk.has_limits => direction,
             // A flush moves no data and is not limited.
             _ => return self.serve(&request, client, LimitingBucket::NONE),
         };
@@ -575,10 +575,11 @@ impl SimulationEngine {
             _ if recorded_ns.is_some() => now.saturating_add(recorded_ns.unwrap_or(0)),
             None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
             Some(prefetch) if request.op == RequestOp::Read => {
-                let (tree, node, limited) = (&mut self.state.trees[disk.tree].tree, disk.node, disk.limited);
+                let (tree, node, has_limits) =
+                    (&mut self.state.trees[disk.tree].tree, disk.node, disk.has_limits);
                 let at = Instant::from_nanos(now);
                 let try_admit = |cost: &RequestCost, given_back| {
-                    !limited || tree.try_admit_read_ahead(node, cost, given_back, at)
+                    !has_limits || tree.try_admit_read_ahead(node, cost, given_back, at)
                 };
                 // A prefetch must not delay requests: it uses only spare tokens.
                 prefetch.read(request, now, &mut self.state.flow, try_admit)

@@ -49,7 +49,8 @@ pub(super) struct DiskState {
     pub(super) tree: usize,
     pub(super) node: NodeId,
     pub(super) group: Option<usize>,
-    pub(super) limited: bool,
+    /// True if a limit of the disk or of a group above it applies.
+    pub(super) has_limits: bool,
     pub(super) place: DevicePlacement,
     pub(super) prefetch: Option<Box<PrefetchModel>>,
     /// Waiting requests that are not in the tree yet, by direction.
