@@ -33,24 +33,24 @@ use super::{
 
 /// Performs a step, or returns the reason why not.
 pub(super) async fn perform_step(
-    known: &SessionState,
+    session: &SessionState,
     etcd: &mut EtcdClient,
     step: MigrationStep,
 ) -> Result<StepOutcome, EtcdError> {
-    let Some(HostLeases { name: lease, .. }) = known.joined else {
+    let Some(HostLeases { name: lease, .. }) = session.joined else {
         return Ok(StepOutcome::Disconnected(
             "this host has not joined its cluster (`weir cluster status` shows why)".to_owned(),
         ));
     };
     match step {
         MigrationStep::Offer { to, disk, offer } => {
-            offer_disk(known, etcd, lease, (&to, &disk), *offer).await
+            offer_disk(session, etcd, lease, (&to, &disk), *offer).await
         }
         MigrationStep::Release { to, disk, offer, revision } => {
-            let own_key = known.keys.key(EtcdKey::Host(&known.cluster.host));
-            let host = etcd.read_one(known.keys.single(EtcdKey::Host(&known.cluster.host))).await?;
+            let own_key = session.keys.key(EtcdKey::Host(&session.cluster.host));
+            let host = etcd.read_one(session.keys.single(EtcdKey::Host(&session.cluster.host))).await?;
             let run = host.map_or(0, |value| value.mod_revision);
-            let (key, number) = (known.keys.key(EtcdKey::Move(&to, &disk)), offer.number);
+            let (key, number) = (session.keys.key(EtcdKey::Move(&to, &disk)), offer.number);
             let put = EtcdOperation::put(
                 &key,
                 &etcd_values::write(&MigrationOffer { host_revision: run, ..*offer }),
@@ -63,7 +63,7 @@ pub(super) async fn perform_step(
                 true => StepOutcome::Done(result.revision),
                 false => {
                     // An earlier attempt may have succeeded and its answer was lost.
-                    let stored = etcd.read_one(known.keys.single(EtcdKey::Move(&to, &disk))).await?;
+                    let stored = etcd.read_one(session.keys.single(EtcdKey::Move(&to, &disk))).await?;
                     let stored =
                         stored.and_then(|value| etcd_values::read::<MigrationOffer>(&value.value).ok());
                     match stored.is_some_and(|stored| {
@@ -77,10 +77,10 @@ pub(super) async fn perform_step(
                 }
             })
         }
-        MigrationStep::Withdraw { to, disk, number } => withdraw(known, etcd, (&to, &disk), number).await,
+        MigrationStep::Withdraw { to, disk, number } => withdraw(session, etcd, (&to, &disk), number).await,
         MigrationStep::Reply { offered, said: migration_reply } => {
-            let unchanged = unchanged(known, &offered);
-            let put = reply(known, &offered, migration_reply, Some(lease));
+            let unchanged = unchanged(session, &offered);
+            let put = reply(session, &offered, migration_reply, Some(lease));
             let result = etcd.transact(&[unchanged], &[put]).await?;
             Ok(match result.succeeded {
                 true => StepOutcome::Done(result.revision),
@@ -88,42 +88,46 @@ pub(super) async fn perform_step(
             })
         }
         MigrationStep::Check { offered } => {
-            let result = etcd.transact(&claimable(known, &offered), &[]).await?;
+            let result = etcd.transact(&claimable(session, &offered), &[]).await?;
             Ok(match result.succeeded {
                 true => StepOutcome::Done(result.revision),
                 false => lost_outcome(&offered),
             })
         }
-        MigrationStep::Claim { offered, listed } => claim(known, etcd, &offered, listed).await,
-        MigrationStep::Settle { offered } => settle(known, etcd, &offered).await,
+        MigrationStep::Claim { offered, listed } => claim(session, etcd, &offered, listed).await,
+        MigrationStep::Settle { offered } => settle(session, etcd, &offered).await,
         MigrationStep::Forget { disk } => {
-            let (_, found) = etcd.read(&[known.keys.below_all_hosts()]).await?;
-            delete_moved_records(&known.keys, etcd, &known.cluster.host, found.iter().flatten(), |other| {
-                other != disk
-            })
+            let (_, found) = etcd.read(&[session.keys.below_all_hosts()]).await?;
+            delete_moved_records(
+                &session.keys,
+                etcd,
+                &session.cluster.host,
+                found.iter().flatten(),
+                |other| other != disk,
+            )
             .await?;
             Ok(StepOutcome::Done(0))
         }
         MigrationStep::Reclaim { disk } => {
             let deletion =
-                EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, &disk)));
+                EtcdOperation::Delete(session.keys.single(EtcdKey::Moved(&session.cluster.host, &disk)));
             Ok(StepOutcome::Done(etcd.transact(&[], &[deletion]).await?.revision))
         }
     }
 }
 
 fn unchanged(
-    known: &SessionState,
+    session: &SessionState,
     ReceivedOffer { disk, revision, .. }: &ReceivedOffer,
 ) -> TransactionCondition {
-    TransactionCondition::Changed(known.keys.key(EtcdKey::Move(&known.cluster.host, disk)), *revision)
+    TransactionCondition::Changed(session.keys.key(EtcdKey::Move(&session.cluster.host, disk)), *revision)
 }
 
 /// Conditions of a claim: the offer is unchanged, and its host has neither restarted nor rejoined
 /// the cluster.
-fn claimable(known: &SessionState, offered: &ReceivedOffer) -> [TransactionCondition; 2] {
-    let from = known.keys.key(EtcdKey::Host(&offered.offer.from));
-    [unchanged(known, offered), TransactionCondition::Changed(from, offered.offer.host_revision)]
+fn claimable(session: &SessionState, offered: &ReceivedOffer) -> [TransactionCondition; 2] {
+    let from = session.keys.key(EtcdKey::Host(&offered.offer.from));
+    [unchanged(session, offered), TransactionCondition::Changed(from, offered.offer.host_revision)]
 }
 
 fn lost_outcome(offered: &ReceivedOffer) -> StepOutcome {
@@ -134,47 +138,48 @@ fn lost_outcome(offered: &ReceivedOffer) -> StepOutcome {
 }
 
 fn reply(
-    known: &SessionState,
+    session: &SessionState,
     ReceivedOffer { disk, offer, .. }: &ReceivedOffer,
     migration_reply: MigrationReply,
     lease: Option<i64>,
 ) -> EtcdOperation {
-    let answer = answer(known, offer, migration_reply);
+    let answer = answer(session, offer, migration_reply);
     EtcdOperation::put(
-        &known.keys.key(EtcdKey::Moved(&offer.from, disk)),
+        &session.keys.key(EtcdKey::Moved(&offer.from, disk)),
         &etcd_values::write(&answer),
         lease,
     )
 }
 
-fn answer(known: &SessionState, offer: &MigrationOffer, reply: MigrationReply) -> MigrationAnswer {
-    let by = known.cluster.host.clone();
+fn answer(session: &SessionState, offer: &MigrationOffer, reply: MigrationReply) -> MigrationAnswer {
+    let by = session.cluster.host.clone();
     MigrationAnswer { by, number: offer.number, said: reply, image: None, listed: None, settled: false }
 }
 
 async fn offer_disk(
-    known: &SessionState,
+    session: &SessionState,
     etcd: &mut EtcdClient,
     lease: i64,
     (to, disk): (&str, &str),
     offer: MigrationOffer,
 ) -> Result<StepOutcome, EtcdError> {
-    let own_key = known.keys.key(EtcdKey::Host(&known.cluster.host));
-    let names = [known.keys.single(EtcdKey::Host(to)), known.keys.single(EtcdKey::Host(&known.cluster.host))];
+    let own_key = session.keys.key(EtcdKey::Host(&session.cluster.host));
+    let names =
+        [session.keys.single(EtcdKey::Host(to)), session.keys.single(EtcdKey::Host(&session.cluster.host))];
     let (_, found) = etcd.read(&names).await?;
     let value_of = |key: &str| found.iter().flatten().find(|value| value.key == key).cloned();
-    let target_key = known.keys.key(EtcdKey::Host(to));
+    let target_key = session.keys.key(EtcdKey::Host(to));
     let (Some(_), Some(EtcdKeyValue { mod_revision: run, .. })) = (value_of(&target_key), value_of(&own_key))
     else {
         return Ok(StepOutcome::Absent(format!(
             "no running host of cluster {:?} is called {to:?} (`weir cluster status` lists them)",
-            known.cluster.name
+            session.cluster.name
         )));
     };
-    let key = known.keys.key(EtcdKey::Move(to, disk));
+    let key = session.keys.key(EtcdKey::Move(to, disk));
     let offer = MigrationOffer { host_revision: run, ..offer };
     let compare = [TransactionCondition::Absent(key.clone()), TransactionCondition::Changed(own_key, run)];
-    let earlier = EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk)));
+    let earlier = EtcdOperation::Delete(session.keys.single(EtcdKey::Moved(&session.cluster.host, disk)));
     let put = EtcdOperation::put(&key, &etcd_values::write(&offer), Some(lease));
     let result = etcd.transact(&compare, &[earlier, put]).await?;
     Ok(match result.succeeded {
@@ -194,20 +199,20 @@ fn offer_number(found: &[Vec<EtcdKeyValue>]) -> Option<(u64, i64)> {
 }
 
 async fn withdraw(
-    known: &SessionState,
+    session: &SessionState,
     etcd: &mut EtcdClient,
     (to, disk): (&str, &str),
     number: u64,
 ) -> Result<StepOutcome, EtcdError> {
-    let range = known.keys.single(EtcdKey::Move(to, disk));
+    let range = session.keys.single(EtcdKey::Move(to, disk));
     loop {
         let (_, found) = etcd.read(std::slice::from_ref(&range)).await?;
         match offer_number(&found) {
             Some((current, revision)) if current == number => {
                 let compare =
-                    TransactionCondition::Changed(known.keys.key(EtcdKey::Move(to, disk)), revision);
+                    TransactionCondition::Changed(session.keys.key(EtcdKey::Move(to, disk)), revision);
                 // The answer to this offer is obsolete.
-                let moved_range = known.keys.single(EtcdKey::Moved(&known.cluster.host, disk));
+                let moved_range = session.keys.single(EtcdKey::Moved(&session.cluster.host, disk));
                 let deletions = [range.clone(), moved_range].map(EtcdOperation::Delete);
                 let result = etcd.transact(&[compare], &deletions).await?;
                 // If it fails, the offer was claimed or changed meanwhile: the loop reads it again.
@@ -218,8 +223,8 @@ async fn withdraw(
             // The offer is gone: claimed, or deleted with its lease, after which it can no longer
             // be claimed.
             _ => {
-                let host = &known.cluster.host;
-                return Ok(match is_taken(known, etcd, (host, disk), number).await? {
+                let host = &session.cluster.host;
+                return Ok(match is_taken(session, etcd, (host, disk), number).await? {
                     true => StepOutcome::Lost("the other host has claimed the disk".to_owned()),
                     false => StepOutcome::Done(0),
                 });
@@ -293,7 +298,7 @@ pub(super) async fn moved_disks(
         }
     }
     for (disk, by, image) in returned {
-        let mut then = vec![EtcdOperation::Delete(keys.single(EtcdKey::Moved(host, disk)))];
+        let mut operations = vec![EtcdOperation::Delete(keys.single(EtcdKey::Moved(host, disk)))];
         let mut compare = Vec::new();
         if by != host {
             // The departed host may join again, and its config file may list the disk.
@@ -305,7 +310,7 @@ pub(super) async fn moved_disks(
                 listed: Some(true),
                 settled: true,
             };
-            then.push(EtcdOperation::put(
+            operations.push(EtcdOperation::put(
                 &keys.key(EtcdKey::Moved(by, disk)),
                 &etcd_values::write(&answer),
                 None,
@@ -313,7 +318,7 @@ pub(super) async fn moved_disks(
             // If the departed host has joined again since the read above, it keeps the disk.
             compare.push(TransactionCondition::Absent(keys.key(EtcdKey::Host(by))));
         }
-        if !etcd.transact(&compare, &then).await?.succeeded {
+        if !etcd.transact(&compare, &operations).await?.succeeded {
             moved_away.insert(disk.to_owned(), by.to_owned());
         }
     }
@@ -357,11 +362,11 @@ async fn delete_moved_records(
 
 /// Marks a claim as known to the host that made it. Best effort: otherwise the record stays longer.
 async fn settle(
-    known: &SessionState,
+    session: &SessionState,
     etcd: &mut EtcdClient,
     offered: &ReceivedOffer,
 ) -> Result<StepOutcome, EtcdError> {
-    let key = known.keys.key(EtcdKey::Moved(&offered.offer.from, &offered.disk));
+    let key = session.keys.key(EtcdKey::Moved(&offered.offer.from, &offered.disk));
     let stored = etcd.read_one(KeyRange::Key(key.clone())).await?;
     let Some((revision, answer)) =
         stored.and_then(|value| Some((value.mod_revision, parse_taken(&value.value)?)))
@@ -381,18 +386,18 @@ fn parse_taken(value: &[u8]) -> Option<MigrationAnswer> {
 }
 
 async fn is_taken(
-    known: &SessionState,
+    session: &SessionState,
     etcd: &mut EtcdClient,
     (host, disk): (&str, &str),
     number: u64,
 ) -> Result<bool, EtcdError> {
-    let answer = etcd.read_one(known.keys.single(EtcdKey::Moved(host, disk))).await?;
+    let answer = etcd.read_one(session.keys.single(EtcdKey::Moved(host, disk))).await?;
     let answer = answer.and_then(|value| parse_taken(&value.value));
     Ok(answer.is_some_and(|answer| answer.number == number))
 }
 
 async fn claim(
-    known: &SessionState,
+    session: &SessionState,
     etcd: &mut EtcdClient,
     offered: &ReceivedOffer,
     listed: Option<bool>,
@@ -400,25 +405,26 @@ async fn claim(
     let ReceivedOffer { disk, offer, .. } = offered;
     let image = offer.described["keys"]["image"].as_str().map(str::to_owned);
     // Without a lease: the offering host has to see it, however late.
-    let mut then = vec![
-        EtcdOperation::Delete(known.keys.single(EtcdKey::Move(&known.cluster.host, disk))),
+    let mut operations = vec![
+        EtcdOperation::Delete(session.keys.single(EtcdKey::Move(&session.cluster.host, disk))),
         EtcdOperation::put(
-            &known.keys.key(EtcdKey::Moved(&offer.from, disk)),
+            &session.keys.key(EtcdKey::Moved(&offer.from, disk)),
             &etcd_values::write(&MigrationAnswer {
                 image,
                 listed,
-                ..answer(known, offer, MigrationReply::Taken)
+                ..answer(session, offer, MigrationReply::Taken)
             }),
             None,
         ),
     ];
-    if offer.from != known.cluster.host {
+    if offer.from != session.cluster.host {
         // An older record would say that the disk has left this host.
-        then.push(EtcdOperation::Delete(known.keys.single(EtcdKey::Moved(&known.cluster.host, disk))));
+        operations
+            .push(EtcdOperation::Delete(session.keys.single(EtcdKey::Moved(&session.cluster.host, disk))));
     }
-    let result = etcd.transact(&claimable(known, offered), &then).await?;
+    let result = etcd.transact(&claimable(session, offered), &operations).await?;
     // An earlier claim may have succeeded and its answer was lost.
-    if result.succeeded || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {
+    if result.succeeded || is_taken(session, etcd, (&offer.from, disk), offer.number).await? {
         return Ok(StepOutcome::Done(result.revision));
     }
     Ok(lost_outcome(offered))
