@@ -55,7 +55,7 @@ fn stream_items(text: &[u8], piece: usize) -> Vec<StreamItem> {
         while let Some(item) = stream.advance(&mut input) {
             items.push(item);
         }
-        assert!(stream.held_bytes() <= MAX_MESSAGE_BYTES);
+        assert!(stream.buffered_bytes() <= MAX_MESSAGE_BYTES);
     }
     items
 }

@@ -50,12 +50,12 @@ enum FrameStep {
     Last,
     /// The value has ended before this byte.
     Ended,
-    Wrong(String),
+    Invalid(String),
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct JsonStream {
-    place: FramePosition,
+    position: FramePosition,
     /// Stack of open brackets, innermost in the lowest bit: 1 is an object, 0 an array.
     brackets: u64,
     depth: u32,
@@ -84,21 +84,21 @@ impl JsonStream {
                     return Some(self.complete());
                 }
                 FrameStep::Ended => return Some(self.complete()),
-                FrameStep::Wrong(reason) => return Some(self.skip_broken(byte, &reason)),
+                FrameStep::Invalid(reason) => return Some(self.skip_broken(byte, &reason)),
             }
         }
         None
     }
 
-    pub(super) fn held_bytes(&self) -> usize {
+    pub(super) fn buffered_bytes(&self) -> usize {
         self.message.len()
     }
 
     fn step(&mut self, byte: u8) -> FrameStep {
-        match self.place {
+        match self.position {
             FramePosition::Skipping => {
                 if ends_skipping(byte) {
-                    self.place = FramePosition::BetweenValues;
+                    self.position = FramePosition::BetweenValues;
                 }
                 FrameStep::Skip
             }
@@ -106,7 +106,7 @@ impl JsonStream {
             FramePosition::BetweenValues | FramePosition::Inside => self.outside_quotes(byte),
             FramePosition::Quoted => self.in_quotes(byte),
             FramePosition::Escaped if byte >= b' ' => {
-                self.place = FramePosition::Quoted;
+                self.position = FramePosition::Quoted;
                 FrameStep::Take
             }
             FramePosition::Escaped => unfinished_string(),
@@ -117,13 +117,13 @@ impl JsonStream {
     }
 
     fn outside_quotes(&mut self, byte: u8) -> FrameStep {
-        let inside = self.place == FramePosition::Inside;
+        let inside = self.position == FramePosition::Inside;
         match byte {
             b'{' | b'[' if self.depth == MAX_DEPTH => {
-                FrameStep::Wrong(format!("more than {MAX_DEPTH} arrays and objects within each other"))
+                FrameStep::Invalid(format!("more than {MAX_DEPTH} arrays and objects within each other"))
             }
             b'{' | b'[' => {
-                self.place = FramePosition::Inside;
+                self.position = FramePosition::Inside;
                 self.depth += 1;
                 // 64 bits suffice for `MAX_DEPTH` levels.
                 self.brackets = self.brackets << 1 | u64::from(byte == b'{');
@@ -131,20 +131,20 @@ impl JsonStream {
             }
             b'}' | b']' if inside => self.close(byte),
             b'"' => {
-                self.place = FramePosition::Quoted;
+                self.position = FramePosition::Quoted;
                 FrameStep::Take
             }
             b',' | b':' if inside => FrameStep::Take,
             _ if inside && (is_space(byte) || is_scalar(byte)) => FrameStep::Take,
             _ if is_scalar(byte) => {
-                self.place = FramePosition::Scalar;
+                self.position = FramePosition::Scalar;
                 FrameStep::Take
             }
             b'}' | b']' | b',' | b':' => {
-                FrameStep::Wrong(format!("expecting value, not '{}'", char::from(byte)))
+                FrameStep::Invalid(format!("expecting value, not '{}'", char::from(byte)))
             }
-            _ if byte.is_ascii_graphic() => FrameStep::Wrong(format!("stray '{}'", char::from(byte))),
-            _ => FrameStep::Wrong(format!("stray byte 0x{byte:02x}")),
+            _ if byte.is_ascii_graphic() => FrameStep::Invalid(format!("stray '{}'", char::from(byte))),
+            _ => FrameStep::Invalid(format!("stray byte 0x{byte:02x}")),
         }
     }
 
@@ -152,7 +152,7 @@ impl JsonStream {
         let is_object = self.brackets & 1 == 1;
         if is_object != (byte == b'}') {
             let right = if is_object { '}' } else { ']' };
-            return FrameStep::Wrong(format!("expecting '{right}', not '{}'", char::from(byte)));
+            return FrameStep::Invalid(format!("expecting '{right}', not '{}'", char::from(byte)));
         }
         self.brackets >>= 1;
         self.depth -= 1;
@@ -163,11 +163,11 @@ impl JsonStream {
         match byte {
             b'"' if self.depth == 0 => FrameStep::Last,
             b'"' => {
-                self.place = FramePosition::Inside;
+                self.position = FramePosition::Inside;
                 FrameStep::Take
             }
             b'\\' => {
-                self.place = FramePosition::Escaped;
+                self.position = FramePosition::Escaped;
                 FrameStep::Take
             }
             // Control characters must be escaped in JSON strings (RFC 8259, section 7).
@@ -185,13 +185,13 @@ impl JsonStream {
     fn skip_broken(&mut self, at: u8, reason: &str) -> StreamItem {
         self.restart();
         if !ends_skipping(at) {
-            self.place = FramePosition::Skipping;
+            self.position = FramePosition::Skipping;
         }
         StreamItem::Broken(parse_error(reason))
     }
 
     fn restart(&mut self) {
-        self.place = FramePosition::BetweenValues;
+        self.position = FramePosition::BetweenValues;
         self.brackets = 0;
         self.depth = 0;
         self.message.clear();
@@ -206,7 +206,7 @@ fn parse_error(reason: &str) -> String {
 }
 
 fn unfinished_string() -> FrameStep {
-    FrameStep::Wrong("a string contains a control byte or 0xff (missing quote?)".to_owned())
+    FrameStep::Invalid("a string contains a control byte or 0xff (missing quote?)".to_owned())
 }
 
 fn is_space(byte: u8) -> bool {
