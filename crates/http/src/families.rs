@@ -20,7 +20,7 @@ use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
 use super::{
     cgroup_metrics::CgroupMetrics,
     family_writer::{FamilyWriter, SampleLabels},
-    labels::{direction_label, limit_label, owner_label},
+    labels::{direction_label, level_label, limit_label},
     process_metrics::ProcessMetrics,
     snapshot::{DaemonSnapshot, DiskFigures, ExportFigures, RecordingFigures, ThrottleFigures},
 };
@@ -401,7 +401,7 @@ fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
                     let is_set = level == CauseLevel::Disk && disk.throttle.limits.limit(kind).rate > 0;
                     let labels = [
                         ("disk", &*disk.name),
-                        ("level", owner_label(level)),
+                        ("level", level_label(level)),
                         ("limit", limit_label(kind)),
                         ("operation", direction_label(direction)),
                     ];

@@ -14,7 +14,7 @@ pub(super) fn direction_label(direction: Direction) -> &'static str {
     }
 }
 
-pub(super) fn owner_label(level: CauseLevel) -> &'static str {
+pub(super) fn level_label(level: CauseLevel) -> &'static str {
     match level {
         CauseLevel::Disk => "disk",
         CauseLevel::Group => "group",
