@@ -89,14 +89,14 @@ impl IntervalRates {
         let mut times: HashMap<&str, RequestTimes> = HashMap::new();
         for disk in &later.disks {
             let Some(mut rate) = comparison.disk(disk) else { continue };
-            let answered = comparison.completed(disk);
-            rate.set_times(&answered);
+            let completed = comparison.completed(disk);
+            rate.set_times(&completed);
             for group in later.groups_above(&disk.settings) {
                 // A disk counts in every group above it, at all levels.
                 if let Some(sum) = rates.get_mut(&group.name) {
                     sum.add(&rate);
                 }
-                times.entry(&group.name).or_default().add(&answered);
+                times.entry(&group.name).or_default().add(&completed);
             }
             rates.insert(disk.name.clone(), rate);
         }
@@ -108,13 +108,13 @@ impl IntervalRates {
         let nodes = later.disks.iter().map(|disk| (&disk.name, StatusNode::Disk(disk)));
         let nodes = nodes.chain(later.groups.iter().map(|group| (&group.name, StatusNode::Group(group))));
         let throttled = nodes.filter(|(name, _)| rates.get(*name).is_some_and(|rate| rate.limited > 0.0));
-        let held_by = throttled.filter_map(|(name, node)| {
+        let throttle_causes = throttled.filter_map(|(name, node)| {
             // The daemon reports a throttle cause for one second; the interval may be longer.
             let before = || throttle_cause_of(earlier, earlier.find(name)?);
             Some((name.clone(), throttle_cause_of(later, node).or_else(before)?))
         });
-        let held_by = held_by.collect();
-        Self { interval_ns, by_name: rates, throttle_causes: held_by }
+        let throttle_causes = throttle_causes.collect();
+        Self { interval_ns, by_name: rates, throttle_causes }
     }
 
     /// Throttle cause of a disk or group in the interval, or else the current one. A limit of its
@@ -229,11 +229,11 @@ mod tests {
                 "throttle": { "limited-ns": 0, "waiting": { "reads": waiting, "writes": 0 } }
             })
         };
-        let held = json!({ "limited-ns": limited_ns, "throttle-cause": "iops-total" });
+        let throttle = json!({ "limited-ns": limited_ns, "throttle-cause": "iops-total" });
         let status = json!({
             "uptime-ns": uptime_ns,
             "disks": [disk("a", "inner"), disk("b", "outer")],
-            "groups": [{ "name": "inner", "group": "outer" }, { "name": "outer", "throttle": held }]
+            "groups": [{ "name": "inner", "group": "outer" }, { "name": "outer", "throttle": throttle }]
         });
         DaemonReport::read(&status.to_string()).unwrap()
     }
@@ -250,20 +250,20 @@ mod tests {
     #[test]
     fn disk_waiting_for_its_group_is_limited() {
         let (earlier, later) = (report(0, 100, 0, 0), report(500_000_000, 150, 250_000_000, 1));
-        let held = |later: &DaemonReport| {
+        let limited_and_cause = |later: &DaemonReport| {
             let rates = IntervalRates::between(&earlier, later);
             (rates.of("a").unwrap().limited, rates.throttle_cause(later, "a", later.find("a").unwrap()))
         };
         let outer = Some("outer: iops-total".to_owned());
-        assert_eq!(held(&later), (0.5, outer.clone()));
+        assert_eq!(limited_and_cause(&later), (0.5, outer.clone()));
         let mut idle = report(500_000_000, 150, 250_000_000, 0);
-        assert_eq!(held(&idle), (0.0, None));
+        assert_eq!(limited_and_cause(&idle), (0.0, None));
         // The request has completed; the interval's share remains.
         idle.status.disks[0].throttle.reads.waited_ns = 5_000_000;
-        assert_eq!(held(&idle), (0.01, outer.clone()), "its waits, no more");
+        assert_eq!(limited_and_cause(&idle), (0.01, outer.clone()), "its waits, no more");
         // Only the earlier report has the throttle cause.
         idle.status.groups[1].throttle.throttle_cause = None;
-        assert_eq!(held(&idle), (0.01, outer));
+        assert_eq!(limited_and_cause(&idle), (0.01, outer));
         let unknown = IntervalRates::default().throttle_cause(&later, "a", later.find("a").unwrap());
         assert_eq!(unknown.as_deref(), Some("outer: iops-total"));
     }
@@ -306,7 +306,7 @@ mod tests {
         assert_eq!(latency("inner", &earlier), both(11, 11));
         assert_eq!(latency("outer", &earlier), both(21, 21), "ten of a, a hundred of b");
         earlier.latencies = counted(0, 107);
-        assert_eq!(latency("b", &earlier), None, "none was answered");
+        assert_eq!(latency("b", &earlier), None, "no request completed");
         assert_eq!(latency("outer", &earlier), both(11, 11));
         earlier.latencies.clear();
         assert_eq!(latency("a", &earlier), None, "it was not counted");

@@ -14,8 +14,8 @@ use settings::key::{ChangePolicy, KeyType};
 
 use super::keys::{KeyRow, as_keys, sections};
 
-/// File below docs/reference.
-pub(super) const FILE: &str = "config.md";
+/// Document in docs/reference.
+pub(super) const DOCUMENT: &str = "config.md";
 
 const BEGIN: &str = "<!-- keys: ";
 const END: &str = "<!-- end -->";

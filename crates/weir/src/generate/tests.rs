@@ -19,8 +19,8 @@ fn reference(file: &str) -> String {
 
 #[test]
 fn the_reference_has_the_tables_of_keys() {
-    let document = reference(tables::FILE);
-    assert!(tables::updated(&document).unwrap() == document, "{}: {REMEDY}", tables::FILE);
+    let document = reference(tables::DOCUMENT);
+    assert!(tables::updated(&document).unwrap() == document, "{}: {REMEDY}", tables::DOCUMENT);
     for section in super::keys::sections() {
         for row in section.rows {
             assert!(document.contains(&format!("| `{}` |", row.name)), "{}: {}", section.name, row.name);

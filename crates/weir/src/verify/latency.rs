@@ -12,19 +12,19 @@ use crate::client::latency::{self, DiskRequestTimes, RequestTimes};
 const QUANTILE: f64 = 0.99;
 
 pub(super) struct LatencyCheck {
-    most_ns: u64,
+    target_ns: u64,
     first: Option<DiskRequestTimes>,
     last: DiskRequestTimes,
 }
 
 impl LatencyCheck {
-    pub(super) fn new(most_ns: u64) -> Self {
-        Self { most_ns, first: None, last: DiskRequestTimes::new() }
+    pub(super) fn new(target_ns: u64) -> Self {
+        Self { target_ns, first: None, last: DiskRequestTimes::new() }
     }
 
     /// Adds a histogram. Only the first and the last one count.
-    pub(super) fn add_histograms(&mut self, counted: DiskRequestTimes) {
-        self.last = counted;
+    pub(super) fn add_histograms(&mut self, histograms: DiskRequestTimes) {
+        self.last = histograms;
         self.first.get_or_insert_with(|| self.last.clone());
     }
 
@@ -41,15 +41,15 @@ impl LatencyCheck {
         let (p99_ns, verdict) = match p99 {
             None => (0, GuaranteeVerdict::NotChecked(RESTARTED)),
             Some(None) => (0, GuaranteeVerdict::NoLoad),
-            Some(Some(ns)) => (ns, GuaranteeVerdict::of(ns <= self.most_ns)),
+            Some(Some(ns)) => (ns, GuaranteeVerdict::of(ns <= self.target_ns)),
         };
         GuaranteeFinding {
             kind: "disk",
             name: name.to_owned(),
             guarantee: "latency-p99".to_owned(),
-            expected: figures::time(self.most_ns),
+            expected: figures::time(self.target_ns),
             measured: figures::time(p99_ns),
-            figures: vec![("most-ns", self.most_ns as f64), ("latency-p99-ns", p99_ns as f64)],
+            figures: vec![("most-ns", self.target_ns as f64), ("latency-p99-ns", p99_ns as f64)],
             verdict,
         }
     }
