@@ -19,7 +19,7 @@ PICTURES = {
 }
 # Disks and groups whose history is in the scene.
 NAMES = [("disks", "db"), ("groups", "gold")]
-DRAFT = {"name": "db", "setting": "iops-total", "value": "800"}
+PENDING = {"name": "db", "setting": "iops-total", "value": "800"}
 
 # Sends the recorded events once, and stays connected.
 STREAM = """
@@ -66,8 +66,8 @@ def settle(page):
         visit.expect(page.locator("figure canvas").first).to_have_attribute("aria-label", visit.KNOWN)
     # Only this disk has a recorded preview of another limit.
     if CHOSEN in page.url:
-        field = page.get_by_label(DRAFT["setting"], exact=True).first
-        field.fill(DRAFT["value"])
+        field = page.get_by_label(PENDING["setting"], exact=True).first
+        field.fill(PENDING["value"])
         visit.expect(page.locator(".preview table")).to_be_visible()
         page.evaluate("document.activeElement.blur(); document.getElementById('detail').scrollTop = 0")
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -49,15 +49,15 @@ export async function ask(method, path, { body, using, signal } = {}) {
     const answer = await fetch(path, { method, headers, body: content, signal, cache: "no-store", credentials: "omit" });
     const text = await answer.text();
     if (answer.ok) return text === "" ? null : JSON.parse(text);
-    throw new Refused(answer.status, told(text) ?? `the daemon answered ${answer.status} ${answer.statusText}`);
+    throw new Refused(answer.status, errorMessage(text) ?? `the daemon answered ${answer.status} ${answer.statusText}`);
 }
 
 /// Message in the text of an error response; null if there is none.
-export function told(text) {
+export function errorMessage(text) {
     try {
         const answer = JSON.parse(text);
-        const said = answer?.error?.message ?? answer?.message ?? answer?.error;
-        return typeof said === "string" ? said : null;
+        const message = answer?.error?.message ?? answer?.message ?? answer?.error;
+        return typeof message === "string" ? message : null;
     } catch {
         // Plain text, if it is a sentence and not a page.
         return text && text.length < 500 && !text.startsWith("<") ? text.trim() : null;

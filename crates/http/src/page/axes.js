@@ -49,21 +49,21 @@ export function instants(from, to, most) {
 
 /// Instant at the cursor of all charts; null for now.
 export class Cursor {
-    #told = new Set();
+    #listeners = new Set();
     #at = null;
 
     get at() {
         return this.#at;
     }
 
-    listen(told) {
-        this.#told.add(told);
+    listen(listener) {
+        this.#listeners.add(listener);
     }
 
     set(at) {
         if (at === this.#at) return;
         this.#at = at;
-        for (const told of this.#told) told(at);
+        for (const listener of this.#listeners) listener(at);
     }
 
     /// Follows a pointer over a chart; `instant` maps a position to an instant.

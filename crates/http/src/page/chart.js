@@ -65,13 +65,13 @@ class Chart {
     }
 }
 
-/// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ key, label, value, colour, isBurst, isDraft,
+/// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ key, label, value, colour, isBurst, isPending,
 /// from, to }]`, where `from` is null if the limit was always set, and `to` is null if it is set now.
 export class Lines extends Chart {
     constructor({ title, note, series, show, base = 1000, top = null, isWhole = false, limits = () => [] }, cursor) {
         super(title, note, cursor);
         Object.assign(this, { series, show, base, fixed: top, isWhole, limits, inForce: [] });
-        this.told = series.map(({ label, colour }) => {
+        this.legendValues = series.map(({ label, colour }) => {
             const value = element("b", {});
             this.legend.append(element("span", { class: `key key-${colour}` }, element("i", { "aria-hidden": "true" }), `${label} `, value));
             return value;
@@ -93,7 +93,7 @@ export class Lines extends Chart {
         const highest = series.reduce((most, values) => values.reduce((most, value) => Math.max(most, value ?? 0), most), 0);
         const { x, from } = this.bounds(width);
         const limits = this.limits().filter(({ value, to }) => value > 0 && (to === null || to > from));
-        const near = limits.filter(({ value, isDraft }) => value <= highest * FAR || isDraft && highest === 0);
+        const near = limits.filter(({ value, isPending }) => value <= highest * FAR || isPending && highest === 0);
         const top = this.fixed ?? Math.max(this.isWhole ? 4 : 0, Math.max(highest, ...near.map(({ value }) => value)) * 1.12 || 1);
         const y = (value) => height - ROOM.bottom - value / top * (height - ROOM.top - ROOM.bottom);
         const marks = ticks(top, this.base, this.isWhole).map((value) => [value, this.show(value)]);
@@ -114,8 +114,8 @@ export class Lines extends Chart {
         });
         if (this.cursor.at !== null) point(pen, x(this.cursor.at), { height, colour });
         const there = limits.filter((limit) => this.isThere(limit));
-        this.inForce = there.filter(({ isDraft }) => !isDraft).map(({ label }) => label);
-        this.tell(series, there.filter((limit) => !near.includes(limit)), limits);
+        this.inForce = there.filter(({ isPending }) => !isPending).map(({ label }) => label);
+        this.describe(series, there.filter((limit) => !near.includes(limit)), limits);
     }
 
     line(pen, values, { x, y, colour, thin }) {
@@ -141,7 +141,7 @@ export class Lines extends Chart {
         pen.stroke();
     }
 
-    /// True if a limit is set at the cursor, or now; always for a draft.
+    /// True if a limit is set at the cursor, or now; always for a pending value.
     isThere({ from, to }) {
         const { at } = this.cursor;
         if (at === null) return to === null;
@@ -149,10 +149,10 @@ export class Lines extends Chart {
     }
 
     /// Begins where the previous limit ended, if it follows one.
-    limit(pen, { colour: name, isBurst, isDraft }, { y, left, right }, { before, colour }) {
-        pen.strokeStyle = colour(isDraft ? "draft" : name ?? "limit");
-        pen.lineWidth = isDraft ? 2 : 1.25;
-        pen.setLineDash(isDraft ? [2, 3] : isBurst ? [2, 4] : [7, 4]);
+    limit(pen, { colour: name, isBurst, isPending }, { y, left, right }, { before, colour }) {
+        pen.strokeStyle = colour(isPending ? "pending" : name ?? "limit");
+        pen.lineWidth = isPending ? 2 : 1.25;
+        pen.setLineDash(isPending ? [2, 3] : isBurst ? [2, 4] : [7, 4]);
         pen.beginPath();
         if (before) pen.moveTo(left, before.y);
         pen[before ? "lineTo" : "moveTo"](left, y);
@@ -162,25 +162,25 @@ export class Lines extends Chart {
     }
 
     /// At the end of its line, or at the left if the line is too short.
-    name(pen, { label, colour: name, isDraft }, { y, right }, { width, colour }) {
+    name(pen, { label, colour: name, isPending }, { y, right }, { width, colour }) {
         const long = pen.measureText(label).width;
         const edge = Math.max(right - 4, Math.min(width - ROOM.right - 4, ROOM.left + 4 + long));
-        pen.textAlign = isDraft ? "left" : "right";
-        const [at, base] = [isDraft ? ROOM.left + 4 : edge, y < ROOM.top + 14 ? y + 12 : y - 4];
+        pen.textAlign = isPending ? "left" : "right";
+        const [at, base] = [isPending ? ROOM.left + 4 : edge, y < ROOM.top + 14 ? y + 12 : y - 4];
         // An outline in the background colour, legible over lines.
         pen.lineWidth = 3;
         pen.strokeStyle = colour("ground");
         pen.strokeText(label, at, base);
-        pen.fillStyle = colour(isDraft ? "draft" : name ?? "limit");
+        pen.fillStyle = colour(isPending ? "pending" : name ?? "limit");
         pen.fillText(label, at, base);
     }
 
-    tell(series, far, limits) {
-        series.forEach((values, index) => say(this.told[index], this.show(this.value(values))));
+    describe(series, far, limits) {
+        series.forEach((values, index) => say(this.legendValues[index], this.show(this.value(values))));
         say(this.far, far.length ? `far above: ${far.map(({ label }) => label).join(", ")}` : "");
         const known = series.map((values) => values.filter((value) => value !== null));
         // Series without values are not in the legend, unless all are.
-        if (known.some(({ length }) => length)) known.forEach(({ length }, index) => { this.told[index].parentElement.hidden = length === 0; });
+        if (known.some(({ length }) => length)) known.forEach(({ length }, index) => { this.legendValues[index].parentElement.hidden = length === 0; });
         const most = (values) => values.reduce((most, value) => Math.max(most, value), 0);
         const parts = this.series.map(({ label }, index) => known[index].length
             ? `${label} ${this.show(known[index].at(-1))} now, ${this.show(most(known[index]))} at most` : `${label} not known`);
@@ -194,7 +194,7 @@ export class Lines extends Chart {
 export class Heat extends Chart {
     constructor({ title, note }, cursor) {
         super(title, note, cursor);
-        this.told = [["p50", "p50", "latency-p50-ns"], ["p99", "p99", "latency-p99-ns"]].map(([label, colour, key]) => {
+        this.percentiles = [["p50", "p50", "latency-p50-ns"], ["p99", "p99", "latency-p99-ns"]].map(([label, colour, key]) => {
             const value = element("b", {});
             this.legend.append(element("span", { class: `key key-${colour}` }, element("i", { "aria-hidden": "true" }), `${label} `, value));
             return { value, key, colour };
@@ -215,11 +215,11 @@ export class Heat extends Chart {
         const decades = [];
         for (let power = 10 ** Math.ceil(Math.log10(low)); power <= high; power *= 10) decades.push([power, time(power)]);
         frame(pen, { width, height, colour, marks: decades, times: this.times(width), y, x, clock: (at) => this.clock(at) });
-        for (const { key, colour: name } of this.told) {
+        for (const { key, colour: name } of this.percentiles) {
             Lines.prototype.line.call(this, pen, this.history.series[key] ?? [], { x, y, colour: colour(name) });
         }
         if (this.cursor.at !== null) point(pen, x(this.cursor.at), { height, colour });
-        this.tell();
+        this.describe();
     }
 
     /// Range of latencies that is drawn: slightly more than all that occurred.
@@ -230,7 +230,7 @@ export class Heat extends Chart {
                 if (requests > 0) [first, last] = [Math.min(first, index), Math.max(last, index)];
             });
         }
-        const known = this.told.flatMap(({ key }) => (this.history.series[key] ?? []).filter((value) => value > 0));
+        const known = this.percentiles.flatMap(({ key }) => (this.history.series[key] ?? []).filter((value) => value > 0));
         const lows = [...known, ...first < Infinity && bounds.length ? [bounds[Math.max(0, first - 1)]] : []];
         const highs = [...known, ...last >= 0 && bounds.length ? [bounds[Math.min(bounds.length - 1, last)]] : []];
         const low = Math.max(1000, lows.reduce((a, b) => Math.min(a, b), lows.length ? Infinity : 1e5));
@@ -272,8 +272,8 @@ export class Heat extends Chart {
         });
     }
 
-    tell() {
-        const parts = this.told.map(({ value, key, colour }) => {
+    describe() {
+        const parts = this.percentiles.map(({ value, key, colour }) => {
             const values = this.history.series[key] ?? [];
             say(value, time(this.value(values)));
             const known = values.filter((one) => one !== null);

@@ -84,7 +84,7 @@ export class Detail {
         this.holder = element("button", { type: "button", class: "link", onclick: () => this.toHolder() });
         this.cursor = new Cursor();
         this.charts(node);
-        this.limits = new Limits(node, this.store, { token: this.token, announce: this.announce, drafted: () => this.redraw() });
+        this.limits = new Limits(node, this.store, { token: this.token, announce: this.announce, onPending: () => this.redraw() });
         this.problem = element("p", { class: "wrong", role: "status" });
         this.rows = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Figures as a table" });
         this.figures = element("details", { class: "figures", ontoggle: () => this.fill() }, element("summary", {}, "Figures as a table"), this.rows);
@@ -135,17 +135,17 @@ export class Detail {
         });
         const holder = [node, ...this.store.groupsAbove(node)].find((one) => set(one.limits).length);
         const now = set(holder?.limits).map(([name, value]) => line(holder === node ? null : holder.name, name, value));
-        const drafts = set(this.limits?.draft()).map((one) => ({ ...line("draft", ...one), key: null, isDraft: true }));
-        const told = this.history?.limits?.filter(({ name }) => isDrawn(name));
-        if (!told) return [...now, ...drafts];
-        const was = told.map(({ group, name, value, "start-ms": from, "end-ms": to }) => line(group, name, value, from, to));
+        const pending = set(this.limits?.pending()).map((one) => ({ ...line("draft", ...one), key: null, isPending: true }));
+        const known = this.history?.limits?.filter(({ name }) => isDrawn(name));
+        if (!known) return [...now, ...pending];
+        const was = known.map(({ group, name, value, "start-ms": from, "end-ms": to }) => line(group, name, value, from, to));
         for (const one of now) {
             const same = was.findIndex(({ label, to }) => label === one.label && to === null);
             // Values newer than the history begin where it ends.
             one.from = same < 0 ? this.history.end_ms : was.splice(same, 1)[0].from;
         }
         for (const one of was) one.to ??= this.history.end_ms;
-        return [...was, ...now, ...drafts];
+        return [...was, ...now, ...pending];
     }
 
     times() {
@@ -153,7 +153,7 @@ export class Detail {
             element("input", { type: "radio", name: "span", value: name, checked: name === this.span, onchange: () => this.choosespan(name) }), title));
         this.instant = element("input", { type: "range", min: "0", max: "1000", value: "1000", "aria-label": "Time in the charts", oninput: () => this.pointAt() });
         this.shownAt = element("output", {}, "now");
-        this.cursor.listen(() => this.tellInstant());
+        this.cursor.listen(() => this.showInstant());
         return element("div", { class: "bar times" },
             element("fieldset", { class: "spans" }, element("legend", { class: "unseen" }, "How far back"), ...spans),
             element("label", { class: "instant" }, this.instant, this.shownAt));
@@ -178,15 +178,15 @@ export class Detail {
         this.cursor.set(part >= 1 ? null : end_ms - span_ms * (1 - part));
     }
 
-    tellInstant() {
+    showInstant() {
         const at = this.cursor.at;
         const text = at === null ? "now" : figures.clock(at);
         say(this.shownAt, text);
         if (at === null) this.instant.value = "1000";
         else if (this.history) this.instant.value = String(Math.round(1000 - (this.history.end_ms - at) / this.history.span_ms * 1000));
-        const told = this.operations.told.map((value, index) => `${this.operations.series[index].label} ${value.textContent}`).join(", ");
+        const values = this.operations.legendValues.map((value, index) => `${this.operations.series[index].label} ${value.textContent}`).join(", ");
         const limits = this.operations.inForce.length ? `; limits: ${this.operations.inForce.join(", ")}` : "";
-        attribute(this.instant, "aria-valuetext", at === null ? "now" : `${text}: ${told} operations per second${limits}`);
+        attribute(this.instant, "aria-valuetext", at === null ? "now" : `${text}: ${values} operations per second${limits}`);
     }
 
     follow(node) {
@@ -251,11 +251,11 @@ export class Detail {
             : isHeld(node) ? "Requests wait" : "Nothing waits");
         this.held.classList.toggle("is-stopped", Boolean(node.stopped));
         this.limits.write(node);
-        const told = facts(node);
-        const text = JSON.stringify(told);
-        if (this.facts.dataset.told !== text) {
-            this.facts.dataset.told = text;
-            this.facts.replaceChildren(...told.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+        const entries = facts(node);
+        const text = JSON.stringify(entries);
+        if (this.facts.dataset.entries !== text) {
+            this.facts.dataset.entries = text;
+            this.facts.replaceChildren(...entries.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
         }
     }
 }
@@ -287,23 +287,23 @@ function facts(node) {
         : /-(ratio|rate)$/.test(name) ? figures.share(value) : name === "memory" ? figures.bytes(value)
             : name.endsWith("-reservation") ? figures.exact(name, value) : figures.count(value);
     const words = (name) => name.endsWith("-reservation") ? name : name.replace(/-(ratio|rate)$/, "").replaceAll("-", " ");
-    const promised = Object.fromEntries(["iops-reservation", "bps-reservation"].map((name) => [name, node[name] ?? null]));
+    const reservations = Object.fromEntries(["iops-reservation", "bps-reservation"].map((name) => [name, node[name] ?? null]));
     const found = [];
-    for (const [of, title] of [[node["read-ahead"], "read ahead"], [node["l2-cache"], "metadata cache"], [promised, "reservation"], [node.errors, "errors"]]) {
+    for (const [of, title] of [[node["read-ahead"], "read ahead"], [node["l2-cache"], "metadata cache"], [reservations, "reservation"], [node.errors, "errors"]]) {
         if (of === null || of === undefined) continue;
         if (typeof of !== "object") found.push([title, shown(title, of)]);
         else {
-            const told = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object" && !(title === "errors" && value === 0));
-            if (told.length) found.push([title, told.map(([name, value]) => `${words(name)} ${shown(name, value)}`).join(" · ")]);
+            const members = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object" && !(title === "errors" && value === 0));
+            if (members.length) found.push([title, members.map(([name, value]) => `${words(name)} ${shown(name, value)}`).join(" · ")]);
         }
     }
     for (const { type, "front-end": process, queues: own, sockets, "in-flight": in_flight, requests, kicks, calls, copies } of node.exports ?? []) {
         const queues = own ?? sockets;
         if (typeof queues !== "number") continue;
         const counts = { "in flight": in_flight, requests, kicks, calls, copies };
-        const told = Object.entries(counts).filter(([, value]) => typeof value === "number").map(([name, value]) => `${name} ${figures.count(value)}`);
+        const countTexts = Object.entries(counts).filter(([, value]) => typeof value === "number").map(([name, value]) => `${name} ${figures.count(value)}`);
         const who = process ? `${process.name} (${process.pid})` : null;
-        found.push([type, [who, figures.several(queues, "queue"), ...told].filter(Boolean).join(" · ")]);
+        found.push([type, [who, figures.several(queues, "queue"), ...countTexts].filter(Boolean).join(" · ")]);
     }
     for (const [member, title] of [["weight", "weight"], ["watermark", "watermark"], ["enforcement", "limits are"]]) {
         if (node[member] !== null && node[member] !== undefined && typeof node[member] !== "object") found.push([title, member === "watermark" ? `${node[member]}%` : String(node[member])]);

@@ -27,8 +27,8 @@ export class Events {
     /// All events that the daemon still has. Their numbers restart with the daemon.
     async load() {
         try {
-            const told = await ask("GET", "/api/v1/events");
-            const events = Array.isArray(told) ? told : told?.events ?? [];
+            const response = await ask("GET", "/api/v1/events");
+            const events = Array.isArray(response) ? response : response?.events ?? [];
             this.events = newest(events.reverse(), MOST);
             this.draw();
         } catch (error) {
@@ -73,8 +73,8 @@ export class Events {
         const message = event.message ?? event.kind ?? "";
         // If the message contains the name, the name is the link; otherwise the link precedes the message.
         const [from, to] = name ? place(message, event.disk ? "disk" : "group", name) : [0, 0];
-        const told = [message.slice(0, from), whose, whose && to === 0 ? " " : null, message.slice(to)];
-        return element("li", { class: grave ? "is-grave" : null }, at, " ", grave ? element("b", {}, event.severity) : null, grave ? " " : null, ...told);
+        const parts = [message.slice(0, from), whose, whose && to === 0 ? " " : null, message.slice(to)];
+        return element("li", { class: grave ? "is-grave" : null }, at, " ", grave ? element("b", {}, event.severity) : null, grave ? " " : null, ...parts);
     }
 }
 

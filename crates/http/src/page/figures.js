@@ -100,8 +100,8 @@ export function limitParts(of) {
 
 /// Limits in one line, `-` without limits: `iops 1000↑5000×5s, bps-r 10M`.
 export function limits(of) {
-    const told = limitParts(of);
-    return told.length ? told.map((parts) => parts.join("")).join(", ") : UNKNOWN;
+    const all = limitParts(of);
+    return all.length ? all.map((parts) => parts.join("")).join(", ") : UNKNOWN;
 }
 
 /// Typed text of a setting as a number; null if it is none.

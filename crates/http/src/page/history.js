@@ -20,18 +20,18 @@ const BETWEEN_MS = [1000, 15_000];
 const MOST_STEPS = 10_000;
 
 /// Normalizes a response for drawing: every series has every step. The heat map may have separate steps.
-function read(told, span_ms) {
-    const { "step-ms": step_ms, "start-ms": start_ms = 0 } = told;
-    const steps = Math.min(MOST_STEPS, Math.max(0, ...Object.values(told.series ?? {}).map((values) => values?.length ?? 0)));
+function read(response, span_ms) {
+    const { "step-ms": step_ms, "start-ms": start_ms = 0 } = response;
+    const steps = Math.min(MOST_STEPS, Math.max(0, ...Object.values(response.series ?? {}).map((values) => values?.length ?? 0)));
     const series = {};
-    for (const [name, values] of Object.entries(told.series ?? {})) {
+    for (const [name, values] of Object.entries(response.series ?? {})) {
         series[name] = Array.from({ length: steps }, (_, index) => values?.[index] ?? null);
     }
-    const map = told["latency-heat"] ?? {};
+    const map = response["latency-heat"] ?? {};
     const rows = (map.rows ?? []).slice(0, MOST_STEPS);
     const heat = { step_ms: map["step-ms"] > 0 ? map["step-ms"] : step_ms, start_ms: map["start-ms"] ?? start_ms, bounds_ns: map["bounds-ns"] ?? [], rows };
     // An older daemon does not report past limits.
-    const limits = told.limits?.filter((line) => typeof line?.name === "string" && line.value > 0) ?? null;
+    const limits = response.limits?.filter((line) => typeof line?.name === "string" && line.value > 0) ?? null;
     return { step_ms, span_ms, start_ms, steps, series, heat, limits, end_ms: start_ms + steps * step_ms };
 }
 
@@ -89,9 +89,9 @@ function shown(history) {
 
 /// Follows one disk or group over one span, until it is stopped.
 export class Follower {
-    /// `told(history, error)`, one of them null.
-    constructor(node, span, told) {
-        Object.assign(this, { node, span, told, known: null, stopped: new AbortController(), timer: null });
+    /// Calls `onUpdate(history, error)`, one of them null.
+    constructor(node, span, onUpdate) {
+        Object.assign(this, { node, span, onUpdate, known: null, stopped: new AbortController(), timer: null });
         this.onSight = () => { if (!document.hidden && this.timer !== null) this.soon(0); };
         document.addEventListener("visibilitychange", this.onSight);
         this.soon(0);
@@ -122,20 +122,20 @@ export class Follower {
             return;
         }
         const { span_ms, kept } = SPANS[this.span];
-        const asked = this.known;
-        const since = asked ? `&since=${Math.min(asked.end_ms - asked.step_ms, asked.heat.start_ms + (asked.heat.rows.length - 1) * asked.heat.step_ms)}` : "";
+        const before = this.known;
+        const since = before ? `&since=${Math.min(before.end_ms - before.step_ms, before.heat.start_ms + (before.heat.rows.length - 1) * before.heat.step_ms)}` : "";
         try {
-            const told = await ask("GET", `${place(this.node)}/history?span=${kept}${since}`, { signal: this.stopped.signal });
-            if (!(told?.["step-ms"] > 0)) throw new Error("it has no intervals");
-            const fresh = read(told, span_ms);
-            if (asked !== this.known) return this.soon(0); // It is to be asked whole, meanwhile.
+            const response = await ask("GET", `${place(this.node)}/history?span=${kept}${since}`, { signal: this.stopped.signal });
+            if (!(response?.["step-ms"] > 0)) throw new Error("it has no intervals");
+            const fresh = read(response, span_ms);
+            if (before !== this.known) return this.soon(0); // A restart discarded it meanwhile: request everything.
             // Not even the last step matches: the clock was set back, so all times changed.
             if (fresh.steps === 0) this.known = null;
-            else this.known = newer(asked, fresh);
-            if (this.known) this.told(shown(this.known), null);
+            else this.known = newer(before, fresh);
+            if (this.known) this.onUpdate(shown(this.known), null);
         } catch (error) {
             if (this.stopped.signal.aborted) return;
-            this.told(null, error);
+            this.onUpdate(null, error);
             // Repeated at once if the daemon returns earlier.
             return this.soon(BETWEEN_MS[1]);
         }

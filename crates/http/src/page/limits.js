@@ -1,8 +1,8 @@
 // Limits of the selected disk or group: edited by slider or number, previewed, then applied.
 //
-// Edited values are a draft until they are applied. For each draft the daemon returns what the last ten
-// minutes would have been under it. Only the daemon checks the rules; its messages are shown unchanged.
-// All changes of a draft are applied together or not at all.
+// Edited values are pending until they are applied. For pending values the daemon returns a simulation of
+// the last ten minutes. Only the daemon checks the rules; its messages are shown unchanged.
+// All pending values are applied together or not at all.
 
 import { Refused, ask, place, token } from "./api.js";
 import { attribute, element, say } from "./element.js";
@@ -31,7 +31,7 @@ const NOTES = {
 };
 const UNITS = { "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
 
-const FELT = [
+const PREVIEW_ROWS = [
     ["iops", "operations per second", figures.count], ["bps", "bytes per second", figures.bytes],
     ["latency-p50-ns", "latency, p50", figures.time], ["latency-p99-ns", "latency, p99", figures.time],
     ["wait-p50-ns", "wait, p50", figures.time], ["wait-p99-ns", "wait, p99", figures.time],
@@ -39,11 +39,11 @@ const FELT = [
 ];
 
 export class Limits {
-    constructor(node, store, { token, announce, drafted }) {
-        Object.assign(this, { node, store, token, announce, drafted });
+    constructor(node, store, { token, announce, onPending }) {
+        Object.assign(this, { node, store, token, announce, onPending });
         this.fields = new Map();
         this.peak = { iops: 0, bps: 0 };
-        this.asked = null;
+        this.controller = null;
         this.timer = null;
         this.undo = null;
         this.waits = false;
@@ -60,7 +60,7 @@ export class Limits {
         this.back = element("button", { type: "button", hidden: true, onclick: () => this.takeBack() }, "Undo");
         this.result = element("p", { class: "result", role: "status" });
         this.seen = element("div", { class: "preview", "aria-live": "polite" });
-        const form = element("form", { novalidate: true, onsubmit: (event) => { event.preventDefault(); this.send(this.draft()); } },
+        const form = element("form", { novalidate: true, onsubmit: (event) => { event.preventDefault(); this.send(this.pending()); } },
             this.list, element("p", { class: "row" }, this.more), this.why,
             element("p", { class: "row" }, this.apply, this.reset, this.back), this.result);
         this.shown = element("section", { class: "limits", "aria-labelledby": "limits-title" },
@@ -72,7 +72,7 @@ export class Limits {
 
     stop() {
         this.isStopped = true;
-        this.asked?.abort();
+        this.controller?.abort();
         clearTimeout(this.timer);
     }
 
@@ -103,11 +103,11 @@ export class Limits {
         this.more.replaceChildren(element("option", { value: "" }, "Another limit…"), ...[...kinds, ...others].map((name) => element("option", { value: name }, name)));
     }
 
-    add(name, isAsked) {
+    add(name, isRequested) {
         if (name === "" || this.fields.has(name)) return;
         const row = name in figures.KINDS ? this.rate(name) : this.other(name);
         this.list.append(row);
-        if (!isAsked) return;
+        if (!isRequested) return;
         this.offer();
         this.more.value = "";
         this.fields.get(name).focus();
@@ -190,21 +190,21 @@ export class Limits {
     }
 
     /// Values that differ from those in force. Text that is not a number is sent to the daemon unchanged.
-    draft() {
-        const draft = {};
+    pending() {
+        const pending = {};
         for (const [name, input] of this.fields) {
             const value = figures.parsed(name, input.value);
             const now = this.value(name);
             const plain = input.value.trim() === "" ? name === "weight" ? 100 : 0 : value;
             const isSame = plain === now || name.endsWith("-length") && (plain || 1) === (now || 1);
-            if (!isSame) draft[name] = plain ?? input.value.trim();
+            if (!isSame) pending[name] = plain ?? input.value.trim();
         }
-        return draft;
+        return pending;
     }
 
     /// Updates the node's figures. Fields that are not being edited follow the values in force.
     write(node) {
-        const edited = new Set(Object.keys(this.lastDraft ?? {}));
+        const edited = new Set(Object.keys(this.lastPending ?? {}));
         const was = this.forced;
         this.node = node;
         this.forced = JSON.stringify([node.limits, ...Object.keys(OTHERS).map((name) => node[name])]);
@@ -230,45 +230,45 @@ export class Limits {
         this.changed();
     }
 
-    /// Called when the draft changed.
+    /// Called when a pending value changed.
     changed() {
-        const draft = this.draft();
-        this.lastDraft = draft;
-        const names = Object.keys(draft);
+        const pending = this.pending();
+        this.lastPending = pending;
+        const names = Object.keys(pending);
         const canChange = this.store.access === "change";
         this.more.disabled = !canChange;
         for (const [name, input] of this.fields) {
-            input.classList.toggle("is-draft", name in draft);
+            input.classList.toggle("is-pending", name in pending);
             input.disabled = !canChange;
             if (input.slider) input.slider.disabled = !canChange;
         }
         this.apply.disabled = !canChange || names.length === 0;
         this.reset.disabled = names.length === 0;
         say(this.why, canChange ? "" : "Read-only: the daemon was started without --http-token-file.");
-        this.drafted();
+        this.onPending();
         this.waits = false;
         clearTimeout(this.timer);
-        this.asked?.abort();
-        if (names.length) this.timer = setTimeout(() => this.preview(draft), STILL_MS);
+        this.controller?.abort();
+        if (names.length) this.timer = setTimeout(() => this.preview(pending), STILL_MS);
         else this.seen.replaceChildren(element("p", { class: "hint" }, !canChange ? "With a token, this shows the effect of changed limits on recent requests." : "Move a slider or type a number: the simulated effect on the last minutes is shown here before it is applied."));
     }
 
-    async preview(draft, using = token()) {
-        const asked = this.asked = new AbortController();
+    async preview(pending, using = token()) {
+        const controller = this.controller = new AbortController();
         this.seen.classList.add("is-old");
         try {
-            const told = await ask("POST", `${place(this.node)}/preview`, { body: draft, using, signal: asked.signal });
-            if (!asked.signal.aborted) this.seen.replaceChildren(...felt(told, draft, this));
+            const result = await ask("POST", `${place(this.node)}/preview`, { body: pending, using, signal: controller.signal });
+            if (!controller.signal.aborted) this.seen.replaceChildren(...previewTable(result, pending, this));
         } catch (error) {
-            if (asked.signal.aborted) return;
+            if (controller.signal.aborted) return;
             if (error.status === BUSY) {
-                this.timer = setTimeout(() => this.preview(draft), AGAIN_MS);
+                this.timer = setTimeout(() => this.preview(pending), AGAIN_MS);
                 return;
             }
             const needs = this.waits = error instanceof Refused && error.isAboutToken;
             this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? using ? `The token is wrong: ${error.message}` : "The preview needs the daemon's token." : error.message));
             if (needs) this.seen.append(element("button", { type: "button", onclick: () => this.enter() }, "Enter the token"));
-            if (error.status === SILENT) this.timer = setTimeout(() => this.preview(draft), LATER_MS);
+            if (error.status === SILENT) this.timer = setTimeout(() => this.preview(pending), LATER_MS);
         }
         this.seen.classList.remove("is-old");
     }
@@ -281,18 +281,18 @@ export class Limits {
     }
 
     /// Applies all changes together; asks for the token if there is none.
-    async send(draft, isUndo = false) {
-        const names = Object.keys(draft);
+    async send(pending, isUndo = false) {
+        const names = Object.keys(pending);
         if (!names.length || this.apply.disabled && !isUndo) return;
         const before = Object.fromEntries(names.map((name) => [name, this.value(name)]));
         const isPressed = [this.apply, this.back].includes(document.activeElement);
         try {
-            const told = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: draft, using }));
-            if (told === undefined || this.isStopped) return; // It was given up at the question for the token.
+            const updated = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: pending, using }));
+            if (updated === undefined || this.isStopped) return; // The dialog for the token was cancelled.
             // Shown until the stream reports the same.
-            Object.assign(this.node, told);
+            Object.assign(this.node, updated);
             for (const name of names) this.fields.get(name).value = this.typed(name, this.value(name));
-            this.lastDraft = {};
+            this.lastPending = {};
             this.write(this.node);
             for (const [name, input] of this.fields) if (input.slider) this.toSlider(name);
             this.changed();
@@ -301,7 +301,7 @@ export class Limits {
             // A disabled button loses the focus. The active element is no reliable sign: the stream may have reported
             // the change while the dialog for the token was open.
             if (isPressed) (isUndo ? this.fields.get(names[0]) : this.back).focus();
-            const text = names.map((name) => `${name} ${this.told(name, before[name])} → ${this.told(name, this.value(name))}`).join(", ");
+            const text = names.map((name) => `${name} ${this.settingText(name, before[name])} → ${this.settingText(name, this.value(name))}`).join(", ");
             this.result.className = "result";
             say(this.result, `In force: ${text}`);
         } catch (error) {
@@ -310,7 +310,7 @@ export class Limits {
         }
     }
 
-    told(name, value) {
+    settingText(name, value) {
         return value === 0 ? "none" : figures.exact(name, value);
     }
 
@@ -326,15 +326,15 @@ function round(value, isBytes) {
     return Math.round(value / unit / power) * power * unit;
 }
 
-/// Figures as recorded and under the draft.
-function felt(told, draft, of) {
-    const changes = Object.entries(draft).map(([name, value]) => `${name} ${of.told(name, of.value(name))} → ${typeof value === "number" ? of.told(name, value) : value}`).join(", ");
-    const { requests, seconds } = told ?? {};
-    const [now, then] = [told?.now ?? {}, told?.then ?? {}];
+/// Figures as recorded and with the pending values.
+function previewTable(result, pending, of) {
+    const changes = Object.entries(pending).map(([name, value]) => `${name} ${of.settingText(name, of.value(name))} → ${typeof value === "number" ? of.settingText(name, value) : value}`).join(", ");
+    const { requests, seconds } = result ?? {};
+    const [now, then] = [result?.now ?? {}, result?.then ?? {}];
     // The recording may be shorter than ten minutes, after more requests than it can hold.
     const span = typeof seconds !== "number" ? null : seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000);
     if (!requests) return [element("p", { class: "hint" }, `It had no requests ${span === null ? "lately" : `in the last ${span}`}, so there is nothing to simulate.`), element("p", { class: "hint" }, changes)];
-    const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
+    const rows = PREVIEW_ROWS.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
         const [one, other] = [show(now[key]), show(then[key])];
         const isBad = key !== "iops" && key !== "bps" && then[key] > now[key] * 1.1 && one !== other;
         return element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));

@@ -4,7 +4,7 @@
 // daemon that is starting): a new one is created then. A stream without messages for SILENT_MS counts
 // as disconnected although its connection is open.
 
-import { told } from "./api.js";
+import { errorMessage } from "./api.js";
 
 const STREAM = "/api/v1/stream";
 const SILENT_MS = 6000;
@@ -13,27 +13,27 @@ const AGAIN_MS = [500, 1000, 2000, 4000];
 
 /// Error message of the daemon, which `EventSource` does not expose.
 async function refusal() {
-    const asked = new AbortController();
+    const controller = new AbortController();
     try {
-        const answer = await fetch(STREAM, { signal: asked.signal, cache: "no-store", credentials: "omit" });
-        return answer.ok ? null : told(await answer.text());
+        const answer = await fetch(STREAM, { signal: controller.signal, cache: "no-store", credentials: "omit" });
+        return answer.ok ? null : errorMessage(await answer.text());
     } catch {
-        return null; // Nobody is there.
+        return null; // The daemon does not answer.
     } finally {
-        asked.abort();
+        controller.abort();
     }
 }
 
-/// Calls `heard(kind, told)` for each message, and `changed(isLive, sinceMs, why)` when the state changes;
-/// `why` is the daemon's message if it rejected the stream, else null.
-export function listen(heard, changed) {
+/// Calls `onMessage(kind, message)` for each message, and `onState(isLive, sinceMs, why)` when the state
+/// changes; `why` is the daemon's message if it rejected the stream, else null.
+export function listen(onMessage, onState) {
     let [source, isLive, lastMs, tries, reason] = [null, null, 0, 0, null];
     let opening = null;
 
-    const be = (live, why = null) => {
+    const setState = (live, why = null) => {
         if (live !== isLive || why !== reason) {
             [isLive, reason] = [live, why];
-            changed(live, live ? Date.now() : lastMs || Date.now(), why);
+            onState(live, live ? Date.now() : lastMs || Date.now(), why);
         }
     };
     const open = () => {
@@ -42,9 +42,9 @@ export function listen(heard, changed) {
         source = new EventSource(STREAM);
         for (const kind of ["overview", "delta", "event"]) source.addEventListener(kind, take);
         source.addEventListener("error", () => {
-            be(false, reason);
+            setState(false, reason);
             if (source.readyState === EventSource.CLOSED) {
-                refusal().then((why) => { if (!isLive) be(false, why); });
+                refusal().then((why) => { if (!isLive) setState(false, why); });
                 again();
             }
         });
@@ -54,13 +54,13 @@ export function listen(heard, changed) {
         try {
             message = JSON.parse(data);
         } catch {
-            return; // Cut off: what comes next says it again.
+            return; // Truncated: later messages contain the same state.
         }
         [lastMs, tries] = [Date.now(), 0];
         // Deltas are useless before an overview, which makes the stream live.
         if (type === "overview" || isLive) {
-            heard(type, message);
-            be(true);
+            onMessage(type, message);
+            setState(true);
         }
     };
     const again = () => {
@@ -72,7 +72,7 @@ export function listen(heard, changed) {
     open();
     setInterval(() => {
         if (isLive && Date.now() - lastMs > SILENT_MS) {
-            be(false);
+            setState(false);
             source.close();
             again();
         }

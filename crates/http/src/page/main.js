@@ -16,7 +16,7 @@ import { Tree, sums } from "./tree.js";
 const BETWEEN_MS = 100;
 
 const store = new Store();
-const announce = (text) => { part("said").textContent = text; };
+const announce = (text) => { part("announcement").textContent = text; };
 const token = new Token(store);
 const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere), () => part("filter").focus());
 const events = new Events(store, { choose: (key) => choose(key, true), announce });
@@ -187,14 +187,14 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => deta
 // Events.
 
 say(part("live"), "connecting");
-listen((kind, told) => {
+listen((kind, message) => {
     if (kind === "event") {
-        events.add(told);
+        events.add(message);
         return;
     }
-    if (kind === "delta") store.delta(told);
+    if (kind === "delta") store.delta(message);
     else {
-        store.overview(told);
+        store.overview(message);
         events.load();
         detail.again();
         const is = store.daemon.version ?? null;

@@ -22,32 +22,32 @@ export class Store {
 
     static key = (kind, name) => `${kind}/${name}`;
 
-    overview(told) {
+    overview(message) {
         this.nodes = new Map();
         this.devices = new Map();
-        this.daemon = told.daemon ?? {};
-        this.access = told.access ?? "read";
-        this.timeMs = told["time-ms"] ?? Date.now();
-        this.take("group", told.groups);
-        this.take("disk", told.disks);
-        this.takeDevices(told.devices);
+        this.daemon = message.daemon ?? {};
+        this.access = message.access ?? "read";
+        this.timeMs = message["time-ms"] ?? Date.now();
+        this.take("group", message.groups);
+        this.take("disk", message.disks);
+        this.takeDevices(message.devices);
         this.shape += 1;
     }
 
-    delta(told) {
-        this.timeMs = told["time-ms"] ?? this.timeMs;
-        this.take("group", told.groups);
-        this.take("disk", told.disks);
-        this.takeDevices(told.devices);
+    delta(message) {
+        this.timeMs = message["time-ms"] ?? this.timeMs;
+        this.take("group", message.groups);
+        this.take("disk", message.disks);
+        this.takeDevices(message.devices);
         for (const kind of ["group", "disk"]) {
-            for (const name of told.removed?.[`${kind}s`] ?? []) {
+            for (const name of message.removed?.[`${kind}s`] ?? []) {
                 this.shape += this.nodes.delete(Store.key(kind, name)) ? 1 : 0;
             }
         }
     }
 
-    take(kind, told) {
-        for (const members of told ?? []) {
+    take(kind, objects) {
+        for (const members of objects ?? []) {
             const key = Store.key(kind, members.name);
             const node = this.nodes.get(key);
             if (!node) {
@@ -61,8 +61,8 @@ export class Store {
         }
     }
 
-    takeDevices(told) {
-        for (const device of told ?? []) {
+    takeDevices(devices) {
+        for (const device of devices ?? []) {
             this.devices.set(device.name, Object.assign(this.devices.get(device.name) ?? {}, device));
         }
     }

@@ -63,8 +63,8 @@ export class Token {
         return this.question(act, "");
     }
 
-    question(act, said) {
-        say(this.wrong, said);
+    question(act, message) {
+        say(this.wrong, message);
         return new Promise((done, failed) => {
             this.ended = () => done(undefined);
             this.used = async (typed) => {

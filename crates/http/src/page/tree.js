@@ -323,17 +323,17 @@ class LimitCell {
 
     write(node, width) {
         const by = node.stopped ? null : held(node, true);
-        const told = node.stopped ? [["stopped"]] : by ? [[by.limit]] : figures.limitParts(node.limits);
-        const seen = JSON.stringify([by?.whose, told, width]);
+        const limits = node.stopped ? [["stopped"]] : by ? [[by.limit]] : figures.limitParts(node.limits);
+        const seen = JSON.stringify([by?.whose, limits, width]);
         if (seen === this.seen) return;
         this.seen = seen;
         const isSet = !by && !node.stopped;
         say(this.whose, by?.whose ? `${by.whose}: ` : "");
-        this.parts.replaceChildren(...told.flatMap((parts, at) => [
+        this.parts.replaceChildren(...limits.flatMap((parts, at) => [
             at > 0 ? ", " : "", ...parts.filter(Boolean).flatMap((part) => [element("span", {}, part), element("wbr")]),
         ]));
-        attribute(this.cell, "title", by ? binding(node) : told.length ? this.cell.textContent : null);
-        this.cell.toggleAttribute("data-none", told.length === 0);
+        attribute(this.cell, "title", by ? binding(node) : limits.length ? this.cell.textContent : null);
+        this.cell.toggleAttribute("data-none", limits.length === 0);
         this.cell.classList.toggle("is-set", isSet);
         this.cell.toggleAttribute("data-more", isSet && this.parts.scrollHeight > this.parts.clientHeight + 2);
     }
