@@ -439,8 +439,8 @@ impl Image {
         }
     }
 
-    /// Writes the metadata that the format holds in memory to the file, for a process on
-    /// the same host, which shares the page cache. Does not make guest data durable.
+    /// Writes the metadata that the format holds in memory to the file, for the new process of an
+    /// upgrade, which shares the page cache. Does not make guest data durable.
     pub async fn write_metadata_for_handover(&self) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),
@@ -457,7 +457,7 @@ impl Image {
         Ok(())
     }
 
-    /// See [`Storage::suspend`]. Must be the last step of handing the image over.
+    /// See [`Storage::suspend`]. The last step of the old process in an upgrade.
     pub async fn suspend_clusters(&self) -> Result<()> {
         for storage in self.files() {
             storage.suspend().await?;
@@ -488,7 +488,7 @@ impl Image {
         outcome
     }
 
-    /// Writes and flushes everything, so that another process can use the image.
+    /// Writes and flushes everything, so that another process can use the image in a handover.
     pub async fn hand_over(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.storage().flush().await,
@@ -503,7 +503,7 @@ impl Image {
         let to_open_error = |failure| open::open_error(name, &failure);
         for storage in self.files() {
             // Order: a cluster's lock protects the size that is read next. `take_over` below then
-            // reads metadata, which must not come from pages that were cached before the handover.
+            // reads metadata, which must not come from pages that were cached before.
             storage.resume(new_clients).await?;
             storage.refresh_size().await.map_err(|error| to_open_error(error.into()))?;
             storage.note_external_writes();

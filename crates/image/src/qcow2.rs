@@ -18,7 +18,7 @@
 //! - `check`: consistency check and repair of an image that is not open.
 //! - `snapshot`, `bitmap`: internal snapshots and dirty bitmaps.
 //! - `fuzzing`: entry points of the fuzz targets.
-//! - `handover`: temporary use by another process.
+//! - `handover`: use by several processes in turn.
 //! - `exclusive`: changes of the whole image while no request is in flight: `resize`,
 //!   `preallocate`, `backing`, and [`Qcow2Image::close`].
 //!

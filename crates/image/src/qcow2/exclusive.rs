@@ -50,8 +50,8 @@ impl Qcow2Image {
         }
     }
 
-    /// Writes everything for a process that shares the page cache. Of the last writes, only dirty
-    /// bitmaps are made durable. Neither process may use the image before
+    /// Writes everything for the new process of an upgrade, which shares the page cache. Of the
+    /// last writes, only dirty bitmaps are made durable. Neither process may use the image before
     /// [`Qcow2Image::take_over`].
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Temporary use of an image by another process, as by the destination of a live migration.
+//! Use of an image by several processes in turn: in a handover between hosts, and in an upgrade.
 //!
 //! ```text
 //!   open_for_handover ─► take_over ─► in use ─► hand_over ─► other process ─► take_over ─► …
@@ -20,8 +20,8 @@ use super::{
 use reactor::error::Result;
 
 impl Qcow2Image {
-    /// Writes all metadata, so that another process can take the image over. The image must not be
-    /// used before [`Qcow2Image::take_over`].
+    /// Writes all metadata, so that another process can use the image. This process must not use it
+    /// before [`Qcow2Image::take_over`].
     ///
     /// # Errors
     /// Errors of the file; the image then remains usable.
@@ -31,10 +31,10 @@ impl Qcow2Image {
         Ok(())
     }
 
-    /// Reads the tables that another process may have changed. No process may have used the image
-    /// since it was handed over or suspended; bitmaps recorded before that are still in memory.
-    /// Metadata that could not be written then, or that changed since, is written first: no other
-    /// process uses the image.
+    /// Reads the tables that another process may have changed. This process may not have used the
+    /// image since [`Qcow2Image::hand_over`] or [`Qcow2Image::write_for_handover`]; bitmaps
+    /// recorded before that are still in memory. Metadata that could not be written then, or that
+    /// changed since, is written first: no other process uses the image.
     ///
     /// # Errors
     /// [`OpenFailure`]; the previous process must then continue with the image.
@@ -70,7 +70,7 @@ impl Qcow2Image {
     }
 }
 
-/// Copy of a header without the parts that may change during a handover.
+/// Copy of a header without the parts that another process may change.
 fn invariant_parts(header: &Qcow2Header) -> Qcow2Header {
     Qcow2Header {
         size_bytes: 0,

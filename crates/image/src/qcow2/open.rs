@@ -96,7 +96,7 @@ pub enum OpenFailure {
     /// The image has an external data file that was not given.
     #[error("its external data file was not opened")]
     NoDataFile,
-    /// Another process replaced the image or its backing file during a handover.
+    /// Another process replaced the image or its backing file while it used the image.
     #[error("it was replaced, or has another backing file (open it again)")]
     Changed,
     /// The cache sizes do not suit the image.
@@ -226,7 +226,7 @@ impl Qcow2Image {
         let first = metadata_io::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
         let is_maintenance = matches!(purpose, Qcow2Purpose::Maintenance);
-        // During a handover the previous process may still change the corrupt and dirty bits;
+        // The process that uses the image now may still change the corrupt and dirty bits;
         // `take_over` reads and checks them again.
         let is_check_deferred = read_only || is_handover;
         check_openable(

@@ -1,4 +1,4 @@
-//! Bitmaps that record writes, from opening an image for writing to closing it or handing it over.
+//! Bitmaps that record writes, from opening an image for writing to its close, handover or upgrade.
 //!
 //! ```text
 //!               opened: bits are read    first change          closed: bits, then directory

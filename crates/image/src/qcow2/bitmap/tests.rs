@@ -28,9 +28,9 @@ enum BitmapTestStep {
     Reopen,
     /// Opened again without closing, as after a crash with everything flushed.
     Abandon,
-    /// Suspended for a handover; this process then resumes the image.
+    /// Written for an upgrade, which fails: this process continues with the image.
     Resume,
-    /// Suspended for a handover; another process continues with the image.
+    /// Written for an upgrade: another process continues with the image.
     HandOver,
     /// Another process opens the image, writes a range and closes it; this process then resumes it.
     UseElsewhere(u64, u64),
@@ -225,7 +225,7 @@ impl BitmapTestWorld {
                 let views = self.views_of(&next).await;
                 self.suspend().await;
                 replace(next.storage(), self.image.storage()).await;
-                next.take_over().await.expect("it was laid down");
+                next.take_over().await.expect("it was suspended");
                 self.image = next;
                 self.compare_views(&views).await;
             }
@@ -234,7 +234,11 @@ impl BitmapTestWorld {
                 let views = self.views_of(&self.image).await;
                 self.image.hand_over().await.expect("memory");
                 for view in &views {
-                    assert_eq!(view.marked(0, 1).await, Err(Error::SHUTDOWN), "it may be another one now");
+                    assert_eq!(
+                        view.marked(0, 1).await,
+                        Err(Error::SHUTDOWN),
+                        "another process may have replaced the bitmap"
+                    );
                 }
                 let other = open(copied(self.image.storage()).await, false).await;
                 let data = IoBuffer::copy_of(&vec![9; length as usize]).into();
@@ -255,7 +259,7 @@ impl BitmapTestWorld {
         self.models.iter_mut().for_each(|model| model.mark(at, length));
     }
 
-    /// Suspends the image for a handover; the file must then be the same as that of a closed image.
+    /// Writes the image for an upgrade; the file must then be the same as that of a closed image.
     async fn suspend(&mut self) {
         self.image.write_for_handover().await.expect("room");
         let file = copied(self.image.storage()).await;

@@ -54,8 +54,8 @@ pub struct BitmapView {
 enum BitmapSource {
     /// In the file.
     Stored { granularity_bits: u32, table: Vec<BitmapCluster> },
-    /// In memory, where writes add marks. Looked up by name for each query, because another
-    /// process may replace the bitmap during a handover.
+    /// In memory, where writes add marks. Looked up by name for each query, because another process
+    /// may replace the bitmap while it uses the image.
     Recorded,
 }
 
