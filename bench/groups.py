@@ -90,7 +90,9 @@ def storage_daemon(limits, disks, idle=0, file="driver=null-co,size=1073741824")
             ["throttle-group", f"id={GROUP}", *(f"x-{key}={value}" for key, value in limits.items())]
         )
         argv = ["qemu-storage-daemon", "--chardev", f"socket,id=qmp,path={monitor},server=on,wait=off"]
-        argv += ["--monitor", "chardev=qmp", "--nbd-server", "addr.type=fd,addr.str=3", "--object", group]
+        argv += ["--monitor", "chardev=qmp", "--object", group]
+        # By default at most a hundred clients are served.
+        argv += ["--nbd-server", "addr.type=fd,addr.str=3,max-connections=0"]
         for name in [*(disk.name for disk in disks), *(f"idle{number}" for number in range(idle))]:
             argv += ["--blockdev", f"driver=throttle,node-name={name},throttle-group={GROUP},{below}"]
         for disk in disks:

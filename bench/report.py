@@ -60,6 +60,12 @@ TITLES = {
     "disk_bytes": "for a disk",
     "status_s": "CPU/status",
     "tenfold": "10 × disks",
+    "server": "server",
+    "client_us": "client's CPU",
+    "connection_bytes": "for each",
+    "change_ms": "median",
+    "most_ms": "longest",
+    "change_us": "CPU/change",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -114,6 +120,12 @@ SHOW = {
     "disk_bytes": lambda value: f"{value / 1024:.1f} KiB",
     "status_s": "{:.2f} s".format,
     "tenfold": "× {:.1f}".format,
+    "server": "{:.0%}".format,
+    "client_us": "{:.1f} µs".format,
+    "connection_bytes": lambda value: f"{value / 1024:.1f} KiB",
+    "change_ms": "{:.3f} ms".format,
+    "most_ms": "{:.1f} ms".format,
+    "change_us": "{:,.0f} µs".format,
 }
 
 

@@ -36,6 +36,7 @@ import nbd
 import advise
 import ceph
 import fuse
+import growth
 import idle
 import imitation
 import inprocess
@@ -66,7 +67,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
-    watermark, simulate, advise, rude, watching, many_hosts, ceph,
+    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # Expected failures of a row: of a client, a server, a monitor, or a connection.

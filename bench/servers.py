@@ -211,9 +211,19 @@ def cpu_seconds(pid):
 
 
 def resident_bytes(pid):
-    """Resident memory of process `pid`, from /proc/PID/status."""
+    """Resident memory of process `pid`."""
+    return _status_bytes(pid, "VmRSS:")
+
+
+def most_resident_bytes(pid):
+    """Most resident memory of process `pid` since its start."""
+    return _status_bytes(pid, "VmHWM:")
+
+
+def _status_bytes(pid, key):
+    """A size in /proc/PID/status."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(key):
             return int(line.split()[1]) * 1024
     raise ServerFailed(f"process {pid}: /proc shows no resident memory; it has ended")
 
