@@ -3,8 +3,8 @@
 Independent clients, so that the figures can be repeated without weir. There is none for
 vhost-user-blk; weir's uses libblkio's driver, and is the same for all contenders.
 
-A sample is a dictionary with the results of one run: `iops`, `bytes_per_s` and `requests` of a
-load, `bytes_per_s` of a copy. Never starts a server; never compares samples.
+A sample is a dictionary with the results of one run: `iops`, `bytes_per_s`, `requests`, `p99_us`
+and `p999_us` of a load, `bytes_per_s` of a copy. Never starts a server; never compares samples.
 """
 
 import json
@@ -19,6 +19,10 @@ from pathlib import Path
 # duration: a stalled host may complete nothing in any period.
 LEAST, FEW = 4, 64
 MIB = 1 << 20
+# Start of concurrent loads that is not measured.
+RAMP_MS = 500
+# Percentiles of latencies, with their names in fio's JSON.
+PERCENTILES = {"p99_us": "99.000000", "p999_us": "99.900000"}
 
 
 class LoadFailed(Exception):
@@ -99,18 +103,35 @@ def fio(load, where, seconds):
     return counted(run([*fio_argv(load, where, seconds), "--output-format=json"], seconds + 300), where[-1])
 
 
+def jobs_of(out):
+    """The jobs in fio's JSON, which warnings may precede."""
+    return json.loads(out[out.index("{") :])["jobs"]
+
+
 def counted(out, where):
-    """Counts from fio's JSON, or JSON of the same form."""
-    job = json.loads(out[out.index("{") :])["jobs"][0]
+    """Counts and latencies from fio's JSON, or JSON of the same form."""
+    return figures_of(jobs_of(out)[0], where)
+
+
+def figures_of(job, where):
+    """Counts of one of fio's jobs, and its latencies if it has only reads or only writes."""
     both = [job["read"], job["write"]]
     requests = sum(way["total_ios"] for way in both)
     if job["error"] != 0 or requests == 0:
         raise LoadFailed(f"{requests} requests completed, error {job['error']} on {where}")
-    return {
+    counts = {
         "iops": sum(way["iops"] for way in both),
         "bytes_per_s": sum(way["bw_bytes"] for way in both),
         "requests": requests,
     }
+    used = [way for way in both if way["total_ios"]]
+    return counts | (latencies(used[0]) if len(used) == 1 else {})
+
+
+def latencies(way):
+    """The percentiles of one direction of a job, in microseconds."""
+    values = way["clat_ns"].get("percentile", {})
+    return {name: values[key] / 1000 for name, key in PERCENTILES.items() if key in values}
 
 
 def completions(load, where, seconds):
@@ -154,11 +175,24 @@ def in_total(jobs, seconds):
     for number, (load, uri) in enumerate(jobs):
         argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
                  f"--iodepth={load.depth}", *length(load, seconds)]  # fmt: skip
-    out = run(argv, seconds + 300)
-    job = json.loads(out[out.index("{") :])["jobs"][0]
+    job = jobs_of(run(argv, seconds + 300))[0]
     if job["error"] != 0 or job["read"]["total_ios"] == 0:
         raise LoadFailed(f"fio: {job['read']['total_ios']} reads completed, error {job['error']}")
     return {"iops": job["read"]["iops"], "requests": job["read"]["total_ios"]}
+
+
+def each(jobs, seconds):
+    """Runs several loads concurrently, started together; `jobs` are pairs of a load and its target
+    (`over_nbd`, `on_file`). Returns the figures of each, without those of the first half second,
+    when connections and bursts of limits are new.
+    """
+    argv = ["fio", "--norandommap", "--randrepeat=0", "--output-format=json"]
+    argv += [f"--ramp_time={RAMP_MS}ms"] if seconds else []
+    for number, (load, where) in enumerate(jobs):
+        argv += [f"--name=load{number}", *where, f"--rw={load.kind}", f"--bs={load.block_bytes}",
+                 f"--iodepth={load.depth}", *length(load, seconds)]  # fmt: skip
+    out = run(argv, seconds + 300)
+    return [figures_of(job, where[-1]) for job, (_, where) in zip(jobs_of(out), jobs, strict=True)]
 
 
 def nbdcopy_out(uri, size_bytes, connections=None):

@@ -23,8 +23,8 @@ import nbd
 import loads
 import servers
 from loads import Load
-from results import AtMost, Faster
-from rows import FREE, WEIR, Row, settle, under_load
+from results import AtMost, Cheaper, Faster
+from rows import WEIR, Row, settle, under_load
 
 QEMU = ("qemu-img native", "qemu-img io_uring")
 QEMU_NBD = ("qemu-nbd native", "qemu-nbd io_uring")
@@ -370,9 +370,11 @@ def _everywhere(kind, ram):
 def _over_nbd(kind, ram, free):
     requests_of = f"{kind}, depth 32, one connection, qcow2 over NBD"
     contenders = over_nbd(kind, ram, free)
+    faster = Faster(WEIR, 1.5, QEMU_NBD)
     if free:
-        return _random(f"nbd-{kind}-free", f"{requests_of}, not pinned", contenders, ram, FREE)
-    return _random(f"nbd-{kind}", requests_of, contenders, ram, (Faster(WEIR, 1.5, QEMU_NBD),))
+        targets = (faster, Cheaper(WEIR, 1.0, QEMU_NBD))
+        return _random(f"nbd-{kind}-free", f"{requests_of}, not pinned", contenders, ram, targets)
+    return _random(f"nbd-{kind}", requests_of, contenders, ram, (faster,))
 
 
 def _covering(part):

@@ -10,6 +10,9 @@ MIB = 1 << 20
 TITLES = {
     "iops": "IOPS",
     "cpu_us": "CPU/request",
+    "p99_us": "p99",
+    "p999_us": "p99.9",
+    "neighbour": "neighbour",
     "ns": "request",
     "slowest": "slowest",
     "bytes_per_s": "bytes/s",
@@ -70,6 +73,9 @@ TITLES = {
 SHOW = {
     "iops": "{:,.0f}".format,
     "cpu_us": "{:.1f} µs".format,
+    "p99_us": "{:,.0f} µs".format,
+    "p999_us": "{:,.0f} µs".format,
+    "neighbour": "{:,.0f}".format,
     "ns": "{:,.0f} ns".format,
     "slowest": "{:.2f} of mean".format,
     "bytes_per_s": lambda value: f"{value / 1e9:.2f} GB/s",

@@ -90,20 +90,35 @@ class Faster:
 
 
 @dataclass(frozen=True)
-class Cheaper:
-    """Target: a contender's `key` (CPU time per request) is at most `factor` times the best peer's.
-    """
+class Lower:
+    """Target: a contender's figure is at most `factor` times the best peer's, the lowest one."""
 
     contender: str
     factor: float
     peers: tuple
-    key: str = "cpu_us"
+    key: str
+
+    @property
+    def figure(self):
+        """The figure's name in the text of the target."""
+        return self.key
 
     def judge(self, results):
         peer = results.best(self.peers, self.key, largest=False)
         ratio = results.ratio(self.contender, peer, self.key)
-        target = f"CPU/request ≤ {self.factor:.2f} × {peer}"
+        target = f"{self.figure} ≤ {self.factor:.2f} × {peer}"
         return Verdict(target, f"{ratio:.2f} ×", ratio <= self.factor)
+
+
+@dataclass(frozen=True)
+class Cheaper(Lower):
+    """Target: a contender's CPU time per request is at most `factor` times the best peer's."""
+
+    key: str = "cpu_us"
+
+    @property
+    def figure(self):
+        return "CPU/request"
 
 
 @dataclass(frozen=True)

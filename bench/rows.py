@@ -21,14 +21,18 @@ DIRECT = "direct fio"
 QEMU = ("qemu-nbd native", "qemu-nbd io_uring")
 NBDKIT_FILE = ("nbdkit file",)
 NBDKIT_MEMORY = ("nbdkit memory", "nbdkit -t 1")
-# Targets of weir with the client placed by the kernel, as for users.
-FREE = (Faster(WEIR, 1.2, QEMU), Cheaper(WEIR, 1.0, QEMU))
+NBDKIT_CACHED = ("nbdkit file", "nbdkit -t 1")
+# Suffix of rows with the client placed by the kernel, as for users, and the same in titles.
+FREE = {False: ("", ""), True: ("-free", ", not pinned")}
+# Share of the bound for these rows, by kind of load.
+FREE_OF_DIRECT = {"randread": 0.75, "randwrite": 0.8}
 # Share of the bound that suffices if the peers are close to it themselves.
 NEAR_DIRECT = (0.80, DIRECT)
 # nbdcopy's defaults: requests of 256 KiB, 64 in flight.
 NBDCOPY_LOAD = Load("read", 64, block_bytes=256 * 1024)
 # Rates above any disk's: every request is charged and none waits.
 OUT_OF_REACH = ("--iops-total", "1000000000", "--bps-total", "100T")
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,14 @@ def with_processor_time(server, load):
 def under_load(server, load, seconds):
     """One sample of a random load on a running server."""
     return with_processor_time(server, lambda: loads.fio(load, loads.over_nbd(server.uri), seconds))
+
+
+def warm(disk):
+    """Writes back the file and reads all of it into the page cache."""
+    with open(disk, "rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        while file.read(MIB):
+            pass
 
 
 def on_file(setup, argv, use):
@@ -164,6 +176,31 @@ def random_memory(load):
     return contenders
 
 
+def cached(load):
+    """Servers on the raw file in the page cache under one load."""
+
+    def contenders(setup, _stack):
+        argvs = {
+            NBDKIT_CACHED[0]: servers.nbdkit_cached(setup.disk),
+            NBDKIT_CACHED[1]: servers.nbdkit_cached(setup.disk, "--threads=1"),
+        }
+        if setup.program:
+            weir = servers.weir(setup.program, setup.disk, "--format", "raw", "--cache", "writeback")
+            argvs = {WEIR: weir} | argvs
+
+        def on(argv):
+            def sample():
+                warm(setup.disk)
+                with servers.Server(argv) as server:
+                    return under_load(server, load, setup.seconds)
+
+            return sample
+
+        return {name: on(argv) for name, argv in argvs.items()}
+
+    return contenders
+
+
 def copy_file(setup, _stack):
     """nbdcopy of the raw file out of every server; and the disk itself, with the same pattern of
     reads.
@@ -185,14 +222,14 @@ def copy_memory(setup, stack):
     }
 
 
-def connections(depth):
+def connections(depth, free=False):
     """weir on the raw file with one connection and with four, each `depth` deep; the disk itself
     with four.
     """
 
     def contenders(setup, _stack):
         def use(number):
-            load = Load("randread", depth, connections=number)
+            load = Load("randread", depth, connections=number, free=free)
             return lambda server: under_load(server, load, setup.seconds)
 
         argv = servers.weir_file(setup.program, setup.disk)
@@ -221,10 +258,11 @@ def with_options(load, **options):
     return contenders
 
 
-def _of_price(name, title, what, without, free=False, **options):
+def _of_price(name, title, what, without, free, **options):
     """Cost of a feature that should be unnoticeable: 2 percent at most."""
     load = Load("randread", 32, free=free)
-    title = f"4 KiB randread, depth 32, memory: {title}"
+    suffix, placed = FREE[free]
+    name, title = f"{name}{suffix}", f"4 KiB randread, depth 32, memory: {title}{placed}"
     targets = (Faster(what, 0.98, (without,)),)
     # Two percent is close to the host's noise, hence more pairs.
     return Row(
@@ -233,32 +271,77 @@ def _of_price(name, title, what, without, free=False, **options):
 
 
 def _at_depth_32(kind, free):
-    targets = (
-        Faster(WEIR, 1.5, QEMU, cap=NEAR_DIRECT),
-        Faster(WEIR, 1.2, NBDKIT_FILE, cap=NEAR_DIRECT),
-        Cheaper(WEIR, 0.5, QEMU),
-    )
-    title = f"4 KiB {kind}, depth 32, one connection, raw file, cache none"
     if free:
-        load = Load(kind, 32, free=True)
-        return Row(f"file-{kind}-32-free", f"{title}, not pinned", random_file(load), FREE)
-    return Row(f"file-{kind}-32", title, random_file(Load(kind, 32)), targets)
+        targets = (
+            Faster(WEIR, 1.25, QEMU),
+            Faster(WEIR, FREE_OF_DIRECT[kind], (DIRECT,)),
+            Cheaper(WEIR, 1.0, QEMU),
+        )
+    else:
+        targets = (
+            Faster(WEIR, 1.5, QEMU, cap=NEAR_DIRECT),
+            Faster(WEIR, 1.2, NBDKIT_FILE, cap=NEAR_DIRECT),
+            Cheaper(WEIR, 0.5, QEMU),
+        )
+    suffix, placed = FREE[free]
+    title = f"4 KiB {kind}, depth 32, one connection, raw file, cache none{placed}"
+    return Row(f"file-{kind}-32{suffix}", title, random_file(Load(kind, 32, free=free)), targets)
 
 
-def _at_depth_1(kind):
-    title = f"4 KiB {kind}, depth 1, one connection, raw file, cache none"
-    return Row(f"file-{kind}-1", title, random_file(Load(kind, 1)), (Faster(WEIR, 1.5, QEMU),))
+def _in_memory_at_depth_32(free, factor, cost_factor):
+    suffix, placed = FREE[free]
+    return Row(
+        f"memory-randread-32{suffix}",
+        f"4 KiB randread, depth 32, one connection, memory{placed}",
+        random_memory(Load("randread", 32, free=free)),
+        (Faster(WEIR, factor, NBDKIT_MEMORY), Cheaper(WEIR, cost_factor, NBDKIT_MEMORY)),
+    )
+
+
+def _cached(kind, factor):
+    return Row(
+        f"cached-{kind}-32-free",
+        f"4 KiB {kind}, depth 32, one connection, raw file in the page cache, not pinned",
+        cached(Load(kind, 32, free=True)),
+        (Faster(WEIR, factor, NBDKIT_CACHED),),
+    )
+
+
+def _at_depth_1(name, title, contenders, *peers):
+    """The client is never pinned at depth 1."""
+    targets = [target for those in peers for target in (Faster(WEIR, 1.3, those), Cheaper(WEIR, 0.8, those))]
+    return Row(name, f"4 KiB {title}", contenders, tuple(targets))
+
+
+def _file_at_depth_1(kind):
+    title = f"{kind}, depth 1, one connection, raw file, cache none"
+    return _at_depth_1(f"file-{kind}-1", title, random_file(Load(kind, 1)), QEMU, NBDKIT_FILE)
+
+
+def _connections(depth, free):
+    suffix, placed = FREE[free]
+    return Row(
+        f"connections-{depth}{suffix}",
+        f"4 KiB randread, raw file, cache none: four connections against one, depth {depth} each{placed}",
+        connections(depth, free),
+        (Faster("four", 1.5, ("one",)),),
+        needs_weir=True,
+    )
 
 
 ROWS = (
     *(_at_depth_32(kind, free) for free in (False, True) for kind in ("randread", "randwrite")),
-    _at_depth_1("randread"),
-    _at_depth_1("randwrite"),
-    Row(
-        "memory-randread-32",
-        "4 KiB randread, depth 32, one connection, memory",
-        random_memory(Load("randread", 32)),
-        (Faster(WEIR, 1.4, NBDKIT_MEMORY), Cheaper(WEIR, 0.5, NBDKIT_MEMORY)),
+    _file_at_depth_1("randread"),
+    _file_at_depth_1("randwrite"),
+    _cached("randread", 1.5),
+    _cached("randwrite", 1.3),
+    _in_memory_at_depth_32(False, 1.4, 0.5),
+    _in_memory_at_depth_32(True, 2.0, 0.4),
+    _at_depth_1(
+        "memory-randread-1",
+        "randread, depth 1, one connection, memory",
+        random_memory(Load("randread", 1)),
+        NBDKIT_MEMORY,
     ),
     Row(
         "copy-memory",
@@ -274,38 +357,31 @@ ROWS = (
         (Faster(WEIR, 1.1, (*QEMU, *NBDKIT_FILE), key="bytes_per_s"),),
         columns=("bytes_per_s",),
     ),
-    Row(
-        "connections-32",
-        "4 KiB randread, raw file, cache none: four connections against one, depth 32 each",
-        connections(32),
-        (Faster("four", 1.5, ("one",)),),
-        needs_weir=True,
-    ),
-    Row(
-        "connections-1",
-        "4 KiB randread, raw file, cache none: four connections against one, depth 1 each",
-        connections(1),
-        (Faster("four", 1.5, ("one",)),),
-        needs_weir=True,
-    ),
-    _of_price(
-        "unreached-limit",
-        "limits set but never reached against none",
-        "limit",
-        "no limit",
-        no_limit=(),
-        limit=OUT_OF_REACH,
+    _connections(32, free=False),
+    _connections(32, free=True),
+    _connections(1, free=False),
+    *(
+        _of_price(
+            "unreached-limit",
+            "limits set but never reached against none",
+            "limit",
+            "no limit",
+            free,
+            no_limit=(),
+            limit=OUT_OF_REACH,
+        )
+        for free in (False, True)
     ),
     *(
         _of_price(
-            f"sandbox{suffix}",
-            f"in the sandbox against without it{more}",
+            "sandbox",
+            "in the sandbox against without it",
             "sandbox",
             "none",
             free,
             none=("--sandbox", "off"),
             sandbox=("--sandbox", "on"),
         )
-        for free, suffix, more in ((False, "", ""), (True, "-free", ", client not pinned"))
+        for free in (False, True)
     ),
 )

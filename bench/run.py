@@ -53,6 +53,7 @@ import rows
 import rude
 import shares
 import simulate
+import tails
 import vhost_user
 import waits
 import watching
@@ -67,7 +68,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
-    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth,
+    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth, tails,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # Expected failures of a row: of a client, a server, a monitor, or a connection.

@@ -263,6 +263,11 @@ def nbdkit_file(path, access):
     return ["nbdkit", "--foreground", "file", path, "cache=none", f"fadvise={access}"]
 
 
+def nbdkit_cached(path, *options):
+    """nbdkit's file plugin on a raw file in the page cache."""
+    return ["nbdkit", "--foreground", *options, "file", path]
+
+
 def nbdkit_memory(size, *options):
     """nbdkit's memory plugin, one contiguous allocation: faster than its default sparse array."""
     return ["nbdkit", "--foreground", *options, "memory", size, "allocator=malloc"]
