@@ -105,7 +105,7 @@ complete -o nospace -o bashdefault -o nosort -F _weir weir 2> /dev/null \
 /// Updates the files in the source tree that contain tables of keys.
 fn update_reference(reference: &Path) -> anyhow::Result<()> {
     write(&reference.join(schema::FILE), schema::text()?.as_bytes())?;
-    let document = reference.join(tables::FILE);
+    let document = reference.join(tables::DOCUMENT);
     let text = fs::read_to_string(&document).with_context(|| document.display().to_string())?;
     write(&document, tables::updated(&text)?.as_bytes())
 }
