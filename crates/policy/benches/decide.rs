@@ -111,6 +111,14 @@ fn busy(criterion: &mut Criterion) {
         let mut busy = SaturatedGroup::new(disks, 3, false);
         group.bench_function(BenchmarkId::new("three levels", disks), timed(|| busy.decide()));
     }
+    // 1000 of 10,000 members of a group wait. At most twice the time of 10 members, all of which
+    // wait (`busy/10`).
+    let mut busy = SaturatedGroup::new(1000, 1, false);
+    let host = busy.tree.parent(busy.disks[0]).unwrap();
+    for _ in 0..9000 {
+        busy.tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
+    }
+    group.bench_function(BenchmarkId::new("of 10000", 1000), timed(|| busy.decide()));
     group.finish();
 }
 
