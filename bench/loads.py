@@ -8,8 +8,10 @@ and `p999_us` of a load, `bytes_per_s` of a copy. Never starts a server; never c
 """
 
 import json
+import os
 import subprocess
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,33 @@ def run(argv, timeout_seconds):
     if done.returncode != 0:
         raise LoadFailed(f"{' '.join(argv)}: status {done.returncode}\n{done.stderr}{done.stdout}")
     return done.stdout
+
+
+def run_counted(argv, timeout_seconds):
+    """Runs a client to its end; returns its duration in seconds, and its usage of resources, as of
+    getrusage(2).
+    """
+    argv = [str(word) for word in argv]
+    with tempfile.TemporaryFile() as output:
+        start = time.monotonic()
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        # os.wait4 has no timeout.
+        timer = threading.Timer(timeout_seconds, process.kill)
+        timer.start()
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+            elapsed = time.monotonic() - start
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            timer.cancel()
+            # Only if the wait was interrupted.
+            process.kill()
+            process.wait()
+        if process.returncode != 0:
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+            raise LoadFailed(f"{' '.join(argv)}: status {process.returncode}\n{text}")
+    return elapsed, usage
 
 
 def placement(load):

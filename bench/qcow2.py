@@ -1,5 +1,4 @@
-"""Rows for qcow2: in-process (`weir bench` beside `qemu-img bench`), over NBD, converting, and
-opening.
+"""Rows for qcow2: in-process (`weir bench` beside `qemu-img bench`), over NBD, and opening.
 
 QEMU's tool creates every image, so that weir and QEMU work on the same file, and neither benefits
 from a different layout.
@@ -265,53 +264,6 @@ def over_nbd(kind, ram, free):
     return contenders
 
 
-def converting(*options, source_form="raw"):
-    """Converts the disk to qcow2 and removes the result. Each program with its best options."""
-
-    def contenders(setup, _stack):
-        target = setup.disk.with_name("converted.qcow2")
-        source = setup.disk if "-c" not in options else text_of(setup)
-        best = ["-m", 16, *([] if "-c" in options else ["-W"])]
-
-        def on(argv):
-            def sample():
-                try:
-                    start = time.monotonic()
-                    run([*argv, "-f", source_form, "-O", "qcow2", *options, source, target])
-                    return {"bytes_per_s": source.stat().st_size / (time.monotonic() - start)}
-                finally:
-                    target.unlink(missing_ok=True)
-
-            return sample
-
-        theirs = {
-            "qemu-img": on(["qemu-img", "convert", *best]),
-            "qemu-img -W": on(["qemu-img", "convert", "-m", 16, "-W"]),
-        }
-        ours = {WEIR: on([setup.program, "image", "convert", "-m", 16, "-W"])} if setup.program else {}
-        return ours | theirs
-
-    return contenders
-
-
-def text_of(setup):
-    """A file that compresses like documents: lines of numbers."""
-    size = min(setup.size_bytes, 256 * MIB)
-    path = setup.disk.with_name(f"text-{size // MIB}M.raw")
-    if not path.exists():
-        unfinished = path.with_suffix(".new")
-        with open(unfinished, "wb") as file:
-            number = 0
-            while file.tell() < size:
-                lines = b"".join(
-                    b"%d: %x\n" % (n, n * 2654435761 & 0xFFFFFFFF) for n in range(number, number + 50_000)
-                )
-                file.write(lines[: size - file.tell()])
-                number += 50_000
-        unfinished.rename(path)
-    return path
-
-
 def opening(setup, _stack):
     """Time from the start of a server of a 10 TiB image to the reply to its first read, and its
     memory then.
@@ -406,27 +358,6 @@ ROWS = (
         for free in (False, True)
         for ram in (True, False)
         for kind in ("randread", "randwrite")
-    ),
-    Row(
-        "qcow2-convert",
-        "convert from raw to qcow2, 16 requests in flight in any order",
-        converting(),
-        (Faster(WEIR, 1.2, ("qemu-img", "qemu-img -W"), key="bytes_per_s"),),
-        columns=("bytes_per_s",),
-    ),
-    Row(
-        "qcow2-convert-zlib",
-        "convert to compressed qcow2 (zlib)",
-        converting("-c"),
-        (Faster(WEIR, 1.2, ("qemu-img", "qemu-img -W"), key="bytes_per_s"),),
-        columns=("bytes_per_s",),
-    ),
-    Row(
-        "qcow2-convert-zstd",
-        "convert to compressed qcow2 (zstd)",
-        converting("-c", "-o", "compression_type=zstd"),
-        (Faster(WEIR, 1.2, ("qemu-img", "qemu-img -W"), key="bytes_per_s"),),
-        columns=("bytes_per_s",),
     ),
     Row(
         "qcow2-open",

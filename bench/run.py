@@ -38,6 +38,7 @@ import ceph
 import fuse
 import growth
 import idle
+import image_tool
 import imitation
 import inprocess
 import limits
@@ -68,7 +69,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
-    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth, tails,
+    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth, tails, image_tool,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # Expected failures of a row: of a client, a server, a monitor, or a connection.
