@@ -1,9 +1,12 @@
-"""Speed of `weir simulate`, and its distance from a real daemon.
+"""Speed and memory of `weir simulate`, and its distance from a real daemon.
 
 Speed: requests a second on one core, from the text of a trace to percentiles, with limits and
 without. The trace is weir's own CSV, of one disk under a limit that throttles about half of its
 requests, so that both paths through the simulation count. The time includes parsing, both
-simulations (before and after), the histograms, and the start of the program.
+simulations (before and after), the histograms, and the start of the program. With two disks, which
+have a limit each, a second core should double it.
+
+Memory: the peak with a trace, and with one that is ten times as long.
 
 Distance: a trace is simulated, and sent to a daemon at its times. A request that was sent late may
 complete as much later. tests/simulate.rs asserts that a daemon is never ahead of the simulation.
@@ -16,18 +19,22 @@ import random
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
+import loads
 import servers
 from loads import LoadFailed
-from results import AtLeast, AtMost
-from rows import WEIR, Row
+from results import AtLeast, AtMost, Faster, Lower
+from rows import WEIR, Row, cost
 
 # The project's target, on one core.
-TARGET_PER_S = 2_000_000
+TARGET_PER_S = 5_000_000
+# Factor for a second core, and for the memory of a trace that is ten times as long.
+TWO_CORES, MEMORY = 1.8, 1.1
 LIMIT = 1000
 # In each second: a burst at twice the limit for a fifth of it, then the remaining requests up to
 # the limit. A tenth of a second's worth is admitted at once, so 200 of the burst's 400 requests
@@ -41,6 +48,19 @@ REPLAY_LIMITS = (
 )  # fmt: skip
 APART_MS = 1
 STRIDE = 3 << 20
+REQUESTS = 10_000_000
+ONE, TWO = "one core", "two cores"
+SHORT, LONG = "1,000,000 requests", "10,000,000 requests"
+PATIENCE_SECONDS = 300
+# Starts a program and prints its peak memory in KiB. The kernel counts the memory of the process
+# that starts a program as the program's, so that a small one has to.
+PEAK = """
+import os, sys
+pid = os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
+_, status, usage = os.wait4(pid, 0)
+print("", usage.ru_maxrss)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
 # Much longer than a trace.
 REPLAY_PATIENCE_SECONDS = 120
 # The header of a request: the NBD specification, doc/proto.md.
@@ -53,12 +73,20 @@ def times_ns():
     return burst + [BURST * BURST_GAP_NS + number * REST_GAP_NS for number in range(REST)]
 
 
-def write_trace(path, seconds):
-    """Writes a thousand requests of 4 KiB a second; the file is deterministic and kept between
-    runs.
+def trace_of(setup, requests, disks=("vm1",)):
+    """Path of a trace with this number of requests, or a thousandth if the figures are not judged;
+    and that number. Each disk has a thousand requests of 4 KiB a second, at the same times as the
+    others. The file is deterministic and kept between runs.
     """
-    if path.exists():
-        return
+    seconds = requests // LIMIT // len(disks) // (1 if setup.seconds >= 1 else 1000)
+    path = setup.disk.parent / f"simulate-{len(disks)}x{seconds}.csv"
+    if not path.exists():
+        write_trace(path, seconds, disks)
+    return path, seconds * LIMIT * len(disks)
+
+
+def write_trace(path, seconds, disks):
+    """Writes that trace."""
     unfinished = path.with_suffix(".new")
     with open(unfinished, "w", encoding="ascii") as file:
         file.write("time_ns,disk,op,offset,length\n")
@@ -66,31 +94,52 @@ def write_trace(path, seconds):
             at = second * SECOND_NS
             ops = ("read", "write")
             file.writelines(
-                f"{at + time_ns},vm1,{ops[number % 2]},{(second * 7919 + number * 104_729) % 262_144 * 4096},4096\n"
+                f"{at + time_ns},{disk},{ops[number % 2]},{(second * 7919 + number * 104_729) % 262_144 * 4096},4096\n"
                 for number, time_ns in enumerate(times_ns())
+                for disk in disks
             )
     unfinished.rename(path)
 
 
-def contenders(setup, _stack):
+def argv_of(setup, trace, *options):
+    """The simulation of a trace under one limit for each disk."""
+    return [setup.program, "simulate", trace, "--iops-total", LIMIT, "--json", *options]
+
+
+def on_cores(cpus, argv, requests):
+    """One sample of a simulation on these processors."""
+    listed = ",".join(map(str, cpus))
+    elapsed, usage = loads.run_counted(["taskset", "--cpu-list", listed, *argv], PATIENCE_SECONDS)
+    return {"iops": requests / elapsed, "cpu_us": (usage.ru_utime + usage.ru_stime) * 1e6 / requests}
+
+
+def one_disk(setup, _stack):
     """The program alone, on one CPU."""
-    # Five million requests; ten thousand if the figures are not judged.
-    seconds = 5000 if setup.seconds >= 1 else 10
-    trace = setup.disk.parent / f"simulate-{seconds}.csv"
-    write_trace(trace, seconds)
-    argv = [setup.program, "simulate", trace, "--iops-total", str(LIMIT), "--threads", "1", "--json"]
-    requests = seconds * (BURST + REST)
+    trace, requests = trace_of(setup, REQUESTS)
+    cpus = sorted(os.sched_getaffinity(0))[:1]
+    return {WEIR: lambda: on_cores(cpus, argv_of(setup, trace, "--threads", 1), requests)}
 
-    def sample():
-        cpu = min(os.sched_getaffinity(0))
-        start = time.monotonic()
-        done = subprocess.run(["taskset", "-c", str(cpu), *argv], capture_output=True, text=True, check=False)
-        elapsed = time.monotonic() - start
-        if done.returncode != 0:
-            raise LoadFailed(done.stderr.strip())
-        return {"iops": requests / elapsed, "cpu_us": elapsed * 1e6 / requests}
 
-    return {WEIR: sample}
+def two_disks(setup, _stack):
+    """One trace of two disks, on one CPU and on two."""
+    trace, requests = trace_of(setup, REQUESTS, ("vm1", "vm2"))
+    cpus = sorted(os.sched_getaffinity(0))
+    argv = argv_of(setup, trace)
+    return {
+        name: lambda number=number: on_cores(cpus[:number], argv, requests)
+        for name, number in ((TWO, 2), (ONE, 1))
+    }
+
+
+def memory(setup, _stack):
+    """Peak memory of the program with a tenth of the trace, and with all of it."""
+
+    def on(requests):
+        trace, _ = trace_of(setup, requests)
+        argv = [sys.executable, "-I", "-S", "-c", PEAK, *argv_of(setup, trace)]
+        return lambda: {"resident_bytes": int(loads.run(argv, PATIENCE_SECONDS).split()[-1]) * 1024}
+
+    return {LONG: on(REQUESTS), SHORT: on(REQUESTS // 10)}
 
 
 def requests(count):
@@ -210,10 +259,26 @@ ROWS = (
     ),
     Row(
         "simulate-speed",
-        "weir simulate, a trace with half of its requests throttled, one core",
-        contenders,
+        "weir simulate, 10 million requests under one limit that throttles half of them, one core",
+        one_disk,
         (AtLeast(WEIR, TARGET_PER_S, "iops", "{:,.0f}".format),),
         needs_weir=True,
         rounds_factor=0.6,
+    ),
+    Row(
+        "simulate-two-devices",
+        "weir simulate, 10 million requests of two disks with a limit each: two cores against one",
+        two_disks,
+        (Faster(TWO, TWO_CORES, (ONE,)),),
+        needs_weir=True,
+        rounds_factor=0.6,
+    ),
+    cost(
+        "simulate-memory",
+        "weir simulate: peak memory with 10 million requests under one limit and with a tenth of them",
+        memory,
+        (Lower(LONG, MEMORY, (SHORT,), "resident_bytes"),),
+        columns=("resident_bytes",),
+        needs_weir=True,
     ),
 )
