@@ -40,6 +40,7 @@ import growth
 import idle
 import image_tool
 import imitation
+import in_guest
 import inprocess
 import limits
 import machine
@@ -61,6 +62,7 @@ import watching
 import watermark
 from etcd import DeadlineExceeded
 from front_end import NotServed
+from in_guest import GuestFailed
 from loads import LoadFailed
 from results import Results, Verdict
 from servers import ServerFailed
@@ -69,7 +71,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
-    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth, tails, image_tool,
+    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth, tails, image_tool, in_guest,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # Expected failures of a row: of a client, a server, a monitor, or a connection.
@@ -78,6 +80,7 @@ FAILURES = (
     DeadlineExceeded,
     ServerFailed,
     NotServed,
+    GuestFailed,
     qmp.CommandFailed,
     nbd.Error,
     OSError,
