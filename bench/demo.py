@@ -77,7 +77,7 @@ def drive(uri, directory):
     load = Load("randread", 32)
     argv = [
         *fio_argv(load, over_nbd(uri), SECONDS),
-        "--disable_clat=1", "--disable_slat=1", f"--write_lat_log={directory}/log",
+        "--disable_clat=1", "--disable_slat=1", f"--write_lat_log={directory}/completions",
         "--output-format=terse", "--terse-version=3", "--status-interval=1",
     ]  # fmt: skip
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as client:
@@ -89,7 +89,7 @@ def drive(uri, directory):
             raise
     if client.returncode != 0:
         raise LoadFailed(f"fio ended with {client.returncode}: {error}")
-    lines = Path(directory, "log_lat.1.log").read_text().splitlines()
+    lines = Path(directory, "completions_lat.1.log").read_text().splitlines()
     return [int(line.split(",", 1)[0]) for line in lines]
 
 

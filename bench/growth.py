@@ -24,8 +24,8 @@ from statistics import median
 
 import front_end
 import groups
+import hostile_clients
 import loads
-import rude
 import servers
 from groups import Disk
 from members import UNREACHED
@@ -58,7 +58,7 @@ class Client:
         self._poll = select.epoll()
         try:
             for export in exports:
-                connection = rude.negotiate(server, export.encode())
+                connection = hostile_clients.negotiate(server, export.encode())
                 # With a timeout, Python would wait for the socket before each call.
                 connection.setblocking(False)
                 self._connections.append(connection)
@@ -86,7 +86,7 @@ class Client:
         Does not read the replies' content. An error has a reply without data; it is then too short,
         and the load fails after a time.
         """
-        request = rude.request(rude.WRITE if writes else rude.READ, 0, 0, BLOCK_BYTES)
+        request = hostile_clients.request(hostile_clients.WRITE if writes else hostile_clients.READ, 0, 0, BLOCK_BYTES)
         requests = [(request + bytes(BLOCK_BYTES if writes else 0)) * count for count in range(depth + 1)]
         reply_bytes = REPLY_BYTES + (0 if writes else BLOCK_BYTES)
         buffer = bytearray(reply_bytes * depth)

@@ -37,6 +37,7 @@ import advise
 import ceph
 import fuse
 import growth
+import hostile_clients
 import idle
 import image_tool
 import imitation
@@ -52,7 +53,6 @@ import qcow2
 import qmp
 import report
 import rows
-import rude
 import shares
 import simulate
 import tails
@@ -71,7 +71,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
-    watermark, simulate, advise, rude, watching, many_hosts, ceph, growth, tails, image_tool, in_guest,
+    watermark, simulate, advise, hostile_clients, watching, many_hosts, ceph, growth, tails, image_tool, in_guest,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # Expected failures of a row: of a client, a server, a monitor, or a connection.

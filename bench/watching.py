@@ -25,7 +25,7 @@ from rows import WEIR, Row
 
 LOAD = Load("randread", 32)
 NONE, RECORDING, METRICS, ALL = WEIR, f"{WEIR}, recording", f"{WEIR}, metrics", f"{WEIR}, all"
-PAGE, RUDE = f"{WEIR}, page", f"{WEIR}, among rude ones"
+PAGE, HOSTILE = f"{WEIR}, page", f"{WEIR}, beside hostile clients"
 # A block is written at most a second after its first request.
 WRITTEN_SECONDS = 1.2
 # Prometheus scrapes every fifteen seconds by default.
@@ -248,7 +248,7 @@ def watching(recorded, measured, shown, name):
     return contenders
 
 
-def among_rude(setup, stack):
+def beside_hostile_clients(setup, stack):
     """weir's memory disk alone, and beside hostile observers of every kind."""
     daemon = stack.enter_context(Watched(setup, False, True, True, hanging_hook=True))
     loads.fill(daemon.uri, setup.disk)
@@ -260,7 +260,7 @@ def among_rude(setup, stack):
         with HostileObservers(daemon):
             return sample()
 
-    return {NONE: sample, RUDE: beside}
+    return {NONE: sample, HOSTILE: beside}
 
 
 def row(name, title, watched, recorded=False, measured=False, shown=False):
@@ -323,11 +323,11 @@ ROWS = (
     row("page", f"{STREAMS} pages open, and none", PAGE, shown=True),
     row("watched", "recorded, scraped and shown, and not", ALL, recorded=True, measured=True, shown=True),
     Row(
-        "rude-watchers",
+        "hostile-http-clients",
         f"4 KiB randread, depth 32, one connection, memory: {UNREAD} unread streams, "
         f"{SLOW_SCRAPERS} slow scrapers, wrong tokens, a hanging event hook; and without them",
-        among_rude,
-        (Faster(RUDE, KEPT, (NONE,)),),
+        beside_hostile_clients,
+        (Faster(HOSTILE, KEPT, (NONE,)),),
         columns=("iops", "cpu_us"),
         needs_weir=True,
         rounds_factor=2,

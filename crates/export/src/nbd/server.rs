@@ -673,8 +673,8 @@ impl NbdServer {
 }
 
 /// Memory of a connected idle client: buffers, tasks, and its entries in the tables. Measured by
-/// the row `rude-quiet` of the bench; a client that sends more is charged for its larger buffer
-/// (`USUAL_BYTES` in `receive_buffer.rs` of the crate `nbd`).
+/// the row `client-memory-idle` of the bench; a client that sends more is charged for its larger
+/// buffer (`USUAL_BYTES` in `receive_buffer.rs` of the crate `nbd`).
 pub const CONNECTION_BYTES: u64 = 12 << 10;
 
 /// Number of clients that a message names.

@@ -303,35 +303,35 @@ def _mib(value):
 
 ROWS = (
     cost(
-        "rude-quiet",
+        "client-memory-idle",
         "memory for each of 1000 clients: silent, and idle after negotiation",
         quiet,
         (AtMost(16 << 10, "silent_bytes", _kib, WEIR), AtMost(12 << 10, "idle_bytes", _kib, WEIR)),
         ("silent_bytes", "idle_bytes"),
     ),
     cost(
-        "rude-hurried",
+        "client-memory-after-disconnect",
         "memory kept after many short connections",
         hurried,
         (AtMost(20 * MIB, "kept_bytes", _mib, WEIR),),
         ("kept_bytes", "came"),
     ),
     cost(
-        "rude-crowd",
+        "accept-behind-silent-clients",
         "time until a client is served behind 300 silent ones",
         crowd,
         (AtMost(4, "start_s", "{:.1f} s".format, WEIR),),
         ("start_s",),
     ),
     cost(
-        "rude-halves",
+        "memory-partial-writes",
         "memory for 31 halves of 32 MiB writes; weir may use 256 MiB",
         halves,
         (AtMost(256 * MIB, "resident_bytes", _mib, WEIR),),
         ("resident_bytes",),
     ),
     cost(
-        "rude-stalled",
+        "stalled-writers",
         "10000 clients that each send 100 bytes of a 1 MiB write: loss of another disk's rate, and shutdown",
         stalled,
         (
@@ -343,14 +343,14 @@ ROWS = (
         needs_weir=True,
     ),
     cost(
-        "rude-flushes",
+        "flush-flood",
         "flushes that reach the device from a flood without written data; weir at 10 IOPS",
         flood,
         (AtMost(20, "flushes", "{:.0f}/s".format, WEIR),),
         ("flushes", "rate"),
     ),
     cost(
-        "rude-descriptors",
+        "descriptors-exhausted",
         "CPU time and log lines in 3 s without descriptors",
         exhausted,
         (AtMost(0.1, "cpu_share", "{:.1%}".format, WEIR), AtMost(10, "lines", "{:.0f}".format, WEIR)),
