@@ -13,7 +13,7 @@ use std::{
 
 use api::{DaemonStatus, IntervalLatency, RateStatus, TransferRate, WaitRate};
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
-use console::{CommandFailure, print, print_json};
+use console::{CommandFailure, print};
 
 use crate::client::{
     ControlClient,
@@ -39,7 +39,7 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
     let rates = earlier.map(|earlier| IntervalRates::between(&earlier, &report)).unwrap_or_default();
     let selection = StatusSelection::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
     if arguments.json {
-        return Ok(print_json(&selection.select(with_rates(report, &rates)))?);
+        return Ok(print(&(selection.select(with_rates(report, &rates)).to_indented_json() + "\n"))?);
     }
     let form = StatusForm { all: arguments.all, wide: arguments.wide };
     Ok(print(&tables::render(&report, &rates, &selection, form, stdout().is_terminal()))?)

@@ -96,7 +96,7 @@ impl<'a> StatusNode<'a> {
 
 impl DaemonReport {
     pub(crate) fn read(text: &str) -> Result<Self, serde_json::Error> {
-        let mut status: DaemonStatus = serde_json::from_str(text)?;
+        let mut status = DaemonStatus::from_json(text)?;
         // For the binary search in `group`.
         status.groups.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(Self { status, latencies: DiskRequestTimes::default() })

@@ -61,17 +61,15 @@ impl QmpTextCommand for QueryDaemonStatus {
             config: registry.config.as_ref().map(|path| path.display().to_string()),
             ..DaemonStatus::default()
         };
-        let text = if self.lists {
+        if self.lists {
             add_lists(&registry, &mut status);
-            to_raw_value(&status)
-        } else {
-            let mut summary = serde_json::to_value(status).expect("all keys are strings");
-            if let Some(members) = summary.as_object_mut() {
-                members.retain(|key, _| !DaemonStatus::LISTS.contains(&key.as_str()));
-            }
-            to_raw_value(&summary)
-        };
-        Ok(text.expect("all keys are strings"))
+            return Ok(status.to_json());
+        }
+        let mut summary = serde_json::to_value(status).expect("all keys are strings");
+        if let Some(members) = summary.as_object_mut() {
+            members.retain(|key, _| !DaemonStatus::LISTS.contains(&key.as_str()));
+        }
+        Ok(to_raw_value(&summary).expect("all keys are strings"))
     }
 }
 
