@@ -110,7 +110,7 @@ test-kernels: ## block devices in guests with Debian's own kernel (6.1 in Debian
 	$(CARGO) build --locked -p weir --bin weir
 	for kernel in $(KERNELS); do tests/guest/block-devices --full --kernel $$kernel "$(TARGET)/debug/weir" || exit; done
 
-bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict fails if a target is missed, BENCH="--rows 'file-*'" selects rows
+bench: ## weir and its peers side by side, as ratios (about 80 minutes); BENCH=--strict fails if a target is missed, BENCH="--rows 'file-*'" selects rows
 	@scripts/deps build clients guest
 	@scripts/etcd
 	$(RELEASE)

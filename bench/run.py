@@ -5,7 +5,7 @@ targets.
 Interleaved: A, B, C, C, B, A …, so that a slow minute of the host affects all contenders, and none
 always follows the same one. Read the ratios, not the numbers.
 
-    bench/run.py                                 everything, about 50 minutes
+    bench/run.py                                 everything, about 80 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
     bench/run.py --peers-only                    what the machine gives without weir
     bench/run.py --before OLD --rows 'file-*'    this build beside another one, without the peers
