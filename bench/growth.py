@@ -1,7 +1,7 @@
 """Rows for costs that must grow no faster than the work: many busy disks beside few, memory of a
 busy connection, and the change of one limit among thousands of groups.
 
-One client process serves all connections of a load, with `epoll`: fio needs a process for each, and
+One client process drives all connections of a load, with `epoll`: fio needs a process for each, and
 `weir bench` has one target. The client is on the first core, and weir has one worker, so that each
 has a core.
 
@@ -38,7 +38,7 @@ BLOCK_BYTES = 4 * KIB
 REPLY_BYTES = 16
 # A load without a reply for this time has failed.
 PATIENCE_SECONDS = 60
-# Clients of a daemon with all its disks are more than its default maximum.
+# A client for each disk is more than the default maximum of clients.
 DAEMON = {"workers": 1, "max-connections": 0}
 FEW, MANY = 32, 1000
 # Connections whose memory is measured, and requests in flight on each.
@@ -83,8 +83,8 @@ class Client:
         """Keeps `depth` requests in flight on each of the first `busy` connections; returns when
         all are answered. 0 seconds mean a few requests.
 
-        Does not read the replies' content. An error has a reply without data; it is then too short,
-        and the load fails after a time.
+        Does not read the replies' content. An error of a read has a reply without data; it is then
+        too short, and the load fails after a time. An error of a write is not noticed.
         """
         request = hostile_clients.request(hostile_clients.WRITE if writes else hostile_clients.READ, 0, 0, BLOCK_BYTES)
         requests = [(request + bytes(BLOCK_BYTES if writes else 0)) * count for count in range(depth + 1)]
@@ -128,7 +128,7 @@ def on_first_core(setup):
 
 
 def busy_disks(setup, stack):
-    """Few clients of a daemon with all disks, and of another such daemon, a client of each disk.
+    """Few clients of a daemon with all disks, and of another such daemon, a client for each disk.
 
     Two daemons, so that the few are not served beside many idle connections.
     """

@@ -1,8 +1,8 @@
 """Rows for the image tool: `weir image convert`, `compare` and `check` beside qemu-img.
 
 The image has 4 GiB: regions of 64 MiB with lines of text alternate with holes. Its qcow2 form is
-written by qemu-img, so that neither program benefits from its own layout. Compression with zlib
-takes long, so that row has 64 MiB of text without holes.
+written by qemu-img, so both programs read the same file. Compression with zlib takes long, so that
+row has 64 MiB of text without holes.
 
 All images are in a file system in memory: the programs are compared, not the disk. Each program
 runs with its defaults and with its best options; contenders called "direct" open images with

@@ -1,7 +1,7 @@
 """Rows for loads inside a virtual machine: its disk is a vhost-user-blk export of weir, or QEMU's own
 virtio-blk with an I/O thread, on the same raw file.
 
-Without KVM the machine is emulated, on one processor of the host: the guest takes most of the time,
+The machine is always emulated, on one processor of the host: the guest takes most of the time,
 and a ratio shows whether weir adds to it. One machine lives as long as a row, and each sample plugs
 its disk in, creates a file system, runs the load, and unplugs it. Time is the guest's, without the
 creation of the file system; the guest uses the host's clock. The guest is that of tests/guest: its
@@ -194,7 +194,7 @@ def _is_there():
 
 
 ROWS = (
-    _row("untar", "an emulated guest unpacks 2000 files (64 MiB) onto ext4, with a sync at the end", untar),
+    _row("untar", "an emulated guest unpacks 2000 files (62 MiB) onto ext4, with a sync at the end", untar),
     _row(
         "sqlite",
         "an emulated guest executes 1000 transactions of SQLite on ext4, each of which is durable",

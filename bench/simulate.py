@@ -4,7 +4,7 @@ Speed: requests a second on one core, from the text of a trace to percentiles, w
 without. The trace is weir's own CSV, of one disk under a limit that throttles about half of its
 requests, so that both paths through the simulation count. The time includes parsing, both
 simulations (before and after), the histograms, and the start of the program. With two disks, which
-have a limit each, a second core should double it.
+have a limit each, a second core adds at least four fifths.
 
 Memory: the peak with a trace, and with one that is ten times as long.
 
@@ -53,7 +53,7 @@ ONE, TWO = "one core", "two cores"
 SHORT, LONG = "1,000,000 requests", "10,000,000 requests"
 PATIENCE_SECONDS = 300
 # Starts a program and prints its peak memory in KiB. The kernel counts the memory of the process
-# that starts a program as the program's, so that a small one has to.
+# that starts a program as the program's, so a small process starts it.
 PEAK = """
 import os, sys
 pid = os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
