@@ -5,8 +5,9 @@
 //!   full avg10=0.00 avg60=0.10 avg300=0.90 total=4346621964
 //! ```
 //!
-//! Since Linux 4.20; with `psi=0` reading fails with EOPNOTSUPP. The CPU file has no `full` before
-//! 5.13. Source: Documentation/accounting/psi.rst.
+//! Since Linux 4.20. With `psi=0` reading io.pressure fails with EOPNOTSUPP, and newer kernels have
+//! no /proc/pressure. The file for the CPU has the same format, before 5.13 without `full`. Source:
+//! Documentation/accounting/psi.rst.
 
 use super::{UnknownFormat, count};
 
@@ -25,7 +26,7 @@ pub(crate) struct PressureStall {
 pub(crate) struct IoPressure {
     /// At least one task waited.
     pub(crate) some: PressureStall,
-    /// All runnable tasks waited.
+    /// All non-idle tasks waited at the same time.
     pub(crate) full: Option<PressureStall>,
 }
 

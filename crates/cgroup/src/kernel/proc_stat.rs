@@ -24,7 +24,7 @@ pub(crate) struct TaskStat {
     pub(crate) pid: i32,
     /// Up to 15 bytes, longer for kernel workers; newlines and backslashes appear as `\n` and `\\`.
     pub(crate) name: String,
-    /// `R` running, `S` sleeping, `D` waiting for I/O, and others.
+    /// `R` runnable, `S` sleeping, `D` in uninterruptible sleep (mostly I/O), and others.
     pub(crate) state: char,
     /// Parent's pid; 0 if it has no parent in this namespace.
     pub(crate) parent: i32,

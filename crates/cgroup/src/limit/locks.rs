@@ -6,6 +6,9 @@
 //!   cgroups.json.wanted  process about to steer, while it waits for another that gives way
 //!   cgroups.json.guard   `watch` and its guard: as long as either may still settle limits
 //! ```
+//!
+//! Steering is the continuous adjustment of io.max, for bursts, watermarks and limits of groups.
+//! Settling sets io.max to the rates without them (settling.rs), before or after a process steers.
 
 use std::{
     fs::{self, File},
@@ -26,8 +29,8 @@ const LOCK_ATTEMPTS: usize = 10;
 const GUARD_ATTEMPTS: usize = 500;
 /// Attempts while claiming: the process that gives way settles all limits first.
 const CLAIM_ATTEMPTS: usize = 150;
-/// Attempts before a change, which may wait for systemd. Settling waits less, because a limit must
-/// be in force within a second.
+/// Attempts before a change: the process that holds the lock may be waiting for systemd. Settling
+/// waits less, because a limit must be in force within a second.
 const CHANGE_ATTEMPTS: usize = 1500;
 const SETTLE_ATTEMPTS: usize = 25;
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -65,13 +68,14 @@ impl LockedLimitsFile {
     }
 }
 
+/// Writes a removed limits file again, unless another process has created one in the meantime.
 pub(crate) fn restore(path: &Path, limits_file: &LimitsFile) -> anyhow::Result<()> {
     let _unchanged = ChangeLock::take(path);
     if path.exists() { Ok(()) } else { limits_file.save(path) }
 }
 
-/// Locks the file while limits are settled: a concurrent change has already written to the kernel,
-/// but not yet to the file.
+/// Lock against changes while limits are settled: a change writes to the kernel before it writes to
+/// the file, so settling by the file would undo a change that is not saved yet.
 #[derive(Debug)]
 pub(super) struct ChangeLock(Option<Flock<File>>);
 
@@ -97,7 +101,8 @@ impl WatchLock {
         Ok(lock_with_retries(path, "watch", LOCK_ATTEMPTS)?.map(Self))
     }
 
-    /// Takes over from a process that steers for one command only, once it has given way.
+    /// Takes the lock over from `weir cgroup run`, which stops steering when another process waits;
+    /// `None` if it is still held after 3 s.
     pub(crate) fn claim(path: &Path) -> anyhow::Result<Option<Self>> {
         let _wanted = lock_with_retries(path, "wanted", LOCK_ATTEMPTS)?;
         Ok(lock_with_retries(path, "watch", CLAIM_ATTEMPTS)?.map(Self))
@@ -118,7 +123,8 @@ impl WatchLock {
 pub(crate) struct GuardLock(Flock<File>);
 
 impl GuardLock {
-    /// Waits up to 10 s for an earlier guard, whose settling would undo new grants.
+    /// Waits up to 10 s for an earlier guard to end: its settling would revoke bursts and quota
+    /// that the new watch grants.
     pub(crate) fn take(path: &Path) -> anyhow::Result<Self> {
         lock_with_retries(path, "guard", GUARD_ATTEMPTS)?.map(Self).with_context(|| {
             format!(
@@ -142,7 +148,8 @@ fn lock(path: &Path, kind: &str, operation: FlockArg) -> anyhow::Result<Option<F
     let name = PathBuf::from(name);
     let open = || -> std::io::Result<File> {
         fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
-        // Not readable by other users: flock(2) needs only an open file, of any mode.
+        // Other users must not be able to open the file: flock(2) also locks a file that is open
+        // only for reading.
         let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(&name)?;
         file.set_permissions(fs::Permissions::from_mode(0o600))?;
         Ok(file)
