@@ -6,9 +6,10 @@
 //!      …  ◄─────────────────────────────────┘
 //! ```
 //!
-//! In an open loop, a task takes the next due time and waits for it. While all tasks are busy,
-//! requests are late, and the queue needs no memory. Only the data path allocates for a request,
-//! and the clock is read once. Each reader has a separate position and separate tasks.
+//! In an open loop, a task takes the next due time from the schedule and waits for it. Requests
+//! that are late because all tasks are busy need no memory: the schedule generates their due times
+//! when a task is free. For each request, only the data path allocates, and the clock is read once.
+//! Each reader has a separate position and separate tasks.
 
 use std::{
     cell::{Cell, RefCell},
@@ -53,7 +54,7 @@ struct RunningJob {
     from: Instant,
     until: Instant,
     sent: Cell<u64>,
-    /// Number of due times that counted requests have taken. Each of these requests is sent, unless
+    /// Number of due times after the ramp that tasks have taken. Each leads to a request, unless
     /// the load ends first.
     scheduled: Cell<u64>,
     answered: Cell<u64>,
@@ -86,8 +87,8 @@ pub(crate) async fn run_job(
             task.await;
         }
     };
-    // Only an unresponsive target may be abandoned; a local request owns its buffer until it
-    // completes.
+    // Only a remote target is abandoned, because it may never complete a request. Requests to a
+    // local disk complete, and the kernel uses their buffers until then.
     let overdue = if run.target.may_never_answer() {
         run.job.stop.unless_overdue(all).await.is_none()
     } else {

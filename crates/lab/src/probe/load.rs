@@ -303,7 +303,7 @@ mod tests {
         // Windows of 100 ms with rates of 20, 30 or 40 per second; 29 on average.
         let figure = figure(LOAD, &marks(10, [2, 4, 2, 3, 2, 4, 3]));
         assert!((figure.rate - 20.0 / 0.7).abs() < 1e-9 && figure.spread > 0.5, "{figure:?}");
-        // Joined to three windows: 60, 40 and 60; the pause in one does not count.
+        // Joined to three windows: 60, 30 and 60; the pause in one does not count.
         let figure = super::figure(LOAD, &marks(10, [6, 6, 6, 0, 6, 6, 6]));
         assert!((figure.rate - 60.0).abs() < 1e-9, "{figure:?}");
     }

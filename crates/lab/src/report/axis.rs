@@ -4,8 +4,8 @@
 //!   values ─► low … high ─► ticks at 1, 2 or 5 × a power of ten ─► positions from 0 to 1, where plotters draws them
 //! ```
 //!
-//! plotters' own scales loop or panic on extreme spans (10³⁰⁰, or none), and a file from another
-//! source may contain any number. Values are therefore mapped to 0 to 1 first.
+//! The scales of the crate `plotters` loop or panic on extreme spans (0 or 10³⁰⁰), and a file from
+//! another source may contain any number. Values are therefore mapped to 0 to 1 first.
 
 use super::quantity;
 use crate::result::{ChartAxis, MeasureUnit};
@@ -21,7 +21,8 @@ const NARROW: f64 = 0.7;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ScaleEnds {
     Values,
-    /// At ticks, starting at zero (or a power of ten if logarithmic).
+    /// At ticks. A linear scale includes zero; a logarithmic one of at least [`NARROW`] decades
+    /// ends at powers of ten.
     Ticks,
 }
 
@@ -138,7 +139,7 @@ impl AxisScale {
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
         // Up to the requested number of steps, and a rounded step at each end; a single tick if
-        // steps vanish in rounding.
+        // steps vanish in rounding. More steps, or NaN, are rounding errors: no ticks.
         let count = if last - first <= (max_ticks + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
         (0..count)
