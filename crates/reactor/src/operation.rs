@@ -249,7 +249,7 @@ impl Durability {
     }
 }
 
-/// Writes the segments at `offset`; returns the number of bytes.
+/// Writes the segments, at most [`MAX_SEGMENTS`], at `offset`; returns the number of bytes.
 pub async fn write_at(
     fd: &Fd,
     segments: Segments,
@@ -358,8 +358,9 @@ async fn send_result(op: Sending) -> (io::Result<usize>, Segments) {
     (result.map(|count| count as usize), segments)
 }
 
-/// Bytes sent on a stream socket that are not delivered: for a Unix socket, those that the peer has
-/// not read.
+/// Bytes sent on a stream socket that are not delivered. For TCP: bytes that the peer has not
+/// acknowledged. For a Unix socket: memory of the data that the peer has not read, including the
+/// kernel's overhead, so it may exceed the bytes sent; 0 if the peer has read everything.
 ///
 /// # Errors
 /// As `ioctl(2)` with `SIOCOUTQ`; `ENOTTY` or `EOPNOTSUPP` for any other file.

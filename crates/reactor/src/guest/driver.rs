@@ -25,11 +25,11 @@ use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 
 /// Descriptors of a request: header, data, status (virtio 1.3 § 5.2.6).
 const DESCRIPTORS: usize = 3;
-/// Size of a ring in descriptors: QEMU's default for a disk is 128, and servers accept 1024 at
-/// most. Requests that do not fit wait in the driver.
+/// Size of a ring in descriptors: QEMU's default for vhost-user-blk is 128 (256 for virtio-blk),
+/// and servers accept 1024 at most. Requests that do not fit wait in the driver.
 const RING: std::ops::RangeInclusive<usize> = 128..=1024;
-/// Alignment of each slot in bytes: the largest logical block size of Linux block devices, for
-/// servers that pass the memory on to one.
+/// Alignment of each slot in bytes, for servers that pass the memory on to a block device: suffices
+/// for logical block sizes up to 4 KiB.
 const ALIGNMENT: usize = 4096;
 /// The driver's message for a connection that the server has closed in an orderly way.
 const CLOSED_MESSAGE: &str = "failed to receive vhost-user message";
@@ -80,6 +80,7 @@ pub struct DriverQueue {
     /// Addresses of slot 0 for reads and for writes.
     reads: usize,
     writes: usize,
+    /// Completions of the last [`DriverQueue::poll_completions`].
     taken: Box<[MaybeUninit<Completion>]>,
 }
 
@@ -166,7 +167,7 @@ fn driver_error(error: blkio::Error) -> io::Error {
     let kind = match io::Error::from_raw_os_error(number).kind() {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => ErrorKind::UnexpectedEof,
         _ if error.message() == CLOSED_MESSAGE => ErrorKind::UnexpectedEof,
-        // The error number belongs to a message that could not be sent.
+        // EPIPE or ECONNRESET from sending a message, which the driver reports only in its text.
         _ if ["(os error 32)", "(os error 104)"].iter().any(|end| error.message().ends_with(end)) => {
             ErrorKind::UnexpectedEof
         }
