@@ -1,6 +1,7 @@
 //! Errors of traces, with their location.
 //!
-//! An error repeats at most one terminal line of a file's content.
+//! An error quotes at most 60 bytes of a file's content, escaped: no line breaks, and no control
+//! sequences of a terminal.
 
 use std::io;
 
@@ -33,6 +34,7 @@ pub enum TraceError {
          {requests} requests before it are complete"
     )]
     Torn { file: String, requests: u64 },
+    /// Error of the whole file, or of several traces together, without a line.
     #[error("{file}: {why}")]
     Together { file: String, why: String },
 }
