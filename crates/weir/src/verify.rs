@@ -40,10 +40,11 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     let (interrupted, stop) = mpsc::channel();
     // The receiver is gone once the measurement has ended.
     SignalInterruption::watch(move || _ = interrupted.send(()), || {})?;
-    // The counters of a report are from a moment between the two times: `checker` uses both bounds.
     let mut client = ControlClient::reach(arguments.qmp)?;
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let started = Instant::now();
+    // The daemon reads the counters at some moment between request and response: `checker` uses
+    // both times as bounds.
     let query = |client: &mut ControlClient| -> Result<TimedReport, CommandFailure> {
         let asked_s = started.elapsed().as_secs_f64();
         let report = client.status()?;
@@ -95,7 +96,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     cut.map_or(printed, Err)
 }
 
-/// The given names, and the disks in such groups; `None` for all.
+/// The given names, and the disks of the groups among them; `None` if no names are given.
 fn selected_names(report: &DaemonReport, names: &[String]) -> Option<Vec<String>> {
     let is_in = |settings| report.groups_above(settings).iter().any(|group| names.contains(&group.name));
     let disks = report.disks.iter().filter(|disk| is_in(&disk.settings)).map(|disk| disk.name.clone());
