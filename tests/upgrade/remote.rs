@@ -96,7 +96,7 @@ fn server_without_multi_conn_prevents_the_upgrade() {
             assert!(
                 stderr.contains(
                     "disk disk: cannot be taken over (remove it with `weir disk remove`, or \
-                     restart weir): its image is at an NBD server"
+                     restart weir): its image is on an NBD server"
                 ),
                 "{stderr}"
             );

@@ -36,7 +36,7 @@ pub enum TraceError {
     Torn { file: String, requests: u64 },
     /// Error of the whole file, or of several traces together, without a line.
     #[error("{file}: {why}")]
-    Together { file: String, why: String },
+    Whole { file: String, why: String },
 }
 
 pub(super) fn shown(bytes: &[u8]) -> String {

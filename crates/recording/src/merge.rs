@@ -110,7 +110,7 @@ impl MergedTraces {
     /// A file cannot be opened, is not a trace, or the files cannot be merged.
     pub fn open(paths: &[PathBuf], options: &TraceOptions) -> Result<Self, TraceError> {
         let together =
-            |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };
+            |file: &str, why: &str| TraceError::Whole { file: file.to_owned(), why: why.to_owned() };
         if paths.iter().filter(|path| path.as_path() == Path::new("-")).count() > 1 {
             return Err(together("-", "standard input can be read only once"));
         }
@@ -124,7 +124,7 @@ impl MergedTraces {
     pub fn new(mut readers: Vec<TraceReader>, absolute_time: Option<bool>) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);
-            return Err(TraceError::Together { file: format!("{} traces", readers.len()), why });
+            return Err(TraceError::Whole { file: format!("{} traces", readers.len()), why });
         }
         let are_recordings = || readers.iter().all(|reader| reader.format == TraceFormat::Recording);
         let clock = match absolute_time {
@@ -246,7 +246,7 @@ impl MergedTraces {
             Err(error) => return Err(error),
         };
         for name in &reader.disks()[ids.len()..] {
-            let why = |why| TraceError::Together { file: reader.name().to_owned(), why };
+            let why = |why| TraceError::Whole { file: reader.name().to_owned(), why };
             // New names of this reader get their numbers in the merged traces.
             ids.push(self.disks.id(name.as_bytes()).map_err(why)?);
         }
@@ -266,7 +266,7 @@ pub fn share_clock(readers: &mut [TraceReader]) -> Result<u64, TraceError> {
              traces is unknown (leave out --absolute-time)",
             other.format.name()
         );
-        return Err(TraceError::Together { file: other.name().to_owned(), why });
+        return Err(TraceError::Whole { file: other.name().to_owned(), why });
     }
     // Reads ahead in each trace, but returns no record.
     let origin_ns = readers.iter_mut().filter_map(TraceReader::first_ns).min().unwrap_or(0);

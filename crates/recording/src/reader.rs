@@ -103,7 +103,7 @@ impl TraceReader {
         let file = lines.name().to_owned();
         if options.window > MAX_WINDOW {
             let why = format!("the window of {} records is above the largest, {MAX_WINDOW}", options.window);
-            return Err(TraceError::Together { file, why });
+            return Err(TraceError::Whole { file, why });
         }
         let ahead = lines.ahead()?;
         if ahead.trim_ascii().is_empty() {
@@ -265,7 +265,7 @@ impl TraceReader {
                 self.ended = true;
                 // Records that were read prove that the requested format is right.
                 let is_first = self.window.len() == 0 && self.origin_ns.is_none();
-                let is_content = matches!(error, TraceError::Line { .. } | TraceError::Together { .. });
+                let is_content = matches!(error, TraceError::Line { .. } | TraceError::Whole { .. });
                 self.failed = Some(match self.detected_format {
                     Some(seen) if is_first && is_content => {
                         format_mismatch(self.name(), self.format, seen, &error.to_string())
@@ -304,7 +304,7 @@ pub fn is_recording(lines: &mut LineReader, options: &TraceOptions) -> Result<bo
 fn format_mismatch(file: &str, requested: TraceFormat, seen: TraceFormat, why: &str) -> TraceError {
     let (requested, seen) = (requested.name(), seen.name());
     let why = format!("--format is {requested}, but the file looks like {seen} (leave --format out): {why}");
-    TraceError::Together { file: file.to_owned(), why }
+    TraceError::Whole { file: file.to_owned(), why }
 }
 
 /// Destination of parsed requests.

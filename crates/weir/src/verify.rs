@@ -60,14 +60,14 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
     findings.retain(|finding| is_wanted(&finding.name));
     let mut latencies = arguments.latency_p99.map(|max_p99| LatencyCheck::new(nanoseconds(max_p99)));
-    let mut count = |client: &mut ControlClient| -> Result<(), CommandFailure> {
+    let mut query_latencies = |client: &mut ControlClient| -> Result<(), CommandFailure> {
         let Some(latencies) = &mut latencies else { return Ok(()) };
         // The daemon counts latencies from the first such query, so the first answer starts the
         // count.
         latencies.add_histograms(client.latencies()?);
         Ok(())
     };
-    count(&mut client)?;
+    query_latencies(&mut client)?;
     let mut checker = GuaranteeChecker::new(arguments.wait_p99.map(nanoseconds));
     checker.add_report(first);
     let mut cut = None;
@@ -86,7 +86,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
             }
         }
     }
-    match count(&mut client) {
+    match query_latencies(&mut client) {
         Err(error) if cut.is_none() => return Err(error),
         _ => {}
     }

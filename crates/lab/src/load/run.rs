@@ -46,7 +46,7 @@ struct RunningJob {
     /// Data of a write, from [`RunningJob::first`] on, aligned for any device; empty for reads.
     content: Arc<[u8]>,
     first: usize,
-    course: OffsetGenerator,
+    offsets: OffsetGenerator,
     readers: Vec<LoadReader>,
     kinds: RefCell<fastrand::Rng>,
     schedule: Option<RefCell<ArrivalSchedule>>,
@@ -69,7 +69,7 @@ struct RunningJob {
 enum FlushState {
     NotDue,
     Due,
-    UnderWay,
+    InFlight,
 }
 
 pub(crate) async fn run_job(
@@ -118,7 +118,7 @@ impl RunningJob {
         let seed = load.pattern.random.unwrap_or_default();
         // Offsets are drawn by one generator, not by the tasks: their order does not depend on
         // completions.
-        let course =
+        let offsets =
             OffsetGenerator::new(load.pattern.clone(), load.block_bytes as u64, job.locality, job.part);
         let began = now();
         let from = began + job.ramp;
@@ -126,8 +126,8 @@ impl RunningJob {
         Self {
             first: content.as_ptr().align_offset(ALIGNMENT),
             content,
-            readers: course.readers(load.readers, job.part),
-            course,
+            readers: offsets.readers(load.readers, job.part),
+            offsets,
             // Independent of the seed of the offsets: the mix of reads and writes must not change
             // the offsets.
             kinds: RefCell::new(fastrand::Rng::with_seed(job.part.seed(!seed))),
@@ -179,7 +179,7 @@ impl RunningJob {
                     at = now();
                     // A flush without draining never blocks the writes, and its state is already
                     // reset.
-                    if self.flush.get() == FlushState::UnderWay {
+                    if self.flush.get() == FlushState::InFlight {
                         self.flush.set(FlushState::NotDue);
                     }
                     self.recorder.borrow_mut().answered(RequestKind::Flush, began, at);
@@ -241,10 +241,10 @@ impl RunningJob {
             // As in qemu-img bench: the flush covers every write before it.
             FlushState::Due if drain && self.in_flight.get() > 0 => return NextAction::Wait,
             FlushState::Due => {
-                self.flush.set(if drain { FlushState::UnderWay } else { FlushState::NotDue });
+                self.flush.set(if drain { FlushState::InFlight } else { FlushState::NotDue });
                 return NextAction::Flush;
             }
-            FlushState::UnderWay => return NextAction::Wait,
+            FlushState::InFlight => return NextAction::Wait,
         }
         let sent = self.sent.get();
         if sent == self.job.load.count {
@@ -264,7 +264,7 @@ impl RunningJob {
                 self.flush.set(FlushState::Due);
             }
         }
-        NextAction::Request { offset: self.course.next(reader), kind }
+        NextAction::Request { offset: self.offsets.next(reader), kind }
     }
 
     fn kind(&self) -> RequestKind {

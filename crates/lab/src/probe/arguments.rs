@@ -31,7 +31,7 @@ pub struct ProbeArgs {
     /// in total if the rate varies
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub(crate) seconds: u64,
-    /// Bytes to measure [default: 1G or a quarter of the free space; for a device, all]
+    /// Bytes to measure [default: 1G, at most a quarter of the free space; for a device, all]
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) size: Option<u64>,
     /// Do not measure writes; in a directory the file is still written

@@ -81,7 +81,7 @@ pub struct DriverQueue {
     reads: usize,
     writes: usize,
     /// Completions of the last [`DriverQueue::poll_completions`].
-    taken: Box<[MaybeUninit<Completion>]>,
+    completions: Box<[MaybeUninit<Completion>]>,
 }
 
 impl DriverDevice {
@@ -128,7 +128,7 @@ impl DriverDevice {
             stride,
             reads: region.addr + number * area,
             writes: region.addr + reads + number * area,
-            taken: (0..MAX_COMPLETIONS).map(|_| MaybeUninit::uninit()).collect(),
+            completions: (0..MAX_COMPLETIONS).map(|_| MaybeUninit::uninit()).collect(),
         };
         Ok(rings.into_iter().enumerate().map(queue).collect())
     }
@@ -215,8 +215,8 @@ impl DriverQueue {
     /// # Errors
     /// Fails if the server cannot be notified.
     pub fn poll_completions(&mut self, mut on_completion: impl FnMut(usize, i32)) -> io::Result<usize> {
-        let count = self.ring.do_io(&mut self.taken, 0, None, None).map_err(driver_error)?;
-        for completion in &self.taken[..count] {
+        let count = self.ring.do_io(&mut self.completions, 0, None, None).map_err(driver_error)?;
+        for completion in &self.completions[..count] {
             // SAFETY: the driver has written the first `count` completions.
             let completion = unsafe { completion.assume_init_ref() };
             on_completion(completion.user_data, -completion.ret);

@@ -183,7 +183,7 @@ fn mark(lines: &mut LineReader) -> Result<RecordingHeader, TraceError> {
                 "the recording has version {version}, but this weir reads only up to {VERSION} \
                  (use a newer weir)"
             );
-            Err(TraceError::Together { file: lines.name().to_owned(), why })
+            Err(TraceError::Whole { file: lines.name().to_owned(), why })
         }
         Some(mark) => Ok(mark),
         None => Err(damaged(lines, "the header of a recording is missing")),
@@ -204,5 +204,5 @@ fn frame(lines: &mut LineReader, length: usize) -> Result<Option<Vec<u8>>, Trace
 
 fn damaged(lines: &LineReader, why: &str) -> TraceError {
     let why = format!("{why} (the recording is damaged, or of another version)");
-    TraceError::Together { file: lines.name().to_owned(), why }
+    TraceError::Whole { file: lines.name().to_owned(), why }
 }
