@@ -22,8 +22,9 @@ use storage::{OpenError, PassedFile};
 
 /// Interval at which operations in flight in the kernel are checked. There is no notification.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// Timeout of each part of [`Disk::suspend`]: of cancelled requests' operations to end; and of
-/// servers to flush the last writes, or clusters to store them and release the lock.
+/// Timeout of each of the two waits in [`Disk::suspend`]. The first is for operations of cancelled
+/// requests. The second is for the storage: NBD servers flush the last writes, and Ceph clusters
+/// store them and release the lock.
 const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of [`Disk::close_own`]; the new process may wait meanwhile.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -173,8 +174,8 @@ impl Disk {
     /// another one. A disk with handover is then held, and the caller must release it by
     /// [`Disk::release`]. An RBD image waits for the cluster without a timeout, unless another
     /// process [can resume it](Disk::may_be_resumed_elsewhere). `new_clients` are the RBD clients
-    /// of another process that the disk was suspended for, but that must not use it: they are
-    /// [blocklisted](Disk::blocklist) first.
+    /// of the process that the disk was suspended for, if that process must not use the disk any
+    /// more. They are [blocklisted](Disk::blocklist) first.
     ///
     /// # Errors
     /// [`OpenError`]: the disk must not be used.
