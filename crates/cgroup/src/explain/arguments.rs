@@ -36,7 +36,7 @@ pub struct ExplainArgs {
     /// Maximum number of bytes on each I/O path
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = settings::size, requires = "measure")]
     pub(crate) size: u64,
-    /// Duration of each I/O path in seconds if the limit is enforced, from 1 to 60
+    /// Measure each I/O path with as many bytes as its limit admits in N seconds, from 1 to 60
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60), requires = "measure")]
     pub(crate) seconds: u64,
     #[command(flatten)]

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   explain --measure ──► weir cgroup load DIR          started, moved into the cgroup, then controlled
-//!        "direct-writes 4194304\n" ──► stdin
-//!                         stdout ──► {"bytes":4194304,"nanoseconds":1002003004}
+//!        {"direct-writes":{"bytes":4194304}} ──► stdin
+//!                                     stdout ──► {"bytes":4194304,"nanoseconds":1002003004,…}
 //! ```
 //!
 //! A separate process, because a cgroup contains whole processes and is charged with the pages
@@ -92,7 +92,7 @@ fn execute(directory: &Path, order: &LoadOrder, open_file: &mut Option<File>) ->
     match order {
         LoadOrder::DirectWrites { bytes } => {
             let file = unlinked_file(directory)?;
-            // A file without a name can only be reopened to get another flag.
+            // Reopened, because `tempfile` opens files without O_DIRECT.
             let file = reopen(&file, OFlag::O_DIRECT)?;
             timed(*bytes, None, |buffer, _| (&file).write_all(buffer))
         }
