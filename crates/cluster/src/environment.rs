@@ -24,7 +24,8 @@ fn read(clock: ClockId) -> Instant {
 /// Random number for identifiers and jitter.
 pub(super) fn random() -> u64 {
     let mut bytes = [0; 8];
-    // After a failure the buffer's content is used: uniqueness matters, not secrecy.
+    // A failure is ignored, and the number may then be 0: nothing here is secret, and two equal
+    // nonces matter only if a restored etcd reuses a revision or a number.
     let _ = openssl::rand::rand_bytes(&mut bytes);
     u64::from_ne_bytes(bytes)
 }
