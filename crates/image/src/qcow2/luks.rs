@@ -17,8 +17,8 @@
 //! The master key persists only in openssl's contexts, which wipe it; every copy made here is
 //! wiped when dropped.
 //!
-//! Never supports ciphers other than AES, for which openssl has no accelerated code: they are
-//! rejected by name.
+//! Supports AES only. openssl has no accelerated code for the other ciphers, which are rejected by
+//! name.
 //!
 //! Source: cryptsetup's "LUKS On-Disk Format Specification" 1.2.3. The embedding in qcow2
 //! (docs/interop/qcow2.rst, "Full disk encryption header pointer") was verified with images made
