@@ -11,11 +11,14 @@
 //! ```
 //!
 //! If the target applies to limited tenants as well, the lowest level that keeps it is chosen: it
-//! has the least capacity. Otherwise the highest: it does the least harm. In addition a group over
-//! the device is tried, whose limit makes requests wait where shares decide instead of in the
-//! device's queue: with higher weights for the unlimited tenants, which guarantee nothing, and with
-//! reservations for them. The plan that keeps the target with the least harm wins; at equal harm,
-//! the simplest. Disks of one group that keeps its limits get other weights in it.
+//! has the least capacity. Otherwise the highest is chosen: it does the least harm. The harm of a
+//! plan is the highest mean latency among the limited tenants.
+//!
+//! A group over the device is tried as well. Its limit makes requests wait in the group, where
+//! shares decide, instead of in the device's queue. The unlimited tenants get higher weights, which
+//! guarantee nothing, or reservations. The plan that keeps the target with the least harm wins; at
+//! equal harm, the simplest. If the disks are in one group with limits already, that group keeps
+//! its limits, and other weights are tried in it.
 //!
 //! The search uses the parts of the trace with late requests, at most [`MAX_SEARCHED`] requests,
 //! always of all disks. Its result is confirmed on the whole trace.
@@ -40,7 +43,7 @@ const LOWEST: f64 = 1e-3;
 const CLOSE: f64 = 1.02;
 /// Number of times that a plan failing on the whole trace is tightened, by a twentieth each.
 const TIGHTENINGS: usize = 6;
-/// Factor below which harm counts as less.
+/// A plan does less harm than another only if its harm is below this factor times the other's.
 const HARM_RATIO: f64 = 0.95;
 
 /// Settings for the tenants of a device.
@@ -76,7 +79,8 @@ struct TenantLoad {
     unit: ReservationUnit,
     /// Seconds of the whole device that a unit takes.
     unit_s: f64,
-    /// The smallest rate that its target needs alone; limits never exceed it.
+    /// The smallest rate without a burst at which the tenant alone keeps its target. A tenant whose
+    /// level admits this rate is not limited.
     steady: f64,
     /// Units of the whole trace, and seconds of the whole device.
     units: f64,
@@ -334,12 +338,14 @@ impl<'a> Neighbours<'a> {
         selected.map(|(_, result)| (result.late_in.clone(), result.requests_in.clone())).collect()
     }
 
-    /// True if all blocks are searched: only then do blocks represent days.
+    /// True if all blocks are searched. Otherwise they are selected by their late requests and are
+    /// no sample of the trace, so they give no confidence interval.
     fn is_all_searched(&self) -> bool {
         self.blocks.iter().all(|&is_in| is_in)
     }
 
-    /// Confidence interval of the level, over days made of similar hours.
+    /// Bootstrap confidence interval of the level: over days drawn from the blocks of the trace.
+    /// `None` if not all blocks are searched.
     fn interval(&mut self, level: f64, is_highest: bool) -> anyhow::Result<Option<ConfidenceInterval>> {
         if !self.is_all_searched() {
             return Ok(None);

@@ -34,7 +34,7 @@ const KIB: u64 = 1024;
 pub(super) struct RequestVolume {
     pub(super) requests: u64,
     pub(super) units: u64,
-    /// Maximum in one slot.
+    /// Maximum units in one slot of `SLOT_NS`.
     pub(super) peak: u64,
     /// Rate per second in the busiest hour, or tenth of a short trace.
     pub(super) busiest: f64,
@@ -71,8 +71,8 @@ fn size(limit: RateLimit) -> f64 {
     }
 }
 
-/// Searches the smallest limit for at least one request. `None` if it would exceed the largest
-/// valid limit.
+/// Searches for the smallest limit of these requests, of which there must be at least one. `None`
+/// if it would exceed the largest valid limit.
 pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
     arrivals: impl Fn() -> A,
     unit: ReservationUnit,
@@ -197,7 +197,7 @@ impl MeasuredRates {
         self.best.iter().min_by(|one, other| one.0.total_cmp(&other.0))
     }
 
-    /// Rates to measure next: between the neighbours of the best two.
+    /// Rates to measure next: around the smallest one that needs no burst, and around the cheapest.
     fn next(&self) -> Vec<f64> {
         let mut rates = Vec::with_capacity(2 * FINE);
         // Refines the boundary between insufficient and sufficient rates without a burst.
