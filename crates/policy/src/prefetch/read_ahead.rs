@@ -32,6 +32,7 @@ pub struct ReadAhead {
     pub(super) step: i64,
     pub(super) count: u64,
     pub(super) size_bytes: u64,
+    /// True until the stream has proven its use: the bytes are charged to the gate's credit.
     pub(super) on_trial: bool,
 }
 
@@ -49,8 +50,9 @@ impl ReadAhead {
 
     /// The ranges in the order in which they will be needed: whole blocks of the disk, not empty.
     ///
-    /// Whole blocks, because during a concurrent write a reader may get one part of a sector from
-    /// the cache and the rest from the image, and each sector must be either old or new.
+    /// Whole blocks, so that no range ends inside a sector. Otherwise a read during a write could
+    /// get a part of a sector from the cache and the rest from the image: neither the old sector
+    /// nor the new one.
     pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + use<> {
         let Self { first, length, step, count, size_bytes, .. } = *self;
         (0..count.cast_signed()).map(move |index| {

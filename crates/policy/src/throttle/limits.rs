@@ -181,7 +181,7 @@ impl RateLimit {
         let surplus_rate = (self.burst_rate - self.rate) as u128;
         let burst_units = self.burst_length_s as u128 * self.burst_rate as u128 * 1000;
         let ms = (burst_units + surplus_rate / 2) / surplus_rate;
-        // Both factors of a valid limit are bounded by `MAX_VALUE`.
+        // Only an invalid limit saturates: burst rate × burst length is at most `MAX_VALUE`.
         Some(if ms > u64::MAX as u128 { u64::MAX } else { ms as u64 })
     }
 }
@@ -350,7 +350,8 @@ pub struct InvalidLimit {
 /// Rules for limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitRule {
-    /// A total limit excludes a read or write limit of the same kind (this one, with its value).
+    /// A total limit excludes a read or write limit of the same unit (the other setting, with its
+    /// value).
     Excludes(LimitSetting, u64),
     /// `iops-size` needs a limit on operations.
     NeedsIops,
