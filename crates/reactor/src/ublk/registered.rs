@@ -1,9 +1,9 @@
-//! Data of a request in place: in the pages of the process that issued it, which the kernel has
-//! registered as a buffer of the ring that fetched the request, or at least makes available for
-//! copying.
+//! Data of a request in place: in the pages of its bio, such as pages of the page cache or of the
+//! process that issued it. The kernel registers them as a buffer of the ring that fetched the
+//! request, or at least makes them available for copying.
 //!
-//! It is valid until the request is completed. Code that only moves data between a file and the
-//! request uses the buffer's index, without a copy. Code that must read or change the data
+//! The data is valid until the request is completed. Code that only moves data between a file and
+//! the request uses the buffer's index, without a copy. Code that must read or change the data
 //! [takes](RegisteredData::copy_out) a copy, or [puts](RegisteredData::copy_in) one back.
 
 use std::{
@@ -129,7 +129,7 @@ impl RegisteredData {
     /// of bytes, 0 at the end of the file.
     ///
     /// # Errors
-    /// As `read(2)`; `EFAULT` if it is not a buffer of this thread's ring.
+    /// As `read(2)`; `EFAULT` if the data is not registered as a buffer of this thread's ring.
     pub async fn read_at(&self, fd: &Fd, filled: usize, offset: u64) -> io::Result<usize> {
         // For a registered kernel buffer, the address is an offset from its beginning.
         let (target, target_offset) = (types::Fd(fd.raw()), without_provenance_mut(filled));
@@ -171,7 +171,7 @@ impl RegisteredData {
         op.await.0.map(|count| count as usize)
     }
 
-    /// Memory of the data, for simulated storage.
+    /// Memory of the data, for simulated storage; `None` if the data can only be copied.
     pub fn place(&self) -> Option<&GuestBytes> {
         match &self.location {
             DataLocation::Simulated { place, is_registered: true, .. } => Some(place),
