@@ -84,7 +84,8 @@ impl SimulatedDevices {
     /// Starts a request and returns its completion time. Must be called in order of time.
     pub fn begin(&mut self, place: DevicePlacement, op: RequestOp, length: u64, now: u64) -> u64 {
         let mut end = now;
-        // A flush is not charged, as in the daemon, where the rate is above the delay.
+        // As in the daemon: the time of the rate and that of the delay below it overlap, and a
+        // flush is not charged.
         if let (Some(budget), Some(direction)) = (place.budget, op.direction()) {
             let bytes = if matches!(op, RequestOp::Read | RequestOp::Write) { length } else { 0 };
             let done = self.budgets[budget].charge(direction, bytes, of_budget(now));
@@ -104,7 +105,8 @@ impl SimulatedDevices {
     }
 }
 
-// A budget was idle before the trace begins, as the daemon's is, so it may catch up at once.
+// Shifted by the credit of an idle device, so that a budget begins the trace with this credit, as
+// the daemon's does.
 const fn of_budget(now: u64) -> Instant {
     Instant::from_nanos(now.saturating_add(IDLE_CREDIT_NS))
 }
@@ -174,7 +176,7 @@ const IDLE_LATENCY_S: f64 = 100e-6;
 /// Number of servers of a device that completes `iops` requests per second at `depth`.
 ///
 /// `weir probe` stores no latency, so a request is assumed to take [`IDLE_LATENCY_S`], or longer at
-/// low rates: a hard disk of 200 IOPS has one server, flash of 500,000 has 32.
+/// low rates. At a depth of 32, a hard disk of 200 IOPS has one server, flash of 500,000 has 32.
 pub fn server_count(iops: u64, depth: usize) -> usize {
     ((iops as f64 * IDLE_LATENCY_S).round() as usize).clamp(1, depth)
 }
