@@ -240,7 +240,7 @@ impl PackedLog {
         self.store_used(self.used, self.used);
     }
 
-    /// Logs that the chain of `slot` was put back.
+    /// Logs that the chain of `slot` was returned to the ring without being executed.
     pub(in super::super) fn put_back(&mut self, slot: u16) {
         self.prepend_to_free(slot);
         self.free = slot;
@@ -251,7 +251,7 @@ impl PackedLog {
     /// Appends the free list to the chain of `slot`.
     fn prepend_to_free(&self, slot: u16) {
         let last = self.cells.load_u16(at(slot, LAST), Ordering::Relaxed);
-        // A malicious front end that has changed it leaks entries of its queue.
+        // If a malicious front end has changed `LAST`, only its own queue loses free entries.
         if last < self.size {
             self.cells.store_u16(at(last, NEXT), self.free, Ordering::Release);
         }
