@@ -14,7 +14,8 @@
 //! attachment if a step fails or the caller is gone. An attachment is recorded in a directory that
 //! its keeper locks for its lifetime.
 //!
-//! Never touches a request, and never releases a device that is in use, unless forced.
+//! Is not in the data path: I/O requests go to the server. Never releases a device that is in use,
+//! unless forced.
 
 mod arguments;
 mod detach;
@@ -316,12 +317,12 @@ enum DeviceDaemon {
     None,
 }
 
-/// The named daemon, or the default one if it runs and has a config file: a daemon without one was
-/// started for its own disks and may end with a terminal.
+/// The daemon named by `--qmp` or the environment, or the default one if it runs and has a config
+/// file: a daemon without one was started for its own disks and may end with a terminal.
 ///
 /// # Errors
-/// If a daemon is required and makes no devices. It is required if it was named or has the `group`,
-/// whose limits only this daemon can enforce.
+/// If a daemon is required and makes no devices. It is required if `--qmp` names it, or if it has
+/// the `group`, whose limits only this daemon can enforce.
 fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<DeviceDaemon, CommandFailure> {
     let is_asked_for = qmp.is_some();
     let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());

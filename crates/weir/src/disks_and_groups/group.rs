@@ -81,7 +81,7 @@ pub(crate) struct GroupRemoveArgs {
     /// Name of the group
     #[arg(value_name = "NAME")]
     name: String,
-    /// Remove its cluster-wide limits; no host of the cluster may have the group
+    /// Remove its cluster-wide limits, if no host of the cluster has the group
     #[arg(long, conflicts_with_all = ["save", "config"])]
     cluster: bool,
     #[command(flatten)]
