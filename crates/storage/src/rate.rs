@@ -1,7 +1,7 @@
 //! A storage with the bandwidth of a slower device.
 //!
 //! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies
-//! below. `policy::device` decides when each request completes.
+//! below. `policy::device_model` decides when each request completes.
 //!
 //! The device is a **budget**. With `shared=NAME`, all storages with the same name in one
 //! [`RateBudgets`] share it: they are partitions of one imitated device, whose utilization a
@@ -299,7 +299,7 @@ mod tests {
             let read = spawn_joinable(async move { rate.read(0, IoBuffer::new(1 << 19)).await });
             sleep_until(at(1240)).await;
             // The device's work begins before the request, since an idle line may start in the past
-            // (`IDLE_CREDIT_NS` of `policy::device`).
+            // (`IDLE_CREDIT_NS` of `policy::device_model`).
             assert_eq!(budget.busy_time(now()), Duration::from_millis(250));
             read.await.expect("null");
             sleep_until(at(9000)).await;
