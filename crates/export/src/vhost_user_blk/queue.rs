@@ -278,9 +278,7 @@ impl VhostUserQueue {
                 }
                 let began = reactor::now();
                 self.wakeup.wait().await;
-                if in_flight == 0 {
-                    polling.record_sleep(reactor::now() - began);
-                }
+                polling.record_sleep(reactor::now() - began);
                 continue;
             }
             // Yields after each turn, so that a busy ring cannot starve the worker's other tasks.
