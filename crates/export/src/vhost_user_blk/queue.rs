@@ -262,17 +262,14 @@ impl VhostUserQueue {
             // Requests in front of a violation are valid and are executed.
             self.start(&mut batch, &mut spawner, Self::execute);
             let announced = self.announce_completions();
-            let taken = taken?;
-            let in_flight = self.in_flight.get();
-            let has_progress = taken > 0 || announced;
-            if has_progress {
+            if taken? > 0 || announced {
                 polling.record_progress();
-            }
             // With requests in flight, a completion wakes this task, and a driver that submits one
             // at a time submits nothing before: the ring is polled only after the last completion.
-            let is_done = !has_progress && (in_flight > 0 || !polling.should_poll(reactor::now()));
             // `enable_kicks` looks once more: a request added in between may come without a kick.
-            if is_done && !self.ring.borrow_mut().enable_kicks() {
+            } else if (self.in_flight.get() > 0 || !polling.should_poll(reactor::now()))
+                && !self.ring.borrow_mut().enable_kicks()
+            {
                 if self.taken.get() == 0 && self.kicks.get() >= MAX_FRUITLESS_KICKS {
                     self.device.warn_of_unshared_memory(self.number);
                 }
