@@ -19,6 +19,7 @@ mod activity;
 mod cluster;
 mod commands;
 mod status;
+mod status_json;
 
 pub use activity::*;
 pub use cluster::*;

@@ -6,7 +6,6 @@
 use std::{collections::BTreeMap, fmt};
 
 use serde::{Deserialize, Serialize};
-use serde_json::value::{RawValue, to_raw_value};
 
 /// Limits by the names of their options, in operations, bytes and seconds; those that are set.
 pub type LimitValues = BTreeMap<String, u64>;
@@ -51,33 +50,6 @@ impl DaemonStatus {
     /// Keys of the lists whose length grows with the number of disks. A client that needs none of
     /// them sends `lists: false`, and the response omits them.
     pub const LISTS: [&'static str; 4] = ["disks", "groups", "devices", "exports"];
-
-    /// Parses a response.
-    ///
-    /// Reading and writing are functions of this crate, not generic calls of its users, because a
-    /// status of 10,000 disks is 20 MB of JSON, and the control plane is built for size.
-    ///
-    /// # Errors
-    /// Fails if the text is no JSON object, or a key has a value of another type.
-    pub fn from_json(text: &str) -> serde_json::Result<Self> {
-        serde_json::from_str(text)
-    }
-
-    /// The response as JSON on one line.
-    ///
-    /// # Panics
-    /// Never: all keys are strings.
-    pub fn to_json(&self) -> Box<RawValue> {
-        to_raw_value(self).expect("all keys are strings")
-    }
-
-    /// The response as indented JSON.
-    ///
-    /// # Panics
-    /// Never: all keys are strings.
-    pub fn to_indented_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("all keys are strings")
-    }
 }
 
 /// A disk whose storage has not answered yet; the daemon retries.
