@@ -65,6 +65,14 @@ impl SaturatedGroup {
         {}
     }
 
+    /// Adds disks without requests to the group of the first one.
+    fn add_idle(&mut self, disks: u32) {
+        let group = self.tree.parent(self.disks[0]).unwrap();
+        for _ in 0..disks {
+            self.tree.add(Some(group), Limits::default(), NodeShare::default()).unwrap();
+        }
+    }
+
     fn decide(&mut self) {
         self.now += Duration::from_nanos(1_000_000_000 / IOPS);
         loop {
@@ -114,10 +122,7 @@ fn busy(criterion: &mut Criterion) {
     // 1000 of 10,000 members of a group wait. At most twice the time of 10 members, all of which
     // wait (`busy/10`).
     let mut busy = SaturatedGroup::new(1000, 1, false);
-    let host = busy.tree.parent(busy.disks[0]).unwrap();
-    for _ in 0..9000 {
-        busy.tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
-    }
+    busy.add_idle(9000);
     group.bench_function(BenchmarkId::new("of 10000", 1000), timed(|| busy.decide()));
     group.finish();
 }
@@ -127,10 +132,7 @@ fn idle(criterion: &mut Criterion) {
     for disks in [0, 10_000] {
         // At the limit, and below it, where requests are admitted at once.
         let mut busy = SaturatedGroup::new(1, 1, false);
-        let host = busy.tree.parent(busy.disks[0]).unwrap();
-        for _ in 0..disks {
-            busy.tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
-        }
+        busy.add_idle(disks);
         group.bench_function(BenchmarkId::new("at the limit", disks), timed(|| busy.decide()));
 
         let mut tree = ThrottleTree::<u32>::new(Instant::ZERO);
