@@ -29,6 +29,7 @@ import loads
 import servers
 from groups import Disk
 from members import UNREACHED
+from report import kib
 from results import AtMost, Cheaper, Faster
 from rows import WEIR, Row, cost, with_processor_time
 
@@ -228,10 +229,6 @@ def change(setup, stack):
     }
 
 
-def _kibibytes(value):
-    return f"{value / KIB:.1f} KiB"
-
-
 LEAF, HOST = (f"{what}, {LARGE[0]:,} groups" for what in ("leaf", "host"))
 IN_SMALL = f"leaf, {SMALL[0]} groups"
 ALL_BUSY, FEW_BUSY = (busy_name(WEIR, busy) for busy in (MANY, FEW))
@@ -250,7 +247,7 @@ ROWS = (
         "4 KiB requests, depth 16, null, 64 connections: memory for each besides its data in flight",
         connection_memory,
         tuple(
-            AtMost(64 * KIB, "connection_bytes", _kibibytes, f"{WEIR}, {kind}")
+            AtMost(64 * KIB, "connection_bytes", kib, f"{WEIR}, {kind}")
             for kind in ("reads", "writes")
         ),
         ("connection_bytes",),

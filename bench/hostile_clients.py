@@ -19,6 +19,7 @@ from pathlib import Path
 
 import servers
 from loads import LoadFailed
+from report import kib, mib
 from results import AtMost
 from rows import WEIR, cost
 
@@ -293,27 +294,19 @@ def exhausted(setup, _stack):
     return each(all_contenders(setup, "--max-connections", "0"), use, kills_peers=True)
 
 
-def _kib(value):
-    return f"{value / 1024:.1f} KiB"
-
-
-def _mib(value):
-    return f"{value / MIB:.1f} MiB"
-
-
 ROWS = (
     cost(
         "client-memory-idle",
         "memory for each of 1000 clients: silent, and idle after negotiation",
         quiet,
-        (AtMost(16 << 10, "silent_bytes", _kib, WEIR), AtMost(12 << 10, "idle_bytes", _kib, WEIR)),
+        (AtMost(16 << 10, "silent_bytes", kib, WEIR), AtMost(12 << 10, "idle_bytes", kib, WEIR)),
         ("silent_bytes", "idle_bytes"),
     ),
     cost(
         "client-memory-after-disconnect",
         "memory kept after many short connections",
         hurried,
-        (AtMost(20 * MIB, "kept_bytes", _mib, WEIR),),
+        (AtMost(20 * MIB, "kept_bytes", mib, WEIR),),
         ("kept_bytes", "came"),
     ),
     cost(
@@ -327,7 +320,7 @@ ROWS = (
         "memory-partial-writes",
         "memory for 31 halves of 32 MiB writes; weir may use 256 MiB",
         halves,
-        (AtMost(256 * MIB, "resident_bytes", _mib, WEIR),),
+        (AtMost(256 * MIB, "resident_bytes", mib, WEIR),),
         ("resident_bytes",),
     ),
     cost(

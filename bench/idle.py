@@ -18,6 +18,7 @@ from pathlib import Path
 import groups
 import loads
 import servers
+from report import kib, mib
 from results import AtMost, MedianAtMost
 from rows import WEIR, cost
 
@@ -206,7 +207,7 @@ ROWS = (
         "idle-exports",
         "1000 idle exports in one daemon",
         exports,
-        (AtMost(64 * MIB, "resident_bytes", lambda value: f"{value / MIB:.1f} MiB"), AtMost(1.0, "start_s", _seconds)),
+        (AtMost(64 * MIB, "resident_bytes", mib), AtMost(1.0, "start_s", _seconds)),
         ("start_s", "resident_bytes"),
         needs_weir=True,
     ),
@@ -227,7 +228,7 @@ ROWS = (
         "idle-qcow2",
         "2000 idle qcow2 images of 10 GiB: memory for each",
         images,
-        (AtMost(64 << 10, "disk_bytes", lambda value: f"{value / 1024:.1f} KiB", WEIR),),
+        (AtMost(64 << 10, "disk_bytes", kib, WEIR),),
         ("disk_bytes", "start_s"),
     ),
 )

@@ -10,7 +10,7 @@ Never writes to the images.
 
 from qcow2 import Image, bench_sample, path_of
 from results import Faster
-from rows import WEIR, Row, settle
+from rows import WEIR, Row, settle, warm
 
 # I/O methods by cache mode; Linux AIO works only past the page cache.
 QEMU = {
@@ -26,13 +26,6 @@ RATES = {"none": {1: 8_000, 8: 40_000, 64: 60_000}, "writeback": {1: 60_000, 8: 
 def count(setup, cache, depth):
     """Number of requests of a sample, at most the number of blocks."""
     return min(max(256, int(setup.seconds * RATES[cache][depth])), setup.size_bytes // BLOCK)
-
-
-def warm(path):
-    """Reads a file into the page cache."""
-    with open(path, "rb", buffering=0) as file:
-        while file.read(1 << 20):
-            pass
 
 
 def side_by_side(form, cache, depth):

@@ -7,6 +7,17 @@ import json
 
 MIB = 1 << 20
 
+
+def kib(value):
+    """A size in bytes as KiB."""
+    return f"{value / 1024:.1f} KiB"
+
+
+def mib(value):
+    """A size in bytes as MiB."""
+    return f"{value / MIB:.1f} MiB"
+
+
 TITLES = {
     "iops": "IOPS",
     "cpu_us": "CPU/request",
@@ -88,7 +99,7 @@ SHOW = {
     "start_s": "{:.2f} s".format,
     "end_s": "{:.2f} s".format,
     "connect_us": "{:.0f} µs".format,
-    "resident_bytes": lambda value: f"{value / MIB:.1f} MiB",
+    "resident_bytes": mib,
     "first": "{:.1%}".format,
     "second": "{:.1%}".format,
     "third": "{:.1%}".format,
@@ -102,9 +113,9 @@ SHOW = {
     "second_mbps": "{:.2f} MB/s".format,
     "total_mbps": "{:.2f} MB/s".format,
     "proportion": "{:.2f}".format,
-    "silent_bytes": lambda value: f"{value / 1024:.1f} KiB",
-    "idle_bytes": lambda value: f"{value / 1024:.1f} KiB",
-    "kept_bytes": lambda value: f"{value / MIB:.1f} MiB",
+    "silent_bytes": kib,
+    "idle_bytes": kib,
+    "kept_bytes": mib,
     "came": "{:,.0f}".format,
     "flushes": "{:,.1f}".format,
     "cpu_share": "{:.1%}".format,
@@ -124,13 +135,13 @@ SHOW = {
     "growth": "{:.2f}".format,
     "add_us": "{:,.0f} µs".format,
     "status_us": "{:,.0f} µs".format,
-    "disk_bytes": lambda value: f"{value / 1024:.1f} KiB",
+    "disk_bytes": kib,
     "status_s": "{:.2f} s".format,
     "cpu_s": "{:.3f} s".format,
     "tenfold": "× {:.1f}".format,
     "server": "{:.0%}".format,
     "client_us": "{:.1f} µs".format,
-    "connection_bytes": lambda value: f"{value / 1024:.1f} KiB",
+    "connection_bytes": kib,
     "change_ms": "{:.3f} ms".format,
     "most_ms": "{:.1f} ms".format,
     "change_us": "{:,.0f} µs".format,
