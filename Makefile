@@ -178,7 +178,7 @@ lint: ## checks of CI: formatting, warnings, scripts that do not parse, prose, c
 	@scripts/deps build
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	$(CARGO) clippy --locked -p weir --test e2e -- -D warnings
+	$(CARGO) clippy --locked --workspace --test e2e -- -D warnings
 	@scripts/lint-scripts
 	@scripts/lint-prose
 	@scripts/lint-commits
