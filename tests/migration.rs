@@ -426,7 +426,10 @@ fn loss_of_target_or_etcd_during_migration_loses_nothing() {
     let scratch = Scratch::new();
     let mut etcd = EtcdServer::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
-    let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\niops-total = 1000\n", text(&image));
+    let section = format!(
+        "[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\ngroup = \"small\"\niops-total = 1000\n",
+        text(&image)
+    );
     let a = MigrationHost::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
     a.io(&["write -P 5 0 4k"]);
     let begin = || {
@@ -435,12 +438,15 @@ fn loss_of_target_or_etcd_during_migration_loses_nothing() {
         assert!(offer["described"]["filled"]["levels"].is_array(), "{offer}");
         // Neither host serves the disk, and its image is unlocked.
         assert_eq!(a.disk("vm"), None);
+        // A failed migration adds the disk to its group again.
+        assert_contains(&a.run(&["group", "remove", "small"]).fails(), &["'small' is in use"]);
         qemu_io(["-f", "raw"], ["read -P 5 0 4k"], &image);
         moving
     };
     // The target dies.
     let outcome = begin().join().unwrap();
     assert_contains(&outcome.stderr(), &["ghost has not claimed it within 20 s; it is served here again"]);
+    assert_eq!(a.disk("vm").unwrap()["group"], "small");
     assert_eq!(etcd.control(&["get", OFFERED]).succeeds(), "");
     a.io(&["read -P 5 0 4k"]);
     // etcd fails: after its return the disk is served by the source.

@@ -385,8 +385,11 @@ impl Registry {
         {
             return Err(RegistryError::HasMembers { group: name.to_owned(), member });
         }
-        // An unavailable disk enters its group once it opens, so it counts as a member.
-        if let Some(member) = self.disks.unavailable_member_of(name) {
+        // An unavailable disk enters its group once it opens, and a disk whose migration fails
+        // enters it again, so both count as members.
+        let disks = &self.disks;
+        let member = disks.unavailable_member_of(name).or_else(|| disks.migrating_member_of(name));
+        if let Some(member) = member {
             return Err(RegistryError::HasMembers { group: name.to_owned(), member });
         }
         self.groups.remove(name);

@@ -43,15 +43,15 @@ pub(crate) async fn migrate(registry: &Rc<Registry>, request: MigrationRequest) 
         request.disk,
         request.to
     );
-    registry.disks.get(&request.disk)?;
-    // Reserves the name on this host until the end of the task below, also across its removal.
-    let is_first = registry.disks.migrating.borrow_mut().insert(request.disk.clone());
+    let group = registry.disks.get(&request.disk)?.disk.throttle().group();
+    // Reserved until the end of the task below, also across the removal of the disk.
+    let is_first = registry.disks.begin_migration(&request.disk, group.as_ref().map(|group| group.name()));
     ensure!(is_first, "disk {}: it is already being migrated (wait for that)", request.disk);
     let (done, outcome) = async_channel::bounded(1);
     let registry = Rc::clone(registry);
     reactor::spawn(async move {
         let result = migrate_to_target(&registry, &cluster, &request).await;
-        registry.disks.migrating.borrow_mut().remove(&request.disk);
+        registry.disks.end_migration(&request.disk);
         if let Err(error) = &result {
             tracing::warn!(disk = request.disk, to = request.to, "the disk was not migrated: {error:#}");
         }

@@ -42,11 +42,11 @@ async fn handle_offer(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, 
         return;
     }
     // An offer may arrive twice after an interruption of etcd.
-    if !registry.disks.migrating.borrow_mut().insert(disk.clone()) {
+    if !registry.disks.begin_migration(disk, None) {
         return;
     }
     let taken = take_disk(registry, cluster, &offered).await;
-    registry.disks.migrating.borrow_mut().remove(disk);
+    registry.disks.end_migration(disk);
     match taken {
         Ok(Ok(())) => tracing::info!(%disk, %from, "the disk was migrated here"),
         Ok(Err(why)) => {
@@ -197,9 +197,9 @@ pub(super) async fn open_disk(
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
     // `add_disk` rejects names of disks that are being migrated; this disk is the exception.
-    registry.disks.migrating.borrow_mut().remove(disk);
+    registry.disks.end_migration(disk);
     let added = registry.add_disk(running);
-    registry.disks.migrating.borrow_mut().insert(disk.to_owned());
+    registry.disks.begin_migration(disk, None);
     added?;
     if let Err(error) = registry.check_device_of(disk) {
         let _ = registry.remove_disk(disk).await;

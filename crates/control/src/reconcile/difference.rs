@@ -242,7 +242,8 @@ impl PlanDifference {
         let mut all_members = registry.members();
         for name in &self.old_groups {
             let members = all_members.remove(&Arc::as_ptr(&registry.groups.get(name)?)).unwrap_or_default();
-            if let Some(member) = members.into_iter().find(|member| !leaves(member, name)) {
+            let member = members.into_iter().find(|member| !leaves(member, name));
+            if let Some(member) = member.or_else(|| registry.disks.migrating_member_of(name)) {
                 bail!(RegistryError::HasMembers { group: name.clone(), member });
             }
         }

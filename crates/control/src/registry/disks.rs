@@ -21,8 +21,9 @@ pub struct DiskRegistry {
     lower_node_names: RefCell<BTreeSet<String>>,
     /// Removed disks that are being closed.
     closing: RefCell<Vec<String>>,
-    /// Disks that are being migrated to or from another host. Their names are reserved.
-    pub(crate) migrating: RefCell<BTreeSet<String>>,
+    /// Disks that are being migrated to or from another host, with the names of their groups. The
+    /// names of both are reserved: a migration that fails adds the disk to its group again.
+    migrating: RefCell<BTreeMap<String, Option<String>>>,
     /// Disks of the config whose storage did not answer yet.
     pub unavailable: RefCell<BTreeMap<String, Rc<UnavailableDiskEntry>>>,
     /// Disks that are being added: see [`Registry::begin_adding`](super::Registry::begin_adding).
@@ -81,7 +82,7 @@ impl DiskRegistry {
 
     /// True if the name belongs to a disk, open or not, or to a node below one.
     pub(super) fn has_name(&self, name: &str) -> bool {
-        let is_moving = self.migrating.borrow().contains(name);
+        let is_moving = self.migrating.borrow().contains_key(name);
         self.listed.contains(name) || is_moving || self.is_lower_node(name) || self.is_unavailable(name)
     }
 
@@ -120,7 +121,7 @@ impl DiskRegistry {
     pub(crate) fn unlisted_operation(&self) -> Option<(String, &'static str)> {
         let first = |set: &RefCell<BTreeSet<String>>| set.borrow().first().cloned();
         let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
-        let moving = || first(&self.migrating).map(|name| (name, "moved"));
+        let moving = || self.migrating.borrow().keys().next().cloned().map(|name| (name, "moved"));
         closing.or_else(moving).or_else(|| first(&self.incomplete).map(|name| (name, "added")))
     }
 
@@ -141,6 +142,28 @@ impl DiskRegistry {
             .iter()
             .find(|(name, entry)| **name != disk && entry.reserved_endpoints().contains(wanted));
         found.map(|(name, _)| name.clone())
+    }
+
+    /// Reserves the names of a disk and its group until [`DiskRegistry::end_migration`]. False if
+    /// the disk is being migrated already.
+    pub(crate) fn begin_migration(&self, disk: &str, group: Option<&str>) -> bool {
+        let mut migrating = self.migrating.borrow_mut();
+        let is_first = !migrating.contains_key(disk);
+        if is_first {
+            migrating.insert(disk.to_owned(), group.map(str::to_owned));
+        }
+        is_first
+    }
+
+    pub(crate) fn end_migration(&self, disk: &str) {
+        self.migrating.borrow_mut().remove(disk);
+    }
+
+    /// Name of a disk that is being migrated, and of this group.
+    pub(crate) fn migrating_member_of(&self, group: &str) -> Option<String> {
+        let migrating = self.migrating.borrow();
+        let member = migrating.iter().find(|(_, of)| of.as_deref() == Some(group));
+        member.map(|(name, _)| name.clone())
     }
 
     pub(super) fn unavailable_member_of(&self, group: &str) -> Option<String> {
