@@ -215,19 +215,24 @@ impl ImageCopy {
             ExtentKind::Data => Some(self.read(start, (end - start) as usize).await?),
             ExtentKind::Zero | ExtentKind::Below => None,
         };
-        // Waits after the read: reads overlap, writes do not.
+        let mut parts = self.parts(start..end, data);
+        // Waits after the read: reads overlap.
         if self.options.in_order && !self.write_order.wait(number).await {
             return Ok(());
         }
-        match data {
-            None => self.zero(start, end - start).await?,
-            Some(data) if self.options.sparse == 0 => self.write(start, data).await?,
-            Some(data) => self.write_parts(start, data).await?,
+        let last = parts.pop();
+        for part in parts {
+            self.write_part(part).await?;
+        }
+        // Clusters are allocated in the order in which writes start, so the next item may start
+        // before the last write of this one has ended.
+        let last = async { if let Some(part) = last { self.write_part(part).await } else { Ok(()) } };
+        if self.options.in_order {
+            self.write_order.start(last).await?;
+        } else {
+            last.await?;
         }
         self.progress.advance(end - start);
-        if self.options.in_order {
-            self.write_order.advance();
-        }
         Ok(())
     }
 
@@ -254,22 +259,34 @@ impl ImageCopy {
         data
     }
 
-    async fn write_parts(&self, offset: u64, mut data: IoBuffer) -> anyhow::Result<()> {
-        // The source may store zeroes as data, which its block status does not show.
-        let parts = zero::parts(&data, offset, self.options.grain, self.options.sparse);
-        let mut at = offset;
-        for (range, is_data) in parts {
-            let rest = data.split_off(range.len());
-            let length = range.len() as u64;
+    /// Divides an item into data and zeroes that have to be written. The source may store zeroes as
+    /// data, which its block status does not show.
+    fn parts(&self, range: Range<u64>, data: Option<IoBuffer>) -> Vec<(Range<u64>, Option<IoBuffer>)> {
+        let mut data = match data {
+            Some(data) if self.options.sparse > 0 => data,
+            data => return vec![(range, data)],
+        };
+        let mut at = range.start;
+        let mut parts = Vec::new();
+        for (part, is_data) in zero::parts(&data, at, self.options.grain, self.options.sparse) {
+            let rest = data.split_off(part.len());
+            let end = at + part.len() as u64;
             if is_data {
-                self.write(at, data).await?;
+                parts.push((at..end, Some(data)));
             } else if !self.options.target_is_zero {
-                self.zero(at, length).await?;
+                parts.push((at..end, None));
             }
             data = rest;
-            at += length;
+            at = end;
         }
-        Ok(())
+        parts
+    }
+
+    async fn write_part(&self, (range, data): (Range<u64>, Option<IoBuffer>)) -> anyhow::Result<()> {
+        match data {
+            Some(data) => self.write(range.start, data).await,
+            None => self.zero(range.start, range.end - range.start).await,
+        }
     }
 
     async fn write(&self, offset: u64, data: IoBuffer) -> anyhow::Result<()> {

@@ -1,8 +1,9 @@
-//! Order of writes: tasks on several threads read ahead and write one after another. After a
-//! failure no further task writes.
+//! Order of writes: tasks on several threads read ahead, and start their writes one after another.
+//! After a failure no further task writes.
 
 use std::{
-    future::poll_fn,
+    future::{Future, poll_fn},
+    pin::pin,
     sync::{Mutex, PoisonError},
     task::{Poll, Waker},
 };
@@ -31,8 +32,16 @@ impl WriteOrder {
         .await
     }
 
-    pub(super) fn advance(&self) {
+    /// Starts the write of the task whose turn it is, lets the next task start, and waits for the
+    /// write's end.
+    pub(super) async fn start<T>(&self, write: impl Future<Output = T>) -> T {
+        let mut write = pin!(write);
+        let ended = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
         self.change(|state| state.next += 1);
+        match ended {
+            Poll::Ready(output) => output,
+            Poll::Pending => write.await,
+        }
     }
 
     pub(super) fn end(&self) {
