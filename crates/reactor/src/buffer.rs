@@ -25,6 +25,7 @@ mod segments;
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     cell::RefCell,
+    num::NonZeroUsize,
     ops::{Deref, DerefMut, Range},
     ptr::NonNull,
     rc::Rc,
@@ -33,6 +34,8 @@ use std::{
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
 };
+
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
 pub use self::segments::{GuestCopies, ReadTarget, Segment, Segments, guest_copies};
 
@@ -43,6 +46,9 @@ pub const ALIGNMENT: usize = 4096;
 const MIN_CLASS: u32 = 12;
 const MAX_CLASS: u32 = 25;
 const CLASSES: usize = (MAX_CLASS - MIN_CLASS + 1) as usize;
+/// Blocks of up to 16 KiB (2^14) are parts of a slab.
+const MAX_SLAB_CLASS: u32 = 14;
+const SLAB_BYTES: usize = 64 << 10;
 
 /// Maximum memory that a thread keeps for reuse, in bytes. Deep queues of small requests fit;
 /// bursts of huge ones are returned to the allocator.
@@ -83,29 +89,82 @@ pub fn trim() {
     }
 }
 
-/// One allocation. Freed when its last [`IoBuffer`] is dropped, unless the pool keeps it.
+/// Memory of a buffer. Freed when its last [`IoBuffer`] is dropped, unless the pool keeps it.
 struct BufferBlock {
     memory: NonNull<u8>,
     layout: Layout,
+    /// The mapping that it is a part of; `None` if it is an allocation.
+    slab: Option<Arc<BufferSlab>>,
+}
+
+/// A mapping of [`SLAB_BYTES`] that small blocks of one size share. An allocator needs two pages for
+/// an aligned block of one page, because its header is in the page before. A slab needs one page for
+/// each block that was used.
+struct BufferSlab {
+    memory: NonNull<u8>,
+}
+
+// SAFETY: plain memory without thread affinity, which only the blocks access.
+unsafe impl Send for BufferSlab {}
+// SAFETY: as above; the slab itself is never accessed.
+unsafe impl Sync for BufferSlab {}
+
+impl BufferSlab {
+    fn new() -> Arc<Self> {
+        let length = NonZeroUsize::new(SLAB_BYTES).expect("a constant above zero");
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice replaces nothing.
+        let mapping = unsafe {
+            mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_PRIVATE)
+        };
+        let layout = Layout::from_size_align(SLAB_BYTES, ALIGNMENT).expect("a constant power of two");
+        let memory = mapping.unwrap_or_else(|_| handle_alloc_error(layout));
+        Arc::new(Self { memory: memory.cast() })
+    }
+
+    /// The blocks of a new slab.
+    fn blocks(class: u32) -> impl Iterator<Item = BufferBlock> {
+        let slab = Self::new();
+        let layout = block_layout(class);
+        (0..SLAB_BYTES).step_by(layout.size()).map(move |start| BufferBlock {
+            // SAFETY: `start` is inside the mapping.
+            memory: unsafe { slab.memory.add(start) },
+            layout,
+            slab: Some(Arc::clone(&slab)),
+        })
+    }
+}
+
+impl Drop for BufferSlab {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new` with this length, and no block refers to it. It fails only if the
+        // process has too many mappings; the memory then stays mapped.
+        let _ = unsafe { munmap(self.memory.cast(), SLAB_BYTES) };
+    }
+}
+
+fn block_layout(class: u32) -> Layout {
+    Layout::from_size_align(1 << class, ALIGNMENT).expect("a power of two of at most 32 MiB")
 }
 
 impl BufferBlock {
-    fn new(class: u32) -> Self {
-        let layout =
-            Layout::from_size_align(1 << class, ALIGNMENT).expect("a power of two of at most 32 MiB");
-        Self::with_layout(layout)
-    }
-
     fn with_layout(layout: Layout) -> Self {
         // SAFETY: the layout's size is never zero: `class_of` rounds up to at least 4 KiB.
         let memory = unsafe { alloc_zeroed(layout) };
         let memory = NonNull::new(memory).unwrap_or_else(|| handle_alloc_error(layout));
-        Self { memory, layout }
+        Self { memory, layout, slab: None }
     }
 }
 
 impl Drop for BufferBlock {
     fn drop(&mut self) {
+        if let Some(slab) = &self.slab {
+            // Other blocks keep the mapping, so this one's pages are returned by themselves.
+            if Arc::strong_count(slab) > 1 {
+                // SAFETY: the pages are this block's alone, and no `IoBuffer` refers to it.
+                let _ = unsafe { madvise(self.memory.cast(), self.layout.size(), MmapAdvise::MADV_DONTNEED) };
+            }
+            return;
+        }
         // SAFETY: allocated in `with_layout` with the same layout, and no `IoBuffer` refers to it.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }
@@ -114,6 +173,36 @@ impl Drop for BufferBlock {
 struct BufferPool {
     free: [Vec<Rc<BufferBlock>>; CLASSES],
     bytes: usize,
+}
+
+impl BufferPool {
+    fn take(&mut self, class: u32) -> Option<Rc<BufferBlock>> {
+        let block = self.free[(class - MIN_CLASS) as usize].pop()?;
+        self.bytes -= block.layout.size();
+        Some(block)
+    }
+
+    /// Keeps an unreferenced block, or frees it if the pool is full.
+    fn put(&mut self, block: Rc<BufferBlock>) {
+        let size = block.layout.size();
+        if self.bytes + size <= POOL_LIMIT.load(Relaxed) {
+            self.bytes += size;
+            self.free[(class_of(size) - MIN_CLASS) as usize].push(block);
+        }
+    }
+
+    /// A block of new memory. The other blocks of its slab are kept.
+    fn new_block(&mut self, class: u32) -> Rc<BufferBlock> {
+        if class > MAX_SLAB_CLASS {
+            return Rc::new(BufferBlock::with_layout(block_layout(class)));
+        }
+        let mut blocks = BufferSlab::blocks(class).map(Rc::new);
+        let first = blocks.next().expect("a slab has several blocks");
+        // In reverse, so that the lowest address is the next to be used.
+        let others: Vec<_> = blocks.collect();
+        others.into_iter().rev().for_each(|block| self.put(block));
+        first
+    }
 }
 
 thread_local! {
@@ -154,13 +243,8 @@ impl IoBuffer {
                 Layout::from_size_align(len, ALIGNMENT).expect("request lengths are far below isize::MAX");
             return Self::whole(Rc::new(BufferBlock::with_layout(layout)), len);
         }
-        let pooled = POOL.with_borrow_mut(|pool| {
-            let block = pool.free[(class - MIN_CLASS) as usize].pop()?;
-            pool.bytes -= block.layout.size();
-            Some(block)
-        });
-        match pooled {
-            None => Self::whole(Rc::new(BufferBlock::new(class)), len),
+        POOL.with_borrow_mut(|pool| match pool.take(class) {
+            None => Self::whole(pool.new_block(class), len),
             Some(block) => {
                 let mut reused = Self::whole(block, len);
                 if cfg!(debug_assertions) {
@@ -169,7 +253,7 @@ impl IoBuffer {
                 }
                 reused
             }
-        }
+        })
     }
 
     /// A buffer over the first `len` bytes of a block without other references.
@@ -329,18 +413,11 @@ impl Drop for IoBuffer {
 
 /// Returns an unreferenced block to the pool, if it has room, or frees it.
 fn return_to_pool(block: Rc<BufferBlock>) {
-    let size = block.layout.size();
-    if size > 1 << MAX_CLASS {
+    if block.layout.size() > 1 << MAX_CLASS {
         return;
     }
     // `try_with`: a buffer may outlive the pool while its thread exits, and is freed then.
-    let _ = POOL.try_with(|pool| {
-        let mut pool = pool.borrow_mut();
-        if pool.bytes + size <= POOL_LIMIT.load(Relaxed) {
-            pool.bytes += size;
-            pool.free[(class_of(size) - MIN_CLASS) as usize].push(block);
-        }
-    });
+    let _ = POOL.try_with(|pool| pool.borrow_mut().put(block));
 }
 
 /// Immutable bytes that all threads can read: see [`IoBuffer::freeze`].
@@ -473,6 +550,44 @@ mod tests {
         assert!(frozen.iter().all(|&byte| byte == 0));
         let shared: Arc<[u8]> = Arc::from(&b"abcdef"[..]);
         assert_eq!(&IoBuffer::view_of(&shared, 1..5).freeze()[..], b"bcde");
+    }
+
+    #[test]
+    fn small_blocks_are_adjacent_and_zero() {
+        // On a thread of its own, so that its pool is empty.
+        std::thread::spawn(|| {
+            let mut addresses: Vec<_> = (0..16)
+                .map(|_| POOL.with_borrow_mut(|pool| pool.take(12).unwrap_or_else(|| pool.new_block(12))))
+                .map(|block| {
+                    // SAFETY: a block of 4 KiB that no buffer refers to.
+                    let bytes = unsafe { std::slice::from_raw_parts(block.memory.as_ptr(), 4096) };
+                    assert!(bytes.iter().all(|&byte| byte == 0));
+                    block.memory.as_ptr() as usize
+                })
+                .collect();
+            addresses.sort_unstable();
+            addresses.dedup();
+            assert!(addresses.windows(2).all(|pair| pair[1] - pair[0] == 4096), "{addresses:x?}");
+        })
+        .join()
+        .expect("no panic");
+    }
+
+    #[test]
+    fn memory_of_freed_small_blocks_is_returned() {
+        std::thread::spawn(|| {
+            let kept = IoBuffer::copy_of(&[7; 4096]);
+            let other = IoBuffer::copy_of(&[8; 4096]);
+            let address = other.as_ptr();
+            drop(other);
+            trim();
+            // SAFETY: `kept` keeps the slab mapped, and no buffer writes to it at the same time.
+            let freed = unsafe { std::slice::from_raw_parts(address, 4096) };
+            assert!(freed.iter().all(|&byte| byte == 0), "its page was returned to the system");
+            assert!(kept.iter().all(|&byte| byte == 7));
+        })
+        .join()
+        .expect("no panic");
     }
 
     #[test]
