@@ -188,7 +188,8 @@ impl NbdClient {
     /// # Panics
     /// Panics outside a reactor.
     pub fn start(established: EstablishedConnection) -> Self {
-        let (stream, export, receive_buffer) = established.into_parts();
+        let (stream, export, mut receive_buffer) = established.into_parts();
+        receive_buffer.adapt_to_replies();
         let connection = Rc::new(ClientConnection {
             stream,
             export,

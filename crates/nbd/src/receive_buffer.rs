@@ -11,13 +11,15 @@ use reactor::{
 /// Receive size during the handshake, and for a client that sends little: a hundred requests
 /// without payload.
 pub const SMALL_BYTES: usize = 4 << 10;
-/// Receive size for a client whose last receives returned more than half of [`SMALL_BYTES`].
+/// Receive size for a client one of whose last receives returned more than half of
+/// [`SMALL_BYTES`]. Not larger: a thousand busy clients have a buffer each, and two receives instead
+/// of one cost little.
 pub const USUAL_BYTES: usize = 32 << 10;
+/// Receive size for a busy server: a number of replies with data.
+const REPLIES_BYTES: usize = 256 << 10;
 /// Number of smaller receives in succession that switch back to the small size. A client that
 /// alternates reads and writes keeps the larger size, because each change costs a receive.
 const QUIET_RECEIVES: u8 = 64;
-/// Receive size for a client with much data waiting: the default capacity of a Unix socket.
-const BUSY_BYTES: usize = 256 << 10;
 
 /// Receive buffer of one stream.
 #[derive(Debug)]
@@ -28,11 +30,13 @@ pub struct ReceiveBuffer {
     end: usize,
     /// Size of a buffer that waits for data.
     idle_bytes: usize,
-    /// Budget that [`USUAL_BYTES`] are charged to; `None` during the handshake and on the client
-    /// side.
+    /// Size for a busy peer; [`SMALL_BYTES`] during the handshake.
+    busy_bytes: usize,
+    is_busy: bool,
+    /// Budget that the size for a busy peer is charged to; `None` on the client side.
     budget: Option<Arc<MemoryBudget>>,
-    /// The charge, while [`USUAL_BYTES`] are in use.
-    larger: Option<ConnectionMemory>,
+    /// The charge, while that size is in use.
+    charge: Option<ConnectionMemory>,
     /// Number of small receives in succession.
     quiet: u8,
     /// Length of the last receive.
@@ -50,8 +54,10 @@ impl ReceiveBuffer {
     pub fn new() -> Self {
         let idle_bytes = SMALL_BYTES;
         Self {
+            busy_bytes: SMALL_BYTES,
+            is_busy: false,
             budget: None,
-            larger: None,
+            charge: None,
             quiet: 0,
             buffer: Some(IoBuffer::new(idle_bytes)),
             start: 0,
@@ -86,27 +92,34 @@ impl ReceiveBuffer {
     }
 
     /// Adapts the receive size to the client from now on, after the handshake. A size above
-    /// [`SMALL_BYTES`] is charged to `budget`.
+    /// [`SMALL_BYTES`] is charged to `budget`, and is not used while the budget is exhausted.
     pub fn adapt_to_requests(&mut self, budget: &Arc<MemoryBudget>) {
+        self.busy_bytes = USUAL_BYTES;
         self.budget = Some(Arc::clone(budget));
     }
 
-    /// Chooses the size of the next buffer by the length of the last receive. It stays small while
-    /// the memory budget is exhausted.
+    /// Adapts the receive size to the server from now on, after the handshake.
+    pub fn adapt_to_replies(&mut self) {
+        self.busy_bytes = REPLIES_BYTES;
+    }
+
+    /// Chooses the size of the next buffer by the length of the last receive.
     fn adapt(&mut self) {
-        let Some(budget) = &self.budget else { return };
         if self.received > SMALL_BYTES / 2 {
             self.quiet = 0;
-            if self.larger.is_none() {
-                self.larger = ConnectionMemory::new(budget, (USUAL_BYTES - SMALL_BYTES) as u64);
+            if !self.is_busy {
+                let more_bytes = (self.busy_bytes - SMALL_BYTES) as u64;
+                self.charge =
+                    self.budget.as_ref().and_then(|budget| ConnectionMemory::new(budget, more_bytes));
+                self.is_busy = self.budget.is_none() || self.charge.is_some();
             }
-        } else if self.larger.is_some() {
+        } else if self.is_busy {
             self.quiet += 1;
             if self.quiet == QUIET_RECEIVES {
-                self.larger = None;
+                (self.is_busy, self.charge) = (false, None);
             }
         }
-        self.idle_bytes = if self.larger.is_some() { USUAL_BYTES } else { SMALL_BYTES };
+        self.idle_bytes = if self.is_busy { self.busy_bytes } else { SMALL_BYTES };
     }
 
     /// The bytes that are not consumed yet.
@@ -134,7 +147,8 @@ impl ReceiveBuffer {
         let mut buffer = self.buffer.take().expect("one receive at a time");
         // At most the beginning of a request or an option is left, so this moves a few bytes.
         self.adapt();
-        let capacity = self.next_size(stream);
+        let unread = self.end - self.start;
+        let capacity = if unread < self.idle_bytes { self.idle_bytes } else { 2 * unread };
         // A buffer that has the right size already is reused.
         if capacity == buffer.len() {
             buffer.copy_within(self.start..self.end, 0);
@@ -150,21 +164,6 @@ impl ReceiveBuffer {
         self.end += count;
         self.received = count;
         Ok(count > 0)
-    }
-
-    /// Size of the buffer for the next receive. It is large only if more bytes are waiting, so that
-    /// an idle client occupies no large buffer.
-    fn next_size(&self, stream: &NbdStream) -> usize {
-        let unread = self.end - self.start;
-        // The query costs a system call, so only after a receive that filled much of its buffer.
-        let waiting = if self.received >= self.idle_bytes / 2 { stream.waiting_bytes() } else { 0 };
-        if unread + waiting > self.idle_bytes {
-            BUSY_BYTES
-        } else if unread == self.idle_bytes {
-            2 * unread
-        } else {
-            self.idle_bytes
-        }
     }
 
     /// Returns the next `length` bytes: buffered bytes are copied, the rest is received in place.

@@ -87,14 +87,6 @@ impl NbdStream {
         }
     }
 
-    /// Bytes that have arrived and can be received at once; ciphertext for TLS.
-    pub fn waiting_bytes(&self) -> usize {
-        match self {
-            Self::Plain(fd) | Self::Tls { fd, .. } => operation::waiting_bytes(fd).unwrap_or(0),
-            Self::Simulated(_) => usize::MAX / 2,
-        }
-    }
-
     /// True if the client has closed its sending side. Does not consume data that has arrived.
     pub fn is_closed_by_peer(&self) -> bool {
         match self {

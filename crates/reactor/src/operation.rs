@@ -374,20 +374,6 @@ pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// Bytes that a stream socket can receive without blocking.
-///
-/// # Errors
-/// As `ioctl(2)` with `FIONREAD`.
-pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
-    let mut count: libc::c_int = 0;
-    // SAFETY: FIONREAD writes one int, to `count`.
-    let result = unsafe { libc::ioctl(fd.raw(), libc::FIONREAD, &raw mut count) };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(usize::try_from(count).unwrap_or(0))
-}
-
 /// Number of descriptors reserved from clients for the rest of the process: control sockets,
 /// images.
 const RESERVED_DESCRIPTORS: u64 = 64;
