@@ -12,8 +12,8 @@ use reactor::{
 /// without payload.
 pub const SMALL_BYTES: usize = 4 << 10;
 /// Receive size for a client one of whose last receives returned more than half of
-/// [`SMALL_BYTES`]. Not larger: a thousand busy clients have a buffer each, and two receives instead
-/// of one cost little.
+/// [`SMALL_BYTES`]. Not larger: each of a thousand busy clients has a buffer, and two receives
+/// instead of one cost little.
 pub const USUAL_BYTES: usize = 32 << 10;
 /// Receive size for a busy server: a number of replies with data.
 const REPLIES_BYTES: usize = 256 << 10;

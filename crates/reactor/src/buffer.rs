@@ -97,9 +97,9 @@ struct BufferBlock {
     slab: Option<Arc<BufferSlab>>,
 }
 
-/// A mapping of [`SLAB_BYTES`] that small blocks of one size share. An allocator needs two pages for
-/// an aligned block of one page, because its header is in the page before. A slab needs one page for
-/// each block that was used.
+/// A mapping of [`SLAB_BYTES`] that small blocks of one size share. An allocator needs two pages
+/// for an aligned block of one page, because its header is in the page before. A slab needs one
+/// page for each block that was used.
 struct BufferSlab {
     memory: NonNull<u8>,
 }
@@ -136,9 +136,12 @@ impl BufferSlab {
 
 impl Drop for BufferSlab {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length, and no block refers to it. It fails only if the
-        // process has too many mappings; the memory then stays mapped.
-        let _ = unsafe { munmap(self.memory.cast(), SLAB_BYTES) };
+        // SAFETY: mapped in `new` with this length, and no block refers to it.
+        if unsafe { munmap(self.memory.cast(), SLAB_BYTES) }.is_err() {
+            // The process has too many mappings to split one: at least the pages are returned.
+            // SAFETY: as above.
+            let _ = unsafe { madvise(self.memory.cast(), SLAB_BYTES, MmapAdvise::MADV_DONTNEED) };
+        }
     }
 }
 
