@@ -86,9 +86,9 @@ pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), CommandFailure> {
     // A closure: the measurement takes seconds, and the text's verdict is printed before it starts.
     let measure = || measure::measure(&hierarchy, &subject.group, &facts, &options);
     if arguments.json {
-        let mut report = json::json(&facts, &findings);
+        let mut report = json::report(&facts, &findings);
         if arguments.measure {
-            report["measured"] = measure::json(&measure()?);
+            report.measured = Some(measure::report(measure()?));
         }
         return Ok(print_json(&report)?);
     }

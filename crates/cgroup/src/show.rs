@@ -11,7 +11,7 @@
 //! or a task that ends, between two snapshots disappears without an error.
 
 pub(crate) mod arguments;
-mod json;
+pub(crate) mod json;
 pub(crate) mod rates;
 pub(crate) mod reading;
 mod survey;
@@ -63,7 +63,7 @@ pub(crate) fn show(arguments: ShowArgs) -> Result<(), CommandFailure> {
     }
     if arguments.json {
         let interval = earlier.map(|earlier| later.at.saturating_sub(earlier.at));
-        return Ok(print_json(&json::json(&rows, interval, survey.row_options()))?);
+        return Ok(print_json(&json::report(&rows, interval, survey.row_options()))?);
     }
     let bold = stdout().is_terminal();
     Ok(print(&text::render(&rows, survey.row_options(), bold))?)

@@ -32,11 +32,12 @@ use block::device::DeviceNumber;
 pub(crate) use collect::{ExplainSubject, collect, disks_of_directory};
 
 use policy::steering::IoMaxRates;
+use serde::Serialize;
 
 use crate::{control_group::Version, file_system_class::FileSystemClass};
 
 /// A file and its content, which a finding cites.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Evidence {
     pub(crate) file: String,
     /// The whole text, or the relevant line.

@@ -33,7 +33,7 @@ use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use console::signal_cleanup::SignalCleanup;
 pub(crate) use load::run as run_load;
 use policy::steering::IoMaxRates;
-pub(super) use report::{json, text};
+pub(super) use report::{MeasurementReport, report, text};
 
 use self::{
     path_tests::PathTests,

@@ -9,20 +9,31 @@
 //! no /proc/pressure. The file for the CPU has the same format, before 5.13 without `full`. Source:
 //! Documentation/accounting/psi.rst.
 
+use serde::{Serialize, Serializer};
+
 use super::{UnknownFormat, count};
 
 const FILE: &str = "io.pressure";
 
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct PressureStall {
     /// Percent of the last 10 s; the next fields of the last 60 s and 300 s.
+    #[serde(rename = "avg10-percent")]
     pub(crate) avg10: f64,
+    #[serde(rename = "avg60-percent")]
     pub(crate) avg60: f64,
+    #[serde(rename = "avg300-percent")]
     pub(crate) avg300: f64,
+    #[serde(rename = "total-ns", serialize_with = "serialize_us_in_ns")]
     pub(crate) total_us: u64,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes fields by reference")]
+fn serialize_us_in_ns<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(us.saturating_mul(1000))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct IoPressure {
     /// At least one task waited.
     pub(crate) some: PressureStall,

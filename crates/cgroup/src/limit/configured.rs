@@ -5,13 +5,14 @@ use std::path::Path;
 use block::device::DeviceNumber;
 use console::{figures, figures::SettingValues as Named};
 use policy::throttle::{LimitSetting, Limits};
-use serde_json::{Value, json};
+use serde::{Serialize, Serializer};
 
 use super::limits_file::LimitsFile;
 
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct ConfiguredLimits {
     /// The cgroup's own limits, or those of its group.
+    #[serde(serialize_with = "serialize_set_limits")]
     pub(crate) limits: Limits,
     /// Utilization of the device in percent below which limits are not enforced; 0 enforces them
     /// always.
@@ -37,22 +38,7 @@ impl ConfiguredLimits {
     }
 
     pub(crate) fn set_limits(&self) -> Named {
-        let is_set = |setting: &LimitSetting| match *setting {
-            // A burst without a rate has no effect.
-            LimitSetting::Limit(kind, _) => self.limits.limit(kind).rate > 0,
-            LimitSetting::IopsSize => self.limits.iops_size > 0,
-        };
-        let set = LimitSetting::ALL.into_iter().filter(is_set);
-        set.map(|setting| (setting.name().to_owned(), self.limits.get(setting))).collect()
-    }
-
-    pub(crate) fn json(&self) -> Value {
-        json!({
-            "limits": self.set_limits(),
-            "watermark": self.watermark,
-            "weight": self.weight,
-            "group": self.group,
-        })
+        set_limits(&self.limits)
     }
 
     /// Formats the limits, such as `bps-w 4M↑20M×5s, watermark 90%, group tenant, weight 200`.
@@ -68,6 +54,20 @@ impl ConfiguredLimits {
         parts.extend(self.weight.map(|weight| format!("weight {weight}")));
         if parts.is_empty() { "-".to_owned() } else { parts.join(", ") }
     }
+}
+
+fn set_limits(limits: &Limits) -> Named {
+    let is_set = |setting: &LimitSetting| match *setting {
+        // A burst without a rate has no effect.
+        LimitSetting::Limit(kind, _) => limits.limit(kind).rate > 0,
+        LimitSetting::IopsSize => limits.iops_size > 0,
+    };
+    let set = LimitSetting::ALL.into_iter().filter(is_set);
+    set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect()
+}
+
+fn serialize_set_limits<S: Serializer>(limits: &Limits, serializer: S) -> Result<S::Ok, S::Error> {
+    set_limits(limits).serialize(serializer)
 }
 
 #[cfg(test)]

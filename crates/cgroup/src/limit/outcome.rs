@@ -17,7 +17,6 @@ pub(crate) struct LimitReport {
     #[serde(flatten)]
     rates: ReportedRates,
     /// `None` if weir has set no limit.
-    #[serde(serialize_with = "as_json")]
     pub(super) asked: Option<ConfiguredLimits>,
     pub(crate) notices: Vec<String>,
 }
@@ -29,13 +28,6 @@ struct ReportedRates {
     bps_write: Option<u64>,
     iops_read: Option<u64>,
     iops_write: Option<u64>,
-}
-
-fn as_json<S: serde::Serializer>(
-    configured: &Option<ConfiguredLimits>,
-    serializer: S,
-) -> Result<S::Ok, S::Error> {
-    configured.as_ref().map(ConfiguredLimits::json).serialize(serializer)
 }
 
 impl LimitReport {

@@ -15,10 +15,14 @@ use policy::{
     request::Direction,
     throttle::{LimitKind, LimitPart, LimitSetting},
 };
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::command_cgroup::RemainingCgroup;
-use crate::{kernel::io_stat::CgroupIoUsage, limit::configured::ConfiguredLimits, show::rates::CgroupRate};
+use crate::{
+    kernel::io_stat::CgroupIoUsage,
+    limit::configured::ConfiguredLimits,
+    show::{json::IoTotals, rates::CgroupRate},
+};
 
 /// Time that the command waited for I/O, be it throttled or not: the kernel does not distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,59 +182,114 @@ impl CommandSummary {
     pub(super) fn json(&self) -> String {
         let device = |(number, node, usage): &(DeviceNumber, String, Option<CgroupIoUsage>)| {
             let done = usage.map(|usage| (usage, CgroupRate::of(&usage, self.wall)));
-            json!({
-                "name": node,
-                "number": number.to_string(),
-                "limited": Some(*number) == self.limited,
-                "reads": done.map(|(usage, rate)| json!({
-                    "bytes": usage.read_bytes, "operations": usage.reads, "bps": rate.read_bps, "iops": rate.read_iops,
-                })),
-                "writes": done.map(|(usage, rate)| json!({
-                    "bytes": usage.written_bytes, "operations": usage.writes, "bps": rate.write_bps, "iops": rate.write_iops,
-                })),
-                "discards": usage.map(|usage| json!({ "bytes": usage.discarded_bytes, "operations": usage.discards })),
-            })
+            DeviceSummary {
+                name: node.clone(),
+                number: number.to_string(),
+                limited: Some(*number) == self.limited,
+                reads: done.map(|(usage, rate)| DirectionSummary {
+                    bytes: usage.read_bytes,
+                    operations: usage.reads,
+                    bps: rate.read_bps,
+                    iops: rate.read_iops,
+                }),
+                writes: done.map(|(usage, rate)| DirectionSummary {
+                    bytes: usage.written_bytes,
+                    operations: usage.writes,
+                    bps: rate.write_bps,
+                    iops: rate.write_iops,
+                }),
+                discards: usage
+                    .map(|usage| IoTotals { bytes: usage.discarded_bytes, operations: usage.discards }),
+            }
         };
         let waited = self.waited.time();
-        let object = json!({
-            "cgroup": self.cgroup.display().to_string(),
-            "status": self.status,
-            "wall-ns": nanoseconds(self.wall),
-            "settings": self.settings_json(),
-            "devices": self.devices.iter().map(device).collect::<Vec<_>>(),
-            "waited-ns": waited.map(nanoseconds),
-            "waited-share": waited.map(|time| (time.as_secs_f64() / self.wall.as_secs_f64()).min(1.0)),
-            "waited-by": match self.waited {
+        let report = SummaryReport {
+            cgroup: self.cgroup.display().to_string(),
+            status: self.status,
+            wall_ns: nanoseconds(self.wall),
+            settings: self.non_default_settings(),
+            devices: self.devices.iter().map(device).collect(),
+            waited_ns: waited.map(nanoseconds),
+            waited_share: waited.map(|time| (time.as_secs_f64() / self.wall.as_secs_f64()).min(1.0)),
+            waited_by: match self.waited {
                 IoWait::AnyTask(_) => Some("io.pressure"),
                 IoWait::FirstTask(_) => Some("first task"),
                 IoWait::NotCounted | IoWait::Unknown => None,
             },
-            "dirty-bytes": self.dirty_bytes,
-            "left": self.remaining.as_ref().map(|left| json!({
-                "directory": left.directory.display().to_string(),
-                "processes": left.processes,
-            })),
-        });
-        format!("{object}\n")
+            dirty_bytes: self.dirty_bytes,
+            left: self.remaining.as_ref().map(|left| RemainingSummary {
+                directory: left.directory.display().to_string(),
+                processes: &left.processes,
+            }),
+        };
+        serde_json::to_string(&report).expect("all keys are strings") + "\n"
     }
 
-    /// Settings that differ from their defaults.
-    fn settings_json(&self) -> Value {
+    fn non_default_settings(&self) -> NonDefaultSettings<'_> {
         let ConfiguredLimits { watermark, weight, group, .. } = &self.configured;
-        // Limits and other settings are keys of one object, as in `limit`.
-        let mut settings = json!(self.configured.set_limits());
-        let other_settings = [
-            ("watermark", (*watermark > 0).then(|| json!(watermark))),
-            ("weight", weight.map(|weight| json!(weight))),
-            ("group", group.as_ref().map(|group| json!(group))),
-        ];
-        for (name, value) in other_settings {
-            if let Some(value) = value {
-                settings[name] = value;
-            }
+        NonDefaultSettings {
+            limits: self.configured.set_limits(),
+            watermark: (*watermark > 0).then_some(*watermark),
+            weight: *weight,
+            group: group.as_deref(),
         }
-        settings
     }
+}
+
+/// Output of `weir cgroup run --json`.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct SummaryReport<'a> {
+    cgroup: String,
+    status: u8,
+    wall_ns: u64,
+    settings: NonDefaultSettings<'a>,
+    devices: Vec<DeviceSummary>,
+    waited_ns: Option<u64>,
+    /// 0 to 1. Null also for a command that ended at once.
+    waited_share: Option<f64>,
+    waited_by: Option<&'static str>,
+    dirty_bytes: Option<u64>,
+    left: Option<RemainingSummary<'a>>,
+}
+
+/// Settings that differ from their defaults. Limits and other settings are keys of one object, as
+/// in the file of `limit`.
+#[derive(Serialize)]
+struct NonDefaultSettings<'a> {
+    #[serde(flatten)]
+    limits: SettingValues,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    watermark: Option<u8>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    weight: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    group: Option<&'a str>,
+}
+
+/// Usage of a device; null if the kernel's counters fell.
+#[derive(Serialize)]
+struct DeviceSummary {
+    name: String,
+    number: String,
+    limited: bool,
+    reads: Option<DirectionSummary>,
+    writes: Option<DirectionSummary>,
+    discards: Option<IoTotals>,
+}
+
+#[derive(Serialize)]
+struct DirectionSummary {
+    bytes: u64,
+    operations: u64,
+    bps: f64,
+    iops: f64,
+}
+
+#[derive(Serialize)]
+struct RemainingSummary<'a> {
+    directory: String,
+    processes: &'a [i32],
 }
 
 fn seconds(time: Duration) -> String {
@@ -253,6 +312,8 @@ fn listed(processes: &[i32]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
 
     const DISK: DeviceNumber = DeviceNumber { major: 254, minor: 0 };
@@ -372,7 +433,8 @@ limited with watermark 90%
             weight: Some(7),
             ..ConfiguredLimits::default()
         };
-        let settings = CommandSummary { configured: asked, ..summary }.settings_json();
+        let summary = CommandSummary { configured: asked, ..summary };
+        let settings = serde_json::to_value(summary.non_default_settings()).unwrap();
         assert_eq!(settings, json!({ "group": "tenant", "weight": 7 }));
     }
 }

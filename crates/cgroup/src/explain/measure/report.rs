@@ -6,7 +6,7 @@ use console::{
     figures,
     table::{ColumnAlignment, TextTable},
 };
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::{LimitCompliance, MeasuredPaths, PathFigures, PathResult, trace::TraceTotals};
 use crate::explain::text::clean;
@@ -45,40 +45,74 @@ pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
     text
 }
 
-pub(in super::super) fn json(measured: &MeasuredPaths) -> Value {
-    json!({
-        "directory": measured.directory.display().to_string(),
-        "device": measured.node,
-        "untraced": measured.untraced,
-        "paths": measured.paths.iter().map(path_json).collect::<Vec<_>>(),
-    })
+/// Result of `weir cgroup explain --measure` in JSON.
+#[derive(Serialize)]
+pub(in super::super) struct MeasurementReport {
+    directory: String,
+    device: String,
+    /// Reason why no trace could be made.
+    untraced: Option<String>,
+    paths: Vec<PathReport>,
 }
 
-fn path_json(path: &PathResult) -> Value {
-    let mut object = json!({ "path": path.name.replace(' ', "-"), "limit-bps": path.limit_bps });
-    match &path.result {
-        Err(error) => object["error"] = json!(error),
-        Ok(figures) => {
-            object["bytes"] = json!(figures.bytes);
-            object["seconds"] = json!(figures.seconds);
-            object["calls-seconds"] = json!(figures.calls_seconds);
-            object["bps"] = json!(figures.bps());
-            object["charged-bytes"] = json!(figures.charged_bytes);
-            object["device-bytes"] = json!(figures.disk_bytes);
-            object["limit-is"] = json!(compliance_name(figures.compliance));
-            object["waited"] = json!(describe_waiting(figures));
-            if let Some(traced) = figures.traced {
-                object["trace"] = json!({
-                    "sent-by-process-bytes": traced.by_process,
-                    "sent-by-throttle-bytes": traced.by_throttle,
-                    "sent-by-writeback-bytes": traced.by_writeback,
-                    "sent-by-others-bytes": traced.by_others,
-                    "held-in-balance-dirty-pages-ms": traced.held_ms,
-                });
-            }
-        }
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct PathReport {
+    path: String,
+    limit_bps: Option<u64>,
+    #[serde(flatten)]
+    outcome: PathOutcome,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum PathOutcome {
+    Measured(FiguresReport),
+    Failed { error: String },
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct FiguresReport {
+    bytes: u64,
+    seconds: f64,
+    calls_seconds: f64,
+    bps: f64,
+    charged_bytes: u64,
+    /// Bytes that all processes moved on the disk.
+    device_bytes: u64,
+    limit_is: &'static str,
+    waited: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace: Option<TraceTotals>,
+}
+
+pub(in super::super) fn report(measured: MeasuredPaths) -> MeasurementReport {
+    let MeasuredPaths { directory, node, untraced, paths } = measured;
+    MeasurementReport {
+        directory: directory.display().to_string(),
+        device: node,
+        untraced,
+        paths: paths.into_iter().map(path_report).collect(),
     }
-    object
+}
+
+fn path_report(PathResult { name, limit_bps, result }: PathResult) -> PathReport {
+    let outcome = match result {
+        Err(error) => PathOutcome::Failed { error },
+        Ok(figures) => PathOutcome::Measured(FiguresReport {
+            bytes: figures.bytes,
+            seconds: figures.seconds,
+            calls_seconds: figures.calls_seconds,
+            bps: figures.bps(),
+            charged_bytes: figures.charged_bytes,
+            device_bytes: figures.disk_bytes,
+            limit_is: compliance_name(figures.compliance),
+            waited: describe_waiting(&figures),
+            trace: figures.traced,
+        }),
+    };
+    PathReport { path: name.replace(' ', "-"), limit_bps, outcome }
 }
 
 fn rate(bps: f64) -> String {
@@ -191,7 +225,7 @@ mod tests {
         assert_eq!(lines[1], "measured in /data on /dev/vda:");
         assert!(lines[3].starts_with("direct writes  2.0M/s  2.0M/s      75%  kept"), "{rendered}");
         assert!(lines[4].ends_with("not measured  the file system has no direct I/O"), "{rendered}");
-        let value = json(&measured);
+        let value = serde_json::to_value(report(measured)).unwrap();
         assert_eq!(value["paths"][0]["charged-bytes"], 6 << 20);
         assert_eq!(value["paths"][0]["trace"]["held-in-balance-dirty-pages-ms"], 950);
         assert_eq!(value["paths"][1]["error"], "the file system has no direct I/O");

@@ -22,18 +22,24 @@ use std::{
 };
 
 use block::device::DeviceNumber;
+use serde::Serialize;
 
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(super) struct TraceTotals {
+    #[serde(rename = "sent-by-process-bytes")]
     pub(super) by_process: u64,
     /// Submitted by blk-throttle after waiting for the limit.
+    #[serde(rename = "sent-by-throttle-bytes")]
     pub(super) by_throttle: u64,
+    #[serde(rename = "sent-by-writeback-bytes")]
     pub(super) by_writeback: u64,
     /// Submitted by other threads, such as a journal's.
+    #[serde(rename = "sent-by-others-bytes")]
     pub(super) by_others: u64,
     /// Milliseconds that the worker waited in `balance_dirty_pages`.
+    #[serde(rename = "held-in-balance-dirty-pages-ms")]
     pub(super) held_ms: u64,
 }
 

@@ -452,7 +452,7 @@ fn json_has_the_same_findings() {
     let mut machine = ExplainMachine::version_one();
     machine.dd();
     let facts = machine.facts("/app");
-    let report = json::json(&facts, &findings::find(&facts));
+    let report = serde_json::to_value(json::report(&facts, &findings::find(&facts))).unwrap();
     assert_eq!((report["verdict"].as_str(), report["version"].as_i64()), (Some("missed"), Some(1)));
     assert_eq!(report["limits"][0]["write-bps"], 20_971_520);
     let finding = &report["findings"][0];
