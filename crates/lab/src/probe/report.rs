@@ -4,7 +4,7 @@ use std::{fmt::Write as _, path::PathBuf};
 
 use console::table::{TextTable, columns};
 use policy::request::Direction;
-use serde_json::json;
+use serde::Serialize;
 use settings::state::CapacityFigures;
 
 use super::load::{DEPTH, ProbePattern, ProbeResult};
@@ -53,32 +53,67 @@ impl ProbeReport {
     }
 
     pub(super) fn json(&self) -> String {
-        let load = |figure: &ProbeResult| {
-            json!({
-                "pattern": match figure.load.pattern { ProbePattern::Random => "random", ProbePattern::Sequential => "sequential" },
-                "direction": match figure.load.direction { Direction::Read => "read", Direction::Write => "write" },
-                "block-bytes": figure.load.block_bytes,
-                "depth": DEPTH,
-                "iops": figure.iops(),
-                "bps": figure.bps(),
-                "spread": figure.spread,
-            })
+        let load = |figure: &ProbeResult| LoadObject {
+            pattern: match figure.load.pattern {
+                ProbePattern::Random => "random",
+                ProbePattern::Sequential => "sequential",
+            },
+            direction: match figure.load.direction {
+                Direction::Read => "read",
+                Direction::Write => "write",
+            },
+            block_bytes: figure.load.block_bytes,
+            depth: DEPTH,
+            iops: figure.iops(),
+            bps: figure.bps(),
+            spread: figure.spread,
         };
-        let mut report = json!({
-            "target": self.target,
-            "size-bytes": self.size_bytes,
-            "loads": self.figures.iter().map(load).collect::<Vec<_>>(),
-            "capacity": self.capacity,
-            "not-measured": self.not_measured,
-        });
-        if let Some((node, key)) = &self.device {
-            report["device"] = json!({ "name": node, "key": key });
-        }
-        if let Some(path) = &self.kept {
-            report["kept"] = json!(path.display().to_string());
-        }
-        format!("{report:#}\n")
+        let object = ProbeObject {
+            target: &self.target,
+            size_bytes: self.size_bytes,
+            loads: self.figures.iter().map(load).collect(),
+            capacity: &self.capacity,
+            not_measured: &self.not_measured,
+            device: self.device.as_ref().map(|(name, key)| DeviceObject { name, key }),
+            kept: self.kept.as_ref().map(|path| path.display().to_string()),
+        };
+        serde_json::to_string_pretty(&object).expect("all keys are strings") + "\n"
     }
+}
+
+/// Output of `weir probe --json`.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct ProbeObject<'a> {
+    target: &'a str,
+    size_bytes: u64,
+    loads: Vec<LoadObject>,
+    capacity: &'a CapacityFigures,
+    not_measured: &'a [&'static str],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<DeviceObject<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kept: Option<String>,
+}
+
+#[derive(Serialize)]
+struct DeviceObject<'a> {
+    name: &'a str,
+    /// Stable name of the device.
+    key: &'a str,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct LoadObject {
+    pattern: &'static str,
+    direction: &'static str,
+    block_bytes: usize,
+    depth: usize,
+    iops: u64,
+    bps: u64,
+    /// Relative spread of the rate.
+    spread: f64,
 }
 
 /// Formats a size in the largest unit that divides it.

@@ -8,17 +8,20 @@ use std::{
 
 use anyhow::anyhow;
 use console::{CommandFailure, print, print_json};
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::{
-    differences::{DifferenceVerdict, Differences},
+    differences::{DifferenceVerdict, Differences, DifferingFact},
     pictures,
     samples::{IntervalKind, estimated},
     text,
 };
 use crate::{
     report::arguments::ReportArgs,
-    result::{MachineInfo, Measure, OutputKind, ResultFile, ResultHeader, load, write},
+    result::{
+        Better, MachineInfo, Measure, MeasureUnit, OutputKind, ResultFile, ResultHeader, SamplesAre, load,
+        write,
+    },
     simulate::SimulationSetup,
     statistics::Estimate,
     trace::recording_charts::{self, DrawnRecording},
@@ -100,7 +103,7 @@ fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
         pictures::save(&result.findings.charts, directory)?;
     }
     if arguments.json {
-        return print_json(&result_json(result));
+        return print_json(&result_report(result));
     }
     let written: Vec<&Path> =
         [&arguments.report, &arguments.charts].into_iter().flatten().map(PathBuf::as_path).collect();
@@ -117,7 +120,7 @@ fn compare(
         write(path, OutputKind::Page, &super::comparison(a, b)?)?;
     }
     if arguments.json {
-        print_json(&differences_json(&differences, a.0, b.0))?;
+        print_json(&comparison_report(&differences, a.0, b.0))?;
     } else {
         let written: Vec<&Path> = arguments.report.as_deref().into_iter().collect();
         print(&text::comparison(&differences, a, b, &written, stdout().is_terminal()))?;
@@ -129,69 +132,105 @@ fn compare(
     Ok(())
 }
 
-/// Numbers that JSON lacks (infinite, NaN) become null, and so does the interval of a single
-/// sample.
-fn interval_json(estimate: Estimate, interval: IntervalKind) -> Value {
-    let Estimate { median, low, high } = estimate;
+/// Output of `weir report --json` for one result.
+#[derive(Serialize)]
+struct ResultReport<'a> {
+    header: &'a ResultHeader,
+    partial: Option<&'a str>,
+    summary: &'a [String],
+    measures: Vec<MeasureReport<'a>>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct MeasureReport<'a> {
+    name: &'a str,
+    unit: MeasureUnit,
+    better: Better,
+    estimate: Estimate,
+    /// Number of samples.
+    samples: usize,
+    samples_are: SamplesAre,
+}
+
+/// Output of `weir report --json` for two results.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct ComparisonReport<'a> {
+    a: &'a str,
+    b: &'a str,
+    not_the_same: &'a [DifferingFact],
+    measures: Vec<DifferenceReport<'a>>,
+    only_in_a: &'a [String],
+    only_in_b: &'a [String],
+    /// Numbers of measures.
+    better: usize,
+    worse: usize,
+    expected_by_chance: f64,
+    conclusion: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct DifferenceReport<'a> {
+    name: &'a str,
+    unit: MeasureUnit,
+    a: Estimate,
+    b: Estimate,
+    ratio: Estimate,
+    verdict: DifferenceVerdict,
+    samples_are: SamplesAre,
+}
+
+/// The estimate for JSON: without the interval of a single sample. Numbers that JSON lacks
+/// (infinite, NaN) become null.
+fn reported(estimate: Estimate, interval: IntervalKind) -> Estimate {
     match interval {
-        IntervalKind::OneRun => json!({ "median": median, "low": null, "high": null }),
-        IntervalKind::Exact | IntervalKind::Estimated => {
-            json!({ "median": median, "low": low, "high": high })
-        }
+        IntervalKind::OneRun => Estimate { low: f64::NAN, high: f64::NAN, ..estimate },
+        IntervalKind::Exact | IntervalKind::Estimated => estimate,
     }
 }
 
-fn result_json(result: &ResultFile) -> Value {
-    let measure = |measure: &Measure| {
-        json!({
-            "name": measure.name,
-            "unit": measure.unit,
-            "better": measure.better,
-            "estimate": interval_json(estimated(measure), IntervalKind::of(measure)),
-            "samples": measure.samples.len(),
-            "samples-are": measure.samples_are,
-        })
-    };
-    json!({
-        "header": result.header,
-        "partial": result.partial,
-        "summary": result.findings.summary,
-        "measures": result.findings.measures.iter().map(measure).collect::<Vec<_>>(),
-    })
+fn result_report(result: &ResultFile) -> ResultReport<'_> {
+    ResultReport {
+        header: &result.header,
+        partial: result.partial.as_deref(),
+        summary: &result.findings.summary,
+        measures: result.findings.measures.iter().map(measure_report).collect(),
+    }
 }
 
-fn differences_json(differences: &Differences, a: &str, b: &str) -> Value {
-    let verdict = |outcome| match outcome {
-        DifferenceVerdict::Better => "better",
-        DifferenceVerdict::Worse => "worse",
-        DifferenceVerdict::Same => "same",
-        DifferenceVerdict::Unknown => "unknown",
-    };
-    let rows = differences.rows.iter().map(|row| {
-        json!({
-            "name": row.name,
-            "unit": row.unit,
-            "a": interval_json(row.a, row.intervals[0]),
-            "b": interval_json(row.b, row.intervals[1]),
-            "ratio": interval_json(row.ratio, row.intervals[0].both(row.intervals[1])),
-            "verdict": verdict(row.outcome),
-            "samples-are": row.samples_are,
-        })
+fn measure_report(measure: &Measure) -> MeasureReport<'_> {
+    MeasureReport {
+        name: &measure.name,
+        unit: measure.unit,
+        better: measure.better,
+        estimate: reported(estimated(measure), IntervalKind::of(measure)),
+        samples: measure.samples.len(),
+        samples_are: measure.samples_are,
+    }
+}
+
+fn comparison_report<'a>(differences: &'a Differences, a: &'a str, b: &'a str) -> ComparisonReport<'a> {
+    let rows = differences.rows.iter().map(|row| DifferenceReport {
+        name: &row.name,
+        unit: row.unit,
+        a: reported(row.a, row.intervals[0]),
+        b: reported(row.b, row.intervals[1]),
+        ratio: reported(row.ratio, row.intervals[0].both(row.intervals[1])),
+        verdict: row.outcome,
+        samples_are: row.samples_are,
     });
-    let others = differences
-        .differing_facts
-        .iter()
-        .map(|other| json!({ "what": other.what, "a": other.a, "b": other.b }));
-    json!({
-        "a": a,
-        "b": b,
-        "not-the-same": others.collect::<Vec<_>>(),
-        "measures": rows.collect::<Vec<_>>(),
-        "only-in-a": differences.only_a,
-        "only-in-b": differences.only_b,
-        "better": differences.count(DifferenceVerdict::Better),
-        "worse": differences.count(DifferenceVerdict::Worse),
-        "expected-by-chance": differences.expected_by_chance(),
-        "conclusion": differences.conclusion(),
-    })
+    ComparisonReport {
+        a,
+        b,
+        not_the_same: &differences.differing_facts,
+        measures: rows.collect(),
+        only_in_a: &differences.only_a,
+        only_in_b: &differences.only_b,
+        better: differences.count(DifferenceVerdict::Better),
+        worse: differences.count(DifferenceVerdict::Worse),
+        expected_by_chance: differences.expected_by_chance(),
+        conclusion: differences.conclusion(),
+    }
 }

@@ -4,6 +4,8 @@
 
 use std::fmt::Write as _;
 
+use serde::Serialize;
+
 use super::{
     page::facts,
     quantity::{self, percent},
@@ -21,7 +23,8 @@ const MIN_MEASURES_FOR_NOTE: usize = 20;
 /// Smaller relative differences of memory are overhead of the kernel.
 const SAME_MEMORY: f64 = 0.02;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum DifferenceVerdict {
     Better,
     Worse,
@@ -55,7 +58,7 @@ pub(super) struct DifferenceRow {
     pub(super) intervals: [IntervalKind; 2],
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct DifferingFact {
     pub(super) what: &'static str,
     pub(super) a: String,

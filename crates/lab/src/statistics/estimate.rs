@@ -1,12 +1,14 @@
 //! Median of samples, with its confidence interval.
 
+use serde::Serialize;
+
 /// Determines the ends of a 95 % interval to a few percent of its width.
 const DRAWS: usize = 2000;
 /// A fixed seed: the same samples always give the same result.
 const SEED: u64 = 0x5EED;
 
 /// A median and its 95 % interval, `low <= median <= high`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Estimate {
     pub(crate) median: f64,
     pub(crate) low: f64,
