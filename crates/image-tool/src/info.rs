@@ -90,7 +90,9 @@ pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
     let text = match (arguments.output.kind(), arguments.backing_chain) {
         (ImageOutput::Human, _) => shown.iter().map(ImageReport::text).collect::<Vec<_>>().join("\n"),
         (ImageOutput::Json, false) => qemu_format::json(&shown[0].json),
-        (ImageOutput::Json, true) => qemu_format::json(&shown.into_iter().map(|shown| shown.json).collect()),
+        (ImageOutput::Json, true) => {
+            qemu_format::json(&shown.iter().map(|shown| &shown.json).collect::<Vec<_>>())
+        }
     };
     print(&text)?;
     Ok(())

@@ -18,7 +18,7 @@ use image::{
     Image,
     qcow2::{GuestMapping, MappedRun, bitmap, create::Preallocation},
 };
-use serde_json::json;
+use serde::Serialize;
 use storage::ImageFormat;
 
 use super::{
@@ -106,7 +106,7 @@ pub(crate) fn run(arguments: MeasureArgs) -> Result<(), CommandFailure> {
     };
     print(&match arguments.output.kind() {
         ImageOutput::Human => measured.text(),
-        ImageOutput::Json => measured.json(),
+        ImageOutput::Json => qemu_format::json(&measured),
     })?;
     Ok(())
 }
@@ -274,11 +274,13 @@ impl MeasureTarget {
 }
 
 /// `BlockMeasureInfo` of QEMU's qapi/block-core.json, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 struct MeasuredSize {
     required: u64,
     fully_allocated: u64,
     /// Additional bytes for bitmaps, if the source can have them and the new image can keep them.
+    #[serde(skip_serializing_if = "Option::is_none")]
     bitmaps: Option<u64>,
 }
 
@@ -290,14 +292,6 @@ impl MeasuredSize {
             text += &format!("bitmaps size: {bitmaps}\n");
         }
         text
-    }
-
-    fn json(self) -> String {
-        let mut value = json!({ "required": self.required, "fully-allocated": self.fully_allocated });
-        if let Some(bitmaps) = self.bitmaps {
-            value["bitmaps"] = bitmaps.into();
-        }
-        qemu_format::json(&value)
     }
 }
 

@@ -1,11 +1,11 @@
 //! Sizes and JSON in the form of qemu-img, for scripts that parse it.
 
 /// JSON in qemu-img's form: indented by four spaces.
-pub(super) fn json(value: &serde_json::Value) -> String {
+pub(super) fn json(value: &impl serde::Serialize) -> String {
     let mut bytes = Vec::new();
     let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
     let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
-    serde::Serialize::serialize(value, &mut serializer).expect("values in memory can be written");
+    value.serialize(&mut serializer).expect("values in memory can be written");
     bytes.push(b'\n');
     String::from_utf8(bytes).expect("JSON is text")
 }
