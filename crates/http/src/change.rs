@@ -12,7 +12,7 @@ use axum::{
 };
 use cluster::actor::ChangeOrigin;
 use control::{qmp, registry::Registry};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{
     main_thread::{ChangeError, ObjectKind, SettingsRequest},
@@ -84,7 +84,7 @@ pub(super) async fn apply(registry: &Rc<Registry>, request: SettingsRequest) -> 
         return Ok(());
     }
     let changes = Value::Object(settings.clone()).to_string();
-    settings.insert("name".to_owned(), json!(name));
+    settings.insert("name".to_owned(), name.clone().into());
     let by = ChangeOrigin::Http { client: who.clone() };
     // Attributes the event of this change to the HTTP client.
     let result = by.attribute(qmp::execute_json(registry, "x-weir-set", settings)).await;

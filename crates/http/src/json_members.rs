@@ -9,7 +9,7 @@ use std::fmt;
 use control::qmp;
 use policy::throttle::LimitSetting;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// Members of a JSON object, in order.
 pub(super) struct JsonMembers(pub(super) Vec<(String, Value)>);
@@ -51,18 +51,20 @@ pub(super) fn parse_number(key: &str, value: Value) -> Result<Value, String> {
         Value::String(text) => text,
         Value::Number(number) if number.is_f64() => {
             let integer = number.as_f64().and_then(qmp::whole_number);
-            return Ok(integer.map_or(Value::Number(number), |integer| json!(integer)));
+            return Ok(integer.map_or(Value::Number(number), Value::from));
         }
         other => return Ok(other),
     };
     // Sizes accept units (`10M`), counts do not.
     let is_size = key == "bps-reservation" || LimitSetting::from_name(key).is_some_and(LimitSetting::is_size);
     let read = if is_size { settings::size(&text) } else { settings::count(&text) };
-    read.map(|number| json!(number)).map_err(|rule| format!("{key}={text} {rule}"))
+    read.map(Value::from).map_err(|rule| format!("{key}={text} {rule}"))
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]

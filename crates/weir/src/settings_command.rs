@@ -7,17 +7,20 @@ mod arguments;
 mod config_file;
 mod edit;
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context as _, anyhow};
 use api::MemberSettings;
 pub(crate) use arguments::SaveArgs;
 pub(crate) use config_file::PreparedConfigFile;
 use console::{CommandFailure, print, print_json};
 pub(crate) use edit::{with_table, without_table};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::client::{
     ClientError, ControlAddress, ControlClient,
-    change::{SettingName, SettingsChange},
+    change::{SettingName, SettingValue, SettingsChange},
     report::{DaemonReport, StatusNode},
 };
 
@@ -59,7 +62,7 @@ pub(crate) fn run<S: SettingsCommand>(setter: &S) -> Result<(), CommandFailure> 
         let saved = apply(&mut client, &report, (name, node), save, &change)?;
         let (before, saved) = (node.settings(), saved.as_deref());
         return Ok(if json {
-            print_json(&change_to_json(name, before, &change, saved))
+            print_json(&changed_settings(name, before, &change, saved))
         } else {
             print(&describe_change(name, before, &change, saved))
         }?);
@@ -108,23 +111,34 @@ pub(crate) fn prepare(
     PreparedConfigFile::prepare(&path, edit).map(Some)
 }
 
-fn change_to_json(
-    name: &str,
+/// Result of a change with `--json`.
+#[derive(Serialize)]
+struct ChangedSettings<'a> {
+    name: &'a str,
+    /// By the name of the setting.
+    changed: BTreeMap<&'static str, ChangedValue>,
+    /// The config file that has the change.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    saved: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct ChangedValue {
+    before: Value,
+    after: Value,
+}
+
+fn changed_settings<'a>(
+    name: &'a str,
     before: &MemberSettings,
     change: &SettingsChange,
-    saved: Option<&str>,
-) -> Value {
-    let value = |(setting, value): (SettingName, &_)| {
-        let both =
-            json!({ "before": Value::from(setting.of(before)), "after": Value::from(Clone::clone(value)) });
-        (setting.text().to_owned(), both)
+    saved: Option<&'a str>,
+) -> ChangedSettings<'a> {
+    let value = |(setting, value): (SettingName, &SettingValue)| {
+        let (before, after) = (setting.of(before).into(), value.clone().into());
+        (setting.text(), ChangedValue { before, after })
     };
-    let settings: serde_json::Map<String, Value> = change.iter().map(value).collect();
-    let mut changed = json!({ "name": name, "changed": settings });
-    if let Some(path) = saved {
-        changed["saved"] = path.into();
-    }
-    changed
+    ChangedSettings { name, changed: change.iter().map(value).collect(), saved }
 }
 
 fn describe_change(
@@ -143,8 +157,9 @@ fn describe_change(
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
-    use crate::client::change::SettingValue;
 
     #[test]
     fn change_is_described_with_old_values() {
@@ -168,6 +183,7 @@ vm1: saved in /etc/weir.toml
                 "group": { "before": "gold", "after": "" }
             }
         });
-        assert_eq!(change_to_json("vm1", &before, &change, Some("/etc/weir.toml")), json);
+        let changed = changed_settings("vm1", &before, &change, Some("/etc/weir.toml"));
+        assert_eq!(serde_json::to_value(changed).unwrap(), json);
     }
 }

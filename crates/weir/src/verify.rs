@@ -27,7 +27,7 @@ use console::{
 };
 use lab::interruption::SignalInterruption;
 use latency::LatencyCheck;
-use serde_json::json;
+use serde::Serialize;
 
 use crate::client::{ControlClient, report::DaemonReport};
 
@@ -103,29 +103,48 @@ fn selected_names(report: &DaemonReport, names: &[String]) -> Option<Vec<String>
     (!names.is_empty()).then(|| names.iter().cloned().chain(disks).collect())
 }
 
+/// Output of `weir verify --json`.
+#[derive(Serialize)]
+struct VerifyReport<'a> {
+    guarantees: Vec<GuaranteeReport<'a>>,
+}
+
+#[derive(Serialize)]
+struct GuaranteeReport<'a> {
+    /// Name of the disk or group, by `disk` or `group`.
+    #[serde(flatten)]
+    subject: BTreeMap<&'static str, &'a str>,
+    guarantee: &'a str,
+    expected: &'a str,
+    measured: &'a str,
+    figures: BTreeMap<&'static str, f64>,
+    verdict: &'static str,
+    /// Reason why the guarantee was not checked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'a str>,
+}
+
+impl<'a> From<&'a GuaranteeFinding> for GuaranteeReport<'a> {
+    fn from(finding: &'a GuaranteeFinding) -> Self {
+        let GuaranteeFinding { kind, name, guarantee, expected, measured, figures, verdict } = finding;
+        Self {
+            subject: BTreeMap::from([(*kind, &**name)]),
+            guarantee,
+            expected,
+            measured,
+            figures: figures.iter().copied().collect(),
+            verdict: verdict.name(),
+            reason: match verdict {
+                GuaranteeVerdict::NotChecked(why) => Some(why),
+                _ => None,
+            },
+        }
+    }
+}
+
 fn print_findings(findings: &[GuaranteeFinding], as_json: bool) -> Result<(), CommandFailure> {
     if as_json {
-        let line = |finding: &GuaranteeFinding| {
-            let GuaranteeFinding {
-                kind,
-                name,
-                guarantee: promise,
-                expected: asked,
-                measured,
-                figures,
-                verdict,
-            } = finding;
-            let figures: BTreeMap<_, _> = figures.iter().copied().collect();
-            let mut line = json!({
-                *kind: name, "guarantee": promise, "expected": asked, "measured": measured,
-                "figures": figures, "verdict": verdict.name(),
-            });
-            if let GuaranteeVerdict::NotChecked(why) = verdict {
-                line["reason"] = json!(why);
-            }
-            line
-        };
-        print_json(&json!({ "guarantees": findings.iter().map(line).collect::<Vec<_>>() }))?;
+        print_json(&VerifyReport { guarantees: findings.iter().map(GuaranteeReport::from).collect() })?;
     } else {
         print(&text(findings))?;
     }
