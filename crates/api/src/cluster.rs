@@ -48,6 +48,36 @@ pub struct ClusterReport {
     pub local_groups: Vec<LocalQuota>,
 }
 
+/// Result of a change of a group's limits: the response of `x-weir-cluster-set` and
+/// `x-weir-cluster-remove`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ClusterGroupChange {
+    /// Name of the group.
+    pub group: String,
+    /// Number of the change.
+    pub change: u32,
+    /// Limits of all hosts together.
+    pub limits: LimitValues,
+    /// Number of hosts that fallback shares are computed for.
+    pub hosts: u32,
+    /// True if a host has the group.
+    pub used: bool,
+    /// Fallback share of each host in millionths, where it is configured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fallback_share_ppm: Option<u32>,
+}
+
+/// Host whose data `x-weir-cluster-forget` has removed from etcd.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct ForgottenHost {
+    /// Its name.
+    pub host: String,
+    /// The key of its report.
+    pub key: String,
+}
+
 /// A host of a cluster.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]

@@ -1,6 +1,7 @@
-//! Results that commands print with `--json`.
+//! Results of commands, as the daemon returns them or `--json` prints them.
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// Disk that `weir resume` resumed: an entry of the result of `x-weir-resume`.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
@@ -11,6 +12,71 @@ pub struct ResumedDisk {
     /// Error that stopped it again at once.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped_by: Option<String>,
+}
+
+/// Change of a reload: an entry of the result of `x-weir-reload`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(default)]
+pub struct ReloadChange {
+    /// `daemon`, `group`, `disk` or `export`.
+    pub kind: String,
+    /// Name of the object; empty for the daemon.
+    pub name: String,
+    /// `added`, `removed`, `set`, `unavailable`, `not-read` or `on-other-host`.
+    pub change: String,
+    /// The disk of an export.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
+    /// Address of an export.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
+    /// The host that has the disk, if that is another one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// Reason for which credentials were not read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// The setting that is set.
+    #[serde(flatten)]
+    pub setting: Option<SettingChange>,
+}
+
+/// Old and new value of a setting: a number in the unit of the setting, a text, or null without a
+/// value.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct SettingChange {
+    /// Name of the setting in the config file.
+    pub setting: String,
+    /// Value before the change.
+    pub before: Value,
+    /// Value after the change.
+    pub after: Value,
+}
+
+/// Disk that `x-weir-add-disk` has added.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct AddedDisk {
+    /// Addresses of its exports.
+    pub uris: Vec<String>,
+}
+
+/// Disk that `x-weir-move-disk` has moved.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct MovedDisk {
+    /// Its name.
+    pub disk: String,
+    /// The host that served it.
+    pub from: String,
+    /// The host that serves it.
+    pub to: String,
+    /// True if the config file of `from` has the disk. Absent if that is unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub listed_here: Option<bool>,
+    /// True if the config file of `to` has the disk. Absent if that is unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub listed_there: Option<bool>,
 }
 
 /// Recording that `weir record` has written.

@@ -14,10 +14,12 @@ use std::{
     task::{Context, Poll},
 };
 
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 /// Originator of a change.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
 #[expect(missing_docs, reason = "the variants name their fields")]
 pub enum ChangeOrigin {
     /// A client of a control socket, by the peer credentials of the socket.
@@ -25,10 +27,11 @@ pub enum ChangeOrigin {
     /// SIGHUP.
     Signal,
     /// A reload of the config file, and its originator.
-    Reload(Box<ChangeOrigin>),
+    Reload { by: Box<ChangeOrigin> },
     /// A client over HTTP: its address, or the socket's path.
     Http { client: String },
     /// Another host of the cluster; the originator is known only there.
+    #[serde(rename = "cluster")]
     AnotherHost,
 }
 
@@ -49,7 +52,7 @@ impl ChangeOrigin {
 
     /// A reload on behalf of the current actor; by SIGHUP if there is none.
     pub fn reload_for_current() -> Self {
-        Self::Reload(Box::new(current_actor().unwrap_or(Self::Signal)))
+        Self::Reload { by: Box::new(current_actor().unwrap_or(Self::Signal)) }
     }
 
     /// Text for messages, after "by".
@@ -57,7 +60,7 @@ impl ChangeOrigin {
         match self {
             Self::Qmp { pid, uid } => format!("process {pid} of user {uid}, over QMP"),
             Self::Signal => "SIGHUP".to_owned(),
-            Self::Reload(by) => format!("the config file, read again for {}", by.shown()),
+            Self::Reload { by } => format!("the config file, read again for {}", by.shown()),
             Self::Http { client } => format!("{client}, over HTTP"),
             Self::AnotherHost => "another host".to_owned(),
         }
@@ -65,13 +68,7 @@ impl ChangeOrigin {
 
     /// JSON for events.
     pub fn to_json(&self) -> Value {
-        match self {
-            Self::Qmp { pid, uid } => json!({ "kind": "qmp", "pid": pid, "uid": uid }),
-            Self::Signal => json!({ "kind": "signal" }),
-            Self::Reload(by) => json!({ "kind": "reload", "by": by.to_json() }),
-            Self::Http { client } => json!({ "kind": "http", "client": client }),
-            Self::AnotherHost => json!({ "kind": "cluster" }),
-        }
+        serde_json::to_value(self).expect("all keys are strings")
     }
 }
 
@@ -115,7 +112,7 @@ mod tests {
                     let reload = ChangeOrigin::reload_for_current();
                     reload
                         .attribute(async {
-                            assert!(matches!(current_actor(), Some(ChangeOrigin::Reload(_))));
+                            assert!(matches!(current_actor(), Some(ChangeOrigin::Reload { .. })));
                         })
                         .await;
                     assert_eq!(current_actor(), Some(ChangeOrigin::Qmp { pid, uid: 0 }));
@@ -127,7 +124,7 @@ mod tests {
             }
             assert_eq!(
                 (current_actor(), ChangeOrigin::reload_for_current()),
-                (None, ChangeOrigin::Reload(Box::new(ChangeOrigin::Signal)))
+                (None, ChangeOrigin::Reload { by: Box::new(ChangeOrigin::Signal) })
             );
         });
     }

@@ -21,12 +21,12 @@ use std::{
     time::Duration,
 };
 
+use api::ClusterGroupChange;
 use async_channel::{Receiver, Sender};
 use policy::{
     cluster::{NAME_LEASE, Timing},
     time::Instant,
 };
-use serde_json::Value;
 
 use super::{
     changes,
@@ -167,8 +167,11 @@ impl EtcdAgent {
                 // Accepted here: the main thread checks against the last known reservations of
                 // other hosts.
                 Ok(AgentInput::ReserveIfFits(_, sender)) => drop(sender.try_send(Ok(()))),
-                Ok(AgentInput::Change(_, sender) | AgentInput::Forget(_, sender)) => {
-                    let _ = sender.try_send(Err(format!("etcd is unreachable: {why}")));
+                Ok(AgentInput::Change(_, sender)) => {
+                    let _ = sender.try_send(Err(unreachable_error(why)));
+                }
+                Ok(AgentInput::Forget(_, sender)) => {
+                    let _ = sender.try_send(Err(unreachable_error(why)));
                 }
                 Ok(AgentInput::Move(_, sender)) => {
                     let _ = sender.try_send(StepOutcome::Disconnected(why.to_owned()));
@@ -579,7 +582,7 @@ impl EtcdSession<'_> {
         &mut self,
         etcd: &mut EtcdClient,
         change: &GroupLimitChange,
-    ) -> Result<Result<Value, String>, EtcdError> {
+    ) -> Result<Result<ClusterGroupChange, String>, EtcdError> {
         let version =
             |known: &SessionState| known.groups.get(&change.group).map(|stored| stored.spec.version());
         let before = version(&self.known);
@@ -682,4 +685,8 @@ impl EtcdSession<'_> {
         }
         self.keeper.finish(&self.agent.file, &self.known.groups).await;
     }
+}
+
+fn unreachable_error(why: &str) -> String {
+    format!("etcd is unreachable: {why}")
 }

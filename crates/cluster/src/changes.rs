@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
+use api::{ClusterGroupChange, ForgottenHost};
 use policy::{cluster::MAX_HOSTS, throttle::Limits};
-use serde_json::{Value, json};
 
 use super::{
     environment::random,
@@ -23,8 +23,6 @@ use super::{
 const INITIAL_HOSTS: u32 = 16;
 /// Number of removed groups to remember, so that a host that was away does not restore one.
 const MAX_REMOVAL_MARKS: usize = 64;
-
-type ChangeResult = Result<Value, String>;
 
 /// Makes a change, or returns the reason for rejecting it. `None` if the state that the check used
 /// is stale.
@@ -68,18 +66,15 @@ pub(super) async fn change_group(
 }
 
 /// Result of a change, for the client.
-pub(super) fn change_report(known: &SessionState, name: &String, group: &GroupValue) -> Value {
-    let mut report = json!({
-        "group": name,
-        "change": group.number,
-        "limits": group.limits,
-        "hosts": group.hosts,
-        "used": known.reservations.values().any(|reservations| has_group(reservations, name)),
-    });
-    if let Some(ppm) = group.safe_share_ppm {
-        report["fallback-share-ppm"] = ppm.into();
+pub(super) fn change_report(known: &SessionState, name: &str, group: &GroupValue) -> ClusterGroupChange {
+    ClusterGroupChange {
+        group: name.to_owned(),
+        change: group.number,
+        limits: group.limits.clone(),
+        hosts: group.hosts,
+        used: known.reservations.values().any(|reservations| has_group(reservations, name)),
+        fallback_share_ppm: group.safe_share_ppm,
     }
-    report
 }
 
 /// True if a host has the group. An older weir does not list its groups, so it counts as having
@@ -206,7 +201,7 @@ pub(super) async fn forget_host(
     known: &SessionState,
     etcd: &mut EtcdClient,
     host: &str,
-) -> Result<ChangeResult, EtcdError> {
+) -> Result<Result<ForgottenHost, String>, EtcdError> {
     let report = known.keys.key(EtcdKey::Report(host));
     let ranges = [EtcdKey::Report(host), EtcdKey::Reservation(host)].map(|key| known.keys.single(key));
     let (_, found) = etcd.read(&ranges).await?;
@@ -222,7 +217,7 @@ pub(super) async fn forget_host(
     let absent = TransactionCondition::Absent(known.keys.key(EtcdKey::Host(host)));
     let result = etcd.transact(&[absent], &deletions).await?;
     Ok(match result.succeeded {
-        true => Ok(json!({ "host": host, "key": report })),
+        true => Ok(ForgottenHost { host: host.to_owned(), key: report }),
         false => Err(format!(
             "host {host}: is running (stop weir on it; after a crash its name is released within a minute)"
         )),

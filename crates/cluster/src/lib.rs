@@ -48,7 +48,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use api::{ClusterReport, ClusterStatus, LocalQuota};
+use api::{ClusterGroupChange, ClusterReport, ClusterStatus, ForgottenHost, LocalQuota};
 use async_channel::{Receiver, Sender};
 use block::layer::throttle::ThrottleGroup;
 use cgroup::watch::CgroupLeases;
@@ -57,7 +57,6 @@ use policy::{
     throttle::Limits,
     time::Duration,
 };
-use serde_json::{Value, json};
 use settings::DesiredState;
 
 use agent::EtcdAgent;
@@ -591,7 +590,7 @@ impl ClusterMembership {
     ///
     /// # Errors
     /// Returns the reason as a message.
-    pub async fn change(&self, change: GroupLimitChange) -> Result<Value, String> {
+    pub async fn change(&self, change: GroupLimitChange) -> Result<ClusterGroupChange, String> {
         let is_here = self.has_group(&change.group);
         if is_here && change.removes {
             let name = &change.group;
@@ -603,9 +602,7 @@ impl ClusterMembership {
         // Taken here, not in the agent: the actor is known on the main thread, during the poll.
         let change = GroupLimitChange { by: actor::current_actor(), ..change };
         let mut response = self.request(|sender| AgentInput::Change(change, sender)).await?;
-        if is_here {
-            response["used"] = json!(true);
-        }
+        response.used |= is_here;
         Ok(response)
     }
 
@@ -685,7 +682,7 @@ impl ClusterMembership {
     ///
     /// # Errors
     /// Returns the reason as a message.
-    pub async fn forget_host(&self, host: String) -> Result<Value, String> {
+    pub async fn forget_host(&self, host: String) -> Result<ForgottenHost, String> {
         self.request(|sender| AgentInput::Forget(host, sender)).await
     }
 
@@ -744,10 +741,10 @@ impl ClusterMembership {
         })
     }
 
-    async fn request(
+    async fn request<T>(
         &self,
-        input: impl FnOnce(Sender<Result<Value, String>>) -> AgentInput,
-    ) -> Result<Value, String> {
+        input: impl FnOnce(Sender<Result<T, String>>) -> AgentInput,
+    ) -> Result<T, String> {
         let (sender, receiver) = async_channel::bounded(1);
         self.send(input(sender))?;
         match reactor::timeout(REQUEST_TIMEOUT, receiver.recv()).await {

@@ -2,13 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use api::ClusterReport;
+use api::{ClusterGroupChange, ClusterReport, ForgottenHost};
 use async_channel::Sender;
 use policy::{
     cluster::{ClusterGroupLimits, Term},
     throttle::LimitSetting,
 };
-use serde_json::Value;
 
 use super::{
     etcd::EtcdEvent,
@@ -43,10 +42,10 @@ pub(super) enum AgentInput {
     Reservations(HostReservations),
     /// Reservations to write if the sum over all hosts fits.
     ReserveIfFits(HostReservations, Sender<Result<(), ReservationRefusal>>),
-    Change(GroupLimitChange, Sender<Result<Value, String>>),
+    Change(GroupLimitChange, Sender<Result<ClusterGroupChange, String>>),
     Status(Sender<ClusterReport>),
     /// Name of a host that will not return.
-    Forget(String, Sender<Result<Value, String>>),
+    Forget(String, Sender<Result<ForgottenHost, String>>),
     /// Step of a disk's migration.
     Move(Box<MigrationStep>, Sender<StepOutcome>),
     Stop,

@@ -7,7 +7,7 @@ use policy::throttle::Limits;
 
 use super::{
     registry::Registry,
-    watch::settings::{MemberSettingValues, SettingChange},
+    watch::settings::{MemberSettingValues, changed_event},
 };
 use crate::events::{Kind, NewEvent};
 
@@ -81,7 +81,7 @@ impl ClusterHooks for Registry {
         let changes =
             MemberSettingValues::of_limits(after).changes_since(&MemberSettingValues::of_limits(before));
         let message = format!("group {group} was changed on all hosts by {}", by.shown());
-        let event = SettingChange::changed_event(&message, &changes).of_group(group).with("cluster", cluster);
+        let event = changed_event(&message, &changes).of_group(group).with("cluster", cluster);
         self.events.record(event.with("by", by.to_json()));
     }
 

@@ -31,6 +31,7 @@ use std::{
 };
 
 use anyhow::Context as _;
+use api::ReloadChange;
 use block::layer::throttle::{GroupSettings, ThrottleGroup};
 pub use difference::PlanDifference;
 use export::nbd::{self, Removal};
@@ -40,7 +41,6 @@ use placements::{GroupOrDisk, MemberPlacement, without_reservation};
 use policy::throttle::NodeShare;
 pub(crate) use roll_back::CompletedStep;
 use roll_back::apply_config;
-use serde_json::Value;
 use settings::{DesiredState, DiskConfig, DiskWithOrigins, ListenEndpoint};
 use source::StartSource;
 use storage::rate::RateBudgets;
@@ -80,7 +80,7 @@ pub struct Reconciliation<'a> {
     /// Disks and groups with changed settings. Their events are sent once no roll-back can follow.
     pub(crate) changed_names: BTreeSet<String>,
     /// Changes, in the form that the requesting client receives.
-    pub(crate) reports: Vec<Value>,
+    pub(crate) reports: Vec<ReloadChange>,
     /// New disks whose storage does not answer.
     pub(crate) unavailable: Vec<(String, UnavailableImage)>,
     /// URIs of new exports.

@@ -20,9 +20,9 @@ mod unavailable;
 use std::{collections::BTreeMap, fs, path::Path, rc::Rc};
 
 use anyhow::{Context as _, ensure};
+use api::ReloadChange;
 use cluster::actor::ChangeOrigin;
 use credentials::RenewedCredentials;
-use serde_json::{Value, json};
 use settings::{DesiredState, Diagnostics, ParsedConfig, RecordingConfig, config};
 
 use super::{
@@ -42,7 +42,7 @@ use super::{
 /// # Errors
 /// A mistake in the file, with line and key; a change that is impossible at run time; a failed
 /// step. Nothing has changed then.
-pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<ReloadChange>> {
     let reloading = async {
         let result = reload_locked(registry).await;
         registry.notify(&RegistryChange::Reloaded);
@@ -55,7 +55,7 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 ///
 /// # Errors
 /// Reason for which a reload would fail, as far as that is visible before its effects.
-pub(crate) async fn dry_run(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+pub(crate) async fn dry_run(registry: &Rc<Registry>) -> anyhow::Result<Vec<ReloadChange>> {
     let _guard = registry.lock_structure().await?;
     let loaded = loaded_config(registry)?;
     let (parsed, plan, moved, unopened) = read_plan(registry, &loaded, true).await?;
@@ -98,7 +98,7 @@ fn loaded_config(registry: &Registry) -> anyhow::Result<Rc<LoadedConfig>> {
 async fn recording_changes(
     before: &DesiredState,
     (draft, after): (&ParsedConfig, &DesiredState),
-) -> anyhow::Result<Vec<Value>> {
+) -> anyhow::Result<Vec<ReloadChange>> {
     let (before, after) = (before.process.record.as_ref(), after.process.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
         let origin = draft.daemon.origin_of_given("record").map(ToString::to_string);
@@ -107,11 +107,11 @@ async fn recording_changes(
         checked.with_context(|| origin.unwrap_or_default())?;
     }
     let values =
-        |record: Option<&RecordingConfig>| vec![("record", json!(record.map(RecordingConfig::to_string)))];
+        |record: Option<&RecordingConfig>| vec![("record", record.map(RecordingConfig::to_string).into())];
     Ok(change_report::setting_reports("daemon", "", values(before), values(after)).collect())
 }
 
-async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
+async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<ReloadChange>> {
     let _guard = registry.lifecycle.structure_lock.lock().await;
     let loaded = loaded_config(registry)?;
     let (parsed, plan, moved, unopened) = read_plan(registry, &loaded, false).await?;
@@ -189,7 +189,7 @@ async fn read_plan(
     registry: &Registry,
     loaded: &LoadedConfig,
     is_dry_run: bool,
-) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unavailable::UnavailablePlan)> {
+) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<ReloadChange>, unavailable::UnavailablePlan)> {
     let (file, options, inherited) = (loaded.file.clone(), loaded.options.clone(), loaded.inherited);
     let reading = reactor::run_blocking(move || {
         // A pipe or device would block every later reload.
@@ -210,7 +210,7 @@ async fn read_plan(
 /// Excludes disks that other hosts of the cluster have taken, as a start does, and reports their
 /// hosts. A disk is kept if its image is a file without a lock; for other images nothing prevents
 /// two hosts from writing.
-async fn exclude_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Value> {
+async fn exclude_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<ReloadChange> {
     let moved = registry.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
     let mut out = BTreeMap::new();
     for (disk, host) in moved.into_iter().filter(|(disk, _)| registry.disks.get(disk).is_err()) {

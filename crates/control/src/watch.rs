@@ -32,7 +32,7 @@ use policy::{
 };
 use reactor::JoinHandle;
 use serde_json::json;
-use settings::{MemberSettingValues, SettingChange};
+use settings::{MemberSettingValues, changed_event};
 
 use super::{
     change::RegistryChange,
@@ -315,10 +315,7 @@ impl EventWatch {
             return;
         }
         let author = actor::current_actor().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
-        let event = SettingChange::changed_event(
-            &format!("{} {name} was changed{author}", member_kind.name()),
-            &changes,
-        );
+        let event = changed_event(&format!("{} {name} was changed{author}", member_kind.name()), &changes);
         registry.events.record(member_kind.with_subject(name, with_actor(event)));
     }
 
@@ -370,7 +367,7 @@ const fn removed_event_type(kind: MemberKind) -> Kind {
 
 /// True if the current change is made by a reload.
 fn is_reload() -> bool {
-    matches!(actor::current_actor(), Some(actor::ChangeOrigin::Reload(_)))
+    matches!(actor::current_actor(), Some(actor::ChangeOrigin::Reload { .. }))
 }
 
 /// Adds the actor of the current change, or the daemon itself.

@@ -4,7 +4,7 @@
 use std::path::{Path, absolute};
 
 use anyhow::Context as _;
-use api::DiskStatus;
+use api::{AddedDisk, DiskStatus};
 use clap::{Arg, builder::Resettable};
 use serde_json::{Map, Value, json};
 use settings::{
@@ -138,14 +138,14 @@ pub(crate) fn add_export(disk: &mut ConfigWithOrigins<DiskConfig>, export: Expor
 }
 
 /// Adds the disk to the daemon, with its exports; without any, at the daemon's default endpoints.
-/// Returns the daemon's response, with the disk's `uris`. A failure leaves nothing added.
+/// A failure leaves nothing added.
 ///
 /// # Errors
 /// Errors of the connection and error responses of the daemon.
 pub(crate) fn add_to_daemon(
     client: &mut ControlClient,
     disk: &ConfigWithOrigins<DiskConfig>,
-) -> Result<Value, client::ClientError> {
+) -> Result<AddedDisk, client::ClientError> {
     let mut keys = keys(disk);
     // The protocol passes exports beside the keys, as they have types of their own.
     let exports = keys.remove("export");
@@ -153,7 +153,7 @@ pub(crate) fn add_to_daemon(
     if let Some(exports) = exports {
         parameters["exports"] = exports;
     }
-    client.execute("x-weir-add-disk", parameters)
+    client.execute_typed("x-weir-add-disk", parameters)
 }
 
 /// Sets Ceph's config file and user to those of the daemon's images in Ceph, if these images agree

@@ -23,11 +23,13 @@ use std::{
     time::Duration,
 };
 
+use api::ClusterReport;
 use console::CommandFailure;
 use latency::DiskRequestTimes;
-use message::{QmpServerError, QmpServerEvent, QmpServerMessage};
+use message::{QmpRequest, QmpServerError, QmpServerEvent, QmpServerMessage};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use report::DaemonReport;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json, value::RawValue};
 use settings::control::{ControlSocketLocation, VARIABLE};
 
@@ -163,7 +165,7 @@ impl ControlClient {
             return Err(client.protocol_error("did not send a QMP greeting"));
         }
         // A QMP server accepts no other command before the negotiation.
-        client.execute("qmp_capabilities", json!({}))?;
+        client.query("qmp_capabilities")?;
         Ok(client)
     }
 
@@ -184,14 +186,26 @@ impl ControlClient {
         Ok(serde_json::from_str(text.get()).expect("the text was checked as a part of the message"))
     }
 
+    /// As [`ControlClient::execute`], without arguments.
+    pub(crate) fn query(&mut self, command: &str) -> Result<Value, ClientError> {
+        self.execute(command, Value::Null)
+    }
+
+    /// As [`ControlClient::execute`], with the type of the result.
+    pub(crate) fn execute_typed<R: DeserializeOwned>(
+        &mut self,
+        command: &str,
+        arguments: Value,
+    ) -> Result<R, ClientError> {
+        let text = self.execute_text(command, arguments)?;
+        serde_json::from_str(text.get())
+            .map_err(|error| self.protocol_error(&format!("sent a malformed response to {command}: {error}")))
+    }
+
     /// As [`ControlClient::execute`], with the text of the response: deserializing the status of
     /// thousands of disks from text is several times faster than from a tree of values.
     fn execute_text(&mut self, command: &str, arguments: Value) -> Result<Box<RawValue>, ClientError> {
-        let mut request = json!({ "execute": command });
-        if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
-            request["arguments"] = arguments;
-        }
-        self.finish_command(command, &format!("{request}\n"))
+        self.finish_command(command, &QmpRequest::line(command, arguments))
     }
 
     /// Sends the rest of a command and waits for its response.
@@ -213,7 +227,7 @@ impl ControlClient {
 
     /// Passes a descriptor under this name, for the next command that uses it.
     pub(crate) fn pass_descriptor(&mut self, name: &str, descriptor: impl AsFd) -> Result<(), ClientError> {
-        let request = format!("{}\n", json!({ "execute": "getfd", "arguments": { "fdname": name } }));
+        let request = QmpRequest::line("getfd", json!({ "fdname": name }));
         let descriptors = [descriptor.as_fd().as_raw_fd()];
         let ancillary = [ControlMessage::ScmRights(&descriptors)];
         let socket = self.stream.get_ref().as_raw_fd();
@@ -226,7 +240,7 @@ impl ControlClient {
 
     /// Status of everything that the daemon serves.
     pub(crate) fn status(&mut self) -> Result<DaemonReport, ClientError> {
-        self.status_with(json!({}))
+        self.status_with(Value::Null)
     }
 
     /// As [`ControlClient::status`], without disks, groups, devices and exports: its length does
@@ -249,9 +263,14 @@ impl ControlClient {
             .map_err(|error| self.protocol_error(&format!("sent a malformed status: {error}")))
     }
 
+    /// Hosts and groups of the daemon's cluster.
+    pub(crate) fn cluster(&mut self) -> Result<ClusterReport, ClientError> {
+        self.execute_typed("x-weir-query-cluster", Value::Null)
+    }
+
     /// Latency histograms of each disk. The daemon counts from the first such command.
     pub(crate) fn latencies(&mut self) -> Result<DiskRequestTimes, ClientError> {
-        let response = self.execute("x-weir-query-latencies", json!({}))?;
+        let response = self.query("x-weir-query-latencies")?;
         latency::read(response)
             .map_err(|error| self.protocol_error(&format!("sent malformed latencies: {error}")))
     }
@@ -275,6 +294,13 @@ impl ControlClient {
     ) -> Result<(), ClientError> {
         settings.insert("name".to_owned(), Value::from(name));
         self.execute("x-weir-set", Value::Object(settings)).map(drop)
+    }
+
+    /// Deletes an export. `hard` disconnects its clients; otherwise the daemon refuses while there
+    /// are some.
+    pub(crate) fn delete_export(&mut self, id: &str, hard: bool) -> Result<(), ClientError> {
+        let mode = if hard { "hard" } else { "safe" };
+        self.execute("block-export-del", json!({ "id": id, "mode": mode })).map(drop)
     }
 
     /// Waits, without limit, until the export of this id is deleted. Deletions before this

@@ -57,7 +57,7 @@ pub(crate) enum ClusterCommand {
 pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
     match command {
         ClusterCommand::Status { json, qmp } => {
-            let response = ControlClient::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
+            let response = ControlClient::reach(qmp)?.query("x-weir-query-cluster")?;
             if json {
                 return Ok(print_json(&response)?);
             }

@@ -12,7 +12,6 @@ use block::disk::DetectZeroes;
 use clap::{Arg, Command, ValueHint};
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
 use policy::throttle::LimitSetting;
-use serde_json::json;
 use storage::{CacheMode, ImageFormat};
 
 use crate::client::{ControlAddress, ControlClient, report::DaemonReport};
@@ -117,12 +116,11 @@ fn daemon_names(list: fn(&DaemonReport) -> Vec<CompletionCandidate>) -> Vec<Comp
 fn absent_hosts() -> Vec<CompletionCandidate> {
     let report = ControlAddress::choose(None).ok().and_then(|target| {
         let mut client = ControlClient::connect_with(&target, TIMEOUT).ok()?;
-        client.execute("x-weir-query-cluster", json!({})).ok()
+        client.cluster().ok()
     });
     // Hosts that are present are not candidates for `cluster forget`.
-    let hosts = report.as_ref().and_then(|shown| shown["hosts"].as_array()).into_iter().flatten();
-    let lost = hosts.filter(|host| host["present"] == false).filter_map(|host| host["name"].as_str());
-    lost.map(CompletionCandidate::new).collect()
+    let hosts = report.into_iter().flat_map(|report| report.hosts);
+    hosts.filter(|host| !host.present).map(|host| CompletionCandidate::new(host.name)).collect()
 }
 
 fn disks(report: &DaemonReport) -> Vec<CompletionCandidate> {

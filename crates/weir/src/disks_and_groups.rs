@@ -10,11 +10,12 @@ mod exports;
 mod group;
 
 use anyhow::Context as _;
+use api::{AddedDisk, MovedDisk};
 use clap::Args;
 use console::{CommandFailure, print, print_json};
 pub(crate) use disk::{ADD_EXAMPLES as DISK_EXAMPLES, DiskCommand, run as disk};
 pub(crate) use group::{EXAMPLES as GROUP_EXAMPLES, GroupCommand, run as group};
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::{client::ControlAddress, settings_command::PreparedConfigFile};
 
@@ -35,15 +36,39 @@ fn finish(
     saving: Option<PreparedConfigFile>,
     json: bool,
 ) -> Result<(), CommandFailure> {
-    finish_with_response(outcome, saving, json, &Value::Null)
+    finish_with_result(outcome, saving, json, None)
 }
 
-/// As [`finish`], with fields of the daemon's response for JSON.
-fn finish_with_response(
+/// Result of a change, from the daemon.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum DaemonResult<'a> {
+    Added(&'a AddedDisk),
+    Moved(&'a MovedDisk),
+}
+
+/// Result of these commands with `--json`.
+#[derive(Serialize)]
+struct ObjectChange<'a> {
+    kind: &'a str,
+    name: &'a str,
+    change: &'a str,
+    /// The config file that has the change.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    saved: Option<&'a str>,
+    /// The config file that did not have the object to remove.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unchanged: Option<&'a str>,
+    #[serde(flatten)]
+    result: Option<&'a DaemonResult<'a>>,
+}
+
+/// As [`finish`], with the daemon's result.
+fn finish_with_result(
     outcome: (&str, &str, &str),
     saving: Option<PreparedConfigFile>,
     json: bool,
-    more: &Value,
+    result: Option<&DaemonResult<'_>>,
 ) -> Result<(), CommandFailure> {
     let (kind, name, change) = outcome;
     let has_changes = saving.as_ref().is_some_and(PreparedConfigFile::has_changes);
@@ -51,18 +76,14 @@ fn finish_with_response(
     let saved = saving.map(PreparedConfigFile::commit).transpose();
     let saved = saved.with_context(|| format!("{name}: {change}, but the change is not saved"))?;
     if json {
-        let mut report = json!({ "kind": kind, "name": name, "change": change });
-        if let Some(file) = &saved {
-            report[if has_changes { "saved" } else { "unchanged" }] = json!(file);
-        }
-        for (key, value) in more.as_object().into_iter().flatten() {
-            report[key] = value.clone();
-        }
-        return Ok(print_json(&report)?);
+        let file = saved.as_deref();
+        let (saved, unchanged) = if has_changes { (file, None) } else { (None, file) };
+        return Ok(print_json(&ObjectChange { kind, name, change, saved, unchanged, result })?);
     }
-    let uris = more["uris"].as_array().into_iter().flatten().filter_map(Value::as_str);
-    let uris: Vec<_> = uris.collect();
-    let at = if uris.is_empty() { String::new() } else { format!(", at {}", uris.join(", ")) };
+    let at = match result {
+        Some(DaemonResult::Added(disk)) if !disk.uris.is_empty() => format!(", at {}", disk.uris.join(", ")),
+        _ => String::new(),
+    };
     let mut text = format!("{kind} {name}: {change}{at}\n");
     if let Some(file) = saved {
         text += &match has_changes {

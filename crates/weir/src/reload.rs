@@ -1,5 +1,6 @@
 //! `weir reload`: the daemon reloads its config file; prints the changes.
 
+use api::{ReloadChange, SettingChange};
 use clap::Args;
 use console::{
     CommandFailure, print, print_json,
@@ -40,35 +41,33 @@ pub(crate) fn run(arguments: ReloadArgs) -> Result<(), CommandFailure> {
     let mut client = ControlClient::reach(arguments.qmp)?.with_timeout(ControlClient::LONG)?;
     let ReloadArgs { dry_run, json, .. } = arguments;
     // A daemon of an older version accepts no arguments.
-    let parameters = if dry_run { json!({ "dry-run": true }) } else { json!({}) };
-    let changes = client.execute("x-weir-reload", parameters)?;
+    let parameters = if dry_run { json!({ "dry-run": true }) } else { Value::Null };
+    let changes: Vec<ReloadChange> = client.execute_typed("x-weir-reload", parameters)?;
     let unchanged = if dry_run { "nothing would change" } else { "nothing has changed" };
     Ok(if json { print_json(&changes) } else { print(&format_changes(&changes, unchanged)) }?)
 }
 
 /// A table of the changes, or the text for none.
-fn format_changes(changes: &Value, unchanged: &str) -> String {
-    let changes = changes.as_array().map(Vec::as_slice).unwrap_or_default();
+fn format_changes(changes: &[ReloadChange], unchanged: &str) -> String {
     if changes.is_empty() {
         return format!("{unchanged}\n");
     }
     let mut table = TextTable::new(columns(&["TYPE", "NAME", "CHANGE"], &[]));
     for change in changes {
-        let text = |key: &str| change[key].as_str().unwrap_or_default().to_owned();
+        let text = |member: &Option<String>| member.clone().unwrap_or_default();
         // Unknown kinds of changes are printed as they are: the daemon may be newer than this
         // command.
-        let description = match (text("change").as_str(), text("setting")) {
-            ("set", name) => {
-                let value = |key| setpoint(&name, &change[key]);
-                format!("{name}: {} → {}", value("before"), value("after"))
+        let description = match (change.change.as_str(), &change.setting) {
+            (_, Some(SettingChange { setting, before, after })) => {
+                format!("{setting}: {} → {}", setpoint(setting, before), setpoint(setting, after))
             }
-            ("not-read", _) => format!("not reloaded: {}", text("reason")),
+            ("not-read", _) => format!("not reloaded: {}", text(&change.reason)),
             ("unavailable", _) => "its image is not available yet".to_owned(),
-            ("on-other-host", _) => format!("skipped: it was moved to host {}", text("host")),
-            (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),
+            ("on-other-host", _) => format!("skipped: it was moved to host {}", text(&change.host)),
+            (listed, _) if change.kind == "export" => format!("{listed} at {}", text(&change.address)),
             (listed, _) => listed.to_owned(),
         };
-        table.row(vec![text("kind"), text("name"), description]);
+        table.row(vec![change.kind.clone(), change.name.clone(), description]);
     }
     table.render(false)
 }
@@ -112,7 +111,8 @@ export  vm1   removed at unix:/run/a
 disk    vm2   skipped: it was moved to host host2
 disk    vm3   its image is not available yet
 ";
+        let changes: Vec<ReloadChange> = serde_json::from_value(changes).unwrap();
         assert_eq!(format_changes(&changes, ""), expect);
-        assert_eq!(format_changes(&json!([]), "nothing has changed"), "nothing has changed\n");
+        assert_eq!(format_changes(&[], "nothing has changed"), "nothing has changed\n");
     }
 }

@@ -1,10 +1,10 @@
 //! `weir resume`: resumes disks that an I/O error has stopped.
 
-use anyhow::{Context as _, anyhow};
+use anyhow::anyhow;
 use api::ResumedDisk;
 use clap::Args;
 use console::{CommandFailure, print, print_json};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::client::{ControlAddress, ControlClient};
 
@@ -36,16 +36,14 @@ pub(crate) struct ResumeArgs {
 pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
     let mut client = ControlClient::reach(arguments.qmp)?;
     let report = client.status()?;
-    let mut parameters = json!({});
-    if let Some(disk) = &arguments.disk {
-        if !report.disks.iter().any(|known| known.name == *disk) {
-            return Err(anyhow!(report.unknown_disk_error(disk)).into());
-        }
-        parameters["name"] = json!(disk);
+    if let Some(disk) = &arguments.disk
+        && !report.disks.iter().any(|known| known.name == *disk)
+    {
+        return Err(anyhow!(report.unknown_disk_error(disk)).into());
     }
-    let response = client.execute("x-weir-resume", parameters)?;
+    let parameters = arguments.disk.as_ref().map_or(Value::Null, |disk| json!({ "name": disk }));
     // A disk stops again if a retried request failed at once.
-    let resumed: Vec<ResumedDisk> = serde_json::from_value(response).context("the daemon's answer")?;
+    let resumed: Vec<ResumedDisk> = client.execute_typed("x-weir-resume", parameters)?;
     if arguments.json {
         print_json(&resumed)?;
     }

@@ -3,10 +3,10 @@
 
 mod arguments;
 
-use api::MemberSettings;
+use api::{ClusterGroup, ClusterGroupChange, MemberSettings};
 pub(crate) use arguments::{EXAMPLES, ThrottleArgs};
 use console::{CommandFailure, figures, print, print_json};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use crate::{
     client::{
@@ -53,30 +53,29 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     let mut client = ControlClient::reach(arguments.qmp.clone())?;
     // The limits in force first: virsh's names clear others of them, and the output shows both
     // values.
-    let report = client.execute("x-weir-query-cluster", json!({}))?;
-    let is_known = |group: &&Value| group["name"] == arguments.name.as_str();
-    let before = report["groups"].as_array().into_iter().flatten().find(is_known);
-    let settings = json!({ "limits": before.map_or(json!({}), |group| group["limits"].clone()) });
-    let settings: MemberSettings = serde_json::from_value(settings).map_err(anyhow::Error::from)?;
+    let report = client.cluster()?;
+    let before = report.groups.iter().find(|group| group.name == arguments.name);
+    let limits = before.map(|group| group.limits.clone()).unwrap_or_default();
+    let settings = MemberSettings { limits, ..MemberSettings::default() };
     let change = arguments.change(&settings);
     let mut parameters: Map<String, Value> = change.arguments();
-    parameters.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), json!(hosts))));
+    parameters.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), hosts.into())));
     if arguments.cluster.safe_share.is_some() {
         console::print_notice(
             "--safe-share is the old name of --fallback-share (the next release refuses the old name)",
         );
     }
     let safe_share = arguments.cluster.fallback_share.or(arguments.cluster.safe_share);
-    parameters.extend(safe_share.map(|part| ("fallback-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
+    parameters.extend(safe_share.map(|part| ("fallback-share-ppm".to_owned(), part.0.unwrap_or(0).into())));
     if parameters.is_empty() {
-        let is_group = |entry: &&Value| entry["group"] == arguments.name.as_str();
         // Limits written by a newer version are distinguished from missing ones.
-        let not_understood = report["unreadable-groups"].as_array().into_iter().flatten().find(is_group);
-        if let Some(why) = not_understood.and_then(|entry| entry["reason"].as_str()) {
-            return Err(anyhow::anyhow!("group {}: its state in etcd {why}", arguments.name).into());
+        if let Some(entry) = report.unreadable_groups.iter().find(|entry| entry.group == arguments.name) {
+            return Err(
+                anyhow::anyhow!("group {}: its state in etcd {}", arguments.name, entry.reason).into()
+            );
         }
         let Some(group) = before else {
-            let why = report["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
+            let why = report.reason.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
             let name = &arguments.name;
             return Err(anyhow::anyhow!(
                 "group {name}: the cluster has no limits for it{why} (`weir throttle {name} \
@@ -84,7 +83,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
             )
             .into());
         };
-        if let Some(why) = report["reason"].as_str() {
+        if let Some(why) = &report.reason {
             console::print_error(&anyhow::anyhow!(
                 "showing the last known state, as etcd is unreachable: {why}"
             ));
@@ -95,25 +94,26 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
             print(&format_cluster_limits(group, &settings))
         }?);
     }
-    parameters.insert("group".to_owned(), json!(arguments.name));
-    let response = client.execute("x-weir-cluster-set", Value::Object(parameters))?;
+    parameters.insert("group".to_owned(), arguments.name.clone().into());
+    let response: ClusterGroupChange =
+        client.execute_typed("x-weir-cluster-set", Value::Object(parameters))?;
     if arguments.json {
         return Ok(print_json(&response)?);
     }
     let lines = change.describe(&settings).into_iter();
     let text: String = lines.map(|line| format!("{}: {line}, on all hosts\n", arguments.name)).collect();
-    let old_number = |key: &str| before.and_then(|group| group[key].as_u64());
     let line = |label: &str, from: Option<String>, to: String| {
         let from = from.map(|from| format!("{from} → ")).unwrap_or_default();
         format!("{}: {label}: {from}{to}, on all hosts\n", arguments.name)
     };
-    let hosts = arguments.cluster.hosts.map(|hosts| {
-        line("hosts", old_number("max-hosts").map(|hosts| hosts.to_string()), hosts.to_string())
-    });
-    let part_before = old_number("fallback-share-ppm").map(percent);
+    let hosts = arguments
+        .cluster
+        .hosts
+        .map(|hosts| line("hosts", before.map(|group| group.max_hosts.to_string()), hosts.to_string()));
+    let part_before = before.and_then(|group| group.fallback_share_ppm).map(percent);
     let safe = safe_share.map(|part| line("fallback-share", part_before, part.to_string()));
     print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;
-    if response["used"] == false {
+    if !response.used {
         // Not an error: the limits may be set before the first host has the group.
         console::print_error(&unused_group_warning(&arguments.name));
     }
@@ -124,8 +124,8 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
 }
 
 /// Warning if the fallback shares reserve much of the limits, even for absent hosts.
-fn reserved_share_warning(group: &str, response: &Value) -> Option<anyhow::Error> {
-    let (hosts, each) = (response["hosts"].as_u64()?, response["fallback-share-ppm"].as_u64()?);
+fn reserved_share_warning(group: &str, response: &ClusterGroupChange) -> Option<anyhow::Error> {
+    let (hosts, each) = (response.hosts, response.fallback_share_ppm?);
     let all = hosts.saturating_mul(each);
     (all > WARN_RESERVED_PPM).then(|| {
         let [all, each] = [all, each].map(percent);
@@ -137,10 +137,10 @@ fn reserved_share_warning(group: &str, response: &Value) -> Option<anyhow::Error
 }
 
 /// Sum of the fallback shares above which there is a warning.
-const WARN_RESERVED_PPM: u64 = 100_000;
+const WARN_RESERVED_PPM: u32 = 100_000;
 
-fn percent(ppm: u64) -> String {
-    format!("{}%", ppm as f64 / 10_000.0)
+fn percent(ppm: u32) -> String {
+    format!("{}%", f64::from(ppm) / 10_000.0)
 }
 
 /// Warning for limits of a group that no present host has.
@@ -151,18 +151,18 @@ fn unused_group_warning(group: &str) -> anyhow::Error {
     )
 }
 
-fn format_cluster_limits(group: &Value, settings: &MemberSettings) -> String {
+fn format_cluster_limits(group: &ClusterGroup, settings: &MemberSettings) -> String {
     let mut rows: Vec<(&str, String)> = Vec::new();
     let is_set = |name: &SettingName| name.of(settings) != name.default() && *name != SettingName::Weight;
     for name in SettingName::of_throttle().filter(is_set) {
         rows.push((name.text(), name.format(&name.of(settings))));
     }
-    rows.push(("hosts", group["max-hosts"].to_string()));
-    if let Some(ppm) = group["fallback-share-ppm"].as_u64() {
+    rows.push(("hosts", group.max_hosts.to_string()));
+    if let Some(ppm) = group.fallback_share_ppm {
         rows.push(("fallback-share", percent(ppm)));
     }
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-    let mut text = format!("group {}, on all hosts\n", group["name"].as_str().unwrap_or_default());
+    let mut text = format!("group {}, on all hosts\n", group.name);
     for (name, value) in rows {
         text += &format!("  {name:width$}  {value}\n");
     }

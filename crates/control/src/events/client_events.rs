@@ -32,7 +32,7 @@ impl ClientObserver for EventLog {
 fn nbd_client_event(kind: Kind, message: String, client: &NbdClientInfo) -> NewEvent {
     let event = NewEvent::new(kind, message).of_disk(&client.disk).with("type", "nbd");
     let event = event.with("export", &*client.export).with("client", client.number);
-    event.with("address", json!(client.address)).with("name", json!(client.name))
+    event.with("address", client.address.map(|address| address.to_string())).with("name", client.name.clone())
 }
 
 /// Text for messages: `client 7 of 192.0.2.1`.

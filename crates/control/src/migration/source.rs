@@ -3,12 +3,12 @@
 use std::{cell::Cell, rc::Rc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
+use api::MovedDisk;
 use cluster::{
     ClusterMembership,
     migration_offer::{MigrationAnswer, MigrationOffer, MigrationReply, MigrationStep, StepOutcome},
 };
 use export::nbd::Removal;
-use serde_json::{Value, json};
 
 use super::{ANSWER_TIMEOUT, JOIN_TIMEOUT, MigratedDisk, RETRY_INTERVAL, target};
 use crate::{
@@ -32,7 +32,7 @@ pub(crate) struct MigrationRequest {
 ///
 /// # Errors
 /// Reason why the disk is still, or again, on this host.
-pub(crate) async fn migrate(registry: &Rc<Registry>, request: MigrationRequest) -> anyhow::Result<Value> {
+pub(crate) async fn migrate(registry: &Rc<Registry>, request: MigrationRequest) -> anyhow::Result<MovedDisk> {
     let cluster = registry.cluster().cloned();
     let cluster = cluster.context(
         "cluster: this daemon is in none (add [cluster] to the config files of both hosts, and restart weir)",
@@ -65,7 +65,7 @@ async fn migrate_to_target(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
     request: &MigrationRequest,
-) -> anyhow::Result<Value> {
+) -> anyhow::Result<MovedDisk> {
     let running = registry.disks.get(&request.disk)?;
     ensure!(
         !running.lower_nodes.iter().any(|node| node.is_own_disk),
@@ -135,13 +135,13 @@ async fn migrate_to_target(
     if reactor::timeout(ANSWER_TIMEOUT, settled).await == Ok(true) && listed_here == Some(false) {
         let _ = cluster.step(MigrationStep::Forget { disk: request.disk.clone() }).await;
     }
-    let mut report = json!({ "disk": request.disk, "from": cluster.host(), "to": request.to });
-    for (key, listed) in [("listed-here", listed_here), ("listed-there", listed_there)] {
-        if let Some(listed) = listed {
-            report[key] = json!(listed);
-        }
-    }
-    Ok(report)
+    Ok(MovedDisk {
+        disk: request.disk.clone(),
+        from: cluster.host().to_owned(),
+        to: request.to.clone(),
+        listed_here,
+        listed_there,
+    })
 }
 
 /// Removed export, with the parameters for adding it again.

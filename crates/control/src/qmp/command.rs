@@ -9,6 +9,7 @@
 
 use std::rc::Rc;
 
+use serde::Serialize;
 use serde_json::{Value, value::RawValue};
 use settings::suggest;
 
@@ -47,6 +48,11 @@ pub(crate) trait QmpTextCommand: Sized + 'static {
 
     /// As [`QmpCommand::run`].
     fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Box<RawValue>, QmpError>> + 'static;
+}
+
+/// Result of a command, as a value of [`QmpCommand::run`].
+pub(crate) fn response(result: impl Serialize) -> Value {
+    serde_json::to_value(result).expect("all keys are strings")
 }
 
 #[derive(Clone, Copy, Debug)]

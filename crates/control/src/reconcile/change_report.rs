@@ -1,32 +1,48 @@
 //! Report of the changes of a reload, for its client; `docs/reference/qmp.md` documents it.
 
+use api::{ReloadChange, SettingChange};
 use block::layer::throttle::GroupSettings;
 use policy::throttle::Limits;
-use serde_json::{Value, json};
+use serde_json::Value;
 use settings::{ConfigKey, DiskConfig, GroupConfig, KeyTable, key::ChangePolicy};
 
-/// Report of a disk or group; `change` is `added` or `removed`.
-pub(crate) fn object_report(kind: &str, name: &str, change: &str) -> Value {
-    json!({ "kind": kind, "name": name, "change": change })
+/// Report of a disk or group; `change` is `added`, `removed` or `unavailable`.
+pub(crate) fn object_report(kind: &str, name: &str, change: &str) -> ReloadChange {
+    ReloadChange {
+        kind: kind.to_owned(),
+        name: name.to_owned(),
+        change: change.to_owned(),
+        ..ReloadChange::default()
+    }
 }
 
 /// Report of a disk of the config file that is on another host.
-pub(crate) fn moved_disk_report(disk: &str, host: &str) -> Value {
-    json!({ "kind": "disk", "name": disk, "change": "on-other-host", "host": host })
+pub(crate) fn moved_disk_report(disk: &str, host: &str) -> ReloadChange {
+    ReloadChange { host: Some(host.to_owned()), ..object_report("disk", disk, "on-other-host") }
 }
 
 /// Report of credentials that could not be read again.
-pub(crate) fn credentials_report(why: &str) -> Value {
-    json!({ "kind": "daemon", "name": "", "change": "not-read", "reason": why })
+pub(crate) fn credentials_report(why: &str) -> ReloadChange {
+    ReloadChange { reason: Some(why.to_owned()), ..object_report("daemon", "", "not-read") }
 }
 
 /// Report of an export, with its address.
-pub(crate) fn export_report((name, address): (String, String), disk: &str, change: &str) -> Value {
-    json!({ "kind": "export", "name": name, "disk": disk, "address": address, "change": change })
+pub(crate) fn export_report((name, address): (String, String), disk: &str, change: &str) -> ReloadChange {
+    let (disk, address) = (Some(disk.to_owned()), Some(address));
+    ReloadChange { disk, address, ..object_report("export", &name, change) }
 }
 
 /// Name and value of a setting.
 pub(crate) type NamedValue = (&'static str, Value);
+
+/// The settings that differ, of equal lists of settings.
+pub(crate) fn setting_changes(
+    before: Vec<NamedValue>,
+    after: Vec<NamedValue>,
+) -> impl Iterator<Item = SettingChange> {
+    let both = before.into_iter().zip(after).filter(|(before, after)| before != after);
+    both.map(|((setting, before), (_, after))| SettingChange { setting: setting.to_owned(), before, after })
+}
 
 /// Reports the settings that differ.
 pub(crate) fn setting_reports<'a>(
@@ -34,15 +50,9 @@ pub(crate) fn setting_reports<'a>(
     name: &'a str,
     before: Vec<NamedValue>,
     after: Vec<NamedValue>,
-) -> impl Iterator<Item = Value> + 'a {
-    before.into_iter().zip(after).filter(|(before, after)| before != after).map(
-        move |((setting, before), (_, after))| {
-            json!({
-                "kind": kind, "name": name, "change": "set",
-                "setting": setting, "before": before, "after": after,
-            })
-        },
-    )
+) -> impl Iterator<Item = ReloadChange> + 'a {
+    setting_changes(before, after)
+        .map(move |setting| ReloadChange { setting: Some(setting), ..object_report(kind, name, "set") })
 }
 
 /// Values of the keys that the function selects, in the order of the table.
@@ -50,7 +60,7 @@ fn key_values<T: KeyTable>(config: &T, is_selected: impl Fn(&ConfigKey<T>) -> bo
     let value = |key: &'static ConfigKey<T>| match key.write(config) {
         Some(literal) => (key.name, Value::from(&literal)),
         // The empty name stands for no group.
-        None if key.name == "group" => (key.name, json!("")),
+        None if key.name == "group" => (key.name, "".into()),
         None => (key.name, Value::Null),
     };
     T::keys().iter().filter(|key| is_selected(key)).map(value).collect()

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use anyhow::Context as _;
-use serde_json::Value;
+use api::ReloadChange;
 use settings::{ListenAddress, ListenEndpoint};
 
 use super::{
@@ -25,7 +25,7 @@ impl Reconciliation<'_> {
     ///
     /// # Errors
     /// Reason for which a reload would fail.
-    pub(crate) async fn dry_run(&mut self, difference: &PlanDifference) -> anyhow::Result<Vec<Value>> {
+    pub(crate) async fn dry_run(&mut self, difference: &PlanDifference) -> anyhow::Result<Vec<ReloadChange>> {
         self.check_sandbox(difference)?;
         let (unavailable, found) = self.check_images(difference, AddressConflictRule::Rejected).await?;
         // A reload stops at the first error, too.

@@ -2,8 +2,8 @@
 
 use std::{path::Path, rc::Rc};
 
+use api::ReloadChange;
 use image::open_raw;
-use serde_json::Value;
 use settings::{DesiredState, config};
 use storage::{OpenOptions, rate::RateBudgets};
 
@@ -39,7 +39,10 @@ async fn start(registry: &Rc<Registry>, plan: &DesiredState) {
 }
 
 /// Reports of a reload between two plans, or its error.
-async fn reload(registry: &Rc<Registry>, [before, after]: [&DesiredState; 2]) -> Result<Vec<Value>, String> {
+async fn reload(
+    registry: &Rc<Registry>,
+    [before, after]: [&DesiredState; 2],
+) -> Result<Vec<ReloadChange>, String> {
     let difference =
         PlanDifference::between(registry, Some(before), after).await.map_err(|error| format!("{error:#}"))?;
     let mut work = work(ReconcileReason::Reload, registry, after);
@@ -82,10 +85,7 @@ fn a_reload_reports_each_change_as_its_dry_run_does() {
              [disk.c]\nimage = \"memory:3M\"\n",
         );
         let reports = reload(&registry, [&before, &after]).await.expect("possible");
-        let short = |report: &Value| {
-            let text = |key: &str| report[key].as_str().unwrap_or_default();
-            format!("{} {} {}", text("kind"), text("name"), text("change"))
-        };
+        let short = |report: &ReloadChange| format!("{} {} {}", report.kind, report.name, report.change);
         let lines: Vec<_> = reports.iter().map(short).collect();
         let expected = ["group h added", "disk b set", "disk c added", "disk a removed", "group g removed"];
         assert_eq!(lines, expected);

@@ -4,9 +4,9 @@
 use std::io;
 
 use anyhow::Context as _;
+use api::ReloadChange;
 use cluster::EtcdCredentials;
 use export::nbd;
-use serde_json::Value;
 use settings::DesiredState;
 
 use crate::{assemble, loaded_config::LoadedConfig, reconcile::change_report, registry::Registry};
@@ -40,7 +40,7 @@ impl RenewedCredentials {
     }
 
     /// Reports for the client of the reload.
-    pub(super) fn reports(&self) -> impl Iterator<Item = Value> {
+    pub(super) fn reports(&self) -> impl Iterator<Item = ReloadChange> {
         self.unreadable.iter().map(|why| change_report::credentials_report(why))
     }
 

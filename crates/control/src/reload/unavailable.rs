@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, rc::Rc};
 
 use anyhow::Context as _;
-use serde_json::Value;
+use api::ReloadChange;
 use settings::{DesiredState, DiskWithOrigins};
 
 use crate::{
@@ -83,7 +83,7 @@ impl UnavailablePlan {
     }
 
     /// Reports: each unavailable disk is still not open, or removed.
-    pub(super) fn reports(&self, registry: &Registry) -> Vec<Value> {
+    pub(super) fn reports(&self, registry: &Registry) -> Vec<ReloadChange> {
         let report = |disk: DiskWithOrigins| {
             change_report::object_report(
                 "disk",

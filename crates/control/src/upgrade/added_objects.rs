@@ -16,7 +16,7 @@ use std::{path::Path, sync::Arc};
 
 use anyhow::anyhow;
 use block::layer::throttle::ThrottleGroup;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use settings::{ExportTarget as Own, VhostUserSocket};
 
 use super::messages::{AddedDiskState, AddedExportState, AddedGroupState, ObjectOrigin, OfferedDevice};
@@ -77,9 +77,9 @@ pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
 
 /// Arguments of `x-weir-set` for these settings; a size without a value is 0 there.
 fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Map<String, Value> {
-    let value = |value: Value| if value.is_null() { json!(0) } else { value };
+    let value = |value: Value| if value.is_null() { 0.into() } else { value };
     let values = values.into_iter().map(|(key, setting)| (key.to_owned(), value(setting)));
-    values.chain([("name".to_owned(), json!(name))]).collect()
+    values.chain([("name".to_owned(), name.into())]).collect()
 }
 
 /// Makes paths absolute: the new process may have another working directory.

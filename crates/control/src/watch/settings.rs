@@ -1,10 +1,9 @@
 //! Settings of a disk or group, for reports of their changes.
 
-use std::fmt;
-
+use api::SettingChange;
 use block::layer::throttle::ThrottleGroup;
 use policy::throttle::Limits;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::{
     events::{Kind, NewEvent},
@@ -15,14 +14,6 @@ use crate::{
 /// Settings by their names in the config file.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct MemberSettingValues(Vec<NamedValue>);
-
-/// Changed setting.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct SettingChange {
-    setting: &'static str,
-    before: Value,
-    after: Value,
-}
 
 impl MemberSettingValues {
     pub(super) fn of_disk(running: &RunningDisk) -> Self {
@@ -41,42 +32,25 @@ impl MemberSettingValues {
     }
 
     pub(crate) fn changes_since(&self, before: &Self) -> Vec<SettingChange> {
-        let both = before.0.iter().zip(&self.0);
-        let changed = both.filter(|((_, before), (_, after))| before != after);
-        changed
-            .map(|((setting, before), (_, after))| SettingChange {
-                setting,
-                before: before.clone(),
-                after: after.clone(),
-            })
-            .collect()
+        change_report::setting_changes(before.0.clone(), self.0.clone()).collect()
     }
 }
 
-impl SettingChange {
-    fn to_json(&self) -> Value {
-        json!({ "setting": self.setting, "before": self.before, "after": self.after })
-    }
-
-    /// Event about changed settings; the message begins with the given text.
-    pub(crate) fn changed_event(subject: &str, changes: &[Self]) -> NewEvent {
-        let texts: Vec<_> = changes.iter().map(Self::to_string).collect();
-        let objects: Vec<_> = changes.iter().map(Self::to_json).collect();
-        NewEvent::new(Kind::ConfigChanged, format!("{subject}: {}", texts.join(", ")))
-            .with("changes", objects)
-    }
+/// Event about changed settings; the message begins with the given text.
+pub(crate) fn changed_event(subject: &str, changes: &[SettingChange]) -> NewEvent {
+    let texts: Vec<_> = changes.iter().map(change_text).collect();
+    let objects = serde_json::to_value(changes).expect("all keys are strings");
+    NewEvent::new(Kind::ConfigChanged, format!("{subject}: {}", texts.join(", "))).with("changes", objects)
 }
 
-/// Form `iops-total 1000 (was 500)`.
-impl fmt::Display for SettingChange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = |value: &Value| match value.as_str() {
-            Some("") => "none".to_owned(),
-            Some(text) => text.to_owned(),
-            None => value.to_string(),
-        };
-        write!(f, "{} {} (was {})", self.setting, shown(&self.after), shown(&self.before))
-    }
+/// Text of the form `iops-total 1000 (was 500)`.
+fn change_text(SettingChange { setting, before, after }: &SettingChange) -> String {
+    let shown = |value: &Value| match value.as_str() {
+        Some("") => "none".to_owned(),
+        Some(text) => text.to_owned(),
+        None => value.to_string(),
+    };
+    format!("{setting} {} (was {})", shown(after), shown(before))
 }
 
 #[cfg(test)]
@@ -95,8 +69,9 @@ mod tests {
         settings.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
         let changes =
             MemberSettingValues(change_report::throttle_values(&settings, "")).changes_since(&before);
-        let texts: Vec<_> = changes.iter().map(SettingChange::to_string).collect();
+        let texts: Vec<_> = changes.iter().map(change_text).collect();
         assert_eq!(texts, ["iops-total 500 (was 0)"]);
-        assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));
+        let object = serde_json::to_value(&changes[0]).unwrap();
+        assert_eq!(object, serde_json::json!({ "setting": "iops-total", "before": 0, "after": 500 }));
     }
 }

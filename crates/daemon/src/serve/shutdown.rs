@@ -245,6 +245,7 @@ async fn reload_on_hangup(registry: &Rc<Registry>) {
     match ChangeOrigin::Signal.attribute(reload(registry)).await {
         Ok(changes) => {
             for change in &changes {
+                let change = serde_json::to_string(change).expect("all keys are strings");
                 tracing::info!(%change, "SIGHUP: reloaded");
             }
             tracing::info!(changes = changes.len(), "SIGHUP: the config file was read again");

@@ -10,7 +10,6 @@ use anyhow::{Context as _, anyhow};
 use api::{DetachedDevice, ExportStatus};
 use console::{CommandFailure, print_json, print_notice};
 use control::openers::DeviceOpeners;
-use serde_json::json;
 
 use super::{
     Attachment, DetachArgs, find_attachment, host, keeper, lasting_users, orphans, record::AttachmentRecord,
@@ -195,8 +194,7 @@ fn remove_export(path: &Path, force: bool, qmp: Option<ControlAddress>) -> anyho
     }
     // Connected before the removal, so that its event cannot be missed.
     let watch = ControlClient::connect(&target)?;
-    let mode = if force { "hard" } else { "safe" };
-    let removed = client.execute("block-export-del", json!({ "id": export.id, "mode": mode }));
+    let removed = client.delete_export(&export.id, force);
     // Replaces the daemon's hint about QMP's mode by the option of this command.
     removed.map_err(|error| match error.to_string().split_once(" (use mode 'hard'") {
         Some((users, _)) => anyhow!("{users} ({IN_USE})"),

@@ -322,8 +322,8 @@ pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> 
         Err(error) => return Err(error.into()),
     };
     let watch = ControlClient::connect(&target);
-    // "hard": the caller has already checked for users, or ignores them because of `--force`.
-    match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
+    // The caller has already checked for users, or ignores them because of `--force`.
+    match client.delete_export(&attached.export, true) {
         // The export is already gone.
         Err(ClientError::Rejected(message)) if !message.ends_with("already shutting down") => {}
         // The keeper may have requested the removal first, after an unmount.
@@ -338,7 +338,7 @@ pub(super) fn remove_export(attached: &Attachment, place: &AttachmentRecord) -> 
     }
     if !attached.daemon {
         // Fails if the server ended first.
-        let _ = client.execute("quit", json!({}));
+        let _ = client.query("quit");
     } else {
         // The disk is removed from a shared daemon too; without its export it would only hold the
         // image's lock.

@@ -1,7 +1,24 @@
-//! Messages of a QMP server: a response, an error, or an event.
+//! Messages of QMP: a command of the client; a response, an error or an event of the server.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, value::RawValue};
+
+/// A command of the client.
+#[derive(Serialize)]
+pub(super) struct QmpRequest<'a> {
+    execute: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    arguments: Option<Value>,
+}
+
+impl QmpRequest<'_> {
+    /// A command as a line. Arguments without members are omitted.
+    pub(super) fn line(execute: &str, arguments: Value) -> String {
+        let has_members = arguments.as_object().is_some_and(|arguments| !arguments.is_empty());
+        let arguments = has_members.then_some(arguments);
+        serde_json::to_string(&QmpRequest { execute, arguments }).expect("all keys are strings") + "\n"
+    }
+}
 
 #[derive(Debug)]
 pub(super) enum QmpServerMessage {

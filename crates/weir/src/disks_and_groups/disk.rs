@@ -3,16 +3,16 @@
 use std::path::{Path, absolute};
 
 use anyhow::{anyhow, bail};
-use api::ServerStatus;
+use api::{MovedDisk, ServerStatus};
 use clap::{Args, Subcommand};
 use console::{CommandFailure, print, progress::DelayedNotice};
-use serde_json::{Value, json};
+use serde_json::json;
 use settings::{
     DiskConfig, ExportConfig, ImageLocation, KeyTable as _, ListenAddress, ListenEndpoint, NbdExportConfig,
     NbdServerConfig, arguments::ConfigKeyArgs,
 };
 
-use super::{ControlArgs, exports::ExportArgs, finish, finish_with_response};
+use super::{ControlArgs, DaemonResult, exports::ExportArgs, finish, finish_with_result};
 use crate::{
     added_keys::{self, DiskAddOptions},
     client::ControlClient,
@@ -157,8 +157,8 @@ fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
     let saving = settings_command::prepare(&report, &save, |text| {
         settings_command::with_table(text, "disk", &name, &config)
     })?;
-    let response = added_keys::add_to_daemon(&mut client, &config)?;
-    finish_with_response(("disk", &name, "added"), saving, json, &response)
+    let added = added_keys::add_to_daemon(&mut client, &config)?;
+    finish_with_result(("disk", &name, "added"), saving, json, Some(&DaemonResult::Added(&added)))
 }
 
 /// Exports at the named servers. Empty if they are the default ones: the daemon then exports the
@@ -293,28 +293,28 @@ fn move_away(arguments: DiskMoveArgs) -> Result<(), CommandFailure> {
     let is_saved = saving.is_some();
     let mut request = json!({ "name": name, "to": to, "force": force });
     if let Some(address) = &nbd {
-        request["listen"] = json!(address.to_string());
+        request["listen"] = address.to_string().into();
     }
-    let mut response: Value = client.execute("x-weir-move-disk", request)?;
+    let mut moved: MovedDisk = client.execute_typed("x-weir-move-disk", request)?;
     if is_saved {
         // The daemon checked its file before this command edits it.
-        response["listed-here"] = json!(false);
+        moved.listed_here = Some(false);
     }
-    finish_with_response(("disk", &name, "moved"), saving, json, &response)?;
+    finish_with_result(("disk", &name, "moved"), saving, json, Some(&DaemonResult::Moved(&moved)))?;
     if json {
         return Ok(());
     }
-    Ok(print(&move_summary(&name, &to, &response))?)
+    Ok(print(&move_summary(&name, &to, &moved))?)
 }
 
 /// The disk's new host, and the edits that the config files of both hosts still need.
-fn move_summary(name: &str, to: &str, response: &Value) -> String {
-    let is_listed_there = response["listed-there"] == true;
+fn move_summary(name: &str, to: &str, moved: &MovedDisk) -> String {
+    let is_listed_there = moved.listed_there == Some(true);
     let mut left = Vec::new();
     if !is_listed_there {
         left.push(format!("add [disk.{name}] to the config file there"));
     }
-    if response["listed-here"] == true {
+    if moved.listed_here == Some(true) {
         left.push(format!("remove [disk.{name}] from the one here, as `weir disk move --save` does"));
     }
     let until = if is_listed_there { "" } else { " until its daemon ends" };
@@ -329,7 +329,8 @@ mod tests {
     #[test]
     fn move_summary_names_missing_config_edits_only() {
         let summary = |here: bool, there: bool| {
-            move_summary("vm", "b", &json!({ "listed-here": here, "listed-there": there }))
+            let (listed_here, listed_there) = (Some(here), Some(there));
+            move_summary("vm", "b", &MovedDisk { listed_here, listed_there, ..MovedDisk::default() })
         };
         assert_eq!(summary(false, true), "vm: b serves it\n");
         assert_eq!(

@@ -3,12 +3,17 @@
 
 use std::rc::Rc;
 
+use api::AddedDisk;
 use reactor::operation::PassedFd;
 use serde_json::{Map, Value, json};
 
 use crate::{
     add_objects::{self, NewDisk},
-    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
+    qmp::{
+        arguments::QmpArguments,
+        command::{QmpCommand, response},
+        error::QmpError,
+    },
     registry::Registry,
 };
 
@@ -31,7 +36,8 @@ impl QmpCommand for AddDisk {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        Ok(json!({ "uris": self.0.add(&registry).await.map_err(QmpError::from_daemon_error)? }))
+        let uris = self.0.add(&registry).await.map_err(QmpError::from_daemon_error)?;
+        Ok(response(AddedDisk { uris }))
     }
 }
 

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::{
     qmp::{
         arguments::QmpArguments,
-        command::QmpCommand,
+        command::{QmpCommand, response},
         error::QmpError,
         json::excerpt,
         settings::{LimitChanges, SettingNaming},
@@ -39,8 +39,7 @@ impl QmpCommand for QueryCluster {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        let report = cluster(&registry)?.status().await;
-        Ok(serde_json::to_value(report).expect("all keys are strings"))
+        Ok(response(cluster(&registry)?.status().await))
     }
 }
 
@@ -80,7 +79,7 @@ impl QmpCommand for ClusterSet {
                 self.change.group
             )));
         }
-        cluster.change(self.change).await.map_err(QmpError::generic)
+        cluster.change(self.change).await.map(response).map_err(QmpError::generic)
     }
 }
 
@@ -99,7 +98,7 @@ impl QmpCommand for ClusterRemove {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let change = GroupLimitChange { group: self.group, removes: true, ..GroupLimitChange::default() };
-        cluster(&registry)?.change(change).await.map_err(QmpError::generic)
+        cluster(&registry)?.change(change).await.map(response).map_err(QmpError::generic)
     }
 }
 
@@ -116,6 +115,6 @@ impl QmpCommand for ClusterForget {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        cluster(&registry)?.forget_host(self.host).await.map_err(QmpError::generic)
+        cluster(&registry)?.forget_host(self.host).await.map(response).map_err(QmpError::generic)
     }
 }

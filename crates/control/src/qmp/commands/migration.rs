@@ -6,7 +6,11 @@ use serde_json::Value;
 
 use crate::{
     migration::{self, MigrationRequest},
-    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
+    qmp::{
+        arguments::QmpArguments,
+        command::{QmpCommand, response},
+        error::QmpError,
+    },
     registry::Registry,
 };
 
@@ -26,6 +30,7 @@ impl QmpCommand for MoveDisk {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
-        migration::migrate(&registry, self.0).await.map_err(|error| QmpError::generic(format!("{error:#}")))
+        let moved = migration::migrate(&registry, self.0).await;
+        moved.map(response).map_err(|error| QmpError::generic(format!("{error:#}")))
     }
 }

@@ -6,7 +6,11 @@ use std::rc::Rc;
 use serde_json::Value;
 
 use crate::{
-    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
+    qmp::{
+        arguments::QmpArguments,
+        command::{QmpCommand, response},
+        error::QmpError,
+    },
     registry::Registry,
     reload::{dry_run, reload},
 };
@@ -25,6 +29,6 @@ impl QmpCommand for ReloadConfig {
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, QmpError> {
         let changes = if self.is_dry_run { dry_run(&registry).await } else { reload(&registry).await };
-        changes.map(Value::Array).map_err(|error| QmpError::generic(format!("{error:#}")))
+        changes.map(response).map_err(|error| QmpError::generic(format!("{error:#}")))
     }
 }
