@@ -1,7 +1,66 @@
 //! Results of commands, as the daemon returns them or `--json` prints them.
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
+
+/// Event: an entry of the result of `x-weir-query-events`, and the data of `X_WEIR_EVENT`.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct EventObject {
+    /// Sequence number.
+    pub id: u64,
+    /// Milliseconds since 1970.
+    pub time_ms: u64,
+    /// Event type.
+    pub kind: String,
+    /// `info`, `warning` or `error`.
+    #[serde(default)]
+    pub severity: String,
+    /// The disk that the event concerns.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
+    /// The group that the event concerns.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
+    /// Text for users.
+    pub message: String,
+    /// Values for programs.
+    pub data: Map<String, Value>,
+}
+
+/// Histograms of a disk, of reads and writes together: an entry of the result of
+/// `x-weir-query-latencies`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+pub struct DiskHistograms {
+    /// Name of the disk.
+    pub name: String,
+    /// Times from arrival to completion of the successful requests.
+    pub latencies: Vec<HistogramBucket>,
+    /// Waits for limits. Requests that did not wait are in the first bucket. Empty if the daemon
+    /// does not count waits.
+    #[serde(default)]
+    pub waits: Vec<HistogramBucket>,
+}
+
+/// Requests slower than `above_ns` and not slower than `at_most_ns`; unbounded if that is absent.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct HistogramBucket {
+    /// Exclusive lower bound.
+    pub above_ns: u64,
+    /// Inclusive upper bound.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_most_ns: Option<u64>,
+    /// Number of requests.
+    pub requests: u64,
+}
+
+impl HistogramBucket {
+    /// Value that stands for all requests of the bucket.
+    pub fn midpoint_ns(&self) -> u64 {
+        self.at_most_ns.map_or(self.above_ns, |upper| self.above_ns.midpoint(upper))
+    }
+}
 
 /// Disk that `weir resume` resumed: an entry of the result of `x-weir-resume`.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
@@ -77,6 +136,36 @@ pub struct MovedDisk {
     /// True if the config file of `to` has the disk. Absent if that is unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub listed_there: Option<bool>,
+}
+
+/// Recording that has started: the result of `x-weir-record-start`.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+pub struct StartedRecording {
+    /// Its number.
+    pub id: u64,
+}
+
+/// Recording of a daemon: the result of `x-weir-record-stop`, and an entry of that of
+/// `x-weir-query-recordings`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct RecordingStatus {
+    /// Its number.
+    pub id: u64,
+    /// Disks and groups that are recorded; empty for all disks.
+    pub of: Vec<String>,
+    /// Number of recorded requests.
+    pub requests: u64,
+    /// Number of requests that arrived faster than they could be recorded.
+    pub lost: u64,
+    /// Number of bytes that were written.
+    pub bytes: u64,
+    /// Directory of a recording that belongs to the daemon.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub directory: Option<String>,
+    /// Reason for which the recording is incomplete.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// Recording that `weir record` has written.

@@ -25,7 +25,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use api::FinishedRecording;
+use api::{FinishedRecording, RecordingStatus, StartedRecording};
 use clap::Args;
 use console::{
     CommandFailure, figures, print_json, print_notice,
@@ -109,8 +109,9 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
     // Only the daemon may hold the write end: its end is then the end of the data.
     client.pass_descriptor(NAME, &writer)?;
     drop(writer);
-    let started = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.names }));
-    let started = started.inspect_err(|_| {
+    let parameters = json!({ "fdname": NAME, "of": arguments.names });
+    let started = client.execute_typed("x-weir-record-start", parameters);
+    let started: StartedRecording = started.inspect_err(|_| {
         // A failed start must not leave an empty file.
         if is_new && alone.is_some() {
             let _ = fs::remove_file(&arguments.output);
@@ -141,7 +142,7 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
         None => event.recv().unwrap_or(RecordEvent::Stop),
     };
     // Stopping makes the daemon flush and close its end of the pipe, which ends the copying thread.
-    let stopped = client.execute("x-weir-record-stop", json!({ "id": started["id"] }));
+    let stopped = client.execute_typed("x-weir-record-stop", json!({ "id": started.id }));
     let (is_early, copied) = match first {
         RecordEvent::Copied(copied) => (true, copied),
         // Data in the pipe must still be written.
@@ -158,15 +159,14 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
     if is_early {
         return Err(anyhow!("the daemon has ended ({output} has the recording until then)").into());
     }
-    let stopped = stopped?;
+    let RecordingStatus { requests, lost, bytes, error, .. } = stopped?;
     let written = transcript.and_then(|_| fs::metadata(&arguments.output).ok()).map(|file| file.len());
-    let number = |key: &str| stopped[key].as_u64().unwrap_or_default();
     let finished = FinishedRecording {
         output: arguments.output.display().to_string(),
-        requests: number("requests"),
-        lost: number("lost"),
-        bytes: written.unwrap_or_else(|| number("bytes")),
-        error: stopped["error"].as_str().map(str::to_owned),
+        requests,
+        lost,
+        bytes: written.unwrap_or(bytes),
+        error,
     };
     if arguments.json {
         print_json(&finished)?;

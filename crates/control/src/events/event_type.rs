@@ -8,7 +8,9 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use serde_json::{Map, Value, json};
+use api::EventObject;
+use serde::Deserialize as _;
+use serde_json::{Map, Value};
 
 /// Maximum length in bytes of a message and of a value of the data; both may quote client input.
 const MAX_TEXT_BYTES: usize = 512;
@@ -206,33 +208,30 @@ pub struct RecordedEvent {
 impl RecordedEvent {
     /// JSON form in QMP, the log and HTTP.
     pub fn to_json(&self) -> Value {
-        let mut object = json!({
-            "id": self.id,
-            "time-ms": self.time_ms,
-            "kind": self.kind.name(),
-            "severity": self.kind.severity().name(),
-            "message": self.message,
-            "data": self.data,
-        });
-        for (key, name) in [("disk", &self.disk), ("group", &self.group)] {
-            if let Some(name) = name {
-                object[key] = json!(&**name);
-            }
-        }
-        object
+        let event = EventObject {
+            id: self.id,
+            time_ms: self.time_ms,
+            kind: self.kind.name().into(),
+            severity: self.kind.severity().name().into(),
+            disk: self.disk.as_deref().map(str::to_owned),
+            group: self.group.as_deref().map(str::to_owned),
+            message: self.message.clone(),
+            data: self.data.clone(),
+        };
+        serde_json::to_value(event).expect("all keys are strings")
     }
 
     /// Parses [`RecordedEvent::to_json`]; `None` if the event type is unknown.
     pub(crate) fn from_json(value: &Value) -> Option<Self> {
-        let named = |key: &str| value.get(key).and_then(Value::as_str).map(Arc::from);
+        let event = EventObject::deserialize(value).ok()?;
         Some(Self {
-            id: value["id"].as_u64()?,
-            time_ms: value["time-ms"].as_u64()?,
-            kind: Kind::named(value["kind"].as_str()?)?,
-            disk: named("disk"),
-            group: named("group"),
-            message: value["message"].as_str()?.to_owned(),
-            data: value["data"].as_object()?.clone(),
+            id: event.id,
+            time_ms: event.time_ms,
+            kind: Kind::named(&event.kind)?,
+            disk: event.disk.map(Arc::from),
+            group: event.group.map(Arc::from),
+            message: event.message,
+            data: event.data,
         })
     }
 }
@@ -240,6 +239,8 @@ impl RecordedEvent {
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
+
+    use serde_json::json;
 
     use super::*;
 

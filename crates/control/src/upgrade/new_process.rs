@@ -706,8 +706,11 @@ fn send_command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::
     refusal(&next()?)?;
     writeln!(&socket, "{}", json!({ "execute": "qmp_capabilities" }))?;
     refusal(&next()?)?;
-    let arguments = json!({ "format": UPGRADE_FORMAT, "version": env!("CARGO_PKG_VERSION") });
-    let line = format!("{}\n", json!({ "execute": UPGRADE_COMMAND, "arguments": arguments }));
+    let command = json!({
+        "execute": UPGRADE_COMMAND,
+        "arguments": { "format": UPGRADE_FORMAT, "version": env!("CARGO_PKG_VERSION") },
+    });
+    let line = format!("{command}\n");
     let sent = send_with(&socket, line.as_bytes(), &[passed])?;
     ensure!(sent == line.len(), "the command could not be sent completely");
     refusal(&next()?)

@@ -5,26 +5,17 @@
 
 use std::collections::BTreeMap;
 
+use api::{DiskHistograms, HistogramBucket};
 use policy::counter;
-use serde::Deserialize;
+use serde::Deserialize as _;
 use serde_json::Value;
 
-/// Requests slower than `above_ns` and not slower than `at_most_ns`; unbounded if that is absent.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct HistogramBucket {
-    above_ns: u64,
-    at_most_ns: Option<u64>,
-    requests: u64,
-}
-
 /// Histograms of the requests of a disk or group: latencies, and waits for limits.
-#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RequestTimes {
     pub(crate) latencies: Vec<HistogramBucket>,
     /// Waits for limits. Requests that did not wait are in the first bucket. Empty if the daemon
     /// does not count waits.
-    #[serde(default)]
     pub(crate) waits: Vec<HistogramBucket>,
 }
 
@@ -59,13 +50,6 @@ pub(crate) struct RequestLatency {
     pub(crate) p99_ns: u64,
 }
 
-impl HistogramBucket {
-    /// Value that stands for all requests of the bucket.
-    fn midpoint_ns(&self) -> u64 {
-        self.at_most_ns.map_or(self.above_ns, |upper| self.above_ns.midpoint(upper))
-    }
-}
-
 impl RequestLatency {
     /// `None` if there were no requests.
     pub(crate) fn of(buckets: &[HistogramBucket]) -> Option<Self> {
@@ -78,14 +62,9 @@ impl RequestLatency {
 /// # Errors
 /// Fails if the response is malformed.
 pub(crate) fn read(response: Value) -> Result<DiskRequestTimes, serde_json::Error> {
-    #[derive(Deserialize)]
-    struct DiskRequestTimesEntry {
-        name: String,
-        #[serde(flatten)]
-        times: RequestTimes,
-    }
-    let disks = Vec::<DiskRequestTimesEntry>::deserialize(response)?;
-    Ok(disks.into_iter().map(|disk| (disk.name, disk.times)).collect())
+    let disks = Vec::<DiskHistograms>::deserialize(response)?;
+    let times = |DiskHistograms { name, latencies, waits }| (name, RequestTimes { latencies, waits });
+    Ok(disks.into_iter().map(times).collect())
 }
 
 /// Growth of each bucket; `None` if a count fell.

@@ -3,38 +3,37 @@
 //! Counting starts with the first query: a client that measures an interval queries at both ends.
 //! Not part of the status, which is queried every second and is large already.
 
+use api::{DiskHistograms, HistogramBucket};
 use block::{
     disk::Disk,
     measures::{HistogramSnapshot, OperationClass},
 };
 use policy::request::Direction;
-use serde_json::{Value, json};
+
+use crate::qmp::command::response;
 
 query!(QueryLatencies, "x-weir-query-latencies", |registry| {
-    registry.disks.all().iter().map(|running| histograms(&running.disk)).collect()
+    response(registry.disks.all().iter().map(|running| histograms(&running.disk)).collect::<Vec<_>>())
 });
 
 /// Returns the histograms of a disk, of reads and writes together.
-fn histograms(disk: &Disk) -> Value {
+fn histograms(disk: &Disk) -> DiskHistograms {
     // Starts measuring at the first call.
     let measures = disk.measure();
-    json!({
-        "name": &**disk.name(),
-        "latencies": buckets([OperationClass::Read, OperationClass::Write].map(|class| measures.latency(class))),
-        "waits": buckets(Direction::ALL.map(|direction| measures.waits(direction))),
-    })
+    let classes = [OperationClass::Read, OperationClass::Write];
+    DiskHistograms {
+        name: disk.name().to_string(),
+        latencies: buckets(classes.map(|class| measures.latency(class))),
+        waits: buckets(Direction::ALL.map(|direction| measures.waits(direction))),
+    }
 }
 
 /// Returns the nonempty buckets of the sum of both.
-fn buckets([reads, writes]: [HistogramSnapshot; 2]) -> Value {
+fn buckets([reads, writes]: [HistogramSnapshot; 2]) -> Vec<HistogramBucket> {
     let both = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let bucket = |(index, requests): (usize, u64)| {
         let (above_ns, at_most_ns) = HistogramSnapshot::bounds_ns(index);
-        let mut bucket = json!({ "above-ns": above_ns, "requests": requests });
-        if let Some(at_most_ns) = at_most_ns {
-            bucket["at-most-ns"] = json!(at_most_ns);
-        }
-        bucket
+        HistogramBucket { above_ns, at_most_ns, requests }
     };
     both.enumerate().filter(|(_, requests)| *requests > 0).map(bucket).collect()
 }

@@ -2,10 +2,15 @@
 
 use std::{os::fd::OwnedFd, rc::Rc};
 
-use serde_json::{Value, json};
+use api::{RecordingStatus, StartedRecording};
+use serde_json::Value;
 
 use crate::{
-    qmp::{arguments::QmpArguments, command::QmpCommand, error::QmpError},
+    qmp::{
+        arguments::QmpArguments,
+        command::{QmpCommand, response},
+        error::QmpError,
+    },
     recording::RunningRecording,
     registry::Registry,
 };
@@ -33,7 +38,8 @@ impl QmpCommand for RecordStart {
             }
         }
         let id = registry.recordings.begin(self.names, self.file).await;
-        Ok(json!({ "id": id.map_err(|error| QmpError::generic(format!("{error:#}")))? }))
+        let id = id.map_err(|error| QmpError::generic(format!("{error:#}")))?;
+        Ok(response(StartedRecording { id }))
     }
 }
 
@@ -61,29 +67,24 @@ impl QmpCommand for RecordStop {
         let recording = registry.recordings.end(self.id).await;
         let recording =
             recording.ok_or_else(|| QmpError::generic(format!("there is no recording {}", self.id)))?;
-        Ok(recording_json(self.id, &recording))
+        Ok(response(recording_status(self.id, &recording)))
     }
 }
 
 query!(QueryRecordings, "x-weir-query-recordings", |registry| {
     let running = registry.recordings.running();
-    Value::Array(running.iter().map(|(id, running)| recording_json(*id, running)).collect())
+    response(running.iter().map(|(id, running)| recording_status(*id, running)).collect::<Vec<_>>())
 });
 
-fn recording_json(id: u64, running: &RunningRecording) -> Value {
+fn recording_status(id: u64, running: &RunningRecording) -> RecordingStatus {
     let progress = &running.progress;
-    let mut object = json!({
-        "id": id,
-        "of": running.names,
-        "requests": progress.requests(),
-        "lost": progress.dropped(),
-        "bytes": progress.bytes(),
-    });
-    if let Some(directory) = &running.directory {
-        object["directory"] = json!(directory);
+    RecordingStatus {
+        id,
+        of: running.names.clone(),
+        requests: progress.requests(),
+        lost: progress.dropped(),
+        bytes: progress.bytes(),
+        directory: running.directory.as_ref().map(|path| path.display().to_string()),
+        error: progress.error(),
     }
-    if let Some(error) = progress.error() {
-        object["error"] = json!(error);
-    }
-    object
 }
