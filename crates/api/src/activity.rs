@@ -143,9 +143,9 @@ pub struct MemberActivity {
     pub scale: Option<Number>,
     /// Requests that wait for a limit now.
     pub waiting_requests: usize,
-    /// Level of the fullest bucket as a share of its capacity.
-    pub bucket_level_ratio: Option<Number>,
-    /// Bucket of each limit, by the limit's name.
+    /// Lowest balance of the bursts. Null without a burst.
+    pub burst_balance_ratio: Option<Number>,
+    /// Buckets of each limit, by the limit's name.
     pub buckets: BTreeMap<&'static str, BucketActivity>,
 }
 
@@ -172,15 +172,28 @@ pub struct ThrottledTotals {
     pub throttled: u64,
 }
 
-/// Level of a limit's bucket, in operations or bytes.
+/// Buckets of a limit, in operations or bytes, and the balance of its burst.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct BucketActivity {
     /// Units that have not leaked yet.
     pub level: u64,
     /// Level above which requests wait.
     pub capacity: u64,
-    /// Level as a share of the capacity, at most 1.
-    pub ratio: Number,
+    /// Level of the second bucket, which limits the rate of a burst. Null without a burst longer
+    /// than a second.
+    pub burst_rate_level: Option<u64>,
+    /// Capacity of the second bucket.
+    pub burst_rate_capacity: Option<u64>,
+    /// Duration of a full burst. Null if it is admitted at once or does not end.
+    pub burst_duration_ns: Option<u64>,
+    /// Free part of the capacity. Null without a burst rate.
+    pub burst_balance_ratio: Option<Number>,
+    /// Time until the balance is used up at the rate of the last seconds. Null while the balance
+    /// does not decrease.
+    pub burst_used_up_in_ns: Option<u64>,
+    /// Time until the balance is full if nothing is admitted.
+    pub burst_full_in_ns: Option<u64>,
 }
 
 /// One disk.

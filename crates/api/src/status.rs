@@ -630,8 +630,8 @@ pub struct ThrottleStatus {
     pub throttle_cause: Option<String>,
     /// Tokens of each limit, by its name: operations or bytes that it admits without a wait.
     pub tokens: LimitValues,
-    /// Bucket of each limit, by the limit's name.
-    pub buckets: BTreeMap<String, BucketLevel>,
+    /// Buckets of each limit, by the limit's name.
+    pub buckets: BTreeMap<String, LimitBuckets>,
     /// Time during which a reservation was met and missed. Absent without a reservation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reservation: Option<ReservationStatus>,
@@ -655,22 +655,41 @@ pub struct ReservationStatus {
     pub missed_ns: u64,
 }
 
-/// Level and capacity of a limit's bucket, in operations or bytes.
+/// Buckets of a limit, in operations or bytes.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(default)]
-pub struct BucketLevel {
+#[serde(rename_all = "kebab-case", default)]
+pub struct LimitBuckets {
     /// Units that have not leaked yet.
     pub level: u64,
     /// Level above which requests wait.
     pub capacity: u64,
+    /// Level of the second bucket, which limits the rate of a burst. Absent without a burst longer
+    /// than a second, like its capacity.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst_rate_level: Option<u64>,
+    /// Capacity of the second bucket.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst_rate_capacity: Option<u64>,
+    /// The available part of the burst. Absent without a burst rate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst: Option<BurstStatus>,
 }
 
-impl BucketLevel {
-    /// Level as a share of the capacity, at most 1.
-    pub fn ratio(self) -> f64 {
-        // A large request may exceed the capacity; it is paid for afterwards.
-        (self.level as f64 / self.capacity.max(1) as f64).min(1.0)
-    }
+/// Balance of a burst.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct BurstStatus {
+    /// Duration of a full burst. Absent if it is admitted at once or does not end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub duration_ns: Option<u64>,
+    /// Free part of the capacity in percent.
+    pub balance_percent: u8,
+    /// Time until the balance is used up at the rate of the last seconds. Absent while the balance
+    /// does not decrease.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub used_up_in_ns: Option<u64>,
+    /// Time until the balance is full if nothing is admitted.
+    pub full_in_ns: u64,
 }
 
 /// Requests that wait for a limit.

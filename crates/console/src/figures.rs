@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use policy::{
-    throttle::{LimitKind, LimitPart, LimitSetting, RateLimit},
+    throttle::{FullBurst, LimitKind, LimitPart, LimitSetting, RateLimit},
     time::Date,
 };
 
@@ -95,28 +95,43 @@ pub fn limits(limits: &SettingValues) -> String {
     if shown.is_empty() { "-".to_owned() } else { shown.join(", ") }
 }
 
-/// Durations of full bursts, one line for each limit with a burst: `a full burst of iops-total
-/// lasts 40 s`.
+/// Full bursts, one line for each limit with a burst: `a full burst of iops-total lasts 40 s: …`.
 pub fn full_bursts(limits: &SettingValues) -> Vec<String> {
-    let lines = LimitKind::ALL.into_iter().filter_map(|kind| {
-        let value = |part| limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0);
-        let limit = RateLimit {
-            rate: value(LimitPart::Rate),
-            burst_rate: value(LimitPart::BurstRate),
-            burst_length_s: value(LimitPart::BurstLength).max(1),
-        };
-        full_burst(kind, limit)
-    });
-    lines.collect()
+    let bursts = LimitKind::ALL.into_iter().filter_map(|kind| full_burst(kind, rate_limit(limits, kind)));
+    bursts.collect()
 }
 
-/// Duration of a full burst of one limit. `None` if the limit has no burst, or if its bucket never
-/// fills because the burst rate is not above the rate.
+/// Full burst of one limit, with the formula of its duration. `None` if the limit has no burst.
 pub fn full_burst(kind: LimitKind, limit: RateLimit) -> Option<String> {
-    let seconds = limit.full_burst_ms()? as f64 / 1000.0;
     let name = LimitSetting::Limit(kind, LimitPart::Rate).name();
-    // `Display` of f64 prints only the decimals that exist; milliseconds give three at most.
-    Some(format!("a full burst of {name} lasts {seconds} s"))
+    let number = |value| limit_value(kind, value);
+    Some(match limit.full_burst()? {
+        FullBurst::AtOnce { units } => {
+            let unit = if kind.counts_bytes() { "bytes" } else { "operations" };
+            format!("a full burst of {name} is {} {unit} at once", number(units))
+        }
+        FullBurst::Lasts { ms } => {
+            let RateLimit { rate, burst_rate, burst_length_s } = limit;
+            let [rate, burst_rate] = [rate, burst_rate].map(number);
+            // `Display` of f64 prints only the decimals that exist; milliseconds give three at
+            // most.
+            let seconds = ms as f64 / 1000.0;
+            format!(
+                "a full burst of {name} lasts {seconds} s: \
+                 {burst_length_s} s × {burst_rate} ÷ ({burst_rate} − {rate})"
+            )
+        }
+        FullBurst::Endless => format!("a burst of {name} does not end: its burst rate equals its rate"),
+    })
+}
+
+fn rate_limit(limits: &SettingValues, kind: LimitKind) -> RateLimit {
+    let value = |part| limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0);
+    RateLimit {
+        rate: value(LimitPart::Rate),
+        burst_rate: value(LimitPart::BurstRate),
+        burst_length_s: value(LimitPart::BurstLength).max(1),
+    }
 }
 
 /// Text shortened to `max_chars` characters. The ellipsis replaces the middle, because names often
@@ -141,21 +156,24 @@ pub fn size(value: u64) -> String {
 }
 
 fn limit(limits: &SettingValues, kind: LimitKind) -> Option<String> {
-    let value = |part| limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0);
-    let rate = value(LimitPart::Rate);
+    let RateLimit { rate, burst_rate, burst_length_s } = rate_limit(limits, kind);
     if rate == 0 {
         return None;
     }
-    let number = |value| if kind.counts_bytes() { size(value) } else { value.to_string() };
-    let mut text = format!("{} {}", short(kind), number(rate));
-    if value(LimitPart::BurstRate) > 0 {
-        text += &format!("↑{}", number(value(LimitPart::BurstRate)));
+    let mut text = format!("{} {}", short(kind), limit_value(kind, rate));
+    if burst_rate > 0 {
+        text += &format!("↑{}", limit_value(kind, burst_rate));
     }
     // A length of 1 s is the default (QEMU's `*-max-length`).
-    if value(LimitPart::BurstLength) > 1 {
-        text += &format!("×{}s", value(LimitPart::BurstLength));
+    if burst_length_s > 1 {
+        text += &format!("×{burst_length_s}s");
     }
     Some(text)
+}
+
+/// A rate or an amount of a limit: `500`, `20M`.
+fn limit_value(kind: LimitKind, value: u64) -> String {
+    if kind.counts_bytes() { size(value) } else { value.to_string() }
 }
 
 fn short(kind: LimitKind) -> &'static str {
@@ -211,10 +229,17 @@ mod tests {
             let limits = settings.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
             full_bursts(&limits)
         };
-        assert_eq!(lasts(&burst), ["a full burst of iops-total lasts 6.25 s"]);
-        let of_issue = [("iops-total", 500), ("iops-total-max", 2000), ("iops-total-max-length", 30)];
-        assert_eq!(lasts(&of_issue), ["a full burst of iops-total lasts 40 s"]);
-        assert_eq!(lasts(&[("bps-read", 500), ("bps-read-max", 500)]), [""; 0], "without an end");
+        assert_eq!(lasts(&burst), ["a full burst of iops-total lasts 6.25 s: 5 s × 5000 ÷ (5000 − 1000)"]);
+        let of_thirty_seconds =
+            [("iops-total", 500), ("iops-total-max", 2000), ("iops-total-max-length", 30)];
+        assert_eq!(
+            lasts(&of_thirty_seconds),
+            ["a full burst of iops-total lasts 40 s: 30 s × 2000 ÷ (2000 − 500)"]
+        );
+        let endless = [("bps-read", 500), ("bps-read-max", 500), ("bps-read-max-length", 2)];
+        assert_eq!(lasts(&endless), ["a burst of bps-read does not end: its burst rate equals its rate"]);
+        let at_once = [("bps-read", 1 << 20), ("bps-read-max", 5 << 20)];
+        assert_eq!(lasts(&at_once), ["a full burst of bps-read is 5M bytes at once"]);
         assert_eq!(lasts(&[("bps-read", 500)]), [""; 0], "without a burst");
         assert_eq!(
             set(&[("bps-read", 10 << 20), ("bps-read-max-length", 1), ("iops-write", 7)]),

@@ -476,49 +476,98 @@ fn throttle_families(
     to.gauges(&name("limits_scale_ratio"), "Factor that the watermark applies to limits.", rows)
 }
 
+type LimitFigure<V> = fn(&ThrottleFigures, LimitKind) -> Option<V>;
+
+/// Samples of the limits that have this figure, of limits on bytes or operations only if `bytes`
+/// says so.
+fn limit_rows<'r, V: Copy>(
+    all: &'r [(&str, &ThrottleFigures)],
+    key: &'static str,
+    bytes: Option<bool>,
+    get: LimitFigure<V>,
+) -> impl Iterator<Item = (SampleLabels<'r, 2>, V)> {
+    all.iter().flat_map(move |&(name, throttle)| {
+        let kinds = LimitKind::ALL.into_iter();
+        let kinds = kinds.filter(move |kind| bytes.is_none_or(|bytes| kind.counts_bytes() == bytes));
+        kinds
+            .filter_map(move |kind| Some(([(key, name), ("limit", limit_label(kind))], get(throttle, kind)?)))
+    })
+}
+
 /// Limits and their buckets, in the unit of the limit.
 fn limits(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
-    let name = |rest: &str| format!("weir_{key}_{rest}");
-    type Get<V> = fn(&ThrottleFigures, LimitKind) -> Option<V>;
-    fn rows<'r, V: Copy>(
-        all: &'r [(&str, &ThrottleFigures)],
-        key: &'static str,
-        bytes: Option<bool>,
-        get: Get<V>,
-    ) -> impl Iterator<Item = (SampleLabels<'r, 2>, V)> {
-        all.iter().flat_map(move |&(name, throttle)| {
-            let kinds = LimitKind::ALL.into_iter();
-            let kinds = kinds.filter(move |kind| bytes.is_none_or(|bytes| kind.counts_bytes() == bytes));
-            kinds.filter_map(move |kind| {
-                Some(([(key, name), ("limit", limit_label(kind))], get(throttle, kind)?))
-            })
-        })
+    let rate: LimitFigure<u64> = |one, kind| Some(one.limits.limit(kind).rate).filter(|&rate| rate > 0);
+    let burst: LimitFigure<u64> =
+        |one, kind| Some(one.limits.limit(kind).burst_rate).filter(|&rate| rate > 0);
+    let level: LimitFigure<u64> = |one, kind| Some(one.stats.levels[kind.index()]?.main.units);
+    let capacity: LimitFigure<u64> = |one, kind| Some(one.stats.levels[kind.index()]?.main.capacity);
+    let burst_level: LimitFigure<u64> = |one, kind| Some(one.stats.levels[kind.index()]?.burst_rate?.units);
+    let burst_capacity: LimitFigure<u64> =
+        |one, kind| Some(one.stats.levels[kind.index()]?.burst_rate?.capacity);
+    for (bytes, unit) in [(false, "operations"), (true, "bytes")] {
+        let families = [
+            (
+                format!("limit_{unit}_per_second"),
+                "Limit; of a group of the cluster: the quota of this host.",
+                rate,
+            ),
+            (format!("burst_limit_{unit}_per_second"), "Burst rate of a limit.", burst),
+            (
+                format!("bucket_level_{unit}"),
+                "Level of a limit's bucket: admitted and not drained yet.",
+                level,
+            ),
+            (
+                format!("bucket_capacity_{unit}"),
+                "Capacity of a limit's bucket: the units of its burst, or 0.1 s of the limit.",
+                capacity,
+            ),
+            (
+                format!("burst_rate_bucket_level_{unit}"),
+                "Level of the bucket that limits the rate of a burst; full during a burst.",
+                burst_level,
+            ),
+            (
+                format!("burst_rate_bucket_capacity_{unit}"),
+                "Capacity of the bucket that limits the rate of a burst: 0.1 s of the burst rate.",
+                burst_capacity,
+            ),
+        ];
+        for (family, help, get) in families {
+            to.gauges(&format!("weir_{key}_{family}"), help, limit_rows(all, key, Some(bytes), get))?;
+        }
     }
-    let rate: Get<u64> = |one, kind| Some(one.limits.limit(kind).rate).filter(|&rate| rate > 0);
-    let burst: Get<u64> = |one, kind| Some(one.limits.limit(kind).burst_rate).filter(|&rate| rate > 0);
-    let level: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.units);
-    let capacity: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.capacity);
-    let free: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.free_units());
-    let ratio: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.ratio());
-    let empty: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| seconds(level.empty_in_ns));
-    for (bytes, unit, rates) in
-        [(false, "operations", "operations_per_second"), (true, "bytes", "bytes_per_second")]
-    {
-        let help = "Limit; of a group of the cluster: the quota of this host.";
-        to.gauges(&name(&format!("limit_{rates}")), help, rows(all, key, Some(bytes), rate))?;
-        let help = "Burst rate of a limit.";
-        to.gauges(&name(&format!("burst_limit_{rates}")), help, rows(all, key, Some(bytes), burst))?;
-        let help = "Level of a limit's bucket: admitted and not drained yet.";
-        to.gauges(&name(&format!("bucket_level_{unit}")), help, rows(all, key, Some(bytes), level))?;
-        let help = "Capacity of a limit's bucket: burst rate times burst length, or 0.1 s of the limit.";
-        to.gauges(&name(&format!("bucket_capacity_{unit}")), help, rows(all, key, Some(bytes), capacity))?;
-        let help = "Free capacity of a limit's bucket: capacity minus level.";
-        to.gauges(&name(&format!("bucket_free_{unit}")), help, rows(all, key, Some(bytes), free))?;
+    bursts(to, key, all)
+}
+
+/// Balances of the limits that have a burst.
+fn bursts(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
+    let balance: LimitFigure<f64> = |one, kind| Some(one.balance(kind)?.ratio());
+    let duration: LimitFigure<f64> = |one, kind| one.balance(kind)?.full_burst.duration_ns().map(seconds);
+    let used_up: LimitFigure<f64> = |one, kind| one.balance(kind)?.used_up_in_ns.map(seconds);
+    let full: LimitFigure<f64> = |one, kind| Some(seconds(one.balance(kind)?.full_in_ns));
+    let families = [
+        (
+            "burst_balance_ratio",
+            "Available part of a limit's burst: 1 after a long idle time, 0 if it is used up.",
+            balance,
+        ),
+        ("burst_duration_seconds", "Duration of a full burst.", duration),
+        (
+            "burst_balance_used_up_seconds",
+            "Time until a burst is used up at the rate of the last seconds; only while it decreases.",
+            used_up,
+        ),
+        (
+            "burst_balance_full_seconds",
+            "Time until the whole burst is available again if nothing is admitted.",
+            full,
+        ),
+    ];
+    for (family, help, get) in families {
+        to.gauges(&format!("weir_{key}_{family}"), help, limit_rows(all, key, None, get))?;
     }
-    let help = "Level of a limit's bucket divided by its capacity.";
-    to.gauges(&name("bucket_level_ratio"), help, rows(all, key, None, ratio))?;
-    let help = "Time until a limit's bucket is empty if nothing more is admitted.";
-    to.gauges(&name("bucket_empty_seconds"), help, rows(all, key, None, empty))
+    Ok(())
 }
 
 fn prefetches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {

@@ -195,7 +195,7 @@ impl ObjectHistory {
                 ("latency-p99-ns", series(&|sample| sample.latency_ns[1])),
                 ("waiting-requests", series(&|sample| sample.waiting)),
                 ("wait-ratio", series(&|sample| sample.ratios[0])),
-                ("bucket-level-ratio", series(&|sample| sample.ratios[1])),
+                ("burst-balance-ratio", series(&|sample| sample.ratios[1])),
                 ("read-ahead-hit-rate", series(&|sample| sample.ratios[2])),
                 ("l2-cache-hit-rate", series(&|sample| sample.ratios[3])),
             ]),

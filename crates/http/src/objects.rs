@@ -412,7 +412,7 @@ fn member_activity(
         enforcement: has_watermark.then_some(state),
         scale: scale.filter(|_| has_watermark).map(ratio),
         waiting_requests: stats.waiting.iter().sum(),
-        bucket_level_ratio: bucket_level(stats).map(ratio),
+        burst_balance_ratio: lowest_balance(stats).map(ratio),
         buckets: buckets(stats),
     }
 }
@@ -427,19 +427,29 @@ fn set_limits(limits: &Limits) -> LimitValues {
     LimitSetting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
-/// Level of the fullest bucket; `None` without limits.
-fn bucket_level(stats: &ThrottleStats) -> Option<f64> {
-    stats.levels.iter().flatten().map(LimitLevel::ratio).max_by(f64::total_cmp)
+/// Lowest balance of the bursts; `None` without a burst.
+fn lowest_balance(stats: &ThrottleStats) -> Option<f64> {
+    let balances = stats.levels.iter().flatten().filter_map(|level| level.balance);
+    balances.map(|balance| balance.ratio()).min_by(f64::total_cmp)
 }
 
-/// Level and capacity of each bucket, by the name of its limit.
+/// Buckets of each limit, by its name.
 fn buckets(stats: &ThrottleStats) -> BTreeMap<&'static str, BucketActivity> {
-    let bucket = |kind: LimitKind| {
-        let level = stats.levels[kind.index()].as_ref()?;
-        let LimitLevel { units, capacity, .. } = *level;
-        Some((limit_name(kind), BucketActivity { level: units, capacity, ratio: ratio(level.ratio()) }))
-    };
-    LimitKind::ALL.into_iter().filter_map(bucket).collect()
+    let buckets = |kind: LimitKind| Some((limit_name(kind), bucket(&stats.levels[kind.index()]?)));
+    LimitKind::ALL.into_iter().filter_map(buckets).collect()
+}
+
+fn bucket(LimitLevel { main, burst_rate, balance }: &LimitLevel) -> BucketActivity {
+    BucketActivity {
+        level: main.units,
+        capacity: main.capacity,
+        burst_rate_level: burst_rate.map(|bucket| bucket.units),
+        burst_rate_capacity: burst_rate.map(|bucket| bucket.capacity),
+        burst_duration_ns: balance.and_then(|balance| balance.full_burst.duration_ns()),
+        burst_balance_ratio: balance.map(|balance| ratio(balance.ratio())),
+        burst_used_up_in_ns: balance.and_then(|balance| balance.used_up_in_ns),
+        burst_full_in_ns: balance.map(|balance| balance.full_in_ns),
+    }
 }
 
 const fn limit_name(kind: LimitKind) -> &'static str {
@@ -598,7 +608,7 @@ pub(super) fn sample(object: &ActivityObject) -> ActivitySample {
         waiting: number("waiting-requests"),
         ratios: [
             number("wait-ratio"),
-            number("bucket-level-ratio"),
+            number("burst-balance-ratio"),
             hit_rate_of("read-ahead"),
             hit_rate_of("l2-cache"),
         ],
@@ -608,12 +618,12 @@ pub(super) fn sample(object: &ActivityObject) -> ActivitySample {
 #[cfg(test)]
 mod tests {
     use block::measures::Measures;
-    use policy::throttle::WaitSummary;
+    use policy::throttle::{BucketLevel, BurstBalance, FullBurst, WaitSummary};
 
     use super::*;
 
     #[test]
-    fn level_is_of_the_first_burst_bucket() {
+    fn balance_is_of_the_first_burst_bucket() {
         let mut stats = ThrottleStats {
             reads: AdmissionCounters::default(),
             writes: AdmissionCounters::default(),
@@ -626,15 +636,36 @@ mod tests {
             waiting: [8, 0],
             reservation: None,
         };
-        assert_eq!((bucket_level(&stats), buckets(&stats).len()), (None, 0));
+        assert_eq!((lowest_balance(&stats), buckets(&stats).len()), (None, 0));
         // 4 s of a burst of 400 for 30 s over 100: requests wait for the burst rate.
         stats.tokens[LimitKind::IopsTotal.index()] = Some(0);
-        let level = LimitLevel { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
-        stats.levels[LimitKind::IopsTotal.index()] = Some(level);
-        assert_eq!(bucket_level(&stats).map(ratio), Number::from_f64(0.104));
-        let bucket =
-            BucketActivity { level: 1245, capacity: 12_000, ratio: Number::from_f64(0.104).unwrap() };
+        let balance = BurstBalance {
+            full_burst: FullBurst::Lasts { ms: 40_000 },
+            free_ppm: 896_250,
+            used_up_in_ns: Some(35_850_000_000),
+            full_in_ns: 12_450_000_000,
+        };
+        stats.levels[LimitKind::IopsTotal.index()] = Some(LimitLevel {
+            main: BucketLevel { units: 1245, capacity: 12_000 },
+            burst_rate: Some(BucketLevel { units: 40, capacity: 40 }),
+            balance: Some(balance),
+        });
+        assert_eq!(lowest_balance(&stats).map(ratio), Number::from_f64(0.896));
+        let bucket = BucketActivity {
+            level: 1245,
+            capacity: 12_000,
+            burst_rate_level: Some(40),
+            burst_rate_capacity: Some(40),
+            burst_duration_ns: Some(40_000_000_000),
+            burst_balance_ratio: Number::from_f64(0.896),
+            burst_used_up_in_ns: Some(35_850_000_000),
+            burst_full_in_ns: Some(12_450_000_000),
+        };
         assert_eq!(buckets(&stats), BTreeMap::from([("iops-total", bucket)]));
+        // A limit without a burst has no balance.
+        let main = BucketLevel { units: 10, capacity: 10 };
+        stats.levels = [Some(LimitLevel { main, burst_rate: None, balance: None }); 6];
+        assert_eq!(lowest_balance(&stats), None);
     }
 
     #[test]

@@ -31,7 +31,7 @@ use image::{
 };
 use policy::{
     prefetch,
-    throttle::{Enforcement, Limits, NodeShare, ThrottleStats},
+    throttle::{BurstBalance, Enforcement, LimitKind, Limits, NodeShare, ThrottleStats},
     watermark::MeasuredCapacity,
 };
 use reactor::{
@@ -111,6 +111,13 @@ pub(super) struct ThrottleFigures {
     /// Percent; 0 is none.
     pub(super) watermark: u8,
     pub(super) enforcement: Enforcement,
+}
+
+impl ThrottleFigures {
+    /// Balance of a limit's burst; `None` without a burst.
+    pub(super) fn balance(&self, kind: LimitKind) -> Option<BurstBalance> {
+        self.stats.levels[kind.index()]?.balance
+    }
 }
 
 #[derive(Debug)]

@@ -49,6 +49,7 @@
 //! The tree never rejects or drops a request, and has no access to its data.
 
 mod bucket;
+mod burst;
 mod cost;
 mod enforcement;
 mod heap;
@@ -65,6 +66,7 @@ mod stats;
 mod tree;
 
 pub use bucket::{BucketContents, BucketSnapshot};
+pub use burst::{BurstBalance, FullBurst};
 pub use cost::RequestCost;
 pub use enforcement::{Enforcement, LimitScale};
 pub use kernel_buckets::KernelBuckets;
@@ -80,8 +82,8 @@ pub use reservations::{
 };
 pub use share::NodeShare;
 pub use stats::{
-    AdmissionCounters, CumulativeStats, LimitLevel, RECENT_NS, ThrottleStats, ThrottleSummary, WaitSummary,
-    throttled_with_groups_ns,
+    AdmissionCounters, BucketLevel, CumulativeStats, LimitLevel, RECENT_NS, ThrottleStats, ThrottleSummary,
+    WaitSummary, throttled_with_groups_ns,
 };
 pub use tree::{
     AdmissionResult, LevelCause, MemberDemands, PollDecision, QuotaLease, ReturnedRequest, ThrottleTree,

@@ -112,9 +112,9 @@ export class Detail {
         this.heat = new Heat({ title: "Latency", note: "from arrival to answer, the wait for limits included" }, this.cursor);
         this.queue = new Lines({ title: "Queue", note: "requests that wait for a limit", show: figures.count, isWhole: true,
             series: [{ key: "waiting-requests", label: "waiting", colour: "held" }] }, this.cursor);
-        this.shares = new Lines({ title: "Held, and bucket", show: figures.share, top: 1, series: [
-            { key: "wait-ratio", label: "held", colour: "held" }, { key: "bucket-level-ratio", label: "bucket full", colour: "read" }],
-        note: "part of each second in which something waited; how full the fullest bucket is: at 100% a burst is used up, and requests wait" }, this.cursor);
+        this.shares = new Lines({ title: "Held, and burst", show: figures.share, top: 1, series: [
+            { key: "wait-ratio", label: "held", colour: "held" }, { key: "burst-balance-ratio", label: "burst left", colour: "read" }],
+        note: "part of each second in which requests waited; available part of the burst: at 0% requests are admitted at the limit's rate" }, this.cursor);
         this.hits = new Lines({ title: "Reads served by prefetch", show: figures.share, top: 1, series: [
             { key: "read-ahead-hit-rate", label: "reads that were read ahead", colour: "read" }, { key: "l2-cache-hit-rate", label: "metadata cache hits", colour: "write" }] }, this.cursor);
         this.drawn = [this.operations, this.bytes, this.heat, this.queue, this.shares, this.hits];
@@ -296,6 +296,14 @@ function facts(node) {
             const members = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object" && !(title === "errors" && value === 0));
             if (members.length) found.push([title, members.map(([name, value]) => `${words(name)} ${shown(name, value)}`).join(" · ")]);
         }
+    }
+    for (const [limit, bucket] of Object.entries(node.buckets ?? {})) {
+        const { "burst-balance-ratio": balance, "burst-duration-ns": duration, "burst-used-up-in-ns": usedUp, "burst-full-in-ns": full } = bucket;
+        if (balance === null) continue;
+        found.push([`burst of ${limit}`, [
+            `${figures.share(balance)} left`, duration === null ? null : `lasts ${figures.seconds(duration)} when full`,
+            usedUp === null || balance === 0 ? null : `used up in ${figures.seconds(usedUp)}`, full > 0 ? `full in ${figures.seconds(full)} without load` : null,
+        ].filter(Boolean).join(" · ")]);
     }
     for (const { type, "front-end": process, queues: own, sockets, "in-flight": in_flight, requests, kicks, calls, copies } of node.exports ?? []) {
         const queues = own ?? sockets;

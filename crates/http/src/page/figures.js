@@ -44,6 +44,9 @@ export function time(nanoseconds) {
     return fixed(value, value < 9.95 ? 1 : 0) + unit;
 }
 
+/// Duration in nanoseconds, of seconds to days: in minutes above two minutes.
+export const seconds = (nanoseconds) => nanoseconds < 120e9 ? time(nanoseconds) : age(nanoseconds / 1e6);
+
 /// Duration in milliseconds.
 export function age(milliseconds) {
     if (!isNumber(milliseconds)) return UNKNOWN;

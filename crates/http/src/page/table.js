@@ -10,7 +10,7 @@ const COLUMNS = [
     ["read-iops", "reads/s", figures.count], ["write-iops", "writes/s", figures.count],
     ["read-bps", "READ/s", figures.bytes], ["write-bps", "WRITE/s", figures.bytes],
     ["latency-p50-ns", "P50", figures.time], ["latency-p99-ns", "P99", figures.time],
-    ["waiting-requests", "WAIT", figures.count], ["wait-ratio", "HELD", figures.share], ["bucket-level-ratio", "bucket", figures.share],
+    ["waiting-requests", "WAIT", figures.count], ["wait-ratio", "HELD", figures.share], ["burst-balance-ratio", "burst left", figures.share],
     ["read-ahead-hit-rate", "read ahead", figures.share], ["l2-cache-hit-rate", "cache", figures.share],
 ];
 

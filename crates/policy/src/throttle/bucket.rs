@@ -15,7 +15,8 @@
 //!
 //! Levels are whole billionths of a unit, so a leak is exact to the nanosecond.
 //!
-//! Read-ahead has its own levels on top, which guests never wait for (`bucket/spare.rs`).
+//! Read-ahead has its own levels on top, which guests never wait for (`bucket/spare.rs`). Observers
+//! see the free part as the balance of a burst (`bucket/balance.rs`).
 //!
 //! Never rejects: a request larger than the bucket is added whole, and later requests wait for it.
 //!
@@ -42,11 +43,11 @@ use super::cost::RequestCost;
 use super::enforcement::LimitScale;
 use super::limits::{LimitKind, Limits, RateLimit};
 use super::slicing::{WHOLE_REQUEST, proportional_part, time_for};
-use super::stats::LimitLevel;
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
 
+mod balance;
 mod carried;
 mod quota;
 mod snapshot;
@@ -54,6 +55,7 @@ mod spare;
 
 pub use snapshot::{BucketContents, BucketSnapshot};
 
+use balance::LevelTrend;
 use spare::SpareLevels;
 
 /// Resolution of levels: parts of a unit.
@@ -248,6 +250,7 @@ pub(super) struct NodeBuckets {
     /// Instant of the levels.
     now: Instant,
     spare: SpareLevels,
+    trend: LevelTrend,
 }
 
 impl NodeBuckets {
@@ -260,6 +263,7 @@ impl NodeBuckets {
             min_iops_size: limits.iops_size,
             now,
             spare: SpareLevels::default(),
+            trend: LevelTrend::new(now),
         }
     }
 
@@ -280,6 +284,7 @@ impl NodeBuckets {
                 bucket.leak(elapsed_ns);
             }
         }
+        self.mark_trend();
     }
 
     /// Nanoseconds until a request may be admitted and the limit with the longest wait; `None` if
@@ -301,6 +306,7 @@ impl NodeBuckets {
         for kind in LimitKind::ALL {
             self.buckets[kind.index()].change(limits.limit(kind), scale, ExcessTreatment::Charged);
         }
+        self.restart_trend();
     }
 
     /// Changes the limits, which must be valid. The buckets must be at the current instant.
@@ -321,6 +327,7 @@ impl NodeBuckets {
     }
 
     fn set_applying(&mut self, limits: &Limits) {
+        self.restart_trend();
         self.applying = Direction::ALL.map(|direction| ApplyingLimits::new(limits, direction));
         self.iops_size = limits.iops_size;
         // For the upper bound on past operations (`carried.rs`): the smallest `iops-size` gives the
@@ -400,17 +407,6 @@ impl NodeBuckets {
         u64::try_from(bucket.level.saturating_add(bucket.deferred) / LEVEL_SCALE).unwrap_or(u64::MAX)
     }
 
-    /// Level, capacity, and time until the bucket is empty; `None` if the limit is not set.
-    pub(super) fn level_with_capacity(&self, kind: LimitKind) -> Option<LimitLevel> {
-        let bucket = &self.buckets[kind.index()];
-        let rate = u128::from(bucket.rate);
-        let empty_in_ns = bucket.level.saturating_add(bucket.deferred).checked_div(rate)?;
-        let empty_in_ns = u64::try_from(empty_in_ns).unwrap_or(u64::MAX);
-        // Rounded up, because the bucket of a limit of 5 IOPS holds half an operation.
-        let capacity = u64::try_from(bucket.size.div_ceil(LEVEL_SCALE)).unwrap_or(u64::MAX);
-        Some(LimitLevel { units: self.level(kind), capacity, empty_in_ns })
-    }
-
     /// Sets the level of a limit's bucket, if it is set. Units above its size are deferred.
     pub(super) fn set_level(&mut self, kind: LimitKind, units: u64) {
         let bucket = &mut self.buckets[kind.index()];
@@ -419,6 +415,7 @@ impl NodeBuckets {
             bucket.level = passed.min(bucket.size);
             bucket.deferred = passed - bucket.level;
         }
+        self.restart_trend();
     }
 
     /// Units of a request for this limit, in billionths.

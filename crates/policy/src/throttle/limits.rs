@@ -163,27 +163,13 @@ pub struct RateLimit {
     /// Burst rate in units per second; with 0 the burst capacity is a tenth of a second at `rate`.
     pub burst_rate: u64,
     /// Burst capacity in seconds at `burst_rate`; at least 1. The bucket leaks at `rate` meanwhile,
-    /// so a full burst lasts longer: [`RateLimit::full_burst_ms`].
+    /// so a full burst lasts longer: [`RateLimit::full_burst`].
     pub burst_length_s: u64,
 }
 
 impl RateLimit {
     /// No limit: the default.
     pub const NONE: Self = Self { rate: 0, burst_rate: 0, burst_length_s: 1 };
-
-    /// Duration of a burst at `burst_rate` after a long idle time, in milliseconds, rounded:
-    /// `burst_length_s · burst_rate ÷ (burst_rate − rate)`. `None` without a burst, or if the burst
-    /// rate equals the rate, so that the burst does not end.
-    pub const fn full_burst_ms(&self) -> Option<u64> {
-        if self.burst_rate <= self.rate {
-            return None;
-        }
-        let surplus_rate = (self.burst_rate - self.rate) as u128;
-        let burst_units = self.burst_length_s as u128 * self.burst_rate as u128 * 1000;
-        let ms = (burst_units + surplus_rate / 2) / surplus_rate;
-        // Only an invalid limit saturates: burst rate × burst length is at most `MAX_VALUE`.
-        Some(if ms > u64::MAX as u128 { u64::MAX } else { ms as u64 })
-    }
 }
 
 impl Default for RateLimit {

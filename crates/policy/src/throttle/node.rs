@@ -399,7 +399,8 @@ impl<T> ThrottleNode<T> {
             buckets
         });
         let tokens = LimitKind::ALL.map(|kind| buckets.as_ref()?.admittable_units(kind));
-        let levels = LimitKind::ALL.map(|kind| buckets.as_ref()?.level_with_capacity(kind));
+        let levels =
+            LimitKind::ALL.map(|kind| buckets.as_ref()?.limit_level(kind, &self.limited.as_ref()?.limits));
         ThrottleStats {
             reads: self.counters[Direction::Read.index()],
             writes: self.counters[Direction::Write.index()],

@@ -1,6 +1,7 @@
 //! Statistics of a node: admitted requests, waits, and the current throttle cause. The histogram of
 //! waits is allocated at the first wait.
 
+use super::burst::BurstBalance;
 use super::cost::RequestCost;
 use super::limits::LimitKind;
 use super::reservation_monitor::ReservationTimes;
@@ -53,29 +54,27 @@ pub struct WaitSummary {
     pub max_ns: u64,
 }
 
-/// Level of a limit's bucket.
+/// Level of a bucket, in bytes or operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LimitLevel {
-    /// Bytes or operations. Above `capacity` after a request larger than the bucket, or after the
-    /// limit was lowered.
+pub struct BucketLevel {
+    /// Admitted units that have not leaked. Above `capacity` after a request larger than the
+    /// bucket, or after the limit was lowered.
     pub units: u64,
-    /// Capacity in bytes or operations, at least 1: burst rate times burst length, or a tenth of
-    /// the rate without a burst. Excludes the second bucket, which limits the rate of a long burst.
+    /// Level above which requests wait, at least 1.
     pub capacity: u64,
-    /// Time in nanoseconds after which the bucket is empty if nothing is admitted.
-    pub empty_in_ns: u64,
 }
 
-impl LimitLevel {
-    /// Units until the bucket is full; a long burst spreads them over its length.
-    pub const fn free_units(&self) -> u64 {
-        self.capacity.saturating_sub(self.units)
-    }
-
-    /// Level as a share of the capacity, at most 1.
-    pub fn ratio(&self) -> f64 {
-        (self.units as f64 / self.capacity.max(1) as f64).min(1.0)
-    }
+/// Levels of a limit's buckets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LimitLevel {
+    /// The bucket that leaks at the rate. Its capacity is the burst capacity, or a tenth of a
+    /// second at the rate without a burst.
+    pub main: BucketLevel,
+    /// The second bucket, which leaks at the burst rate and limits the rate of a burst; `None`
+    /// unless the burst is longer than a second. It is full during a burst.
+    pub burst_rate: Option<BucketLevel>,
+    /// The part of the burst that is available; `None` without a burst rate.
+    pub balance: Option<BurstBalance>,
 }
 
 /// Statistics of a node at one instant.

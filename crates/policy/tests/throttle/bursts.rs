@@ -1,5 +1,8 @@
 //! Bursts: how much is admitted, and how fast, before the rate applies; exact to the request.
 
+use policy::throttle::{FullBurst, RateLimit};
+use proptest::prelude::*;
+
 use crate::timeline::{Timeline, Workload, ms, s};
 
 /// Requests admitted in an interval, in milliseconds.
@@ -102,4 +105,42 @@ fn bytes_burst_like_operations() {
     disk.add(Workload::READS.with_length(65536).depth(8));
     assert_eq!(disk.bytes_between(s(1), s(5)), 40 << 20);
     assert_eq!(disk.bytes_between(s(10), s(20)), 10 << 20);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// A client that always has requests waiting gets the burst rate for the stated time, then the
+    /// rate.
+    #[test]
+    fn a_full_burst_lasts_as_stated(rate in 10..200_u64, surplus in 1..500_u64, length_s in 2..30_u64) {
+        let limit = RateLimit { rate, burst_rate: rate + surplus, burst_length_s: length_s };
+        let Some(FullBurst::Lasts { ms: burst_ms }) = limit.full_burst() else { panic!("{limit:?}") };
+        // A burst rate just above the rate lasts for hours.
+        prop_assume!(burst_ms < 200_000);
+        let burst_rate = limit.burst_rate;
+        let mut disk = Timeline::new(&format!(
+            "iops-total={rate},iops-total-max={burst_rate},iops-total-max-length={length_s}"
+        ));
+        disk.add(Workload::READS.depth(4));
+        // The second bucket admits a tenth of a second at the burst rate in advance.
+        let slack = burst_rate / 10 + 3;
+        let in_burst = disk.admitted_between(ms(0), ms(burst_ms)) as u64;
+        let expected = burst_ms * burst_rate / 1000;
+        prop_assert!(in_burst.abs_diff(expected) <= slack, "{in_burst}, not {expected}");
+        let after = disk.admitted_between(ms(burst_ms + 1000), ms(burst_ms + 11_000)) as u64;
+        prop_assert!(after.abs_diff(10 * rate) <= 2, "{after}, not {}", 10 * rate);
+    }
+}
+
+#[test]
+fn duration_of_a_full_burst() {
+    let burst =
+        |rate, burst_rate, burst_length_s| RateLimit { rate, burst_rate, burst_length_s }.full_burst();
+    assert_eq!(burst(500, 2000, 30), Some(FullBurst::Lasts { ms: 40_000 }), "30 × 2000 ÷ 1500");
+    assert_eq!(burst(1000, 1300, 2), Some(FullBurst::Lasts { ms: 8667 }), "rounded");
+    assert_eq!(burst(500, 2000, 1), Some(FullBurst::AtOnce { units: 2000 }));
+    assert_eq!(burst(500, 500, 30), Some(FullBurst::Endless));
+    assert_eq!(burst(500, 0, 1), None);
+    assert_eq!(burst(0, 0, 1), None);
 }

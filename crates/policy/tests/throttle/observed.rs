@@ -2,7 +2,12 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, reserved_share, s};
 use policy::request::Direction;
-use policy::throttle::{LimitKind, LimitLevel, NodeShare, ReservationTimes, ThrottleStats, WaitSummary};
+use policy::throttle::{
+    BucketLevel, BurstBalance, FullBurst, LimitKind, LimitLevel, NodeShare, ReservationTimes, ThrottleStats,
+    WaitSummary,
+};
+use policy::time::{Duration, Instant};
+use proptest::prelude::*;
 
 #[test]
 fn waits_are_summed_up() {
@@ -113,8 +118,12 @@ fn tokens_are_the_units_admitted_without_waiting() {
     let client = disk.add(Workload::WRITES.with_length(100_000).queued(4));
     disk.run_until(ms(1));
     let ThrottleStats { tokens, levels, .. } = disk.tree.stats(disk.group, ms(1));
-    let level = LimitLevel { units: 3, capacity: 10, empty_in_ns: 39_000_000 };
+    let main = BucketLevel { units: 3, capacity: 10 };
+    let level = LimitLevel { main, burst_rate: None, balance: None };
     assert_eq!(levels[LimitKind::IopsTotal.index()], Some(level), "of 4 at 100 a second, 0.1 leaked");
+    let bytes = levels[LimitKind::BpsWrite.index()].expect("a limit is set");
+    assert_eq!(bytes.main, BucketLevel { units: 399_000, capacity: 10_000_000 });
+    assert_eq!(bytes.burst_rate, Some(BucketLevel { units: 395_000, capacity: 500_000 }));
     assert_eq!(levels[LimitKind::BpsRead.index()], None);
     assert_eq!(tokens[LimitKind::IopsTotal.index()], Some(6), "of 10; 4 passed, 0.1 leaked");
     assert_eq!(
@@ -127,22 +136,94 @@ fn tokens_are_the_units_admitted_without_waiting() {
     assert_eq!(disk.tree.waiting(disk.group, Direction::Write), 0);
 }
 
+/// Level of the limit on operations.
+fn iops_level(disk: &Timeline, at: Instant) -> LimitLevel {
+    disk.tree.stats(disk.group, at).levels[LimitKind::IopsTotal.index()].expect("a limit is set")
+}
+
+fn iops_balance(disk: &Timeline, at: Instant) -> BurstBalance {
+    iops_level(disk, at).balance.expect("it has a burst")
+}
+
 #[test]
-fn a_long_burst_fills_a_tenth_of_its_bucket_in_a_tenth_of_its_length() {
+fn a_long_burst_uses_a_tenth_of_its_balance_in_a_tenth_of_its_length() {
+    let mut disk = Timeline::new("iops-total=100,iops-total-max=400,iops-total-max-length=30");
+    let full_burst = FullBurst::Lasts { ms: 40_000 };
+    let full = BurstBalance { full_burst, free_ppm: 1_000_000, used_up_in_ns: None, full_in_ns: 0 };
+    assert_eq!(iops_balance(&disk, s(0)), full);
+    disk.queue_reads(20_000);
+    disk.run_until(s(4));
+    let LimitLevel { main, burst_rate, balance } = iops_level(&disk, s(4));
+    assert_eq!(main.capacity, 12_000, "400 for 30 s");
+    assert_within_percent(5.0, main.units as f64, 4.0 * (400.0 - 100.0));
+    let burst_rate = burst_rate.expect("the burst is longer than a second");
+    assert_eq!(burst_rate.capacity, 40, "a tenth of a second at 400");
+    assert!(burst_rate.units >= 39, "{burst_rate:?}");
+    let balance = balance.expect("it has a burst");
+    assert_within_percent(2.0, balance.ratio(), 0.9);
+    // 30 s × 400 / (400 - 100) = 40 s, of which 4 have passed.
+    assert_within_percent(2.0, balance.used_up_in_ns.expect("it decreases") as f64, 36e9);
+    assert_within_percent(5.0, balance.full_in_ns as f64, 12e9);
+    disk.run_until(s(41));
+    assert!(iops_balance(&disk, s(41)).ratio() < 0.01, "{:?}", iops_balance(&disk, s(41)));
+}
+
+#[test]
+fn a_balance_recovers_at_the_rate() {
+    let mut disk = Timeline::new("iops-total=100,iops-total-max=400,iops-total-max-length=30");
+    disk.queue_reads(3000);
+    disk.run_until(s(10));
+    let before = iops_balance(&disk, s(10));
+    let after = iops_balance(&disk, s(15));
+    assert_eq!(after.used_up_in_ns, None, "nothing is admitted");
+    assert_eq!(before.full_in_ns - after.full_in_ns, 5_000_000_000);
+    assert_within_percent(1.0, after.ratio() - before.ratio(), 500.0 / 12_000.0);
+    let full_at = Instant::from_nanos(s(15).as_nanos() + after.full_in_ns);
+    assert!(iops_balance(&disk, full_at).free_ppm >= 999_999);
+}
+
+#[test]
+fn a_changed_limit_restarts_the_forecast() {
     let mut disk = Timeline::new("iops-total=100,iops-total-max=400,iops-total-max-length=30");
     disk.queue_reads(20_000);
-    let level = |disk: &Timeline, at_s| {
-        disk.tree.stats(disk.group, s(at_s)).levels[LimitKind::IopsTotal.index()].expect("a limit is set")
-    };
-    disk.run_until(s(4));
-    let early = level(&disk, 4);
-    assert_eq!(early.capacity, 12_000, "400 for 30 s");
-    assert_within_percent(5.0, early.units as f64, 4.0 * (400.0 - 100.0));
-    assert_within_percent(5.0, early.ratio(), 0.1);
-    assert_eq!(early.free_units(), early.capacity - early.units);
-    // 30 s × 400 / (400 - 100).
-    disk.run_until(s(41));
-    assert!(level(&disk, 41).ratio() > 0.99, "{:?}", level(&disk, 41));
+    disk.run_until(s(10));
+    let larger = limits("iops-total=100,iops-total-max=800,iops-total-max-length=30");
+    disk.tree.configure(disk.group, larger, NodeShare::default(), s(10)).expect("valid limits");
+    assert_eq!(iops_balance(&disk, s(10)).used_up_in_ns, None, "the new rate is not known yet");
+    disk.run_until(s(13));
+    let balance = iops_balance(&disk, s(13));
+    let left_s = balance.ratio() * 24_000.0 / (800.0 - 100.0);
+    assert_within_percent(5.0, balance.used_up_in_ns.expect("it decreases") as f64, left_s * 1e9);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// Load between the rate and the burst rate: the balance reaches 0 at the predicted time.
+    #[test]
+    fn the_predicted_end_of_a_balance_is_exact(
+        rate in 20..200_u64,
+        times in 2..6_u64,
+        length_s in 10..40_u64,
+        load_percent in 30..=100_u64,
+    ) {
+        let burst_rate = rate * times;
+        let load = rate + (burst_rate - rate) * load_percent / 100;
+        let mut disk = Timeline::new(&format!(
+            "iops-total={rate},iops-total-max={burst_rate},iops-total-max-length={length_s}"
+        ));
+        disk.add(Workload::READS.paced(Duration::from_nanos(1_000_000_000 / load)));
+        disk.run_until(s(5));
+        let left_ns = iops_balance(&disk, s(5)).used_up_in_ns.expect("the load is above the rate");
+        let end_s = 5.0 + left_ns as f64 / 1e9;
+        let expected_s = (burst_rate * length_s) as f64 / (load - rate) as f64;
+        prop_assert!((end_s - expected_s).abs() <= 0.05 * expected_s + 0.5, "{end_s} s, not {expected_s} s");
+        let at = |seconds: f64| Instant::from_nanos((seconds * 1e9) as u64);
+        disk.run_until(at(end_s * 0.9));
+        prop_assert!(iops_balance(&disk, at(end_s * 0.9)).ratio() > 0.02);
+        disk.run_until(at(end_s * 1.1 + 1.0));
+        prop_assert!(iops_balance(&disk, at(end_s * 1.1 + 1.0)).ratio() < 0.02);
+    }
 }
 
 fn reservation_times(disks: &Timeline, client: usize, at_s: u64) -> ReservationTimes {

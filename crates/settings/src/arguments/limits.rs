@@ -26,8 +26,9 @@ Limits:
   --{iops,bps}-{total,read,write}-max M         during a burst; 0 is no burst
   --{iops,bps}-{total,read,write}-max-length L  burst length in seconds
   --iops-size SIZE                              a larger request counts as more
-A total excludes a read or write limit of the same kind. L is 1 by default. The \
-burst capacity is L × M. A full burst lasts L × M ÷ (M − R) seconds, because the bucket drains at R.";
+A total excludes a read or write limit of the same kind. The burst capacity is \
+L × M. A full burst lasts L × M ÷ (M − R) seconds, because the bucket drains at \
+R. L is 1 by default: the whole capacity is then admitted at once.";
 
 /// Option of a setting. [`LIMITS_HELP`] describes it in the help.
 pub fn option(setting: LimitSetting) -> Arg {

@@ -30,6 +30,7 @@ pub(super) fn render(
     let mut tables = vec![
         disks(report, rates, selection, form),
         groups(report, rates, selection, form),
+        bursts(report, selection),
         cluster_groups(report, selection),
         unavailable_disks(report, selection),
         unmet_reservations(report, selection),
@@ -371,6 +372,44 @@ fn groups(
         table.row(row);
     }
     table
+}
+
+/// Bursts of limits: their duration, and the balance.
+fn bursts(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
+    let mut table = TextTable::new([
+        ("NAME", ColumnAlignment::Left),
+        ("LIMIT", ColumnAlignment::Left),
+        ("FULL BURST", ColumnAlignment::Right),
+        ("BALANCE", ColumnAlignment::Right),
+        ("USED UP IN", ColumnAlignment::Right),
+        ("FULL IN", ColumnAlignment::Right),
+    ]);
+    let disks = report.disks.iter().map(|disk| (&disk.name, &disk.throttle));
+    let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.throttle)));
+    for (name, throttle) in all.filter(|(name, _)| selection.includes(name)) {
+        for (limit, buckets) in &throttle.buckets {
+            let Some(burst) = buckets.burst else { continue };
+            table.row(vec![
+                name.clone(),
+                limit.clone(),
+                burst.duration_ns.map_or_else(dash, burst_time),
+                format!("{}%", burst.balance_percent),
+                burst.used_up_in_ns.map_or_else(dash, burst_time),
+                burst_time(burst.full_in_ns),
+            ]);
+        }
+    }
+    table
+}
+
+/// A duration of seconds to days.
+fn burst_time(nanoseconds: u64) -> String {
+    match nanoseconds {
+        0 => "0s".to_owned(),
+        // Above two minutes, minutes are easier to read: `12m`.
+        120_000_000_000.. => figures::age(nanoseconds),
+        _ => figures::time(nanoseconds),
+    }
 }
 
 /// Local groups of cluster-wide limits.

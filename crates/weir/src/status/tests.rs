@@ -20,7 +20,12 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
                     "writes": { "requests": 0, "bytes": 0, "throttled": 0, "waited-ns": 0 },
                     "waiting": { "reads": 31, "writes": 0 }, "wait-ns": waits,
                     "recent-wait-ns": { "p50": 8_000_000, "p99": 12_000_000, "max": 13_000_000 },
-                    "limited-ns": uptime_ns / 4 * 3, "throttle-cause": "iops-total", "tokens": { "iops-total": 0 }
+                    "limited-ns": uptime_ns / 4 * 3, "throttle-cause": "iops-total", "tokens": { "iops-total": 0 },
+                    "buckets": { "iops-total": {
+                        "level": 2500, "capacity": 25_000, "burst-rate-level": 500, "burst-rate-capacity": 500,
+                        "burst": { "duration-ns": 6_250_000_000_u64, "balance-percent": 90,
+                                   "used-up-in-ns": 5_625_000_000_u64, "full-in-ns": 2_500_000_000_u64 }
+                    } }
                 },
                 "prefetch": { "mode": "auto", "memory": 4 << 20, "streams": 256 },
                 "read-ahead": {
@@ -99,6 +104,9 @@ vm2   -      -                     0       0        0     -                -    
 GROUP  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s   P99  WAIT P99 (1.0s)  WAIT  HELD  HELD BY
 gold       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  31ms             12ms     0    0%  -
 
+NAME  LIMIT       FULL BURST  BALANCE  USED UP IN  FULL IN
+vm1   iops-total        6.2s      90%        5.6s     2.5s
+
 GROUP  CLUSTER  CLUSTER LIMITS  QUOTA
 gold   lab      bps 200M        fallback share, disconnected: etcd http://e:2379: refused
 
@@ -121,6 +129,9 @@ vm2   -      -                       -     0       0        0      -     -      
 
 GROUP  IN  DISKS  LIMITS   WEIGHT  WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  WAIT P99 (1.0s)  WAIT P99 (START)  WAIT  HELD  HELD BY
 gold   -       1  bps 20M     100  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms             12ms                 -     0    0%  -
+
+NAME  LIMIT       FULL BURST  BALANCE  USED UP IN  FULL IN
+vm1   iops-total        6.2s      90%        5.6s     2.5s
 
 GROUP  CLUSTER  CLUSTER LIMITS  QUOTA
 gold   lab      bps 200M        fallback share, disconnected: etcd http://e:2379: refused

@@ -30,7 +30,7 @@ disk vm1
   iops-total-max  5000
   weight          200
   group           gold
-  a full burst of iops-total lasts 1.25 s
+  a full burst of iops-total is 5000 operations at once
   limits of group gold: -
   limits of group host: bps 1G
 ";

@@ -22,7 +22,11 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> DaemonReport {
                 "waiting": { "reads": 31, "writes": 0 }, "limited-ns": second * 750_000_000,
                 "recent-wait-ns": { "p50": 9_000_000, "p99": 31_000_000, "max": 40_000_000 },
                 "wait-ns": { "p50": 8_000_000, "p99": 29_000_000, "max": 55_000_000 },
-                "throttle-cause": "iops-total", "buckets": { "iops-total": { "level": 240, "capacity": 400 } }
+                "throttle-cause": "iops-total", "buckets": { "iops-total": {
+                    "level": 10_000, "capacity": 25_000, "burst-rate-level": 500, "burst-rate-capacity": 500,
+                    "burst": { "duration-ns": 6_250_000_000_u64, "balance-percent": 60,
+                               "used-up-in-ns": 3_750_000_000_u64, "full-in-ns": 10_000_000_000_u64 }
+                } }
             },
             "prefetch": { "mode": "auto", "memory": 8 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,
                           "window-max": 2 << 20, "streams": 256 },

@@ -6,10 +6,10 @@
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
 use api::{
-    BucketLevel, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
-    DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, MemberSettings, MemoryStatus,
-    RefusedClients, RemoteStatus, ReservationStatus, ServerStatus, ThrottleStatus, ThrottledTransfers,
-    WaitPercentiles, WaitingRequests, WatermarkStatus,
+    BurstStatus, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
+    DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, LimitBuckets, MemberSettings,
+    MemoryStatus, RefusedClients, RemoteStatus, ReservationStatus, ServerStatus, ThrottleStatus,
+    ThrottledTransfers, WaitPercentiles, WaitingRequests, WatermarkStatus,
 };
 use block::{
     disk::{Disk, Failures},
@@ -19,7 +19,8 @@ use export::nbd::RejectedClientCounts;
 use image::Image;
 use policy::{
     throttle::{
-        AdmissionCounters, Enforcement, LimitKind, LimitPart, LimitSetting, Limits, NodeShare, ThrottleStats,
+        AdmissionCounters, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, Limits, NodeShare,
+        ThrottleStats,
     },
     watermark::{MeasuredCapacity, Watermark},
 };
@@ -315,10 +316,23 @@ fn throttle_status(stats: &ThrottleStats) -> ThrottleStatus {
         limited_ns: *limited_ns,
         throttle_cause: binding.map(|kind| limit_name(kind).to_owned()),
         tokens: by_limit(tokens).collect(),
-        buckets: by_limit(levels)
-            .map(|(name, level)| (name, BucketLevel { level: level.units, capacity: level.capacity }))
-            .collect(),
+        buckets: by_limit(levels).map(|(name, level)| (name, limit_buckets(level))).collect(),
         reservation: kept.map(|times| ReservationStatus { met_ns: times.met_ns, missed_ns: times.missed_ns }),
+    }
+}
+
+fn limit_buckets(LimitLevel { main, burst_rate, balance }: LimitLevel) -> LimitBuckets {
+    LimitBuckets {
+        level: main.units,
+        capacity: main.capacity,
+        burst_rate_level: burst_rate.map(|bucket| bucket.units),
+        burst_rate_capacity: burst_rate.map(|bucket| bucket.capacity),
+        burst: balance.map(|balance| BurstStatus {
+            duration_ns: balance.full_burst.duration_ns(),
+            balance_percent: (balance.ratio() * 100.0).round() as u8,
+            used_up_in_ns: balance.used_up_in_ns,
+            full_in_ns: balance.full_in_ns,
+        }),
     }
 }
 

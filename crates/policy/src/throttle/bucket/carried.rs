@@ -116,6 +116,7 @@ impl NodeBuckets {
             bucket.reduce_to_disk(carried, passed, in_force && bucket.rate > 0);
         }
         self.spare = SpareLevels::default();
+        self.restart_trend();
     }
 
     /// Upper bound of the units of this work for a limit, in billionths, whatever the request
@@ -141,6 +142,7 @@ impl NodeBuckets {
                 bucket.add_carried(&carried.buckets[kind.index()]);
             }
         }
+        self.restart_trend();
     }
 
     /// Raises the buckets in force to at least the contents that a disk carries.
@@ -150,6 +152,7 @@ impl NodeBuckets {
                 bucket.raise_to_carried(carried_bucket);
             }
         }
+        self.restart_trend();
     }
 
     /// True if all admitted work has leaked.

@@ -40,11 +40,13 @@ impl NodeBuckets {
     pub(in crate::throttle) fn set_quota(&mut self, limits: &Limits, credit: [u64; 6]) -> [u64; 6] {
         let before = self.buckets;
         self.change(limits, LimitScale::ONE);
-        LimitKind::ALL.map(|kind| {
+        let given_up = LimitKind::ALL.map(|kind| {
             let at = kind.index();
             let credited =
                 self.buckets[at].fill_new_capacity(&before[at], u128::from(credit[at]) * LEVEL_SCALE);
             u64::try_from(credited / LEVEL_SCALE).unwrap_or(u64::MAX)
-        })
+        });
+        self.restart_trend();
+        given_up
     }
 }

@@ -43,6 +43,7 @@ impl NodeBuckets {
             bucket.burst_level = level.burst.min(MAX_CONTENTS);
             bucket.burst_deferred = level.burst_deferred.min(MAX_CONTENTS);
         }
+        buckets.restart_trend();
         buckets
     }
 

@@ -109,7 +109,7 @@ fn settings(report: &DaemonReport, node: StatusNode<'_>) -> String {
     text
 }
 
-/// Waiting requests, waits in the list's interval, and levels of the buckets.
+/// Waiting requests, waits in the list's interval, and balances of the bursts.
 fn waits(row: &TopRow<'_>) -> Line<'static> {
     let throttle = row.node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
@@ -120,8 +120,13 @@ fn waits(row: &TopRow<'_>) -> Line<'static> {
     if let Some(held_by) = &row.held_by {
         line.push_span(Span::styled(format!(" · held by {held_by}"), THROTTLED));
     }
-    for (limit, bucket) in &throttle.buckets {
-        line.push_span(Span::raw(format!(" · {limit} bucket {} full", figures::share(bucket.ratio()))));
+    for (limit, buckets) in &throttle.buckets {
+        let Some(burst) = buckets.burst else { continue };
+        let mut text = format!(" · {limit} burst {}% left", burst.balance_percent);
+        if let Some(used_up_in_ns) = burst.used_up_in_ns.filter(|_| burst.balance_percent > 0) {
+            text += &format!(", used up in {}", figures::time(used_up_in_ns));
+        }
+        line.push_span(Span::raw(text));
     }
     if let Some(waits) = throttle.wait_ns {
         line.push_span(Span::raw(format!(" · wait p99 since start {}", figures::time(waits.p99))));
