@@ -5,11 +5,11 @@
 //! reached, and how exact shares are, is proved in virtual time beside the code
 //! (`crates/policy/tests/throttle`) and measured by `make bench`.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::harness::{
     MIB, RawNbdClient, Scratch, Serve, TestClient, Weir, nbdsh,
-    operator::{find, run_ok, serve, socket, status, wait_until},
+    operator::{find, run_failing, run_misused, run_ok, serve, socket, status, wait_until},
     text,
     wire::{CMD_READ, RawNbdRequest},
 };
@@ -119,6 +119,57 @@ fn burst_is_admitted_at_once_then_the_rate_holds() {
     // The bucket has leaked for an unknown time, at most until it was empty.
     let [seconds] = read_at_once([(uri(&scratch, "a"), 2500)]);
     assert_at_most(2500.0, 1000.0 * seconds + 2000.0 + 1.0, seconds);
+}
+
+#[test]
+fn balance_and_duration_of_a_burst_are_reported() {
+    let scratch = Scratch::new();
+    let config =
+        "[disk.a]\nimage = \"memory:16M\"\niops-total = 1\niops-total-max = 1000\nburst-for = \"10s\"\n";
+    let _weir = start_with_config(&scratch, config);
+    read_at_once([(uri(&scratch, "a"), 2000)]);
+    let buckets = || find(&status(&scratch, "0"), "disks", "a")["throttle"]["buckets"]["iops-total"].clone();
+    let after = buckets();
+    // (1000 − 1) × 10 s. The bucket leaks one operation a second.
+    assert_eq!(after["capacity"], 9990);
+    let level = after["level"].as_u64().expect("a number");
+    assert!((1000..=2010).contains(&level), "{after}");
+    let burst = &after["burst"];
+    assert_eq!(burst["duration-ns"], 10_000_000_000_u64);
+    let balance = burst["balance-percent"].as_u64().expect("a number");
+    assert!(balance.abs_diff(100 - level * 100 / 9990) <= 1, "{after}");
+    assert!(burst["full-in-ns"].as_u64().expect("a number") >= level * 1_000_000_000, "{after}");
+    assert_eq!(after["burst-rate-capacity"], 100);
+    let table = run_ok(&scratch, &["status", "--interval", "0"]);
+    assert!(table.contains("iops 1↑1000 for 10s") && table.contains("FULL BURST  BALANCE"), "{table}");
+    assert!(run_ok(&scratch, &["throttle", "a"]).contains("a full burst of iops-total lasts 10 s\n"));
+    // The level stays, and so does the duration of the burst after a change of its rate.
+    run_ok(&scratch, &["throttle", "a", "--burst-for", "20s", "--save"]);
+    assert_eq!(buckets()["capacity"], 19_980);
+    run_ok(&scratch, &["throttle", "a", "--iops-total-max", "2000", "--save"]);
+    let changed = buckets();
+    assert_eq!(
+        (&changed["capacity"], &changed["burst"]["duration-ns"]),
+        (&json!(39_980), &json!(20_000_000_000_u64))
+    );
+    assert!(changed["level"].as_u64() >= Some(1000), "{changed}");
+    assert!(run_ok(&scratch, &["reload", "--dry-run"]).contains("nothing would change"));
+    for (options, why) in [
+        (&["--iops-total-max-length", "5"][..], "cannot be set together with burst-for (20)"),
+        (&["--iops-total-max", "0", "--burst-for", "5s"], "needs a burst rate"),
+    ] {
+        let stderr = run_failing(&scratch, &[&["throttle", "a"], options].concat());
+        assert!(stderr.contains(why), "{stderr}");
+    }
+    let stderr = run_misused(&scratch, &["throttle", "a", "--burst-for", "1.5s"]);
+    assert!(stderr.contains("has a fraction of a second"), "{stderr}");
+    assert_eq!(buckets()["capacity"], 39_980, "a rejected change changes nothing");
+    let lengths = ["throttle", "a", "--burst-for", "0", "--iops-total-max-length", "30", "--save"];
+    assert!(run_ok(&scratch, &lengths).contains("burst-for: 20s → none"));
+    assert_eq!(buckets()["capacity"], 60_000);
+    let back = run_ok(&scratch, &["throttle", "a", "--burst-for", "30s", "--save"]);
+    assert!(back.contains("iops-total-max-length: 30 → 1"), "{back}");
+    assert!(run_ok(&scratch, &["reload", "--dry-run"]).contains("nothing would change"));
 }
 
 #[test]

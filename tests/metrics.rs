@@ -533,6 +533,28 @@ fn alerts_and_dashboard_use_existing_metrics() {
     }
 }
 
+#[test]
+fn balance_of_a_burst_is_exported() {
+    let scratch = Scratch::new();
+    let limits = ["--iops-total", "1", "--iops-total-max", "1000", "--burst-for", "10s"];
+    let daemon = MetricsDaemon::start(&scratch, Serve::new(&scratch).args(["memory:16M"]).args(limits));
+    read_each(&daemon.weir, "memory", 1000);
+    let labels = "{disk=\"memory\",limit=\"iops-total\"}";
+    let sample = |name: &str| format!("weir_disk_{name}{labels}");
+    let page =
+        daemon.until(|page| page.find(&sample("bucket_level_operations")).is_some_and(|level| level > 900.0));
+    let level = page.value(&sample("bucket_level_operations"));
+    // (1000 − 1) × 10 s.
+    assert_eq!(page.value(&sample("bucket_capacity_operations")), 9990.0);
+    assert_eq!(page.value(&sample("burst_rate_bucket_capacity_operations")), 100.0);
+    assert_eq!(page.value(&sample("burst_duration_seconds")), 10.0);
+    let balance = page.value(&sample("burst_balance_ratio"));
+    assert!((balance - (1.0 - level / 9990.0)).abs() < 0.001, "{balance} at level {level}");
+    assert!((page.value(&sample("burst_balance_full_seconds")) - level).abs() <= 1.0);
+    // The second bucket does not determine the balance, unlike in a limit without a burst.
+    assert!(balance > 0.85, "{balance}");
+}
+
 /// The queries of the dashboard, with all disks selected.
 fn queries() -> Vec<String> {
     let dashboard: Value =

@@ -89,7 +89,7 @@ pub fn share(value: f64) -> String {
 }
 
 /// Limits in short form, `-` if none is set: `iops 1000↑5000×5s, bps-r 10M` (rate ↑ burst rate ×
-/// burst length).
+/// burst length), or `iops 1000↑5000 for 30s` with `burst-for`.
 pub fn limits(limits: &SettingValues) -> String {
     let shown: Vec<String> = LimitKind::ALL.iter().filter_map(|&kind| limit(limits, kind)).collect();
     if shown.is_empty() { "-".to_owned() } else { shown.join(", ") }
@@ -111,26 +111,28 @@ pub fn full_burst(kind: LimitKind, limit: RateLimit) -> Option<String> {
             format!("a full burst of {name} is {} {unit} at once", number(units))
         }
         FullBurst::Lasts { ms } => {
-            let RateLimit { rate, burst_rate, burst_length_s } = limit;
+            let RateLimit { rate, burst_rate, burst_length_s, burst_for_s } = limit;
             let [rate, burst_rate] = [rate, burst_rate].map(number);
             // `Display` of f64 prints only the decimals that exist; milliseconds give three at
             // most.
-            let seconds = ms as f64 / 1000.0;
-            format!(
-                "a full burst of {name} lasts {seconds} s: \
-                 {burst_length_s} s × {burst_rate} ÷ ({burst_rate} − {rate})"
-            )
+            let duration = format!("a full burst of {name} lasts {} s", ms as f64 / 1000.0);
+            match burst_for_s {
+                0 => format!("{duration}: {burst_length_s} s × {burst_rate} ÷ ({burst_rate} − {rate})"),
+                _ => duration,
+            }
         }
         FullBurst::Endless => format!("a burst of {name} does not end: its burst rate equals its rate"),
     })
 }
 
-fn rate_limit(limits: &SettingValues, kind: LimitKind) -> RateLimit {
-    let value = |part| limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0);
+/// The limit of a kind, from settings by name.
+pub fn rate_limit(limits: &SettingValues, kind: LimitKind) -> RateLimit {
+    let value = |setting: LimitSetting| limits.get(setting.name()).copied().unwrap_or(0);
     RateLimit {
-        rate: value(LimitPart::Rate),
-        burst_rate: value(LimitPart::BurstRate),
-        burst_length_s: value(LimitPart::BurstLength).max(1),
+        rate: value(LimitSetting::Limit(kind, LimitPart::Rate)),
+        burst_rate: value(LimitSetting::Limit(kind, LimitPart::BurstRate)),
+        burst_length_s: value(LimitSetting::Limit(kind, LimitPart::BurstLength)).max(1),
+        burst_for_s: value(LimitSetting::BurstFor),
     }
 }
 
@@ -156,7 +158,7 @@ pub fn size(value: u64) -> String {
 }
 
 fn limit(limits: &SettingValues, kind: LimitKind) -> Option<String> {
-    let RateLimit { rate, burst_rate, burst_length_s } = rate_limit(limits, kind);
+    let RateLimit { rate, burst_rate, burst_length_s, burst_for_s } = rate_limit(limits, kind);
     if rate == 0 {
         return None;
     }
@@ -167,6 +169,9 @@ fn limit(limits: &SettingValues, kind: LimitKind) -> Option<String> {
     // A length of 1 s is the default (QEMU's `*-max-length`).
     if burst_length_s > 1 {
         text += &format!("×{burst_length_s}s");
+    }
+    if burst_rate > 0 && burst_for_s > 0 {
+        text += &format!(" for {burst_for_s}s");
     }
     Some(text)
 }
@@ -238,6 +243,9 @@ mod tests {
         );
         let endless = [("bps-read", 500), ("bps-read-max", 500), ("bps-read-max-length", 2)];
         assert_eq!(lasts(&endless), ["a burst of bps-read does not end: its burst rate equals its rate"]);
+        let for_a_time = [("iops-total", 500), ("iops-total-max", 2000), ("burst-for", 30)];
+        assert_eq!(lasts(&for_a_time), ["a full burst of iops-total lasts 30 s"]);
+        assert_eq!(set(&for_a_time), "iops 500↑2000 for 30s");
         let at_once = [("bps-read", 1 << 20), ("bps-read-max", 5 << 20)];
         assert_eq!(lasts(&at_once), ["a full burst of bps-read is 5M bytes at once"]);
         assert_eq!(lasts(&[("bps-read", 500)]), [""; 0], "without a burst");

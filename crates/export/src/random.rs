@@ -25,7 +25,7 @@ pub(crate) fn limits(iops_chance: u32) -> Limits {
             let rate = (min_rate * 10_f64.powf(2.0 * random.f64())) as u64;
             // Half of the limits have no burst rate.
             let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
-            RateLimit { rate, burst_rate, burst_length_s: 1 }
+            RateLimit { rate, burst_rate, burst_length_s: 1, ..RateLimit::NONE }
         });
     };
     if chance(iops_chance) {

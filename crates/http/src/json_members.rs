@@ -56,8 +56,12 @@ pub(super) fn parse_number(key: &str, value: Value) -> Result<Value, String> {
         other => return Ok(other),
     };
     // Sizes accept units (`10M`), counts do not.
-    let is_size = key == "bps-reservation" || LimitSetting::from_name(key).is_some_and(LimitSetting::is_size);
-    let read = if is_size { settings::size(&text) } else { settings::count(&text) };
+    let read = match LimitSetting::from_name(key) {
+        Some(LimitSetting::BurstFor) => settings::whole_seconds(&text),
+        Some(setting) if setting.is_size() => settings::size(&text),
+        None if key == "bps-reservation" => settings::size(&text),
+        _ => settings::count(&text),
+    };
     read.map(Value::from).map_err(|rule| format!("{key}={text} {rule}"))
 }
 
@@ -97,6 +101,15 @@ mod tests {
                 "the value itself is refused later"
             );
         }
+    }
+
+    #[test]
+    fn burst_for_takes_a_time() {
+        for value in ["30s", "30"] {
+            assert_eq!(parse_number("burst-for", json!(value)), Ok(json!(30)));
+        }
+        let rule = parse_number("burst-for", json!("1.5s")).unwrap_err();
+        assert_eq!(rule, "burst-for=1.5s has a fraction of a second (use whole seconds)");
     }
 
     #[test]

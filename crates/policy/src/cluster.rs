@@ -194,14 +194,9 @@ impl ClusterGroupLimits {
     fn scaled_capacity(&self, rates: ByKind) -> ByKind {
         LimitKind::ALL.map(|kind| {
             let (cluster_limit, rate) = (self.limits.limit(kind), u128::from(rates[kind.index()]));
-            let size = match (cluster_limit.rate, cluster_limit.burst_rate) {
-                (0, _) => 0,
-                // Without a burst rate, a bucket holds a tenth of a second, as in QEMU.
-                (_, 0) => rate / 10,
-                (all, burst) => {
-                    rate * u128::from(burst) * u128::from(cluster_limit.burst_length_s) / u128::from(all)
-                }
-            };
+            // At most 10¹⁵ units, of which a host's rate is a part.
+            let capacity = cluster_limit.capacity_billionths() / 1_000_000_000;
+            let size = (rate * capacity).checked_div(u128::from(cluster_limit.rate)).unwrap_or(0);
             size as u64
         })
     }

@@ -35,6 +35,8 @@ pub enum KeyType {
     Size,
     /// A number of seconds, without a unit.
     Seconds,
+    /// A number of seconds, or a time with a unit of whole seconds.
+    Time,
     /// Text in the form that the help describes.
     Text,
     /// A path, relative to the directory of the config file.
@@ -329,7 +331,7 @@ impl<T: Default> ConfigKey<T> {
     }
 
     fn is_number(&self) -> bool {
-        matches!(self.value, KeyType::Count | KeyType::Size | KeyType::Seconds)
+        matches!(self.value, KeyType::Count | KeyType::Size | KeyType::Seconds | KeyType::Time)
     }
 
     fn number(&self, text: &str) -> Result<u64, String> {
@@ -337,6 +339,7 @@ impl<T: Default> ConfigKey<T> {
             KeyType::Count => crate::count(text),
             KeyType::Size => crate::size(text),
             KeyType::Seconds => crate::seconds(text),
+            KeyType::Time => crate::whole_seconds(text),
             // The row parses the text itself.
             _ => Ok(0),
         }

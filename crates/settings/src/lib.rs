@@ -86,7 +86,7 @@ pub use origins::{ConfigWithOrigins, KeyTable};
 pub use parsed::ParsedConfig;
 pub use parsers::{
     RuleError, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser,
-    long_duration, nearest_multiples, parse, polling, seconds, size,
+    long_duration, nearest_multiples, parse, polling, seconds, size, whole_seconds,
 };
 pub use qcow2::{Qcow2Settings, SecretSource};
 pub use recordings::RecordingConfig;

@@ -112,10 +112,24 @@ pub fn seconds(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parser of a limit's value: sizes for bytes, seconds for burst lengths, counts for the rest.
+/// Parses a number of seconds, or a time with a unit: `30`, `30s`, `2m`. Fractions of a second are
+/// rejected.
+pub fn whole_seconds(text: &str) -> Result<u64, String> {
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return count(text);
+    }
+    match long_duration(text)? {
+        time if time.subsec_nanos() > 0 => Err("has a fraction of a second (use whole seconds)".to_owned()),
+        time => Ok(time.as_secs()),
+    }
+}
+
+/// Parser of a limit's value: sizes for bytes, seconds for burst lengths, times for `burst-for`,
+/// counts for the rest.
 pub fn limit_parser(setting: LimitSetting) -> fn(&str) -> Result<u64, String> {
     match setting {
         LimitSetting::Limit(_, LimitPart::BurstLength) => seconds,
+        LimitSetting::BurstFor => whole_seconds,
         _ if setting.is_size() => size,
         _ => count,
     }
@@ -209,6 +223,15 @@ mod tests {
             assert_eq!(length(text), Err(rule));
         }
         assert_eq!(length("500ms"), Err("is not a whole number of 0 or more".to_owned()));
+    }
+
+    #[test]
+    fn a_time_is_in_whole_seconds() {
+        let times = ["30", "30s", "2m", "1h", "5000ms", "0"].map(whole_seconds);
+        assert_eq!(times, [30, 30, 120, 3600, 5, 0].map(Ok));
+        assert_eq!(whole_seconds("1.5s"), Err("has a fraction of a second (use whole seconds)".to_owned()));
+        assert!(whole_seconds("soon").unwrap_err().ends_with("or minutes, 10m, or hours, 2h"));
+        assert!(whole_seconds("99999999999999999999").unwrap_err().starts_with("is too large"));
     }
 
     #[test]

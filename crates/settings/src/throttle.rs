@@ -77,7 +77,7 @@ impl ThrottleConfig {
     }
 }
 
-/// Rows of the nineteen limits, for a config with these settings.
+/// Rows of the twenty limit settings, for a config with these settings.
 pub(crate) fn limit_keys<T: 'static>(
     settings: fn(&T) -> &ThrottleConfig,
     settings_mut: fn(&mut T) -> &mut ThrottleConfig,
@@ -96,6 +96,7 @@ pub(crate) fn limit_keys<T: 'static>(
         value: match setting {
             // Whole seconds, as in QEMU.
             LimitSetting::Limit(_, LimitPart::BurstLength) => KeyType::Seconds,
+            LimitSetting::BurstFor => KeyType::Time,
             _ if setting.is_size() => KeyType::Size,
             _ => KeyType::Count,
         },
@@ -110,8 +111,16 @@ pub(crate) fn limit_keys<T: 'static>(
 
 /// Help of a setting.
 pub(crate) fn help(setting: LimitSetting) -> String {
-    let LimitSetting::Limit(kind, part) = setting else {
-        return "Bytes above which one request counts as more than one operation; 0 is never".to_owned();
+    let (kind, part) = match setting {
+        LimitSetting::Limit(kind, part) => (kind, part),
+        LimitSetting::IopsSize => {
+            return "Bytes above which one request counts as more than one operation; 0 is never".to_owned();
+        }
+        LimitSetting::BurstFor => {
+            return "Duration of a full burst at each -max, in whole seconds or as in 30s, 2m; replaces \
+                    -max-length. 0 uses -max-length"
+                .to_owned();
+        }
     };
     let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
     let direction = match kind {
@@ -137,6 +146,7 @@ pub(crate) fn help(setting: LimitSetting) -> String {
 pub(crate) fn placeholder(setting: LimitSetting) -> &'static str {
     match setting {
         LimitSetting::Limit(_, LimitPart::BurstLength) => "SECONDS",
+        LimitSetting::BurstFor => "TIME",
         _ if setting.is_size() => "SIZE",
         _ => "N",
     }

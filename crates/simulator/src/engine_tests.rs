@@ -78,7 +78,7 @@ impl NaiveModel {
     fn new(limits: &Limits, direction: Direction) -> Self {
         let mut buckets = Vec::new();
         for kind in LimitKind::applying_to(direction) {
-            let RateLimit { rate, burst_rate, burst_length_s } = limits.limit(kind);
+            let RateLimit { rate, burst_rate, burst_length_s, .. } = limits.limit(kind);
             let (rate, max, length) = (u128::from(rate), u128::from(burst_rate), u128::from(burst_length_s));
             if rate == 0 {
                 continue;
@@ -119,7 +119,9 @@ impl NaiveModel {
 fn a_limit(rates: std::ops::Range<u64>) -> impl Strategy<Value = RateLimit> {
     (rates, prop::option::of((1..20_u64, 1..8_u64))).prop_map(|(rate, burst)| match burst {
         None => RateLimit { rate, ..RateLimit::NONE },
-        Some((times, length)) => RateLimit { rate, burst_rate: rate * times, burst_length_s: length },
+        Some((times, length)) => {
+            RateLimit { rate, burst_rate: rate * times, burst_length_s: length, ..RateLimit::NONE }
+        }
     })
 }
 
@@ -200,7 +202,7 @@ proptest! {
 
 #[test]
 fn a_burst_of_2000_for_60_s_then_100() {
-    let burst = RateLimit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
+    let burst = RateLimit { rate: 100, burst_rate: 2000, burst_length_s: 60, ..RateLimit::NONE };
     let world = alone(disk(limits(&[(LimitKind::IopsTotal, burst)])));
     let (_, rows) = run(&world, (0..130_000).map(|_| read(0, 4096)));
     let between = |from: u64, to: u64| {

@@ -437,7 +437,7 @@ mod tests {
     fn used_burst_is_not_available_again() {
         let mut long = iops(1000);
         *long.limits.limit_mut(LimitKind::IopsTotal) =
-            RateLimit { rate: 1000, burst_rate: 5000, burst_length_s: 2 };
+            RateLimit { rate: 1000, burst_rate: 5000, burst_length_s: 2, ..RateLimit::NONE };
         let recording = record(&[], &[(iops(1000), None)], &[(0, 32, 4096)]).remove(0);
         let result = alone(long, recording);
         assert!(

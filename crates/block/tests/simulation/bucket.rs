@@ -29,7 +29,7 @@ fn rates_and_sizes(limit: RateLimit, enforcement: Enforcement) -> [(f64, f64); 2
         Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
         Enforcement::Enforced | Enforcement::Lifted => 1.0,
     };
-    let RateLimit { rate, burst_rate, burst_length_s } = limit;
+    let RateLimit { rate, burst_rate, burst_length_s, .. } = limit;
     let (rate, burst) = (rate as f64, burst_rate as f64);
     // As in QEMU: without a burst rate, a tenth of a second's worth.
     let size = if burst_rate == 0 { rate / 10.0 } else { burst * burst_length_s as f64 };

@@ -102,9 +102,9 @@ fn draw_limits() -> Limits {
             let rate = (min_rate * 10_f64.powf(2.0 * random.f64())) as u64;
             match random.u8(..3) {
                 0 => RateLimit { rate, ..RateLimit::NONE },
-                1 => RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: 1 },
-                _ => {
-                    RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: random.u64(1..4) }
+                form => {
+                    let burst_length_s = if form == 1 { 1 } else { random.u64(1..4) };
+                    RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s, ..RateLimit::NONE }
                 }
             }
         });

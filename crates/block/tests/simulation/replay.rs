@@ -88,7 +88,7 @@ fn draw_limits(percent: u32) -> Limits {
         let rate = sim::random(|random| random.u64(40..160)) * unit;
         let burst_rate = if chance(50) { 0 } else { rate * sim::random(|random| random.u64(1..4)) };
         let burst_length_s = if burst_rate > 0 && chance(50) { 2 } else { 1 };
-        *limits.limit_mut(*kind) = RateLimit { rate, burst_rate, burst_length_s };
+        *limits.limit_mut(*kind) = RateLimit { rate, burst_rate, burst_length_s, ..RateLimit::NONE };
     }
     if chance(30) {
         limits.iops_size = 8192;

@@ -60,7 +60,7 @@ fn set_limits(limits: &Limits) -> Named {
     let is_set = |setting: &LimitSetting| match *setting {
         // A burst without a rate has no effect.
         LimitSetting::Limit(kind, _) => limits.limit(kind).rate > 0,
-        LimitSetting::IopsSize => limits.iops_size > 0,
+        LimitSetting::IopsSize | LimitSetting::BurstFor => limits.get(*setting) > 0,
     };
     let set = LimitSetting::ALL.into_iter().filter(is_set);
     set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect()

@@ -151,7 +151,25 @@ impl StoredLimits {
                 self.limits.insert(setting.name().to_owned(), *value);
             }
         }
+        self.reset_burst_times(change);
         self.watermark = change.watermark.unwrap_or(self.watermark);
+    }
+
+    /// Removes burst lengths that a given `burst-for` replaces, and `burst-for` with the last burst
+    /// rate, unless the same change sets them.
+    fn reset_burst_times(&mut self, change: &LimitsChange) {
+        let is_given = |name: &str| change.limits.iter().any(|(setting, _)| setting.name() == name);
+        let burst_for = LimitSetting::BurstFor.name();
+        let parts = |part| LimitKind::ALL.map(|kind| LimitSetting::Limit(kind, part).name());
+        if is_given(burst_for) && self.limits.contains_key(burst_for) {
+            for length in parts(LimitPart::BurstLength).into_iter().filter(|length| !is_given(length)) {
+                self.limits.remove(length);
+            }
+        }
+        let has_burst = parts(LimitPart::BurstRate).iter().any(|rate| self.limits.contains_key(*rate));
+        if !has_burst && !is_given(burst_for) {
+            self.limits.remove(burst_for);
+        }
     }
 
     /// Removes the burst of a removed limit, unless the same change sets it.

@@ -156,6 +156,7 @@ impl CommandSummary {
         let settings =
             applying.into_iter().flat_map(|kind| parts.map(|part| LimitSetting::Limit(kind, part)));
         let limits: SettingValues = settings
+            .chain([LimitSetting::BurstFor])
             .map(|setting| (setting.name().to_owned(), self.configured.limits.get(setting)))
             .collect();
         figures::limits(&limits)

@@ -202,7 +202,7 @@ fn without_bursts(limits: &Limits) -> Limits {
     let mut plain = *limits;
     for kind in policy::throttle::LimitKind::ALL {
         let limit = plain.limit_mut(kind);
-        (limit.burst_rate, limit.burst_length_s) = (0, 1);
+        (limit.burst_rate, limit.burst_length_s, limit.burst_for_s) = (0, 1, 0);
     }
     plain
 }

@@ -20,7 +20,8 @@ use serde_json::{Map, Value, json};
 
 use super::{arguments::QmpArguments, error::QmpError};
 
-/// Names of the nineteen settings in a family of commands.
+/// Names of QEMU's nineteen settings in a family of commands. `burst-for` is read with weir's own
+/// settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SettingNaming {
     Plain,
@@ -41,7 +42,11 @@ impl SettingNaming {
 }
 
 fn device_name(setting: LimitSetting) -> String {
-    let LimitSetting::Limit(kind, part) = setting else { return "iops_size".to_owned() };
+    let (kind, part) = match setting {
+        LimitSetting::Limit(kind, part) => (kind, part),
+        LimitSetting::IopsSize => return "iops_size".to_owned(),
+        LimitSetting::BurstFor => return "x-weir-burst-for".to_owned(),
+    };
     let kind = match kind {
         LimitKind::BpsTotal => "bps",
         LimitKind::BpsRead => "bps_rd",
@@ -66,7 +71,7 @@ pub(super) struct LimitChanges {
 impl LimitChanges {
     pub(super) fn read(arguments: &mut QmpArguments, naming: SettingNaming) -> Result<Self, QmpError> {
         let mut given = Vec::new();
-        for setting in LimitSetting::ALL {
+        for setting in LimitSetting::of_qemu() {
             let key = naming.name(setting);
             if let Some(value) = arguments.number(&key, 0..=setting.maximum())? {
                 given.push((setting, value, arguments.full_name(&key)));
@@ -82,6 +87,14 @@ impl LimitChanges {
 
     pub(super) fn contains(&self, setting: LimitSetting) -> bool {
         self.given.iter().any(|(given, ..)| *given == setting)
+    }
+
+    /// Reads `burst-for`, under this name.
+    pub(super) fn read_burst_for(arguments: &mut QmpArguments, key: &str) -> Result<Self, QmpError> {
+        let setting = LimitSetting::BurstFor;
+        let value = arguments.number(key, 0..=setting.maximum())?;
+        let given = value.map(|value| (setting, value, arguments.full_name(key)));
+        Ok(Self { given: given.into_iter().collect() })
     }
 
     /// Combines changes; `later` takes precedence.
@@ -118,7 +131,7 @@ pub(super) struct SettingChanges {
 impl SettingChanges {
     #[must_use]
     pub(super) fn with_limits(self, limits: LimitChanges) -> Self {
-        Self { limits, ..self }
+        Self { limits: limits.then(self.limits.clone()), ..self }
     }
 
     /// Reads weir's own settings.
@@ -128,7 +141,7 @@ impl SettingChanges {
         let weight = arguments.number(&key("weight"), weights)?;
         let watermark = arguments.number(&key("watermark"), 0..=100)?;
         Ok(Self {
-            limits: LimitChanges::default(),
+            limits: LimitChanges::read_burst_for(arguments, &key("burst-for"))?,
             weight: weight.and_then(|weight| u32::try_from(weight).ok()),
             iops_reservation: arguments.number(&key("iops-reservation"), 0..=MAX_VALUE)?,
             bps_reservation: arguments.number(&key("bps-reservation"), 0..=MAX_VALUE)?,
@@ -163,7 +176,17 @@ impl SettingChanges {
 
 /// All nineteen settings, as in the `limits` of QEMU's throttle group.
 pub(super) fn all_limits(limits: &Limits) -> Value {
-    LimitSetting::ALL.iter().map(|&setting| (setting.name().to_owned(), json!(limits.get(setting)))).collect()
+    let entry = |setting: LimitSetting| (setting.name().to_owned(), json!(qemu_value(limits, setting)));
+    LimitSetting::of_qemu().map(entry).collect()
+}
+
+/// Value of one of QEMU's settings. `burst-for` appears as a burst length with the same capacity,
+/// rounded up.
+pub(super) fn qemu_value(limits: &Limits, setting: LimitSetting) -> u64 {
+    match setting {
+        LimitSetting::Limit(kind, LimitPart::BurstLength) => limits.limit(kind).equivalent_length_s(),
+        setting => limits.get(setting),
+    }
 }
 
 /// Settings other than the defaults, by their own names.
@@ -178,13 +201,14 @@ pub(super) fn set_limits(limits: &Limits) -> LimitValues {
 
 /// Limits of a `BlockDeviceInfo`: all rates, and bursts that are set.
 pub(super) fn device_limits(limits: &Limits) -> Map<String, Value> {
-    let is_shown = |setting: &&LimitSetting| match setting {
+    let is_shown = |setting: &LimitSetting| match setting {
         LimitSetting::Limit(_, LimitPart::Rate) => true,
         LimitSetting::Limit(kind, _) => limits.limit(*kind).burst_rate > 0,
-        LimitSetting::IopsSize => limits.iops_size > 0,
+        LimitSetting::IopsSize | LimitSetting::BurstFor => limits.get(*setting) > 0,
     };
-    let entry = |setting: &LimitSetting| (SettingNaming::Device.name(*setting), json!(limits.get(*setting)));
-    LimitSetting::ALL.iter().filter(is_shown).map(entry).collect()
+    let entry =
+        |setting: LimitSetting| (SettingNaming::Device.name(setting), json!(qemu_value(limits, setting)));
+    LimitSetting::ALL.into_iter().filter(is_shown).map(entry).collect()
 }
 
 #[cfg(test)]
@@ -198,7 +222,7 @@ mod tests {
     #[test]
     fn names_are_unique_in_each_naming() {
         for naming in [SettingNaming::Plain, SettingNaming::Property, SettingNaming::Device] {
-            for setting in LimitSetting::ALL {
+            for setting in LimitSetting::of_qemu() {
                 let key = naming.name(setting);
                 let changes = read(naming, json!({ key.as_str(): 7 })).expect("a known key");
                 assert_eq!(changes.given, [(setting, 7, key)]);

@@ -529,7 +529,7 @@ mod tests {
         #[test]
         fn bucket_levels_round_trip(levels: [[u128; 4]; 6], rate in 1_u64..1_000_000_000_000) {
             let mut limits = Limits::default();
-            *limits.limit_mut(LimitKind::BpsWrite) = RateLimit { rate, burst_rate: 2 * rate, burst_length_s: 7 };
+            *limits.limit_mut(LimitKind::BpsWrite) = RateLimit { rate, burst_rate: 2 * rate, burst_length_s: 7, ..RateLimit::NONE };
             limits.iops_size = 4096;
             let levels =
                 levels.map(|[main, deferred, burst, burst_deferred]| BucketContents { main, deferred, burst, burst_deferred });

@@ -136,13 +136,13 @@ fn find_problems(
 /// Number of bursts that are shown.
 const MAX_BURSTS_SHOWN: usize = 20;
 
-/// Durations of full bursts of limits with a burst length above one second, one per line: a full
-/// burst lasts longer than `-max-length`.
+/// Durations of full bursts that are not admitted at once, one per line: a full burst lasts longer
+/// than `-max-length`.
 fn bursts(plan: &DesiredState) -> String {
     let groups = plan.groups.iter().map(|group| ("group", &group.name, &group.settings.limits));
     let disks = plan.disks.iter().map(|disk| ("disk", &disk.name, &disk.settings.limits));
     let lines = groups.chain(disks).flat_map(|(label, name, limits)| {
-        let long = LimitKind::ALL.into_iter().filter(|&kind| limits.limit(kind).burst_length_s > 1);
+        let long = LimitKind::ALL.into_iter().filter(|&kind| limits.limit(kind).has_burst_rate_bucket());
         let lasting = long.filter_map(|kind| figures::full_burst(kind, limits.limit(kind)));
         lasting.map(move |burst| format!("{label} {name}: {burst}\n"))
     });

@@ -96,7 +96,8 @@ const short = (name, value) => {
 export function limitParts(of) {
     return Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0).map(([kind, title]) => {
         const burst = of[`${kind}-max`] > 0 ? `↑${short(kind, of[`${kind}-max`])}` : "";
-        const length = of[`${kind}-max-length`] > 1 ? `×${of[`${kind}-max-length`]}s` : "";
+        const length = of[`${kind}-max-length`] > 1 ? `×${of[`${kind}-max-length`]}s`
+            : burst && of["burst-for"] > 0 ? ` for ${of["burst-for"]}s` : "";
         return [`${title} ${short(kind, of[kind])}`, burst + length];
     });
 }

@@ -22,14 +22,15 @@ const LOWEST = { iops: 10, bps: 64 * 1024 };
 const AT_LEAST = { iops: 20_000, bps: 512 * 1024 ** 2 };
 
 /// Settings other than rates: their names, and if they apply to disks, groups, or both.
-const OTHERS = { "iops-size": ["disk", "group"], weight: ["disk", "group"], "iops-reservation": ["disk", "group"], "bps-reservation": ["disk", "group"], watermark: ["group", "disk"] };
+const OTHERS = { "burst-for": ["disk", "group"], "iops-size": ["disk", "group"], weight: ["disk", "group"], "iops-reservation": ["disk", "group"], "bps-reservation": ["disk", "group"], watermark: ["group", "disk"] };
 const NOTES = {
+    "burst-for": "duration of a full burst, instead of the lengths",
     "iops-size": "bytes above which one request counts as more than one operation",
     weight: "share under contention",
     "iops-reservation": "reserved operations per second", "bps-reservation": "reserved bytes per second",
     watermark: "device utilization in percent below which limits are lifted",
 };
-const UNITS = { "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
+const UNITS = { "burst-for": "s", "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
 
 const PREVIEW_ROWS = [
     ["iops", "operations per second", figures.count], ["bps", "bytes per second", figures.bytes],
@@ -142,7 +143,7 @@ export class Limits {
         const rate = this.field(kind, unit === "iops" ? "operations per second" : "bytes per second, such as 10M");
         const row = element("div", { class: "setting" }, element("span", { class: "label", "aria-hidden": "true" }, kind), slider, rate,
             element("span", { class: "burst" }, element("span", { "aria-hidden": "true" }, "↑"), this.field(`${kind}-max`, "burst rate, after idle time"),
-                element("span", { "aria-hidden": "true" }, "×"), this.field(`${kind}-max-length`, "how long the burst may last, in seconds"), element("span", { "aria-hidden": "true" }, "s")));
+                element("span", { "aria-hidden": "true" }, "×"), this.field(`${kind}-max-length`, "burst length in seconds; a full burst lasts longer: length × ↑ ÷ (↑ − rate)"), element("span", { "aria-hidden": "true" }, "s")));
         rate.slider = slider;
         this.toSlider(kind);
         return row;

@@ -113,7 +113,7 @@ fn limit<S: Serializer>(limit: &RateLimit, serializer: S) -> Result<S::Ok, S::Er
         burst_rate: u64,
         burst_length_s: u64,
     }
-    let RateLimit { rate, burst_rate, burst_length_s } = *limit;
+    let RateLimit { rate, burst_rate, burst_length_s, .. } = *limit;
     LimitJson { rate, burst_rate, burst_length_s }.serialize(serializer)
 }
 
@@ -168,7 +168,7 @@ impl SmallestLimit {
             ReservationUnit::Iops => value.to_string(),
             ReservationUnit::Bps => settings::exact_size(value),
         };
-        let RateLimit { rate, burst_rate, burst_length_s } = self.limit;
+        let RateLimit { rate, burst_rate, burst_length_s, .. } = self.limit;
         let burst = match (burst_rate, burst_length_s) {
             (0, _) => "-".to_owned(),
             (burst, 1) => number(burst),

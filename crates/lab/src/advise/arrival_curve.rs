@@ -159,16 +159,12 @@ impl LimitBuckets {
 
     /// A bucket with scaled rates and unchanged burst length.
     pub(super) fn scaled(limit: RateLimit, unit: ReservationUnit, factor: f64) -> Self {
-        let RateLimit { rate, burst_rate, burst_length_s } = limit;
-        // As in `policy`: a burst enlarges the bucket to its rate times its length.
-        let size_s = match burst_rate {
-            0 => NO_BURST_S,
-            _ => burst_rate as f64 * burst_length_s as f64 / rate as f64,
-        };
+        let RateLimit { rate, burst_rate, .. } = limit;
+        let size_s = limit.capacity() / rate as f64;
         let level = UnboundedBucket::new(rate as f64 * factor, unit);
         // A slice is defined by the rate, also for the burst bucket.
         let burst = UnboundedBucket { rate: burst_rate as f64 * factor, ..level };
-        Self { level, size_s, burst: (burst_rate > 0 && burst_length_s > 1).then_some(burst) }
+        Self { level, size_s, burst: limit.has_burst_rate_bucket().then_some(burst) }
     }
 
     /// Wait of a request, `after_s` after the previous one.

@@ -61,14 +61,7 @@ pub(super) struct SmallestLimits {
 
 /// Units per second that may be admitted within `over_s`.
 pub(super) fn capacity(limit: RateLimit, over_s: f64) -> f64 {
-    limit.rate as f64 + size(limit) / over_s
-}
-
-fn size(limit: RateLimit) -> f64 {
-    match limit.burst_rate {
-        0 => limit.rate as f64 * NO_BURST_S,
-        burst => burst as f64 * limit.burst_length_s as f64,
-    }
+    limit.rate as f64 + limit.capacity() / over_s
 }
 
 /// Searches for the smallest limit of these requests, of which there must be at least one. `None`
@@ -112,12 +105,8 @@ pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
     let grown = |limit: RateLimit| {
         // At least one more, or small rates would never grow by rounding.
         let grow = |rate: u64| to_valid_rate(rate as f64 * 1.01).max(rate + 1);
-        let RateLimit { rate, burst_rate, burst_length_s } = limit;
-        RateLimit {
-            rate: grow(rate),
-            burst_rate: if burst_rate > 0 { grow(burst_rate) } else { 0 },
-            burst_length_s,
-        }
+        let burst_rate = if limit.burst_rate > 0 { grow(limit.burst_rate) } else { 0 };
+        RateLimit { rate: grow(limit.rate), burst_rate, ..limit }
     };
     let until_it_holds = |mut limit: RateLimit| {
         // Bounded: 200 steps of 1 % are a factor of seven, more than rounding ever needs.
@@ -131,8 +120,9 @@ pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
     };
     let limit = until_it_holds(best);
     let steady = if best == steady { limit.rate } else { until_it_holds(steady).rate };
-    let is_valid =
-        |limit: RateLimit| limit.rate.max(limit.burst_rate) <= MAX_VALUE && size(limit) <= MAX_VALUE as f64;
+    let is_valid = |limit: RateLimit| {
+        limit.rate.max(limit.burst_rate) <= MAX_VALUE && limit.capacity() <= MAX_VALUE as f64
+    };
     (is_valid(limit) && holds(limit)).then_some(SmallestLimits { limit, steady })
 }
 
@@ -155,9 +145,9 @@ fn limit_with_burst(rate: f64, size_s: f64, steady: u64, to_valid_rate: impl Fn(
     let burst_length_s = (size / fast as f64).ceil().max(1.0) as u64;
     let burst_rate = to_valid_rate(size / burst_length_s as f64).max(rate);
     if burst_length_s == 1 {
-        return RateLimit { rate, burst_rate, burst_length_s };
+        return RateLimit { rate, burst_rate, ..RateLimit::NONE };
     }
-    RateLimit { rate, burst_rate: fast, burst_length_s }
+    RateLimit { rate, burst_rate: fast, burst_length_s, ..RateLimit::NONE }
 }
 
 fn spread(low: f64, high: f64, count: usize) -> Vec<f64> {

@@ -184,7 +184,7 @@ mod tests {
         change
     }
 
-    const BURST: RateLimit = RateLimit { rate: 100, burst_rate: 400, burst_length_s: 3 };
+    const BURST: RateLimit = RateLimit { rate: 100, burst_rate: 400, burst_length_s: 3, ..RateLimit::NONE };
 
     #[test]
     fn commands_are_quoted_for_a_shell() {

@@ -90,8 +90,8 @@ fn computed_waits_match_the_throttle_policy() {
             };
             for limit in [
                 RateLimit { rate, ..RateLimit::NONE },
-                RateLimit { rate, burst_rate: rate * 2, burst_length_s: 1 },
-                RateLimit { rate, burst_rate: rate * 3, burst_length_s: 4 },
+                RateLimit { rate, burst_rate: rate * 2, burst_length_s: 1, ..RateLimit::NONE },
+                RateLimit { rate, burst_rate: rate * 3, burst_length_s: 4, ..RateLimit::NONE },
             ] {
                 let expected = waits(&arrivals, limit, unit);
                 let (mut buckets, mut before) = (LimitBuckets::new(limit, unit), 0);
@@ -160,7 +160,7 @@ fn no_lower_limit_in_a_grid_meets_the_target() {
             for burst in 0..24 {
                 let burst_rate = if burst == 0 { 0 } else { (rate as f64 * 1.2_f64.powi(burst - 1)) as u64 };
                 for burst_length_s in if burst == 0 { 1..=1 } else { 1..=3 } {
-                    let limit = RateLimit { rate, burst_rate, burst_length_s };
+                    let limit = RateLimit { rate, burst_rate, burst_length_s, ..RateLimit::NONE };
                     if capacity(limit, 20.0) < min_capacity && holds(limit) {
                         min_capacity = capacity(limit, 20.0);
                     }

@@ -67,7 +67,8 @@ fn compared_cells(
 /// IOPS"; 8 KiB count as two operations, 6 KiB as one and a half.
 fn burst() -> Result<ScenarioTable, WorldError> {
     let mut limits = Limits::default();
-    *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
+    *limits.limit_mut(LimitKind::IopsTotal) =
+        RateLimit { rate: 100, burst_rate: 2000, burst_length_s: 60, ..RateLimit::NONE };
     limits.iops_size = 4096;
     let sizes = [4096, 6144, 8192];
     let disks = sizes.map(|size| disk(&format!("of {} KiB", size / 1024), limits, None));

@@ -3,15 +3,15 @@
 //! The level rises by admitted work and leaks at the configured rate. Time is an argument.
 //!
 //! ```text
-//!      add(units)             burst_rate · length ─┬─ above: wait
-//!          │                  (rate / 10 if none)  │
+//!      add(units)                       capacity ──┬─ above: wait
+//!          │                  (see burst.rs)       │
 //!          ▼                                       │
 //!     ▕▔▔▔▔▔▔▔▏                           level ───┤
 //!     ▕ level ▏──► leaks at `rate`              0 ─┴─
 //! ```
 //!
-//! With a length above 1 the units also enter a second bucket, which leaks at `burst_rate` and
-//! holds `burst_rate / 10`. It limits the rate within the burst.
+//! With a length above 1, or with `burst-for`, the units also enter a second bucket, which leaks at
+//! `burst_rate` and holds `burst_rate / 10`. It limits the rate within the burst.
 //!
 //! Levels are whole billionths of a unit, so a leak is exact to the nanosecond.
 //!
@@ -84,18 +84,12 @@ impl LeakyBucket {
 
     /// An empty bucket with the limit's rates and sizes multiplied by `scale`.
     fn scaled(limit: RateLimit, scale: LimitScale) -> Self {
-        let RateLimit { rate, burst_rate, burst_length_s } = limit;
-        let size = if burst_rate == 0 {
-            tenth_of_a_second(rate)
-        } else {
-            u128::from(burst_rate) * u128::from(burst_length_s) * LEVEL_SCALE
-        };
-        let burst_rate = if burst_length_s > 1 { burst_rate } else { 0 };
+        let burst_rate = if limit.has_burst_rate_bucket() { limit.burst_rate } else { 0 };
         // At most 10¹⁵ × 10³.
         let times = |rate: u64| scale.times(u128::from(rate)) as u64;
         Self {
-            rate: times(rate),
-            size: scale.times(size),
+            rate: times(limit.rate),
+            size: scale.times(limit.capacity_billionths()),
             level: 0,
             deferred: 0,
             burst_rate: times(burst_rate),
@@ -134,8 +128,8 @@ impl LeakyBucket {
 
     /// Leaks at the rates of a limit that is not enforced.
     const fn run_at(&mut self, limit: RateLimit) {
-        let is_long = limit.rate > 0 && limit.burst_length_s > 1;
-        (self.rate, self.burst_rate) = (limit.rate, if is_long { limit.burst_rate } else { 0 });
+        let has_burst_rate = limit.rate > 0 && limit.has_burst_rate_bucket();
+        (self.rate, self.burst_rate) = (limit.rate, if has_burst_rate { limit.burst_rate } else { 0 });
     }
 
     /// Capacity, in billionths of a unit, until the bucket is full.

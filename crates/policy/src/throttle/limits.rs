@@ -1,4 +1,5 @@
-//! The limits that users set: six rates with their bursts, and `iops-size`; and their rules.
+//! The limits that users set: six rates with their bursts, `iops-size` and `burst-for`; and their
+//! rules.
 //!
 //! Command line, config file and control protocol share this table of settings
 //! ([`LimitSetting::ALL`]), so names, ranges and rules cannot differ between them.
@@ -68,22 +69,24 @@ pub enum LimitPart {
     BurstLength,
 }
 
-/// One of the nineteen numbers of [`Limits`].
+/// One of the twenty numbers of [`Limits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LimitSetting {
     /// A number of one of the six limits.
     Limit(LimitKind, LimitPart),
     /// `iops-size`.
     IopsSize,
+    /// `burst-for`: duration in seconds of a full burst of each limit with a burst rate.
+    BurstFor,
 }
 
 use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
 use LimitPart::{BurstLength, BurstRate, Rate};
-use LimitSetting::{IopsSize, Limit as Of};
+use LimitSetting::{BurstFor, IopsSize, Limit as Of};
 
-/// QEMU's names without the prefix `throttling.`, in the order that [`LimitSetting::name`]
-/// computes.
-const NAMES: [(LimitSetting, &str); 19] = [
+/// QEMU's names without the prefix `throttling.`, and weir's `burst-for`, in the order that
+/// [`LimitSetting::name`] computes.
+const NAMES: [(LimitSetting, &str); 20] = [
     (Of(BpsTotal, Rate), "bps-total"),
     (Of(BpsTotal, BurstRate), "bps-total-max"),
     (Of(BpsTotal, BurstLength), "bps-total-max-length"),
@@ -103,12 +106,14 @@ const NAMES: [(LimitSetting, &str); 19] = [
     (Of(IopsWrite, BurstRate), "iops-write-max"),
     (Of(IopsWrite, BurstLength), "iops-write-max-length"),
     (IopsSize, "iops-size"),
+    (BurstFor, "burst-for"),
 ];
 
 impl LimitSetting {
-    /// All nineteen, limit by limit, `iops-size` last: the order for help texts and listings.
-    pub const ALL: [Self; 19] = {
-        let mut all = [IopsSize; 19];
+    /// All twenty, limit by limit, `iops-size` and `burst-for` last: the order for help texts and
+    /// listings.
+    pub const ALL: [Self; 20] = {
+        let mut all = [IopsSize; 20];
         let mut i = 0;
         while i < all.len() {
             all[i] = NAMES[i].0;
@@ -117,11 +122,17 @@ impl LimitSetting {
         all
     };
 
+    /// The settings that QEMU has: all but `burst-for`.
+    pub fn of_qemu() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|setting| *setting != BurstFor)
+    }
+
     /// Key or option of the setting, such as `iops-total-max-length`.
     pub const fn name(self) -> &'static str {
         let row = match self {
             Of(kind, part) => kind.index() * 3 + part as usize,
-            IopsSize => NAMES.len() - 1,
+            IopsSize => NAMES.len() - 2,
+            BurstFor => NAMES.len() - 1,
         };
         NAMES[row].1
     }
@@ -134,7 +145,7 @@ impl LimitSetting {
     /// Maximum value that [`Limits::set`] accepts.
     pub const fn maximum(self) -> u64 {
         match self {
-            Of(_, BurstLength) => MAX_BURST_LENGTH_S,
+            Of(_, BurstLength) | BurstFor => MAX_BURST_LENGTH_S,
             _ => MAX_VALUE,
         }
     }
@@ -145,7 +156,13 @@ impl LimitSetting {
         match self {
             Of(kind, part) => kind.counts_bytes() && !matches!(part, BurstLength),
             IopsSize => true,
+            BurstFor => false,
         }
+    }
+
+    /// True if the value is a number of seconds.
+    pub const fn is_seconds(self) -> bool {
+        matches!(self, Of(_, BurstLength) | BurstFor)
     }
 }
 
@@ -165,11 +182,14 @@ pub struct RateLimit {
     /// Burst capacity in seconds at `burst_rate`; at least 1. The bucket leaks at `rate` meanwhile,
     /// so a full burst lasts longer: [`RateLimit::full_burst`].
     pub burst_length_s: u64,
+    /// Duration of a full burst in seconds, from which the capacity is computed; with 0,
+    /// `burst_length_s` applies.
+    pub burst_for_s: u64,
 }
 
 impl RateLimit {
     /// No limit: the default.
-    pub const NONE: Self = Self { rate: 0, burst_rate: 0, burst_length_s: 1 };
+    pub const NONE: Self = Self { rate: 0, burst_rate: 0, burst_length_s: 1, burst_for_s: 0 };
 }
 
 impl Default for RateLimit {
@@ -207,7 +227,20 @@ impl Limits {
             Of(kind, BurstRate) => self.limit(kind).burst_rate,
             Of(kind, BurstLength) => self.limit(kind).burst_length_s,
             IopsSize => self.iops_size,
+            BurstFor => self.burst_for_s(),
         }
+    }
+
+    /// Value of `burst-for`, which all limits have in common.
+    const fn burst_for_s(&self) -> u64 {
+        let (mut max_s, mut i) = (0, 0);
+        while i < self.limits.len() {
+            if self.limits[i].burst_for_s > max_s {
+                max_s = self.limits[i].burst_for_s;
+            }
+            i += 1;
+        }
+        max_s
     }
 
     /// Changes one setting, in its own unit. Fails and changes nothing if the value exceeds
@@ -221,13 +254,15 @@ impl Limits {
             Of(kind, BurstRate) => self.limit_mut(kind).burst_rate = value,
             Of(kind, BurstLength) => self.limit_mut(kind).burst_length_s = value,
             IopsSize => self.iops_size = value,
+            BurstFor => self.limits.iter_mut().for_each(|limit| limit.burst_for_s = value),
         }
         Ok(())
     }
 
     /// Applies settings in the order given, and resets dependent ones that are not given: the burst
-    /// of a limit that is removed, the length of a burst that is removed, and `iops-size` with the
-    /// last limit on operations.
+    /// of a limit that is removed, the length of a burst that is removed, `iops-size` with the last
+    /// limit on operations, `burst-for` with the last burst rate, and all lengths if `burst-for` is
+    /// given.
     ///
     /// # Errors
     /// [`InvalidLimit`] with the first broken [`LimitRule`].
@@ -258,6 +293,23 @@ impl Limits {
         if is_last && !is_given(IopsSize) {
             self.iops_size = 0;
         }
+        self.reset_burst_times(is_given);
+    }
+
+    fn reset_burst_times(&mut self, is_given: impl Fn(LimitSetting) -> bool) {
+        let rates = LimitKind::ALL.map(|kind| Of(kind, BurstRate));
+        let is_changed = LimitKind::ALL.iter().any(|&kind| is_given(Of(kind, Rate)))
+            || rates.iter().any(|&rate| is_given(rate));
+        if is_changed && !is_given(BurstFor) && rates.iter().all(|&rate| self.get(rate) == 0) {
+            self.limits.iter_mut().for_each(|limit| limit.burst_for_s = 0);
+        }
+        if is_given(BurstFor) && self.get(BurstFor) > 0 {
+            for kind in LimitKind::ALL {
+                if !is_given(Of(kind, BurstLength)) {
+                    self.limit_mut(kind).burst_length_s = 1;
+                }
+            }
+        }
     }
 
     /// True if no limit is set.
@@ -278,7 +330,30 @@ impl Limits {
         if self.iops_size > MAX_VALUE {
             return Err(self.invalid(IopsSize, LimitRule::AtMost(MAX_VALUE)));
         }
-        LimitKind::ALL.iter().try_for_each(|&kind| self.check_limit(kind))
+        LimitKind::ALL.iter().try_for_each(|&kind| self.check_limit(kind))?;
+        self.check_burst_for()
+    }
+
+    fn check_burst_for(&self) -> Result<(), InvalidLimit> {
+        let burst_for_s = self.burst_for_s();
+        if burst_for_s == 0 {
+            return Ok(());
+        }
+        if LimitKind::ALL.iter().all(|&kind| self.limit(kind).burst_rate == 0) {
+            return Err(self.invalid(BurstFor, LimitRule::NeedsBurstRate));
+        }
+        for kind in LimitKind::ALL {
+            let RateLimit { rate, burst_rate, burst_length_s, .. } = self.limit(kind);
+            let (burst, length) = (Of(kind, BurstRate), Of(kind, BurstLength));
+            // A length of 1 is the default.
+            if burst_length_s > 1 {
+                return Err(self.invalid(length, LimitRule::ExcludesBurstFor(burst_for_s)));
+            }
+            if burst_for_s > MAX_VALUE / burst_rate.saturating_sub(rate).max(1) {
+                return Err(self.invalid(BurstFor, LimitRule::BurstTooLarge(burst, burst_rate)));
+            }
+        }
+        Ok(())
     }
 
     fn check_total_alone(
@@ -296,7 +371,7 @@ impl Limits {
     }
 
     fn check_limit(&self, kind: LimitKind) -> Result<(), InvalidLimit> {
-        let RateLimit { rate, burst_rate, burst_length_s: length } = self.limit(kind);
+        let RateLimit { rate, burst_rate, burst_length_s: length, .. } = self.limit(kind);
         let (base, burst) = (Of(kind, Rate), Of(kind, BurstRate));
         let rules = [
             (rate > MAX_VALUE, Rate, LimitRule::AtMost(MAX_VALUE)),
@@ -351,6 +426,10 @@ pub enum LimitRule {
     BurstTooLarge(LimitSetting, u64),
     /// A burst rate is at least the rate (this setting, with its value).
     AtLeastRate(LimitSetting, u64),
+    /// `burst-for` needs a burst rate.
+    NeedsBurstRate,
+    /// A burst length excludes `burst-for` (its value).
+    ExcludesBurstFor(u64),
 }
 
 impl fmt::Display for InvalidLimit {
@@ -380,6 +459,13 @@ impl fmt::Display for LimitRule {
             Self::AtLeastRate(base, rate) => {
                 write!(f, "is below {base} ({rate}); a burst rate must be at least the rate")
             }
+            Self::NeedsBurstRate => {
+                write!(f, "has no burst to apply to; it needs a burst rate, such as iops-total-max")
+            }
+            Self::ExcludesBurstFor(seconds) => write!(
+                f,
+                "cannot be set together with burst-for ({seconds}); use one of them, burst-for 0 removes it"
+            ),
         }
     }
 }

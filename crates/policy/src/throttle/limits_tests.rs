@@ -1,7 +1,9 @@
 //! Names, ranges, rules and their messages, with the numbers of QEMU's own tests.
 
 use super::*;
+use crate::throttle::burst::FullBurst;
 use alloc::string::ToString;
+use alloc::vec::Vec;
 
 fn limits(settings: &[(&str, u64)]) -> Limits {
     let mut limits = Limits::default();
@@ -22,7 +24,7 @@ fn valid(settings: &[(&str, u64)]) -> bool {
 /// A burst as in QEMU's own tests, beyond the range that a setting accepts.
 fn burst(rate: u64, burst_rate: u64, burst_length_s: u64) -> Result<(), LimitRule> {
     let mut limits = Limits::default();
-    *limits.limit_mut(IopsRead) = RateLimit { rate, burst_rate, burst_length_s };
+    *limits.limit_mut(IopsRead) = RateLimit { rate, burst_rate, burst_length_s, ..RateLimit::NONE };
     limits.validate().map_err(|invalid| invalid.rule)
 }
 
@@ -179,4 +181,51 @@ fn burst_rate_needs_a_rate_and_is_not_below_it() {
         validation_error(&[("iops-total-max", 500)]),
         "iops-total-max (500) is set without iops-total; set iops-total too"
     );
+}
+
+#[test]
+fn burst_for_needs_a_burst_rate_and_excludes_lengths() {
+    let burst = [("iops-total", 500), ("iops-total-max", 2000)];
+    let with = |more: &[(&'static str, u64)]| [&burst[..], more].concat();
+    assert!(valid(&with(&[("burst-for", 30)])));
+    assert!(valid(&with(&[("burst-for", 30), ("iops-total-max-length", 1)])), "the default");
+    assert!(valid(&with(&[("burst-for", 30), ("bps-total", 100)])), "a limit without a burst");
+    assert!(valid(&[("iops-total", 500), ("iops-total-max", 500), ("burst-for", 30)]));
+    assert_eq!(
+        validation_error(&[("iops-total", 500), ("burst-for", 30)]),
+        "burst-for (30) has no burst to apply to; it needs a burst rate, such as iops-total-max"
+    );
+    assert_eq!(
+        validation_error(&with(&[("burst-for", 30), ("iops-total-max-length", 10)])),
+        "iops-total-max-length (10) cannot be set together with burst-for (30); \
+         use one of them, burst-for 0 removes it"
+    );
+    assert_eq!(
+        validation_error(&[("bps-total", 1), ("bps-total-max", 1_000_000_000_001), ("burst-for", 1001)]),
+        "burst-for (1001) is too long for bps-total-max (1000000000001); \
+         their product may be 1000000000000000 at most"
+    );
+}
+
+#[test]
+fn a_change_of_burst_for_resets_lengths() {
+    let named = |settings: &[(&str, u64)]| -> Vec<_> {
+        settings.iter().map(|&(name, value)| (LimitSetting::from_name(name).unwrap(), value)).collect()
+    };
+    let change = |limits: Limits, settings: &[(&str, u64)]| limits.with_settings(&named(settings));
+    let lengths = [("iops-total", 500), ("iops-total-max", 2000), ("iops-total-max-length", 10)];
+    let before = change(Limits::default(), &lengths).unwrap();
+    let after = change(before, &[("burst-for", 30)]).unwrap();
+    let limit = RateLimit { rate: 500, burst_rate: 2000, burst_length_s: 1, burst_for_s: 30 };
+    assert_eq!((after.limit(IopsTotal), after.get(BurstFor)), (limit, 30));
+    assert!(change(after, &[("iops-total-max-length", 10)]).is_err(), "other limits would change too");
+    let back = change(after, &[("burst-for", 0), ("iops-total-max-length", 10)]).unwrap();
+    assert_eq!(back, before);
+    // The duration stays after a change of rates, and goes with the last burst rate.
+    let faster = change(after, &[("iops-total-max", 4000)]).unwrap();
+    assert_eq!(faster.limit(IopsTotal).full_burst(), Some(FullBurst::Lasts { ms: 30_000 }));
+    for setting in ["iops-total-max", "iops-total"] {
+        assert_eq!(change(after, &[(setting, 0)]).unwrap().get(BurstFor), 0, "{setting}");
+    }
+    assert!(change(before, &[("burst-for", 30), ("iops-total-max-length", 10)]).is_err());
 }

@@ -114,33 +114,70 @@ proptest! {
     /// rate.
     #[test]
     fn a_full_burst_lasts_as_stated(rate in 10..200_u64, surplus in 1..500_u64, length_s in 2..30_u64) {
-        let limit = RateLimit { rate, burst_rate: rate + surplus, burst_length_s: length_s };
-        let Some(FullBurst::Lasts { ms: burst_ms }) = limit.full_burst() else { panic!("{limit:?}") };
+        let burst_rate = rate + surplus;
+        let limit = RateLimit { rate, burst_rate, burst_length_s: length_s, ..RateLimit::NONE };
+        let Some(FullBurst::Lasts { ms }) = limit.full_burst() else { panic!("{limit:?}") };
         // A burst rate just above the rate lasts for hours.
-        prop_assume!(burst_ms < 200_000);
-        let burst_rate = limit.burst_rate;
-        let mut disk = Timeline::new(&format!(
-            "iops-total={rate},iops-total-max={burst_rate},iops-total-max-length={length_s}"
-        ));
-        disk.add(Workload::READS.depth(4));
-        // The second bucket admits a tenth of a second at the burst rate in advance.
-        let slack = burst_rate / 10 + 3;
-        let in_burst = disk.admitted_between(ms(0), ms(burst_ms)) as u64;
-        let expected = burst_ms * burst_rate / 1000;
-        prop_assert!(in_burst.abs_diff(expected) <= slack, "{in_burst}, not {expected}");
-        let after = disk.admitted_between(ms(burst_ms + 1000), ms(burst_ms + 11_000)) as u64;
-        prop_assert!(after.abs_diff(10 * rate) <= 2, "{after}, not {}", 10 * rate);
+        prop_assume!(ms < 200_000);
+        check_burst(limit, &format!("iops-total-max-length={length_s}"), ms);
     }
+
+    #[test]
+    fn burst_for_is_the_duration_of_a_full_burst(
+        rate in 10..200_u64,
+        times in 2..6_u64,
+        burst_for_s in 1..60_u64,
+    ) {
+        let limit = RateLimit { rate, burst_rate: rate * times, burst_for_s, ..RateLimit::NONE };
+        prop_assert_eq!(limit.full_burst(), Some(FullBurst::Lasts { ms: burst_for_s * 1000 }));
+        check_burst(limit, &format!("burst-for={burst_for_s}"), burst_for_s * 1000);
+    }
+}
+
+/// Loads a disk with this limit, which has this setting in text, and checks the duration.
+fn check_burst(RateLimit { rate, burst_rate, .. }: RateLimit, setting: &str, burst_ms: u64) {
+    let mut disk = Timeline::new(&format!("iops-total={rate},iops-total-max={burst_rate},{setting}"));
+    disk.add(Workload::READS.depth(4));
+    // The second bucket admits a tenth of a second at the burst rate in advance.
+    let slack = burst_rate / 10 + 3;
+    let in_burst = disk.admitted_between(ms(0), ms(burst_ms)) as u64;
+    let expected = burst_ms * burst_rate / 1000;
+    assert!(in_burst.abs_diff(expected) <= slack, "{in_burst}, not {expected}");
+    let after = disk.admitted_between(ms(burst_ms + 1000), ms(burst_ms + 11_000)) as u64;
+    assert!(after.abs_diff(10 * rate) <= 2, "{after}, not {}", 10 * rate);
 }
 
 #[test]
 fn duration_of_a_full_burst() {
-    let burst =
-        |rate, burst_rate, burst_length_s| RateLimit { rate, burst_rate, burst_length_s }.full_burst();
+    let burst = |rate, burst_rate, burst_length_s| {
+        RateLimit { rate, burst_rate, burst_length_s, ..RateLimit::NONE }.full_burst()
+    };
     assert_eq!(burst(500, 2000, 30), Some(FullBurst::Lasts { ms: 40_000 }), "30 × 2000 ÷ 1500");
     assert_eq!(burst(1000, 1300, 2), Some(FullBurst::Lasts { ms: 8667 }), "rounded");
     assert_eq!(burst(500, 2000, 1), Some(FullBurst::AtOnce { units: 2000 }));
     assert_eq!(burst(500, 500, 30), Some(FullBurst::Endless));
     assert_eq!(burst(500, 0, 1), None);
     assert_eq!(burst(0, 0, 1), None);
+}
+
+#[test]
+fn burst_for_determines_the_capacity() {
+    let limit =
+        |rate, burst_rate, burst_for_s| RateLimit { rate, burst_rate, burst_for_s, ..RateLimit::NONE };
+    let thirty_seconds = limit(500, 2000, 30);
+    assert_eq!(
+        (thirty_seconds.capacity(), thirty_seconds.equivalent_length_s()),
+        (45_000.0, 23),
+        "22.5 s of 2000"
+    );
+    // One second is not admitted at once, unlike a length of one second.
+    let short = limit(500, 2000, 1);
+    assert_eq!((short.capacity(), short.has_burst_rate_bucket()), (1500.0, true));
+    assert_eq!(short.full_burst(), Some(FullBurst::Lasts { ms: 1000 }));
+    // A burst admits no less than the tenth of a second without one.
+    assert_eq!(limit(1000, 1001, 5).capacity(), 100.0);
+    let endless = limit(500, 500, 30);
+    assert_eq!((endless.capacity(), endless.full_burst()), (50.0, Some(FullBurst::Endless)));
+    assert_eq!(limit(500, 0, 30).capacity(), 50.0, "other limits may have the burst rate");
+    assert_eq!(limit(0, 0, 30).capacity(), 0.0);
 }

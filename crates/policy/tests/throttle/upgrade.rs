@@ -46,7 +46,8 @@ impl UpgradedProcess {
 
 fn limits(rate: u64, burst_rate: u64, burst_length_s: u64) -> Limits {
     let mut limits = Limits::default();
-    *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate, burst_rate, burst_length_s };
+    *limits.limit_mut(LimitKind::IopsTotal) =
+        RateLimit { rate, burst_rate, burst_length_s, ..RateLimit::NONE };
     limits
 }
 

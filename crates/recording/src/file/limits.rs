@@ -3,13 +3,14 @@
 //! ```text
 //!   block     number of changes, changes
 //!   change    nanoseconds since time 0; 0 disk, 1 group; name; 0, or 1 and the name of its group;
-//!             watermark in percent; iops-size; rate, burst rate and burst length of six limits
+//!             watermark in percent; iops-size; rate, burst rate and burst length of six limits; a
+//!             length above the maximum is `burst-for`, plus the maximum
 //! ```
 //!
 //! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MAX_CHANGES`].
 
 use policy::{
-    throttle::{LimitKind, Limits, RateLimit},
+    throttle::{LimitKind, Limits, MAX_BURST_LENGTH_S, RateLimit},
     watermark::Watermark,
 };
 
@@ -65,8 +66,10 @@ pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
         push_column(bytes, change.watermark.percent().into());
         push_column(bytes, change.limits.iops_size);
         for kind in LimitKind::ALL {
-            let RateLimit { rate, burst_rate, burst_length_s } = change.limits.limit(kind);
-            [rate, burst_rate, burst_length_s].into_iter().for_each(|number| push_column(bytes, number));
+            let RateLimit { rate, burst_rate, burst_length_s, burst_for_s } = change.limits.limit(kind);
+            // A limit has one of both; recordings without `burst-for` keep their form.
+            let time_s = if burst_for_s > 0 { MAX_BURST_LENGTH_S + burst_for_s } else { burst_length_s };
+            [rate, burst_rate, time_s].into_iter().for_each(|number| push_column(bytes, number));
         }
     }
 }
@@ -89,8 +92,10 @@ fn decode_change(rest: &mut &[u8]) -> Option<LimitChange> {
     let mut limits = Limits::default();
     limits.iops_size = take_column(rest)?;
     for kind in LimitKind::ALL {
-        let [rate, burst_rate, burst_length_s] = [take_column(rest)?, take_column(rest)?, take_column(rest)?];
-        *limits.limit_mut(kind) = RateLimit { rate, burst_rate, burst_length_s };
+        let [rate, burst_rate, time_s] = [take_column(rest)?, take_column(rest)?, take_column(rest)?];
+        let burst_for_s = time_s.saturating_sub(MAX_BURST_LENGTH_S);
+        let burst_length_s = if burst_for_s > 0 { 1 } else { time_s };
+        *limits.limit_mut(kind) = RateLimit { rate, burst_rate, burst_length_s, burst_for_s };
     }
     // The limits of a damaged recording must not reach the simulation.
     limits.validate().ok()?;

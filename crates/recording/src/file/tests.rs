@@ -200,8 +200,13 @@ fn limits() -> impl Strategy<Value = Limits> {
         |(kinds, rate, factor, length, operation)| {
             let mut limits = Limits::default();
             for kind in kinds {
-                let burst_length_s = if factor > 0 { length } else { 1 };
-                *limits.limit_mut(kind) = RateLimit { rate, burst_rate: rate * factor, burst_length_s };
+                let (burst_length_s, burst_for_s) = match factor {
+                    0 => (1, 0),
+                    1 => (length, 0),
+                    _ => (1, length),
+                };
+                let burst_rate = rate * factor;
+                *limits.limit_mut(kind) = RateLimit { rate, burst_rate, burst_length_s, burst_for_s };
                 limits.iops_size = if kind.counts_bytes() { 0 } else { operation * 4096 };
             }
             limits.validate().expect("the strategy makes valid limits");

@@ -1,4 +1,5 @@
-//! The nineteen limits as options, derived from the policy's table so that names cannot differ.
+//! The twenty limit settings as options, derived from the policy's table so that names cannot
+//! differ.
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, LimitPart, LimitSetting};
@@ -18,17 +19,19 @@ impl ThrottleLimitArgs {
     }
 }
 
-/// Description of the nineteen options in a command's help, which does not list them. Fits 80
+/// Description of the twenty options in a command's help, which does not list them. Fits 80
 /// columns.
 pub const LIMITS_HELP: &str = "\
 Limits:
   --{iops,bps}-{total,read,write} R             per second; 0 is no limit
   --{iops,bps}-{total,read,write}-max M         during a burst; 0 is no burst
   --{iops,bps}-{total,read,write}-max-length L  burst length in seconds
+  --burst-for TIME                              duration of a full burst: 30s
   --iops-size SIZE                              a larger request counts as more
 A total excludes a read or write limit of the same kind. The burst capacity is \
 L × M. A full burst lasts L × M ÷ (M − R) seconds, because the bucket drains at \
-R. L is 1 by default: the whole capacity is then admitted at once.";
+R. L is 1 by default: the whole capacity is then admitted at once. \
+--burst-for replaces L: a full burst of each M lasts that long.";
 
 /// Option of a setting. [`LIMITS_HELP`] describes it in the help.
 pub fn option(setting: LimitSetting) -> Arg {
@@ -39,7 +42,7 @@ pub fn option(setting: LimitSetting) -> Arg {
         .value_parser(parser)
         .help(throttle::help(setting))
         .aliases(short_name(setting))
-        // Nineteen similar options would dominate the help.
+        // Twenty similar options would dominate the help.
         .hide(true)
 }
 

@@ -144,6 +144,9 @@ impl SettingName {
             SettingValue::Text(text) if text.is_empty() => "none".to_owned(),
             SettingValue::Text(text) => text.clone(),
             SettingValue::Number(0) => "none".to_owned(),
+            SettingValue::Number(seconds) if self == Self::Limit(LimitSetting::BurstFor) => {
+                format!("{seconds}s")
+            }
             SettingValue::Number(number) if self.is_size() => settings::exact_size(*number),
             SettingValue::Number(number) => number.to_string(),
         }

@@ -92,6 +92,9 @@ fn value(kind: KeyType) -> Value {
         KeyType::Count | KeyType::Integer | KeyType::Seconds => {
             json!({ "type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+$" })
         }
+        KeyType::Time => {
+            json!({ "type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+(ns|us|ms|s|m|h)?$" })
+        }
         KeyType::Size => json!({
             "type": ["integer", "string"],
             "minimum": 0,

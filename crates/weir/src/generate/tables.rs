@@ -81,6 +81,7 @@ fn value(row: &KeyRow) -> String {
         KeyType::Count | KeyType::Integer => "number".to_owned(),
         KeyType::Size => "size".to_owned(),
         KeyType::Seconds => "seconds".to_owned(),
+        KeyType::Time => "seconds, or a time".to_owned(),
         KeyType::Path => "path".to_owned(),
         KeyType::Text => placeholder(row),
         KeyType::Table => "table".to_owned(),

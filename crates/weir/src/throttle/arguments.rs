@@ -26,6 +26,8 @@ Examples:
       The settings of the disk vm1.
   weir throttle vm1 --iops-total 2000 --iops-total-max 8000 --iops-total-max-length 10
       At once, also for waiting requests. Settings that are not given stay.
+  weir throttle vm1 --burst-for 30s
+      A full burst at 8000 lasts 30 s, instead of 10 × 8000 ÷ (8000 − 2000) = 13.3 s.
   weir throttle gold --bps-total 0 --watermark 90
       No limit on bytes. The others apply while the device's utilization is above 90%.
   weir throttle vm1 --group gold --weight 200 --save
@@ -150,6 +152,16 @@ impl ThrottleArgs {
                 }
             }
         }
+        // `burst-for` replaces the lengths in force. Named in the change, so that it is printed and
+        // saved.
+        if self.limits.given.iter().any(|&(setting, value)| setting == LimitSetting::BurstFor && value > 0) {
+            for kind in LimitKind::ALL {
+                let length = SettingName::Limit(LimitSetting::Limit(kind, LimitPart::BurstLength));
+                if length.of(before) != length.default() && !change.iter().any(|(name, _)| name == length) {
+                    change.set(length, length.default());
+                }
+            }
+        }
         let ThrottleShareArgs { weight, iops_reservation, bps_reservation, watermark, group, no_group } =
             &self.scheduler;
         let numbers = [
@@ -183,7 +195,7 @@ fn cleared_by_virsh(setting: LimitSetting) -> impl Iterator<Item = LimitSetting>
     others.collect::<Vec<_>>().into_iter()
 }
 
-/// Names in `virsh blkdeviotune` and its older versions, in the order of [`LimitSetting::ALL`].
+/// Names in `virsh blkdeviotune` and its older versions, in the order of [`LimitSetting::of_qemu`].
 const VIRSH: [(&str, &str); 19] = [
     ("total-bytes-sec", "total_bytes_sec"),
     ("total-bytes-sec-max", "total_bytes_sec_max"),
@@ -226,7 +238,7 @@ fn virsh_option(setting: LimitSetting, (name, old_name): (&'static str, &'static
 
 impl Args for NamedLimitArgs {
     fn augment_args(command: Command) -> Command {
-        let as_virsh = LimitSetting::ALL.into_iter().zip(VIRSH);
+        let as_virsh = LimitSetting::of_qemu().zip(VIRSH);
         let as_virsh = as_virsh.map(|(setting, names)| virsh_option(setting, names));
         command.args(LimitSetting::ALL.map(limits::option)).args(as_virsh)
     }
@@ -239,10 +251,12 @@ impl Args for NamedLimitArgs {
 impl FromArgMatches for NamedLimitArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut limits = Self::default();
-        for (setting, (virsh_name, _)) in LimitSetting::ALL.into_iter().zip(VIRSH) {
+        for setting in LimitSetting::ALL {
             if let Some(&value) = matches.get_one(setting.name()) {
                 limits.given.push((setting, value));
             }
+        }
+        for (setting, (virsh_name, _)) in LimitSetting::of_qemu().zip(VIRSH) {
             if let Some(&value) = matches.get_one::<u64>(virsh_name) {
                 // virsh's length of 0 means the default of one second.
                 let is_length = matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength));

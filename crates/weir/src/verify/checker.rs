@@ -268,13 +268,9 @@ impl CheckedNode {
         self.settings.limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0) as f64
     }
 
-    /// Burst capacity: see `policy::throttle`.
+    /// Burst capacity.
     fn burst(&self, kind: LimitKind) -> f64 {
-        let burst =
-            self.setting(kind, LimitPart::BurstRate) * self.setting(kind, LimitPart::BurstLength).max(1.0);
-        // Without a burst rate the capacity is a tenth of a second's worth (QEMU,
-        // docs/throttle.txt).
-        if burst > 0.0 { burst } else { self.setting(kind, LimitPart::Rate) / 10.0 }
+        figures::rate_limit(&self.settings.limits, kind).capacity()
     }
 
     fn begin_limits(&mut self, node: StatusNode<'_>, requested_s: f64) {

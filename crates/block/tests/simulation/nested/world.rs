@@ -342,7 +342,7 @@ fn draw_limits(exact: bool) -> Limits {
             let rate = (min_rate * 10_f64.powf(2.5 * random.f64())) as u64;
             let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..8) };
             let burst_length_s = if burst_rate == 0 { 1 } else { random.u64(1..5) };
-            RateLimit { rate, burst_rate, burst_length_s }
+            RateLimit { rate, burst_rate, burst_length_s, ..RateLimit::NONE }
         });
     };
     // The largest exact request is at most a slice of 90 ms.

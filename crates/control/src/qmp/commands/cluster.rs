@@ -55,7 +55,8 @@ impl QmpCommand for ClusterSet {
         let group: String = arguments.required("group")?;
         settings::check::check_object_name(&group)
             .map_err(|rule| QmpError::generic(format!("group {:?}: {rule}", excerpt(&group))))?;
-        let limits = LimitChanges::read(arguments, SettingNaming::Plain)?.values().collect();
+        let limits = LimitChanges::read(arguments, SettingNaming::Plain)?;
+        let limits = limits.then(LimitChanges::read_burst_for(arguments, "burst-for")?).values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("fallback-share-ppm", 0..=1_000_000)?;
         // Zero removes the setting, so that the default applies.

@@ -46,7 +46,8 @@ const SIMPLE: &str = "authz-simple";
 const LIST: &str = "authz-list";
 const TYPES: [&str; 6] = [LIST, SIMPLE, SECRET, TYPE, PSK, X509];
 /// weir's own properties, with their types.
-const OWN: [(&str, &str); 5] = [
+const OWN: [(&str, &str); 6] = [
+    ("x-weir-burst-for", "int"),
     ("x-weir-weight", "int"),
     ("x-weir-iops-reservation", "int"),
     ("x-weir-bps-reservation", "int"),
@@ -330,8 +331,8 @@ impl QmpCommand for QomList {
             }
             ObjectPath::Group(_) => {
                 list.push(property("limits", "ThrottleLimits"));
-                let settings = LimitSetting::ALL.iter();
-                list.extend(settings.map(|setting| property(&SettingNaming::Property.name(*setting), "int")));
+                let settings = LimitSetting::of_qemu();
+                list.extend(settings.map(|setting| property(&SettingNaming::Property.name(setting), "int")));
                 list.extend(OWN.iter().map(|(name, kind)| property(name, kind)));
             }
         }
@@ -363,13 +364,14 @@ impl QmpCommand for QomGet {
         Ok(match property {
             "type" => json!(TYPE),
             "limits" => settings::all_limits(&limits),
+            "x-weir-burst-for" => json!(limits.get(LimitSetting::BurstFor)),
             "x-weir-weight" => json!(share.weight()),
             "x-weir-iops-reservation" => json!(share.iops_reservation()),
             "x-weir-bps-reservation" => json!(share.bps_reservation()),
             "x-weir-watermark" => json!(watermark.percent()),
             "x-weir-parent" => json!(group.parent().map_or("", |parent| parent.name())),
             _ => match limit_property(property) {
-                Some(setting) => json!(limits.get(setting)),
+                Some(setting) => json!(settings::qemu_value(&limits, setting)),
                 None => return Err(no_property_error(TYPE, property)),
             },
         })
@@ -439,7 +441,8 @@ fn read_changes(property: String, value: Value) -> Result<SettingChanges, QmpErr
 }
 
 fn limit_property(property: &str) -> Option<LimitSetting> {
-    LimitSetting::from_name(property.strip_prefix("x-")?)
+    let setting = LimitSetting::from_name(property.strip_prefix("x-")?)?;
+    LimitSetting::of_qemu().find(|known| *known == setting)
 }
 
 fn no_property_error(kind: &str, property: &str) -> QmpError {

@@ -73,9 +73,8 @@ impl AdmissionAudit {
         let mut max = [(0.0_f64, 0.0_f64); 2];
         for (limits, _) in &self.limits {
             let limit = limits.limit(kind);
-            let (rate, burst, length) = (limit.rate as f64, limit.burst_rate as f64, limit.burst_length_s);
-            let size = if burst > 0.0 { burst * length as f64 } else { rate / 10.0 };
-            let second = if length > 1 { burst } else { 0.0 };
+            let (rate, size) = (limit.rate as f64, limit.capacity());
+            let second = if limit.has_burst_rate_bucket() { limit.burst_rate as f64 } else { 0.0 };
             for (max, (rate, size)) in max.iter_mut().zip([(rate, size), (second, second / 10.0)]) {
                 let (rate, size) = if rate > 0.0 { (rate, size) } else { (f64::INFINITY, f64::INFINITY) };
                 *max = (max.0.max(rate), max.1.max(size));

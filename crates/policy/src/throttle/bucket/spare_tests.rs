@@ -45,7 +45,7 @@ fn an_operation_above_iops_size_counts_in_proportion() {
 #[test]
 fn both_levels_of_a_burst_must_fit() {
     // A burst of 1000 at 500/s over a rate of 100/s; the second bucket holds 50.
-    let limit = RateLimit { rate: 100, burst_rate: 500, burst_length_s: 2 };
+    let limit = RateLimit { rate: 100, burst_rate: 500, burst_length_s: 2, ..RateLimit::NONE };
     let mut buckets = buckets(limit, LimitKind::IopsTotal, 0);
     assert_eq!(fill(&mut buckets, 1, FIRST), 51);
     assert_eq!(fill(&mut buckets, 1, ms(100)), 50);
@@ -113,7 +113,7 @@ proptest! {
         burst in prop_oneof![Just((0, 1)), (1..4u64, 1..4u64)],
         events in prop::collection::vec(any_event(), 1..60),
     ) {
-        let limit = RateLimit { rate, burst_rate: rate * burst.0, burst_length_s: burst.1 };
+        let limit = RateLimit { rate, burst_rate: rate * burst.0, burst_length_s: burst.1, ..RateLimit::NONE };
         let mut buckets = buckets(limit, LimitKind::BpsTotal, 0);
         let twin = buckets.clone();
         let (mut main, mut burst_model, mut guests) = (TwoLevelModel::default(), TwoLevelModel::default(), twin);

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 const MILLISECOND: u64 = 1_000_000;
 
 fn bucket(rate: u64, burst_rate: u64, burst_length_s: u64) -> LeakyBucket {
-    LeakyBucket::new(RateLimit { rate, burst_rate, burst_length_s })
+    LeakyBucket::new(RateLimit { rate, burst_rate, burst_length_s, ..RateLimit::NONE })
 }
 
 fn billionths(units: f64) -> u128 {
@@ -181,7 +181,8 @@ impl FloatBucket {
 
 fn any_limit() -> impl Strategy<Value = RateLimit> {
     (1..1_000_000u64, prop_oneof![Just(0), 1..20u64], 1..100u64).prop_map(|(rate, factor, length)| {
-        RateLimit { rate, burst_rate: rate * factor, burst_length_s: if factor == 0 { 1 } else { length } }
+        let burst_length_s = if factor == 0 { 1 } else { length };
+        RateLimit { rate, burst_rate: rate * factor, burst_length_s, ..RateLimit::NONE }
     })
 }
 

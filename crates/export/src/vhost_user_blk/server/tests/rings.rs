@@ -7,7 +7,8 @@ use super::*;
 fn large_request_interrupted_by_close_is_not_completed() {
     real(async {
         let mut limits = Limits::default();
-        *limits.limit_mut(LimitKind::BpsTotal) = RateLimit { rate: 1, burst_rate: 6000, burst_length_s: 1 };
+        *limits.limit_mut(LimitKind::BpsTotal) =
+            RateLimit { rate: 1, burst_rate: 6000, burst_length_s: 1, ..RateLimit::NONE };
         let server = server(limits);
         let front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
