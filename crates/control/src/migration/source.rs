@@ -43,9 +43,9 @@ pub(crate) async fn migrate(registry: &Rc<Registry>, request: MigrationRequest) 
         request.disk,
         request.to
     );
-    let group = registry.disks.get(&request.disk)?.disk.throttle().group();
+    registry.disks.get(&request.disk)?;
     // Reserved until the end of the task below, also across the removal of the disk.
-    let is_first = registry.disks.begin_migration(&request.disk, group.as_ref().map(|group| group.name()));
+    let is_first = registry.disks.begin_migration(&request.disk);
     ensure!(is_first, "disk {}: it is already being migrated (wait for that)", request.disk);
     let (done, outcome) = async_channel::bounded(1);
     let registry = Rc::clone(registry);
@@ -262,6 +262,8 @@ async fn hand_over(
     // After the last request, so that the levels include its charge.
     described.filled = running.disk.throttle().bucket_levels().map(Into::into);
     // From here on no request may reach the image until the owner of the disk is known.
+    let group = running.disk.throttle().group().map(|group| group.name().to_owned());
+    registry.disks.reserve_for_migration(&request.disk, group);
     let ready = flushed
         .context("its image could not be flushed")
         .and_then(|()| Ok(serde_json::to_value(&described)?))

@@ -42,7 +42,7 @@ async fn handle_offer(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, 
         return;
     }
     // An offer may arrive twice after an interruption of etcd.
-    if !registry.disks.begin_migration(disk, None) {
+    if !registry.disks.begin_migration(disk) {
         return;
     }
     let taken = take_disk(registry, cluster, &offered).await;
@@ -197,9 +197,9 @@ pub(super) async fn open_disk(
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
     // `add_disk` rejects names of disks that are being migrated; this disk is the exception.
-    registry.disks.end_migration(disk);
+    let reserved_group = registry.disks.end_migration(disk);
     let added = registry.add_disk(running);
-    registry.disks.begin_migration(disk, None);
+    registry.disks.reserve_for_migration(disk, reserved_group);
     added?;
     if let Err(error) = registry.check_device_of(disk) {
         let _ = registry.remove_disk(disk).await;

@@ -144,19 +144,25 @@ impl DiskRegistry {
         found.map(|(name, _)| name.clone())
     }
 
-    /// Reserves the names of a disk and its group until [`DiskRegistry::end_migration`]. False if
-    /// the disk is being migrated already.
-    pub(crate) fn begin_migration(&self, disk: &str, group: Option<&str>) -> bool {
+    /// Reserves the name of a disk until [`DiskRegistry::end_migration`]. False if the disk is
+    /// being migrated already.
+    pub(crate) fn begin_migration(&self, disk: &str) -> bool {
         let mut migrating = self.migrating.borrow_mut();
         let is_first = !migrating.contains_key(disk);
         if is_first {
-            migrating.insert(disk.to_owned(), group.map(str::to_owned));
+            migrating.insert(disk.to_owned(), None);
         }
         is_first
     }
 
-    pub(crate) fn end_migration(&self, disk: &str) {
-        self.migrating.borrow_mut().remove(disk);
+    /// Reserves the names of a disk and of its group, of which an unlisted disk is no member.
+    pub(crate) fn reserve_for_migration(&self, disk: &str, group: Option<String>) {
+        self.migrating.borrow_mut().insert(disk.to_owned(), group);
+    }
+
+    /// Ends the reservation; returns the name of the group.
+    pub(crate) fn end_migration(&self, disk: &str) -> Option<String> {
+        self.migrating.borrow_mut().remove(disk).flatten()
     }
 
     /// Name of a disk that is being migrated, and of this group.
