@@ -147,6 +147,8 @@ impl TargetKeyArgs {
 // Largest item of a copy in bytes, unless a cluster is larger. With items of 2 MiB, as in QEMU, the
 // data of all tasks is no longer in the processor's cache when it is written.
 const UNIT: u64 = 512 << 10;
+// Largest run of zeroes that -S can require, as in QEMU.
+const MAX_SPARSE: u64 = 2 << 20;
 // Block size of most file systems.
 const FILE_BLOCK: u64 = 4096;
 
@@ -252,8 +254,8 @@ fn check(
     if sources.len() > 1 && arguments.snapshot.is_some() {
         bail!("-l: applies to a single image (copy them one by one)");
     }
-    if !arguments.sparse_size.is_multiple_of(512) || arguments.sparse_size > UNIT {
-        bail!("-S {}: is not a multiple of 512 up to {UNIT}", arguments.sparse_size);
+    if !arguments.sparse_size.is_multiple_of(512) || arguments.sparse_size > MAX_SPARSE {
+        bail!("-S {}: is not a multiple of 512 up to {MAX_SPARSE}", arguments.sparse_size);
     }
     if arguments.rate_limit == Some(0) {
         bail!("-r 0: must be above 0 (leave it out for no limit)");
@@ -452,7 +454,7 @@ fn how_to_copy(target: &Image, arguments: &ImageConvertArgs, target_is_zero: boo
     let grain =
         blocks.map_or(FILE_BLOCK.min(sparse.next_power_of_two().max(512)), |blocks| blocks.subcluster);
     let align = blocks.map_or(grain, |blocks| blocks.cluster);
-    let unit = if arguments.compress { align } else { UNIT.max(align) };
+    let unit = if arguments.compress { align } else { UNIT.max(align).max(sparse.next_power_of_two()) };
     copy::CopyOptions {
         hides_backing: false,
         tasks: arguments.parallel.into(),

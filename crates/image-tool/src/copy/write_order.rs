@@ -32,16 +32,20 @@ impl WriteOrder {
         .await
     }
 
-    /// Starts the write of the task whose turn it is, lets the next task start, and waits for the
-    /// write's end.
-    pub(super) async fn start<T>(&self, write: impl Future<Output = T>) -> T {
+    /// Starts the write of the task whose turn it is, lets the next task start unless the write has
+    /// failed, and waits for the write's end.
+    pub(super) async fn start<E>(&self, write: impl Future<Output = Result<(), E>>) -> Result<(), E> {
         let mut write = pin!(write);
-        let ended = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
-        self.change(|state| state.next += 1);
-        match ended {
-            Poll::Ready(output) => output,
-            Poll::Pending => write.await,
+        let started = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
+        match started {
+            Poll::Ready(Err(error)) => return Err(error),
+            Poll::Ready(Ok(())) | Poll::Pending => self.advance(),
         }
+        if started.is_pending() { write.await } else { Ok(()) }
+    }
+
+    pub(super) fn advance(&self) {
+        self.change(|state| state.next += 1);
     }
 
     pub(super) fn end(&self) {
