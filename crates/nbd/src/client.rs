@@ -489,8 +489,12 @@ impl ClientConnection {
                 .map_err(ConnectionFault::ProtocolViolation)?
             {
                 Some(found) => break found,
-                None if receive_buffer.fill(&self.stream).await? => {}
-                None => return Err(ConnectionFault::Closed),
+                // An idle connection holds no large buffer.
+                None if self.in_flight.borrow().is_empty() => receive_buffer.expect_nothing(),
+                None => {}
+            }
+            if !receive_buffer.fill(&self.stream).await? {
+                return Err(ConnectionFault::Closed);
             }
         };
         // Only the header is consumed; a payload is received in place below.

@@ -103,6 +103,11 @@ impl ReceiveBuffer {
         self.busy_bytes = REPLIES_BYTES;
     }
 
+    /// Makes the next receive a small one: no reply is outstanding.
+    pub fn expect_nothing(&mut self) {
+        (self.is_busy, self.charge, self.received) = (false, None, 0);
+    }
+
     /// Chooses the size of the next buffer by the length of the last receive.
     fn adapt(&mut self) {
         if self.received > SMALL_BYTES / 2 {
@@ -148,7 +153,11 @@ impl ReceiveBuffer {
         // At most the beginning of a request or an option is left, so this moves a few bytes.
         self.adapt();
         let unread = self.end - self.start;
-        let capacity = if unread < self.idle_bytes { self.idle_bytes } else { 2 * unread };
+        let capacity = match unread {
+            _ if unread < self.idle_bytes => self.idle_bytes,
+            _ if unread < buffer.len() => buffer.len(),
+            _ => 2 * unread,
+        };
         // A buffer that has the right size already is reused.
         if capacity == buffer.len() {
             buffer.copy_within(self.start..self.end, 0);
