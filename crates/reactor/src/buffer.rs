@@ -196,7 +196,8 @@ impl BufferPool {
 
     /// A block of new memory. The other blocks of its slab are kept.
     fn new_block(&mut self, class: u32) -> Rc<BufferBlock> {
-        if class > MAX_SLAB_CLASS {
+        // Without room for the other blocks of a slab, most of it would be mapped in vain.
+        if class > MAX_SLAB_CLASS || self.bytes + SLAB_BYTES > POOL_LIMIT.load(Relaxed) {
             return Rc::new(BufferBlock::with_layout(block_layout(class)));
         }
         let mut blocks = BufferSlab::blocks(class).map(Rc::new);
