@@ -48,10 +48,6 @@ pub(super) const MAX_QUEUED_WRITES: usize = 8;
 /// Number of tasks that run between two checks of the ring, so that a busy task, or a task group
 /// with many tasks, does not delay the completions of other groups.
 pub(super) const TASKS_PER_ITERATION: usize = 64;
-/// Number of completions that an iteration reaps. The tasks that they wake run to their next
-/// operation before more completions are reaped, so that the state and the buffers of a request are
-/// still in the processor's cache from one of its tasks to the next, however many clients are busy.
-const COMPLETIONS_PER_ITERATION: usize = 32;
 /// User data of the read of the eventfd, which is not in the table.
 const EVENT: u64 = u64::MAX;
 /// User data of cancellations, which are not in the table either: their outcome shows in the
@@ -144,8 +140,6 @@ pub(super) struct UringDriver {
     linger: Cell<bool>,
     /// True if [`super::reap_after_task`] was called: this iteration runs no further tasks.
     reap_requested: Cell<bool>,
-    /// True if the last reap has left completions on the ring.
-    completions_left: Cell<bool>,
     /// Result of [`UringDriver::coarse_now`] in this iteration, once it was called.
     coarse_now: Cell<Option<Instant>>,
     /// True if the kernel can wait for a minimum time (since 6.12).
@@ -178,7 +172,6 @@ impl UringDriver {
             typical_gap_ns: Cell::new(u64::MAX),
             linger: Cell::new(false),
             reap_requested: Cell::new(false),
-            completions_left: Cell::new(false),
             coarse_now: Cell::new(None),
             can_linger,
             queued_device_io: Cell::new(0),
@@ -205,12 +198,12 @@ impl UringDriver {
         // After the tasks, which may have taken long: timers that became due meanwhile fire now.
         let next_timer = fire_timers(reactor);
         uring.arm_event(reactor);
-        if reactor.executor.is_idle() && !uring.completions_left.get() {
+        if reactor.executor.is_idle() {
             uring.wait(reactor, next_timer);
         } else {
             uring.enter(CompletionWait::No);
         }
-        uring.reap(COMPLETIONS_PER_ITERATION);
+        uring.reap();
     }
 
     /// The time on the clock, which is read at most once in an iteration.
@@ -341,21 +334,19 @@ impl UringDriver {
         self.typical_gap_ns.set(typical - typical / 8 + gap / 8);
     }
 
-    /// Reads at most `limit` completions off the ring and wakes their tasks.
-    fn reap(&self, limit: usize) {
+    /// Reads completions off the ring and wakes their tasks.
+    fn reap(&self) {
         let mut woken = self.woken.take();
         let mut orphans = Vec::new();
         {
             let mut ring = self.ring.borrow_mut();
             let mut slots = self.slots.borrow_mut();
             let completions = ring.completion();
-            let count = completions.len().min(limit);
-            self.completions_left.set(completions.len() > limit);
             if let Some(monitor) = &self.polling_monitor {
-                monitor.borrow_mut().count(count);
+                monitor.borrow_mut().count(completions.len());
             }
-            self.counters.completed.add(count as u64);
-            for completion in completions.take(limit) {
+            self.counters.completed.add(completions.len() as u64);
+            for completion in completions {
                 match completion.user_data() {
                     EVENT => {
                         self.event_armed.set(false);
@@ -415,7 +406,7 @@ impl UringDriver {
             // The queue is full: submit it. If the kernel is short of resources, completions must
             // be reaped first.
             self.enter(CompletionWait::No);
-            self.reap(usize::MAX);
+            self.reap();
         }
     }
 
@@ -480,7 +471,7 @@ impl UringDriver {
                 types::CancelBuilder::any(),
             );
             self.enter(CompletionWait::For(Duration::from_millis(1)));
-            self.reap(usize::MAX);
+            self.reap();
         }
     }
 }
