@@ -27,6 +27,7 @@ pub(super) enum Change {
 }
 
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "it is copied, and a simulation has few")]
 pub(super) enum Event {
     Asked,
     Passed,
