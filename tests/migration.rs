@@ -439,7 +439,7 @@ fn loss_of_target_or_etcd_during_migration_loses_nothing() {
         // Neither host serves the disk, and its image is unlocked.
         assert_eq!(a.disk("vm"), None);
         // A failed migration adds the disk to its group again.
-        assert_contains(&a.run(&["group", "remove", "small"]).fails(), &["'small' is in use"]);
+        assert_contains(&a.run(&["group", "remove", "small"]).fails(), &["group small: vm is in it"]);
         qemu_io(["-f", "raw"], ["read -P 5 0 4k"], &image);
         moving
     };
