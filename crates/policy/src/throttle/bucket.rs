@@ -39,6 +39,7 @@
 //! change is at most the cost of that request under the new rate, however long the previous burst
 //! was.
 
+use super::burst::{LEVEL_SCALE, tenth_of_a_second};
 use super::cost::RequestCost;
 use super::enforcement::LimitScale;
 use super::limits::{LimitKind, Limits, RateLimit};
@@ -57,9 +58,6 @@ pub use snapshot::{BucketContents, BucketSnapshot};
 
 use balance::LevelTrend;
 use spare::SpareLevels;
-
-/// Resolution of levels: parts of a unit.
-const LEVEL_SCALE: u128 = 1_000_000_000;
 
 /// One bucket, or two if the burst is longer than a second. With rate 0 there is no limit.
 #[derive(Clone, Copy, Debug)]
@@ -191,10 +189,6 @@ fn carry_level(
     let max_deferred = if excess_treatment == ExcessTreatment::Deferred { passed } else { deferred };
     let deferred = ceiling.saturating_sub(new_size).min(max_deferred);
     (passed - deferred, deferred)
-}
-
-const fn tenth_of_a_second(rate: u64) -> u128 {
-    rate as u128 * (LEVEL_SCALE / 10)
 }
 
 fn wait_until_not_overfull(level: u128, size: u128, rate: u64) -> u64 {

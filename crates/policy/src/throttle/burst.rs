@@ -6,6 +6,14 @@
 
 use super::limits::RateLimit;
 
+/// Resolution of levels and capacities: parts of a unit.
+pub(super) const LEVEL_SCALE: u128 = 1_000_000_000;
+
+/// Units of a tenth of a second at this rate, in billionths.
+pub(super) const fn tenth_of_a_second(rate: u64) -> u128 {
+    rate as u128 * (LEVEL_SCALE / 10)
+}
+
 /// A burst after a time without requests that was long enough to empty the bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FullBurst {
@@ -43,21 +51,21 @@ impl RateLimit {
             return 0;
         }
         // A tenth of a second at the rate, as in QEMU.
-        let without_burst = rate as u128 * (BILLION / 10);
+        let without_burst = tenth_of_a_second(rate);
         if burst_rate == 0 {
             return without_burst;
         }
         if burst_for_s == 0 {
-            return burst_rate as u128 * burst_length_s as u128 * BILLION;
+            return burst_rate as u128 * burst_length_s as u128 * LEVEL_SCALE;
         }
         // The bucket fills at the surplus. If that is small, a burst must not admit less than none.
-        let with_burst = burst_rate.saturating_sub(rate) as u128 * burst_for_s as u128 * BILLION;
+        let with_burst = burst_rate.saturating_sub(rate) as u128 * burst_for_s as u128 * LEVEL_SCALE;
         if with_burst > without_burst { with_burst } else { without_burst }
     }
 
     /// Capacity of the bucket in units.
     pub fn capacity(&self) -> f64 {
-        self.capacity_billionths() as f64 / BILLION as f64
+        self.capacity_billionths() as f64 / LEVEL_SCALE as f64
     }
 
     /// True if a second bucket limits the rate of the burst. Otherwise a burst is admitted at once.
@@ -72,7 +80,7 @@ impl RateLimit {
             return self.burst_length_s;
         }
         // Fits: at most `burst_for_s` or, for a small surplus, one second.
-        self.capacity_billionths().div_ceil(self.burst_rate as u128 * BILLION) as u64
+        self.capacity_billionths().div_ceil(self.burst_rate as u128 * LEVEL_SCALE) as u64
     }
 
     /// The burst of an empty bucket; `None` without a burst rate.
@@ -86,14 +94,12 @@ impl RateLimit {
         if self.burst_rate <= self.rate {
             return Some(FullBurst::Endless);
         }
-        let surplus = (self.burst_rate - self.rate) as u128 * (BILLION / 1000);
+        let surplus = (self.burst_rate - self.rate) as u128 * (LEVEL_SCALE / 1000);
         let ms = (self.capacity_billionths() + surplus / 2) / surplus;
         // Only an invalid limit saturates: the capacity is at most `MAX_VALUE`.
         Some(FullBurst::Lasts { ms: if ms > u64::MAX as u128 { u64::MAX } else { ms as u64 } })
     }
 }
-
-const BILLION: u128 = 1_000_000_000;
 
 /// The part of a burst that is available: the free part of a limit's bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
