@@ -229,13 +229,12 @@ impl ImageCopy {
             self.write_part(part).await?;
         }
         let last = async { if let Some(part) = last { self.write_part(part).await } else { Ok(()) } };
-        if !self.options.in_order {
-            last.await?;
-        } else if self.options.align < LEAST_OVERLAPPED {
-            last.await?;
-            self.write_order.advance();
-        } else {
+        if self.options.in_order && self.options.align >= LEAST_OVERLAPPED {
             self.write_order.start(last).await?;
+        } else {
+            last.await?;
+            // No task waits for its turn if writes are not in order.
+            self.write_order.advance();
         }
         self.progress.advance(end - start);
         Ok(())

@@ -37,11 +37,13 @@ impl WriteOrder {
     pub(super) async fn start<E>(&self, write: impl Future<Output = Result<(), E>>) -> Result<(), E> {
         let mut write = pin!(write);
         let started = poll_fn(|context| Poll::Ready(write.as_mut().poll(context))).await;
-        match started {
-            Poll::Ready(Err(error)) => return Err(error),
-            Poll::Ready(Ok(())) | Poll::Pending => self.advance(),
+        if !matches!(started, Poll::Ready(Err(_))) {
+            self.advance();
         }
-        if started.is_pending() { write.await } else { Ok(()) }
+        match started {
+            Poll::Ready(outcome) => outcome,
+            Poll::Pending => write.await,
+        }
     }
 
     pub(super) fn advance(&self) {
