@@ -28,8 +28,6 @@ pub struct ReceiveBuffer {
     buffer: Option<IoBuffer>,
     start: usize,
     end: usize,
-    /// Size of a buffer that waits for data.
-    idle_bytes: usize,
     /// Size for a busy peer; [`SMALL_BYTES`] during the handshake.
     busy_bytes: usize,
     is_busy: bool,
@@ -52,17 +50,15 @@ impl ReceiveBuffer {
     // No `Default`: the size is that of a handshake, which the caller should state.
     #[allow(clippy::new_without_default, reason = "it is for a handshake, and says so")]
     pub fn new() -> Self {
-        let idle_bytes = SMALL_BYTES;
         Self {
             busy_bytes: SMALL_BYTES,
             is_busy: false,
             budget: None,
             charge: None,
             quiet: 0,
-            buffer: Some(IoBuffer::new(idle_bytes)),
+            buffer: Some(IoBuffer::new(SMALL_BYTES)),
             start: 0,
             end: 0,
-            idle_bytes,
             received: 0,
             unfinished: Vec::new(),
             skip_bytes: 0,
@@ -74,7 +70,7 @@ impl ReceiveBuffer {
     pub fn with_content(bytes: &[u8], skip: usize) -> Self {
         let mut inbox = Self::new();
         // A continued connection may bring more bytes than the buffer of a handshake holds.
-        if bytes.len() > inbox.idle_bytes {
+        if bytes.len() > SMALL_BYTES {
             inbox.buffer = Some(IoBuffer::new(bytes.len()));
         }
         if let Some(buffer) = &mut inbox.buffer {
@@ -109,7 +105,7 @@ impl ReceiveBuffer {
     }
 
     /// Chooses the size of the next buffer by the length of the last receive.
-    fn adapt(&mut self) {
+    fn adapt(&mut self) -> usize {
         if self.received > SMALL_BYTES / 2 {
             self.quiet = 0;
             if !self.is_busy {
@@ -124,7 +120,7 @@ impl ReceiveBuffer {
                 (self.is_busy, self.charge) = (false, None);
             }
         }
-        self.idle_bytes = if self.is_busy { self.busy_bytes } else { SMALL_BYTES };
+        if self.is_busy { self.busy_bytes } else { SMALL_BYTES }
     }
 
     /// The bytes that are not consumed yet.
@@ -151,12 +147,14 @@ impl ReceiveBuffer {
     pub async fn fill(&mut self, stream: &NbdStream) -> io::Result<bool> {
         let mut buffer = self.buffer.take().expect("one receive at a time");
         // At most the beginning of a request or an option is left, so this moves a few bytes.
-        self.adapt();
+        let idle_bytes = self.adapt();
         let unread = self.end - self.start;
-        let capacity = match unread {
-            _ if unread < self.idle_bytes => self.idle_bytes,
-            _ if unread < buffer.len() => buffer.len(),
-            _ => 2 * unread,
+        let capacity = if unread < idle_bytes {
+            idle_bytes
+        } else if unread < buffer.len() {
+            buffer.len()
+        } else {
+            2 * unread
         };
         // A buffer that has the right size already is reused.
         if capacity == buffer.len() {
