@@ -122,7 +122,7 @@ impl BufferSlab {
     }
 
     /// The blocks of a new slab.
-    fn blocks(class: u32) -> impl Iterator<Item = BufferBlock> {
+    fn blocks(class: u32) -> impl DoubleEndedIterator<Item = BufferBlock> {
         let slab = Self::new();
         let layout = block_layout(class);
         (0..SLAB_BYTES).step_by(layout.size()).map(move |start| BufferBlock {
@@ -203,8 +203,7 @@ impl BufferPool {
         let mut blocks = BufferSlab::blocks(class).map(Rc::new);
         let first = blocks.next().expect("a slab has several blocks");
         // In reverse, so that the lowest address is the next to be used.
-        let others: Vec<_> = blocks.collect();
-        others.into_iter().rev().for_each(|block| self.put(block));
+        blocks.rev().for_each(|block| self.put(block));
         first
     }
 }
