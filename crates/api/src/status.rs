@@ -631,7 +631,7 @@ pub struct ThrottleStatus {
     /// Tokens of each limit, by its name: operations or bytes that it admits without a wait.
     pub tokens: LimitValues,
     /// Buckets of each limit, by the limit's name.
-    pub buckets: BTreeMap<String, LimitBuckets>,
+    pub buckets: BTreeMap<String, LimitBucketStatus>,
     /// Time during which a reservation was met and missed. Absent without a reservation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reservation: Option<ReservationStatus>,
@@ -658,7 +658,7 @@ pub struct ReservationStatus {
 /// Buckets of a limit, in operations or bytes.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct LimitBuckets {
+pub struct LimitBucketStatus {
     /// Units that have not leaked yet.
     pub level: u64,
     /// Level above which requests wait.

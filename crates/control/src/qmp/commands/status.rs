@@ -7,7 +7,7 @@ use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
 use api::{
     BurstStatus, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
-    DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, LimitBuckets, MemberSettings,
+    DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, LimitBucketStatus, MemberSettings,
     MemoryStatus, RefusedClients, RemoteStatus, ReservationStatus, ServerStatus, ThrottleStatus,
     ThrottledTransfers, WaitPercentiles, WaitingRequests, WatermarkStatus,
 };
@@ -321,8 +321,8 @@ fn throttle_status(stats: &ThrottleStats) -> ThrottleStatus {
     }
 }
 
-fn limit_buckets(LimitLevel { main, burst_rate, balance }: LimitLevel) -> LimitBuckets {
-    LimitBuckets {
+fn limit_buckets(LimitLevel { main, burst_rate, balance }: LimitLevel) -> LimitBucketStatus {
+    LimitBucketStatus {
         level: main.units,
         capacity: main.capacity,
         burst_rate_level: burst_rate.map(|bucket| bucket.units),
