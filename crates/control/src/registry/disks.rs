@@ -119,10 +119,10 @@ impl DiskRegistry {
     /// Name and operation of an unlisted disk: removed and still being closed, being migrated, or
     /// still incomplete.
     pub(crate) fn unlisted_operation(&self) -> Option<(String, &'static str)> {
-        let first = |set: &RefCell<BTreeSet<String>>| set.borrow().first().cloned();
         let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
+        let adding = || self.incomplete.borrow().first().cloned().map(|name| (name, "added"));
         let moving = || self.migrating.borrow().keys().next().cloned().map(|name| (name, "moved"));
-        closing.or_else(moving).or_else(|| first(&self.incomplete).map(|name| (name, "added")))
+        closing.or_else(moving).or_else(adding)
     }
 
     /// True if a disk has stopped at an error.
