@@ -97,7 +97,8 @@ impl KeyTable for ClusterConfig {
 
 type Config = ClusterConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(ClusterConfig) = |ClusterConfig {
                                   name: _,
                                   host: _,
@@ -109,7 +110,7 @@ const _: fn(ClusterConfig) = |ClusterConfig {
                                   control_groups: _,
                               }| ();
 
-/// The table.
+/// The table of keys.
 fn cluster_keys() -> Vec<ConfigKey<ClusterConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help

@@ -1,7 +1,7 @@
 //! The config of the daemon process, and the table of its keys.
 //!
-//! `[daemon]` of the config file and the options of `weir serve` follow from the table. A field
-//! without a row does not compile ([`daemon_keys`]).
+//! `[daemon]` of the config file and the options of `weir serve` follow from the table
+//! ([`daemon_keys`]).
 
 mod security;
 
@@ -217,7 +217,8 @@ pub(crate) const DEPRECATED_CONTROL: &str = "control";
 
 type Config = DaemonConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(DaemonConfig) = |DaemonConfig {
                                  nbd: _,
                                  sockets: SocketAccess { mode: _, owner: _ },
@@ -249,7 +250,7 @@ const _: fn(DaemonConfig) = |DaemonConfig {
                                  user: _,
                              }| ();
 
-/// The table. The order is that of the help.
+/// The table of keys, in the order of the help.
 fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help

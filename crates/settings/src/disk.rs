@@ -1,8 +1,7 @@
 //! The config of a disk, and the table of its keys.
 //!
 //! The table is the only description of a disk. The config file, command-line options, saved
-//! configs, reload, migration and upgrade follow from its rows. A field without a row does not
-//! compile ([`disk_keys`]).
+//! configs, reload, migration and upgrade follow from its rows ([`disk_keys`]).
 
 mod export;
 
@@ -208,8 +207,9 @@ impl KeyTable for DiskConfig {
 
 type Config = DiskConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
-// Two fields have no row: `name` is the table's name, `export_name` a key of `export`.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check. Two fields have no row: `name` is the table's name,
+// `export_name` a key of `export`.
 const _: fn(DiskConfig) = |DiskConfig {
                                name: _,
                                export_name: _,
@@ -240,7 +240,7 @@ const _: fn(DiskConfig) = |DiskConfig {
                                exports: _,
                            }| ();
 
-/// The table. The order is that of the help.
+/// The table of keys, in the order of the help.
 fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
     let mut keys = table! {
         // name, value, placeholder, field, default, change, transfer, help

@@ -21,7 +21,8 @@ pub use nbd_device::NbdDeviceConfig;
 pub use ublk::UblkConfig;
 pub use vhost_user_blk::{VhostUserBlkConfig, VhostUserSocket};
 
-/// Export with a separate endpoint (`ExportTarget`), by any protocol but an NBD server.
+/// An export that has its own endpoint: every type except `nbd`, whose exports share the endpoint
+/// of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExportTarget {
     /// A socket for a virtual machine.
@@ -63,7 +64,7 @@ impl ExportTarget {
         }
     }
 
-    /// Name of its passed socket, if it uses one.
+    /// Name or number of the socket, if a service manager passed it to weir.
     pub fn inherited_name(&self) -> Option<&str> {
         match self {
             Self::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Inherited(name), .. }) => {

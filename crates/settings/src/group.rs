@@ -40,11 +40,11 @@ impl KeyTable for GroupConfig {
 
 type Config = GroupConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
-// `name` has no row: it is the table's name.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check. `name` has no row: it is the table's name.
 const _: fn(GroupConfig) = |GroupConfig { name: _, settings: _, group: _, cluster: _ }| ();
 
-/// The table. The order is that of the help.
+/// The table of keys, in the order of the help.
 fn group_keys() -> Vec<ConfigKey<GroupConfig>> {
     let mut keys = table! {
         // name, value, placeholder, field, default, change, transfer, help

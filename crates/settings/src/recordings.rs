@@ -48,10 +48,11 @@ impl AddressedConfig for RecordingConfig {
     const MISSING_ADDRESS: Option<&'static str> = Some("no directory (add directory = \"PATH\")");
 }
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(RecordingConfig) = |RecordingConfig { directory: _, keep: _, limit: _ }| ();
 
-/// The table.
+/// The table of keys.
 fn keys() -> Vec<ConfigKey<RecordingConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help

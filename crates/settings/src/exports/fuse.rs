@@ -51,10 +51,11 @@ impl AddressedConfig for FuseConfig {
 
 type Config = FuseConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(FuseConfig) = |FuseConfig { file: _, growable: _, allow_other: _, read_only: _ }| ();
 
-/// The table.
+/// The table of keys.
 fn keys() -> Vec<ConfigKey<FuseConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help

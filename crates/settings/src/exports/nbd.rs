@@ -43,10 +43,11 @@ impl AddressedConfig for NbdServerConfig {
 
 type Config = NbdServerConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(NbdServerConfig) = |NbdServerConfig { endpoint: _, read_only: _ }| ();
 
-/// The table.
+/// The table of keys.
 fn keys() -> Vec<ConfigKey<NbdServerConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help

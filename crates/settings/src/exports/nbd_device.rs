@@ -79,7 +79,8 @@ impl AddressedConfig for NbdDeviceConfig {
 
 type Config = NbdDeviceConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(NbdDeviceConfig) = |NbdDeviceConfig {
                                     number: _,
                                     connections: _,
@@ -89,7 +90,7 @@ const _: fn(NbdDeviceConfig) = |NbdDeviceConfig {
                                     read_only: _,
                                 }| ();
 
-/// The table.
+/// The table of keys.
 fn keys() -> Vec<ConfigKey<NbdDeviceConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help

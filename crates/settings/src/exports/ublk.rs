@@ -29,8 +29,8 @@ pub struct UblkConfig {
     pub queues: Option<u16>,
     /// Requests in flight in each queue.
     pub queue_depth: u16,
-    /// Time that requests wait for weir to return before the device is removed, in seconds; 0 is
-    /// unlimited.
+    /// Time that requests wait for weir to restart before they fail and the device is removed, in
+    /// seconds; 0 is unlimited.
     pub dead_timeout_s: u32,
     /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_bytes: u32,
@@ -88,7 +88,8 @@ impl AddressedConfig for UblkConfig {
 
 type Config = UblkConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(UblkConfig) = |UblkConfig {
                                number: _,
                                queues: _,
@@ -103,7 +104,7 @@ const _: fn(UblkConfig) = |UblkConfig {
                                zero_copy: _,
                            }| ();
 
-/// The table.
+/// The table of keys.
 fn keys() -> Vec<ConfigKey<UblkConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help

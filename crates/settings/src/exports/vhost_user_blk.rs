@@ -160,7 +160,8 @@ impl AddressedConfig for VhostUserBlkConfig {
 
 type Config = VhostUserBlkConfig;
 
-// A new field does not compile until it is named here, together with its row in the table below.
+// Names all fields, so that a new field is a compile error here. It needs a row in the table below,
+// which the compiler does not check.
 const _: fn(VhostUserBlkConfig) = |VhostUserBlkConfig {
                                        socket: _,
                                        client: _,
@@ -174,7 +175,7 @@ const _: fn(VhostUserBlkConfig) = |VhostUserBlkConfig {
                                        read_only: _,
                                    }| ();
 
-/// The table.
+/// The table of keys.
 fn keys() -> Vec<ConfigKey<VhostUserBlkConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
