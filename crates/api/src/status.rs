@@ -213,7 +213,8 @@ pub struct ExportCounters {
 }
 
 impl ExportCounters {
-    /// Virtqueues or queues of a device; of a kernel NBD device one for each pair of sockets.
+    /// Number of virtqueues, or of queues of a device. A kernel NBD device has one queue for each
+    /// socket pair.
     pub fn kernel_queues(&self) -> Option<u64> {
         self.queues.or(self.sockets)
     }

@@ -613,7 +613,7 @@ async fn quiesce_and_transfer(
     let channel = channel.send_in_background(QuiesceOutcome::Still(state), bytes, descriptors).await?;
     let (channel, message, _) = channel.receive_in_background(READY_TIMEOUT).await?;
     match message {
-        // A signal may have arrived during the pause; then this process ends in order.
+        // A signal may have arrived during the pause; then this process shuts down.
         UpgradeMessage::Ready if !registry.lifecycle.is_ending.get() => {}
         UpgradeMessage::Ready => bail!("weir is stopping"),
         UpgradeMessage::Refused(why) => bail!("{why}"),

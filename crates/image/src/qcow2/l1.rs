@@ -25,8 +25,7 @@ pub(super) struct L1 {
 /// Entries in a sector, the unit of writing.
 pub(super) const SECTOR_ENTRIES: usize = 64;
 
-/// Pads a table to whole sectors. The rest of its last cluster is never read and not allocated in
-/// the file.
+/// Pads a table to whole sectors. The rest of its last cluster is never read, so it is not written.
 pub(super) fn padded(mut table: Vec<u8>) -> Vec<u8> {
     table.resize(table.len().max(1).next_multiple_of(SECTOR_ENTRIES * 8), 0);
     table

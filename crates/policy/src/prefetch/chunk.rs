@@ -51,7 +51,7 @@ pub(super) struct CacheChunk<T> {
     pub(super) settled_blocks: BlockBitmap,
     pub(super) open_blocks: u64,
     pub(super) stream: StreamId,
-    /// True if its bytes were charged to the gate's credit.
+    /// True if its bytes were charged to the credit of the [gate](super::gate).
     pub(super) on_trial: bool,
     /// Bytes charged for the whole range that the chunk is a part of.
     pub(super) charged_bytes: u64,

@@ -12,7 +12,7 @@ pub(super) const BLOCK_BYTES: u64 = 4096;
 /// block.
 pub(super) const CHUNK_MAX_BYTES: u64 = 1 << 20;
 
-/// Identifies a stream. Once the stream is forgotten, its ID finds no other one.
+/// Identifies a stream. The ID of a forgotten stream never identifies a later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StreamId {
     pub(super) index: u32,
@@ -32,7 +32,8 @@ pub struct ReadAhead {
     pub(super) step: i64,
     pub(super) count: u64,
     pub(super) size_bytes: u64,
-    /// True until the stream has proven its use: the bytes are charged to the gate's credit.
+    /// True until clients have read enough of the stream's data: the bytes are charged to the
+    /// credit of the [gate](super::gate).
     pub(super) on_trial: bool,
 }
 

@@ -20,8 +20,10 @@ use super::{
 };
 use crate::{file_system_class::FileSystemClass, hierarchy::KernelRoots, kernel, kernel::mountinfo::Mount};
 
-/// The kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
+/// Number of overlays on top of each other that are followed to the file system below. The kernel
+/// permits 2 (FILESYSTEM_MAX_STACK_DEPTH).
 const MAX_LAYERS: usize = 3;
+/// Number of disks below each other that are followed.
 const MAX_DEPTH: usize = 8;
 
 pub(super) struct DiskStack<'a> {

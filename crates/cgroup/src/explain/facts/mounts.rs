@@ -49,7 +49,8 @@ impl MountTable {
 
     pub(super) fn enter(&mut self, disks: &mut DiskStack<'_>, file: &str, row: &MountRow) -> usize {
         let file_system = disks.file_system(&self.own_mounts, file, row);
-        // The number alone is not enough: Btrfs and overlays differ in mount point or disk.
+        // The number alone is not enough: mounts of Btrfs and overlays may have the same number,
+        // but different mount points or disks.
         let same = |known: &MountedFileSystem| {
             known.number == file_system.number
                 && known.mount_point == file_system.mount_point

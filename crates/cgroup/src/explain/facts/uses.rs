@@ -161,7 +161,7 @@ pub(super) fn file_uses(
         if uses.iter().any(|known| same(known) && (!writes || known.path == path)) {
             continue;
         }
-        // Only buffered writes may be charged to an earlier user of the file.
+        // The kernel may charge buffered writes, but no others, to an earlier user of the file.
         let cached = writes && access_mode == AccessMode::Buffered;
         let created = metadata.filter(|_| cached).and_then(|metadata| metadata.created().ok());
         uses.push(FileUse {
