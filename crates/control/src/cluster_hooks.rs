@@ -46,7 +46,7 @@ impl ClusterHooks for Registry {
                 format!("this host ({host}) has its quota of cluster {cluster}'s limits"),
             ),
             Some(why) => (
-                Kind::ClusterApart,
+                Kind::ClusterPartitioned,
                 format!(
                     "partitioned from cluster {cluster}: {why} (the fallback share applies once \
                      the quota leases expire)"
@@ -88,13 +88,13 @@ impl ClusterHooks for Registry {
     fn report_silent_host(&self, cluster: &str, host: &str, is_unreachable: bool) {
         let (kind, message) = match is_unreachable {
             true => (
-                Kind::ClusterHostSilent,
+                Kind::ClusterHostUnreachable,
                 format!(
                     "host {host} is unreachable: its quota goes to other hosts, except its \
                      fallback share (`weir cluster forget {host}` if it will not return)"
                 ),
             ),
-            false => (Kind::ClusterHostHeard, format!("host {host} is reachable again, or has left")),
+            false => (Kind::ClusterHostReachable, format!("host {host} is reachable again, or has left")),
         };
         self.events.record(NewEvent::new(kind, message).with("cluster", cluster).with("host", host));
     }
@@ -105,7 +105,7 @@ impl ClusterHooks for Registry {
              of {there} (lower reservations, or set a higher limit)"
         );
         let event =
-            NewEvent::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
+            NewEvent::new(Kind::ClusterOvercommitted, message).of_group(group).with("cluster", cluster);
         self.events.record(event.with("unit", unit).with("reserved", promised).with("limit", there));
     }
 }

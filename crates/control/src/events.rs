@@ -262,17 +262,17 @@ mod tests {
     fn rate_limit_drops_and_counts_per_event_type() {
         let events = EventLog::starting_at(0);
         for _ in 0..10_000 {
-            events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::ClientIn));
+            events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::SessionStarted));
         }
         events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::ImageError));
         assert_eq!(events.since(0).len(), BURST as usize + 1);
-        events.record_at(at(1200), UNIX_EPOCH, new_event(Kind::ClientIn));
+        events.record_at(at(1200), UNIX_EPOCH, new_event(Kind::SessionStarted));
         let last = events.since(0).pop().unwrap();
         assert_eq!(last.data["suppressed"], 10_000 - BURST);
         let counts_of =
             |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
         assert_eq!(
-            (counts_of(Kind::ClientIn), counts_of(Kind::ImageError)),
+            (counts_of(Kind::SessionStarted), counts_of(Kind::ImageError)),
             ([BURST + 1, 10_000 - BURST], [1, 0])
         );
     }
@@ -282,7 +282,7 @@ mod tests {
         let events = EventLog::starting_at(0);
         let came = |disk: &str| {
             let before = events.last();
-            events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::ClientIn).of_disk(disk));
+            events.record_at(at(1000), UNIX_EPOCH, new_event(Kind::SessionStarted).of_disk(disk));
             events.last() > before
         };
         // Half of the common burst includes the disk's own share.
@@ -294,7 +294,7 @@ mod tests {
     fn frequent_events_do_not_evict_errors() {
         let events = EventLog::starting_at(0);
         for ms in 0..5000_u64 {
-            let kinds = [Kind::ClientIn, Kind::ClientOut, Kind::LimitHit, Kind::LimitReleased];
+            let kinds = [Kind::SessionStarted, Kind::SessionEnded, Kind::LimitHit, Kind::LimitReleased];
             kinds.into_iter().for_each(|kind| events.record_at(at(ms * 100), UNIX_EPOCH, new_event(kind)));
             if ms % 100 == 0 {
                 events.record_at(at(ms * 100), UNIX_EPOCH, new_event(Kind::ImageError));
@@ -304,7 +304,8 @@ mod tests {
         let count_of = |wanted: Kind| all.iter().filter(|event| event.kind == wanted).count();
         assert_eq!((all.len(), count_of(Kind::ImageError)), (RING_CAPACITY, PROTECTED_PER_TYPE));
         assert!(
-            count_of(Kind::ClientIn) >= PROTECTED_PER_TYPE && count_of(Kind::ClientOut) >= PROTECTED_PER_TYPE
+            count_of(Kind::SessionStarted) >= PROTECTED_PER_TYPE
+                && count_of(Kind::SessionEnded) >= PROTECTED_PER_TYPE
         );
         assert!(all.is_sorted_by_key(|event| event.id));
     }
@@ -312,7 +313,7 @@ mod tests {
     #[test]
     fn new_process_continues_with_larger_numbers() {
         let (old, new) = (EventLog::starting_at(7), EventLog::starting_at(7));
-        let record = |events: &EventLog| events.record_at(at(0), UNIX_EPOCH, new_event(Kind::ClientOut));
+        let record = |events: &EventLog| events.record_at(at(0), UNIX_EPOCH, new_event(Kind::SessionEnded));
         (0..3).for_each(|_| record(&old));
         new.continue_after(old.last());
         (0..3).for_each(|_| record(&old));
@@ -336,7 +337,7 @@ mod tests {
             sender.send(()).unwrap();
         });
         assert!(receiver.try_recv().is_err());
-        events.record_at(at(0), UNIX_EPOCH, new_event(Kind::ClientIn));
+        events.record_at(at(0), UNIX_EPOCH, new_event(Kind::SessionStarted));
         receiver.recv().unwrap();
         waiting.join().unwrap();
     }

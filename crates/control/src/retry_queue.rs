@@ -86,7 +86,7 @@ impl Registry {
                 format!("disk {name}: cannot be opened, retrying every {} s: {why}", RETRY_INTERVAL.as_secs())
             }
         };
-        let event = NewEvent::new(Kind::DiskUnopened, message).of_disk(name);
+        let event = NewEvent::new(Kind::DiskUnavailable, message).of_disk(name);
         self.events.record(event.with("image", image).with("reason", why));
     }
 

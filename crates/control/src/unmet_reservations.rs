@@ -183,9 +183,9 @@ impl Registry {
                 let amounts: Vec<_> = amounts().map(|(key, amount)| format!("{key} {amount}")).collect();
                 let amounts = amounts.join(" and ");
                 let message = format!("{name}: served without its {amounts} until capacity is free: {why}");
-                NewEvent::new(Kind::PromiseLeftOut, message)
+                NewEvent::new(Kind::ReservationUnmet, message)
             } else {
-                NewEvent::new(Kind::PromiseMade, format!("{name}: its reservation is in force now"))
+                NewEvent::new(Kind::ReservationInForce, format!("{name}: its reservation is in force now"))
             };
             let event =
                 if self.groups.get(&name).is_ok() { event.of_group(&name) } else { event.of_disk(&name) };

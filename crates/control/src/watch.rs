@@ -140,19 +140,19 @@ struct DeviceInUse {
 
 impl DeviceInUse {
     fn use_event(&self, kind: Kind, export: &str) -> NewEvent {
-        let verb = if kind == Kind::ClientIn { "uses" } else { "has left" };
+        let verb = if kind == Kind::SessionStarted { "uses" } else { "has left" };
         let message = format!("a client of {} {verb} disk {}", self.kind, self.disk);
         NewEvent::new(kind, message).of_disk(&self.disk).with("export", export).with("type", self.kind)
     }
 
     fn end_event(&self, export: &str, connections: usize, now: Instant) -> NewEvent {
-        let event = self.use_event(Kind::ClientOut, export).with("connections", connections);
+        let event = self.use_event(Kind::SessionEnded, export).with("connections", connections);
         event.with("seconds", (now - self.since).as_secs())
     }
 }
 
 fn storage_answers_event(disk: &str) -> NewEvent {
-    NewEvent::new(Kind::StorageAnswers, format!("the storage of disk {disk} answers again")).of_disk(disk)
+    NewEvent::new(Kind::StorageRecovered, format!("the storage of disk {disk} answers again")).of_disk(disk)
 }
 
 impl EventWatch {
@@ -208,7 +208,7 @@ impl EventWatch {
                 let message =
                     format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
                 let event =
-                    NewEvent::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
+                    NewEvent::new(Kind::StorageUnresponsive, message).of_disk(&name).with("seconds", seconds);
                 let connected = storage.remote_status().map(|remote| remote.is_connected);
                 registry.events.record(event.with("connected", connected));
             } else if was_reported && !is_late {
@@ -238,9 +238,9 @@ impl EventWatch {
                 before.remove(&export.id).unwrap_or(DeviceInUse { disk, kind, clients: 0, since: now });
             // The flag is consumed even if no event follows.
             if clients > before_use.clients && !self.in_use_before.remove(&export.id) {
-                registry
-                    .events
-                    .record(before_use.use_event(Kind::ClientIn, &export.id).with("connections", clients));
+                registry.events.record(
+                    before_use.use_event(Kind::SessionStarted, &export.id).with("connections", clients),
+                );
             } else if clients < before_use.clients {
                 registry.events.record(before_use.end_event(&export.id, clients, now));
             }

@@ -19,13 +19,15 @@ use super::{EventLog, Kind, NewEvent};
 impl ClientObserver for EventLog {
     fn connected(&self, client: &NbdClientInfo) {
         let message = format!("{} uses disk {}", client_text(client), client.disk);
-        self.record(nbd_client_event(Kind::ClientIn, message, client));
+        self.record(nbd_client_event(Kind::SessionStarted, message, client));
     }
 
     fn disconnected(&self, client: &NbdClientInfo, duration: Duration) {
         let message =
             format!("{} has left disk {} after {} s", client_text(client), client.disk, duration.as_secs());
-        self.record(nbd_client_event(Kind::ClientOut, message, client).with("seconds", duration.as_secs()));
+        self.record(
+            nbd_client_event(Kind::SessionEnded, message, client).with("seconds", duration.as_secs()),
+        );
     }
 }
 
@@ -57,12 +59,12 @@ fn front_end_event(disk: &str, event: &FrontEndEvent<'_>) -> NewEvent {
     match *event {
         FrontEndEvent::Connected { process } => {
             let message = format!("{} uses disk {disk}", front_end_text(process));
-            NewEvent::new(Kind::ClientIn, message).with("front-end", front_end_json(process))
+            NewEvent::new(Kind::SessionStarted, message).with("front-end", front_end_json(process))
         }
         FrontEndEvent::Disconnected { process, duration: lasted } => {
             let seconds = lasted.as_secs();
             let message = format!("{} has left disk {disk} after {seconds} s", front_end_text(process));
-            NewEvent::new(Kind::ClientOut, message)
+            NewEvent::new(Kind::SessionEnded, message)
                 .with("front-end", front_end_json(process))
                 .with("seconds", seconds)
         }
@@ -79,7 +81,7 @@ fn front_end_event(disk: &str, event: &FrontEndEvent<'_>) -> NewEvent {
                 front_end_text(connected)
             );
             let new_event =
-                NewEvent::new(Kind::ClientTurnedAway, message).with("front-end", front_end_json(process));
+                NewEvent::new(Kind::ClientRejected, message).with("front-end", front_end_json(process));
             new_event.with("connected", front_end_json(connected))
         }
         FrontEndEvent::RingBroken { ring, why } => {

@@ -77,30 +77,30 @@ kinds! {
     DiskStopped "disk_stopped" Error
     DiskResumed "disk_resumed" Info
     BackingFileChanged "backing_file_changed" Error
-    StorageSilent "storage_unresponsive" Warning
-    StorageAnswers "storage_recovered" Info
+    StorageUnresponsive "storage_unresponsive" Warning
+    StorageRecovered "storage_recovered" Info
     DeviceSlow "device_slow" Warning
     DeviceRecovered "device_recovered" Info
-    ClientIn "session_started" Info
-    ClientOut "session_ended" Info
-    ClientTurnedAway "client_rejected" Warning
+    SessionStarted "session_started" Info
+    SessionEnded "session_ended" Info
+    ClientRejected "client_rejected" Warning
     ClientDisconnected "client_disconnected" Warning
     RingBroken "ring_broken" Warning
     RingServed "ring_served" Info
     ConfigChanged "config_changed" Info
     DiskAdded "disk_added" Info
-    DiskUnopened "disk_unavailable" Warning
+    DiskUnavailable "disk_unavailable" Warning
     DiskRemoved "disk_removed" Info
     GroupAdded "group_added" Info
     GroupRemoved "group_removed" Info
     TakenOver "taken_over" Info
     ClusterJoined "cluster_joined" Info
-    ClusterApart "cluster_partitioned" Warning
-    ClusterHostSilent "cluster_host_unreachable" Warning
-    ClusterHostHeard "cluster_host_reachable" Info
-    ClusterOverpromised "cluster_overcommitted" Warning
-    PromiseLeftOut "reservation_unmet" Warning
-    PromiseMade "reservation_in_force" Info
+    ClusterPartitioned "cluster_partitioned" Warning
+    ClusterHostUnreachable "cluster_host_unreachable" Warning
+    ClusterHostReachable "cluster_host_reachable" Info
+    ClusterOvercommitted "cluster_overcommitted" Warning
+    ReservationUnmet "reservation_unmet" Warning
+    ReservationInForce "reservation_in_force" Info
 }
 
 /// Event type names of weir 0.1.0, with their current names: in an upgrade, an old process sends
@@ -265,7 +265,7 @@ mod tests {
     #[test]
     fn client_text_is_truncated_in_events() {
         let long = "é".repeat(100_000);
-        let event = NewEvent::new(Kind::ClientIn, long.as_str()).with("name", long);
+        let event = NewEvent::new(Kind::SessionStarted, long.as_str()).with("name", long);
         assert!(event.recorded_at(1, UNIX_EPOCH, 0).to_json().to_string().len() < 3 * MAX_TEXT_BYTES);
     }
 

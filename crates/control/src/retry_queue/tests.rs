@@ -71,7 +71,7 @@ fn failed_retries_are_reported_once_and_rolled_back() {
             assert!(registry.disks.is_unavailable("far") && registry.disks.all().is_empty());
             assert!(registry.exports.all().is_empty() && registry.disks.unlisted_operation().is_none());
         }
-        assert_eq!(kinds(&registry), [Kind::DiskUnopened]);
+        assert_eq!(kinds(&registry), [Kind::DiskUnavailable]);
         registry.add_server(&server("/second"));
         reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         assert!(!registry.disks.is_unavailable("far"));
