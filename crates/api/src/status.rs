@@ -215,7 +215,7 @@ pub struct ExportCounters {
 impl ExportCounters {
     /// Number of virtqueues, or of queues of a device. A kernel NBD device has one queue for each
     /// socket pair.
-    pub fn kernel_queues(&self) -> Option<u64> {
+    pub fn queue_count(&self) -> Option<u64> {
         self.queues.or(self.sockets)
     }
 }

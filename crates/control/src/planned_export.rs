@@ -96,8 +96,8 @@ impl PlannedExport {
             })
         });
         let separate = export_specs.iter().filter(|export| is_wanted(export.disk));
-        let separate = separate.map(|ExportSpec { target: door, disk }| {
-            of_disk(*disk, false, PlannedEndpoint::Separate(door.clone()))
+        let separate = separate.map(|ExportSpec { target, disk }| {
+            of_disk(*disk, false, PlannedEndpoint::Separate(target.clone()))
         });
         nbd.chain(separate).collect()
     }
@@ -123,9 +123,9 @@ impl PlannedExport {
                 PlannedEndpoint::Nbd { endpoint, name, .. },
                 PlannedEndpoint::Nbd { endpoint: other_endpoint, name: other_name, .. },
             ) => (endpoint, name) == (other_endpoint, other_name),
-            (PlannedEndpoint::Separate(door), PlannedEndpoint::Separate(other)) => {
+            (PlannedEndpoint::Separate(target), PlannedEndpoint::Separate(other)) => {
                 // Devices without an address, such as automatically numbered ones, never coincide.
-                let address = (door.path(), door.inherited_name());
+                let address = (target.path(), target.inherited_name());
                 address != (None, None) && address == (other.path(), other.inherited_name())
             }
             _ => false,
@@ -226,8 +226,8 @@ impl PlannedExport {
 
     /// True if clients of the endpoint cannot write.
     pub(crate) fn is_read_only(&self, registry: &Registry) -> anyhow::Result<bool> {
-        let of_door = matches!(&self.endpoint, PlannedEndpoint::Separate(door) if door.read_only());
-        Ok(self.read_only || of_door || registry.disks.get(&self.disk)?.disk.image().is_read_only())
+        let of_target = matches!(&self.endpoint, PlannedEndpoint::Separate(target) if target.read_only());
+        Ok(self.read_only || of_target || registry.disks.get(&self.disk)?.disk.image().is_read_only())
     }
 
     /// Export name and address for reports; for a separate endpoint, the disk's name and the

@@ -228,7 +228,7 @@ impl MetricFamilies {
         let help = "Clients connected to an export.";
         to.gauges("weir_export_connections", help, each(|export| Some(export.connections as u64)))?;
         let help = "Virtqueues of a guest, or queues of a device, that are served now.";
-        to.gauges("weir_export_queues", help, each(|export| export.counters.kernel_queues()))?;
+        to.gauges("weir_export_queues", help, each(|export| export.counters.queue_count()))?;
         let help = "Requests from a guest or a device.";
         to.counters("weir_export_requests", help, each(|export| export.counters.requests))?;
         let help = "Requests from a guest or a device that are not completed yet.";

@@ -58,8 +58,8 @@ impl DesiredState {
     /// Disks whose serial numbers a guest cannot distinguish from another disk's.
     fn duplicate_serials(&self) -> impl Iterator<Item = &str> {
         let mut disk_of = HashMap::new();
-        self.exports.iter().filter_map(move |ExportSpec { target: door, disk }| {
-            let ExportTarget::VhostUserBlk(machine) = door else { return None };
+        self.exports.iter().filter_map(move |ExportSpec { target, disk }| {
+            let ExportTarget::VhostUserBlk(machine) = target else { return None };
             let name = &*self.disks[*disk].name;
             // Several exports of one disk may share its serial number.
             (disk_of.entry(machine.guest_serial(name)).or_insert(disk) != &disk).then_some(name)
@@ -68,14 +68,15 @@ impl DesiredState {
 
     /// Names of the groups that contain a disk, directly or in a subgroup.
     fn groups_with_disks(&self) -> HashSet<&str> {
-        let mut peopled: HashSet<&str> = self.disks.iter().filter_map(|disk| disk.group.as_deref()).collect();
+        let mut occupied: HashSet<&str> =
+            self.disks.iter().filter_map(|disk| disk.group.as_deref()).collect();
         // From the end, because each group follows its parent.
         for group in self.groups.iter().rev().filter(|group| group.group.is_some()) {
-            if peopled.contains(group.name.as_str()) {
-                peopled.extend(group.group.as_deref());
+            if occupied.contains(group.name.as_str()) {
+                occupied.extend(group.group.as_deref());
             }
         }
-        peopled
+        occupied
     }
 }
 

@@ -12,8 +12,8 @@ use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use settings::{
-    CheckedDisk, Diagnostics, DiskConfig, ExportTarget as DoorKind, KeyTable as _, TlsConfig,
-    VhostUserBlkConfig, VhostUserSocket, config, key::TransferPolicy,
+    CheckedDisk, Diagnostics, DiskConfig, ExportTarget, KeyTable as _, TlsConfig, VhostUserBlkConfig,
+    VhostUserSocket, config, key::TransferPolicy,
 };
 
 use crate::{
@@ -32,7 +32,8 @@ pub(crate) struct MigratedDisk {
     /// NBD address at the target; `None` for the target's only server.
     pub(super) listen: Option<String>,
     /// vhost-user sockets, in the syntax of the command line.
-    doors: Vec<String>,
+    #[serde(rename = "doors")]
+    endpoints: Vec<String>,
     pub(super) filled: Option<BucketLevelsState>,
 }
 
@@ -90,7 +91,7 @@ impl MigratedDisk {
         }
         // One name at two servers here becomes one export at the target's server.
         names.dedup();
-        Ok(Self { keys, group, exports: names, listen, doors: endpoints, filled: None })
+        Ok(Self { keys, group, exports: names, listen, endpoints, filled: None })
     }
 
     /// Disk config for this description, checked by the rules of a config file.
@@ -111,16 +112,16 @@ impl MigratedDisk {
     ///
     /// # Errors
     /// A text is no endpoint, or its path is relative.
-    pub(super) fn endpoints(&self) -> anyhow::Result<Vec<DoorKind>> {
+    pub(super) fn endpoints(&self) -> anyhow::Result<Vec<ExportTarget>> {
         let read = |text: &String| {
             let config: VhostUserBlkConfig = text.parse().map_err(anyhow::Error::msg)?;
             ensure!(
                 matches!(&config.socket, VhostUserSocket::Path(path) if path.is_absolute()),
                 "{text}: is no absolute path"
             );
-            Ok(DoorKind::VhostUserBlk(config))
+            Ok(ExportTarget::VhostUserBlk(config))
         };
-        self.doors.iter().map(read).collect()
+        self.endpoints.iter().map(read).collect()
     }
 }
 
@@ -153,7 +154,7 @@ fn check_migratable(running: &RunningDisk) -> anyhow::Result<()> {
 }
 
 fn endpoint_text(export: &RunningExport) -> anyhow::Result<String> {
-    let Some(DoorKind::VhostUserBlk(config)) = &export.endpoint_config else {
+    let Some(ExportTarget::VhostUserBlk(config)) = &export.endpoint_config else {
         bail!("export {}: devices of this host cannot be migrated (`weir detach` removes one)", export.id);
     };
     let VhostUserSocket::Path(path) = &config.socket else {

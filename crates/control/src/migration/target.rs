@@ -8,7 +8,7 @@ use cluster::{
     ClusterMembership,
     migration_offer::{MigrationReply, MigrationStep, ReceivedOffer, StepOutcome},
 };
-use settings::ExportTarget as DoorKind;
+use settings::ExportTarget;
 
 use super::{CHECK_TIMEOUT, MigratedDisk, RETRY_INTERVAL};
 use crate::{
@@ -306,7 +306,7 @@ async fn export_disk(registry: &Rc<Registry>, disk: &str, described: &MigratedDi
             tracing::error!(%disk, "it was migrated here, but is not exported: {error:#}");
         }
     }
-    let endpoints: Vec<DoorKind> = described.endpoints().unwrap_or_default();
+    let endpoints: Vec<ExportTarget> = described.endpoints().unwrap_or_default();
     for endpoint in endpoints {
         let id = registry.exports.free_id(disk, &endpoint.address());
         if let Err(error) = registry.add_endpoint(id, Rc::clone(&running), read_only, &endpoint, None).await {

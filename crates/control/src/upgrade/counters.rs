@@ -209,7 +209,8 @@ pub(super) struct DaemonCounterState {
     /// By endpoint: clients rejected by network, number of connections, name and export.
     servers: BTreeMap<String, [u64; 4]>,
     /// By export id: requests, kicks, calls, copies, copied bytes.
-    doors: BTreeMap<String, [u64; 5]>,
+    #[serde(rename = "doors")]
+    endpoints: BTreeMap<String, [u64; 5]>,
     /// By event type: recorded, dropped.
     event_counts: BTreeMap<String, [u64; 2]>,
     /// Events as clients receive them, oldest first.
@@ -236,7 +237,7 @@ impl DaemonCounterState {
         let deliveries = registry.deliveries.get().map(|counts| counts.counts());
         Self {
             servers: servers.collect(),
-            doors: endpoints.collect(),
+            endpoints: endpoints.collect(),
             event_counts: counts.map(|(kind, counts)| (kind.name().to_owned(), counts)).collect(),
             // In their public form, which both versions understand.
             events: registry.events.since(0).iter().map(|event| event.to_json()).collect(),
@@ -265,7 +266,7 @@ impl DaemonCounterState {
 
     /// Adds the counters of an export's endpoint, by the id that it had in the old process.
     pub(super) fn add_to_endpoint(&mut self, id: &str, export: &RunningExport) {
-        if let (Some(counts), Some(endpoint)) = (self.doors.remove(id), export.own_endpoint()) {
+        if let (Some(counts), Some(endpoint)) = (self.endpoints.remove(id), export.own_endpoint()) {
             let [requests, kicks, calls, copies, copied_bytes] = counts.map(Some);
             let before =
                 ExportCounters { requests, kicks, calls, copies, copied_bytes, ..ExportCounters::default() };

@@ -195,10 +195,10 @@ async fn problems(
     found.extend(sandbox::check_descriptor_limit(plan).err());
     sockets(parsed, plan, conflict_rule, &mut found);
     for disk in &plan.disks {
-        found.extend(disk.targets().filter_map(|(index, door)| {
+        found.extend(disk.targets().filter_map(|(index, target)| {
             Some(with_origin(
                 disk.item_origin("export", index, ""),
-                endpoints::check_host_support(door).err()?,
+                endpoints::check_host_support(target).err()?,
             ))
         }));
     }

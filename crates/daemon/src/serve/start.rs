@@ -479,7 +479,9 @@ fn start_http(
     cgroups: Option<&cgroup::watch::CgroupWatchThread>,
     is_upgrade: bool,
 ) -> anyhow::Result<Option<weir_http::HttpServer>> {
-    let Some(endpoints) = bound.http.take().filter(|doors| !doors.is_empty()) else { return Ok(None) };
+    let Some(endpoints) = bound.http.take().filter(|endpoints| !endpoints.is_empty()) else {
+        return Ok(None);
+    };
     let figures = cgroups.and_then(cgroup::watch::CgroupWatchThread::figures);
     match weir_http::HttpServer::start(endpoints, registry, &bound.workers, figures) {
         Err(error) if is_upgrade => {

@@ -191,7 +191,7 @@ impl FuseMount {
     /// may answer now.
     pub fn adopt(state: TransferredMount, owner: FuseFileOwner) -> Self {
         let TransferredMount { path, device, by_helper, number, watcher } = state;
-        let watcher = watcher.map(|bell| MountWatcher { pipe: bell, child: None });
+        let watcher = watcher.map(|pipe| MountWatcher { pipe, child: None });
         let root = mounted(&path).filter(|(_, found)| Some(*found) == number);
         Self {
             _own: root.as_ref().and_then(mark_own),

@@ -18,11 +18,11 @@ impl ExportConfig {
         }
         match self {
             Self::Nbd(export) => table("nbd", export),
-            Self::Target(door) => match door {
-                ExportTarget::VhostUserBlk(export) => table(door.type_name(), export),
-                ExportTarget::Ublk(export) => table(door.type_name(), export),
-                ExportTarget::Fuse(export) => table(door.type_name(), export),
-                ExportTarget::NbdDevice(export) => table(door.type_name(), export),
+            Self::Target(target) => match target {
+                ExportTarget::VhostUserBlk(export) => table(target.type_name(), export),
+                ExportTarget::Ublk(export) => table(target.type_name(), export),
+                ExportTarget::Fuse(export) => table(target.type_name(), export),
+                ExportTarget::NbdDevice(export) => table(target.type_name(), export),
             },
         }
     }

@@ -124,15 +124,15 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), CommandFailure> {
 }
 
 fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
-    let DiskAddArgs { name, image, nbd, exports: doors, control: ControlArgs { json, qmp }, disk, save } =
+    let DiskAddArgs { name, image, nbd, exports: targets, control: ControlArgs { json, qmp }, disk, save } =
         arguments;
     let here = absolute(".")?;
-    let doors: Vec<_> = doors
+    let targets: Vec<_> = targets
         .into_exports()
         .into_iter()
         .map(|target| ExportConfig::Target(target).relative_to(&here))
         .collect();
-    let is_over_nbd = !nbd.is_empty() || doors.is_empty();
+    let is_over_nbd = !nbd.is_empty() || targets.is_empty();
     // Access rules, TLS names and the like are checked by the NBD server alone; without an NBD
     // export they would be silently ineffective.
     let is_of_nbd = |key: &str| DiskConfig::key(key).is_some_and(|key| key.heading == "Access");
@@ -152,7 +152,7 @@ fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
         true => nbd_exports(&name, &nbd, &here, &report.servers, save.save)?,
         false => Vec::new(),
     };
-    nbd.into_iter().chain(doors).for_each(|export| added_keys::add_export(&mut config, export));
+    nbd.into_iter().chain(targets).for_each(|export| added_keys::add_export(&mut config, export));
     // The config file is parsed and edited first: its mistakes surface before the daemon changes.
     let saving = settings_command::prepare(&report, &save, |text| {
         settings_command::with_table(text, "disk", &name, &config)

@@ -132,12 +132,12 @@ impl RbdImage {
             cluster.note_error(error);
             open_error(address, error)
         })?;
-        let bell = Arc::new(ResizeNotifier::default());
+        let resize_notifier = Arc::new(ResizeNotifier::default());
         let mut image = Self {
             handle,
             library,
             watch: None,
-            resize_notifier: bell,
+            resize_notifier,
             size_bytes: 0,
             key: String::new(),
             name: address.name(),

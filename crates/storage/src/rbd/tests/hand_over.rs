@@ -206,7 +206,7 @@ fn image_locked_by_a_third_client_is_lost() {
             let waiting = current.write_meanwhile(1);
             let why = successor.resume(None).await.expect_err("it is another's").to_string();
             assert!(why.contains("another client has taken its lock: 127.0.0.1:0/2"), "{why}");
-            assert!(!successor.image.device().is_lost(), "it never was the heir's");
+            assert!(!successor.image.device().is_lost(), "the new process never held the lock");
             let why = current.resume(Some(&successor)).await.expect_err("it is another's").to_string();
             assert!(why.contains("another client has taken its lock"), "{why}");
             assert!(current.image.device().is_lost());
