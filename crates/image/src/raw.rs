@@ -251,7 +251,7 @@ mod tests {
             assert_eq!(write(&raw, 0, b"QFI").await, Ok(()));
             assert_eq!(write(&raw, 3, b"\xfb").await, Err(Error::NOT_PERMITTED));
             assert_eq!(write(&raw, 2, b"I\xfbxyz").await, Err(Error::NOT_PERMITTED));
-            assert_eq!(write(&raw, 512, b"QFI\xfb").await, Ok(()), "no place for a header");
+            assert_eq!(write(&raw, 512, b"QFI\xfb").await, Ok(()), "a header begins at offset 0");
             let read = raw.storage().read(0, IoBuffer::new(8)).await.expect("memory");
             assert_eq!(read[..], *b"QFI\0\0\0\0\0", "the rejected write changed nothing");
         });
@@ -282,7 +282,7 @@ mod tests {
             assert_eq!(raw.resize(2).await, Ok(()));
             let raw = memory();
             assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
-            assert_eq!(raw.resize(3).await, Ok(()), "of a format that was given");
+            assert_eq!(raw.resize(3).await, Ok(()), "the format was given, so no guard is active");
         });
     }
 
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn data_stays_where_it_is_unless_it_might_be_a_header() {
+    fn registered_data_is_copied_if_it_may_be_a_header() {
         sim::run(1, async {
             let behaviour = Behaviour { block_bytes: 512, ..Behaviour::default() };
             let storage = Storage::Simulated(Align::new(SimulatedStorage::new(vec![0; 4096], behaviour)));
@@ -343,7 +343,7 @@ mod tests {
             assert_eq!(copied.load(Relaxed), 512, "a copy is validated");
             assert_eq!(write(512).await, Ok(()));
             assert_eq!(write(4096).await, Err(Error::INVALID));
-            assert_eq!(write(1000).await, Ok(()), "no whole blocks");
+            assert_eq!(write(1000).await, Ok(()), "an unaligned write is copied");
             assert_eq!(copied.load(Relaxed), 3 * 512);
             let none = RegisteredData::simulated(place.clone(), false, &copied);
             for (buffer, copies) in [(&buffer, 3), (&none, 4)] {
