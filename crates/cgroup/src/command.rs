@@ -43,7 +43,7 @@ pub enum CgroupCommand {
     /// Restore limits without bursts when standard input is closed, for `watch`
     #[command(hide = true)]
     Guard(GuardArgs),
-    /// Read and write files as standard input requests, for `explain --measure`
+    /// Read and write files as requested on standard input, for `explain --measure`
     #[command(hide = true)]
     Load(LoadArgs),
 }

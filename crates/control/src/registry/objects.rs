@@ -150,7 +150,7 @@ mod tests {
             let charged = MAX_OBJECTS as u64 * (1000 + OVERHEAD_BYTES);
             assert!(MemoryBudget::process().usage().reserved >= charged);
             let refused = objects.add("more", secret(1)).expect_err("one too many");
-            assert!(refused.to_string().contains("1024 are there already"), "{refused}");
+            assert!(refused.to_string().contains("has 1024 objects already"), "{refused}");
             assert!(objects.remove("s5") && !objects.remove("s5"));
             objects.add("more", secret(1)).expect("there is room again");
             assert!(objects.secret("more").is_ok() && objects.names("more").is_none());

@@ -9,7 +9,7 @@ use reactor::memory::OutOfBudget;
 pub enum RegistryError {
     #[error("disk {0}: there is none of this name (`weir status` lists them)")]
     UnknownDisk(String),
-    #[error("disk {0}: its image is not open yet (`weir status` tells since when, and why)")]
+    #[error("disk {0}: its image is not open yet (`weir status` shows the reason)")]
     NotOpen(String),
     #[error("group {0}: there is none of this name (`weir status` lists them)")]
     UnknownGroup(String),
@@ -19,7 +19,10 @@ pub enum RegistryError {
     UnknownSecret(String),
     #[error("object {id}: it has {bytes} bytes; an object has at most {most} (make it smaller)")]
     ObjectTooLarge { id: String, bytes: usize, most: usize },
-    #[error("object {id}: {most} are there already (`object-del` removes one)")]
+    #[error(
+        "object {id}: the daemon has {most} objects already, and accepts no more \
+         (`object-del` removes one)"
+    )]
     TooManyObjects { id: String, most: usize },
     #[error("object {id}: {error}")]
     NoMemory { id: String, error: OutOfBudget },
@@ -38,7 +41,7 @@ pub enum RegistryError {
     Busy(String),
     #[error(
         "An upgrade is in progress; no changes are accepted (try again; the log names the new \
-         process, which has a minute)"
+         process, which must be ready within a minute)"
     )]
     TakenOver,
     #[error("disk {disk}: it is exported as {export} (remove the export first)")]

@@ -157,7 +157,8 @@ impl FromStr for UblkConfig {
 
 /// Parses the number of a device.
 fn parse_device_number(text: &str) -> Result<u32, String> {
-    parse_number(text, "a device", 0, MAX_DEVICE)
+    let number = text.parse::<u32>().ok().filter(|number| *number <= MAX_DEVICE);
+    number.ok_or_else(|| format!("is not a device number from 0 to {MAX_DEVICE}"))
 }
 
 /// Writes the text that parses as the same value.
@@ -194,7 +195,7 @@ mod tests {
     #[test]
     fn invalid_options_name_their_rule() {
         for (text, wrong) in [
-            ("1048576", "1048576: is not a number of a device from 0 to 1048575"),
+            ("1048576", "1048576: is not a device number from 0 to 1048575"),
             ("0,queues=0", "queues=0: is not a number of queues from 1 to 4096"),
             ("0,queue-depth=5000", "queue-depth=5000: is not a number of requests from 1 to 4096"),
             ("dead-timeout=86401", "dead-timeout=86401: is not a number of seconds from 0 to 86400"),
