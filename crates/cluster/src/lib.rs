@@ -98,14 +98,14 @@ pub fn directory(state: Option<&Path>, cluster: &settings::ClusterConfig) -> Opt
 
 /// Warns that a local group has the name of a cluster-wide group and does not belong to it.
 ///
-/// The group's requests come on top of the cluster's limit: a tenant may exceed its limit by a slip
-/// in a config file.
+/// The cluster's limit does not count the group's requests: a mistake in a config file may let a
+/// tenant exceed its limit.
 fn warn_of_local_group(group: &str, cluster: &str) {
     tracing::warn!(
         group,
         cluster,
         "the cluster has limits for a group of this name, but this host's group does not belong to \
-         it: its requests come on top (set cluster = true in [group.{group}], or rename it)"
+         it: its requests are not counted (set cluster = true in [group.{group}], or rename it)"
     );
 }
 
