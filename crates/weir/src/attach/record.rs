@@ -213,7 +213,7 @@ impl AttachmentRecord {
         }
     }
 
-    /// Waits until the keeper has ended. The place may be removed by then.
+    /// Waits until the keeper has ended, which may have removed the directory of the record.
     ///
     /// # Errors
     /// If the keeper is stopped or does not end.
