@@ -59,9 +59,9 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut TopState) {
 }
 
 fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &TopState) {
-    let TopState { report, target, query_error: lost, .. } = state;
+    let TopState { report, target, query_error, .. } = state;
     let name = Span::styled(format!(" weir {} ", report.version), Modifier::BOLD);
-    let line = match lost {
+    let line = match query_error {
         Some(error) => Line::from(vec![name, Span::styled(format!("no response, retrying: {error}"), FAULT)]),
         None => {
             let (disks, groups) = (count(report.disks.len(), "disk"), count(report.groups.len(), "group"));

@@ -235,7 +235,7 @@ impl ClusterSummary {
         let unknown = self.changes > 0 && self.followed.iter().any(|followed| followed.worst.is_none());
         let never_steady = self.steady.is_none();
         let mut figures = [self.steady.as_ref(), Some(&self.all)].into_iter().flatten();
-        let nobody_waits = figures.any(|figures| figures.unused.is_none());
+        let no_host_waits = figures.any(|figures| figures.unused.is_none());
         // Only reasons for figures that are shown as `-`.
         let reasons = [
             (unknown && self.undisturbed == 0, "each change coincided with a fault"),
@@ -248,7 +248,7 @@ impl ClusterSummary {
                 "demand was never steady, which needs half of `every` after a change or a fault, \
                  and two leases after the start (seconds=, every=)",
             ),
-            (nobody_waits, "no host was busy, so none waited (busy=)"),
+            (no_host_waits, "no host was busy, so none waited (busy=)"),
         ];
         reasons.into_iter().filter_map(|(applies, why)| applies.then_some(why))
     }
