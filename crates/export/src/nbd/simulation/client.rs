@@ -39,8 +39,8 @@ enum ClientOperation {
     Write(Vec<u8>),
     Zeroes,
     Trim,
-    /// Flushes and hints.
-    Nothing,
+    /// Leaves the content unchanged and returns no data. FLUSH for an empty range, else CACHE.
+    FlushOrCache,
     Status {
         one: bool,
     },
@@ -151,8 +151,8 @@ impl SimulatedNbdSession {
             35..65 => ClientOperation::Write(random_bytes(end - start)),
             65..75 => ClientOperation::Zeroes,
             75..80 => ClientOperation::Trim,
-            80..85 => return (ClientOperation::Nothing, 0..0),
-            85..90 => return (ClientOperation::Nothing, range),
+            80..85 => return (ClientOperation::FlushOrCache, 0..0),
+            85..90 => return (ClientOperation::FlushOrCache, range),
             90..95 if self.style.has_chunks() => ClientOperation::Status { one: chance(50) },
             _ => {
                 let excess = sim::random(|random| random.u64(1..100));
@@ -191,8 +191,8 @@ impl SimulatedNbdSession {
                 (cmd::WRITE_ZEROES, flags | if chance(30) { cmd_flag::NO_HOLE } else { 0 })
             }
             ClientOperation::Trim => (cmd::TRIM, flags),
-            ClientOperation::Nothing if range.is_empty() => (cmd::FLUSH, 0),
-            ClientOperation::Nothing => (cmd::CACHE, 0),
+            ClientOperation::FlushOrCache if range.is_empty() => (cmd::FLUSH, 0),
+            ClientOperation::FlushOrCache => (cmd::CACHE, 0),
             ClientOperation::Status { one } => (cmd::BLOCK_STATUS, if *one { cmd_flag::REQ_ONE } else { 0 }),
         };
         let mut bytes = request(self.style, kind, flags, cookie, range.start, range.end - range.start);
@@ -211,7 +211,7 @@ impl SimulatedNbdSession {
                 ReplyStyle::Simple => self.simple_reply(&mut wire).await,
                 _ => self.chunk(&mut wire).await,
             };
-            // Also wakes the sender, which may wait for room when the server stops.
+            // Also at the end of the stream: the sender may be waiting for a reply.
             self.received.raise();
             if reply == Err(StreamEnded) {
                 break;
@@ -285,7 +285,7 @@ impl SimulatedNbdSession {
         }
     }
 
-    fn known(&self, range: Range<u64>) -> Range<usize> {
+    fn content_range(&self, range: Range<u64>) -> Range<usize> {
         (range.start - self.client.start) as usize..(range.end - self.client.start) as usize
     }
 
@@ -297,7 +297,7 @@ impl SimulatedNbdSession {
         assert!(offset + data.len() as u64 <= pending.range.end, "more data than was asked for");
         let content = self.content.borrow();
         for (at, (known, &byte)) in
-            content[self.known(offset..offset + data.len() as u64)].iter().zip(data).enumerate()
+            content[self.content_range(offset..offset + data.len() as u64)].iter().zip(data).enumerate()
         {
             assert!(known.is_none_or(|known| known == byte), "byte {at} at {offset}: {byte}, not {known:?}");
         }
@@ -320,7 +320,7 @@ impl SimulatedNbdSession {
             assert!(length > 0 && start < pending.range.end && (!one || start + length <= pending.range.end));
             if flags & u64::from(state::ZERO) != 0 {
                 let content = self.content.borrow();
-                let reported = self.known(start..(start + length).min(pending.range.end));
+                let reported = self.content_range(start..(start + length).min(pending.range.end));
                 assert!(
                     content[reported].iter().all(|known| known.is_none_or(|byte| byte == 0)),
                     "data called zero"
@@ -340,21 +340,21 @@ impl SimulatedNbdSession {
             }
             ClientOperation::Status { .. } if !pending.failed => assert!(pending.covered > 0, "no status"),
             ClientOperation::Write(data) if !pending.failed => {
-                for (known, &byte) in content[self.known(pending.range.clone())].iter_mut().zip(data) {
+                for (known, &byte) in content[self.content_range(pending.range.clone())].iter_mut().zip(data) {
                     *known = Some(byte);
                 }
             }
             ClientOperation::Zeroes if !pending.failed => {
-                content[self.known(pending.range.clone())].fill(Some(0));
+                content[self.content_range(pending.range.clone())].fill(Some(0));
             }
             ClientOperation::Write(_) | ClientOperation::Zeroes | ClientOperation::Trim => {
                 // A failed change may have been executed in part; a trim may or may not zero.
-                content[self.known(pending.range.clone())].fill(None);
+                content[self.content_range(pending.range.clone())].fill(None);
             }
             ClientOperation::WrongRead | ClientOperation::WrongWrite(_) => {
                 assert!(pending.failed, "a request that breaks a rule succeeded: {pending:?}");
             }
-            ClientOperation::Read | ClientOperation::Status { .. } | ClientOperation::Nothing => {}
+            ClientOperation::Read | ClientOperation::Status { .. } | ClientOperation::FlushOrCache => {}
         }
     }
 }
