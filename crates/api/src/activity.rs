@@ -250,7 +250,7 @@ pub struct PrefetchActivity {
     pub hit_rate: Option<Number>,
     /// Bytes in memory.
     pub memory: u64,
-    /// Sequential streams that are tracked.
+    /// Sequential streams with prefetched data that is not read yet.
     pub streams: u64,
     /// True if reading ahead is suspended, because little of the data was used.
     #[serde(rename = "suspended")]

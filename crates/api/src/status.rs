@@ -28,7 +28,7 @@ pub struct DaemonStatus {
     /// The hosts that share limits with this one. Absent where `[cluster]` is not configured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster: Option<ClusterStatus>,
-    /// Absent from a daemon without a memory budget.
+    /// Memory of the daemon for data. Absent in responses of daemons that do not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<MemoryStatus>,
     /// Disks whose images are open.
@@ -180,7 +180,7 @@ pub struct ExportCounters {
     /// Notifications to the guest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calls: Option<u64>,
-    /// Requests whose data was copied.
+    /// Buffers copied because the disk could not use the guest's memory directly.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copies: Option<u64>,
     /// Process that is the front end of a vhost-user export.
@@ -270,7 +270,7 @@ pub struct DiskStatus {
     pub reads: DiskTransfers,
     /// Writes that completed.
     pub writes: DiskTransfers,
-    /// Requests that were joined with an adjacent one.
+    /// Requests saved by merging: a merge of `n` requests saves `n - 1`.
     pub merged_requests: u64,
     /// Limits, group, weight and reservations.
     #[serde(flatten)]
@@ -382,7 +382,7 @@ pub struct RemoteStatus {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct MemoryStatus {
-    /// The budget. Absent where nothing bounds it.
+    /// The budget (`--memory`). Absent without a bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total: Option<u64>,
     /// Metadata caches, prefetch caches and buffers of all disks.
@@ -416,11 +416,11 @@ pub struct DiskMemory {
 pub struct ErrorCounts {
     /// Failed reads.
     pub reads: u64,
-    /// Failed writes.
+    /// Failed writes and write-zeroes.
     pub writes: u64,
     /// Failed flushes.
     pub flushes: u64,
-    /// Failed discards and write-zeroes.
+    /// Failed discards.
     pub discards: u64,
 }
 
@@ -448,7 +448,7 @@ pub struct PrefetchStatus {
     pub wasted_bytes: u64,
     /// Bytes in memory.
     pub memory: u64,
-    /// Sequential streams that are tracked.
+    /// Sequential streams with prefetched data that is not read yet.
     pub streams: u64,
     /// True if reading ahead is suspended, because little of the data was used.
     #[serde(rename = "suspended")]
@@ -513,7 +513,7 @@ pub struct GroupStatus {
 pub struct ClusterLimits {
     /// Limits of all hosts together.
     pub limits: LimitValues,
-    /// True if this host holds a quota lease: its quota differs from its fallback share.
+    /// True if this host holds a quota lease: its quota exceeds its fallback share.
     pub leased: bool,
 }
 
@@ -741,7 +741,7 @@ pub struct DeviceStatus {
     pub utilization: Option<f64>,
 }
 
-/// Operations and bytes per second that a device can do. Absent is unknown.
+/// Operations and bytes per second that a device can do. A member is absent if it is unknown.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct DeviceCapacity {

@@ -125,8 +125,8 @@ pub(super) struct GroupFigures {
     pub(super) name: String,
     /// Parent group.
     pub(super) parent: Option<String>,
-    /// Cluster-wide limits of the group, and true if this host's quota differs from its fallback
-    /// share; `None` for a group that the cluster does not limit.
+    /// Cluster-wide limits of the group, and true if this host holds a quota lease for it; `None`
+    /// for a group that the cluster does not limit.
     pub(super) cluster_limits: Option<(Limits, bool)>,
     pub(super) throttle: ThrottleFigures,
 }
