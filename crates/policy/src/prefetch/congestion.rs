@@ -44,7 +44,7 @@ pub(super) struct CongestionControl {
     in_flight_limit: u64,
     max_in_flight_limit: u64,
     /// Refused streams without data in the order of their first refusal, each with the value of
-    /// `refused_requests` at its last one.
+    /// `refused_requests` at its latest refusal.
     waiting: VecDeque<(StreamId, u64)>,
     refused_requests: u64,
 }

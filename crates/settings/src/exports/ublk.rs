@@ -143,8 +143,7 @@ impl FromStr for UblkConfig {
         let (first, rest) = text.split_once(',').map_or((text, None), |(first, rest)| (first, Some(rest)));
         let mut ublk = Self::default();
         let mut keys = Some(text);
-        // The first part may be a device number.
-        // True for an empty first part as well: `--ublk=` and `--ublk=,queues=2`.
+        // The first part is a device number, or empty (`--ublk=`, `--ublk=,queues=2`), or a key.
         if first.bytes().all(|byte| byte.is_ascii_digit()) {
             keys = rest;
             let number = || parse_device_number(first).map_err(|rule| format!("{first}: {rule}"));
