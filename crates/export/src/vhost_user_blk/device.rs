@@ -57,13 +57,13 @@ pub(super) struct VhostUserDevice {
     chosen_write_cache: AtomicBool,
     /// Value of `requests` when the current front end connected.
     requests_before: AtomicU64,
-    /// True after the warning to this front end that its memory may not be shared.
+    /// True once the log has a warning that this front end's memory may not be shared.
     pub(super) has_warned_of_memory: AtomicBool,
-    /// True after the warning to this front end that its guest may assume another block size.
+    /// True once the log has a warning that this front end's guest may assume another block size.
     pub(super) has_warned_of_block_size: AtomicBool,
-    /// True after the error message that this front end's guest has lost writes.
+    /// True once the log has an error that this front end's guest has lost writes.
     has_warned_of_loss: AtomicBool,
-    /// True after the warning to this front end that a ring is too short for its requests.
+    /// True once the log has a warning that a ring of this front end is too short for its requests.
     pub(super) has_warned_of_short_ring: AtomicBool,
     /// True if the front end has to quiesce for an upgrade.
     is_quiescing: AtomicBool,
@@ -199,7 +199,7 @@ impl VhostUserDevice {
     /// times.
     pub(super) fn report_ring_broken(&self, ring: u16, why: &dyn Display) {
         if let Some(suppressed) = self.broken_ring_logs.try_log(reactor::coarse_now()) {
-            // Remembered only if reported, so that each report has at most one counterpart.
+            // Stored only if the break is reported, so that no recovery is reported without it.
             self.broken().entry(ring).or_insert_with(reactor::now);
             self.report(&FrontEndEvent::RingBroken { ring, why }, suppressed);
         }
