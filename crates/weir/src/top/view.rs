@@ -41,7 +41,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut TopState) {
         Constraint::Length(1),
     ])
     .areas(area);
-    // Before the first key is handled: PgDn depends on the size of the list.
+    // Set at each drawing, because PgDn moves by the number of rows that the list shows.
     state.page_rows = usize::from(list.height.saturating_sub(1)).max(1);
     draw_title(frame, title, state);
     rows::draw(frame, list, state);

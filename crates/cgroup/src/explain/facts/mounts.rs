@@ -72,8 +72,7 @@ impl MountTable {
         let mut seen = Vec::new();
         for row in &own_mounts {
             let mount = &row.mount;
-            // An overlay is reported by the file system of its upper directory, which is in this
-            // list as well.
+            // Overlays are skipped: the file system of the upper directory is in this list as well.
             if FileSystemClass::of(&mount.kind) == FileSystemClass::Pseudo
                 || mount.kind == "overlay"
                 || seen.contains(&mount.number)
