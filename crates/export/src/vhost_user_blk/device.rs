@@ -85,25 +85,25 @@ impl VhostUserDevice {
     pub(super) fn new(export: VhostUserExport) -> Self {
         let cache = || AtomicBool::new(export.offer.write_cache);
         let (write_cache, chosen_write_cache) = (cache(), cache());
-        let (no_events, switches, broken_rings, broken) = Default::default();
+        let (missing_event_logs, cache_switch_logs, broken_ring_logs, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
-        let (requests_before, is_doubted, is_out_of_step, is_told_of_loss, is_ring_short, is_quiescing) =
-            Default::default();
+        let (has_warned_of_memory, has_warned_of_block_size, has_warned_of_loss) = Default::default();
+        let (requests_before, has_warned_of_short_ring, is_quiescing) = Default::default();
         Self {
             export,
             observer: None,
             write_cache,
             chosen_write_cache,
             requests_before,
-            has_warned_of_memory: is_doubted,
-            has_warned_of_block_size: is_out_of_step,
-            has_warned_of_loss: is_told_of_loss,
-            has_warned_of_short_ring: is_ring_short,
+            has_warned_of_memory,
+            has_warned_of_block_size,
+            has_warned_of_loss,
+            has_warned_of_short_ring,
             is_quiescing,
             quiesce_changed: Event::new(),
-            missing_event_logs: no_events,
-            cache_switch_logs: switches,
-            broken_ring_logs: broken_rings,
+            missing_event_logs,
+            cache_switch_logs,
+            broken_ring_logs,
             broken,
             kicks,
             calls,
