@@ -187,8 +187,8 @@ impl EventWatch {
         let is_all_reported = self.report_unanswered(registry);
         let limited_ns = self.conditions.limited_ns();
         self.throttle_log.log_if_due(registry, limited_ns, now);
-        let is_told = is_all_reported && self.throttle_log.is_unchanged(limited_ns);
-        self.conditions.is_idle() && self.devices.is_idle() && is_told
+        let is_all_logged = is_all_reported && self.throttle_log.is_unchanged(limited_ns);
+        self.conditions.is_idle() && self.devices.is_idle() && is_all_logged
     }
 
     /// Reports remote storage that does not answer. Returns true if all overdue storage was
