@@ -287,7 +287,7 @@ fn failed_migration_keeps_serving() {
     refused("nowhere", &["is called \"nowhere\"", "weir cluster status"]);
     refused("b", &["b refuses it", "has this name already"]);
     a.run(&["throttle", "vm", "--group", "here"]).succeeds();
-    refused("c", &["c refuses it: group here: there is none of this name"]);
+    refused("c", &["c refuses it: group here: no group has this name"]);
     a.run(&["throttle", "vm", "--group", "gold"]).succeeds();
     refused("c", &["group gold: its limits are cluster-wide on only one of both hosts"]);
     // The reservation does not fit there.
@@ -439,7 +439,7 @@ fn loss_of_target_or_etcd_during_migration_loses_nothing() {
         // Neither host serves the disk, and its image is unlocked.
         assert_eq!(a.disk("vm"), None);
         // A failed migration adds the disk to its group again.
-        assert_contains(&a.run(&["group", "remove", "small"]).fails(), &["group small: vm is in it"]);
+        assert_contains(&a.run(&["group", "remove", "small"]).fails(), &["group small: vm is a member"]);
         qemu_io(["-f", "raw"], ["read -P 5 0 4k"], &image);
         moving
     };

@@ -77,7 +77,7 @@ fn unavailable_disk_opens_later_with_the_current_config() {
         &run_failing(&scratch, &["disk", "add", "far", "memory:1M"]),
         &["a disk or a group has this name already"],
     );
-    assert_contains(&run_failing(&scratch, &["group", "remove", "gold"]), &["far is in it"]);
+    assert_contains(&run_failing(&scratch, &["group", "remove", "gold"]), &["far is a member"]);
     // A reload applies to all other disks, and to the settings that the unavailable disk will have.
     assert_contains(&run_ok(&scratch, &["reload", "--dry-run"]), &["far", "its image is not available yet"]);
     write(

@@ -7,15 +7,15 @@ use reactor::memory::OutOfBudget;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages name variants and fields")]
 pub enum RegistryError {
-    #[error("disk {0}: there is none of this name (`weir status` lists them)")]
+    #[error("disk {0}: no disk has this name (`weir status` lists all)")]
     UnknownDisk(String),
     #[error("disk {0}: its image is not open yet (`weir status` shows the reason)")]
     NotOpen(String),
-    #[error("group {0}: there is none of this name (`weir status` lists them)")]
+    #[error("group {0}: no group has this name (`weir status` lists all)")]
     UnknownGroup(String),
-    #[error("export {0}: there is none with this id (`weir status` lists them)")]
+    #[error("export {0}: no export has this id (`query-block-exports` lists all)")]
     UnknownExport(String),
-    #[error("secret {0}: there is none of this name (`object-add` makes one)")]
+    #[error("secret {0}: no secret has this id (`object-add` creates one)")]
     UnknownSecret(String),
     #[error("object {id}: it has {bytes} bytes; an object has at most {most} (make it smaller)")]
     ObjectTooLarge { id: String, bytes: usize, most: usize },
@@ -28,7 +28,7 @@ pub enum RegistryError {
     NoMemory { id: String, error: OutOfBudget },
     #[error("{0}: a disk or a group has this name already (choose another)")]
     NameTaken(String),
-    #[error("export {0}: there is one with this id already (choose another)")]
+    #[error("export {0}: another export has this id already (choose another id)")]
     IdTaken(String),
     #[error("export {name}: an export of this name exists at {address} (choose another)")]
     ExportNameTaken { name: String, address: String },
@@ -37,7 +37,7 @@ pub enum RegistryError {
          another, or remove that disk)"
     )]
     ExportReserved { name: String, address: String, disk: String },
-    #[error("disk {0}: another command is at work on it (try again)")]
+    #[error("disk {0}: in use by another command (try again)")]
     Busy(String),
     #[error(
         "An upgrade is in progress; no changes are accepted (try again; the log names the new \
@@ -46,8 +46,8 @@ pub enum RegistryError {
     TakenOver,
     #[error("disk {disk}: it is exported as {export} (remove the export first)")]
     Exported { disk: String, export: String },
-    #[error("group {group}: {member} is in it (move it out first)")]
+    #[error("group {group}: {member} is a member (move {member} out of the group first)")]
     HasMembers { group: String, member: String },
-    #[error("export {id}: in use: {clients} (disconnect it first, or remove the export in mode hard)")]
+    #[error("export {id}: in use by {clients} (disconnect first, or remove the export with mode hard)")]
     HasClients { id: String, clients: String },
 }
