@@ -184,7 +184,7 @@ impl VhostUserDevice {
 
     pub(super) fn warn_of_event(&self, queue: u16, why: &NotAnEventfd) {
         if let Some(suppressed) = self.missing_event_logs.try_log(reactor::coarse_now()) {
-            tracing::warn!(export = %self.export.id, queue, %why, suppressed, "a ring is served without an event");
+            tracing::warn!(export = %self.export.id, queue, %why, suppressed, "a ring is served without one of its eventfds");
         }
     }
 
@@ -243,9 +243,9 @@ impl VhostUserDevice {
             let (export, segments) = (&self.export.id, self.export.offer.segments());
             tracing::warn!(
                 %export, descriptors = size, segments,
-                "a ring is too small for requests with the offered number of segments, and there \
-                 are no indirect ones: the driver may hang (give this export queue-size={size}, or \
-                 the machine larger rings)"
+                "a ring is too small for requests with the offered number of segments, and the \
+                 driver uses no indirect descriptors: it may hang (give this export \
+                 queue-size={size}, or the machine larger rings)"
             );
         }
     }

@@ -117,7 +117,7 @@ async fn program(connection: Rc<SimulatedFuseConnection>) {
         match sim::random(|random| random.u8(..8)) {
             0 | 1 => {
                 let found = ask(&connection, READ, &read_or_write(start, length, 0), &[]).await;
-                assert!(found.len() <= length, "more than was asked for");
+                assert!(found.len() <= length, "more data than requested");
             }
             2..5 => {
                 let reply =

@@ -269,11 +269,7 @@ impl SimulatedNbdSession {
     }
 
     fn pending(&self, cookie: u64) -> PendingNbdRequest {
-        self.pending
-            .borrow()
-            .get(&cookie)
-            .cloned()
-            .expect("an answer to something that was asked, and not answered yet")
+        self.pending.borrow().get(&cookie).cloned().expect("a reply to a request in flight")
     }
 
     fn fail(&self, pending: &mut PendingNbdRequest, errno: u32) {
@@ -294,7 +290,7 @@ impl SimulatedNbdSession {
         // The specification allows chunks in any order; this server sends them in ascending order.
         assert_eq!(offset, pending.range.start + pending.covered);
         pending.covered += data.len() as u64;
-        assert!(offset + data.len() as u64 <= pending.range.end, "more data than was asked for");
+        assert!(offset + data.len() as u64 <= pending.range.end, "more data than requested");
         let content = self.content.borrow();
         for (at, (known, &byte)) in
             content[self.content_range(offset..offset + data.len() as u64)].iter().zip(data).enumerate()
@@ -323,7 +319,7 @@ impl SimulatedNbdSession {
                 let reported = self.content_range(start..(start + length).min(pending.range.end));
                 assert!(
                     content[reported].iter().all(|known| known.is_none_or(|byte| byte == 0)),
-                    "data called zero"
+                    "data reported as zeroes"
                 );
             }
         }
@@ -340,7 +336,8 @@ impl SimulatedNbdSession {
             }
             ClientOperation::Status { .. } if !pending.failed => assert!(pending.covered > 0, "no status"),
             ClientOperation::Write(data) if !pending.failed => {
-                for (known, &byte) in content[self.content_range(pending.range.clone())].iter_mut().zip(data) {
+                for (known, &byte) in content[self.content_range(pending.range.clone())].iter_mut().zip(data)
+                {
                     *known = Some(byte);
                 }
             }
