@@ -40,7 +40,7 @@ pub enum CgroupCommand {
     /// Run a command inside a control group, for `run`
     #[command(hide = true)]
     Enter(EnterArgs),
-    /// Restore limits without bursts when standard input is closed, for `watch`
+    /// Restore the configured limits when standard input is closed, for `watch`
     #[command(hide = true)]
     Guard(GuardArgs),
     /// Read and write files as requested on standard input, for `explain --measure`

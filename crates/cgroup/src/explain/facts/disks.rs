@@ -181,7 +181,7 @@ impl<'a> DiskStack<'a> {
         for &number in limited {
             if self.whole_disk(number).is_none() && !self.known.iter().any(|disk| disk.number == number) {
                 let directory = self.roots.sys.join("dev/block").join(number.to_string());
-                let evidence = vec![Evidence::of(&directory, "not there")];
+                let evidence = vec![Evidence::of(&directory, "does not exist")];
                 let (node, parts) = (number.to_string(), Vec::new());
                 self.known.push(DiskFacts {
                     number,
