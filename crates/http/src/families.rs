@@ -158,7 +158,7 @@ impl MetricFamilies {
         let gauge = |flag: Option<bool>| flag.map(|is| ([], u64::from(is)));
         to.gauges(
             "weir_cluster_connected",
-            "1 while this host holds its leases of the cluster's limits.",
+            "1 while etcd answers and this host is registered in the cluster.",
             gauge(cluster.map(|cluster| cluster.is_connected)),
         )?;
         to.gauges(
