@@ -51,7 +51,7 @@ const HEADERS: [(HeaderName, &str); 6] = [
 const MAX_WRONG_TOKENS: u32 = 10;
 const DECAY_INTERVAL: Duration = Duration::from_secs(1);
 const TOO_MANY_WRONG_TOKENS: &str =
-    "too many wrong tokens came from this address, so the right one has to wait too (one second for each)";
+    "too many wrong tokens came from this address: it has one attempt per second, also with the right token";
 /// Number of addresses whose wrong tokens are counted, the most recent ones.
 const MAX_PEERS: usize = 256;
 /// Interval between two log messages about wrong tokens.
