@@ -261,8 +261,8 @@ fn with_migration_hint(error: anyhow::Error, registry: &Registry) -> anyhow::Err
     let is_locked_by_another = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
     match registry.cluster().and_then(|cluster| cluster.start_failure()).filter(|_| is_locked_by_another) {
         Some(why) => anyhow!(
-            "{error:#}; or the disk has moved to another host of the cluster, which could not be \
-             asked: {why} (in that case remove it from the config file here)"
+            "{error:#}; the disk may have moved to another host of the cluster, but etcd could not be \
+             read: {why} (if it has moved, remove it from the config file here)"
         ),
         None => error,
     }
