@@ -105,7 +105,7 @@ fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
             MeasureUnit::Share,
             vec![
                 line("hosts within 5 %", &|sample| sample.near),
-                line("off, of the limit", &|sample| sample.off),
+                line("deviation, of the limit", &|sample| sample.off),
             ],
         ),
         over_time(
@@ -113,7 +113,7 @@ fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
             "messages a second",
             MeasureUnit::Count,
             vec![
-                named("asked", rate_of(|sample| sample.traffic.requests())),
+                named("requests", rate_of(|sample| sample.traffic.requests())),
                 named("sent by watches", rate_of(|sample| sample.traffic.events)),
             ],
         ),
