@@ -131,8 +131,8 @@ impl VhostUserConnection {
     }
 
     /// State of the front end for the new process, and the time for which it has used the disk.
-    pub(super) fn told(&self, used_ns: Option<u64>) -> io::Result<QuiescedFrontEnd> {
-        let (bytes, descriptors) = self.inbox.told()?;
+    pub(super) fn transferred_state(&self, used_ns: Option<u64>) -> io::Result<QuiescedFrontEnd> {
+        let (bytes, descriptors) = self.inbox.copy_incomplete()?;
         Ok(QuiescedFrontEnd {
             socket: self.socket.clone(),
             messages: self.session.to_messages()?,
@@ -323,7 +323,7 @@ pub(super) struct VhostUserInbox {
 
 impl VhostUserInbox {
     /// Copy of the incomplete message for another process.
-    fn told(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    fn copy_incomplete(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let descriptors = self.descriptors.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
         Ok((self.bytes[..self.filled].to_vec(), descriptors))
     }

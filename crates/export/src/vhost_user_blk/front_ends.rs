@@ -185,12 +185,12 @@ impl FrontEnds {
     }
 
     fn record_duration(&mut self, began: Instant) {
-        let FrontEndSource::Connect { path, pause, last_logged: told } = &mut self.source else { return };
+        let FrontEndSource::Connect { path, pause, last_logged } = &mut self.source else { return };
         if reactor::now() - began >= MIN_GOOD_DURATION {
             *pause = FIRST_PAUSE;
-            told.clear();
+            last_logged.clear();
         } else {
-            log_once(&self.id, path, told, "it hung up at once".to_owned());
+            log_once(&self.id, path, last_logged, "it hung up at once".to_owned());
         }
     }
 

@@ -431,7 +431,8 @@ impl ServedFrontEnd<'_> {
             _ => {}
         }
         if must_quiesce && self.connection.is_quiesced() && !self.is_published {
-            match self.connection.told(self.began.map(|began| reactor::now().nanos_since(began))) {
+            match self.connection.transferred_state(self.began.map(|began| reactor::now().nanos_since(began)))
+            {
                 Ok(state) => {
                     (*self.server.quiesced(), self.is_published) = (Some(state), true);
                     self.server.changed.notify(usize::MAX);

@@ -468,7 +468,7 @@ impl VhostUserSession {
         };
         let offered = self.offer.block_bytes;
         if !stored.is_multiple_of(offered.into()) {
-            return Err(RequestRejection::Blocks { is: offered, told: stored });
+            return Err(RequestRejection::Blocks { offered, stored });
         }
         self.guest_block_bytes = u32::try_from(stored).ok();
         Ok(())

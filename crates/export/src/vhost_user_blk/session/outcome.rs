@@ -133,10 +133,10 @@ pub enum RequestRejection {
     #[error(transparent)]
     Inflight(#[from] InflightError),
     #[error(
-        "the export has blocks of {is} bytes, but the guest uses blocks of {told} bytes (restore \
+        "the export has blocks of {offered} bytes, but the guest uses blocks of {stored} bytes (restore \
          this export's logical-block-size, or stop and start the machine)"
     )]
-    Blocks { is: u32, told: u64 },
+    Blocks { offered: u32, stored: u64 },
     #[error("{bytes} bytes of the configuration at {offset} cannot be written")]
     Config { offset: u32, bytes: usize },
     #[error("{0:#x} is not a device status")]
