@@ -96,16 +96,17 @@ pub fn run(arguments: AdviseArgs) -> Result<(), CommandFailure> {
     // An interrupted trace is analyzed as far as it was read; the next signal interrupts the
     // analysis.
     stop.store(false, Ordering::Relaxed);
-    let house = Tenants::new(&arguments, &arrivals)?;
+    let all_tenants = Tenants::new(&arguments, &arrivals)?;
     // Without any device the latency equals the wait, and whole-latency targets would be
     // meaningless.
     let judge = TrialCriterion {
         target: arguments.keep,
-        is_latency: house.has_device || arguments.devices.pack,
+        is_latency: all_tenants.has_device || arguments.devices.pack,
         blocks: TraceBlocks::new(arrivals.length_ns),
     };
     let over_s = arguments.over.as_secs_f64();
-    let search = AdviseSearch { tenants: &house, arrivals: &arrivals, criterion: judge, over_s, stop: &stop };
+    let search =
+        AdviseSearch { tenants: &all_tenants, arrivals: &arrivals, criterion: judge, over_s, stop: &stop };
     let advice = if arguments.devices.pack {
         pack(&search, &arguments)?
     } else {
@@ -153,31 +154,32 @@ fn advise(
     config: Option<&Path>,
     report_progress: &dyn Fn(&str),
 ) -> anyhow::Result<Advice> {
-    let AdviseSearch { tenants: house, arrivals, criterion: judge, .. } = *search;
-    let mut results = Vec::with_capacity(house.tenants.len());
-    for (number, tenant) in house.tenants.iter().enumerate() {
-        report_progress(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
+    let AdviseSearch { tenants: all_tenants, arrivals, criterion: judge, .. } = *search;
+    let mut results = Vec::with_capacity(all_tenants.tenants.len());
+    for (number, tenant) in all_tenants.tenants.iter().enumerate() {
+        report_progress(&format!("{number} of {} tenants: {}", all_tenants.tenants.len(), tenant.name));
         // With a shared device or group, only the unit that it has least of matters. Otherwise that
         // unit is unknown, and both are searched.
-        let is_shared = judge.is_latency || house.limited_around(number).next().is_some();
+        let is_shared = judge.is_latency || all_tenants.limited_around(number).next().is_some();
         let units =
             if is_shared { vec![neighbours::cost(search, number).0] } else { ReservationUnit::ALL.to_vec() };
         let need = if tenant.has_target || is_shared { search.limits_alone(number, &units)? } else { None };
         results.push(TenantResult { need, before: None, after: None, set: None, joins: None, between: None });
     }
-    let mut remarks = house.remarks.clone();
-    remarks.extend((0..house.tenants.len()).filter_map(|tenant| remark_throttled(search, tenant)));
+    let mut remarks = all_tenants.remarks.clone();
+    remarks.extend((0..all_tenants.tenants.len()).filter_map(|tenant| remark_throttled(search, tenant)));
     let mut changes = Vec::new();
-    let is_held = house.world.is_limited();
+    let is_held = all_tenants.world.is_limited();
     // The present state, for the comparison with the advice.
-    let before = (judge.is_latency || is_held).then(|| simulate_all(search, &house.world)).transpose()?;
+    let before =
+        (judge.is_latency || is_held).then(|| simulate_all(search, &all_tenants.world)).transpose()?;
     // A search starts without limits; the comparison is with the limits of the file.
     let unlimited = match &before {
-        Some(_) if is_held => Some(simulate_all(search, &house.unlimited_world)?),
+        Some(_) if is_held => Some(simulate_all(search, &all_tenants.unlimited_world)?),
         other => other.clone(),
     };
     // Tenants without a common resource are independent, and their own limits suffice.
-    for neighbours in house.neighbours() {
+    for neighbours in all_tenants.neighbours() {
         match &unlimited {
             Some(unlimited) if neighbours.len() > 1 => {
                 report_progress("those that share a device or a group");
@@ -197,21 +199,25 @@ fn advise(
     }
     for (tenant, result) in results.iter().enumerate() {
         let Some(limits) = result.set else { continue };
-        if house.configured(tenant).watermark != Watermark::ALWAYS {
+        if all_tenants.configured(tenant).watermark != Watermark::ALWAYS {
             remarks.push(format!(
                 "{}: its watermark lifts its limits while the device is not busy; all this is for \
                  limits that always hold.",
-                house.tenants[tenant].name
+                all_tenants.tenants[tenant].name
             ));
         }
         changes.push(change(search, tenant, limits));
     }
     // Final check of all new limits together. Plans with a group were confirmed by the search.
     if is_held && !results.iter().any(|result| result.joins.is_some()) {
-        let mut world = house.unlimited_world.clone();
+        let mut world = all_tenants.unlimited_world.clone();
         for (tenant, result) in results.iter().enumerate() {
             // Tenants without new limits keep those of the file.
-            house.set_limits(&mut world, tenant, result.set.unwrap_or(house.configured(tenant).limits));
+            all_tenants.set_limits(
+                &mut world,
+                tenant,
+                result.set.unwrap_or(all_tenants.configured(tenant).limits),
+            );
         }
         for (result, after) in results.iter_mut().zip(simulate_all(search, &world)?) {
             result.after = Some(after);
@@ -259,19 +265,19 @@ fn remark_own_limits(
     tenant: usize,
     result: &TenantResult,
 ) -> anyhow::Result<Option<String>> {
-    let AdviseSearch { tenants: house, criterion: TrialCriterion { target, .. }, .. } = search;
-    let details = &house.tenants[tenant];
+    let AdviseSearch { tenants: all_tenants, criterion: TrialCriterion { target, .. }, .. } = search;
+    let details = &all_tenants.tenants[tenant];
     let misses = result.after.as_ref().is_some_and(|after| after.requests > 0 && !after.holds(target));
     if !details.has_target
         || !misses
         || result.set.is_some()
-        || house.configured(tenant).limits.is_unlimited()
+        || all_tenants.configured(tenant).limits.is_unlimited()
     {
         return Ok(None);
     }
     // The counterfactual: everything else unchanged, only this tenant without limits.
     let mut world = world.clone();
-    house.set_limits(&mut world, tenant, Limits::default());
+    all_tenants.set_limits(&mut world, tenant, Limits::default());
     let unlimited = simulate_all(search, &world)?.swap_remove(tenant);
     Ok(unlimited.holds(target).then(|| {
         format!(
@@ -382,10 +388,10 @@ fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, simulated: &Trial
     let AdviseSearch {
         criterion: TrialCriterion { target, is_latency: whole, .. },
         arrivals,
-        tenants: house,
+        tenants: all_tenants,
         ..
     } = search;
-    let details = &house.tenants[tenant];
+    let details = &all_tenants.tenants[tenant];
     let streams = || details.disks.iter().map(|&disk| &arrivals.streams[disk]);
     let mut measured = latencies::growing();
     for latencies in streams().filter_map(|stream| stream.measured.as_ref()) {
@@ -452,18 +458,18 @@ fn advise_neighbours(
     search: &AdviseSearch<'_>,
     neighbours: &[usize],
     unlimited: &[TrialResult],
-    told: &mut [TenantResult],
+    tenant_results: &mut [TenantResult],
     changes: &mut Vec<AdvisedChange>,
     remarks: &mut Vec<String>,
 ) -> anyhow::Result<()> {
-    let house = search.tenants;
+    let all_tenants = search.tenants;
     let target = search.criterion.target;
     let mut is_possible = true;
     for &tenant in neighbours {
-        let name = &house.tenants[tenant].name;
-        let need = told[tenant].need.as_ref();
+        let name = &all_tenants.tenants[tenant].name;
+        let need = tenant_results[tenant].need.as_ref();
         if let Some(ns) =
-            need.and_then(|need| need.impossible_ns).filter(|_| house.tenants[tenant].has_target)
+            need.and_then(|need| need.impossible_ns).filter(|_| all_tenants.tenants[tenant].has_target)
         {
             is_possible = false;
             remarks.push(impossible(search, tenant, ns));
@@ -473,11 +479,12 @@ fn advise_neighbours(
     // Results of the unlimited world, in the neighbours' order, as `Neighbours` expects them.
     let unlimited_results: Vec<TrialResult> =
         neighbours.iter().map(|&tenant| unlimited[tenant].clone()).collect();
-    let holds = |&tenant: &usize| !house.tenants[tenant].has_target || unlimited[tenant].holds(&target);
+    let holds = |&tenant: &usize| !all_tenants.tenants[tenant].has_target || unlimited[tenant].holds(&target);
     let names = |members: &mut dyn Iterator<Item = usize>| {
-        members.map(|tenant| house.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
+        members.map(|tenant| all_tenants.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
     };
-    let group = house.common_group(neighbours).map(|group| house.world.groups[group].name.clone());
+    let group =
+        all_tenants.common_group(neighbours).map(|group| all_tenants.world.groups[group].name.clone());
     let is_device = group.is_none() && search.criterion.is_latency;
     let place = match &group {
         Some(group) => format!("in {group}"),
@@ -487,13 +494,13 @@ fn advise_neighbours(
     // Nothing to limit: the neighbours keep the target together.
     if neighbours.iter().all(holds) {
         for (&tenant, result) in neighbours.iter().zip(unlimited_results) {
-            told[tenant].after = Some(result);
+            tenant_results[tenant].after = Some(result);
         }
         let tenant_names = names(&mut neighbours.iter().copied());
         remarks.push(format!("{tenant_names}: together {place} they meet the target without any limit."));
         return Ok(());
     }
-    let needs: Vec<Option<TenantLimits>> = told.iter().map(|told| told.need.clone()).collect();
+    let needs: Vec<Option<TenantLimits>> = tenant_results.iter().map(|result| result.need.clone()).collect();
     let NeighbourAdvice {
         plan,
         results: trial_results,
@@ -502,13 +509,13 @@ fn advise_neighbours(
         interval,
     } = Neighbours::new(*search, neighbours, &needs, &unlimited_results).best_plan()?;
     for ((&tenant, limits), trial_result) in neighbours.iter().zip(&plan.limits).zip(trial_results) {
-        told[tenant].after = Some(trial_result);
-        told[tenant].set = *limits;
-        told[tenant].between = limits
+        tenant_results[tenant].after = Some(trial_result);
+        tenant_results[tenant].set = *limits;
+        tenant_results[tenant].between = limits
             .zip(interval)
             .map(|(limits, interval)| RateInterval::of(limited_unit(&limits).1, interval));
         if let (Some(limits), Some(interval)) = (limits, interval) {
-            let details = &house.tenants[tenant];
+            let details = &all_tenants.tenants[tenant];
             let spares = if details.has_target {
                 ""
             } else {
@@ -519,7 +526,7 @@ fn advise_neighbours(
     }
     // Weights and reservations are alternatives; a plan never has both.
     if let Some((limits, shares)) = plan.group {
-        let name = group.clone().unwrap_or_else(|| group_name(house));
+        let name = group.clone().unwrap_or_else(|| group_name(all_tenants));
         let are_weights = shares.iter().any(|share| share.weight() != NodeShare::default().weight());
         let divided_by = if are_weights { "weights" } else { "reservations" };
         if group.is_none() {
@@ -532,7 +539,7 @@ fn advise_neighbours(
             });
         }
         for (&tenant, share) in neighbours.iter().zip(shares) {
-            told[tenant].joins = Some(GroupMembership::of(&name, share));
+            tenant_results[tenant].joins = Some(GroupMembership::of(&name, share));
             changes.push(AdvisedChange {
                 group: Some(name.clone()),
                 share,
@@ -555,8 +562,8 @@ fn advise_neighbours(
     // Each tenant alone could keep its target, so the shortage is in the shared resource.
     if !is_kept && is_possible {
         let late = |&&tenant: &&usize| {
-            house.tenants[tenant].has_target
-                && told[tenant].after.as_ref().is_some_and(|after| !after.holds(&target))
+            all_tenants.tenants[tenant].has_target
+                && tenant_results[tenant].after.as_ref().is_some_and(|after| !after.holds(&target))
         };
         let late_names = names(&mut neighbours.iter().filter(late).copied());
         let percentile = target.name();
@@ -685,11 +692,11 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
         [only] => AvailableDevices::Identical(resolve(only)?),
         several => AvailableDevices::Inventory(several.iter().map(resolve).collect::<anyhow::Result<_>>()?),
     };
-    let AdviseSearch { tenants: house, arrivals, criterion: judge, .. } = *search;
+    let AdviseSearch { tenants: all_tenants, arrivals, criterion: judge, .. } = *search;
     let packing = packing::pack(search, &supply)?;
-    let name = |tenant: usize| house.tenants[tenant].name.clone();
+    let name = |tenant: usize| all_tenants.tenants[tenant].name.clone();
     let mut remarks = Vec::new();
-    let mut results: Vec<Option<TrialResult>> = vec![None; house.tenants.len()];
+    let mut results: Vec<Option<TrialResult>> = vec![None; all_tenants.tenants.len()];
     let on_device = |packed: &packing::DeviceAssignment| PackedDevice {
         device: match supply {
             AvailableDevices::Identical(_) => (packed.device + 1).to_string(),

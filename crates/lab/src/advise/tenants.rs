@@ -123,7 +123,7 @@ impl Tenants {
         let takes_time = |place: &DevicePlacement| place.station.is_some() || place.budget.is_some();
         let has_device = world.disks.iter().any(|disk| takes_time(&disk.place));
         let remarks = setup.remarks.clone();
-        let mut house = Self {
+        let mut all_tenants = Self {
             unlimited_world: WorldSpec::default(),
             world,
             disks,
@@ -135,8 +135,8 @@ impl Tenants {
             remarks,
         };
         // Tenants are determined last: they depend on the groups of all disks.
-        house.determine_tenants();
-        Ok(house)
+        all_tenants.determine_tenants();
+        Ok(all_tenants)
     }
 
     /// Determines the tenants.

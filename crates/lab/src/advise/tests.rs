@@ -183,10 +183,11 @@ fn advised(
     selected: &[&str],
     target: LatencyTarget,
 ) -> Advice {
-    let mut house = tenants(arrivals, device);
-    house.restrict_target(&selected.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
+    let mut all_tenants = tenants(arrivals, device);
+    all_tenants.restrict_target(&selected.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
     let (stop, judge) = (AtomicBool::new(false), criterion(target, device.is_some(), arrivals));
-    let search = AdviseSearch { tenants: &house, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
+    let search =
+        AdviseSearch { tenants: &all_tenants, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
     advise(&search, None, &|_| ()).unwrap()
 }
 
@@ -269,13 +270,14 @@ fn advised_limits_quiet_a_noisy_neighbour() {
 fn limits_that_cause_a_miss_are_reported() {
     let arrivals = noisy_neighbour(1, 60);
     let outcome_of = |rate: u64| {
-        let mut house = tenants(&arrivals, Some(DEVICE));
-        house.restrict_target(&["a".to_owned()]).unwrap();
-        house.world.disks[0].settings.limits = limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]);
+        let mut all_tenants = tenants(&arrivals, Some(DEVICE));
+        all_tenants.restrict_target(&["a".to_owned()]).unwrap();
+        all_tenants.world.disks[0].settings.limits =
+            limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]);
         let (stop, criterion) =
             (AtomicBool::new(false), criterion(LatencyTarget::new(99.0, 20 * MS), true, &arrivals));
         let search =
-            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
+            AdviseSearch { tenants: &all_tenants, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         let advice = advise(&search, None, &|_| ()).unwrap();
         (advice.kept, advice.remarks.iter().any(|remark| remark.starts_with("a: its own limits, of the ")))
     };
@@ -408,8 +410,8 @@ fn fits_on(arrivals: &TraceArrivals, device: &str, count: usize, target: Latency
         let device_of: Vec<usize> = (0..disks).map(|_| (assignment % count, assignment /= count).0).collect();
         (0..count).all(|place| {
             let together: Vec<usize> = (0..disks).filter(|&disk| device_of[disk] == place).collect();
-            let house = tenants(arrivals, Some(device));
-            let tenant_world = house.world_of(&house.world, &together);
+            let all_tenants = tenants(arrivals, Some(device));
+            let tenant_world = all_tenants.world_of(&all_tenants.world, &together);
             let trial = SimulatedTrial {
                 world: &tenant_world.world,
                 disks: &tenant_world.disks,
@@ -437,10 +439,10 @@ fn packing_uses_the_fewest_devices() {
         (0..5).for_each(|disk| push(&mut arrivals, 0, disk, RequestOp::Read, 4096));
         requests.iter().for_each(|&(at, disk)| push(&mut arrivals, at, disk, RequestOp::Read, 4096));
         let target = LatencyTarget::new(99.0, 8 * MS);
-        let house = tenants(&arrivals, None);
+        let all_tenants = tenants(&arrivals, None);
         let (stop, criterion) = (AtomicBool::new(false), criterion(target, true, &arrivals));
         let search =
-            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
+            AdviseSearch { tenants: &all_tenants, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         let device = "read=2ms,parallel=1";
         let supply =
             AvailableDevices::Identical(crate::simulate::device_of(&device.parse().unwrap(), None).unwrap());
@@ -492,11 +494,11 @@ fn limit_of_a_spared_disk_without_device_is_explained() {
     let arrivals = noisy_neighbour(1, 1);
     let stop = AtomicBool::new(false);
     let remark = |selected: Option<&str>, device: Option<&str>| {
-        let mut house = tenants(&arrivals, device);
-        house.restrict_target(&selected.map(str::to_owned).into_iter().collect::<Vec<_>>()).unwrap();
-        let criterion = criterion(LatencyTarget::new(99.0, 10 * MS), house.has_device, &arrivals);
+        let mut all_tenants = tenants(&arrivals, device);
+        all_tenants.restrict_target(&selected.map(str::to_owned).into_iter().collect::<Vec<_>>()).unwrap();
+        let criterion = criterion(LatencyTarget::new(99.0, 10 * MS), all_tenants.has_device, &arrivals);
         let search =
-            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
+            AdviseSearch { tenants: &all_tenants, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         let advice = advise(&search, None, &|_| ()).unwrap();
         advice.remarks.into_iter().find(|remark| remark.contains("without a device"))
     };
@@ -519,11 +521,11 @@ fn grouped(arrivals: &TraceArrivals, rate: u64, device: Option<&str>) -> Tenants
 fn member_is_spared_within_its_existing_group() {
     let (arrivals, target) = (busy_neighbour(20, 30), LatencyTarget::new(99.0, 70 * MS));
     let advice_for = |rate: u64, device: Option<&str>, selected: &str, target: LatencyTarget| {
-        let mut house = grouped(&arrivals, rate, device);
-        house.restrict_target(&[selected.to_owned()]).unwrap();
+        let mut all_tenants = grouped(&arrivals, rate, device);
+        all_tenants.restrict_target(&[selected.to_owned()]).unwrap();
         let (stop, criterion) = (AtomicBool::new(false), criterion(target, device.is_some(), &arrivals));
         let search =
-            AdviseSearch { tenants: &house, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
+            AdviseSearch { tenants: &all_tenants, arrivals: &arrivals, criterion, over_s: 60.0, stop: &stop };
         advise(&search, None, &|_| ()).unwrap()
     };
     // Without a device they compete for the group's limit.

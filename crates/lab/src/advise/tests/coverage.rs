@@ -205,12 +205,13 @@ fn uneven_neighbour(seed: u64, seconds: u64) -> TraceArrivals {
 
 /// The advice for the first of two disks on a device.
 fn advice_for_first(arrivals: &TraceArrivals, target: LatencyTarget) -> NeighbourAdvice {
-    let mut house = tenants(arrivals, Some(DEVICE));
-    house.restrict_target(&["a".to_owned()]).unwrap();
+    let mut all_tenants = tenants(arrivals, Some(DEVICE));
+    all_tenants.restrict_target(&["a".to_owned()]).unwrap();
     let (stop, judge) = (AtomicBool::new(false), criterion(target, true, arrivals));
-    let search = AdviseSearch { tenants: &house, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
+    let search =
+        AdviseSearch { tenants: &all_tenants, arrivals, criterion: judge, over_s: 60.0, stop: &stop };
     let needs = [0, 1].map(|tenant| search.limits_alone(tenant, &[cost(&search, tenant).0]).unwrap());
-    let before = simulate_all(&search, &house.world).unwrap();
+    let before = simulate_all(&search, &all_tenants.world).unwrap();
     Neighbours::new(search, &[0, 1], &needs, &before).best_plan().unwrap()
 }
 
