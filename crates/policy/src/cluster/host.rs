@@ -204,7 +204,7 @@ impl HostQuota {
         // missing.
         let is_late =
             age >= self.timing.lease * 3 / 5 || (age >= tick * 2 && self.is_answer_overdue(&demand, now));
-        let unchanged = self.reported.filter(|told| !self.is_reportable_change(told, &demand));
+        let unchanged = self.reported.filter(|earlier| !self.is_reportable_change(earlier, &demand));
         if !self.is_urgent && !is_late && (unchanged.is_some() || self.reported.is_none()) {
             return None;
         }
