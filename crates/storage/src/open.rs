@@ -149,8 +149,8 @@ pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed
         return Err(force_share_error(spec));
     }
     let storage_spec = parse_spec(spec)?;
-    let is_patient = !options.reconnect_delay.is_zero() || !options.open_timeout.is_zero();
-    if is_patient && !matches!(storage_spec, StorageSpec::Nbd(_)) {
+    let has_delay = !options.reconnect_delay.is_zero() || !options.open_timeout.is_zero();
+    if has_delay && !matches!(storage_spec, StorageSpec::Nbd(_)) {
         let why = "reconnect-delay and open-timeout apply to NBD servers only";
         return Err(OpenError::new(spec, why, "leave them out"));
     }

@@ -324,13 +324,13 @@ enum DeviceDaemon {
 /// If a daemon is required and makes no devices. It is required if `--qmp` names it, or if it has
 /// the `group`, whose limits only this daemon can enforce.
 fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<DeviceDaemon, CommandFailure> {
-    let is_asked_for = qmp.is_some();
-    let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
+    let is_address_given = qmp.is_some();
+    let is_named = is_address_given || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
     let target = ControlAddress::choose(qmp).map_err(|message| CommandFailure::Usage(anyhow!(message)))?;
     let at = target.to_absolute().context("the current directory")?.to_string();
     let report = match ControlClient::connect(&target).map(|mut client| client.status()) {
         Ok(Ok(report)) => report,
-        Err(error) | Ok(Err(error)) if is_asked_for => return Err(error.into()),
+        Err(error) | Ok(Err(error)) if is_address_given => return Err(error.into()),
         // A stopped daemon must not prevent attaching, unless it was named explicitly.
         Err(ClientError::Timeout(_)) | Ok(Err(ClientError::Timeout(_))) => {
             return Ok(DeviceDaemon::Silent(at));
@@ -346,7 +346,7 @@ fn device_daemon(qmp: Option<ControlAddress>, group: Option<&str>) -> Result<Dev
     }
     let group = group.filter(|group| report.group(group).is_some());
     // A second group of the same name would double the limit that the operator has set.
-    if !is_asked_for && group.is_none() {
+    if !is_address_given && group.is_none() {
         return Ok(DeviceDaemon::MakesNone(at));
     }
     let group_note = group.map_or_else(String::new, |group| format!(", and group {group} exists only there"));

@@ -138,8 +138,9 @@ pub(super) fn remove_loops(file: &Path, attached_loop: Option<&AttachedLoop>) {
         unmount_everywhere(&device);
         // With `autoclear` the kernel removes it when its last user closes it.
         // losetup --detach on a device in use only sets autoclear, so a second one would not help.
-        let is_going = fs::read(format!("/sys/block/{name}/loop/autoclear")).is_ok_and(|flag| flag == b"1\n");
-        if !is_going {
+        let is_autoclear =
+            fs::read(format!("/sys/block/{name}/loop/autoclear")).is_ok_and(|flag| flag == b"1\n");
+        if !is_autoclear {
             let _ = run("losetup", "mount", &["--detach", &device.to_string_lossy()]);
         }
     }

@@ -243,8 +243,8 @@ impl AttachmentKeeper {
                 return None;
             }
             // Mounts and holders can only come from outside: the keeper's own mount is gone.
-            let is_anothers = !users.claimed || !users.mounts.is_empty() || !users.holders.is_empty();
-            if is_anothers {
+            let is_used_by_others = !users.claimed || !users.mounts.is_empty() || !users.holders.is_empty();
+            if is_used_by_others {
                 // Another process uses the device: keep it until it is detached explicitly.
                 self.unmounted = None;
             }

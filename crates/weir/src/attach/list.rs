@@ -135,12 +135,12 @@ fn served(qmp: Option<ControlAddress>) -> Result<Vec<AttachmentRow>, CommandFail
             broken,
         });
     }
-    let is_asked_for = qmp.is_some();
+    let is_address_given = qmp.is_some();
     let target =
         ControlAddress::choose(qmp).map_err(|message| CommandFailure::Usage(anyhow::Error::msg(message)))?;
     let report = match ControlClient::connect(&target).and_then(|mut client| client.status()) {
         Ok(report) => report,
-        Err(error) if is_asked_for => return Err(error.into()),
+        Err(error) if is_address_given => return Err(error.into()),
         Err(_) => return Ok(rows),
     };
     for export in &report.exports {

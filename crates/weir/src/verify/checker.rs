@@ -214,8 +214,8 @@ impl GuaranteeChecker {
             if !(waits(earlier) && waits(node)) || disk_limited > NEGLIGIBLE {
                 continue;
             }
-            let is_promised = [disk.settings.iops_reservation, disk.settings.bps_reservation];
-            if is_promised.into_iter().flatten().any(|rate| rate > 0) {
+            let reservations = [disk.settings.iops_reservation, disk.settings.bps_reservation];
+            if reservations.into_iter().flatten().any(|rate| rate > 0) {
                 unclear = unclear.or(Some(HAS_RESERVATIONS));
             }
             members.push((disk, step.of(kind)));

@@ -100,9 +100,9 @@ impl QemuObjects {
             bail!("--object {id}: policy={policy} is not supported (leave --tls-authz out)");
         }
         let rules = (0..).map(|number| format!("rules.{number}"));
-        let is_said = |rule: &String| pairs.iter().any(|(key, _)| key.starts_with(&format!("{rule}.")));
+        let is_present = |rule: &String| pairs.iter().any(|(key, _)| key.starts_with(&format!("{rule}.")));
         let names: Vec<_> = rules
-            .take_while(is_said)
+            .take_while(is_present)
             .map(|rule| pattern(pairs, &rule).map(option))
             .collect::<anyhow::Result<_>>()
             .with_context(of_object)?;
