@@ -92,7 +92,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
     let outcome = advise(&[&[text(&file), "--json"][..], &options].concat());
     let report: Value = serde_json::from_str(&outcome.stdout()).expect("it is JSON");
     let (a, b) = (find(&report, "tenants", "a"), find(&report, "tenants", "b"));
-    assert_eq!((a["requests"].as_u64(), a["asked"].as_bool()), (Some(200), Some(true)));
+    assert_eq!((a["requests"].as_u64(), a["has-target"].as_bool()), (Some(200), Some(true)));
     assert_eq!((a["kept"].as_bool(), outcome.status()), (Some(true), Some(0)), "{}", outcome.stderr());
     // Behind 64 requests in flight, each would wait for 160 ms.
     let p99 = |line: &Value, when: &str| line[when]["latency-ns"].as_u64().expect("a time");
@@ -105,7 +105,7 @@ fn noisy_neighbour_from_recording_to_verified_limit() {
 
     // The tables show the same results.
     let printed = advise(&[&[text(&file)][..], &options].concat()).stdout();
-    assert_contains(&printed, &["SMALLEST FOR", "as it is", "kept", "not asked", "To set it:\n\n"]);
+    assert_contains(&printed, &["SMALLEST FOR", "as it is", "kept", "no target", "To set it:\n\n"]);
     let commands = report["commands"].as_array().expect("a list");
     assert!(!commands.is_empty());
     for command in commands.iter().map(|command| command.as_str().expect("a line")) {
@@ -280,7 +280,7 @@ fn noisy_neighbour_in_the_same_group_is_found() {
         let outcome = run(&[arguments, &more].concat());
         assert_eq!(outcome.status(), Some(0), "{arguments:?}: {}", outcome.stderr());
         let printed = outcome.stdout();
-        assert_contains(&printed, &["To set it:", "not asked"]);
+        assert_contains(&printed, &["To set it:", "no target"]);
         if let Some(command) = command {
             assert_contains(&printed, &[&format!("\n{command}")]);
             assert_contains(&fs::read_to_string(&new).expect("it was written"), &["group = \"all\""]);

@@ -196,7 +196,7 @@ fn measurement_shows_the_limited_paths() {
         };
         assert_eq!(value_of(path, "limit-is"), verdict, "{path}: {report:#}");
     }
-    assert_eq!(value_of("reads-from-the-page-cache", "limit-is"), "not asked");
+    assert_eq!(value_of("reads-from-the-page-cache", "limit-is"), "no I/O");
     assert_eq!(value_of("reads", "limit-is"), "not set");
 }
 

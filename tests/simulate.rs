@@ -280,7 +280,7 @@ fn cluster_is_simulated_and_invalid_ones_rejected() {
     assert!(!printed.contains("coincided with a fault"), "{printed}");
     let report = cluster(&["hosts=20,disks=2,seconds=20", "--seed", "2", "--json"]).json();
     assert_eq!(report["limits"]["iops-total"], 2000, "{report}");
-    assert!(report["violation"].is_null() && report["all"]["asked"].as_f64() > Some(0.0), "{report}");
+    assert!(report["violation"].is_null() && report["all"]["requests"].as_f64() > Some(0.0), "{report}");
     for (arguments, why) in [
         (&["hosts=0"][..], "hosts=0 is not between 1 and 10000"),
         (&["hosts=3", "--iops-write", "5"], "its clients only read"),

@@ -100,7 +100,7 @@ fn limits_and_shares_hold_under_load_and_waits_are_reported() {
     // With a reservation for one disk, the shares by weight are undetermined.
     TestClient::new(WEIR).args(["throttle", "b", "--iops-reservation", "50", "--qmp", &qmp]).succeeds();
     let outcome = verify(&scratch, &["gold", "--for", "3s"]);
-    assert!(outcome.stdout().contains("not judged: a disk of its group has a reservation"));
+    assert!(outcome.stdout().contains("not checked: a disk of its group has a reservation"));
     drop(loads);
     weir.stop();
 }
@@ -126,7 +126,7 @@ fn config_is_compared_with_the_settings_in_force() {
     fs::write(&config, text_of_file.replace("500", "600")).expect("the file can be written");
     let outcome = compare();
     assert_eq!(outcome.status(), Some(1));
-    assert_eq!(verdicts(&outcome), [["config", "vm1", "broken"], ["iops-total", "vm1", "not asked"]]);
+    assert_eq!(verdicts(&outcome), [["config", "vm1", "broken"], ["iops-total", "vm1", "no load"]]);
     assert!(outcome.stdout().contains("iops-total is 500, in the file 600"), "{}", outcome.stdout());
     weir.stop();
 }
@@ -198,7 +198,7 @@ fn interrupted_run_prints_its_results() {
     }
     let [printed, stderr] = interrupted(child);
     assert_contains(&stderr, &["interrupted: the results are of the first "]);
-    assert!(printed.contains("iops-total") && printed.contains("not asked"), "{printed}");
+    assert!(printed.contains("iops-total") && printed.contains("no load"), "{printed}");
     weir.stop();
 }
 
@@ -218,7 +218,7 @@ fn nothing_to_verify_is_a_failure() {
     let outcome = verify(&scratch, &["--for", "1s"]);
     assert_eq!(outcome.status(), Some(1));
     assert_contains(&outcome.stderr(), &["nothing could be checked"]);
-    assert!(outcome.stdout().contains("not asked"), "{}", outcome.stdout());
+    assert!(outcome.stdout().contains("no load"), "{}", outcome.stdout());
     let outcome = verify(&scratch, &["c"]);
     assert_eq!(outcome.status(), Some(1));
     assert_contains(&outcome.stderr(), &["c: no disk and no group has this name"]);

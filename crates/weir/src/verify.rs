@@ -172,7 +172,7 @@ fn text(findings: &[GuaranteeFinding]) -> String {
     let mut table = TextTable::new(columns(&headings, &[]));
     for GuaranteeFinding { kind, name, guarantee, expected, measured, verdict, .. } in findings {
         let verdict = match verdict {
-            GuaranteeVerdict::NotChecked(why) => format!("not judged: {why}"),
+            GuaranteeVerdict::NotChecked(why) => format!("not checked: {why}"),
             verdict => verdict.name().to_owned(),
         };
         let subject = if *kind == "disk" { name.clone() } else { format!("{kind} {name}") };

@@ -38,7 +38,7 @@ pub(super) struct TenantAdvice {
     pub(super) name: String,
     pub(super) requests: u64,
     /// True if the target applies to this tenant.
-    pub(super) asked: bool,
+    pub(super) has_target: bool,
     /// True if the advice keeps its target; absent if it never moves data.
     pub(super) kept: Option<bool>,
     /// The smallest limits that keep its target while it is alone on its device.
@@ -229,7 +229,7 @@ impl Advice {
         let wait = format!("WAIT {percentile}");
         let numbers = ["IOPS", "BYTES/S", "P50", &percentile, "WAIT P50", &wait, "WAITED"];
         let mut table = TextTable::new(
-            columns(&["WHO", "WITH"], &numbers).into_iter().chain([("TARGET", ColumnAlignment::Left)]),
+            columns(&["TENANT", "LIMITS"], &numbers).into_iter().chain([("TARGET", ColumnAlignment::Left)]),
         );
         for line in &self.tenants {
             let set = match (&line.joins, &line.set) {
@@ -243,7 +243,7 @@ impl Advice {
                 let Some(figures) = figures else { continue };
                 let target = match meets_target {
                     None => "",
-                    Some(_) if !line.asked => "not asked",
+                    Some(_) if !line.has_target => "no target",
                     Some(true) => "kept",
                     Some(false) => "missed",
                 };

@@ -54,8 +54,8 @@ impl GuaranteeVerdict {
         match self {
             Self::Held => "held",
             Self::Broken => "broken",
-            Self::NoLoad => "not asked",
-            Self::NotChecked(_) => "not judged",
+            Self::NoLoad => "no load",
+            Self::NotChecked(_) => "not checked",
         }
     }
 

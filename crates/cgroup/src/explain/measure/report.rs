@@ -131,7 +131,7 @@ fn compliance_name(compliance: LimitCompliance) -> &'static str {
         LimitCompliance::No => "IGNORED",
         LimitCompliance::Slower => "not reached",
         LimitCompliance::NotLimited => "not set",
-        LimitCompliance::NoIo => "not asked",
+        LimitCompliance::NoIo => "no I/O",
     }
 }
 

@@ -28,7 +28,7 @@ pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings
         measures.push(exact(
             &name("messages a second at etcd for 100 hosts"),
             MeasureUnit::Count,
-            figures.asked_per_100_hosts,
+            figures.requests_per_100_hosts,
         ));
         measures.push(exact(
             &name("bytes written to etcd"),

@@ -34,7 +34,7 @@ fn quotas_follow_demand_and_repeat_for_a_seed() {
 fn idle_etcd_load_stays_below_its_bound() {
     let (summary, _) = simulated("hosts=100,disks=1,seconds=30,change=0", 10_000, 1);
     let steady = summary.steady.unwrap();
-    assert!(steady.asked_per_100_hosts <= 50.0, "{steady:?}");
+    assert!(steady.requests_per_100_hosts <= 50.0, "{steady:?}");
     // At least one report per lease, or the lease would expire.
     assert!(steady.reports >= 100.0 / 5.0, "{steady:?}");
     assert!(steady.written_bytes > 100.0 * steady.reports, "{steady:?}");
