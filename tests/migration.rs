@@ -261,7 +261,10 @@ fn start_omits_migrated_disks() {
     a.stop();
     etcd.kill();
     let stderr = a.serve().args(["--log", "error"]).fails();
-    assert_contains(&stderr, &["locked for writing", "the disk may have moved to another host of the cluster"]);
+    assert_contains(
+        &stderr,
+        &["locked for writing", "the disk may have moved to another host of the cluster"],
+    );
     b.stop();
     a.restart();
     assert!(a.disk("vm").is_some());

@@ -13,7 +13,7 @@ use reactor::{
 pub const SMALL_BYTES: usize = 4 << 10;
 /// Receive size for a client one of whose last receives returned more than half of
 /// [`SMALL_BYTES`]. Not larger: each of a thousand busy clients has a buffer. Not smaller: in front
-/// of an NBD server, a receive of half this size gathers fewer writes for one message to the server.
+/// of an NBD server, a receive of half this size gathers fewer writes for each message.
 pub const USUAL_BYTES: usize = 64 << 10;
 /// Receive size for a busy server: a number of replies with data.
 const REPLIES_BYTES: usize = 256 << 10;
