@@ -174,6 +174,11 @@ impl<D: AlignedDevice> Align<D> {
         &self.shared.device
     }
 
+    /// True while a read-modify-write or a resize continues whose request may have been cancelled.
+    pub(super) fn has_detached(&self) -> bool {
+        Arc::strong_count(&self.shared) > 1
+    }
+
     /// See [`Storage::size_bytes`](super::Storage::size_bytes).
     pub fn size_bytes(&self) -> u64 {
         self.device().size_bytes()

@@ -11,7 +11,10 @@ use reactor::{
     now, sim, sleep_until, spawn_joinable,
 };
 
-use crate::simulated::{Behaviour, SimulatedStorage};
+use crate::{
+    Storage,
+    simulated::{Behaviour, SimulatedStorage},
+};
 
 const BLOCK: usize = 512;
 const SIZE: usize = 16 * BLOCK;
@@ -184,6 +187,38 @@ fn cancelled_unaligned_write_changes_no_other_bytes() {
             assert_eq!(read[30..], content[30..BLOCK], "seed {seed}: never written");
         });
     }
+}
+
+/// A caller that waits until the storage is idle must not miss a read-modify-write that has not
+/// begun to write.
+#[test]
+fn storage_is_busy_until_cancelled_writes_have_taken_effect() {
+    let mut late = 0;
+    for seed in 0..400 {
+        late += u32::from(sim::run(seed, async move {
+            let (device, _) = disk(seed);
+            let storage = Rc::new(Storage::Simulated(Align::new(device)));
+            let cancelled_write = {
+                let storage = Rc::clone(&storage);
+                spawn_joinable(async move {
+                    let _ = storage.write(10, segments(&[1; 900]), Durability::Cached).await;
+                })
+            };
+            let wait = sim::random(|random| random.u64(..200_000));
+            sleep_until(now() + Duration::from_nanos(wait)).await;
+            cancelled_write.cancel().await;
+            let was_busy = storage.is_busy();
+            while storage.is_busy() {
+                sleep_until(now() + Duration::from_micros(1)).await;
+            }
+            let read = async || storage.read(0, IoBuffer::new(SIZE)).await.expect("no errors").to_vec();
+            let idle = read().await;
+            sleep_until(now() + Duration::from_secs(1)).await;
+            assert!(read().await == idle, "seed {seed}: a write took effect later");
+            was_busy
+        }));
+    }
+    assert!(late > 40, "only {late} writes were in flight when they were cancelled");
 }
 
 #[test]

@@ -470,10 +470,17 @@ impl Storage {
         }
     }
 
-    /// True if operations may be in flight in the kernel, including abandoned ones.
+    /// True if an operation of a cancelled request may still take effect: it is in flight in the
+    /// kernel or in a library, or is a read-modify-write or a resize, which continues.
     pub fn is_busy(&self) -> bool {
-        self.bottom_file().is_some_and(FileStorage::is_busy)
-            || self.bottom_rbd().and_then(RbdStorage::oldest_request).is_some()
+        match self {
+            Self::File(file) => file.has_detached() || file.device().is_busy(),
+            Self::Nbd(export) => export.has_detached(),
+            Self::Rbd(image) => image.has_detached() || image.device().oldest_request().is_some(),
+            Self::Simulated(disk) => disk.has_detached() || disk.device().is_busy(),
+            Self::Memory(_) | Self::Null(_) => false,
+            Self::Wrapped(wrapped) => wrapped.inner().is_busy(),
+        }
     }
 
     /// Descriptors to pass to the new process of an upgrade; `None` if the bottom is not a file, or

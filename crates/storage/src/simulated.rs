@@ -127,6 +127,11 @@ impl SimulatedStorage {
         self.lock().traffic
     }
 
+    /// True if a write, of a cancelled request too, has not taken effect.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.lock().in_flight.is_empty()
+    }
+
     /// Reads the whole range, as a page cache does on a hint.
     pub(super) async fn will_need(&self, length: u64) {
         self.count_read(length);
