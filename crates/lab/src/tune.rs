@@ -43,6 +43,7 @@ use storage::{CacheMode, ImageFormat, OpenOptions};
 
 use self::{
     resume::StoredSamples,
+    run::TuneRunParameters,
     samples::TuneSamples,
     session::TuneSession,
     stop::TuneStop,
@@ -79,7 +80,13 @@ pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
     let place = Rc::new(TuneTarget::open(options, inspect_image)?);
     // From here on a second interruption also removes the directory.
     place.register_for_removal(&stop);
-    let progress = StepProgress::new(arguments.json);
+    let parameters = TuneRunParameters {
+        place: Rc::clone(&place),
+        stop: stop.clone(),
+        progress: StepProgress::new(arguments.json),
+        budget: arguments.budget,
+        seed: arguments.seed,
+    };
     let outcome = if let Some(preset) = arguments.preset {
         if !matches!(place.kind, TuneTargetKind::Made { .. }) {
             return Err(CommandFailure::Usage(anyhow!(
@@ -87,14 +94,13 @@ pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
                 arguments.path.display()
             )));
         }
-        let (stop, terms) = (stop.clone(), (arguments.budget, arguments.seed));
-        on_reactor(async move { Ok(preset::measure(preset, place, stop, progress, terms).await) })?
+        on_reactor(async move { Ok(preset::measure(preset, parameters).await) })?
     } else {
-        let samples = match &earlier {
+        let (samples, slice) = match &earlier {
             Some(earlier) => (earlier.samples(&place, &place.space())?, Some(earlier.slice())),
             None => (TuneSamples::default(), None),
         };
-        let session = TuneSession::new(place, samples, stop.clone(), progress, &arguments);
+        let session = TuneSession::new(parameters, samples, slice, &arguments);
         on_reactor(async move { Ok(session.work().await) })?
     };
     print_and_save(outcome, stop.is_interrupted(), &arguments, header_start)

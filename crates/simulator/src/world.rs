@@ -51,6 +51,15 @@ pub struct DiskSpec {
     pub sampled_device: Option<DevicePlacement>,
 }
 
+/// A device with service times and rate limits.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceModel {
+    /// Its service times.
+    pub station: StationSpec,
+    /// Its rate limits; the default for none.
+    pub rates: DeviceRates,
+}
+
 impl WorldSpec {
     /// Adds a station and returns its index.
     pub fn add_station(&mut self, spec: StationSpec) -> usize {
@@ -65,9 +74,10 @@ impl WorldSpec {
     }
 
     /// Adds a device and returns its indices. A budget is added only if a rate is limited.
-    pub fn add_device(&mut self, (station, budget): (StationSpec, DeviceRates)) -> DevicePlacement {
+    pub fn add_device(&mut self, device: DeviceModel) -> DevicePlacement {
+        let DeviceModel { station, rates } = device;
         let station = Some(self.add_station(station));
-        let budget = (budget != DeviceRates::default()).then(|| self.add_budget(budget));
+        let budget = (rates != DeviceRates::default()).then(|| self.add_budget(rates));
         DevicePlacement { station, budget }
     }
 

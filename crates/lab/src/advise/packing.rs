@@ -8,10 +8,9 @@
 
 use std::{cmp::Reverse, collections::HashMap};
 
-use policy::device_model::DeviceRates;
 use simulator::{
-    device::{DevicePlacement, SimulatedDevices, StationSpec},
-    world::WorldSpec,
+    device::{DevicePlacement, SimulatedDevices},
+    world::{DeviceModel, WorldSpec},
 };
 
 use super::{
@@ -27,8 +26,6 @@ const MAX_EXHAUSTIVE_TENANTS: usize = 64;
 const MAX_SEARCH_REQUESTS: u64 = 5_000_000;
 /// Thresholds of utilization, tried in this order.
 const THRESHOLDS: [f64; 10] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1];
-
-pub(super) type DeviceModel = (StationSpec, DeviceRates);
 
 /// The available devices: any number of one kind, or an inventory.
 #[derive(Clone, Debug)]
@@ -148,10 +145,10 @@ struct Packer<'a> {
 impl<'a> Packer<'a> {
     fn new(search: &'a AdviseSearch<'a>, devices: &'a AvailableDevices) -> Self {
         let blocks = search.criterion.blocks;
-        let work = |(station, rates): DeviceModel| {
+        let work = |model: DeviceModel| {
             let of_tenant = |tenant: usize| {
                 let mut work = vec![0.0; blocks.count];
-                let mut worked = ServiceTime::new(station, rates);
+                let mut worked = ServiceTime::new(model);
                 // Work is attributed to the arrival's block, although a backlog may be served
                 // later.
                 for (_, arrival) in search.arrivals.merged(&search.tenants.tenants[tenant].disks) {
@@ -370,9 +367,9 @@ struct ServiceTime {
 }
 
 impl ServiceTime {
-    fn new(station: StationSpec, rates: DeviceRates) -> Self {
+    fn new(model: DeviceModel) -> Self {
         let mut world = WorldSpec::default();
-        let place = world.add_device((station, rates));
+        let place = world.add_device(model);
         let mut devices = SimulatedDevices::default();
         devices.follow(&world.stations, &world.budgets);
         Self { devices, place, before_ns: 0 }

@@ -96,7 +96,8 @@ impl Tenants {
                 SimulationSetup::of_terms(
                     &terms,
                     UNKNOWN_SIZE,
-                    (devices.delay.as_ref(), devices.rate.as_ref()),
+                    devices.delay.as_ref(),
+                    devices.rate.as_ref(),
                     device,
                 )
             }

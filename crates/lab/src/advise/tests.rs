@@ -56,7 +56,7 @@ fn setup(device: Option<&str>) -> SimulationSetup {
         prefetch: policy::prefetch::PrefetchConfig::off(),
     };
     let device = device.map(|text| crate::simulate::device_of(&text.parse().unwrap(), None).unwrap());
-    SimulationSetup::of_terms(&terms, UNKNOWN_SIZE, (None, None), device)
+    SimulationSetup::of_terms(&terms, UNKNOWN_SIZE, None, None, device)
 }
 
 fn tenants(arrivals: &TraceArrivals, device: Option<&str>) -> Tenants {

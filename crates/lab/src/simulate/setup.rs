@@ -20,7 +20,7 @@ use policy::{
 use settings::{DesiredState, config, state::CapacityStore};
 use simulator::{
     device::{DevicePlacement, ServiceTimeSpec, StationSpec, server_count, service_from_rates},
-    world::{DiskGroupSpec, DiskSpec, UNKNOWN_SIZE, WorldSpec},
+    world::{DeviceModel, DiskGroupSpec, DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
 use storage::{StorageSpec, delay::DelayOptions, rate::RateOptions};
 
@@ -70,14 +70,13 @@ impl SimulationSetup {
             None => {
                 let terms =
                     arguments.terms().map_err(|error| console::CommandFailure::Usage(error.into()))?;
-                let size = arguments.devices.size.unwrap_or(UNKNOWN_SIZE);
-                let devices = (arguments.devices.delay.as_ref(), arguments.devices.rate.as_ref());
-                Ok(Self::of_terms(&terms, size, devices, device))
+                let size = devices.size.unwrap_or(UNKNOWN_SIZE);
+                Ok(Self::of_terms(&terms, size, devices.delay.as_ref(), devices.rate.as_ref(), device))
             }
         }
     }
 
-    pub(crate) fn of_config(path: &Path, device: Option<(StationSpec, DeviceRates)>) -> anyhow::Result<Self> {
+    pub(crate) fn of_config(path: &Path, device: Option<DeviceModel>) -> anyhow::Result<Self> {
         let plan = DesiredState::new(config::load(path)?, 0)?;
         let mut world = WorldSpec::default();
         let shared = device.map(|device| world.add_device(device));
@@ -154,8 +153,9 @@ impl SimulationSetup {
     pub(crate) fn of_terms(
         terms: &DefaultDiskSettings,
         size_bytes: u64,
-        (delay, rate): (Option<&DelayOptions>, Option<&RateOptions>),
-        device: Option<(StationSpec, DeviceRates)>,
+        delay: Option<&DelayOptions>,
+        rate: Option<&RateOptions>,
+        device: Option<DeviceModel>,
     ) -> Self {
         let mut world = WorldSpec::default();
         // All disks are in the one group of the command line.
@@ -355,13 +355,14 @@ impl<'a> DiskResolver<'a> {
 }
 
 /// Model of a device that was specified or probed; `state` is the directory of `weir probe`.
-pub(crate) fn device_of(
-    spec: &DeviceSpec,
-    state: Option<&Path>,
-) -> anyhow::Result<(StationSpec, DeviceRates)> {
+pub(crate) fn device_of(spec: &DeviceSpec, state: Option<&Path>) -> anyhow::Result<DeviceModel> {
     Ok(match spec {
-        DeviceSpec::Modelled { delay, rate } => (station_of(delay), budget_of(rate)),
-        DeviceSpec::Probed(path) => (probed(path, &CapacityStore::new(state))?, DeviceRates::default()),
+        DeviceSpec::Modelled { delay, rate } => {
+            DeviceModel { station: station_of(delay), rates: budget_of(rate) }
+        }
+        DeviceSpec::Probed(path) => {
+            DeviceModel { station: probed(path, &CapacityStore::new(state))?, rates: DeviceRates::default() }
+        }
     })
 }
 

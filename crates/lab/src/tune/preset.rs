@@ -7,21 +7,18 @@
 mod findings;
 mod published;
 
-use std::{rc::Rc, time::Duration};
+use std::time::Duration;
 
 use clap::ValueEnum;
-use console::progress::StepProgress;
 
 use self::findings::PresetFindings;
 use super::{
     TuneOutcome,
     choice::MARGIN,
     configurations::{DiskConfiguration, RequestPattern},
-    run::TuneRun,
+    run::{TuneRun, TuneRunParameters},
     samples::{MIN_ROUNDS, TuneSamples},
     search::{MeasurementTurn, TurnSource},
-    stop::TuneStop,
-    target::TuneTarget,
 };
 use crate::statistics::{RankComparison, RankVerdict, median};
 
@@ -224,17 +221,12 @@ impl PublishedTable {
     }
 }
 
-pub(super) async fn measure(
-    preset: Preset,
-    place: Rc<TuneTarget>,
-    stop: TuneStop,
-    progress: StepProgress,
-    (budget, seed): (Duration, u64),
-) -> TuneOutcome {
+pub(super) async fn measure(preset: Preset, parameters: TuneRunParameters) -> TuneOutcome {
+    let TuneRunParameters { budget, seed, .. } = parameters;
     // Short enough that every cell has all its rounds within the budget.
     let slice = budget / (preset.slices() * SLICES_PER_CELL);
     let course = PresetCourse::new(preset, seed);
-    let mut run = TuneRun::new(course, place, (stop, progress), (budget, slice), seed);
+    let mut run = TuneRun::new(course, slice, parameters);
     let failed = run.measure(budget / 2, Duration::ZERO).await.err();
     run.progress.end();
     let TuneRun { course: PresetCourse { tables, samples, .. }, remarks, .. } = &run;

@@ -18,6 +18,15 @@ use super::{
 
 const END_SHARE: u32 = 50;
 
+/// Parameters of a run.
+pub(super) struct TuneRunParameters {
+    pub(super) place: Rc<TuneTarget>,
+    pub(super) stop: TuneStop,
+    pub(super) progress: StepProgress,
+    pub(super) budget: Duration,
+    pub(super) seed: u64,
+}
+
 #[derive(Debug)]
 pub(super) struct TuneRun<C> {
     pub(super) course: C,
@@ -32,13 +41,8 @@ pub(super) struct TuneRun<C> {
 
 impl<C: TurnSource> TuneRun<C> {
     /// Clamps the slice to a useful length.
-    pub(super) fn new(
-        course: C,
-        place: Rc<TuneTarget>,
-        (stop, progress): (TuneStop, StepProgress),
-        (budget, slice): (Duration, Duration),
-        seed: u64,
-    ) -> Self {
+    pub(super) fn new(course: C, slice: Duration, parameters: TuneRunParameters) -> Self {
+        let TuneRunParameters { place, stop, progress, budget, seed } = parameters;
         let (remarks, progress) = (place.remarks(), Rc::new(progress));
         let slice = slice.clamp(*SLICES.start(), *SLICES.end());
         Self { course, place, remarks, progress, stop, budget, slice, seed }

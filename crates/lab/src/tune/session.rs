@@ -6,9 +6,8 @@
 //!
 //! The search decides the next measurement.
 
-use std::{rc::Rc, time::Duration};
+use std::time::Duration;
 
-use console::progress::StepProgress;
 use storage::CacheMode;
 
 use super::{
@@ -21,11 +20,10 @@ use super::{
     is_bold,
     measure::SampleMeter,
     resume::StoredSamples,
-    run::TuneRun,
+    run::{TuneRun, TuneRunParameters},
     samples::TuneSamples,
     search::ConfigurationSearch,
-    stop::TuneStop,
-    target::{TuneTarget, TuneTargetKind},
+    target::TuneTargetKind,
 };
 
 /// Default size of the disk that the printed options are for, as in the published measurement that
@@ -50,13 +48,12 @@ impl TuneSession {
     /// `samples` and `slice` are those of the run that is resumed; otherwise `samples` is empty and
     /// `slice` is `None`.
     pub(super) fn new(
-        place: Rc<TuneTarget>,
-        (samples, slice): (TuneSamples, Option<Duration>),
-        stop: TuneStop,
-        progress: StepProgress,
+        parameters: TuneRunParameters,
+        samples: TuneSamples,
+        slice: Option<Duration>,
         arguments: &TuneArgs,
     ) -> Self {
-        let TuneArgs { budget, seed, disk, .. } = *arguments;
+        let TuneRunParameters { place, budget, seed, .. } = &parameters;
         let goals = arguments.goal.map_or_else(|| TuneGoal::ALL.to_vec(), |goal| vec![goal]);
         let path = || place.path.display().to_string();
         let (name, usual, kind) = match &place.kind {
@@ -65,11 +62,11 @@ impl TuneSession {
             TuneTargetKind::Device { .. } => (path(), place.whole_bytes, DiskOrigin::Device),
             TuneTargetKind::Image { .. } => (path(), place.whole_bytes, DiskOrigin::Image),
         };
-        let search = ConfigurationSearch::new(place.space(), place.patterns(), goals, samples, seed);
+        let search = ConfigurationSearch::new(place.space(), place.patterns(), goals, samples, *seed);
         // A resumed run keeps the slice, else its samples would not be comparable.
-        let slice = slice.unwrap_or(budget / SLICES_PER_BUDGET);
-        let run = TuneRun::new(search, place, (stop, progress), (budget, slice), seed);
-        Self { run, growth: Vec::new(), disk: (name, disk.unwrap_or(usual), kind) }
+        let slice = slice.unwrap_or(*budget / SLICES_PER_BUDGET);
+        let disk = (name, arguments.disk.unwrap_or(usual), kind);
+        Self { run: TuneRun::new(search, slice, parameters), growth: Vec::new(), disk }
     }
 
     pub(super) async fn work(mut self) -> TuneOutcome {
