@@ -276,7 +276,7 @@ impl BenchRun {
     ) -> anyhow::Result<()> {
         if self.arguments.json {
             let weir_keys =
-                json::weir_json(&self.arguments, job, (outcome, self.cpu_time.get()), prefetch, partial);
+                json::weir_json(&self.arguments, job, outcome, self.cpu_time.get(), prefetch, partial);
             return print_json(&json::report(&self.arguments, job, outcome, &weir_keys));
         }
         if self.arguments.quiet {

@@ -62,11 +62,18 @@ pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     Ok(page.finish())
 }
 
-fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)) -> anyhow::Result<String> {
-    let differences = Differences::between(a, b);
-    let mut page = ReportPage::new(&format!("{name_b} beside {name_a}"));
+/// A result, and the name of its file.
+#[derive(Clone, Copy)]
+struct NamedResult<'a> {
+    name: &'a str,
+    result: &'a ResultFile,
+}
+
+fn comparison(a: NamedResult<'_>, b: NamedResult<'_>) -> anyhow::Result<String> {
+    let differences = Differences::between(a.result, b.result);
+    let mut page = ReportPage::new(&format!("{} beside {}", b.name, a.name));
     page.summary(&[differences.conclusion()]);
-    for text in text::warnings((name_a, a), (name_b, b)) {
+    for text in text::warnings(a, b) {
         page.warning(&text);
     }
     if !differences.differing_facts.is_empty() {
@@ -87,7 +94,7 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
             page.summary(&[format!("Only in {name}: {}.", only.join(", "))]);
         }
     }
-    for (letter, name, result) in [("A", name_a, a), ("B", name_b, b)] {
+    for (letter, NamedResult { name, result }) in [("A", a), ("B", b)] {
         page.heading(&format!("{letter}: {name}"));
         page.command(&result.header);
         page.facts(&result.header);

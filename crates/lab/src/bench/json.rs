@@ -20,11 +20,12 @@ use crate::{
 const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
-/// `partial` is the reason why the run is incomplete.
+/// `processor` is the CPU time, and `partial` the reason why the run is incomplete.
 pub(super) fn weir_json(
     arguments: &BenchArgs,
     job: &LoadJob,
-    (outcome, processor): (&LoadOutcome, Duration),
+    outcome: &LoadOutcome,
+    processor: Duration,
     prefetch: Option<PrefetchStats>,
     partial: Option<&'static str>,
 ) -> Value {
@@ -232,7 +233,7 @@ mod tests {
         let arguments = arguments("a -w --rwmixread 80 --random --runtime 2s");
         let (job, outcome) = (job(&arguments, 1 << 20).unwrap(), outcome());
         let weir_keys =
-            weir_json(&arguments, &job, (&outcome, Duration::from_nanos(5000)), None, Some("interrupted"));
+            weir_json(&arguments, &job, &outcome, Duration::from_nanos(5000), None, Some("interrupted"));
         report(&arguments, &job, &outcome, &weir_keys)
     }
 

@@ -331,7 +331,8 @@ mod tests {
     fn measured(
         spec: &'static str,
         options: OpenOptions,
-        (load, size_bytes): (ProbeLoad, u64),
+        load: ProbeLoad,
+        size_bytes: u64,
         time: Duration,
     ) -> anyhow::Result<ProbeResult> {
         sim::run(1, async move {
@@ -349,7 +350,7 @@ mod tests {
     fn simulated_device_is_measured_correctly() {
         for load in ProbeLoad::all() {
             let options = rate("bytes=100M,iops=2000");
-            let figure = measured("memory:64M", options, (load, 64 << 20), Duration::from_secs(8)).unwrap();
+            let figure = measured("memory:64M", options, load, 64 << 20, Duration::from_secs(8)).unwrap();
             let expect = if load.block_bytes == 4096 { 2000.0 } else { 100.0 };
             let error = (figure.rate / expect - 1.0).abs();
             assert!(error < 0.03 && figure.spread < 0.06, "{figure:?}");
@@ -365,7 +366,7 @@ mod tests {
             block_bytes: 1 << 20,
         };
         let (options, time) = (rate("bytes=13500000"), Duration::from_secs(2));
-        let figure = measured("memory:64M", options, (load, 64 << 20), time).unwrap();
+        let figure = measured("memory:64M", options, load, 64 << 20, time).unwrap();
         assert!((figure.bps() as f64 / 13_500_000.0 - 1.0).abs() < 0.01, "{figure:?}");
     }
 
@@ -428,7 +429,7 @@ mod tests {
     fn failed_request_ends_the_measurement() {
         let faults = vec!["kind=read,error=EIO,offset=4M-8M".parse().unwrap()];
         let options = OpenOptions { faults, ..OpenOptions::default() };
-        let failed = measured("null:8M", options, (LOAD, 8 << 20), Duration::from_millis(10)).unwrap_err();
+        let failed = measured("null:8M", options, LOAD, 8 << 20, Duration::from_millis(10)).unwrap_err();
         assert!(format!("{failed:#}").starts_with("random read of 4096 bytes: "), "{failed:#}");
     }
 }

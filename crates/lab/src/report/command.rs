@@ -11,6 +11,7 @@ use console::{CommandFailure, print, print_json};
 use serde::Serialize;
 
 use super::{
+    NamedResult,
     differences::{DifferenceVerdict, Differences, DifferingFact},
     pictures,
     samples::{IntervalKind, estimated},
@@ -53,7 +54,9 @@ pub fn run(arguments: ReportArgs) -> Result<(), CommandFailure> {
     match &arguments.b {
         Some(path) => {
             let b = load(path)?;
-            compare(&arguments, (&name(&arguments.a), &a), (&name(path), &b))
+            let (name_a, name_b) = (name(&arguments.a), name(path));
+            let a = NamedResult { name: &name_a, result: &a };
+            compare(&arguments, a, NamedResult { name: &name_b, result: &b })
         }
         None => Ok(show(&arguments, &a)?),
     }
@@ -110,17 +113,13 @@ fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
     print(&text::result(result, &written, stdout().is_terminal()))
 }
 
-fn compare(
-    arguments: &ReportArgs,
-    a: (&str, &ResultFile),
-    b: (&str, &ResultFile),
-) -> Result<(), CommandFailure> {
-    let differences = Differences::between(a.1, b.1);
+fn compare(arguments: &ReportArgs, a: NamedResult<'_>, b: NamedResult<'_>) -> Result<(), CommandFailure> {
+    let differences = Differences::between(a.result, b.result);
     if let Some(path) = &arguments.report {
         write(path, OutputKind::Page, &super::comparison(a, b)?)?;
     }
     if arguments.json {
-        print_json(&comparison_report(&differences, a.0, b.0))?;
+        print_json(&comparison_report(&differences, a.name, b.name))?;
     } else {
         let written: Vec<&Path> = arguments.report.as_deref().into_iter().collect();
         print(&text::comparison(&differences, a, b, &written, stdout().is_terminal()))?;

@@ -165,7 +165,7 @@ impl HeatMapLayout {
             }
             for (place, column) in self.columns.clone().enumerate() {
                 let colours = match value(map, row, column) {
-                    None => (NO_CELL, ON_FAINT),
+                    None => CellColours { fill: NO_CELL, text: ON_FAINT },
                     Some(value) if map.unit == MeasureUnit::Ratio => {
                         let is_noise =
                             map.noise.get(row).and_then(|row| row.get(column)).copied().unwrap_or(false);
@@ -173,30 +173,25 @@ impl HeatMapLayout {
                     }
                     Some(value) => {
                         let step = strength(value, range, map.better);
-                        (CELLS[step], if step < FAINT { ON_FAINT } else { ON_STRONG })
+                        let text = if step < FAINT { ON_FAINT } else { ON_STRONG };
+                        CellColours { fill: CELLS[step], text }
                     }
                 };
                 let text =
                     value(map, row, column).map_or_else(|| "–".to_owned(), |value| shown(value, map.unit));
-                self.cell(sheet, (row, place), &text, colours)?;
+                self.cell(sheet, row, place, &text, colours)?;
             }
         }
         Ok(())
     }
 
-    fn cell(
-        &self,
-        sheet: &Sheet,
-        (row, place): (usize, usize),
-        text: &str,
-        (colour, ink): (ColourPair, ColourPair),
-    ) -> Drawn {
+    fn cell(&self, sheet: &Sheet, row: usize, place: usize, text: &str, colours: CellColours) -> Drawn {
         let left = self.name_width + place as f64 * self.cell_width;
         let top = self.head_height + row as f64 * CELL_HEIGHT;
         let (right, bottom) = (left + self.cell_width - GAP, top + CELL_HEIGHT - GAP);
-        drawing::fill(sheet, (left, top), (right, bottom), colour.light)?;
+        drawing::fill(sheet, (left, top), (right, bottom), colours.fill.light)?;
         let centre = (f64::midpoint(left, right), f64::midpoint(top, bottom));
-        drawing::write(sheet, text, centre, letters(ink.light, HPos::Center, VPos::Center))
+        drawing::write(sheet, text, centre, letters(colours.text.light, HPos::Center, VPos::Center))
     }
 }
 
@@ -228,15 +223,25 @@ fn range(map: &HeatMap) -> (f64, f64) {
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))
 }
 
-/// Colours of a ratio's cell and its text.
-fn ratio_colours(value: f64, better: Better, is_noise: bool) -> (ColourPair, ColourPair) {
+/// Colours of a cell and of its text.
+struct CellColours {
+    fill: ColourPair,
+    text: ColourPair,
+}
+
+/// Colours of a ratio.
+fn ratio_colours(value: f64, better: Better, is_noise: bool) -> CellColours {
     // Half and twice have the same strength; zero counts as an extreme ratio.
     let factor = if value < 1.0 { 1.0 / value.max(f64::MIN_POSITIVE) } else { value };
     let reached = STEPS.iter().filter(|step| factor >= **step).count();
-    let Some(step) = reached.checked_sub(1).filter(|_| !is_noise) else { return (NO_CELL, ON_FAINT) };
+    let Some(step) = reached.checked_sub(1).filter(|_| !is_noise) else {
+        return CellColours { fill: NO_CELL, text: ON_FAINT };
+    };
     let good = (value > 1.0) == (better == Better::Higher);
-    let colour = if good { BETTER[step] } else { WORSE[step] };
-    (colour, if step < STEPS.len() / 2 { ON_FAINT } else { ON_STRONG })
+    CellColours {
+        fill: if good { BETTER[step] } else { WORSE[step] },
+        text: if step < STEPS.len() / 2 { ON_FAINT } else { ON_STRONG },
+    }
 }
 
 /// Colour step of a value; on a logarithmic scale if values span more than a factor of ten, where a
@@ -313,7 +318,7 @@ mod tests {
 
     #[test]
     fn noise_has_neither_colour_of_a_quotient() {
-        let colour = |value, better, is_noise| ratio_colours(value, better, is_noise).0.light;
+        let colour = |value, better, is_noise| ratio_colours(value, better, is_noise).fill.light;
         for (value, higher, lower) in [
             (0.2, WORSE[3], BETTER[3]),
             (0.44, WORSE[2], BETTER[2]),

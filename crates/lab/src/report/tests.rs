@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use super::{comparison, page};
+use super::{NamedResult, comparison, page};
 use crate::result::{
     Better, Chart, ChartAxis, ChartSeries, Findings, HeatMap, Lines, MachineInfo, Measure, MeasureUnit,
     MeasuredDevice, ResultFile, ResultHeader, ResultTable,
@@ -164,7 +164,9 @@ fn comparison_page_reports_the_better_result() {
     (a.findings.measures, b.findings.measures) = (list(1e4, 1e6), list(2e4, 2e6));
     b.findings.measures.push(measure("<new>", MeasureUnit::Count, Better::Higher, &[1.0]));
     b.header.machine.kernel = "Linux 7".to_owned();
-    let texts = texts(&comparison(("a.json", &a), ("b.json", &b)).unwrap());
+    let a = NamedResult { name: "a.json", result: &a };
+    let b = NamedResult { name: "b.json", result: &b };
+    let texts = texts(&comparison(a, b).unwrap());
     for part in [
         "2 of 3 measures differ by more than noise: B is better in 1 and worse in 1.",
         "B (b.json) is not complete: interrupted.",
@@ -288,7 +290,9 @@ proptest! {
         assert_sound(&page(&result).unwrap());
         let mut other = result.clone();
         other.findings.measures.iter_mut().for_each(|measure| measure.samples.push(1.0));
-        assert_sound(&comparison(("<a>", &result), ("b", &other)).unwrap());
+        let a = NamedResult { name: "<a>", result: &result };
+        let b = NamedResult { name: "b", result: &other };
+        assert_sound(&comparison(a, b).unwrap());
         let _ = super::text::result(&result, &[], true);
     }
 }

@@ -5,7 +5,7 @@ use std::{fmt::Write as _, path::Path};
 
 use console::table;
 
-use super::{columns, differences::Differences, html::clean, page};
+use super::{NamedResult, columns, differences::Differences, html::clean, page};
 use crate::result::{Chart, ResultFile, ResultTable};
 
 /// Formats a result. `written` lists the page and the directory of charts, if they were written.
@@ -46,13 +46,13 @@ fn written_files(written: &[&Path]) -> String {
 
 pub(super) fn comparison(
     differences: &Differences,
-    a: (&str, &ResultFile),
-    b: (&str, &ResultFile),
+    a: NamedResult<'_>,
+    b: NamedResult<'_>,
     written: &[&Path],
     bold: bool,
 ) -> String {
     let mut text = String::new();
-    for (letter, (name, result)) in [("A", a), ("B", b)] {
+    for (letter, NamedResult { name, result }) in [("A", a), ("B", b)] {
         let command = page::command(&result.header);
         let _ = writeln!(text, "{letter}: {} ({})", clean(name), clean(&command));
     }
@@ -71,8 +71,8 @@ pub(super) fn comparison(
     text + &written_files(written)
 }
 
-pub(super) fn warnings(a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Vec<String> {
-    let warning = |letter, (name, result): (&str, &ResultFile)| {
+pub(super) fn warnings(a: NamedResult<'_>, b: NamedResult<'_>) -> Vec<String> {
+    let warning = |letter, NamedResult { name, result }: NamedResult<'_>| {
         let why = result.partial.as_ref()?;
         Some(format!("{letter} ({name}) is not complete: {why}."))
     };

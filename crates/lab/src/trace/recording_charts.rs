@@ -316,8 +316,9 @@ impl RecordedDisk {
                 name: "done".to_owned(),
                 points: series.joined_for_rates(done, MAX_POINTS).rates(),
             }];
-            let limits = lines_of(limits, &rates);
-            charts.push(over_time_chart(&self.name, label, ChartAxis::new(label, unit), rates, limits));
+            let (limits, note) = lines_of(limits, &rates);
+            let chart = over_time_chart(&self.name, label, ChartAxis::new(label, unit), rates);
+            charts.push(Chart::Lines(Lines { limits, note, ..chart }));
         }
         let points = latency.points();
         let line = |name: &str, value_of: fn(&(f64, u64, u64)) -> u64| {
@@ -329,7 +330,7 @@ impl RecordedDisk {
         if !points.is_empty() {
             let axis = ChartAxis::new("latency", MeasureUnit::Nanoseconds).logarithmic();
             let series = vec![line("p50", |point| point.1), line("p99", |point| point.2)];
-            charts.push(over_time_chart(&self.name, "latency", axis, series, (Vec::new(), None)));
+            charts.push(Chart::Lines(over_time_chart(&self.name, "latency", axis, series)));
         }
         let line = |((limit, _), series): (&(String, u64), &TimeSeries)| {
             let mut series = series.with_at_most(MAX_POINTS);
@@ -341,13 +342,8 @@ impl RecordedDisk {
         let series: Vec<_> = self.by_limit.iter().zip(throttled).map(line).collect();
         if !series.is_empty() {
             let label = "share of the time throttled, by limit";
-            charts.push(over_time_chart(
-                &self.name,
-                label,
-                ChartAxis::new("throttled", MeasureUnit::Share),
-                series,
-                (Vec::new(), None),
-            ));
+            let axis = ChartAxis::new("throttled", MeasureUnit::Share);
+            charts.push(Chart::Lines(over_time_chart(&self.name, label, axis, series)));
         }
         charts
     }
@@ -357,16 +353,10 @@ fn share(ns: u64, seconds: f64) -> f64 {
     if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
 }
 
-/// `limits` are lines of limits, and a note on those that are not drawn.
-fn over_time_chart(
-    disk: &str,
-    label: &str,
-    y: ChartAxis,
-    series: Vec<ChartSeries>,
-    (limits, note): (Vec<ChartSeries>, Option<String>),
-) -> Chart {
+/// A chart without lines of limits.
+fn over_time_chart(disk: &str, label: &str, y: ChartAxis, series: Vec<ChartSeries>) -> Lines {
     let (title, x) = (format!("{disk}: {label}"), ChartAxis::new("time", MeasureUnit::Seconds));
-    Chart::Lines(Lines { title, x, y, steps: false, series, limits, note })
+    Lines { title, x, y, steps: false, series, limits: Vec::new(), note: None }
 }
 
 fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost: u64) -> Findings {
