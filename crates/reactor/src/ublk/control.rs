@@ -21,27 +21,46 @@ pub(super) const CHANNEL_PREFIX: &str = "/dev/ublkc";
 /// Device number by which the kernel chooses one.
 const ANY_DEVICE: u32 = u32::MAX;
 
-/// `UBLK_CMD_…`, and true if the kernel reads the structure.
+/// A command's number, and the direction of its structure.
+#[derive(Clone, Copy)]
+struct UblkCommandCode {
+    number: u32,
+    /// True if the kernel reads the structure.
+    writes: bool,
+}
+
+impl UblkCommandCode {
+    const fn reading(number: u32) -> Self {
+        Self { number, writes: false }
+    }
+
+    const fn writing(number: u32) -> Self {
+        Self { number, writes: true }
+    }
+}
+
+/// `UBLK_CMD_…`.
 mod command {
-    pub(super) const ADD: (u32, bool) = (0x04, true);
-    pub(super) const DELETE: (u32, bool) = (0x05, true);
-    pub(super) const START: (u32, bool) = (0x06, true);
-    pub(super) const STOP: (u32, bool) = (0x07, true);
-    pub(super) const SET_PARAMS: (u32, bool) = (0x08, true);
-    pub(super) const GET_PARAMS: (u32, bool) = (0x09, false);
-    pub(super) const GET_INFO: (u32, bool) = (0x02, false);
-    pub(super) const START_RECOVERY: (u32, bool) = (0x10, true);
-    pub(super) const END_RECOVERY: (u32, bool) = (0x11, true);
-    pub(super) const GET_INFO2: (u32, bool) = (0x12, false);
-    pub(super) const GET_FEATURES: (u32, bool) = (0x13, false);
-    pub(super) const UPDATE_SIZE: (u32, bool) = (0x15, true);
+    use super::UblkCommandCode;
+
+    pub(super) const ADD: UblkCommandCode = UblkCommandCode::writing(0x04);
+    pub(super) const DELETE: UblkCommandCode = UblkCommandCode::writing(0x05);
+    pub(super) const START: UblkCommandCode = UblkCommandCode::writing(0x06);
+    pub(super) const STOP: UblkCommandCode = UblkCommandCode::writing(0x07);
+    pub(super) const SET_PARAMS: UblkCommandCode = UblkCommandCode::writing(0x08);
+    pub(super) const GET_PARAMS: UblkCommandCode = UblkCommandCode::reading(0x09);
+    pub(super) const GET_INFO: UblkCommandCode = UblkCommandCode::reading(0x02);
+    pub(super) const START_RECOVERY: UblkCommandCode = UblkCommandCode::writing(0x10);
+    pub(super) const END_RECOVERY: UblkCommandCode = UblkCommandCode::writing(0x11);
+    pub(super) const GET_INFO2: UblkCommandCode = UblkCommandCode::reading(0x12);
+    pub(super) const GET_FEATURES: UblkCommandCode = UblkCommandCode::reading(0x13);
+    pub(super) const UPDATE_SIZE: UblkCommandCode = UblkCommandCode::writing(0x15);
 }
 
 /// A command in an entry (`struct ublksrv_ctrl_cmd`): 32 bytes, the rest of the entry is zero.
 #[derive(Clone, Copy)]
 struct UblkCommand {
-    number: u32,
-    writes: bool,
+    code: UblkCommandCode,
     device: u32,
     data: u64,
     /// True if the exchanged data is preceded by the device's path, by which an unprivileged user
@@ -320,8 +339,8 @@ impl UblkControl {
         Ok((i32::from(lock.l_type) != libc::F_UNLCK).then_some(lock.l_pid))
     }
 
-    fn run_command(&mut self, command: (u32, bool), device: &UblkInfo, data: u64) -> io::Result<()> {
-        self.exchange::<UblkInfo>(UblkCommand { data, ..UblkCommand::to(command, device) }, None)
+    fn run_command(&mut self, code: UblkCommandCode, device: &UblkInfo, data: u64) -> io::Result<()> {
+        self.exchange::<UblkInfo>(UblkCommand { data, ..UblkCommand::to(code, device) }, None)
     }
 
     /// Passes a structure to the kernel, which may change it.
@@ -345,7 +364,7 @@ impl UblkControl {
     }
 
     fn send(&mut self, command: UblkCommand, bytes: &mut [u8], path_bytes: usize) -> io::Result<()> {
-        let code = self.encoding.code(command.number, command.writes, COMMAND_BYTES);
+        let code = self.encoding.code(command.code.number, command.code.writes, COMMAND_BYTES);
         let entry = opcode::UringCmd80::new(types::Fd(self.driver.as_raw_fd()), code)
             .cmd(command.entry(bytes, path_bytes))
             .build();
@@ -392,13 +411,13 @@ unsafe impl PlainBytes for UblkInfo {}
 unsafe impl PlainBytes for UblkParams {}
 
 impl UblkCommand {
-    fn new((number, writes): (u32, bool), device: u32) -> Self {
-        Self { number, writes, device, data: 0, has_path: false }
+    fn new(code: UblkCommandCode, device: u32) -> Self {
+        Self { code, device, data: 0, has_path: false }
     }
 
-    fn to(command: (u32, bool), device: &UblkInfo) -> Self {
+    fn to(code: UblkCommandCode, device: &UblkInfo) -> Self {
         let has_path = device.features & feature::UNPRIVILEGED != 0;
-        Self { has_path, ..Self::new(command, device.number) }
+        Self { has_path, ..Self::new(code, device.number) }
     }
 
     /// The command as encoded in an entry; the first `path_bytes` are the device's path.
