@@ -76,7 +76,7 @@ impl L2Slice {
     }
 
     /// Changes an entry. The caller must hold the lock of `PendingMetadata`.
-    pub(super) fn set(&self, index: usize, extended: bool, (word, map): (u64, u64)) {
+    pub(super) fn set(&self, index: usize, extended: bool, word: u64, map: u64) {
         if !extended {
             self.words[index].store(word, Release);
             return;

@@ -332,7 +332,7 @@ impl<'a> CheckPass<'a> {
     /// Runs the pass. Returns the report, the references, and true if a structure was to be moved.
     async fn run(mut self) -> Result<(CheckReport, ReferenceSurvey, bool), MetadataError> {
         self.check_header().await?;
-        self.count_metadata(MetadataKind::Header, "the header", (0, self.header.cluster_bytes()), 1);
+        self.count_metadata(MetadataKind::Header, "the header", 0, self.header.cluster_bytes(), 1);
         let tables = self.count_snapshots().await?;
         self.count_luks().await;
         self.walk(tables).await?;

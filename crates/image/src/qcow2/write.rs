@@ -400,7 +400,8 @@ impl Qcow2Image {
                 if new == old {
                     continue;
                 }
-                slice.set(at, shape.extended, shape.encode(new));
+                let (raw, map) = shape.encode(new);
+                slice.set(at, shape.extended, raw, map);
                 if let Some(freed) = self.unreferenced_clusters(old, new) {
                     pending.add_unreferenced(freed);
                 }

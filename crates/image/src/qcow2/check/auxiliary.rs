@@ -52,8 +52,9 @@ impl CheckPass<'_> {
         };
         let faults: Vec<_> = table.decode_errors(&self.header).collect();
         let SnapshotTable { mut snapshots, length_bytes, .. } = table;
-        let place = (self.header.snapshots_offset, length_bytes as u64);
-        self.count_metadata(MetadataKind::SnapshotTable, "the snapshot table", place, 1);
+        let offset = self.header.snapshots_offset;
+        let length = length_bytes as u64;
+        self.count_metadata(MetadataKind::SnapshotTable, "the snapshot table", offset, length, 1);
         self.plan_snapshot_table(&snapshots, faults.is_empty()).await?;
         faults.into_iter().for_each(|fault| self.report_hiding_damage(fault.to_string()));
         snapshots.retain(|snapshot| snapshot.check(&self.header).is_ok());
@@ -85,15 +86,16 @@ impl CheckPass<'_> {
         // Several snapshots may share a table, whose refcount is then their number.
         tables.retain(|(offset, entries), names| {
             let label = format!("the L1 table of snapshot {:?}", names[0]);
-            let region = (*offset, u64::from(*entries) * 8);
-            if self.fault_at(region.0, region.1).is_some() {
-                overlapping += region.1;
+            let length = u64::from(*entries) * 8;
+            if self.fault_at(*offset, length).is_some() {
+                overlapping += length;
             }
             if overlapping > MAX_OVERLAPPING {
                 self.report_hiding_damage(format!("{label} is not read: too many tables overlap"));
                 return false;
             }
-            let is_inside = self.count_metadata(MetadataKind::L1, &label, region, names.len() as u64);
+            let is_inside =
+                self.count_metadata(MetadataKind::L1, &label, *offset, length, names.len() as u64);
             if !is_inside {
                 self.miss_references(format!("{label} lies beyond the end of the file"));
             }
@@ -106,8 +108,7 @@ impl CheckPass<'_> {
     /// clusters with keys would look unused.
     pub(super) async fn count_luks(&mut self) {
         let Some(place) = self.header.encryption else { return };
-        let region = (place.offset, place.length);
-        if !self.count_metadata(MetadataKind::Luks, "the LUKS header", region, 1) {
+        if !self.count_metadata(MetadataKind::Luks, "the LUKS header", place.offset, place.length, 1) {
             self.miss_references("the LUKS header lies beyond the end of the file");
             return;
         }

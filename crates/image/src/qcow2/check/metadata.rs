@@ -72,7 +72,8 @@ impl CheckPass<'_> {
         &mut self,
         kind: MetadataKind,
         structure: &str,
-        (offset, length): (u64, u64),
+        offset: u64,
+        length: u64,
         times: u64,
     ) -> bool {
         if !self.count_region(structure, offset, length, times) {

@@ -34,7 +34,7 @@ impl CheckPass<'_> {
             // Checked before it is counted: only the references of the repaired entry count.
             let verdict =
                 judge_entry(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
-            let updated = self.apply_verdict(entry, verdict, (offset, at), uses);
+            let updated = self.apply_verdict(entry, verdict, offset, at, uses);
             self.count_entry(updated, uses, &mut expected);
             if updated != entry {
                 table[at..at + 8].copy_from_slice(&updated.0.to_be_bytes());
@@ -55,7 +55,8 @@ impl CheckPass<'_> {
         &mut self,
         entry: RawEntry,
         verdict: EntryVerdict,
-        (table, at): (u64, usize),
+        table: u64,
+        at: usize,
         uses: &ClusterUses,
     ) -> RawEntry {
         if verdict.is_sound() {

@@ -73,7 +73,8 @@ impl CheckPass<'_> {
     pub(super) async fn walk(&mut self, snapshots: L1Tables) -> std::result::Result<(), MetadataError> {
         let mut tables = BTreeMap::new();
         let (offset, entries) = (self.header.l1_offset, self.header.l1_entries);
-        if self.count_metadata(MetadataKind::L1, "the L1 table", (offset, u64::from(entries) * 8), 1) {
+        let length = u64::from(entries) * 8;
+        if self.count_metadata(MetadataKind::L1, "the L1 table", offset, length, 1) {
             self.disks.push(L1Table::new(offset, Vec::new()));
             self.read_l1(offset, entries, 1, &mut tables).await?;
         } else {
@@ -93,7 +94,7 @@ impl CheckPass<'_> {
                 self.discard_table(offset, &uses).await?;
                 continue;
             }
-            self.count_metadata(MetadataKind::L2, "an L2 table", (offset, cluster), uses.all);
+            self.count_metadata(MetadataKind::L2, "an L2 table", offset, cluster, uses.all);
             known.insert(offset, uses);
         }
         for (offset, uses) in known {
