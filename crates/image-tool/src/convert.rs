@@ -213,9 +213,9 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
     }
     // The target is written under a temporary name, so a failure leaves the previous file.
     let place = UnfinishedFile::new(target, &cleanup)?;
-    let target_keys = (&target_keys, &objects);
+    let secrets = TargetSecrets { keys: target_keys, objects };
     let created =
-        create_target(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
+        create_target(&place, target, source.size_bytes(), secrets, output_format, options, &arguments)?;
     let target = ConvertTarget {
         image: NamedImage::plain(place.path().to_owned(), Some(output_format)),
         name: target.clone(),
@@ -292,6 +292,12 @@ fn open_sources(
     })
 }
 
+/// Secrets that a new image may be encrypted with.
+struct TargetSecrets {
+    keys: PassphraseSet,
+    objects: SecretObjects,
+}
+
 struct CreatedTarget {
     has_backing: bool,
     keys: PassphraseSet,
@@ -301,11 +307,12 @@ fn create_target(
     place: &UnfinishedFile,
     target: &Path,
     size: u64,
-    (keys, objects): (&PassphraseSet, &SecretObjects),
+    secrets: TargetSecrets,
     output_format: ImageFormat,
     mut options: FormatOptions,
     arguments: &ImageConvertArgs,
 ) -> Result<CreatedTarget, CommandFailure> {
+    let TargetSecrets { keys, objects } = secrets;
     let name = target.display().to_string();
     let usage = |text: String| CommandFailure::Usage(anyhow!("{name}: {text}"));
     let larger = options.take_size("size").map_err(usage)?;
@@ -323,9 +330,10 @@ fn create_target(
             Ok(CreatedTarget { has_backing: false, keys: PassphraseSet::default() })
         }
         ImageFormat::Qcow2 => {
-            let backing = (arguments.backing.clone(), arguments.backing_format);
-            let mut create_options = create::qcow2_options(&mut options, backing).map_err(usage)?;
-            let encryption = Encryption::take(&mut options, keys.first(), objects);
+            let create_options =
+                create::qcow2_options(&mut options, arguments.backing.clone(), arguments.backing_format);
+            let mut create_options = create_options.map_err(usage)?;
+            let encryption = Encryption::take(&mut options, keys.first(), &objects);
             let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
             // With a backing file the passphrase may be that of the backing file.
@@ -348,7 +356,7 @@ fn create_target(
                 encryption.filter(|_| keys.first().is_none()).map(|own| PassphraseSet::one(own.secret));
             Ok(CreatedTarget {
                 has_backing: create_options.backing.is_some(),
-                keys: own_keys.unwrap_or_else(|| keys.clone()),
+                keys: own_keys.unwrap_or(keys),
             })
         }
     }

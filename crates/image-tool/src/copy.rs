@@ -66,6 +66,12 @@ pub(super) struct CopyOptions {
     pub(super) quiet: bool,
 }
 
+/// A part of a [`CopyItem`] that is to be written; without data, as zeroes.
+struct CopyPart {
+    range: Range<u64>,
+    data: Option<IoBuffer>,
+}
+
 #[derive(Debug)]
 struct ImageCopy {
     source: CopySource,
@@ -265,10 +271,10 @@ impl ImageCopy {
 
     /// Divides an item into data and zeroes that have to be written. The source may store zeroes as
     /// data, which its block status does not show.
-    fn parts(&self, range: Range<u64>, data: Option<IoBuffer>) -> Vec<(Range<u64>, Option<IoBuffer>)> {
+    fn parts(&self, range: Range<u64>, data: Option<IoBuffer>) -> Vec<CopyPart> {
         let mut data = match data {
             Some(data) if self.options.sparse > 0 => data,
-            data => return vec![(range, data)],
+            data => return vec![CopyPart { range, data }],
         };
         let mut at = range.start;
         let mut parts = Vec::new();
@@ -276,9 +282,9 @@ impl ImageCopy {
             let rest = data.split_off(part.len());
             let end = at + part.len() as u64;
             if is_data {
-                parts.push((at..end, Some(data)));
+                parts.push(CopyPart { range: at..end, data: Some(data) });
             } else if !self.options.target_is_zero {
-                parts.push((at..end, None));
+                parts.push(CopyPart { range: at..end, data: None });
             }
             data = rest;
             at = end;
@@ -286,7 +292,7 @@ impl ImageCopy {
         parts
     }
 
-    async fn write_part(&self, (range, data): (Range<u64>, Option<IoBuffer>)) -> anyhow::Result<()> {
+    async fn write_part(&self, CopyPart { range, data }: CopyPart) -> anyhow::Result<()> {
         match data {
             Some(data) => self.write(range.start, data).await,
             None => self.zero(range.start, range.end - range.start).await,

@@ -132,8 +132,9 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
         }
         ImageFormat::Qcow2 => {
             let size = size(&mut options, &arguments).map_err(usage)?;
-            let backing = (arguments.backing.clone(), arguments.backing_format);
-            let mut create_options = qcow2_options(&mut options, backing).map_err(usage)?;
+            let create_options =
+                qcow2_options(&mut options, arguments.backing.clone(), arguments.backing_format);
+            let mut create_options = create_options.map_err(usage)?;
             let secret = arguments.secret.read()?;
             if secret.is_some() {
                 options.set_missing("encrypt.format", "luks");
@@ -200,15 +201,16 @@ pub(super) fn take_version(options: &mut FormatOptions) -> Result<Option<u32>, S
     })
 }
 
-/// Reads all options except for the size. `backing` are the values of -b and -F.
+/// Reads all options except for the size. `backing` is the value of -b, and `format` that of -F.
 pub(super) fn qcow2_options(
     options: &mut FormatOptions,
-    backing: (Option<String>, Option<ImageFormat>),
+    backing: Option<String>,
+    format: Option<ImageFormat>,
 ) -> Result<CreateOptions, String> {
     let default = CreateOptions::default();
     let backing_file = options.take("backing_file");
     // The option has precedence over -F; for the name below, -b has precedence over the option.
-    let backing_format = options.take("backing_fmt").or(backing.1.map(|format| format.name().to_owned()));
+    let backing_format = options.take("backing_fmt").or(format.map(|format| format.name().to_owned()));
     let version = take_version(options)?;
     let compression = options.take_as("compression_type", |value| match value {
         "zlib" => Ok(CompressionType::Zlib),
@@ -216,7 +218,7 @@ pub(super) fn qcow2_options(
         _ => Err("is neither zlib nor zstd".to_owned()),
     })?;
     let number = |value: &str| value.parse().map_err(|_| "is not a whole number".to_owned());
-    let backing = backing.0.or(backing_file);
+    let backing = backing.or(backing_file);
     if backing.as_deref() == Some("") {
         return Err("the backing file has no name (leave -b out for none)".to_owned());
     }

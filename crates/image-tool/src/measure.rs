@@ -230,7 +230,7 @@ impl MeasureTarget {
                 Ok(Self::Raw)
             }
             ImageFormat::Qcow2 => {
-                let mut create_options = create::qcow2_options(&mut options, (None, None))?;
+                let mut create_options = create::qcow2_options(&mut options, None, None)?;
                 let luks_bytes = encrypt::luks_bytes(&mut options, objects)?;
                 options.finish("qcow2")?;
                 // Only the length of the LUKS header matters.
