@@ -256,7 +256,7 @@ impl TraceReader {
             TraceParser::CloudPhysics(parser) => read(parser, lines, into, enough),
             TraceParser::Spc(parser) => read(parser, lines, into, enough),
             TraceParser::Mqsim(parser) => read(parser, lines, into, enough),
-            TraceParser::Recording(blocks) => read_recording(blocks, lines, (into, limits), enough),
+            TraceParser::Recording(blocks) => read_recording(blocks, lines, into, limits, enough),
             TraceParser::ByColumns(parser) => read(parser, lines, into, enough),
         };
         match more {
@@ -349,7 +349,8 @@ fn read(
 fn read_recording(
     blocks: &mut RecordingReader,
     lines: &mut LineReader,
-    (into, mut limits): (&mut ParseOutput<'_>, Option<&mut LimitHistory>),
+    into: &mut ParseOutput<'_>,
+    mut limits: Option<&mut LimitHistory>,
     enough: usize,
 ) -> Result<bool, TraceError> {
     let clock_ns = blocks.clock_ns(lines)?;
