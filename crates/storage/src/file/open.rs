@@ -82,13 +82,13 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(FileStorage, f
     };
     let passed = passed.filter(|_| found.is_some()).cloned();
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
-    let (main, alignment) = if options.cache.is_direct() {
+    let main = if options.cache.is_direct() {
         open_direct(path, found, &name, &open_options, kind, options)?
     } else {
-        let main = found.map_or_else(|| buffered.try_clone(), Ok).map_err(|error| failed(&error))?;
-        (main, Alignment::NONE)
+        let file = found.map_or_else(|| buffered.try_clone(), Ok).map_err(|error| failed(&error))?;
+        MainDescriptor { file, alignment: Alignment::NONE }
     };
-    lock_and_measure(name, kind, (main, alignment), buffered, passed, options)
+    lock_and_measure(name, kind, main, buffered, passed, options)
 }
 
 /// Opens from a descriptor that another process has opened.
@@ -102,8 +102,9 @@ fn open_descriptor(
     let buffered = fs::File::from(descriptor.as_fd().try_clone_to_owned().map_err(|error| failed(&error))?);
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
     if !options.cache.is_direct() {
-        let main = buffered.try_clone().map_err(|error| failed(&error))?;
-        return lock_and_measure(name, kind, (main, Alignment::NONE), buffered, None, options);
+        let file = buffered.try_clone().map_err(|error| failed(&error))?;
+        let main = MainDescriptor { file, alignment: Alignment::NONE };
+        return lock_and_measure(name, kind, main, buffered, None, options);
     }
     // O_DIRECT is not set on it by fcntl: its flags are shared with the process that passed it.
     let descriptor_path = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
@@ -118,11 +119,17 @@ fn open_descriptor(
     lock_and_measure(name, kind, direct, buffered, None, options)
 }
 
+/// The descriptor for requests of the disk.
+struct MainDescriptor {
+    file: fs::File,
+    alignment: Alignment,
+}
+
 /// Last steps of opening: acquires the locks and reads the size.
 fn lock_and_measure(
     name: String,
     kind: FileKind,
-    (main, alignment): (fs::File, Alignment),
+    MainDescriptor { file: main, alignment }: MainDescriptor,
     mut buffered: fs::File,
     passed: Option<PassedFiles>,
     options: &FileOptions,
@@ -188,7 +195,7 @@ fn open_direct(
     open_options: &fs::OpenOptions,
     kind: FileKind,
     options: &FileOptions,
-) -> Result<(fs::File, Alignment), OpenError> {
+) -> Result<MainDescriptor, OpenError> {
     let no_direct = || {
         OpenError::new(
             name,
@@ -204,7 +211,7 @@ fn open_direct(
         Err(error) => return Err(describe(name, &error, options.read_only)),
     };
     let alignment = direct::alignment(&file, kind).ok_or_else(no_direct)?;
-    Ok((file, alignment))
+    Ok(MainDescriptor { file, alignment })
 }
 
 fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<FileKind, OpenError> {
