@@ -150,7 +150,8 @@ impl Crowd {
         let in_flight = Rc::new(Cell::new((0, 0)));
         let number = self.numbers.replace(self.numbers.get() + 1);
         let task = serve_connection(
-            (Arc::clone(&self.server), number),
+            Arc::clone(&self.server),
+            number,
             server_end.clone(),
             Arc::clone(&stop),
             Rc::clone(&in_flight),
@@ -259,7 +260,8 @@ fn connect(server: &Arc<NbdServer>) -> (Pipe, SimulatedNbdConnection) {
 
 /// Serves one connection as [`NbdServer`] does, and checks the bounds on requests in flight.
 async fn serve_connection(
-    (server, number): (Arc<NbdServer>, u64),
+    server: Arc<NbdServer>,
+    number: u64,
     pipe: Pipe,
     stop: Arc<StopSignal>,
     in_flight: Rc<Cell<(usize, usize)>>,
