@@ -18,14 +18,8 @@ use super::{
 
 #[derive(Debug, Default)]
 pub(super) struct CgroupMetrics {
-    figures: Vec<CgroupFigures>,
-    stalled: Vec<CgroupPressure>,
-}
-
-impl From<(Vec<CgroupFigures>, Vec<CgroupPressure>)> for CgroupMetrics {
-    fn from((figures, stalled): (Vec<CgroupFigures>, Vec<CgroupPressure>)) -> Self {
-        Self { figures, stalled }
-    }
+    pub(super) figures: Vec<CgroupFigures>,
+    pub(super) stalled: Vec<CgroupPressure>,
 }
 
 fn labels(figure: &CgroupFigures) -> SampleLabels<'_, 2> {
@@ -166,7 +160,8 @@ mod tests {
         };
         let stalled = CgroupPressure { cgroup: "/b".to_owned(), some_us: 1_500_000, full_us: 0 };
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(CgroupCollector((vec![figure], vec![stalled]).into())));
+        let metrics = CgroupMetrics { figures: vec![figure], stalled: vec![stalled] };
+        registry.register_collector(Box::new(CgroupCollector(metrics)));
         let mut page = String::new();
         text::encode(&mut page, &registry).unwrap();
         let samples: Vec<_> = page.lines().filter(|line| !line.starts_with('#')).collect();

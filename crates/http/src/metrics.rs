@@ -31,6 +31,7 @@ use prometheus_client::{
 use tokio::{sync::Mutex, task::spawn_blocking};
 
 use super::{
+    cgroup_metrics::CgroupMetrics,
     families::MetricFamilies,
     main_thread::{FRESH, MainThread, NoAnswer},
     process_metrics::ProcessMetrics,
@@ -176,7 +177,8 @@ impl MetricsFormat {
         cgroups: Option<&CgroupFiguresReader>,
         to: &mut ResponseBuffer,
     ) -> Option<()> {
-        let cgroups = cgroups.map(CgroupFiguresReader::read).unwrap_or_default().into();
+        let (figures, stalled) = cgroups.map(CgroupFiguresReader::read).unwrap_or_default();
+        let cgroups = CgroupMetrics { figures, stalled };
         let families = MetricFamilies { snapshot, process: ProcessMetrics::now(), cgroups };
         let mut registry = Registry::default();
         registry.register_collector(Box::new(families));

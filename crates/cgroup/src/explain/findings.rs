@@ -120,7 +120,7 @@ pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
         for used in &process.uses {
             for io in Io::of(used) {
                 let verdict = classify(facts, &process.group, used, io);
-                merge_finding(facts, &mut found, verdict, Some(used.location), (Some(process.pid), io));
+                merge_finding(facts, &mut found, verdict, Some(used.location), Some(process.pid), io);
             }
         }
         whole_cgroup::swapping(facts, process, &mut found);
@@ -128,7 +128,7 @@ pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
     for used in &facts.hypothetical_uses {
         for io in Io::of(used) {
             let verdict = classify(facts, &facts.own().name, used, io);
-            merge_finding(facts, &mut found, verdict, Some(used.location), (None, io));
+            merge_finding(facts, &mut found, verdict, Some(used.location), None, io);
         }
     }
     whole_cgroup::add_cgroup_findings(facts, &mut found);
@@ -179,7 +179,8 @@ fn merge_finding(
     found: &mut Vec<CoverageFinding>,
     verdict: RequestVerdict,
     location: Option<IoLocation>,
-    act: (Option<i32>, Io),
+    process: Option<i32>,
+    io: Io,
 ) {
     // Findings are merged by coverage, cause and location; only their processes and evidence
     // differ.
@@ -188,7 +189,7 @@ fn merge_finding(
         finding.coverage == verdict.coverage && finding.cause == verdict.cause && finding.location == named
     };
     if let Some(finding) = found.iter_mut().find(same) {
-        finding.acts.insert(act);
+        finding.acts.insert((process, io));
         cite(&mut finding.evidence, verdict.evidence);
         return;
     }
@@ -198,7 +199,7 @@ fn merge_finding(
     found.push(CoverageFinding {
         coverage: verdict.coverage,
         cause: verdict.cause,
-        acts: BTreeSet::from([act]),
+        acts: BTreeSet::from([(process, io)]),
         disk: location.and_then(|place| facts.disk_of(place)),
         location: named,
         explanation,

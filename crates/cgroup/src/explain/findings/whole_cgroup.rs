@@ -39,11 +39,11 @@ pub(super) fn swapping(facts: &CgroupFacts, process: &ExaminedProcess, found: &m
                 evidence,
                 detail: swap.evidence.value.clone(),
             };
-            merge_finding(facts, found, verdict, None, (Some(process.pid), Io::Swapping));
+            merge_finding(facts, found, verdict, None, Some(process.pid), Io::Swapping);
             continue;
         };
         let verdict = swapping_on(facts, process, disk, evidence);
-        merge_finding(facts, found, verdict, Some(IoLocation::Disk(disk)), (Some(process.pid), Io::Swapping));
+        merge_finding(facts, found, verdict, Some(IoLocation::Disk(disk)), Some(process.pid), Io::Swapping);
     }
 }
 
