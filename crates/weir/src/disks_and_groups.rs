@@ -30,15 +30,6 @@ struct ControlArgs {
     qmp: Option<ControlAddress>,
 }
 
-/// Renames the new config file into place and prints the change.
-fn finish(
-    outcome: (&str, &str, &str),
-    saving: Option<PreparedConfigFile>,
-    json: bool,
-) -> Result<(), CommandFailure> {
-    finish_with_result(outcome, saving, json, None)
-}
-
 /// Result of a change, from the daemon.
 #[derive(Serialize)]
 #[serde(untagged)]
@@ -48,7 +39,7 @@ enum DaemonResult<'a> {
 }
 
 /// Result of these commands with `--json`.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct ObjectChange<'a> {
     kind: &'a str,
     name: &'a str,
@@ -60,17 +51,16 @@ struct ObjectChange<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     unchanged: Option<&'a str>,
     #[serde(flatten)]
-    result: Option<&'a DaemonResult<'a>>,
+    result: Option<DaemonResult<'a>>,
 }
 
-/// As [`finish`], with the daemon's result.
-fn finish_with_result(
-    outcome: (&str, &str, &str),
+/// Renames the new config file into place and prints the change. `outcome` names no config file.
+fn finish(
+    outcome: ObjectChange<'_>,
     saving: Option<PreparedConfigFile>,
     json: bool,
-    result: Option<&DaemonResult<'_>>,
 ) -> Result<(), CommandFailure> {
-    let (kind, name, change) = outcome;
+    let ObjectChange { kind, name, change, .. } = outcome;
     let has_changes = saving.as_ref().is_some_and(PreparedConfigFile::has_changes);
     // The daemon has applied the change by now: an error here must not read as if it had failed.
     let saved = saving.map(PreparedConfigFile::commit).transpose();
@@ -78,9 +68,9 @@ fn finish_with_result(
     if json {
         let file = saved.as_deref();
         let (saved, unchanged) = if has_changes { (file, None) } else { (None, file) };
-        return Ok(print_json(&ObjectChange { kind, name, change, saved, unchanged, result })?);
+        return Ok(print_json(&ObjectChange { saved, unchanged, ..outcome })?);
     }
-    let at = match result {
+    let at = match outcome.result {
         Some(DaemonResult::Added(disk)) if !disk.uris.is_empty() => format!(", at {}", disk.uris.join(", ")),
         _ => String::new(),
     };

@@ -59,7 +59,7 @@ pub(crate) fn run<S: SettingsCommand>(setter: &S) -> Result<(), CommandFailure> 
     let node = setter.find(&report).map_err(anyhow::Error::msg)?;
     let change = setter.change(node.settings());
     if !change.is_empty() {
-        let saved = apply(&mut client, &report, (name, node), save, &change)?;
+        let saved = apply(&mut client, &report, name, node, save, &change)?;
         let (before, saved) = (node.settings(), saved.as_deref());
         return Ok(if json {
             print_json(&changed_settings(name, before, &change, saved))
@@ -79,7 +79,8 @@ pub(crate) fn run<S: SettingsCommand>(setter: &S) -> Result<(), CommandFailure> 
 fn apply(
     client: &mut ControlClient,
     report: &DaemonReport,
-    (name, node): (&str, StatusNode<'_>),
+    name: &str,
+    node: StatusNode<'_>,
     arguments: &SaveArgs,
     change: &SettingsChange,
 ) -> anyhow::Result<Option<String>> {

@@ -198,7 +198,7 @@ impl AttachmentKeeper {
         let (events, receiver) = &self.events;
         match &request.daemon {
             Some(qmp) => server::add(request, place, qmp, events)?,
-            None => self.process = Some(server::start(request, place, (events, receiver))?),
+            None => self.process = Some(server::start(request, place, events, receiver)?),
         }
         Ok(())
     }

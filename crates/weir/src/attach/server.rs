@@ -72,7 +72,8 @@ pub(super) fn listen(place: &AttachmentRecord, events: Sender<AttachmentEvent>) 
 pub(super) fn start(
     request: &AttachRequest,
     place: &AttachmentRecord,
-    (events, heard): (&Sender<AttachmentEvent>, &Receiver<AttachmentEvent>),
+    events: &Sender<AttachmentEvent>,
+    receiver: &Receiver<AttachmentEvent>,
 ) -> anyhow::Result<JoinHandle<()>> {
     let log = fs::File::create(place.file("log")).context("the server's log")?;
     let lives = place.lock_server()?;
@@ -108,7 +109,7 @@ pub(super) fn start(
     });
     let mut unmounted = false;
     loop {
-        match heard.recv()? {
+        match receiver.recv()? {
             AttachmentEvent::Ready => break,
             AttachmentEvent::Ended { .. } => bail!("{}", last_error(&place.file("log"))),
             AttachmentEvent::Unmounted => unmounted = true,

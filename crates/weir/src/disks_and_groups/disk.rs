@@ -12,7 +12,7 @@ use settings::{
     NbdServerConfig, arguments::ConfigKeyArgs,
 };
 
-use super::{ControlArgs, DaemonResult, exports::ExportArgs, finish, finish_with_result};
+use super::{ControlArgs, DaemonResult, ObjectChange, exports::ExportArgs, finish};
 use crate::{
     added_keys::{self, DiskAddOptions},
     client::ControlClient,
@@ -158,7 +158,9 @@ fn add(arguments: DiskAddArgs) -> Result<(), CommandFailure> {
         settings_command::with_table(text, "disk", &name, &config)
     })?;
     let added = added_keys::add_to_daemon(&mut client, &config)?;
-    finish_with_result(("disk", &name, "added"), saving, json, Some(&DaemonResult::Added(&added)))
+    let result = Some(DaemonResult::Added(&added));
+    let outcome = ObjectChange { kind: "disk", name: &name, change: "added", result, ..Default::default() };
+    finish(outcome, saving, json)
 }
 
 /// Exports at the named servers. Empty if they are the default ones: the daemon then exports the
@@ -277,7 +279,8 @@ fn remove(arguments: DiskRemoveArgs) -> Result<(), CommandFailure> {
     let removed = client.execute("x-weir-remove-disk", json!({ "name": name }));
     drop(waiting);
     removed?;
-    finish(("disk", &name, "removed"), saving, json)
+    let outcome = ObjectChange { kind: "disk", name: &name, change: "removed", ..Default::default() };
+    finish(outcome, saving, json)
 }
 
 fn move_away(arguments: DiskMoveArgs) -> Result<(), CommandFailure> {
@@ -300,7 +303,9 @@ fn move_away(arguments: DiskMoveArgs) -> Result<(), CommandFailure> {
         // The daemon checked its file before this command edits it.
         moved.listed_here = Some(false);
     }
-    finish_with_result(("disk", &name, "moved"), saving, json, Some(&DaemonResult::Moved(&moved)))?;
+    let result = Some(DaemonResult::Moved(&moved));
+    let outcome = ObjectChange { kind: "disk", name: &name, change: "moved", result, ..Default::default() };
+    finish(outcome, saving, json)?;
     if json {
         return Ok(());
     }

@@ -10,7 +10,7 @@ use settings::{
     arguments::{ConfigKeyArgs, OptionSelection},
 };
 
-use super::{ControlArgs, finish};
+use super::{ControlArgs, ObjectChange, finish};
 use crate::{
     added_keys,
     client::ControlClient,
@@ -117,16 +117,18 @@ fn add(arguments: GroupAddArgs) -> Result<(), CommandFailure> {
         settings_command::with_table(text, "group", &name, &group)
     })?;
     client.execute("x-weir-add-group", json!({ "name": name, "keys": added_keys::keys(&group) }))?;
-    finish(("group", &name, "added"), saving, json)
+    let outcome = ObjectChange { kind: "group", name: &name, change: "added", ..Default::default() };
+    finish(outcome, saving, json)
 }
 
 fn remove(arguments: GroupRemoveArgs) -> Result<(), CommandFailure> {
     let GroupRemoveArgs { name, cluster, control: ControlArgs { json, qmp }, save } = arguments;
     let mut client = ControlClient::reach(qmp)?;
+    let outcome = ObjectChange { kind: "group", name: &name, change: "removed", ..Default::default() };
     // The limits of the cluster are in etcd, not in this host's config file: nothing to save here.
     if cluster {
         client.execute("x-weir-cluster-remove", json!({ "group": name }))?;
-        return finish(("group", &name, "removed"), None, json);
+        return finish(outcome, None, json);
     }
     let report = client.status()?;
     if !report.groups.iter().any(|group| group.name == name) {
@@ -140,5 +142,5 @@ fn remove(arguments: GroupRemoveArgs) -> Result<(), CommandFailure> {
         settings_command::without_table(text, "group", &name)
     })?;
     client.execute("object-del", json!({ "id": name }))?;
-    finish(("group", &name, "removed"), saving, json)
+    finish(outcome, saving, json)
 }

@@ -303,26 +303,25 @@ group = \"gold\"
     }
 
     #[track_caller]
-    fn check(table: (&str, &str), settings: &str, old: &str, new: &str) {
+    fn check(kind: &str, name: &str, settings: &str, old: &str, new: &str) {
         assert_eq!(FILE.matches(old).count(), 1, "{old:?} is one place");
-        assert_eq!(edit(table.0, table.1, settings).unwrap(), FILE.replace(old, new), "{settings}");
+        assert_eq!(edit(kind, name, settings).unwrap(), FILE.replace(old, new), "{settings}");
     }
 
     #[test]
     fn a_value_changes_in_its_place() {
-        let gold = ("group", "gold");
-        check(gold, "iops-total=7000", "iops-total   =  6000   #", "iops-total   =  7000   #");
-        check(gold, "iops-total-max=0", "iops-total-max = 12000", "iops-total-max = 0");
-        check(("disk", "vm1"), "bps-read=20M", "\"10M\"", "\"20M\"");
-        check(("disk", "vm1"), "bps-read=1000", "\"10M\"", "1000");
-        check(("disk", "vm1"), "group=silver", "'gold' # for now", "\"silver\" # for now");
+        check("group", "gold", "iops-total=7000", "iops-total   =  6000   #", "iops-total   =  7000   #");
+        check("group", "gold", "iops-total-max=0", "iops-total-max = 12000", "iops-total-max = 0");
+        check("disk", "vm1", "bps-read=20M", "\"10M\"", "\"20M\"");
+        check("disk", "vm1", "bps-read=1000", "\"10M\"", "1000");
+        check("disk", "vm1", "group=silver", "'gold' # for now", "\"silver\" # for now");
     }
 
     #[test]
     fn a_new_setting_follows_the_last_of_its_table() {
         let last = "iops-total-max = 12000\n";
         let more = "iops-total-max = 12000\nwatermark = 90\nbps-total = \"1G\"\n";
-        check(("group", "gold"), "watermark=90 bps-total=1G", last, more);
+        check("group", "gold", "watermark=90 bps-total=1G", last, more);
     }
 
     #[test]
@@ -334,12 +333,13 @@ group = \"gold\"
     #[test]
     fn leaving_a_group_keeps_the_comments_above() {
         check(
-            ("disk", "vm1"),
+            "disk",
+            "vm1",
             "group=",
             "# moved on Tuesday\ngroup = 'gold' # for now\n",
             "# moved on Tuesday\n",
         );
-        check(("disk", "a b"), "group=", "# why\ngroup = \"gold\"\n", "# why\n");
+        check("disk", "a b", "group=", "# why\ngroup = \"gold\"\n", "# why\n");
     }
 
     #[test]

@@ -83,7 +83,7 @@ fn disks(
         let group = settings.group.clone().unwrap_or_else(dash);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
         row.extend(form.wide.then(|| weight(settings)));
-        row.extend(measured(report, (name, StatusNode::Disk(disk)), rates, form));
+        row.extend(measured(report, name, StatusNode::Disk(disk), rates, form));
         table.row(row);
     }
     table
@@ -368,7 +368,7 @@ fn groups(
         row.extend([group.disks.len().to_string(), figures::limits(&settings.limits)]);
         row.extend(form.wide.then(|| weight(settings)));
         row.extend(has_watermarks.then(|| watermark(group)));
-        row.extend(measured(report, (name, StatusNode::Group(group)), rates, form));
+        row.extend(measured(report, name, StatusNode::Group(group), rates, form));
         table.row(row);
     }
     table
@@ -489,7 +489,8 @@ fn measured_columns(form: StatusForm, rates: &IntervalRates) -> Vec<(String, Col
 
 fn measured(
     report: &DaemonReport,
-    (name, node): (&str, StatusNode<'_>),
+    name: &str,
+    node: StatusNode<'_>,
     rates: &IntervalRates,
     form: StatusForm,
 ) -> impl Iterator<Item = String> {

@@ -224,7 +224,7 @@ fn virsh_size(text: &str) -> Result<u64, String> {
     settings::size(number.unwrap_or(text))
 }
 
-fn virsh_option(setting: LimitSetting, (name, old_name): (&'static str, &'static str)) -> Arg {
+fn virsh_option(setting: LimitSetting, name: &'static str, old_name: &'static str) -> Arg {
     let parser = if setting.is_size() { virsh_size } else { settings::limit_parser(setting) };
     Arg::new(name)
         .long(name)
@@ -239,7 +239,7 @@ fn virsh_option(setting: LimitSetting, (name, old_name): (&'static str, &'static
 impl Args for NamedLimitArgs {
     fn augment_args(command: Command) -> Command {
         let as_virsh = LimitSetting::of_qemu().zip(VIRSH);
-        let as_virsh = as_virsh.map(|(setting, names)| virsh_option(setting, names));
+        let as_virsh = as_virsh.map(|(setting, (name, old_name))| virsh_option(setting, name, old_name));
         command.args(LimitSetting::ALL.map(limits::option)).args(as_virsh)
     }
 
