@@ -100,7 +100,8 @@ pub(super) fn bind(
     plan: &DesiredState,
     registry: &Rc<Registry>,
     tls: Option<&nbd::NbdServerTls>,
-    (mut inherited, source): (InheritedSockets, &mut dyn StartSource),
+    mut inherited: InheritedSockets,
+    source: &mut dyn StartSource,
 ) -> anyhow::Result<BoundAddresses> {
     let workers = Rc::new(start_workers(&plan.process)?);
     let (control, missing) = control_sockets(&plan.process, source)?;

@@ -42,8 +42,7 @@ use reactor::ReactorWorker;
 use sandbox;
 use serde_json::{Map, Value};
 use settings::{
-    ConfigWithOrigins, DaemonConfig, DesiredState, ExportSpec, ExportTarget, RecordingConfig,
-    state::CapacityStore,
+    ConfigWithOrigins, DaemonConfig, DesiredState, ExportSpec, ExportTarget, state::CapacityStore,
 };
 use storage::{OpenError, OwnMount, PassedFiles, rate::RateBudgets};
 
@@ -99,26 +98,26 @@ impl Daemon {
             Some(old) => old,
             None => &mut fresh,
         };
-        let (tls, budgets) = (assemble::read_tls_credentials(&plan.process.tls)?, RateBudgets::default());
-        let opening = StartWithImages::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
+        let tls = assemble::read_tls_credentials(&plan.process.tls)?;
+        let budgets = RateBudgets::default();
+        let opening = StartWithImages::open(&plan, &registry, tls.clone(), budgets.clone(), source);
         let opening = given_up.run_unless_abandoned(opening);
         // Interruptible: deriving a key takes seconds, and a pipe may never deliver its passphrase.
         let Some(opened) = until_signal(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
         let opened = opened?;
         // After the images: an address must not accept connections for a disk that cannot be
         // opened.
-        let bound = bind(&plan, &registry, tls.as_ref(), (inherited, &mut *source))?;
+        let bound = bind(&plan, &registry, tls.as_ref(), inherited, &mut *source)?;
         let cgroups = start_cgroups(&plan, &registry, is_upgrade)?;
-        let rights = (claimed.is_none(), is_upgrade);
         let completing = async {
             let source: &mut dyn StartSource = match &mut old {
                 Some(old) => old,
                 None => &mut fresh,
             };
-            let complete = opened.complete((steps, source), &bound.workers, rights, &events).await?;
+            let complete = opened.complete(steps, source, &bound.workers, is_upgrade, &events).await?;
             match (&mut old, complete) {
                 (Some(old), Some(complete)) => {
-                    add_runtime_objects(old, complete, (&plan, &registry), &bound).await
+                    add_runtime_objects(old, complete, &plan, &registry, &bound).await
                 }
                 (_, complete) => Ok(complete),
             }
@@ -128,51 +127,64 @@ impl Daemon {
             incomplete => return incomplete.and(abandon(&registry).await).map(|()| None),
         };
         // The point of no return: on success the old process has handed over, and will end.
-        let taken = take_over(old, &registry, &bound.workers).await?;
+        let replaced = take_over(old, &registry, &bound.workers).await?;
         let loaded =
             |(file, options)| LoadedConfig { file, options, inherited: bound.inherited, plan, tls, budgets };
         let loaded = file.map(|file| Rc::new(loaded(file)));
-        let started =
-            Self::serve((&registry, events), (bound, complete), (claimed, cgroups), taken, (runner, loaded))
-                .await;
+        let registry = Rc::clone(&registry);
+        let prepared =
+            PreparedDaemon { registry, events, bound, complete, claimed, cgroups, replaced, runner, loaded };
+        let started = prepared.serve().await;
         drop(guard);
         started.map(Some)
     }
+}
 
+/// A daemon that is ready to accept clients.
+struct PreparedDaemon {
+    registry: Rc<Registry>,
+    events: DaemonEvents,
+    bound: BoundAddresses,
+    complete: CompletedStart,
+    /// The pid file of the old process.
+    claimed: Option<ClaimedPidFile>,
+    cgroups: Option<cgroup::watch::CgroupWatchThread>,
+    /// The old process, after an upgrade.
+    replaced: Option<ReplacedProcess>,
+    runner: Option<EventRunner>,
+    loaded: Option<Rc<LoadedConfig>>,
+}
+
+impl PreparedDaemon {
     /// Accepts clients, and announces that. After an upgrade nothing here may fail: no other
     /// process serves.
-    async fn serve(
-        (registry, events): (&Rc<Registry>, DaemonEvents),
-        (mut bound, complete): (BoundAddresses, CompletedStart),
-        (claimed, cgroups): (Option<ClaimedPidFile>, Option<cgroup::watch::CgroupWatchThread>),
-        taken: Option<(String, OldProcess)>,
-        (runner, loaded): (Option<EventRunner>, Option<Rc<LoadedConfig>>),
-    ) -> anyhow::Result<Self> {
-        let http = start_http(&mut bound, registry, cgroups.as_ref(), taken.is_some())?;
-        let control = Rc::new(ControlSockets::start(registry, bound.control));
+    async fn serve(self) -> anyhow::Result<Daemon> {
+        let Self { registry, events, mut bound, complete, claimed, cgroups, replaced, runner, loaded } = self;
+        let http = start_http(&mut bound, &registry, cgroups.as_ref(), replaced.is_some())?;
+        let control = Rc::new(ControlSockets::start(&registry, bound.control));
         // Before the first event.
         let mut watching = vec![events::log_events(&registry.events)];
-        watching.extend(runner.and_then(|runner| runner.deliver(registry)));
+        watching.extend(runner.and_then(|runner| runner.deliver(&registry)));
         // Logging of events is attached, so no event of a client is lost.
         registry.accept_clients();
-        let (in_use, taken) = end_old(taken, registry).await;
+        let (in_use, taken) = end_old(replaced, &registry).await;
         let pid_file = match claimed {
             Some(claimed) => claimed.lock_and_write().await,
             None => complete.pid_file,
         };
         warn_of_missing(bound.missing.as_ref());
-        announce(&complete.uris, registry);
+        announce(&complete.uris, &registry);
         registry.loaded.replace(loaded);
-        watching.push(watch::watch_registry(registry, in_use));
+        watching.push(watch::watch_registry(&registry, in_use));
         taken.into_iter().for_each(|taken| registry.events.record(taken));
-        let cluster = start_cluster(registry);
-        watching.extend(migration::receive_disks(registry));
+        let cluster = start_cluster(&registry);
+        watching.extend(migration::receive_disks(&registry));
         registry.book_when_possible();
         registry.report_unavailable_disks();
         let watchdog =
             registry.lifecycle.watchdog.get().map(|allowed| watchdog::start(allowed, &bound.workers));
-        Ok(Self {
-            registry: Rc::clone(registry),
+        Ok(Daemon {
+            registry,
             control,
             _watching: watching,
             _watchdog: watchdog,
@@ -288,7 +300,8 @@ impl<'a> StartWithImages<'a> {
     async fn open(
         plan: &'a Rc<DesiredState>,
         registry: &'a Rc<Registry>,
-        (tls, budgets): (Option<nbd::NbdServerTls>, RateBudgets),
+        tls: Option<nbd::NbdServerTls>,
+        budgets: RateBudgets,
         source: &dyn StartSource,
     ) -> anyhow::Result<Self> {
         assemble::prepare(plan, registry).await?;
@@ -307,9 +320,10 @@ impl<'a> StartWithImages<'a> {
     /// of its command line, and enters its sandbox. `None` if a signal ended it before.
     async fn complete(
         self,
-        (steps, source): (QemuSteps, &mut dyn StartSource),
+        steps: QemuSteps,
+        source: &mut dyn StartSource,
         workers: &Rc<Vec<ReactorWorker>>,
-        (is_alone, is_upgrade): (bool, bool),
+        is_upgrade: bool,
         (_, events): &DaemonEvents,
     ) -> anyhow::Result<Option<CompletedStart>> {
         let Self { plan, registry, mut work, difference, images, late } = self;
@@ -327,9 +341,7 @@ impl<'a> StartWithImages<'a> {
         let is_late =
             |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::opens_in_sandbox(disk));
         source.check_config(registry, &is_late)?;
-        // The old process records until it ends.
-        let own = plan.process.record.as_ref().filter(|_| is_upgrade);
-        let pid_file = enter_sandbox(plan, registry, workers, (is_alone, own)).await?;
+        let pid_file = enter_sandbox(plan, registry, workers, is_upgrade).await?;
         uris.extend(uris_beyond(&before, registry, &plan.process.tls));
         if late.has_new_disks() {
             let Some(opened) = until_signal(work.open(&late, source), DISKS_OPEN, events).await else {
@@ -367,15 +379,16 @@ fn start_cgroups(
     .map(Some)
 }
 
-/// Performs the last operations that need rights, and enters the sandbox. `own` is the recording of
-/// the old process.
+/// Performs the last operations that need rights, and enters the sandbox. In an upgrade the old
+/// process keeps the pid file and its recording until it ends.
 async fn enter_sandbox(
     plan: &DesiredState,
     registry: &Registry,
     workers: &[ReactorWorker],
-    (is_alone, own): (bool, Option<&RecordingConfig>),
+    is_upgrade: bool,
 ) -> anyhow::Result<Option<PidFile>> {
-    let pid_file = plan.process.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
+    let pid_file =
+        plan.process.pid_file.as_deref().filter(|_| !is_upgrade).map(PidFile::write).transpose()?;
     let awaited = registry.exports.awaited_endpoints.borrow().values().cloned().collect::<Vec<_>>();
     let comes_later = |disk: &settings::DiskWithOrigins| {
         assemble::opens_in_sandbox(disk) || registry.disks.is_unavailable(&disk.name)
@@ -415,7 +428,7 @@ async fn enter_sandbox(
     }
     // Checked by the final user with the remaining rights.
     if let Some(record) = &plan.process.record {
-        recording::check_directory(record, own)?;
+        recording::check_directory(record, is_upgrade.then_some(record))?;
         registry.recordings.record_permanently(record)?;
     }
     Ok(pid_file)
@@ -428,7 +441,8 @@ async fn enter_sandbox(
 async fn add_runtime_objects(
     old: &mut NewProcess,
     mut complete: CompletedStart,
-    (plan, registry): (&DesiredState, &Rc<Registry>),
+    plan: &DesiredState,
+    registry: &Rc<Registry>,
     bound: &BoundAddresses,
 ) -> anyhow::Result<Option<CompletedStart>> {
     let before = export_ids(registry);
@@ -448,7 +462,13 @@ async fn add_runtime_objects(
     Ok(Some(complete))
 }
 
-/// Takes over from the old process, if there is one. Returns it with its version.
+/// The old process after it has handed over its state.
+struct ReplacedProcess {
+    version: String,
+    process: OldProcess,
+}
+
+/// Takes over from the old process, if there is one.
 ///
 /// # Errors
 /// Fails if the old process does not hand over; it then continues unchanged.
@@ -456,11 +476,11 @@ async fn take_over(
     old: Option<NewProcess>,
     registry: &Rc<Registry>,
     workers: &[ReactorWorker],
-) -> anyhow::Result<Option<(String, OldProcess)>> {
+) -> anyhow::Result<Option<ReplacedProcess>> {
     let Some(old) = old else { return Ok(None) };
     let version = old.version().to_owned();
     match old.take_over(registry, workers).await {
-        Ok(before) => Ok(Some((version, before))),
+        Ok(process) => Ok(Some(ReplacedProcess { version, process })),
         Err(error) => {
             flush_and_close(&registry.disks.all()).await?;
             Err(error)
@@ -495,12 +515,12 @@ fn start_http(
 /// Waits for the end of the old process. Returns the exports with transferred clients, and an event
 /// about the upgrade.
 async fn end_old(
-    taken: Option<(String, OldProcess)>,
+    replaced: Option<ReplacedProcess>,
     registry: &Rc<Registry>,
 ) -> (BTreeSet<String>, Option<NewEvent>) {
-    let Some((version, before)) = taken else { return Default::default() };
-    let clients = before.clients();
-    let in_use = before.until_ended(registry).await;
+    let Some(ReplacedProcess { version, process }) = replaced else { return Default::default() };
+    let clients = process.clients();
+    let in_use = process.until_ended(registry).await;
     let message = format!(
         "this daemon has taken over from one of version {version}, with {}",
         figures::counted(clients as u64, "client")
