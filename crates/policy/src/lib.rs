@@ -11,6 +11,7 @@
 //! - [`device_model`]: completion times of a simulated device.
 //! - [`polling`]: decides if a thread that waits for completions polls or sleeps.
 //! - [`access`]: access rules for clients.
+//! - [`histogram`]: latencies in logarithmic steps.
 //! - [`counter`]: growth and rates of counters, including counters that fall.
 //! - [`request`] and [`time`]: types that all of them share.
 //!
@@ -28,6 +29,7 @@ pub mod access;
 pub mod cluster;
 pub mod counter;
 pub mod device_model;
+pub mod histogram;
 pub mod merge;
 pub mod polling;
 pub mod prefetch;

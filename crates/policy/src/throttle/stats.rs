@@ -5,8 +5,9 @@ use super::burst::BurstBalance;
 use super::cost::RequestCost;
 use super::limits::LimitKind;
 use super::reservation_monitor::ReservationTimes;
+use crate::histogram::LatencyHistogram;
 use crate::time::Instant;
-use alloc::{boxed::Box, vec::Vec};
+use alloc::vec::Vec;
 
 /// Requests admitted by a node in one direction since it was added. Merged requests count as the
 /// client sent them. Saturates.
@@ -52,6 +53,12 @@ pub struct WaitSummary {
     pub p99_ns: u64,
     /// The longest wait, exact.
     pub max_ns: u64,
+}
+
+impl WaitSummary {
+    fn of(waits: &LatencyHistogram) -> Self {
+        Self { p50_ns: waits.percentile_ns(5000), p99_ns: waits.percentile_ns(9900), max_ns: waits.max_ns() }
+    }
 }
 
 /// Level of a bucket, in bytes or operations.
@@ -149,81 +156,13 @@ pub struct ThrottleSummary {
 /// Minimum time for which a wait counts as recent, in nanoseconds; the maximum is twice that.
 pub const RECENT_NS: u64 = 10_000_000_000;
 
-/// Bits of a unit of the histogram: 2¹⁰ ns, about a microsecond.
-const UNIT_BITS: u32 = 10;
-/// Steps in an octave. A value counts as the middle of its step, an error of at most 1/32.
-const STEPS: u64 = 16;
-const STEP_BITS: u32 = STEPS.trailing_zeros();
-/// Range of the histogram: 2⁴² ns, 73 minutes. Longer waits count as that.
-const OCTAVES: usize = 32 - STEP_BITS as usize + 1;
-const ALL_STEPS: usize = OCTAVES * STEPS as usize;
-
-/// A histogram of waits: less than 2 KiB, because 10,000 disks may have three each.
-#[derive(Clone, Debug)]
-pub(super) struct WaitHistogram {
-    counts: Box<[u32; ALL_STEPS]>,
-    max_ns: u64,
-}
-
-impl WaitHistogram {
-    pub(super) fn new() -> Self {
-        Self { counts: Box::new([0; ALL_STEPS]), max_ns: 0 }
-    }
-
-    pub(super) fn add(&mut self, wait_ns: u64, requests: u64) {
-        self.max_ns = self.max_ns.max(wait_ns);
-        let requests = u32::try_from(requests).unwrap_or(u32::MAX);
-        let at = step_of(wait_ns);
-        if let Some(sum) = self.counts[at].checked_add(requests) {
-            self.counts[at] = sum;
-        } else {
-            // After four billion requests only the proportions are kept.
-            self.counts.iter_mut().for_each(|count| *count /= 2);
-            self.counts[at] = self.counts[at].saturating_add(requests);
-        }
-    }
-
-    pub(super) fn summary(&self) -> WaitSummary {
-        WaitSummary { p50_ns: self.percentile(50), p99_ns: self.percentile(99), max_ns: self.max_ns }
-    }
-
-    fn percentile(&self, percent: u64) -> u64 {
-        let total: u64 = self.counts.iter().map(|count| u64::from(*count)).sum();
-        let rank = (u128::from(total) * u128::from(percent)).div_ceil(100);
-        let mut counted = 0;
-        for (at, count) in self.counts.iter().enumerate() {
-            counted += u128::from(*count);
-            if counted >= rank && *count > 0 {
-                return middle_of(at).min(self.max_ns);
-            }
-        }
-        self.max_ns
-    }
-}
-
-fn step_of(ns: u64) -> usize {
-    let units = ns >> UNIT_BITS;
-    let octave = (u64::BITS - units.leading_zeros()).saturating_sub(STEP_BITS + 1);
-    // The first two octaves have a step for each value below 2 × STEPS.
-    let step = if units < STEPS { units } else { STEPS * u64::from(octave) + (units >> octave) };
-    (step as usize).min(ALL_STEPS - 1)
-}
-
-/// Middle of a step in nanoseconds.
-fn middle_of(step: usize) -> u64 {
-    let (octave, within) = (step as u64 / STEPS, step as u64 % STEPS);
-    let (first, width) =
-        if octave == 0 { (within, 1) } else { ((within + STEPS) << (octave - 1), 1 << (octave - 1)) };
-    (first << UNIT_BITS) + ((width << UNIT_BITS) / 2)
-}
-
 /// All waits since the start, and the recent ones: two alternating histograms, the older of which
 /// is dropped when the newer is [`RECENT_NS`] old.
 #[derive(Clone, Debug)]
 pub(super) struct WaitHistograms {
-    all: WaitHistogram,
+    all: LatencyHistogram,
     /// The newer one first.
-    recent: [WaitHistogram; 2],
+    recent: [LatencyHistogram; 2],
     /// Start of the newer one.
     newer_since: Instant,
 }
@@ -231,8 +170,8 @@ pub(super) struct WaitHistograms {
 impl WaitHistograms {
     pub(super) fn new(now: Instant) -> Self {
         Self {
-            all: WaitHistogram::new(),
-            recent: [WaitHistogram::new(), WaitHistogram::new()],
+            all: LatencyHistogram::new(),
+            recent: [LatencyHistogram::new(), LatencyHistogram::new()],
             newer_since: now,
         }
     }
@@ -241,11 +180,11 @@ impl WaitHistograms {
         let age_ns = now.nanos_since(self.newer_since);
         if age_ns >= RECENT_NS {
             self.recent.swap(0, 1);
-            self.recent[0] = WaitHistogram::new();
+            self.recent[0] = LatencyHistogram::new();
             // Nothing was recorded for a whole period, so the older histogram is out of date as
             // well.
             if age_ns >= 2 * RECENT_NS {
-                self.recent[1] = WaitHistogram::new();
+                self.recent[1] = LatencyHistogram::new();
             }
             self.newer_since = now;
         }
@@ -254,36 +193,28 @@ impl WaitHistograms {
     }
 
     pub(super) fn all(&self) -> WaitSummary {
-        self.all.summary()
+        WaitSummary::of(&self.all)
     }
 
     /// Writes all waits to `stats`, for [`WaitHistograms::add_cumulative`].
     pub(super) fn export(&self, stats: &mut CumulativeStats) {
-        let steps = (0..).zip(self.all.counts.iter().copied());
-        stats.waits = steps.filter(|(_, count)| *count > 0).collect();
-        stats.longest_wait_ns = self.all.max_ns;
+        stats.waits = self.all.steps().collect();
+        stats.longest_wait_ns = self.all.max_ns();
     }
 
     /// Adds waits of another process; they are not recent. An unknown step counts as the longest.
     pub(super) fn add_cumulative(&mut self, stats: &CumulativeStats) {
-        self.all.max_ns = self.all.max_ns.max(stats.longest_wait_ns);
-        for &(step, count) in &stats.waits {
-            let sum = &mut self.all.counts[usize::from(step).min(ALL_STEPS - 1)];
-            *sum = sum.saturating_add(count);
-        }
+        self.all.add_steps(&stats.waits, stats.longest_wait_ns);
     }
 
     pub(super) fn recent(&self, now: Instant) -> WaitSummary {
         match now.nanos_since(self.newer_since) {
             age_ns if age_ns >= 2 * RECENT_NS => WaitSummary::default(),
-            age_ns if age_ns >= RECENT_NS => self.recent[0].summary(),
+            age_ns if age_ns >= RECENT_NS => WaitSummary::of(&self.recent[0]),
             _ => {
                 let mut merged = self.recent[0].clone();
-                merged.max_ns = merged.max_ns.max(self.recent[1].max_ns);
-                for (count, older) in merged.counts.iter_mut().zip(self.recent[1].counts.iter()) {
-                    *count = count.saturating_add(*older);
-                }
-                merged.summary()
+                merged.merge(&self.recent[1]);
+                WaitSummary::of(&merged)
             }
         }
     }
@@ -292,16 +223,6 @@ impl WaitHistograms {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn waits_are_accurate_to_a_32nd_or_512_ns(ns in prop_oneof![0..100_000u64, 0..1u64 << 42]) {
-            let reported_ns = middle_of(step_of(ns));
-            prop_assert!(reported_ns.abs_diff(ns) <= (ns / 32).max(512), "{ns} is reported as {reported_ns}");
-            prop_assert_eq!(step_of(reported_ns), step_of(ns));
-        }
-    }
 
     #[test]
     fn recent_waits_expire() {
@@ -316,29 +237,5 @@ mod tests {
         assert!(waits.recent(at(130)).p99_ns < 1 << 21 && waits.all().p99_ns > 1 << 29);
         assert_ne!(waits.recent(at(140)), WaitSummary::default());
         assert_eq!(waits.recent(at(141)), WaitSummary::default(), "nothing has waited for long");
-    }
-
-    #[test]
-    fn percentiles_and_maximum() {
-        let mut waits = WaitHistogram::new();
-        assert_eq!(waits.summary(), WaitSummary::default());
-        waits.add(100_000, 98);
-        waits.add(1_000_000, 1);
-        waits.add(u64::MAX, 1);
-        let WaitSummary { p50_ns, p99_ns, max_ns } = waits.summary();
-        assert!(p50_ns.abs_diff(100_000) <= 3_200, "{p50_ns}");
-        assert!(p99_ns.abs_diff(1_000_000) <= 32_000, "{p99_ns}");
-        assert_eq!(max_ns, u64::MAX);
-    }
-
-    #[test]
-    fn full_counter_halves_the_histogram() {
-        let mut waits = WaitHistogram::new();
-        waits.add(1_000, u64::from(u32::MAX));
-        waits.add(1 << 30, 1 << 31);
-        let half_of_each = waits.summary();
-        waits.add(1_000, 2);
-        assert_eq!(waits.summary(), half_of_each);
-        assert!(half_of_each.p50_ns < 1_024 && half_of_each.p99_ns > 1 << 29);
     }
 }
