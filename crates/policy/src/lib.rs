@@ -5,6 +5,7 @@
 //!   the next one can be.
 //! - [`cluster`]: one group's limits divided over many hosts.
 //! - [`watermark`]: lifts limits while the device's utilization is low.
+//! - [`latency_target`]: throttles other disks of a device so that one keeps its response time.
 //! - [`steering`]: the same limits as rates for the host's control groups.
 //! - [`merge`]: joins adjacent requests of a batch.
 //! - [`prefetch`]: detects sequential readers, decides what to read ahead and what to cache.
@@ -30,6 +31,7 @@ pub mod cluster;
 pub mod counter;
 pub mod device_model;
 pub mod histogram;
+pub mod latency_target;
 pub mod merge;
 pub mod polling;
 pub mod prefetch;

@@ -1,0 +1,71 @@
+//! A latency target: a percentile of the response times of a member, and its bound.
+//!
+//! Never measures; see `tail.rs`.
+
+use crate::request::Direction;
+
+/// Requests that a target covers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum TargetDirections {
+    /// Reads and writes.
+    #[default]
+    All,
+    /// Reads only.
+    Reads,
+    /// Writes only, including discards.
+    Writes,
+}
+
+impl TargetDirections {
+    /// True if requests of this direction count.
+    pub fn covers(self, direction: Direction) -> bool {
+        match self {
+            Self::All => true,
+            Self::Reads => direction == Direction::Read,
+            Self::Writes => direction == Direction::Write,
+        }
+    }
+}
+
+/// A bound on a percentile of the times from admission to completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PercentileTarget {
+    bound_ns: u64,
+    permyriad: u16,
+    directions: TargetDirections,
+}
+
+impl PercentileTarget {
+    /// Valid percentiles, in ten-thousandths: 50 % to 99.99 %.
+    pub const PERMYRIADS: core::ops::RangeInclusive<u16> = 5000..=9999;
+    /// Valid bounds in nanoseconds: 10 µs to 100 s.
+    pub const BOUNDS_NS: core::ops::RangeInclusive<u64> = 10_000..=100_000_000_000;
+
+    /// A target of `permyriad` ten-thousandths of the requests within `bound_ns`: 9900 is the 99th
+    /// percentile. `None` outside of [`PercentileTarget::PERMYRIADS`] or
+    /// [`PercentileTarget::BOUNDS_NS`].
+    pub fn new(bound_ns: u64, permyriad: u16, directions: TargetDirections) -> Option<Self> {
+        let is_valid = Self::PERMYRIADS.contains(&permyriad) && Self::BOUNDS_NS.contains(&bound_ns);
+        is_valid.then_some(Self { bound_ns, permyriad, directions })
+    }
+
+    /// The bound in nanoseconds.
+    pub const fn bound_ns(self) -> u64 {
+        self.bound_ns
+    }
+
+    /// The percentile in ten-thousandths.
+    pub const fn permyriad(self) -> u16 {
+        self.permyriad
+    }
+
+    /// The requests that count.
+    pub const fn directions(self) -> TargetDirections {
+        self.directions
+    }
+
+    /// Share of completions that may exceed the bound.
+    pub(super) fn late_share(self) -> f64 {
+        1.0 - f64::from(self.permyriad) / 10_000.0
+    }
+}
