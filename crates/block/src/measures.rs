@@ -17,7 +17,7 @@ use std::sync::{
 
 use policy::{
     request::Direction,
-    throttle::{LevelCause, LimitKind},
+    throttle::{CauseKind, LevelCause, LimitKind},
     time::Instant,
 };
 
@@ -331,7 +331,7 @@ impl Measures {
         if waited_ns > 0 {
             self.waiting[direction.index()].add(arrived, admitted);
             // All groups above the disk's group count as `CauseLevel::Above`.
-            if let Some(LevelCause { level, kind }) = held {
+            if let Some(LevelCause { level, kind: CauseKind::Limit(kind) }) = held {
                 self.throttled[level.min(2)][kind.index()][direction.index()].add(arrived, admitted);
             }
         }
@@ -380,7 +380,8 @@ mod tests {
             has_failed: false,
             arrived: at(arrived_us),
             admitted: at(admitted_us),
-            throttle_cause: waits.then_some(LevelCause { level: 1, kind: LimitKind::IopsTotal }),
+            throttle_cause: waits
+                .then_some(LevelCause { level: 1, kind: CauseKind::Limit(LimitKind::IopsTotal) }),
             completed: at(ended_us),
         }
     }

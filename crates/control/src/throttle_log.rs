@@ -7,7 +7,7 @@ use std::{collections::HashMap, sync::Arc};
 use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use policy::{
     counter,
-    throttle::{LimitPart, LimitSetting, ThrottleStats, throttled_with_groups_ns},
+    throttle::{CauseKind, ThrottleStats, throttled_with_groups_ns},
     time::{Duration, Instant},
 };
 
@@ -154,9 +154,7 @@ fn throttle_growth(stats: &ThrottleStats, before: ThrottleGrowth) -> Option<Thro
 
 /// The limit that requests wait for, its own or the nearest ancestor's: `tenant: iops-total`.
 fn throttle_cause(stats: &ThrottleStats, ancestors: &[(&str, &ThrottleStats)]) -> Option<String> {
-    let limit = |stats: &ThrottleStats| {
-        stats.throttle_cause.map(|kind| LimitSetting::Limit(kind, LimitPart::Rate).name())
-    };
+    let limit = |stats: &ThrottleStats| stats.throttle_cause.map(CauseKind::name);
     let of_group = || ancestors.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
     limit(stats).map(str::to_owned).or_else(of_group)
 }
@@ -233,8 +231,8 @@ mod tests {
 
     #[test]
     fn disk_waiting_for_its_group_counts_the_groups_time() {
-        let group =
-            ThrottleStats { throttled_ns: 7, throttle_cause: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
+        let iops_total = CauseKind::Limit(LimitKind::IopsTotal);
+        let group = ThrottleStats { throttled_ns: 7, throttle_cause: Some(iops_total), ..stats(0, [0, 1]) };
         let ancestors = [("tenant", &group)];
         // Unlimited itself, with a request that waits for the group's limit.
         let disk = ThrottleStats { throttled_ns: 0, ..stats(2, [0, 1]) };

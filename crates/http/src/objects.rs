@@ -25,7 +25,8 @@ use policy::{
     counter::{self, CounterGrowth},
     request::Direction,
     throttle::{
-        AdmissionCounters, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, Limits, ThrottleStats,
+        AdmissionCounters, CauseKind, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, Limits,
+        ThrottleStats,
     },
 };
 use serde::Serialize;
@@ -342,7 +343,7 @@ fn group(
     let cause = figures.throttle.stats.throttle_cause.filter(|_| has_waited).map(|kind| ThrottleCause {
         level: "group",
         name: figures.name.clone(),
-        limit: limit_name(kind),
+        limit: kind.name(),
     });
     GroupActivity {
         name: figures.name.clone(),
@@ -494,17 +495,17 @@ fn throttle_cause(
             }
         }
     };
-    let cause = |level: CauseLevel, kind: LimitKind| {
+    let cause = |level: CauseLevel, kind: CauseKind| {
         let name = group_of_level(level).map_or(&*figures.name, |group| &*group.name);
         let owner = match level {
             CauseLevel::Disk => "disk",
             CauseLevel::Group => "group",
             CauseLevel::Above => "above",
         };
-        ThrottleCause { level: owner, name: name.to_owned(), limit: limit_name(kind) }
+        ThrottleCause { level: owner, name: name.to_owned(), limit: kind.name() }
     };
     if let Some((level, kind)) = longest {
-        return Some(cause(level, kind));
+        return Some(cause(level, CauseKind::Limit(kind)));
     }
     let waits =
         |stats: &ThrottleStats| stats.throttle_cause.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
@@ -630,7 +631,7 @@ mod tests {
             waits: WaitSummary::default(),
             recent_waits: WaitSummary::default(),
             throttled_ns: 0,
-            throttle_cause: Some(LimitKind::IopsTotal),
+            throttle_cause: Some(CauseKind::Limit(LimitKind::IopsTotal)),
             tokens: [None; 6],
             levels: [None; 6],
             waiting: [8, 0],

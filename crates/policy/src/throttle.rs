@@ -50,6 +50,7 @@
 
 mod bucket;
 mod burst;
+mod cause;
 mod cost;
 mod enforcement;
 mod heap;
@@ -67,6 +68,7 @@ mod tree;
 
 pub use bucket::{BucketContents, BucketSnapshot};
 pub use burst::{BurstBalance, FullBurst};
+pub use cause::CauseKind;
 pub use cost::RequestCost;
 pub use enforcement::{Enforcement, LimitScale};
 pub use kernel_buckets::KernelBuckets;

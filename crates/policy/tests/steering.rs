@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use policy::{
     steering::{IoCounters, IoMaxRates, SteeredMember, SteeringPool},
-    throttle::{Enforcement, LimitScale, LimitSetting, Limits},
+    throttle::{CauseKind, Enforcement, LimitKind, LimitScale, LimitSetting, Limits},
     time::{Duration, Instant},
 };
 use proptest::prelude::*;
@@ -441,7 +441,7 @@ fn full_use_counts_as_throttled() {
     assert_eq!((pool.stats().throttled_ns, pool.weight(now)), (0, 0));
     busy(&mut pool, &mut now, &mut passed, [true, false]);
     let stats = pool.stats();
-    assert_eq!(stats.throttle_cause, Some(policy::throttle::LimitKind::BpsWrite));
+    assert_eq!(stats.throttle_cause, Some(CauseKind::Limit(LimitKind::BpsWrite)));
     assert!((800_000_000..=1_000_000_000).contains(&stats.throttled_ns), "{}", stats.throttled_ns);
     assert_eq!((stats.writes.bytes, pool.weight(now)), (passed[0][1].bytes, 100));
 }

@@ -23,7 +23,9 @@ use std::{
 use policy::{
     prefetch::InvalidPrefetchSettings,
     request::Direction,
-    throttle::{AdmissionResult, LimitKind, NodeId, PollDecision, RequestCost, ThrottleError, ThrottleTree},
+    throttle::{
+        AdmissionResult, CauseKind, LimitKind, NodeId, PollDecision, RequestCost, ThrottleError, ThrottleTree,
+    },
     time::Instant,
 };
 
@@ -623,7 +625,9 @@ fn limit_of_direction(
         let (stats, later_stats) = (tree.stats(node, now), tree.stats(node, later));
         let is_limited = later_stats.throttled_ns > stats.throttled_ns;
         match stats.throttle_cause {
-            Some(kind) if is_limited && LimitKind::applying_to(direction).contains(&kind) => {
+            Some(CauseKind::Limit(kind))
+                if is_limited && LimitKind::applying_to(direction).contains(&kind) =>
+            {
                 return LimitingBucket::new(level as u8, kind);
             }
             _ => {}

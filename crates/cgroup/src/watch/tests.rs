@@ -447,7 +447,8 @@ fn demand_of_a_cluster_group_is_reported() {
     let demand = lessor.demand().expect("it was looked at");
     assert!(demand.stats.writes.bytes > MIB, "{:?}", demand.stats);
     assert_eq!(demand.weight, 100);
-    assert_eq!(demand.stats.throttle_cause, Some(policy::throttle::LimitKind::BpsWrite));
+    let bps_write = policy::throttle::CauseKind::Limit(policy::throttle::LimitKind::BpsWrite);
+    assert_eq!(demand.stats.throttle_cause, Some(bps_write));
     assert!(demand.stats.throttled_ns > 1_000_000_000, "{:?}", demand.stats);
 }
 

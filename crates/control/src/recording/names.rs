@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use block::{disk::Disk, recorder::DroppedRecords};
-use policy::throttle::{LevelCause, LimitKind, LimitPart, LimitSetting, MAX_LEVELS};
+use policy::throttle::{CauseKind, LevelCause, LimitKind, LimitPart, LimitSetting, MAX_LEVELS};
 
 use super::limits::OwnerLimits;
 
@@ -33,7 +33,8 @@ impl RecordedDiskEntry {
 
     /// Number and name of a throttle cause, such as `iops-total`, or `bps-read@gold` for a group.
     pub(super) fn cause_name(&self, cause: LevelCause) -> Option<(u32, &Arc<str>)> {
-        let (number, name) = self.limits.get(cause.level * LimitKind::ALL.len() + cause.kind.index())?;
+        let CauseKind::Limit(kind) = cause.kind else { return None };
+        let (number, name) = self.limits.get(cause.level * LimitKind::ALL.len() + kind.index())?;
         Some((*number, name))
     }
 }

@@ -11,7 +11,7 @@ use block::{
     layer::throttle::ThrottleGroup,
 };
 use policy::{
-    throttle::{Enforcement, LimitPart, LimitSetting, ThrottleSummary},
+    throttle::{Enforcement, ThrottleSummary},
     time::{Duration, Instant},
 };
 use serde_json::Value;
@@ -137,7 +137,7 @@ impl WatchedMember {
 
         let percent = hysteresis::limited_percent(&before, &brief, elapsed);
         if let Some(kind) = brief.throttle_cause {
-            self.binding = Some(LimitSetting::Limit(kind, LimitPart::Rate).name());
+            self.binding = Some(kind.name());
         }
         // The last known cause: the sample itself may fall into a pause.
         let limit = self.binding.unwrap_or("a limit");

@@ -10,7 +10,7 @@
 
 use super::ByKind;
 use crate::counter;
-use crate::throttle::{LimitKind, ThrottleStats};
+use crate::throttle::{CauseKind, LimitKind, ThrottleStats};
 use crate::time::{Instant, NANOS_PER_SECOND};
 
 /// A limit that throttles for more than this fraction (1 / n) of a tick counts as throttling.
@@ -213,7 +213,8 @@ impl DemandEstimator {
                 (_, false) => 1,
             };
             // Throttled time is attributed to the limit that binds at the end of the tick.
-            let throttled_ns = if stats.throttle_cause == Some(kind) { throttled_ns } else { 0 };
+            let is_cause = stats.throttle_cause == Some(CauseKind::Limit(kind));
+            let throttled_ns = if is_cause { throttled_ns } else { 0 };
             self.estimates[kind.index()].update_demand(TickSample {
                 units,
                 request_units,

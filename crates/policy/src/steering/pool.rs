@@ -20,7 +20,8 @@ use super::division::{RateClaim, divide_rate};
 use crate::counter;
 use crate::request::Direction;
 use crate::throttle::{
-    AdmissionCounters, Enforcement, KernelBuckets, LimitKind, Limits, RateLimit, ThrottleStats, WaitSummary,
+    AdmissionCounters, CauseKind, Enforcement, KernelBuckets, LimitKind, Limits, RateLimit, ThrottleStats,
+    WaitSummary,
 };
 use crate::time::{Duration, Instant};
 
@@ -176,7 +177,7 @@ impl SteeringPool {
             waits: WaitSummary::default(),
             recent_waits: WaitSummary::default(),
             throttled_ns: self.throttled_ns,
-            throttle_cause: self.throttle_cause,
+            throttle_cause: self.throttle_cause.map(CauseKind::Limit),
             tokens: [None; 6],
             levels: [None; 6],
             waiting: [0; 2],

@@ -3,6 +3,7 @@
 //! Independent of its neighbours. An idle node takes a few hundred bytes and no time.
 
 use super::bucket::NodeBuckets;
+use super::cause::CauseKind;
 use super::cost::RequestCost;
 use super::enforcement::{Enforcement, LimitScale};
 use super::limits::{LimitKind, Limits};
@@ -134,9 +135,9 @@ pub(super) struct ThrottleNode<T> {
     /// Start of the current state: throttled by its own limits, or not.
     blocked_or_free_since: Instant,
     /// By direction: the last limit that requests waited for, and until when.
-    last_throttled: [Option<(LimitKind, Instant)>; 2],
+    last_throttled: [Option<(CauseKind, Instant)>; 2],
     throttled_ns: u64,
-    last_cause: Option<LimitKind>,
+    last_cause: Option<CauseKind>,
     waits: Option<Box<WaitHistograms>>,
     /// `None` unless the node itself has a reservation.
     pub(super) reservation_monitor: Option<Box<ReservationMonitor>>,
@@ -294,7 +295,7 @@ impl<T> ThrottleNode<T> {
         queue.remove(at)
     }
 
-    pub(super) fn set_blocked(&mut self, direction: Direction, cause: Option<LimitKind>, now: Instant) {
+    pub(super) fn set_blocked(&mut self, direction: Direction, cause: Option<CauseKind>, now: Instant) {
         let was_blocked = self.blocked != [false; 2];
         self.blocked[direction.index()] = cause.is_some();
         let is_blocked = self.blocked != [false; 2];
@@ -313,7 +314,7 @@ impl<T> ThrottleNode<T> {
     }
 
     /// The last limit that requests of this direction waited for, and until when.
-    pub(super) fn last_throttled(&self, direction: Direction) -> Option<(LimitKind, Instant)> {
+    pub(super) fn last_throttled(&self, direction: Direction) -> Option<(CauseKind, Instant)> {
         self.last_throttled[direction.index()]
     }
 

@@ -2,8 +2,8 @@
 //! waits is allocated at the first wait.
 
 use super::burst::BurstBalance;
+use super::cause::CauseKind;
 use super::cost::RequestCost;
-use super::limits::LimitKind;
 use super::reservation_monitor::ReservationTimes;
 use crate::histogram::LatencyHistogram;
 use crate::time::Instant;
@@ -99,11 +99,11 @@ pub struct ThrottleStats {
     /// nanoseconds.
     pub throttled_ns: u64,
     /// The limit of this node that requests wait for, or waited for in the last second.
-    pub throttle_cause: Option<LimitKind>,
-    /// Units that may be admitted before requests wait, by [`LimitKind::index`]; `None` without a
-    /// limit.
+    pub throttle_cause: Option<CauseKind>,
+    /// Units that may be admitted before requests wait for a limit, by
+    /// [`LimitKind::index`](super::LimitKind::index); `None` without a limit.
     pub tokens: [Option<u64>; 6],
-    /// Bucket levels by [`LimitKind::index`]; `None` without a limit.
+    /// Bucket levels by [`LimitKind::index`](super::LimitKind::index); `None` without a limit.
     pub levels: [Option<LimitLevel>; 6],
     /// Requests that wait here or below, by direction.
     pub waiting: [usize; 2],
@@ -146,7 +146,7 @@ pub struct ThrottleSummary {
     /// As [`ThrottleStats::throttled_ns`].
     pub throttled_ns: u64,
     /// As [`ThrottleStats::throttle_cause`].
-    pub throttle_cause: Option<LimitKind>,
+    pub throttle_cause: Option<CauseKind>,
     /// As [`ThrottleStats::waiting`].
     pub waiting: [usize; 2],
     /// As [`ThrottleStats::reservation`].

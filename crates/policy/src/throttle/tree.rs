@@ -20,6 +20,7 @@
 //! The tree never rejects, loses or reorders requests: each token is returned exactly once, and the
 //! requests of a disk in one direction are admitted in order of arrival.
 
+use super::cause::CauseKind;
 use super::cost::RequestCost;
 use super::enforcement::Enforcement;
 use super::heap::IndexedHeap;
@@ -78,8 +79,8 @@ pub enum PollDecision<T> {
 pub struct LevelCause {
     /// Level of the node with the limit: 0 is the disk, 1 its group, and so on upwards.
     pub level: usize,
-    /// Kind of the limit.
-    pub kind: LimitKind,
+    /// Kind of the limit, or the node's cap.
+    pub kind: CauseKind,
 }
 
 /// A waiting request of a node that was removed. Slices that were charged are not refunded.

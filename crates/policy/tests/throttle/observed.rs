@@ -3,8 +3,8 @@
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, reserved_share, s};
 use policy::request::Direction;
 use policy::throttle::{
-    BucketLevel, BurstBalance, FullBurst, LimitKind, LimitLevel, NodeShare, ReservationTimes, ThrottleStats,
-    WaitSummary,
+    BucketLevel, BurstBalance, CauseKind, FullBurst, LimitKind, LimitLevel, NodeShare, ReservationTimes,
+    ThrottleStats, WaitSummary,
 };
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
@@ -71,7 +71,7 @@ fn throttle_cause_is_the_limit_of_the_level_that_throttles() {
     disks.run_until(ms(10_005));
     let (disk, group) = (disks.disk(throttled), disks.group);
     let (disk_stats, group_stats) = (disks.tree.stats(disk, ms(10_005)), disks.tree.stats(group, ms(10_005)));
-    assert_eq!(disk_stats.throttle_cause, Some(LimitKind::BpsRead));
+    assert_eq!(disk_stats.throttle_cause, Some(CauseKind::Limit(LimitKind::BpsRead)));
     assert_within_percent(2.0, disk_stats.throttled_ns as f64, 10e9);
     assert_eq!(
         (group_stats.throttle_cause, group_stats.throttled_ns),
@@ -92,12 +92,13 @@ fn cause_moves_to_the_group_above() {
     let binding = |disks: &Timeline, now| {
         [disks.disk(throttled_disk), disks.group].map(|node| disks.tree.stats(node, now).throttle_cause)
     };
-    assert_eq!(binding(&disks, s(5)), [Some(LimitKind::IopsTotal), None]);
+    let iops_total = Some(CauseKind::Limit(LimitKind::IopsTotal));
+    assert_eq!(binding(&disks, s(5)), [iops_total, None]);
     for _ in 0..3 {
         disks.add(Workload::READS.depth(8));
     }
     disks.run_until(s(10));
-    assert_eq!(binding(&disks, s(10)), [None, Some(LimitKind::IopsTotal)], "37 of its 100");
+    assert_eq!(binding(&disks, s(10)), [None, iops_total], "37 of its 100");
     assert_eq!(disks.tree.stats(disks.disk(throttled_disk), s(10)).waiting, [8, 0]);
 }
 

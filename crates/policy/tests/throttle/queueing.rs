@@ -3,8 +3,8 @@
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction::{self, Read, Write};
 use policy::throttle::{
-    AdmissionResult, LevelCause, LimitKind, Limits, NodeId, NodeShare, PollDecision, QueuedRequestId,
-    RequestCost, ReturnedRequest, ThrottleTree,
+    AdmissionResult, CauseKind, LevelCause, LimitKind, Limits, NodeId, NodeShare, PollDecision,
+    QueuedRequestId, RequestCost, ReturnedRequest, ThrottleTree,
 };
 use policy::time::Instant;
 
@@ -100,7 +100,7 @@ fn cause_is_the_limit_that_released_last() {
             }
         }
     };
-    let cause = |level, kind| Some(LevelCause { level, kind });
+    let cause = |level, kind| Some(LevelCause { level, kind: CauseKind::Limit(kind) });
     // Small requests are throttled by the disk's own limit, large ones by the group's.
     assert!(after(disk, 1, 10, 0).ends_with(&[cause(0, LimitKind::IopsRead); 5]));
     assert!(after(disk, 8192, 4, 100).ends_with(&[cause(1, LimitKind::BpsTotal); 2]));
@@ -130,7 +130,7 @@ fn cause_is_the_group_that_throttled_most_not_a_busy_host() {
         }
     }
     assert!(disk_causes.len() > 30 && greedy_causes.len() > 150);
-    let cause = |level, kind| Some(LevelCause { level, kind });
+    let cause = |level, kind| Some(LevelCause { level, kind: CauseKind::Limit(kind) });
     // Without the first ones, which were admitted before the buckets were full.
     assert!(disk_causes[10..].iter().all(|held| *held == cause(1, LimitKind::IopsTotal)), "{disk_causes:?}");
     assert!(

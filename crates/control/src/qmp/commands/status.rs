@@ -314,7 +314,7 @@ fn throttle_status(stats: &ThrottleStats) -> ThrottleStatus {
         wait_ns,
         recent_wait_ns,
         limited_ns: *limited_ns,
-        throttle_cause: binding.map(|kind| limit_name(kind).to_owned()),
+        throttle_cause: binding.map(|kind| kind.name().to_owned()),
         tokens: by_limit(tokens).collect(),
         buckets: by_limit(levels).map(|(name, level)| (name, limit_buckets(level))).collect(),
         reservation: kept.map(|times| ReservationStatus { met_ns: times.met_ns, missed_ns: times.missed_ns }),

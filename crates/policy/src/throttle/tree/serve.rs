@@ -2,6 +2,7 @@
 //! again; *pick* a path from the root by the schedules; *charge* every level of it; *settle* these
 //! levels again, bottom up.
 
+use super::super::cause::CauseKind;
 use super::super::cost::{BILLION, RequestCost};
 use super::super::node::QueuedRequest;
 use super::super::scheduler::{ScheduleCandidate, SchedulePhase, ServiceCharge};
@@ -391,7 +392,7 @@ impl<T> ThrottleTree<T> {
         };
         let was_blocked = node.blocked[direction.index()];
         if was_blocked || binding.is_some() {
-            node.set_blocked(direction, binding.map(|(_, kind)| kind), now);
+            node.set_blocked(direction, binding.map(|(_, kind)| CauseKind::Limit(kind)), now);
             match binding {
                 Some((wait_ns, _)) => {
                     let until = now + core::time::Duration::from_nanos(wait_ns);
