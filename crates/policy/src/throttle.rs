@@ -22,6 +22,9 @@
 //! to other groups. All levels apply at once. The cost of a decision does not depend on the number
 //! of idle disks.
 //!
+//! **The cap** (`cap.rs`). A controller may set a second, independent set of limits of a node,
+//! which holds beside the first one.
+//!
 //! **The schedule** (`scheduler.rs`). The cost of a request is the time that it takes at the
 //! scarcest limit that it shares with its siblings. They share that time by weight, so neither
 //! small requests nor short queues are at a disadvantage. A reservation is served first, up to its
@@ -50,6 +53,7 @@
 
 mod bucket;
 mod burst;
+mod cap;
 mod cause;
 mod cost;
 mod enforcement;

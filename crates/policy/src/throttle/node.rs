@@ -3,6 +3,7 @@
 //! Independent of its neighbours. An idle node takes a few hundred bytes and no time.
 
 use super::bucket::NodeBuckets;
+use super::cap::NodeCap;
 use super::cause::CauseKind;
 use super::cost::RequestCost;
 use super::enforcement::{Enforcement, LimitScale};
@@ -114,6 +115,8 @@ pub(super) struct ThrottleNode<T> {
     pub(super) limited: Option<Box<NodeLimits>>,
     /// The last limits, if none are set now: new ones take over their admitted work.
     pub(super) past_limits: Option<Box<NodeLimits>>,
+    /// Independent of the limits: see `cap.rs`.
+    pub(super) cap: Option<Box<NodeCap>>,
     /// Contents that a disk carried into the groups above, from its parent upwards and
     /// beyond the top level, as if it alone had filled their buckets.
     pub(super) carried: Vec<Option<Box<NodeLimits>>>,
@@ -130,11 +133,11 @@ pub(super) struct ThrottleNode<T> {
     /// Number of counted requests when the demand was measured last
     /// ([`ThrottleTree::member_demands`](super::ThrottleTree::member_demands)).
     pub(super) requests_seen: u64,
-    /// By direction: true if requests wait for this node's own limits.
+    /// By direction: true if requests wait for this node's own limits or its cap.
     pub(super) blocked: [bool; 2],
-    /// Start of the current state: throttled by its own limits, or not.
+    /// Start of the current state: throttled by its own limits or its cap, or not.
     blocked_or_free_since: Instant,
-    /// By direction: the last limit that requests waited for, and until when.
+    /// By direction: the last cause for which requests waited here, and until when.
     last_throttled: [Option<(CauseKind, Instant)>; 2],
     throttled_ns: u64,
     last_cause: Option<CauseKind>,
@@ -165,6 +168,7 @@ impl<T> ThrottleNode<T> {
             level,
             limited: None,
             past_limits: None,
+            cap: None,
             carried: Vec::new(),
             enforcement: Enforcement::Enforced,
             share,
@@ -191,6 +195,11 @@ impl<T> ThrottleNode<T> {
 
     pub(super) fn limits(&self) -> Limits {
         self.limited.as_ref().map_or_else(Limits::default, |limited| limited.limits)
+    }
+
+    /// Limits of the cap; unlimited without one.
+    pub(super) fn cap_limits(&self) -> Limits {
+        self.cap.as_ref().map_or_else(Limits::default, |cap| cap.limits())
     }
 
     /// Sets limits under the current enforcement. They take over the work admitted under the
@@ -257,19 +266,48 @@ impl<T> ThrottleNode<T> {
         self.set_limits(limits, now);
     }
 
-    /// The buckets, advanced to `now`; `None` if no limits are enforced.
-    pub(super) fn enforced_buckets(&mut self, now: Instant) -> Option<&mut NodeBuckets> {
-        let buckets = self.enforced_buckets_unadvanced()?;
-        buckets.leak_to(now);
-        Some(buckets)
+    /// Nanoseconds until a request may be admitted here, and the cause with the longest wait;
+    /// `None` if it may be now. Advances the buckets to `now`.
+    pub(super) fn longest_wait(&mut self, direction: Direction, now: Instant) -> Option<(u64, CauseKind)> {
+        let by_limit = match &mut self.limited {
+            Some(limited) if self.enforcement != Enforcement::Lifted => {
+                limited.buckets.leak_to(now);
+                limited.buckets.longest_wait(direction)
+            }
+            _ => None,
+        };
+        let by_limit = by_limit.map(|(wait_ns, kind)| (wait_ns, CauseKind::Limit(kind)));
+        match &mut self.cap {
+            None => by_limit,
+            Some(cap) => cap.longest_wait(by_limit, direction, now),
+        }
+    }
+
+    /// The buckets that requests wait for, advanced to `now`: those of the limits unless they are
+    /// lifted, and those of the cap.
+    pub(super) fn enforced_buckets(&mut self, now: Instant) -> impl Iterator<Item = &mut NodeBuckets> {
+        self.enforced_buckets_unadvanced().map(move |buckets| {
+            buckets.leak_to(now);
+            buckets
+        })
     }
 
     /// As [`ThrottleNode::enforced_buckets`], without advancing them.
-    pub(super) fn enforced_buckets_unadvanced(&mut self) -> Option<&mut NodeBuckets> {
-        if self.enforcement == Enforcement::Lifted {
-            return None;
-        }
-        Some(&mut self.limited.as_mut()?.buckets)
+    pub(super) fn enforced_buckets_unadvanced(&mut self) -> impl Iterator<Item = &mut NodeBuckets> {
+        let limited = self.limited.as_mut().filter(|_| self.enforcement != Enforcement::Lifted);
+        let of_limits = limited.map(|limited| &mut limited.buckets);
+        of_limits.into_iter().chain(self.cap.as_mut().map(|cap| &mut cap.buckets))
+    }
+
+    /// True if limits or a cap are set, even if the limits are lifted.
+    pub(super) const fn has_buckets(&self) -> bool {
+        self.limited.is_some() || self.cap.is_some()
+    }
+
+    /// The buckets of the limits, even if those are lifted, and of the cap.
+    pub(super) fn all_buckets(&self) -> impl Iterator<Item = &NodeBuckets> {
+        let of_limits = self.limited.as_ref().map(|limited| &limited.buckets);
+        of_limits.into_iter().chain(self.cap.as_ref().map(|cap| &cap.buckets))
     }
 
     /// True if a request in or below this node is ready as far as all levels below are concerned.
@@ -308,12 +346,15 @@ impl<T> ThrottleNode<T> {
         if cause.is_some() {
             self.last_cause = cause;
         }
+        if let Some(cap) = &mut self.cap {
+            cap.has_waited |= cause == Some(CauseKind::LatencyTarget);
+        }
         // While blocked, the end of the block is updated at each check; afterwards it stays.
         let last_throttled = &mut self.last_throttled[direction.index()];
         *last_throttled = cause.or(last_throttled.map(|(kind, _)| kind)).map(|kind| (kind, now));
     }
 
-    /// The last limit that requests of this direction waited for, and until when.
+    /// The last cause for which requests of this direction waited here, and until when.
     pub(super) fn last_throttled(&self, direction: Direction) -> Option<(CauseKind, Instant)> {
         self.last_throttled[direction.index()]
     }
@@ -332,7 +373,7 @@ impl<T> ThrottleNode<T> {
         }
     }
 
-    /// Time for which requests waited for this node's limits, in nanoseconds.
+    /// Time for which requests waited for this node's limits or its cap, in nanoseconds.
     pub(super) fn throttled_ns(&self, now: Instant) -> u64 {
         let so_far = if self.blocked == [false; 2] { 0 } else { now.nanos_since(self.blocked_or_free_since) };
         self.throttled_ns + so_far

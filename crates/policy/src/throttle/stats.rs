@@ -95,10 +95,10 @@ pub struct ThrottleStats {
     pub waits: WaitSummary,
     /// Waits of requests admitted in the last [`RECENT_NS`] to twice that.
     pub recent_waits: WaitSummary,
-    /// Time for which requests waited for this node's own limits, in either direction, in
-    /// nanoseconds.
+    /// Time for which requests waited for this node's own limits or its cap, in either direction,
+    /// in nanoseconds.
     pub throttled_ns: u64,
-    /// The limit of this node that requests wait for, or waited for in the last second.
+    /// The limit of this node that requests wait for, or waited for in the last second; or the cap.
     pub throttle_cause: Option<CauseKind>,
     /// Units that may be admitted before requests wait for a limit, by
     /// [`LimitKind::index`](super::LimitKind::index); `None` without a limit.

@@ -3,7 +3,7 @@
 //! ```text
 //!                       ( root: no limits )
 //!                         │                │
-//!                  group "host"          disk         each node: limits, enforcement, a share
+//!                  group "host"          disk         each node: limits, cap, enforcement, share
 //!                    │        │
 //!             group "gold"   disk                     inner nodes: a scheduler (scheduler.rs)
 //!               │      │
@@ -37,6 +37,7 @@ use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
+mod cap;
 mod lease;
 mod moves;
 mod serve;
@@ -412,9 +413,10 @@ impl<T> ThrottleTree<T> {
         Some(waiter.token)
     }
 
-    /// True if no limit is set at this node or above, so that its requests need not be submitted.
+    /// True if no limit or cap is set at this node or above, so that its requests need not be
+    /// submitted.
     pub fn is_unlimited(&self, node: NodeId) -> bool {
-        self.path_up(self.slot(node)).all(|slot| self.nodes[slot].limited.is_none())
+        self.path_up(self.slot(node)).all(|slot| !self.nodes[slot].has_buckets())
     }
 
     /// A node's own limits as set.
@@ -581,7 +583,7 @@ impl<T> ThrottleTree<T> {
         while let Some(slot) = below.pop() {
             let above = self.nodes[self.nodes[slot].parent].has_shared_limit;
             let node = &mut self.nodes[slot];
-            let shared = above || has_total_limit(&node.limits());
+            let shared = above || has_total_limit(&node.limits()) || has_total_limit(&node.cap_limits());
             if shared == node.has_shared_limit {
                 continue;
             }

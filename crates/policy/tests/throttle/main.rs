@@ -5,6 +5,7 @@
 mod accuracy;
 mod booking;
 mod bursts;
+mod caps;
 mod changes;
 mod every_order;
 mod fairness;

@@ -74,6 +74,29 @@ impl Levels {
         }
     }
 
+    /// Changes the limits as a quota without credit: capacity that the change adds comes filled.
+    pub(crate) fn change_filled(&mut self, limits: Limits, now: Instant) {
+        self.leak_to(now);
+        let room_before = LimitKind::ALL.map(|kind| self.room(kind));
+        self.change(limits, now);
+        for kind in LimitKind::ALL {
+            let rooms = self.room(kind).into_iter().zip(room_before[kind.index()]);
+            for (level, (room, before)) in self.levels[kind.index()].iter_mut().zip(rooms) {
+                level.passed += (room - before).max(0).cast_unsigned();
+            }
+        }
+    }
+
+    /// Capacity until each level of a limit is full; negative after an overrun, 0 if it does not
+    /// exist.
+    fn room(&self, kind: LimitKind) -> [i128; 2] {
+        let rates = rates_and_sizes(&self.limits, kind).map(|(rate, _)| rate);
+        [0, 1].map(|at| {
+            let Level { passed, ceiling } = self.levels[kind.index()][at];
+            if rates[at] == 0 { 0 } else { ceiling.cast_signed() - passed.cast_signed() }
+        })
+    }
+
     fn leak_to(&mut self, now: Instant) {
         let elapsed = u128::from(now.nanos_since(self.now));
         self.now = self.now.max(now);

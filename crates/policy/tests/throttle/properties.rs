@@ -55,6 +55,17 @@ pub(crate) fn any_enforcement() -> impl Strategy<Value = Enforcement> {
     ]
 }
 
+/// A bound on operations and bytes, as a controller sets it.
+fn any_cap() -> impl Strategy<Value = Option<Limits>> {
+    let limits = |rate| {
+        let mut limits = Limits::default();
+        limits.limit_mut(LimitKind::IopsTotal).rate = rate;
+        limits.limit_mut(LimitKind::BpsTotal).rate = rate * 1000;
+        limits
+    };
+    prop::option::of((1000..5_000u64).prop_map(limits))
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     /// A disk, or a group with one disk in it, at the top level or below an existing group.
@@ -65,6 +76,7 @@ enum Step {
     Limit(usize, Limits),
     Share(usize, NodeShare),
     Enforce(usize, Enforcement),
+    Cap(usize, Option<Limits>),
     /// Time passes; sometimes an instant before the last one is used.
     Pass(u64, u64),
     /// Time advances exactly to the deadline.
@@ -86,10 +98,18 @@ fn any_step(largest: u64) -> impl Strategy<Value = Step> {
         3 => (0..64usize).prop_map(Step::Cancel),
         1 => (node.clone(), any_limits()).prop_map(|(node, limits)| Step::Limit(node, limits)),
         1 => (node.clone(), any_share()).prop_map(|(node, share)| Step::Share(node, share)),
-        1 => (node, any_enforcement()).prop_map(|(node, enforcement)| Step::Enforce(node, enforcement)),
+        1 => (node.clone(), any_enforcement()).prop_map(|(node, enforcement)| Step::Enforce(node, enforcement)),
+        2 => (node, any_cap()).prop_map(|(node, cap)| Step::Cap(node, cap)),
         4 => (0..200_000_000u64, 0..5_000_000u64).prop_map(|(forward, backward)| Step::Pass(forward, backward)),
         4 => Just(Step::Meet),
     ]
+}
+
+/// A set of buckets of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum BucketSet {
+    Limits,
+    Cap,
 }
 
 /// A tree, and its expected state: the waiting requests in order.
@@ -103,8 +123,9 @@ struct Checked {
     owner: HashMap<u64, (NodeId, Direction)>,
     next_token: u64,
     completed: u64,
-    /// Expected levels; `None` if requests are charged in slices or enforcement changes.
-    levels: Option<HashMap<NodeId, Levels>>,
+    /// Expected levels of limits and caps; `None` if requests are charged in slices or enforcement
+    /// changes.
+    levels: Option<HashMap<(NodeId, BucketSet), Levels>>,
 }
 
 impl Checked {
@@ -149,7 +170,7 @@ impl Checked {
                     && is_accepted
                     && *limits != before
                 {
-                    levels.get_mut(&node).unwrap().change(*limits, self.now);
+                    levels.get_mut(&(node, BucketSet::Limits)).unwrap().change(*limits, self.now);
                 }
             }
             Step::Share(at, share) => {
@@ -162,6 +183,7 @@ impl Checked {
                 self.tree.enforce(self.node(*at), *enforcement, self.now);
             }
             Step::Enforce(..) => {}
+            Step::Cap(at, cap) => self.set_cap(self.node(*at), *cap),
             Step::Pass(ahead, back) => {
                 self.poll_all();
                 self.now += Duration::from_nanos(*ahead);
@@ -179,6 +201,28 @@ impl Checked {
         self.poll_all();
     }
 
+    fn set_cap(&mut self, node: NodeId, cap: Option<Limits>) {
+        self.tree.set_cap(node, cap, self.now).unwrap();
+        assert_eq!(self.tree.cap(node), cap);
+        let (Some(levels), now, key) = (&mut self.levels, self.now, (node, BucketSet::Cap)) else { return };
+        match cap {
+            None => {
+                levels.remove(&key);
+            }
+            Some(limits) => {
+                let levels = levels.entry(key).or_insert_with(|| Levels::new(Limits::default(), now));
+                levels.change_filled(limits, now);
+            }
+        }
+    }
+
+    /// The buckets that requests of a disk wait for and are charged to.
+    fn bucket_sets(&self, disk: NodeId) -> Vec<(NodeId, BucketSet)> {
+        let path = self.path(disk).into_iter();
+        let sets = path.flat_map(|node| [BucketSet::Limits, BucketSet::Cap].map(|set| (node, set)));
+        sets.filter(|set| self.levels.as_ref().is_some_and(|levels| levels.contains_key(set))).collect()
+    }
+
     fn node(&self, at: usize) -> NodeId {
         let all = self.groups.len() + self.disks.len();
         *self.groups.iter().chain(&self.disks).nth(at % all).unwrap()
@@ -188,7 +232,7 @@ impl Checked {
         let parent = self.groups.get(below).copied();
         let Ok(node) = self.tree.add(parent, limits, share) else { return };
         if let Some(levels) = &mut self.levels {
-            levels.insert(node, Levels::new(limits, self.now));
+            levels.insert((node, BucketSet::Limits), Levels::new(limits, self.now));
         }
         if group {
             self.groups.push(node);
@@ -225,11 +269,11 @@ impl Checked {
 
     fn on_admitted(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost) {
         self.completed += 1;
-        let path = self.path(disk);
+        let sets = self.bucket_sets(disk);
         if let Some(levels) = &mut self.levels {
-            for node in path {
-                let levels = levels.get_mut(&node).unwrap();
-                assert!(levels.admit(direction, self.now), "{node:?} has no room");
+            for set in sets {
+                let levels = levels.get_mut(&set).unwrap();
+                assert!(levels.admit(direction, self.now), "{set:?} has no room");
                 levels.charge(direction, cost);
             }
         }
@@ -298,10 +342,10 @@ impl Checked {
         let waiting: Vec<_> =
             self.waiting.iter().filter(|(_, queue)| !queue.is_empty()).map(|(key, _)| *key).collect();
         for (disk, direction) in waiting {
-            let path = self.path(disk);
+            let sets = self.bucket_sets(disk);
             if let Some(levels) = &mut self.levels {
                 let is_admissible =
-                    path.iter().all(|node| levels.get_mut(node).unwrap().admit(direction, self.now));
+                    sets.iter().all(|set| levels.get_mut(set).unwrap().admit(direction, self.now));
                 assert!(!is_admissible, "{disk:?} could {direction:?}");
             }
         }

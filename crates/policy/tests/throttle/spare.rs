@@ -241,6 +241,7 @@ enum Step {
     Cancel(usize),
     Enforce(usize, Enforcement),
     Limit(usize, Limits),
+    Cap(usize, Option<Limits>),
     Pass(u64),
     /// Read-ahead: disk, length, refund, and how much later than the present.
     ReadAhead(usize, u64, u64, u64),
@@ -254,6 +255,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         1 => (0..16usize).prop_map(Step::Cancel),
         1 => (node.clone(), any_enforcement()).prop_map(|(at, enforcement)| Step::Enforce(at, enforcement)),
         1 => (node.clone(), any_limits()).prop_map(|(at, limits)| Step::Limit(at, limits)),
+        1 => (node.clone(), prop::option::of(any_limits())).prop_map(|(at, cap)| Step::Cap(at, cap)),
         4 => (0..100_000_000u64).prop_map(Step::Pass),
         8 => (node, 0..2_000_000u64, 0..1_000_000u64, prop_oneof![Just(0), 0..50_000_000u64])
             .prop_map(|(at, length, refunded, later)| Step::ReadAhead(at, length, refunded, later)),
@@ -299,6 +301,7 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
             Step::Limit(at, limits) => {
                 tree.configure(nodes[*at], *limits, tree.share(nodes[*at]), now).unwrap();
             }
+            Step::Cap(at, cap) => tree.set_cap(nodes[*at], *cap, now).unwrap(),
             Step::Pass(elapsed_ns) => now += Duration::from_nanos(*elapsed_ns),
             Step::ReadAhead(at, length, refunded, later_ns) if with_read_ahead => {
                 let later = now + Duration::from_nanos(*later_ns);

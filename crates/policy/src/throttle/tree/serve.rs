@@ -2,7 +2,6 @@
 //! again; *pick* a path from the root by the schedules; *charge* every level of it; *settle* these
 //! levels again, bottom up.
 
-use super::super::cause::CauseKind;
 use super::super::cost::{BILLION, RequestCost};
 use super::super::node::QueuedRequest;
 use super::super::scheduler::{ScheduleCandidate, SchedulePhase, ServiceCharge};
@@ -167,8 +166,8 @@ impl<T> ThrottleTree<T> {
         Some(waiter.token)
     }
 
-    /// Finds the throttle cause of a request: the limit of its disk or group, if that throttled for
-    /// half of the wait; otherwise the limit on the path that released it last.
+    /// Finds the throttle cause of a request: the limit or cap of its disk or group, if that
+    /// throttled for half of the wait; otherwise the one on the path that released it last.
     ///
     /// A request throttled by a group waits for the limits above only afterwards, and if those are
     /// always busy, briefly each time: raising them would not help. The limit that throttled for
@@ -215,14 +214,12 @@ impl<T> ThrottleTree<T> {
             let shared = node.has_shared_limit;
             let overtakes = node.schedule.as_ref().is_some_and(|schedule| schedule.has_work(direction));
             let other_waits = shared && node.has_work(other);
-            if let Some(buckets) = node.enforced_buckets(now) {
-                // A waiting request of the opposite direction that could be admitted as well has
-                // precedence: it arrived first, and `poll` decides when it is admitted.
-                let other_is_due = || other_waits && buckets.longest_wait(other).is_none();
-                if buckets.longest_wait(direction).is_some() || overtakes || other_is_due() {
-                    return false;
-                }
-            } else if overtakes || other_waits {
+            if overtakes || node.longest_wait(direction, now).is_some() {
+                return false;
+            }
+            // A waiting request of the opposite direction that could be admitted as well has
+            // precedence: it arrived first, and `poll` decides when it is admitted.
+            if other_waits && node.longest_wait(other, now).is_none() {
                 return false;
             }
             if at == ROOT {
@@ -259,7 +256,7 @@ impl<T> ThrottleTree<T> {
             let Some(schedule) = node.schedule.as_ref().filter(|schedule| !schedule.is_empty()) else {
                 return eligible[preferred.index()].then_some(preferred);
             };
-            is_limited |= node.limited.is_some();
+            is_limited |= node.has_buckets();
             let next = |direction: Direction| {
                 eligible[direction.index()]
                     .then(|| schedule.next_candidate(direction, lane_of(node, direction), *now))
@@ -297,10 +294,10 @@ impl<T> ThrottleTree<T> {
         let mut price_ns = 0;
         let mut operations = cost.requests().saturating_mul(BILLION);
         for step in &mut self.path.steps[..self.path.length] {
-            if let Some(limited) = &self.nodes[step.slot].limited {
-                price_ns = price_ns.max(limited.buckets.cost_ns(direction, cost));
-                operations = operations.max(limited.buckets.operations(cost));
-            }
+            self.nodes[step.slot].all_buckets().for_each(|buckets| {
+                price_ns = price_ns.max(buckets.cost_ns(direction, cost));
+                operations = operations.max(buckets.operations(cost));
+            });
             // Without a limit there is no contention; this only keeps some order.
             let unlimited_ns = || {
                 let by_bytes = cost.bytes() / BYTES_PER_OPERATION;
@@ -317,7 +314,7 @@ impl<T> ThrottleTree<T> {
         // whose limits are enforced.
         let (mut enforced_ns, mut operation_ns) = (0, 0);
         for step in &self.path.steps[..self.path.length] {
-            if let Some(buckets) = self.nodes[step.slot].enforced_buckets(now) {
+            for buckets in self.nodes[step.slot].enforced_buckets(now) {
                 enforced_ns = enforced_ns.max(buckets.cost_ns(direction, cost));
                 operation_ns = operation_ns.max(buckets.operation_ns(direction));
                 parts.room = parts.room.min(buckets.room(direction, cost));
@@ -334,9 +331,7 @@ impl<T> ThrottleTree<T> {
         for level in 0..self.path.length {
             let PathStep { slot, phase, price_ns, operations } = self.path.steps[level];
             let node = &mut self.nodes[slot];
-            if let Some(buckets) = node.enforced_buckets(now) {
-                buckets.charge_part(direction, cost, part);
-            }
+            node.enforced_buckets(now).for_each(|buckets| buckets.charge_part(direction, cost, part));
             if level + 1 == self.path.length {
                 // The reservation is monitored with the node's own share, but scheduled with the
                 // entitlement, which includes reservations of its members.
@@ -385,14 +380,10 @@ impl<T> ThrottleTree<T> {
         let now = self.now;
         let node = &mut self.nodes[slot];
         let has_work = node.has_work(direction);
-        let binding = if has_work {
-            node.enforced_buckets(now).and_then(|buckets| buckets.longest_wait(direction))
-        } else {
-            None
-        };
+        let binding = if has_work { node.longest_wait(direction, now) } else { None };
         let was_blocked = node.blocked[direction.index()];
         if was_blocked || binding.is_some() {
-            node.set_blocked(direction, binding.map(|(_, kind)| CauseKind::Limit(kind)), now);
+            node.set_blocked(direction, binding.map(|(_, kind)| kind), now);
             match binding {
                 Some((wait_ns, _)) => {
                     let until = now + core::time::Duration::from_nanos(wait_ns);

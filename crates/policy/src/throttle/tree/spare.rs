@@ -4,6 +4,7 @@
 //! of the buckets on its path, so guests' requests are admitted at the same instants and in the
 //! same order.
 
+use super::super::bucket::NodeBuckets;
 use super::super::cost::RequestCost;
 use super::super::node::ThrottleNode;
 use super::super::refund::SpareRefund;
@@ -33,16 +34,12 @@ impl<T> ThrottleTree<T> {
         // All levels, even if one refuses: each must get its refund.
         let mut has_spare = true;
         self.each_up(slot, |node| {
-            if let Some(buckets) = node.enforced_buckets_unadvanced() {
-                buckets.refund_spare(refund);
-            }
+            node.enforced_buckets_unadvanced().for_each(|buckets| buckets.refund_spare(refund));
             has_spare = has_spare && admits_read_ahead(node, now);
         });
         if has_spare {
             self.each_up(slot, |node| {
-                if let Some(buckets) = node.enforced_buckets_unadvanced() {
-                    buckets.charge_spare(cost, now);
-                }
+                node.enforced_buckets_unadvanced().for_each(|buckets| buckets.charge_spare(cost, now));
             });
         }
         has_spare
@@ -67,10 +64,9 @@ fn admits_read_ahead<T>(node: &mut ThrottleNode<T>, now: Instant) -> bool {
     // If writes share a limit with reads, they wait for it, unless a limit of their own throttles
     // them.
     let writes_wait = node.has_shared_limit && node.has_work(Direction::Write);
-    match node.enforced_buckets_unadvanced() {
-        Some(buckets) => {
-            !reads_wait && (!writes_wait || buckets.throttles_writes_only(now)) && buckets.has_spare(now)
-        }
-        None => !reads_wait && !writes_wait,
+    let throttles_writes_only = |buckets: &mut NodeBuckets| buckets.throttles_writes_only(now);
+    if reads_wait || (writes_wait && !node.enforced_buckets_unadvanced().any(throttles_writes_only)) {
+        return false;
     }
+    node.enforced_buckets_unadvanced().all(|buckets| buckets.has_spare(now))
 }
