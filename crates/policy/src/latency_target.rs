@@ -40,7 +40,7 @@ use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
 use crate::histogram::LatencyHistogram;
-use crate::throttle::{LimitKind, Limits, NodeShare};
+use crate::throttle::{LimitKind, Limits, MAX_VALUE, NodeShare};
 use crate::time::{Duration, Instant};
 use budget::{BudgetLoop, RateBounds, ResponseSample};
 use claim::{MemberClaim, default_floor, spread};
@@ -134,13 +134,14 @@ impl RateCap {
         self.units_per_s
     }
 
-    /// The cap as limits of a throttle tree's node. Set them with
-    /// [`ThrottleTree::set_quota`](crate::throttle::ThrottleTree::set_quota) and no credit: ordinary
-    /// limits would grant a member that was idle a tenth of a second of its rate at once.
+    /// The cap as limits for [`ThrottleTree::set_cap`](crate::throttle::ThrottleTree::set_cap);
+    /// always valid. Ordinary limits would grant a member that was idle a tenth of a second of its
+    /// rate at once.
     pub fn limits(self) -> Limits {
         let mut limits = Limits::default();
-        limits.limit_mut(LimitKind::IopsTotal).rate = self.units_per_s;
-        limits.limit_mut(LimitKind::BpsTotal).rate = self.units_per_s.saturating_mul(UNIT_BYTES);
+        limits.limit_mut(LimitKind::IopsTotal).rate = self.units_per_s.min(MAX_VALUE);
+        limits.limit_mut(LimitKind::BpsTotal).rate =
+            self.units_per_s.saturating_mul(UNIT_BYTES).min(MAX_VALUE);
         limits
     }
 }

@@ -2,7 +2,7 @@
 //! number of requests in flight, behind a real throttle tree.
 //!
 //! ```text
-//!   client, depth d ─► throttle tree (caps as quotas) ─► queue ─► servers ─► completion
+//!   client, depth d ─► throttle tree with caps ─► queue ─► servers ─► completion
 //!        ▲                                                                      │
 //!        └──────────────────────── next request ────────────────────────────────┘
 //! ```
@@ -65,7 +65,6 @@ struct Member {
     window: Option<u32>,
     /// Admitted requests that wait for the window.
     pending: u32,
-    has_waited: bool,
     sample: Sample,
     /// Completed requests since the start.
     completed: u64,
@@ -99,7 +98,6 @@ impl Simulation {
                 in_flight: 0,
                 window: None,
                 pending: 0,
-                has_waited: false,
                 sample: Sample::default(),
                 completed: 0,
             })
@@ -141,9 +139,8 @@ impl Simulation {
     /// Counters since the last call.
     pub(crate) fn take_samples(&mut self) -> Vec<Sample> {
         let take = |member: &mut Member| {
-            let waits = self.tree.waiting(member.node, Direction::Read) > 0 || member.pending > 0;
+            let is_waiting = self.tree.take_cap_wait(member.node) || member.pending > 0;
             let sample = std::mem::take(&mut member.sample);
-            let is_waiting = std::mem::take(&mut member.has_waited) || waits;
             Sample { in_flight: member.in_flight, is_waiting, ..sample }
         };
         self.members.iter_mut().map(take).collect()
@@ -151,7 +148,7 @@ impl Simulation {
 
     pub(crate) fn allow(&mut self, member: usize, allowance: Allowance) {
         let now = Instant::from_nanos(self.now);
-        let _ = self.tree.set_quota(self.members[member].node, allowance.limits, [0; 6], now).unwrap();
+        self.tree.set_cap(self.members[member].node, Some(allowance.limits), now).unwrap();
         self.members[member].window = allowance.window;
         self.start_pending(member);
         self.poll();
@@ -178,10 +175,7 @@ impl Simulation {
         self.members[member].outstanding += 1;
         match result {
             AdmissionResult::Admitted(member) => self.admit(member),
-            AdmissionResult::Queued(_) => {
-                self.members[member].has_waited = true;
-                self.poll();
-            }
+            AdmissionResult::Queued(_) => self.poll(),
         }
     }
 
