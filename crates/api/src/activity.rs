@@ -141,12 +141,42 @@ pub struct MemberActivity {
     pub enforcement: Option<&'static str>,
     /// Factor of the limits while `scaled`.
     pub scale: Option<Number>,
+    /// Latency target as a time (`5ms`). Null without one.
+    pub latency_target: Option<String>,
+    /// Percentage of the requests that the target covers. Null without a target.
+    pub latency_percentile: Option<String>,
+    /// Requests that the target covers: `all`, `reads` or `writes`. Null without a target.
+    pub latency_of: Option<String>,
+    /// Percentage of the device's throughput that remains beside targets of others. Null for the
+    /// default.
+    pub latency_floor: Option<String>,
+    /// State of the target, and the cap for targets of others. Null without both.
+    pub latency_control: Option<LatencyActivity>,
     /// Requests that wait for a limit now.
     pub waiting_requests: usize,
     /// Lowest balance of the bursts. Null without a burst.
     pub burst_balance_ratio: Option<Number>,
     /// Buckets of each limit, by the limit's name.
     pub buckets: BTreeMap<&'static str, BucketActivity>,
+}
+
+/// State of a latency target, and the cap for targets of others: as
+/// [`LatencyControlStatus`](crate::LatencyControlStatus).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LatencyActivity {
+    /// `met`, `controlling` or `cannot-be-met`. Null without a target.
+    pub state: Option<String>,
+    /// The target in nanoseconds. Null without one.
+    pub target_ns: Option<u64>,
+    /// Its percentile of the last 10 to 20 seconds, without waits for limits. Null without
+    /// requests.
+    pub measured_ns: Option<u64>,
+    /// Its percentile with all others at their minimum. Null unless the target cannot be met.
+    pub alone_ns: Option<u64>,
+    /// Rate to which targets of others throttle it, in requests of at most 64 KiB per second. Null
+    /// while it is not throttled.
+    pub cap_iops: Option<u64>,
 }
 
 /// The limit that requests wait for.

@@ -278,6 +278,9 @@ pub struct DiskStatus {
     /// Enforcement of the limits at present.
     #[serde(flatten)]
     pub watermark_status: WatermarkStatus,
+    /// Its latency target, and its cap for targets of others.
+    #[serde(skip_serializing_if = "LatencyControlStatus::is_empty")]
+    pub latency_control: LatencyControlStatus,
     /// Counters of the throttle layer.
     pub throttle: ThrottleStatus,
     /// Counters of prefetching.
@@ -497,6 +500,9 @@ pub struct GroupStatus {
     /// Enforcement of the limits at present.
     #[serde(flatten)]
     pub watermark_status: WatermarkStatus,
+    /// Its latency target, and its cap for targets of others.
+    #[serde(skip_serializing_if = "LatencyControlStatus::is_empty")]
+    pub latency_control: LatencyControlStatus,
     /// Counters of the throttle layer.
     pub throttle: ThrottleStatus,
     /// Limits of the cluster, if it limits this group; `settings` then has this host's quota.
@@ -539,11 +545,56 @@ pub struct MemberSettings {
     /// Utilization of the device in percent below which limits are not enforced.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub watermark: Option<u64>,
+    /// Latency target as a time (`5ms`). Absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_target: Option<String>,
+    /// Percentage of the requests that the target covers. Absent without a target.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_percentile: Option<String>,
+    /// Requests that the target covers: `all`, `reads` or `writes`. Absent without a target.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_of: Option<String>,
+    /// Percentage of the device's throughput that remains beside targets of others. Absent for the
+    /// default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_floor: Option<String>,
     /// Limits in force.
     pub limits: LimitValues,
     /// Settings of prefetching. Absent for groups.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefetch: Option<PrefetchSettings>,
+}
+
+/// A latency target at present, and the cap for targets of others.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct LatencyControlStatus {
+    /// `met` (no other disk is throttled), `controlling` (others are) or `cannot-be-met`. Absent
+    /// without a target.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
+    /// The target in nanoseconds. Absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub target_ns: Option<u64>,
+    /// The target's percentile of the last 10 to 20 seconds in nanoseconds, from admission to
+    /// completion: waits for limits are excluded. Absent without requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured_ns: Option<u64>,
+    /// While the target cannot be met: its percentile in nanoseconds with all others at their
+    /// minimum.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub alone_ns: Option<u64>,
+    /// Rate to which targets of others throttle it: requests of at most 64 KiB, or that many bytes.
+    /// Absent while it is not throttled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cap_iops: Option<u64>,
+}
+
+impl LatencyControlStatus {
+    /// True if there is neither a target nor a cap.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// Enforcement of limits with a watermark at present.

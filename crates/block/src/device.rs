@@ -12,6 +12,9 @@
 //! not measured, utilization is the share of time in which the device had a request in flight. For
 //! a device that processes many requests at once, that means little more than "not idle".
 //!
+//! Latency targets do not need the capacity: a [`LatencySampler`] throttles the disks that share a
+//! [`SharedDevice`], which may also be a server.
+//!
 //! Disks on one device share one [`Device`]. Several observers may read it, each with its own
 //! [`UtilizationMeter`].
 //!
@@ -19,12 +22,16 @@
 //! imitated device, are enough.
 
 mod identity;
+mod latency_members;
+mod latency_sampler;
 mod limited;
 mod observed;
 mod sampler;
 mod statistics;
 
 pub use identity::{DeviceIdentity, DeviceNumber, SysfsRoots};
+pub use latency_members::SharedDevice;
+pub use latency_sampler::{LatencySampler, TargetReport};
 pub use observed::DeviceObserver;
 pub use sampler::{SampledTarget, Sampler, SamplerTarget};
 pub use statistics::{DeviceStatistics, StatisticsFile};
@@ -106,7 +113,7 @@ enum DeviceKind {
 }
 
 /// Identity of a device while the program runs.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DeviceId {
     /// A physical disk.
     Physical(DeviceNumber),

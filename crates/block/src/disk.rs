@@ -15,6 +15,7 @@
 
 mod failures;
 mod handover;
+mod latency_meter;
 mod size;
 mod unresponsive;
 mod upgrade;
@@ -29,6 +30,8 @@ use failures::RequestInfo;
 pub use failures::{CancelToken, ErrorPolicies, Errors, Failures, OnError, RequestFailure};
 use handover::Handover;
 pub use handover::HoldError;
+use latency_meter::InFlightRequests;
+pub use latency_meter::{LatencyMeter, MeterMode};
 pub use unresponsive::FilesClosed;
 pub use upgrade::UpgradeRefusal;
 pub use zeroes::DetectZeroes;
@@ -79,6 +82,7 @@ pub struct Disk {
     resized: Arc<Event>,
     recording: RecordingSwitch,
     measures: OnceLock<Arc<Measures>>,
+    latency_meter: LatencyMeter,
     opening_id: u64,
 }
 
@@ -111,6 +115,8 @@ pub struct AdmissionPermit {
     times: Option<AdmissionTimes>,
     /// Lengths of merged requests that differ, if the disk is recorded or measured.
     lengths: Option<Box<[u64]>>,
+    /// Set if the disk is a member of a device with a latency target.
+    _in_flight: Option<InFlightRequests>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -196,6 +202,7 @@ impl Disk {
             resized: Arc::default(),
             recording: RecordingSwitch::default(),
             measures: OnceLock::new(),
+            latency_meter: LatencyMeter::default(),
         })
     }
 
@@ -291,6 +298,11 @@ impl Disk {
         self.measures.get().map(|measures| measures.snapshot())
     }
 
+    /// Measurements for the latency targets on its device.
+    pub fn latency_meter(&self) -> &LatencyMeter {
+        &self.latency_meter
+    }
+
     /// Current size in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.image.size_bytes()
@@ -335,7 +347,8 @@ impl Disk {
             admitted: reactor::coarse_now(),
             throttle_cause: cause,
         });
-        AdmissionPermit { requests, cancel_token: None, times, lengths }
+        let in_flight = self.latency_meter.begin(requests);
+        AdmissionPermit { requests, cancel_token: None, times, lengths, _in_flight: in_flight }
     }
 
     /// As [`Disk::admit`], for a request that must not wait: it is charged at once, and later
@@ -347,6 +360,7 @@ impl Disk {
             cancel_token: None,
             times: self.clock().map(AdmissionTimes::at),
             lengths: None,
+            _in_flight: self.latency_meter.begin(cost.requests()),
         }
     }
 
@@ -481,6 +495,7 @@ impl Disk {
                 cancel_token: None,
                 times,
                 lengths: None,
+                _in_flight: self.latency_meter.begin(cost.requests()),
             }));
         });
     }
@@ -574,7 +589,14 @@ impl Disk {
             return Ok(());
         }
         let times = self.clock().map(AdmissionTimes::at);
-        let permit = AdmissionPermit { requests: 1, cancel_token: patience.cloned(), times, lengths: None };
+        // A flush is not admitted, and transfers no data that a rate would limit.
+        let permit = AdmissionPermit {
+            requests: 1,
+            cancel_token: patience.cloned(),
+            times,
+            lengths: None,
+            _in_flight: None,
+        };
         let flush = async || self.image.flush().await;
         self.run_until_done(DiskOperation::Flush, (0, 0), &permit, flush).await
     }
@@ -730,6 +752,9 @@ impl Disk {
         if let Some(measures) = measures {
             measures.count(&finished);
         }
+        if self.latency_meter.measures_latencies() {
+            self.latency_meter.add(&finished);
+        }
         if recorded.is_none() {
             return;
         }
@@ -750,7 +775,9 @@ impl Disk {
 
     /// Current time, if the disk is recorded or measured.
     fn clock(&self) -> Option<Instant> {
-        let is_timed = self.recording.get().is_some() || self.measures.get().is_some();
+        let is_timed = self.recording.get().is_some()
+            || self.measures.get().is_some()
+            || self.latency_meter.measures_latencies();
         is_timed.then(reactor::coarse_now)
     }
 

@@ -22,6 +22,7 @@ use storage::PassedFiles;
 use super::{
     assemble::{self, DiskAssembly},
     image_opening::{ImageOpenAttempt, UnavailableImage, UnavailableImageState},
+    latency_targets,
     planned_export::{self, PlannedExport},
     registry::{Registry, RegistryError, RunningExport},
 };
@@ -217,6 +218,8 @@ pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secre
 
 fn list_disk(registry: &Rc<Registry>, disk: &DiskWithOrigins, image: Image) -> anyhow::Result<()> {
     let group = disk.group.as_deref().map(|group| registry.groups.get(group)).transpose()?;
+    latency_targets::check_above(&disk.settings.latency.to_running(), group.as_ref())
+        .map_err(|rule| disk.error("latency-target", rule))?;
     let mut running = assemble::build_disk(disk, group.as_ref(), image)?;
     running.is_added = true;
     // Filled by `blockdev-add` commands that put nodes above it.
@@ -309,6 +312,8 @@ pub(crate) async fn add_group_object(
         above < MAX_LEVELS,
         "group {name}: {above} groups contain it; groups nest {MAX_LEVELS} deep at most (leave some out)"
     );
+    latency_targets::check_above(&settings.latency, parent)
+        .map_err(|rule| anyhow!("group {name}: latency-target {rule}"))?;
     // Checked first: `ThrottleGroup::new` books the reservation at the parent.
     registry.check_name(name)?;
     let group = ThrottleGroup::new(name, settings, parent)?;

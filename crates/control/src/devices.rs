@@ -1,9 +1,9 @@
 //! The devices under the running disks: resolved once for each disk, and sampled if a disk or group
-//! has a watermark.
+//! has a watermark, or a latency target.
 //!
 //! ```text
 //!   Registry ─┬─ change of one object ─► DiskDevices::update ─┬─► block's Sampler: disks, groups
-//!             └─ start, reload ────────► ::refresh ───────────┤
+//!             └─ start, reload ────────► ::refresh ───────────┼─► block's LatencySampler: all
 //!                                                             └─► bounds of groups' reservations
 //! ```
 //!
@@ -23,7 +23,10 @@ use std::{
 
 use anyhow::Context as _;
 use block::{
-    device::{Device, DeviceId, SampledTarget, Sampler, SamplerTarget, SysfsRoots, id_of},
+    device::{
+        Device, DeviceId, LatencySampler, SampledTarget, Sampler, SamplerTarget, SharedDevice, SysfsRoots,
+        TargetReport, id_of,
+    },
     disk::Disk,
     layer::throttle::ThrottleGroup,
 };
@@ -42,6 +45,7 @@ pub(crate) struct DiskDevices {
     known: RefCell<HashMap<DeviceId, Weak<Device>>>,
     placements: RefCell<DevicePlacements>,
     sampler: Sampler,
+    latency: LatencySampler,
 }
 
 /// Device and groups of each disk, as of its last update.
@@ -137,6 +141,7 @@ impl DiskDevices {
             known: RefCell::default(),
             placements: RefCell::default(),
             sampler: Sampler::default(),
+            latency: LatencySampler::default(),
         }
     }
 
@@ -149,6 +154,16 @@ impl DiskDevices {
             listed.disks.push(disk.name().to_string());
         }
         found.into_values().collect()
+    }
+
+    /// State of the latency target of a disk or group.
+    pub(crate) fn latency_report(&self, name: &str) -> Option<TargetReport> {
+        self.latency.report(name)
+    }
+
+    /// True if a disk or group has a latency target.
+    pub(crate) fn has_latency_targets(&self) -> bool {
+        self.latency.has_targets()
     }
 
     /// Device under a disk; `None` for a disk in memory, or if the device cannot be resolved.
@@ -194,12 +209,16 @@ impl DiskDevices {
         self.of_disks.borrow_mut().retain(|_, (disk, _)| disk.strong_count() > 0);
         self.known.borrow_mut().retain(|_, device| device.strong_count() > 0);
         let mut placements = DevicePlacements::default();
-        let mut subjects = Vec::new();
+        let (mut subjects, mut shared) = (Vec::new(), Vec::new());
         for disk in disks {
             let device = self.device_under(&disk);
+            let below = SharedDevice::below_disk(&disk, device.as_deref());
+            shared.push((Arc::clone(&disk), below));
             subjects.extend(placements.disk_target(&disk, device.as_ref()));
             placements.count_disk(&disk, device, &mut Vec::new());
         }
+        let groups: Vec<_> = groups.into_iter().collect();
+        self.latency.watch(shared, groups.iter().cloned());
         for group in groups {
             placements.limit_reservations(&group)?;
             subjects.push(placements.group_target(&group));
@@ -218,6 +237,13 @@ impl DiskDevices {
         group: Option<&Arc<ThrottleGroup>>,
     ) -> anyhow::Result<()> {
         let device = disk.and_then(|disk| self.device_under(disk));
+        match (disk, group) {
+            (Some(disk), _) => {
+                self.latency.update_disk(disk, SharedDevice::below_disk(disk, device.as_deref()));
+            }
+            (None, Some(group)) => self.latency.update_group(group),
+            (None, None) => self.latency.forget(name),
+        }
         let mut placements = self.placements.borrow_mut();
         let mut changed: Vec<_> = group.map(Arc::downgrade).into_iter().collect();
         // Removed before it is added below: the name may now belong to another object.

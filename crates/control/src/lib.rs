@@ -37,6 +37,7 @@ pub mod events;
 pub mod exports;
 pub mod fdsets;
 mod image_opening;
+pub mod latency_targets;
 pub mod listen;
 pub mod loaded_config;
 pub mod migration;

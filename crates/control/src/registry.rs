@@ -38,6 +38,7 @@ use std::{
 };
 
 use block::{
+    device::TargetReport,
     disk::Disk,
     layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
@@ -271,6 +272,16 @@ impl Registry {
     /// Devices with the disks that are stored on them.
     pub fn devices(&self) -> Vec<DeviceWithDisks> {
         self.devices.get().map(|devices| devices.list(self.disks.block_disks())).unwrap_or_default()
+    }
+
+    /// State of the latency target of the disk or group with this name; `None` if it has none.
+    pub fn latency_report(&self, name: &str) -> Option<TargetReport> {
+        self.devices.get()?.latency_report(name)
+    }
+
+    /// True if a disk or a group has a latency target.
+    pub(crate) fn has_latency_targets(&self) -> bool {
+        self.devices.get().is_some_and(DiskDevices::has_latency_targets)
     }
 
     /// Adds a disk.

@@ -65,9 +65,9 @@ impl RunningDisk {
     /// Config with the current values of all settings that can change at run time.
     pub(crate) fn current_config(&self) -> DiskConfig {
         let throttle = self.disk.throttle();
-        let DiskSettings { limits, share, watermark } = throttle.settings();
+        let DiskSettings { limits, share, watermark, latency } = throttle.settings();
         let mut config = self.config.clone();
-        config.settings = ThrottleConfig::from_running(&GroupSettings { limits, share, watermark });
+        config.settings = ThrottleConfig::from_running(&GroupSettings { limits, share, watermark, latency });
         config.group = throttle.group().map(|group| group.name().to_owned());
         config.prefetch = self.disk.prefetch().settings();
         config.on_error = self.disk.failures().policies();

@@ -9,6 +9,7 @@
 use std::{fmt, sync::Arc, time::Duration};
 
 use block::measures::{CauseLevel, HistogramSnapshot, OperationClass};
+use control::latency_targets::state_name;
 use policy::{
     prefetch,
     request::Direction,
@@ -473,7 +474,43 @@ fn throttle_families(
         Enforcement::Enforced => Some(([(key, name)], 1.0)),
         Enforcement::Lifted => None,
     });
-    to.gauges(&name("limits_scale_ratio"), "Factor that the watermark applies to limits.", rows)
+    to.gauges(&name("limits_scale_ratio"), "Factor that the watermark applies to limits.", rows)?;
+    latency_target_families(to, key, all)
+}
+
+/// Families of latency targets, and of the caps that they cause. Only members with a target or a
+/// cap have them.
+fn latency_target_families(
+    to: &mut FamilyWriter<'_>,
+    key: &'static str,
+    all: &[(&str, &ThrottleFigures)],
+) -> fmt::Result {
+    let name = |rest: &str| format!("weir_{key}_{rest}");
+    let targets = || {
+        all.iter()
+            .filter_map(|&(name, one)| Some(([(key, name)], one.latency.settings.target?, &one.latency)))
+    };
+    let rows = targets().map(|(labels, target, _)| (labels, seconds(target.bound_ns())));
+    to.gauges(&name("latency_target_seconds"), "Latency target.", rows)?;
+    let rows = targets().map(|(labels, target, _)| (labels, f64::from(target.permyriad()) / 10_000.0));
+    to.gauges(
+        &name("latency_target_percentile_ratio"),
+        "Part of the requests that the target covers.",
+        rows,
+    )?;
+    let rows =
+        targets().filter_map(|(labels, _, latency)| Some((labels, seconds(latency.report?.measured_ns?))));
+    let help = "Percentile of the latency target in the last 10 to 20 s, without waits for limits.";
+    to.gauges(&name("latency_target_measured_seconds"), help, rows)?;
+    let states = ["met", "controlling", "cannot-be-met"];
+    let rows = targets().flat_map(|([owner], _, latency)| {
+        let state = latency.report.map(|report| state_name(report.state));
+        states.map(|known| ([owner, ("state", known)], u64::from(state == Some(known))))
+    });
+    to.gauges(&name("latency_target_state"), "1 for the state of the latency target.", rows)?;
+    let rows = all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.latency.cap_iops?)));
+    let help = "Rate to which latency targets of others throttle it: requests of at most 64 KiB.";
+    to.gauges(&name("latency_cap_operations_per_second"), help, rows)
 }
 
 type LimitFigure<V> = fn(&ThrottleFigures, LimitKind) -> Option<V>;

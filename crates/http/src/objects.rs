@@ -13,14 +13,16 @@ use std::{
 
 use api::{
     ActivityObject, BucketActivity, CacheActivity, ClusterLimits, DeviceActivity, DeviceCapacity,
-    DiskActivity, DiskMemory, ErrorCounts, ExportActivity, GroupActivity, LatencyPercentiles, LimitValues,
-    MemberActivity, PrefetchActivity, ThrottleCause, ThrottledTotals, TransferRates,
+    DiskActivity, DiskMemory, ErrorCounts, ExportActivity, GroupActivity, LatencyActivity,
+    LatencyControlStatus, LatencyPercentiles, LimitValues, MemberActivity, PrefetchActivity, ThrottleCause,
+    ThrottledTotals, TransferRates,
 };
 use block::{
     device::DeviceStatistics,
     disk::DiskTotals,
     measures::{CauseLevel, HistogramSnapshot, OperationClass},
 };
+use control::latency_targets;
 use policy::{
     counter::{self, CounterGrowth},
     request::Direction,
@@ -31,12 +33,16 @@ use policy::{
 };
 use serde::Serialize;
 use serde_json::{Number, Value};
+use settings::{LatencyConfig, LatencySetting};
 
 use super::{
     main_thread::ObjectKind,
     recent_counters::RecentCounters,
     sample::{ActivitySample, Latencies, rounded},
-    snapshot::{DaemonSnapshot, DeviceFigures, DiskFigures, ExportFigures, GroupFigures, ThrottleFigures},
+    snapshot::{
+        DaemonSnapshot, DeviceFigures, DiskFigures, ExportFigures, GroupFigures, LatencyFigures,
+        ThrottleFigures,
+    },
 };
 
 /// JSON object with the members of an activity.
@@ -382,7 +388,11 @@ fn member_activity(
     served: &ServedRequests,
     figures: &ThrottleFigures,
 ) -> MemberActivity {
-    let ThrottleFigures { stats, limits, share, watermark, enforcement } = figures;
+    let ThrottleFigures { stats, limits, share, watermark, enforcement, latency } = figures;
+    let LatencyFigures { settings, report, cap_iops } = latency;
+    let control = latency_targets::control_status(*report, *cap_iops);
+    let latency = LatencyConfig::from_running(settings);
+    let of_target = |setting| Some(latency.text(setting)).filter(|_| latency.target_ns > 0);
     let (state, scale) = match enforcement {
         Enforcement::Enforced => ("enforced", None),
         Enforcement::Lifted => ("lifted", None),
@@ -412,10 +422,20 @@ fn member_activity(
         watermark: has_watermark.then_some(*watermark),
         enforcement: has_watermark.then_some(state),
         scale: scale.filter(|_| has_watermark).map(ratio),
+        latency_target: of_target(LatencySetting::Target),
+        latency_percentile: of_target(LatencySetting::Percentile),
+        latency_of: of_target(LatencySetting::Directions),
+        latency_floor: latency.floor_permyriad.map(|_| latency.text(LatencySetting::Floor)),
+        latency_control: (!control.is_empty()).then(|| latency_activity(control)),
         waiting_requests: stats.waiting.iter().sum(),
         burst_balance_ratio: lowest_balance(stats).map(ratio),
         buckets: buckets(stats),
     }
+}
+
+fn latency_activity(status: LatencyControlStatus) -> LatencyActivity {
+    let LatencyControlStatus { state, target_ns, measured_ns, alone_ns, cap_iops } = status;
+    LatencyActivity { state, target_ns, measured_ns, alone_ns, cap_iops }
 }
 
 /// Set limits, by name.

@@ -108,8 +108,8 @@ pub(super) fn preview_input(
     match of {
         ObjectKind::Disk => {
             let disk = registry.disks.get(&name).map_err(unknown)?;
-            let DiskSettings { limits, share, watermark } = disk.disk.throttle().settings();
-            let after = changed(GroupSettings { limits, share, watermark })?;
+            let DiskSettings { limits, share, watermark, latency } = disk.disk.throttle().settings();
+            let after = changed(GroupSettings { limits, share, watermark, latency })?;
             let group = disk.disk.throttle().group();
             let mut then = match group {
                 // All disks that share limits with this one affect its latency, so all are
@@ -144,8 +144,8 @@ pub(super) fn preview_input(
     }
 }
 
-fn as_disk_settings(GroupSettings { limits, share, watermark }: GroupSettings) -> DiskSettings {
-    DiskSettings { limits, share, watermark }
+fn as_disk_settings(GroupSettings { limits, share, watermark, latency }: GroupSettings) -> DiskSettings {
+    DiskSettings { limits, share, watermark, latency }
 }
 
 fn outermost(group: &Arc<ThrottleGroup>) -> Arc<ThrottleGroup> {

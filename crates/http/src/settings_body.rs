@@ -1,6 +1,7 @@
 //! Request bodies with settings, for changes and previews.
 //!
-//! The settings are those of `weir throttle`: limits, weight, reservations and the watermark.
+//! The settings are those of `weir throttle`: limits, weight, reservations, the watermark and the
+//! latency target.
 //! Numbers may be strings with a unit (`"10M"`). Never decides a rule, and bounds the time that a
 //! client may take.
 
@@ -28,7 +29,16 @@ const MAX_BODY_BYTES: usize = 16 << 10;
 /// Time within which the body has to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Settings other than limits.
-const OTHER_SETTINGS: [&str; 4] = ["weight", "iops-reservation", "bps-reservation", "watermark"];
+const OTHER_SETTINGS: [&str; 8] = [
+    "weight",
+    "iops-reservation",
+    "bps-reservation",
+    "watermark",
+    "latency-target",
+    "latency-percentile",
+    "latency-of",
+    "latency-floor",
+];
 
 /// Reads the settings for a disk or a group.
 ///

@@ -12,7 +12,7 @@ use std::{
 
 use api::ExportCounters;
 use block::{
-    device::DeviceStatistics,
+    device::{DeviceStatistics, TargetReport},
     disk::{DiskTotals, Errors},
     layer::throttle::{DiskSettings, GroupSettings},
     measures::Measures,
@@ -30,6 +30,7 @@ use image::{
     qcow2::{CacheStatistics, RefcountStatistics},
 };
 use policy::{
+    latency_target::LatencySettings,
     prefetch,
     throttle::{BurstBalance, Enforcement, LimitKind, Limits, NodeShare, ThrottleStats},
     watermark::MeasuredCapacity,
@@ -111,6 +112,22 @@ pub(super) struct ThrottleFigures {
     /// Percent; 0 is none.
     pub(super) watermark: u8,
     pub(super) enforcement: Enforcement,
+    pub(super) latency: LatencyFigures,
+}
+
+/// Latency target of a disk or a group, and its cap for targets of others.
+#[derive(Debug)]
+pub(super) struct LatencyFigures {
+    pub(super) settings: LatencySettings,
+    pub(super) report: Option<TargetReport>,
+    pub(super) cap_iops: Option<u64>,
+}
+
+impl LatencyFigures {
+    fn new(registry: &Registry, name: &str, settings: LatencySettings, cap: Option<Limits>) -> Self {
+        let cap_iops = cap.map(|cap| cap.limit(LimitKind::IopsTotal).rate);
+        Self { settings, report: registry.latency_report(name), cap_iops }
+    }
 }
 
 impl ThrottleFigures {
@@ -174,8 +191,8 @@ impl DaemonSnapshot {
             taken: Instant::now(),
             started: since_epoch.saturating_sub(registry.lifecycle.uptime()),
             memory: MemoryBudget::process().usage(),
-            disks: registry.disks.all().iter().map(|running| disk(running)).collect(),
-            groups: registry.groups.all().iter().map(|one| group(one)).collect(),
+            disks: registry.disks.all().iter().map(|running| disk(registry, running)).collect(),
+            groups: registry.groups.all().iter().map(|one| group(registry, one)).collect(),
             devices: registry.devices().into_iter().map(device).collect(),
             exports: exports(registry, &servers),
             servers: servers.iter().map(|one| server(one)).collect(),
@@ -210,10 +227,10 @@ fn recording(running: &RunningRecording) -> Option<RecordingFigures> {
     })
 }
 
-fn disk(running: &RunningDisk) -> DiskFigures {
+fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
     let disk = &running.disk;
     let (member, storage) = (disk.throttle(), disk.image().storage());
-    let DiskSettings { limits, share, watermark } = member.settings();
+    let DiskSettings { limits, share, watermark, latency } = member.settings();
     let caches = match disk.image() {
         Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
         Image::Raw(_) => None,
@@ -241,6 +258,7 @@ fn disk(running: &RunningDisk) -> DiskFigures {
             share,
             watermark: watermark.percent(),
             enforcement: member.enforcement(),
+            latency: LatencyFigures::new(registry, disk.name(), latency, member.cap()),
         },
         prefetch: reads_ahead.then(|| disk.prefetch().stats()),
         caches,
@@ -248,8 +266,8 @@ fn disk(running: &RunningDisk) -> DiskFigures {
     }
 }
 
-fn group(group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
-    let GroupSettings { limits, share, watermark } = group.settings();
+fn group(registry: &Registry, group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
+    let GroupSettings { limits, share, watermark, latency } = group.settings();
     GroupFigures {
         name: group.name().to_owned(),
         parent: group.parent().map(|parent| parent.name().to_owned()),
@@ -261,6 +279,7 @@ fn group(group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
             share,
             watermark: watermark.percent(),
             enforcement: group.enforcement(),
+            latency: LatencyFigures::new(registry, group.name(), latency, group.cap()),
         },
     }
 }

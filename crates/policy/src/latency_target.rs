@@ -34,7 +34,7 @@ mod division;
 mod tail;
 mod target;
 
-pub use target::{PercentileTarget, TargetDirections};
+pub use target::{LatencySettings, PercentileTarget, TargetDirections};
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
@@ -207,6 +207,12 @@ impl LatencyController {
     /// Cap of a member; `None` if it is not throttled.
     pub fn cap(&self, member: u64) -> Option<RateCap> {
         self.caps.get(&member).copied()
+    }
+
+    /// The device's highest throughput of about the last minute, in units per second
+    /// ([`UNIT_BYTES`]), of which floors are a part.
+    pub const fn peak_rate(&self) -> f64 {
+        self.peak_rate
     }
 
     /// State of a member's target; `None` if it has none.

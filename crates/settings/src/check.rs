@@ -400,6 +400,10 @@ fn check_disk(
     disk.check_rules(diagnostics);
     if let Some(group) = &disk.group {
         groups.map(|groups| groups.find_or_report(group, diagnostics, |rule| disk.error("group", rule)));
+        let above = groups.and_then(|groups| groups.with_latency_target(Some(group)));
+        if let Some(above) = above.filter(|_| disk.settings.latency.target_ns > 0) {
+            diagnostics.report(disk.error("latency-target", groups::nested_target_rule(above)));
+        }
         // The watermark is the group's: it applies to all members together.
         if disk.settings.watermark > 0 {
             let rule = format!(

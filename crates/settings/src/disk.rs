@@ -318,6 +318,7 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
     keys.extend(prefetch::prefetch_keys(|disk: &DiskConfig| &disk.prefetch, |disk| &mut disk.prefetch));
     keys.extend(throttle::limit_keys(settings, settings_mut));
     keys.extend(throttle::share_keys(settings, settings_mut));
+    keys.extend(throttle::latency_keys(settings, settings_mut));
     keys.extend(table! {
         "Devices to imitate" {
             "delay", Text, "TIMES", maybe!(delay), "", Reject, HostOnly,
@@ -398,6 +399,9 @@ mod tests {
             "allow" | "deny" => "10.0.0.0/8",
             "l2-cache-size" => "full",
             "watermark" => "90",
+            "latency-target" => "5ms",
+            "latency-percentile" => "99.9",
+            "latency-floor" => "2.5",
             _ => match key.value {
                 Word(words) => words.iter().find(|word| **word != key.default).expect("two words"),
                 Flag => "true",

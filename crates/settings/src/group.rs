@@ -57,6 +57,7 @@ fn group_keys() -> Vec<ConfigKey<GroupConfig>> {
     };
     keys.extend(throttle::limit_keys(settings, settings_mut));
     keys.extend(throttle::share_keys(settings, settings_mut));
+    keys.extend(throttle::latency_keys(settings, settings_mut));
     keys
 }
 

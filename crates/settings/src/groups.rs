@@ -28,6 +28,11 @@ pub(super) fn sort_groups(
         known.find_or_report(group.group.as_ref()?, diagnostics, |rule| group.error("group", rule))
     };
     let parents: Vec<_> = groups.iter().map(parent).collect();
+    for group in groups.iter().filter(|group| group.settings.latency.target_ns > 0) {
+        if let Some(above) = known.with_latency_target(group.group.as_deref()) {
+            diagnostics.report(group.error("latency-target", nested_target_rule(above)));
+        }
+    }
     // `collect` stops at the first error, so a cycle is reported once.
     let levels: Result<Vec<_>, _> = (0..groups.len()).map(|index| known.depth(index, &parents)).collect();
     let levels = diagnostics.ok_or_report(levels).unwrap_or_else(|| vec![0; groups.len()]);
@@ -35,6 +40,14 @@ pub(super) fn sort_groups(
     // A stable sort by depth: parents first, otherwise the order of the file.
     order.sort_by_key(|(level, _)| *level);
     order.into_iter().map(|(_, group)| group).collect()
+}
+
+/// Rule of a latency target inside a group that has one.
+pub fn nested_target_rule(group: &str) -> String {
+    format!(
+        "cannot be set inside group {group:?}, which has a latency-target for all its disks together \
+         (remove one of them)"
+    )
 }
 
 impl<'a> GroupIndex<'a> {
@@ -53,6 +66,18 @@ impl<'a> GroupIndex<'a> {
     ) -> Option<usize> {
         // Finding the nearest name compares all of them, which is pointless beyond the bound.
         if diagnostics.is_full() { None } else { diagnostics.ok_or_report(self.find(name).map_err(to_error)) }
+    }
+
+    /// Name of the innermost of the group `name` and its ancestors that has a latency target.
+    pub(super) fn with_latency_target(&self, name: Option<&'a str>) -> Option<&'a str> {
+        let parent = |name: &&'a str| self.all[*self.by_name.get(name)?].group.as_deref();
+        // The bound ends a cycle, which is reported elsewhere.
+        let mut chain = std::iter::successors(name, parent).take(MAX_GROUP_DEPTH);
+        let has_target = |name: &&str| {
+            let index = self.by_name.get(name);
+            index.is_some_and(|index| self.all[*index].settings.latency.target_ns > 0)
+        };
+        chain.find(has_target)
     }
 
     fn find(&self, name: &str) -> Result<usize, String> {

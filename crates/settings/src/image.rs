@@ -54,6 +54,17 @@ impl ImageLocation {
         matches!(self.0, StorageSpec::Rbd(_))
     }
 
+    /// What the image shares its performance with, as far as its address shows it: images in files
+    /// may be on one device. `None` for memory, which shares nothing.
+    pub(crate) fn shared_storage(&self) -> Option<String> {
+        match &self.0 {
+            StorageSpec::File(_) => Some("file".to_owned()),
+            StorageSpec::Memory(_) | StorageSpec::Null(_) => None,
+            StorageSpec::Nbd(uri) => Some(format!("NBD server {:?}", uri.server)),
+            StorageSpec::Rbd(address) => Some(format!("pool {}", address.pool)),
+        }
+    }
+
     /// True if it is a snapshot in a Ceph cluster, which is read-only.
     pub fn is_snapshot(&self) -> bool {
         matches!(&self.0, StorageSpec::Rbd(address) if address.snapshot.is_some())

@@ -42,6 +42,7 @@ pub mod image_info;
 mod image_options;
 pub mod key;
 pub mod keyval;
+mod latency;
 pub mod log;
 mod on_event;
 mod option_syntax;
@@ -75,10 +76,12 @@ pub use exports::{
     VhostUserBlkConfig, VhostUserSocket,
 };
 pub use group::GroupConfig;
+pub use groups::nested_target_rule;
 pub use http::{HttpConfig, parse_http_name};
 pub use image::ImageLocation;
 pub use image_options::ImageDescription;
 pub use key::{ConfigKey, KeyLiteral};
+pub use latency::{LatencyConfig, LatencySetting};
 pub use log::{LogFormat, LogSettings};
 pub use on_event::EventCommand;
 pub use option_syntax::AddressedConfig;

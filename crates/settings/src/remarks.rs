@@ -2,9 +2,14 @@
 //! errors, because later changes can give them an effect: a disk joins an empty group, or a disk
 //! with a weight joins a group.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    iter::successors,
+};
 
-use crate::{DesiredState, ExportSpec, ExportTarget, ThrottleConfig, throttle::DEFAULT_WEIGHT};
+use crate::{
+    DesiredState, DiskConfig, ExportSpec, ExportTarget, GroupConfig, ThrottleConfig, throttle::DEFAULT_WEIGHT,
+};
 
 /// Remark on a disk, a group, `[cluster]` or `[daemon]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,8 +56,52 @@ impl DesiredState {
                 add(HANDOVER_WITHOUT_GUEST);
             }
         }
+        let alone = self.targets_without_neighbours();
+        remarks
+            .extend(alone.into_iter().map(|name| ConfigRemark { name, remark: TARGET_WITHOUT_NEIGHBOURS }));
         remarks.extend(self.duplicate_serials().map(|name| ConfigRemark { name, remark: DUPLICATE_SERIAL }));
         remarks
+    }
+
+    /// Names of the disks and groups with a latency target for which no disk can be throttled: no
+    /// other disk of the file can be on the same device.
+    fn targets_without_neighbours(&self) -> Vec<&str> {
+        let has_target = |settings: &ThrottleConfig| settings.latency.target_ns > 0;
+        let parent_of: HashMap<&str, &GroupConfig> =
+            self.groups.iter().map(|group| (group.name.as_str(), &**group)).collect();
+        // The disk itself, or the outermost of its groups with a target.
+        let owner = |disk: &'_ DiskConfig| {
+            let first = disk.group.as_deref().and_then(|group| parent_of.get(group).copied());
+            let above = successors(first, |group| parent_of.get(group.group.as_deref()?).copied());
+            let of_group = above.filter(|group| has_target(&group.settings)).last();
+            of_group.map(|group| group.name.as_str())
+        };
+        let placed: Vec<(Option<String>, &str, bool)> = self
+            .disks
+            .iter()
+            .map(|disk| match owner(disk) {
+                Some(group) => (shared_device(disk), group, true),
+                None => (shared_device(disk), disk.name.as_str(), has_target(&disk.settings)),
+            })
+            .collect();
+        let mut owners_on: HashMap<&str, HashSet<&str>> = HashMap::new();
+        for (device, owner, _) in &placed {
+            if let Some(device) = device {
+                owners_on.entry(device).or_default().insert(owner);
+            }
+        }
+        let has_neighbour = |device: &Option<String>| {
+            device
+                .as_deref()
+                .is_some_and(|device| owners_on.get(device).is_some_and(|owners| owners.len() > 1))
+        };
+        let with_neighbours: HashSet<&str> =
+            placed.iter().filter(|(device, ..)| has_neighbour(device)).map(|(_, owner, _)| *owner).collect();
+        let mut alone: Vec<&str> =
+            placed.iter().filter(|(_, _, has_target)| *has_target).map(|(_, owner, _)| *owner).collect();
+        alone.retain(|owner| !with_neighbours.contains(owner));
+        alone.dedup();
+        alone
     }
 
     /// Disks whose serial numbers a guest cannot distinguish from another disk's.
@@ -83,12 +132,24 @@ impl DesiredState {
 const WATERMARK_WITHOUT_LIMITS: &str =
     "the watermark has no effect, because there are no limits to lift (set some)";
 
+const TARGET_WITHOUT_NEIGHBOURS: &str = "no other disk of this file can be on the same device, so there is \
+                                         no disk to throttle for the latency-target";
+
 const HANDOVER_WITHOUT_GUEST: &str = "handover opens the image only for a virtual machine, and the \
                                       disk has no vhost-user-blk export (add one, or remove \
                                       handover)";
 
 const DUPLICATE_SERIAL: &str =
     "another disk has the same serial number, of which a guest sees 20 bytes (set serial)";
+
+/// The device of a disk, as far as the file shows it; `None` if no other disk can be on it.
+fn shared_device(disk: &DiskConfig) -> Option<String> {
+    match &disk.rate {
+        // An imitated rate is the device.
+        Some(rate) => rate.shared.as_ref().map(|name| format!("rate {name}")),
+        None => disk.image.shared_storage(),
+    }
+}
 
 /// Remark on a share outside of a group.
 fn share_remark(settings: &ThrottleConfig) -> Option<&'static str> {

@@ -8,6 +8,7 @@ use policy::{
 };
 
 use crate::{
+    LatencyConfig, LatencySetting,
     diagnostics::Diagnostics,
     key::{ChangePolicy, ConfigKey, KeyField, KeyInput, KeyLiteral, KeyType, TransferPolicy, table},
     origins::ConfigWithOrigins,
@@ -29,6 +30,8 @@ pub struct ThrottleConfig {
     pub bps_reservation: u64,
     /// Utilization of the device in percent below which limits are lifted, 0 (never) to 100.
     pub watermark: u8,
+    /// Latency target, and floor beside targets of others.
+    pub latency: LatencyConfig,
 }
 
 impl Default for ThrottleConfig {
@@ -39,6 +42,7 @@ impl Default for ThrottleConfig {
             iops_reservation: 0,
             bps_reservation: 0,
             watermark: 0,
+            latency: LatencyConfig::default(),
         }
     }
 }
@@ -46,23 +50,26 @@ impl Default for ThrottleConfig {
 impl ThrottleConfig {
     /// Converts to the settings of a running disk.
     pub fn to_disk_settings(&self) -> DiskSettings {
-        DiskSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+        let GroupSettings { limits, share, watermark, latency } = self.to_group_settings();
+        DiskSettings { limits, share, watermark, latency }
     }
 
     /// Converts to the settings of a running group.
     pub fn to_group_settings(&self) -> GroupSettings {
-        GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+        let latency = self.latency.to_running();
+        GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark(), latency }
     }
 
     /// Converts from the settings of a running disk or group.
     pub fn from_running(settings: &GroupSettings) -> Self {
-        let GroupSettings { limits, share, watermark } = *settings;
+        let GroupSettings { limits, share, watermark, latency } = *settings;
         Self {
             limits,
             weight: share.weight(),
             iops_reservation: share.iops_reservation(),
             bps_reservation: share.bps_reservation(),
             watermark: watermark.percent(),
+            latency: LatencyConfig::from_running(&latency),
         }
     }
 
@@ -193,6 +200,34 @@ pub(crate) fn share_keys<T: 'static>(
     }
 }
 
+/// Rows of the latency settings, for a config with these settings.
+pub(crate) fn latency_keys<T: 'static>(
+    settings: fn(&T) -> &ThrottleConfig,
+    settings_mut: fn(&mut T) -> &mut ThrottleConfig,
+) -> Vec<ConfigKey<T>> {
+    let field = |setting: LatencySetting| {
+        KeyField::new(
+            move |config: &mut T, given| settings_mut(config).latency.read(setting, given.text),
+            move |config| Some(KeyLiteral::Text(settings(config).latency.text(setting))),
+        )
+    };
+    table! {
+        "Latency" {
+            "latency-target", KeyType::Text, "TIME", field(LatencySetting::Target), "0", Apply, Transferred,
+                "Time within which requests complete after their admission, such as 5ms; other disks on \
+                 the device are throttled to keep it. 0 is none";
+            "latency-percentile", KeyType::Text, "PERCENT", field(LatencySetting::Percentile), "99", Apply,
+                Transferred, "Percentage of the requests that the latency target covers, from 50 to 99.99";
+            "latency-of", KeyType::Word(&["all", "reads", "writes"]), "REQUESTS",
+                field(LatencySetting::Directions), "all", Apply, Transferred,
+                "Requests that the latency target covers";
+            "latency-floor", KeyType::Text, "PERCENT", field(LatencySetting::Floor), "", Apply, Transferred,
+                "Percentage of the device's throughput that remains while latency targets of others are \
+                 enforced, from 0 to 100; by default 1, and at most 10 for all disks together";
+        }
+    }
+}
+
 /// Reports limits that break a rule together.
 pub(crate) fn check_limits<T>(
     placed: &ConfigWithOrigins<T>,
@@ -201,6 +236,9 @@ pub(crate) fn check_limits<T>(
 ) {
     if let Err(invalid) = settings.limits.validate() {
         diagnostics.report(placed.error(invalid.setting.name(), invalid.rule.to_string()));
+    }
+    if let Err((setting, rule)) = settings.latency.check() {
+        diagnostics.report(placed.error(setting.name(), rule));
     }
 }
 

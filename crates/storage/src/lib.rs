@@ -266,6 +266,13 @@ impl Storage {
         }
     }
 
+    /// The NBD server or the pool of a Ceph cluster that stores the bytes; `None` if they are on
+    /// this host. Disks with the same one share its performance.
+    pub fn server(&self) -> Option<String> {
+        let pool = self.bottom_rbd().and_then(RbdStorage::cluster_pool);
+        pool.or_else(|| self.bottom_nbd()?.server())
+    }
+
     /// State of the connections to the NBD server; `None` if the bottom is not an export.
     pub fn remote_status(&self) -> Option<nbd::NbdLinkStatus> {
         self.bottom_nbd().map(NbdStorage::remote)

@@ -49,6 +49,7 @@ use super::{
 use nbd::{
     client::NbdExportInfo,
     proto::{cmd_flag, state},
+    uri::Uri,
 };
 use reactor::{
     buffer::{Segment, Segments},
@@ -85,6 +86,11 @@ impl NbdStorage {
     /// State of the connections to the server.
     pub(super) fn remote(&self) -> NbdLinkStatus {
         self.link.remote()
+    }
+
+    /// The server, without the name of the export.
+    pub(super) fn server(&self) -> Option<String> {
+        Uri::parse(&self.name).ok().map(|uri| format!("NBD server {:?}", uri.server))
     }
 
     /// Time for which the oldest request in flight has waited; `None` if there is none.

@@ -198,6 +198,13 @@ impl<B: RbdBackend> RbdStorage<B> {
         &self.key
     }
 
+    /// The pool and its cluster, without the image: see `librbd/image.rs` for the identity's form.
+    pub(super) fn cluster_pool(&self) -> Option<String> {
+        let (pool, cluster) = self.key.split_once(" in pool ")?.1.split_once(" of cluster ")?;
+        let (number, _namespace) = pool.split_once('/')?;
+        Some(format!("pool {number} of cluster {}", cluster.split(' ').next()?))
+    }
+
     pub(super) fn cache(&self) -> CacheMode {
         self.cache
     }

@@ -29,6 +29,7 @@ mod disks;
 mod failures;
 mod group_samples;
 mod guest;
+mod latency_target;
 mod model;
 mod nested;
 mod prefetch;

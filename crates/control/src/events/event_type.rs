@@ -73,6 +73,8 @@ kinds! {
     ReservationMet "reservation_met" Info
     WatermarkReached "watermark_reached" Info
     WatermarkLeft "watermark_left" Info
+    LatencyTargetMissed "latency_target_missed" Warning
+    LatencyTargetMet "latency_target_met" Info
     ImageError "image_error" Error
     DiskStopped "disk_stopped" Error
     DiskResumed "disk_resumed" Info

@@ -33,6 +33,10 @@ pub(crate) const RESERVATION_DELAYS: ConditionDelays =
     ConditionDelays { on: Duration::from_secs(1), off: Duration::from_secs(10) };
 pub(crate) const WATERMARK_DELAYS: ConditionDelays =
     ConditionDelays { on: Duration::from_secs(1), off: Duration::from_secs(5) };
+/// Begins at once, because the controller has waited. A target that is tried again and missed
+/// again, which takes less than 30 s, is one condition.
+pub(crate) const LATENCY_DELAYS: ConditionDelays =
+    ConditionDelays { on: Duration::ZERO, off: Duration::from_secs(30) };
 pub(crate) const DEVICE_DELAYS: ConditionDelays =
     ConditionDelays { on: Duration::from_secs(60), off: Duration::from_secs(60) };
 

@@ -18,7 +18,9 @@ use policy::{
 };
 use serde_json::{Map, Value, json};
 
-use super::{arguments::QmpArguments, error::QmpError};
+use settings::{LatencyConfig, LatencySetting};
+
+use super::{arguments::QmpArguments, error::QmpError, json::excerpt};
 
 /// Names of QEMU's nineteen settings in a family of commands. `burst-for` is read with weir's own
 /// settings.
@@ -126,6 +128,7 @@ pub(super) struct SettingChanges {
     iops_reservation: Option<u64>,
     bps_reservation: Option<u64>,
     watermark: Option<Watermark>,
+    latency: Vec<(LatencySetting, String)>,
 }
 
 impl SettingChanges {
@@ -146,6 +149,7 @@ impl SettingChanges {
             iops_reservation: arguments.number(&key("iops-reservation"), 0..=MAX_VALUE)?,
             bps_reservation: arguments.number(&key("bps-reservation"), 0..=MAX_VALUE)?,
             watermark: watermark.and_then(|percent| Watermark::new(u8::try_from(percent).ok()?)),
+            latency: read_latency(arguments, prefix)?,
         })
     }
 
@@ -155,7 +159,7 @@ impl SettingChanges {
     }
 
     pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, QmpError> {
-        let GroupSettings { limits, share, watermark } = before;
+        let GroupSettings { limits, share, watermark, latency } = before;
         // Starts from the weight alone, then adds the reservations.
         let weighted = self.weight.map_or(NodeShare::new(share.weight()), NodeShare::new).unwrap_or(share);
         let share = weighted.with_reservation(
@@ -163,15 +167,40 @@ impl SettingChanges {
             self.bps_reservation.unwrap_or(share.bps_reservation()),
         );
         let watermark = self.watermark.unwrap_or(watermark);
-        Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark })
+        let latency = LatencyConfig::from_running(&latency).with_settings(&self.latency);
+        let latency = latency.map_err(|(setting, rule)| QmpError::rule(setting.name(), rule))?.to_running();
+        Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark, latency })
     }
 
     pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, QmpError> {
-        let DiskSettings { limits, share, watermark } = before;
-        let GroupSettings { limits, share, watermark } =
-            self.apply_to(GroupSettings { limits, share, watermark })?;
-        Ok(DiskSettings { limits, share, watermark })
+        let DiskSettings { limits, share, watermark, latency } = before;
+        let GroupSettings { limits, share, watermark, latency } =
+            self.apply_to(GroupSettings { limits, share, watermark, latency })?;
+        Ok(DiskSettings { limits, share, watermark, latency })
     }
+}
+
+/// Reads the given latency settings. Each is a text or a number in the form of the config file, and
+/// is checked here, so that errors have the argument's name.
+fn read_latency(
+    arguments: &mut QmpArguments,
+    prefix: &str,
+) -> Result<Vec<(LatencySetting, String)>, QmpError> {
+    let mut given = Vec::new();
+    for setting in LatencySetting::ALL {
+        let key = format!("{prefix}{}", setting.name());
+        let name = arguments.full_name(&key);
+        let text = match arguments.optional::<Value>(&key)? {
+            None => continue,
+            Some(Value::String(text)) => text,
+            Some(Value::Number(number)) => number.to_string(),
+            Some(_) => return Err(QmpError::wrong_type(&name, "string")),
+        };
+        let rule = |rule| QmpError::rule(&name, format_args!("({}) {rule}", excerpt(&text)));
+        LatencyConfig::default().read(setting, &text).map_err(rule)?;
+        given.push((setting, text));
+    }
+    Ok(given)
 }
 
 /// All nineteen settings, as in the `limits` of QEMU's throttle group.

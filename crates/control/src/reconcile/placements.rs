@@ -37,8 +37,8 @@ impl MemberPlacement {
                 Self { node: node.clone(), settings: group.settings(), group: group.parent().cloned() }
             }
             GroupOrDisk::Disk(disk) => {
-                let DiskSettings { limits, share, watermark } = disk.throttle().settings();
-                let settings = GroupSettings { limits, share, watermark };
+                let DiskSettings { limits, share, watermark, latency } = disk.throttle().settings();
+                let settings = GroupSettings { limits, share, watermark, latency };
                 Self { node: node.clone(), settings, group: disk.throttle().group() }
             }
         }
@@ -54,7 +54,7 @@ impl MemberPlacement {
     /// # Errors
     /// Reason of the rejection; the object is unchanged.
     pub(crate) fn apply(&self) -> Result<(), ThrottleError> {
-        let GroupSettings { limits, share, watermark } = self.settings;
+        let GroupSettings { limits, share, watermark, latency } = self.settings;
         match &self.node {
             // A quota changes the limits concurrently; keep those in force.
             GroupOrDisk::Group(group) if group.quota_lease().is_some() => {
@@ -63,7 +63,7 @@ impl MemberPlacement {
             GroupOrDisk::Group(group) => group.set(self.settings),
             GroupOrDisk::Disk(disk) => disk
                 .throttle()
-                .configure_and_move(DiskSettings { limits, share, watermark }, self.group.as_ref()),
+                .configure_and_move(DiskSettings { limits, share, watermark, latency }, self.group.as_ref()),
         }
     }
 

@@ -7,10 +7,11 @@ use std::{
 };
 
 use block::{
-    device::{CapacitySource, Device, DeviceStatistics},
+    device::{CapacitySource, Device, DeviceStatistics, TargetReport},
     layer::throttle::ThrottleGroup,
 };
 use policy::{
+    latency_target::PercentileTarget,
     throttle::{Enforcement, ThrottleSummary},
     time::{Duration, Instant},
 };
@@ -22,6 +23,7 @@ use crate::{
         EventLog, Kind, NewEvent,
         hysteresis::{self, Condition, ConditionChange, ConditionSample, DeviceThroughput},
     },
+    latency_targets,
     registry::Registry,
 };
 
@@ -40,6 +42,9 @@ struct WatchedMember {
     limit: Condition,
     reservation: Condition,
     watermark: Condition,
+    /// Holds while the latency target cannot be met.
+    latency: Condition,
+    latency_target: Option<PercentileTarget>,
     /// Limit that was hit.
     binding: Option<&'static str>,
     /// True if the state may change by other users' load on its device.
@@ -51,16 +56,20 @@ struct MemberMeasurement {
     brief: ThrottleSummary,
     enforcement: Enforcement,
     has_watermark: bool,
+    latency: Option<TargetReport>,
 }
 
 impl WatchedConditions {
     pub(super) fn sample(&mut self, registry: &Registry, now: Instant) {
+        let has_targets = registry.has_latency_targets();
+        let latency = |name: &str| has_targets.then(|| registry.latency_report(name)).flatten();
         for running in registry.disks.all() {
             let member = running.disk.throttle();
             let measured = MemberMeasurement {
                 brief: member.brief_stats(),
                 enforcement: member.enforcement(),
                 has_watermark: member.watermark().percent() > 0,
+                latency: latency(running.disk.name()),
             };
             self.sample_member(MemberKind::Disk, running.disk.name(), measured, now, &registry.events);
         }
@@ -70,6 +79,7 @@ impl WatchedConditions {
                 brief: group.brief_stats(),
                 enforcement: group.enforcement(),
                 has_watermark: group.watermark().percent() > 0,
+                latency: latency(group.name()),
             };
             self.sample_member(MemberKind::Group, group.name(), measured, now, &registry.events);
         }
@@ -79,9 +89,10 @@ impl WatchedConditions {
     /// True if no condition can change by time alone.
     pub(super) fn is_idle(&self) -> bool {
         self.0.values().all(|member| {
-            let conditions = [&member.limit, &member.reservation, &member.watermark];
+            let conditions = [&member.limit, &member.reservation, &member.watermark, &member.latency];
             let waits = member.brief.waiting != [0; 2];
-            !waits && !member.has_watermark && conditions.into_iter().all(Condition::is_idle)
+            let may_change = member.has_watermark || member.latency_target.is_some();
+            !waits && !may_change && conditions.into_iter().all(Condition::is_idle)
         })
     }
 
@@ -113,7 +124,7 @@ impl WatchedConditions {
 
 impl WatchedMember {
     fn new(member_kind: MemberKind, measured: &MemberMeasurement, now: Instant) -> Self {
-        let (limit, reservation, watermark) = Default::default();
+        let (limit, reservation, watermark, latency) = Default::default();
         let has_watermark = measured.has_watermark;
         Self {
             kind: member_kind,
@@ -122,14 +133,17 @@ impl WatchedMember {
             limit,
             reservation,
             watermark,
+            latency,
+            latency_target: None,
             binding: None,
             has_watermark,
         }
     }
 
     fn update(&mut self, name: &str, measured: MemberMeasurement, now: Instant, events: &EventLog) {
-        let MemberMeasurement { brief, enforcement, has_watermark } = measured;
+        let MemberMeasurement { brief, enforcement, has_watermark, latency } = measured;
         self.has_watermark = has_watermark;
+        self.update_latency(name, latency, now, events);
         let before = std::mem::replace(&mut self.brief, brief);
         let elapsed = now - std::mem::replace(&mut self.at, now);
         let record = |event: NewEvent| events.record(self.kind.with_subject(name, event));
@@ -193,6 +207,45 @@ impl WatchedMember {
             None => {}
         }
     }
+}
+
+impl WatchedMember {
+    fn update_latency(&mut self, name: &str, report: Option<TargetReport>, now: Instant, events: &EventLog) {
+        let target = report.map(|report| report.target);
+        if self.latency_target != target {
+            // Another target, or none: what was reported of the earlier one is out of date.
+            (self.latency, self.latency_target) = (Condition::default(), target);
+        }
+        let Some(report) = report else { return };
+        let alone_ns = latency_targets::alone_ns(&report);
+        let sample = if alone_ns.is_some() { ConditionSample::Over } else { ConditionSample::Under };
+        let bound_ns = report.target.bound_ns();
+        let (bound, percentile) = (milliseconds(bound_ns), f64::from(report.target.permyriad()) / 100.0);
+        let event = match self.latency.observe(sample, hysteresis::LATENCY_DELAYS, now) {
+            Some(ConditionChange::Began) => {
+                let alone_ns = alone_ns.unwrap_or_default();
+                let alone = milliseconds(alone_ns);
+                let message = format!(
+                    "{name}: latency target {bound} ms cannot be met: the device answers {name} alone in \
+                     {alone} ms at p{percentile}"
+                );
+                NewEvent::new(Kind::LatencyTargetMissed, message).with("alone_ns", alone_ns)
+            }
+            Some(ConditionChange::Ended(lasted)) => {
+                let after = lasted.as_secs();
+                let message = format!("{name}: latency target {bound} ms can be met again, after {after} s");
+                NewEvent::new(Kind::LatencyTargetMet, message).with("seconds", seconds(lasted))
+            }
+            None => return,
+        };
+        let event = event.with("target_ns", bound_ns).with("percentile", percentile);
+        events.record(self.kind.with_subject(name, event));
+    }
+}
+
+/// Rounded to two decimals.
+fn milliseconds(nanoseconds: u64) -> f64 {
+    (nanoseconds as f64 / 1e4).round() / 1e2
 }
 
 fn seconds(lasted: Duration) -> Value {

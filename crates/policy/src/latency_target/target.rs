@@ -27,6 +27,21 @@ impl TargetDirections {
     }
 }
 
+/// Latency settings of a disk or a group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct LatencySettings {
+    /// Its target.
+    pub target: Option<PercentileTarget>,
+    /// Rate that it keeps while targets of others are enforced, in hundredths of a percent of the
+    /// device's throughput; `None` for the default ([`MemberSample::floor`](super::MemberSample)).
+    pub floor_permyriad: Option<u16>,
+}
+
+impl LatencySettings {
+    /// Largest floor: the whole device.
+    pub const MAX_FLOOR_PERMYRIAD: u16 = 10_000;
+}
+
 /// A bound on a percentile of the times from admission to completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PercentileTarget {

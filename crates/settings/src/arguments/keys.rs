@@ -83,7 +83,7 @@ impl<O: OptionSelection> ConfigKeyArgs<O> {
 
 impl<O: OptionSelection<Config = DiskConfig>> ConfigKeyArgs<O> {
     /// Reads the given options that `is_included` selects into a disk. With `--group`, limits,
-    /// reservations and watermark apply to the group, which is returned.
+    /// reservations, watermark and latency settings apply to the group, which is returned.
     ///
     /// # Errors
     /// Fails on a malformed value.
@@ -168,7 +168,7 @@ impl<O: OptionSelection> FromArgMatches for ConfigKeyArgs<O> {
 pub fn describe_shared_group(option: Arg) -> Arg {
     match option.get_id() == "group" {
         true => {
-            option.help("Put the disks into one group, which shares the limits, reservations and watermark")
+            option.help("Put the disks into one group, which shares the limits, reservations, watermark and latency target")
         }
         false => option,
     }

@@ -11,7 +11,9 @@ use policy::{
     throttle::{LimitPart, LimitSetting},
 };
 use serde_json::{Map, Value};
-use settings::{ConfigError, DiskConfig, KeyTable as _, Origin, key::ValueError, suggest};
+use settings::{
+    ConfigError, DiskConfig, KeyTable as _, LatencyConfig, LatencySetting, Origin, key::ValueError, suggest,
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SettingName {
@@ -20,6 +22,7 @@ pub(crate) enum SettingName {
     IopsReservation,
     BpsReservation,
     Watermark,
+    Latency(LatencySetting),
     Group,
     Prefetch,
     PrefetchNumber(prefetch::PrefetchSetting),
@@ -31,9 +34,9 @@ impl SettingName {
     }
 
     pub(crate) fn of_throttle() -> impl Iterator<Item = Self> {
-        let scheduler =
-            [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark, Self::Group];
-        LimitSetting::ALL.into_iter().map(Self::Limit).chain(scheduler)
+        let scheduler = [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark];
+        let latency = LatencySetting::ALL.map(Self::Latency);
+        LimitSetting::ALL.into_iter().map(Self::Limit).chain(scheduler).chain(latency).chain([Self::Group])
     }
 
     pub(crate) fn of_prefetch() -> impl Iterator<Item = Self> {
@@ -48,6 +51,7 @@ impl SettingName {
             Self::IopsReservation => "iops-reservation",
             Self::BpsReservation => "bps-reservation",
             Self::Watermark => "watermark",
+            Self::Latency(setting) => setting.name(),
             Self::Group => "group",
             Self::Prefetch => settings::prefetch::MODE,
             Self::PrefetchNumber(setting) => setting.name(),
@@ -77,6 +81,7 @@ impl SettingName {
     pub(crate) fn default(self) -> SettingValue {
         match self {
             Self::Group => SettingValue::Text(String::new()),
+            Self::Latency(setting) => SettingValue::Text(LatencyConfig::default().text(setting)),
             Self::Weight => SettingValue::Number(100),
             Self::Limit(LimitSetting::Limit(_, LimitPart::BurstLength)) => SettingValue::Number(1),
             Self::Prefetch => SettingValue::Text(PrefetchMode::default().to_string()),
@@ -94,6 +99,15 @@ impl SettingName {
             Self::IopsReservation => settings.iops_reservation,
             Self::BpsReservation => settings.bps_reservation,
             Self::Watermark => settings.watermark,
+            Self::Latency(setting) => {
+                let text = match setting {
+                    LatencySetting::Target => &settings.latency_target,
+                    LatencySetting::Percentile => &settings.latency_percentile,
+                    LatencySetting::Directions => &settings.latency_of,
+                    LatencySetting::Floor => &settings.latency_floor,
+                };
+                return text.clone().map_or_else(|| self.default(), SettingValue::Text);
+            }
             Self::Group => return SettingValue::Text(settings.group.clone().unwrap_or_default()),
             Self::Prefetch => {
                 let mode =
@@ -111,6 +125,7 @@ impl SettingName {
     pub(crate) fn read(self, text: &str) -> Result<SettingValue, String> {
         let value = match self {
             Self::Group => Ok(SettingValue::Text(text.to_owned())),
+            Self::Latency(setting) => latency_text(setting, text).map(SettingValue::Text),
             Self::Prefetch => {
                 settings::parse::<PrefetchMode>(text).map(|mode| SettingValue::Text(mode.to_string()))
             }
@@ -142,6 +157,9 @@ impl SettingName {
     pub(crate) fn format(self, value: &SettingValue) -> String {
         match value {
             SettingValue::Text(text) if text.is_empty() => "none".to_owned(),
+            SettingValue::Text(text) if self == Self::Latency(LatencySetting::Target) && text == "0" => {
+                "none".to_owned()
+            }
             SettingValue::Text(text) => text.clone(),
             SettingValue::Number(0) => "none".to_owned(),
             SettingValue::Number(seconds) if self == Self::Limit(LimitSetting::BurstFor) => {
@@ -151,6 +169,16 @@ impl SettingName {
             SettingValue::Number(number) => number.to_string(),
         }
     }
+}
+
+/// Checks a value of a latency setting, and returns it in the form that the daemon reports.
+///
+/// # Errors
+/// Returns the rule that the text breaks.
+pub(crate) fn latency_text(setting: LatencySetting, text: &str) -> Result<String, String> {
+    let mut config = LatencyConfig::default();
+    config.read(setting, text)?;
+    Ok(config.text(setting))
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,8 +3,8 @@
 use std::ops::Deref;
 
 use api::{
-    DaemonStatus, DiskStatus, ExportStatus, GroupStatus, MemberSettings, PrefetchSettings, PrefetchStatus,
-    ThrottleStatus, WatermarkStatus,
+    DaemonStatus, DiskStatus, ExportStatus, GroupStatus, LatencyControlStatus, MemberSettings,
+    PrefetchSettings, PrefetchStatus, ThrottleStatus, WatermarkStatus,
 };
 use policy::prefetch::{PrefetchMode, PrefetchSetting};
 use serde::Serialize;
@@ -83,6 +83,13 @@ impl<'a> StatusNode<'a> {
         match self {
             Self::Disk(disk) => &disk.watermark_status,
             Self::Group(group) => &group.watermark_status,
+        }
+    }
+
+    pub(crate) fn latency_control(self) -> &'a LatencyControlStatus {
+        match self {
+            Self::Disk(disk) => &disk.latency_control,
+            Self::Group(group) => &group.latency_control,
         }
     }
 

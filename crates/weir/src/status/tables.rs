@@ -31,6 +31,7 @@ pub(super) fn render(
         disks(report, rates, selection, form),
         groups(report, rates, selection, form),
         bursts(report, selection),
+        latency_targets(report, selection),
         cluster_groups(report, selection),
         unavailable_disks(report, selection),
         unmet_reservations(report, selection),
@@ -410,6 +411,50 @@ fn burst_time(nanoseconds: u64) -> String {
         120_000_000_000.. => figures::age(nanoseconds),
         _ => figures::time(nanoseconds),
     }
+}
+
+/// Latency targets, and disks and groups that are throttled for targets of others. `MEASURED` is
+/// from admission to completion; `WAIT P99` are the waits for limits before that.
+fn latency_targets(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
+    let mut table = TextTable::new([
+        ("NAME", ColumnAlignment::Left),
+        ("LATENCY TARGET", ColumnAlignment::Left),
+        ("STATE", ColumnAlignment::Left),
+        ("MEASURED", ColumnAlignment::Right),
+        ("WAIT P99", ColumnAlignment::Right),
+        ("ALONE", ColumnAlignment::Right),
+        ("CAP", ColumnAlignment::Right),
+    ]);
+    let disks = report.disks.iter();
+    let disks = disks.map(|disk| (&disk.name, &disk.settings, &disk.latency_control, &disk.throttle));
+    let groups = report.groups.iter();
+    let groups = groups.map(|group| (&group.name, &group.settings, &group.latency_control, &group.throttle));
+    for (name, settings, control, throttle) in disks.chain(groups) {
+        if control.is_empty() || !selection.includes(name) {
+            continue;
+        }
+        let state = control.state.clone().unwrap_or_else(|| "throttled".to_owned());
+        let time = |nanoseconds: Option<u64>| nanoseconds.map_or_else(dash, figures::time);
+        table.row(vec![
+            name.clone(),
+            latency_target(settings),
+            state,
+            time(control.measured_ns),
+            time(throttle.recent_wait_ns.as_ref().map(|wait| wait.p99)),
+            time(control.alone_ns),
+            control.cap_iops.map_or_else(dash, |cap| format!("{cap}/s")),
+        ]);
+    }
+    table
+}
+
+/// `5ms p99`, `5ms p99.9 of reads`; a dash without a target.
+fn latency_target(settings: &MemberSettings) -> String {
+    let Some(target) = &settings.latency_target else { return dash() };
+    let percentile = settings.latency_percentile.as_deref().unwrap_or("99");
+    let requests = settings.latency_of.as_deref().filter(|requests| *requests != "all");
+    let requests = requests.map(|requests| format!(" of {requests}")).unwrap_or_default();
+    format!("{target} p{percentile}{requests}")
 }
 
 /// Local groups of cluster-wide limits.

@@ -9,12 +9,12 @@ use std::fmt;
 use api::MemberSettings;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, LimitPart, LimitSetting};
-use settings::arguments::limits;
+use settings::{LatencySetting, arguments::limits};
 
 use crate::{
     client::{
         ControlAddress,
-        change::{SettingName, SettingValue, SettingsChange},
+        change::{SettingName, SettingValue, SettingsChange, latency_text},
     },
     settings_command::SaveArgs,
 };
@@ -32,6 +32,9 @@ Examples:
       No limit on bytes. The others apply while the device's utilization is above 90%.
   weir throttle vm1 --group gold --weight 200 --save
       Moves the disk into a group, with twice the default weight; saved in the config file.
+  weir throttle db --latency-target 5ms
+      99% of its requests complete within 5 ms after their admission; other disks on its device are
+      throttled to keep that.
   weir throttle gold --cluster --iops-total 10000
       A limit for all hosts of the cluster together, kept in etcd.
 
@@ -60,6 +63,8 @@ pub(crate) struct ThrottleArgs {
     pub(crate) cluster: ClusterLimitArgs,
     #[command(flatten)]
     scheduler: ThrottleShareArgs,
+    #[command(flatten)]
+    latency: LatencyArgs,
     #[command(flatten)]
     pub(crate) save: SaveArgs,
 }
@@ -92,7 +97,7 @@ impl fmt::Display for FallbackShareArg {
 pub(crate) struct ClusterLimitArgs {
     /// Change the group's limits for all hosts of the cluster together, kept in etcd (weights,
     /// reservations and watermarks are set on each host)
-    #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "group", "no_group"])]
+    #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "latency_target", "latency_percentile", "latency_of", "latency_floor", "group", "no_group"])]
     pub(crate) cluster: bool,
     /// Largest number of hosts; raised automatically as more join [initially: 16]
     #[arg(long, value_name = "N", value_parser = settings::count, requires = "cluster")]
@@ -128,6 +133,25 @@ struct ThrottleShareArgs {
     /// Remove it from its group
     #[arg(long)]
     no_group: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Latency")]
+struct LatencyArgs {
+    /// Time within which requests complete after their admission, such as 5ms; other disks on the
+    /// device are throttled to keep it. 0 is none
+    #[arg(long, value_name = "TIME", value_parser = |text: &str| latency_text(LatencySetting::Target, text))]
+    latency_target: Option<String>,
+    /// Percentage of the requests that the latency target covers [initially: 99]
+    #[arg(long, value_name = "PERCENT", value_parser = |text: &str| latency_text(LatencySetting::Percentile, text))]
+    latency_percentile: Option<String>,
+    /// Requests that the latency target covers: all, reads or writes [initially: all]
+    #[arg(long, value_name = "REQUESTS", value_parser = |text: &str| latency_text(LatencySetting::Directions, text))]
+    latency_of: Option<String>,
+    /// Percentage of the device's throughput that remains while latency targets of others are
+    /// enforced, or `default`: 1, and at most 10 for all disks together
+    #[arg(long, value_name = "PERCENT", value_parser = |text: &str| latency_text(LatencySetting::Floor, text))]
+    latency_floor: Option<String>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -173,6 +197,28 @@ impl ThrottleArgs {
         for (name, value) in numbers {
             if let Some(value) = value {
                 change.set(name, SettingValue::Number(*value));
+            }
+        }
+        let LatencyArgs { latency_target, latency_percentile, latency_of, latency_floor } = &self.latency;
+        let texts = [
+            (LatencySetting::Target, latency_target),
+            (LatencySetting::Percentile, latency_percentile),
+            (LatencySetting::Directions, latency_of),
+            (LatencySetting::Floor, latency_floor),
+        ];
+        for (setting, text) in texts {
+            if let Some(text) = text {
+                change.set(SettingName::Latency(setting), SettingValue::Text(text.clone()));
+            }
+        }
+        // A removed target takes its percentile and requests along. Named in the change, so that
+        // they are printed and saved.
+        if latency_target.as_deref() == Some("0") {
+            for setting in [LatencySetting::Percentile, LatencySetting::Directions] {
+                let name = SettingName::Latency(setting);
+                if name.of(before) != name.default() && !change.iter().any(|(changed, _)| changed == name) {
+                    change.set(name, name.default());
+                }
             }
         }
         // The protocol has an empty name for no group.

@@ -3,7 +3,7 @@
 use std::path::{self, Path};
 
 use api::{DiskStatus, MemberSettings, PrefetchSettings};
-use settings::{DesiredState, config, prefetch::short_name};
+use settings::{DesiredState, LatencySetting, config, prefetch::short_name};
 
 use super::checker::{GuaranteeFinding, GuaranteeVerdict};
 use crate::client::{
@@ -129,8 +129,13 @@ fn reported_form(
     let number = |prefetch: &policy::prefetch::PrefetchConfig, setting| {
         (short_name(setting).to_owned(), prefetch.get(setting))
     };
+    let latency = |setting| Some(settings.latency.text(setting));
     MemberSettings {
         group,
+        latency_target: latency(LatencySetting::Target),
+        latency_percentile: latency(LatencySetting::Percentile),
+        latency_of: latency(LatencySetting::Directions),
+        latency_floor: latency(LatencySetting::Floor),
         weight: Some(hold.share.weight().into()),
         iops_reservation: Some(hold.share.iops_reservation()),
         bps_reservation: Some(hold.share.bps_reservation()),

@@ -8,6 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
+    latency_target::RateCap,
     throttle::{
         BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, Limits, MemberDemands, NodeId,
         QuotaLease, ReservableCapacity, ThrottleError, ThrottleStats, ThrottleSummary,
@@ -227,6 +228,29 @@ impl ThrottleGroup {
         let now = reactor::now();
         self.shared_tree.lock().enforce(self.node, enforcement, now);
         arm(self.shared_tree.admit_ready(now));
+    }
+
+    /// Sets or removes the cap, also for waiting requests: a second set of limits, which a
+    /// controller changes often. See
+    /// [`policy::throttle::ThrottleTree::set_cap`].
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn set_cap(&self, cap: Option<RateCap>) {
+        let now = reactor::now();
+        if self.shared_tree.lock().set_cap(self.node, cap.map(RateCap::limits), now) {
+            arm(self.shared_tree.admit_ready(now));
+        }
+    }
+
+    /// The cap in force.
+    pub fn cap(&self) -> Option<Limits> {
+        self.shared_tree.lock().tree().cap(self.node)
+    }
+
+    /// True if requests have waited for the cap since the last call, or wait for it now.
+    pub fn take_cap_wait(&self) -> bool {
+        self.shared_tree.lock().tree().take_cap_wait(self.node)
     }
 
     /// Sets the reservable capacity of the device below it, which bounds the reservations here and

@@ -6,10 +6,11 @@
 use std::sync::Arc;
 
 use policy::{
+    latency_target::RateCap,
     request::Direction,
     throttle::{
-        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, LevelCause, RequestCost, SpareRefund,
-        ThrottleError, ThrottleStats, ThrottleSummary,
+        BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, LevelCause, Limits, RequestCost,
+        SpareRefund, ThrottleError, ThrottleStats, ThrottleSummary,
     },
     watermark::Watermark,
 };
@@ -205,6 +206,34 @@ impl ThrottleMember {
         let shared_tree = Arc::clone(&location.shared_tree);
         drop(location);
         arm(shared_tree.admit_ready(now));
+    }
+
+    /// Sets or removes the cap, also for waiting requests: a second set of limits, which a
+    /// controller changes often, and which a move to another group removes. See
+    /// [`policy::throttle::ThrottleTree::set_cap`].
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn set_cap(&self, cap: Option<RateCap>) {
+        let now = reactor::now();
+        let location = self.slot.lock();
+        if location.shared_tree.lock().set_cap(location.node, cap.map(RateCap::limits), now) {
+            let shared_tree = Arc::clone(&location.shared_tree);
+            drop(location);
+            arm(shared_tree.admit_ready(now));
+        }
+    }
+
+    /// The cap in force.
+    pub fn cap(&self) -> Option<Limits> {
+        let location = self.slot.lock();
+        location.shared_tree.lock().tree().cap(location.node)
+    }
+
+    /// True if requests have waited for the cap since the last call, or wait for it now.
+    pub fn take_cap_wait(&self) -> bool {
+        let location = self.slot.lock();
+        location.shared_tree.lock().tree().take_cap_wait(location.node)
     }
 
     /// Lifts all limits of its tree permanently: its own, those of its groups, and those of all

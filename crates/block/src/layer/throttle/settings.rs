@@ -1,6 +1,7 @@
 //! Settings of a disk and of a group, as values that are compared and replaced as a whole.
 
 use policy::{
+    latency_target::LatencySettings,
     throttle::{Limits, NodeShare},
     watermark::Watermark,
 };
@@ -14,6 +15,8 @@ pub struct DiskSettings {
     pub share: NodeShare,
     /// Percent of its device's utilization below which its own limits are not enforced.
     pub watermark: Watermark,
+    /// Its latency target, and its floor beside targets of others.
+    pub latency: LatencySettings,
 }
 
 /// Limits and share of a group. The default is no limits and an equal share.
@@ -25,4 +28,6 @@ pub struct GroupSettings {
     pub share: NodeShare,
     /// Percent of a device's utilization below which its limits are not enforced.
     pub watermark: Watermark,
+    /// Its latency target, and its floor beside targets of others.
+    pub latency: LatencySettings,
 }

@@ -164,6 +164,7 @@ impl SharedThrottleTree {
             *lifted = true;
             for &node in nodes.keys() {
                 tree.enforce(node, Enforcement::Lifted, now);
+                tree.set_cap(node, None, now).expect("no limits are valid");
             }
             locked.update_flags();
         }
@@ -214,6 +215,28 @@ impl LockedTree<'_> {
         if !self.state.lifted {
             self.state.tree.enforce(node, enforcement, now);
         }
+    }
+
+    /// Sets or removes the cap of a node; returns false if it has this cap already, or limits are
+    /// lifted permanently. Call [`SharedThrottleTree::admit_ready`] after a change.
+    ///
+    /// # Panics
+    /// Panics if the cap's limits are invalid.
+    pub(super) fn set_cap(&mut self, node: NodeId, cap: Option<Limits>, now: Instant) -> bool {
+        let SharedThrottleTreeState { tree, nodes, lifted, .. } = &mut *self.state;
+        let before = tree.cap(node);
+        if *lifted || before == cap {
+            return false;
+        }
+        tree.set_cap(node, cap, now).expect("valid limits");
+        if before.is_some() != cap.is_some() {
+            match nodes.get(&node) {
+                // No node is below a disk, so only its own flag changes.
+                Some(Some(flag)) => flag.store(tree.is_unlimited(node), Ordering::Relaxed),
+                _ => self.update_flags(),
+            }
+        }
+        true
     }
 
     /// Removes a node without children; returns its waiting requests.

@@ -13,7 +13,7 @@
 
 use std::{path::Path, rc::Rc};
 
-use ::settings::TlsCredentialFiles;
+use ::settings::{LatencyConfig, LatencySetting, TlsCredentialFiles};
 use block::layer::throttle::GroupSettings;
 use image::Secret;
 use policy::{
@@ -46,12 +46,16 @@ const SIMPLE: &str = "authz-simple";
 const LIST: &str = "authz-list";
 const TYPES: [&str; 6] = [LIST, SIMPLE, SECRET, TYPE, PSK, X509];
 /// weir's own properties, with their types.
-const OWN: [(&str, &str); 6] = [
+const OWN: [(&str, &str); 10] = [
     ("x-weir-burst-for", "int"),
     ("x-weir-weight", "int"),
     ("x-weir-iops-reservation", "int"),
     ("x-weir-bps-reservation", "int"),
     ("x-weir-watermark", "int"),
+    ("x-weir-latency-target", "string"),
+    ("x-weir-latency-percentile", "string"),
+    ("x-weir-latency-of", "string"),
+    ("x-weir-latency-floor", "string"),
     ("x-weir-parent", "string"),
 ];
 
@@ -360,7 +364,7 @@ impl QmpCommand for QomGet {
             ObjectPath::Root | ObjectPath::Objects => return Err(no_property_error("container", property)),
             ObjectPath::Group(name) => registry.groups.get(&name)?,
         };
-        let GroupSettings { limits, share, watermark } = group.settings();
+        let GroupSettings { limits, share, watermark, latency } = group.settings();
         Ok(match property {
             "type" => json!(TYPE),
             "limits" => settings::all_limits(&limits),
@@ -370,6 +374,10 @@ impl QmpCommand for QomGet {
             "x-weir-bps-reservation" => json!(share.bps_reservation()),
             "x-weir-watermark" => json!(watermark.percent()),
             "x-weir-parent" => json!(group.parent().map_or("", |parent| parent.name())),
+            _ if latency_property(property).is_some() => {
+                let setting = latency_property(property).expect("as before");
+                json!(LatencyConfig::from_running(&latency).text(setting))
+            }
             _ => match limit_property(property) {
                 Some(setting) => json!(settings::qemu_value(&limits, setting)),
                 None => return Err(no_property_error(TYPE, property)),
@@ -443,6 +451,10 @@ fn read_changes(property: String, value: Value) -> Result<SettingChanges, QmpErr
 fn limit_property(property: &str) -> Option<LimitSetting> {
     let setting = LimitSetting::from_name(property.strip_prefix("x-")?)?;
     LimitSetting::of_qemu().find(|known| *known == setting)
+}
+
+fn latency_property(property: &str) -> Option<LatencySetting> {
+    LatencySetting::from_name(property.strip_prefix("x-weir-")?)
 }
 
 fn no_property_error(kind: &str, property: &str) -> QmpError {

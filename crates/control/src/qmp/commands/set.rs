@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::{
     change::RegistryChange,
+    latency_targets,
     qmp::{
         arguments::QmpArguments,
         caches::{self, Qcow2CacheChanges},
@@ -113,6 +114,10 @@ impl SetSettings {
             );
             return Err(QmpError::rule("watermark", rule));
         }
+        if settings.latency != before.latency || self.group.is_some() {
+            latency_targets::check_above(&settings.latency, group.as_ref())
+                .map_err(|rule| QmpError::rule("latency-target", rule))?;
+        }
         let of_disk =
             |error: &dyn std::fmt::Display| QmpError::generic(format!("disk {}: {error}", self.name));
         let before = (disk.prefetch().settings(), running.caches.get());
@@ -171,6 +176,11 @@ pub(super) async fn set_group(
     settings: GroupSettings,
 ) -> Result<(), QmpError> {
     let before = group.settings();
+    if settings.latency != before.latency {
+        latency_targets::check_above(&settings.latency, group.parent())
+            .and_then(|()| latency_targets::check_below(registry, &settings.latency, group))
+            .map_err(|rule| QmpError::rule("latency-target", rule))?;
+    }
     group.set(settings)?;
     let published = publish_reservations(registry).await;
     if published.is_err() {

@@ -5,6 +5,7 @@
 
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
+use ::settings::{LatencyConfig, LatencySetting};
 use api::{
     BurstStatus, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
     DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, LimitBucketStatus, MemberSettings,
@@ -19,8 +20,7 @@ use export::nbd::RejectedClientCounts;
 use image::Image;
 use policy::{
     throttle::{
-        AdmissionCounters, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, Limits, NodeShare,
-        ThrottleStats,
+        AdmissionCounters, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, ThrottleStats,
     },
     watermark::{MeasuredCapacity, Watermark},
 };
@@ -29,6 +29,7 @@ use serde_json::value::{RawValue, to_raw_value};
 
 use crate::{
     devices::DeviceWithDisks,
+    latency_targets,
     openers::DeviceOpeners,
     qmp::{
         arguments::QmpArguments, caches, command::QmpTextCommand, error::QmpError, errors, prefetch, settings,
@@ -137,6 +138,7 @@ fn disk_status(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
             disk.throttle().settings().watermark,
             disk.throttle().enforcement(),
         ),
+        latency_control: latency_targets::status(registry, disk.name(), disk.throttle().cap()),
         throttle: throttle_status(&disk.throttle().stats()),
         read_ahead: prefetch::status(&disk.prefetch().stats()),
         errors: error_counts(failures),
@@ -167,11 +169,11 @@ fn error_counts(failures: &Failures) -> ErrorCounts {
 
 fn disk_settings(registry: &Registry, disk: &Disk) -> MemberSettings {
     let member = disk.throttle();
-    let DiskSettings { limits, share, watermark } = member.settings();
+    let DiskSettings { limits, share, watermark, latency } = member.settings();
     MemberSettings {
         group: member.group().map(|group| group.name().to_owned()),
         prefetch: Some(prefetch::settings(&disk.prefetch().settings())),
-        ..member_settings(registry, disk.name(), &limits, share, watermark)
+        ..member_settings(registry, disk.name(), &GroupSettings { limits, share, watermark, latency })
     }
 }
 
@@ -180,7 +182,8 @@ fn group_status(
     group: &Arc<ThrottleGroup>,
     members: &HashMap<*const ThrottleGroup, Vec<String>>,
 ) -> GroupStatus {
-    let GroupSettings { limits, share, watermark } = group.settings();
+    let of_group = group.settings();
+    let GroupSettings { limits, watermark, .. } = of_group;
     let shared = group.quota_lease().map(|lease| ClusterLimits {
         limits: settings::set_limits(&lease.cluster_limits),
         leased: limits != lease.fallback,
@@ -190,9 +193,10 @@ fn group_status(
         disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
         settings: MemberSettings {
             group: group.parent().map(|parent| parent.name().to_owned()),
-            ..member_settings(registry, group.name(), &limits, share, watermark)
+            ..member_settings(registry, group.name(), &of_group)
         },
         watermark_status: watermark_status(watermark, group.enforcement()),
+        latency_control: latency_targets::status(registry, group.name(), group.cap()),
         throttle: throttle_status(&group.stats()),
         cluster: shared,
         rate: None,
@@ -200,20 +204,22 @@ fn group_status(
 }
 
 /// Settings that disks and groups have in common. Reservations and watermarks of zero are omitted.
-fn member_settings(
-    registry: &Registry,
-    name: &str,
-    limits: &Limits,
-    share: NodeShare,
-    watermark: Watermark,
-) -> MemberSettings {
+fn member_settings(registry: &Registry, name: &str, of_member: &GroupSettings) -> MemberSettings {
+    let GroupSettings { limits, share, watermark, latency } = of_member;
     let set = |amount: u64| (amount > 0).then_some(amount);
+    let latency = LatencyConfig::from_running(latency);
+    let text = |setting| Some(latency.text(setting));
+    let of_target = |setting| text(setting).filter(|_| latency.target_ns > 0);
     MemberSettings {
         weight: Some(share.weight().into()),
         iops_reservation: set(share.iops_reservation()),
         bps_reservation: set(share.bps_reservation()),
         unmet_reservation: registry.groups.unmet.borrow().get(name).map(UnmetReservationEntry::to_status),
         watermark: set(watermark.percent().into()),
+        latency_target: of_target(LatencySetting::Target),
+        latency_percentile: of_target(LatencySetting::Percentile),
+        latency_of: of_target(LatencySetting::Directions),
+        latency_floor: text(LatencySetting::Floor).filter(|_| latency.floor_permyriad.is_some()),
         limits: settings::set_limits(limits),
         ..MemberSettings::default()
     }

@@ -310,6 +310,65 @@ fn group_cycles_are_rejected() {
 }
 
 #[test]
+fn latency_targets_are_checked() {
+    let range = "is out of range; a latency target is from 10us to 100s (0 is none)";
+    check_disk("latency-target = \"1us\"", range);
+    check_disk("latency-target = \"200s\"", range);
+    check_disk("latency-target = 5", "has no unit (write 5s for seconds, or 5ms)");
+    let percentile = "is no percentile from 50 to 99.99 with at most two decimals (write 99 or 99.9)";
+    check_disk("latency-target = \"5ms\"\nlatency-percentile = 49", percentile);
+    check_disk("latency-target = \"5ms\"\nlatency-percentile = 100", percentile);
+    let floor =
+        "is no percentage of the device from 0 to 100 with at most two decimals (write 5, or default)";
+    check_disk("latency-floor = 101", floor);
+    let alone = "has no effect without latency-target (set latency-target too)";
+    check_disk("latency-percentile = 95", alone);
+    check_disk("latency-target = 0\nlatency-of = \"reads\"", alone);
+    check(
+        "[group.g]\nlatency-target = \"5ms\"\n[group.h]\ngroup = \"g\"\n[disk.a]\nimage = \"a\"\n\
+         group = \"h\"\nlatency-target = \"1ms\"\n",
+        "weir.toml:8: disk.a.latency-target = \"1ms\": cannot be set inside group \"g\", which has a \
+         latency-target for all its disks together (remove one of them)",
+    );
+    check(
+        "[group.g]\nlatency-target = \"5ms\"\n[group.h]\ngroup = \"g\"\nlatency-target = \"1ms\"\n",
+        "weir.toml:5: group.h.latency-target = \"1ms\": cannot be set inside group \"g\", which has a \
+         latency-target for all its disks together (remove one of them)",
+    );
+}
+
+#[test]
+fn targets_without_neighbours_are_remarked() {
+    let remarked = |text: &str| -> Vec<String> {
+        let plan = plan(text);
+        plan.ineffective_settings()
+            .into_iter()
+            .map(|remark| format!("{}: {}", remark.name, remark.remark))
+            .collect()
+    };
+    let remark = |name: &str| {
+        format!(
+            "{name}: no other disk of this file can be on the same device, so there is no disk to throttle \
+             for the latency-target"
+        )
+    };
+    let target = "latency-target = \"5ms\"\n";
+    let file = |name: &str, more: &str| format!("[disk.{name}]\nimage = \"{name}\"\n{more}");
+    let memory = |name: &str, more: &str| format!("[disk.{name}]\nimage = \"memory:1M\"\n{more}");
+    assert_eq!(remarked(&file("a", target)), [remark("a")]);
+    assert_eq!(remarked(&(file("a", target) + &memory("b", ""))), [remark("a")]);
+    assert!(remarked(&(file("a", target) + &file("b", ""))).is_empty());
+    let shared = "rate = \"iops=100,shared=x\"\n";
+    let own = "rate = \"iops=100\"\n";
+    assert_eq!(remarked(&(memory("a", &(own.to_owned() + target)) + &memory("b", own))), [remark("a")]);
+    assert!(remarked(&(memory("a", &(shared.to_owned() + target)) + &memory("b", shared))).is_empty());
+    let group = format!("[group.g]\n{target}");
+    let members = file("a", "group = \"g\"\n") + &file("b", "group = \"g\"\n");
+    assert_eq!(remarked(&(group.clone() + &members)), [remark("g")]);
+    assert!(remarked(&(group + &members + &file("c", ""))).is_empty());
+}
+
+#[test]
 fn settings_without_effect_are_remarked() {
     let remarks = |text: &str| -> Vec<String> {
         let plan = plan(text);

@@ -12,6 +12,7 @@ use ratatui::{
     style::Modifier,
     text::{Line, Span},
 };
+use settings::LatencySetting;
 
 use crate::{
     client::{
@@ -97,6 +98,7 @@ fn settings(report: &DaemonReport, node: StatusNode<'_>) -> String {
         SettingName::IopsReservation,
         SettingName::BpsReservation,
         SettingName::Watermark,
+        SettingName::Latency(LatencySetting::Target),
     ] {
         let value = name.of(node_settings);
         if value != name.default() || name == SettingName::Weight {
