@@ -22,6 +22,7 @@ use control::{
     qmp,
     registry::{Registry, RunningDisk},
 };
+use settings::LatencySetting;
 use simulator::limit_preview::{PreviewDisk, PreviewGroup, PreviewResult};
 use tokio::time::timeout;
 
@@ -102,6 +103,16 @@ pub(super) fn preview_input(
     request: SettingsRequest,
 ) -> Result<PreviewInput, ChangeError> {
     let SettingsRequest { kind: of, name, settings, .. } = request;
+    // The requests are replayed with their recorded service times, which no cap changes.
+    if let Some(latency) =
+        LatencySetting::ALL.into_iter().find(|latency| settings.contains_key(latency.name()))
+    {
+        return Err(ChangeError::Rejected(format!(
+            "{}: a preview replays the service times of recorded requests, which a latency target would \
+             change (apply it, and observe its state)",
+            latency.name()
+        )));
+    }
     let unknown = |refused: control::registry::RegistryError| ChangeError::Unknown(refused.to_string());
     let changed = |before| qmp::settings_after(before, settings).map_err(ChangeError::Rejected);
     let disks = registry.disks.all();

@@ -31,9 +31,11 @@
 mod budget;
 mod claim;
 mod division;
+mod members;
 mod tail;
 mod target;
 
+pub use members::{MemberSettings, Membership, PlacedDisk, memberships};
 pub use target::{LatencySettings, PercentileTarget, TargetDirections};
 
 use alloc::collections::BTreeMap;
@@ -107,6 +109,9 @@ pub struct MemberSample<'a> {
     pub bytes: u64,
     /// Requests admitted and not completed now.
     pub in_flight: u64,
+    /// Mean number of requests in flight since the last step; 0 if it is unknown. With a few
+    /// requests in flight, their number at one instant is noise.
+    pub mean_in_flight: f64,
     /// True if requests waited for the cap since the last step, or wait now. Waits for the member's
     /// own limits or its groups' do not count.
     pub is_waiting: bool,

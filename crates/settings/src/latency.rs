@@ -127,6 +127,16 @@ impl LatencyConfig {
         }
     }
 
+    /// As [`LatencyConfig::text`]; `None` without a target, and for the default floor.
+    pub(crate) fn literal(&self, setting: LatencySetting) -> Option<String> {
+        let is_none = match setting {
+            LatencySetting::Target => self.target_ns == 0,
+            LatencySetting::Floor => self.floor_permyriad.is_none(),
+            LatencySetting::Percentile | LatencySetting::Directions => false,
+        };
+        (!is_none).then(|| self.text(setting))
+    }
+
     /// Applies changes in order. Removing the target removes its percentile and requests, unless
     /// the changes set them.
     ///

@@ -208,12 +208,12 @@ pub(crate) fn latency_keys<T: 'static>(
     let field = |setting: LatencySetting| {
         KeyField::new(
             move |config: &mut T, given| settings_mut(config).latency.read(setting, given.text),
-            move |config| Some(KeyLiteral::Text(settings(config).latency.text(setting))),
+            move |config| settings(config).latency.literal(setting).map(KeyLiteral::Text),
         )
     };
     table! {
         "Latency" {
-            "latency-target", KeyType::Text, "TIME", field(LatencySetting::Target), "0", Apply, Transferred,
+            "latency-target", KeyType::Text, "TIME", field(LatencySetting::Target), "", Apply, Transferred,
                 "Time within which requests complete after their admission, such as 5ms; other disks on \
                  the device are throttled to keep it. 0 is none";
             "latency-percentile", KeyType::Text, "PERCENT", field(LatencySetting::Percentile), "99", Apply,

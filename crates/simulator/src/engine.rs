@@ -34,6 +34,7 @@ use super::{
     bucket::{LimitingBucket, ThrottleTimes},
     client::{ClosedLoopClient, RequestChain},
     flow::SimulationEvent,
+    latency_target::LatencySampler,
     prefetch::PrefetchModel,
     request::{RequestOp, SimulatedRequest},
     state::{DiskState, GroupState, NEVER, SimulationState, TreeWithTimer},
@@ -119,6 +120,7 @@ pub struct SimulationEngine {
     max_tree_requests: usize,
     clients: Vec<RequestSource>,
     sampler: WatermarkSampler,
+    latency: LatencySampler,
     rows: ResultRows,
     /// True without limits and read-ahead.
     unlimited: bool,
@@ -168,6 +170,7 @@ impl SimulationEngine {
             max_tree_requests: TREE_REQUESTS,
             clients: Vec::new(),
             sampler: WatermarkSampler::default(),
+            latency: LatencySampler::default(),
             rows,
             unlimited,
         };
@@ -211,6 +214,7 @@ impl SimulationEngine {
         let node = self.state.trees[tree_index].tree.add(parent, group.settings.limits, group.settings.share);
         let node = node.map_err(|error| WorldError::Limits(format!("group {}", group.name), error))?;
         self.sampler.add_group(self.state.groups.len(), &group.settings, self.state.now);
+        self.latency.add_group(&group.settings);
         self.state.groups.push(GroupState {
             tree: tree_index,
             node,
@@ -250,6 +254,12 @@ impl SimulationEngine {
             },
         });
         self.sampler.add_disk(index, disk, &mut self.state);
+        let groups = std::iter::successors(disk.group, |&group| self.state.groups[group].parent);
+        self.latency.add_disk(disk.place, &disk.settings, groups.collect());
+        if self.latency.has_target() {
+            // A cap may be set later, for any disk.
+            self.state.disks.iter_mut().for_each(|disk| disk.has_limits = true);
+        }
         Ok(())
     }
 
@@ -424,6 +434,12 @@ impl SimulationEngine {
                 }
             }
             SimulationEvent::Sample => self.sample_devices(),
+            SimulationEvent::ControlLatency => {
+                // A larger cap admits requests at once; no timer of the tree would report that.
+                for tree_index in self.latency.step(&mut self.state) {
+                    self.release(tree_index);
+                }
+            }
         }
     }
 
@@ -589,6 +605,10 @@ impl SimulationEngine {
             Some(prefetch) => prefetch.change(request, now, &mut self.state.flow),
         };
         disk.statistics.record(request.at_ns, now, completed, request.length);
+        if let Some(direction) = request.op.direction() {
+            let times = (now, completed);
+            self.latency.record(index, direction, request.length, times, &mut self.state.flow);
+        }
         let row = || ResultRow { request: *request, admitted_ns: now, completed_ns: completed, bucket };
         match &mut self.rows {
             ResultRows::None => {}
@@ -630,6 +650,8 @@ fn limit_of_direction(
             {
                 return LimitingBucket::new(level as u8, kind);
             }
+            // A cap for a latency target is none of the configured limits.
+            Some(CauseKind::LatencyTarget) if is_limited => return LimitingBucket::NONE,
             _ => {}
         }
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use policy::{
     device_model::DeviceRates,
+    latency_target::{LatencySettings, PercentileTarget, TargetDirections},
     throttle::{LimitKind, Limits, RateLimit},
     time::NANOS_PER_SECOND,
 };
@@ -324,6 +325,55 @@ fn a_watermark_lifts_limits_while_the_device_has_room() {
     };
     assert!(longest(90) < MS, "{}", longest(90));
     assert!(longest(0) > 1000 * MS, "{}", longest(0));
+}
+
+/// Results of `db` at depth 1, with these settings, beside `loud` at depth 64 on a station of four
+/// servers for 20 s; and a disk elsewhere at depth 64.
+fn beside_loud(latency: LatencySettings) -> [Vec<ResultRow>; 3] {
+    let millisecond = ServiceTimeSpec { base_ns: MS, byte_ns: 0.0 };
+    let station = StationSpec { read: millisecond, parallel: Some(4), ..StationSpec::default() };
+    let on = |station, latency| DiskSpec {
+        settings: DiskSettings { latency, ..DiskSettings::default() },
+        place: DevicePlacement { station: Some(station), budget: None },
+        ..disk(Limits::default())
+    };
+    let none = LatencySettings::default();
+    let disks = vec![on(0, latency), on(0, none), on(1, none)];
+    let world = WorldSpec { disks, stations: vec![station, station], ..WorldSpec::default() };
+    let mut engine = SimulationEngine::new(&world, true).unwrap();
+    for (disk, depth) in [(0, 1), (1, 64), (2, 64)] {
+        engine.add_client(ClosedLoopClient::new(ClientSpec {
+            disk,
+            op: RequestOp::Read,
+            length: 4096,
+            region: 0..1 << 20,
+            random: None,
+            depth,
+            think_ns: 0,
+            count: None,
+            time: 0..20 * NANOS_PER_SECOND,
+        }));
+    }
+    while engine.run(1000) {}
+    let rows: Vec<ResultRow> = engine.take_rows().collect();
+    [0, 1, 2].map(|disk| rows.iter().filter(|row| row.request.disk == disk).copied().collect())
+}
+
+#[test]
+fn latency_target_throttles_the_other_disk() {
+    let target = PercentileTarget::new(5 * MS, 9900, TargetDirections::All);
+    let late = |rows: &[ResultRow]| {
+        let settled = rows.iter().filter(|row| row.request.at_ns > 5 * NANOS_PER_SECOND);
+        let late = settled.clone().filter(|row| row.completed_ns - row.admitted_ns > 5 * MS).count();
+        late as f64 / settled.count() as f64
+    };
+    let without = beside_loud(LatencySettings::default());
+    let with = beside_loud(LatencySettings { target, ..LatencySettings::default() });
+    assert!(late(&without[0]) > 0.9, "it waits behind 64 requests");
+    assert!(late(&with[0]) < 0.01, "{}", late(&with[0]));
+    let share = with[1].len() as f64 / without[1].len() as f64;
+    assert!(share > 0.6, "the other disk has {share} of its throughput");
+    assert_eq!(with[2], without[2], "another device is not affected");
 }
 
 #[test]

@@ -12,7 +12,7 @@ pub(super) struct EventQueue {
     events: BinaryHeap<Reverse<ScheduledEvent>>,
     // Sequence number of the last event: makes the order of events of one instant deterministic.
     last_number: u64,
-    /// Number of events that keep the simulation running: all except for samples of devices.
+    /// Number of events that keep the simulation running: all except for samples and steps of devices.
     pending: usize,
     pub(super) devices: SimulatedDevices,
 }
@@ -32,11 +32,19 @@ pub(super) enum SimulationEvent {
     Chunk(usize, FetchId),
     Written(usize, WriteId),
     Sample,
+    ControlLatency,
+}
+
+impl SimulationEvent {
+    /// True for samples and steps, which do not keep the simulation running.
+    const fn is_periodic(&self) -> bool {
+        matches!(self, Self::Sample | Self::ControlLatency)
+    }
 }
 
 impl EventQueue {
     pub(super) fn schedule(&mut self, at: u64, event: SimulationEvent) {
-        self.pending += usize::from(!matches!(event, SimulationEvent::Sample));
+        self.pending += usize::from(!event.is_periodic());
         self.last_number += 1;
         self.events.push(Reverse(ScheduledEvent { at, number: self.last_number, event }));
     }
@@ -49,7 +57,7 @@ impl EventQueue {
     #[inline]
     pub(super) fn pop(&mut self) -> Option<(u64, SimulationEvent)> {
         let Reverse(ScheduledEvent { at, event: what, .. }) = self.events.pop()?;
-        self.pending -= usize::from(!matches!(what, SimulationEvent::Sample));
+        self.pending -= usize::from(!what.is_periodic());
         Some((at, what))
     }
 

@@ -17,6 +17,7 @@ pub mod device;
 pub mod engine;
 mod flow;
 pub mod latencies;
+mod latency_target;
 pub mod limit_preview;
 pub mod over_time;
 mod prefetch;

@@ -27,7 +27,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-use policy::prefetch;
+use policy::{latency_target::LatencySettings, prefetch};
 pub use recording::{CompletedRequest, RequestOp};
 
 use super::{
@@ -141,7 +141,7 @@ pub fn replay(
             .iter()
             .map(|group| DiskGroupSpec {
                 name: group.name.clone(),
-                settings: group.settings,
+                settings: without_target(group.settings),
                 parent: group.parent,
             })
             .collect(),
@@ -230,10 +230,15 @@ impl ReplayRound {
     }
 }
 
+/// Recorded service times do not depend on the load, so a target has no effect on them.
+fn without_target(settings: DiskSettings) -> DiskSettings {
+    DiskSettings { latency: LatencySettings::default(), ..settings }
+}
+
 fn disk(disk: &PreviewDisk) -> DiskSpec {
     DiskSpec {
         name: disk.name.clone(),
-        settings: disk.settings,
+        settings: without_target(disk.settings),
         group: disk.group,
         prefetch: prefetch::PrefetchConfig::off(),
         size_bytes: UNKNOWN_SIZE,

@@ -1,28 +1,17 @@
-//! The members of a device with latency targets: which disks share the device, and which of them
-//! the controller treats as one member.
+//! The members of devices with latency targets, among the running disks.
 //!
-//! A disk is a member, with these exceptions for groups whose disks are all on one device:
-//!
-//! - The disks of a group with a target are one member. A target of a disk or group inside has no
-//!   effect; the config and all commands reject it.
-//! - The disks of a group with a reservation are one member, unless a disk or group inside has a
-//!   target.
-//!
-//! Otherwise, each disk of a group with a target has that target, and each disk of a group with a
-//! reservation has a part of it by weight.
-//!
-//! Prefetch has no node in the throttle tree, so it is part of its disk. Never samples or caps; see
-//! `latency_sampler.rs`.
+//! [`policy::latency_target::memberships`] decides which disks are one member. Prefetch has no node
+//! in the throttle tree, so it is part of its disk. Never samples or caps; see `latency_sampler.rs`.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     hash::{DefaultHasher, Hash as _, Hasher as _},
     iter,
     sync::{Arc, Weak},
 };
 
 use policy::{
-    latency_target::{MemberClass, PercentileTarget, RateCap},
+    latency_target::{MemberClass, MemberSettings, Membership, PlacedDisk, RateCap, memberships},
     throttle::NodeShare,
 };
 
@@ -107,40 +96,33 @@ pub(super) struct LatencyMember {
     pub(super) target_owner: Option<String>,
 }
 
-/// A disk with its settings and the groups that contain it, innermost first.
-struct PlacedDisk {
-    disk: Arc<Disk>,
-    device: SharedDevice,
-    settings: DiskSettings,
-    groups: Vec<(Arc<ThrottleGroup>, GroupSettings)>,
-}
-
-/// What the disks below a group have in common.
-struct GroupSummary {
-    device: SharedDevice,
-    is_on_one_device: bool,
-    has_target_below: bool,
-    /// Sum of the weights of the disks.
-    weights: u64,
-}
-
-type GroupSummaries = HashMap<*const ThrottleGroup, GroupSummary>;
-
 /// The members of all devices with a target.
 pub(super) fn members_of(
     disks: impl Iterator<Item = (Arc<Disk>, SharedDevice)>,
 ) -> BTreeMap<SharedDevice, Vec<LatencyMember>> {
-    let placed: Vec<PlacedDisk> = disks.map(|(disk, device)| PlacedDisk::new(disk, device)).collect();
-    let mut summaries = GroupSummaries::new();
-    for disk in &placed {
-        disk.summarize(&mut summaries);
+    let mut groups: BTreeMap<usize, Arc<ThrottleGroup>> = BTreeMap::new();
+    let mut running = Vec::new();
+    let mut placed = Vec::new();
+    for (disk, device) in disks {
+        let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
+        let above = above.map(|group| {
+            let GroupSettings { latency, share, .. } = group.settings();
+            let address = Arc::as_ptr(&group).addr();
+            groups.insert(address, group);
+            (address, MemberSettings { latency, share })
+        });
+        let above = above.collect();
+        let DiskSettings { latency, share, .. } = disk.throttle().settings();
+        placed.push(PlacedDisk { device, settings: MemberSettings { latency, share }, groups: above });
+        running.push(disk);
     }
-    // By device, and then by the address of the node.
+    // By device, and then by key.
     let mut members: BTreeMap<SharedDevice, BTreeMap<u64, LatencyMember>> = BTreeMap::new();
-    for PlacedDisk { disk, device, settings, groups } in placed {
-        let member = member_of(&disk, &settings, &groups, &summaries);
+    let all = memberships(&placed);
+    for ((disk, membership), PlacedDisk { device, .. }) in running.iter().zip(all).zip(placed) {
+        let member = member(disk, &membership, &groups);
         let of_device = members.entry(device).or_default();
-        of_device.entry(member.key).or_insert(member).disks.push(Arc::downgrade(&disk));
+        of_device.entry(member.key).or_insert(member).disks.push(Arc::downgrade(disk));
     }
     let has_target = |of_device: &BTreeMap<u64, LatencyMember>| {
         of_device.values().any(|member| matches!(member.class, MemberClass::Target(_)))
@@ -149,88 +131,27 @@ pub(super) fn members_of(
     members.into_iter().map(|(device, of_device)| (device, of_device.into_values().collect())).collect()
 }
 
-impl PlacedDisk {
-    fn new(disk: Arc<Disk>, device: SharedDevice) -> Self {
-        let settings = disk.throttle().settings();
-        let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
-        let groups = above.map(|group| (Arc::clone(&group), group.settings())).collect();
-        Self { disk, device, settings, groups }
-    }
-
-    /// Adds the disk to the summaries of its groups.
-    fn summarize(&self, summaries: &mut GroupSummaries) {
-        let mut has_target = self.settings.latency.target.is_some();
-        for (group, settings) in &self.groups {
-            let empty = || GroupSummary {
-                device: self.device.clone(),
-                is_on_one_device: true,
-                has_target_below: false,
-                weights: 0,
-            };
-            let summary = summaries.entry(Arc::as_ptr(group)).or_insert_with(empty);
-            summary.is_on_one_device &= summary.device == self.device;
-            summary.has_target_below |= has_target;
-            summary.weights += u64::from(self.settings.share.weight());
-            has_target |= settings.latency.target.is_some();
-        }
-    }
-}
-
-/// The member that a disk belongs to, without its disks.
-fn member_of(
+/// The member of a disk, without its disks.
+fn member(
     disk: &Arc<Disk>,
-    settings: &DiskSettings,
-    groups: &[(Arc<ThrottleGroup>, GroupSettings)],
-    summaries: &GroupSummaries,
+    membership: &Membership<usize>,
+    groups: &BTreeMap<usize, Arc<ThrottleGroup>>,
 ) -> LatencyMember {
-    let summary = |group: &Arc<ThrottleGroup>| &summaries[&Arc::as_ptr(group)];
-    // The outermost group with a target, so that nested targets have one meaning.
-    let with_target = groups.iter().rev().find(|(_, settings)| settings.latency.target.is_some());
-    let with_reservation = || {
-        let is_reserved = |(group, settings): &&(Arc<ThrottleGroup>, GroupSettings)| {
-            let is_reserved = settings.share.iops_reservation() > 0 || settings.share.bps_reservation() > 0;
-            is_reserved && summary(group).is_on_one_device && !summary(group).has_target_below
-        };
-        groups.iter().rev().find(is_reserved)
+    let Membership { group, class, share, floor_permyriad, target_group } = *membership;
+    let (name, node) = match group.map(|group| &groups[&group]) {
+        Some(group) => (group.name(), CappedNode::Group(Arc::downgrade(group))),
+        None => (&**disk.name(), CappedNode::Disk(Arc::downgrade(disk))),
     };
-    let as_one = match with_target {
-        Some(owner) => Some(owner).filter(|(group, _)| summary(group).is_on_one_device),
-        None if settings.latency.target.is_none() => with_reservation(),
-        None => None,
-    };
-    let target = with_target.map_or(settings.latency.target, |(_, settings)| settings.latency.target);
-    let class = target.map_or(MemberClass::Ordinary, MemberClass::Target);
-    let owner = with_target.map_or_else(|| disk.name().to_string(), |(group, _)| group.name().to_owned());
-    let target_owner = target.map(|_: PercentileTarget| owner);
-    if let Some((group, settings)) = as_one {
-        return LatencyMember {
-            key: key_of(group.name()),
-            node: CappedNode::Group(Arc::downgrade(group)),
-            disks: Vec::new(),
-            class,
-            share: settings.share,
-            floor_permyriad: settings.latency.floor_permyriad,
-            target_owner,
-        };
-    }
-    let [mut iops, mut bps] = [settings.share.iops_reservation(), settings.share.bps_reservation()];
-    for (group, of_group) in groups {
-        let part = |reserved: u64| {
-            let weight = u128::from(settings.share.weight());
-            (u128::from(reserved) * weight / u128::from(summary(group).weights.max(1))) as u64
-        };
-        iops = iops.max(part(of_group.share.iops_reservation()));
-        bps = bps.max(part(of_group.share.bps_reservation()));
-    }
-    let own_floor = settings.latency.floor_permyriad;
+    let owner = target_group.map_or(&**disk.name(), |group| groups[&group].name());
+    let is_target = matches!(class, MemberClass::Target(_));
     LatencyMember {
-        key: key_of(disk.name()),
-        node: CappedNode::Disk(Arc::downgrade(disk)),
+        key: key_of(name),
+        node,
         disks: Vec::new(),
         class,
-        share: settings.share.with_reservation(iops, bps),
-        floor_permyriad: own_floor,
-        target_owner,
+        share,
+        floor_permyriad,
+        target_owner: is_target.then(|| owner.to_owned()),
     }
 }
 

@@ -66,11 +66,14 @@ struct ControlledDevice {
 #[derive(Debug)]
 struct MeasuredMember {
     member: LatencyMember,
+    /// Time of the last step.
+    measured_at: Instant,
     /// Counters of each disk at the last step; parallel to the member's disks.
     counted: Vec<[u64; 2]>,
     requests: u64,
     bytes: u64,
     in_flight: u64,
+    mean_in_flight: f64,
     is_waiting: bool,
     /// Of the last step, by direction.
     latencies: [LatencyHistogram; 2],
@@ -308,13 +311,16 @@ impl MeasuredMember {
             requests: 0,
             bytes: 0,
             in_flight: 0,
+            mean_in_flight: 0.0,
+            measured_at: now(),
             is_waiting: false,
             latencies: Default::default(),
         }
     }
 
     fn measure(&mut self, now: Instant) {
-        (self.requests, self.bytes, self.in_flight) = (0, 0, 0);
+        (self.requests, self.bytes, self.in_flight, self.mean_in_flight) = (0, 0, 0, 0.0);
+        let elapsed_ns = now.nanos_since(std::mem::replace(&mut self.measured_at, now));
         self.latencies.iter_mut().for_each(LatencyHistogram::clear);
         for (disk, counted) in self.member.disks.iter().zip(&mut self.counted) {
             let counters = counters_of(disk);
@@ -323,7 +329,9 @@ impl MeasuredMember {
             self.bytes += counters[1].saturating_sub(before[1]);
             let Some(disk) = disk.upgrade() else { continue };
             let meter = disk.latency_meter();
-            self.in_flight += meter.in_flight();
+            let (in_flight, mean) = meter.take_in_flight(now, elapsed_ns);
+            self.in_flight += in_flight;
+            self.mean_in_flight += mean;
             if self.recent.is_some() {
                 meter.take_latencies(&mut self.latencies);
             }
@@ -348,6 +356,7 @@ impl MeasuredMember {
             requests: self.requests,
             bytes: self.bytes,
             in_flight: self.in_flight,
+            mean_in_flight: self.mean_in_flight,
             is_waiting: self.is_waiting,
             latencies: self.recent.is_some().then_some(&self.latencies),
         }

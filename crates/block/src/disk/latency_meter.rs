@@ -8,11 +8,12 @@
 //! [`policy::latency_target`].
 
 use std::sync::{
-    Arc, Mutex, OnceLock, PoisonError,
-    atomic::{AtomicU8, AtomicU64, Ordering::Relaxed},
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+    atomic::{AtomicU8, Ordering::Relaxed},
 };
 
-use policy::{histogram::LatencyHistogram, request::Direction};
+use policy::{histogram::LatencyHistogram, request::Direction, time::Instant};
+use reactor::{coarse_now, has_reactor};
 
 use crate::recorder::{DiskOperation, RequestRecord};
 
@@ -34,22 +35,49 @@ pub enum MeterMode {
 pub struct LatencyMeter {
     /// A [`MeterMode`].
     mode: AtomicU8,
-    in_flight: Arc<AtomicU64>,
+    in_flight: Arc<Mutex<InFlightCounter>>,
     /// By direction. Allocated with the first target, because most disks have none.
     latencies: OnceLock<Mutex<[LatencyHistogram; 2]>>,
+}
+
+/// Number of requests in flight, and its integral over time.
+#[derive(Clone, Copy, Debug, Default)]
+struct InFlightCounter {
+    requests: u64,
+    /// Requests times nanoseconds until `until`, since the last measurement.
+    integral: u128,
+    until: Instant,
+}
+
+impl InFlightCounter {
+    /// Threads read their clocks before they acquire the lock, so instants may arrive out of order.
+    fn advance_to(&mut self, now: Instant) {
+        self.integral += u128::from(self.requests) * u128::from(now.nanos_since(self.until));
+        self.until = self.until.max(now);
+    }
 }
 
 /// Requests of one permit, counted in flight until it is dropped.
 #[derive(Debug)]
 pub(super) struct InFlightRequests {
-    counter: Arc<AtomicU64>,
+    counter: Arc<Mutex<InFlightCounter>>,
     requests: u64,
 }
 
 impl Drop for InFlightRequests {
     fn drop(&mut self) {
-        self.counter.fetch_sub(self.requests, Relaxed);
+        let mut counter = lock(&self.counter);
+        // A task may be dropped while its thread exits.
+        if has_reactor() {
+            counter.advance_to(coarse_now());
+        }
+        counter.requests = counter.requests.saturating_sub(self.requests);
     }
+}
+
+/// The content is valid after each step of an update.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl LatencyMeter {
@@ -62,16 +90,19 @@ impl LatencyMeter {
         }
     }
 
-    /// Requests admitted and not completed, of those admitted since the start.
-    pub fn in_flight(&self) -> u64 {
-        self.in_flight.load(Relaxed)
+    /// Requests admitted and not completed, of those admitted since the start; and their mean number
+    /// since the last call, which was `elapsed_ns` before `now`.
+    pub fn take_in_flight(&self, now: Instant, elapsed_ns: u64) -> (u64, f64) {
+        let mut counter = lock(&self.in_flight);
+        counter.advance_to(now);
+        let integral = std::mem::take(&mut counter.integral);
+        (counter.requests, integral as f64 / elapsed_ns.max(1) as f64)
     }
 
     /// Moves the latencies measured since the last call to `target`, by direction.
     pub fn take_latencies(&self, target: &mut [LatencyHistogram; 2]) {
         let Some(latencies) = self.latencies.get() else { return };
-        // A histogram is valid after each step of an update.
-        let mut latencies = latencies.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut latencies = lock(latencies);
         for (taken, measured) in target.iter_mut().zip(latencies.iter_mut()) {
             taken.merge(measured);
             measured.clear();
@@ -83,7 +114,10 @@ impl LatencyMeter {
         if self.mode.load(Relaxed) == MeterMode::Off as u8 {
             return None;
         }
-        self.in_flight.fetch_add(requests, Relaxed);
+        let mut counter = lock(&self.in_flight);
+        counter.advance_to(coarse_now());
+        counter.requests += requests;
+        drop(counter);
         Some(InFlightRequests { counter: Arc::clone(&self.in_flight), requests })
     }
 
@@ -97,8 +131,7 @@ impl LatencyMeter {
         if has_failed || operation == DiskOperation::Flush {
             return;
         }
-        let latencies = self.latencies.get_or_init(Mutex::default);
-        let mut latencies = latencies.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut latencies = lock(self.latencies.get_or_init(Mutex::default));
         let direction: Direction = operation.direction();
         latencies[direction.index()].add(completed.nanos_since(admitted), requests.into());
     }

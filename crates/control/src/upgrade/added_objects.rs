@@ -17,7 +17,7 @@ use std::{path::Path, sync::Arc};
 use anyhow::anyhow;
 use block::layer::throttle::ThrottleGroup;
 use serde_json::{Map, Value};
-use settings::{ExportTarget as Own, VhostUserSocket};
+use settings::{ExportTarget as Own, LatencyConfig, LatencySetting, VhostUserSocket};
 
 use super::messages::{AddedDiskState, AddedExportState, AddedGroupState, ObjectOrigin, OfferedDevice};
 use crate::{
@@ -75,10 +75,18 @@ pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
     groups.into_iter().map(state_of).collect()
 }
 
-/// Arguments of `x-weir-set` for these settings; a size without a value is 0 there.
+/// Arguments of `x-weir-set` for these settings; a size without a value is 0 there. Latency settings
+/// with their defaults are omitted, because a new process without latency targets rejects them.
 fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Map<String, Value> {
+    let is_default_latency = |(key, value): &NamedValue| {
+        let setting = LatencySetting::from_name(key);
+        setting.is_some_and(|setting| {
+            value.is_null() || value.as_str() == Some(&LatencyConfig::default().text(setting))
+        })
+    };
+    let values = values.into_iter().filter(|value| !is_default_latency(value));
     let value = |value: Value| if value.is_null() { 0.into() } else { value };
-    let values = values.into_iter().map(|(key, setting)| (key.to_owned(), value(setting)));
+    let values = values.map(|(key, setting)| (key.to_owned(), value(setting)));
     values.chain([("name".to_owned(), name.into())]).collect()
 }
 

@@ -59,9 +59,12 @@ impl PercentileTarget {
     /// A target of `permyriad` ten-thousandths of the requests within `bound_ns`: 9900 is the 99th
     /// percentile. `None` outside of [`PercentileTarget::PERMYRIADS`] or
     /// [`PercentileTarget::BOUNDS_NS`].
-    pub fn new(bound_ns: u64, permyriad: u16, directions: TargetDirections) -> Option<Self> {
-        let is_valid = Self::PERMYRIADS.contains(&permyriad) && Self::BOUNDS_NS.contains(&bound_ns);
-        is_valid.then_some(Self { bound_ns, permyriad, directions })
+    pub const fn new(bound_ns: u64, permyriad: u16, directions: TargetDirections) -> Option<Self> {
+        // Not `contains` and `then_some`, which are not constant.
+        let (bounds, permyriads) = (Self::BOUNDS_NS, Self::PERMYRIADS);
+        let is_bound = bound_ns >= *bounds.start() && bound_ns <= *bounds.end();
+        let is_percentile = permyriad >= *permyriads.start() && permyriad <= *permyriads.end();
+        if is_bound && is_percentile { Some(Self { bound_ns, permyriad, directions }) } else { None }
     }
 
     /// The bound in nanoseconds.

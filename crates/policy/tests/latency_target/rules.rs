@@ -98,6 +98,7 @@ impl Measurements {
                     floor: member.floor,
                     requests,
                     bytes: part(member.bytes),
+                    mean_in_flight: 0.0,
                     in_flight: if member.requests == 0 { member.in_flight } else { part(member.in_flight) },
                     is_waiting: member.is_waiting,
                     latencies: Some(&member.latencies),

@@ -102,6 +102,7 @@ impl Law for WeirLaw {
                 requests: sample.requests,
                 bytes: sample.bytes,
                 in_flight: sample.in_flight.into(),
+                mean_in_flight: 0.0,
                 is_waiting: sample.is_waiting,
                 latencies: Some(&sample.latencies),
             }
