@@ -313,6 +313,16 @@ function facts(node) {
         const who = process ? `${process.name} (${process.pid})` : null;
         found.push([type, [who, figures.several(queues, "queue"), ...countTexts].filter(Boolean).join(" · ")]);
     }
+    const control = node["latency-control"];
+    if (control?.state) {
+        const requests = (node["latency-of"] ?? "all") === "all" ? "" : ` of ${node["latency-of"]}`;
+        found.push(["latency target", [
+            `${node["latency-target"]} p${node["latency-percentile"]}${requests}`, control.state.replaceAll("-", " "),
+            control["measured-ns"] === null ? null : `${figures.time(control["measured-ns"])} measured`,
+            control["alone-ns"] === null ? null : `${figures.time(control["alone-ns"])} alone`,
+        ].filter(Boolean).join(" · ")]);
+    }
+    if (typeof control?.["cap-iops"] === "number") found.push(["cap for latency targets", `${figures.count(control["cap-iops"])}/s`]);
     for (const [member, title] of [["weight", "weight"], ["watermark", "watermark"], ["enforcement", "limits are"]]) {
         if (node[member] !== null && node[member] !== undefined && typeof node[member] !== "object") found.push([title, member === "watermark" ? `${node[member]}%` : String(node[member])]);
     }

@@ -22,13 +22,19 @@ const LOWEST = { iops: 10, bps: 64 * 1024 };
 const AT_LEAST = { iops: 20_000, bps: 512 * 1024 ** 2 };
 
 /// Settings other than rates: their names, and if they apply to disks, groups, or both.
-const OTHERS = { "burst-for": ["disk", "group"], "iops-size": ["disk", "group"], weight: ["disk", "group"], "iops-reservation": ["disk", "group"], "bps-reservation": ["disk", "group"], watermark: ["group", "disk"] };
+const OTHERS = { "burst-for": ["disk", "group"], "iops-size": ["disk", "group"], weight: ["disk", "group"], "iops-reservation": ["disk", "group"], "bps-reservation": ["disk", "group"], watermark: ["group", "disk"], "latency-target": ["disk", "group"], "latency-percentile": ["disk", "group"], "latency-of": ["disk", "group"], "latency-floor": ["disk", "group"] };
+/// Settings whose values are texts, with the values that an empty field stands for.
+const TEXTS = { "latency-target": "0", "latency-percentile": "99", "latency-of": "all", "latency-floor": "default" };
 const NOTES = {
     "burst-for": "duration of a full burst, instead of the lengths",
     "iops-size": "bytes above which one request counts as more than one operation",
     weight: "share under contention",
     "iops-reservation": "reserved operations per second", "bps-reservation": "reserved bytes per second",
     watermark: "device utilization in percent below which limits are lifted",
+    "latency-target": "such as 5ms: others on the device are throttled to keep it",
+    "latency-percentile": "percentage of requests within the latency target",
+    "latency-of": "all, reads or writes",
+    "latency-floor": "percentage of the device that remains beside targets of others",
 };
 const UNITS = { "burst-for": "s", "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
 
@@ -85,7 +91,7 @@ export class Limits {
     usual(node) {
         const set = Object.keys(figures.KINDS).filter((kind) => this.value(kind) > 0);
         const totals = ["iops", "bps"].filter((unit) => !set.some((kind) => kind.startsWith(unit))).map((unit) => `${unit}-total`);
-        const others = Object.keys(OTHERS).filter((name) => name === "weight" ? this.store.above(node) !== null : this.value(name) > 0);
+        const others = Object.keys(OTHERS).filter((name) => name === "weight" ? this.store.above(node) !== null : name in TEXTS ? this.value(name) !== "" : this.value(name) > 0);
         return [...Object.keys(figures.KINDS).filter((kind) => set.includes(kind) || totals.includes(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops")), ...others];
     }
 
@@ -93,6 +99,7 @@ export class Limits {
     value(name) {
         const node = this.node;
         if (name === "weight") return node.weight ?? 100;
+        if (name in TEXTS) return node[name] ?? "";
         if (name.endsWith("-reservation") || name === "watermark") return node[name] ?? 0;
         return node.limits?.[name] ?? 0;
     }
@@ -125,8 +132,8 @@ export class Limits {
 
     field(name, label) {
         const input = element("input", {
-            type: "text", inputmode: figures.countsBytes(name) ? "text" : "numeric", name, autocomplete: "off", spellcheck: "false",
-            "aria-label": name, title: label, size: "7", placeholder: name === "weight" ? "100" : "none", oninput: () => this.touched(name),
+            type: "text", inputmode: figures.countsBytes(name) || name in TEXTS ? "text" : "numeric", name, autocomplete: "off", spellcheck: "false",
+            "aria-label": name, title: label, size: "7", placeholder: name === "weight" ? "100" : name in TEXTS && name !== "latency-target" ? TEXTS[name] : "none", oninput: () => this.touched(name),
         });
         input.value = this.typed(name, this.value(name));
         this.fields.set(name, input);
@@ -134,6 +141,7 @@ export class Limits {
     }
 
     typed(name, value) {
+        if (name in TEXTS) return value;
         return value === 0 || value === 1 && name.endsWith("-length") ? "" : figures.exact(name, value);
     }
 
@@ -194,8 +202,12 @@ export class Limits {
     pending() {
         const pending = {};
         for (const [name, input] of this.fields) {
-            const value = figures.parsed(name, input.value);
             const now = this.value(name);
+            if (name in TEXTS) {
+                if (input.value.trim() !== now) pending[name] = input.value.trim() || TEXTS[name];
+                continue;
+            }
+            const value = figures.parsed(name, input.value);
             const plain = input.value.trim() === "" ? name === "weight" ? 100 : 0 : value;
             const isSame = plain === now || name.endsWith("-length") && (plain || 1) === (now || 1);
             if (!isSame) pending[name] = plain ?? input.value.trim();
@@ -285,7 +297,7 @@ export class Limits {
     async send(pending, isUndo = false) {
         const names = Object.keys(pending);
         if (!names.length || this.apply.disabled && !isUndo) return;
-        const before = Object.fromEntries(names.map((name) => [name, this.value(name)]));
+        const before = Object.fromEntries(names.map((name) => [name, this.value(name) === "" ? TEXTS[name] : this.value(name)]));
         const isPressed = [this.apply, this.back].includes(document.activeElement);
         try {
             const updated = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: pending, using }));
@@ -312,6 +324,7 @@ export class Limits {
     }
 
     settingText(name, value) {
+        if (name in TEXTS) return value || (name === "latency-target" ? "none" : TEXTS[name]);
         return value === 0 ? "none" : figures.exact(name, value);
     }
 

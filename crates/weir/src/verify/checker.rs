@@ -8,7 +8,9 @@
 
 use std::collections::BTreeMap;
 
-use api::{DiskStatus, MemberSettings, ThrottleStatus, ThrottledTransfers, WaitPercentiles};
+use api::{
+    DiskStatus, LatencyControlStatus, MemberSettings, ThrottleStatus, ThrottledTransfers, WaitPercentiles,
+};
 use console::figures;
 use policy::{
     counter,
@@ -105,6 +107,8 @@ struct CheckedNode {
     unshared_s: f64,
     unshared: Option<&'static str>,
     longest_wait_ns: u64,
+    /// As of the last report.
+    latency: LatencyControlStatus,
 }
 
 /// Admissions by a limit.
@@ -135,6 +139,7 @@ impl GuaranteeChecker {
     pub(super) fn add_report(&mut self, current: TimedReport) {
         for node in nodes(&current.report) {
             let seen = self.nodes.entry(key(node)).or_insert_with(|| CheckedNode::new(node.settings()));
+            seen.latency = node.latency_control().clone();
             seen.unclear = seen.unclear.or_else(|| {
                 let is_enforced =
                     node.watermark_status().enforcement.as_deref().is_none_or(|state| state == "enforced");
@@ -261,6 +266,7 @@ impl CheckedNode {
             unshared_s: 0.0,
             unshared: None,
             longest_wait_ns: 0,
+            latency: LatencyControlStatus::default(),
         }
     }
 
@@ -337,7 +343,7 @@ impl CheckedNode {
             let guarantee = LimitSetting::Limit(kind, LimitPart::Rate).name();
             findings.push(line(guarantee, [expected, measured], figures, verdict));
         }
-        findings.extend(self.reservations(line));
+        findings.extend(self.reservations(&line));
         let weight = self.settings.weight.unwrap_or(100);
         if self.sharing_s > 0.0 {
             let (actual, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
@@ -365,7 +371,32 @@ impl CheckedNode {
             let texts = [max_ns, longest].map(figures::time);
             findings.push(line("wait-p99", texts, figures, verdict));
         }
+        findings.extend(self.latency_target(line));
         findings
+    }
+
+    /// Finding for the latency target, by the percentile that the daemon measured in the last 10 to
+    /// 20 seconds.
+    fn latency_target(
+        &self,
+        line: impl Fn(&str, [String; 2], FindingFigures, GuaranteeVerdict) -> GuaranteeFinding,
+    ) -> Option<GuaranteeFinding> {
+        let target_ns = self.latency.target_ns?;
+        let percentile = self.settings.latency_percentile.as_deref().unwrap_or("99");
+        let expected = format!("p{percentile} {}", figures::time(target_ns));
+        let mut numbers = vec![("most-ns", target_ns as f64)];
+        let Some(measured_ns) = self.latency.measured_ns else {
+            let texts = [expected, "no requests".to_owned()];
+            return Some(line("latency-target", texts, numbers, GuaranteeVerdict::NoLoad));
+        };
+        numbers.push(("latency-ns", measured_ns as f64));
+        let mut measured = figures::time(measured_ns);
+        if let Some(alone_ns) = self.latency.alone_ns {
+            measured += &format!(", {} alone", figures::time(alone_ns));
+            numbers.push(("alone-ns", alone_ns as f64));
+        }
+        let verdict = GuaranteeVerdict::of(measured_ns <= target_ns);
+        Some(line("latency-target", [expected, measured], numbers, verdict))
     }
 
     /// Findings for reservations. If both rates are reserved, one suffices: the size of the

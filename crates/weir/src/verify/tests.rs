@@ -181,6 +181,25 @@ fn latency_covers_requests_between_two_queries() {
 }
 
 #[test]
+fn latency_target_is_judged_by_the_last_report() {
+    let verdict_of = |control: &Value| {
+        let more = json!({ "latency-target": "5ms", "latency-percentile": "99", "latency-control": control });
+        let [finding] = &findings_of([report_at(0.0, &[disk("db", 1, 1, &more)], &[])], None)[..] else {
+            panic!("one finding");
+        };
+        (finding.measured.clone(), finding.verdict.clone())
+    };
+    let met = json!({ "state": "met", "target-ns": 5_000_000 });
+    assert_eq!(verdict_of(&met), ("no requests".to_owned(), GuaranteeVerdict::NoLoad));
+    let met = json!({ "state": "controlling", "target-ns": 5_000_000, "measured-ns": 4_600_000 });
+    assert_eq!(verdict_of(&met), ("4.6ms".to_owned(), GuaranteeVerdict::Held));
+    let missed = json!({
+        "state": "cannot-be-met", "target-ns": 5_000_000, "measured-ns": 30_000_000, "alone-ns": 7_100_000
+    });
+    assert_eq!(verdict_of(&missed), ("30ms, 7.1ms alone".to_owned(), GuaranteeVerdict::Broken));
+}
+
+#[test]
 fn table_has_a_line_for_each_guarantee() {
     let findings = of_100(&[0, 50, 100, 150]);
     assert_eq!(
