@@ -43,6 +43,7 @@ import image_tool
 import imitation
 import in_guest
 import inprocess
+import latency_targets
 import limits
 import machine
 import many_hosts
@@ -72,6 +73,7 @@ TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
     watermark, simulate, advise, hostile_clients, watching, many_hosts, ceph, growth, tails, image_tool, in_guest,
+    latency_targets,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # Expected failures of a row: of a client, a server, a monitor, or a connection.
