@@ -56,6 +56,7 @@ mod image_options;
 mod image_qemu_img_pitfalls;
 mod image_soak;
 mod imitated_devices;
+mod latency_target;
 mod libnbd;
 mod limits;
 mod locking;
