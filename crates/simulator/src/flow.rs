@@ -12,7 +12,8 @@ pub(super) struct EventQueue {
     events: BinaryHeap<Reverse<ScheduledEvent>>,
     // Sequence number of the last event: makes the order of events of one instant deterministic.
     last_number: u64,
-    /// Number of events that keep the simulation running: all except for samples and steps of devices.
+    /// Number of events that keep the simulation running: all except for samples and steps of
+    /// devices.
     pending: usize,
     pub(super) devices: SimulatedDevices,
 }

@@ -1,7 +1,8 @@
 //! The members of devices with latency targets, among the running disks.
 //!
 //! [`policy::latency_target::memberships`] decides which disks are one member. Prefetch has no node
-//! in the throttle tree, so it is part of its disk. Never samples or caps; see `latency_sampler.rs`.
+//! in the throttle tree, so it is part of its disk. Never samples or caps; see
+//! `latency_sampler.rs`.
 
 use std::{
     collections::BTreeMap,

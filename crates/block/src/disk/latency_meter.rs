@@ -90,8 +90,8 @@ impl LatencyMeter {
         }
     }
 
-    /// Requests admitted and not completed, of those admitted since the start; and their mean number
-    /// since the last call, which was `elapsed_ns` before `now`.
+    /// Requests admitted and not completed, of those admitted since the start; and their mean
+    /// number since the last call, which was `elapsed_ns` before `now`.
     pub fn take_in_flight(&self, now: Instant, elapsed_ns: u64) -> (u64, f64) {
         let mut counter = lock(&self.in_flight);
         counter.advance_to(now);

@@ -75,8 +75,9 @@ pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
     groups.into_iter().map(state_of).collect()
 }
 
-/// Arguments of `x-weir-set` for these settings; a size without a value is 0 there. Latency settings
-/// with their defaults are omitted, because a new process without latency targets rejects them.
+/// Arguments of `x-weir-set` for these settings; a size without a value is 0 there. Latency
+/// settings with their defaults are omitted, because a new process without latency targets rejects
+/// them.
 fn set_arguments(name: &str, values: impl IntoIterator<Item = NamedValue>) -> Map<String, Value> {
     let is_default_latency = |(key, value): &NamedValue| {
         let setting = LatencySetting::from_name(key);

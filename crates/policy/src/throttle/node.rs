@@ -286,10 +286,8 @@ impl<T> ThrottleNode<T> {
     /// The buckets that requests wait for, advanced to `now`: those of the limits unless they are
     /// lifted, and those of the cap.
     pub(super) fn enforced_buckets(&mut self, now: Instant) -> impl Iterator<Item = &mut NodeBuckets> {
-        self.enforced_buckets_unadvanced().map(move |buckets| {
-            buckets.leak_to(now);
-            buckets
-        })
+        self.enforced_buckets_unadvanced().for_each(|buckets| buckets.leak_to(now));
+        self.enforced_buckets_unadvanced()
     }
 
     /// As [`ThrottleNode::enforced_buckets`], without advancing them.
