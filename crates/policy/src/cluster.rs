@@ -29,17 +29,25 @@
 //!    ([`ThrottleTree::set_quota`](crate::throttle::ThrottleTree::set_quota)). A host begins with
 //!    full buckets.
 //!
+//! While no host reaches the store, one host leads by agreement of all others (`agreement`), and
+//! reports and grants travel between the hosts directly.
+//!
 //! Required of the store: a key for the leader with a lease of [`Timing::term_lease`], transactions
 //! on that key, a key for each host's report and one for each grant. It may lose its last writes.
 //!
 //! Never does I/O, never reads a clock, never depends on which store is used.
 
+mod agreement;
 mod demand;
 mod division;
 mod host;
 mod leader;
 pub mod simulated;
 
+pub use agreement::{
+    AgreementAnswer, AgreementMessage, AgreementRefusal, AgreementRequest, MAX_AGREEING_HOSTS, PeerAgreement,
+    PeerSet,
+};
 pub use demand::{DemandEstimator, ReportedDemand};
 pub use division::{QuotaClaim, divide_quota};
 pub use host::HostQuota;
@@ -57,9 +65,9 @@ pub type ByKind = [u64; 6];
 /// Maximum number of hosts in a group.
 pub const MAX_HOSTS: u32 = 10_000;
 
-/// Default sum of all fallback shares, in millionths of the limit. At 2 %, shares are within 5 % of
-/// the ideal even if only one host is busy.
-const DEFAULT_FALLBACK_SUM_PPM: u64 = 20_000;
+/// Default sum of all fallback shares, in millionths of the limit: what an operator would reserve
+/// for hosts that are cut off. Other hosts cannot use it.
+const DEFAULT_FALLBACK_SUM_PPM: u64 = 200_000;
 
 /// Time that a host's name stays reserved after its last renewal; three renewal intervals.
 pub const NAME_LEASE: Duration = Duration::from_secs(60);
@@ -114,7 +122,7 @@ impl core::error::Error for DivisionError {}
 
 impl ClusterGroupLimits {
     /// Limits for up to `hosts` hosts. `safe_ppm` is the fallback share of one host in millionths
-    /// of the limits; by default all hosts together have 2 %. Specs with different contents must
+    /// of the limits; by default all hosts together have 20 %. Specs with different contents must
     /// have different `version`s.
     ///
     /// # Errors
@@ -229,9 +237,10 @@ impl Timing {
         self.term_lease() / 3
     }
 
-    /// Allowed clock drift over a lease: 1 in 1000, where the requirement on clocks is 400 ppm.
+    /// Allowed difference of two clocks over a lease: 1 in 64, where the requirement on clocks is
+    /// that their rates differ by at most 1 %.
     fn clock_margin(&self) -> Duration {
-        self.lease / 1000
+        self.lease / 64
     }
 }
 

@@ -4,6 +4,7 @@
 //! - `faults`: partitions, pauses, clock drift, restarts, dead leaders, late and lost messages, a
 //!   store that stops or loses writes: never more than the limit and one burst, and no starvation.
 //! - `hostile`: arbitrary values in the store.
+//! - `peers`: hosts that reach each other while the store is unreachable.
 //! - `rules`: single messages between one host and its leader.
 //! - `shares`: without faults, every host has its share three ticks after a change.
 //!
@@ -12,6 +13,7 @@
 
 mod faults;
 mod hostile;
+mod peers;
 mod rules;
 #[path = "../../../block/tests/simulation/seeds.rs"]
 mod seeds;
@@ -31,6 +33,7 @@ pub(crate) fn setting(leaders: usize, late: Option<u64>) -> SimulationConfig {
         late,
         drift_ppm: 200,
         leaders,
+        has_peers: false,
         rereads: true,
         max_grants_per_transaction: 128,
         value_bytes: |_| 0,

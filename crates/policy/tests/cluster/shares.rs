@@ -35,7 +35,7 @@ fn run_seed(seed: u64) {
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::IopsTotal).rate = RATE;
     let hosts = random.between(2, 6) as usize;
-    let spec = ClusterGroupLimits::new(1, limits, hosts as u32, None).unwrap();
+    let spec = ClusterGroupLimits::new(1, limits, hosts as u32, Some(20_000 / hosts as u32)).unwrap();
     let client = |random: &mut SeededRandom| {
         let reserved = if random.one_in(3) { random.between(50, 300) } else { 0 };
         vec![SimulatedClient::new(ClientLoad::Greedy(16), 4096, random.between(100, 300) as u32, reserved)]

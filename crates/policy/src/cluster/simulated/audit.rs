@@ -7,9 +7,8 @@ use alloc::collections::VecDeque;
 use alloc::format;
 use alloc::string::String;
 
-/// Factor on the leak rate: clocks of hosts run at most 200 ppm fast, and floating-point levels are
-/// not exact.
-const CLOCK_DRIFT_FACTOR: f64 = 1.000_25;
+/// Share by which floating-point levels may be off.
+const ROUNDING: f64 = 0.000_05;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct AuditLevel {
@@ -32,10 +31,13 @@ pub struct AdmissionAudit {
     allowed_excess: [f64; 2],
     /// Time that new limits may take to reach all hosts.
     slack: u64,
+    /// Factor on the leak rate: clocks of hosts run fast.
+    clock_factor: f64,
 }
 
 impl AdmissionAudit {
-    pub(super) fn new(limits: Limits, operations: u64, bytes: u64, slack: u64) -> Self {
+    pub(super) fn new(limits: Limits, operations: u64, bytes: u64, slack: u64, drift_ppm: u64) -> Self {
+        let clock_factor = 1.0 + drift_ppm as f64 / 1e6 + ROUNDING;
         let limits = VecDeque::from([(limits, u64::MAX)]);
         Self {
             limits,
@@ -44,6 +46,7 @@ impl AdmissionAudit {
             old_sizes: [[0.0; 2]; 6],
             allowed_excess: [operations as f64, 2.0 * bytes as f64],
             slack,
+            clock_factor,
         }
     }
 
@@ -106,7 +109,7 @@ impl AdmissionAudit {
                     let excess = self.allowed_excess[usize::from(kind.counts_bytes())]
                         + self.old_sizes[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
-                    let leaks = if rate.is_finite() { rate * CLOCK_DRIFT_FACTOR * seconds } else { f64::MAX };
+                    let leaks = if rate.is_finite() { rate * self.clock_factor * seconds } else { f64::MAX };
                     level.admitted = (level.admitted - leaks).max(0.0);
                     // After limits are lowered, the excess of earlier admissions counts until it
                     // leaks.

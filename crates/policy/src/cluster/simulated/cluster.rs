@@ -7,6 +7,7 @@
 mod events;
 mod faults;
 mod in_force;
+mod peers;
 
 use super::{
     AdmissionAudit, ClientLoad, NANOS_PER_MS, NANOS_PER_S, SeededRandom, SimulatedClient, SimulatedHost,
@@ -18,11 +19,12 @@ use crate::cluster::{
 };
 use crate::time::Instant;
 use alloc::boxed::Box;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
 use alloc::string::{String, ToString as _};
 use alloc::vec::Vec;
-use events::{ClusterEvent, SimulatedProcess, StoreRequest, StoreResponse};
+use events::{ClusterEvent, RegistrationAnswer, SimulatedProcess, StoreRequest, StoreResponse};
+use peers::SimulatedPeer;
 
 /// Interval at which a host renews its name.
 const NAME_RENEWAL_NS: u64 = NAME_LEASE.as_nanos() as u64 / 3;
@@ -43,6 +45,9 @@ pub struct SimulationConfig {
     pub drift_ppm: u64,
     /// Number of processes that stand for election.
     pub leaders: usize,
+    /// True if hosts reach each other: each host's process then also stands for election, and
+    /// `leaders` must be the number of hosts.
+    pub has_peers: bool,
     /// If true, every process reads everything at each tick, as if its watch had just ended. If
     /// false, processes rely on watches and read again after one has ended, as the daemon does.
     pub rereads: bool,
@@ -91,6 +96,10 @@ pub struct SimulatedCluster {
     sum: ByKind,
     max_in_force: ByKind,
     violation: Option<String>,
+    /// Each host's side of agreements, if hosts reach each other.
+    peers: Vec<SimulatedPeer>,
+    /// Directed pairs of hosts whose messages are lost.
+    cut: BTreeSet<(usize, usize)>,
 }
 
 impl SimulatedCluster {
@@ -115,7 +124,8 @@ impl SimulatedCluster {
             is_partitioned: false,
             run: 1,
         };
-        let processes: Vec<_> = (0..clients.len() + setting.leaders).map(|_| new_process()).collect();
+        let own_processes = if setting.has_peers { 0 } else { setting.leaders };
+        let processes: Vec<_> = (0..clients.len() + own_processes).map(|_| new_process()).collect();
         let new_host = |(at, clients): (usize, &Vec<SimulatedClient>)| {
             let seed = seed.wrapping_add(at as u64 + 1);
             SimulatedHost::new(
@@ -142,7 +152,7 @@ impl SimulatedCluster {
             random,
             store: SimulatedStore::new(spec, lease),
             // Changed limits reach all hosts within four leases, elections included.
-            audit: AdmissionAudit::new(*spec.limits(), all().count() as u64, bytes, 4 * lease),
+            audit: AdmissionAudit::new(*spec.limits(), all().count() as u64, bytes, 4 * lease, drift),
             admissions: [(0, 0)].repeat(hosts),
             demands,
             next_host_runs: [0].repeat(hosts),
@@ -151,6 +161,8 @@ impl SimulatedCluster {
             leaders: (0..setting.leaders).map(|_| None).collect(),
             next_leader_runs: [0].repeat(setting.leaders),
             key_renewed_at: [Instant::ZERO].repeat(setting.leaders),
+            peers: Vec::new(),
+            cut: BTreeSet::new(),
             processes,
             events: BTreeMap::new(),
             number: 0,
@@ -176,7 +188,15 @@ impl SimulatedCluster {
             let at = self.random.below(tick);
             self.schedule(at, ClusterEvent::LeaderTicks(leader, 1));
         }
+        if self.config.has_peers {
+            self.peers = (0..self.machines.len()).map(|host| self.new_peer(host)).collect();
+        }
         self.check_all();
+    }
+
+    /// The process of a leader.
+    const fn leader_place(&self, leader: usize) -> usize {
+        if self.config.has_peers { leader } else { self.machines.len() + leader }
     }
 
     const fn tick(&self) -> u64 {
@@ -215,14 +235,18 @@ impl SimulatedCluster {
     }
 
     fn dispatch(&mut self, event: ClusterEvent) {
-        let hosts = self.machines.len();
         let (place, run) = match &event {
             ClusterEvent::HostTicks(host, run) | ClusterEvent::ToHost(host, run, ..) => (*host, *run),
             ClusterEvent::HostRuns(host, _) => (*host, self.processes[*host].run),
             ClusterEvent::LeaderTicks(leader, run) | ClusterEvent::ToLeader(leader, run, _) => {
-                (hosts + leader, *run)
+                (self.leader_place(*leader), *run)
             }
-            ClusterEvent::LeaderRuns(leader, _) => (hosts + leader, self.processes[hosts + leader].run),
+            ClusterEvent::LeaderRuns(leader, _) => {
+                let place = self.leader_place(*leader);
+                (place, self.processes[place].run)
+            }
+            ClusterEvent::ToPeer(host, run, ..) | ClusterEvent::Registered(host, run, ..) => (*host, *run),
+            ClusterEvent::PeerRuns(host, _) => (*host, self.processes[*host].run),
             // The store has no local clock and cannot be paused.
             ClusterEvent::AtStore(place, run, _) => (*place, *run),
         };
@@ -261,6 +285,13 @@ impl SimulatedCluster {
                 }
             }
             ClusterEvent::ToLeader(leader, _, response) => self.deliver_to_leader(leader, response),
+            ClusterEvent::ToPeer(host, _, from, message) => self.deliver_to_peer(host, from, message),
+            ClusterEvent::PeerRuns(host, at) => {
+                if self.peers[host].next == at {
+                    self.peer_runs(host);
+                }
+            }
+            ClusterEvent::Registered(host, _, answer) => self.on_registered(host, &answer),
             ClusterEvent::AtStore(..) => {}
         }
     }
@@ -271,6 +302,10 @@ impl SimulatedCluster {
         } else if self.now >= self.next_name_renewals[host] {
             self.next_name_renewals[host] = self.now + NAME_RENEWAL_NS;
             self.send_to_store(host, StoreRequest::Name);
+        }
+        if self.config.has_peers {
+            self.register(host);
+            self.peer_runs(host);
         }
         let now = self.local(host);
         self.machines[host].expire_lease(now.as_nanos());
@@ -314,6 +349,9 @@ impl SimulatedCluster {
         let now = self.local(host);
         let machine = &mut self.machines[host];
         if let Some(report) = machine.host.tick(machine.last, now) {
+            if self.config.has_peers && !self.reaches_store(host) {
+                self.report_to_peers(host, &report);
+            }
             self.send_to_store(host, StoreRequest::Report(Box::new(report)));
         }
     }
@@ -365,6 +403,26 @@ impl SimulatedCluster {
                 }
                 return;
             }
+            StoreRequest::Register(registration) => {
+                let (asks, present) = self.store.register(process_index, &registration);
+                let revision = self.store.revision();
+                let number = registration.number.1;
+                if !self.processes[process_index].is_partitioned {
+                    let at = self.now + self.delay();
+                    let answer = RegistrationAnswer { number, revision, asks, present };
+                    self.schedule(at, ClusterEvent::Registered(process_index, run, answer));
+                }
+                return;
+            }
+            StoreRequest::Deregister(term, host) => {
+                self.store.deregister(host, Some(term), now);
+                return;
+            }
+            StoreRequest::Campaign(..)
+                if self.config.has_peers && !self.store.is_asked_by_all(process_index) =>
+            {
+                return;
+            }
             StoreRequest::Campaign(nonce, sent_at) => {
                 let Some(term) = self.store.campaign(nonce, now) else { return };
                 // Two watch events for each host: deletion of the old key and creation of the new
@@ -409,7 +467,8 @@ impl SimulatedCluster {
             }
         };
         if self.processes[process_index].run == run {
-            self.notify_leader(process_index - hosts, response);
+            let number = if self.config.has_peers { process_index } else { process_index - hosts };
+            self.notify_leader(number, response);
         }
     }
 
@@ -422,7 +481,7 @@ impl SimulatedCluster {
     }
 
     fn notify_leader(&mut self, leader: usize, response: StoreResponse) {
-        let process = self.processes[self.machines.len() + leader];
+        let process = self.processes[self.leader_place(leader)];
         if !process.is_partitioned {
             let at = self.now + self.delay();
             self.schedule(at, ClusterEvent::ToLeader(leader, process.run, response));
@@ -430,11 +489,13 @@ impl SimulatedCluster {
     }
 
     fn leader_ticks(&mut self, number: usize, run: u64) {
-        let process_index = self.machines.len() + number;
+        let process_index = self.leader_place(number);
         self.schedule(self.now + self.tick(), ClusterEvent::LeaderTicks(number, run));
         let now = self.local(process_index);
         let rereads = self.config.rereads;
         match self.leaders[number].as_ref().map(QuotaLeader::term) {
+            None if self.config.has_peers && !self.may_campaign(number) => {}
+            Some(term) if term.revision == 0 => self.run_leader(number),
             None => {
                 // A process that watches the leader's key campaigns only once the key is gone.
                 if rereads || (!self.store.is_down() && self.store.leader(self.now).is_none()) {
@@ -451,6 +512,9 @@ impl SimulatedCluster {
                     self.send_to_store(process_index, StoreRequest::KeepAlive(term, now));
                 }
                 self.delete_stale_grants(number, now);
+                if self.config.has_peers {
+                    self.deregister_silent_hosts(number, term);
+                }
                 self.run_leader(number);
             }
         }
@@ -464,20 +528,26 @@ impl SimulatedCluster {
             departed.filter(|(host, _)| !leader.may_have_lease(&host.to_string(), now)).collect();
         for (host, grant) in expired {
             self.send_to_store(
-                self.machines.len() + number,
+                self.leader_place(number),
                 StoreRequest::DeleteGrant(term, host, Box::new(grant)),
             );
         }
     }
 
     fn deliver_to_leader(&mut self, number: usize, response: StoreResponse) {
-        let now = self.local(self.machines.len() + number);
+        let place = self.leader_place(number);
+        let now = self.local(place);
+        let may_lead = !self.config.has_peers || self.may_campaign(number);
         let leader = &mut self.leaders[number];
         match (response, leader) {
+            (StoreResponse::Elected(..), None) if !may_lead => {}
             (StoreResponse::Elected(term, spec, sent_at), leader @ None) => {
                 *leader = Some(QuotaLeader::new(term, spec, self.config.timing, sent_at, now));
                 self.key_renewed_at[number] = sent_at;
-                self.send_to_store(self.machines.len() + number, StoreRequest::Read);
+                if self.config.has_peers {
+                    self.peers[number].begin_term(now);
+                }
+                self.send_to_store(place, StoreRequest::Read);
             }
             (StoreResponse::Renewed(sent_at), Some(leader)) => leader.on_key_renewed(sent_at),
             (StoreResponse::Deposed(term), Some(leader)) if leader.term() == term => leader.depose(),
@@ -485,6 +555,9 @@ impl SimulatedCluster {
             (StoreResponse::Read(spec, reports), Some(leader)) => {
                 leader.on_spec(spec, now);
                 for (host, report) in reports {
+                    if let Some(peer) = self.peers.get_mut(number) {
+                        peer.note_report(host, report.report_number, now);
+                    }
                     leader.on_report(&host.to_string(), report, now);
                 }
             }
@@ -495,7 +568,7 @@ impl SimulatedCluster {
 
     /// Runs the leader if it is due, and schedules its next run.
     fn run_leader(&mut self, number: usize) {
-        let process_index = self.machines.len() + number;
+        let process_index = self.leader_place(number);
         let now = self.local(process_index);
         let Some(leader) = self.leaders[number].as_mut() else { return };
         if now >= leader.next() {
@@ -521,6 +594,12 @@ impl SimulatedCluster {
     fn write(&mut self, place: usize, term: Term, grants: Vec<(String, QuotaGrant)>) {
         let number = |(name, grant): (String, QuotaGrant)| Some((name.parse().ok()?, grant));
         let grants: Vec<(usize, QuotaGrant)> = grants.into_iter().filter_map(number).collect();
+        if self.config.has_peers {
+            self.send_grants_to_peers(place, term, &grants);
+        }
+        if term.revision == 0 {
+            return;
+        }
         for part in grants.chunks(self.config.max_grants_per_transaction) {
             self.send_to_store(place, StoreRequest::Write(term, part.to_vec()));
         }
@@ -533,7 +612,7 @@ impl SimulatedCluster {
 
     /// The process that leads, if any.
     pub fn leader(&self) -> Option<usize> {
-        self.leaders.iter().position(Option::is_some).map(|number| self.machines.len() + number)
+        self.leaders.iter().position(Option::is_some).map(|number| self.leader_place(number))
     }
 
     /// Changes the load of a client.

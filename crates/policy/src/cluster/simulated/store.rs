@@ -2,7 +2,7 @@
 //! Counts the requests it receives.
 
 use crate::cluster::{ClusterGroupLimits, HostReport, QuotaGrant, Term};
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
 #[derive(Clone, Debug)]
@@ -12,6 +12,19 @@ struct StoreContents {
     spec: ClusterGroupLimits,
     reports: BTreeMap<usize, HostReport>,
     grants: BTreeMap<usize, QuotaGrant>,
+    /// Hosts that take part in agreements, and the last registration of each.
+    peers: BTreeMap<usize, PeerRegistration>,
+}
+
+/// Registration of a host for agreements.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct PeerRegistration {
+    /// Run of the host, and number of the registration in that run: a late one is ignored.
+    pub(super) number: (u64, u64),
+    /// Hosts that it asks.
+    pub(super) asks: BTreeSet<usize>,
+    /// Hosts of `asks` that are removed from it if the store does not know them any more.
+    pub(super) dropped: BTreeSet<usize>,
 }
 
 /// Number of messages and bytes that the store has received and sent.
@@ -81,6 +94,7 @@ impl SimulatedStore {
             spec,
             reports: BTreeMap::new(),
             grants: BTreeMap::new(),
+            peers: BTreeMap::new(),
         };
         Self { state, marked: None, ttl, leader_until: 0, is_down: false, traffic: ZERO }
     }
@@ -120,6 +134,60 @@ impl SimulatedStore {
             self.state.leader = None;
         }
         self.state.leader
+    }
+
+    /// Starts with the limits only, as another etcd to which the leader has written its copy of
+    /// them.
+    pub(super) fn lose_all(&mut self, now: u64) {
+        self.state = StoreContents {
+            revision: 1,
+            leader: None,
+            spec: self.state.spec,
+            reports: BTreeMap::new(),
+            grants: BTreeMap::new(),
+            peers: BTreeMap::new(),
+        };
+        self.start(now);
+    }
+
+    /// Number of the last write.
+    pub(super) const fn revision(&self) -> u64 {
+        self.state.revision
+    }
+
+    /// Registers a host. Returns the hosts that it asks by now, and those that the store knows.
+    pub(super) fn register(
+        &mut self,
+        host: usize,
+        registration: &PeerRegistration,
+    ) -> (BTreeSet<usize>, BTreeSet<usize>) {
+        let PeerRegistration { number, asks, dropped } = registration;
+        let is_late = self.state.peers.get(&host).is_some_and(|last| last.number > *number);
+        if !is_late {
+            let is_gone = |name: &usize| dropped.contains(name) && !self.state.peers.contains_key(name);
+            let asks: BTreeSet<usize> = asks.iter().filter(|name| !is_gone(name)).copied().collect();
+            let registration = PeerRegistration { number: *number, asks, dropped: BTreeSet::new() };
+            let last = self.state.peers.insert(host, registration);
+            if last.is_none_or(|last| last.asks != self.state.peers[&host].asks) {
+                self.state.revision += 1;
+            }
+        }
+        (self.state.peers[&host].asks.clone(), self.state.peers.keys().copied().collect())
+    }
+
+    /// Removes a host from those that take part in agreements, if the leader of this term asks for
+    /// it, or without a term the host itself.
+    pub(super) fn deregister(&mut self, host: usize, term: Option<Term>, now: u64) {
+        if term.is_none() || self.leader(now) == term {
+            self.state.revision += 1;
+            self.state.peers.remove(&host);
+        }
+    }
+
+    /// True if every host asks this one for an agreement.
+    pub(super) fn is_asked_by_all(&self, host: usize) -> bool {
+        self.state.peers.contains_key(&host)
+            && self.state.peers.iter().all(|(name, peer)| *name == host || peer.asks.contains(&host))
     }
 
     pub(super) const fn campaign(&mut self, nonce: u64, now: u64) -> Option<Term> {

@@ -1,8 +1,10 @@
 //! Events, requests to the store and its answers, and processes with clocks of their own.
 
-use crate::cluster::{ClusterGroupLimits, HostReport, QuotaGrant, Term};
+use crate::cluster::simulated::store::PeerRegistration;
+use crate::cluster::{AgreementAnswer, AgreementRequest, ClusterGroupLimits, HostReport, QuotaGrant, Term};
 use crate::time::Instant;
 use alloc::boxed::Box;
+use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
 
 #[derive(Debug)]
@@ -14,6 +16,22 @@ pub(super) enum ClusterEvent {
     LeaderRuns(usize, u64),
     ToLeader(usize, u64, StoreResponse),
     AtStore(usize, u64, StoreRequest),
+    /// Receiver, its run, sender, message.
+    ToPeer(usize, u64, usize, PeerMessage),
+    PeerRuns(usize, u64),
+    Registered(usize, u64, RegistrationAnswer),
+}
+
+/// Message between two hosts.
+#[derive(Clone, Debug)]
+pub(super) enum PeerMessage {
+    Ask(AgreementRequest),
+    Answer(AgreementAnswer),
+    Release(u64),
+    Report(Box<HostReport>),
+    /// The sender leads this term.
+    Leads(Term),
+    Grant(Box<QuotaGrant>),
 }
 
 #[derive(Debug)]
@@ -26,6 +44,8 @@ pub(super) enum StoreRequest {
     Read,
     Write(Term, Vec<(usize, QuotaGrant)>),
     DeleteGrant(Term, usize, Box<QuotaGrant>),
+    Register(PeerRegistration),
+    Deregister(Term, usize),
 }
 
 #[derive(Clone, Debug)]
@@ -35,6 +55,17 @@ pub(super) enum StoreResponse {
     Deposed(Term),
     Read(ClusterGroupLimits, Vec<(usize, HostReport)>),
     HostRemoved(usize),
+}
+
+/// Answer to a registration.
+#[derive(Clone, Debug)]
+pub(super) struct RegistrationAnswer {
+    pub(super) number: u64,
+    pub(super) revision: u64,
+    /// Hosts that the host asks, according to the store.
+    pub(super) asks: BTreeSet<usize>,
+    /// Hosts that the store knows.
+    pub(super) present: BTreeSet<usize>,
 }
 
 #[derive(Clone, Copy, Debug)]

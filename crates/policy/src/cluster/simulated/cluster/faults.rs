@@ -18,6 +18,9 @@ impl SimulatedCluster {
     fn schedule_reread(&mut self, place: usize) {
         let at = self.now + self.random.below(MAX_REREAD_DELAY);
         let (run, hosts) = (self.processes[place].run, self.machines.len());
+        if self.config.has_peers && self.leaders[place].is_some() {
+            self.schedule(at, ClusterEvent::AtStore(place, run, StoreRequest::Read));
+        }
         let request = match place.checked_sub(hosts) {
             None => StoreRequest::Host,
             Some(leader) if self.leaders[leader].is_some() => StoreRequest::Read,
@@ -75,6 +78,9 @@ impl SimulatedCluster {
         if !self.store.is_down() && !self.processes[host].is_partitioned {
             spec = self.store.spec();
             self.store.remove_report(host);
+            if self.config.has_peers {
+                self.store.deregister(host, None, self.now);
+            }
             for leader in 0..self.leaders.len() {
                 if self.leaders[leader].is_some() {
                     self.notify_leader(leader, StoreResponse::HostRemoved(host));
@@ -100,6 +106,27 @@ impl SimulatedCluster {
     fn end_run(&mut self, place: usize) {
         self.processes[place].run += 1;
         self.processes[place].paused_until = 0;
+        if self.config.has_peers {
+            self.leaders[place] = None;
+            self.peers[place] = self.new_peer(place);
+            let run = self.processes[place].run;
+            self.schedule(self.now + NANOS_PER_MS, ClusterEvent::LeaderTicks(place, run));
+        }
+    }
+
+    /// Loses the messages from one host to another, or delivers them again.
+    pub fn set_cut(&mut self, from: usize, to: usize, is_cut: bool) {
+        if is_cut {
+            self.cut.insert((from, to));
+        } else {
+            self.cut.remove(&(from, to));
+        }
+    }
+
+    /// Replaces the store by one that has only the limits.
+    pub fn replace_store(&mut self) {
+        self.store.lose_all(self.now);
+        self.check_all();
     }
 
     /// Starts another run of a host that knows these limits.
