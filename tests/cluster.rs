@@ -8,6 +8,7 @@
 
 mod authentication;
 mod etcd_keys;
+mod peers;
 mod reservations;
 mod status;
 

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt};
 
 use serde::{Deserialize, Serialize};
 
-use crate::LimitValues;
+use crate::{ClusterAgreement, LimitValues};
 
 /// The hosts of a cluster and the groups whose limits they share, as known to one of them.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
@@ -31,6 +31,16 @@ pub struct ClusterReport {
     /// The host that grants quota leases. Absent while there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
+    /// How the host keeps its quotas while `connected` is false. Absent without that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agreement: Option<ClusterAgreement>,
+    /// Hosts without whose agreement there is no leader while etcd is unreachable, with the reason.
+    /// Known to one host only.
+    #[serde(rename = "missing-hosts", skip_serializing_if = "BTreeMap::is_empty")]
+    pub missing_hosts: BTreeMap<String, String>,
+    /// Number of other hosts that the host is connected to. Absent without `peer-address`.
+    #[serde(rename = "connected-peers", skip_serializing_if = "Option::is_none")]
+    pub connected_peers: Option<u64>,
     /// Hosts that are registered, report, or have reservations.
     pub hosts: Vec<ClusterHost>,
     /// Groups whose limits the hosts share.

@@ -83,6 +83,19 @@ pub struct ClusterStatus {
     /// Reason if `connected` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// How the host keeps its quotas while `connected` is false. Absent without that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agreement: Option<ClusterAgreement>,
+}
+
+/// A leader that a host reaches without etcd.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ClusterAgreement {
+    /// The host that grants quota leases.
+    pub leader: String,
+    /// Number of hosts that have agreed on it; 0 if etcd elected it.
+    pub agreed_hosts: u64,
 }
 
 /// A listener for NBD clients.

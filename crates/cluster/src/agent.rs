@@ -17,7 +17,11 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    future::poll_fn,
+    net::{SocketAddr, TcpListener},
     path::PathBuf,
+    pin::{Pin, pin},
+    task::Poll,
     time::Duration,
 };
 
@@ -39,7 +43,7 @@ use super::{
     limit_file::{LimitSaver, StoredGroup},
     messages::{AgentInput, AgentMessage, GroupLimitChange},
     migration,
-    migration_offer::StepOutcome,
+    peers::Peers,
     reservations::{self, ReservationRefusal},
     session_state::{HostLeases, SessionState},
     status,
@@ -62,6 +66,8 @@ const SLOW_LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// First and last pause between two rounds over all members.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
+/// Time until the next campaign of a host that has no leader and could not become one.
+const CAMPAIGN_RETRY: Duration = Duration::from_millis(500);
 
 pub(super) struct EtcdAgent {
     pub(super) cluster: settings::ClusterConfig,
@@ -74,6 +80,8 @@ pub(super) struct EtcdAgent {
     pub(super) inbox: (Sender<AgentInput>, Receiver<AgentInput>),
     pub(super) messages: Sender<AgentMessage>,
     pub(super) timing: Timing,
+    /// Address for other hosts, and its listener.
+    pub(super) peer_listener: Option<(SocketAddr, TcpListener)>,
 }
 
 impl EtcdAgent {
@@ -84,7 +92,13 @@ impl EtcdAgent {
         Ok(())
     }
 
-    async fn serve(self) {
+    async fn serve(mut self) {
+        let listener = self.peer_listener.take();
+        let peers = listener.and_then(|listener| {
+            let inbox = self.inbox.0.clone();
+            let peers = Peers::new(&self.cluster, listener, &self.terms, self.timing, inbox);
+            peers.map_err(|error| tracing::error!(%error, "cluster: peer-address: it is not used")).ok()
+        });
         let mut session = EtcdSession {
             agent: &self,
             known: SessionState::new(
@@ -105,6 +119,9 @@ impl EtcdAgent {
             logged_keys: BTreeSet::new(),
             keeper: LimitSaver::default(),
             slow_logged_at: None,
+            peers,
+            probe_at: None,
+            why: String::new(),
         };
         // A random first member: if one stalls, few hosts have to find another.
         let (mut member, mut pause) =
@@ -113,7 +130,8 @@ impl EtcdAgent {
             // A session that worked for long ended normally: the member was stopped, or a proxy
             // closed an idle watch. If the next member answers, nothing is reported.
             let mut has_lasted = false;
-            let result = match EtcdClient::connect(&self.terms, member).await {
+            let Some(connected) = self.connect(member, &mut session).await else { return };
+            let result = match connected {
                 Ok(mut etcd) => {
                     member = etcd.at() + 1;
                     let began = now();
@@ -133,6 +151,7 @@ impl EtcdAgent {
                 Err(error) => Err(error),
             };
             session.end();
+            session.probe_at = None;
             let (why, is_permanent) = match result {
                 Ok(SessionEnd::Stopped) => return,
                 Ok(SessionEnd::Broken(why)) => (why, false),
@@ -151,43 +170,66 @@ impl EtcdAgent {
             // Jitter, so that hosts do not reconnect at the same time.
             let until = now() + pause + pause.max(self.timing.tick).mul_f64((random() % 256) as f64 / 256.0);
             pause = (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
-            if self.serve_disconnected(until, &why, &session).await {
+            session.why.clone_from(&why);
+            if self.serve_disconnected(until, &mut session).await {
                 return;
             }
         }
     }
 
-    /// Answers commands without etcd until an instant. True if the agent has to stop.
-    async fn serve_disconnected(&self, until: Instant, why: &str, session: &EtcdSession<'_>) -> bool {
+    /// Connects to a member. Meanwhile a host that can be reached by others answers them, since an
+    /// attempt may take seconds. `None` if the agent has to stop.
+    async fn connect(
+        &self,
+        member: usize,
+        session: &mut EtcdSession<'_>,
+    ) -> Option<Result<EtcdClient, EtcdError>> {
+        let mut attempt = Box::pin(EtcdClient::connect(&self.terms, member));
+        if session.peers.is_none() || session.instance == 0 {
+            return Some(attempt.await);
+        }
         loop {
-            let left = until - now();
-            let Ok(input) = tokio::time::timeout(left, self.inbox.1.recv()).await else { return false };
-            match input {
-                Ok(AgentInput::Stop) | Err(_) => return true,
-                // Accepted here: the main thread checks against the last known reservations of
-                // other hosts.
-                Ok(AgentInput::ReserveIfFits(_, sender)) => drop(sender.try_send(Ok(()))),
-                Ok(AgentInput::Change(_, sender)) => {
-                    let _ = sender.try_send(Err(unreachable_error(why)));
+            session.perform_disconnected().await;
+            let input = tokio::time::timeout(session.next_disconnected() - now(), self.inbox.1.recv());
+            match race(&mut attempt, input).await {
+                Ok(connected) => return Some(connected),
+                Err(Ok(input)) => {
+                    if session.handle_disconnected(input.ok()).await {
+                        return None;
+                    }
                 }
-                Ok(AgentInput::Forget(_, sender)) => {
-                    let _ = sender.try_send(Err(unreachable_error(why)));
-                }
-                Ok(AgentInput::Move(_, sender)) => {
-                    let _ = sender.try_send(StepOutcome::Disconnected(why.to_owned()));
-                }
-                Ok(AgentInput::Status(sender)) => {
-                    let _ = sender.try_send(status::last_known(&session.known, session.answered, why));
-                }
-                Ok(
-                    AgentInput::Reports(_)
-                    | AgentInput::Reservations(_)
-                    | AgentInput::Watched(..)
-                    | AgentInput::Ended(..),
-                ) => {}
+                Err(Err(_)) => {}
             }
         }
     }
+
+    /// Answers commands and other hosts without etcd until an instant. True if the agent has to
+    /// stop.
+    async fn serve_disconnected(&self, until: Instant, session: &mut EtcdSession<'_>) -> bool {
+        loop {
+            session.perform_disconnected().await;
+            let left = until.min(session.next_disconnected()) - now();
+            match tokio::time::timeout(left, self.inbox.1.recv()).await {
+                Ok(input) => {
+                    if session.handle_disconnected(input.ok()).await {
+                        return true;
+                    }
+                }
+                Err(_) if now() >= until => return false,
+                Err(_) => {}
+            }
+        }
+    }
+}
+
+/// Waits for the first of two futures, `Ok` for the first one.
+async fn race<A: Future + Unpin, B: Future>(first: &mut A, second: B) -> Result<A::Output, B::Output> {
+    let mut second = pin!(second);
+    poll_fn(|context| match Pin::new(&mut *first).poll(context) {
+        Poll::Ready(output) => Poll::Ready(Ok(output)),
+        Poll::Pending => second.as_mut().poll(context).map(Err),
+    })
+    .await
 }
 
 enum SessionEnd {
@@ -200,21 +242,27 @@ pub(super) struct EtcdSession<'a> {
     pub(super) agent: &'a EtcdAgent,
     pub(super) known: SessionState,
     /// Number of this run in its last registration.
-    instance: u64,
+    pub(super) instance: u64,
     pub(super) own_reservations: Option<HostReservations>,
-    reports: Option<HostReports>,
+    pub(super) reports: Option<HostReports>,
     kept_at: Instant,
-    campaign_at: Option<Instant>,
+    pub(super) campaign_at: Option<Instant>,
     pub(super) leading: Option<LeaderTerm>,
     reported_silent: Option<BTreeSet<String>>,
     pub(super) silence: StallDetector,
     /// Time of etcd's last answer.
-    answered: Option<Instant>,
+    pub(super) answered: Option<Instant>,
     /// Keys that were logged as foreign or unreadable.
     pub(super) logged_keys: BTreeSet<String>,
     /// Stores the limits for the next start.
     pub(super) keeper: LimitSaver,
     slow_logged_at: Option<Instant>,
+    /// Connections to other hosts.
+    pub(super) peers: Option<Peers>,
+    /// Time at which etcd is read to find out whether it answers: another host lost it.
+    pub(super) probe_at: Option<Instant>,
+    /// Reason why there is no session.
+    pub(super) why: String,
 }
 
 impl EtcdSession<'_> {
@@ -233,8 +281,12 @@ impl EtcdSession<'_> {
         self.known.number += 1;
         self.end();
         let host = self.agent.cluster.host.clone();
-        let ranges = [self.known.keys.shared(), self.known.keys.below_host(&host)];
+        let mut ranges = vec![self.known.keys.shared(), self.known.keys.below_host(&host)];
+        if self.peers.is_some() {
+            ranges.push(self.known.keys.peers());
+        }
         let (revision, found) = etcd.read(&ranges).await?;
+        self.begin_with_peers(revision, etcd.cluster().map(str::to_owned)).await?;
         let mut watching = Vec::new();
         for range in &ranges {
             // Watches start at the revision after the read, so that no change is lost between the
@@ -244,6 +296,7 @@ impl EtcdSession<'_> {
         }
         (self.known.leader, self.known.foreign_leader_revision) = (None, None);
         self.known.reservations.clear();
+        self.known.peers.clear();
         self.known.unreadable_groups.clear();
         // 0 marks limits as absent in etcd until the read below finds them; the leader writes lost
         // ones.
@@ -266,6 +319,7 @@ impl EtcdSession<'_> {
         self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
         self.send(AgentMessage::Reservations(self.known.reservations.clone())).await?;
         self.join(etcd, own_value.as_ref()).await?;
+        self.update_peers();
         // A former leadership continues only if its key survived the change of the member.
         let leads = |leading: &LeaderTerm| {
             self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term())
@@ -297,6 +351,7 @@ impl EtcdSession<'_> {
                         self.on_event(etcd, event).await?;
                     }
                 }
+                Ok(AgentInput::Peer(from, message)) => self.on_peer(&from, *message).await?,
                 // Of an earlier session, whose tasks may still have been sending.
                 Ok(AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
                 Ok(AgentInput::Reports(reports)) => {
@@ -333,7 +388,7 @@ impl EtcdSession<'_> {
                 }
                 Ok(AgentInput::Status(sender)) => {
                     let report = status::current(&self.known, self.leading.as_ref(), etcd).await?;
-                    let _ = sender.try_send(report);
+                    let _ = sender.try_send(self.with_peers(report));
                 }
             }
         }
@@ -343,8 +398,16 @@ impl EtcdSession<'_> {
     fn next(&self) -> Instant {
         let leading = self.leading.as_ref().map(LeaderTerm::next);
         let keep = self.known.joined.map(|_| self.kept_at + KEEP_NAME);
-        let all =
-            [leading, keep, self.campaign_at, self.silence.due(), self.keeper.due(), Some(now() + MAX_SLEEP)];
+        let all = [
+            leading,
+            keep,
+            self.campaign_at,
+            self.silence.due(),
+            self.keeper.due(),
+            self.probe_at,
+            self.peers.as_ref().and_then(Peers::register_at),
+            Some(now() + MAX_SLEEP),
+        ];
         all.into_iter().flatten().min().unwrap_or(Instant::ZERO)
     }
 
@@ -397,10 +460,15 @@ impl EtcdSession<'_> {
             let compare = TransactionCondition::Changed(self.known.keys.key(EtcdKey::Leader), revision);
             etcd.transact(&[compare], &[EtcdOperation::Delete(range)]).await?;
         }
+        if self.probe_at.is_some_and(|at| now() >= at) {
+            self.probe_at = None;
+            etcd.keys(&[self.known.keys.single(EtcdKey::Leader)]).await?;
+        }
+        self.register_peer(etcd).await?;
         if self.campaign_at.is_some_and(|at| now() >= at) {
             self.campaign_at = None;
             if self.known.joined.is_some() && self.known.leader.is_none() {
-                self.leading = LeaderTerm::campaign(&self.known, etcd).await?;
+                self.campaign(etcd).await?;
                 if let Some(leading) = &self.leading {
                     self.known.leader = Some((leading.term(), self.agent.cluster.host.clone()));
                     self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
@@ -408,7 +476,7 @@ impl EtcdSession<'_> {
             }
         }
         if let Some(leading) = &mut self.leading
-            && !leading.perform_due(&self.known, etcd).await?
+            && !leading.perform_due(&self.known, etcd, self.peers.as_ref()).await?
         {
             self.leading = None;
         }
@@ -435,6 +503,18 @@ impl EtcdSession<'_> {
                  fallback share applies then"
             );
         }
+    }
+
+    /// Stands for election, unless this host has promised other hosts not to.
+    async fn campaign(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+        if self.peers.as_ref().is_none_or(Peers::may_campaign) {
+            self.leading = LeaderTerm::campaign(&self.known, etcd).await?;
+        }
+        if self.leading.is_none() {
+            // Another host was faster, or this one may not lead yet.
+            self.schedule_campaign(CAMPAIGN_RETRY);
+        }
+        Ok(())
     }
 
     /// Schedules a campaign after a random part of a tick, so that hosts do not all campaign at the
@@ -498,12 +578,19 @@ impl EtcdSession<'_> {
         }
         let leases = HostLeases { name: lease, reservations: reservations_lease };
         (self.instance, self.known.joined, self.kept_at) = (instance, Some(leases), now());
+        if let Some(peers) = &mut self.peers {
+            peers.set_member(true);
+            peers.register_again();
+        }
         // The main thread then records its reservations again: other hosts may have made some
         // since.
         self.send(AgentMessage::Joined { instance }).await
     }
 
-    async fn report_name_taken(&self, by: &str) -> Result<(), EtcdError> {
+    async fn report_name_taken(&mut self, by: &str) -> Result<(), EtcdError> {
+        if let Some(peers) = &mut self.peers {
+            peers.set_member(false);
+        }
         let host = &self.agent.cluster.host;
         let why = format!(
             "the name {host:?} is taken in cluster {:?} by {by} (give each host a different name)",
@@ -678,15 +765,18 @@ impl EtcdSession<'_> {
                 None => EtcdOperation::Delete(keys.single(reservation_key)),
             };
             let report = EtcdOperation::Delete(keys.single(EtcdKey::Report(host)));
+            let peer =
+                [EtcdKey::Peer(host), EtcdKey::Asks(host)].map(|key| EtcdOperation::Delete(keys.single(key)));
+            let [peer, asks] = peer;
             // The name is revoked last: until then no other run can take it and see stale keys.
             // Best effort: leases expire without this as well.
-            let _ = etcd.transact(&[], &[report, operation]).await;
+            let _ = etcd.transact(&[], &[report, operation, peer, asks]).await;
             let _ = etcd.revoke_lease(name).await;
         }
         self.keeper.finish(&self.agent.file, &self.known.groups).await;
     }
 }
 
-fn unreachable_error(why: &str) -> String {
+pub(super) fn unreachable_error(why: &str) -> String {
     format!("etcd is unreachable: {why}")
 }

@@ -34,6 +34,8 @@ pub(super) struct StartState {
     pub(super) removed: BTreeSet<String>,
     pub(super) reservations: BTreeMap<String, HostReservations>,
     pub(super) moved: BTreeMap<String, String>,
+    /// Hosts that report, for which leaders reserve fallback shares; `None` if unknown.
+    pub(super) reporting: Option<BTreeSet<String>>,
     /// Id of the etcd cluster, and the member that returned it.
     cluster: Option<(String, String)>,
 }
@@ -186,7 +188,13 @@ async fn read_from_member(
     let (_, found) = etcd.read(&[keys.groups(), keys.reservations()]).await?;
     let moved = migration::moved_disks(keys, &mut etcd, &query.host, &query.disks).await?;
     let cluster = etcd.cluster().map(|cluster| (cluster.to_owned(), etcd.member()));
-    let mut first = StartState { moved, cluster, ..StartState::default() };
+    let reports = etcd.keys(&[keys.reports()]).await?;
+    let reporting = reports.iter().flatten().filter_map(|value| match keys.parse(&value.key) {
+        Some(EtcdKey::Report(host)) => Some(host.to_owned()),
+        _ => None,
+    });
+    let reporting = Some(reporting.collect());
+    let mut first = StartState { moved, cluster, reporting, ..StartState::default() };
     for value in found.iter().flatten() {
         match keys.parse(&value.key) {
             Some(EtcdKey::Group(name)) => {

@@ -19,8 +19,6 @@ use super::{
     session_state::SessionState,
 };
 
-/// Initial number of hosts of a group; the leader raises it when more take part.
-const INITIAL_HOSTS: u32 = 16;
 /// Number of removed groups to remember, so that a host that was away does not restore one.
 const MAX_REMOVAL_MARKS: usize = 64;
 
@@ -39,7 +37,12 @@ pub(super) async fn change_group(
     let before = known.groups.get(&change.group);
     let next = match change.removes {
         true => removal_mark(known, &change.group, before.map(|stored| &stored.group)),
-        false => changed_group(before.map(|stored| &stored.group), change, known.cluster.fallback_share_ppm),
+        false => changed_group(
+            before.map(|stored| &stored.group),
+            change,
+            known_hosts(known),
+            known.cluster.fallback_share_ppm,
+        ),
     };
     let group = match next {
         Ok(group) => group,
@@ -115,10 +118,7 @@ fn removal_mark(known: &SessionState, name: &str, before: Option<&GroupValue>) -
     }
     let number = before.number.checked_add(1);
     let number = number.ok_or_else(|| too_many_changes(name))?;
-    Ok(GroupValue {
-        removed: true,
-        ..GroupValue::of(&Limits::default(), INITIAL_HOSTS, None, number, random() as u32)
-    })
+    Ok(GroupValue { removed: true, ..GroupValue::of(&Limits::default(), 1, None, number, random() as u32) })
 }
 
 /// Deletes the oldest marks of removed groups, beyond [`MAX_REMOVAL_MARKS`].
@@ -143,9 +143,23 @@ fn too_many_changes(name: &str) -> String {
     )
 }
 
+/// Number of hosts that take part, this one included: the initial number of hosts of a group. The
+/// leader raises it when more take part.
+fn known_hosts(known: &SessionState) -> u32 {
+    let takes_part = |reservations: &HostReservations| {
+        reservations.members.as_ref().is_none_or(|groups| !groups.is_empty())
+    };
+    let others = known
+        .reservations
+        .iter()
+        .filter(|(host, reservations)| **host != known.cluster.host && takes_part(reservations));
+    u32::try_from(others.count() + 1).unwrap_or(MAX_HOSTS).min(MAX_HOSTS)
+}
+
 fn changed_group(
     before: Option<&GroupValue>,
     change: &GroupLimitChange,
+    known_hosts: u32,
     safe_share_ppm: Option<u32>,
 ) -> Result<GroupValue, String> {
     let name = &change.group;
@@ -159,13 +173,14 @@ fn changed_group(
     let limits = limits.with_settings(&change.limits);
     let limits = limits.map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
     let number = number.checked_add(1).ok_or_else(|| too_many_changes(name))?;
-    let hosts = change.hosts.or(before.map(|group| group.hosts)).unwrap_or(INITIAL_HOSTS);
+    let hosts = change.hosts.or(before.map(|group| group.hosts)).unwrap_or(known_hosts);
     if !(1..=MAX_HOSTS).contains(&hosts) {
         return Err(format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"));
     }
-    let first = before.map_or(safe_share_ppm, |group| group.safe_share_ppm);
-    let group =
-        GroupValue::of(&limits, hosts, change.safe_share_ppm.unwrap_or(first), number, random() as u32);
+    let kept = |group: &GroupValue| group.safe_share_ppm.filter(|_| !group.has_default_share);
+    let share = change.safe_share_ppm.unwrap_or_else(|| before.map_or(safe_share_ppm, kept));
+    let group = GroupValue::of(&limits, hosts, share, number, random() as u32);
+    let group = if share.is_none() { group.with_default_share() } else { group };
     // Only for a new group can the config file's fallback share be the cause.
     let is_of_file = change.safe_share_ppm.is_none() && before.is_none() && safe_share_ppm.is_some();
     group.spec().map_err(|why| match is_of_file && why.starts_with("fallback-share: ") {
@@ -211,7 +226,9 @@ pub(super) async fn forget_host(
             known.cluster.name
         )));
     }
-    let deletions = ranges.into_iter().chain([known.keys.below_host(host)]).map(EtcdOperation::Delete);
+    let peer = [EtcdKey::Peer(host), EtcdKey::Asks(host)].map(|key| known.keys.single(key));
+    let ranges = ranges.into_iter().chain(peer).chain([known.keys.below_host(host)]);
+    let deletions = ranges.map(EtcdOperation::Delete);
     let deletions: Vec<_> = deletions.collect();
     // The host must not be running: its keys would be deleted while it uses its quota.
     let absent = TransactionCondition::Absent(known.keys.key(EtcdKey::Host(host)));
@@ -238,53 +255,58 @@ mod tests {
 
     #[test]
     fn a_change_keeps_unnamed_limits_and_increments_the_number() {
-        let first = changed_group(None, &of(&[(IOPS, 10_000)]), Some(5000)).unwrap();
-        assert_eq!((first.number, first.hosts, first.safe_share_ppm), (1, INITIAL_HOSTS, Some(5000)));
+        let first = changed_group(None, &of(&[(IOPS, 10_000)]), 16, Some(5000)).unwrap();
+        assert_eq!((first.number, first.hosts, first.safe_share_ppm), (1, 16, Some(5000)));
         let hosts = GroupLimitChange { hosts: Some(100), ..of(&[]) };
-        let second = changed_group(Some(&first), &hosts, None).unwrap();
+        let second = changed_group(Some(&first), &hosts, 16, None).unwrap();
         assert_eq!((second.number, second.hosts, second.safe_share_ppm), (2, 100, Some(5000)));
         assert_eq!(second.limits, first.limits);
-        let third = changed_group(Some(&second), &of(&[(IOPS, 0)]), None).unwrap();
+        let third = changed_group(Some(&second), &of(&[(IOPS, 0)]), 16, None).unwrap();
         assert!(third.limits.is_empty());
         let [burst, length] = [LimitPart::BurstRate, LimitPart::BurstLength]
             .map(|part| LimitSetting::Limit(LimitKind::IopsTotal, part));
-        let bursting = changed_group(Some(&second), &of(&[(burst, 20_000), (length, 5)]), None).unwrap();
+        let bursting = changed_group(Some(&second), &of(&[(burst, 20_000), (length, 5)]), 16, None).unwrap();
         for setting in [burst, IOPS] {
             // As on one host: settings that need the removed one are removed as well.
-            let without = changed_group(Some(&bursting), &of(&[(setting, 0)]), None).unwrap();
+            let without = changed_group(Some(&bursting), &of(&[(setting, 0)]), 16, None).unwrap();
             assert_eq!(
                 without.limits,
                 if setting == IOPS { third.limits.clone() } else { second.limits.clone() }
             );
         }
         let removed_group = GroupValue { removed: true, ..second.clone() };
-        let anew = changed_group(Some(&removed_group), &of(&[(IOPS, 500)]), None).unwrap();
-        assert_eq!((anew.number, anew.hosts, anew.removed), (3, INITIAL_HOSTS, false));
-        assert!(changed_group(Some(&removed_group), &hosts, None).unwrap().limits.is_empty());
+        let anew = changed_group(Some(&removed_group), &of(&[(IOPS, 500)]), 16, None).unwrap();
+        assert_eq!((anew.number, anew.hosts, anew.removed), (3, 16, false));
+        assert!(changed_group(Some(&removed_group), &hosts, 16, None).unwrap().limits.is_empty());
         let share = |ppm| GroupLimitChange { safe_share_ppm: Some(ppm), ..of(&[]) };
-        let fourth = changed_group(Some(&second), &share(Some(700)), None).unwrap();
+        let fourth = changed_group(Some(&second), &share(Some(700)), 16, None).unwrap();
         assert_eq!(fourth.safe_share_ppm, Some(700));
-        let fifth = changed_group(Some(&fourth), &share(None), Some(5000)).unwrap();
-        assert_eq!((fifth.safe_share_ppm, fifth.limits), (None, second.limits));
+        let fifth = changed_group(Some(&fourth), &share(None), 16, Some(5000)).unwrap();
+        assert_eq!(
+            (fifth.safe_share_ppm, fifth.has_default_share),
+            (Some(2000), true),
+            "20 % over 100 hosts"
+        );
+        assert_eq!(fifth.limits, second.limits);
     }
 
     #[test]
     fn a_rejected_change_has_no_effect() {
         let max = LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::BurstRate);
-        assert!(changed_group(None, &of(&[(max, 5)]), None).is_err());
+        assert!(changed_group(None, &of(&[(max, 5)]), 16, None).is_err());
         assert!(
-            changed_group(None, &GroupLimitChange { hosts: Some(0), ..of(&[(IOPS, 5)]) }, None)
+            changed_group(None, &GroupLimitChange { hosts: Some(0), ..of(&[(IOPS, 5)]) }, 16, None)
                 .unwrap_err()
                 .contains("hosts")
         );
-        let message = changed_group(None, &of(&[(IOPS, 5)]), None).unwrap_err();
+        let message = changed_group(None, &of(&[(IOPS, 5)]), 16, None).unwrap_err();
         assert!(
             message.starts_with("iops-total: 5 is too low") && message.contains("at least 16"),
             "{message}"
         );
-        assert!(changed_group(None, &of(&[(IOPS, 16)]), None).is_ok());
-        let message = changed_group(None, &of(&[(IOPS, 500)]), Some(100_000)).unwrap_err();
+        assert!(changed_group(None, &of(&[(IOPS, 16)]), 16, None).is_ok());
+        let message = changed_group(None, &of(&[(IOPS, 500)]), 16, Some(100_000)).unwrap_err();
         assert!(message.contains("fallback-share: 10 %") && message.contains("at most 6.25 %"), "{message}");
-        assert!(changed_group(None, &of(&[(IOPS, 500)]), Some(62_500)).is_ok());
+        assert!(changed_group(None, &of(&[(IOPS, 500)]), 16, Some(62_500)).is_ok());
     }
 }

@@ -23,9 +23,11 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
+use openssl::ssl::SslConnector;
 use reactor::{regular_file, sanitize::sanitize};
 use serde_json::{Value, json};
 use settings::ClusterConfig;
+use tls::TlsServer;
 use tokio::task::JoinSet;
 
 use connection::{EtcdConnection, EtcdTls};
@@ -96,6 +98,8 @@ pub(super) struct EtcdParameters {
 #[derive(Clone, Debug)]
 pub struct EtcdCredentials {
     tls: Option<EtcdTls>,
+    /// For connections from other hosts.
+    server: Option<TlsServer>,
     user: Option<(String, String)>,
 }
 
@@ -107,6 +111,15 @@ impl EtcdCredentials {
     pub fn read(cluster: &ClusterConfig) -> anyhow::Result<Self> {
         let is_tls = cluster.etcd.iter().any(|endpoint| endpoint.tls);
         let tls = is_tls.then(|| EtcdTls::new(cluster.certificates.as_deref())).transpose()?;
+        let server = match (&cluster.certificates, cluster.peer_address) {
+            (Some(directory), Some(_)) if is_tls => {
+                Some(TlsServer::x509(directory, true).context("certificates: for peer-address")?)
+            }
+            (None, Some(_)) if is_tls => {
+                anyhow::bail!("peer-address: needs certificates in [cluster], with server-cert.pem")
+            }
+            _ => None,
+        };
         let user = match cluster.login() {
             Some((user, file)) => {
                 let mut text = String::new();
@@ -120,7 +133,7 @@ impl EtcdCredentials {
             }
             None => None,
         };
-        Ok(Self { tls, user })
+        Ok(Self { tls, server, user })
     }
 }
 
@@ -163,15 +176,26 @@ impl EtcdParameters {
         self.proofs.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Credentials for connections to other hosts; `None` without TLS.
+    pub(super) fn peer_client(&self) -> Option<SslConnector> {
+        self.credentials().tls.map(|EtcdTls(connector)| connector)
+    }
+
+    /// Credentials for connections from other hosts; `None` without TLS.
+    pub(super) fn peer_server(&self) -> Option<TlsServer> {
+        self.credentials().server
+    }
+
     /// Connects to a member.
     async fn open(&self, at: usize) -> Result<EtcdConnection, EtcdError> {
         let (member, tls) = (&self.members[at], self.credentials().tls);
         EtcdConnection::open(member.config.clone(), &member.addresses, tls.as_ref(), REQUEST_TIMEOUT).await
     }
 
-    /// Ports that connections use.
+    /// Ports that connections use; all hosts have the same one for each other.
     pub(super) fn ports(cluster: &ClusterConfig) -> Vec<u16> {
-        let mut ports: Vec<_> = cluster.etcd.iter().map(|member| member.port).collect();
+        let peer = cluster.peer_address.map(|address| address.port());
+        let mut ports: Vec<_> = cluster.etcd.iter().map(|member| member.port).chain(peer).collect();
         ports.sort_unstable();
         ports.dedup();
         ports

@@ -16,6 +16,8 @@ use serde::{
 
 /// Version that is written, and the only one that is read.
 const VERSION: u32 = 1;
+/// Sum of all fallback shares in millionths of the limit, if a value has no share.
+const EARLIER_DEFAULT_SUM_PPM: u32 = 20_000;
 /// Maximum length of a value in bytes. Larger than etcd's default limit of a request, 1.5 MiB.
 const MAX_BYTES: usize = 2 << 20;
 
@@ -87,6 +89,19 @@ pub(super) struct HostIdentity {
     pub(super) weir: String,
 }
 
+/// Address of a host, for other hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct PeerValue {
+    pub(super) address: std::net::SocketAddr,
+}
+
+/// Hosts whose agreement a host needs while etcd is unreachable. Only a host that all of these
+/// values name may lead.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct AskedHosts {
+    pub(super) hosts: BTreeSet<String>,
+}
+
 /// Limits over all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct GroupValue {
@@ -101,6 +116,9 @@ pub(super) struct GroupValue {
     /// Fallback share of one host, in millionths of the limit; `None` for the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) safe_share_ppm: Option<u32>,
+    /// True if `safe_share_ppm` is the default for the number of hosts, and follows it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) has_default_share: bool,
     /// True after the group was removed. The value remains without limits, so that hosts that
     /// remember the earlier limits neither apply them nor restore them in etcd.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -120,19 +138,32 @@ impl GroupValue {
             .into_iter()
             .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
         let limits = set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect();
-        Self { number, nonce, limits, hosts, safe_share_ppm, removed: false }
+        Self { number, nonce, limits, hosts, safe_share_ppm, has_default_share: false, removed: false }
     }
 
-    /// Returns these limits for twice as many hosts. A fallback share that no longer fits is
-    /// reduced, so that the sum of all shares stays the same.
+    /// These limits with the default fallback share: equal parts of 20 % of the limit for all
+    /// hosts. It is written as a number, because earlier versions have another default.
+    pub(super) fn with_default_share(self) -> Self {
+        let share = ClusterGroupLimits::default_fallback_ppm(self.hosts);
+        Self { safe_share_ppm: Some(share), has_default_share: true, ..self }
+    }
+
+    /// Returns these limits for this number of hosts, or, if the fallback share is not the default,
+    /// for twice as many as before. A fallback share that no longer fits is reduced, so that the
+    /// sum of all shares stays the same.
     ///
     /// # Errors
     /// Fails above [`MAX_HOSTS`], or if a limit is too low for that many hosts.
-    pub(super) fn for_more_hosts(&self, nonce: u32) -> Result<Self, String> {
-        let hosts = self.hosts.saturating_mul(2).min(MAX_HOSTS);
+    pub(super) fn for_more_hosts(&self, hosts: u32, nonce: u32) -> Result<Self, String> {
+        let doubled = self.hosts.saturating_mul(2);
+        let hosts = if self.has_default_share { hosts.max(self.hosts) } else { doubled }.min(MAX_HOSTS);
         let mut more = Self { hosts, number: self.number.saturating_add(1), nonce, ..self.clone() };
         if hosts == self.hosts {
             return Err(format!("at most {MAX_HOSTS} hosts are supported"));
+        }
+        if self.has_default_share {
+            let more = more.with_default_share();
+            return more.spec().map(|_| more);
         }
         // The reduced share is at least 1 ppm; `spec` rejects it if the limit is too low even so.
         if more.spec().is_err() {
@@ -155,7 +186,10 @@ impl GroupValue {
         limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
         // Number and nonce together: a restored etcd may reuse a number with other limits.
         let version = u64::from(self.number) << 32 | u64::from(self.nonce);
-        let spec = ClusterGroupLimits::new(version, limits, self.hosts, self.safe_share_ppm);
+        // A value without a share was written by an earlier version, which computes this one.
+        let earlier_default = EARLIER_DEFAULT_SUM_PPM / self.hosts.max(1);
+        let share = self.safe_share_ppm.unwrap_or(earlier_default);
+        let spec = ClusterGroupLimits::new(version, limits, self.hosts, Some(share));
         spec.map_err(|error| error.message("--hosts"))
     }
 
@@ -229,6 +263,11 @@ pub(super) struct ReportValue {
 impl ReportValue {
     pub(super) const fn instance(&self) -> u64 {
         self.instance
+    }
+
+    /// The leader that the host obeys.
+    pub(super) fn followed_term(&self) -> Option<Term> {
+        self.follows.as_ref().map(Term::from)
     }
 
     pub(super) const fn waiting_ns(&self) -> u64 {
@@ -361,7 +400,8 @@ mod tests {
     #[test]
     fn fallback_shares_never_exceed_the_limit() {
         let more = |hosts, safe_share_ppm| {
-            let more = GroupValue::of(&limits(1000), hosts, safe_share_ppm, 3, 7).for_more_hosts(8);
+            let more =
+                GroupValue::of(&limits(1000), hosts, safe_share_ppm, 3, 7).for_more_hosts(hosts + 1, 8);
             more.map(|more| (more.hosts, more.safe_share_ppm, more.number, more.nonce))
         };
         assert_eq!(more(16, None), Ok((32, None, 4, 8)));
@@ -370,6 +410,12 @@ mod tests {
         assert_eq!(more(1, Some(1_000_000)), Ok((2, Some(500_000), 4, 8)));
         assert!(more(600, Some(10)).unwrap_err().contains("1000 is too low"));
         assert!(more(MAX_HOSTS, None).is_err());
+        let default = GroupValue::of(&limits(1000), 3, None, 3, 7).with_default_share();
+        let more = default.for_more_hosts(4, 8).unwrap();
+        assert_eq!(
+            (default.safe_share_ppm, more.hosts, more.safe_share_ppm),
+            (Some(66_666), 4, Some(50_000))
+        );
     }
 
     #[test]

@@ -10,9 +10,12 @@
 //!                   /host/HOST/move/DISK   a disk that another host offers it; with a lease
 //!                   /host/HOST/moved/DISK  outcome of a disk's migration from it
 //!                   /report/HOST         demand and quota of all its groups
+//!                   /peer/HOST           its address for other hosts
+//!                   /asks/HOST           hosts that it asks while etcd is unreachable
 //! ```
 //!
-//! Each host watches `all` and the keys below its own name; the leader watches reports.
+//! Each host watches `all` and the keys below its own name, and with an address of its own `peer`;
+//! the leader watches reports.
 //!
 //! `v1` is the version of keys and values: weir of another version has other keys, and never reads
 //! these.
@@ -34,6 +37,10 @@ pub(super) enum EtcdKey<'a> {
     Reservation(&'a str),
     Report(&'a str),
     Grant(&'a str),
+    /// Address of a host.
+    Peer(&'a str),
+    /// Hosts that a host asks.
+    Asks(&'a str),
     /// Receiving host, and the disk.
     Move(&'a str, &'a str),
     /// Offering host, and the disk.
@@ -54,6 +61,8 @@ impl EtcdKeys {
             EtcdKey::Host(name) => format!("{prefix}host/{name}/name"),
             EtcdKey::Grant(name) => format!("{prefix}host/{name}/grant"),
             EtcdKey::Report(name) => format!("{prefix}report/{name}"),
+            EtcdKey::Peer(name) => format!("{prefix}peer/{name}"),
+            EtcdKey::Asks(name) => format!("{prefix}asks/{name}"),
             EtcdKey::Move(host, disk) => format!("{prefix}host/{host}/move/{disk}"),
             EtcdKey::Moved(host, disk) => format!("{prefix}host/{host}/moved/{disk}"),
         }
@@ -86,6 +95,16 @@ impl EtcdKeys {
         KeyRange::Prefix(self.key(EtcdKey::Report("")))
     }
 
+    /// Addresses of hosts.
+    pub(super) fn peers(&self) -> KeyRange {
+        KeyRange::Prefix(self.key(EtcdKey::Peer("")))
+    }
+
+    /// Hosts that each host asks.
+    pub(super) fn asks(&self) -> KeyRange {
+        KeyRange::Prefix(self.key(EtcdKey::Asks("")))
+    }
+
     pub(super) fn single(&self, key: EtcdKey<'_>) -> KeyRange {
         KeyRange::Key(self.key(key))
     }
@@ -102,6 +121,10 @@ impl EtcdKeys {
             EtcdKey::Reservation(name)
         } else if let Some(name) = rest.strip_prefix("report/") {
             EtcdKey::Report(name)
+        } else if let Some(name) = rest.strip_prefix("peer/") {
+            EtcdKey::Peer(name)
+        } else if let Some(name) = rest.strip_prefix("asks/") {
+            EtcdKey::Asks(name)
         } else {
             match rest.strip_prefix("host/")?.split_once('/')? {
                 (name, "name") => EtcdKey::Host(name),
@@ -119,6 +142,8 @@ impl EtcdKeys {
             EtcdKey::Host(host)
             | EtcdKey::Reservation(host)
             | EtcdKey::Report(host)
+            | EtcdKey::Peer(host)
+            | EtcdKey::Asks(host)
             | EtcdKey::Grant(host) => parse_cluster_name(host).is_ok(),
             EtcdKey::Move(host, disk) | EtcdKey::Moved(host, disk) => {
                 parse_cluster_name(host).is_ok() && check_object_name(disk).is_ok()
@@ -141,6 +166,8 @@ mod tests {
             EtcdKey::Host("h"),
             EtcdKey::Reservation("h"),
             EtcdKey::Report("h"),
+            EtcdKey::Peer("h"),
+            EtcdKey::Asks("h"),
             EtcdKey::Grant("h"),
             EtcdKey::Move("h", "vm/1"),
             EtcdKey::Moved("h", "vm1"),

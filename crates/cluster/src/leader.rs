@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use policy::{
     cluster::{LeaderAction, QuotaLeader, Term},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -17,9 +17,10 @@ use super::{
     etcd::{
         EtcdClient, EtcdError, EtcdKeyValue, EtcdOperation, MAX_BYTES, MAX_OPERATIONS, TransactionCondition,
     },
-    etcd_values::{self, HostGrants, HostReports, HostReservations, ReportValue},
+    etcd_values::{self, AskedHosts, HostGrants, HostReports, HostReservations, ReportValue},
     keys::{EtcdKey, EtcdKeys},
     limit_file::StoredGroup,
+    peers::Peers,
     session_state::SessionState,
     watch_task::{WatchTask, forward},
 };
@@ -27,6 +28,9 @@ use super::{
 /// Grants deleted in a row: each is a transaction, and the leader has to renew its lease in
 /// between.
 const MAX_DELETED_GRANTS: usize = 32;
+
+/// Interval between searches for hosts that have ended without leaving.
+const PEER_SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 /// State of an elected leader.
 #[derive(Debug)]
@@ -49,6 +53,10 @@ pub(super) struct LeaderTerm {
     last_reports: BTreeMap<String, (Instant, bool)>,
     grants: BTreeMap<String, HostGrants>,
     changed: BTreeSet<String>,
+    /// Hosts whose grants changed, for those that report directly.
+    changed_directly: BTreeSet<String>,
+    /// Time of the next search for hosts that have ended without leaving.
+    peer_sweep_at: Instant,
     /// Groups with more hosts than their limits can be divided among; logged once.
     too_many: BTreeSet<String>,
     /// Time at which lost limits were last restored, by group.
@@ -68,6 +76,7 @@ impl LeaderTerm {
     ) -> Result<Option<Self>, EtcdError> {
         let (timing, keys) = (known.timing, known.keys.clone());
         let key = keys.key(EtcdKey::Leader);
+        let Some(asked_at) = asked_by_all(known, etcd).await? else { return Ok(None) };
         let requested_at = now();
         // Rounded up to seconds: etcd must not end the lease before this leader does.
         let lease = timing.term_lease();
@@ -75,7 +84,11 @@ impl LeaderTerm {
         let leader = etcd_values::LeaderValue { host: known.cluster.host.clone(), nonce: random() };
         let value = etcd_values::write(&leader);
         let put = EtcdOperation::put(&key, &value, Some(lease));
-        let result = etcd.transact(&[TransactionCondition::Absent(key)], &[put]).await?;
+        // A host that joins now must be able to ask this one before it leads.
+        let unchanged =
+            [keys.peers(), keys.asks()].map(|range| TransactionCondition::UnchangedSince(range, asked_at));
+        let [peers, asks] = unchanged;
+        let result = etcd.transact(&[TransactionCondition::Absent(key), peers, asks], &[put]).await?;
         if !result.succeeded {
             etcd.revoke_lease(lease).await?;
             return Ok(None);
@@ -97,6 +110,8 @@ impl LeaderTerm {
             last_reports: BTreeMap::new(),
             grants: BTreeMap::new(),
             changed: BTreeSet::new(),
+            changed_directly: BTreeSet::new(),
+            peer_sweep_at: now() + PEER_SWEEP_INTERVAL,
             too_many: BTreeSet::new(),
             restored: BTreeMap::new(),
             // Hosts may have left before the election, and an earlier leader may not have swept.
@@ -175,13 +190,18 @@ impl LeaderTerm {
         silent_hosts.map(|(host, _)| host.clone()).collect()
     }
 
+    /// Time of the next division.
+    pub(super) fn next_division(&self) -> Instant {
+        self.leaders.values().map(QuotaLeader::next).min().unwrap_or(Instant::MAX)
+    }
+
     pub(super) fn next(&self) -> Instant {
         let leaders = self.leaders.values().map(QuotaLeader::next);
         leaders.chain(self.sweep_at).fold(self.kept_at + self.renewal_interval(), Instant::min)
     }
 
     /// Interval at which the lease of the key is renewed. Policy takes the same lease for its own.
-    fn renewal_interval(&self) -> core::time::Duration {
+    fn renewal_interval(&self) -> Duration {
         policy::cluster::Timing::DEFAULT.key_renewal_interval()
     }
 
@@ -246,10 +266,42 @@ impl LeaderTerm {
         &mut self,
         known: &SessionState,
         etcd: &mut EtcdClient,
+        peers: Option<&Peers>,
     ) -> Result<bool, EtcdError> {
         if now() >= self.kept_at + self.renewal_interval() && !self.keep_alive(etcd).await? {
             return Ok(self.log_lost());
         }
+        let stands_down = self.divide(known);
+        if let Some(peers) = peers {
+            for (host, grants) in self.take_direct(|host| peers.is_direct(host)) {
+                peers.send_grants(&host, &grants);
+            }
+        }
+        if stands_down || !self.write(etcd).await? {
+            // Deletes the key only if it is still this leader's, and gives up the leadership either
+            // way.
+            let value = self.value.clone();
+            let key = self.keys.key(EtcdKey::Leader);
+            let deletion = EtcdOperation::Delete(self.keys.single(EtcdKey::Leader));
+            etcd.transact(&[TransactionCondition::Value(key, value)], &[deletion]).await?;
+            return Ok(self.log_lost());
+        }
+        self.restore_limits(known, etcd).await?;
+        self.raise_hosts(known, etcd).await?;
+        self.delete_stale_grants(known, etcd).await?;
+        self.remove_ended_peers(known, etcd, peers).await?;
+        Ok(true)
+    }
+
+    /// Changed grants of the hosts that are selected.
+    pub(super) fn take_direct(&mut self, is_direct: impl Fn(&str) -> bool) -> Vec<(String, HostGrants)> {
+        let changed = std::mem::take(&mut self.changed_directly).into_iter();
+        let direct = changed.filter(|host| is_direct(host));
+        direct.filter_map(|host| self.grants.get(&host).cloned().map(|grants| (host, grants))).collect()
+    }
+
+    /// Divides the limits that are due. True if the leadership has ended.
+    pub(super) fn divide(&mut self, known: &SessionState) -> bool {
         self.follow_limits(known);
         let at = now();
         let mut stands_down = false;
@@ -265,25 +317,52 @@ impl LeaderTerm {
                         for (host, grant) in grants {
                             let grant = etcd_values::GrantValue::of(&grant, safe_share);
                             self.grants.entry(host.clone()).or_default().groups.insert(group.clone(), grant);
+                            self.changed_directly.insert(host.clone());
                             self.changed.insert(host);
                         }
                     }
                 }
             }
         }
-        if stands_down || !self.write(etcd).await? {
-            // Deletes the key only if it is still this leader's, and gives up the leadership either
-            // way.
-            let value = self.value.clone();
-            let key = self.keys.key(EtcdKey::Leader);
-            let deletion = EtcdOperation::Delete(self.keys.single(EtcdKey::Leader));
-            etcd.transact(&[TransactionCondition::Value(key, value)], &[deletion]).await?;
-            return Ok(self.log_lost());
+        stands_down
+    }
+
+    /// Deletes the keys of hosts that have ended without leaving: while their agreement is needed,
+    /// there is none, and no new host can lead.
+    ///
+    /// Such a host may run and be cut off. It asks this host, which leads and refuses.
+    async fn remove_ended_peers(
+        &mut self,
+        known: &SessionState,
+        etcd: &mut EtcdClient,
+        peers: Option<&Peers>,
+    ) -> Result<(), EtcdError> {
+        if now() < self.peer_sweep_at {
+            return Ok(());
         }
-        self.restore_limits(known, etcd).await?;
-        self.raise_hosts(known, etcd).await?;
-        self.delete_stale_grants(known, etcd).await?;
-        Ok(true)
+        self.peer_sweep_at = now() + PEER_SWEEP_INTERVAL;
+        let found = etcd.keys(&[self.keys.below_all_hosts(), self.keys.peers()]).await?;
+        let (mut named, mut addressed) = (BTreeSet::new(), BTreeSet::new());
+        for value in found.iter().flatten() {
+            match self.keys.parse(&value.key) {
+                Some(EtcdKey::Host(host)) => drop(named.insert(host)),
+                Some(EtcdKey::Peer(host)) => drop(addressed.insert(host)),
+                _ => {}
+            }
+        }
+        let is_direct = |host: &&str| peers.is_some_and(|peers| peers.is_direct(host));
+        let ended = addressed.difference(&named).copied();
+        let ended = ended.filter(|host| *host != known.cluster.host && !is_direct(host));
+        for host in ended.take(MAX_DELETED_GRANTS) {
+            let mut compare = self.fencing_conditions().to_vec();
+            compare.push(TransactionCondition::Absent(self.keys.key(EtcdKey::Host(host))));
+            let deletions = [EtcdKey::Peer(host), EtcdKey::Asks(host)]
+                .map(|key| EtcdOperation::Delete(self.keys.single(key)));
+            if etcd.transact(&compare, &deletions).await?.succeeded {
+                tracing::info!(host, "the host has ended: its agreement is not needed any more");
+            }
+        }
+        Ok(())
     }
 
     fn log_lost(&self) -> bool {
@@ -346,10 +425,10 @@ impl LeaderTerm {
             .leaders
             .iter()
             .filter(|(_, leader)| leader.has_too_many_hosts())
-            .map(|(name, _)| name.clone());
-        for name in crowded.collect::<Vec<_>>() {
+            .map(|(name, leader)| (name.clone(), leader.host_count()));
+        for (name, count) in crowded.collect::<Vec<_>>() {
             let Some(StoredGroup { group, changed, .. }) = known.groups.get(&name) else { continue };
-            let more = match group.for_more_hosts(random() as u32) {
+            let more = match group.for_more_hosts(count, random() as u32) {
                 Ok(more) => more,
                 Err(why) => {
                     if self.too_many.insert(name.clone()) {
@@ -372,7 +451,7 @@ impl LeaderTerm {
                 .await?;
             if result.succeeded {
                 tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
-                if more.safe_share_ppm != group.safe_share_ppm {
+                if more.safe_share_ppm != group.safe_share_ppm && !more.has_default_share {
                     let percent = more.safe_share_ppm.map(|ppm| f64::from(ppm) / 10_000.0);
                     tracing::warn!(
                         group = %name, percent,
@@ -432,6 +511,31 @@ impl LeaderTerm {
     pub(super) async fn resign(self, etcd: &mut EtcdClient) {
         let _ = etcd.revoke_lease(self.lease).await;
     }
+}
+
+/// Revision at which every host with an address asked this host for its agreement; `None` if one
+/// does not: that host may take part in an agreement of which this one would not know.
+async fn asked_by_all(known: &SessionState, etcd: &mut EtcdClient) -> Result<Option<i64>, EtcdError> {
+    let host = &known.cluster.host;
+    let (revision, found) = etcd.read(&[known.keys.peers(), known.keys.asks()]).await?;
+    let (mut peers, mut asking) = (BTreeSet::new(), BTreeSet::new());
+    for value in found.iter().flatten() {
+        match known.keys.parse(&value.key) {
+            Some(EtcdKey::Peer(name)) => drop(peers.insert(name)),
+            Some(EtcdKey::Asks(name)) => {
+                let asked = etcd_values::read::<AskedHosts>(&value.value);
+                if asked.is_ok_and(|asked| asked.hosts.contains(host)) {
+                    asking.insert(name);
+                }
+            }
+            _ => {}
+        }
+    }
+    let missing = peers.into_iter().find(|name| name != host && !asking.contains(name));
+    if let Some(missing) = missing {
+        tracing::debug!(host = missing, "the host does not ask this one yet, which therefore cannot lead");
+    }
+    Ok(missing.is_none().then_some(revision))
 }
 
 /// Reads all reports, and watches from the next revision on.

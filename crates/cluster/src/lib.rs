@@ -30,11 +30,14 @@ mod local_groups;
 mod messages;
 pub mod migration;
 pub mod migration_offer;
+mod peer_message;
+mod peers;
 mod reservations;
 mod session_state;
 mod status;
 mod watch_events;
 mod watch_task;
+mod without_etcd;
 
 use std::{
     cell::{Cell, RefCell},
@@ -48,7 +51,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use api::{ClusterGroupChange, ClusterReport, ClusterStatus, ForgottenHost, LocalQuota};
+use api::{ClusterAgreement, ClusterGroupChange, ClusterReport, ClusterStatus, ForgottenHost, LocalQuota};
 use async_channel::{Receiver, Sender};
 use block::layer::throttle::ThrottleGroup;
 use cgroup::watch::CgroupLeases;
@@ -70,8 +73,9 @@ use keys::EtcdKeys;
 pub(crate) use local_groups::LocalGroupState;
 use local_groups::{LocalGroups, MembershipEvent};
 pub use messages::GroupLimitChange;
-use messages::{AgentInput, AgentMessage};
+use messages::{AgentInput, AgentMessage, PeerStatus};
 use migration_offer::{MigrationAnswer, MigrationReply, MigrationStep, ReceivedOffer, StepOutcome};
+use reservations::MAX_NAMED_HOSTS;
 pub use reservations::ReservationRefusal;
 
 use actor::ChangeOrigin;
@@ -133,6 +137,11 @@ pub trait ClusterHooks {
     /// hosts.
     fn report_reservations(&self);
 
+    /// Reports how this host works while etcd is unreachable: with a leader, which it reaches by
+    /// agreement of this number of hosts (0: etcd elected it), or with its fallback shares.
+    /// `detail` are the quotas in force, or the hosts that are missing.
+    fn report_agreement(&self, cluster: &str, leader: Option<(&str, u64)>, detail: &str);
+
     /// Called after each step in which this host's quota may have changed.
     fn quota_changed(&self);
 
@@ -173,6 +182,10 @@ pub struct ClusterMembership {
     /// Reason for the missing connection; empty while connected.
     reason: RefCell<String>,
     leader: RefCell<Option<String>>,
+    /// How this host works without etcd, and whether that was reported.
+    peers: RefCell<PeerStatus>,
+    has_peers: bool,
+    is_fallback_reported: Cell<bool>,
     /// Disks that other hosts offer to this one.
     offers: (Sender<ReceivedOffer>, Receiver<ReceivedOffer>),
     /// Receivers of answers to this host's offers, by the offer's number.
@@ -248,15 +261,28 @@ impl ClusterMembership {
         let (to_agent, inbox) = async_channel::bounded(QUEUE_LENGTH);
         let (to_main, messages) = async_channel::bounded(QUEUE_LENGTH);
         let timing = Timing::DEFAULT;
-        let mut hosts = LocalGroups::new(&cluster.host, timing);
+        let mut hosts = LocalGroups::new(&cluster.host, timing, cluster.peer_address.is_some());
         let _ = hosts.handle_message(AgentMessage::Reservations(first.reservations), reactor::now());
+        hosts.set_reporting(first.reporting);
         let control_groups = cluster.control_groups.clone();
         let lending = CgroupLeases::new(control_groups.iter().map(String::as_str));
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
         let inbox = (to_agent.clone(), inbox);
         let machine_id = identity::machine_id();
         let known_terms = terms.clone();
+        let listen = |address| {
+            let listener = peers::bind(address);
+            listener.map(|listener| (address, listener)).with_context(|| {
+                format!(
+                    "cluster {name}: peer-address {address}: cannot listen (write an address of this \
+                     host, with a free port)"
+                )
+            })
+        };
+        let peer_listener = cluster.peer_address.map(listen).transpose()?;
+        let has_peers = peer_listener.is_some();
         let agent = EtcdAgent {
+            peer_listener,
             cluster,
             terms,
             machine_id,
@@ -282,6 +308,9 @@ impl ClusterMembership {
             warned_namesakes: RefCell::default(),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
+            peers: RefCell::default(),
+            has_peers,
+            is_fallback_reported: Cell::new(false),
             offers: async_channel::bounded(QUEUE_LENGTH),
             answer_senders: RefCell::default(),
             input: to_agent,
@@ -422,12 +451,50 @@ impl ClusterMembership {
         }
         self.warn_of_namesakes(&**hooks);
         let reports = self.hosts.borrow_mut().tick(reactor::now());
+        self.report_fallback(&**hooks);
         hooks.quota_changed();
         if let Some(reports) = reports {
             let _ = self.input.try_send(AgentInput::Reports(reports));
         }
     }
     // The tick also drops expired leases, so it has to run without messages from the agent too.
+
+    /// Reports once that the leases have expired while neither etcd nor a leader is reached.
+    fn report_fallback(&self, hooks: &dyn ClusterHooks) {
+        let peers = self.peers.borrow();
+        let is_cut_off = self.has_peers && !self.is_connected.get() && peers.leader.is_none();
+        let states = self.hosts.borrow().states();
+        let is_fallback = is_cut_off && !states.is_empty() && states.iter().all(|state| !state.is_leased);
+        if is_fallback && !self.is_joining() && !self.is_fallback_reported.replace(true) {
+            let missing = peers.missing.iter().map(|(host, why)| format!("{host} {why}"));
+            let missing: Vec<_> = missing.take(MAX_NAMED_HOSTS).collect();
+            hooks.report_agreement(&self.name, None, &missing.join(", "));
+        }
+    }
+
+    /// Reports a leader that this host reaches without etcd.
+    fn handle_peers(&self, status: PeerStatus, hooks: &dyn ClusterHooks) {
+        let before = self.peers.replace(status.clone());
+        let is_new = before.leader != status.leader || before.hosts != status.hosts;
+        if let Some(leader) = status.leader.filter(|_| is_new && !self.is_connected.get()) {
+            self.is_fallback_reported.set(false);
+            let quotas = self.hosts.borrow().quotas();
+            hooks.report_agreement(&self.name, Some((&leader, status.hosts as u64)), &quotas);
+        }
+    }
+
+    /// The leader that this host reaches without etcd.
+    fn agreement(&self) -> Option<ClusterAgreement> {
+        let peers = self.peers.borrow();
+        let leader = peers.leader.clone().filter(|_| !self.is_connected.get())?;
+        Some(ClusterAgreement { leader, agreed_hosts: peers.hosts as u64 })
+    }
+
+    /// Number of hosts that have agreed on this host's leader while etcd is unreachable, including
+    /// this one; 0 without an agreement.
+    pub fn agreed_hosts(&self) -> u64 {
+        self.agreement().map_or(0, |agreement| agreement.agreed_hosts)
+    }
 
     /// Calls [`warn_of_local_group`] once for each group.
     fn warn_of_namesakes(&self, hooks: &dyn ClusterHooks) {
@@ -487,6 +554,10 @@ impl ClusterMembership {
                 self.handle_answer(disk, answer);
                 return;
             }
+            AgentMessage::Peers(status) => {
+                self.handle_peers(status, hooks);
+                return;
+            }
             AgentMessage::Silent(silent_hosts) => {
                 self.handle_silent_hosts(silent_hosts, hooks);
                 return;
@@ -516,6 +587,7 @@ impl ClusterMembership {
         match event {
             Some(MembershipEvent::Joined) if !self.is_connected.replace(true) => {
                 self.reason.borrow_mut().clear();
+                self.is_fallback_reported.set(false);
                 self.reported_reasons.borrow_mut().clear();
                 hooks.report_connection(&self.name, &self.host, None);
             }
@@ -544,6 +616,7 @@ impl ClusterMembership {
             connected,
             leader: self.leader.borrow().clone(),
             reason: (!connected).then(|| self.reason.borrow().clone()),
+            agreement: self.agreement(),
         }
     }
 
@@ -582,6 +655,12 @@ impl ClusterMembership {
             name: self.name.clone(),
             host: self.host.clone(),
             local_groups: self.group_states().into_iter().map(quota).collect(),
+            agreement: self.agreement(),
+            missing_hosts: {
+                let missing = self.peers.borrow().missing.clone();
+                let missing = missing.into_iter().filter(|_| !self.is_connected.get());
+                missing.map(|(host, why)| (host, why.to_owned())).collect()
+            },
             ..report
         }
     }

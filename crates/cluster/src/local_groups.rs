@@ -8,7 +8,10 @@
 //! Trees check that instant themselves: if this task is late, or the process sleeps, the lease ends
 //! all the same. Never waits for etcd.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use block::layer::throttle::ThrottleGroup;
 use cgroup::watch::CgroupLessor;
@@ -16,7 +19,7 @@ use policy::{
     cluster::{
         ByKind, ClusterGroupLimits, DemandEstimator, HostQuota, QuotaGrant, ReportedDemand, Term, Timing,
     },
-    throttle::{Limits, MemberDemands, QuotaLease, ThrottleStats},
+    throttle::{LimitKind, LimitPart, LimitSetting, Limits, MemberDemands, QuotaLease, ThrottleStats},
     time::{Duration, Instant},
 };
 
@@ -24,7 +27,7 @@ use super::{
     environment,
     etcd_values::{HostReports, HostReservations, ReportValue},
     messages::AgentMessage,
-    reservations::{self, ReservableRates, max_reservable},
+    reservations::{self, MAX_NAMED_HOSTS, ReservableRates, max_reservable},
 };
 
 /// Receiver of a quota: disks in a tree of this process, or control groups, which the kernel
@@ -134,6 +137,11 @@ pub(super) struct LocalGroups {
     timing: Timing,
     instance: u64,
     is_joined: bool,
+    /// True if other hosts can be reached without etcd.
+    has_peers: bool,
+    /// Hosts for which leaders reserved fallback shares at the start; `None` once this host is one
+    /// of them.
+    reporting: Option<BTreeSet<String>>,
     term: Option<Term>,
     members: BTreeMap<String, LocalGroup>,
     reservations: BTreeMap<String, HostReservations>,
@@ -173,8 +181,15 @@ impl LocalGroup {
     }
 
     /// Begins a run at the fallback share.
-    fn begin(&mut self, instance: u64, spec: ClusterGroupLimits, timing: Timing, now: Instant) {
-        self.host = Some(HostQuota::new(instance, spec, timing));
+    fn begin(
+        &mut self,
+        instance: u64,
+        (spec, is_counted): (ClusterGroupLimits, bool),
+        timing: Timing,
+        now: Instant,
+    ) {
+        let new = if is_counted { HostQuota::new } else { HostQuota::new_uncounted };
+        self.host = Some(new(instance, spec, timing));
         self.report = None;
         self.apply_limits(now);
     }
@@ -237,12 +252,14 @@ impl LocalGroup {
 }
 
 impl LocalGroups {
-    pub(super) fn new(name: &str, timing: Timing) -> Self {
+    pub(super) fn new(name: &str, timing: Timing, has_peers: bool) -> Self {
         Self {
             name: name.to_owned(),
             timing,
             instance: 0,
             is_joined: false,
+            has_peers,
+            reporting: None,
             term: None,
             members: BTreeMap::new(),
             reservations: BTreeMap::new(),
@@ -250,6 +267,16 @@ impl LocalGroups {
             resend: false,
             slept: environment::suspended_time(),
         }
+    }
+
+    /// Sets the hosts for which leaders reserved fallback shares at the start.
+    pub(super) fn set_reporting(&mut self, hosts: Option<BTreeSet<String>>) {
+        self.reporting = hosts.filter(|hosts| !hosts.contains(&self.name));
+    }
+
+    /// True if a leader has reserved a fallback share for this host, or has one left.
+    fn is_counted(&self, spec: &ClusterGroupLimits) -> bool {
+        self.reporting.as_ref().is_none_or(|hosts| hosts.len() < spec.hosts() as usize)
     }
 
     /// Adds a group, at its fallback share of these limits if there are any.
@@ -278,7 +305,7 @@ impl LocalGroups {
             });
         }
         if let Some(spec) = spec {
-            member.begin(self.instance, spec, self.timing, now);
+            member.begin(self.instance, (spec, self.is_counted(&spec)), self.timing, now);
             if let (Some(term), Some(host)) = (self.term, &mut member.host) {
                 host.on_leader(term);
             }
@@ -300,6 +327,22 @@ impl LocalGroups {
             Some(LocalGroupState { group: name.clone(), is_leased: host.is_leased() })
         };
         self.members.iter().filter_map(state).collect()
+    }
+
+    /// Quotas in force of the first groups, as text for a message.
+    pub(super) fn quotas(&self) -> String {
+        let quota = |(name, member): (&String, &LocalGroup)| {
+            let rates = member.host.as_ref()?.rates();
+            let set = LimitKind::ALL.into_iter().filter(|kind| rates[kind.index()] > 0);
+            let set = set.map(|kind| {
+                let setting = LimitSetting::Limit(kind, LimitPart::Rate);
+                format!("{} {}", setting.name(), rates[kind.index()])
+            });
+            let set: Vec<_> = set.collect();
+            (!set.is_empty()).then(|| format!("group {name}: {}", set.join(", ")))
+        };
+        let quotas: Vec<_> = self.members.iter().filter_map(quota).take(MAX_NAMED_HOSTS).collect();
+        quotas.join("; ")
     }
 
     /// Rate of a group that this host may reserve, beside the reservations of all hosts.
@@ -384,7 +427,10 @@ impl LocalGroups {
     }
 
     fn report(&mut self, now: Instant) -> Option<HostReports> {
-        if !self.is_joined {
+        // Without etcd, a leader may be reached directly. Before the first registration, a report
+        // has no run that it belongs to.
+        let is_possible = self.is_joined || (self.has_peers && self.instance > 0);
+        if !is_possible {
             return None;
         }
         let mut is_new = false;
@@ -412,9 +458,14 @@ impl LocalGroups {
                 (self.is_joined, self.resend) = (true, true);
                 if instance != self.instance {
                     self.instance = instance;
-                    for member in self.members.values_mut() {
+                    let counted: Vec<bool> = self
+                        .members
+                        .values()
+                        .map(|member| member.host.as_ref().is_none_or(|host| self.is_counted(&host.spec())))
+                        .collect();
+                    for (member, is_counted) in self.members.values_mut().zip(counted) {
                         if let Some(spec) = member.host.as_ref().map(HostQuota::spec) {
-                            member.begin(instance, spec, self.timing, now);
+                            member.begin(instance, (spec, is_counted), self.timing, now);
                         }
                     }
                     self.follow();
@@ -432,6 +483,7 @@ impl LocalGroups {
             }
             AgentMessage::Group { name, spec, .. } => {
                 let left = self.reservable(&name, Some(spec.limits()));
+                let is_counted = self.is_counted(&spec);
                 if let Some(member) = self.members.get_mut(&name) {
                     member.left = left;
                     match &member.host {
@@ -441,19 +493,23 @@ impl LocalGroups {
                             member.group.extend_lease(LocalGroup::lease(host, host.lease_end(), left));
                         }
                         None => {
-                            member.begin(self.instance, spec, self.timing, now);
+                            member.begin(self.instance, (spec, is_counted), self.timing, now);
                             self.follow();
                         }
                     }
                 }
             }
             AgentMessage::Granted { group, grant } => {
+                self.reporting = None;
                 if let Some(member) = self.members.get_mut(&group) {
                     member.on_grant(&grant, now);
                 }
             }
             // No effect on limits.
-            AgentMessage::Offered(_) | AgentMessage::Answered { .. } | AgentMessage::Silent(_) => {}
+            AgentMessage::Offered(_)
+            | AgentMessage::Answered { .. }
+            | AgentMessage::Silent(_)
+            | AgentMessage::Peers(_) => {}
             AgentMessage::Reservations(reservations) => {
                 self.reservations = reservations;
                 self.update_reservable();

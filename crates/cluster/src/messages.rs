@@ -13,6 +13,7 @@ use super::{
     etcd::EtcdEvent,
     etcd_values::{HostReports, HostReservations},
     migration_offer::{MigrationAnswer, MigrationStep, ReceivedOffer, StepOutcome},
+    peer_message::PeerMessage,
     reservations::ReservationRefusal,
 };
 use crate::actor::ChangeOrigin;
@@ -48,10 +49,24 @@ pub(super) enum AgentInput {
     Forget(String, Sender<Result<ForgottenHost, String>>),
     /// Step of a disk's migration.
     Move(Box<MigrationStep>, Sender<StepOutcome>),
+    /// Message of another host.
+    Peer(String, Box<PeerMessage>),
     Stop,
     /// Events for the session of this number.
     Watched(u64, Vec<EtcdEvent>),
     Ended(u64, String),
+}
+
+/// How this host works while etcd is unreachable.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct PeerStatus {
+    /// Leader that this host reaches.
+    pub(super) leader: Option<String>,
+    /// Number of hosts that agreed on the leader; 0 if etcd elected it.
+    pub(super) hosts: usize,
+    /// Hosts without whose agreement there is no leader, each with the reason; known to one host
+    /// only.
+    pub(super) missing: BTreeMap<String, &'static str>,
 }
 
 /// Message to the main thread.
@@ -89,6 +104,8 @@ pub(super) enum AgentMessage {
     },
     /// Hosts that stopped reporting; `None` unless this host is the leader.
     Silent(Option<BTreeSet<String>>),
+    /// How this host works without etcd has changed.
+    Peers(PeerStatus),
     /// Reservations of all hosts, including this one.
     Reservations(BTreeMap<String, HostReservations>),
 }

@@ -1,6 +1,6 @@
 //! State of the cluster as the agent has read it from one member of etcd.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, net::SocketAddr};
 
 use async_channel::Sender;
 use policy::cluster::{Term, Timing};
@@ -33,6 +33,12 @@ pub(super) struct SessionState {
     /// hosts keep their fallback share.
     pub(super) unreadable_groups: BTreeMap<String, String>,
     pub(super) reservations: BTreeMap<String, HostReservations>,
+    /// Addresses of hosts.
+    pub(super) peers: BTreeMap<String, SocketAddr>,
+    /// Latest revision that was read, and the id of its etcd cluster: a lower revision or another
+    /// id shows that etcd was restored or replaced.
+    pub(super) revision: i64,
+    pub(super) etcd_cluster: Option<String>,
     /// Revision up to which reservations are known.
     pub(super) reservations_revision: i64,
     pub(super) leader: Option<(Term, String)>,
@@ -60,6 +66,9 @@ impl SessionState {
             groups,
             unreadable_groups: BTreeMap::new(),
             reservations: BTreeMap::new(),
+            peers: BTreeMap::new(),
+            revision: 0,
+            etcd_cluster: None,
             reservations_revision: 0,
             leader: None,
             foreign_leader_revision: None,

@@ -8,7 +8,7 @@ use policy::cluster::Term;
 use super::{
     agent::EtcdSession,
     etcd::{EtcdClient, EtcdError, EtcdEvent, EtcdKeyValue},
-    etcd_values::{self, GroupValue, HostGrants, HostIdentity, HostReports, HostReservations},
+    etcd_values::{self, GroupValue, HostGrants, HostIdentity, HostReports, HostReservations, PeerValue},
     identity,
     keys::EtcdKey,
     limit_file::StoredGroup,
@@ -28,6 +28,7 @@ impl EtcdSession<'_> {
     ) -> Result<(), EtcdError> {
         match event {
             EtcdEvent::Put(value) => {
+                self.known.revision = self.known.revision.max(value.mod_revision);
                 self.silence.note_value(&value);
                 match self.known.keys.parse(&value.key) {
                     Some(EtcdKey::Host(name)) => {
@@ -35,12 +36,18 @@ impl EtcdSession<'_> {
                             self.on_own_host(etcd, Some(&value)).await?;
                         }
                     }
+                    Some(EtcdKey::Peer(_)) => {
+                        self.on_put(&value).await?;
+                        self.update_peers();
+                    }
                     Some(EtcdKey::Leader) => {
                         self.on_put(&value).await?;
+                        self.update_peers();
                         self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
                     }
                     Some(EtcdKey::Reservation(host)) => {
                         self.on_put(&value).await?;
+                        self.update_peers();
                         self.send(AgentMessage::Reservations(self.known.reservations.clone())).await?;
                         let known = self.known.reservations.get(host);
                         // Lost or changed by another run: this host's reservations are written
@@ -71,8 +78,18 @@ impl EtcdSession<'_> {
                 Some(EtcdKey::Host(name)) if name == self.agent.cluster.host => {
                     self.on_own_host(etcd, None).await?;
                 }
+                Some(EtcdKey::Peer(name)) => {
+                    self.known.peers.remove(name);
+                    if name == self.agent.cluster.host
+                        && let Some(peers) = &mut self.peers
+                    {
+                        peers.register_again();
+                    }
+                    self.update_peers();
+                }
                 Some(EtcdKey::Reservation(name)) => {
                     self.known.reservations.remove(name);
+                    self.update_peers();
                     self.send(AgentMessage::Reservations(self.known.reservations.clone())).await?;
                     if name == self.agent.cluster.host {
                         self.write_reservations(etcd).await?;
@@ -210,7 +227,17 @@ impl EtcdSession<'_> {
                     Err(why) => self.log_skipped(value, &why),
                 }
             }
-            Some(EtcdKey::Host(_) | EtcdKey::Grant(_) | EtcdKey::Move(..) | EtcdKey::Moved(..)) => {}
+            Some(EtcdKey::Peer(name)) => match etcd_values::read::<PeerValue>(&value.value) {
+                Ok(peer) => drop(self.known.peers.insert(name.to_owned(), peer.address)),
+                Err(why) => self.log_skipped(value, &why),
+            },
+            Some(
+                EtcdKey::Asks(_)
+                | EtcdKey::Host(_)
+                | EtcdKey::Grant(_)
+                | EtcdKey::Move(..)
+                | EtcdKey::Moved(..),
+            ) => {}
             None => {
                 if self.is_first_message(value) {
                     tracing::warn!(

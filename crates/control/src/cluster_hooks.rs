@@ -49,12 +49,42 @@ impl ClusterHooks for Registry {
                 Kind::ClusterPartitioned,
                 format!(
                     "partitioned from cluster {cluster}: {why} (the fallback share applies once \
-                     the quota leases expire)"
+                     the quota leases expire, unless other hosts agree)"
                 ),
             ),
         };
         let event = NewEvent::new(kind, message).with("cluster", cluster).with("host", host);
         self.events.record(event.with("reason", partition_reason));
+    }
+
+    fn report_agreement(&self, cluster: &str, leader: Option<(&str, u64)>, detail: &str) {
+        let (kind, message) = match leader {
+            Some((leader, 0)) => (
+                Kind::ClusterAgreed,
+                format!(
+                    "etcd is unreachable: this host keeps its quota through the leader {leader}, \
+                     which it reaches ({detail})"
+                ),
+            ),
+            Some((leader, hosts)) => (
+                Kind::ClusterAgreed,
+                format!(
+                    "etcd is unreachable: this host keeps its quota by agreement of {hosts} hosts, \
+                     of which {leader} leads ({detail})"
+                ),
+            ),
+            None => (
+                Kind::ClusterFallback,
+                format!(
+                    "etcd is unreachable, and the hosts have not agreed on a leader: the fallback \
+                     share applies{}{detail}",
+                    if detail.is_empty() { "" } else { ": " }
+                ),
+            ),
+        };
+        let event = NewEvent::new(kind, message).with("cluster", cluster);
+        let event = event.with("leader", leader.map(|(leader, _)| leader));
+        self.events.record(event.with("agreed-hosts", leader.map(|(_, hosts)| hosts)));
     }
 
     fn quota_changed(&self) {

@@ -163,6 +163,11 @@ impl MetricFamilies {
             gauge(cluster.map(|cluster| cluster.is_connected)),
         )?;
         to.gauges(
+            "weir_cluster_agreed_hosts",
+            "Hosts that have agreed on a leader while etcd is unreachable; 0 without an agreement.",
+            cluster.map(|cluster| ([], cluster.agreed_hosts)),
+        )?;
+        to.gauges(
             "weir_cluster_leader",
             "1 while this host leads the cluster and divides its limits.",
             gauge(cluster.map(|cluster| cluster.is_leader)),

@@ -70,6 +70,7 @@ pub(super) struct DaemonSnapshot {
 pub(super) struct ClusterFigures {
     pub(super) is_connected: bool,
     pub(super) is_leader: bool,
+    pub(super) agreed_hosts: u64,
     /// Groups, each with true if its quota exceeds the fallback share.
     pub(super) leases: Vec<(String, bool)>,
     /// Number of hosts that stopped reporting; `None` unless this host is the leader.
@@ -204,6 +205,7 @@ impl DaemonSnapshot {
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
+                agreed_hosts: cluster.agreed_hosts(),
                 leases: cluster
                     .group_states()
                     .into_iter()

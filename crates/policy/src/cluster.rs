@@ -136,7 +136,7 @@ impl ClusterGroupLimits {
         if !(1..=MAX_HOSTS).contains(&hosts) {
             return Err(DivisionError::Hosts(hosts));
         }
-        let safe_ppm = safe_ppm.unwrap_or((DEFAULT_FALLBACK_SUM_PPM / u64::from(hosts)) as u32);
+        let safe_ppm = safe_ppm.unwrap_or(Self::default_fallback_ppm(hosts));
         let spec = Self { version, limits, hosts, fallback_ppm: safe_ppm };
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
@@ -151,6 +151,12 @@ impl ClusterGroupLimits {
             }
         }
         Ok(spec)
+    }
+
+    /// Default fallback share of one host, in millionths of the limits.
+    pub const fn default_fallback_ppm(hosts: u32) -> u32 {
+        // Below a million.
+        (DEFAULT_FALLBACK_SUM_PPM / if hosts == 0 { 1 } else { hosts as u64 }) as u32
     }
 
     /// Identifies the contents: equal for equal specs only.

@@ -4,6 +4,7 @@
 
 use std::{
     fmt,
+    net::SocketAddr,
     path::{Path, PathBuf},
     str::FromStr,
     sync::LazyLock,
@@ -49,6 +50,8 @@ pub struct ClusterConfig {
     pub fallback_share_ppm: Option<u32>,
     /// Groups of the cluster whose quota this host's control groups use, instead of disks.
     pub control_groups: Vec<String>,
+    /// Address at which other hosts of the cluster reach this one.
+    pub peer_address: Option<SocketAddr>,
 }
 
 impl ClusterConfig {
@@ -56,6 +59,12 @@ impl ClusterConfig {
     #[must_use]
     pub fn login(&self) -> Option<(&str, &Path)> {
         self.user.as_deref().zip(self.password_file.as_deref())
+    }
+
+    /// True if connections to etcd, and therefore between hosts, use TLS.
+    #[must_use]
+    pub fn uses_tls(&self) -> bool {
+        self.etcd.iter().any(|endpoint| endpoint.tls)
     }
 }
 
@@ -108,6 +117,7 @@ const _: fn(ClusterConfig) = |ClusterConfig {
                                   password_file: _,
                                   fallback_share_ppm: _,
                                   control_groups: _,
+                                  peer_address: _,
                               }| ();
 
 /// The table of keys.
@@ -129,12 +139,38 @@ fn cluster_keys() -> Vec<ConfigKey<ClusterConfig>> {
                 "User of etcd; needs --password-file";
             "password-file", KeyType::Path, "FILE", maybe!(password_file), "", Reject, Separate,
                 "File with the password of the user";
-            "fallback-share", Text, "PERCENT", share(), "2% for all hosts together", Reject, Separate,
+            "fallback-share", Text, "PERCENT", share(), "20% for all hosts together", Reject, Separate,
                 "Fallback share: part of a limit that each host may use without etcd, such as \
                  0.5%, for groups whose limits are first set here";
             "control-groups", Text, "NAME", each!(control_groups, parse_cluster_name), "", Reject, Separate,
                 "Groups of the cluster for control groups of this host; needs --cgroup-limits of the daemon";
+            "peer-address", Text, "IP:PORT", maybe!(peer_address), "", Reject, Separate,
+                "Address at which this host listens for the other hosts, so that they keep their \
+                 quotas while etcd is unreachable; with the same port on all hosts. With https, \
+                 certificates must also contain server-cert.pem and server-key.pem";
         }
+    }
+}
+
+/// Parses the address at which other hosts reach this one.
+///
+/// # Errors
+/// Fails unless it is an IP address with a port, and one that other hosts can connect to.
+fn parse_peer_address(text: &str) -> Result<SocketAddr, String> {
+    let address = text.parse::<SocketAddr>().ok();
+    let is_reachable = |address: &SocketAddr| !address.ip().is_unspecified() && address.port() != 0;
+    address.filter(is_reachable).ok_or_else(|| {
+        "is not the address of this host; write IP:PORT, such as 10.0.0.1:7441 or [fd00::1]:7441".to_owned()
+    })
+}
+
+impl ConfigValue for SocketAddr {
+    fn read(given: KeyInput<'_>) -> Result<Self, String> {
+        parse_peer_address(given.text)
+    }
+
+    fn write(&self) -> KeyLiteral {
+        KeyLiteral::Text(self.to_string())
     }
 }
 
@@ -280,6 +316,14 @@ mod tests {
         assert_eq!(parse_fallback_share("100%"), Ok(1_000_000));
         for wrong in ["", "2", "0%", "-1%", "100.1%", "nan%", "inf%", "x%"] {
             assert!(parse_fallback_share(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn peer_addresses_are_reachable() {
+        assert_eq!(parse_peer_address("[fd00::1]:7").map(|address| address.port()), Ok(7));
+        for wrong in ["", "host:7", "0.0.0.0:7", "[::]:7", "10.0.0.1:0", "10.0.0.1"] {
+            assert!(parse_peer_address(wrong).is_err(), "{wrong}");
         }
     }
 

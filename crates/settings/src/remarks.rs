@@ -26,6 +26,10 @@ impl DesiredState {
         let groups_with_disks = self.groups_with_disks();
         let old_names = self.process.rename_warnings.iter();
         let mut remarks: Vec<_> = old_names.map(|&remark| ConfigRemark { name: "cluster", remark }).collect();
+        let has_no_peers =
+            self.process.cluster.as_ref().is_some_and(|cluster| cluster.peer_address.is_none());
+        let peers = has_no_peers.then_some(ConfigRemark { name: "cluster", remark: WITHOUT_PEER_ADDRESS });
+        remarks.extend(peers);
         let deprecated = self.process.config.deprecated_control();
         remarks.extend(deprecated.map(|remark| ConfigRemark { name: "daemon", remark }));
         for group in &self.groups {
@@ -128,6 +132,9 @@ impl DesiredState {
         occupied
     }
 }
+
+const WITHOUT_PEER_ADDRESS: &str = "without peer-address, the fallback share applies while etcd is \
+                                    unreachable (set peer-address on all hosts)";
 
 const WATERMARK_WITHOUT_LIMITS: &str =
     "the watermark has no effect, because there are no limits to lift (set some)";

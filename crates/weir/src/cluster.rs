@@ -2,8 +2,8 @@
 
 use anyhow::Context as _;
 use api::{
-    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, DemandValue, LocalQuota, ReservedRates,
-    UnreadableGroup,
+    ClusterAgreement, ClusterGroup, ClusterHost, ClusterMember, ClusterReport, DemandValue, LocalQuota,
+    ReservedRates, UnreadableGroup,
 };
 use clap::Subcommand;
 use console::{
@@ -77,8 +77,21 @@ fn show(report: &ClusterReport) -> String {
     let mut text = format!("cluster {name}, host {host}\n");
     if !connected {
         text += &format!("  not connected: {}\n", reason.as_deref().unwrap_or_default());
+        if let Some(ClusterAgreement { leader, agreed_hosts }) = &report.agreement {
+            text += &match agreed_hosts {
+                0 => format!("  the leader {leader} is reached without etcd\n"),
+                hosts => format!("  by agreement of {hosts} hosts, {leader} leads\n"),
+            };
+        }
+        for (host, why) in &report.missing_hosts {
+            text += &format!("  no agreement: {host} {why}\n");
+        }
         for LocalQuota { name, leased } in &report.local_groups {
-            let quota = if *leased { "leased, until the lease expires" } else { "fallback share" };
+            let quota = match (leased, &report.agreement) {
+                (true, Some(_)) => "leased",
+                (true, None) => "leased, until the lease expires",
+                (false, _) => "fallback share",
+            };
             text += &format!("  group {name}: {quota}\n");
         }
         if report.groups.is_empty() {

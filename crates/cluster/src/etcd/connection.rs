@@ -54,7 +54,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(2);
 /// TLS configuration with the certificates that the files had when it was created. Later changes of
 /// the files need a new one.
 #[derive(Clone)]
-pub(super) struct EtcdTls(SslConnector);
+pub(super) struct EtcdTls(pub(super) SslConnector);
 
 impl std::fmt::Debug for EtcdTls {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

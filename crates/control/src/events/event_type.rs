@@ -98,6 +98,8 @@ kinds! {
     TakenOver "taken_over" Info
     ClusterJoined "cluster_joined" Info
     ClusterPartitioned "cluster_partitioned" Warning
+    ClusterAgreed "cluster_agreed" Info
+    ClusterFallback "cluster_fallback" Warning
     ClusterHostUnreachable "cluster_host_unreachable" Warning
     ClusterHostReachable "cluster_host_reachable" Info
     ClusterOvercommitted "cluster_overcommitted" Warning

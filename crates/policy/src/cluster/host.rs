@@ -58,6 +58,8 @@ pub struct HostQuota {
     past_leaders: VecDeque<(Term, u64, ByKind, ByKind)>,
     reported: Option<ReportedDemand>,
     is_urgent: bool,
+    /// False until a leader has reserved the fallback share of this host.
+    is_counted: bool,
 }
 
 impl HostQuota {
@@ -81,7 +83,23 @@ impl HostQuota {
             past_leaders: VecDeque::new(),
             reported: None,
             is_urgent: true,
+            is_counted: true,
         }
+    }
+
+    /// As [`HostQuota::new`], for a host that is new to a group whose limits are divided among all
+    /// its hosts already: until its first grant it has 1 unit per second, since the others use the
+    /// rest.
+    pub const fn new_uncounted(instance: u64, spec: ClusterGroupLimits, timing: Timing) -> Self {
+        let mut host = Self::new(instance, spec, timing);
+        host.is_counted = false;
+        host
+    }
+
+    /// The rates without a lease, in units per second.
+    fn fallback_rates(&self) -> ByKind {
+        let share = self.spec.fallback_share();
+        if self.is_counted { share } else { share.map(|rate| rate.min(1)) }
     }
 
     /// The limits in force.
@@ -91,12 +109,12 @@ impl HostQuota {
 
     /// The rates in force, in units per second.
     pub fn rates(&self) -> ByKind {
-        zip_with(self.spec.fallback_share(), self.leased, u64::saturating_add)
+        zip_with(self.fallback_rates(), self.leased, u64::saturating_add)
     }
 
     /// The limits that apply without a lease.
     pub fn fallback_limits(&self) -> Limits {
-        self.spec.scaled_limits(self.spec.fallback_share())
+        self.spec.scaled_limits(self.fallback_rates())
     }
 
     /// The limits of the whole group as this host knows them. Store them for its next start.
@@ -178,6 +196,7 @@ impl HostQuota {
         self.last_answered_report = grant.report_number;
         self.until = until;
         let before = self.limits();
+        self.is_counted = true;
         let is_new = grant.seq > self.seq;
         let rates = grant.spec.rates();
         // Whatever the store contains, no host gets more than the leasable rate of all hosts.
@@ -225,7 +244,7 @@ impl HostQuota {
             seq: self.seq,
             leased: if now < self.lease_end() { self.leased } else { [0; 6] },
             version: self.spec.version(),
-            fallback: self.spec.fallback_share(),
+            fallback: self.fallback_rates(),
             released_capacity: self.released_capacity,
             demand,
         })
@@ -237,7 +256,7 @@ impl HostQuota {
         if self.is_leased() {
             return self.until - now < self.timing.lease / 3;
         }
-        let fallback = self.spec.fallback_share();
+        let fallback = self.fallback_rates();
         LimitKind::ALL.into_iter().any(|kind| {
             let at = kind.index();
             fallback[at] > 0 && demand.demand[at] > fallback[at]

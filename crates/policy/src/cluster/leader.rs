@@ -202,6 +202,11 @@ impl QuotaLeader {
         self.members.len() > self.spec.hosts() as usize
     }
 
+    /// Number of hosts that take part.
+    pub fn host_count(&self) -> u32 {
+        u32::try_from(self.members.len()).unwrap_or(u32::MAX)
+    }
+
     /// Changes the limits of the group. Quota under the old limits is lowered before any host is
     /// raised. An unreachable host keeps the fallback share that it knows.
     pub fn on_spec(&mut self, spec: ClusterGroupLimits, now: Instant) {

@@ -124,6 +124,7 @@ impl<'a> ClusterRun<'a> {
             late: None,
             drift_ppm: spec.drift_ppm,
             leaders: spec.candidates,
+            has_peers: false,
             rereads: false,
             max_grants_per_transaction: OPERATIONS,
             value_bytes: cluster_values::length,

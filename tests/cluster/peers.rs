@@ -1,0 +1,147 @@
+//! Hosts that reach each other while etcd is unreachable, restored or replaced.
+
+use std::{fs, net::TcpListener, thread, time::Instant};
+
+use nix::sys::signal::Signal;
+
+use super::{ClusterTestHost, EtcdServer, stop, sum, until};
+use crate::harness::{Scratch, text};
+
+const LIMIT: u64 = 3000;
+/// 20 % of the limit in equal shares.
+const FALLBACK: u64 = 199;
+
+/// Hosts with addresses of their own, and one port: the sandbox distinguishes ports only.
+fn start(etcd: &EtcdServer, count: usize) -> Vec<ClusterTestHost> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let hosts = (1..=count).map(|number| {
+        let scratch = Scratch::new();
+        let peer = format!("peer-address = \"127.0.0.{number}:{port}\"");
+        let file = ClusterTestHost::config(&scratch, &format!("host{number}"), &etcd.url(), &peer);
+        let control = scratch.socket("control");
+        let weir = Some(ClusterTestHost::serve(&scratch, &file, &control).start());
+        ClusterTestHost { scratch, weir, control }
+    });
+    let hosts: Vec<_> = hosts.collect();
+    until("all have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
+    until("all are connected", || {
+        hosts.iter().all(|host| host.cluster()["connected-peers"] == count as u64 - 1)
+    });
+    hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", &LIMIT.to_string()]).succeeds();
+    until("the limit is divided", || hosts.iter().all(|host| host.quota() > FALLBACK) && sum(&hosts) > LIMIT * 9 / 10);
+    hosts
+}
+
+/// True if all hosts work by agreement of this number of hosts.
+fn have_agreed(hosts: &[ClusterTestHost], count: u64) -> bool {
+    hosts.iter().all(|host| host.status()["cluster"]["agreement"]["agreed-hosts"] == count)
+}
+
+/// Least and largest sum of the quotas in force while `condition` is awaited. Quotas are read one
+/// after another, and each counts only if none has changed meanwhile.
+#[track_caller]
+fn watch(label: &str, hosts: &[ClusterTestHost], condition: impl Fn() -> bool) -> [u64; 2] {
+    let (mut least, mut largest) = (u64::MAX, 0);
+    let parts = || hosts.iter().map(ClusterTestHost::quota).collect::<Vec<_>>();
+    let began = Instant::now();
+    until(label, || {
+        let (before, after) = (parts(), parts());
+        if before == after {
+            let sum = after.iter().sum();
+            (least, largest) = (least.min(sum), largest.max(sum));
+        }
+        assert!(largest <= LIMIT, "{largest} of {LIMIT} in force: {label}");
+        condition()
+    });
+    let took = began.elapsed().as_secs_f64();
+    println!("{label}: least sum {least}, worst sum {largest}, of {LIMIT}, after {took:.1} s");
+    [least, largest]
+}
+
+#[test]
+fn hosts_keep_their_quotas_without_etcd_and_fall_back_alone() {
+    let scratch = Scratch::new();
+    let mut etcd = EtcdServer::start(&scratch);
+    let hosts = start(&etcd, 3);
+    let clients: Vec<_> = hosts.iter().map(ClusterTestHost::read).collect();
+    until("the quotas settle", || sum(&hosts) > LIMIT * 9 / 10);
+    etcd.kill();
+    watch("etcd is gone, and the hosts agree", &hosts, || have_agreed(&hosts, 3));
+    // Longer than a lease: every quota was granted again without etcd.
+    let end = Instant::now() + 2 * policy::cluster::Timing::DEFAULT.lease;
+    let [least, _] = watch("two leases without etcd", &hosts, || Instant::now() >= end);
+    assert!(least >= LIMIT * 9 / 10, "{least} of {LIMIT}");
+    let shown = hosts[1].run(&["cluster", "status"]).succeeds();
+    assert!(shown.contains("by agreement of 3 hosts, host1 leads"), "{shown}");
+    hosts[2].weir().wait_for_log("this host keeps its quota by agreement of 3 hosts");
+    // A host that does not answer ends the agreement.
+    hosts[2].weir().signal(Signal::SIGSTOP);
+    let fallback = || hosts[..2].iter().all(|host| host.quota() == FALLBACK);
+    until("the others fall back", fallback);
+    hosts[0].weir().wait_for_log("the fallback share applies: host3 does not answer");
+    hosts[2].weir().signal(Signal::SIGCONT);
+    watch("the third host answers again", &hosts, || have_agreed(&hosts, 3));
+    watch("the limit is divided again", &hosts, || sum(&hosts) > LIMIT * 9 / 10);
+    etcd.restart();
+    let connected = || hosts.iter().all(|host| host.status()["cluster"]["connected"] == true);
+    watch("etcd is back", &hosts, connected);
+    watch("etcd divides the limit", &hosts, || {
+        hosts.iter().any(|host| host.cluster()["leader"].is_string()) && sum(&hosts) > LIMIT * 9 / 10
+    });
+    clients.into_iter().for_each(stop);
+}
+
+#[test]
+fn an_etcd_with_other_data_exceeds_nothing() {
+    let scratch = Scratch::new();
+    let mut etcd = EtcdServer::start(&scratch);
+    let hosts = start(&etcd, 2);
+    etcd.kill();
+    watch("etcd is gone, and the hosts agree", &hosts, || have_agreed(&hosts, 2));
+    fs::remove_dir_all(scratch.path("etcd")).unwrap();
+    etcd.restart();
+    let connected = || hosts.iter().all(|host| host.status()["cluster"]["connected"] == true);
+    watch("another etcd is there", &hosts, connected);
+    hosts[0].weir().wait_for_log("etcd has the data of another etcd cluster than before");
+    watch("the limit is divided again", &hosts, || {
+        hosts.iter().any(|host| host.cluster()["leader"].is_string()) && sum(&hosts) > LIMIT * 9 / 10
+    });
+}
+
+/// Bytes of a peer are refused without harm: the daemon serves on.
+#[test]
+fn garbage_from_a_peer_is_refused() {
+    use std::io::{Read as _, Write as _};
+    let scratch = Scratch::new();
+    let etcd = EtcdServer::start(&scratch);
+    let hosts = start(&etcd, 2);
+    let config = fs::read_to_string(hosts[0].scratch.path("weir.toml")).unwrap();
+    let address = config.split("peer-address = \"").nth(1).unwrap().split('"').next().unwrap();
+    let greeting = |from: &str| {
+        format!("{{\"version\":1,\"cluster\":\"lab\",\"from\":\"{from}\",\"to\":\"host1\"}}\n").into_bytes()
+    };
+    let ask = b"{\"type\":\"ask\",\"nonce\":1,\"number\":1,\"members\":[\"host1\"],\"leads\":true}\n";
+    let long = vec![b'x'; 1 << 20];
+    for bytes in [
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        b"\n\n\n".to_vec(),
+        vec![0xff; 4096],
+        greeting("host1"),
+        [greeting("host9"), long.clone()].concat(),
+        [greeting("host9"), b"{\"type\":\"what\"}\n".to_vec()].concat(),
+        long,
+    ] {
+        let mut stream = std::net::TcpStream::connect(address).unwrap();
+        // The daemon may close the connection while it is written to.
+        let _ = stream.write_all(&bytes);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        assert_eq!(answer, []);
+    }
+    // A request of an unknown host changes nothing.
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    stream.write_all(&[greeting("host9"), ask.to_vec()].concat()).unwrap();
+    thread::yield_now();
+    assert!(hosts[0].status()["cluster"]["agreement"].is_null());
+    assert!(sum(&hosts) <= LIMIT && text(&hosts[0].control).ends_with("control"));
+}
