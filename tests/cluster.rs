@@ -271,7 +271,8 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     let watched = AdmissionBound::begin(&hosts, 2000);
     // A single busy host has nearly all.
     let first = hosts[0].read();
-    until("the busy host has nine tenths", || hosts[0].quota() > 1800);
+    // The fallback shares of the others are a fifteenth each.
+    until("the busy host has eight tenths", || hosts[0].quota() > 1650);
     assert!(sum(&hosts) <= 2000);
     // A second busy host gets half.
     let second = hosts[1].read();
@@ -301,7 +302,7 @@ fn quotas_follow_demand_through_loss_of_leader_and_etcd() {
     // Without etcd each host falls back to its share, logs that, and recovers.
     let mut events = Qmp::negotiated(&hosts[witness].control);
     etcd.kill();
-    until("all hosts use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 50));
+    until("all hosts use their fallback share", || hosts.iter().all(|host| host.quota() <= 1500 / 15));
     let event = iter::repeat_with(|| events.event("X_WEIR_EVENT"))
         .find(|candidate| candidate["kind"] == "cluster_partitioned");
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
@@ -391,7 +392,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     let other = ClusterTestHost::start("x", &etcd);
     other.weir().wait_for_log("the name \"x\" is taken in cluster \"lab\"");
     assert_eq!(other.status()["cluster"]["connected"], false);
-    assert_eq!(other.quota(), 2000 / 800);
+    assert_eq!(other.quota(), 2000 / 5);
     // Cluster-wide limits cannot be set for a disk or an invalid group name; a probable typo is
     // reported.
     let set = |name: &str| host.run(&["throttle", name, "--cluster", "--iops-total", "2000"]).run();
@@ -405,13 +406,15 @@ fn errors_are_reported_or_the_fallback_share_holds() {
     host.run(&["throttle", "gold", "--cluster", "--fallback-share", "0.125%"]).succeeds();
     let shown = || host.run(&["throttle", "gold", "--cluster"]).succeeds();
     until("the command prints the new settings", || {
-        shown().ends_with("  iops-total      2000\n  hosts           16\n  fallback-share  0.125%\n")
+        shown().ends_with("  iops-total      2000\n  hosts           1\n  fallback-share  0.125%\n")
     });
     let stdout = host.run(&["throttle", "gold", "--cluster", "--fallback-share", "default"]).succeeds();
     assert_eq!(stdout, "gold: fallback-share: 0.125% → default, on all hosts\n");
     // A warning: most of the limit would be reserved for hosts that do not exist.
-    let outcome = host.run(&["throttle", "gold", "--cluster", "--fallback-share", "5%"]).run();
-    assert_eq!((outcome.status(), &*outcome.stdout()), (Some(0), "gold: fallback-share: 5%, on all hosts\n"));
+    let shares = ["--hosts", "16", "--fallback-share", "5%"];
+    let outcome = host.run(&[&["throttle", "gold", "--cluster"], &shares[..]].concat()).run();
+    let stdout = "gold: hosts: 1 → 16, on all hosts\ngold: fallback-share: 5%, on all hosts\n";
+    assert_eq!((outcome.status(), &*outcome.stdout()), (Some(0), stdout));
     assert_contains(
         &outcome.stderr(),
         &["fallback shares reserve 80% of its limits, 5% for each of 16 hosts", "--hosts"],

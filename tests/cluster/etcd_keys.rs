@@ -56,7 +56,7 @@ fn lost_or_overwritten_keys_are_restored() {
         }
     }
     until("etcd has the keys again", || value_of(&etcd, "all/group/gold").contains("1600"));
-    until("quotas are leased", || hosts.iter().all(|host| host.quota() > 1600 / 50));
+    until("quotas are leased", || hosts.iter().all(|host| host.quota() > 1600 / 5));
     assert!(sum(&hosts) <= 1600);
     // The leader restores lost keys. That does not conflict with a concurrent change: none is
     // rejected.
@@ -149,7 +149,7 @@ fn removed_group_is_not_restored() {
     hosts[1].weir().wait_for_log("limits for this group yet (`weir throttle silver --cluster");
     until("the host leads", || leader_of(&hosts[1]).as_deref() == Some("b"));
     let reader = hosts[1].read();
-    until("quotas are leased", || hosts[1].quota() > 2000 / 50);
+    until("quotas are leased", || hosts[1].quota() > 2000 / 5);
     stop(reader);
     assert_eq!(etcd_value(&etcd, "all/group/silver"), removed);
     assert_eq!(groups(&hosts[1]), ["gold"]);
@@ -191,9 +191,9 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
     let etcd = EtcdServer::start(&scratch);
     let hosts: Vec<_> = ["a", "b"].iter().map(|name| ClusterTestHost::start(name, &etcd)).collect();
     until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
-    hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
+    hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000", "--hosts", "2"]).succeeds();
     until("both have more than the fallback share", || {
-        hosts.iter().all(|host| (50..2000).contains(&host.quota()))
+        hosts.iter().all(|host| (201..2000).contains(&host.quota()))
     });
     let understood = etcd_value(&etcd, "all/group/gold");
     let newer = "{\"version\":99,\"limits\":\"of another kind\"}";
@@ -203,7 +203,7 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
             "has version 99, but this weir supports 1 (run one version on all hosts): it is ignored",
         );
     }
-    until("both use their fallback share", || hosts.iter().all(|host| host.quota() == 2000 / 800));
+    until("both use their fallback share", || hosts.iter().all(|host| host.quota() == 2000 / 10));
     for host in &hosts {
         let change = host.run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]);
         assert_contains(&change.fails(), &["group gold: not changed", "has version 99"]);
@@ -226,7 +226,7 @@ fn values_of_a_newer_version_are_kept_and_fallback_share_holds() {
     }
     // Once the value is understood, quotas are leased again.
     write_to(&etcd, "all/group/gold", &understood);
-    until("both have more than the fallback share", || hosts.iter().all(|host| host.quota() > 50));
+    until("both have more than the fallback share", || hosts.iter().all(|host| host.quota() > 200));
     assert!(sum(&hosts) <= 2000);
     hosts[1].run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]).succeeds();
     // A leader key of a newer version is left alone as long as its lease lives.

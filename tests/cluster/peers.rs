@@ -28,7 +28,9 @@ fn start(etcd: &EtcdServer, count: usize) -> Vec<ClusterTestHost> {
         hosts.iter().all(|host| host.cluster()["connected-peers"] == count as u64 - 1)
     });
     hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", &LIMIT.to_string()]).succeeds();
-    until("the limit is divided", || hosts.iter().all(|host| host.quota() > FALLBACK) && sum(&hosts) > LIMIT * 9 / 10);
+    until("the limit is divided", || {
+        hosts.iter().all(|host| host.quota() > FALLBACK) && sum(&hosts) > LIMIT * 9 / 10
+    });
     hosts
 }
 

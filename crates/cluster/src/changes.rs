@@ -76,7 +76,7 @@ pub(super) fn change_report(known: &SessionState, name: &str, group: &GroupValue
         limits: group.limits.clone(),
         hosts: group.hosts,
         used: known.reservations.values().any(|reservations| has_group(reservations, name)),
-        fallback_share_ppm: group.safe_share_ppm,
+        fallback_share_ppm: group.configured_share_ppm(),
     }
 }
 
@@ -177,8 +177,8 @@ fn changed_group(
     if !(1..=MAX_HOSTS).contains(&hosts) {
         return Err(format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"));
     }
-    let kept = |group: &GroupValue| group.safe_share_ppm.filter(|_| !group.has_default_share);
-    let share = change.safe_share_ppm.unwrap_or_else(|| before.map_or(safe_share_ppm, kept));
+    let first = before.map_or(safe_share_ppm, GroupValue::configured_share_ppm);
+    let share = change.safe_share_ppm.unwrap_or(first);
     let group = GroupValue::of(&limits, hosts, share, number, random() as u32);
     let group = if share.is_none() { group.with_default_share() } else { group };
     // Only for a new group can the config file's fallback share be the cause.

@@ -141,6 +141,11 @@ impl GroupValue {
         Self { number, nonce, limits, hosts, safe_share_ppm, has_default_share: false, removed: false }
     }
 
+    /// The fallback share of one host, unless it is the default.
+    pub(super) fn configured_share_ppm(&self) -> Option<u32> {
+        self.safe_share_ppm.filter(|_| !self.has_default_share)
+    }
+
     /// These limits with the default fallback share: equal parts of 20 % of the limit for all
     /// hosts. It is written as a number, because earlier versions have another default.
     pub(super) fn with_default_share(self) -> Self {

@@ -191,8 +191,10 @@ impl Peers {
     pub(super) fn due_registration(&mut self) -> Option<(BTreeSet<String>, BTreeSet<String>)> {
         let at = now();
         self.register_at.filter(|due| at >= *due)?;
-        self.register_at = None;
-        if self.agreement.members().keys().all(|name| self.present.contains_key(name)) {
+        let is_complete = self.agreement.members().keys().all(|name| self.present.contains_key(name));
+        // Hosts that cannot be removed yet are tried again.
+        self.register_at = (!is_complete).then(|| at + self.timing.lease);
+        if is_complete {
             self.restored_until = None;
         }
         let is_restored = self.restored_until.is_some_and(|until| at < until);
@@ -482,8 +484,8 @@ impl Peers {
     }
 }
 
-/// Messages to the main thread for grants of a leader. Unreadable grants are dropped: the lease runs
-/// out.
+/// Messages to the main thread for grants of a leader. Unreadable grants are dropped: the lease
+/// runs out.
 pub(super) fn granted(grants: HostGrants, known: &SessionState) -> Vec<AgentMessage> {
     let is_understood = |group: &String| !known.unreadable_groups.contains_key(group);
     let groups = grants.groups.into_iter().filter(|(group, _)| is_understood(group));

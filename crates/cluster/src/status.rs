@@ -126,7 +126,7 @@ fn assemble(
             limits: stored.group.limits.clone(),
             max_hosts: stored.group.hosts,
             fallback_share: by_kind(stored.spec.fallback_share()),
-            fallback_share_ppm: stored.group.safe_share_ppm,
+            fallback_share_ppm: stored.group.configured_share_ppm(),
             reserved: committed.into(),
             reserved_by: by.into_iter().map(|(host, promised)| (host, promised.into())).collect(),
             reservable: [0, 1].map(|unit| max_reservable(&limits, unit).unwrap_or(0)).into(),

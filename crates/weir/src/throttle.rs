@@ -137,7 +137,7 @@ fn reserved_share_warning(group: &str, response: &ClusterGroupChange) -> Option<
 }
 
 /// Sum of the fallback shares above which there is a warning.
-const WARN_RESERVED_PPM: u32 = 200_000;
+const WARN_RESERVED_PPM: u32 = 100_000;
 
 fn percent(ppm: u32) -> String {
     format!("{}%", f64::from(ppm) / 10_000.0)

@@ -21,10 +21,10 @@
 //!    confirms no other host and does not campaign ([`PeerAgreement::may_campaign`]) for one
 //!    [`Timing::term_lease`]; the asking host counts the promise from the *sending* of its request,
 //!    and shorter by the clock margin.
-//! 3. The store holds, for each host that takes part, the hosts that it asks. A host may campaign in
-//!    the store only if **every other host's list names it**. Each leader of the store is therefore
-//!    asked by every host, and its refusal prevents an agreement. A host that joins while others are
-//!    cut off cannot lead.
+//! 3. The store holds, for each host that takes part, the hosts that it asks. A host may campaign
+//!    in the store only if **every other host's list names it**. Each leader of the store is
+//!    therefore asked by every host, and its refusal prevents an agreement. A host that joins
+//!    while others are cut off cannot lead.
 //! 4. A host asks more hosts at once, but fewer only after the store's list of this host has been
 //!    shortened ([`PeerAgreement::set_members`]).
 //! 5. A new run confirms nothing and does not campaign for one term lease: an earlier run may have

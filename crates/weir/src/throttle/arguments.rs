@@ -103,7 +103,7 @@ pub(crate) struct ClusterLimitArgs {
     #[arg(long, value_name = "N", value_parser = settings::count, requires = "cluster")]
     pub(crate) hosts: Option<u64>,
     /// Fallback share: the part of the limits that each host may use without etcd; `default` is
-    /// 2% for all hosts together
+    /// 20% for all hosts together
     #[arg(long, value_name = "PART%|default", value_parser = FallbackShareArg::read, requires = "cluster")]
     pub(crate) fallback_share: Option<FallbackShareArg>,
     /// The old name of --fallback-share
