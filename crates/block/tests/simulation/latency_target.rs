@@ -90,7 +90,7 @@ fn load(disk: &Arc<Disk>, depth: usize, until: Instant) -> Rc<Cell<u64>> {
         spawn(async move {
             while now() < until {
                 let cost = RequestCost::one(BLOCK as u64);
-                if sim::random(|random| random.bool()) {
+                if sim::random(fastrand::Rng::bool) {
                     let permit = disk.admit(Direction::Read, cost).await;
                     disk.read(permit, 0, BLOCK).await.expect("null");
                 } else {

@@ -343,7 +343,7 @@ impl CheckedNode {
             let guarantee = LimitSetting::Limit(kind, LimitPart::Rate).name();
             findings.push(line(guarantee, [expected, measured], figures, verdict));
         }
-        findings.extend(self.reservations(&line));
+        findings.extend(self.reservations(line));
         let weight = self.settings.weight.unwrap_or(100);
         if self.sharing_s > 0.0 {
             let (actual, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
