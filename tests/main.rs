@@ -59,6 +59,8 @@ mod imitated_devices;
 mod latency_target;
 mod libnbd;
 mod limits;
+mod limits_by_size;
+mod limits_by_time;
 mod locking;
 mod logging;
 mod metrics;

@@ -117,6 +117,8 @@ fn migration_keeps_settings_and_used_burst() {
          weight = 300\n\
          iops-total = 5\n\
          iops-total-max = 100\n\
+         bps-total-per-gib = \"64G\"\n\
+         schedule = [{{ when = \"00:00-24:00\", iops-total = 5 }}]\n\
          prefetch = \"auto\"\n\
          l2-cache-size = \"1M\"\n\
          on-read-error = \"stop\"\n",
@@ -132,7 +134,18 @@ fn migration_keeps_settings_and_used_burst() {
     assert_contains(&stdout, &["disk vm: moved\n", "vm: b serves it until its daemon ends", "[disk.vm]"]);
     assert_eq!(a.disk("vm"), None);
     let after = b.disk("vm").unwrap();
-    for key in ["format", "cache", "group", "weight", "limits", "prefetch", "size", "read-only"] {
+    for key in [
+        "format",
+        "cache",
+        "group",
+        "weight",
+        "limits",
+        "configured-limits",
+        "schedule",
+        "prefetch",
+        "size",
+        "read-only",
+    ] {
         assert_eq!(after[key], before[key], "{key}");
     }
     assert_eq!(after["image"], before["image"]);

@@ -129,6 +129,8 @@ pub struct MemberActivity {
     pub rates: TransferRates,
     /// Limits in force.
     pub limits: LimitValues,
+    /// Limits as configured. Null where the same limits are in force.
+    pub configured_limits: Option<LimitValues>,
     /// Weight among the members of its group.
     pub weight: u32,
     /// Operations per second that are reserved.

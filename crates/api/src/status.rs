@@ -573,6 +573,12 @@ pub struct MemberSettings {
     pub latency_floor: Option<String>,
     /// Limits in force.
     pub limits: LimitValues,
+    /// Limits as configured. Absent where the same limits are in force.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub configured_limits: Option<LimitValues>,
+    /// Schedule of the limits. Absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub schedule: Option<ScheduleStatus>,
     /// Settings of prefetching. Absent for groups.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefetch: Option<PrefetchSettings>,
@@ -607,6 +613,29 @@ impl LatencyControlStatus {
     /// True if there is neither a target nor a cap.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+}
+
+/// State of a schedule of limits at present.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ScheduleStatus {
+    /// Times of the entry that holds. Absent while the configured limits hold.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub when: Option<String>,
+    /// Time of the next change, on the clock of the schedule: `2026-11-30T22:00:00+01:00`. Absent if
+    /// there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub until: Option<String>,
+}
+
+impl MemberSettings {
+    /// Limits as configured.
+    pub const fn configured_limits(&self) -> &LimitValues {
+        match &self.configured_limits {
+            Some(limits) => limits,
+            None => &self.limits,
+        }
     }
 }
 

@@ -181,7 +181,7 @@ impl Disk {
         group: Option<&Arc<ThrottleGroup>>,
     ) -> std::result::Result<Self, ThrottleError> {
         // The only fallible step, so a failure leaves nothing behind.
-        let member = ThrottleMember::new(settings, group)?;
+        let member = ThrottleMember::new(settings, image.size_bytes(), group)?;
         image.watch_backing();
         let handover = image.is_handed_over().then(Handover::default);
         let image = Arc::new(image);

@@ -188,7 +188,9 @@ impl GroupValue {
             let setting = LimitSetting::from_name(name).ok_or_else(|| format!("{name}: is not a limit"))?;
             limits.set(setting, *value).map_err(|invalid| format!("{name}: {}", invalid.rule))?;
         }
-        limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
+        limits
+            .validate_in_force()
+            .map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
         // Number and nonce together: a restored etcd may reuse a number with other limits.
         let version = u64::from(self.number) << 32 | u64::from(self.nonce);
         // A value without a share was written by an earlier version, which computes this one.

@@ -291,6 +291,10 @@ pub(crate) async fn add_group(
             .error("cluster", format!("{rule} (write [group.{name}], and `weir reload`)"))
             .into());
     }
+    if !group.schedule.entries.is_empty() {
+        let rule = format!("is for groups of the config file (write [group.{name}], and `weir reload`)");
+        return Err(group.error("schedule", rule).into());
+    }
     let parent = group.group.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
     add_group_object(registry, name, group.settings.to_group_settings(), parent.as_ref()).await?;
     registry.groups.added_by_clients.borrow_mut().insert(name.to_owned());

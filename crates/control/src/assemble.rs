@@ -15,6 +15,7 @@ use storage::{OpenOptions, PassedFiles, Root, rate::RateBudgets, rbd};
 use super::{
     image_opening::ImageOpenRequest,
     registry::{Registry, RunningDisk},
+    schedules::scheduled_now,
 };
 use crate::events::EventLog;
 
@@ -190,6 +191,7 @@ pub fn build_disk(
         .with_context(named)?
         .with_discards(planned.discard)
         .with_detect_zeroes(planned.detect_zeroes);
+    disk.throttle().set_scheduled(scheduled_now(&planned.schedule)).with_context(named)?;
     disk.failures().set_policies(planned.on_error);
     // Prefetch before the memory reservation, whose size depends on it.
     disk.prefetch().set(planned.prefetch).with_context(named)?;

@@ -52,6 +52,7 @@ pub mod reload;
 mod retry_queue;
 pub mod running_disk;
 pub mod running_server;
+pub mod schedules;
 mod structure_lock;
 mod throttle_log;
 mod trial_open;

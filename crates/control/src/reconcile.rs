@@ -52,6 +52,7 @@ use super::{
     planned_export::{self, PlannedEndpoint, PlannedExport, RunningExportIndex},
     registry::{EndpointParameters, Registry, RegistryError, RunningDisk},
     running_server::RunningServer,
+    schedules::scheduled_now,
 };
 
 /// Reason for a reconciliation. It determines which steps may wait without a time limit, and which
@@ -370,8 +371,11 @@ impl Reconciliation<'_> {
                 continue;
             }
             let now = MemberPlacement::current(&GroupOrDisk::Group(group));
-            member_placements
-                .push(MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now });
+            member_placements.push(MemberPlacement {
+                settings: self.group_settings(planned, &now.settings),
+                scheduled: scheduled_now(&planned.schedule),
+                ..now
+            });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
@@ -379,6 +383,7 @@ impl Reconciliation<'_> {
             member_placements.push(MemberPlacement {
                 node,
                 settings: self.disk_settings(planned),
+                scheduled: scheduled_now(&planned.schedule),
                 group: self.group_of(planned)?,
             });
         }

@@ -9,7 +9,7 @@ use block::{
     layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
 use image::qcow2::CacheSettings;
-use policy::time::Duration;
+use policy::{schedule::LimitSchedule, time::Duration};
 use serde_json::{Map, Value};
 use settings::{ConfigKey, DiskConfig, ImageLocation, KeyTable as _, ThrottleConfig};
 use storage::CacheMode;
@@ -68,6 +68,7 @@ impl RunningDisk {
         let DiskSettings { limits, share, watermark, latency } = throttle.settings();
         let mut config = self.config.clone();
         config.settings = ThrottleConfig::from_running(&GroupSettings { limits, share, watermark, latency });
+        config.schedule = LimitSchedule::clone(&throttle.scheduled().schedule);
         config.group = throttle.group().map(|group| group.name().to_owned());
         config.prefetch = self.disk.prefetch().settings();
         config.on_error = self.disk.failures().policies();

@@ -388,7 +388,8 @@ fn member_activity(
     served: &ServedRequests,
     figures: &ThrottleFigures,
 ) -> MemberActivity {
-    let ThrottleFigures { stats, limits, share, watermark, enforcement, latency } = figures;
+    let ThrottleFigures { stats, limits, configured_limits, share, watermark, enforcement, latency } =
+        figures;
     let LatencyFigures { settings, report, cap_iops } = latency;
     let control = latency_targets::control_status(*report, *cap_iops);
     let latency = LatencyConfig::from_running(settings);
@@ -416,6 +417,7 @@ fn member_activity(
         writes: totals_of(totals.writes, totals.written_bytes, &stats.writes),
         rates: rates(served.per_second),
         limits: set_limits(limits),
+        configured_limits: (configured_limits != limits).then(|| set_limits(configured_limits)),
         weight: share.weight(),
         iops_reservation: reserved(share.iops_reservation()),
         bps_reservation: reserved(share.bps_reservation()),
@@ -445,7 +447,7 @@ fn set_limits(limits: &Limits) -> LimitValues {
         setting => limits.get(**setting) > 0,
     };
     let entry = |setting: &LimitSetting| (setting.name().to_owned(), limits.get(*setting));
-    LimitSetting::ALL.iter().filter(is_set).map(entry).collect()
+    LimitSetting::of_disk().filter(|setting| is_set(&setting)).map(|setting| entry(&setting)).collect()
 }
 
 /// Lowest balance of the bursts; `None` without a burst.

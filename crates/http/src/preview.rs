@@ -120,7 +120,10 @@ pub(super) fn preview_input(
         ObjectKind::Disk => {
             let disk = registry.disks.get(&name).map_err(unknown)?;
             let DiskSettings { limits, share, watermark, latency } = disk.disk.throttle().settings();
-            let after = changed(GroupSettings { limits, share, watermark, latency })?;
+            let size_bytes = disk.disk.size_bytes();
+            let GroupSettings { limits, share, watermark, latency } =
+                changed(GroupSettings { limits, share, watermark, latency })?;
+            let after = DiskSettings { limits: limits.at_size(size_bytes), share, watermark, latency };
             let group = disk.disk.throttle().group();
             let mut then = match group {
                 // All disks that share limits with this one affect its latency, so all are
@@ -131,13 +134,16 @@ pub(super) fn preview_input(
             // All disks of the tree are replayed, but only this one is reported.
             then.of.retain(|place| then.disks[*place].name == name);
             for place in &then.of {
-                then.disks[*place].settings = as_disk_settings(after);
+                then.disks[*place].settings = after;
             }
             Ok(then)
         }
         ObjectKind::Group => {
             let group = registry.groups.get(&name).map_err(unknown)?;
             let after = changed(group.settings())?;
+            // The command would be rejected as well.
+            let checked = after.limits.validate_in_force();
+            checked.map_err(|invalid| ChangeError::Rejected(invalid.to_string()))?;
             let family = GroupTree::of(&registry.groups.all(), &outermost(&group));
             let mut then = family.with_disks(&disks);
             let place = then.groups.iter().position(|known| known.name == name);
@@ -195,13 +201,14 @@ impl GroupTree {
                 None if self.0.is_empty() => None,
                 None => return None,
             };
-            let (name, settings) = (disk.name().to_string(), disk.throttle().settings());
+            let settings = DiskSettings { limits: disk.throttle().limits(), ..disk.throttle().settings() };
+            let name = disk.name().to_string();
             Some(PreviewDisk { name, settings, group, recording: Vec::new() })
         };
         let disks: Vec<_> = disks.iter().filter_map(then).collect();
         let groups = self.0.iter().map(|(group, parent)| PreviewGroup {
             name: group.name().to_owned(),
-            settings: as_disk_settings(group.settings()),
+            settings: DiskSettings { limits: group.limits(), ..as_disk_settings(group.settings()) },
             parent: *parent,
         });
         PreviewInput { groups: groups.collect(), of: (0..disks.len()).collect(), disks }

@@ -72,7 +72,7 @@ async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)>
 
 /// Names of all settings.
 fn setting_names() -> impl Iterator<Item = &'static str> {
-    LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(OTHER_SETTINGS)
+    LimitSetting::of_disk().map(LimitSetting::name).chain(OTHER_SETTINGS)
 }
 
 fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {

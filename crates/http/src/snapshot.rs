@@ -109,6 +109,8 @@ pub(super) struct DiskFigures {
 pub(super) struct ThrottleFigures {
     pub(super) stats: ThrottleStats,
     pub(super) limits: Limits,
+    /// Equal to `limits` unless those follow from others.
+    pub(super) configured_limits: Limits,
     pub(super) share: NodeShare,
     /// Percent; 0 is none.
     pub(super) watermark: u8,
@@ -232,7 +234,7 @@ fn recording(running: &RunningRecording) -> Option<RecordingFigures> {
 fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
     let disk = &running.disk;
     let (member, storage) = (disk.throttle(), disk.image().storage());
-    let DiskSettings { limits, share, watermark, latency } = member.settings();
+    let DiskSettings { limits: configured_limits, share, watermark, latency } = member.settings();
     let caches = match disk.image() {
         Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
         Image::Raw(_) => None,
@@ -256,7 +258,8 @@ fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
         requests_bytes: disk.memory().used(),
         throttle: ThrottleFigures {
             stats: member.stats(),
-            limits,
+            limits: member.limits(),
+            configured_limits,
             share,
             watermark: watermark.percent(),
             enforcement: member.enforcement(),
@@ -269,7 +272,8 @@ fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
 }
 
 fn group(registry: &Registry, group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
-    let GroupSettings { limits, share, watermark, latency } = group.settings();
+    let GroupSettings { limits: configured_limits, share, watermark, latency } = group.settings();
+    let limits = group.limits();
     GroupFigures {
         name: group.name().to_owned(),
         parent: group.parent().map(|parent| parent.name().to_owned()),
@@ -278,6 +282,7 @@ fn group(registry: &Registry, group: &block::layer::throttle::ThrottleGroup) -> 
         throttle: ThrottleFigures {
             stats: group.stats(),
             limits,
+            configured_limits,
             share,
             watermark: watermark.percent(),
             enforcement: group.enforcement(),

@@ -36,6 +36,7 @@ pub mod merge;
 pub mod polling;
 pub mod prefetch;
 pub mod request;
+pub mod schedule;
 pub mod steering;
 pub mod throttle;
 pub mod time;

@@ -18,6 +18,9 @@
 //! charged in slices of that size and admitted with the last one. Siblings are served between the
 //! slices.
 //!
+//! **The size** (`size_rate.rs`). A limit of a disk may be given for each GiB of its size. It
+//! becomes a rate before it reaches the tree ([`Limits::at_size`]).
+//!
 //! **The tree** (`tree.rs`). Disks have limits and belong to groups with limits, which may belong
 //! to other groups. All levels apply at once. The cost of a decision does not depend on the number
 //! of idle disks.
@@ -66,6 +69,7 @@ mod reservation_monitor;
 mod reservations;
 mod scheduler;
 mod share;
+mod size_rate;
 mod slicing;
 mod stats;
 mod tree;

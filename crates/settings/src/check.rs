@@ -272,6 +272,9 @@ fn check_cluster(parsed: &ParsedConfig) -> Result<(), ConfigError> {
                  --cluster` sets it for all hosts)"
             )));
         }
+        if !group.schedule.entries.is_empty() {
+            return Err(group.error("schedule", "its limits are the cluster's, for all hosts (remove it)"));
+        }
         if let Some(watermark) = group.origin_of_given("watermark") {
             return Err(watermark.error(
                 "lifts limits by the load of this host's device, but these limits are for all \

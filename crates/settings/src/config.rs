@@ -24,6 +24,7 @@ use std::{
 };
 
 pub use object::{disk_from_json, group_from_json};
+use policy::schedule::{LimitSchedule, ScheduleEntry};
 use reactor::regular_file;
 use section::{ConfigText, TomlEntry, TomlSection};
 use toml::de::DeTable;
@@ -31,7 +32,7 @@ use toml::de::DeTable;
 use crate::{
     AddressedConfig, ClusterConfig, ConfigError, ConfigKey, ConfigWithOrigins, DaemonConfig, Diagnostics,
     DiskConfig, ExportConfig, ExportTarget, GroupConfig, Origin, ParsedConfig, RecordingConfig, Spanned,
-    daemon::DEPRECATED_CONTROL, key::KeyType, origins::KeyTable,
+    daemon::DEPRECATED_CONTROL, key::KeyType, origins::KeyTable, schedule,
 };
 
 /// Largest config file in bytes: enough for several hundred thousand disks.
@@ -175,6 +176,9 @@ fn group(
     let mut group = defaults.clone();
     let complete = section.read_all(|| {
         read_keys(section, &mut group, Path::new(""));
+        for entry in section.items(schedule::ENTRIES) {
+            read_schedule_entry(entry, &mut group, |group| &mut group.schedule, diagnostics);
+        }
         Some(())
     });
     match complete {
@@ -184,6 +188,30 @@ fn group(
             defaults
         }
     }
+}
+
+/// Reads an entry of a schedule.
+fn read_schedule_entry<T>(
+    entry: TomlEntry<'_>,
+    config: &mut ConfigWithOrigins<T>,
+    schedule: fn(&mut T) -> &mut LimitSchedule,
+    diagnostics: &Diagnostics,
+) {
+    let Some(section) = entry.section() else { return };
+    let mut read = ConfigWithOrigins::new(ScheduleEntry::default(), section.origin().clone());
+    let complete = section.read_all(|| {
+        read_keys(&section, &mut read, Path::new(""));
+        let rule = "no when (add the times, such as when = \"Mon..Fri 22:00-06:00\")";
+        section.require("when", read.origin_of_given("when").map(drop), rule)?;
+        read.check_rules(diagnostics);
+        Some(())
+    });
+    if complete.is_none() {
+        return;
+    }
+    let index = schedule(config).entries.len();
+    config.record_origin(format!("{}[{index}]", schedule::ENTRIES), section.origin().clone());
+    schedule(config).entries.push(read.into_config());
 }
 
 /// Reads all keys except tables.
@@ -346,6 +374,9 @@ impl ConfigReader<'_> {
             read_keys(section, &mut disk, self.directory);
             for entry in section.items("export") {
                 self.export(entry, &mut disk, diagnostics);
+            }
+            for entry in section.items(schedule::ENTRIES) {
+                read_schedule_entry(entry, &mut disk, |disk| &mut disk.schedule, diagnostics);
             }
             let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \
                         \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";

@@ -9,7 +9,7 @@ use std::{path::PathBuf, sync::LazyLock};
 
 use block::disk::{DetectZeroes, Discards, ErrorPolicies, OnError};
 use image::qcow2::CacheSettings;
-use policy::{access::AccessRules, time::Duration};
+use policy::{access::AccessRules, schedule::LimitSchedule, throttle::LimitSetting, time::Duration};
 use storage::{
     CacheMode, ImageFormat, StoragePart, delay::DelayOptions, fault::FaultRule, rate::RateOptions,
 };
@@ -25,7 +25,7 @@ use crate::{
     origins::{ConfigWithOrigins, KeyTable},
     prefetch,
     qcow2::Qcow2Settings,
-    throttle,
+    schedule, throttle,
 };
 
 /// Config of one disk.
@@ -82,6 +82,8 @@ pub struct DiskConfig {
     pub faults: Vec<FaultRule>,
     /// Limits, share and watermark of the disk itself.
     pub settings: ThrottleConfig,
+    /// Limits that hold at times.
+    pub schedule: LimitSchedule,
     /// Name of the disk's group.
     pub group: Option<String>,
     /// Name of the export at the daemon's own addresses; `None` is the disk's name.
@@ -127,6 +129,7 @@ impl Default for DiskConfig {
             rate: None,
             faults: Vec::new(),
             settings: ThrottleConfig::default(),
+            schedule: LimitSchedule::default(),
             group: None,
             export_name: None,
             exports: Vec::new(),
@@ -190,6 +193,7 @@ impl KeyTable for DiskConfig {
     fn check_rules(disk: &ConfigWithOrigins<Self>, diagnostics: &Diagnostics) {
         // Each check reports independently of the rest.
         throttle::check_limits(disk, &disk.settings, diagnostics);
+        schedule::check(disk, &disk.schedule, &disk.settings.limits, false, diagnostics);
         prefetch::check_windows(disk, &disk.prefetch, diagnostics);
         if !OnError::READ_POLICIES.contains(&disk.on_error.read) {
             let rule = "is for write errors only (use report or stop)";
@@ -236,6 +240,7 @@ const _: fn(DiskConfig) = |DiskConfig {
                                rate: _,
                                faults: _,
                                settings: _,
+                               schedule: _,
                                group: _,
                                exports: _,
                            }| ();
@@ -316,9 +321,10 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
         }
     };
     keys.extend(prefetch::prefetch_keys(|disk: &DiskConfig| &disk.prefetch, |disk| &mut disk.prefetch));
-    keys.extend(throttle::limit_keys(settings, settings_mut));
+    keys.extend(throttle::limit_keys(LimitSetting::of_disk(), settings, settings_mut));
     keys.extend(throttle::share_keys(settings, settings_mut));
     keys.extend(throttle::latency_keys(settings, settings_mut));
+    keys.extend(schedule::schedule_keys(|disk: &DiskConfig| &disk.schedule, |disk| &mut disk.schedule));
     keys.extend(table! {
         "Devices to imitate" {
             "delay", Text, "TIMES", maybe!(delay), "", Reject, HostOnly,
@@ -396,6 +402,7 @@ mod tests {
             "rate" => "bytes=22,iops=5,read=3,write=4,shared=x",
             "fault" => "kind=read,offset=1-2,error=5,count=3,probability=0.5,seed=1",
             "reconnect-delay" | "open-timeout" => "1500ms",
+            "time-zone" => "UTC",
             "allow" | "deny" => "10.0.0.0/8",
             "l2-cache-size" => "full",
             "watermark" => "90",

@@ -55,6 +55,7 @@ mod recordings;
 mod remarks;
 mod reservations;
 mod sandbox;
+pub mod schedule;
 pub mod secret;
 mod socket_access;
 pub mod state;

@@ -84,8 +84,9 @@ impl ThrottleConfig {
     }
 }
 
-/// Rows of the twenty limit settings, for a config with these settings.
+/// Rows of limit settings, for a config with these settings.
 pub(crate) fn limit_keys<T: 'static>(
+    limits: impl IntoIterator<Item = LimitSetting>,
     settings: fn(&T) -> &ThrottleConfig,
     settings_mut: fn(&mut T) -> &mut ThrottleConfig,
 ) -> impl Iterator<Item = ConfigKey<T>> {
@@ -97,16 +98,10 @@ pub(crate) fn limit_keys<T: 'static>(
         };
         KeyField::new(read, move |config| Some(KeyLiteral::Number(settings(config).limits.get(setting))))
     };
-    LimitSetting::ALL.into_iter().map(move |setting| ConfigKey {
+    limits.into_iter().map(move |setting| ConfigKey {
         name: setting.name(),
         heading: "Limits",
-        value: match setting {
-            // Whole seconds, as in QEMU.
-            LimitSetting::Limit(_, LimitPart::BurstLength) => KeyType::Seconds,
-            LimitSetting::BurstFor => KeyType::Time,
-            _ if setting.is_size() => KeyType::Size,
-            _ => KeyType::Count,
-        },
+        value: value(setting),
         placeholder: placeholder(setting),
         default: "",
         help: help(setting),
@@ -114,6 +109,17 @@ pub(crate) fn limit_keys<T: 'static>(
         transfer: TransferPolicy::Transferred,
         field: field(setting),
     })
+}
+
+/// Type of the value of a setting.
+pub(crate) fn value(setting: LimitSetting) -> KeyType {
+    match setting {
+        // Whole seconds, as in QEMU.
+        LimitSetting::Limit(_, LimitPart::BurstLength) => KeyType::Seconds,
+        LimitSetting::BurstFor => KeyType::Time,
+        _ if setting.is_size() => KeyType::Size,
+        _ => KeyType::Count,
+    }
 }
 
 /// Help of a setting.
@@ -135,7 +141,18 @@ pub(crate) fn help(setting: LimitSetting) -> String {
         LimitKind::BpsRead | LimitKind::IopsRead => "of reads",
         LimitKind::BpsWrite | LimitKind::IopsWrite => "of writes and discards",
     };
+    let per_gib = LimitSetting::Limit(kind, LimitPart::PerGib).name();
     match part {
+        LimitPart::PerGib => format!(
+            "{unit} per second {direction} for each GiB of the disk, in place of a fixed limit; follows a \
+             resize at once, and never exceeds the burst rate. 0 is no limit"
+        ),
+        LimitPart::PerGibMin => {
+            format!("Lowest limit that follows from --{per_gib}, for small disks; 0 is none")
+        }
+        LimitPart::PerGibMax => {
+            format!("Highest limit that follows from --{per_gib}, for large disks; 0 is none")
+        }
         LimitPart::Rate => format!("{unit} per second {direction}; 0 is no limit"),
         LimitPart::BurstRate => format!("{unit} per second {direction} during a burst; 0 is no burst"),
         LimitPart::BurstLength => {

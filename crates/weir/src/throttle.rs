@@ -180,6 +180,14 @@ fn show(report: &DaemonReport, name: &str, node: StatusNode<'_>) -> String {
     for name in shown {
         text += &format!("  {:width$}  {}\n", name.text(), name.format(&name.of(settings)));
     }
+    if settings.configured_limits.is_some() {
+        text += &format!("  in force: {}\n", figures::limits(&settings.limits));
+    }
+    if let Some(schedule) = &settings.schedule {
+        let when = schedule.when.as_deref().map_or("none of its times".to_owned(), |when| when.to_owned());
+        let until = schedule.until.as_deref().map(|until| format!(" until {until}")).unwrap_or_default();
+        text += &format!("  schedule: {when}{until}\n");
+    }
     for line in figures::full_bursts(&settings.limits) {
         text += &format!("  {line}\n");
     }

@@ -18,7 +18,7 @@ impl SamplerTarget for ThrottleGroup {
     }
 
     fn limits(&self) -> Limits {
-        self.settings().limits
+        self.limits()
     }
 
     fn admitted(&self) -> [AdmissionCounters; 2] {
@@ -43,7 +43,7 @@ impl SamplerTarget for Disk {
     }
 
     fn limits(&self) -> Limits {
-        self.throttle().settings().limits
+        self.throttle().limits()
     }
 
     fn admitted(&self) -> [AdmissionCounters; 2] {

@@ -14,6 +14,7 @@ impl Disk {
         // Invalidates everything: the image may have been truncated from outside too, unnoticed.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
         if size_bytes != old {
+            self.follow_size(size_bytes);
             self.resized.notify(usize::MAX);
         }
         // Rate-limited: a client of an export as a file may resize it at any rate.
@@ -81,6 +82,19 @@ impl Disk {
                 "the size of the image was changed from outside: new clients see the new size"
             );
             self.prefetch.invalidate_all();
+            self.follow_size(size_bytes);
+        }
+    }
+
+    /// Puts the limits for this size in force.
+    fn follow_size(&self, size_bytes: u64) {
+        if let Err(error) = self.member.set_size(size_bytes) {
+            tracing::warn!(
+                disk = %self.name,
+                size_bytes,
+                "the limits per GiB stay those of the previous size: {error} (lower the reservation, \
+                 or set a lower bound with -per-gib-min)"
+            );
         }
     }
 }

@@ -77,7 +77,9 @@ fn destination((tree, node): &(Arc<SharedThrottleTree>, NodeId)) -> SlotDestinat
 }
 
 fn disk(group: &(Arc<SharedThrottleTree>, NodeId)) -> Disk {
-    Arc::new(ThrottleSlot::new(DiskSettings::default(), destination(group), START).expect("no reservations"))
+    Arc::new(
+        ThrottleSlot::new(DiskSettings::default(), 0, destination(group), START).expect("no reservations"),
+    )
 }
 
 fn submit(disk: &Disk) -> AdmitOutcome<'_, ()> {
@@ -210,7 +212,7 @@ fn waiting_requests_move_with_the_disk() {
         let admission = submit_until_one_waits(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            for timer in moved_disk.move_to(destination, None, START).expect("no reservations") {
+            for timer in moved_disk.move_to(destination, None, None, START).expect("no reservations") {
                 fire(timer);
             }
         });
@@ -234,7 +236,7 @@ fn cancellation_during_a_move_affects_no_other_request() {
         let moved_disk = Arc::clone(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            let _unarmed = moved_disk.move_to(destination, None, START).expect("no reservations");
+            let _unarmed = moved_disk.move_to(destination, None, None, START).expect("no reservations");
         });
         let tree = Arc::clone(&from.0);
         let timer_thread = thread::spawn(move || fire(tree.admit_ready(LATE)));
@@ -256,7 +258,7 @@ fn a_request_during_a_move_is_admitted() {
         fill(&disk);
         let requesting_disk = Arc::clone(&disk);
         let thread = thread::spawn(move || admit(&requesting_disk));
-        for timer in disk.move_to(destination(&to), None, START).expect("no reservations") {
+        for timer in disk.move_to(destination(&to), None, None, START).expect("no reservations") {
             fire(timer);
         }
         thread.join().expect("it passes");
@@ -272,9 +274,9 @@ fn disks_that_change_places_do_not_block_each_other() {
         let (to_second, to_first) = (destination(&second), destination(&first));
         let moved_disk = Arc::clone(&first_disk);
         let thread = thread::spawn(move || {
-            let _unarmed = moved_disk.move_to(to_second, None, START).expect("no reservations");
+            let _unarmed = moved_disk.move_to(to_second, None, None, START).expect("no reservations");
         });
-        let _unarmed = second_disk.move_to(to_first, None, START).expect("no reservations");
+        let _unarmed = second_disk.move_to(to_first, None, None, START).expect("no reservations");
         thread.join().expect("it moves");
     });
 }
@@ -293,7 +295,7 @@ fn read_ahead_during_a_move_delays_no_request() {
                 reading_ahead.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, START);
             }
         });
-        let _unarmed = disk.move_to(destination(&to), None, START).expect("no reservations");
+        let _unarmed = disk.move_to(destination(&to), None, None, START).expect("no reservations");
         thread.join().expect("it ends");
         assert!(
             !disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE),

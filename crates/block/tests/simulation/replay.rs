@@ -102,7 +102,7 @@ async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
     let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let members = trace.disks.map(|(limits, share)| {
         let settings = DiskSettings { limits, share, ..DiskSettings::default() };
-        Rc::new(ThrottleMember::new(settings, Some(&group)).expect("no reservations"))
+        Rc::new(ThrottleMember::new(settings, 0, Some(&group)).expect("no reservations"))
     });
     let passed = Rc::new(RefCell::new(vec![Instant::MAX; trace.requests.len()]));
     let requests: Vec<_> = trace

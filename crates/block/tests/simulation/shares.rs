@@ -149,7 +149,7 @@ fn draw_children(
                 group.set(GroupSettings { share, ..settings }).expect("it is booked already");
             } else {
                 let settings = DiskSettings { limits, share, ..DiskSettings::default() };
-                let member = ThrottleMember::new(settings, Some(parent)).expect("it fits");
+                let member = ThrottleMember::new(settings, 0, Some(parent)).expect("it fits");
                 node.disk = Some(Rc::new(Disk::draw(member, kind, rate)));
             }
             node

@@ -29,7 +29,7 @@ fn group(rate: u64) -> Arc<ThrottleGroup> {
 }
 
 fn member(group: Option<&Arc<ThrottleGroup>>) -> ThrottleMember {
-    ThrottleMember::new(DiskSettings::default(), group).expect("no reservations")
+    ThrottleMember::new(DiskSettings::default(), 0, group).expect("no reservations")
 }
 
 fn read_ahead(member: &ThrottleMember) -> bool {

@@ -47,7 +47,7 @@ fn drive(cancel_after: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters;
             let (group, done) = (Arc::clone(&group), done.clone());
             worker.spawn(move || async move {
                 let member =
-                    ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no reservations");
+                    ThrottleMember::new(DiskSettings::default(), 0, Some(&group)).expect("no reservations");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
                     passed += u64::from(

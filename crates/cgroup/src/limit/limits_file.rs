@@ -132,7 +132,7 @@ impl StoredLimits {
             let Some(setting) = LimitSetting::from_name(name) else { bail!("{name} is no limit") };
             limits.set(setting, value).map_err(|invalid| anyhow::anyhow!("{invalid}"))?;
         }
-        limits.validate().map_err(|invalid| anyhow::anyhow!("{invalid}"))?;
+        limits.validate_in_force().map_err(|invalid| anyhow::anyhow!("{invalid}"))?;
         Ok(limits)
     }
 

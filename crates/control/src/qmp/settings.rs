@@ -22,8 +22,8 @@ use settings::{LatencyConfig, LatencySetting};
 
 use super::{arguments::QmpArguments, error::QmpError, json::excerpt};
 
-/// Names of QEMU's nineteen settings in a family of commands. `burst-for` is read with weir's own
-/// settings.
+/// Names of QEMU's nineteen settings in a family of commands. `burst-for` and the rates for each GiB
+/// are read with weir's own settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SettingNaming {
     Plain,
@@ -61,6 +61,9 @@ fn device_name(setting: LimitSetting) -> String {
         LimitPart::Rate => "",
         LimitPart::BurstRate => "_max",
         LimitPart::BurstLength => "_max_length",
+        LimitPart::PerGib => "_per_gib",
+        LimitPart::PerGibMin => "_per_gib_min",
+        LimitPart::PerGibMax => "_per_gib_max",
     };
     format!("{kind}{part}")
 }
@@ -72,14 +75,7 @@ pub(super) struct LimitChanges {
 
 impl LimitChanges {
     pub(super) fn read(arguments: &mut QmpArguments, naming: SettingNaming) -> Result<Self, QmpError> {
-        let mut given = Vec::new();
-        for setting in LimitSetting::of_qemu() {
-            let key = naming.name(setting);
-            if let Some(value) = arguments.number(&key, 0..=setting.maximum())? {
-                given.push((setting, value, arguments.full_name(&key)));
-            }
-        }
-        Ok(Self { given })
+        Self::read_all(LimitSetting::of_qemu().map(|setting| (setting, naming.name(setting))), arguments)
     }
 
     /// Given settings with their values; the last value of a setting applies.
@@ -93,10 +89,21 @@ impl LimitChanges {
 
     /// Reads `burst-for`, under this name.
     pub(super) fn read_burst_for(arguments: &mut QmpArguments, key: &str) -> Result<Self, QmpError> {
-        let setting = LimitSetting::BurstFor;
-        let value = arguments.number(key, 0..=setting.maximum())?;
-        let given = value.map(|value| (setting, value, arguments.full_name(key)));
-        Ok(Self { given: given.into_iter().collect() })
+        Self::read_all([(LimitSetting::BurstFor, key.to_owned())], arguments)
+    }
+
+    /// Reads settings under these names.
+    fn read_all(
+        settings: impl IntoIterator<Item = (LimitSetting, String)>,
+        arguments: &mut QmpArguments,
+    ) -> Result<Self, QmpError> {
+        let mut given = Vec::new();
+        for (setting, key) in settings {
+            if let Some(value) = arguments.number(&key, 0..=setting.maximum())? {
+                given.push((setting, value, arguments.full_name(&key)));
+            }
+        }
+        Ok(Self { given })
     }
 
     /// Combines changes; `later` takes precedence.
@@ -143,8 +150,10 @@ impl SettingChanges {
         let weights = u64::from(*NodeShare::WEIGHTS.start())..=u64::from(*NodeShare::WEIGHTS.end());
         let weight = arguments.number(&key("weight"), weights)?;
         let watermark = arguments.number(&key("watermark"), 0..=100)?;
+        let own = LimitSetting::OF_SIZE.into_iter().chain([LimitSetting::BurstFor]);
+        let own = own.map(|setting| (setting, key(setting.name())));
         Ok(Self {
-            limits: LimitChanges::read_burst_for(arguments, &key("burst-for"))?,
+            limits: LimitChanges::read_all(own, arguments)?,
             weight: weight.and_then(|weight| u32::try_from(weight).ok()),
             iops_reservation: arguments.number(&key("iops-reservation"), 0..=MAX_VALUE)?,
             bps_reservation: arguments.number(&key("bps-reservation"), 0..=MAX_VALUE)?,
@@ -225,7 +234,7 @@ pub(super) fn set_limits(limits: &Limits) -> LimitValues {
         setting => limits.get(**setting) > 0,
     };
     let entry = |setting: &LimitSetting| (setting.name().to_owned(), limits.get(*setting));
-    LimitSetting::ALL.iter().filter(is_set).map(entry).collect()
+    LimitSetting::of_disk().filter(|setting| is_set(&setting)).map(|setting| entry(&setting)).collect()
 }
 
 /// Limits of a `BlockDeviceInfo`: all rates, and bursts that are set.

@@ -2,9 +2,9 @@
 
 use api::{ReloadChange, SettingChange};
 use block::layer::throttle::GroupSettings;
-use policy::throttle::Limits;
+use policy::{schedule::LimitSchedule, throttle::Limits};
 use serde_json::Value;
-use settings::{ConfigKey, DiskConfig, GroupConfig, KeyTable, key::ChangePolicy};
+use settings::{ConfigKey, DiskConfig, GroupConfig, KeyTable, key::ChangePolicy, schedule};
 
 /// Report of a disk or group; `change` is `added`, `removed` or `unavailable`.
 pub(crate) fn object_report(kind: &str, name: &str, change: &str) -> ReloadChange {
@@ -71,11 +71,33 @@ pub(crate) fn limit_values(limits: &Limits) -> Vec<NamedValue> {
     key_values(&GroupConfig { settings, ..GroupConfig::default() }, |key| key.heading == "Limits")
 }
 
-/// Limits, shares and group of a running disk or group. The name is empty if it is in no group.
-pub(crate) fn throttle_values(settings: &GroupSettings, group: &str) -> Vec<NamedValue> {
+/// Limits, shares and group of a running disk. The name is empty if it is in no group.
+pub(crate) fn disk_throttle_values(
+    settings: &GroupSettings,
+    schedule: &LimitSchedule,
+    group: &str,
+) -> Vec<NamedValue> {
     let settings = settings::ThrottleConfig::from_running(settings);
     let group = (!group.is_empty()).then(|| group.to_owned());
-    let config = GroupConfig { settings, group, ..GroupConfig::default() };
+    let schedule = schedule.clone();
+    key_values(&DiskConfig { settings, schedule, group, ..DiskConfig::default() }, is_throttle_key)
+}
+
+/// True for limits, shares and the group of a disk, which change together with those of other
+/// objects.
+fn is_throttle_key(key: &ConfigKey<DiskConfig>) -> bool {
+    ["Limits", "Shares", schedule::HEADING].contains(&key.heading) || key.name == "group"
+}
+
+/// Limits, shares and parent of a running group. The name is empty if it is in no group.
+pub(crate) fn throttle_values(
+    settings: &GroupSettings,
+    schedule: &LimitSchedule,
+    group: &str,
+) -> Vec<NamedValue> {
+    let settings = settings::ThrottleConfig::from_running(settings);
+    let group = (!group.is_empty()).then(|| group.to_owned());
+    let config = GroupConfig { settings, schedule: schedule.clone(), group, ..GroupConfig::default() };
     key_values(&config, |key| key.name != "cluster")
 }
 
@@ -84,8 +106,7 @@ pub(crate) fn disk_values(disk: &DiskConfig) -> Vec<NamedValue> {
     key_values(disk, |key| key.change == ChangePolicy::Apply)
 }
 
-/// As [`disk_values`], without limits, shares and group, which change together with those of other
-/// objects.
+/// As [`disk_values`], without those of [`disk_throttle_values`].
 pub(crate) fn disk_only_values(disk: &DiskConfig) -> Vec<NamedValue> {
-    key_values(disk, |key| key.change == ChangePolicy::Apply && GroupConfig::key(key.name).is_none())
+    key_values(disk, |key| key.change == ChangePolicy::Apply && !is_throttle_key(key))
 }

@@ -18,6 +18,7 @@ use crate::{
     endpoints,
     listen::{self, AddressConflictRule},
     planned_export::{PlannedEndpoint, PlannedExport},
+    schedules::scheduled_now,
 };
 
 impl Reconciliation<'_> {
@@ -59,8 +60,11 @@ impl Reconciliation<'_> {
                 let node = GroupOrDisk::Group(self.registry.groups.get(&planned.name)?);
                 // A reload never moves a group.
                 let now = MemberPlacement::current(&node);
-                let wanted =
-                    MemberPlacement { settings: self.group_settings(planned, &now.settings), ..now.clone() };
+                let wanted = MemberPlacement {
+                    settings: self.group_settings(planned, &now.settings),
+                    scheduled: scheduled_now(&planned.schedule),
+                    ..now.clone()
+                };
                 all.extend(change_report::setting_reports(
                     "group",
                     &planned.name,
@@ -75,7 +79,8 @@ impl Reconciliation<'_> {
                 self.registry.disks.get(&planned.name)?.disk.clone(),
             ));
             let group = planned.group.as_deref().unwrap_or("");
-            let wanted = change_report::throttle_values(&self.disk_settings(planned), group);
+            let wanted =
+                change_report::disk_throttle_values(&self.disk_settings(planned), &planned.schedule, group);
             all.extend(change_report::setting_reports("disk", &planned.name, now.values(), wanted));
         }
         let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);

@@ -11,7 +11,10 @@ use block::{
     disk::Disk,
     layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
-use policy::throttle::{NodeShare, ThrottleError};
+use policy::{
+    schedule::ScheduledLimits,
+    throttle::{NodeShare, ThrottleError},
+};
 
 use super::change_report::{self, NamedValue};
 
@@ -20,6 +23,7 @@ use super::change_report::{self, NamedValue};
 pub(crate) struct MemberPlacement {
     pub(crate) node: GroupOrDisk,
     pub(crate) settings: GroupSettings,
+    pub(crate) scheduled: ScheduledLimits,
     pub(crate) group: Option<Arc<ThrottleGroup>>,
 }
 
@@ -34,12 +38,14 @@ impl MemberPlacement {
     pub(crate) fn current(node: &GroupOrDisk) -> Self {
         match node {
             GroupOrDisk::Group(group) => {
-                Self { node: node.clone(), settings: group.settings(), group: group.parent().cloned() }
+                let (settings, scheduled) = (group.settings(), group.scheduled());
+                Self { node: node.clone(), settings, scheduled, group: group.parent().cloned() }
             }
             GroupOrDisk::Disk(disk) => {
                 let DiskSettings { limits, share, watermark, latency } = disk.throttle().settings();
                 let settings = GroupSettings { limits, share, watermark, latency };
-                Self { node: node.clone(), settings, group: disk.throttle().group() }
+                let scheduled = disk.throttle().scheduled();
+                Self { node: node.clone(), settings, scheduled, group: disk.throttle().group() }
             }
         }
     }
@@ -60,16 +66,23 @@ impl MemberPlacement {
             GroupOrDisk::Group(group) if group.quota_lease().is_some() => {
                 group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
             }
-            GroupOrDisk::Group(group) => group.set(self.settings),
-            GroupOrDisk::Disk(disk) => disk
-                .throttle()
-                .configure_and_move(DiskSettings { limits, share, watermark, latency }, self.group.as_ref()),
+            GroupOrDisk::Group(group) => group.set_both(self.settings, Some(self.scheduled.clone())),
+            GroupOrDisk::Disk(disk) => disk.throttle().place(
+                DiskSettings { limits, share, watermark, latency },
+                Some(self.scheduled.clone()),
+                self.group.as_ref(),
+            ),
         }
     }
 
     /// Settings by name.
     pub(crate) fn values(&self) -> Vec<NamedValue> {
-        change_report::throttle_values(&self.settings, self.group.as_ref().map_or("", |group| group.name()))
+        let group = self.group.as_ref().map_or("", |group| group.name());
+        let schedule = &self.scheduled.schedule;
+        match self.node {
+            GroupOrDisk::Group(_) => change_report::throttle_values(&self.settings, schedule, group),
+            GroupOrDisk::Disk(_) => change_report::disk_throttle_values(&self.settings, schedule, group),
+        }
     }
 
     /// Kind and name of the object.

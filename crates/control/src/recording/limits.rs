@@ -30,7 +30,7 @@ impl OwnerLimits {
             owner: LimitOwner::Disk,
             name: Arc::clone(disk.name()),
             group: disk.throttle().group().map(|group| group.name().into()),
-            limits: settings.limits,
+            limits: disk.throttle().limits(),
             watermark: settings.watermark,
         }
     }
@@ -42,7 +42,7 @@ impl OwnerLimits {
             owner: LimitOwner::Group,
             name: group.name().into(),
             group: group.parent().map(|group| group.name().into()),
-            limits: settings.limits,
+            limits: group.limits(),
             watermark: settings.watermark,
         }
     }

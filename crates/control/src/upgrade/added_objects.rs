@@ -16,8 +16,11 @@ use std::{path::Path, sync::Arc};
 
 use anyhow::anyhow;
 use block::layer::throttle::ThrottleGroup;
+use policy::throttle::LimitSetting;
 use serde_json::{Map, Value};
-use settings::{ExportTarget as Own, LatencyConfig, LatencySetting, VhostUserSocket};
+use settings::{
+    DiskConfig, ExportTarget as Own, KeyTable as _, LatencyConfig, LatencySetting, VhostUserSocket, schedule,
+};
 
 use super::messages::{AddedDiskState, AddedExportState, AddedGroupState, ObjectOrigin, OfferedDevice};
 use crate::{
@@ -48,9 +51,19 @@ pub(super) fn disk_origin(running: &RunningDisk) -> ObjectOrigin<AddedDiskState>
     let nodes = nodes.iter().cloned().map(with_absolute_paths).collect();
     let values = change_report::disk_values(&running.current_config())
         .into_iter()
-        .filter(|(key, _)| running.has_key(key));
+        // Versions without rates for each GiB reject their names. Only disks of keys have a schedule.
+        .filter(|(key, value)| running.has_key(key) && !(is_size_rate(key) && *value == 0))
+        .filter(|(key, _)| !is_of_schedule(key));
     let settings = set_arguments(running.disk.name(), values);
     ObjectOrigin::Added(AddedDiskState { nodes, settings, keys, lowest_name: bottom })
+}
+
+fn is_of_schedule(key: &str) -> bool {
+    DiskConfig::key(key).is_some_and(|key| key.heading == schedule::HEADING)
+}
+
+fn is_size_rate(key: &str) -> bool {
+    LimitSetting::OF_SIZE.iter().any(|setting| setting.name() == key)
 }
 
 /// Added groups, parents first.
@@ -65,7 +78,8 @@ pub(super) fn added_groups(registry: &Registry) -> Vec<AddedGroupState> {
     let state_of = |group: Arc<ThrottleGroup>| {
         let parent = group.parent().map(|parent| parent.name().to_owned());
         // The parent is set when the group is created.
-        let throttled = throttle_values(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
+        let throttled = throttle_values(&group.settings(), &group.scheduled().schedule, "").into_iter();
+        let throttled = throttled.filter(|(key, _)| *key != "group" && !is_of_schedule(key));
         AddedGroupState {
             name: group.name().to_owned(),
             parent,

@@ -4,6 +4,7 @@
 //! Only values other than the defaults are transferred. Never used for anything but log lines.
 
 use block::layer::throttle::ThrottleGroup;
+use policy::schedule::LimitSchedule;
 use serde_json::Value;
 use settings::{ConfigKey, GroupConfig, KeyTable, ThrottleConfig, key::ChangePolicy::Apply};
 
@@ -46,7 +47,8 @@ fn group_config(group: &ThrottleGroup) -> GroupConfig {
         settings.limits = ThrottleConfig::default().limits;
     }
     let parent = group.parent().map(|parent| parent.name().to_owned());
-    GroupConfig { settings, group: parent, ..GroupConfig::default() }
+    let schedule = LimitSchedule::clone(&group.scheduled().schedule);
+    GroupConfig { settings, schedule, group: parent, ..GroupConfig::default() }
 }
 
 /// Keys that a client can change, and the group.

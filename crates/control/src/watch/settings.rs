@@ -23,6 +23,7 @@ impl MemberSettingValues {
     pub(super) fn of_group(group: &ThrottleGroup) -> Self {
         Self(change_report::throttle_values(
             &group.settings(),
+            &group.scheduled().schedule,
             group.parent().map_or("", |group| group.name()),
         ))
     }
@@ -64,11 +65,13 @@ mod tests {
     #[test]
     fn changes_have_both_values() {
         let mut settings = GroupSettings::default();
-        let before = MemberSettingValues(change_report::throttle_values(&settings, ""));
+        let before =
+            MemberSettingValues(change_report::throttle_values(&settings, &LimitSchedule::default(), ""));
         assert_eq!(before.changes_since(&before), []);
         settings.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
         let changes =
-            MemberSettingValues(change_report::throttle_values(&settings, "")).changes_since(&before);
+            MemberSettingValues(change_report::throttle_values(&settings, &LimitSchedule::default(), ""))
+                .changes_since(&before);
         let texts: Vec<_> = changes.iter().map(change_text).collect();
         assert_eq!(texts, ["iops-total 500 (was 0)"]);
         let object = serde_json::to_value(&changes[0]).unwrap();

@@ -13,11 +13,10 @@ const MAX_LIMITS_SHOWN: usize = 16;
 /// Limits of the first groups and disks that have some: `gold: iops 2000; vm1: bps 10M`.
 fn limits(registry: &Registry) -> Option<String> {
     let groups = registry.groups.all();
-    let groups = groups.iter().map(|group| (group.name().to_owned(), group.settings().limits));
+    let groups = groups.iter().map(|group| (group.name().to_owned(), group.limits()));
     let disks = registry.disks.all();
-    let disks = disks
-        .iter()
-        .map(|running| (running.disk.name().to_string(), running.disk.throttle().settings().limits));
+    let disks =
+        disks.iter().map(|running| (running.disk.name().to_string(), running.disk.throttle().limits()));
     let limited = groups.chain(disks).filter(|(_, limits)| !limits.is_unlimited());
     let shown = |(name, limits): (String, Limits)| format!("{name}: {}", figures::limits(&by_name(&limits)));
     let all: Vec<_> = limited.collect();

@@ -30,6 +30,7 @@ use control::{
     },
     recording,
     registry::Registry,
+    schedules,
     upgrade::{
         given_up::AbandonedUpgrade,
         new_process::{NewProcess, OldProcess},
@@ -176,6 +177,7 @@ impl PreparedDaemon {
         announce(&complete.uris, &registry);
         registry.loaded.replace(loaded);
         watching.push(watch::watch_registry(&registry, in_use));
+        watching.push(schedules::follow_schedules(&registry));
         taken.into_iter().for_each(|taken| registry.events.record(taken));
         let cluster = start_cluster(&registry);
         watching.extend(migration::receive_disks(&registry));

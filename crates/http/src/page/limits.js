@@ -95,13 +95,13 @@ export class Limits {
         return [...Object.keys(figures.KINDS).filter((kind) => set.includes(kind) || totals.includes(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops")), ...others];
     }
 
-    /// Limits in force.
+    /// Settings as configured.
     value(name) {
         const node = this.node;
         if (name === "weight") return node.weight ?? 100;
         if (name in TEXTS) return node[name] ?? "";
         if (name.endsWith("-reservation") || name === "watermark") return node[name] ?? 0;
-        return node.limits?.[name] ?? 0;
+        return (node["configured-limits"] ?? node.limits)?.[name] ?? 0;
     }
 
     /// Limits that can still be added.
@@ -220,7 +220,7 @@ export class Limits {
         const edited = new Set(Object.keys(this.lastPending ?? {}));
         const was = this.forced;
         this.node = node;
-        this.forced = JSON.stringify([node.limits, ...Object.keys(OTHERS).map((name) => node[name])]);
+        this.forced = JSON.stringify([node.limits, node["configured-limits"], ...Object.keys(OTHERS).map((name) => node[name])]);
         const access = this.store.access;
         if (was !== undefined && was !== this.forced) {
             for (const kind of Object.keys(figures.KINDS)) if (this.value(kind) > 0) this.add(kind, false);

@@ -20,7 +20,7 @@ use policy::{
 use settings::{DesiredState, config, state::CapacityStore};
 use simulator::{
     device::{DevicePlacement, ServiceTimeSpec, StationSpec, server_count, service_from_rates},
-    world::{DeviceModel, DiskGroupSpec, DiskSpec, UNKNOWN_SIZE, WorldSpec},
+    world::{DeviceModel, DiskGroupSpec, DiskSettings, DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
 use storage::{StorageSpec, delay::DelayOptions, rate::RateOptions};
 
@@ -71,6 +71,7 @@ impl SimulationSetup {
                 let terms =
                     arguments.terms().map_err(|error| console::CommandFailure::Usage(error.into()))?;
                 let size = devices.size.unwrap_or(UNKNOWN_SIZE);
+                at_size(terms.disk.to_disk_settings(), size).context("limits")?;
                 Ok(Self::of_terms(&terms, size, devices.delay.as_ref(), devices.rate.as_ref(), device))
             }
         }
@@ -92,6 +93,9 @@ impl SimulationSetup {
         // Budgets with a name are shared by all disks that refer to it.
         let mut budgets = HashMap::new();
         for disk in &plan.disks {
+            let size_bytes = size_of(&disk.image)?;
+            let settings = at_size(disk.settings.to_disk_settings(), size_bytes)
+                .with_context(|| format!("disk {}", disk.name))?;
             let mut place = DevicePlacement::default();
             if let Some(delay) = &disk.delay {
                 place.station = Some(world.add_station(station_of(delay)));
@@ -112,10 +116,10 @@ impl SimulationSetup {
             };
             world.disks.push(DiskSpec {
                 name: disk.name.clone(),
-                settings: disk.settings.to_disk_settings(),
+                settings,
                 group: index_of(disk.group.as_ref()),
                 prefetch: disk.prefetch,
-                size_bytes: size_of(&disk.image)?,
+                size_bytes,
                 place,
                 sampled_device: watched,
             });
@@ -167,9 +171,10 @@ impl SimulationSetup {
             });
             0
         });
+        let settings = terms.disk.to_disk_settings();
         let mut disk = DiskSpec {
             name: String::new(),
-            settings: terms.disk.to_disk_settings(),
+            settings: DiskSettings { limits: settings.limits.at_size(size_bytes), ..settings },
             group,
             prefetch: terms.prefetch,
             size_bytes,
@@ -408,6 +413,18 @@ fn probed(path: &Path, store: &CapacityStore) -> anyhow::Result<StationSpec> {
     // Flushes are not measured; one is modelled as a small write.
     let flush = ServiceTimeSpec { byte_ns: 0.0, ..write };
     Ok(StationSpec { read, write, zero: flush, flush, parallel: Some(parallel) })
+}
+
+/// Settings of a disk of this size.
+///
+/// # Errors
+/// A limit depends on the size, and the size is unknown.
+fn at_size(settings: DiskSettings, size_bytes: u64) -> anyhow::Result<DiskSettings> {
+    ensure!(
+        size_bytes != UNKNOWN_SIZE || !settings.limits.follows_size(),
+        "a rate for each GiB needs the size of the disk, which is unknown (give --size, or an image that exists)"
+    );
+    Ok(DiskSettings { limits: settings.limits.at_size(size_bytes), ..settings })
 }
 
 /// Size of an image, as far as known without opening it.

@@ -21,7 +21,8 @@ impl FromStr for SweepValues {
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || "is not of the form LIMIT=FROM..TO:STEP, such as iops-total=500..5000:500".to_owned();
         let (name, range) = text.split_once('=').ok_or_else(form)?;
-        let Some(setting) = LimitSetting::from_name(name) else {
+        let known = LimitSetting::ALL.into_iter().find(|setting| setting.name() == name);
+        let Some(setting) = known else {
             let near = suggest::nearest(name, LimitSetting::ALL.map(LimitSetting::name));
             return Err(match near {
                 Some(near) => format!("{name:?} is no limit (did you mean {near}?)"),

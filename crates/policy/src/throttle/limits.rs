@@ -1,5 +1,5 @@
-//! The limits that users set: six rates with their bursts, `iops-size` and `burst-for`; and their
-//! rules.
+//! The limits that users set: six rates with their bursts, `iops-size` and `burst-for`; rates that
+//! follow the size of a disk ([`size_rate`](super::size_rate)); and their rules.
 //!
 //! Command line, config file and control protocol share this table of settings
 //! ([`LimitSetting::ALL`]), so names, ranges and rules cannot differ between them.
@@ -7,6 +7,7 @@
 //! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented.
 //! Never corrects a value silently: a wrong one is [`InvalidLimit`].
 
+use super::size_rate::SizeRate;
 use crate::request::Direction;
 use core::fmt;
 
@@ -67,9 +68,15 @@ pub enum LimitPart {
     BurstRate,
     /// Burst capacity in seconds at the burst rate (`-max-length`).
     BurstLength,
+    /// The sustained rate for each GiB of a disk, in place of [`LimitPart::Rate`] (`-per-gib`).
+    PerGib,
+    /// Lower bound of the rate that follows from `-per-gib` (`-per-gib-min`).
+    PerGibMin,
+    /// Upper bound of the rate that follows from `-per-gib` (`-per-gib-max`).
+    PerGibMax,
 }
 
-/// One of the twenty numbers of [`Limits`].
+/// One of the numbers of [`Limits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LimitSetting {
     /// A number of one of the six limits.
@@ -81,8 +88,13 @@ pub enum LimitSetting {
 }
 
 use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
-use LimitPart::{BurstLength, BurstRate, Rate};
+use LimitPart::{BurstLength, BurstRate, PerGib, PerGibMax, PerGibMin, Rate};
 use LimitSetting::{BurstFor, IopsSize, Limit as Of};
+
+/// The limits on operations.
+const IOPS: [LimitKind; 3] = [IopsTotal, IopsRead, IopsWrite];
+/// The limits on bytes.
+const BPS: [LimitKind; 3] = [BpsTotal, BpsRead, BpsWrite];
 
 /// QEMU's names without the prefix `throttling.`, and weir's `burst-for`, in the order that
 /// [`LimitSetting::name`] computes.
@@ -109,8 +121,47 @@ const NAMES: [(LimitSetting, &str); 20] = [
     (BurstFor, "burst-for"),
 ];
 
+/// Names of the settings that depend on the size of a disk, in the order that
+/// [`LimitSetting::name`] computes.
+const SIZE_NAMES: [(LimitSetting, &str); 18] = [
+    (Of(BpsTotal, PerGib), "bps-total-per-gib"),
+    (Of(BpsTotal, PerGibMin), "bps-total-per-gib-min"),
+    (Of(BpsTotal, PerGibMax), "bps-total-per-gib-max"),
+    (Of(BpsRead, PerGib), "bps-read-per-gib"),
+    (Of(BpsRead, PerGibMin), "bps-read-per-gib-min"),
+    (Of(BpsRead, PerGibMax), "bps-read-per-gib-max"),
+    (Of(BpsWrite, PerGib), "bps-write-per-gib"),
+    (Of(BpsWrite, PerGibMin), "bps-write-per-gib-min"),
+    (Of(BpsWrite, PerGibMax), "bps-write-per-gib-max"),
+    (Of(IopsTotal, PerGib), "iops-total-per-gib"),
+    (Of(IopsTotal, PerGibMin), "iops-total-per-gib-min"),
+    (Of(IopsTotal, PerGibMax), "iops-total-per-gib-max"),
+    (Of(IopsRead, PerGib), "iops-read-per-gib"),
+    (Of(IopsRead, PerGibMin), "iops-read-per-gib-min"),
+    (Of(IopsRead, PerGibMax), "iops-read-per-gib-max"),
+    (Of(IopsWrite, PerGib), "iops-write-per-gib"),
+    (Of(IopsWrite, PerGibMin), "iops-write-per-gib-min"),
+    (Of(IopsWrite, PerGibMax), "iops-write-per-gib-max"),
+];
+
 impl LimitSetting {
-    /// All twenty, limit by limit, `iops-size` and `burst-for` last: the order for help texts and
+    /// The settings that depend on the size of a disk. A group has none of them.
+    pub const OF_SIZE: [Self; 18] = {
+        let mut all = [IopsSize; 18];
+        let mut i = 0;
+        while i < all.len() {
+            all[i] = SIZE_NAMES[i].0;
+            i += 1;
+        }
+        all
+    };
+
+    /// All settings of a disk: [`LimitSetting::ALL`], then [`LimitSetting::OF_SIZE`].
+    pub fn of_disk() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().chain(Self::OF_SIZE)
+    }
+
+    /// All twenty that do not depend on a size, limit by limit, `iops-size` and `burst-for` last: the order for help texts and
     /// listings.
     pub const ALL: [Self; 20] = {
         let mut all = [IopsSize; 20];
@@ -129,17 +180,17 @@ impl LimitSetting {
 
     /// Key or option of the setting, such as `iops-total-max-length`.
     pub const fn name(self) -> &'static str {
-        let row = match self {
-            Of(kind, part) => kind.index() * 3 + part as usize,
-            IopsSize => NAMES.len() - 2,
-            BurstFor => NAMES.len() - 1,
-        };
-        NAMES[row].1
+        match self {
+            Of(kind, part @ (Rate | BurstRate | BurstLength)) => NAMES[kind.index() * 3 + part as usize].1,
+            Of(kind, part) => SIZE_NAMES[kind.index() * 3 + part as usize - PerGib as usize].1,
+            IopsSize => NAMES[NAMES.len() - 2].1,
+            BurstFor => NAMES[NAMES.len() - 1].1,
+        }
     }
 
     /// The setting with exactly this name.
     pub fn from_name(name: &str) -> Option<Self> {
-        NAMES.iter().find(|(_, known)| *known == name).map(|(setting, _)| *setting)
+        NAMES.iter().chain(&SIZE_NAMES).find(|(_, known)| *known == name).map(|(setting, _)| *setting)
     }
 
     /// Maximum value that [`Limits::set`] accepts.
@@ -207,6 +258,8 @@ pub struct Limits {
     /// Size in bytes above which a request counts as `size / iops_size` operations: 6 KiB at 4096
     /// is 1.5. With 0 every request counts as one.
     pub iops_size: u64,
+    /// Rates that follow the size of a disk, by [`LimitKind::index`].
+    pub(super) size_rates: [SizeRate; 6],
 }
 
 impl Limits {
@@ -226,6 +279,9 @@ impl Limits {
             Of(kind, Rate) => self.limit(kind).rate,
             Of(kind, BurstRate) => self.limit(kind).burst_rate,
             Of(kind, BurstLength) => self.limit(kind).burst_length_s,
+            Of(kind, PerGib) => self.size_rates[kind.index()].per_gib,
+            Of(kind, PerGibMin) => self.size_rates[kind.index()].min,
+            Of(kind, PerGibMax) => self.size_rates[kind.index()].max,
             IopsSize => self.iops_size,
             BurstFor => self.burst_for_s(),
         }
@@ -253,6 +309,9 @@ impl Limits {
             Of(kind, Rate) => self.limit_mut(kind).rate = value,
             Of(kind, BurstRate) => self.limit_mut(kind).burst_rate = value,
             Of(kind, BurstLength) => self.limit_mut(kind).burst_length_s = value,
+            Of(kind, PerGib) => self.size_rates[kind.index()].per_gib = value,
+            Of(kind, PerGibMin) => self.size_rates[kind.index()].min = value,
+            Of(kind, PerGibMax) => self.size_rates[kind.index()].max = value,
             IopsSize => self.iops_size = value,
             BurstFor => self.limits.iter_mut().for_each(|limit| limit.burst_for_s = value),
         }
@@ -260,7 +319,7 @@ impl Limits {
     }
 
     /// Applies settings in the order given, and resets dependent ones that are not given: the burst
-    /// of a limit that is removed, the length of a burst that is removed, `iops-size` with the last
+    /// and the bounds of a limit that is removed, the length of a burst that is removed, `iops-size` with the last
     /// limit on operations, `burst-for` with the last burst rate, and all lengths if `burst-for` is
     /// given.
     ///
@@ -279,7 +338,16 @@ impl Limits {
         let is_removed = |limits: &Self, setting| is_given(setting) && limits.get(setting) == 0;
         for kind in LimitKind::ALL {
             let [rate, burst, length] = [Rate, BurstRate, BurstLength].map(|part| Of(kind, part));
-            let without_rate = is_removed(self, rate);
+            let per_gib = Of(kind, PerGib);
+            if is_removed(self, per_gib) {
+                for bound in [PerGibMin, PerGibMax].map(|part| Of(kind, part)) {
+                    if !is_given(bound) {
+                        // Zero is in range.
+                        let _ = self.set(bound, 0);
+                    }
+                }
+            }
+            let without_rate = (is_removed(self, rate) || is_removed(self, per_gib)) && !self.has_rate(kind);
             if (without_rate || is_removed(self, burst)) && !is_given(length) {
                 self.limit_mut(kind).burst_length_s = 1;
             }
@@ -287,9 +355,9 @@ impl Limits {
                 self.limit_mut(kind).burst_rate = 0;
             }
         }
-        let rates = [IopsTotal, IopsRead, IopsWrite].map(|kind| Of(kind, Rate));
-        let is_last =
-            rates.iter().any(|&rate| is_removed(self, rate)) && rates.iter().all(|&rate| self.get(rate) == 0);
+        let rates = IOPS.into_iter().flat_map(|kind| [Of(kind, Rate), Of(kind, PerGib)]);
+        let is_last = rates.into_iter().any(|rate| is_removed(self, rate))
+            && IOPS.iter().all(|&kind| !self.has_rate(kind));
         if is_last && !is_given(IopsSize) {
             self.iops_size = 0;
         }
@@ -298,8 +366,9 @@ impl Limits {
 
     fn reset_burst_times(&mut self, is_given: impl Fn(LimitSetting) -> bool) {
         let rates = LimitKind::ALL.map(|kind| Of(kind, BurstRate));
-        let is_changed = LimitKind::ALL.iter().any(|&kind| is_given(Of(kind, Rate)))
-            || rates.iter().any(|&rate| is_given(rate));
+        let is_changed =
+            LimitKind::ALL.iter().any(|&kind| is_given(Of(kind, Rate)) || is_given(Of(kind, PerGib)))
+                || rates.iter().any(|&rate| is_given(rate));
         if is_changed && !is_given(BurstFor) && rates.iter().all(|&rate| self.get(rate) == 0) {
             self.limits.iter_mut().for_each(|limit| limit.burst_for_s = 0);
         }
@@ -314,17 +383,23 @@ impl Limits {
 
     /// True if no limit is set.
     pub fn is_unlimited(&self) -> bool {
-        self.limits.iter().all(|limit| limit.rate == 0)
+        self.limits.iter().all(|limit| limit.rate == 0) && !self.follows_size()
+    }
+
+    /// True if a limit of this kind is set, as a rate or for each GiB.
+    pub(super) const fn has_rate(&self, kind: LimitKind) -> bool {
+        self.limit(kind).rate > 0 || self.size_rates[kind.index()].per_gib > 0
     }
 
     /// Checks all rules, in QEMU's order, and returns the first error.
     pub fn validate(&self) -> Result<(), InvalidLimit> {
         // QEMU's throttle_is_valid checks conflicts before it checks single values.
         for part in [Rate, BurstRate] {
-            self.check_total_alone([BpsTotal, BpsRead, BpsWrite], part)?;
-            self.check_total_alone([IopsTotal, IopsRead, IopsWrite], part)?;
+            self.check_total_alone(BPS, part)?;
+            self.check_total_alone(IOPS, part)?;
         }
-        if self.iops_size > 0 && [IopsTotal, IopsRead, IopsWrite].iter().all(|&k| self.limit(k).rate == 0) {
+        self.check_size_rates()?;
+        if self.iops_size > 0 && IOPS.iter().all(|&kind| !self.has_rate(kind)) {
             return Err(self.invalid(IopsSize, LimitRule::NeedsIops));
         }
         if self.iops_size > MAX_VALUE {
@@ -361,10 +436,15 @@ impl Limits {
         [total, read, write]: [LimitKind; 3],
         part: LimitPart,
     ) -> Result<(), InvalidLimit> {
-        for kind in [read, write] {
-            let other = Of(kind, part);
-            if self.get(Of(total, part)) > 0 && self.get(other) > 0 {
-                return Err(self.invalid(Of(total, part), LimitRule::Excludes(other, self.get(other))));
+        // A rate, and a rate for each GiB, are the same limit.
+        let setting_of = |kind| match part {
+            Rate if self.get(Of(kind, Rate)) == 0 => Of(kind, PerGib),
+            part => Of(kind, part),
+        };
+        let of_total = setting_of(total);
+        for other in [read, write].map(setting_of) {
+            if self.get(of_total) > 0 && self.get(other) > 0 {
+                return Err(self.invalid(of_total, LimitRule::Excludes(other, self.get(other))));
             }
         }
         Ok(())
@@ -383,7 +463,7 @@ impl Limits {
                 BurstLength,
                 LimitRule::BurstTooLarge(burst, burst_rate),
             ),
-            (burst_rate > 0 && rate == 0, BurstRate, LimitRule::Needs(base)),
+            (burst_rate > 0 && !self.has_rate(kind), BurstRate, LimitRule::Needs(base)),
             (burst_rate > 0 && burst_rate < rate, BurstRate, LimitRule::AtLeastRate(base, rate)),
         ];
         match rules.into_iter().find(|(is_broken, ..)| *is_broken) {
@@ -392,7 +472,7 @@ impl Limits {
         }
     }
 
-    const fn invalid(&self, setting: LimitSetting, rule: LimitRule) -> InvalidLimit {
+    pub(super) const fn invalid(&self, setting: LimitSetting, rule: LimitRule) -> InvalidLimit {
         InvalidLimit { setting, value: self.get(setting), rule }
     }
 }
@@ -430,6 +510,12 @@ pub enum LimitRule {
     NeedsBurstRate,
     /// A burst length excludes `burst-for` (its value).
     ExcludesBurstFor(u64),
+    /// A rate for each GiB excludes the rate of the same limit (the other setting, with its value).
+    ExcludesRate(LimitSetting, u64),
+    /// A lower bound is at most the upper bound (the other setting, with its value).
+    AtMostBound(LimitSetting, u64),
+    /// A rate for each GiB applies to a disk.
+    NeedsDisk,
 }
 
 impl fmt::Display for InvalidLimit {
@@ -466,6 +552,16 @@ impl fmt::Display for LimitRule {
                 f,
                 "cannot be set together with burst-for ({seconds}); use one of them, burst-for 0 removes it"
             ),
+            Self::ExcludesRate(other, other_value) => write!(
+                f,
+                "cannot be set together with {other} ({other_value}); use one of them, 0 removes the other"
+            ),
+            Self::AtMostBound(bound, value) => {
+                write!(f, "is above {bound} ({value}); the lower bound must be at most the upper")
+            }
+            Self::NeedsDisk => {
+                write!(f, "follows the size of a disk, and a group has none; set it for the disks")
+            }
         }
     }
 }

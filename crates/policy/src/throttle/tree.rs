@@ -202,7 +202,7 @@ impl<T> ThrottleTree<T> {
         limits: Limits,
         share: NodeShare,
     ) -> Result<NodeId, ThrottleError> {
-        limits.validate()?;
+        limits.validate_in_force()?;
         let parent = parent.map_or(ROOT, |parent| self.slot(parent));
         let level = self.nodes[parent].level + 1;
         if level > MAX_LEVELS {
@@ -291,7 +291,7 @@ impl<T> ThrottleTree<T> {
         share: NodeShare,
         now: Instant,
     ) -> Result<(), ThrottleError> {
-        limits.validate()?;
+        limits.validate_in_force()?;
         let slot = self.slot(node);
         self.advance_to(now);
         let current = &self.nodes[slot];
@@ -330,7 +330,7 @@ impl<T> ThrottleTree<T> {
         credit: [u64; 6],
         now: Instant,
     ) -> Result<[u64; 6], InvalidLimit> {
-        limits.validate()?;
+        limits.validate_in_force()?;
         let slot = self.slot(node);
         self.advance_to(now);
         Ok(self.apply_quota(slot, limits, credit))

@@ -41,7 +41,7 @@ impl<O: OptionSelection> Default for ConfigKeyArgs<O> {
 impl<O: OptionSelection> ConfigKeyArgs<O> {
     /// Rows of the keys that are options, in order.
     pub fn keys() -> impl Iterator<Item = &'static ConfigKey<O::Config>> {
-        O::Config::keys().iter().filter(|key| O::is_option(key))
+        O::Config::keys().iter().filter(|key| key.heading != crate::schedule::HEADING && O::is_option(key))
     }
 
     /// Names and values of the given options; a flag's value is `true`.

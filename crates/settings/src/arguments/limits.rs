@@ -26,6 +26,8 @@ Limits:
   --{iops,bps}-{total,read,write} R             per second; 0 is no limit
   --{iops,bps}-{total,read,write}-max M         during a burst; 0 is no burst
   --{iops,bps}-{total,read,write}-max-length L  burst length in seconds
+  --{iops,bps}-{total,read,write}-per-gib R     of a disk, for each GiB of its size,
+                                                with -per-gib-min, -per-gib-max
   --burst-for TIME                              duration of a full burst: 30s
   --iops-size SIZE                              a larger request counts as more
 A total excludes a read or write limit of the same kind. The burst capacity is \

@@ -36,7 +36,7 @@ impl SettingName {
     pub(crate) fn of_throttle() -> impl Iterator<Item = Self> {
         let scheduler = [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark];
         let latency = LatencySetting::ALL.map(Self::Latency);
-        LimitSetting::ALL.into_iter().map(Self::Limit).chain(scheduler).chain(latency).chain([Self::Group])
+        LimitSetting::of_disk().map(Self::Limit).chain(scheduler).chain(latency).chain([Self::Group])
     }
 
     pub(crate) fn of_prefetch() -> impl Iterator<Item = Self> {
@@ -94,7 +94,7 @@ impl SettingName {
 
     pub(crate) fn of(self, settings: &MemberSettings) -> SettingValue {
         let number = match self {
-            Self::Limit(setting) => settings.limits.get(setting.name()).copied(),
+            Self::Limit(setting) => settings.configured_limits().get(setting.name()).copied(),
             Self::Weight => settings.weight,
             Self::IopsReservation => settings.iops_reservation,
             Self::BpsReservation => settings.bps_reservation,

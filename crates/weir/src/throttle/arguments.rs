@@ -41,7 +41,8 @@ Examples:
 All settings of one command change together, or none does. A limit of 0 is no limit. ", settings::sizes!(), "
 
 The names of `virsh blkdeviotune` are accepted too: --total-bytes-sec, --read-iops-sec-max, --size-iops-sec, \
---group-name and so on, also with underscores. As in virsh, a limit clears the others of its kind: --read-iops-sec \
+--group-name and so on, also with underscores; and those of OpenStack's Cinder: --total-iops-sec-per-gb, \
+--read-bytes-sec-per-gb-min and so on, whose GB is a GiB. As in virsh, a limit clears the others of its kind: --read-iops-sec \
 clears those on total and write operations."
 );
 
@@ -230,15 +231,19 @@ impl ThrottleArgs {
     }
 }
 
-/// Limits that virsh clears with this one: same part, same unit, other direction.
+/// Limits that virsh clears with this one: same part, same unit, other direction. A rate, and a rate
+/// for each GiB, clear each other.
 fn cleared_by_virsh(setting: LimitSetting) -> impl Iterator<Item = LimitSetting> {
-    let others = LimitKind::ALL.into_iter().filter_map(move |other| match setting {
-        LimitSetting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
-            Some(LimitSetting::Limit(other, part))
+    let of_rate = [LimitPart::Rate, LimitPart::PerGib];
+    let is_cleared = move |other: &LimitSetting| match (setting, *other) {
+        (LimitSetting::Limit(kind, part), LimitSetting::Limit(other_kind, other_part)) => {
+            kind.counts_bytes() == other_kind.counts_bytes()
+                && (part == other_part && kind != other_kind
+                    || part != other_part && of_rate.contains(&part) && of_rate.contains(&other_part))
         }
-        _ => None,
-    });
-    others.collect::<Vec<_>>().into_iter()
+        _ => false,
+    };
+    LimitSetting::of_disk().filter(is_cleared)
 }
 
 /// Names in `virsh blkdeviotune` and its older versions, in the order of [`LimitSetting::of_qemu`].
@@ -264,6 +269,34 @@ const VIRSH: [(&str, &str); 19] = [
     ("size-iops-sec", "size_iops_sec"),
 ];
 
+/// Names in the QoS specifications of OpenStack's Cinder, in the order of [`cinder_settings`].
+const CINDER: [(&str, &str); 12] = [
+    ("total-bytes-sec-per-gb", "total_bytes_sec_per_gb"),
+    ("total-bytes-sec-per-gb-min", "total_bytes_sec_per_gb_min"),
+    ("read-bytes-sec-per-gb", "read_bytes_sec_per_gb"),
+    ("read-bytes-sec-per-gb-min", "read_bytes_sec_per_gb_min"),
+    ("write-bytes-sec-per-gb", "write_bytes_sec_per_gb"),
+    ("write-bytes-sec-per-gb-min", "write_bytes_sec_per_gb_min"),
+    ("total-iops-sec-per-gb", "total_iops_sec_per_gb"),
+    ("total-iops-sec-per-gb-min", "total_iops_sec_per_gb_min"),
+    ("read-iops-sec-per-gb", "read_iops_sec_per_gb"),
+    ("read-iops-sec-per-gb-min", "read_iops_sec_per_gb_min"),
+    ("write-iops-sec-per-gb", "write_iops_sec_per_gb"),
+    ("write-iops-sec-per-gb-min", "write_iops_sec_per_gb_min"),
+];
+
+/// Rates for each GiB with their lower bounds; Cinder has no upper ones. Its volumes have whole
+/// GiB, which it calls GB.
+fn cinder_settings() -> impl Iterator<Item = LimitSetting> {
+    let is_known = |setting: &LimitSetting| !matches!(setting, LimitSetting::Limit(_, LimitPart::PerGibMax));
+    LimitSetting::OF_SIZE.into_iter().filter(is_known)
+}
+
+/// All settings that have other names, each with both.
+fn other_names() -> impl Iterator<Item = (LimitSetting, (&'static str, &'static str))> {
+    LimitSetting::of_qemu().zip(VIRSH).chain(cinder_settings().zip(CINDER))
+}
+
 /// As [`settings::size`], with the suffix `bytes` too.
 fn virsh_size(text: &str) -> Result<u64, String> {
     let number = text.strip_suffix("bytes").filter(|number| number.ends_with(|c: char| c.is_ascii_digit()));
@@ -284,9 +317,8 @@ fn virsh_option(setting: LimitSetting, name: &'static str, old_name: &'static st
 
 impl Args for NamedLimitArgs {
     fn augment_args(command: Command) -> Command {
-        let as_virsh = LimitSetting::of_qemu().zip(VIRSH);
-        let as_virsh = as_virsh.map(|(setting, (name, old_name))| virsh_option(setting, name, old_name));
-        command.args(LimitSetting::ALL.map(limits::option)).args(as_virsh)
+        let as_virsh = other_names().map(|(setting, (name, old_name))| virsh_option(setting, name, old_name));
+        command.args(LimitSetting::of_disk().map(limits::option)).args(as_virsh)
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -297,12 +329,12 @@ impl Args for NamedLimitArgs {
 impl FromArgMatches for NamedLimitArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut limits = Self::default();
-        for setting in LimitSetting::ALL {
+        for setting in LimitSetting::of_disk() {
             if let Some(&value) = matches.get_one(setting.name()) {
                 limits.given.push((setting, value));
             }
         }
-        for (setting, (virsh_name, _)) in LimitSetting::of_qemu().zip(VIRSH) {
+        for (setting, (virsh_name, _)) in other_names() {
             if let Some(&value) = matches.get_one::<u64>(virsh_name) {
                 // virsh's length of 0 means the default of one second.
                 let is_length = matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength));
@@ -347,12 +379,18 @@ mod tests {
             let index = LimitSetting::ALL.iter().position(|setting| setting.name() == ours).unwrap();
             assert_eq!(VIRSH[index].0, virsh);
         }
-        assert!(VIRSH.iter().all(|(name, old)| name.replace('-', "_") == *old));
+        for (setting, (cinder, _)) in cinder_settings().zip(CINDER) {
+            let words: Vec<_> = setting.name().split('-').collect();
+            let unit = if words[0] == "bps" { "bytes" } else { "iops" };
+            let tail = if words.contains(&"min") { "-min" } else { "" };
+            assert_eq!(cinder, format!("{}-{unit}-sec-per-gb{tail}", words[1]));
+        }
+        assert!(VIRSH.iter().chain(&CINDER).all(|(name, old)| name.replace('-', "_") == *old));
     }
 
     #[test]
     fn every_setting_has_both_names() {
-        for (setting, (virsh, old_virsh)) in LimitSetting::ALL.into_iter().zip(VIRSH) {
+        for (setting, (virsh, old_virsh)) in other_names() {
             for name in [setting.name(), virsh, old_virsh] {
                 let expect = json!({ setting.name(): 7 });
                 assert_eq!(change(json!({}), &format!("--{name} 7")), Ok(expect), "{name}");
@@ -366,6 +404,15 @@ mod tests {
         assert_eq!(change(before.clone(), "--iops-read 7"), Ok(json!({ "iops-read": 7 })));
         let cleared = json!({ "iops-read": 7, "iops-total": 0 });
         assert_eq!(change(before.clone(), "--read-iops-sec 7"), Ok(cleared));
+        let per_gib = json!({ "iops-total-per-gib": 3, "iops-total": 0 });
+        assert_eq!(change(before.clone(), "--total-iops-sec-per-gb 3"), Ok(per_gib));
+        let follows =
+            json!({ "configured-limits": { "iops-total-per-gib": 3 }, "limits": { "iops-total": 30 } });
+        assert_eq!(change(follows, "--iops-read 7"), Ok(json!({ "iops-read": 7 })));
+        let follows =
+            json!({ "configured-limits": { "iops-total-per-gib": 3 }, "limits": { "iops-total": 30 } });
+        let cleared = json!({ "iops-read": 7, "iops-total-per-gib": 0 });
+        assert_eq!(change(follows, "--read-iops-sec 7"), Ok(cleared));
         let both = json!({ "iops-read": 7, "iops-total": 9 });
         assert_eq!(change(before, "--read-iops-sec 7 --total-iops-sec 9"), Ok(both), "what is given stays");
         assert_eq!(

@@ -141,7 +141,9 @@ fn reported_form(
         bps_reservation: Some(hold.share.bps_reservation()),
         unmet_reservation: None,
         watermark: Some(hold.watermark.percent().into()),
-        limits: policy::throttle::LimitSetting::ALL.map(limit).into(),
+        limits: policy::throttle::LimitSetting::of_disk().map(limit).collect(),
+        configured_limits: None,
+        schedule: None,
         prefetch: prefetch.map(|prefetch| PrefetchSettings {
             mode: prefetch.mode.to_string(),
             numbers: policy::prefetch::PrefetchSetting::ALL.map(|setting| number(prefetch, setting)).into(),

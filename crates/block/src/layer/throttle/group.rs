@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
     latency_target::RateCap,
+    schedule::ScheduledLimits,
     throttle::{
         BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, Limits, MemberDemands, NodeId,
         QuotaLease, ReservableCapacity, ThrottleError, ThrottleStats, ThrottleSummary,
@@ -27,7 +28,14 @@ pub struct ThrottleGroup {
     pub(super) shared_tree: Arc<SharedThrottleTree>,
     pub(super) node: NodeId,
     /// Locked before the tree.
-    settings: Mutex<GroupSettings>,
+    settings: Mutex<GroupTerms>,
+}
+
+/// Settings and schedule of a group.
+#[derive(Debug)]
+struct GroupTerms {
+    settings: GroupSettings,
+    scheduled: ScheduledLimits,
 }
 
 impl ThrottleGroup {
@@ -47,10 +55,18 @@ impl ThrottleGroup {
         let shared_tree =
             parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.shared_tree));
         let GroupSettings { limits, share, .. } = settings;
+        let scheduled = ScheduledLimits::default();
+        let limits = scheduled.in_force(&limits, None)?;
         let node =
             shared_tree.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
-        Ok(Arc::new(Self { name: name.into(), parent, shared_tree, node, settings: Mutex::new(settings) }))
+        Ok(Arc::new(Self {
+            name: name.into(),
+            parent,
+            shared_tree,
+            node,
+            settings: Mutex::new(GroupTerms { settings, scheduled }),
+        }))
     }
 
     /// The group's name.
@@ -63,9 +79,33 @@ impl ThrottleGroup {
         self.parent.as_ref()
     }
 
-    /// Settings in force.
+    /// Settings as they were given, or the limits of the quota. [`ThrottleGroup::limits`] are those
+    /// in force.
     pub fn settings(&self) -> GroupSettings {
-        *self.lock()
+        self.lock().settings
+    }
+
+    /// Limits in force at this time.
+    pub fn limits(&self) -> Limits {
+        self.shared_tree.lock().tree().limits(self.node)
+    }
+
+    /// Schedule of its limits, with the entry that holds.
+    pub fn scheduled(&self) -> ScheduledLimits {
+        self.lock().scheduled.clone()
+    }
+
+    /// Changes the schedule of its limits, or the entry that holds. The settings stay.
+    ///
+    /// # Errors
+    /// [`ThrottleError`]: an entry contradicts the settings; reservations inside exceed the limits of
+    /// the entry; or the limits are the cluster's. Nothing is changed then.
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
+        let settings = self.settings();
+        self.set_both(settings, Some(scheduled))
     }
 
     /// Changes the settings, also for waiting requests, which are admitted at once if possible. All
@@ -81,17 +121,36 @@ impl ThrottleGroup {
     /// # Panics
     /// Panics outside a reactor.
     pub fn set(&self, settings: GroupSettings) -> Result<(), ThrottleError> {
+        self.set_both(settings, None)
+    }
+
+    /// As [`ThrottleGroup::set`], also with another schedule if one is given.
+    ///
+    /// # Errors
+    /// As there, or an entry of the schedule contradicts the settings.
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn set_both(
+        &self,
+        settings: GroupSettings,
+        scheduled: Option<ScheduledLimits>,
+    ) -> Result<(), ThrottleError> {
         let now = reactor::now();
         let mut current = self.lock();
+        let scheduled = scheduled.unwrap_or_else(|| current.scheduled.clone());
+        let limits = scheduled.in_force(&settings.limits, None)?;
         // Lock order: the settings before the tree.
         let mut locked = self.shared_tree.lock();
         let is_leased = locked.tree().lease(self.node).is_some();
-        if is_leased && (settings.limits != current.limits || settings.watermark.percent() > 0) {
+        let changes_quota =
+            settings.limits != current.settings.limits || !scheduled.schedule.entries.is_empty();
+        if is_leased && (changes_quota || settings.watermark.percent() > 0) {
             return Err(ThrottleError::Leased);
         }
-        locked.configure(self.node, settings.limits, settings.share, now)?;
         // Under a quota lease the leased limits stay in force.
-        *current = GroupSettings { limits: locked.tree().limits(self.node), ..settings };
+        locked.configure(self.node, limits, settings.share, now)?;
+        *current = GroupTerms { settings, scheduled };
         drop(locked);
         drop(current);
         arm(self.shared_tree.admit_ready(now));
@@ -116,7 +175,7 @@ impl ThrottleGroup {
     ) -> Result<[u64; 6], InvalidLimit> {
         let mut current = self.lock();
         let granted = self.shared_tree.lock().set_quota(self.node, limits, credit, lease, from)?;
-        current.limits = limits;
+        current.settings.limits = limits;
         drop(current);
         arm(self.shared_tree.admit_ready(reactor::now()));
         Ok(granted)
@@ -211,7 +270,7 @@ impl ThrottleGroup {
 
     /// Its watermark.
     pub fn watermark(&self) -> Watermark {
-        self.lock().watermark
+        self.lock().settings.watermark
     }
 
     /// Current enforcement of the group's limits, without those above and below.
@@ -272,7 +331,7 @@ impl ThrottleGroup {
         arm(self.shared_tree.lift_limits(reactor::now()));
     }
 
-    fn lock(&self) -> MutexGuard<'_, GroupSettings> {
+    fn lock(&self) -> MutexGuard<'_, GroupTerms> {
         // Replaced as a whole, so a panic cannot leave it inconsistent.
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }

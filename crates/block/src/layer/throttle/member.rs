@@ -8,6 +8,7 @@ use std::sync::Arc;
 use policy::{
     latency_target::RateCap,
     request::Direction,
+    schedule::ScheduledLimits,
     throttle::{
         BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, LevelCause, Limits, RequestCost,
         SpareRefund, ThrottleError, ThrottleStats, ThrottleSummary,
@@ -30,20 +31,70 @@ pub struct ThrottleMember {
 }
 
 impl ThrottleMember {
-    /// Adds the disk to `group`, or to a new tree.
+    /// Adds a disk of this size to `group`, or to a new tree.
     ///
     /// # Errors
     /// [`ThrottleError`]: invalid limits, or a reservation that does not fit into the group.
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn new(settings: DiskSettings, group: Option<&Arc<ThrottleGroup>>) -> Result<Self, ThrottleError> {
-        Ok(Self { slot: ThrottleSlot::new(settings, destination(group), reactor::now())? })
+    pub fn new(
+        settings: DiskSettings,
+        size_bytes: u64,
+        group: Option<&Arc<ThrottleGroup>>,
+    ) -> Result<Self, ThrottleError> {
+        Ok(Self { slot: ThrottleSlot::new(settings, size_bytes, destination(group), reactor::now())? })
     }
 
-    /// Settings in force.
+    /// Settings as they were given. [`ThrottleMember::limits`] are those in force.
     pub fn settings(&self) -> DiskSettings {
         self.slot.lock().settings
+    }
+
+    /// Schedule of its limits, with the entry that holds.
+    pub fn scheduled(&self) -> ScheduledLimits {
+        self.slot.lock().scheduled.clone()
+    }
+
+    /// Changes the schedule of its limits, or the entry that holds. The settings stay.
+    ///
+    /// # Errors
+    /// [`ThrottleError`]: an entry contradicts the settings, or a reservation does not fit into the
+    /// limits of the entry. Nothing is changed then.
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
+        self.set_both(None, Some(scheduled))
+    }
+
+    /// Limits in force, at this time and at the size of the disk.
+    pub fn limits(&self) -> Limits {
+        let location = self.slot.lock();
+        location.shared_tree.lock().tree().limits(location.node)
+    }
+
+    /// Sets the size of the disk, which its limits may follow.
+    ///
+    /// # Errors
+    /// [`ThrottleError`] if a reservation does not fit into the limits at this size. The previous
+    /// limits stay in force until the settings are changed.
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn set_size(&self, size_bytes: u64) -> Result<(), ThrottleError> {
+        let now = reactor::now();
+        let mut location = self.slot.lock();
+        if size_bytes == location.size_bytes {
+            return Ok(());
+        }
+        location.size_bytes = size_bytes;
+        let (settings, scheduled) = (location.settings, location.scheduled.clone());
+        location.configure(settings, scheduled, now)?;
+        let shared_tree = Arc::clone(&location.shared_tree);
+        drop(location);
+        arm(shared_tree.admit_ready(now));
+        Ok(())
     }
 
     /// Changes the settings, also for waiting requests, which are admitted at once if possible. All
@@ -59,11 +110,21 @@ impl ThrottleMember {
     /// # Panics
     /// Panics outside a reactor.
     pub fn set(&self, settings: DiskSettings) -> Result<(), ThrottleError> {
+        self.set_both(Some(settings), None)
+    }
+
+    /// Changes what is given.
+    fn set_both(
+        &self,
+        settings: Option<DiskSettings>,
+        scheduled: Option<ScheduledLimits>,
+    ) -> Result<(), ThrottleError> {
         let now = reactor::now();
         // Settings and tree change under the slot's lock, so a move cannot come in between.
         let mut location = self.slot.lock();
-        location.shared_tree.lock().configure(location.node, settings.limits, settings.share, now)?;
-        location.settings = settings;
+        let settings = settings.unwrap_or(location.settings);
+        let scheduled = scheduled.unwrap_or_else(|| location.scheduled.clone());
+        location.configure(settings, scheduled, now)?;
         let shared_tree = Arc::clone(&location.shared_tree);
         drop(location);
         arm(shared_tree.admit_ready(now));
@@ -89,7 +150,7 @@ impl ThrottleMember {
     /// Panics outside a reactor.
     pub fn move_to(&self, group: Option<&Arc<ThrottleGroup>>) -> Result<(), ThrottleError> {
         if !self.is_in(group) {
-            let timers = self.slot.move_to(destination(group), None, reactor::now())?;
+            let timers = self.slot.move_to(destination(group), None, None, reactor::now())?;
             timers.into_iter().for_each(arm);
         }
         Ok(())
@@ -109,10 +170,26 @@ impl ThrottleMember {
         settings: DiskSettings,
         group: Option<&Arc<ThrottleGroup>>,
     ) -> Result<(), ThrottleError> {
+        self.place(settings, None, group)
+    }
+
+    /// As [`ThrottleMember::configure_and_move`], also with another schedule if one is given.
+    ///
+    /// # Errors
+    /// As there, or an entry of the schedule contradicts the settings.
+    ///
+    /// # Panics
+    /// Panics outside a reactor.
+    pub fn place(
+        &self,
+        settings: DiskSettings,
+        scheduled: Option<ScheduledLimits>,
+        group: Option<&Arc<ThrottleGroup>>,
+    ) -> Result<(), ThrottleError> {
         if self.is_in(group) {
-            return self.set(settings);
+            return self.set_both(Some(settings), scheduled);
         }
-        let timers = self.slot.move_to(destination(group), Some(settings), reactor::now())?;
+        let timers = self.slot.move_to(destination(group), Some(settings), scheduled, reactor::now())?;
         timers.into_iter().for_each(arm);
         Ok(())
     }

@@ -9,7 +9,8 @@ use policy::{
 /// Limits and share of a disk. The default is no limits and an equal share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskSettings {
-    /// Its own limits, in addition to those of every group above it.
+    /// Its own limits, in addition to those of every group above it. May follow the disk's size
+    /// ([`Limits::at_size`]).
     pub limits: Limits,
     /// Its share of its group's limits.
     pub share: NodeShare,
@@ -22,7 +23,7 @@ pub struct DiskSettings {
 /// Limits and share of a group. The default is no limits and an equal share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupSettings {
-    /// Limits that all disks below share.
+    /// Limits that all disks below share. Never follow a size.
     pub limits: Limits,
     /// Its share of its parent's limits; has no effect without a parent.
     pub share: NodeShare,

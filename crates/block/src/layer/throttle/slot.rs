@@ -23,6 +23,7 @@ use std::{
 
 use policy::{
     request::Direction,
+    schedule::ScheduledLimits,
     throttle::{
         AdmissionCounters, AdmissionResult, CumulativeStats, LevelCause, NodeId, RequestCost, SpareRefund,
         ThrottleError, ThrottleStats, ThrottleSummary,
@@ -50,6 +51,10 @@ pub(super) struct SlotLocation<K> {
     pub(super) shared_tree: Arc<SharedThrottleTree>,
     pub(super) node: NodeId,
     pub(super) settings: DiskSettings,
+    /// Size of the disk, which its limits may follow.
+    pub(super) size_bytes: u64,
+    /// Limits that replace those of the settings at times.
+    pub(super) scheduled: ScheduledLimits,
     pub(super) owner_data: K,
     /// Statistics of the nodes that the disk had before its last move.
     earlier: EarlierStats,
@@ -92,18 +97,23 @@ impl<K> ThrottleSlot<K> {
     /// Adds the disk to a tree.
     pub(super) fn new(
         settings: DiskSettings,
+        size_bytes: u64,
         at: SlotDestination<K>,
         now: Instant,
     ) -> Result<Self, ThrottleError> {
         let flag = UnlimitedFlag::new(AtomicBool::new(false));
         let SlotDestination { shared_tree: arbiter, parent, owner_data: kept } = at;
         let DiskSettings { limits, share, .. } = settings;
+        let scheduled = ScheduledLimits::default();
+        let limits = scheduled.in_force(&limits, Some(size_bytes))?;
         let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&flag)), now)?;
         Ok(Self {
             location: Mutex::new(SlotLocation {
                 shared_tree: arbiter,
                 node,
                 settings,
+                size_bytes,
+                scheduled,
                 owner_data: kept,
                 earlier: EarlierStats::default(),
             }),
@@ -231,10 +241,12 @@ impl<K> ThrottleSlot<K> {
         &self,
         to: SlotDestination<K>,
         settings: Option<DiskSettings>,
+        scheduled: Option<ScheduledLimits>,
         now: Instant,
     ) -> Result<[Option<TreeTimer>; 2], ThrottleError> {
         let mut location = self.lock();
         let settings = settings.unwrap_or(location.settings);
+        let scheduled = scheduled.unwrap_or_else(|| location.scheduled.clone());
         let from = Arc::clone(&location.shared_tree);
         let mut admitted = Vec::new();
         {
@@ -242,6 +254,7 @@ impl<K> ThrottleSlot<K> {
             // overtake another one.
             let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.shared_tree);
             let DiskSettings { limits, share, .. } = settings;
+            let limits = scheduled.in_force(&limits, Some(location.size_bytes))?;
             let flag = Some(Arc::clone(&self.unlimited_flag));
             // Within one tree, the reservation must not be counted twice in the groups above both
             // nodes.
@@ -269,6 +282,7 @@ impl<K> ThrottleSlot<K> {
             location.earlier.add(&old_stats);
             location.node = node;
             location.settings = settings;
+            location.scheduled = scheduled;
         }
         let owner_data = std::mem::replace(&mut location.owner_data, to.owner_data);
         location.shared_tree = Arc::clone(&to.shared_tree);
@@ -281,6 +295,23 @@ impl<K> ThrottleSlot<K> {
         }
         // Requests of other disks in the old tree may have waited for the ones that moved.
         Ok([from.admit_ready(now), to.shared_tree.admit_ready(now)])
+    }
+}
+
+impl<K> SlotLocation<K> {
+    /// Puts settings in force, with the entry of a schedule that holds, at the size of the disk.
+    /// Call [`SharedThrottleTree::admit_ready`] next.
+    pub(super) fn configure(
+        &mut self,
+        settings: DiskSettings,
+        scheduled: ScheduledLimits,
+        now: Instant,
+    ) -> Result<(), ThrottleError> {
+        let limits = scheduled.in_force(&settings.limits, Some(self.size_bytes))?;
+        self.shared_tree.lock().configure(self.node, limits, settings.share, now)?;
+        self.settings = settings;
+        self.scheduled = scheduled;
+        Ok(())
     }
 }
 

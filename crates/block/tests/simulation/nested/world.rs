@@ -63,7 +63,7 @@ impl World {
                 Handle::Group(ThrottleGroup::new("group", settings, group).expect("drawn valid"))
             } else {
                 let settings = DiskSettings { limits, share, ..DiskSettings::default() };
-                Handle::Disk(Box::new(ThrottleMember::new(settings, group).expect("drawn valid")))
+                Handle::Disk(Box::new(ThrottleMember::new(settings, 0, group).expect("drawn valid")))
             });
             log.add(parent, limits, at >= groups);
             nodes.push(node);

@@ -75,10 +75,10 @@ impl QmpCommand for QueryNamedBlockNodes {
 /// Returns a `BlockDeviceInfo`.
 async fn block_device_info(running: &RunningDisk) -> Value {
     let disk = &running.disk;
-    let disk_limits = disk.throttle().settings().limits;
+    let disk_limits = disk.throttle().limits();
     // QEMU has one level of limits: the disk's own, or else its group's.
     let group = disk.throttle().group().filter(|_| disk_limits.is_unlimited());
-    let limits = group.as_ref().map_or(disk_limits, |group| group.settings().limits);
+    let limits = group.as_ref().map_or(disk_limits, |group| group.limits());
     let mut info = settings::device_limits(&limits);
     if let Some(group) = group {
         info.insert("group".to_owned(), json!(group.name()));

@@ -5,12 +5,12 @@
 
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
-use ::settings::{LatencyConfig, LatencySetting};
+use ::settings::{LatencyConfig, LatencySetting, schedule::local_time};
 use api::{
     BurstStatus, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
     DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, LimitBucketStatus, MemberSettings,
-    MemoryStatus, RefusedClients, RemoteStatus, ReservationStatus, ServerStatus, ThrottleStatus,
-    ThrottledTransfers, WaitPercentiles, WaitingRequests, WatermarkStatus,
+    MemoryStatus, RefusedClients, RemoteStatus, ReservationStatus, ScheduleStatus, ServerStatus,
+    ThrottleStatus, ThrottledTransfers, WaitPercentiles, WaitingRequests, WatermarkStatus,
 };
 use block::{
     disk::{Disk, Failures},
@@ -19,6 +19,7 @@ use block::{
 use export::nbd::RejectedClientCounts;
 use image::Image;
 use policy::{
+    schedule::ScheduledLimits,
     throttle::{
         AdmissionCounters, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, ThrottleStats,
     },
@@ -169,8 +170,11 @@ fn error_counts(failures: &Failures) -> ErrorCounts {
 
 fn disk_settings(registry: &Registry, disk: &Disk) -> MemberSettings {
     let member = disk.throttle();
-    let DiskSettings { limits, share, watermark, latency } = member.settings();
+    let (settings, limits) = (member.settings(), member.limits());
+    let DiskSettings { limits: configured, share, watermark, latency } = settings;
     MemberSettings {
+        configured_limits: (configured != limits).then(|| settings::set_limits(&configured)),
+        schedule: schedule_status(&member.scheduled()),
         group: member.group().map(|group| group.name().to_owned()),
         prefetch: Some(prefetch::settings(&disk.prefetch().settings())),
         ..member_settings(registry, disk.name(), &GroupSettings { limits, share, watermark, latency })
@@ -182,8 +186,8 @@ fn group_status(
     group: &Arc<ThrottleGroup>,
     members: &HashMap<*const ThrottleGroup, Vec<String>>,
 ) -> GroupStatus {
-    let of_group = group.settings();
-    let GroupSettings { limits, watermark, .. } = of_group;
+    let (of_group, limits) = (group.settings(), group.limits());
+    let GroupSettings { limits: configured, watermark, .. } = of_group;
     let shared = group.quota_lease().map(|lease| ClusterLimits {
         limits: settings::set_limits(&lease.cluster_limits),
         leased: limits != lease.fallback,
@@ -192,6 +196,8 @@ fn group_status(
         name: group.name().to_owned(),
         disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
         settings: MemberSettings {
+            configured_limits: (configured != limits).then(|| settings::set_limits(&configured)),
+            schedule: schedule_status(&group.scheduled()),
             group: group.parent().map(|parent| parent.name().to_owned()),
             ..member_settings(registry, group.name(), &of_group)
         },
@@ -201,6 +207,16 @@ fn group_status(
         cluster: shared,
         rate: None,
     }
+}
+
+fn schedule_status(scheduled: &ScheduledLimits) -> Option<ScheduleStatus> {
+    let ScheduledLimits { schedule, state } = scheduled;
+    let entry = state.entry.and_then(|entry| schedule.entries.get(entry));
+    let status = || ScheduleStatus {
+        when: entry.map(|entry| entry.when.to_string()),
+        until: state.until_s.and_then(|until_s| local_time(schedule, until_s)),
+    };
+    (!schedule.entries.is_empty()).then(status)
 }
 
 /// Settings that disks and groups have in common. Reservations and watermarks of zero are omitted.

@@ -33,7 +33,7 @@ impl<T> ThrottleTree<T> {
         snapshot: &BucketSnapshot,
         now: Instant,
     ) -> Result<(), InvalidLimit> {
-        snapshot.limits.validate()?;
+        snapshot.limits.validate_in_force()?;
         let slot = self.slot(node);
         self.advance_to(now);
         let buckets = NodeBuckets::from_snapshot(snapshot, self.now);

@@ -1,0 +1,133 @@
+//! Puts the entries of schedules in force as time passes: the only place that follows the clock.
+//!
+//! ```text
+//!   next change of a schedule, a minute, a changed setting ──► state of each schedule ──► throttle node
+//! ```
+//!
+//! The clock of the host may step, so no wait is longer than a minute: an entry holds at most that
+//! much too long. Nothing runs while there is no schedule.
+
+use std::{
+    convert::Infallible,
+    rc::{Rc, Weak},
+    sync::Arc,
+};
+
+use block::layer::throttle::{ThrottleGroup, ThrottleMember};
+use event_listener::Event;
+use policy::{
+    schedule::{LimitSchedule, ScheduledLimits},
+    throttle::ThrottleError,
+    time::Duration,
+};
+use reactor::JoinHandle;
+use settings::schedule;
+
+use super::{change::RegistryChange, registry::Registry};
+
+/// Longest time until a step of the host's clock is noticed.
+const MAX_WAIT: Duration = Duration::from_secs(60);
+
+/// A schedule with the entry that holds now.
+pub(crate) fn scheduled_now(schedule: &LimitSchedule) -> ScheduledLimits {
+    let state = schedule::state_now(schedule).unwrap_or_default();
+    ScheduledLimits { schedule: Arc::new(schedule.clone()), state }
+}
+
+/// Follows all schedules until the handle or the registry is dropped.
+pub fn follow_schedules(registry: &Rc<Registry>) -> JoinHandle<()> {
+    let changed = Rc::new(Event::new());
+    let notified = Rc::clone(&changed);
+    registry.listen(move |change| {
+        let has_changed = matches!(
+            change,
+            RegistryChange::Listed { .. } | RegistryChange::SettingsChanged { .. } | RegistryChange::Reloaded
+        );
+        if has_changed {
+            notified.notify(usize::MAX);
+        }
+    });
+    let registry = Rc::downgrade(registry);
+    reactor::spawn_joinable(async move {
+        let _gone: Option<Infallible> = follow(registry, &changed).await;
+    })
+}
+
+async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible> {
+    loop {
+        // Created before the states are computed: otherwise a change meanwhile would be missed.
+        let change = changed.listen();
+        match apply(&*registry.upgrade()?) {
+            Some(wait) => {
+                // Both outcomes lead to the next pass.
+                let _ = reactor::timeout(wait, change).await;
+            }
+            None => change.await,
+        }
+    }
+}
+
+/// Puts the present entries in force; returns the time until the next pass, `None` without a
+/// schedule.
+fn apply(registry: &Registry) -> Option<Duration> {
+    let mut wait = None;
+    let now_s = schedule::now_s();
+    let mut update = |scheduled: ScheduledLimits, name: &str, node: &dyn ScheduledNode| {
+        if scheduled.schedule.entries.is_empty() {
+            return;
+        }
+        let Some(state) = schedule::state_now(&scheduled.schedule) else { return };
+        let until = state.until_s.map_or(MAX_WAIT, |until_s| {
+            Duration::from_secs(u64::try_from(until_s - now_s).unwrap_or(0).max(1))
+        });
+        wait = Some(wait.unwrap_or(MAX_WAIT).min(until));
+        if state == scheduled.state {
+            return;
+        }
+        let has_changed = state.entry != scheduled.state.entry;
+        match node.set_scheduled(ScheduledLimits { state, ..scheduled.clone() }) {
+            Ok(()) if has_changed => log_entry(name, &ScheduledLimits { state, ..scheduled }),
+            Ok(()) => {}
+            Err(error) => tracing::error!(
+                name,
+                "the limits of the schedule are not in force: {error} (lower the reservation, or change \
+                 the entry)"
+            ),
+        }
+    };
+    for running in registry.disks.all() {
+        let throttle = running.disk.throttle();
+        update(throttle.scheduled(), running.disk.name(), throttle);
+    }
+    for group in registry.groups.all() {
+        update(group.scheduled(), group.name(), &*group);
+    }
+    wait
+}
+
+fn log_entry(name: &str, scheduled: &ScheduledLimits) {
+    let ScheduledLimits { schedule, state } = scheduled;
+    let until = state.until_s.and_then(|until_s| schedule::local_time(schedule, until_s));
+    let until = until.as_deref().unwrap_or("changed");
+    match state.entry.and_then(|entry| schedule.entries.get(entry)) {
+        Some(entry) => tracing::info!(name, when = %entry.when, until, "limits of the schedule are in force"),
+        None => tracing::info!(name, until, "the configured limits are in force"),
+    }
+}
+
+/// A disk or a group.
+trait ScheduledNode {
+    fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError>;
+}
+
+impl ScheduledNode for ThrottleMember {
+    fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
+        self.set_scheduled(scheduled)
+    }
+}
+
+impl ScheduledNode for ThrottleGroup {
+    fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
+        self.set_scheduled(scheduled)
+    }
+}
