@@ -9,7 +9,9 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use serde_json::{Number, Value};
 
-use crate::{ClusterLimits, DeviceCapacity, DiskMemory, ErrorCounts, ExportCounters, LimitValues};
+use crate::{
+    ClusterLimits, DeviceCapacity, DiskMemory, ErrorCounts, ExportCounters, LimitValues, ScheduleStatus,
+};
 
 /// Objects of one daemon at one moment.
 #[derive(Clone, Debug, Serialize)]
@@ -131,6 +133,8 @@ pub struct MemberActivity {
     pub limits: LimitValues,
     /// Limits as configured. Null where the same limits are in force.
     pub configured_limits: Option<LimitValues>,
+    /// Schedule of the limits. Null without one.
+    pub schedule: Option<ScheduleStatus>,
     /// Weight among the members of its group.
     pub weight: u32,
     /// Operations per second that are reserved.

@@ -623,8 +623,8 @@ pub struct ScheduleStatus {
     /// Times of the entry that holds. Absent while the configured limits hold.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub when: Option<String>,
-    /// Time of the next change, on the clock of the schedule: `2026-11-30T22:00:00+01:00`. Absent if
-    /// there is none.
+    /// Time of the next change, on the clock of the schedule: `2026-11-30T22:00:00+01:00`. Absent
+    /// if there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub until: Option<String>,
 }

@@ -159,10 +159,10 @@ pub fn size(value: u64) -> String {
 
 fn limit(limits: &SettingValues, kind: LimitKind) -> Option<String> {
     let RateLimit { rate, burst_rate, burst_length_s, burst_for_s } = rate_limit(limits, kind);
-    if rate == 0 {
-        return None;
-    }
-    let mut text = format!("{} {}", short(kind), limit_value(kind, rate));
+    let mut text = match rate {
+        0 => format!("{} {}", short(kind), size_rate(limits, kind)?),
+        _ => format!("{} {}", short(kind), limit_value(kind, rate)),
+    };
     if burst_rate > 0 {
         text += &format!("↑{}", limit_value(kind, burst_rate));
     }
@@ -174,6 +174,23 @@ fn limit(limits: &SettingValues, kind: LimitKind) -> Option<String> {
         text += &format!(" for {burst_for_s}s");
     }
     Some(text)
+}
+
+/// A rate for each GiB of a disk, with its bounds: `3/GiB`, `3/GiB (100 to 16000)`.
+fn size_rate(limits: &SettingValues, kind: LimitKind) -> Option<String> {
+    let value = |part| {
+        let setting = LimitSetting::Limit(kind, part);
+        let value = limits.get(setting.name()).copied().filter(|value| *value > 0)?;
+        Some(limit_value(kind, value))
+    };
+    let per_gib = value(LimitPart::PerGib)?;
+    let bounds = match (value(LimitPart::PerGibMin), value(LimitPart::PerGibMax)) {
+        (None, None) => String::new(),
+        (Some(min), None) => format!(" (at least {min})"),
+        (None, Some(max)) => format!(" (at most {max})"),
+        (Some(min), Some(max)) => format!(" ({min} to {max})"),
+    };
+    Some(format!("{per_gib}/GiB{bounds}"))
 }
 
 /// A rate or an amount of a limit: `500`, `20M`.
@@ -254,6 +271,14 @@ mod tests {
             "bps-r 10M, iops-w 7"
         );
         assert_eq!(set(&[("bps-total", 10_000_000), ("bps-total-max", 12_345_678_901)]), "bps 9.5M↑11.5G");
+        let per_gib = [("iops-total-per-gib", 3), ("iops-total-per-gib-min", 100), ("iops-total-max", 500)];
+        assert_eq!(set(&per_gib), "iops 3/GiB (at least 100)↑500");
+        let bounded = [
+            ("bps-read-per-gib", 1 << 20),
+            ("bps-read-per-gib-min", 5 << 20),
+            ("bps-read-per-gib-max", 1 << 30),
+        ];
+        assert_eq!(set(&bounded), "bps-r 1M/GiB (5M to 1G)");
         assert_eq!([999, 4608, 10_000, 3_221_225_984].map(size), ["999", "4608", "10000", "3.0G"]);
     }
 

@@ -13,6 +13,7 @@ use std::{
     sync::Arc,
 };
 
+use api::ScheduleStatus;
 use block::layer::throttle::{ThrottleGroup, ThrottleMember};
 use event_listener::Event;
 use policy::{
@@ -32,6 +33,17 @@ const MAX_WAIT: Duration = Duration::from_secs(60);
 pub(crate) fn scheduled_now(schedule: &LimitSchedule) -> ScheduledLimits {
     let state = schedule::state_now(schedule).unwrap_or_default();
     ScheduledLimits { schedule: Arc::new(schedule.clone()), state }
+}
+
+/// State of a schedule for clients; `None` without entries.
+pub fn schedule_status(scheduled: &ScheduledLimits) -> Option<ScheduleStatus> {
+    let ScheduledLimits { schedule, state } = scheduled;
+    let entry = state.entry.and_then(|entry| schedule.entries.get(entry));
+    let status = || ScheduleStatus {
+        when: entry.map(|entry| entry.when.to_string()),
+        until: state.until_s.and_then(|until_s| schedule::local_time(schedule, until_s)),
+    };
+    (!schedule.entries.is_empty()).then(status)
 }
 
 /// Follows all schedules until the handle or the registry is dropped.
@@ -106,11 +118,10 @@ fn apply(registry: &Registry) -> Option<Duration> {
 }
 
 fn log_entry(name: &str, scheduled: &ScheduledLimits) {
-    let ScheduledLimits { schedule, state } = scheduled;
-    let until = state.until_s.and_then(|until_s| schedule::local_time(schedule, until_s));
-    let until = until.as_deref().unwrap_or("changed");
-    match state.entry.and_then(|entry| schedule.entries.get(entry)) {
-        Some(entry) => tracing::info!(name, when = %entry.when, until, "limits of the schedule are in force"),
+    let ScheduleStatus { when, until } = schedule_status(scheduled).unwrap_or_default();
+    let until = until.as_deref();
+    match when {
+        Some(when) => tracing::info!(name, %when, until, "limits of the schedule are in force"),
         None => tracing::info!(name, until, "the configured limits are in force"),
     }
 }

@@ -388,8 +388,16 @@ fn member_activity(
     served: &ServedRequests,
     figures: &ThrottleFigures,
 ) -> MemberActivity {
-    let ThrottleFigures { stats, limits, configured_limits, share, watermark, enforcement, latency } =
-        figures;
+    let ThrottleFigures {
+        stats,
+        limits,
+        configured_limits,
+        schedule,
+        share,
+        watermark,
+        enforcement,
+        latency,
+    } = figures;
     let LatencyFigures { settings, report, cap_iops } = latency;
     let control = latency_targets::control_status(*report, *cap_iops);
     let latency = LatencyConfig::from_running(settings);
@@ -418,6 +426,7 @@ fn member_activity(
         rates: rates(served.per_second),
         limits: set_limits(limits),
         configured_limits: (configured_limits != limits).then(|| set_limits(configured_limits)),
+        schedule: schedule.clone(),
         weight: share.weight(),
         iops_reservation: reserved(share.iops_reservation()),
         bps_reservation: reserved(share.bps_reservation()),

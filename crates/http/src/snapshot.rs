@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use api::ExportCounters;
+use api::{ExportCounters, ScheduleStatus};
 use block::{
     device::{DeviceStatistics, TargetReport},
     disk::{DiskTotals, Errors},
@@ -23,6 +23,7 @@ use control::{
     recording::RunningRecording,
     registry::{Registry, RunningDisk, RunningEndpoint},
     running_server::RunningServer,
+    schedules::schedule_status,
 };
 use export::nbd::RejectedClientCounts;
 use image::{
@@ -111,6 +112,7 @@ pub(super) struct ThrottleFigures {
     pub(super) limits: Limits,
     /// Equal to `limits` unless those follow from others.
     pub(super) configured_limits: Limits,
+    pub(super) schedule: Option<ScheduleStatus>,
     pub(super) share: NodeShare,
     /// Percent; 0 is none.
     pub(super) watermark: u8,
@@ -260,6 +262,7 @@ fn disk(registry: &Registry, running: &RunningDisk) -> DiskFigures {
             stats: member.stats(),
             limits: member.limits(),
             configured_limits,
+            schedule: schedule_status(&member.scheduled()),
             share,
             watermark: watermark.percent(),
             enforcement: member.enforcement(),
@@ -283,6 +286,7 @@ fn group(registry: &Registry, group: &block::layer::throttle::ThrottleGroup) -> 
             stats: group.stats(),
             limits,
             configured_limits,
+            schedule: schedule_status(&group.scheduled()),
             share,
             watermark: watermark.percent(),
             enforcement: group.enforcement(),

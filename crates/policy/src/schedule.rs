@@ -135,8 +135,8 @@ pub struct ScheduledLimits {
 }
 
 impl ScheduledLimits {
-    /// The limits in force, from those configured and the size of the disk; a group has none. This is
-    /// the only place that puts them together.
+    /// The limits in force, from those configured and the size of the disk; a group has none. This
+    /// is the only place that puts them together.
     ///
     /// # Errors
     /// [`InvalidLimit`]: the configured limits break a rule, or contradict an entry of the

@@ -18,7 +18,7 @@
 //! charged in slices of that size and admitted with the last one. Siblings are served between the
 //! slices.
 //!
-//! **The size** (`size_rate.rs`). A limit of a disk may be given for each GiB of its size. It
+//! **The size** (`at_size.rs`). A limit of a disk may be given for each GiB of its size. It
 //! becomes a rate before it reaches the tree ([`Limits::at_size`]).
 //!
 //! **The tree** (`tree.rs`). Disks have limits and belong to groups with limits, which may belong
@@ -54,6 +54,7 @@
 //!
 //! The tree never rejects or drops a request, and has no access to its data.
 
+mod at_size;
 mod bucket;
 mod burst;
 mod cap;

@@ -96,7 +96,7 @@ pub use qcow2::{Qcow2Settings, SecretSource};
 pub use recordings::RecordingConfig;
 pub use sandbox::SandboxMode;
 pub use socket_access::{FileOwner, SocketAccess, socket_mode};
-pub use throttle::ThrottleConfig;
+pub use throttle::{SIZE_HEADING, ThrottleConfig};
 pub use tls::{TlsConfig, TlsCredentialFiles, TlsMode};
 
 /// A disk with the origins of its keys.

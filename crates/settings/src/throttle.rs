@@ -17,6 +17,9 @@ use crate::{
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 pub(crate) const MAX_WATERMARK: u8 = 100;
 
+/// Heading of the rows of limits that follow the size of a disk.
+pub const SIZE_HEADING: &str = "Limits for each GiB";
+
 /// Throttle settings of one disk or group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ThrottleConfig {
@@ -100,7 +103,7 @@ pub(crate) fn limit_keys<T: 'static>(
     };
     limits.into_iter().map(move |setting| ConfigKey {
         name: setting.name(),
-        heading: "Limits",
+        heading: if LimitSetting::OF_SIZE.contains(&setting) { SIZE_HEADING } else { "Limits" },
         value: value(setting),
         placeholder: placeholder(setting),
         default: "",

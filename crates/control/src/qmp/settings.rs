@@ -22,8 +22,8 @@ use settings::{LatencyConfig, LatencySetting};
 
 use super::{arguments::QmpArguments, error::QmpError, json::excerpt};
 
-/// Names of QEMU's nineteen settings in a family of commands. `burst-for` and the rates for each GiB
-/// are read with weir's own settings.
+/// Names of QEMU's nineteen settings in a family of commands. `burst-for` and the rates for each
+/// GiB are read with weir's own settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SettingNaming {
     Plain,

@@ -86,7 +86,8 @@ pub(crate) fn disk_throttle_values(
 /// True for limits, shares and the group of a disk, which change together with those of other
 /// objects.
 fn is_throttle_key(key: &ConfigKey<DiskConfig>) -> bool {
-    ["Limits", "Shares", schedule::HEADING].contains(&key.heading) || key.name == "group"
+    ["Limits", settings::SIZE_HEADING, "Shares", schedule::HEADING].contains(&key.heading)
+        || key.name == "group"
 }
 
 /// Limits, shares and parent of a running group. The name is empty if it is in no group.

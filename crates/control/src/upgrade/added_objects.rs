@@ -51,7 +51,7 @@ pub(super) fn disk_origin(running: &RunningDisk) -> ObjectOrigin<AddedDiskState>
     let nodes = nodes.iter().cloned().map(with_absolute_paths).collect();
     let values = change_report::disk_values(&running.current_config())
         .into_iter()
-        // Versions without rates for each GiB reject their names. Only disks of keys have a schedule.
+        // Versions without rates for each GiB reject their names. Schedules are among the keys.
         .filter(|(key, value)| running.has_key(key) && !(is_size_rate(key) && *value == 0))
         .filter(|(key, _)| !is_of_schedule(key));
     let settings = set_arguments(running.disk.name(), values);

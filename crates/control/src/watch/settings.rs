@@ -59,6 +59,7 @@ mod tests {
     use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 
     use block::layer::throttle::GroupSettings;
+    use policy::schedule::LimitSchedule;
 
     use super::*;
 

@@ -323,6 +323,8 @@ function facts(node) {
         ].filter(Boolean).join(" · ")]);
     }
     if (typeof control?.["cap-iops"] === "number") found.push(["cap for latency targets", `${figures.count(control["cap-iops"])}/s`]);
+    if (node["configured-limits"]) found.push(["configured limits", figures.limits(node["configured-limits"])]);
+    if (node.schedule) found.push(["schedule", [node.schedule.when ?? "none of its times", node.schedule.until && `until ${node.schedule.until}`].filter(Boolean).join(" · ")]);
     for (const [member, title] of [["weight", "weight"], ["watermark", "watermark"], ["enforcement", "limits are"]]) {
         if (node[member] !== null && node[member] !== undefined && typeof node[member] !== "object") found.push([title, member === "watermark" ? `${node[member]}%` : String(node[member])]);
     }

@@ -94,11 +94,13 @@ const short = (name, value) => {
 
 /// Short limits, each with its rate and its burst: `["iops 1000", "↑5000×5s"]`.
 export function limitParts(of) {
-    return Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0).map(([kind, title]) => {
+    return Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0 || of?.[`${kind}-per-gib`] > 0).map(([kind, title]) => {
+        const perGib = of[`${kind}-per-gib`], bounds = ["min", "max"].map((bound) => of[`${kind}-per-gib-${bound}`]);
         const burst = of[`${kind}-max`] > 0 ? `↑${short(kind, of[`${kind}-max`])}` : "";
         const length = of[`${kind}-max-length`] > 1 ? `×${of[`${kind}-max-length`]}s`
             : burst && of["burst-for"] > 0 ? ` for ${of["burst-for"]}s` : "";
-        return [`${title} ${short(kind, of[kind])}`, burst + length];
+        const range = bounds.map((value, index) => value > 0 ? ` ${["at least", "at most"][index]} ${short(kind, value)}` : "").join("");
+        return [`${title} ${of[kind] > 0 ? short(kind, of[kind]) : `${short(kind, perGib)}/GiB${range}`}`, burst + length];
     });
 }
 

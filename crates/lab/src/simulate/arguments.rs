@@ -221,7 +221,8 @@ impl OptionSelection for SimulateDiskOptions {
     type Config = DiskConfig;
 
     fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
-        ["Reading ahead", "Limits", "Shares"].contains(&key.heading) || key.name == "group"
+        ["Reading ahead", "Limits", settings::SIZE_HEADING, "Shares"].contains(&key.heading)
+            || key.name == "group"
     }
 
     fn adapt(option: Arg) -> Arg {

@@ -133,6 +133,11 @@ impl SimulationSetup {
             )
         };
         let mut remarks: Vec<_> = faulty.map(|disk| remark(&disk.name)).collect();
+        let disks = plan.disks.iter().map(|disk| (&disk.name, &disk.schedule));
+        let schedules = plan.groups.iter().map(|group| (&group.name, &group.schedule)).chain(disks);
+        remarks.extend(schedules.filter(|(_, schedule)| !schedule.entries.is_empty()).map(|(name, _)| {
+            format!("The schedule of {name:?} is not simulated: its configured limits hold at all times.")
+        }));
         if let Some(shared) = shared {
             let with_own = world.disks.iter().filter(|disk| disk.place != shared).count();
             ensure!(

@@ -1,4 +1,5 @@
-//! Times of the week, in a subset of systemd's notation for calendar events: `Mon..Fri 22:00-06:00`.
+//! Times of the week, in a subset of systemd's notation for calendar events: `Mon..Fri
+//! 22:00-06:00`.
 
 use alloc::{borrow::ToOwned, string::String};
 use core::{fmt, str::FromStr};

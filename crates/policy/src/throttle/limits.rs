@@ -1,5 +1,5 @@
 //! The limits that users set: six rates with their bursts, `iops-size` and `burst-for`; rates that
-//! follow the size of a disk ([`size_rate`](super::size_rate)); and their rules.
+//! follow the size of a disk; and their rules.
 //!
 //! Command line, config file and control protocol share this table of settings
 //! ([`LimitSetting::ALL`]), so names, ranges and rules cannot differ between them.
@@ -161,8 +161,8 @@ impl LimitSetting {
         Self::ALL.into_iter().chain(Self::OF_SIZE)
     }
 
-    /// All twenty that do not depend on a size, limit by limit, `iops-size` and `burst-for` last: the order for help texts and
-    /// listings.
+    /// All twenty that do not depend on a size, limit by limit, `iops-size` and `burst-for` last:
+    /// the order for help texts and listings.
     pub const ALL: [Self; 20] = {
         let mut all = [IopsSize; 20];
         let mut i = 0;
@@ -319,9 +319,9 @@ impl Limits {
     }
 
     /// Applies settings in the order given, and resets dependent ones that are not given: the burst
-    /// and the bounds of a limit that is removed, the length of a burst that is removed, `iops-size` with the last
-    /// limit on operations, `burst-for` with the last burst rate, and all lengths if `burst-for` is
-    /// given.
+    /// and the bounds of a limit that is removed, the length of a burst that is removed,
+    /// `iops-size` with the last limit on operations, `burst-for` with the last burst rate, and all
+    /// lengths if `burst-for` is given.
     ///
     /// # Errors
     /// [`InvalidLimit`] with the first broken [`LimitRule`].

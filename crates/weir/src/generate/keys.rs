@@ -1,5 +1,6 @@
 //! Tables of keys for the generators, without the types of the configs.
 
+use policy::schedule::ScheduleEntry;
 use settings::{
     AddressedConfig, ClusterConfig, ConfigKey, DaemonConfig, DiskConfig, FuseConfig, GroupConfig, KeyTable,
     NbdDeviceConfig, NbdExportConfig, RecordingConfig, UblkConfig, VhostUserBlkConfig,
@@ -79,6 +80,11 @@ pub(super) fn sections() -> Vec<KeySection> {
         ),
         KeySection::of::<GroupConfig>("group", "[group.NAME]", "Limits that disks and other groups share"),
         KeySection::of::<DiskConfig>("disk", "[disk.NAME]", "A disk"),
+        KeySection::of::<ScheduleEntry>(
+            "schedule",
+            "[[disk.NAME.schedule]], [[group.NAME.schedule]]",
+            "Limits that hold at times",
+        ),
         KeySection::export::<NbdExportConfig>("nbd", "export-nbd", "An export at an NBD server"),
         KeySection::export::<VhostUserBlkConfig>(
             "vhost-user-blk",

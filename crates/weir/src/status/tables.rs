@@ -32,6 +32,7 @@ pub(super) fn render(
         groups(report, rates, selection, form),
         bursts(report, selection),
         latency_targets(report, selection),
+        configured_limits(report, selection),
         cluster_groups(report, selection),
         unavailable_disks(report, selection),
         unmet_reservations(report, selection),
@@ -399,6 +400,31 @@ fn bursts(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
                 burst_time(burst.full_in_ns),
             ]);
         }
+    }
+    table
+}
+
+/// Configured limits in place of which others are in force, and schedules.
+fn configured_limits(report: &DaemonReport, selection: &StatusSelection) -> TextTable {
+    let mut table = TextTable::new([
+        ("NAME", ColumnAlignment::Left),
+        ("CONFIGURED", ColumnAlignment::Left),
+        ("SCHEDULE", ColumnAlignment::Left),
+        ("UNTIL", ColumnAlignment::Left),
+    ]);
+    let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
+    let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
+    for (name, settings) in all.filter(|(name, _)| selection.includes(name)) {
+        if settings.configured_limits.is_none() && settings.schedule.is_none() {
+            continue;
+        }
+        let schedule = settings.schedule.clone().unwrap_or_default();
+        table.row(vec![
+            name.clone(),
+            figures::limits(settings.configured_limits()),
+            schedule.when.unwrap_or_else(dash),
+            schedule.until.unwrap_or_else(dash),
+        ]);
     }
     table
 }

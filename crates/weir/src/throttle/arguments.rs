@@ -231,8 +231,8 @@ impl ThrottleArgs {
     }
 }
 
-/// Limits that virsh clears with this one: same part, same unit, other direction. A rate, and a rate
-/// for each GiB, clear each other.
+/// Limits that virsh clears with this one: same part, same unit, other direction. A rate, and a
+/// rate for each GiB, clear each other.
 fn cleared_by_virsh(setting: LimitSetting) -> impl Iterator<Item = LimitSetting> {
     let of_rate = [LimitPart::Rate, LimitPart::PerGib];
     let is_cleared = move |other: &LimitSetting| match (setting, *other) {

@@ -98,8 +98,8 @@ impl ThrottleGroup {
     /// Changes the schedule of its limits, or the entry that holds. The settings stay.
     ///
     /// # Errors
-    /// [`ThrottleError`]: an entry contradicts the settings; reservations inside exceed the limits of
-    /// the entry; or the limits are the cluster's. Nothing is changed then.
+    /// [`ThrottleError`]: an entry contradicts the settings; reservations inside exceed the limits
+    /// of the entry; or the limits are the cluster's. Nothing is changed then.
     ///
     /// # Panics
     /// Panics outside a reactor.

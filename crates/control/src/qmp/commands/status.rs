@@ -5,12 +5,12 @@
 
 use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 
-use ::settings::{LatencyConfig, LatencySetting, schedule::local_time};
+use ::settings::{LatencyConfig, LatencySetting};
 use api::{
     BurstStatus, ClusterLimits, DaemonStatus, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory,
     DiskStatus, DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, LimitBucketStatus, MemberSettings,
-    MemoryStatus, RefusedClients, RemoteStatus, ReservationStatus, ScheduleStatus, ServerStatus,
-    ThrottleStatus, ThrottledTransfers, WaitPercentiles, WaitingRequests, WatermarkStatus,
+    MemoryStatus, RefusedClients, RemoteStatus, ReservationStatus, ServerStatus, ThrottleStatus,
+    ThrottledTransfers, WaitPercentiles, WaitingRequests, WatermarkStatus,
 };
 use block::{
     disk::{Disk, Failures},
@@ -19,7 +19,6 @@ use block::{
 use export::nbd::RejectedClientCounts;
 use image::Image;
 use policy::{
-    schedule::ScheduledLimits,
     throttle::{
         AdmissionCounters, Enforcement, LimitKind, LimitLevel, LimitPart, LimitSetting, ThrottleStats,
     },
@@ -37,6 +36,7 @@ use crate::{
     },
     registry::{Registry, RunningDisk, RunningEndpoint, RunningExport},
     running_server::RunningServer,
+    schedules::schedule_status,
     unmet_reservation::UnmetReservationEntry,
 };
 
@@ -207,16 +207,6 @@ fn group_status(
         cluster: shared,
         rate: None,
     }
-}
-
-fn schedule_status(scheduled: &ScheduledLimits) -> Option<ScheduleStatus> {
-    let ScheduledLimits { schedule, state } = scheduled;
-    let entry = state.entry.and_then(|entry| schedule.entries.get(entry));
-    let status = || ScheduleStatus {
-        when: entry.map(|entry| entry.when.to_string()),
-        until: state.until_s.and_then(|until_s| local_time(schedule, until_s)),
-    };
-    (!schedule.entries.is_empty()).then(status)
 }
 
 /// Settings that disks and groups have in common. Reservations and watermarks of zero are omitted.
