@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Scratch, Serve, Weir, nbdsh,
+    MIB, Scratch, Serve, Weir, nbdsh,
     operator::{find, run_failing, run_ok, socket, status, wait_until},
     text,
 };
@@ -18,17 +18,20 @@ impl ScheduledGroup {
     /// A group `g` with 1000 IOPS and a disk `a`, whose entries are these lines.
     fn new(entries: &str) -> Self {
         let group = Self { scratch: Scratch::new() };
+        group.scratch.sparse("a.raw", 16 * MIB);
         group.configure(entries);
         group
     }
 
     fn configure(&self, entries: &str) {
+        let image = self.scratch.path("a.raw");
         let config = format!(
             "[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n\
-             [disk.a]\nimage = \"memory:16M\"\ngroup = \"g\"\n\
+             [disk.a]\nimage = \"{}\"\nformat = \"raw\"\ngroup = \"g\"\n\
              [group.g]\niops-total = 1000\ntime-zone = \"UTC\"\n{entries}",
             socket(&self.scratch),
-            text(&self.scratch.socket("nbd"))
+            text(&self.scratch.socket("nbd")),
+            text(&image)
         );
         self.scratch.file("weir.toml", config);
     }
