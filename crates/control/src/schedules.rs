@@ -28,6 +28,8 @@ use super::{change::RegistryChange, registry::Registry};
 
 /// Longest time until a step of the host's clock is noticed.
 const MAX_WAIT: Duration = Duration::from_secs(60);
+/// Shortest wait: the clock of the host may be behind that of the timer.
+const MIN_WAIT: Duration = Duration::from_millis(10);
 
 /// A schedule with the entry that holds now.
 pub(crate) fn scheduled_now(schedule: &LimitSchedule) -> ScheduledLimits {
@@ -49,13 +51,12 @@ pub fn schedule_status(scheduled: &ScheduledLimits) -> Option<ScheduleStatus> {
 /// Follows all schedules until the handle or the registry is dropped.
 pub fn follow_schedules(registry: &Rc<Registry>) -> JoinHandle<()> {
     let changed = Rc::new(Event::new());
-    let notified = Rc::clone(&changed);
+    let (notified, listening) = (Rc::clone(&changed), Rc::downgrade(registry));
     registry.listen(move |change| {
-        let has_changed = matches!(
-            change,
-            RegistryChange::Listed { .. } | RegistryChange::SettingsChanged { .. } | RegistryChange::Reloaded
-        );
-        if has_changed {
+        let (RegistryChange::Listed { name } | RegistryChange::SettingsChanged { name }) = change else {
+            return;
+        };
+        if listening.upgrade().is_some_and(|registry| has_schedule(&registry, name)) {
             notified.notify(usize::MAX);
         }
     });
@@ -63,6 +64,15 @@ pub fn follow_schedules(registry: &Rc<Registry>) -> JoinHandle<()> {
     reactor::spawn_joinable(async move {
         let _gone: Option<Infallible> = follow(registry, &changed).await;
     })
+}
+
+/// True if the disk or group of this name has a schedule.
+fn has_schedule(registry: &Registry, name: &str) -> bool {
+    let scheduled = match registry.disks.get(name) {
+        Ok(running) => Some(running.disk.throttle().scheduled()),
+        Err(_) => registry.groups.get(name).ok().map(|group| group.scheduled()),
+    };
+    scheduled.is_some_and(|scheduled| !scheduled.schedule.entries.is_empty())
 }
 
 async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible> {
@@ -83,14 +93,15 @@ async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible>
 /// schedule.
 fn apply(registry: &Registry) -> Option<Duration> {
     let mut wait = None;
-    let now_s = schedule::now_s();
+    let now = schedule::now();
     let mut update = |scheduled: ScheduledLimits, name: &str, node: &dyn ScheduledNode| {
         if scheduled.schedule.entries.is_empty() {
             return;
         }
         let Some(state) = schedule::state_now(&scheduled.schedule) else { return };
         let until = state.until_s.map_or(MAX_WAIT, |until_s| {
-            Duration::from_secs(u64::try_from(until_s - now_s).unwrap_or(0).max(1))
+            let until = Duration::from_secs(u64::try_from(until_s).unwrap_or(0));
+            until.saturating_sub(now).max(MIN_WAIT)
         });
         wait = Some(wait.unwrap_or(MAX_WAIT).min(until));
         if state == scheduled.state {

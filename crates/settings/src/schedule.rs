@@ -6,7 +6,7 @@
 use std::{
     collections::HashMap,
     sync::{LazyLock, Mutex, PoisonError},
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use jiff::{Timestamp, tz::TimeZone};
@@ -173,13 +173,12 @@ pub(crate) fn check<T>(
 /// State of a schedule at the present time of the host; `None` if its time zone cannot be read.
 pub fn state_now(schedule: &LimitSchedule) -> Option<ScheduleState> {
     let zone = zone(schedule.time_zone.as_deref())?;
-    Some(schedule.state(now_s(), &Zone(zone)))
+    Some(schedule.state(i64::try_from(now().as_secs()).unwrap_or(i64::MAX), &Zone(zone)))
 }
 
-/// Present time of the host, in seconds since 1970.
-pub fn now_s() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_secs()).unwrap_or(i64::MAX)
+/// Present time of the host, since 1970.
+pub fn now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// An instant as the clock of a schedule's zone shows it, with its offset: `2026-11-30

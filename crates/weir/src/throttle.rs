@@ -184,7 +184,7 @@ fn show(report: &DaemonReport, name: &str, node: StatusNode<'_>) -> String {
         text += &format!("  in force: {}\n", figures::limits(&settings.limits));
     }
     if let Some(schedule) = &settings.schedule {
-        let when = schedule.when.as_deref().map_or("none of its times".to_owned(), |when| when.to_owned());
+        let when = schedule.when.as_deref().unwrap_or("none of its times");
         let until = schedule.until.as_deref().map(|until| format!(" until {until}")).unwrap_or_default();
         text += &format!("  schedule: {when}{until}\n");
     }

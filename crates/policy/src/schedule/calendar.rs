@@ -146,8 +146,8 @@ fn write_days(days: u8, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if count >= 3 {
             write!(f, "{separator}{}..{}", &DAYS[day][..SHORT], &DAYS[day + count - 1][..SHORT])?;
         } else {
-            for day in day..day + count {
-                write!(f, "{separator}{}", &DAYS[day][..SHORT])?;
+            for name in &DAYS[day..day + count] {
+                write!(f, "{separator}{}", &name[..SHORT])?;
                 separator = ",";
             }
         }

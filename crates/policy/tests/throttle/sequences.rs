@@ -43,6 +43,7 @@ fn any_limits() -> impl Strategy<Value = Limits> {
 }
 
 #[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "few values, in a test")]
 enum Step {
     Limit(usize, Limits),
     /// Restores the previous limits.

@@ -20,6 +20,7 @@ use crate::bucket::{Buckets, Charge, SLACK_S};
 
 /// Change of a node.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "few values, in a test")]
 pub(super) enum Change {
     Limits(Limits),
     Enforced(Enforcement),
