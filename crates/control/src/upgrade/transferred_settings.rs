@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(changes(&strange, &with(0, 0)).unwrap(), "iops-total [\"\\n\"] → none");
         assert_eq!(
             compared_keys::<settings::DiskConfig>().count(),
-            compared_keys::<GroupConfig>().count() + 13
+            compared_keys::<GroupConfig>().count() + LimitSetting::OF_SIZE.len() + 13
         );
     }
 }
