@@ -331,7 +331,8 @@ fn latency_targets_are_checked() {
          latency-target for all its disks together (remove one of them)",
     );
     check(
-        "[group.g]\nlatency-target = \"5ms\"\n[group.h]\ngroup = \"g\"\nlatency-target = \"1ms\"\n",
+        "[group.g]\nlatency-target = \"5ms\"\n[group.h]\ngroup = \"g\"\nlatency-target = \"1ms\"\n\
+         [disk.a]\nimage = \"a\"\n",
         "weir.toml:5: group.h.latency-target = \"1ms\": cannot be set inside group \"g\", which has a \
          latency-target for all its disks together (remove one of them)",
     );
