@@ -8,14 +8,17 @@ use policy::{
 
 use super::{
     etcd::{EtcdEvent, parse_events},
-    etcd_values::{self, GroupValue, HostGrants, HostIdentity, HostReports, HostReservations},
+    etcd_values::{
+        self, AskedHosts, GroupValue, HostGrants, HostIdentity, HostReports, HostReservations, PeerValue,
+    },
+    peer_message::PeerMessage,
 };
 
 const SECOND: u64 = 1_000_000_000;
 const ALL: ReportedDemand =
     ReportedDemand { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, reserved: [0; 2] };
 
-/// Parses bytes as a line of a watch and as each value.
+/// Parses bytes as a line of a watch, as each value, and as a message of another host.
 ///
 /// # Panics
 /// If reports make a leader grant more than the limits, or a grant makes a host use more.
@@ -30,6 +33,12 @@ pub fn etcd_values(bytes: &[u8]) {
 
 fn value(bytes: &[u8]) {
     let _ = etcd_values::read::<HostIdentity>(bytes);
+    let _ = etcd_values::read::<PeerValue>(bytes);
+    let _ = etcd_values::read::<AskedHosts>(bytes);
+    // Messages of other hosts.
+    if let Ok(message) = serde_json::from_slice::<PeerMessage>(bytes) {
+        assert_eq!(serde_json::from_slice::<PeerMessage>(&message.line()).ok(), Some(message));
+    }
     let _ = etcd_values::read::<etcd_values::LeaderValue>(bytes);
     let _ = etcd_values::read::<HostReservations>(bytes);
     if let Ok(group) = etcd_values::read::<GroupValue>(bytes)

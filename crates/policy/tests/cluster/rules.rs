@@ -171,6 +171,28 @@ fn departed_host_keeps_lease_and_frees_fallback_share() {
 }
 
 #[test]
+fn a_new_host_waits_until_its_fallback_share_is_free() {
+    let limits = *spec().limits();
+    let spec = ClusterGroupLimits::new(1, limits, 1, Some(200_000)).unwrap();
+    let mut leader = QuotaLeader::new(ONE, spec, TIMING, at(0), at(0));
+    leader.on_key_renewed(at(4000));
+    let mut first = HostQuota::new(1, spec, TIMING);
+    let mut second = HostQuota::new_uncounted(1, spec, TIMING);
+    leader.on_report("one", report(&mut first, ONE, at(4000)), at(4000));
+    accept(&mut first, &grants(&mut leader, at(4000))[0], at(4001));
+    assert_eq!((iops(&first), iops(&second)), (1000, 1));
+    leader.on_report("one", first.tick(ALL, at(4001)).unwrap(), at(4001));
+    leader.on_report("two", report(&mut second, ONE, at(4002)), at(4002));
+    let lowered = grants(&mut leader, at(4030));
+    assert_eq!((lowered.len(), lowered[0].leased[LimitKind::IopsTotal.index()]), (1, 300));
+    accept(&mut first, &lowered[0], at(4031));
+    leader.on_report("one", first.tick(ALL, at(4032)).unwrap(), at(4032));
+    let granted = grants(&mut leader, at(4060));
+    accept(&mut second, granted.last().unwrap(), at(4061));
+    assert!(iops(&first) + iops(&second) <= 1000 && iops(&second) >= 200, "{}", iops(&second));
+}
+
+#[test]
 fn fallback_shares_must_fit() {
     let limits = *spec().limits();
     assert_eq!(ClusterGroupLimits::new(1, limits, 0, None), Err(DivisionError::Hosts(0)));
