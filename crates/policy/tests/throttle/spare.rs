@@ -235,7 +235,6 @@ fn read_ahead_counts_after_a_limit_change() {
 }
 
 #[derive(Clone, Debug)]
-#[expect(clippy::large_enum_variant, reason = "few values, in a test")]
 enum Step {
     Request(usize, Direction, u64),
     Poll,
