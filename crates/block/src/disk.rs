@@ -31,7 +31,7 @@ pub use failures::{CancelToken, ErrorPolicies, Errors, Failures, OnError, Reques
 use handover::Handover;
 pub use handover::HoldError;
 use latency_meter::InFlightRequests;
-pub use latency_meter::{LatencyMeter, MeterMode};
+pub use latency_meter::{LatencyMeter, MeasuredRequests, MeterMode};
 pub use unresponsive::FilesClosed;
 pub use upgrade::UpgradeRefusal;
 pub use zeroes::DetectZeroes;
@@ -338,7 +338,7 @@ impl Disk {
     /// Separate from the I/O, so that the caller can cancel a request before anything has happened:
     /// a dropped future is not charged.
     pub async fn admit(&self, direction: Direction, cost: RequestCost) -> AdmissionPermit {
-        let (requests, arrived) = (cost.requests(), self.clock());
+        let (requests, bytes, arrived) = (cost.requests(), cost.bytes(), self.clock());
         // Lengths are copied only for a recording or a measurement.
         let lengths = arrived.and_then(|_| cost.lengths()).map(Box::from);
         let cause = self.member.admit(direction, cost).await;
@@ -347,7 +347,7 @@ impl Disk {
             admitted: reactor::coarse_now(),
             throttle_cause: cause,
         });
-        let in_flight = self.latency_meter.begin(requests);
+        let in_flight = self.latency_meter.begin(direction, requests, bytes);
         AdmissionPermit { requests, cancel_token: None, times, lengths, _in_flight: in_flight }
     }
 
@@ -360,7 +360,7 @@ impl Disk {
             cancel_token: None,
             times: self.clock().map(AdmissionTimes::at),
             lengths: None,
-            _in_flight: self.latency_meter.begin(cost.requests()),
+            _in_flight: self.latency_meter.begin(direction, cost.requests(), cost.bytes()),
         }
     }
 
@@ -495,7 +495,8 @@ impl Disk {
                 cancel_token: None,
                 times,
                 lengths: None,
-                _in_flight: self.latency_meter.begin(cost.requests()),
+                // The request completes before anything can observe it.
+                _in_flight: None,
             }));
         });
     }
@@ -727,6 +728,7 @@ impl Disk {
     fn count(&self, request: &RequestInfo<'_>) {
         if request.operation != DiskOperation::Flush {
             self.counters.count(request.operation.direction(), request.requests, request.length);
+            self.latency_meter.complete(request.operation, request.requests, request.length);
         }
     }
 

@@ -107,8 +107,8 @@ pub struct MemberSample<'a> {
     pub requests: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Requests admitted and not completed now.
-    pub in_flight: u64,
+    /// Requests admitted and not completed now, by direction.
+    pub in_flight: [u64; 2],
     /// Mean number of requests in flight since the last step; 0 if it is unknown. With a few
     /// requests in flight, their number at one instant is noise.
     pub mean_in_flight: f64,
@@ -381,7 +381,7 @@ impl TargetControl {
     }
 
     fn observe(&mut self, sample: &MemberSample<'_>, now: Instant, elapsed_s: f64, load_changed: bool) {
-        let is_idle = sample.requests == 0 && sample.in_flight == 0;
+        let is_idle = sample.requests == 0 && sample.in_flight == [0; 2];
         self.idle_s = if is_idle { self.idle_s + elapsed_s } else { 0.0 };
         self.tail.observe(sample, elapsed_s);
         match self.state {

@@ -63,6 +63,12 @@ struct RequestInFlight {
     is_write: bool,
 }
 
+impl RequestInFlight {
+    fn direction(&self) -> Direction {
+        if self.is_write { Direction::Write } else { Direction::Read }
+    }
+}
+
 #[derive(Debug)]
 struct ControlledDevice {
     id: SharedDevice,
@@ -85,7 +91,7 @@ struct SimulatedMember {
     membership: Membership<usize>,
     requests: u64,
     bytes: u64,
-    in_flight: u64,
+    in_flight: [u64; 2],
     mean_in_flight: f64,
     /// Time of the last step.
     measured_ns: u64,
@@ -233,7 +239,7 @@ impl ControlledDevice {
                 membership,
                 requests: 0,
                 bytes: 0,
-                in_flight: 0,
+                in_flight: [0; 2],
                 mean_in_flight: 0.0,
                 measured_ns: 0,
                 is_waiting: false,
@@ -265,7 +271,7 @@ impl ControlledDevice {
 
 impl SimulatedMember {
     fn measure(&mut self, disks: &mut [MeasuredDisk], state: &mut SimulationState) {
-        (self.requests, self.bytes, self.in_flight) = (0, 0, 0);
+        (self.requests, self.bytes, self.in_flight) = (0, 0, [0; 2]);
         let since = std::mem::replace(&mut self.measured_ns, state.now);
         let mut integral = 0_u64;
         self.latencies.iter_mut().for_each(LatencyHistogram::clear);
@@ -275,14 +281,13 @@ impl SimulatedMember {
                 in_flight.peek().copied().filter(|Reverse(request)| request.completed_ns <= state.now)
             {
                 in_flight.pop();
-                let direction = if request.is_write { Direction::Write } else { Direction::Read };
                 self.requests += 1;
                 integral += request.completed_ns.saturating_sub(request.admitted_ns.max(since));
                 self.bytes += request.bytes;
                 let latency_ns = request.completed_ns - request.admitted_ns;
-                self.latencies[direction.index()].add(latency_ns, 1);
+                self.latencies[request.direction().index()].add(latency_ns, 1);
             }
-            self.in_flight += in_flight.len() as u64;
+            in_flight.iter().for_each(|Reverse(request)| self.in_flight[request.direction().index()] += 1);
             let until_now = |Reverse(request): &Reverse<RequestInFlight>| {
                 state.now.saturating_sub(request.admitted_ns.max(since))
             };

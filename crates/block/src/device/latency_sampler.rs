@@ -27,7 +27,7 @@ use policy::{
 
 use super::latency_members::{CappedNode, LatencyMember, SharedDevice, members_of};
 use crate::{
-    disk::{Disk, MeterMode},
+    disk::{Disk, MeasuredRequests, MeterMode},
     layer::throttle::ThrottleGroup,
 };
 use reactor::{JoinHandle, now, sleep_until, spawn_joinable};
@@ -36,6 +36,9 @@ use reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 const INTERVAL: Duration = Duration::from_millis(50);
 /// Minimum age of the latencies that reports cover; the maximum is twice that.
 const RECENT: Duration = Duration::from_secs(10);
+/// Time after a stop of a disk in which its requests do not count: those that waited for the end of
+/// the stop complete then.
+const AFTER_STOP: Duration = Duration::from_secs(1);
 
 /// Samples the devices of disks with a latency target. Dropping it ends the sampling and leaves the
 /// last caps in force.
@@ -68,12 +71,9 @@ struct MeasuredMember {
     member: LatencyMember,
     /// Time of the last step.
     measured_at: Instant,
-    /// Counters of each disk at the last step; parallel to the member's disks.
-    counted: Vec<[u64; 2]>,
-    requests: u64,
-    bytes: u64,
-    in_flight: u64,
-    mean_in_flight: f64,
+    /// Time until which the requests of a disk that was stopped do not count.
+    stopped_until: Instant,
+    measured: MeasuredRequests,
     is_waiting: bool,
     /// Of the last step, by direction.
     latencies: [LatencyHistogram; 2],
@@ -293,45 +293,56 @@ impl MeasuredMember {
             MemberClass::Target(target) => Some(target),
             MemberClass::SpareCapacity | MemberClass::Ordinary => None,
         };
-        let mode = if target.is_some() { MeterMode::Latencies } else { MeterMode::InFlight };
+        let mode = if target.is_some() { MeterMode::Latencies } else { MeterMode::Requests };
         let disks = member.disks.iter().filter_map(Weak::upgrade);
         disks.for_each(|disk| disk.latency_meter().set_mode(mode));
-        let (mut counted, mut recent) = (None, None);
+        let (mut measured_at, mut stopped_until, mut recent) = (None, Instant::ZERO, None);
         if let Some(previous) = previous {
             let (before, after) = (&previous.member.disks, &member.disks);
             let is_same = before.len() == after.len()
                 && before.iter().zip(after).all(|(before, after)| before.ptr_eq(after));
-            counted = is_same.then_some(previous.counted);
+            measured_at = is_same.then_some(previous.measured_at);
+            stopped_until = previous.stopped_until;
             recent = previous.recent.filter(|_| previous.member.class == member.class);
         }
+        let measured_at = measured_at.unwrap_or_else(|| {
+            // A new interval begins for all of them.
+            let disks = member.disks.iter().filter_map(Weak::upgrade);
+            disks.for_each(|disk| _ = disk.latency_meter().take_requests(now(), 1));
+            now()
+        });
         Self {
-            counted: counted.unwrap_or_else(|| member.disks.iter().map(counters_of).collect()),
             recent: target.map(|_| recent.unwrap_or_else(|| RecentLatencies::new(now()))),
             member,
-            requests: 0,
-            bytes: 0,
-            in_flight: 0,
-            mean_in_flight: 0.0,
-            measured_at: now(),
+            measured: MeasuredRequests::default(),
+            measured_at,
+            stopped_until,
             is_waiting: false,
             latencies: Default::default(),
         }
     }
 
     fn measure(&mut self, now: Instant) {
-        (self.requests, self.bytes, self.in_flight, self.mean_in_flight) = (0, 0, 0, 0.0);
+        self.measured = MeasuredRequests::default();
         let elapsed_ns = now.nanos_since(std::mem::replace(&mut self.measured_at, now));
         self.latencies.iter_mut().for_each(LatencyHistogram::clear);
-        for (disk, counted) in self.member.disks.iter().zip(&mut self.counted) {
-            let counters = counters_of(disk);
-            let before = std::mem::replace(counted, counters);
-            self.requests += counters[0].saturating_sub(before[0]);
-            self.bytes += counters[1].saturating_sub(before[1]);
-            let Some(disk) = disk.upgrade() else { continue };
+        for disk in self.member.disks.iter().filter_map(Weak::upgrade) {
             let meter = disk.latency_meter();
-            let (in_flight, mean) = meter.take_in_flight(now, elapsed_ns);
-            self.in_flight += in_flight;
-            self.mean_in_flight += mean;
+            let requests = meter.take_requests(now, elapsed_ns);
+            // Requests of a stopped disk wait for weir and not for the device.
+            if disk.failures().stopped_by().is_some() || disk.is_released() {
+                self.stopped_until = now + AFTER_STOP;
+            }
+            if now < self.stopped_until {
+                meter.take_latencies(&mut Default::default());
+                continue;
+            }
+            self.measured.completed += requests.completed;
+            self.measured.bytes += requests.bytes;
+            self.measured.mean_in_flight += requests.mean_in_flight;
+            for (sum, count) in self.measured.in_flight.iter_mut().zip(requests.in_flight) {
+                *sum += count;
+            }
             if self.recent.is_some() {
                 meter.take_latencies(&mut self.latencies);
             }
@@ -348,15 +359,16 @@ impl MeasuredMember {
     fn sample(&self, peak_rate: f64) -> MemberSample<'_> {
         let LatencyMember { key, class, share, floor_permyriad, .. } = self.member;
         let floor = floor_permyriad.map(|permyriad| (peak_rate * f64::from(permyriad) / 10_000.0) as u64);
+        let MeasuredRequests { completed, bytes, in_flight, mean_in_flight } = self.measured;
         MemberSample {
             key,
             class,
             share,
             floor,
-            requests: self.requests,
-            bytes: self.bytes,
-            in_flight: self.in_flight,
-            mean_in_flight: self.mean_in_flight,
+            requests: completed,
+            bytes,
+            in_flight,
+            mean_in_flight,
             is_waiting: self.is_waiting,
             latencies: self.recent.is_some().then_some(&self.latencies),
         }
@@ -368,12 +380,6 @@ impl MeasuredMember {
         let state = controller.state(self.member.key).unwrap_or(TargetState::Met);
         Some(TargetReport { target, state, measured_ns })
     }
-}
-
-/// Completed requests and their bytes; zeroes if the disk was removed.
-fn counters_of(disk: &Weak<Disk>) -> [u64; 2] {
-    let totals = disk.upgrade().map(|disk| disk.totals()).unwrap_or_default();
-    [totals.reads + totals.writes, totals.read_bytes + totals.written_bytes]
 }
 
 impl RecentLatencies {

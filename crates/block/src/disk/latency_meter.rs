@@ -1,5 +1,5 @@
-//! Measurements of a disk for the latency targets on its device: requests in flight, and times from
-//! admission to completion.
+//! Measurements of a disk for the latency targets on its device: completed requests, requests in
+//! flight, and times from admission to completion.
 //!
 //! Waits for limits end at the admission, so they are not part of the latencies.
 //!
@@ -24,8 +24,8 @@ pub enum MeterMode {
     /// Nothing is measured.
     #[default]
     Off,
-    /// Requests in flight, for members of a device with a target.
-    InFlight,
+    /// Requests, for members of a device with a target.
+    Requests,
     /// Latencies too, for disks with a target.
     Latencies,
 }
@@ -35,24 +35,40 @@ pub enum MeterMode {
 pub struct LatencyMeter {
     /// A [`MeterMode`].
     mode: AtomicU8,
-    in_flight: Arc<Mutex<InFlightCounter>>,
+    requests: Arc<Mutex<RequestMeter>>,
     /// By direction. Allocated with the first target, because most disks have none.
     latencies: OnceLock<Mutex<[LatencyHistogram; 2]>>,
 }
 
-/// Number of requests in flight, and its integral over time.
-#[derive(Clone, Copy, Debug, Default)]
-struct InFlightCounter {
-    requests: u64,
-    /// Requests times nanoseconds until `until`, since the last measurement.
-    integral: u128,
-    until: Instant,
+/// Requests of a disk since the last measurement.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MeasuredRequests {
+    /// Completed requests. Those of earlier processes do not count.
+    pub completed: u64,
+    /// Bytes that they moved: discards and zeroing move none.
+    pub bytes: u64,
+    /// Requests admitted and not completed, by direction, of those admitted since the start of the
+    /// measurement.
+    pub in_flight: [u64; 2],
+    /// Mean number of requests in flight.
+    pub mean_in_flight: f64,
 }
 
-impl InFlightCounter {
+#[derive(Clone, Copy, Debug, Default)]
+struct RequestMeter {
+    in_flight: [u64; 2],
+    /// Requests in flight times nanoseconds until `until`, since the last measurement.
+    integral: u128,
+    until: Instant,
+    completed: u64,
+    bytes: u64,
+}
+
+impl RequestMeter {
     /// Threads read their clocks before they acquire the lock, so instants may arrive out of order.
     fn advance_to(&mut self, now: Instant) {
-        self.integral += u128::from(self.requests) * u128::from(now.nanos_since(self.until));
+        let in_flight: u64 = self.in_flight.iter().sum();
+        self.integral += u128::from(in_flight) * u128::from(now.nanos_since(self.until));
         self.until = self.until.max(now);
     }
 }
@@ -60,18 +76,20 @@ impl InFlightCounter {
 /// Requests of one permit, counted in flight until it is dropped.
 #[derive(Debug)]
 pub(super) struct InFlightRequests {
-    counter: Arc<Mutex<InFlightCounter>>,
+    meter: Arc<Mutex<RequestMeter>>,
+    direction: Direction,
     requests: u64,
 }
 
 impl Drop for InFlightRequests {
     fn drop(&mut self) {
-        let mut counter = lock(&self.counter);
+        let mut meter = lock(&self.meter);
         // A task may be dropped while its thread exits.
         if has_reactor() {
-            counter.advance_to(coarse_now());
+            meter.advance_to(coarse_now());
         }
-        counter.requests = counter.requests.saturating_sub(self.requests);
+        let in_flight = &mut meter.in_flight[self.direction.index()];
+        *in_flight = in_flight.saturating_sub(self.requests);
     }
 }
 
@@ -90,13 +108,16 @@ impl LatencyMeter {
         }
     }
 
-    /// Requests admitted and not completed, of those admitted since the start; and their mean
-    /// number since the last call, which was `elapsed_ns` before `now`.
-    pub fn take_in_flight(&self, now: Instant, elapsed_ns: u64) -> (u64, f64) {
-        let mut counter = lock(&self.in_flight);
-        counter.advance_to(now);
-        let integral = std::mem::take(&mut counter.integral);
-        (counter.requests, integral as f64 / elapsed_ns.max(1) as f64)
+    /// The requests since the last call, which was `elapsed_ns` before `now`.
+    pub fn take_requests(&self, now: Instant, elapsed_ns: u64) -> MeasuredRequests {
+        let mut meter = lock(&self.requests);
+        meter.advance_to(now);
+        MeasuredRequests {
+            completed: std::mem::take(&mut meter.completed),
+            bytes: std::mem::take(&mut meter.bytes),
+            in_flight: meter.in_flight,
+            mean_in_flight: std::mem::take(&mut meter.integral) as f64 / elapsed_ns.max(1) as f64,
+        }
     }
 
     /// Moves the latencies measured since the last call to `target`, by direction.
@@ -109,16 +130,32 @@ impl LatencyMeter {
         }
     }
 
-    /// Counts a permit's requests in flight, if the device has a target.
-    pub(super) fn begin(&self, requests: u64) -> Option<InFlightRequests> {
-        if self.mode.load(Relaxed) == MeterMode::Off as u8 {
+    /// Counts a permit's requests in flight, if the device has a target. Requests without bytes are
+    /// queries of metadata, and are not counted.
+    pub(super) fn begin(&self, direction: Direction, requests: u64, bytes: u64) -> Option<InFlightRequests> {
+        if self.is_off() || bytes == 0 {
             return None;
         }
-        let mut counter = lock(&self.in_flight);
-        counter.advance_to(coarse_now());
-        counter.requests += requests;
-        drop(counter);
-        Some(InFlightRequests { counter: Arc::clone(&self.in_flight), requests })
+        let mut meter = lock(&self.requests);
+        meter.advance_to(coarse_now());
+        meter.in_flight[direction.index()] += requests;
+        drop(meter);
+        Some(InFlightRequests { meter: Arc::clone(&self.requests), direction, requests })
+    }
+
+    /// Counts requests that succeeded, if the device has a target.
+    pub(super) fn complete(&self, operation: DiskOperation, requests: u64, bytes: u64) {
+        if self.is_off() {
+            return;
+        }
+        let moves_data = matches!(operation, DiskOperation::Read | DiskOperation::Write);
+        let mut meter = lock(&self.requests);
+        meter.completed += requests;
+        meter.bytes += if moves_data { bytes } else { 0 };
+    }
+
+    fn is_off(&self) -> bool {
+        self.mode.load(Relaxed) == MeterMode::Off as u8
     }
 
     pub(super) fn measures_latencies(&self) -> bool {

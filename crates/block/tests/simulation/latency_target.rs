@@ -123,7 +123,11 @@ fn target_is_kept_and_the_others_are_released() {
         let loud = [world.loud("a", end), world.loud("b", end)];
         pause(1).await;
         assert!(!world.sampler.has_targets());
-        assert_eq!(db.latency_meter().take_in_flight(now(), 1).0, 0, "nothing is measured without a target");
+        assert_eq!(
+            db.latency_meter().take_requests(now(), 1).in_flight.iter().sum::<u64>(),
+            0,
+            "nothing is measured without a target"
+        );
 
         db.throttle()
             .set(DiskSettings { latency: target(10, TargetDirections::All), ..db.throttle().settings() })
@@ -160,13 +164,17 @@ fn removed_target_removes_caps_and_measurement() {
         let loud = world.loud("loud", end);
         pause(5).await;
         assert!(loud.throttle().cap().is_some());
-        assert!(loud.latency_meter().take_in_flight(now(), 1).0 > 0);
+        assert!(loud.latency_meter().take_requests(now(), 1).in_flight.iter().sum::<u64>() > 0);
         db.throttle().set(DiskSettings::default()).expect("valid");
         world.update(&db);
         assert_eq!(loud.throttle().cap(), None, "at once");
         assert_eq!(world.sampler.report("db"), None);
         pause(1).await;
-        assert_eq!(loud.latency_meter().take_in_flight(now(), 1).0, 0, "requests are not counted any more");
+        assert_eq!(
+            loud.latency_meter().take_requests(now(), 1).in_flight.iter().sum::<u64>(),
+            0,
+            "requests are not counted any more"
+        );
     });
 }
 
@@ -206,7 +214,7 @@ fn other_devices_are_not_throttled() {
         pause(5).await;
         assert!(loud.throttle().cap().is_some());
         assert_eq!(elsewhere.throttle().cap(), None);
-        assert_eq!(elsewhere.latency_meter().take_in_flight(now(), 1).0, 0);
+        assert_eq!(elsewhere.latency_meter().take_requests(now(), 1).in_flight.iter().sum::<u64>(), 0);
     });
 }
 

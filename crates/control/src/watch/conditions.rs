@@ -225,11 +225,12 @@ impl WatchedMember {
             Some(ConditionChange::Began) => {
                 let alone_ns = alone_ns.unwrap_or_default();
                 let alone = milliseconds(alone_ns);
-                let message = format!(
-                    "{name}: latency target {bound} ms cannot be met: the device answers {name} alone in \
-                     {alone} ms at p{percentile}"
-                );
-                NewEvent::new(Kind::LatencyTargetMissed, message).with("alone_ns", alone_ns)
+                let answer = match alone_ns {
+                    0 => format!("the device answers no request of {name}"),
+                    _ => format!("the device answers {name} alone in {alone} ms at p{percentile}"),
+                };
+                let message = format!("{name}: latency target {bound} ms cannot be met: {answer}");
+                NewEvent::new(Kind::LatencyTargetMissed, message).with("alone-ns", alone_ns)
             }
             Some(ConditionChange::Ended(lasted)) => {
                 let after = lasted.as_secs();
@@ -238,7 +239,7 @@ impl WatchedMember {
             }
             None => return,
         };
-        let event = event.with("target_ns", bound_ns).with("percentile", percentile);
+        let event = event.with("target-ns", bound_ns).with("percentile", percentile);
         events.record(self.kind.with_subject(name, event));
     }
 }

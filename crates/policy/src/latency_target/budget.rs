@@ -62,7 +62,7 @@ impl ResponseSample {
             requests: samples.iter().map(|sample| sample.requests).sum::<u64>() as f64,
             // The number now is fresher than the mean. If it is lower, the mean decides, because an
             // instant without requests would raise the budget.
-            in_flight: (samples.iter().map(|sample| sample.in_flight).sum::<u64>() as f64)
+            in_flight: (samples.iter().flat_map(|sample| sample.in_flight).sum::<u64>() as f64)
                 .max(samples.iter().map(|sample| sample.mean_in_flight).sum()),
             total_rate: samples.iter().map(MemberSample::units).sum::<f64>() / elapsed_s,
             controlled_rate: controlled.iter().map(|sample| sample.units()).sum::<f64>() / elapsed_s,

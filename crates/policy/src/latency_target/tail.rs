@@ -99,7 +99,8 @@ impl TailLoop {
         }
         // While requests are in flight and none completes for longer than the bound, each step
         // counts as a late completion: a client at depth 1 submits no others meanwhile.
-        let is_stalled = sample.requests == 0 && sample.in_flight > 0;
+        let in_flight = Direction::ALL.into_iter().filter(covered).map(|of| sample.in_flight[of.index()]);
+        let is_stalled = sample.requests == 0 && in_flight.sum::<u64>() > 0;
         self.stalled_s = if is_stalled { self.stalled_s + elapsed_s } else { 0.0 };
         if self.stalled_s * 1e9 > bound_ns as f64 {
             (self.completions, self.late, self.above_half) = (1.0, 1.0, 1.0);

@@ -99,7 +99,10 @@ impl Measurements {
                     requests,
                     bytes: part(member.bytes),
                     mean_in_flight: 0.0,
-                    in_flight: if member.requests == 0 { member.in_flight } else { part(member.in_flight) },
+                    in_flight: [
+                        if member.requests == 0 { member.in_flight } else { part(member.in_flight) },
+                        0,
+                    ],
                     is_waiting: member.is_waiting,
                     latencies: Some(&member.latencies),
                 });

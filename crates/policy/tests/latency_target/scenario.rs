@@ -101,7 +101,7 @@ impl Law for WeirLaw {
                 floor: Some(floor),
                 requests: sample.requests,
                 bytes: sample.bytes,
-                in_flight: sample.in_flight.into(),
+                in_flight: [sample.in_flight.into(), 0],
                 mean_in_flight: 0.0,
                 is_waiting: sample.is_waiting,
                 latencies: Some(&sample.latencies),

@@ -4,7 +4,7 @@ use console::{
     figures,
     table::{ColumnAlignment, TextTable, columns},
 };
-use policy::cluster::simulated::StoreTraffic;
+use policy::cluster::{ClusterGroupLimits, simulated::StoreTraffic};
 use serde::Serialize;
 
 use super::{
@@ -192,7 +192,10 @@ impl ClusterSummary {
             limits: set.map(|setting| (setting.name().to_owned(), all.get(setting))).collect(),
             tick_ns: tick,
             lease_ns: spec.timing.lease.as_nanos() as u64,
-            safe_share_ppm: spec.safe_share_ppm.map_or(20_000 / spec.hosts as u64, u64::from),
+            safe_share_ppm: u64::from(
+                spec.safe_share_ppm
+                    .unwrap_or_else(|| ClusterGroupLimits::default_fallback_ppm(spec.hosts as u32)),
+            ),
             seconds: samples.last().map_or(0.0, |last| last.at_ns as f64 / 1e9),
             seed,
             followed: PARTS.map(|(name, part)| followed(name, part, outcome)).into(),

@@ -416,8 +416,11 @@ fn settings_without_effect_are_remarked() {
 
 #[test]
 fn old_names_of_keys_are_read_with_a_warning() {
-    let file =
-        |lines: &str| format!("[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = \"http://e:2379\"\n{lines}");
+    let file = |lines: &str| {
+        format!(
+            "[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = \"http://e:2379\"\npeer-address = \"10.0.0.1:7600\"\n{lines}"
+        )
+    };
     let [old, new] = ["safe", "fallback"].map(|name| plan(&file(&format!("{name}-share = \"0.5%\"\n"))));
     assert_eq!(old.process.cluster, new.process.cluster);
     let warnings = |plan: &DesiredState| -> Vec<String> {
