@@ -17,7 +17,7 @@ use alloc::{string::String, sync::Arc, vec::Vec};
 
 pub use calendar::{CalendarError, CalendarRange};
 
-use crate::throttle::{InvalidLimit, LimitSetting, Limits};
+use crate::throttle::{InvalidLimit, LimitSetting, Limits, NodeShare};
 
 /// Maximum number of entries of a schedule.
 pub const MAX_ENTRIES: usize = 64;
@@ -135,13 +135,19 @@ pub struct ScheduledLimits {
 }
 
 impl ScheduledLimits {
-    /// The limits in force, from those configured and the size of the disk; a group has none. This
-    /// is the only place that puts them together.
+    /// The limits in force, from those configured, the size of the disk, and its share; a group has
+    /// no size. A limit for each GiB is raised to the reservation of the disk
+    /// ([`Limits::at_size_with`]). This is the only place that puts them together.
     ///
     /// # Errors
     /// [`InvalidLimit`]: the configured limits break a rule, or contradict an entry of the
     /// schedule.
-    pub fn in_force(&self, configured: &Limits, size_bytes: Option<u64>) -> Result<Limits, InvalidLimit> {
+    pub fn in_force(
+        &self,
+        configured: &Limits,
+        size_bytes: Option<u64>,
+        share: NodeShare,
+    ) -> Result<Limits, InvalidLimit> {
         let is_group = size_bytes.is_none();
         configured.validate_for(is_group)?;
         if let Some((_, invalid)) = self.schedule.contradiction(configured, is_group) {
@@ -149,7 +155,7 @@ impl ScheduledLimits {
         }
         let entry = self.state.entry.and_then(|entry| self.schedule.entries.get(entry));
         let limits = entry.map_or(Ok(*configured), |entry| configured.with_settings(&entry.limits))?;
-        Ok(size_bytes.map_or(limits, |size_bytes| limits.at_size(size_bytes)))
+        Ok(size_bytes.map_or(limits, |size_bytes| limits.at_size_with(size_bytes, share)))
     }
 }
 

@@ -108,8 +108,8 @@ fn entries_replace_the_settings_that_they_give() {
     let configured = Limits::default().with_settings(&[(iops, 100), (bps, 50)]).expect("valid");
     let in_force = |entry| {
         let state = ScheduleState { entry, until_s: None };
-        let limits = ScheduledLimits { schedule: Arc::clone(&schedule), state }.in_force(&configured, None);
-        let limits = limits.expect("valid");
+        let scheduled = ScheduledLimits { schedule: Arc::clone(&schedule), state };
+        let limits = scheduled.in_force(&configured, None, NodeShare::default()).expect("valid");
         [LimitKind::IopsTotal, LimitKind::BpsTotal].map(|kind| limits.limit(kind).rate)
     };
     assert_eq!([None, Some(0), Some(1)].map(in_force), [[100, 50], [100, 500], [0, 50]]);

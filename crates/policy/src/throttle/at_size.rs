@@ -4,12 +4,17 @@
 //!   Limits as configured ── at_size(size) ──► limits in force, all of them plain rates
 //! ```
 //!
+//! A small disk with a reservation gets at least the rate that it reserves
+//! ([`Limits::at_size_with`]): otherwise a disk could be shrunk until its config is invalid.
+//!
 //! The names, without `-max`, and the multiplication are those of the capacity-based QoS of
 //! OpenStack's Cinder, whose GB are GiB. A tree of limits has no sizes: [`Limits::at_size`] comes
 //! before it.
 
 use super::{
     limits::{InvalidLimit, LimitKind, LimitPart, LimitRule, LimitSetting, Limits, MAX_VALUE},
+    reservations::ReservationUnit,
+    share::NodeShare,
     size_rate::SizeRate,
 };
 
@@ -28,13 +33,52 @@ impl Limits {
         for kind in LimitKind::ALL {
             let size_rate = core::mem::take(&mut limits.size_rates[kind.index()]);
             if size_rate.per_gib > 0 {
-                let limit = limits.limit_mut(kind);
-                // As in Cinder, where `-max` is also the upper bound of the rate.
-                let highest = if limit.burst_rate > 0 { limit.burst_rate } else { MAX_VALUE };
-                limit.rate = size_rate.at(size_bytes, highest);
+                limits.limit_mut(kind).rate = size_rate.at(size_bytes, self.highest_rate(kind));
             }
         }
         limits
+    }
+
+    /// As [`Limits::at_size`], for a disk with this share: rates for each GiB are raised, within
+    /// their bounds, to the reservation of the disk.
+    #[must_use]
+    pub fn at_size_with(&self, size_bytes: u64, share: NodeShare) -> Self {
+        let mut limits = self.at_size(size_bytes);
+        limits.raise_to(self, ReservationUnit::Iops, share.iops_reservation());
+        limits.raise_to(self, ReservationUnit::Bps, share.bps_reservation());
+        limits
+    }
+
+    /// Raises the rates of a unit that follow the size, as `configured`, until they cover
+    /// `reserved` or are at their upper bounds.
+    fn raise_to(&mut self, configured: &Self, unit: ReservationUnit, reserved: u64) {
+        let [total, read, write] = unit.limit_kinds();
+        let rate = |limits: &Self, kind| limits.limit(kind).rate;
+        let kinds: &[LimitKind] = if rate(self, total) > 0 {
+            &[total]
+        // A limit on one direction alone does not bound the sum of both.
+        } else if rate(self, read) > 0 && rate(self, write) > 0 {
+            // `read` again, if `write` cannot be raised by its half.
+            &[read, write, read]
+        } else {
+            return;
+        };
+        for (index, &kind) in kinds.iter().enumerate() {
+            let sum = rate(self, total).saturating_add(rate(self, read)).saturating_add(rate(self, write));
+            let missing = reserved.saturating_sub(sum);
+            let missing = if kinds.len() > 1 && index == 0 { missing.div_ceil(2) } else { missing };
+            let highest = configured.size_rates[kind.index()].highest(configured.highest_rate(kind));
+            let raised = rate(self, kind).saturating_add(missing).min(highest);
+            let limit = self.limit_mut(kind);
+            limit.rate = limit.rate.max(raised);
+        }
+    }
+
+    /// Upper bound of a rate for each GiB, apart from its own bounds. As in Cinder, where `-max` is
+    /// also the upper bound of the rate.
+    const fn highest_rate(&self, kind: LimitKind) -> u64 {
+        let burst_rate = self.limit(kind).burst_rate;
+        if burst_rate > 0 { burst_rate } else { MAX_VALUE }
     }
 
     /// As [`Limits::validate`], for limits of a group, and others that do not follow a size.
@@ -115,6 +159,32 @@ mod tests {
             assert_eq!(rate(&free, bytes), expect, "{bytes} bytes");
         }
         assert_eq!(rate(&[("iops-total-per-gib", MAX_VALUE)], u64::MAX), MAX_VALUE);
+    }
+
+    #[test]
+    fn reservation_raises_the_rates_that_follow_the_size() {
+        let share = NodeShare::default().with_reservation(150, 0);
+        let at_1_gib = |settings: &[(&str, u64)]| {
+            let raised = limits(settings).expect("valid").at_size_with(GIB_BYTES, share);
+            assert_eq!(raised.validate_in_force(), Ok(()));
+            [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite]
+                .map(|kind| raised.limit(kind).rate)
+        };
+        for (settings, expect) in [
+            (&[("iops-total-per-gib", 100)][..], [150, 0, 0]),
+            (&[("iops-total-per-gib", 200)], [200, 0, 0]),
+            (&[("iops-total-per-gib", 100), ("iops-total-per-gib-max", 120)], [120, 0, 0]),
+            (&[("iops-total-per-gib", 100), ("iops-total-max", 130)], [130, 0, 0]),
+            (&[("iops-total", 100)], [100, 0, 0]),
+            (&[("iops-read-per-gib", 100)], [0, 100, 0]),
+            (&[("iops-read-per-gib", 10), ("iops-write", 20)], [0, 130, 20]),
+            (&[("iops-read", 20), ("iops-write-per-gib", 10)], [0, 20, 130]),
+            (&[("iops-read-per-gib", 10), ("iops-write-per-gib", 20)], [0, 70, 80]),
+            (&[("iops-read-per-gib", 10), ("iops-write-per-gib", 20), ("iops-write-max", 30)], [0, 120, 30]),
+            (&[("bps-total-per-gib", 10)], [0; 3]),
+        ] {
+            assert_eq!(at_1_gib(settings), expect, "{settings:?}");
+        }
     }
 
     #[test]

@@ -27,6 +27,14 @@ impl ReservationUnit {
         self as usize
     }
 
+    /// Limits in this unit: total, reads, writes.
+    pub(super) const fn limit_kinds(self) -> [LimitKind; 3] {
+        match self {
+            Self::Iops => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
+            Self::Bps => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
+        }
+    }
+
     /// The setting for a reservation in this unit.
     pub const fn reservation(self) -> &'static str {
         match self {
@@ -221,10 +229,7 @@ impl CapacitySupply {
 
 /// Maximum sustained rate under these limits, reads and writes together; 0 if unbounded.
 fn max_sustained_rate(limits: &Limits, unit: ReservationUnit) -> u64 {
-    let [total, read, write] = match unit {
-        ReservationUnit::Iops => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
-        ReservationUnit::Bps => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
-    };
+    let [total, read, write] = unit.limit_kinds();
     let rate = |kind| limits.limit(kind).rate;
     if rate(total) > 0 {
         rate(total)

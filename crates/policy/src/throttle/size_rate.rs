@@ -19,7 +19,18 @@ impl SizeRate {
     pub(super) fn at(self, size_bytes: u64, highest: u64) -> u64 {
         let rate = u128::from(size_bytes) * u128::from(self.per_gib) / GIB;
         let rate = u64::try_from(rate).unwrap_or(u64::MAX).max(1).max(self.min);
-        let rate = if self.max > 0 { rate.min(self.max) } else { rate };
-        rate.min(highest)
+        rate.min(self.highest(highest))
+    }
+
+    /// Upper bound of the resulting rate, not above `highest`; 0 if the rate does not follow the
+    /// size.
+    pub(super) const fn highest(self, highest: u64) -> u64 {
+        if self.per_gib == 0 {
+            0
+        } else if self.max > 0 && self.max < highest {
+            self.max
+        } else {
+            highest
+        }
     }
 }

@@ -56,7 +56,7 @@ impl ThrottleGroup {
             parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.shared_tree));
         let GroupSettings { limits, share, .. } = settings;
         let scheduled = ScheduledLimits::default();
-        let limits = scheduled.in_force(&limits, None)?;
+        let limits = scheduled.in_force(&limits, None, share)?;
         let node =
             shared_tree.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
@@ -139,7 +139,7 @@ impl ThrottleGroup {
         let now = reactor::now();
         let mut current = self.lock();
         let scheduled = scheduled.unwrap_or_else(|| current.scheduled.clone());
-        let limits = scheduled.in_force(&settings.limits, None)?;
+        let limits = scheduled.in_force(&settings.limits, None, settings.share)?;
         // Lock order: the settings before the tree.
         let mut locked = self.shared_tree.lock();
         let is_leased = locked.tree().lease(self.node).is_some();

@@ -105,7 +105,7 @@ impl<K> ThrottleSlot<K> {
         let SlotDestination { shared_tree: arbiter, parent, owner_data: kept } = at;
         let DiskSettings { limits, share, .. } = settings;
         let scheduled = ScheduledLimits::default();
-        let limits = scheduled.in_force(&limits, Some(size_bytes))?;
+        let limits = scheduled.in_force(&limits, Some(size_bytes), share)?;
         let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&flag)), now)?;
         Ok(Self {
             location: Mutex::new(SlotLocation {
@@ -254,7 +254,7 @@ impl<K> ThrottleSlot<K> {
             // overtake another one.
             let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.shared_tree);
             let DiskSettings { limits, share, .. } = settings;
-            let limits = scheduled.in_force(&limits, Some(location.size_bytes))?;
+            let limits = scheduled.in_force(&limits, Some(location.size_bytes), share)?;
             let flag = Some(Arc::clone(&self.unlimited_flag));
             // Within one tree, the reservation must not be counted twice in the groups above both
             // nodes.
@@ -307,7 +307,7 @@ impl<K> SlotLocation<K> {
         scheduled: ScheduledLimits,
         now: Instant,
     ) -> Result<(), ThrottleError> {
-        let limits = scheduled.in_force(&settings.limits, Some(self.size_bytes))?;
+        let limits = scheduled.in_force(&settings.limits, Some(self.size_bytes), settings.share)?;
         self.shared_tree.lock().configure(self.node, limits, settings.share, now)?;
         self.settings = settings;
         self.scheduled = scheduled;
