@@ -19,7 +19,7 @@ use policy::{
 
 use crate::{
     RuleError,
-    diagnostics::Diagnostics,
+    diagnostics::{Diagnostics, Origin},
     key::{
         ChangePolicy, ConfigKey, ConfigValue, KeyField, KeyInput, KeyLiteral, KeyType, TransferPolicy, one,
         table,
@@ -132,6 +132,11 @@ fn literal(entry: &ScheduleEntry) -> KeyLiteral {
     KeyLiteral::Table(keys.filter_map(|key| Some((key.name, key.write(entry)?))).collect())
 }
 
+/// Origin of an entry.
+pub(crate) fn entry_origin<T>(placed: &ConfigWithOrigins<T>, index: usize) -> &Origin {
+    placed.item_origin(ENTRIES, index, "").unwrap_or(placed.own_origin())
+}
+
 /// Reports the rules that a schedule breaks, by itself and with the configured limits.
 pub(crate) fn check<T>(
     placed: &ConfigWithOrigins<T>,
@@ -141,7 +146,7 @@ pub(crate) fn check<T>(
     diagnostics: &Diagnostics,
 ) {
     let LimitSchedule { time_zone, entries } = schedule;
-    let at = |index| placed.item_origin(ENTRIES, index, "").unwrap_or(placed.own_origin());
+    let at = |index| entry_origin(placed, index);
     if time_zone.is_some() && entries.is_empty() {
         diagnostics.report(placed.error(TIME_ZONE, "is not used, because there is no schedule (remove it)"));
     }
@@ -260,6 +265,29 @@ mod tests {
         let keys = [("schedule".to_owned(), serde_json::Value::from(&written))].into_iter().collect();
         let again = crate::config::group_from_json("g", &keys, &Diagnostics::default()).expect("valid");
         assert_eq!(again.schedule.entries, schedule.entries);
+    }
+
+    #[test]
+    fn reservations_fit_into_the_limits_of_each_entry() {
+        let plan = |night: &str, week_end: &str| {
+            let text = format!(
+                "[group.g]\nbps-total = 900\n\
+                 [[group.g.schedule]]\nwhen = \"22:00-06:00\"\nbps-total = {night}\n\
+                 [disk.d]\nimage = \"null:1M\"\ngroup = \"g\"\nbps-reservation = 600\n\
+                 [[disk.d.schedule]]\nwhen = \"Sun\"\nbps-total = {week_end}\n"
+            );
+            let parsed = crate::config::parse("", &text, std::path::Path::new("")).expect("valid");
+            crate::DesiredState::new(parsed, 0).map(drop).map_err(|error| error.to_string())
+        };
+        assert_eq!(plan("600", "600"), Ok(()));
+        for (night, week_end, place) in [("599", "600", "group.g"), ("600", "599", "disk.d")] {
+            let expect = format!(
+                "{place}.schedule[0]: bps-reservation: 600 bytes per second would be reserved, 1 more than \
+                 the limit of 599 (lower a reservation, or raise the limit)"
+            );
+            let error = plan(night, week_end).expect_err("overbooked");
+            assert!(error.contains(&expect), "{error}");
+        }
     }
 
     #[test]
