@@ -8,6 +8,7 @@
 //! much too long. Nothing runs while there is no schedule.
 
 use std::{
+    collections::HashMap,
     convert::Infallible,
     rc::{Rc, Weak},
     sync::Arc,
@@ -30,6 +31,9 @@ use super::{change::RegistryChange, registry::Registry};
 const MAX_WAIT: Duration = Duration::from_secs(60);
 /// Shortest wait: the clock of the host may be behind that of the timer.
 const MIN_WAIT: Duration = Duration::from_millis(10);
+
+/// Failures of the last pass by the name of the disk or group: the entry that holds, and the error.
+type KnownFailures = HashMap<String, (Option<usize>, String)>;
 
 /// A schedule with the entry that holds now.
 pub(crate) fn scheduled_now(schedule: &LimitSchedule) -> ScheduledLimits {
@@ -76,10 +80,11 @@ fn has_schedule(registry: &Registry, name: &str) -> bool {
 }
 
 async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible> {
+    let mut failures = KnownFailures::new();
     loop {
         // Created before the states are computed: otherwise a change meanwhile would be missed.
         let change = changed.listen();
-        match apply(&*registry.upgrade()?) {
+        match apply(&*registry.upgrade()?, &mut failures) {
             Some(wait) => {
                 // Both outcomes lead to the next pass.
                 let _ = reactor::timeout(wait, change).await;
@@ -90,9 +95,10 @@ async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible>
 }
 
 /// Puts the present entries in force; returns the time until the next pass, `None` without a
-/// schedule.
-fn apply(registry: &Registry) -> Option<Duration> {
+/// schedule. A failure is logged only if it is not in `failures`, which then has those of this pass.
+fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> {
     let mut wait = None;
+    let mut remaining = KnownFailures::new();
     let now = schedule::now();
     let mut update = |scheduled: ScheduledLimits, name: &str, node: &dyn ScheduledNode| {
         if scheduled.schedule.entries.is_empty() {
@@ -111,11 +117,13 @@ fn apply(registry: &Registry) -> Option<Duration> {
         match node.set_scheduled(ScheduledLimits { state, ..scheduled.clone() }) {
             Ok(()) if has_changed => log_entry(name, &ScheduledLimits { state, ..scheduled }),
             Ok(()) => {}
-            Err(error) => tracing::error!(
-                name,
-                "the limits of the schedule are not in force: {error} (lower the reservation, or change \
-                 the entry)"
-            ),
+            Err(error) => {
+                let failure = (state.entry, error.to_string());
+                if failures.get(name) != Some(&failure) {
+                    tracing::error!(name, "the limits of the schedule are not in force: {error}");
+                }
+                remaining.insert(name.to_owned(), failure);
+            }
         }
     };
     for running in registry.disks.all() {
@@ -125,6 +133,7 @@ fn apply(registry: &Registry) -> Option<Duration> {
     for group in registry.groups.all() {
         update(group.scheduled(), group.name(), &*group);
     }
+    *failures = remaining;
     wait
 }
 
