@@ -368,6 +368,9 @@ impl Reconciliation<'_> {
             let planned = &self.plan.groups[index];
             if self.leaves_unmet(Some(&group)) {
                 assemble::book_reservations(self.registry, &planned.name, &planned.settings)?;
+                if !planned.schedule.entries.is_empty() {
+                    group.set_both(group.settings(), Some(scheduled_now(&planned.schedule)))?;
+                }
                 continue;
             }
             let now = MemberPlacement::current(&GroupOrDisk::Group(group));
