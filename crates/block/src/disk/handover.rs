@@ -99,6 +99,8 @@ impl Disk {
                 // Declared as a change of the whole disk, so that prefetched data from before is
                 // discarded.
                 let result = self.prefetch.change(0, u64::MAX, self.image.take_over(&[])).await;
+                // Another process may have resized the image.
+                self.follow_size();
                 handover.held.store(result.is_ok(), SeqCst);
                 result
             };

@@ -13,8 +13,8 @@ impl Disk {
         let old = self.size_bytes();
         // Invalidates everything: the image may have been truncated from outside too, unnoticed.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
+        self.follow_size();
         if size_bytes != old {
-            self.follow_size(size_bytes);
             self.resized.notify(usize::MAX);
         }
         // Rate-limited: a client of an export as a file may resize it at any rate.
@@ -82,18 +82,22 @@ impl Disk {
                 "the size of the image was changed from outside: new clients see the new size"
             );
             self.prefetch.invalidate_all();
-            self.follow_size(size_bytes);
         }
+        // Also without a difference: a resize that was cancelled may have changed the size before.
+        self.follow_size();
     }
 
-    /// Puts the limits for this size in force.
-    fn follow_size(&self, size_bytes: u64) {
-        if let Err(error) = self.member.set_size(size_bytes) {
+    /// Puts the limits for the present size in force. Reads the size itself, so that concurrent
+    /// resizes end with the limits of the last one.
+    pub(super) fn follow_size(&self) {
+        // Rate-limited: a client of an export as a file may resize it at any rate.
+        if let Err(error) = self.member.set_size(|| self.size_bytes())
+            && let Some(suppressed) = self.shrink_log.try_log(reactor::coarse_now())
+        {
             tracing::warn!(
                 disk = %self.name,
-                size_bytes,
-                "the limits per GiB stay those of the previous size: {error} (lower the reservation, \
-                 or set a lower bound with -per-gib-min)"
+                suppressed,
+                "the limits for each GiB stay those of the previous size: {error}"
             );
         }
     }

@@ -183,6 +183,7 @@ impl Disk {
         if !self.image.is_read_only() {
             let old_size = self.size_bytes();
             self.image.take_over(new_clients).await?;
+            self.follow_size();
             // Another client may have resized the image in between.
             if self.image.storage().is_in_cluster() {
                 self.notify_size(old_size, self.size_bytes());

@@ -74,17 +74,20 @@ impl ThrottleMember {
         location.shared_tree.lock().tree().limits(location.node)
     }
 
-    /// Sets the size of the disk, which its limits may follow.
+    /// Sets the size of the disk, which its limits may follow. `size_bytes` is called in order with
+    /// other calls, so that the limits are those of the size that was read last. A limit for each GiB is at least the
+    /// reservation of the disk.
     ///
     /// # Errors
-    /// [`ThrottleError`] if a reservation does not fit into the limits at this size. The previous
-    /// limits stay in force until the settings are changed.
+    /// [`ThrottleError`] if a reservation does not fit into the limits at this size, or the settings
+    /// contradict the schedule. The previous limits stay in force until the settings are changed.
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn set_size(&self, size_bytes: u64) -> Result<(), ThrottleError> {
+    pub fn set_size(&self, size_bytes: impl FnOnce() -> u64) -> Result<(), ThrottleError> {
         let now = reactor::now();
         let mut location = self.slot.lock();
+        let size_bytes = size_bytes();
         if size_bytes == location.size_bytes {
             return Ok(());
         }
