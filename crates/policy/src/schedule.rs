@@ -17,7 +17,7 @@ use alloc::{string::String, sync::Arc, vec::Vec};
 
 pub use calendar::{CalendarError, CalendarRange};
 
-use crate::throttle::{InvalidLimit, LimitSetting, Limits, NodeShare};
+use crate::throttle::{InvalidLimit, LimitSetting, Limits, NodeShare, ThrottleError};
 
 /// Maximum number of entries of a schedule.
 pub const MAX_ENTRIES: usize = 64;
@@ -140,18 +140,18 @@ impl ScheduledLimits {
     /// ([`Limits::at_size_with`]). This is the only place that puts them together.
     ///
     /// # Errors
-    /// [`InvalidLimit`]: the configured limits break a rule, or contradict an entry of the
-    /// schedule.
+    /// [`ThrottleError::Limits`]: the configured limits break a rule. [`ThrottleError::Schedule`]:
+    /// they contradict an entry of the schedule.
     pub fn in_force(
         &self,
         configured: &Limits,
         size_bytes: Option<u64>,
         share: NodeShare,
-    ) -> Result<Limits, InvalidLimit> {
+    ) -> Result<Limits, ThrottleError> {
         let is_group = size_bytes.is_none();
         configured.validate_for(is_group)?;
-        if let Some((_, invalid)) = self.schedule.contradiction(configured, is_group) {
-            return Err(invalid);
+        if let Some((index, invalid)) = self.schedule.contradiction(configured, is_group) {
+            return Err(ThrottleError::Schedule(index, invalid));
         }
         let entry = self.state.entry.and_then(|entry| self.schedule.entries.get(entry));
         let limits = entry.map_or(Ok(*configured), |entry| configured.with_settings(&entry.limits))?;

@@ -116,6 +116,9 @@ fn entries_replace_the_settings_that_they_give() {
     let reads = Limits::default().with_settings(&[(setting("bps-read"), 1)]).expect("valid");
     let (index, invalid) = schedule.contradiction(&reads, true).expect("total and read");
     assert_eq!((index, invalid.setting), (0, bps));
+    let scheduled = ScheduledLimits { schedule, state: ScheduleState::default() };
+    let refused = scheduled.in_force(&reads, None, NodeShare::default());
+    assert_eq!(refused, Err(ThrottleError::Schedule(0, invalid)));
 }
 
 proptest! {

@@ -151,6 +151,8 @@ pub const MAX_LEVELS: usize = 8;
 pub enum ThrottleError {
     /// The limits break a rule.
     Limits(InvalidLimit),
+    /// The limits contradict an entry of their schedule: its index, and the broken rule.
+    Schedule(usize, InvalidLimit),
     /// A reservation exceeds a bound.
     Overbooked(ReservationExceeded),
     /// The node would be deeper than [`MAX_LEVELS`].
@@ -163,6 +165,11 @@ impl fmt::Display for ThrottleError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Limits(invalid) => invalid.fmt(f),
+            Self::Schedule(index, invalid) => write!(
+                f,
+                "the limits contradict schedule[{index}]: {invalid} (change that entry in the config file, \
+                 and reload)"
+            ),
             Self::Overbooked(overbooked) => overbooked.fmt(f),
             Self::Leased => f.write_str(
                 "limits: the cluster sets those of this group, for all hosts and without a \
