@@ -41,7 +41,10 @@ impl DesiredState {
             if group.group.is_none() {
                 share_remark(&group.settings).into_iter().for_each(&mut add);
             }
-            if group.settings.watermark > 0 && group.settings.limits.is_unlimited() {
+            if group.settings.watermark > 0
+                && group.settings.limits.is_unlimited()
+                && group.schedule.entries.is_empty()
+            {
                 add(WATERMARK_WITHOUT_LIMITS);
             }
         }
@@ -50,7 +53,10 @@ impl DesiredState {
             if disk.group.is_none() {
                 share_remark(&disk.settings).into_iter().for_each(&mut add);
             }
-            if disk.settings.watermark > 0 && disk.settings.limits.is_unlimited() {
+            if disk.settings.watermark > 0
+                && disk.settings.limits.is_unlimited()
+                && disk.schedule.entries.is_empty()
+            {
                 add(WATERMARK_WITHOUT_LIMITS);
             }
             let is_guest_export = |export: &ExportSpec| {
