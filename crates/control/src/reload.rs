@@ -196,7 +196,7 @@ async fn read_plan(
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
         ensure!(is_file, "{}: is no regular file (put the config file back there)", file.display());
         let diagnostics = Diagnostics::default();
-        schedule::forget_zones();
+        schedule::refresh_zones();
         let parsed = config::load_with_options(&file, &options, &diagnostics);
         let parsed = diagnostics.finish_first(parsed)?;
         let plan = DesiredState::new(parsed.clone(), inherited)?;

@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{LazyLock, Mutex, PoisonError},
+    sync::{LazyLock, Mutex, MutexGuard, PoisonError},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -14,7 +14,7 @@ use policy::{
     schedule::{
         CalendarError, CalendarRange, LimitSchedule, MAX_ENTRIES, ScheduleEntry, ScheduleState, ZoneRules,
     },
-    throttle::{LimitSetting, Limits},
+    throttle::{LimitPart, LimitSetting, Limits},
 };
 
 use crate::{
@@ -167,12 +167,30 @@ pub(crate) fn check<T>(
         // Read here, where waiting for a file system is possible.
         let _ = zone(time_zone.as_deref());
     }
+    for (index, entry) in entries.iter().enumerate() {
+        if let Some(rule) = entry_without_effect(entry, configured) {
+            diagnostics.report(at(index).error(rule));
+        }
+    }
     // A contradiction of the limits themselves is reported already.
     if configured.validate_for(is_group).is_ok()
         && let Some((index, invalid)) = schedule.contradiction(configured, is_group)
     {
         diagnostics.report(at(index).error(format!("contradicts the other limits: {invalid}")));
     }
+}
+
+/// The rule that an entry breaks if it removes a rate, but the same limit stays in force for each
+/// GiB.
+fn entry_without_effect(entry: &ScheduleEntry, configured: &Limits) -> Option<String> {
+    entry.limits.iter().find_map(|&(setting, value)| {
+        let LimitSetting::Limit(kind, LimitPart::Rate) = setting else { return None };
+        let per_gib = LimitSetting::Limit(kind, LimitPart::PerGib);
+        let given = entry.limits.iter().find(|(given, _)| *given == per_gib).map(|(_, value)| *value);
+        let remaining = given.unwrap_or(configured.get(per_gib));
+        (value == 0 && remaining > 0)
+            .then(|| format!("{setting} = 0 leaves {per_gib} ({remaining}) in force (add {per_gib} = 0)"))
+    })
 }
 
 /// State of a schedule at the present time of the host; `None` if its time zone cannot be read.
@@ -198,24 +216,42 @@ pub fn local_time(schedule: &LimitSchedule, at_s: i64) -> Option<String> {
 /// a file system.
 static ZONES: LazyLock<Mutex<HashMap<Option<String>, TimeZone>>> = LazyLock::new(Mutex::default);
 
-/// Reads zones again that are used from now on.
-pub fn forget_zones() {
-    ZONES.lock().unwrap_or_else(PoisonError::into_inner).clear();
+fn zones() -> MutexGuard<'static, HashMap<Option<String>, TimeZone>> {
+    ZONES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads all zones again. One that cannot be read stays as it was. Waits for a file system.
+pub fn refresh_zones() {
+    // `jiff` keeps what it has read for 5 minutes.
+    jiff::tz::db().reset();
+    jiff::tz::reset_system_time_zone_cache();
+    let names: Vec<_> = zones().keys().cloned().collect();
+    for name in names {
+        if let Some(zone) = read_zone(name.as_deref()) {
+            zones().insert(name, zone);
+        }
+    }
 }
 
 /// Zone of this name, or that of the host.
 fn zone(name: Option<&str>) -> Option<TimeZone> {
-    let mut zones = ZONES.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(zone) = zones.get(&name.map(str::to_owned)) {
-        return Some(zone.clone());
+    let key = name.map(str::to_owned);
+    let known = zones().get(&key).cloned();
+    if known.is_some() {
+        return known;
     }
+    // Without the lock, which the main thread may need.
     let zone = match name {
-        Some(name) => TimeZone::get(name).ok()?,
+        Some(_) => read_zone(name)?,
         // Without a file, a host is in UTC (localtime(5)).
-        None => TimeZone::try_system().unwrap_or(TimeZone::UTC),
+        None => read_zone(None).unwrap_or(TimeZone::UTC),
     };
-    zones.insert(name.map(str::to_owned), zone.clone());
+    zones().insert(key, zone.clone());
     Some(zone)
+}
+
+fn read_zone(name: Option<&str>) -> Option<TimeZone> {
+    name.map_or_else(TimeZone::try_system, TimeZone::get).ok()
 }
 
 struct Zone(TimeZone);
@@ -265,6 +301,34 @@ mod tests {
         let keys = [("schedule".to_owned(), serde_json::Value::from(&written))].into_iter().collect();
         let again = crate::config::group_from_json("g", &keys, &Diagnostics::default()).expect("valid");
         assert_eq!(again.schedule.entries, schedule.entries);
+    }
+
+    #[test]
+    fn zones_are_read_again() {
+        let key = Some("Asia/Tokyo".to_owned());
+        let unreadable = Some("No/Zone".to_owned());
+        zones().insert(key.clone(), TimeZone::UTC);
+        zones().insert(unreadable.clone(), TimeZone::UTC);
+        refresh_zones();
+        assert_eq!(zones().get(&key), TimeZone::get("Asia/Tokyo").ok().as_ref());
+        assert_eq!(zones().remove(&unreadable), Some(TimeZone::UTC), "kept");
+    }
+
+    #[test]
+    fn rate_of_zero_removes_no_limit_for_each_gib() {
+        let check = |entry: &str| {
+            let text = format!(
+                "[disk.d]\nimage = \"null:1M\"\niops-total-per-gib = 3\n[[disk.d.schedule]]\n\
+                 when = \"Sun\"\niops-total = 0\n{entry}"
+            );
+            let parsed = crate::config::parse("", &text, std::path::Path::new("")).expect("valid");
+            crate::DesiredState::new(parsed, 0).map(drop).map_err(|error| error.to_string())
+        };
+        let error = check("").expect_err("no effect");
+        let rule = "disk.d.schedule[0]: iops-total = 0 leaves iops-total-per-gib (3) in force (add \
+                    iops-total-per-gib = 0)";
+        assert!(error.contains(rule), "{error}");
+        assert_eq!(check("iops-total-per-gib = 0\n"), Ok(()));
     }
 
     #[test]
