@@ -74,13 +74,14 @@ impl ThrottleMember {
         location.shared_tree.lock().tree().limits(location.node)
     }
 
-    /// Sets the size of the disk, which its limits may follow. `size_bytes` is called in order with
-    /// other calls, so that the limits are those of the size that was read last. A limit for each GiB is at least the
-    /// reservation of the disk.
+    /// Sets the size of the disk, which its limits may follow. A limit for each GiB is at least the
+    /// reservation of the disk. Concurrent calls take `size_bytes` in order, so that the last one
+    /// puts the limits of the present size in force.
     ///
     /// # Errors
-    /// [`ThrottleError`] if a reservation does not fit into the limits at this size, or the settings
-    /// contradict the schedule. The previous limits stay in force until the settings are changed.
+    /// [`ThrottleError`] if a reservation does not fit into the limits at this size, or the
+    /// settings contradict the schedule. The previous limits stay in force until the settings are
+    /// changed.
     ///
     /// # Panics
     /// Panics outside a reactor.
