@@ -84,7 +84,9 @@ async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible>
     loop {
         // Created before the states are computed: otherwise a change meanwhile would be missed.
         let change = changed.listen();
-        match apply(&*registry.upgrade()?, &mut failures) {
+        // A statement of its own: the registry must not be kept during the wait.
+        let wait = apply(&*registry.upgrade()?, &mut failures);
+        match wait {
             Some(wait) => {
                 // Both outcomes lead to the next pass.
                 let _ = reactor::timeout(wait, change).await;
@@ -95,7 +97,8 @@ async fn follow(registry: Weak<Registry>, changed: &Event) -> Option<Infallible>
 }
 
 /// Puts the present entries in force; returns the time until the next pass, `None` without a
-/// schedule. A failure is logged only if it is not in `failures`, which then has those of this pass.
+/// schedule. A failure is logged only if it is not in `failures`, which then has those of this
+/// pass.
 fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> {
     let mut wait = None;
     let mut remaining = KnownFailures::new();
@@ -104,7 +107,20 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
         if scheduled.schedule.entries.is_empty() {
             return;
         }
-        let Some(state) = schedule::state_now(&scheduled.schedule) else { return };
+        let Some(state) = schedule::state_now(&scheduled.schedule) else {
+            wait = Some(wait.unwrap_or(MAX_WAIT));
+            let failure = (None, "the time zone cannot be read".to_owned());
+            if failures.get(name) != Some(&failure) {
+                let zone = scheduled.schedule.time_zone.as_deref();
+                tracing::warn!(
+                    name,
+                    zone,
+                    "the schedule is not followed, because its time zone cannot be read (install tzdata)"
+                );
+            }
+            remaining.insert(name.to_owned(), failure);
+            return;
+        };
         let until = state.until_s.map_or(MAX_WAIT, |until_s| {
             let until = Duration::from_secs(u64::try_from(until_s).unwrap_or(0));
             until.saturating_sub(now).max(MIN_WAIT)
@@ -115,7 +131,11 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
         }
         let has_changed = state.entry != scheduled.state.entry;
         match node.set_scheduled(ScheduledLimits { state, ..scheduled.clone() }) {
-            Ok(()) if has_changed => log_entry(name, &ScheduledLimits { state, ..scheduled }),
+            Ok(()) if has_changed => {
+                log_entry(name, &ScheduledLimits { state, ..scheduled });
+                let change = RegistryChange::SettingsChanged { name: name.to_owned() };
+                registry.recordings.handle_change(&change);
+            }
             Ok(()) => {}
             Err(error) => {
                 let failure = (state.entry, error.to_string());
