@@ -32,6 +32,7 @@ mod budget;
 mod claim;
 mod division;
 mod members;
+mod reserved;
 mod tail;
 mod target;
 

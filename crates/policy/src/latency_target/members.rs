@@ -7,14 +7,18 @@
 //! - The disks of a group with a reservation are one member, unless a disk or group inside has a
 //!   target.
 //!
-//! Otherwise, each disk of a group with a target has that target, and each disk of a group with a
-//! reservation has a part of it by weight.
+//! Otherwise, each disk of a group with a target has that target.
+//!
+//! A group's weight, floor and reservation are divided among its disks by weight, over all levels:
+//! the weight and the floor on each device, the reservation over all devices. A group that is one
+//! member keeps at least the reservations inside it.
 //!
 //! Never measures; the daemon and the simulation have their own samplers.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
+use super::reserved::ReservedRates;
 use super::{LatencySettings, MemberClass};
 use crate::throttle::NodeShare;
 
@@ -46,7 +50,7 @@ pub struct Membership<G> {
     pub group: Option<G>,
     /// Priority.
     pub class: MemberClass,
-    /// Weight and reservation.
+    /// Reservation, and a weight relative to those of the other members of the device.
     pub share: NodeShare,
     /// Floor, as in [`LatencySettings`].
     pub floor_permyriad: Option<u16>,
@@ -54,92 +58,162 @@ pub struct Membership<G> {
     pub target_group: Option<G>,
 }
 
-/// What the disks below a group have in common.
+/// What a group's members have in common.
 struct GroupSummary<D> {
-    device: D,
-    is_on_one_device: bool,
     has_target_below: bool,
-    /// Sum of the weights of the disks.
+    /// The larger of its own reservation and the sum of its members'.
+    reserved: ReservedRates,
+    /// Sum of the members' reservations.
+    reserved_below: ReservedRates,
+    /// Sum of the weights of its members: disks and groups.
     weights: u64,
+    /// Sum of the weights of the members that have disks on a device.
+    weights_on: BTreeMap<D, u64>,
+}
+
+impl<D> GroupSummary<D> {
+    fn is_on_one_device(&self) -> bool {
+        self.weights_on.len() == 1
+    }
 }
 
 type GroupSummaries<D, G> = BTreeMap<G, GroupSummary<D>>;
 
 /// The membership of each disk, in the same order. `disks` are all disks of all devices.
-pub fn memberships<D: Clone + PartialEq, G: Copy + Ord>(disks: &[PlacedDisk<D, G>]) -> Vec<Membership<G>> {
+pub fn memberships<D: Clone + Ord, G: Copy + Ord>(disks: &[PlacedDisk<D, G>]) -> Vec<Membership<G>> {
     let mut summaries = GroupSummaries::new();
     for disk in disks {
         summarize(disk, &mut summaries);
     }
-    disks.iter().map(|disk| membership(disk, &summaries)).collect()
+    let all: Vec<_> = disks.iter().map(|disk| membership(disk, &summaries)).collect();
+    let mut heaviest = BTreeMap::<&D, f64>::new();
+    for (disk, (_, weight)) in disks.iter().zip(&all) {
+        let of_device = heaviest.entry(&disk.device).or_default();
+        *of_device = of_device.max(*weight);
+    }
+    let scaled = |(disk, (membership, weight)): (&PlacedDisk<D, G>, (Membership<G>, f64))| {
+        let relative = weight / heaviest[&disk.device];
+        let [lowest, highest] = [*NodeShare::WEIGHTS.start(), *NodeShare::WEIGHTS.end()];
+        let weight = (relative * f64::from(highest) + 0.5) as u32;
+        let share = NodeShare::new(weight.clamp(lowest, highest)).unwrap_or_default();
+        let Membership { share: before, .. } = membership;
+        let share = share.with_reservation(before.iops_reservation(), before.bps_reservation());
+        Membership { share, ..membership }
+    };
+    disks.iter().zip(all).map(scaled).collect()
 }
 
 /// Adds a disk to the summaries of its groups.
-fn summarize<D: Clone + PartialEq, G: Copy + Ord>(
-    disk: &PlacedDisk<D, G>,
-    summaries: &mut GroupSummaries<D, G>,
-) {
+fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: &mut GroupSummaries<D, G>) {
     let mut has_target = disk.settings.latency.target.is_some();
+    // What the member adds to its parent, on the device and in total: a group's weight counts once.
+    let weight = u64::from(disk.settings.share.weight());
+    let [mut weight_on_device, mut weight] = [weight; 2];
+    let mut added = ReservedRates::of(disk.settings.share);
     for (group, settings) in &disk.groups {
-        let empty = || GroupSummary {
-            device: disk.device.clone(),
-            is_on_one_device: true,
-            has_target_below: false,
-            weights: 0,
-        };
-        let summary = summaries.entry(*group).or_insert_with(empty);
-        summary.is_on_one_device &= summary.device == disk.device;
+        let group_weight = u64::from(settings.share.weight());
+        let mut next_weight = 0;
+        let summary = summaries.entry(*group).or_insert_with(|| {
+            next_weight = group_weight;
+            GroupSummary {
+                has_target_below: false,
+                reserved: ReservedRates::default(),
+                reserved_below: ReservedRates::default(),
+                weights: 0,
+                weights_on: BTreeMap::new(),
+            }
+        });
         summary.has_target_below |= has_target;
-        summary.weights += u64::from(disk.settings.share.weight());
         has_target |= settings.latency.target.is_some();
+        let next_weight_on_device =
+            if summary.weights_on.contains_key(&disk.device) { 0 } else { group_weight };
+        summary.weights += weight;
+        *summary.weights_on.entry(disk.device.clone()).or_default() += weight_on_device;
+        (weight, weight_on_device) = (next_weight, next_weight_on_device);
+        summary.reserved_below = summary.reserved_below.plus(added);
+        let reserved = summary.reserved_below.max(ReservedRates::of(settings.share));
+        added = reserved.minus(summary.reserved);
+        summary.reserved = reserved;
     }
 }
 
-fn membership<D, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: &GroupSummaries<D, G>) -> Membership<G> {
+/// The membership of a disk with the reservation, and its weight among all members of all devices.
+fn membership<D: Ord, G: Copy + Ord>(
+    disk: &PlacedDisk<D, G>,
+    summaries: &GroupSummaries<D, G>,
+) -> (Membership<G>, f64) {
     let PlacedDisk { settings, groups, .. } = disk;
     // The outermost group with a target, so that nested targets have one meaning.
-    let with_target = groups.iter().rev().find(|(_, settings)| settings.latency.target.is_some());
+    let with_target = groups.iter().rposition(|(_, settings)| settings.latency.target.is_some());
     let with_reservation = || {
-        let is_one = |(group, settings): &&(G, MemberSettings)| {
-            let is_reserved = settings.share.iops_reservation() > 0 || settings.share.bps_reservation() > 0;
+        let is_one = |(group, settings): &(G, MemberSettings)| {
             let summary = &summaries[group];
-            is_reserved && summary.is_on_one_device && !summary.has_target_below
+            let is_reserved = !ReservedRates::of(settings.share).is_empty();
+            is_reserved && summary.is_on_one_device() && !summary.has_target_below
         };
-        groups.iter().rev().find(is_one)
+        groups.iter().rposition(is_one)
     };
     let as_one = match with_target {
-        Some(owner) => Some(owner).filter(|(group, _)| summaries[group].is_on_one_device),
+        Some(owner) => Some(owner).filter(|&index| summaries[&groups[index].0].is_on_one_device()),
         None if settings.latency.target.is_none() => with_reservation(),
         None => None,
     };
+    let with_target = with_target.map(|index| groups[index]);
     let target = with_target.map_or(settings.latency.target, |(_, settings)| settings.latency.target);
-    let class = target.map_or(MemberClass::Ordinary, MemberClass::Target);
-    let target_group = with_target.map(|(group, _)| *group);
-    if let Some((group, of_group)) = as_one {
-        return Membership {
-            group: Some(*group),
-            class,
-            share: of_group.share,
-            floor_permyriad: of_group.latency.floor_permyriad,
-            target_group,
+    let (own, reserved, above) = match as_one {
+        Some(index) => (groups[index].1, summaries[&groups[index].0].reserved, &groups[index + 1..]),
+        None => (*settings, ReservedRates::of(settings.share), &groups[..]),
+    };
+    let parts = Parts::of(own, reserved, &disk.device, above, summaries);
+    let membership = Membership {
+        group: as_one.map(|index| groups[index].0),
+        class: target.map_or(MemberClass::Ordinary, MemberClass::Target),
+        share: parts.reserved.reserve(own.share),
+        floor_permyriad: parts.floor_permyriad,
+        target_group: with_target.map(|(group, _)| group),
+    };
+    (membership, parts.weight)
+}
+
+/// A member's parts of the shares and floors of its groups.
+struct Parts {
+    weight: f64,
+    reserved: ReservedRates,
+    floor_permyriad: Option<u16>,
+}
+
+impl Parts {
+    /// The parts of a member on a device with these settings, inside the groups `above`, innermost
+    /// first. What the member has itself is a minimum.
+    fn of<D: Ord, G: Copy + Ord>(
+        own: MemberSettings,
+        reserved: ReservedRates,
+        device: &D,
+        above: &[(G, MemberSettings)],
+        summaries: &GroupSummaries<D, G>,
+    ) -> Self {
+        let mut parts = Self {
+            weight: f64::from(own.share.weight()),
+            reserved,
+            floor_permyriad: own.latency.floor_permyriad,
         };
-    }
-    let share = settings.share;
-    let [mut iops, mut bps] = [share.iops_reservation(), share.bps_reservation()];
-    for (group, of_group) in groups {
-        let part = |reserved: u64| {
-            let weights = u128::from(summaries[group].weights.max(1));
-            (u128::from(reserved) * u128::from(share.weight()) / weights) as u64
-        };
-        iops = iops.max(part(of_group.share.iops_reservation()));
-        bps = bps.max(part(of_group.share.bps_reservation()));
-    }
-    Membership {
-        group: None,
-        class,
-        share: share.with_reservation(iops, bps),
-        floor_permyriad: settings.latency.floor_permyriad,
-        target_group,
+        let [mut fraction, mut fraction_on_device] = [1.0; 2];
+        let mut weight = parts.weight;
+        for (group, settings) in above {
+            let summary = &summaries[group];
+            fraction *= weight / summary.weights as f64;
+            fraction_on_device *= weight / summary.weights_on[device] as f64;
+            weight = f64::from(settings.share.weight());
+            parts.reserved = parts.reserved.max(ReservedRates::of(settings.share).part(fraction));
+            // Rounded, but not to 0, which would be no floor.
+            let floor = settings
+                .latency
+                .floor_permyriad
+                .map(|floor| ((f64::from(floor) * fraction_on_device + 0.5) as u16).max(floor.min(1)));
+            parts.floor_permyriad = parts.floor_permyriad.max(floor);
+        }
+        parts.weight = weight * fraction_on_device;
+        parts
     }
 }
 
@@ -186,5 +260,73 @@ mod tests {
         let all = memberships(&[disk(0, TARGET, &[group]), disk(0, NONE, &[group])]);
         assert!(all.iter().all(|one| one.group.is_none() && one.share.iops_reservation() == 300));
         assert!(is_target(&all[0]) && !is_target(&all[1]));
+    }
+
+    fn share(weight: u32, iops_reservation: u64, bps_reservation: u64) -> NodeShare {
+        let share = NodeShare::new(weight).expect("a weight");
+        share.with_reservation(iops_reservation, bps_reservation)
+    }
+
+    fn shared(share: NodeShare) -> MemberSettings {
+        MemberSettings { latency: NONE, share }
+    }
+
+    #[test]
+    fn group_that_is_one_keeps_the_reservations_inside() {
+        let reserving = |share, groups: &[_]| PlacedDisk { settings: shared(share), ..disk(0, NONE, groups) };
+        let outer = (1, settings(NONE, 1200));
+        let inner = (2, settings(NONE, 500));
+        let sum = |disks: &[_]| {
+            let all = memberships(disks);
+            assert!(all.iter().all(|one| one.group == Some(1)));
+            [all[0].share.iops_reservation(), all[0].share.bps_reservation()]
+        };
+        let in_both = |iops| reserving(share(100, iops, 0), &[inner, outer]);
+        let in_outer = reserving(share(100, 300, 0), &[outer]);
+        assert_eq!(sum(&[in_both(400), in_outer.clone()]), [1200, 0], "its own is larger");
+        assert_eq!(sum(&[in_both(400), in_outer.clone(), in_both(600)]), [1300, 0], "400 + 600 + 300");
+        // Reserved bytes do not lower the minimum that follows from reserved requests.
+        let bytes = reserving(share(100, 0, 640 * 1024), &[outer]);
+        assert_eq!(sum(&[bytes, in_outer]), [1210, 0]);
+        let targeted = (1, settings(TARGET, 0));
+        assert_eq!(sum(&[reserving(share(100, 1000, 0), &[targeted])]), [1000, 0]);
+    }
+
+    #[test]
+    fn weights_of_groups_are_divided_over_all_levels() {
+        let weighted = |weight, groups: &[_]| PlacedDisk {
+            settings: shared(share(weight, 0, 0)),
+            ..disk(0, NONE, groups)
+        };
+        let (outer, inner) = ((1, shared(share(200, 0, 0))), (2, shared(share(300, 0, 0))));
+        let disks = [
+            weighted(100, &[]),
+            weighted(100, &[outer]),
+            weighted(100, &[inner, outer]),
+            weighted(200, &[inner, outer]),
+        ];
+        let weights: Vec<_> = memberships(&disks).iter().map(|one| one.share.weight()).collect();
+        // 100 : 200 / 4 : 200 * 3 / 4 / 3 : 200 * 3 / 4 * 2 / 3
+        assert_eq!(weights, [10_000, 5_000, 5_000, 10_000]);
+        // Members on other devices do not compete.
+        let group = (1, shared(share(100, 0, 0)));
+        let apart = [disk(0, NONE, &[group]), disk(0, NONE, &[]), disk(7, NONE, &[group])];
+        assert!(memberships(&apart).iter().all(|one| one.share.weight() == 10_000));
+    }
+
+    #[test]
+    fn floor_of_a_group_is_divided_among_its_disks() {
+        let floor = |floor_permyriad| LatencySettings { floor_permyriad, ..NONE };
+        let group = (1, settings(floor(Some(600)), 0));
+        let heavy = MemberSettings { latency: NONE, share: share(200, 0, 0) };
+        let disks = [
+            disk(0, NONE, &[group]),
+            PlacedDisk { settings: heavy, ..disk(0, NONE, &[group]) },
+            disk(7, floor(Some(700)), &[group]),
+            disk(0, NONE, &[(2, settings(floor(Some(0)), 0))]),
+            disk(0, NONE, &[]),
+        ];
+        let floors: Vec<_> = memberships(&disks).iter().map(|one| one.floor_permyriad).collect();
+        assert_eq!(floors, [Some(200), Some(400), Some(700), Some(0), None]);
     }
 }
