@@ -5,7 +5,7 @@
 //! are taken at multiples of the interval, and stop after [`MAX_IDLE_STEPS`] idle ones, when no cap
 //! is left.
 //!
-//! Without a target nothing is recorded and no step is taken.
+//! Requests are recorded only on devices with a target; without one, no step is taken.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -51,6 +51,8 @@ struct MeasuredDisk {
     settings: MemberSettings,
     /// Innermost first.
     groups: Vec<usize>,
+    /// True if a disk on its device has a target.
+    is_controlled: bool,
     in_flight: BinaryHeap<Reverse<RequestInFlight>>,
 }
 
@@ -136,7 +138,8 @@ impl LatencySampler {
     pub(super) fn add_disk(&mut self, place: DevicePlacement, settings: &DiskSettings, groups: Vec<usize>) {
         self.add_target(settings);
         let settings = member_settings(settings);
-        self.disks.push(MeasuredDisk { place, settings, groups, in_flight: BinaryHeap::new() });
+        let in_flight = BinaryHeap::new();
+        self.disks.push(MeasuredDisk { place, settings, groups, is_controlled: false, in_flight });
     }
 
     fn add_target(&mut self, settings: &DiskSettings) {
@@ -149,7 +152,8 @@ impl LatencySampler {
         self.has_target
     }
 
-    /// Records an admitted request, and begins to step if no step is scheduled.
+    /// Records an admitted request if a disk on its device has a target, and begins to step if no
+    /// step is scheduled.
     pub(super) fn record(
         &mut self,
         disk: usize,
@@ -159,6 +163,11 @@ impl LatencySampler {
         flow: &mut EventQueue,
     ) {
         if !self.has_target {
+            return;
+        }
+        self.update_members();
+        // No step would remove the request.
+        if !self.disks[disk].is_controlled {
             return;
         }
         let is_write = direction == Direction::Write;
@@ -181,9 +190,7 @@ impl LatencySampler {
     /// Takes a step and schedules the next one; returns the trees in which requests may be admitted
     /// now.
     pub(super) fn step(&mut self, state: &mut SimulationState) -> Vec<usize> {
-        if std::mem::take(&mut self.is_stale) {
-            self.determine_members();
-        }
+        self.update_members();
         let is_idle = state.flow.is_idle() && self.disks.iter().all(|disk| disk.in_flight.is_empty());
         self.idle_steps = if is_idle { self.idle_steps + 1 } else { 0 };
         let mut changed = Vec::new();
@@ -193,6 +200,12 @@ impl LatencySampler {
         }
         self.schedule_next(&mut state.flow, state.now);
         changed
+    }
+
+    fn update_members(&mut self) {
+        if std::mem::take(&mut self.is_stale) {
+            self.determine_members();
+        }
     }
 
     /// Members are only added, so controllers keep their state.
@@ -214,7 +227,8 @@ impl LatencySampler {
         };
         self.devices.iter_mut().for_each(|device| device.members.clear());
         for (index, (disk, membership)) in placed.iter().zip(&all).enumerate() {
-            if !is_controlled(disk.device) {
+            self.disks[index].is_controlled = is_controlled(disk.device);
+            if !self.disks[index].is_controlled {
                 continue;
             }
             let existing = self.devices.iter().position(|device| device.id == disk.device);
@@ -314,5 +328,32 @@ impl SimulatedMember {
             is_waiting: self.is_waiting,
             latencies: is_target.then_some(&self.latencies),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::latency_target::{LatencySettings, PercentileTarget, TargetDirections};
+
+    use super::*;
+
+    #[test]
+    fn requests_on_devices_without_a_target_are_not_stored() {
+        let target = PercentileTarget::new(5_000_000, 9900, TargetDirections::All);
+        let with_target = LatencySettings { target, ..LatencySettings::default() };
+        let on = |station| DevicePlacement { station: Some(station), budget: None };
+        let (mut sampler, mut flow) = (LatencySampler::default(), EventQueue::default());
+        sampler.add_disk(on(0), &DiskSettings { latency: with_target, ..Default::default() }, Vec::new());
+        sampler.add_disk(on(1), &DiskSettings::default(), Vec::new());
+        let mut record = |sampler: &mut LatencySampler, disk: usize| {
+            sampler.record(disk, Direction::Read, 4096, (0, 1_000_000), &mut flow);
+            sampler.disks[disk].in_flight.len()
+        };
+        assert_eq!(record(&mut sampler, 1), 0);
+        assert!(!sampler.is_stepping);
+        assert_eq!(record(&mut sampler, 0), 1);
+        // A disk with a target on the other device.
+        sampler.add_disk(on(1), &DiskSettings { latency: with_target, ..Default::default() }, Vec::new());
+        assert_eq!([1, 2].map(|disk| record(&mut sampler, disk)), [1, 1]);
     }
 }
