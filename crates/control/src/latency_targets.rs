@@ -55,12 +55,15 @@ pub(crate) fn check_below(
         .iter()
         .find(|inner| inner.settings().latency.target.is_some() && is_inside(inner.parent().cloned()));
     let name = disk.map(|disk| &**disk.name()).or_else(|| inner.map(|inner| inner.name()));
-    name.map_or(Ok(()), |name| {
-        Err(format!(
-            "cannot be set for a group around {name:?}, which has a latency-target of its own (remove one \
-             of them)"
-        ))
-    })
+    name.map_or(Ok(()), |name| Err(outer_target_rule(name)))
+}
+
+/// Rule of a latency target of a group around the disk or group `inner`, which has one.
+pub(crate) fn outer_target_rule(inner: &str) -> String {
+    format!(
+        "cannot be set for a group around {inner:?}, which has a latency-target of its own (remove one \
+         of them)"
+    )
 }
 
 /// Status of the disk or group `name`, which has this cap.

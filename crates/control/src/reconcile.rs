@@ -18,6 +18,7 @@ pub(crate) mod difference;
 mod dry_run;
 mod image_checks;
 mod images;
+mod nested_targets;
 pub(crate) mod placements;
 mod roll_back;
 pub mod source;
@@ -362,6 +363,7 @@ impl Reconciliation<'_> {
         difference: &PlanDifference,
         images: Vec<(usize, Image)>,
     ) -> anyhow::Result<()> {
+        self.check_nested_targets(difference)?;
         let groups = self.add_groups(difference)?;
         let mut member_placements = Vec::new();
         for (index, group) in groups {

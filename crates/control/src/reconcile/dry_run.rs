@@ -28,6 +28,7 @@ impl Reconciliation<'_> {
     /// Reason for which a reload would fail.
     pub(crate) async fn dry_run(&mut self, difference: &PlanDifference) -> anyhow::Result<Vec<ReloadChange>> {
         self.check_sandbox(difference)?;
+        self.check_nested_targets(difference)?;
         let (unavailable, found) = self.check_images(difference, AddressConflictRule::Rejected).await?;
         // A reload stops at the first error, too.
         if let Some(first) = found.into_iter().next() {

@@ -94,6 +94,29 @@ fn a_reload_reports_each_change_as_its_dry_run_does() {
 }
 
 #[test]
+fn a_reload_rejects_a_target_around_that_of_an_added_disk() {
+    on_simulation(async |registry| {
+        let before = plan(DISKS);
+        start(&registry, &before).await;
+        // Not in the reloaded file, as if a client had added it.
+        let added = "[group.g]\niops-total = 1000\n\
+                     [disk.x]\nimage = \"memory:1M\"\ngroup = \"g\"\nlatency-target = \"1ms\"\n";
+        start(&registry, &plan(added)).await;
+        let after = plan(&DISKS.replace("[group.g]\n", "[group.g]\nlatency-target = \"5ms\"\n"));
+        let rule = "weir.toml:4: group.g.latency-target = \"5ms\": cannot be set for a group around \
+                    \"x\", which has a latency-target of its own (remove one of them)";
+        let difference = PlanDifference::between(&registry, Some(&before), &after).await.expect("possible");
+        let mut work = work(ReconcileReason::Reload, &registry, &after);
+        let dry = work.dry_run(&difference).await.expect_err("nested");
+        assert_eq!(format!("{dry:#}"), rule);
+        let refused = work.reconcile(&difference, &mut FreshStart).await.expect_err("nested");
+        assert_eq!(format!("{refused:#}"), rule);
+        let group = registry.groups.get("g").expect("listed");
+        assert_eq!(group.settings().latency.target, None);
+    });
+}
+
+#[test]
 fn a_step_that_fails_rolls_back_those_before() {
     on_simulation(async |registry| {
         let before = plan(DISKS);
