@@ -271,13 +271,7 @@ impl LeaderTerm {
         if now() >= self.kept_at + self.renewal_interval() && !self.keep_alive(etcd).await? {
             return Ok(self.log_lost());
         }
-        let stands_down = self.divide(known);
-        if let Some(peers) = peers {
-            for (host, grants) in self.take_direct(|host| peers.is_direct(host)) {
-                peers.send_grants(&host, &grants);
-            }
-        }
-        if stands_down || !self.write(etcd).await? {
+        if self.divide(known) || !self.write(etcd).await? {
             // Deletes the key only if it is still this leader's, and gives up the leadership either
             // way.
             let value = self.value.clone();
@@ -285,6 +279,12 @@ impl LeaderTerm {
             let deletion = EtcdOperation::Delete(self.keys.single(EtcdKey::Leader));
             etcd.transact(&[TransactionCondition::Value(key, value)], &[deletion]).await?;
             return Ok(self.log_lost());
+        }
+        // After the write: it has shown that no other host was elected.
+        if let Some(peers) = peers {
+            for (host, grants) in self.take_direct(|host| peers.is_direct(host)) {
+                peers.send_grants(&host, &grants);
+            }
         }
         self.restore_limits(known, etcd).await?;
         self.raise_hosts(known, etcd).await?;

@@ -180,8 +180,10 @@ impl Peers {
         }
     }
 
-    /// etcd was restored from a copy, or replaced: hosts that it lacks are still asked.
+    /// etcd was restored from a copy, or replaced: hosts that it lacks are still asked. Its former
+    /// leader may not know it yet, and grants quotas directly until its key would have expired.
     pub(super) fn on_restored(&mut self) {
+        self.agreement.hold_back(now());
         self.restored_until = Some(now() + RESTORED_FOR);
         self.register_again();
     }

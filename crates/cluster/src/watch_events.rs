@@ -11,6 +11,7 @@ use super::{
     etcd_values::{self, GroupValue, HostGrants, HostIdentity, HostReports, HostReservations, PeerValue},
     identity,
     keys::EtcdKey,
+    leader::LeaderTerm,
     limit_file::StoredGroup,
     messages::AgentMessage,
     migration_offer::{MigrationAnswer, MigrationOffer, ReceivedOffer},
@@ -42,6 +43,7 @@ impl EtcdSession<'_> {
                     }
                     Some(EtcdKey::Leader) => {
                         self.on_put(&value).await?;
+                        self.check_leadership(etcd).await?;
                         self.update_peers();
                         self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
                     }
@@ -72,8 +74,11 @@ impl EtcdSession<'_> {
             EtcdEvent::Deleted(key) => match self.known.keys.parse(&key) {
                 Some(EtcdKey::Leader) => {
                     self.known.leader = None;
-                    self.send(AgentMessage::LeaderChanged { leader: None }).await?;
-                    self.schedule_campaign(Duration::ZERO);
+                    self.check_leadership(etcd).await?;
+                    self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
+                    if self.known.leader.is_none() {
+                        self.schedule_campaign(Duration::ZERO);
+                    }
                 }
                 Some(EtcdKey::Host(name)) if name == self.agent.cluster.host => {
                     self.on_own_host(etcd, None).await?;
@@ -247,6 +252,26 @@ impl EtcdSession<'_> {
                     );
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Gives up this host's leadership if etcd has another leader or none. A grant to a host that
+    /// reports directly is fenced by nothing else once the session has ended.
+    async fn check_leadership(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+        let Some(term) = self.leading.as_ref().map(LeaderTerm::term) else { return Ok(()) };
+        let is_own = |leader: &Option<(Term, String)>| leader.as_ref().is_some_and(|(of, _)| *of == term);
+        if is_own(&self.known.leader) {
+            return Ok(());
+        }
+        // The event may precede this host's election, since a watch may lag behind.
+        self.known.leader = None;
+        if let Some(value) = etcd.read_one(self.known.keys.single(EtcdKey::Leader)).await? {
+            Box::pin(self.on_put(&value)).await?;
+        }
+        if !is_own(&self.known.leader) {
+            tracing::info!("this host no longer leads the cluster");
+            self.leading = None;
         }
         Ok(())
     }

@@ -28,7 +28,8 @@
 //! 4. A host asks more hosts at once, but fewer only after the store's list of this host has been
 //!    shortened ([`PeerAgreement::set_members`]).
 //! 5. A new run confirms nothing and does not campaign for one term lease: an earlier run may have
-//!    made a promise.
+//!    made a promise. The same applies after the store has lost data
+//!    ([`PeerAgreement::hold_back`]): its former leader may act for one term lease.
 //!
 //! All hosts have to confirm, so one candidate suffices: the first by name.
 //!
@@ -172,6 +173,13 @@ impl PeerAgreement {
     /// than this, and no host that is missing from it may lead at the moment.
     pub fn set_members(&mut self, members: PeerSet) {
         self.members = members;
+    }
+
+    /// Begins another wait of one term lease, as after a start. Call it when the store has lost
+    /// data, since a leader of the lost data may still act, and when an earlier run of this host
+    /// may still have acted.
+    pub fn hold_back(&mut self, now: Instant) {
+        self.earlier_until = now + self.timing.term_lease() + self.timing.clock_margin();
     }
 
     /// True if this host may become leader through the store: no promise of it is in force, and it

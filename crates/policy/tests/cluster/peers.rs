@@ -186,6 +186,25 @@ fn a_restored_or_replaced_store_exceeds_nothing() {
 }
 
 #[test]
+fn a_replaced_store_fences_direct_grants_of_its_former_leader() {
+    for_each("--test cluster", 16, |seed| {
+        let mut cluster = cluster(seed, &[BUSY; 3], None);
+        cluster.run_until(15 * NANOS_PER_S);
+        let leader = cluster.leader().unwrap();
+        let host = (leader + 1) % 3;
+        cluster.set_partitioned(host, true);
+        let before = least(&mut cluster, 10_000)[host];
+        assert!(before > RATE / 4, "{before}");
+        // The change of demand keeps the former leader granting.
+        cluster.set_load((leader + 2) % 3, 0, ClientLoad::Idle);
+        cluster.run_until(cluster.now + seed * 50 * NANOS_PER_MS);
+        cluster.replace_store();
+        least(&mut cluster, 20_000);
+        assert!(cluster.has_leader());
+    });
+}
+
+#[test]
 fn limit_holds_under_all_partitions() {
     for_each("--test cluster", 40, run_seed);
 }

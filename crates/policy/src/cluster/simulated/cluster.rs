@@ -451,12 +451,16 @@ impl SimulatedCluster {
                 if self.store.grant(term, &grants, bytes, now) {
                     self.store.traffic.events += grants.len() as u64;
                     self.store.traffic.sent_bytes += bytes;
-                    for (host, _) in grants {
-                        self.notify_host(host);
+                    for (host, _) in &grants {
+                        self.notify_host(*host);
                     }
-                    return;
+                    if !self.config.has_peers {
+                        return;
+                    }
+                    StoreResponse::Written(term, grants)
+                } else {
+                    StoreResponse::Deposed(term)
                 }
-                StoreResponse::Deposed(term)
             }
             StoreRequest::DeleteGrant(term, host, grant) => {
                 if self.store.delete_grant(term, host, &grant, now) && self.is_grant_in_use(host, &grant) {
@@ -551,6 +555,9 @@ impl SimulatedCluster {
             }
             (StoreResponse::Renewed(sent_at), Some(leader)) => leader.on_key_renewed(sent_at),
             (StoreResponse::Deposed(term), Some(leader)) if leader.term() == term => leader.depose(),
+            (StoreResponse::Written(term, grants), Some(leader)) if leader.term() == term => {
+                self.send_grants_to_peers(place, term, &grants);
+            }
             (StoreResponse::HostRemoved(host), Some(leader)) => leader.on_host_removed(&host.to_string()),
             (StoreResponse::Read(spec, reports), Some(leader)) => {
                 leader.on_spec(spec, now);
@@ -594,7 +601,8 @@ impl SimulatedCluster {
     fn write(&mut self, place: usize, term: Term, grants: Vec<(String, QuotaGrant)>) {
         let number = |(name, grant): (String, QuotaGrant)| Some((name.parse().ok()?, grant));
         let grants: Vec<(usize, QuotaGrant)> = grants.into_iter().filter_map(number).collect();
-        if self.config.has_peers {
+        // A leader that reaches the store sends them after the write.
+        if self.config.has_peers && (term.revision == 0 || !self.reaches_store(place)) {
             self.send_grants_to_peers(place, term, &grants);
         }
         if term.revision == 0 {

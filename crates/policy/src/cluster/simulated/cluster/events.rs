@@ -55,6 +55,8 @@ pub(super) enum StoreResponse {
     Deposed(Term),
     Read(ClusterGroupLimits, Vec<(usize, HostReport)>),
     HostRemoved(usize),
+    /// Grants of this term were written.
+    Written(Term, Vec<(usize, QuotaGrant)>),
 }
 
 /// Answer to a registration.

@@ -107,7 +107,10 @@ impl SimulatedCluster {
         let now = self.local(host);
         let peer = &mut self.peers[host];
         peer.answered = Some(now);
-        peer.is_restored |= answer.revision < peer.revision;
+        if answer.revision < peer.revision {
+            peer.is_restored = true;
+            peer.agreement.hold_back(now);
+        }
         (peer.revision, peer.present) = (answer.revision, answer.present.clone());
         let set = |hosts: &BTreeSet<usize>| -> PeerSet {
             hosts.iter().map(|host| (host.to_string(), true)).collect()
