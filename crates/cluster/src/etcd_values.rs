@@ -95,11 +95,13 @@ pub(super) struct PeerValue {
     pub(super) address: std::net::SocketAddr,
 }
 
-/// Hosts whose agreement a host needs while etcd is unreachable. Only a host that all of these
-/// values name may lead.
+/// Hosts whose agreement a host needs while etcd is unreachable, each with the address at which it
+/// is asked; `None` if it has none. Only a host that all of these values name, with its own
+/// address, may lead: another computer may have had its name before, and may be the one that is
+/// asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct AskedHosts {
-    pub(super) hosts: BTreeSet<String>,
+    pub(super) hosts: BTreeMap<String, Option<std::net::SocketAddr>>,
 }
 
 /// Limits over all hosts.

@@ -17,7 +17,7 @@ use super::{
     etcd::{
         EtcdClient, EtcdError, EtcdKeyValue, EtcdOperation, MAX_BYTES, MAX_OPERATIONS, TransactionCondition,
     },
-    etcd_values::{self, AskedHosts, HostGrants, HostReports, HostReservations, ReportValue},
+    etcd_values::{self, AskedHosts, HostGrants, HostReports, HostReservations, PeerValue, ReportValue},
     keys::{EtcdKey, EtcdKeys},
     limit_file::StoredGroup,
     peers::Peers,
@@ -513,25 +513,32 @@ impl LeaderTerm {
     }
 }
 
-/// Revision at which every host with an address asked this host for its agreement; `None` if one
-/// does not: that host may take part in an agreement of which this one would not know.
+/// Revision at which every host with an address asked this host, at its address, for its agreement;
+/// `None` if one does not: that host may take part in an agreement of which this one would not know.
 async fn asked_by_all(known: &SessionState, etcd: &mut EtcdClient) -> Result<Option<i64>, EtcdError> {
-    let host = &known.cluster.host;
+    let (host, address) = (&known.cluster.host, known.cluster.peer_address);
     let (revision, found) = etcd.read(&[known.keys.peers(), known.keys.asks()]).await?;
     let (mut peers, mut asking) = (BTreeSet::new(), BTreeSet::new());
     for value in found.iter().flatten() {
         match known.keys.parse(&value.key) {
+            Some(EtcdKey::Peer(name)) if name == host => {
+                let peer = etcd_values::read::<PeerValue>(&value.value);
+                if peer.is_ok_and(|peer| Some(peer.address) != address) {
+                    return Ok(None);
+                }
+            }
             Some(EtcdKey::Peer(name)) => drop(peers.insert(name)),
+            Some(EtcdKey::Asks(name)) if name == host => {}
             Some(EtcdKey::Asks(name)) => {
                 let asked = etcd_values::read::<AskedHosts>(&value.value);
-                if asked.is_ok_and(|asked| asked.hosts.contains(host)) {
+                if asked.is_ok_and(|asked| asked.hosts.get(host) == Some(&address)) {
                     asking.insert(name);
                 }
             }
             _ => {}
         }
     }
-    let missing = peers.into_iter().find(|name| name != host && !asking.contains(name));
+    let missing = peers.into_iter().find(|name| !asking.contains(name));
     if let Some(missing) = missing {
         tracing::debug!(host = missing, "the host does not ask this one yet, which therefore cannot lead");
     }

@@ -8,6 +8,7 @@ use policy::{
     cluster::{ClusterGroupLimits, Term},
     throttle::LimitSetting,
 };
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::{
     etcd::EtcdEvent,
@@ -49,8 +50,8 @@ pub(super) enum AgentInput {
     Forget(String, Sender<Result<ForgottenHost, String>>),
     /// Step of a disk's migration.
     Move(Box<MigrationStep>, Sender<StepOutcome>),
-    /// Message of another host.
-    Peer(String, Box<PeerMessage>),
+    /// Message of another host, and its share of the queue.
+    Peer(String, Box<PeerMessage>, OwnedSemaphorePermit),
     Stop,
     /// Events for the session of this number.
     Watched(u64, Vec<EtcdEvent>),

@@ -8,7 +8,7 @@ use std::{
     net::SocketAddr,
 };
 
-use policy::cluster::{AgreementAnswer, AgreementRefusal, AgreementRequest, PeerSet};
+use policy::cluster::{AgreementAnswer, AgreementRefusal, AgreementRequest, MAX_AGREEING_HOSTS, PeerSet};
 use serde::{Deserialize, Serialize};
 
 use super::etcd_values::{HostGrants, HostReports, TermValue};
@@ -61,6 +61,17 @@ pub(crate) enum PeerRefusal {
 }
 
 impl PeerMessage {
+    /// Parses a line without its end. `None` if it is invalid, or names more hosts than can agree.
+    pub(super) fn parse(line: &[u8]) -> Option<Self> {
+        let message = serde_json::from_slice(line).ok()?;
+        let hosts = match &message {
+            Self::Ask { members, .. } => members.len(),
+            Self::Answer { refusal: Some(PeerRefusal::MoreHosts(hosts)), .. } => hosts.len(),
+            _ => 0,
+        };
+        (hosts <= MAX_AGREEING_HOSTS).then_some(message)
+    }
+
     /// The line, with its end.
     pub(super) fn line(&self) -> Vec<u8> {
         line(self)
@@ -134,6 +145,24 @@ mod tests {
             let line = message.line();
             assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
             assert_eq!(serde_json::from_slice::<PeerMessage>(&line).unwrap(), message);
+        }
+    }
+
+    #[test]
+    fn more_hosts_than_can_agree_are_refused() {
+        let ask = |count: usize| {
+            let members = (0..count).map(|host| host.to_string()).collect();
+            PeerMessage::Ask { nonce: 1, number: 1, members, leads: false }
+        };
+        let refused = |count: usize| {
+            let hosts = (0..count).map(|host| (host.to_string(), None)).collect();
+            PeerMessage::Answer { nonce: 1, number: 1, refusal: Some(PeerRefusal::MoreHosts(hosts)) }
+        };
+        for message in [ask(MAX_AGREEING_HOSTS), refused(MAX_AGREEING_HOSTS)] {
+            assert_eq!(PeerMessage::parse(&message.line()), Some(message));
+        }
+        for message in [ask(MAX_AGREEING_HOSTS + 1), refused(MAX_AGREEING_HOSTS + 1)] {
+            assert_eq!(PeerMessage::parse(&message.line()), None);
         }
     }
 

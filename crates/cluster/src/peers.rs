@@ -47,6 +47,9 @@ const REGISTRATION_DELAY: Duration = Duration::from_millis(300);
 /// Time for which hosts that a restored etcd has lost are still asked.
 const RESTORED_FOR: Duration = Duration::from_secs(600);
 
+/// Hosts that are asked, with the addresses of those that have one.
+type AskedAddresses = BTreeMap<String, Option<SocketAddr>>;
+
 /// Binds the address of this host, before the sandbox is entered.
 pub(super) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     link::bind(address)
@@ -72,8 +75,8 @@ pub(super) struct Peers {
     addresses: BTreeMap<String, SocketAddr>,
     /// Hosts in etcd: those with an address, and others that take part.
     present: PeerSet,
-    /// Hosts that etcd has as asked by this one.
-    registered: Option<BTreeSet<String>>,
+    /// Hosts that etcd has as asked by this one, and their addresses.
+    registered: Option<AskedAddresses>,
     register_at: Option<Instant>,
     /// Set while etcd may have lost hosts: it was restored or replaced.
     restored_until: Option<Instant>,
@@ -153,14 +156,15 @@ impl Peers {
     pub(super) fn on_hosts(&mut self, addresses: &BTreeMap<String, SocketAddr>, others: BTreeSet<String>) {
         let host = &self.context.host;
         let known = addresses.iter().filter(|(name, _)| *name != host).take(MAX_AGREEING_HOSTS);
+        let mut has_moved = false;
         for (name, address) in known {
-            self.addresses.insert(name.clone(), *address);
+            has_moved |= self.addresses.insert(name.clone(), *address) != Some(*address);
         }
         let mut present: PeerSet = others.into_iter().map(|name| (name, false)).collect();
         present.extend(addresses.keys().map(|name| (name.clone(), true)));
         present.insert(host.clone(), true);
         self.agreement.add_members(present.clone());
-        if self.present != present || self.registered.is_none() {
+        if has_moved || self.present != present || self.registered.is_none() {
             self.register_at.get_or_insert(now() + REGISTRATION_DELAY);
         }
         self.present = present;
@@ -190,7 +194,7 @@ impl Peers {
 
     /// The hosts to write to etcd as asked by this one, if a write is due, and those among the
     /// hosts asked so far that are missing from it.
-    pub(super) fn due_registration(&mut self) -> Option<(BTreeSet<String>, BTreeSet<String>)> {
+    pub(super) fn due_registration(&mut self) -> Option<(AskedAddresses, AskedAddresses)> {
         let at = now();
         self.register_at.filter(|due| at >= *due)?;
         let is_complete = self.agreement.members().keys().all(|name| self.present.contains_key(name));
@@ -200,28 +204,34 @@ impl Peers {
             self.restored_until = None;
         }
         let is_restored = self.restored_until.is_some_and(|until| at < until);
-        let members = self.agreement.members().keys();
-        let asks: BTreeSet<String> =
-            members.filter(|name| is_restored || self.present.contains_key(*name)).cloned().collect();
-        let members = self.agreement.members().keys();
-        let dropped: BTreeSet<String> = members.filter(|name| !asks.contains(*name)).cloned().collect();
+        let own = (&self.context.host, Some(self.own_address));
+        let addresses = self.agreement.members().iter().map(|(name, has_address)| {
+            let address = if name == own.0 { own.1 } else { self.addresses.get(name).copied() };
+            (name.clone(), address.filter(|_| *has_address))
+        });
+        let (asks, dropped): (AskedAddresses, AskedAddresses) =
+            addresses.partition(|(name, _)| is_restored || self.present.contains_key(name));
         let is_new = self.registered.as_ref() != Some(&asks) || !dropped.is_empty();
         is_new.then_some((asks, dropped))
     }
 
     /// Records the result of a registration: with `is_written` false it is tried again.
-    pub(super) fn on_registered(&mut self, asks: BTreeSet<String>, is_written: bool) {
+    pub(super) fn on_registered(&mut self, asks: AskedAddresses, is_written: bool) {
         if !is_written {
             self.register_at = Some(now() + self.timing.lease / 5);
             return;
         }
-        let members = asks.iter().map(|name| (name.clone(), self.present.get(name) == Some(&true)));
+        let members = asks.keys().map(|name| (name.clone(), self.present.get(name) == Some(&true)));
         let members: PeerSet = members.collect();
         self.agreement.set_members(members);
         // Hosts that appeared meanwhile.
         self.agreement.add_members(self.present.clone());
         self.registered = Some(asks);
-        if self.present.keys().any(|name| self.registered.as_ref().is_some_and(|asks| !asks.contains(name))) {
+        if self
+            .present
+            .keys()
+            .any(|name| self.registered.as_ref().is_some_and(|asks| !asks.contains_key(name)))
+        {
             self.register_at = Some(now() + REGISTRATION_DELAY);
         }
         self.connect();
@@ -256,17 +266,24 @@ impl Peers {
         self.direct.keys().any(|host| self.is_direct(host))
     }
 
-    /// Direct reports of a host to this one, which leads `term` through etcd. False if the host
-    /// takes no part.
-    pub(super) fn on_direct_report(&mut self, from: &str, reports: &HostReports, term: Term) -> bool {
+    /// Direct reports of a host to this one, which leads `term` through etcd: those of known groups.
+    /// `None` if the host takes no part.
+    pub(super) fn on_direct_report(
+        &mut self,
+        from: &str,
+        mut reports: HostReports,
+        term: Term,
+        known: &SessionState,
+    ) -> Option<HostReports> {
         if !self.is_peer(from) {
-            return false;
+            return None;
         }
+        reports.groups.retain(|group, _| known.groups.contains_key(group));
         self.direct.insert(from.to_owned(), now());
         if reports.groups.values().any(|report| report.followed_term() != Some(term)) {
             self.send(from, &PeerMessage::Leads { term: term.into() });
         }
-        true
+        Some(reports)
     }
 
     /// Sends grants of this leader to a host.
@@ -300,8 +317,11 @@ impl Peers {
                 self.send(from, &PeerMessage::answer(answer, &self.addresses));
             }
             PeerMessage::Answer { nonce, number, refusal } => {
-                if let Some(PeerRefusal::MoreHosts(hosts)) = &refusal {
-                    for (name, address) in hosts.iter().take(MAX_AGREEING_HOSTS) {
+                if let Some(PeerRefusal::MoreHosts(hosts)) = &refusal
+                    && self.agreement.is_current(nonce)
+                {
+                    let room = MAX_AGREEING_HOSTS.saturating_sub(self.addresses.len());
+                    for (name, address) in hosts.iter().take(room) {
                         if let Some(address) = address.filter(|_| settings::parse_cluster_name(name).is_ok())
                         {
                             self.addresses.entry(name.clone()).or_insert(address);

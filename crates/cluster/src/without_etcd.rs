@@ -94,12 +94,12 @@ impl EtcdSession<'_> {
         let Some(peers) = &mut self.peers else { return Ok(()) };
         let Some((mut asks, mut dropped)) = peers.due_registration() else { return Ok(()) };
         let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
-        let leader = self.known.leader.as_ref().filter(|(_, leader)| !dropped.contains(leader));
+        let leader = self.known.leader.as_ref().filter(|(_, leader)| !dropped.contains_key(leader));
         if leader.is_none() || dropped.len() > MAX_DROPPED {
             asks.append(&mut dropped);
         }
         let mut conditions: Vec<_> =
-            dropped.iter().map(|name| TransactionCondition::Absent(keys.key(EtcdKey::Peer(name)))).collect();
+            dropped.keys().map(|name| TransactionCondition::Absent(keys.key(EtcdKey::Peer(name)))).collect();
         if let (Some((term, _)), false) = (leader, dropped.is_empty()) {
             let created = term.revision.cast_signed();
             conditions.push(TransactionCondition::Created(keys.key(EtcdKey::Leader), created));
@@ -118,7 +118,7 @@ impl EtcdSession<'_> {
         let Some(peers) = &mut self.peers else { return Ok(()) };
         match (message, &mut self.leading) {
             (PeerMessage::Report { reports }, Some(leading)) => {
-                if peers.on_direct_report(from, &reports, leading.term()) {
+                if let Some(reports) = peers.on_direct_report(from, reports, leading.term(), &self.known) {
                     leading.on_reports(from, &reports);
                 }
             }
@@ -165,7 +165,7 @@ impl EtcdSession<'_> {
                 let _ = sender.try_send(self.with_peers(report));
             }
             Some(AgentInput::Reports(reports)) => return self.report_directly(reports).await.is_err(),
-            Some(AgentInput::Peer(from, message)) => {
+            Some(AgentInput::Peer(from, message, _)) => {
                 return self.on_peer_disconnected(&from, *message).await.is_err();
             }
             Some(AgentInput::Reservations(_) | AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
@@ -198,7 +198,7 @@ impl EtcdSession<'_> {
         }
         let messages = match (message, &mut self.leading) {
             (PeerMessage::Report { reports }, Some(leading)) => {
-                if peers.on_direct_report(from, &reports, leading.term()) {
+                if let Some(reports) = peers.on_direct_report(from, reports, leading.term(), &self.known) {
                     leading.on_reports(from, &reports);
                 }
                 Vec::new()

@@ -28,6 +28,7 @@ use tls::TlsServer;
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _},
     net::{TcpListener, TcpStream},
+    sync::Semaphore,
     task::AbortHandle,
 };
 use tokio_openssl::SslStream;
@@ -48,6 +49,9 @@ const QUEUE_LENGTH: usize = 64;
 /// First and last pause between attempts to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
+/// Messages of other hosts that wait in the agent's queue: they leave room for those of this host.
+/// Connections take turns.
+const MAX_QUEUED: usize = 128;
 /// Maximum number of connections that were accepted.
 const MAX_CONNECTIONS: usize = 2 * policy::cluster::MAX_AGREEING_HOSTS;
 
@@ -212,13 +216,14 @@ async fn accept(
     inbox: Sender<AgentInput>,
     connections: Connections,
 ) {
-    let limit = Arc::new(tokio::sync::Semaphore::new(MAX_CONNECTIONS));
+    let limit = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let queue = Arc::new(Semaphore::new(MAX_QUEUED));
     loop {
         let Ok(permit) = Arc::clone(&limit).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
                 let (context, inbox, connections) =
-                    (context.clone(), inbox.clone(), Arc::clone(&connections));
+                    (context.clone(), (inbox.clone(), Arc::clone(&queue)), Arc::clone(&connections));
                 tokio::spawn(async move {
                     let _permit = permit;
                     if let Err(error) = serve(&context, stream, &inbox, &connections).await {
@@ -235,20 +240,23 @@ async fn accept(
 async fn serve(
     context: &LinkContext,
     stream: TcpStream,
-    inbox: &Sender<AgentInput>,
+    (inbox, queue): &(Sender<AgentInput>, Arc<Semaphore>),
     connections: &Connections,
 ) -> anyhow::Result<()> {
     set_options(&stream);
     let greeted = tokio::time::timeout(TIMEOUT, greet(context, stream));
     let (mut reader, from) = greeted.await.map_err(|_| anyhow!("no greeting in time"))??;
-    let inbox = inbox.clone();
+    let (inbox, queue) = (inbox.clone(), Arc::clone(queue));
     let name = from.clone();
     let task = tokio::spawn(async move {
         while let Ok(Some(line)) = reader.line(MAX_MESSAGE_BYTES).await {
-            let Ok(message) = serde_json::from_slice::<PeerMessage>(&line) else { return };
-            if message != PeerMessage::Ping
-                && inbox.send(AgentInput::Peer(from.clone(), Box::new(message))).await.is_err()
-            {
+            let Some(message) = PeerMessage::parse(&line) else { return };
+            if message == PeerMessage::Ping {
+                continue;
+            }
+            let Ok(permit) = Arc::clone(&queue).acquire_owned().await else { return };
+            let input = AgentInput::Peer(from.clone(), Box::new(message), permit);
+            if inbox.send(input).await.is_err() {
                 return;
             }
         }

@@ -26,7 +26,8 @@
 //!    therefore asked by every host, and its refusal prevents an agreement. A host that joins
 //!    while others are cut off cannot lead.
 //! 4. A host asks more hosts at once, but fewer only after the store's list of this host has been
-//!    shortened ([`PeerAgreement::set_members`]).
+//!    shortened ([`PeerAgreement::set_members`]). A new run takes no part before the store has a
+//!    list of it: that of an earlier run may name more hosts.
 //! 5. A new run confirms nothing and does not campaign for one term lease: an earlier run may have
 //!    made a promise. The same applies after the store has lost data
 //!    ([`PeerAgreement::hold_back`]): its former leader may act for one term lease.
@@ -78,7 +79,8 @@ pub enum AgreementRefusal {
     ReachesStore,
     /// It has confirmed another host, or started less than a term lease ago.
     Promised,
-    /// It does not know the sender as a host of the cluster, or has not read the store in this run.
+    /// It does not know the sender as a host of the cluster, or the store has no list of this run
+    /// yet.
     UnknownSender,
     /// It knows hosts that the sender does not ask.
     MoreHosts(PeerSet),
@@ -128,6 +130,8 @@ pub struct PeerAgreement {
     timing: Timing,
     /// Hosts to ask, including this one; empty until the store has been read in this run.
     members: PeerSet,
+    /// True once the store has a list of this run.
+    has_stored_list: bool,
     promise: Option<PeerPromise>,
     /// End of promises that an earlier run may have made.
     earlier_until: Instant,
@@ -148,6 +152,7 @@ impl PeerAgreement {
             name: String::from(name),
             timing,
             members: PeerSet::new(),
+            has_stored_list: false,
             promise: None,
             earlier_until: now + timing.term_lease() + timing.clock_margin(),
             candidacy: None,
@@ -164,6 +169,11 @@ impl PeerAgreement {
         &self.members
     }
 
+    /// True if this is the nonce of this host's candidacy.
+    pub fn is_current(&self, nonce: u64) -> bool {
+        self.candidacy.as_ref().is_some_and(|one| one.nonce == nonce)
+    }
+
     /// Adds hosts, or updates whether they can be asked.
     pub fn add_members(&mut self, members: impl IntoIterator<Item = (String, bool)>) {
         self.members.extend(members);
@@ -173,6 +183,7 @@ impl PeerAgreement {
     /// than this, and no host that is missing from it may lead at the moment.
     pub fn set_members(&mut self, members: PeerSet) {
         self.members = members;
+        self.has_stored_list = true;
     }
 
     /// Begins another wait of one term lease, as after a start. Call it when the store has lost
@@ -216,7 +227,8 @@ impl PeerAgreement {
         is_free: bool,
         now: Instant,
     ) -> Option<AgreementRefusal> {
-        if !self.members.contains_key(from) || !request.members.contains(&self.name) {
+        if !self.has_stored_list || !self.members.contains_key(from) || !request.members.contains(&self.name)
+        {
             return Some(AgreementRefusal::UnknownSender);
         }
         if !is_free {
@@ -324,7 +336,10 @@ impl PeerAgreement {
     pub fn tick(&mut self, is_free: bool, nonce: u64, now: Instant) -> Vec<AgreementMessage> {
         let is_agreed = self.term(now).is_some();
         let has_lost = self.candidacy.as_ref().is_some_and(|one| one.has_led && !is_agreed);
-        let may_ask = is_free && self.is_candidate() && self.members.values().all(|can_confirm| *can_confirm);
+        let may_ask = is_free
+            && self.has_stored_list
+            && self.is_candidate()
+            && self.members.values().all(|can_confirm| *can_confirm);
         if has_lost || !may_ask {
             self.give_up(now);
         }
