@@ -351,7 +351,10 @@ impl EtcdSession<'_> {
                         self.on_event(etcd, event).await?;
                     }
                 }
-                Ok(AgentInput::Peer(from, message, _)) => self.on_peer(&from, *message).await?,
+                Ok(AgentInput::Peer(from, message, permit)) => {
+                    drop(permit);
+                    self.on_peer(&from, *message).await?;
+                }
                 // Of an earlier session, whose tasks may still have been sending.
                 Ok(AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
                 Ok(AgentInput::Reports(reports)) => {

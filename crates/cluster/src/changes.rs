@@ -218,7 +218,8 @@ pub(super) async fn forget_host(
     host: &str,
 ) -> Result<Result<ForgottenHost, String>, EtcdError> {
     let report = known.keys.key(EtcdKey::Report(host));
-    let ranges = [EtcdKey::Report(host), EtcdKey::Reservation(host)].map(|key| known.keys.single(key));
+    let ranges = [EtcdKey::Report(host), EtcdKey::Reservation(host), EtcdKey::Peer(host)]
+        .map(|key| known.keys.single(key));
     let (_, found) = etcd.read(&ranges).await?;
     if found.iter().all(Vec::is_empty) {
         return Ok(Err(format!(
@@ -226,8 +227,8 @@ pub(super) async fn forget_host(
             known.cluster.name
         )));
     }
-    let peer = [EtcdKey::Peer(host), EtcdKey::Asks(host)].map(|key| known.keys.single(key));
-    let ranges = ranges.into_iter().chain(peer).chain([known.keys.below_host(host)]);
+    let rest = [known.keys.single(EtcdKey::Asks(host)), known.keys.below_host(host)];
+    let ranges = ranges.into_iter().chain(rest);
     let deletions = ranges.map(EtcdOperation::Delete);
     let deletions: Vec<_> = deletions.collect();
     // The host must not be running: its keys would be deleted while it uses its quota.

@@ -513,8 +513,9 @@ impl LeaderTerm {
     }
 }
 
-/// Revision at which every host with an address asked this host, at its address, for its agreement;
-/// `None` if one does not: that host may take part in an agreement of which this one would not know.
+/// Revision at which every host with an address asked this host, at its address, for its
+/// agreement; `None` if one does not: that host may take part in an agreement of which this one
+/// would not know.
 async fn asked_by_all(known: &SessionState, etcd: &mut EtcdClient) -> Result<Option<i64>, EtcdError> {
     let (host, address) = (&known.cluster.host, known.cluster.peer_address);
     let (revision, found) = etcd.read(&[known.keys.peers(), known.keys.asks()]).await?;

@@ -143,8 +143,13 @@ impl Peers {
     }
 
     /// Records whether this run has its host's name; without it, it takes no part.
-    pub(super) const fn set_member(&mut self, is_member: bool) {
+    pub(super) fn set_member(&mut self, is_member: bool) {
+        if is_member && !self.is_member {
+            // Another process may have had the name until now, and may have made a promise.
+            self.agreement.hold_back(now());
+        }
         self.is_member = is_member;
+        self.connect();
     }
 
     /// True if this host may campaign in etcd.
@@ -171,10 +176,12 @@ impl Peers {
         self.connect();
     }
 
-    /// Opens the missing connections, and closes those to hosts that are not asked any more.
+    /// Opens the missing connections, and closes those to hosts that are not asked any more. A run
+    /// without its host's name has none: they would replace those of the process that has it.
     fn connect(&mut self) {
         let members = self.agreement.members();
-        let wanted = self.addresses.iter().filter(|(name, _)| members.contains_key(*name));
+        let is_wanted = |name: &String| self.is_member && members.contains_key(name);
+        let wanted = self.addresses.iter().filter(|(name, _)| is_wanted(name));
         let wanted: BTreeMap<String, SocketAddr> =
             wanted.map(|(name, address)| (name.clone(), *address)).collect();
         self.links.retain(|name, link| wanted.get(name) == Some(&link.address));
@@ -256,6 +263,14 @@ impl Peers {
         self.is_member && self.agreement.members().contains_key(from)
     }
 
+    /// True if this message is a request that this host would confirm if it led nothing.
+    pub(super) fn would_confirm(&self, from: &str, message: &PeerMessage) -> bool {
+        let PeerMessage::Ask { nonce, number, members, leads } = message else { return false };
+        let request =
+            AgreementRequest { nonce: *nonce, number: *number, members: members.clone(), leads: *leads };
+        self.is_member && self.agreement.would_confirm(from, &request, now())
+    }
+
     /// True if the host reported directly within the last lease.
     pub(super) fn is_direct(&self, host: &str) -> bool {
         self.direct.get(host).is_some_and(|at| now() < *at + self.timing.lease)
@@ -266,8 +281,8 @@ impl Peers {
         self.direct.keys().any(|host| self.is_direct(host))
     }
 
-    /// Direct reports of a host to this one, which leads `term` through etcd: those of known groups.
-    /// `None` if the host takes no part.
+    /// Direct reports of a host to this one, which leads `term` through etcd: those of known
+    /// groups. `None` if the host takes no part.
     pub(super) fn on_direct_report(
         &mut self,
         from: &str,
@@ -339,7 +354,9 @@ impl Peers {
                 self.follow(from, (&term).into(), &mut out);
             }
             PeerMessage::Grant { grants } if !has_session => {
-                self.followed = Some((from.to_owned(), at));
+                if known.leader.as_ref().is_some_and(|(_, leader)| leader == from) {
+                    self.followed = Some((from.to_owned(), at));
+                }
                 out.extend(granted(grants, known));
             }
             PeerMessage::Report { reports } => {

@@ -165,7 +165,8 @@ impl EtcdSession<'_> {
                 let _ = sender.try_send(self.with_peers(report));
             }
             Some(AgentInput::Reports(reports)) => return self.report_directly(reports).await.is_err(),
-            Some(AgentInput::Peer(from, message, _)) => {
+            Some(AgentInput::Peer(from, message, permit)) => {
+                drop(permit);
                 return self.on_peer_disconnected(&from, *message).await.is_err();
             }
             Some(AgentInput::Reservations(_) | AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
@@ -190,8 +191,10 @@ impl EtcdSession<'_> {
 
     async fn on_peer_disconnected(&mut self, from: &str, message: PeerMessage) -> Result<(), EtcdError> {
         let Some(peers) = &mut self.peers else { return Ok(()) };
-        if matches!(message, PeerMessage::Ask { .. }) && peers.is_peer(from) && self.leading.take().is_some()
-        {
+        // A change of etcd's member takes less time, and a leader stays leader meanwhile.
+        let is_cut_off =
+            self.answered.is_none_or(|answered| now() >= answered + self.agent.timing.term_lease() / 2);
+        if is_cut_off && peers.would_confirm(from, &message) && self.leading.take().is_some() {
             tracing::info!(
                 "this host no longer leads the cluster: etcd is unreachable, and {from} asks for it"
             );

@@ -128,6 +128,8 @@ async fn run_link(
         if let Ok(Ok(mut stream)) = tokio::time::timeout(TIMEOUT, open(&context, &to, address)).await {
             is_connected.store(true, Ordering::Relaxed);
             pause = FIRST_PAUSE;
+            // What waited for the connection is out of date.
+            while messages.try_recv().is_ok() {}
             loop {
                 let bytes = match tokio::time::timeout(PING_INTERVAL, messages.recv()).await {
                     Ok(Ok(bytes)) => bytes,
@@ -142,8 +144,6 @@ async fn run_link(
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(LAST_PAUSE);
-        // What waited for the connection is out of date.
-        while messages.len() > 1 && messages.try_recv().is_ok() {}
     }
 }
 

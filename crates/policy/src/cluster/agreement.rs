@@ -220,6 +220,11 @@ impl PeerAgreement {
         AgreementAnswer { nonce: request.nonce, number: request.number, refusal }
     }
 
+    /// True if this host would confirm the request, were it to reach neither the store nor lead.
+    pub fn would_confirm(&self, from: &str, request: &AgreementRequest, now: Instant) -> bool {
+        self.refusal(from, request, true, now).is_none()
+    }
+
     fn refusal(
         &self,
         from: &str,

@@ -5,8 +5,11 @@ use crate::seeds::for_each;
 use policy::cluster::simulated::{
     ClientLoad, NANOS_PER_MS, NANOS_PER_S, SeededRandom, SimulatedClient, SimulatedCluster, SimulationConfig,
 };
-use policy::cluster::{ClusterGroupLimits, Timing};
+use policy::cluster::{
+    AgreementRefusal, AgreementRequest, ClusterGroupLimits, PeerAgreement, PeerSet, Timing,
+};
 use policy::throttle::{LimitKind, Limits};
+use policy::time::Instant;
 
 const RATE: u64 = 3000;
 const IOPS: usize = LimitKind::IopsTotal.index();
@@ -263,4 +266,25 @@ fn run_seed(seed: u64) {
         assert_eq!(cluster.violation(), None);
     }
     assert!(has_agreed || cluster.admissions.iter().any(|(passed, _)| *passed > 0));
+}
+
+#[test]
+fn a_new_run_agrees_only_once_the_store_has_its_list() {
+    let at = |ms: u64| Instant::from_nanos((10_000 + ms) * NANOS_PER_MS);
+    let members: PeerSet = ["0", "1"].map(|name| (name.to_owned(), true)).into();
+    let names = members.keys().cloned().collect();
+    let request = AgreementRequest { nonce: 7, number: 1, members: names, leads: false };
+    let mut agreement = PeerAgreement::new("1", Timing::DEFAULT, at(0));
+    agreement.add_members(members.clone());
+    let refusal =
+        |agreement: &mut PeerAgreement, ms: u64| agreement.on_request("0", &request, true, at(ms)).refusal;
+    assert_eq!(refusal(&mut agreement, 3000), Some(AgreementRefusal::UnknownSender));
+    agreement.set_members(members);
+    // A store that has lost data: its former leader may act for one more term lease.
+    agreement.hold_back(at(3000));
+    assert!(!agreement.may_campaign(at(4900)) && !agreement.would_confirm("0", &request, at(4900)));
+    assert_eq!(refusal(&mut agreement, 4900), Some(AgreementRefusal::Promised));
+    assert!(agreement.may_campaign(at(5100)) && agreement.would_confirm("0", &request, at(5100)));
+    assert_eq!(refusal(&mut agreement, 5100), None);
+    assert!(!agreement.may_campaign(at(5100)));
 }

@@ -243,7 +243,8 @@ impl SimulatedCluster {
         match message {
             PeerMessage::Ask(request) => {
                 // A leader that has lost the store gives up for the agreement.
-                if !self.reaches_store(host) {
+                let agreement = &self.peers[host].agreement;
+                if !self.reaches_store(host) && agreement.would_confirm(&from.to_string(), &request, now) {
                     self.leaders[host].take_if(|leader| leader.term().revision > 0);
                 }
                 let is_free = !self.reaches_store(host) && self.leaders[host].is_none();
