@@ -81,8 +81,8 @@ fn loud_disks_are_throttled_and_released() {
         control(status, "db")["state"] == "controlling"
             && ["loud1", "loud2"].iter().all(|disk| is_capped(status, disk))
     });
-    // Without the target it is 256 ms. The bound leaves time for a busy host. In one status, because
-    // a host that stalls for a second releases the caps.
+    // Without the target it is 256 ms. The bound leaves time for a busy host. Judged by one status,
+    // because a host that stalls for a second releases the caps.
     wait_until(&scratch, |status| {
         control(status, "db")["measured-ns"].as_u64().is_some_and(|measured| measured <= 180_000_000)
             && find(status, "disks", "loud1")["throttle"]["throttle-cause"] == "latency-target"

@@ -1,8 +1,8 @@
 //! Latency targets inside each other, as a difference would leave them: rejected before any
 //! setting changes.
 //!
-//! The config has been checked by itself. Here, one of the two targets is usually of a disk or group
-//! that a client added.
+//! The config has been checked by itself. Here, one of the two targets is usually of a disk or
+//! group that a client added.
 
 use std::{collections::BTreeMap, iter};
 
