@@ -26,6 +26,8 @@ from rows import WEIR, Row, settle, with_options
 QUIET, BUSY = "quiet", "busy"
 QUIET_LOAD, BUSY_LOAD = Load("randread", 1, free=True), Load("randread", 64, free=True)
 WINDOWS, WINDOW_SECONDS, SETTLE_SECONDS = 8, 2, 2
+# Until the socket of a machine exists; the one of NBD is passed to the server.
+START_SECONDS = 60
 KEPT, TOLERANCE = 0.95, 1.1
 # Cost of a target that is met, relative to none: one percent at most.
 COST = 0.99
@@ -38,16 +40,17 @@ def percent(value):
 
 
 def weir(setup, paths, machine, target_us):
-    """weir with both disks over NBD, and the quiet one at the socket `machine` if there is one."""
+    """weir with both disks over NBD, or the quiet one at the socket `machine` if there is one."""
     tables = []
     for name, path in paths.items():
         keys = {"image": str(path), "format": "raw", "cache": "none"}
         if name == QUIET and target_us:
             keys["latency-target"] = f"{target_us:.0f}us"
-        exports = ['{ type = "nbd" }']
+        table = groups.table(f"disk.{name}", keys)
+        # Without a list of exports, the disk is at the passed socket.
         if name == QUIET and machine:
-            exports.append(f'{{ type = "vhost-user-blk", listen = "unix:{machine}" }}')
-        tables.append(f"{groups.table(f'disk.{name}', keys)}export = [{', '.join(exports)}]\n")
+            table += f'export = [{{ type = "vhost-user-blk", listen = "unix:{machine}" }}]\n'
+        tables.append(table)
     return groups.weir_from(setup.program, "\n".join(tables))
 
 
@@ -84,6 +87,9 @@ def kept_windows(over_vhost_user):
             for path in paths.values():
                 settle(path)
             with weir(setup, paths, machine, target_us) as server:
+                deadline = time.monotonic() + START_SECONDS
+                while machine and not machine.exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
                 quiet = f"vhost-user:{machine}" if machine else server.uri_of(QUIET)
                 yield server, quiet
 

@@ -160,7 +160,7 @@ fn add(sum: &mut StoreTraffic, more: &StoreTraffic) {
 impl ClusterSummary {
     pub(super) fn new(
         spec: &ClusterSpec,
-        limits: &policy::cluster::ClusterGroupLimits,
+        limits: &ClusterGroupLimits,
         seed: u64,
         outcome: &ClusterOutcome,
         remarks: Vec<String>,
