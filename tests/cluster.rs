@@ -372,7 +372,7 @@ fn errors_are_reported_or_the_fallback_share_holds() {
         &host_scratch,
         "x",
         &etcd.url(),
-        "user = \"u\"\npassword-file = \"/nowhere\"",
+        "peer-address = \"127.0.0.1:7441\"\nuser = \"u\"\npassword-file = \"/nowhere\"",
     );
     let stderr = weir(&["check-config", text(&file)]).fails();
     let prefix = format!("weir: {}:", text(&file));
@@ -441,7 +441,8 @@ fn check_contacts_etcd_like_a_start() {
     let host_scratch = Scratch::new();
     let (state, socket) = (host_scratch.path("state"), host_scratch.socket("control"));
     let config = |members: &str, more: &str| {
-        let file = ClusterTestHost::config(&host_scratch, "x", "MEMBERS", more);
+        let more = format!("peer-address = \"127.0.0.1:7441\"\n{more}");
+        let file = ClusterTestHost::config(&host_scratch, "x", "MEMBERS", &more);
         let text = fs::read_to_string(&file).unwrap();
         fs::write(&file, text.replace("\"MEMBERS\"", members)).unwrap();
         file

@@ -83,11 +83,11 @@ pub(crate) fn disk_throttle_values(
     key_values(&DiskConfig { settings, schedule, group, ..DiskConfig::default() }, is_throttle_key)
 }
 
-/// True for limits, shares and the group of a disk, which change together with those of other
-/// objects.
+/// True for limits, shares, latency targets and the group of a disk, which change together with
+/// those of other objects.
 fn is_throttle_key(key: &ConfigKey<DiskConfig>) -> bool {
-    ["Limits", settings::SIZE_HEADING, "Shares", schedule::HEADING].contains(&key.heading)
-        || key.name == "group"
+    let headings = ["Limits", settings::SIZE_HEADING, "Shares", "Latency", schedule::HEADING];
+    headings.contains(&key.heading) || key.name == "group"
 }
 
 /// Limits, shares and parent of a running group. The name is empty if it is in no group.

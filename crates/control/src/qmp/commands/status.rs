@@ -199,7 +199,7 @@ fn group_status(
             configured_limits: (configured != limits).then(|| settings::set_limits(&configured)),
             schedule: schedule_status(&group.scheduled()),
             group: group.parent().map(|parent| parent.name().to_owned()),
-            ..member_settings(registry, group.name(), &of_group)
+            ..member_settings(registry, group.name(), &GroupSettings { limits, ..of_group })
         },
         watermark_status: watermark_status(watermark, group.enforcement()),
         latency_control: latency_targets::status(registry, group.name(), group.cap()),
