@@ -418,7 +418,8 @@ fn settings_without_effect_are_remarked() {
 fn old_names_of_keys_are_read_with_a_warning() {
     let file = |lines: &str| {
         format!(
-            "[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = \"http://e:2379\"\npeer-address = \"10.0.0.1:7600\"\n{lines}"
+            "[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = \"http://e:2379\"\n\
+             peer-address = \"10.0.0.1:7600\"\n{lines}"
         )
     };
     let [old, new] = ["safe", "fallback"].map(|name| plan(&file(&format!("{name}-share = \"0.5%\"\n"))));
@@ -437,7 +438,7 @@ fn old_names_of_keys_are_read_with_a_warning() {
     assert!(warnings(&new).is_empty());
     check(
         &file("fallback-share = \"1%\"\nsafe-share = \"0.5%\"\n"),
-        "weir.toml:6: cluster.safe-share = \"0.5%\": is the old name of fallback-share, which is \
+        "weir.toml:7: cluster.safe-share = \"0.5%\": is the old name of fallback-share, which is \
          given too (remove it)",
     );
 }
