@@ -169,7 +169,7 @@ fn removed_group_is_not_restored() {
     });
     // New limits follow the removed ones.
     set(&hosts[1], "silver");
-    until("the new limits are in force", || limit().is_some_and(|limit| limit < 2000));
+    until("the new limits are in force", || limit().is_some_and(|limit| limit <= 2000));
     assert!(etcd_value(&etcd, "all/group/silver").contains("\"number\":3"));
     assert_eq!(groups(&hosts[1]), ["gold", "silver"]);
     // Only the last removals are remembered.
