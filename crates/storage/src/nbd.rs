@@ -1,5 +1,5 @@
 //! An export of an NBD server as a storage: `nbd://HOST/EXPORT` and similar URIs
-//! ([`Uri`](nbd::uri::Uri)).
+//! ([`Uri`]).
 //!
 //! | cache mode | a write completes when | flush |
 //! | --- | --- | --- |
