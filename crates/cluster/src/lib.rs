@@ -463,9 +463,12 @@ impl ClusterMembership {
     fn report_fallback(&self, hooks: &dyn ClusterHooks) {
         let peers = self.peers.borrow();
         let is_cut_off = self.has_peers && !self.is_connected.get() && peers.leader.is_none();
+        if !is_cut_off || self.is_fallback_reported.get() || self.is_joining() {
+            return;
+        }
         let states = self.hosts.borrow().states();
-        let is_fallback = is_cut_off && !states.is_empty() && states.iter().all(|state| !state.is_leased);
-        if is_fallback && !self.is_joining() && !self.is_fallback_reported.replace(true) {
+        if !states.is_empty() && states.iter().all(|state| !state.is_leased) {
+            self.is_fallback_reported.set(true);
             let missing = peers.missing.iter().map(|(host, why)| format!("{host} {why}"));
             let missing: Vec<_> = missing.take(MAX_NAMED_HOSTS).collect();
             hooks.report_agreement(&self.name, None, &missing.join(", "));

@@ -184,7 +184,8 @@ impl LocalGroup {
     fn begin(
         &mut self,
         instance: u64,
-        (spec, is_counted): (ClusterGroupLimits, bool),
+        spec: ClusterGroupLimits,
+        is_counted: bool,
         timing: Timing,
         now: Instant,
     ) {
@@ -305,7 +306,7 @@ impl LocalGroups {
             });
         }
         if let Some(spec) = spec {
-            member.begin(self.instance, (spec, self.is_counted(&spec)), self.timing, now);
+            member.begin(self.instance, spec, self.is_counted(&spec), self.timing, now);
             if let (Some(term), Some(host)) = (self.term, &mut member.host) {
                 host.on_leader(term);
             }
@@ -465,7 +466,7 @@ impl LocalGroups {
                         .collect();
                     for (member, is_counted) in self.members.values_mut().zip(counted) {
                         if let Some(spec) = member.host.as_ref().map(HostQuota::spec) {
-                            member.begin(instance, (spec, is_counted), self.timing, now);
+                            member.begin(instance, spec, is_counted, self.timing, now);
                         }
                     }
                     self.follow();
@@ -493,7 +494,7 @@ impl LocalGroups {
                             member.group.extend_lease(LocalGroup::lease(host, host.lease_end(), left));
                         }
                         None => {
-                            member.begin(self.instance, (spec, is_counted), self.timing, now);
+                            member.begin(self.instance, spec, is_counted, self.timing, now);
                             self.follow();
                         }
                     }

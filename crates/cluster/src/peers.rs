@@ -233,14 +233,10 @@ impl Peers {
         self.agreement.set_members(members);
         // Hosts that appeared meanwhile.
         self.agreement.add_members(self.present.clone());
-        self.registered = Some(asks);
-        if self
-            .present
-            .keys()
-            .any(|name| self.registered.as_ref().is_some_and(|asks| !asks.contains_key(name)))
-        {
+        if self.present.keys().any(|name| !asks.contains_key(name)) {
             self.register_at = Some(now() + REGISTRATION_DELAY);
         }
+        self.registered = Some(asks);
         self.connect();
     }
 
@@ -310,8 +306,10 @@ impl Peers {
     /// there is no session and this host does not lead through etcd.
     pub(super) fn on_message(
         &mut self,
-        (from, message): (&str, PeerMessage),
-        (has_session, is_free): (bool, bool),
+        from: &str,
+        message: PeerMessage,
+        has_session: bool,
+        is_free: bool,
         known: &SessionState,
     ) -> Vec<AgentMessage> {
         let mut out = Vec::new();

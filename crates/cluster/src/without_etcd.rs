@@ -115,26 +115,37 @@ impl EtcdSession<'_> {
 
     /// Handles a message of another host during a session.
     pub(super) async fn on_peer(&mut self, from: &str, message: PeerMessage) -> Result<(), EtcdError> {
+        let Some(peers) = &self.peers else { return Ok(()) };
+        // The other host lost etcd; perhaps this one has, and does not know it yet.
+        let asks = matches!(message, PeerMessage::Report { .. } | PeerMessage::Ask { .. });
+        if asks && self.leading.is_none() && peers.is_peer(from) {
+            self.probe_at
+                .get_or_insert(now().max(self.answered.unwrap_or(Instant::ZERO) + PROBE_INTERVAL / 4));
+        }
+        self.deliver(from, message, true).await
+    }
+
+    /// Passes a message to the leader that this host is by election in etcd, or to the connections.
+    async fn deliver(
+        &mut self,
+        from: &str,
+        message: PeerMessage,
+        has_session: bool,
+    ) -> Result<(), EtcdError> {
         let Some(peers) = &mut self.peers else { return Ok(()) };
-        match (message, &mut self.leading) {
+        let messages = match (message, &mut self.leading) {
             (PeerMessage::Report { reports }, Some(leading)) => {
                 if let Some(reports) = peers.on_direct_report(from, reports, leading.term(), &self.known) {
                     leading.on_reports(from, &reports);
                 }
+                Vec::new()
             }
             (message, leading) => {
-                // The other host lost etcd; perhaps this one has, and does not know it yet.
-                let asks = matches!(message, PeerMessage::Report { .. } | PeerMessage::Ask { .. });
-                if asks && leading.is_none() && peers.is_peer(from) {
-                    self.probe_at.get_or_insert(
-                        now().max(self.answered.unwrap_or(Instant::ZERO) + PROBE_INTERVAL / 4),
-                    );
-                }
-                let messages = peers.on_message((from, message), (true, false), &self.known);
-                self.forward(messages).await?;
+                let is_free = !has_session && leading.is_none();
+                peers.on_message(from, message, has_session, is_free, &self.known)
             }
-        }
-        Ok(())
+        };
+        self.forward(messages).await
     }
 
     /// Adds the connections to other hosts to a report.
@@ -190,7 +201,7 @@ impl EtcdSession<'_> {
     }
 
     async fn on_peer_disconnected(&mut self, from: &str, message: PeerMessage) -> Result<(), EtcdError> {
-        let Some(peers) = &mut self.peers else { return Ok(()) };
+        let Some(peers) = &self.peers else { return Ok(()) };
         // A change of etcd's member takes less time, and a leader stays leader meanwhile.
         let is_cut_off =
             self.answered.is_none_or(|answered| now() >= answered + self.agent.timing.term_lease() / 2);
@@ -199,16 +210,7 @@ impl EtcdSession<'_> {
                 "this host no longer leads the cluster: etcd is unreachable, and {from} asks for it"
             );
         }
-        let messages = match (message, &mut self.leading) {
-            (PeerMessage::Report { reports }, Some(leading)) => {
-                if let Some(reports) = peers.on_direct_report(from, reports, leading.term(), &self.known) {
-                    leading.on_reports(from, &reports);
-                }
-                Vec::new()
-            }
-            (message, leading) => peers.on_message((from, message), (false, leading.is_none()), &self.known),
-        };
-        self.forward(messages).await
+        self.deliver(from, message, false).await
     }
 
     /// Time of the next call of [`EtcdSession::perform_disconnected`].
