@@ -36,7 +36,7 @@ mod reserved;
 mod tail;
 mod target;
 
-pub use members::{MemberSettings, Membership, PlacedDisk, memberships};
+pub use members::{LatencyMemberSettings, Membership, PlacedDisk, memberships};
 pub use target::{LatencySettings, PercentileTarget, TargetDirections};
 
 use alloc::collections::BTreeMap;
@@ -215,10 +215,10 @@ impl LatencyController {
         self.caps.get(&member).copied()
     }
 
-    /// The device's highest throughput of about the last minute, in units per second
-    /// ([`UNIT_BYTES`]), of which floors are a part.
-    pub const fn peak_rate(&self) -> f64 {
-        self.peak_rate
+    /// A part of the device's highest throughput of about the last minute, in units per second
+    /// ([`UNIT_BYTES`]): the floor of a member.
+    pub fn floor_rate(&self, permyriad: u16) -> u64 {
+        (self.peak_rate * f64::from(permyriad) / 10_000.0) as u64
     }
 
     /// State of a member's target; `None` if it has none.

@@ -34,7 +34,7 @@ use super::{
     bucket::{LimitingBucket, ThrottleTimes},
     client::{ClosedLoopClient, RequestChain},
     flow::SimulationEvent,
-    latency_target::LatencySampler,
+    latency_target::SimulatedLatencySampler,
     prefetch::PrefetchModel,
     request::{RequestOp, SimulatedRequest},
     state::{DiskState, GroupState, NEVER, SimulationState, TreeWithTimer},
@@ -120,7 +120,7 @@ pub struct SimulationEngine {
     max_tree_requests: usize,
     clients: Vec<RequestSource>,
     sampler: WatermarkSampler,
-    latency: LatencySampler,
+    latency: SimulatedLatencySampler,
     rows: ResultRows,
     /// True without limits and read-ahead.
     unlimited: bool,
@@ -170,7 +170,7 @@ impl SimulationEngine {
             max_tree_requests: TREE_REQUESTS,
             clients: Vec::new(),
             sampler: WatermarkSampler::default(),
-            latency: LatencySampler::default(),
+            latency: SimulatedLatencySampler::default(),
             rows,
             unlimited,
         };

@@ -12,7 +12,7 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use policy::{
     histogram::LatencyHistogram,
     latency_target::{
-        LatencyController, MemberClass, MemberSample, MemberSettings, Membership, PlacedDisk, RateCap,
+        LatencyController, LatencyMemberSettings, MemberClass, MemberSample, Membership, PlacedDisk, RateCap,
         memberships,
     },
     request::Direction,
@@ -33,13 +33,13 @@ const INTERVAL_NS: u64 = 50_000_000;
 const MAX_IDLE_STEPS: u32 = 200;
 
 #[derive(Debug, Default)]
-pub(super) struct LatencySampler {
+pub(super) struct SimulatedLatencySampler {
     disks: Vec<MeasuredDisk>,
-    groups: Vec<MemberSettings>,
+    groups: Vec<LatencyMemberSettings>,
     has_target: bool,
     /// True if disks or groups were added since the members were determined.
     is_stale: bool,
-    devices: Vec<ControlledDevice>,
+    devices: Vec<SimulatedControl>,
     is_stepping: bool,
     idle_steps: u32,
 }
@@ -48,7 +48,7 @@ pub(super) struct LatencySampler {
 #[derive(Debug)]
 struct MeasuredDisk {
     place: DevicePlacement,
-    settings: MemberSettings,
+    settings: LatencyMemberSettings,
     /// Innermost first.
     groups: Vec<usize>,
     /// True if a disk on its device has a target.
@@ -72,15 +72,15 @@ impl RequestInFlight {
 }
 
 #[derive(Debug)]
-struct ControlledDevice {
-    id: SharedDevice,
+struct SimulatedControl {
+    id: SimulatedDeviceKey,
     controller: LatencyController,
     members: Vec<SimulatedMember>,
 }
 
 /// Index of the device that disks share: of a station, a budget, or of the disk that shares none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum SharedDevice {
+enum SimulatedDeviceKey {
     Budget(usize),
     Station(usize),
     Unshared(usize),
@@ -124,11 +124,11 @@ impl MemberOwner {
     }
 }
 
-const fn member_settings(settings: &DiskSettings) -> MemberSettings {
-    MemberSettings { latency: settings.latency, share: settings.share }
+const fn member_settings(settings: &DiskSettings) -> LatencyMemberSettings {
+    LatencyMemberSettings { latency: settings.latency, share: settings.share }
 }
 
-impl LatencySampler {
+impl SimulatedLatencySampler {
     pub(super) fn add_group(&mut self, settings: &DiskSettings) {
         self.add_target(settings);
         self.groups.push(member_settings(settings));
@@ -212,16 +212,16 @@ impl LatencySampler {
     fn determine_members(&mut self) {
         let placed = self.disks.iter().enumerate().map(|(index, disk)| {
             let device = match disk.place {
-                DevicePlacement { budget: Some(budget), .. } => SharedDevice::Budget(budget),
-                DevicePlacement { station: Some(station), .. } => SharedDevice::Station(station),
-                DevicePlacement { .. } => SharedDevice::Unshared(index),
+                DevicePlacement { budget: Some(budget), .. } => SimulatedDeviceKey::Budget(budget),
+                DevicePlacement { station: Some(station), .. } => SimulatedDeviceKey::Station(station),
+                DevicePlacement { .. } => SimulatedDeviceKey::Unshared(index),
             };
             let groups = disk.groups.iter().map(|&group| (group, self.groups[group])).collect();
             PlacedDisk { device, settings: disk.settings, groups }
         });
         let placed: Vec<_> = placed.collect();
         let all = memberships(&placed);
-        let is_controlled = |device: SharedDevice| {
+        let is_controlled = |device: SimulatedDeviceKey| {
             let mut on_device = placed.iter().zip(&all).filter(|(disk, _)| disk.device == device);
             on_device.any(|(_, membership)| matches!(membership.class, MemberClass::Target(_)))
         };
@@ -234,7 +234,7 @@ impl LatencySampler {
             let existing = self.devices.iter().position(|device| device.id == disk.device);
             let device = existing.unwrap_or_else(|| {
                 let controller = LatencyController::new();
-                self.devices.push(ControlledDevice { id: disk.device, controller, members: Vec::new() });
+                self.devices.push(SimulatedControl { id: disk.device, controller, members: Vec::new() });
                 self.devices.len() - 1
             });
             self.devices[device].add_disk(index, *membership);
@@ -242,7 +242,7 @@ impl LatencySampler {
     }
 }
 
-impl ControlledDevice {
+impl SimulatedControl {
     fn add_disk(&mut self, disk: usize, membership: Membership<usize>) {
         let owner = membership.group.map_or(MemberOwner::Disk(disk), MemberOwner::Group);
         match self.members.iter_mut().find(|member| member.owner == owner) {
@@ -267,8 +267,8 @@ impl ControlledDevice {
         for member in &mut self.members {
             member.measure(disks, state);
         }
-        let peak_rate = self.controller.peak_rate();
-        let samples: Vec<_> = self.members.iter().map(|member| member.sample(peak_rate)).collect();
+
+        let samples: Vec<_> = self.members.iter().map(|member| member.sample(&self.controller)).collect();
         let now = Instant::from_nanos(state.now);
         self.controller.step(now, &samples);
         for SimulatedMember { owner, .. } in &self.members {
@@ -312,9 +312,9 @@ impl SimulatedMember {
         self.is_waiting = state.trees[tree_index].tree.take_cap_wait(node);
     }
 
-    fn sample(&self, peak_rate: f64) -> MemberSample<'_> {
+    fn sample(&self, controller: &LatencyController) -> MemberSample<'_> {
         let Membership { class, share, floor_permyriad, .. } = self.membership;
-        let floor = floor_permyriad.map(|permyriad| (peak_rate * f64::from(permyriad) / 10_000.0) as u64);
+        let floor = floor_permyriad.map(|permyriad| controller.floor_rate(permyriad));
         let is_target = matches!(class, MemberClass::Target(_));
         MemberSample {
             key: self.owner.key(),
@@ -342,10 +342,10 @@ mod tests {
         let target = PercentileTarget::new(5_000_000, 9900, TargetDirections::All);
         let with_target = LatencySettings { target, ..LatencySettings::default() };
         let on = |station| DevicePlacement { station: Some(station), budget: None };
-        let (mut sampler, mut flow) = (LatencySampler::default(), EventQueue::default());
+        let (mut sampler, mut flow) = (SimulatedLatencySampler::default(), EventQueue::default());
         sampler.add_disk(on(0), &DiskSettings { latency: with_target, ..Default::default() }, Vec::new());
         sampler.add_disk(on(1), &DiskSettings::default(), Vec::new());
-        let mut record = |sampler: &mut LatencySampler, disk: usize| {
+        let mut record = |sampler: &mut SimulatedLatencySampler, disk: usize| {
             sampler.record(disk, Direction::Read, 4096, (0, 1_000_000), &mut flow);
             sampler.disks[disk].in_flight.len()
         };

@@ -12,7 +12,7 @@ use std::{
 };
 
 use policy::{
-    latency_target::{MemberClass, MemberSettings, Membership, PlacedDisk, RateCap, memberships},
+    latency_target::{LatencyMemberSettings, MemberClass, Membership, PlacedDisk, RateCap, memberships},
     throttle::NodeShare,
 };
 
@@ -110,11 +110,11 @@ pub(super) fn members_of(
             let GroupSettings { latency, share, .. } = group.settings();
             let address = Arc::as_ptr(&group).addr();
             groups.insert(address, group);
-            (address, MemberSettings { latency, share })
+            (address, LatencyMemberSettings { latency, share })
         });
         let above = above.collect();
         let DiskSettings { latency, share, .. } = disk.throttle().settings();
-        placed.push(PlacedDisk { device, settings: MemberSettings { latency, share }, groups: above });
+        placed.push(PlacedDisk { device, settings: LatencyMemberSettings { latency, share }, groups: above });
         running.push(disk);
     }
     // By device, and then by key.

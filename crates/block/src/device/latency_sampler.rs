@@ -277,8 +277,7 @@ impl ControlledDevice {
         for member in &mut self.members {
             member.measure(now);
         }
-        let peak_rate = self.controller.peak_rate();
-        let samples: Vec<_> = self.members.iter().map(|member| member.sample(peak_rate)).collect();
+        let samples: Vec<_> = self.members.iter().map(|member| member.sample(&self.controller)).collect();
         self.controller.step(now, &samples);
         for MeasuredMember { member, .. } in &self.members {
             member.node.set_cap(self.controller.cap(member.key));
@@ -356,9 +355,9 @@ impl MeasuredMember {
         }
     }
 
-    fn sample(&self, peak_rate: f64) -> MemberSample<'_> {
+    fn sample(&self, controller: &LatencyController) -> MemberSample<'_> {
         let LatencyMember { key, class, share, floor_permyriad, .. } = self.member;
-        let floor = floor_permyriad.map(|permyriad| (peak_rate * f64::from(permyriad) / 10_000.0) as u64);
+        let floor = floor_permyriad.map(|permyriad| controller.floor_rate(permyriad));
         let MeasuredRequests { completed, bytes, in_flight, mean_in_flight } = self.measured;
         MemberSample {
             key,

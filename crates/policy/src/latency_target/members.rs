@@ -18,13 +18,13 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-use super::reserved::ReservedRates;
+use super::reserved::ReservedSum;
 use super::{LatencySettings, MemberClass};
 use crate::throttle::NodeShare;
 
 /// Settings of a disk or a group that decide its membership.
 #[derive(Clone, Copy, Debug)]
-pub struct MemberSettings {
+pub struct LatencyMemberSettings {
     /// Target and floor.
     pub latency: LatencySettings,
     /// Weight and reservation.
@@ -38,9 +38,9 @@ pub struct PlacedDisk<D, G> {
     /// Its device.
     pub device: D,
     /// Its own settings.
-    pub settings: MemberSettings,
+    pub settings: LatencyMemberSettings,
     /// Its groups and their settings.
-    pub groups: Vec<(G, MemberSettings)>,
+    pub groups: Vec<(G, LatencyMemberSettings)>,
 }
 
 /// The member that a disk belongs to.
@@ -62,9 +62,9 @@ pub struct Membership<G> {
 struct GroupSummary<D> {
     has_target_below: bool,
     /// The larger of its own reservation and the sum of its members'.
-    reserved: ReservedRates,
+    reserved: ReservedSum,
     /// Sum of the members' reservations.
-    reserved_below: ReservedRates,
+    reserved_below: ReservedSum,
     /// Sum of the weights of its members: disks and groups.
     weights: u64,
     /// Sum of the weights of the members that have disks on a device.
@@ -109,7 +109,7 @@ fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: 
     // What the member adds to its parent, on the device and in total: a group's weight counts once.
     let weight = u64::from(disk.settings.share.weight());
     let [mut weight_on_device, mut weight] = [weight; 2];
-    let mut added = ReservedRates::of(disk.settings.share);
+    let mut added = ReservedSum::of(disk.settings.share);
     for (group, settings) in &disk.groups {
         let group_weight = u64::from(settings.share.weight());
         let mut next_weight = 0;
@@ -117,8 +117,8 @@ fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: 
             next_weight = group_weight;
             GroupSummary {
                 has_target_below: false,
-                reserved: ReservedRates::default(),
-                reserved_below: ReservedRates::default(),
+                reserved: ReservedSum::default(),
+                reserved_below: ReservedSum::default(),
                 weights: 0,
                 weights_on: BTreeMap::new(),
             }
@@ -131,7 +131,7 @@ fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: 
         *summary.weights_on.entry(disk.device.clone()).or_default() += weight_on_device;
         (weight, weight_on_device) = (next_weight, next_weight_on_device);
         summary.reserved_below = summary.reserved_below.plus(added);
-        let reserved = summary.reserved_below.max(ReservedRates::of(settings.share));
+        let reserved = summary.reserved_below.max(ReservedSum::of(settings.share));
         added = reserved.minus(summary.reserved);
         summary.reserved = reserved;
     }
@@ -146,9 +146,9 @@ fn membership<D: Ord, G: Copy + Ord>(
     // The outermost group with a target, so that nested targets have one meaning.
     let with_target = groups.iter().rposition(|(_, settings)| settings.latency.target.is_some());
     let with_reservation = || {
-        let is_one = |(group, settings): &(G, MemberSettings)| {
+        let is_one = |(group, settings): &(G, LatencyMemberSettings)| {
             let summary = &summaries[group];
-            let is_reserved = !ReservedRates::of(settings.share).is_empty();
+            let is_reserved = !ReservedSum::of(settings.share).is_empty();
             is_reserved && summary.is_on_one_device() && !summary.has_target_below
         };
         groups.iter().rposition(is_one)
@@ -162,7 +162,7 @@ fn membership<D: Ord, G: Copy + Ord>(
     let target = with_target.map_or(settings.latency.target, |(_, settings)| settings.latency.target);
     let (own, reserved, above) = match as_one {
         Some(index) => (groups[index].1, summaries[&groups[index].0].reserved, &groups[index + 1..]),
-        None => (*settings, ReservedRates::of(settings.share), &groups[..]),
+        None => (*settings, ReservedSum::of(settings.share), &groups[..]),
     };
     let parts = Parts::of(own, reserved, &disk.device, above, summaries);
     let membership = Membership {
@@ -178,7 +178,7 @@ fn membership<D: Ord, G: Copy + Ord>(
 /// A member's parts of the shares and floors of its groups.
 struct Parts {
     weight: f64,
-    reserved: ReservedRates,
+    reserved: ReservedSum,
     floor_permyriad: Option<u16>,
 }
 
@@ -186,10 +186,10 @@ impl Parts {
     /// The parts of a member on a device with these settings, inside the groups `above`, innermost
     /// first. What the member has itself is a minimum.
     fn of<D: Ord, G: Copy + Ord>(
-        own: MemberSettings,
-        reserved: ReservedRates,
+        own: LatencyMemberSettings,
+        reserved: ReservedSum,
         device: &D,
-        above: &[(G, MemberSettings)],
+        above: &[(G, LatencyMemberSettings)],
         summaries: &GroupSummaries<D, G>,
     ) -> Self {
         let mut parts = Self {
@@ -204,7 +204,7 @@ impl Parts {
             fraction *= weight / summary.weights as f64;
             fraction_on_device *= weight / summary.weights_on[device] as f64;
             weight = f64::from(settings.share.weight());
-            parts.reserved = parts.reserved.max(ReservedRates::of(settings.share).part(fraction));
+            parts.reserved = parts.reserved.max(ReservedSum::of(settings.share).part(fraction));
             // Rounded, but not to 0, which would be no floor.
             let floor = settings
                 .latency
@@ -228,11 +228,15 @@ mod tests {
     };
     const NONE: LatencySettings = LatencySettings { target: None, floor_permyriad: None };
 
-    fn settings(latency: LatencySettings, iops_reservation: u64) -> MemberSettings {
-        MemberSettings { latency, share: NodeShare::default().with_reservation(iops_reservation, 0) }
+    fn settings(latency: LatencySettings, iops_reservation: u64) -> LatencyMemberSettings {
+        LatencyMemberSettings { latency, share: NodeShare::default().with_reservation(iops_reservation, 0) }
     }
 
-    fn disk(device: u32, latency: LatencySettings, groups: &[(u32, MemberSettings)]) -> PlacedDisk<u32, u32> {
+    fn disk(
+        device: u32,
+        latency: LatencySettings,
+        groups: &[(u32, LatencyMemberSettings)],
+    ) -> PlacedDisk<u32, u32> {
         PlacedDisk { device, settings: settings(latency, 0), groups: groups.to_vec() }
     }
 
@@ -267,8 +271,8 @@ mod tests {
         share.with_reservation(iops_reservation, bps_reservation)
     }
 
-    fn shared(share: NodeShare) -> MemberSettings {
-        MemberSettings { latency: NONE, share }
+    fn shared(share: NodeShare) -> LatencyMemberSettings {
+        LatencyMemberSettings { latency: NONE, share }
     }
 
     #[test]
@@ -318,7 +322,7 @@ mod tests {
     fn floor_of_a_group_is_divided_among_its_disks() {
         let floor = |floor_permyriad| LatencySettings { floor_permyriad, ..NONE };
         let group = (1, settings(floor(Some(600)), 0));
-        let heavy = MemberSettings { latency: NONE, share: share(200, 0, 0) };
+        let heavy = LatencyMemberSettings { latency: NONE, share: share(200, 0, 0) };
         let disks = [
             disk(0, NONE, &[group]),
             PlacedDisk { settings: heavy, ..disk(0, NONE, &[group]) },

@@ -8,7 +8,7 @@ use crate::throttle::NodeShare;
 
 /// Sum of reservations.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct ReservedRates {
+pub(super) struct ReservedSum {
     iops: u64,
     bps: u64,
     /// True if a part reserves only bytes.
@@ -17,7 +17,7 @@ pub(super) struct ReservedRates {
     lacks_bps: bool,
 }
 
-impl ReservedRates {
+impl ReservedSum {
     pub(super) const fn of(share: NodeShare) -> Self {
         let (iops, bps) = (share.iops_reservation(), share.bps_reservation());
         Self { iops, bps, lacks_iops: iops == 0 && bps > 0, lacks_bps: bps == 0 && iops > 0 }

@@ -17,14 +17,14 @@ pub(super) enum ClusterEvent {
     ToLeader(usize, u64, StoreResponse),
     AtStore(usize, u64, StoreRequest),
     /// Receiver, its run, sender, message.
-    ToPeer(usize, u64, usize, PeerMessage),
+    ToPeer(usize, u64, usize, SimulatedPeerMessage),
     PeerRuns(usize, u64),
     Registered(usize, u64, RegistrationAnswer),
 }
 
 /// Message between two hosts.
 #[derive(Clone, Debug)]
-pub(super) enum PeerMessage {
+pub(super) enum SimulatedPeerMessage {
     Ask(AgreementRequest),
     Answer(AgreementAnswer),
     Release(u64),

@@ -2,7 +2,7 @@
 //! through it.
 
 use super::SimulatedCluster;
-use super::events::{ClusterEvent, PeerMessage, RegistrationAnswer, StoreRequest};
+use super::events::{ClusterEvent, RegistrationAnswer, SimulatedPeerMessage, StoreRequest};
 use crate::cluster::simulated::store::PeerRegistration;
 use crate::cluster::{
     AgreementMessage, ByKind, HostReport, PeerAgreement, PeerSet, QuotaGrant, QuotaLeader, Term,
@@ -145,14 +145,14 @@ impl SimulatedCluster {
         }
     }
 
-    fn send_to_peer(&mut self, from: usize, to: usize, message: PeerMessage) {
+    fn send_to_peer(&mut self, from: usize, to: usize, message: SimulatedPeerMessage) {
         if !self.cut.contains(&(from, to)) {
             let (at, run) = (self.now + self.delay(), self.processes[to].run);
             self.schedule(at, ClusterEvent::ToPeer(to, run, from, message));
         }
     }
 
-    fn send_to_all_peers(&mut self, from: usize, message: &PeerMessage) {
+    fn send_to_all_peers(&mut self, from: usize, message: &SimulatedPeerMessage) {
         for to in (0..self.machines.len()).filter(|to| *to != from) {
             self.send_to_peer(from, to, message.clone());
         }
@@ -161,7 +161,7 @@ impl SimulatedCluster {
     /// Sends a report to the leader if it is known, else to all hosts: the leader answers.
     pub(super) fn report_to_peers(&mut self, host: usize, report: &HostReport) {
         let now = self.local(host);
-        let report = PeerMessage::Report(Box::new(report.clone()));
+        let report = SimulatedPeerMessage::Report(Box::new(report.clone()));
         let known = self.peers[host].leader.filter(|(_, at)| now < *at + self.config.timing.term_lease());
         match known {
             Some((leader, _)) => self.send_to_peer(host, leader, report),
@@ -183,7 +183,7 @@ impl SimulatedCluster {
         for (host, grant) in grants {
             let is_direct = self.peers[leader].direct.get(host).is_some_and(|at| now < *at + lease);
             if is_direct || term.revision == 0 {
-                self.send_to_peer(leader, *host, PeerMessage::Grant(Box::new(*grant)));
+                self.send_to_peer(leader, *host, SimulatedPeerMessage::Grant(Box::new(*grant)));
             }
         }
     }
@@ -197,8 +197,8 @@ impl SimulatedCluster {
         let messages = self.peers[host].agreement.tick(is_free, nonce, now);
         for message in messages {
             let message = match message {
-                AgreementMessage::Request(request) => PeerMessage::Ask(request),
-                AgreementMessage::Release(nonce) => PeerMessage::Release(nonce),
+                AgreementMessage::Request(request) => SimulatedPeerMessage::Ask(request),
+                AgreementMessage::Release(nonce) => SimulatedPeerMessage::Release(nonce),
             };
             self.send_to_all_peers(host, &message);
         }
@@ -238,10 +238,10 @@ impl SimulatedCluster {
         }
     }
 
-    pub(super) fn deliver_to_peer(&mut self, host: usize, from: usize, message: PeerMessage) {
+    pub(super) fn deliver_to_peer(&mut self, host: usize, from: usize, message: SimulatedPeerMessage) {
         let now = self.local(host);
         match message {
-            PeerMessage::Ask(request) => {
+            SimulatedPeerMessage::Ask(request) => {
                 // A leader that has lost the store gives up for the agreement.
                 let agreement = &self.peers[host].agreement;
                 if !self.reaches_store(host) && agreement.would_confirm(&from.to_string(), &request, now) {
@@ -254,9 +254,9 @@ impl SimulatedCluster {
                     let term = Term { revision: 0, nonce: request.nonce };
                     self.deliver_to_host(host, Some(term), None);
                 }
-                self.send_to_peer(host, from, PeerMessage::Answer(answer));
+                self.send_to_peer(host, from, SimulatedPeerMessage::Answer(answer));
             }
-            PeerMessage::Answer(answer) => {
+            SimulatedPeerMessage::Answer(answer) => {
                 let had_term = self.peers[host].agreement.term(now).is_some();
                 self.peers[host].agreement.on_answer(&from.to_string(), answer, now);
                 self.follow_agreement(host, now);
@@ -264,25 +264,27 @@ impl SimulatedCluster {
                     self.peer_runs(host);
                 }
             }
-            PeerMessage::Release(nonce) => self.peers[host].agreement.on_release(&from.to_string(), nonce),
-            PeerMessage::Leads(term) => {
+            SimulatedPeerMessage::Release(nonce) => {
+                self.peers[host].agreement.on_release(&from.to_string(), nonce);
+            }
+            SimulatedPeerMessage::Leads(term) => {
                 if !self.reaches_store(host) {
                     self.peers[host].leader = Some((from, now));
                     self.deliver_to_host(host, Some(term), None);
                 }
             }
-            PeerMessage::Grant(grant) => {
+            SimulatedPeerMessage::Grant(grant) => {
                 self.peers[host].leader = Some((from, now));
                 self.deliver_to_host(host, None, Some(*grant));
             }
-            PeerMessage::Report(report) => {
+            SimulatedPeerMessage::Report(report) => {
                 let Some(leader) = &mut self.leaders[host] else { return };
                 let (term, followed, number) = (leader.term(), report.followed_term, report.report_number);
                 leader.on_report(&from.to_string(), *report, now);
                 self.peers[host].note_report(from, number, now);
                 self.peers[host].direct.insert(from, now);
                 if followed != Some(term) {
-                    self.send_to_peer(host, from, PeerMessage::Leads(term));
+                    self.send_to_peer(host, from, SimulatedPeerMessage::Leads(term));
                 }
                 self.run_leader(host);
             }
