@@ -67,23 +67,19 @@ pub(crate) fn outer_target_rule(inner: &str) -> String {
 }
 
 /// Status of the disk or group `name`, which has this cap.
-pub(crate) fn status(registry: &Registry, name: &str, cap: Option<Limits>) -> LatencyControlStatus {
-    control_status(registry.latency_report(name), cap.map(|cap| cap.limit(LimitKind::IopsTotal).rate))
-}
-
-/// Status of a target, if there is one, and of a cap in requests per second.
-pub fn control_status(report: Option<TargetReport>, cap_iops: Option<u64>) -> LatencyControlStatus {
+pub fn status(registry: &Registry, name: &str, cap: Option<Limits>) -> LatencyControlStatus {
+    let report = registry.latency_report(name);
     LatencyControlStatus {
         state: report.map(|report| state_name(report.state).to_owned()),
         target_ns: report.map(|report| report.target.bound_ns()),
         measured_ns: report.and_then(|report| report.measured_ns),
         alone_ns: report.as_ref().and_then(alone_ns),
-        cap_iops,
+        cap_iops: cap.map(|cap| cap.limit(LimitKind::IopsTotal).rate),
     }
 }
 
-/// Name of a state, in status, events and metrics.
-pub const fn state_name(state: TargetState) -> &'static str {
+/// Name of a state, in status and metrics.
+const fn state_name(state: TargetState) -> &'static str {
     match state {
         TargetState::Met => "met",
         TargetState::Controlling => "controlling",
@@ -92,7 +88,7 @@ pub const fn state_name(state: TargetState) -> &'static str {
 }
 
 /// The percentile with all others at their minimum, if the target cannot be met.
-pub const fn alone_ns(report: &TargetReport) -> Option<u64> {
+pub(crate) const fn alone_ns(report: &TargetReport) -> Option<u64> {
     match report.state {
         TargetState::CannotBeMet { alone_ns, .. } => Some(alone_ns),
         TargetState::Met | TargetState::Controlling => None,

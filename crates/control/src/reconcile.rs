@@ -371,7 +371,7 @@ impl Reconciliation<'_> {
             if self.leaves_unmet(Some(&group)) {
                 assemble::book_reservations(self.registry, &planned.name, &planned.settings)?;
                 if !planned.schedule.entries.is_empty() {
-                    group.set_both(group.settings(), Some(scheduled_now(&planned.schedule)))?;
+                    group.set_scheduled(scheduled_now(&planned.schedule))?;
                 }
                 continue;
             }

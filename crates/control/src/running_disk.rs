@@ -6,7 +6,7 @@ use std::{cell::Cell, path::absolute, rc::Rc, sync::Arc};
 
 use block::{
     disk::{DetectZeroes, Discards, Disk},
-    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
+    layer::throttle::{DiskSettings, ThrottleGroup},
 };
 use image::qcow2::CacheSettings;
 use policy::{schedule::LimitSchedule, time::Duration};
@@ -65,9 +65,8 @@ impl RunningDisk {
     /// Config with the current values of all settings that can change at run time.
     pub(crate) fn current_config(&self) -> DiskConfig {
         let throttle = self.disk.throttle();
-        let DiskSettings { limits, share, watermark, latency } = throttle.settings();
         let mut config = self.config.clone();
-        config.settings = ThrottleConfig::from_running(&GroupSettings { limits, share, watermark, latency });
+        config.settings = ThrottleConfig::from_running(&throttle.settings().into());
         config.schedule = LimitSchedule::clone(&throttle.scheduled().schedule);
         config.group = throttle.group().map(|group| group.name().to_owned());
         config.prefetch = self.disk.prefetch().settings();

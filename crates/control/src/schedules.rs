@@ -15,7 +15,6 @@ use std::{
 };
 
 use api::ScheduleStatus;
-use block::layer::throttle::{ThrottleGroup, ThrottleMember};
 use event_listener::Event;
 use policy::{
     schedule::{LimitSchedule, ScheduledLimits},
@@ -34,6 +33,9 @@ const MIN_WAIT: Duration = Duration::from_millis(10);
 
 /// Failures of the last pass by the name of the disk or group: the entry that holds, and the error.
 type KnownFailures = HashMap<String, (Option<usize>, String)>;
+
+/// Puts the state of a schedule in force for a disk or a group.
+type SetScheduled<'a> = &'a dyn Fn(ScheduledLimits) -> Result<(), ThrottleError>;
 
 /// A schedule with the entry that holds now.
 pub(crate) fn scheduled_now(schedule: &LimitSchedule) -> ScheduledLimits {
@@ -103,7 +105,7 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
     let mut wait = None;
     let mut remaining = KnownFailures::new();
     let now = schedule::now();
-    let mut update = |scheduled: ScheduledLimits, name: &str, node: &dyn ScheduledNode| {
+    let mut update = |scheduled: ScheduledLimits, name: &str, set: SetScheduled<'_>| {
         if scheduled.schedule.entries.is_empty() {
             return;
         }
@@ -130,9 +132,10 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
             return;
         }
         let has_changed = state.entry != scheduled.state.entry;
-        match node.set_scheduled(ScheduledLimits { state, ..scheduled.clone() }) {
+        let updated = ScheduledLimits { state, ..scheduled };
+        match set(updated.clone()) {
             Ok(()) if has_changed => {
-                log_entry(name, &ScheduledLimits { state, ..scheduled });
+                log_entry(name, &updated);
                 let change = RegistryChange::SettingsChanged { name: name.to_owned() };
                 registry.recordings.handle_change(&change);
             }
@@ -148,10 +151,10 @@ fn apply(registry: &Registry, failures: &mut KnownFailures) -> Option<Duration> 
     };
     for running in registry.disks.all() {
         let throttle = running.disk.throttle();
-        update(throttle.scheduled(), running.disk.name(), throttle);
+        update(throttle.scheduled(), running.disk.name(), &|updated| throttle.set_scheduled(updated));
     }
     for group in registry.groups.all() {
-        update(group.scheduled(), group.name(), &*group);
+        update(group.scheduled(), group.name(), &|updated| group.set_scheduled(updated));
     }
     *failures = remaining;
     wait
@@ -163,22 +166,5 @@ fn log_entry(name: &str, scheduled: &ScheduledLimits) {
     match when {
         Some(when) => tracing::info!(name, %when, until, "limits of the schedule are in force"),
         None => tracing::info!(name, until, "the configured limits are in force"),
-    }
-}
-
-/// A disk or a group.
-trait ScheduledNode {
-    fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError>;
-}
-
-impl ScheduledNode for ThrottleMember {
-    fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
-        self.set_scheduled(scheduled)
-    }
-}
-
-impl ScheduledNode for ThrottleGroup {
-    fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
-        self.set_scheduled(scheduled)
     }
 }

@@ -9,7 +9,6 @@
 use std::{fmt, sync::Arc, time::Duration};
 
 use block::measures::{CauseLevel, HistogramSnapshot, OperationClass};
-use control::latency_targets::state_name;
 use policy::{
     prefetch,
     request::Direction,
@@ -492,8 +491,9 @@ fn latency_target_families(
 ) -> fmt::Result {
     let name = |rest: &str| format!("weir_{key}_{rest}");
     let targets = || {
-        all.iter()
-            .filter_map(|&(name, one)| Some(([(key, name)], one.latency.settings.target?, &one.latency)))
+        all.iter().filter_map(|&(name, one)| {
+            Some(([(key, name)], one.latency.settings.target?, &one.latency.control))
+        })
     };
     let rows = targets().map(|(labels, target, _)| (labels, seconds(target.bound_ns())));
     to.gauges(&name("latency_target_seconds"), "Latency target.", rows)?;
@@ -503,17 +503,16 @@ fn latency_target_families(
         "Part of the requests that the target covers.",
         rows,
     )?;
-    let rows =
-        targets().filter_map(|(labels, _, latency)| Some((labels, seconds(latency.report?.measured_ns?))));
+    let rows = targets().filter_map(|(labels, _, control)| Some((labels, seconds(control.measured_ns?))));
     let help = "Percentile of the latency target in the last 10 to 20 s, without waits for limits.";
     to.gauges(&name("latency_target_measured_seconds"), help, rows)?;
     let states = ["met", "controlling", "cannot-be-met"];
-    let rows = targets().flat_map(|([owner], _, latency)| {
-        let state = latency.report.map(|report| state_name(report.state));
-        states.map(|known| ([owner, ("state", known)], u64::from(state == Some(known))))
+    let rows = targets().flat_map(|([owner], _, control)| {
+        let is_state = |known: &str| u64::from(control.state.as_deref() == Some(known));
+        states.map(|known| ([owner, ("state", known)], is_state(known)))
     });
     to.gauges(&name("latency_target_state"), "1 for the state of the latency target.", rows)?;
-    let rows = all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.latency.cap_iops?)));
+    let rows = all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.latency.control.cap_iops?)));
     let help = "Rate to which latency targets of others throttle it: requests of at most 64 KiB.";
     to.gauges(&name("latency_cap_operations_per_second"), help, rows)
 }

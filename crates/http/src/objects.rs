@@ -22,7 +22,6 @@ use block::{
     disk::DiskTotals,
     measures::{CauseLevel, HistogramSnapshot, OperationClass},
 };
-use control::latency_targets;
 use policy::{
     counter::{self, CounterGrowth},
     request::Direction,
@@ -398,8 +397,7 @@ fn member_activity(
         enforcement,
         latency,
     } = figures;
-    let LatencyFigures { settings, report, cap_iops } = latency;
-    let control = latency_targets::control_status(*report, *cap_iops);
+    let LatencyFigures { settings, control } = latency;
     let latency = LatencyConfig::from_running(settings);
     let of_target = |setting| Some(latency.text(setting)).filter(|_| latency.target_ns > 0);
     let (state, scale) = match enforcement {
@@ -437,7 +435,7 @@ fn member_activity(
         latency_percentile: of_target(LatencySetting::Percentile),
         latency_of: of_target(LatencySetting::Directions),
         latency_floor: latency.floor_permyriad.map(|_| latency.text(LatencySetting::Floor)),
-        latency_control: (!control.is_empty()).then(|| latency_activity(control)),
+        latency_control: (!control.is_empty()).then(|| latency_activity(control.clone())),
         waiting_requests: stats.waiting.iter().sum(),
         burst_balance_ratio: lowest_balance(stats).map(ratio),
         buckets: buckets(stats),

@@ -17,7 +17,7 @@ use axum::{
     http::StatusCode,
     response::Response,
 };
-use block::layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup};
+use block::layer::throttle::{DiskSettings, ThrottleGroup};
 use control::{
     qmp,
     registry::{Registry, RunningDisk},
@@ -119,11 +119,8 @@ pub(super) fn preview_input(
     match of {
         ObjectKind::Disk => {
             let disk = registry.disks.get(&name).map_err(unknown)?;
-            let DiskSettings { limits, share, watermark, latency } = disk.disk.throttle().settings();
-            let size_bytes = disk.disk.size_bytes();
-            let GroupSettings { limits, share, watermark, latency } =
-                changed(GroupSettings { limits, share, watermark, latency })?;
-            let after = DiskSettings { limits: limits.at_size(size_bytes), share, watermark, latency };
+            let after = DiskSettings::from(changed(disk.disk.throttle().settings().into())?);
+            let after = DiskSettings { limits: after.limits.at_size(disk.disk.size_bytes()), ..after };
             let group = disk.disk.throttle().group();
             let mut then = match group {
                 // All disks that share limits with this one affect its latency, so all are
@@ -148,7 +145,7 @@ pub(super) fn preview_input(
             let mut then = family.with_disks(&disks);
             let place = then.groups.iter().position(|known| known.name == name);
             if let Some(place) = place {
-                then.groups[place].settings = as_disk_settings(after);
+                then.groups[place].settings = after.into();
                 // A change of a group is reported for the disks below it.
                 let is_below = |disk: &PreviewDisk| {
                     std::iter::successors(disk.group, |group| then.groups[*group].parent)
@@ -159,10 +156,6 @@ pub(super) fn preview_input(
             Ok(then)
         }
     }
-}
-
-fn as_disk_settings(GroupSettings { limits, share, watermark, latency }: GroupSettings) -> DiskSettings {
-    DiskSettings { limits, share, watermark, latency }
 }
 
 fn outermost(group: &Arc<ThrottleGroup>) -> Arc<ThrottleGroup> {
@@ -208,7 +201,7 @@ impl GroupTree {
         let disks: Vec<_> = disks.iter().filter_map(then).collect();
         let groups = self.0.iter().map(|(group, parent)| PreviewGroup {
             name: group.name().to_owned(),
-            settings: DiskSettings { limits: group.limits(), ..as_disk_settings(group.settings()) },
+            settings: DiskSettings { limits: group.limits(), ..group.settings().into() },
             parent: *parent,
         });
         PreviewInput { groups: groups.collect(), of: (0..disks.len()).collect(), disks }

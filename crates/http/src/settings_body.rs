@@ -14,7 +14,7 @@ use axum::{
 };
 use policy::throttle::LimitSetting;
 use serde_json::{Map, Value};
-use settings::suggest;
+use settings::{LatencySetting, suggest};
 use tokio::time::timeout;
 
 use super::{
@@ -28,17 +28,8 @@ use super::{
 const MAX_BODY_BYTES: usize = 16 << 10;
 /// Time within which the body has to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
-/// Settings other than limits.
-const OTHER_SETTINGS: [&str; 8] = [
-    "weight",
-    "iops-reservation",
-    "bps-reservation",
-    "watermark",
-    "latency-target",
-    "latency-percentile",
-    "latency-of",
-    "latency-floor",
-];
+/// Settings other than limits and latency targets.
+const OTHER_SETTINGS: [&str; 4] = ["weight", "iops-reservation", "bps-reservation", "watermark"];
 
 /// Reads the settings for a disk or a group.
 ///
@@ -72,7 +63,8 @@ async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)>
 
 /// Names of all settings.
 fn setting_names() -> impl Iterator<Item = &'static str> {
-    LimitSetting::of_disk().map(LimitSetting::name).chain(OTHER_SETTINGS)
+    let latency = LatencySetting::ALL.map(LatencySetting::name);
+    LimitSetting::of_disk().map(LimitSetting::name).chain(OTHER_SETTINGS).chain(latency)
 }
 
 fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {

@@ -10,9 +10,9 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use api::{ExportCounters, ScheduleStatus};
+use api::{ExportCounters, LatencyControlStatus, ScheduleStatus};
 use block::{
-    device::{DeviceStatistics, TargetReport},
+    device::DeviceStatistics,
     disk::{DiskTotals, Errors},
     layer::throttle::{DiskSettings, GroupSettings},
     measures::Measures,
@@ -20,6 +20,7 @@ use block::{
 use control::{
     devices::DeviceWithDisks,
     events::Kind,
+    latency_targets,
     recording::RunningRecording,
     registry::{Registry, RunningDisk, RunningEndpoint},
     running_server::RunningServer,
@@ -124,14 +125,12 @@ pub(super) struct ThrottleFigures {
 #[derive(Debug)]
 pub(super) struct LatencyFigures {
     pub(super) settings: LatencySettings,
-    pub(super) report: Option<TargetReport>,
-    pub(super) cap_iops: Option<u64>,
+    pub(super) control: LatencyControlStatus,
 }
 
 impl LatencyFigures {
     fn new(registry: &Registry, name: &str, settings: LatencySettings, cap: Option<Limits>) -> Self {
-        let cap_iops = cap.map(|cap| cap.limit(LimitKind::IopsTotal).rate);
-        Self { settings, report: registry.latency_report(name), cap_iops }
+        Self { settings, control: latency_targets::status(registry, name, cap) }
     }
 }
 

@@ -20,10 +20,7 @@ use policy::{
 use crate::{
     RuleError,
     diagnostics::{Diagnostics, Origin},
-    key::{
-        ChangePolicy, ConfigKey, ConfigValue, KeyField, KeyInput, KeyLiteral, KeyType, TransferPolicy, one,
-        table,
-    },
+    key::{ConfigKey, ConfigValue, KeyField, KeyInput, KeyLiteral, KeyType, one, table},
     origins::{ConfigWithOrigins, KeyTable},
     throttle,
 };
@@ -68,17 +65,9 @@ fn entry_keys() -> Vec<ConfigKey<ScheduleEntry>> {
                  \"Sat,Sun\" or \"12:00-13:00\"; a range that crosses midnight begins on the day named";
         }
     };
-    keys.extend(LimitSetting::of_disk().map(|setting| ConfigKey {
-        name: setting.name(),
-        heading: "Limits",
-        value: throttle::value(setting),
-        placeholder: throttle::placeholder(setting),
-        default: "",
-        help: throttle::help(setting),
-        change: ChangePolicy::Apply,
-        transfer: TransferPolicy::Transferred,
-        field: limit(setting),
-    }));
+    keys.extend(
+        LimitSetting::of_disk().map(|setting| throttle::limit_key("Limits", setting, limit(setting))),
+    );
     keys
 }
 
@@ -204,8 +193,8 @@ pub fn now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// An instant as the clock of a schedule's zone shows it, with its offset: `2026-11-30
-/// 22:00:00+01:00`.
+/// An instant as the clock of a schedule's zone shows it, with its offset:
+/// `2026-11-30T22:00:00+01:00`.
 pub fn local_time(schedule: &LimitSchedule, at_s: i64) -> Option<String> {
     let zone = zone(schedule.time_zone.as_deref())?;
     let at = Timestamp::from_second(at_s).ok()?.to_zoned_datetime(zone);

@@ -53,8 +53,7 @@ impl Default for ThrottleConfig {
 impl ThrottleConfig {
     /// Converts to the settings of a running disk.
     pub fn to_disk_settings(&self) -> DiskSettings {
-        let GroupSettings { limits, share, watermark, latency } = self.to_group_settings();
-        DiskSettings { limits, share, watermark, latency }
+        self.to_group_settings().into()
     }
 
     /// Converts to the settings of a running group.
@@ -101,17 +100,25 @@ pub(crate) fn limit_keys<T: 'static>(
         };
         KeyField::new(read, move |config| Some(KeyLiteral::Number(settings(config).limits.get(setting))))
     };
-    limits.into_iter().map(move |setting| ConfigKey {
+    limits.into_iter().map(move |setting| {
+        let heading = if LimitSetting::OF_SIZE.contains(&setting) { SIZE_HEADING } else { "Limits" };
+        limit_key(heading, setting, field(setting))
+    })
+}
+
+/// Row of a limit setting.
+pub(crate) fn limit_key<T>(heading: &'static str, setting: LimitSetting, field: KeyField<T>) -> ConfigKey<T> {
+    ConfigKey {
         name: setting.name(),
-        heading: if LimitSetting::OF_SIZE.contains(&setting) { SIZE_HEADING } else { "Limits" },
+        heading,
         value: value(setting),
         placeholder: placeholder(setting),
         default: "",
         help: help(setting),
         change: ChangePolicy::Apply,
         transfer: TransferPolicy::Transferred,
-        field: field(setting),
-    })
+        field,
+    }
 }
 
 /// Type of the value of a setting.

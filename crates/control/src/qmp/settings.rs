@@ -182,10 +182,7 @@ impl SettingChanges {
     }
 
     pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, QmpError> {
-        let DiskSettings { limits, share, watermark, latency } = before;
-        let GroupSettings { limits, share, watermark, latency } =
-            self.apply_to(GroupSettings { limits, share, watermark, latency })?;
-        Ok(DiskSettings { limits, share, watermark, latency })
+        Ok(self.apply_to(before.into())?.into())
     }
 }
 

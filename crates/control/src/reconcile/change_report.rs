@@ -4,7 +4,7 @@ use api::{ReloadChange, SettingChange};
 use block::layer::throttle::GroupSettings;
 use policy::{schedule::LimitSchedule, throttle::Limits};
 use serde_json::Value;
-use settings::{ConfigKey, DiskConfig, GroupConfig, KeyTable, key::ChangePolicy, schedule};
+use settings::{ConfigKey, DiskConfig, GroupConfig, KeyTable, key::ChangePolicy};
 
 /// Report of a disk or group; `change` is `added`, `removed` or `unavailable`.
 pub(crate) fn object_report(kind: &str, name: &str, change: &str) -> ReloadChange {
@@ -83,11 +83,10 @@ pub(crate) fn disk_throttle_values(
     key_values(&DiskConfig { settings, schedule, group, ..DiskConfig::default() }, is_throttle_key)
 }
 
-/// True for limits, shares, latency targets and the group of a disk, which change together with
-/// those of other objects.
+/// True for the settings that a disk has as a group has them, and for limits that follow its size:
+/// they change together with those of other objects.
 fn is_throttle_key(key: &ConfigKey<DiskConfig>) -> bool {
-    let headings = ["Limits", settings::SIZE_HEADING, "Shares", "Latency", schedule::HEADING];
-    headings.contains(&key.heading) || key.name == "group"
+    key.heading == settings::SIZE_HEADING || GroupConfig::key(key.name).is_some()
 }
 
 /// Limits, shares and parent of a running group. The name is empty if it is in no group.

@@ -4,9 +4,11 @@
 //! The config has been checked by itself. Here, one of the two targets is usually of a disk or
 //! group that a client added.
 
-use std::{collections::BTreeMap, iter};
+use std::{collections::BTreeMap, iter, sync::Arc};
 
-use settings::Origin;
+use block::layer::throttle::ThrottleGroup;
+use policy::latency_target::LatencySettings;
+use settings::{Origin, ThrottleConfig};
 
 use super::{PlanDifference, Reconciliation};
 use crate::latency_targets;
@@ -47,37 +49,35 @@ impl Reconciliation<'_> {
     /// The running state with the difference.
     fn placed_targets(&self, difference: &PlanDifference) -> PlacedTargets<'_> {
         let mut all = PlacedTargets::new();
+        let mut insert_running =
+            |name: &str, latency: LatencySettings, parent: Option<&Arc<ThrottleGroup>>| {
+                let parent = parent.map(|group| group.name().to_owned());
+                let placed = PlacedTarget { has_target: latency.target.is_some(), parent, origin: None };
+                all.insert(name.to_owned(), placed);
+            };
         for group in self.registry.groups.all() {
-            let has_target = group.settings().latency.target.is_some();
-            let parent = group.parent().map(|parent| parent.name().to_owned());
-            all.insert(group.name().to_owned(), PlacedTarget { has_target, parent, origin: None });
+            insert_running(group.name(), group.settings().latency, group.parent());
         }
         for disk in self.registry.disks.block_disks() {
-            let has_target = disk.throttle().settings().latency.target.is_some();
-            let parent = disk.throttle().group().map(|group| group.name().to_owned());
-            all.insert(disk.name().to_string(), PlacedTarget { has_target, parent, origin: None });
+            let throttle = disk.throttle();
+            insert_running(disk.name(), throttle.settings().latency, throttle.group().as_ref());
         }
         for name in difference.old_groups.iter().chain(&difference.old_disks) {
             all.remove(name);
         }
+        let planned = |settings: &ThrottleConfig, group: &Option<String>, origin| PlacedTarget {
+            has_target: settings.latency.to_running().target.is_some(),
+            parent: group.clone(),
+            origin: Some(origin),
+        };
         for &index in difference.kept_groups.iter().chain(&difference.new_groups) {
             let group = &self.plan.groups[index];
-            let has_target = group.settings.latency.to_running().target.is_some();
-            let placed = PlacedTarget {
-                has_target,
-                parent: group.group.clone(),
-                origin: Some(group.origin("latency-target")),
-            };
+            let placed = planned(&group.settings, &group.group, group.origin("latency-target"));
             all.insert(group.name.clone(), placed);
         }
         for &index in difference.kept_disks.iter().chain(&difference.new_disks) {
             let disk = &self.plan.disks[index];
-            let has_target = disk.settings.latency.to_running().target.is_some();
-            let placed = PlacedTarget {
-                has_target,
-                parent: disk.group.clone(),
-                origin: Some(disk.origin("latency-target")),
-            };
+            let placed = planned(&disk.settings, &disk.group, disk.origin("latency-target"));
             all.insert(disk.name.clone(), placed);
         }
         all

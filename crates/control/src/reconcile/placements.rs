@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
+    layer::throttle::{GroupSettings, ThrottleGroup},
 };
 use policy::{
     schedule::ScheduledLimits,
@@ -42,9 +42,7 @@ impl MemberPlacement {
                 Self { node: node.clone(), settings, scheduled, group: group.parent().cloned() }
             }
             GroupOrDisk::Disk(disk) => {
-                let DiskSettings { limits, share, watermark, latency } = disk.throttle().settings();
-                let settings = GroupSettings { limits, share, watermark, latency };
-                let scheduled = disk.throttle().scheduled();
+                let (settings, scheduled) = (disk.throttle().settings().into(), disk.throttle().scheduled());
                 Self { node: node.clone(), settings, scheduled, group: disk.throttle().group() }
             }
         }
@@ -60,18 +58,15 @@ impl MemberPlacement {
     /// # Errors
     /// Reason of the rejection; the object is unchanged.
     pub(crate) fn apply(&self) -> Result<(), ThrottleError> {
-        let GroupSettings { limits, share, watermark, latency } = self.settings;
         match &self.node {
             // A quota changes the limits concurrently; keep those in force.
             GroupOrDisk::Group(group) if group.quota_lease().is_some() => {
                 group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
             }
-            GroupOrDisk::Group(group) => group.set_both(self.settings, Some(self.scheduled.clone())),
-            GroupOrDisk::Disk(disk) => disk.throttle().place(
-                DiskSettings { limits, share, watermark, latency },
-                Some(self.scheduled.clone()),
-                self.group.as_ref(),
-            ),
+            GroupOrDisk::Group(group) => group.set_both(self.settings, self.scheduled.clone()),
+            GroupOrDisk::Disk(disk) => {
+                disk.throttle().place(self.settings.into(), Some(self.scheduled.clone()), self.group.as_ref())
+            }
         }
     }
 

@@ -207,9 +207,7 @@ impl WatchedMember {
             None => {}
         }
     }
-}
 
-impl WatchedMember {
     fn update_latency(&mut self, name: &str, report: Option<TargetReport>, now: Instant, events: &EventLog) {
         let target = report.map(|report| report.target);
         if self.latency_target != target {

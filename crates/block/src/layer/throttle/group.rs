@@ -104,8 +104,7 @@ impl ThrottleGroup {
     /// # Panics
     /// Panics outside a reactor.
     pub fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
-        let settings = self.settings();
-        self.set_both(settings, Some(scheduled))
+        self.change(None, Some(scheduled))
     }
 
     /// Changes the settings, also for waiting requests, which are admitted at once if possible. All
@@ -121,23 +120,29 @@ impl ThrottleGroup {
     /// # Panics
     /// Panics outside a reactor.
     pub fn set(&self, settings: GroupSettings) -> Result<(), ThrottleError> {
-        self.set_both(settings, None)
+        self.change(Some(settings), None)
     }
 
-    /// As [`ThrottleGroup::set`], also with another schedule if one is given.
+    /// As [`ThrottleGroup::set`], also with another schedule.
     ///
     /// # Errors
     /// As there, or an entry of the schedule contradicts the settings.
     ///
     /// # Panics
     /// Panics outside a reactor.
-    pub fn set_both(
+    pub fn set_both(&self, settings: GroupSettings, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
+        self.change(Some(settings), Some(scheduled))
+    }
+
+    /// Changes what is given.
+    fn change(
         &self,
-        settings: GroupSettings,
+        settings: Option<GroupSettings>,
         scheduled: Option<ScheduledLimits>,
     ) -> Result<(), ThrottleError> {
         let now = reactor::now();
         let mut current = self.lock();
+        let settings = settings.unwrap_or(current.settings);
         let scheduled = scheduled.unwrap_or_else(|| current.scheduled.clone());
         let limits = scheduled.in_force(&settings.limits, None, settings.share)?;
         // Lock order: the settings before the tree.

@@ -3,7 +3,7 @@
 //! Never reorders a disk's requests of one direction, and never drops one. Dropping a request's
 //! task cancels the request.
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 use policy::{
     latency_target::RateCap,
@@ -13,16 +13,19 @@ use policy::{
         BucketSnapshot, CumulativeStats, Enforcement, InvalidLimit, LevelCause, Limits, RequestCost,
         SpareRefund, ThrottleError, ThrottleStats, ThrottleSummary,
     },
+    time::Instant,
     watermark::Watermark,
 };
 
 use super::{
     group::ThrottleGroup,
     settings::DiskSettings,
-    slot::{AdmitOutcome, SlotDestination, ThrottleSlot},
+    slot::{AdmitOutcome, SlotDestination, SlotLocation, ThrottleSlot},
     timer::arm,
     tree::SharedThrottleTree,
 };
+
+type MemberLocation<'a> = MutexGuard<'a, SlotLocation<Option<Arc<ThrottleGroup>>>>;
 
 /// A disk in a throttle tree. Leaves its group when dropped.
 #[derive(Debug)]
@@ -65,7 +68,7 @@ impl ThrottleMember {
     /// # Panics
     /// Panics outside a reactor.
     pub fn set_scheduled(&self, scheduled: ScheduledLimits) -> Result<(), ThrottleError> {
-        self.set_both(None, Some(scheduled))
+        self.change(None, Some(scheduled))
     }
 
     /// Limits in force, at this time and at the size of the disk.
@@ -86,7 +89,6 @@ impl ThrottleMember {
     /// # Panics
     /// Panics outside a reactor.
     pub fn set_size(&self, size_bytes: impl FnOnce() -> u64) -> Result<(), ThrottleError> {
-        let now = reactor::now();
         let mut location = self.slot.lock();
         let size_bytes = size_bytes();
         if size_bytes == location.size_bytes {
@@ -94,11 +96,7 @@ impl ThrottleMember {
         }
         location.size_bytes = size_bytes;
         let (settings, scheduled) = (location.settings, location.scheduled.clone());
-        location.configure(settings, scheduled, now)?;
-        let shared_tree = Arc::clone(&location.shared_tree);
-        drop(location);
-        arm(shared_tree.admit_ready(now));
-        Ok(())
+        configure(location, settings, scheduled)
     }
 
     /// Changes the settings, also for waiting requests, which are admitted at once if possible. All
@@ -114,25 +112,20 @@ impl ThrottleMember {
     /// # Panics
     /// Panics outside a reactor.
     pub fn set(&self, settings: DiskSettings) -> Result<(), ThrottleError> {
-        self.set_both(Some(settings), None)
+        self.change(Some(settings), None)
     }
 
     /// Changes what is given.
-    fn set_both(
+    fn change(
         &self,
         settings: Option<DiskSettings>,
         scheduled: Option<ScheduledLimits>,
     ) -> Result<(), ThrottleError> {
-        let now = reactor::now();
         // Settings and tree change under the slot's lock, so a move cannot come in between.
-        let mut location = self.slot.lock();
+        let location = self.slot.lock();
         let settings = settings.unwrap_or(location.settings);
         let scheduled = scheduled.unwrap_or_else(|| location.scheduled.clone());
-        location.configure(settings, scheduled, now)?;
-        let shared_tree = Arc::clone(&location.shared_tree);
-        drop(location);
-        arm(shared_tree.admit_ready(now));
-        Ok(())
+        configure(location, settings, scheduled)
     }
 
     /// Its group.
@@ -191,7 +184,7 @@ impl ThrottleMember {
         group: Option<&Arc<ThrottleGroup>>,
     ) -> Result<(), ThrottleError> {
         if self.is_in(group) {
-            return self.set_both(Some(settings), scheduled);
+            return self.change(Some(settings), scheduled);
         }
         let timers = self.slot.move_to(destination(group), Some(settings), scheduled, reactor::now())?;
         timers.into_iter().for_each(arm);
@@ -299,9 +292,7 @@ impl ThrottleMember {
         let now = reactor::now();
         let location = self.slot.lock();
         if location.shared_tree.lock().set_cap(location.node, cap.map(RateCap::limits), now) {
-            let shared_tree = Arc::clone(&location.shared_tree);
-            drop(location);
-            arm(shared_tree.admit_ready(now));
+            admit_ready(location, now);
         }
     }
 
@@ -384,6 +375,25 @@ impl ThrottleMember {
         // rejected unnecessarily.
         self.slot.is_unlimited() || self.slot.try_read_ahead(cost, refund, reactor::coarse_now())
     }
+}
+
+/// Puts settings and a schedule in force, also for waiting requests.
+fn configure(
+    mut location: MemberLocation<'_>,
+    settings: DiskSettings,
+    scheduled: ScheduledLimits,
+) -> Result<(), ThrottleError> {
+    let now = reactor::now();
+    location.configure(settings, scheduled, now)?;
+    admit_ready(location, now);
+    Ok(())
+}
+
+/// Admits the requests that a change has made ready, after the lock is released.
+fn admit_ready(location: MemberLocation<'_>, now: Instant) {
+    let shared_tree = Arc::clone(&location.shared_tree);
+    drop(location);
+    arm(shared_tree.admit_ready(now));
 }
 
 fn destination(group: Option<&Arc<ThrottleGroup>>) -> SlotDestination<Option<Arc<ThrottleGroup>>> {

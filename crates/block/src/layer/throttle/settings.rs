@@ -32,3 +32,17 @@ pub struct GroupSettings {
     /// Its latency target, and its floor beside targets of others.
     pub latency: LatencySettings,
 }
+
+impl From<GroupSettings> for DiskSettings {
+    fn from(settings: GroupSettings) -> Self {
+        let GroupSettings { limits, share, watermark, latency } = settings;
+        Self { limits, share, watermark, latency }
+    }
+}
+
+impl From<DiskSettings> for GroupSettings {
+    fn from(settings: DiskSettings) -> Self {
+        let DiskSettings { limits, share, watermark, latency } = settings;
+        Self { limits, share, watermark, latency }
+    }
+}

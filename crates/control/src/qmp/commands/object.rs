@@ -374,13 +374,10 @@ impl QmpCommand for QomGet {
             "x-weir-bps-reservation" => json!(share.bps_reservation()),
             "x-weir-watermark" => json!(watermark.percent()),
             "x-weir-parent" => json!(group.parent().map_or("", |parent| parent.name())),
-            _ if latency_property(property).is_some() => {
-                let setting = latency_property(property).expect("as before");
-                json!(LatencyConfig::from_running(&latency).text(setting))
-            }
-            _ => match limit_property(property) {
-                Some(setting) => json!(settings::qemu_value(&limits, setting)),
-                None => return Err(no_property_error(TYPE, property)),
+            _ => match (latency_property(property), limit_property(property)) {
+                (Some(setting), _) => json!(LatencyConfig::from_running(&latency).text(setting)),
+                (None, Some(setting)) => json!(settings::qemu_value(&limits, setting)),
+                (None, None) => return Err(no_property_error(TYPE, property)),
             },
         })
     }

@@ -14,7 +14,7 @@ use api::{
 };
 use block::{
     disk::{Disk, Failures},
-    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
+    layer::throttle::{GroupSettings, ThrottleGroup},
 };
 use export::nbd::RejectedClientCounts;
 use image::Image;
@@ -170,14 +170,14 @@ fn error_counts(failures: &Failures) -> ErrorCounts {
 
 fn disk_settings(registry: &Registry, disk: &Disk) -> MemberSettings {
     let member = disk.throttle();
-    let (settings, limits) = (member.settings(), member.limits());
-    let DiskSettings { limits: configured, share, watermark, latency } = settings;
+    let (settings, limits) = (GroupSettings::from(member.settings()), member.limits());
+    let configured = settings.limits;
     MemberSettings {
         configured_limits: (configured != limits).then(|| settings::set_limits(&configured)),
         schedule: schedule_status(&member.scheduled()),
         group: member.group().map(|group| group.name().to_owned()),
         prefetch: Some(prefetch::settings(&disk.prefetch().settings())),
-        ..member_settings(registry, disk.name(), &GroupSettings { limits, share, watermark, latency })
+        ..member_settings(registry, disk.name(), &GroupSettings { limits, ..settings })
     }
 }
 
