@@ -116,11 +116,12 @@ bench: ## weir and its peers side by side, as ratios (about 80 minutes); BENCH=-
 	$(RELEASE)
 	bench/run.py $(BENCH)
 
-bench-decisions: ## cost of one throttle decision, one recorded request and one descriptor chain, in nanoseconds (about 5 minutes)
+bench-decisions: ## cost of one throttle decision, one recorded request and one descriptor chain, in nanoseconds; laws of latency targets compared (about 5 minutes)
 	@scripts/deps build
 	$(CARGO) bench --locked -p weir-policy --bench decide
 	$(CARGO) bench --locked -p weir-recording --bench record
 	$(CARGO) test --release --locked -p weir-virtio --lib an_indirect_chain_of_three -- --ignored --nocapture
+	$(CARGO) test --release --locked -p weir-policy --test latency_target laws_compared -- --ignored --nocapture
 
 bench-hosts: ## a cluster-wide limit over three hosts and three members of etcd, under faults: how fast quotas follow, and that the limit holds (about 3 minutes)
 	@scripts/deps build clients
