@@ -123,7 +123,7 @@ bench-decisions: ## cost of one throttle decision, one recorded request and one 
 	$(CARGO) test --release --locked -p weir-virtio --lib an_indirect_chain_of_three -- --ignored --nocapture
 	$(CARGO) test --release --locked -p weir-policy --test latency_target laws_compared -- --ignored --nocapture
 
-bench-hosts: ## a cluster-wide limit over three hosts and three members of etcd, under faults: how fast quotas follow, and that the limit holds (about 3 minutes)
+bench-hosts: ## a cluster-wide limit under faults of hosts, of etcd and, as root, of the network: how fast quotas follow, and that the limit holds (about 5 minutes)
 	@scripts/deps build clients
 	@scripts/etcd
 	$(RELEASE)

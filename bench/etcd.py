@@ -30,10 +30,12 @@ def free_port():
 
 
 class Etcd:
-    """A cluster of etcd, three members by default; `directory` has their data."""
+    """A cluster of etcd, three members by default; `directory` has their data. `inside` are words
+    before a command that runs where `address` is: in another network namespace.
+    """
 
-    def __init__(self, directory, stack, members=3):
-        self._directory, self._stack = directory, stack
+    def __init__(self, directory, stack, members=3, address="127.0.0.1", inside=()):
+        self._directory, self._stack, self._address, self._inside = directory, stack, address, inside
         self.clients = [free_port() for _ in range(members)]
         self._peers = [free_port() for _ in range(members)]
         self.members = [None] * members
@@ -46,31 +48,28 @@ class Etcd:
 
     def urls(self):
         """URLs of the members for clients."""
-        return [f"http://127.0.0.1:{port}" for port in self.clients]
+        return [f"http://{self._address}:{port}" for port in self.clients]
 
     def start(self, at):
         """Starts a member with its previous data."""
-        url = lambda port: f"http://127.0.0.1:{port}"  # noqa: E731
+        url = lambda port: f"http://{self._address}:{port}"  # noqa: E731
         all_of_them = ",".join(f"m{one}={url(port)}" for one, port in enumerate(self._peers))
         argv = [
-            PROGRAMS / "etcd", "--name", f"m{at}",
+            *self._inside, PROGRAMS / "etcd", "--name", f"m{at}",
             "--data-dir", self._directory / f"etcd{at}",
             "--listen-client-urls", url(self.clients[at]), "--advertise-client-urls", url(self.clients[at]),
             "--listen-peer-urls", url(self._peers[at]), "--initial-advertise-peer-urls", url(self._peers[at]),
             "--initial-cluster", all_of_them, "--initial-cluster-state", "new",
         ]  # fmt: skip
+        if not (PROGRAMS / "etcd").exists():
+            raise DeadlineExceeded(f"{PROGRAMS / 'etcd'}: no such file (run scripts/etcd)")
         with open(self._directory / f"etcd{at}.log", "ab") as log:
-            try:
-                self.members[at] = subprocess.Popen(argv, stdout=log, stderr=log)
-            except FileNotFoundError as error:
-                raise DeadlineExceeded(
-                    f"{error.filename}: no such file (run scripts/etcd)"
-                ) from error
+            self.members[at] = subprocess.Popen(argv, stdout=log, stderr=log)
         self._stack.callback(stop, self.members[at])
 
     def control(self, *words):
         """Output of etcdctl; empty if it fails."""
-        argv = [PROGRAMS / "etcdctl", "--endpoints", ",".join(self.urls()), *words]
+        argv = [*self._inside, PROGRAMS / "etcdctl", "--endpoints", ",".join(self.urls()), *words]
         done = subprocess.run(
             argv, capture_output=True, text=True, check=False, env={**os.environ, "ETCDCTL_API": "3"}
         )

@@ -29,38 +29,58 @@ use serde_json::{Value, json};
 use crate::harness::{
     DEADLINE, Qmp, Scratch, Serve, TestClient, Weir, assert_contains, need, pause, search_path, text, weir,
 };
+use crate::tls::CertificateAuthority;
 
 /// An etcd member on loopback, with its data in the scratch directory.
 pub(crate) struct EtcdServer {
     child: Child,
     data: PathBuf,
     ports: [u16; 2],
+    /// Directory of its certificates, if its clients use TLS.
+    certificates: Option<PathBuf>,
 }
 
 impl EtcdServer {
     pub(crate) fn start(scratch: &Scratch) -> Self {
+        Self::start_with(scratch, None)
+    }
+
+    /// Starts one that requires certificates of its clients, with those of this authority.
+    fn start_with_tls(scratch: &Scratch, authority: &CertificateAuthority) -> Self {
+        Self::start_with(scratch, Some(authority.path().into()))
+    }
+
+    fn start_with(scratch: &Scratch, certificates: Option<PathBuf>) -> Self {
         need("etcd");
         // Free at this moment; if another process binds it first, etcd reports that.
         let free = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (data, ports) = (scratch.path("etcd"), [free(), free()]);
-        let child = Self::spawn(&data, ports);
-        let etcd = Self { child, data, ports };
+        let child = Self::spawn(&data, ports, certificates.as_deref());
+        let etcd = Self { child, data, ports, certificates };
         etcd.wait();
         etcd
     }
 
-    fn spawn(data: &Path, [client, peer]: [u16; 2]) -> Child {
+    fn spawn(data: &Path, [client, peer]: [u16; 2], certificates: Option<&Path>) -> Child {
+        let scheme = if certificates.is_some() { "https" } else { "http" };
         let url = |port| format!("http://127.0.0.1:{port}");
+        let client = format!("{scheme}://127.0.0.1:{client}");
         let log = fs::File::create(data.with_extension("log")).unwrap();
-        Command::new("etcd")
-            .env("PATH", search_path())
+        let mut etcd = Command::new("etcd");
+        if let Some(directory) = certificates {
+            let file = |name: &str| directory.join(name);
+            etcd.arg("--client-cert-auth").arg("--trusted-ca-file").arg(file("ca-cert.pem"));
+            etcd.arg("--cert-file").arg(file("server-cert.pem"));
+            etcd.arg("--key-file").arg(file("server-key.pem"));
+        }
+        etcd.env("PATH", search_path())
             .args([
                 "--data-dir",
                 text(data),
                 "--listen-client-urls",
-                &url(client),
+                &client,
                 "--advertise-client-urls",
-                &url(client),
+                &client,
             ])
             .args(["--listen-peer-urls", &url(peer), "--initial-advertise-peer-urls", &url(peer)])
             .args(["--initial-cluster", &format!("default={}", url(peer))])
@@ -73,11 +93,19 @@ impl EtcdServer {
     }
 
     pub(crate) fn url(&self) -> String {
-        format!("http://127.0.0.1:{}", self.ports[0])
+        let scheme = if self.certificates.is_some() { "https" } else { "http" };
+        format!("{scheme}://127.0.0.1:{}", self.ports[0])
     }
 
     pub(crate) fn control(&self, arguments: &[&str]) -> TestClient {
-        TestClient::new("etcdctl").env("ETCDCTL_API", "3").args(["--endpoints", &self.url()]).args(arguments)
+        let mut etcdctl = TestClient::new("etcdctl").env("ETCDCTL_API", "3");
+        if let Some(directory) = &self.certificates {
+            let file = |name: &str| text(&directory.join(name)).to_owned();
+            etcdctl = etcdctl
+                .args(["--cacert", &file("ca-cert.pem"), "--cert", &file("client-cert.pem")])
+                .args(["--key", &file("client-key.pem")]);
+        }
+        etcdctl.args(["--endpoints", &self.url()]).args(arguments)
     }
 
     fn wait(&self) {
@@ -90,7 +118,7 @@ impl EtcdServer {
     }
 
     pub(crate) fn restart(&mut self) {
-        self.child = Self::spawn(&self.data, self.ports);
+        self.child = Self::spawn(&self.data, self.ports, self.certificates.as_deref());
         self.wait();
     }
 }
@@ -134,7 +162,7 @@ impl ClusterTestHost {
                  [group.gold]\n\
                  cluster = true\n\
                  [disk.vm]\n\
-                 image = \"memory:16M\"\n\
+                 image = \"null:16M\"\n\
                  group = \"gold\"\n",
                 text(&nbd),
                 text(&state)

@@ -48,6 +48,14 @@ impl CertificateAuthority {
         self.sign(name, &format!("/CN={name}"), extensions);
     }
 
+    /// Issues another certificate of the server, for these addresses, which it may also use as a
+    /// client.
+    pub(crate) fn issue_server(&self, addresses: &[&str]) {
+        let addresses: Vec<_> = addresses.iter().map(|address| format!("IP:{address}")).collect();
+        let names = addresses.join(",");
+        self.issue("server", &format!("subjectAltName={names}\nextendedKeyUsage=serverAuth,clientAuth\n"));
+    }
+
     /// Issues a client certificate with this subject.
     pub(crate) fn issue_client(&self, name: &str, subject: &str) {
         self.sign(name, subject, "extendedKeyUsage=clientAuth\n");

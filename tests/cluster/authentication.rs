@@ -54,7 +54,7 @@ fn changed_password_is_reported_and_reloaded() {
     etcd.kill();
     host.weir().signal(Signal::SIGCONT);
     host.weir().wait_for_log("partitioned from cluster lab");
-    etcd.child = EtcdServer::spawn(&etcd.data, etcd.ports);
+    etcd.child = EtcdServer::spawn(&etcd.data, etcd.ports, None);
     let expect = "rejects the user and password of [cluster]: etcdserver: authentication failed";
     host.weir().wait_for_log(expect);
     until("the status contains the reason", || {

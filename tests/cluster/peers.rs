@@ -5,7 +5,10 @@ use std::{cell::Cell, fs, net::TcpListener, time::Instant};
 use nix::sys::signal::Signal;
 
 use super::{ClusterTestHost, EtcdServer, stop, sum, until};
-use crate::harness::Scratch;
+use crate::{
+    harness::{Scratch, TestClient, assert_contains, text},
+    tls::CertificateAuthority,
+};
 
 const LIMIT: u64 = 3000;
 /// 20 % of the limit in equal shares.
@@ -13,10 +16,15 @@ const FALLBACK: u64 = 199;
 
 /// Hosts with addresses of their own, and one port: the sandbox distinguishes ports only.
 fn start(etcd: &EtcdServer, count: usize) -> Vec<ClusterTestHost> {
+    start_with(etcd, count, "")
+}
+
+/// [`start`], with further keys of `[cluster]`.
+fn start_with(etcd: &EtcdServer, count: usize, more: &str) -> Vec<ClusterTestHost> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let hosts = (1..=count).map(|number| {
         let scratch = Scratch::new();
-        let peer = format!("peer-address = \"127.0.0.{number}:{port}\"");
+        let peer = format!("peer-address = \"127.0.0.{number}:{port}\"\n{more}");
         let file = ClusterTestHost::config(&scratch, &format!("host{number}"), &etcd.url(), &peer);
         let control = scratch.socket("control");
         let weir = Some(ClusterTestHost::serve(&scratch, &file, &control).start());
@@ -32,6 +40,12 @@ fn start(etcd: &EtcdServer, count: usize) -> Vec<ClusterTestHost> {
         hosts.iter().all(|host| host.quota() > FALLBACK) && sum(&hosts) > LIMIT * 9 / 10
     });
     hosts
+}
+
+/// The address in the config file of a host.
+fn peer_address(host: &ClusterTestHost) -> String {
+    let config = fs::read_to_string(host.scratch.path("weir.toml")).unwrap();
+    config.split("peer-address = \"").nth(1).unwrap().split('"').next().unwrap().to_owned()
 }
 
 /// True if all hosts work by agreement of this number of hosts.
@@ -128,8 +142,7 @@ fn garbage_from_a_peer_is_refused() {
     let scratch = Scratch::new();
     let mut etcd = EtcdServer::start(&scratch);
     let hosts = start(&etcd, 2);
-    let config = fs::read_to_string(hosts[0].scratch.path("weir.toml")).unwrap();
-    let address = config.split("peer-address = \"").nth(1).unwrap().split('"').next().unwrap();
+    let address = peer_address(&hosts[0]);
     let greeting = |from: &str| {
         format!("{{\"version\":1,\"cluster\":\"lab\",\"from\":\"{from}\",\"to\":\"host1\"}}\n").into_bytes()
     };
@@ -144,7 +157,7 @@ fn garbage_from_a_peer_is_refused() {
         [greeting("host9"), b"{\"type\":\"what\"}\n".to_vec()].concat(),
         long,
     ] {
-        let mut stream = std::net::TcpStream::connect(address).unwrap();
+        let mut stream = std::net::TcpStream::connect(&address).unwrap();
         // The daemon may close the connection while it is written to.
         let _ = stream.write_all(&bytes);
         let mut answer = Vec::new();
@@ -153,11 +166,57 @@ fn garbage_from_a_peer_is_refused() {
     }
     // Requests of an unknown host change nothing: the two hosts agree.
     etcd.kill();
-    let stream = std::net::TcpStream::connect(address).unwrap();
+    let stream = std::net::TcpStream::connect(&address).unwrap();
     (&stream).write_all(&greeting("host9")).unwrap();
     watch("the hosts agree", &hosts, || {
         // The daemon keeps the connection: a request is valid from any sender.
         (&stream).write_all(ask).unwrap();
         have_agreed(&hosts, 2)
     });
+}
+
+/// With TLS, hosts agree, and a client without a certificate is not heard.
+#[test]
+fn hosts_connect_with_certificates() {
+    use std::io::{Read as _, Write as _};
+    let scratch = Scratch::new();
+    let authority = CertificateAuthority::new(&scratch, "authority");
+    authority.issue_server(&["127.0.0.1", "127.0.0.2"]);
+    let mut etcd = EtcdServer::start_with_tls(&scratch, &authority);
+    let hosts = start_with(&etcd, 2, &format!("certificates = \"{}\"", authority.path()));
+    etcd.kill();
+    watch("etcd is gone, and the hosts agree", &hosts, || have_agreed(&hosts, 2));
+    let address = peer_address(&hosts[0]);
+    let mut stream = std::net::TcpStream::connect(&address).unwrap();
+    let greeting = "{\"version\":1,\"cluster\":\"lab\",\"from\":\"host2\",\"to\":\"host1\"}\n";
+    let _ = stream.write_all(greeting.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    assert!(!answer.starts_with(b"{"), "{answer:?}");
+    let anonymous = authority.without_client(&scratch, "anonymous");
+    let output = TestClient::new("openssl")
+        .args(["s_client", "-quiet", "-connect", &address, "-CAfile", text(&anonymous.join("ca-cert.pem"))])
+        .with_stdin(greeting)
+        .run();
+    assert_contains(&output.stderr(), &["certificate required"]);
+    assert!(have_agreed(&hosts, 2));
+}
+
+/// The new process of an upgrade listens at the address of the old one, and the other hosts connect
+/// with it.
+#[test]
+fn an_upgrade_keeps_the_address() {
+    let scratch = Scratch::new();
+    let mut etcd = EtcdServer::start(&scratch);
+    let mut hosts = start(&etcd, 2);
+    let file = hosts[0].scratch.path("weir.toml");
+    let new = ClusterTestHost::serve(&hosts[0].scratch, &file, &hosts[0].control).arg("--takeover").start();
+    let (status, log) = hosts[0].weir.replace(new).unwrap().wait();
+    assert!(status.success(), "{status}: {log}");
+    until("the new process has joined", || hosts[0].cluster()["joined"] == true);
+    until("both are connected", || hosts.iter().all(|host| host.cluster()["connected-peers"] == 1));
+    watch("the limit is divided again", &hosts, || sum(&hosts) > LIMIT * 9 / 10);
+    etcd.kill();
+    watch("etcd is gone, and the hosts agree", &hosts, || have_agreed(&hosts, 2));
+    watch("the hosts keep their quotas", &hosts, || sum(&hosts) > LIMIT * 9 / 10);
 }
