@@ -1,30 +1,34 @@
 //! Adds disks and groups for clients of the control socket, described by the keys of a config file.
 //!
 //! ```text
-//!   keys, exports ─► CheckedDisk ─► image ─► disk ─► exports
+//!   keys, exports ─► desired state of one object ─► difference ─► reconcile
 //! ```
 //!
 //! The code that serves the config file reads, checks, opens and exports the disk. The operation is
 //! atomic: if a step fails, the steps before it are rolled back, and no event reports them.
+//!
+//! Never reads a file with more rights than its client: see
+//! [`DiskAssembly::open_request_of_client`](assemble::DiskAssembly::open_request_of_client).
 
-use std::{os::fd::OwnedFd, path::Path, rc::Rc, sync::Arc};
+use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
-use anyhow::{anyhow, bail, ensure};
-use block::layer::throttle::{GroupSettings, ThrottleGroup};
-use image::{Image, Secret};
-use reactor::regular_file;
+use anyhow::{anyhow, ensure};
+use block::layer::throttle::GroupSettings;
 use serde_json::{Map, Value};
 use settings::{
-    CheckedDisk, ConfigError, Diagnostics, DiskWithOrigins, ExportConfig, SecretSource, TlsConfig, config,
+    ConfigError, DesiredState, Diagnostics, DiskWithOrigins, ExportConfig, GroupConfig, GroupWithOrigins,
+    Origin, ThrottleConfig, TlsConfig, config,
 };
 use storage::PassedFiles;
 
 use super::{
-    assemble::{self, DiskAssembly},
-    image_opening::{ImageOpenAttempt, UnavailableImage, UnavailableImageState},
-    latency_targets,
-    planned_export::{self, PlannedExport},
-    registry::{Registry, RegistryError, RunningExport},
+    assemble,
+    planned_export::PlannedExport,
+    reconcile::{
+        CompletedStep, PlanDifference, ReconcileReason, Reconciliation,
+        source::{FreshStart, StartSource},
+    },
+    registry::{Registry, RegistryError},
 };
 
 /// Maximum number of groups that contain a group; every request is charged at each level.
@@ -50,32 +54,29 @@ impl NewDisk {
     /// # Errors
     /// All mistakes of the description, or the first step that fails.
     pub(crate) async fn add(mut self, registry: &Rc<Registry>) -> anyhow::Result<Vec<String>> {
-        let (name, sockets) = (self.name.clone(), std::mem::take(&mut self.sockets));
+        let mut source =
+            ClientSource { sockets: std::mem::take(&mut self.sockets), ..ClientSource::default() };
+        let name = self.name.clone();
         registry.check_name(&name)?;
         // The first export gets the disk's name as id.
         ensure!(!registry.exports.has_id(&name), RegistryError::IdTaken(name));
-        let planned = self.checked(registry)?;
+        let plan = self.checked(registry)?;
         // Withholds the event `disk_added` until the disk is complete, so that a rolled-back disk
         // never appears in events.
         let _arrival = registry.begin_adding(&name)?;
+        let difference = PlanDifference::of_all(&plan);
+        let mut work = new_reconciliation(ReconcileReason::Add, registry, &plan);
         // Without the lock: the answer of a storage server may take any time.
-        let image = open_image(registry, &planned.disk, None).await?;
+        let images = work.open(&difference, &source).await?;
         let _guard = registry.lock_structure().await?;
-        list_disk(registry, &planned.disk, image)?;
-        match book_and_export(registry, &planned, sockets).await {
-            Ok(exports) => export_uris(registry, &exports),
-            Err(error) => {
-                if let Err(left) = registry.remove_incomplete(&name).await {
-                    bail!("{error:#}; and the disk stays: {left}");
-                }
-                // The reservation of the disk is released: publishes the lower sum, so that other
-                // hosts can book the capacity.
-                if let Some(cluster) = registry.cluster() {
-                    cluster.record_lowered_reservations(&**registry);
-                }
-                Err(error)
+        work.apply_or_roll_back(&difference, images, &mut source).await?;
+        for done in &work.completed {
+            if let CompletedStep::ExportAdded(id) = done {
+                let address = registry.exports.get(id)?.endpoint.address();
+                tracing::info!(export = id, disk = name, at = address, "an export was added");
             }
         }
+        Ok(work.take_uris())
     }
 
     /// Adds the disk without exports, from files that the old process of an upgrade passed.
@@ -88,12 +89,18 @@ impl NewDisk {
         passed: PassedFiles,
     ) -> anyhow::Result<()> {
         registry.check_name(&self.name)?;
-        let planned = self.checked(registry)?;
-        let image = open_image(registry, &planned.disk, Some(passed)).await?;
-        list_disk(registry, &planned.disk, image)
+        let plan = self.checked(registry)?;
+        let mut source = ClientSource { passed: Some(passed), ..ClientSource::default() };
+        let difference = PlanDifference::of_all(&plan);
+        let mut work =
+            new_reconciliation(ReconcileReason::Transfer, registry, &plan).with_source_files(&source);
+        let images = work.open(&difference, &source).await?;
+        // Boxed, because the compiler limits the nesting of the start's future.
+        Box::pin(work.apply(&difference, images, &mut source)).await
     }
 
-    fn checked(self, registry: &Registry) -> anyhow::Result<CheckedDisk> {
+    /// Desired state that consists of this disk.
+    fn checked(self, registry: &Registry) -> anyhow::Result<DesiredState> {
         let Self { name, mut keys, exports, sockets: _ } = self;
         ensure!(!keys.contains_key("export"), "export: belongs in `exports`, not in `keys` (move it there)");
         let default_servers = match &exports {
@@ -117,24 +124,47 @@ impl NewDisk {
             .filter_map(|serving| Some((serving.endpoint.clone(), serving.default_for_disks.get()?)))
             .collect();
         let tls = registry.exports.endpoint_parameters().map_or(TlsConfig::Off, |terms| terms.tls.clone());
-        let planned = CheckedDisk::new(disk, &default_endpoints, &tls, diagnostics)
+        let plan = DesiredState::of_disk(disk, &default_endpoints, &tls, diagnostics)
             .map_err(|all| joined_errors(&all))?;
-        if planned.disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
+        let disk = &plan.disks[0];
+        if disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
             let rule = "shared=NAME is for disks of the config file (leave it out, or write the \
                         disk there and `weir reload`)";
-            return Err(planned.disk.error("rate", rule).into());
+            return Err(disk.error("rate", rule).into());
         }
         // A config file may define the group together with the disk; here it must already run.
-        let group = planned.disk.group.as_deref().filter(|group| registry.groups.get(group).is_err());
-        if let Some(group) = group {
+        if let Some(group) = disk.group.as_deref().filter(|group| registry.groups.get(group).is_err()) {
             let remedy = "`weir status` lists them; `weir group add` makes one";
-            return Err(planned
-                .disk
-                .error("group", format!("there is no group {group:?} ({remedy})"))
-                .into());
+            return Err(disk.error("group", format!("there is no group {group:?} ({remedy})")).into());
         }
-        Ok(planned)
+        Ok(plan)
     }
+}
+
+/// Sockets and files that a client, or the old process of an upgrade, passed with a disk.
+#[derive(Default)]
+struct ClientSource {
+    sockets: Vec<(String, OwnedFd)>,
+    passed: Option<PassedFiles>,
+}
+
+impl StartSource for ClientSource {
+    fn passed(&self) -> Option<&PassedFiles> {
+        self.passed.as_ref()
+    }
+
+    fn passed_socket(&mut self, planned: &PlannedExport) -> Option<(String, OwnedFd)> {
+        let at = self.sockets.iter().position(|(name, _)| planned.uses_passed_socket(name))?;
+        Some(self.sockets.swap_remove(at))
+    }
+}
+
+fn new_reconciliation<'a>(
+    occasion: ReconcileReason,
+    registry: &'a Rc<Registry>,
+    plan: &'a DesiredState,
+) -> Reconciliation<'a> {
+    Reconciliation::new(occasion, registry, plan, None, assemble::rate_budgets(registry))
 }
 
 /// Replaces addresses of NBD servers, which have several spellings, by the endpoints of the running
@@ -165,113 +195,6 @@ fn resolve_servers(registry: &Registry, disk: &mut DiskWithOrigins, diagnostics:
     }
 }
 
-/// Opens the image of a disk that is not in the config file.
-async fn open_image(
-    registry: &Registry,
-    disk: &DiskWithOrigins,
-    passed: Option<PassedFiles>,
-) -> anyhow::Result<Image> {
-    registry.check_image(&disk.image).await?;
-    let mut secrets = Vec::new();
-    for source in &disk.qcow2.secrets {
-        if let SecretSource::File(path) = source {
-            secrets.push(passphrase(registry, path).await.map_err(|why| disk.error("secret-file", why))?);
-        }
-    }
-    let mut request =
-        DiskAssembly::for_registry(registry).with_passed_files(passed).open_request_with(disk, secrets)?;
-    if let Some(path) = disk.image.path() {
-        // A path in `/dev/fdset` is opened by its passed descriptor, not by name.
-        let descriptor = registry.objects.descriptors.descriptor_at(path, disk.read_only);
-        request.options.storage.descriptor = descriptor.map_err(anyhow::Error::msg)?;
-    }
-    // The time limit covers files only: the timeouts of an NBD server are set by the disk's keys.
-    let attempt = ImageOpenAttempt::begin(request, disk.image.path().is_none());
-    match attempt.outcome().await {
-        Ok(opened) => opened.map_err(|error| registry.with_holder_if_lock_error(error, [])),
-        Err(UnavailableImage { state: UnavailableImageState::Failed(error), .. }) => {
-            Err(registry.with_holder_if_lock_error(error, []))
-        }
-        Err(unavailable) => {
-            bail!("{}: {unavailable} (restore its file system, and add the disk again)", disk.image)
-        }
-    }
-}
-
-/// Reads a passphrase from a file that a client names. If images are confined to a directory, the
-/// file must be inside it as well; otherwise a client could probe the contents of other files.
-///
-/// # Errors
-/// Reason why the file cannot be read.
-pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secret, String> {
-    let (path, root) = (path.to_owned(), registry.image_root().cloned());
-    let read = move || {
-        // Pipes are rejected: a pipe may never get a writer, and this call has no timeout.
-        let file = match root {
-            Some(root) => root.read(&path).map_err(|error| error.why)?,
-            None => regular_file::open(&path).map_err(|error| error.to_string())?,
-        };
-        Secret::read(file).map_err(|error| error.to_string())
-    };
-    reactor::run_blocking(read).await
-}
-
-fn list_disk(registry: &Rc<Registry>, disk: &DiskWithOrigins, image: Image) -> anyhow::Result<()> {
-    let group = disk.group.as_deref().map(|group| registry.groups.get(group)).transpose()?;
-    latency_targets::check_above(&disk.settings.latency.to_running(), group.as_ref())
-        .map_err(|rule| disk.error("latency-target", rule))?;
-    let mut running = assemble::build_disk(disk, group.as_ref(), image)?;
-    running.is_added = true;
-    // Filled by `blockdev-add` commands that put nodes above it.
-    running.creation_commands = Some(Vec::new());
-    Ok(registry.add_disk(running)?)
-}
-
-/// Completes a disk after its image is open: books reservations and adds exports.
-async fn book_and_export(
-    registry: &Rc<Registry>,
-    planned: &CheckedDisk,
-    mut sockets: Vec<(String, OwnedFd)>,
-) -> anyhow::Result<Vec<Rc<RunningExport>>> {
-    let name = &planned.disk.name;
-    // Synchronously, as a failure must roll the disk back; later changes are checked in the
-    // background.
-    registry.check_device_of(name)?;
-    if let Some(cluster) = registry.cluster() {
-        cluster.record_reservations_now(&**registry).await.map_err(anyhow::Error::msg)?;
-        // The disk may have been migrated away before; it belongs to this host again.
-        cluster.forget_moved(name);
-    }
-    let mut exports = Vec::new();
-    for planned_export in PlannedExport::of_new_disk(planned) {
-        // The daemon keeps one socket passed at run time, for the next export that is added.
-        if let Some(at) = sockets.iter().position(|(name, _)| planned_export.uses_passed_socket(name)) {
-            let (name, socket) = sockets.swap_remove(at);
-            registry.exports.endpoint_parameters()?.inherited.borrow_mut().add(&name, socket);
-        }
-        let export = planned_export.add(registry).await?;
-        export.is_added.set(true);
-        exports.push(export);
-    }
-    for export in &exports {
-        tracing::info!(
-            export = export.id,
-            disk = name,
-            at = export.endpoint.address(),
-            "an export was added"
-        );
-    }
-    Ok(exports)
-}
-
-fn export_uris(registry: &Registry, exports: &[Rc<RunningExport>]) -> anyhow::Result<Vec<String>> {
-    let mut all = Vec::new();
-    for export in exports {
-        all.extend(planned_export::export_uris(export, &registry.exports.endpoint_parameters()?.tls));
-    }
-    Ok(all)
-}
-
 /// Adds a group with these keys of its table in a config file.
 ///
 /// # Errors
@@ -295,10 +218,22 @@ pub(crate) async fn add_group(
         let rule = format!("is for groups of the config file (write [group.{name}], and `weir reload`)");
         return Err(group.error("schedule", rule).into());
     }
-    let parent = group.group.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
-    add_group_object(registry, name, group.settings.to_group_settings(), parent.as_ref()).await?;
+    add_group_object(registry, ReconcileReason::Add, group).await?;
     registry.groups.added_by_clients.borrow_mut().insert(name.to_owned());
     Ok(())
+}
+
+/// Config of a group with these settings, in the group `parent`.
+pub(crate) fn group_config(name: &str, settings: &GroupSettings, parent: Option<String>) -> GroupWithOrigins {
+    let config = GroupConfig {
+        name: name.to_owned(),
+        settings: ThrottleConfig::from_running(settings),
+        group: parent,
+        ..GroupConfig::default()
+    };
+    let mut group = GroupWithOrigins::new(config, Origin::new(format!("group {name}")));
+    group.record_origin("latency-target", Origin::new(format!("group {name}: latency-target")));
+    group
 }
 
 /// Adds a group if its reservation fits.
@@ -307,31 +242,23 @@ pub(crate) async fn add_group(
 /// The name is in use; the group is nested too deep; the reservation does not fit.
 pub(crate) async fn add_group_object(
     registry: &Rc<Registry>,
-    name: &str,
-    settings: GroupSettings,
-    parent: Option<&Arc<ThrottleGroup>>,
+    reason: ReconcileReason,
+    group: GroupWithOrigins,
 ) -> anyhow::Result<()> {
-    let above = std::iter::successors(parent, |group| group.parent()).count();
+    let name = group.name.clone();
+    let parent = group.group.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
+    let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
     ensure!(
         above < MAX_LEVELS,
         "group {name}: {above} groups contain it; groups nest {MAX_LEVELS} deep at most (leave some out)"
     );
-    latency_targets::check_above(&settings.latency, parent)
-        .map_err(|rule| anyhow!("group {name}: latency-target {rule}"))?;
-    // Checked first: `ThrottleGroup::new` books the reservation at the parent.
-    registry.check_name(name)?;
-    let group = ThrottleGroup::new(name, settings, parent)?;
-    registry.add_group(&group)?;
-    let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
-    if let Err(why) = cluster.record_reservations_now(&**registry).await {
-        registry.remove_group(name)?;
-        // The last reference: its drop frees the reservation, so that the next line publishes
-        // the lower sum.
-        drop(group);
-        cluster.record_lowered_reservations(&**registry);
-        bail!("{why}");
-    }
-    Ok(())
+    registry.check_name(&name)?;
+    // Withholds the event `group_added` until the reservation is booked.
+    let _arrival = registry.begin_adding(&name)?;
+    let plan = DesiredState::of_group(group);
+    let mut work = new_reconciliation(reason, registry, &plan);
+    // Boxed, because the compiler limits the nesting of the start's future.
+    Box::pin(work.reconcile(&PlanDifference::of_all(&plan), &mut FreshStart)).await
 }
 
 /// Joins all mistakes into one error, truncated to [`MAX_ERROR_BYTES`].
@@ -347,9 +274,12 @@ fn joined_errors(all: &[ConfigError]) -> anyhow::Error {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use serde_json::json;
 
     use super::*;
+    use crate::{events::Kind, watch};
 
     fn new_disk(name: &str, keys: &Value, exports: Option<Vec<Value>>) -> NewDisk {
         let keys = keys.as_object().expect("an object").clone();
@@ -434,6 +364,30 @@ mod tests {
             let cluster = json!({ "cluster": true });
             let refused = add_group(&registry, "g", cluster.as_object().expect("keys")).await;
             assert!(refused.is_err() && registry.groups.all().is_empty());
+        });
+    }
+
+    #[test]
+    fn failed_group_leaves_nothing() {
+        with_registry(async |registry| {
+            let _watch = watch::watch_registry(&registry, BTreeSet::new());
+            let keys = json!({ "iops-total": 100, "latency-target": "5ms" });
+            add_group(&registry, "g", keys.as_object().expect("keys")).await.expect("a new name");
+            for (keys, expect) in [
+                (json!({ "group": "g", "iops-reservation": 500 }), "iops-reservation"),
+                (json!({ "group": "g", "latency-target": "1ms" }), "cannot be set inside group \"g\""),
+                (json!({ "group": "absent" }), "absent"),
+            ] {
+                let refused = add_group(&registry, "h", keys.as_object().expect("keys")).await;
+                let error = format!("{:#}", refused.expect_err("a mistake"));
+                assert!(error.contains(expect), "{error}");
+                assert_eq!(registry.groups.all().len(), 1);
+            }
+            // All of the parent's capacity is free again.
+            let keys = json!({ "group": "g", "iops-reservation": 100 });
+            add_group(&registry, "h", keys.as_object().expect("keys")).await.expect("it fits");
+            let kinds: Vec<_> = registry.events.since(0).iter().map(|event| event.kind).collect();
+            assert_eq!(kinds, [Kind::GroupAdded; 2]);
         });
     }
 }

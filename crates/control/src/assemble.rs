@@ -6,6 +6,7 @@ use anyhow::{Context as _, anyhow};
 use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use export::nbd;
 use image::{Image, Secret, open::ImageOptions};
+use reactor::regular_file;
 use settings::{
     DesiredState, ProcessSpec, SecretSource, ThrottleConfig, TlsConfig, TlsCredentialFiles,
     secret::SecretReader,
@@ -38,9 +39,7 @@ impl DiskAssembly {
 
     /// Assembly for disks that are added to a running registry; shares its rate budgets.
     pub(crate) fn for_registry(registry: &Registry) -> Self {
-        let loaded = registry.loaded.borrow();
-        let budgets = loaded.as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
-        Self::new(registry.image_root().cloned(), budgets)
+        Self::new(registry.image_root().cloned(), rate_budgets(registry))
     }
 
     /// Adds files that the old process passed.
@@ -65,8 +64,31 @@ impl DiskAssembly {
         self.open_request_with(planned, secrets)
     }
 
+    /// As [`Self::open_request`], for a disk that a client describes. Its passphrases are read by
+    /// [`client_passphrase`], and its image may be a descriptor that the client passed.
+    pub(crate) async fn open_request_of_client(
+        &self,
+        disk: &settings::DiskWithOrigins,
+        registry: &Registry,
+    ) -> anyhow::Result<ImageOpenRequest> {
+        let mut secrets = Vec::new();
+        for source in &disk.qcow2.secrets {
+            if let SecretSource::File(path) = source {
+                let read = client_passphrase(registry, path).await;
+                secrets.push(read.map_err(|why| disk.error("secret-file", why))?);
+            }
+        }
+        let mut request = self.open_request_with(disk, secrets)?;
+        if let Some(path) = disk.image.path() {
+            // A path in `/dev/fdset` is opened by its passed descriptor, not by name.
+            let descriptor = registry.objects.descriptors.descriptor_at(path, disk.read_only);
+            request.options.storage.descriptor = descriptor.map_err(anyhow::Error::msg)?;
+        }
+        Ok(request)
+    }
+
     /// As `open_request`, with passphrases that were already read.
-    pub(crate) fn open_request_with(
+    fn open_request_with(
         &self,
         planned: &settings::DiskWithOrigins,
         secrets: Vec<Secret>,
@@ -95,6 +117,29 @@ impl DiskAssembly {
         .await;
         disk_secrets
     }
+}
+
+/// Rate budgets of the running disks.
+pub(crate) fn rate_budgets(registry: &Registry) -> RateBudgets {
+    registry.loaded.borrow().as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default()
+}
+
+/// Reads a passphrase from a file that a client names. If images are confined to a directory, the
+/// file must be inside it as well; otherwise a client could probe the contents of other files.
+///
+/// # Errors
+/// Reason why the file cannot be read.
+pub(crate) async fn client_passphrase(registry: &Registry, path: &Path) -> Result<Secret, String> {
+    let (path, root) = (path.to_owned(), registry.image_root().cloned());
+    let read = move || {
+        // Pipes are rejected: a pipe may never get a writer, and this call has no timeout.
+        let file = match root {
+            Some(root) => root.read(&path).map_err(|error| error.why)?,
+            None => regular_file::open(&path).map_err(|error| error.to_string())?,
+        };
+        Secret::read(file).map_err(|error| error.to_string())
+    };
+    reactor::run_blocking(read).await
 }
 
 /// Logs a warning for each valid setting of a plan that has no effect or is probably a mistake.

@@ -8,8 +8,7 @@ use std::{
 use anyhow::{Context as _, bail};
 use policy::access::AccessRules;
 use settings::{
-    CheckedDisk, DesiredState, DiskWithOrigins, ExportSpec, ExportTarget, ListenEndpoint, NbdServerSpec,
-    TlsConfig, VhostUserBlkConfig, VhostUserSocket,
+    DesiredState, ExportSpec, ExportTarget, ListenEndpoint, TlsConfig, VhostUserBlkConfig, VhostUserSocket,
 };
 
 use super::{
@@ -44,19 +43,13 @@ pub(crate) enum PlannedEndpoint {
 impl PlannedExport {
     /// All exports of a plan, NBD exports first.
     pub fn all(plan: &DesiredState) -> Vec<Self> {
-        Self::of(&plan.disks, &plan.servers, &plan.exports, |_| true)
+        Self::of(plan, |_| true)
     }
 
     /// Exports of one disk of a plan, NBD exports first.
     pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Vec<Self> {
         let index = plan.disks.iter().position(|disk| disk.name == name);
-        Self::of(&plan.disks, &plan.servers, &plan.exports, |disk| Some(disk) == index)
-    }
-
-    /// Exports of a disk that is added.
-    pub(crate) fn of_new_disk(planned: &CheckedDisk) -> Vec<Self> {
-        let CheckedDisk { disk, servers, exports: export_specs } = planned;
-        Self::of(std::slice::from_ref(disk), servers, export_specs, |_| true)
+        Self::of(plan, |disk| Some(disk) == index)
     }
 
     /// True if a client passed the socket of this export under the name.
@@ -68,12 +61,8 @@ impl PlannedExport {
     }
 
     /// Exports of the disks whose index satisfies `is_wanted`.
-    fn of(
-        disks: &[DiskWithOrigins],
-        servers: &[NbdServerSpec],
-        export_specs: &[ExportSpec],
-        is_wanted: impl Fn(usize) -> bool + Copy,
-    ) -> Vec<Self> {
+    fn of(plan: &DesiredState, is_wanted: impl Fn(usize) -> bool + Copy) -> Vec<Self> {
+        let DesiredState { disks, servers, exports, .. } = plan;
         let of_disk = |index: usize, read_only, planned_endpoint| {
             let disk = &disks[index];
             Self {
@@ -95,7 +84,7 @@ impl PlannedExport {
                 of_disk(export.disk, export.read_only, planned_endpoint)
             })
         });
-        let separate = export_specs.iter().filter(|export| is_wanted(export.disk));
+        let separate = exports.iter().filter(|export| is_wanted(export.disk));
         let separate = separate.map(|ExportSpec { target, disk }| {
             of_disk(*disk, false, PlannedEndpoint::Separate(target.clone()))
         });

@@ -31,7 +31,7 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use api::ReloadChange;
 use block::layer::throttle::{GroupSettings, ThrottleGroup};
 pub use difference::PlanDifference;
@@ -67,6 +67,19 @@ pub enum ReconcileReason {
     Reload,
     /// The image of an unavailable disk is open now. Its reservations are booked afterwards.
     Retry,
+    /// A client adds a disk or a group. The reservations of a disk are rejected if they exceed the
+    /// measured capacity of its device.
+    Add,
+    /// As `Add`, by a client of the old process of an upgrade, where the reservations are in force.
+    Transfer,
+}
+
+impl ReconcileReason {
+    /// True if a client describes the object. The client can neither read files through this
+    /// process nor wait without bound for a file system, and no config file is the origin of a key.
+    const fn is_of_client(self) -> bool {
+        matches!(self, Self::Add | Self::Transfer)
+    }
 }
 
 /// Change of the running state in progress: its input, and the steps done so far.
@@ -100,18 +113,17 @@ impl<'a> Reconciliation<'a> {
         budgets: RateBudgets,
     ) -> Self {
         let assembly = DiskAssembly::new(registry.image_root().cloned(), budgets);
-        let (steps, names, change_reports, unavailable_disks, uris) = Default::default();
         Self {
             registry,
             occasion,
             plan,
             tls,
             assembly,
-            completed: steps,
-            changed_names: names,
-            reports: change_reports,
-            unavailable: unavailable_disks,
-            uris,
+            completed: Vec::new(),
+            changed_names: BTreeSet::new(),
+            reports: Vec::new(),
+            unavailable: Vec::new(),
+            uris: Vec::new(),
         }
     }
 
@@ -146,26 +158,45 @@ impl Reconciliation<'_> {
         difference: &PlanDifference,
         source: &mut dyn StartSource,
     ) -> anyhow::Result<()> {
+        let images = self.open(difference, source).await?;
+        self.apply_or_roll_back(difference, images, source).await
+    }
+
+    /// Applies the difference, with the images that [`Self::open`] opened, and has the cluster
+    /// confirm its reservations. A failure leaves the running state unchanged.
+    ///
+    /// # Errors
+    /// The first step that fails.
+    pub(crate) async fn apply_or_roll_back(
+        &mut self,
+        difference: &PlanDifference,
+        images: Vec<(usize, Image)>,
+        source: &mut dyn StartSource,
+    ) -> anyhow::Result<()> {
         let applied = async {
-            let images = self.open(difference, source).await?;
-            // The cluster confirms reservations last: until then this host may have booked capacity
-            // that another host booked at the same time.
             self.apply(difference, images, source).await?;
-            match self.registry.cluster() {
-                Some(cluster) => {
-                    cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg)
-                }
-                None => Ok(()),
+            let Some(cluster) = self.registry.cluster() else { return Ok(()) };
+            // The cluster confirms reservations last: until then this host may have booked
+            // capacity that another host booked at the same time.
+            cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg)?;
+            for &index in &difference.new_disks {
+                // A disk that was migrated away belongs to this host again.
+                cluster.forget_moved(&self.plan.disks[index].name);
             }
+            Ok(())
         };
-        if let Err(error) = applied.await {
-            self.roll_back().await;
-            if let Some(cluster) = self.registry.cluster() {
-                cluster.record_lowered_reservations(&**self.registry);
-            }
-            return Err(error);
+        let Err(error) = applied.await else { return Ok(()) };
+        let left = self.roll_back().await;
+        // Publishes the released reservations, so that other hosts can book the capacity.
+        if let Some(cluster) = self.registry.cluster() {
+            cluster.record_lowered_reservations(&**self.registry);
         }
-        Ok(())
+        match left {
+            Some(left) if self.occasion.is_of_client() => {
+                bail!("{error:#}; and it could not be removed again: {left:#}")
+            }
+            _ => Err(error),
+        }
     }
 
     /// Applies the difference, with the images that [`Self::open`] opened. After an error,
@@ -222,7 +253,7 @@ impl Reconciliation<'_> {
     async fn add_exports(
         &mut self,
         difference: &PlanDifference,
-        source: &dyn StartSource,
+        source: &mut dyn StartSource,
     ) -> anyhow::Result<()> {
         let unavailable: HashSet<_> = self.unavailable.iter().map(|(disk, _)| disk.as_str()).collect();
         for planned in difference.new_exports.iter().filter(|wanted| !unavailable.contains(&*wanted.disk)) {
@@ -232,8 +263,13 @@ impl Reconciliation<'_> {
                 self.uris.push(name_and_address.1);
                 continue;
             }
+            if let Some((name, socket)) = source.passed_socket(planned) {
+                // The daemon keeps one socket of a client, for the export that is added next.
+                self.registry.exports.endpoint_parameters()?.inherited.borrow_mut().add(&name, socket);
+            }
             let export =
                 planned.add(self.registry).await.map_err(|error| self.with_export_origin(planned, error))?;
+            export.is_added.set(self.occasion.is_of_client());
             self.uris.extend(planned_export::export_uris(&export, &self.plan.process.tls));
             self.completed.push(CompletedStep::ExportAdded(export.id.clone()));
             self.reports.push(change_report::export_report(name_and_address, &planned.disk, "added"));
@@ -254,7 +290,7 @@ impl Reconciliation<'_> {
 
     /// Adds the export's origin in the config file and its disk to an error.
     fn with_export_origin(&self, planned: &PlannedExport, error: anyhow::Error) -> anyhow::Error {
-        if !self.has_config_file() {
+        if !self.is_of_config_file() {
             return error;
         }
         let origin = difference::export_origin(self.plan, planned);
@@ -397,17 +433,29 @@ impl Reconciliation<'_> {
             self.list_disk(&self.plan.disks[index], image)?;
         }
         // Reservations may exceed the measured capacity of a device.
-        if self.occasion == ReconcileReason::Retry { Ok(()) } else { self.registry.check_devices() }
+        match self.occasion {
+            ReconcileReason::Start | ReconcileReason::Reload => self.registry.check_devices(),
+            ReconcileReason::Add => {
+                let mut new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
+                new_disks.try_for_each(|name| self.registry.check_device_of(name))
+            }
+            ReconcileReason::Retry | ReconcileReason::Transfer => Ok(()),
+        }
     }
 
     fn list_disk(&mut self, planned: &DiskWithOrigins, image: Image) -> anyhow::Result<()> {
         let group = self.group_of(planned)?;
         let group = group.as_ref();
         let leaves_unmet = self.leaves_unmet(group);
-        let disk = match leaves_unmet || self.occasion == ReconcileReason::Retry {
+        let mut disk = match leaves_unmet || self.occasion == ReconcileReason::Retry {
             true => assemble::build_disk(&assemble::without_disk_reservations(planned), group, image)?,
             false => assemble::build_disk(planned, group, image)?,
         };
+        if self.occasion.is_of_client() {
+            disk.is_added = true;
+            // Filled by `blockdev-add` commands that put nodes above it.
+            disk.creation_commands = Some(Vec::new());
+        }
         self.registry.add_disk(disk)?;
         if leaves_unmet {
             assemble::book_reservations(self.registry, &planned.name, &planned.settings)?;
@@ -426,8 +474,9 @@ impl Reconciliation<'_> {
         Ok(planned.group.as_ref().map(|group| self.registry.groups.get(group)).transpose()?)
     }
 
-    fn has_config_file(&self) -> bool {
-        self.registry.config.is_some()
+    /// True if errors name the origin in the config file.
+    fn is_of_config_file(&self) -> bool {
+        self.registry.config.is_some() && !self.occasion.is_of_client()
     }
 
     fn group_settings(&self, planned: &settings::GroupWithOrigins, now: &GroupSettings) -> GroupSettings {
@@ -506,6 +555,10 @@ impl Reconciliation<'_> {
         for placement in self.removed_placements(difference)? {
             after.push(placement.clone().without_reservations());
             before.push(placement);
+        }
+        // A roll-back of placements checks all devices.
+        if after.is_empty() {
+            return Ok(());
         }
         // Pushed first: `apply_all` may fail halfway; applying the previous placements undoes it.
         self.completed.push(CompletedStep::MembersPlaced(before));

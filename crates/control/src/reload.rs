@@ -154,11 +154,6 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<ReloadChan
     }
     reports.extend(moved);
     reports.extend(unavailable_reports);
-    if let Some(cluster) = registry.cluster() {
-        for &index in &difference.new_disks {
-            cluster.forget_moved(&plan.disks[index].name);
-        }
-    }
     assemble::log_remarks(&full_plan);
     // Includes servers without a config entry that only exports of clients keep open.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));

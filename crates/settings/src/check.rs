@@ -14,8 +14,8 @@ use policy::throttle;
 use storage::{ImageFormat, rate::RateOptions};
 
 use super::{
-    CheckedDisk, ConfigError, ConfigWithOrigins, DaemonConfig, DesiredState, Diagnostics, DiskConfig,
-    ExportSpec, ListenAddress, ListenEndpoint, NbdExportConfig, NbdExportSpec, NbdServerSpec, Origin,
+    ConfigError, ConfigWithOrigins, DaemonConfig, DesiredState, Diagnostics, DiskConfig, ExportSpec,
+    GroupConfig, ListenAddress, ListenEndpoint, NbdExportConfig, NbdExportSpec, NbdServerSpec, Origin,
     ParsedConfig, ProcessSpec, TlsConfig, TlsMode, clients,
     groups::{self, GroupIndex},
     reservations,
@@ -146,16 +146,17 @@ impl DesiredState {
     }
 }
 
-impl CheckedDisk {
-    /// Checks a disk that is added to a running daemon with these TLS settings. `default_endpoints`
-    /// are for disks without explicit exports, each with true if it is read-only.
+impl DesiredState {
+    /// State that consists of one disk, which is added to a running daemon with these TLS settings.
+    /// `default_endpoints` are for disks without explicit exports, each with true if it is
+    /// read-only.
     ///
     /// The caller checks its group, other disks of the same image or simulated device, and
     /// other exports at the same endpoints.
     ///
     /// # Errors
     /// Returns all mistakes, including those in `diagnostics`.
-    pub fn new(
+    pub fn of_disk(
         mut disk: ConfigWithOrigins<DiskConfig>,
         default_endpoints: &[(ListenEndpoint, bool)],
         tls: &TlsConfig,
@@ -165,12 +166,22 @@ impl CheckedDisk {
         diagnostics.ok_or_report(check_image(&disk));
         check_disk(&mut disk, None, &diagnostics);
         diagnostics.ok_or_report(check_access(&disk, tls));
-        let disks = [disk];
+        let disks = vec![disk];
         let servers = build_servers(&disks, default_endpoints, &[], &diagnostics);
         let exports = build_exports(&disks, &servers, &diagnostics);
         check_clients_of(&disks, &servers, &diagnostics);
-        let [disk] = disks;
-        diagnostics.finish(Self { disk, servers, exports })
+        diagnostics.finish(Self { disks, servers, exports, ..Self::empty(tls.clone()) })
+    }
+
+    /// State that consists of one checked group, which is added to a running daemon.
+    pub fn of_group(group: ConfigWithOrigins<GroupConfig>) -> Self {
+        Self { groups: vec![group], ..Self::empty(TlsConfig::Off) }
+    }
+
+    fn empty(tls: TlsConfig) -> Self {
+        let config = ConfigWithOrigins::default();
+        let process = ProcessSpec { config, tls, cluster: None, rename_warnings: Vec::new() };
+        Self { disks: Vec::new(), groups: Vec::new(), servers: Vec::new(), exports: Vec::new(), process }
     }
 }
 

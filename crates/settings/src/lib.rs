@@ -119,17 +119,6 @@ pub struct DesiredState {
     pub process: ProcessSpec,
 }
 
-/// A disk that is added to a running daemon, with its exports.
-#[derive(Clone, Debug, PartialEq)]
-pub struct CheckedDisk {
-    /// The disk.
-    pub disk: ConfigWithOrigins<DiskConfig>,
-    /// NBD servers that export the disk.
-    pub servers: Vec<NbdServerSpec>,
-    /// Exports by other protocols.
-    pub exports: Vec<ExportSpec>,
-}
-
 /// NBD server: an endpoint and its exports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdServerSpec {

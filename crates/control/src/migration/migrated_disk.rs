@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use settings::{
-    CheckedDisk, Diagnostics, DiskConfig, ExportTarget, KeyTable as _, TlsConfig, VhostUserBlkConfig,
+    DesiredState, Diagnostics, DiskConfig, ExportTarget, KeyTable as _, TlsConfig, VhostUserBlkConfig,
     VhostUserSocket, config, key::TransferPolicy,
 };
 
@@ -104,8 +104,9 @@ impl MigratedDisk {
         // Relative paths were made absolute by the source, so the base directory has no effect.
         let disk = config::disk_from_json(name, &self.keys, Path::new("/"), &diagnostics);
         let disk = diagnostics.finish_first(disk)?.context("no disk")?;
-        let planned = CheckedDisk::new(disk, &[], &TlsConfig::Off, Diagnostics::default());
-        Ok(planned.map_err(|all| all.into_iter().next().expect("a mistake"))?.disk)
+        let planned = DesiredState::of_disk(disk, &[], &TlsConfig::Off, Diagnostics::default());
+        let mut planned = planned.map_err(|all| all.into_iter().next().expect("a mistake"))?;
+        Ok(planned.disks.remove(0))
     }
 
     /// Parses the vhost-user sockets.

@@ -88,6 +88,16 @@ impl PlanDifference {
         Self { new_disks, new_exports: PlannedExport::of_disk(plan, name), ..Self::default() }
     }
 
+    /// Difference that adds all objects of a plan, whose NBD servers run.
+    pub(crate) fn of_all(plan: &DesiredState) -> Self {
+        Self {
+            new_groups: (0..plan.groups.len()).collect(),
+            new_disks: (0..plan.disks.len()).collect(),
+            new_exports: PlannedExport::all(plan),
+            ..Self::default()
+        }
+    }
+
     pub(super) async fn between(
         registry: &Registry,
         before: Option<&DesiredState>,

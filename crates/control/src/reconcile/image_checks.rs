@@ -36,9 +36,7 @@ impl Reconciliation<'_> {
         let (mut unavailable, mut errors) = (Vec::new(), Vec::new());
         let mut files = match self.occasion {
             ReconcileReason::Start => trial_open::TrialFiles::default(),
-            ReconcileReason::Reload | ReconcileReason::Retry => {
-                trial_open::TrialFiles::of_running_disks(self.registry)
-            }
+            _ => trial_open::TrialFiles::of_running_disks(self.registry),
         };
         let mut attempts = BTreeMap::new();
         for &index in &difference.new_disks {

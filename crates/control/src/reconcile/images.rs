@@ -3,16 +3,19 @@
 //! A start opens local images one after another, in the order of the plan, so that of two disks
 //! with one image always the second is rejected. All other images are opened concurrently; a disk
 //! whose storage does not answer before the deadline of [`ImageOpenAttempt`] becomes unavailable
-//! instead of failing the change.
+//! instead of failing the change, unless a client adds it.
 
 use std::fs;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, anyhow, ensure};
 use image::Image;
 use settings::{DiskWithOrigins, SecretSource};
 
 use super::{PlanDifference, ReconcileReason, Reconciliation};
-use crate::{image_opening::ImageOpenAttempt, reconcile::source::StartSource};
+use crate::{
+    image_opening::{ImageOpenAttempt, UnavailableImage, UnavailableImageState},
+    reconcile::source::StartSource,
+};
 
 impl Reconciliation<'_> {
     /// Opens the images of the new disks, each with the index of its disk in the plan. Changes
@@ -32,16 +35,20 @@ impl Reconciliation<'_> {
             let planned = &self.plan.disks[index];
             let checked = self.registry.check_image(&planned.image).await;
             self.with_image_origin(planned, checked)?;
-            if self.occasion != ReconcileReason::Start {
-                check_secret_files(planned).await?;
-            }
-            let request = self.assembly.open_request(planned).await;
-            let request = self.with_image_origin(planned, request)?;
+            let request = if self.occasion.is_of_client() {
+                self.assembly.open_request_of_client(planned, self.registry).await?
+            } else {
+                if self.occasion != ReconcileReason::Start {
+                    check_secret_files(planned).await?;
+                }
+                let request = self.assembly.open_request(planned).await;
+                self.with_image_origin(planned, request)?
+            };
             if self.occasion == ReconcileReason::Start && !planned.image.is_remote() {
                 let opened = request.open().await;
                 images.push((index, self.with_holder(planned, opened, &images)?));
             } else {
-                let is_awaited = self.has_no_deadline(&planned.name, source);
+                let is_awaited = self.has_no_deadline(planned, source);
                 attempts.push((index, ImageOpenAttempt::begin(request, is_awaited)));
             }
         }
@@ -49,6 +56,7 @@ impl Reconciliation<'_> {
             let planned = &self.plan.disks[index];
             match attempt.outcome().await {
                 Ok(opened) => images.push((index, self.with_holder(planned, opened, &images)?)),
+                Err(image) if self.occasion.is_of_client() => return Err(self.unopened(planned, image)),
                 Err(image) => self.unavailable.push((planned.name.clone(), image)),
             }
         }
@@ -57,14 +65,28 @@ impl Reconciliation<'_> {
         Ok(images)
     }
 
-    /// True for disks without a deadline: disks that clients of the old process use, and the only
-    /// disk of a command line.
-    fn has_no_deadline(&self, disk: &str, source: &dyn StartSource) -> bool {
-        self.occasion == ReconcileReason::Start && (self.is_only_disk() || source.has_disk(disk))
+    /// True for disks without a deadline: disks that clients of the old process use, the only disk
+    /// of a command line, and disks of a client that are in no file, whose keys set the timeouts.
+    fn has_no_deadline(&self, planned: &DiskWithOrigins, source: &dyn StartSource) -> bool {
+        match self.occasion {
+            ReconcileReason::Start => self.is_only_disk() || source.has_disk(&planned.name),
+            ReconcileReason::Add | ReconcileReason::Transfer => planned.image.path().is_none(),
+            ReconcileReason::Reload | ReconcileReason::Retry => false,
+        }
+    }
+
+    /// Error for a client, which retries by itself.
+    fn unopened(&self, planned: &DiskWithOrigins, image: UnavailableImage) -> anyhow::Error {
+        match image.state {
+            UnavailableImageState::Failed(error) => self.registry.with_holder_if_lock_error(error, []),
+            UnavailableImageState::Opening(_) => {
+                anyhow!("{}: {image} (restore its file system, and add the disk again)", planned.image)
+            }
+        }
     }
 
     pub(super) fn is_only_disk(&self) -> bool {
-        self.plan.disks.len() == 1 && !self.has_config_file()
+        self.plan.disks.len() == 1 && !self.is_of_config_file()
     }
 
     /// Adds the disk that has the image open to an error, including disks that are opened together
@@ -91,7 +113,7 @@ impl Reconciliation<'_> {
         planned: &DiskWithOrigins,
         result: anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        match self.has_config_file() {
+        match self.is_of_config_file() {
             true => result.with_context(|| planned.origin("image").clone()),
             false => result,
         }

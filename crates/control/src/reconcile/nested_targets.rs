@@ -7,22 +7,22 @@
 use std::{collections::BTreeMap, iter, sync::Arc};
 
 use block::layer::throttle::ThrottleGroup;
-use policy::latency_target::LatencySettings;
 use settings::{Origin, ThrottleConfig};
 
 use super::{PlanDifference, Reconciliation};
 use crate::latency_targets;
 
-/// A disk or group after the change.
+/// A disk or group of the difference.
 struct PlacedTarget<'a> {
     has_target: bool,
-    parent: Option<String>,
-    /// Origin of its target in the config; `None` if the difference does not contain the object.
-    origin: Option<&'a Origin>,
+    parent: Option<&'a str>,
+    /// Origin of its target in the config.
+    origin: &'a Origin,
+    is_group: bool,
 }
 
-/// All disks and groups by name; they share one namespace.
-type PlacedTargets<'a> = BTreeMap<String, PlacedTarget<'a>>;
+/// Disks and groups of a difference by name; they share one namespace.
+type PlacedTargets<'a> = BTreeMap<&'a str, PlacedTarget<'a>>;
 
 impl Reconciliation<'_> {
     /// Checks that the difference leaves no target inside another one.
@@ -30,56 +30,82 @@ impl Reconciliation<'_> {
     /// # Errors
     /// The rule that it breaks, with the origin in the config.
     pub(super) fn check_nested_targets(&self, difference: &PlanDifference) -> anyhow::Result<()> {
-        let all = self.placed_targets(difference);
-        for (name, placed) in all.iter().filter(|(_, placed)| placed.has_target) {
-            let parent = |name: &&String| all.get(*name).and_then(|placed| placed.parent.as_ref());
-            let mut above = iter::successors(placed.parent.as_ref(), parent);
-            let outer = above.find_map(|name| all.get_key_value(name).filter(|(_, group)| group.has_target));
-            let Some((outer_name, outer)) = outer else { continue };
-            if let Some(origin) = placed.origin {
-                return Err(origin.error(settings::nested_target_rule(outer_name)).into());
+        let placed = self.placed_targets(difference);
+        let with_target = || placed.iter().filter(|(_, placed)| placed.has_target);
+        for (_, object) in with_target() {
+            if let Some(outer) = self.target_above(object.parent.map(str::to_owned), &placed) {
+                return Err(object.origin.error(settings::nested_target_rule(&outer)).into());
             }
-            if let Some(origin) = outer.origin {
-                return Err(origin.error(latency_targets::outer_target_rule(name)).into());
+        }
+        // The pass over all running objects is for groups only, so that adding a disk visits no
+        // other disk.
+        if with_target().any(|(_, placed)| placed.is_group) {
+            self.check_running_targets(difference, &placed)?;
+        }
+        Ok(())
+    }
+
+    /// Checks the targets of running objects that the difference does not contain.
+    fn check_running_targets(
+        &self,
+        difference: &PlanDifference,
+        placed: &PlacedTargets<'_>,
+    ) -> anyhow::Result<()> {
+        let parent_name = |parent: Option<&Arc<ThrottleGroup>>| parent.map(|group| group.name().to_owned());
+        let groups = self.registry.groups.all().into_iter().filter_map(|group| {
+            let target = group.settings().latency.target;
+            target.map(|_| (group.name().to_owned(), parent_name(group.parent())))
+        });
+        let disks = self.registry.disks.block_disks().into_iter().filter_map(|disk| {
+            let throttle = disk.throttle();
+            let target = throttle.settings().latency.target;
+            target.map(|_| (disk.name().to_string(), parent_name(throttle.group().as_ref())))
+        });
+        for (name, parent) in groups.chain(disks) {
+            let is_changed = placed.contains_key(&*name)
+                || difference.old_groups.contains(&name)
+                || difference.old_disks.contains(&name);
+            if is_changed {
+                continue;
+            }
+            if let Some(outer) = self.target_above(parent, placed).and_then(|outer| placed.get(&*outer)) {
+                return Err(outer.origin.error(latency_targets::outer_target_rule(&name)).into());
             }
         }
         Ok(())
     }
 
-    /// The running state with the difference.
-    fn placed_targets(&self, difference: &PlanDifference) -> PlacedTargets<'_> {
-        let mut all = PlacedTargets::new();
-        let mut insert_running =
-            |name: &str, latency: LatencySettings, parent: Option<&Arc<ThrottleGroup>>| {
-                let parent = parent.map(|group| group.name().to_owned());
-                let placed = PlacedTarget { has_target: latency.target.is_some(), parent, origin: None };
-                all.insert(name.to_owned(), placed);
-            };
-        for group in self.registry.groups.all() {
-            insert_running(group.name(), group.settings().latency, group.parent());
-        }
-        for disk in self.registry.disks.block_disks() {
-            let throttle = disk.throttle();
-            insert_running(disk.name(), throttle.settings().latency, throttle.group().as_ref());
-        }
-        for name in difference.old_groups.iter().chain(&difference.old_disks) {
-            all.remove(name);
-        }
-        let planned = |settings: &ThrottleConfig, group: &Option<String>, origin| PlacedTarget {
-            has_target: settings.latency.to_running().target.is_some(),
-            parent: group.clone(),
-            origin: Some(origin),
+    /// The closest group with a target, from this parent upwards, after the change.
+    fn target_above(&self, parent: Option<String>, placed: &PlacedTargets<'_>) -> Option<String> {
+        let group = |name: &str| match placed.get(name) {
+            Some(group) => Some((group.has_target, group.parent.map(str::to_owned))),
+            None => {
+                let group = self.registry.groups.get(name).ok()?;
+                let parent = group.parent().map(|parent| parent.name().to_owned());
+                Some((group.settings().latency.target.is_some(), parent))
+            }
         };
-        for &index in difference.kept_groups.iter().chain(&difference.new_groups) {
+        iter::successors(parent, |name| group(name)?.1)
+            .find(|name| group(name).is_some_and(|(has_target, _)| has_target))
+    }
+
+    fn placed_targets(&self, difference: &PlanDifference) -> PlacedTargets<'_> {
+        let placed = |settings: &ThrottleConfig, is_group, parent, origin| PlacedTarget {
+            has_target: settings.latency.to_running().target.is_some(),
+            parent,
+            origin,
+            is_group,
+        };
+        let groups = difference.kept_groups.iter().chain(&difference.new_groups).map(|&index| {
             let group = &self.plan.groups[index];
-            let placed = planned(&group.settings, &group.group, group.origin("latency-target"));
-            all.insert(group.name.clone(), placed);
-        }
-        for &index in difference.kept_disks.iter().chain(&difference.new_disks) {
+            let origin = group.origin("latency-target");
+            (&*group.name, placed(&group.settings, true, group.group.as_deref(), origin))
+        });
+        let disks = difference.kept_disks.iter().chain(&difference.new_disks).map(|&index| {
             let disk = &self.plan.disks[index];
-            let placed = planned(&disk.settings, &disk.group, disk.origin("latency-target"));
-            all.insert(disk.name.clone(), placed);
-        }
-        all
+            let origin = disk.origin("latency-target");
+            (&*disk.name, placed(&disk.settings, false, disk.group.as_deref(), origin))
+        });
+        groups.chain(disks).collect()
     }
 }

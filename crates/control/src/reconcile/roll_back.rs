@@ -33,13 +33,17 @@ pub(crate) enum CompletedStep {
 }
 
 impl Reconciliation<'_> {
-    pub(crate) async fn roll_back(&mut self) {
+    /// Undoes the completed steps. Returns the first error; all errors are logged.
+    pub(crate) async fn roll_back(&mut self) -> Option<anyhow::Error> {
+        let mut first = None;
         // Continues after a failed step, to undo as much as possible.
         while let Some(done) = self.completed.pop() {
             if let Err(error) = self.roll_back_step(done).await {
-                tracing::error!("a step of a reload could not be rolled back: {error:#} (restart weir)");
+                tracing::error!("a step of a change could not be rolled back: {error:#} (restart weir)");
+                first.get_or_insert(error);
             }
         }
+        first
     }
 
     async fn roll_back_step(&self, done: CompletedStep) -> anyhow::Result<()> {
@@ -69,7 +73,10 @@ impl Reconciliation<'_> {
             // The export was never announced. A client that connected meanwhile may have requests
             // in flight at unresponsive storage; in that case the wait for them ends early.
             CompletedStep::ExportAdded(id) => {
-                let disk = Arc::clone(&self.registry.exports.get(&id)?.disk.disk);
+                // Its device may have been removed externally.
+                let Ok(export) = self.registry.exports.get(&id) else { return Ok(()) };
+                let disk = Arc::clone(&export.disk.disk);
+                drop(export);
                 drop(disk.run_unless_unresponsive(self.registry.begin_removal(&id, Removal::Hard)?).await);
             }
         }

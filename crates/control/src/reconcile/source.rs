@@ -1,7 +1,7 @@
-//! Origin of sockets, devices and open images at a start: the host, or the old process of an
-//! upgrade.
+//! Origin of sockets, devices and open images: the host, the old process of an upgrade, or the
+//! client that adds a disk.
 
-use std::{path::Path, time::Duration};
+use std::{os::fd::OwnedFd, path::Path, time::Duration};
 
 use settings::{ListenAddress, ListenEndpoint};
 use storage::PassedFiles;
@@ -53,6 +53,11 @@ pub trait StartSource {
     /// them.
     fn pass_vhost_user_sockets(&mut self, _inherited: &mut InheritedSockets) -> anyhow::Result<()> {
         Ok(())
+    }
+
+    /// Socket that a client passed for an export, with its name; returned once.
+    fn passed_socket(&mut self, _planned: &PlannedExport) -> Option<(String, OwnedFd)> {
+        None
     }
 
     /// True if an export is opened later, after the old process has released its device.

@@ -24,7 +24,7 @@ use super::{
 use crate::{
     add_objects::{self, NewDisk},
     bitmaps,
-    reconcile::source::StartSource as _,
+    reconcile::{ReconcileReason, source::StartSource as _},
     registry::{NewNbdExport, Registry},
     running_server::{AddedServer, RunningServer},
 };
@@ -51,13 +51,9 @@ impl NewProcess {
             }
             let named =
                 || format!("group {}: it was added at run time, and cannot be added here", group.name);
-            let parent = group.parent.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
-            let addition = add_objects::add_group_object(
-                registry,
-                &group.name,
-                GroupSettings::default(),
-                parent.as_ref(),
-            );
+            let config =
+                add_objects::group_config(&group.name, &GroupSettings::default(), group.parent.clone());
+            let addition = add_objects::add_group_object(registry, ReconcileReason::Transfer, config);
             addition.await.with_context(named)?;
             registry.groups.added_by_clients.borrow_mut().insert(group.name.clone());
             let set = perform("x-weir-set", group.settings.clone()).await;

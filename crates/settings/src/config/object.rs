@@ -14,8 +14,8 @@ use crate::{ConfigWithOrigins, Diagnostics, DiskConfig, GroupConfig, Origin, Par
 /// Reads the disk `name` with these keys; `export` is an array of tables. Paths are relative to
 /// `directory`.
 ///
-/// Rules between keys are not checked: see [`crate::CheckedDisk::new`]. Returns `None` if a mistake
-/// was reported.
+/// Rules between keys are not checked: see [`crate::DesiredState::of_disk`]. Returns `None` if a
+/// mistake was reported.
 pub fn disk_from_json(
     name: &str,
     keys: &Map<String, Value>,
@@ -33,7 +33,7 @@ pub fn group_from_json(
     diagnostics: &Diagnostics,
 ) -> Option<ConfigWithOrigins<GroupConfig>> {
     let group = parse_table("group", name, keys, Path::new(""), diagnostics)?.groups.pop()?;
-    // For disks `CheckedDisk::new` checks the name.
+    // For disks `DesiredState::of_disk` checks the name.
     diagnostics
         .ok_or_report(crate::check::check_object_name(name).map_err(|rule| group.own_origin().error(rule)));
     group.check_rules(diagnostics);

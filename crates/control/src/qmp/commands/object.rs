@@ -25,7 +25,7 @@ use tls::TlsServer;
 
 use super::set;
 use crate::{
-    add_objects,
+    add_objects, assemble,
     change::RegistryChange,
     qmp::{
         arguments::QmpArguments,
@@ -35,6 +35,7 @@ use crate::{
         json::excerpt,
         settings::{self, LimitChanges, SettingChanges, SettingNaming},
     },
+    reconcile::ReconcileReason,
     registry::{NamedObject, Registry},
 };
 
@@ -111,7 +112,7 @@ impl QmpCommand for ObjectAdd {
         }
         let properties = LimitChanges::read(arguments, SettingNaming::Property)?;
         let changes = SettingChanges::read_own(arguments, "x-weir-")?;
-        let parent = arguments.optional("x-weir-parent")?;
+        let parent: Option<String> = arguments.optional("x-weir-parent")?;
         Ok(Self::Group { id, parent, changes: changes.with_limits(limits.then(properties)), is_sent })
     }
 
@@ -128,10 +129,13 @@ impl QmpCommand for ObjectAdd {
                 return Ok(json!({}));
             }
         };
-        let parent = parent.map(|name| registry.groups.get(&name)).transpose()?;
+        if let Some(parent) = &parent {
+            registry.groups.get(parent)?;
+        }
         let settings = changes.apply_to(GroupSettings::default())?;
         check_id(&registry, &id)?;
-        add_objects::add_group_object(&registry, &id, settings, parent.as_ref())
+        let group = add_objects::group_config(&id, &settings, parent);
+        add_objects::add_group_object(&registry, ReconcileReason::Add, group)
             .await
             .map_err(QmpError::from_daemon_error)?;
         if is_sent {
@@ -178,7 +182,7 @@ async fn add_secret(registry: &Registry, id: &str, from: SecretInput) -> Result<
     let secret = match from {
         SecretInput::Data(secret) => secret,
         SecretInput::File(path) => {
-            let read = add_objects::passphrase(registry, Path::new(&path)).await;
+            let read = assemble::client_passphrase(registry, Path::new(&path)).await;
             read.map_err(|why| QmpError::generic(format!("Unable to read {}: {why}", excerpt(&path))))?
         }
     };
