@@ -23,9 +23,9 @@ use super::{
 };
 use crate::{
     add_objects::{self, NewDisk},
-    bitmaps,
+    planned_export::{PlannedEndpoint, PlannedExport},
     reconcile::{ReconcileReason, source::StartSource as _},
-    registry::{NewNbdExport, Registry},
+    registry::Registry,
     running_server::{AddedServer, RunningServer},
 };
 
@@ -142,26 +142,21 @@ async fn add_export(
     state: &AddedExportState,
 ) -> anyhow::Result<String> {
     let OfferedExport { endpoint, name, disk, read_only, bitmaps, .. } = offered;
-    let serving = registry
-        .exports
-        .servers()
-        .into_iter()
-        .find(|serving| super::endpoint_name(&serving.endpoint) == *endpoint);
+    let mut servers = registry.exports.servers().into_iter();
+    let serving = servers.find(|serving| super::endpoint_name(&serving.endpoint) == *endpoint);
     let serving = serving.with_context(|| format!("{endpoint} is not in this config"))?;
-    let id = registry.exports.free_id(&state.id, &serving.address());
-    let running = registry.disks.get(disk)?;
-    let new = NewNbdExport {
-        id: id.clone(),
-        name: name.clone(),
-        description: state.description.clone(),
-        access: state.access.to_access()?,
+    let planned = PlannedExport {
         disk: disk.clone(),
         read_only: *read_only,
-        bitmaps: bitmaps::find_bitmaps(&running, bitmaps).await?,
+        endpoint: PlannedEndpoint::Nbd {
+            endpoint: serving.endpoint.clone(),
+            name: name.clone(),
+            description: state.description.clone(),
+            access: state.access.to_access()?,
+            bitmaps: bitmaps.clone(),
+        },
     };
-    registry.add_export(&serving, new)?;
-    registry.exports.get(&id)?.is_added.set(true);
-    Ok(format!("export {id}"))
+    add_planned(registry, &planned, &state.id, &serving.address()).await
 }
 
 async fn add_vhost_user(
@@ -171,8 +166,23 @@ async fn add_vhost_user(
 ) -> anyhow::Result<String> {
     let OfferedVhostUser { id, disk, read_only, .. } = offered;
     let target = parse_endpoint("vhost-user-blk", text)?;
-    let id = registry.exports.free_id(id, &target.address());
-    registry.add_endpoint(id.clone(), registry.disks.get(disk)?, *read_only, &target, None).await?;
-    registry.exports.get(&id)?.is_added.set(true);
-    Ok(format!("export {id}"))
+    let address = target.address();
+    let planned = PlannedExport {
+        disk: disk.clone(),
+        read_only: *read_only,
+        endpoint: PlannedEndpoint::Separate(target),
+    };
+    add_planned(registry, &planned, id, &address).await
+}
+
+/// Adds an export under its id in the old process, or under a similar one if that is in use.
+async fn add_planned(
+    registry: &Rc<Registry>,
+    planned: &PlannedExport,
+    id: &str,
+    address: &str,
+) -> anyhow::Result<String> {
+    let export = planned.add_with_id(registry, registry.exports.free_id(id, address)).await?;
+    export.is_added.set(true);
+    Ok(format!("export {}", export.id))
 }
