@@ -71,7 +71,7 @@ impl NewDisk {
         let _guard = registry.lock_structure().await?;
         work.apply_or_roll_back(&difference, images, &mut source).await?;
         for done in &work.completed {
-            if let CompletedStep::ExportAdded(id) = done {
+            if let CompletedStep::ExportAdded { id, .. } = done {
                 let address = registry.exports.get(id)?.endpoint.address();
                 tracing::info!(export = id, disk = name, at = address, "an export was added");
             }
@@ -154,7 +154,7 @@ impl StartSource for ClientSource {
     }
 
     fn passed_socket(&mut self, planned: &PlannedExport) -> Option<(String, OwnedFd)> {
-        let at = self.sockets.iter().position(|(name, _)| planned.uses_passed_socket(name))?;
+        let at = self.sockets.iter().position(|(name, _)| planned.passed_socket() == Some(name))?;
         Some(self.sockets.swap_remove(at))
     }
 }

@@ -19,7 +19,10 @@ use std::{
     any::Any,
     cell::{Cell, RefCell},
     io,
-    os::{fd::AsFd as _, unix::net::UnixListener},
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::net::UnixListener,
+    },
     path::{Path, PathBuf},
     pin::Pin,
     rc::Rc,
@@ -323,11 +326,15 @@ pub(crate) struct VhostUserEndpoint {
 }
 
 impl VhostUserEndpoint {
+    /// Another descriptor of the listening socket, if it has one.
+    pub(crate) fn try_clone_socket(&self) -> Option<OwnedFd> {
+        let (_, (socket, _)) = self.listening.as_ref()?;
+        socket.as_fd().try_clone_to_owned().ok()
+    }
+
     /// Path of the listening socket, if it has one.
     pub(crate) fn listening_path(&self) -> Option<PathBuf> {
-        let (_, (socket, _)) = self.listening.as_ref()?;
-        let socket = UnixListener::from(socket.as_fd().try_clone_to_owned().ok()?);
-        Some(socket.local_addr().ok()?.as_pathname()?.to_owned())
+        Some(UnixListener::from(self.try_clone_socket()?).local_addr().ok()?.as_pathname()?.to_owned())
     }
 }
 

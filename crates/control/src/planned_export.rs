@@ -52,12 +52,12 @@ impl PlannedExport {
         Self::of(plan, |disk| Some(disk) == index)
     }
 
-    /// True if a client passed the socket of this export under the name.
-    pub(crate) fn uses_passed_socket(&self, name: &str) -> bool {
-        let PlannedEndpoint::Separate(ExportTarget::VhostUserBlk(export)) = &self.endpoint else {
-            return false;
-        };
-        matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
+    /// Name of the passed socket that this export alone uses.
+    pub(crate) fn passed_socket(&self) -> Option<&str> {
+        match &self.endpoint {
+            PlannedEndpoint::Separate(target) => target.inherited_name(),
+            PlannedEndpoint::Nbd { .. } => None,
+        }
     }
 
     /// Exports of the disks whose index satisfies `is_wanted`.

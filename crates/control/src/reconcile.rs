@@ -211,6 +211,7 @@ impl Reconciliation<'_> {
         source: &mut dyn StartSource,
     ) -> anyhow::Result<()> {
         // Sockets first: a bind error is the most likely one, and undoing it affects no client.
+        // Rolled back like later steps, because a passed socket can be received only once.
         let servers = self.bind(difference, source)?;
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
@@ -219,7 +220,6 @@ impl Reconciliation<'_> {
         self.place_members(difference, images)?;
         for serving in &servers {
             self.registry.add_server(serving);
-            self.completed.push(CompletedStep::ServerAdded(Rc::clone(serving)));
         }
         // Old exports before new ones: a changed export is both, and needs its name and address
         // free.
@@ -263,15 +263,17 @@ impl Reconciliation<'_> {
                 self.uris.push(name_and_address.1);
                 continue;
             }
-            if let Some((name, socket)) = source.passed_socket(planned) {
+            let mut socket = planned.passed_socket().map(str::to_owned);
+            if let Some((name, passed)) = source.passed_socket(planned) {
                 // The daemon keeps one socket of a client, for the export that is added next.
-                self.registry.exports.endpoint_parameters()?.inherited.borrow_mut().add(&name, socket);
+                self.registry.exports.endpoint_parameters()?.inherited.borrow_mut().add(&name, passed);
+                socket = None;
             }
             let export =
                 planned.add(self.registry).await.map_err(|error| self.with_export_origin(planned, error))?;
             export.is_added.set(self.occasion.is_of_client());
             self.uris.extend(planned_export::export_uris(&export, &self.plan.process.tls));
-            self.completed.push(CompletedStep::ExportAdded(export.id.clone()));
+            self.completed.push(CompletedStep::ExportAdded { id: export.id.clone(), socket });
             self.reports.push(change_report::export_report(name_and_address, &planned.disk, "added"));
         }
         Ok(())
@@ -334,18 +336,19 @@ impl Reconciliation<'_> {
 
     /// Binds the new servers. All addresses are bound before one of them accepts a client.
     fn bind(
-        &self,
+        &mut self,
         difference: &PlanDifference,
         source: &mut dyn StartSource,
     ) -> anyhow::Result<Vec<Rc<RunningServer>>> {
         if difference.new_servers.is_empty() {
             return Ok(Vec::new());
         }
-        let EndpointParameters { workers, inherited, .. } = self.registry.exports.endpoint_parameters()?;
-        let service = &self.plan.process;
+        let (registry, plan) = (self.registry, self.plan);
+        let EndpointParameters { workers, inherited, .. } = registry.exports.endpoint_parameters()?;
+        let service = &plan.process;
         let mut open = |server: &settings::NbdServerSpec| {
             let endpoint = &server.endpoint;
-            if let (Some(sandbox), ListenEndpoint::Address(address)) = (self.registry.sandbox(), endpoint) {
+            if let (Some(sandbox), ListenEndpoint::Address(address)) = (registry.sandbox(), endpoint) {
                 sandbox.check_address(address)?;
             }
             match source.listeners(endpoint)? {
@@ -355,7 +358,7 @@ impl Reconciliation<'_> {
         };
         let mut all = Vec::new();
         for &index in &difference.new_servers {
-            let planned = &self.plan.servers[index];
+            let planned = &plan.servers[index];
             let listeners = open(planned);
             let listeners = match self.occasion {
                 ReconcileReason::Start => listeners?,
@@ -370,6 +373,7 @@ impl Reconciliation<'_> {
             server.reserve(planned.exports.iter().map(|export| export.name.clone()));
             let serving = RunningServer::new(server, planned.endpoint.clone(), listeners, workers);
             serving.default_for_disks.set(planned.default_read_only);
+            self.completed.push(CompletedStep::ServerAdded(Rc::clone(&serving)));
             all.push(serving);
         }
         Ok(all)

@@ -5,6 +5,7 @@
 
 use std::{
     cell::{Cell, RefCell},
+    os::fd::{AsFd as _, OwnedFd},
     rc::Rc,
     sync::Arc,
 };
@@ -111,6 +112,13 @@ impl RunningServer {
         let path = |file: &Option<SocketFile>| file.as_ref().map(|file| file.path().to_owned());
         let accepting = self.accepting.borrow();
         accepting.iter().map(|AcceptingSocket { file, socket, .. }| (socket.clone(), path(file))).collect()
+    }
+
+    /// Another descriptor of the first socket.
+    pub(crate) fn try_clone_socket(&self) -> Option<OwnedFd> {
+        let not_accepting = self.not_accepting.borrow().first().map(|listener| listener.socket.try_clone());
+        let accepting = || Some(self.accepting.borrow().first()?.socket.as_fd().try_clone_to_owned());
+        not_accepting.or_else(accepting)?.ok()
     }
 
     pub(crate) fn uris(&self, export: &str, tls: &TlsConfig) -> Vec<String> {

@@ -39,6 +39,8 @@ pub struct InheritedSockets {
     requested: Vec<usize>,
     /// Socket passed at run time, with its name.
     later: Option<(String, OwnedFd)>,
+    /// Named sockets whose endpoint was rolled back.
+    returned: Vec<(String, OwnedFd)>,
     /// Sockets of the old process, for vhost-user endpoints.
     adopted: Vec<(String, BoundListener)>,
     /// Descriptors that were open at the start and are not counted in `LISTEN_FDS`.
@@ -55,7 +57,7 @@ impl InheritedSockets {
         let names = (0..sockets.len()).map(|_| Some(listed_names.next().unwrap_or_default())).collect();
         // Scanned before weir opens descriptors, which would be indistinguishable.
         let left_open = open_descriptors_from(FIRST_PASSED_FD + sockets.len());
-        Self { sockets, names, requested: Vec::new(), later: None, adopted: Vec::new(), left_open }
+        Self { sockets, names, left_open, ..Self::empty() }
     }
 
     /// Empty set.
@@ -65,6 +67,7 @@ impl InheritedSockets {
             names: Vec::new(),
             requested: Vec::new(),
             later: None,
+            returned: Vec::new(),
             adopted: Vec::new(),
             left_open: Vec::new(),
         }
@@ -101,6 +104,9 @@ impl InheritedSockets {
         if let Some((_, socket)) = self.later.take_if(|(known, _)| known == name) {
             return listener_of_socket(socket, &format!("fd:{name}"));
         }
+        if let Some(at) = self.returned.iter().position(|(known, _)| known == name) {
+            return listener_of_socket(self.returned.remove(at).1, &format!("fd:{name}"));
+        }
         match (self.find(name), self.unannounced_index(name)) {
             (Ok(index), _) => self.take_index(index),
             (Err(_), Some(place)) => {
@@ -123,6 +129,11 @@ impl InheritedSockets {
     /// Adds a socket passed at run time; replaces an unused one.
     pub(crate) fn add(&mut self, name: &str, socket: OwnedFd) {
         self.later = Some((name.to_owned(), socket));
+    }
+
+    /// Returns a socket of [`InheritedSockets::take_named`], for the next attempt to use it.
+    pub(crate) fn give_back(&mut self, name: &str, socket: OwnedFd) {
+        self.returned.push((name.to_owned(), socket));
     }
 
     /// Adds a socket of the old process, under its full name.

@@ -1,11 +1,11 @@
 //! Roll-back of a reconciliation: its completed steps, undone in reverse order.
 
-use std::{rc::Rc, sync::Arc};
+use std::{os::fd::OwnedFd, rc::Rc, sync::Arc};
 
 use anyhow::{anyhow, bail};
 use export::nbd::Removal;
 use image::Image;
-use settings::DiskConfig;
+use settings::{DiskConfig, ListenEndpoint};
 
 use super::{
     Reconciliation,
@@ -29,7 +29,11 @@ pub(crate) enum CompletedStep {
         id: String,
         deletion: Option<RegistryChange>,
     },
-    ExportAdded(String),
+    /// `socket` is the name of the daemon's socket that it uses.
+    ExportAdded {
+        id: String,
+        socket: Option<String>,
+    },
 }
 
 impl Reconciliation<'_> {
@@ -60,8 +64,14 @@ impl Reconciliation<'_> {
             CompletedStep::GroupAdded(name) => self.registry.remove_group(&name)?,
             CompletedStep::DiskAdded(name) => self.registry.remove_incomplete(&name).await?,
             CompletedStep::ServerAdded(serving) => {
+                let listening = serving.try_clone_socket();
                 self.registry.exports.remove_server(&serving);
                 serving.stop().await;
+                let socket = match &serving.endpoint {
+                    ListenEndpoint::Passed(name) => Some(name.clone()),
+                    ListenEndpoint::Address(_) | ListenEndpoint::Inherited => None,
+                };
+                self.give_back(socket, listening);
             }
             CompletedStep::ExportRemoved { planned, id, deletion: change } => {
                 // With its old id, so that clients of the control socket see no change.
@@ -72,15 +82,27 @@ impl Reconciliation<'_> {
             }
             // The export was never announced. A client that connected meanwhile may have requests
             // in flight at unresponsive storage; in that case the wait for them ends early.
-            CompletedStep::ExportAdded(id) => {
+            CompletedStep::ExportAdded { id, socket } => {
                 // Its device may have been removed externally.
                 let Ok(export) = self.registry.exports.get(&id) else { return Ok(()) };
                 let disk = Arc::clone(&export.disk.disk);
+                let listening =
+                    export.own_endpoint().and_then(|endpoint| endpoint.vhost_user()?.try_clone_socket());
                 drop(export);
                 drop(disk.run_unless_unresponsive(self.registry.begin_removal(&id, Removal::Hard)?).await);
+                self.give_back(socket, listening);
             }
         }
         Ok(())
+    }
+
+    /// Keeps a passed socket for the next attempt: the service manager passes it only once.
+    fn give_back(&self, name: Option<String>, socket: Option<OwnedFd>) {
+        if let (Some(name), Some(socket), Ok(parameters)) =
+            (name, socket, self.registry.exports.endpoint_parameters())
+        {
+            parameters.inherited.borrow_mut().give_back(&name, socket);
+        }
     }
 }
 

@@ -1,19 +1,20 @@
 //! Tests of failed retries, and of the names that an unavailable disk reserves.
 
-use std::{collections::BTreeSet, path::Path, rc::Rc, sync::Arc};
+use std::{collections::BTreeSet, fs, os::unix::net::UnixListener, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::anyhow;
 use export::nbd::{NbdServer, NbdServerTerms, Removal};
 use policy::access::AccessRules;
 use reactor::sim;
 use serde_json::json;
-use settings::{DesiredState, ListenEndpoint, config};
+use settings::{DesiredState, ListenEndpoint, SocketAccess, TlsConfig, config};
 
 use super::*;
 use crate::{
     add_objects,
     assemble::DiskAssembly,
     events::Kind,
+    listen::InheritedSockets,
     reconcile::placements::{GroupOrDisk, MemberPlacement},
     registry::{NewNbdExport, RunningDisk},
     running_server::RunningServer,
@@ -43,17 +44,22 @@ fn export(name: &str, disk: &str) -> NewNbdExport {
 /// Registry with the unavailable disk `far`, and with the first of its two NBD servers.
 async fn registry_with_unavailable_disk() -> (Rc<Registry>, Rc<RunningServer>) {
     let registry = Registry::new(None, Rc::new(|_| ()));
-    let parsed = config::parse("weir.toml", FAR, Path::new("/")).expect("a config");
-    let plan = Rc::new(DesiredState::new(parsed, 0).expect("a plan"));
     let first = server("/first");
     registry.add_server(&first);
+    retry_later(&registry, FAR).await;
+    (registry, first)
+}
+
+/// Retries the disk `far` of a config, whose image can be opened.
+async fn retry_later(registry: &Rc<Registry>, config: &str) {
+    let parsed = config::parse("weir.toml", config, Path::new("/")).expect("a config");
+    let plan = Rc::new(DesiredState::new(parsed, 0).expect("a plan"));
     let request = DiskAssembly::new(None, RateBudgets::default())
         .open_request(&plan.disks[0])
         .await
         .expect("no secrets");
     let state = UnavailableImageState::Failed(anyhow!("no answer"));
     registry.retry_later(("far", plan), UnavailableImage { request, since: reactor::now(), state });
-    (registry, first)
 }
 
 fn kinds(registry: &Registry) -> Vec<Kind> {
@@ -78,6 +84,46 @@ fn failed_retries_are_reported_once_and_rolled_back() {
         assert_eq!(registry.exports.all().len(), 2);
         assert!(registry.exports.has_export_at(&first));
         assert_eq!(kinds(&registry)[1..], [Kind::DiskAdded]);
+    });
+}
+
+#[test]
+fn passed_socket_survives_failed_retries() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let missing = directory.path().join("missing");
+    let passed = UnixListener::bind(directory.path().join("passed")).expect("a free path");
+    sim::run(1, async move {
+        let registry = Registry::new(None, Rc::new(|_| ()));
+        // The simulated reactor accepts no clients at sockets of the kernel.
+        registry.delay_clients();
+        let mut inherited = InheritedSockets::empty();
+        inherited.add("vm", passed.into());
+        registry.exports.set_endpoint_parameters(
+            &Rc::default(),
+            &SocketAccess::default(),
+            NbdServerTerms::default(),
+            inherited,
+            &TlsConfig::Off,
+        );
+        let config = format!(
+            "[disk.far]\nimage = \"memory:1M\"\n\
+             export = [{{ type = \"vhost-user-blk\", listen = \"fd:vm\" }}, \
+             {{ type = \"vhost-user-blk\", listen = \"unix:{}/socket\" }}]\n",
+            missing.display()
+        );
+        retry_later(&registry, &config).await;
+        let _watch = watch::watch_registry(&registry, BTreeSet::new());
+        for _ in 0..3 {
+            // Each attempt adds the first export, and fails at the second.
+            reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
+            assert!(registry.disks.is_unavailable("far") && registry.exports.all().is_empty());
+        }
+        assert_eq!(kinds(&registry), [Kind::DiskUnavailable]);
+        fs::create_dir(&missing).expect("it did not exist");
+        // The attempt of this instant may have run before.
+        reactor::sleep_until(reactor::now() + RETRY_INTERVAL * 2).await;
+        assert!(!registry.disks.is_unavailable("far"));
+        assert_eq!(registry.exports.all().len(), 2);
     });
 }
 
