@@ -94,9 +94,9 @@ impl EtcdAgent {
 
     async fn serve(mut self) {
         let listener = self.peer_listener.take();
-        let peers = listener.and_then(|listener| {
+        let peers = listener.and_then(|(own_address, listener)| {
             let inbox = self.inbox.0.clone();
-            let peers = Peers::new(&self.cluster, listener, &self.terms, self.timing, inbox);
+            let peers = Peers::new(&self.cluster, own_address, listener, &self.terms, self.timing, inbox);
             peers.map_err(|error| tracing::error!(%error, "cluster: peer-address: it is not used")).ok()
         });
         let mut session = EtcdSession {
@@ -645,7 +645,7 @@ impl EtcdSession<'_> {
         for _ in 0..5 {
             let limits = |group: &str| self.known.groups.get(group).map(|stored| *stored.spec.limits());
             if let Some(refusal) =
-                reservations::check(&self.known.reservations, (&host, &own_reservations), limits)
+                reservations::check(&self.known.reservations, &host, &own_reservations, limits)
             {
                 return Ok(Err(refusal));
             }

@@ -384,7 +384,7 @@ impl EtcdClient {
                 Ok(reply)
             }
             Ok(Ok((_, reply))) => {
-                Err(refusal_error(&member(), &self.terms.prefix, (self.token.is_some(), &reply)))
+                Err(refusal_error(&member(), &self.terms.prefix, self.token.is_some(), &reply))
             }
             Ok(Err(error)) => Err(error),
             Err(_) => {
@@ -492,7 +492,7 @@ pub(super) fn different_clusters(member: &str, other_member: &str) -> String {
 }
 
 /// Error for a member's refusal. Some are transient, and another member may answer.
-fn refusal_error(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> EtcdError {
+fn refusal_error(member: &str, prefix: &str, has_user: bool, answer: &Value) -> EtcdError {
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
     let text: String = sanitize(text).chars().take(200).collect();
     // No quorum, a member that starts or stops, or overload.
@@ -537,16 +537,16 @@ mod tests {
     #[test]
     fn a_missing_right_names_the_key_prefix() {
         let reply = json!({ "message": "etcdserver: permission denied" });
-        let message = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &reply)).to_string();
+        let message = refusal_error("http://e:2379", "/weir/v1/lab/", true, &reply).to_string();
         assert!(message.ends_with("a role that reads and writes /weir/v1/lab/)"), "{message}");
         let reply = json!({ "message": "etcdserver: authentication failed, invalid user ID or password" });
-        let message = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &reply)).to_string();
+        let message = refusal_error("http://e:2379", "/weir/v1/lab/", true, &reply).to_string();
         assert!(
             message.starts_with("etcd http://e:2379 rejects the user and password of [cluster]: "),
             "{message}"
         );
         let reply = json!({ "error": "\x1b[2J\u{202e}" });
-        let message = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &reply)).to_string();
+        let message = refusal_error("http://e:2379", "/weir/v1/lab/", true, &reply).to_string();
         assert!(message.starts_with("etcd http://e:2379: ?[2J? ("), "{message}");
     }
 }

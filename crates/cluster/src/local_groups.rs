@@ -348,7 +348,7 @@ impl LocalGroups {
 
     /// Rate of a group that this host may reserve, beside the reservations of all hosts.
     fn reservable(&self, group: &str, limits: Option<&Limits>) -> ReservableRates {
-        reservations::reservable(&self.reservations, (&self.name, &self.own_reservations), group, limits)
+        reservations::reservable(&self.reservations, &self.name, &self.own_reservations, group, limits)
     }
 
     /// Reservations of other hosts in a group, as text for a message; empty without any.

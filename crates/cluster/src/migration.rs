@@ -44,7 +44,7 @@ pub(super) async fn perform_step(
     };
     match step {
         MigrationStep::Offer { to, disk, offer } => {
-            offer_disk(session, etcd, lease, (&to, &disk), *offer).await
+            offer_disk(session, etcd, lease, &to, &disk, *offer).await
         }
         MigrationStep::Release { to, disk, offer, revision } => {
             let own_key = session.keys.key(EtcdKey::Host(&session.cluster.host));
@@ -77,7 +77,7 @@ pub(super) async fn perform_step(
                 }
             })
         }
-        MigrationStep::Withdraw { to, disk, number } => withdraw(session, etcd, (&to, &disk), number).await,
+        MigrationStep::Withdraw { to, disk, number } => withdraw(session, etcd, &to, &disk, number).await,
         MigrationStep::Reply { offered, said: migration_reply } => {
             let unchanged = unchanged(session, &offered);
             let put = reply(session, &offered, migration_reply, Some(lease));
@@ -160,7 +160,8 @@ async fn offer_disk(
     session: &SessionState,
     etcd: &mut EtcdClient,
     lease: i64,
-    (to, disk): (&str, &str),
+    to: &str,
+    disk: &str,
     offer: MigrationOffer,
 ) -> Result<StepOutcome, EtcdError> {
     let own_key = session.keys.key(EtcdKey::Host(&session.cluster.host));
@@ -201,7 +202,8 @@ fn offer_number(found: &[Vec<EtcdKeyValue>]) -> Option<(u64, i64)> {
 async fn withdraw(
     session: &SessionState,
     etcd: &mut EtcdClient,
-    (to, disk): (&str, &str),
+    to: &str,
+    disk: &str,
     number: u64,
 ) -> Result<StepOutcome, EtcdError> {
     let range = session.keys.single(EtcdKey::Move(to, disk));
@@ -224,7 +226,7 @@ async fn withdraw(
             // be claimed.
             _ => {
                 let host = &session.cluster.host;
-                return Ok(match is_taken(session, etcd, (host, disk), number).await? {
+                return Ok(match is_taken(session, etcd, host, disk, number).await? {
                     true => StepOutcome::Lost("the other host has claimed the disk".to_owned()),
                     false => StepOutcome::Done(0),
                 });
@@ -388,7 +390,8 @@ fn parse_taken(value: &[u8]) -> Option<MigrationAnswer> {
 async fn is_taken(
     session: &SessionState,
     etcd: &mut EtcdClient,
-    (host, disk): (&str, &str),
+    host: &str,
+    disk: &str,
     number: u64,
 ) -> Result<bool, EtcdError> {
     let answer = etcd.read_one(session.keys.single(EtcdKey::Moved(host, disk))).await?;
@@ -424,7 +427,7 @@ async fn claim(
     }
     let result = etcd.transact(&claimable(session, offered), &operations).await?;
     // An earlier claim may have succeeded and its answer was lost.
-    if result.succeeded || is_taken(session, etcd, (&offer.from, disk), offer.number).await? {
+    if result.succeeded || is_taken(session, etcd, &offer.from, disk, offer.number).await? {
         return Ok(StepOutcome::Done(result.revision));
     }
     Ok(lost_outcome(offered))

@@ -101,7 +101,8 @@ impl Peers {
     /// Starts the listener. Has to be called on the agent's runtime.
     pub(super) fn new(
         cluster: &settings::ClusterConfig,
-        (own_address, listener): (SocketAddr, TcpListener),
+        own_address: SocketAddr,
+        listener: TcpListener,
         terms: &EtcdParameters,
         timing: Timing,
         inbox: Sender<AgentInput>,

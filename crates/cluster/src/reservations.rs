@@ -81,7 +81,8 @@ pub(super) type ReservableRates = [Option<(u64, ReservationBound)>; 2];
 /// reservations that the host is about to make.
 pub(super) fn reservable(
     all: &BTreeMap<String, HostReservations>,
-    (host, own): (&str, &HostReservations),
+    host: &str,
+    own: &HostReservations,
     group: &str,
     limits: Option<&Limits>,
 ) -> ReservableRates {
@@ -108,16 +109,17 @@ pub(super) fn reservable(
 /// Returns the reason to refuse `own`, if there is one.
 pub(super) fn check(
     all: &BTreeMap<String, HostReservations>,
-    (host, own): (&str, &HostReservations),
+    host: &str,
+    own: &HostReservations,
     limits: impl Fn(&str) -> Option<Limits>,
 ) -> Option<ReservationRefusal> {
     own.groups.iter().find_map(|(group, requested)| {
-        let left = reservable(all, (host, own), group, limits(group).as_ref());
+        let left = reservable(all, host, own, group, limits(group).as_ref());
         let too_much = |unit: usize| Some((unit, left[unit].filter(|(left, _)| requested[unit] > *left)?));
         let (unit, (room, bound)) = (0..2).find_map(too_much)?;
         let name = ["iops", "bps"][unit];
         let (note, remedy) = match bound {
-            ReservationBound::Pool => (measured_capacity_note(all, (host, own), unit), bound.remedy()),
+            ReservationBound::Pool => (measured_capacity_note(all, host, own, unit), bound.remedy()),
             _ => (String::new(), "set a higher limit"),
         };
         let why = format!(
@@ -134,7 +136,8 @@ pub(super) fn check(
 /// ` of the 2000 that `weir probe` measured below a`: names the host with the lowest capacity.
 fn measured_capacity_note(
     all: &BTreeMap<String, HostReservations>,
-    (host, own): (&str, &HostReservations),
+    host: &str,
+    own: &HostReservations,
     unit: usize,
 ) -> String {
     let others = all
@@ -204,7 +207,7 @@ mod tests {
     fn stored_reservations_stay_and_more_is_refused() {
         let stored = all(&[("a", of(&[("gold", 600)])), ("b", of(&[("gold", 700)]))]);
         let try_reserve =
-            |host: &str, iops| check(&stored, (host, &of(&[("gold", iops)])), |_| Some(limits(LIMIT)));
+            |host: &str, iops| check(&stored, host, &of(&[("gold", iops)]), |_| Some(limits(LIMIT)));
         assert_eq!(try_reserve("a", 600), None, "though all together is too much");
         assert_eq!(try_reserve("a", 100), None);
         let refusal = try_reserve("a", 601).unwrap();
@@ -223,10 +226,10 @@ mod tests {
         let stored = all(&[("a", measured)]);
         let own_reservations = of(&[("gold", 500), ("silver", 200)]);
         let of_pool = |amount| [Some((amount, ReservationBound::Pool)), None];
-        assert_eq!(reservable(&stored, ("b", &own_reservations), "gold", None), of_pool(900));
-        assert_eq!(reservable(&stored, ("b", &own_reservations), "gold", Some(&limits(LIMIT))), of_pool(900));
-        assert_eq!(reservable(&stored, ("b", &own_reservations), "silver", None), of_pool(600));
-        let refused = check(&stored, ("b", &of(&[("gold", 1200)])), |_| None).unwrap();
+        assert_eq!(reservable(&stored, "b", &own_reservations, "gold", None), of_pool(900));
+        assert_eq!(reservable(&stored, "b", &own_reservations, "gold", Some(&limits(LIMIT))), of_pool(900));
+        assert_eq!(reservable(&stored, "b", &own_reservations, "silver", None), of_pool(600));
+        let refused = check(&stored, "b", &of(&[("gold", 1200)]), |_| None).unwrap();
         for expect in [
             "1100 is available of the 2000 that `weir probe` measured below a (",
             "measure again with `weir probe`",
@@ -286,7 +289,7 @@ mod tests {
         ) -> bool {
             let reservations = of(&[("gold", iops)]);
             loop {
-                if check(&seen.0, (host, &reservations), |_| Some(limits(LIMIT))).is_some() {
+                if check(&seen.0, host, &reservations, |_| Some(limits(LIMIT))).is_some() {
                     return false;
                 }
                 if seen.1 >= self.revision {

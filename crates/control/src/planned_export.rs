@@ -219,20 +219,22 @@ impl PlannedExport {
         Ok(self.read_only || of_target || registry.disks.get(&self.disk)?.disk.image().is_read_only())
     }
 
-    /// Export name and address for reports; for a separate endpoint, the disk's name and the
-    /// address.
-    pub fn name_and_address(&self, registry: &Registry) -> (String, String) {
+    /// Export name for reports; for a separate endpoint, the disk's name.
+    pub(crate) fn shown_name(&self) -> &str {
         match &self.endpoint {
-            PlannedEndpoint::Nbd { endpoint, name, .. } => {
-                let address = match endpoint {
-                    ListenEndpoint::Address(address) => address.to_string(),
-                    ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => {
-                        find_server(registry, endpoint).map_or_else(String::new, |serving| serving.address())
-                    }
-                };
-                (name.clone(), address)
+            PlannedEndpoint::Nbd { name, .. } => name,
+            PlannedEndpoint::Separate(_) => &self.disk,
+        }
+    }
+
+    /// Address for reports.
+    pub(crate) fn address(&self, registry: &Registry) -> String {
+        match &self.endpoint {
+            PlannedEndpoint::Nbd { endpoint: ListenEndpoint::Address(address), .. } => address.to_string(),
+            PlannedEndpoint::Nbd { endpoint, .. } => {
+                find_server(registry, endpoint).map_or_else(String::new, |serving| serving.address())
             }
-            PlannedEndpoint::Separate(target) => (self.disk.clone(), target.address()),
+            PlannedEndpoint::Separate(target) => target.address(),
         }
     }
 }

@@ -142,7 +142,7 @@ impl<'a> Reconciliation<'a> {
     /// `plan`.
     pub fn retry_later(&mut self, plan: &Rc<DesiredState>) {
         for (name, image) in std::mem::take(&mut self.unavailable) {
-            self.registry.retry_later((&name, Rc::clone(plan)), image);
+            self.registry.retry_later(&name, Rc::clone(plan), image);
         }
     }
 }
@@ -239,12 +239,12 @@ impl Reconciliation<'_> {
         let running = RunningExportIndex::of(self.registry);
         for planned in &difference.old_exports {
             let Some(export) = running.find(planned) else { continue };
-            let name_and_address = planned.name_and_address(self.registry);
+            let report = change_report::export_report(self.registry, planned, "removed");
             // A client may have connected while images were opened.
             export.check_unused().await?;
             let change = self.registry.begin_removal(&export.id, Removal::IfUnused)?.await;
             let (planned, id) = (Box::new(planned.clone()), export.id.clone());
-            self.reports.push(change_report::export_report(name_and_address, &planned.disk, "removed"));
+            self.reports.push(report);
             self.completed.push(CompletedStep::ExportRemoved { planned, id, deletion: change });
         }
         Ok(())
@@ -257,10 +257,9 @@ impl Reconciliation<'_> {
     ) -> anyhow::Result<()> {
         let unavailable: HashSet<_> = self.unavailable.iter().map(|(disk, _)| disk.as_str()).collect();
         for planned in difference.new_exports.iter().filter(|wanted| !unavailable.contains(&*wanted.disk)) {
-            let name_and_address = planned.name_and_address(self.registry);
             // Reported as if it were open: the old process still serves it.
             if source.opens_later(planned, self.registry) {
-                self.uris.push(name_and_address.1);
+                self.uris.push(planned.address(self.registry));
                 continue;
             }
             let mut socket = planned.passed_socket().map(str::to_owned);
@@ -274,7 +273,7 @@ impl Reconciliation<'_> {
             export.is_added.set(self.occasion.is_of_client());
             self.uris.extend(planned_export::export_uris(&export, &self.plan.process.tls));
             self.completed.push(CompletedStep::ExportAdded { id: export.id.clone(), socket });
-            self.reports.push(change_report::export_report(name_and_address, &planned.disk, "added"));
+            self.reports.push(change_report::export_report(self.registry, planned, "added"));
         }
         Ok(())
     }

@@ -59,8 +59,8 @@ pub(crate) async fn dry_run(registry: &Rc<Registry>) -> anyhow::Result<Vec<Reloa
     let _guard = registry.lock_structure().await?;
     let loaded = loaded_config(registry)?;
     let (parsed, plan, moved, unopened) = read_plan(registry, &loaded, true).await?;
-    let difference = PlanDifference::find(registry, &loaded.plan, (&parsed, &plan)).await?;
-    let recorded = recording_changes(&loaded.plan, (&parsed, &plan)).await?;
+    let difference = PlanDifference::find(registry, &loaded.plan, &parsed, &plan).await?;
+    let recorded = recording_changes(&loaded.plan, &parsed, &plan).await?;
     let renewed = RenewedCredentials::read(&plan).await?;
     let mut reports = new_reconciliation(registry, &loaded, &plan).dry_run(&difference).await?;
     reports.extend(renewed.reports());
@@ -97,11 +97,12 @@ fn loaded_config(registry: &Registry) -> anyhow::Result<Rc<LoadedConfig>> {
 /// The new directory is unusable.
 async fn recording_changes(
     before: &DesiredState,
-    (draft, after): (&ParsedConfig, &DesiredState),
+    parsed: &ParsedConfig,
+    after: &DesiredState,
 ) -> anyhow::Result<Vec<ReloadChange>> {
     let (before, after) = (before.process.record.as_ref(), after.process.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
-        let origin = draft.daemon.origin_of_given("record").map(ToString::to_string);
+        let origin = parsed.daemon.origin_of_given("record").map(ToString::to_string);
         let own = before.cloned();
         let checked = reactor::run_blocking(move || recording::check_directory(&wanted, own.as_ref())).await;
         checked.with_context(|| origin.unwrap_or_default())?;
@@ -115,8 +116,8 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<ReloadChan
     let _guard = registry.lifecycle.structure_lock.lock().await;
     let loaded = loaded_config(registry)?;
     let (parsed, plan, moved, unopened) = read_plan(registry, &loaded, false).await?;
-    let difference = PlanDifference::find(registry, &loaded.plan, (&parsed, &plan)).await?;
-    let recorded = recording_changes(&loaded.plan, (&parsed, &plan)).await?;
+    let difference = PlanDifference::find(registry, &loaded.plan, &parsed, &plan).await?;
+    let recorded = recording_changes(&loaded.plan, &parsed, &plan).await?;
     let renewed = RenewedCredentials::read(&plan).await?;
     let mut work = new_reconciliation(registry, &loaded, &plan);
     work.reconcile(&difference, &mut FreshStart).await?;
@@ -134,7 +135,7 @@ async fn reload_locked(registry: &Rc<Registry>) -> anyhow::Result<Vec<ReloadChan
     let full_plan = unopened.apply(registry);
     for (name, image) in std::mem::take(&mut work.unavailable) {
         unavailable_reports.push(change_report::object_report("disk", &name, "unavailable"));
-        registry.retry_later((&name, Rc::clone(&full_plan)), image);
+        registry.retry_later(&name, Rc::clone(&full_plan), image);
         registry.report_unavailable_disk(&name);
     }
     work.remove_old(&difference, &loaded.plan).await;

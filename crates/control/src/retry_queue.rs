@@ -40,11 +40,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Registry {
     /// Continues without a disk of the plan and retries it in the background.
-    pub(crate) fn retry_later(
-        self: &Rc<Self>,
-        (name, plan): (&str, Rc<DesiredState>),
-        image: UnavailableImage,
-    ) {
+    pub(crate) fn retry_later(self: &Rc<Self>, name: &str, plan: Rc<DesiredState>, image: UnavailableImage) {
         let UnavailableImage { request: opening, since, state } = image;
         let entry = Rc::new(UnavailableDiskEntry::new(name, since, plan));
         let first = match state {

@@ -217,16 +217,16 @@ async fn accept(
     connections: Connections,
 ) {
     let limit = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let queue = Arc::new(Semaphore::new(MAX_QUEUED));
+    let inbox = PeerInbox { inputs: inbox, queue: Arc::new(Semaphore::new(MAX_QUEUED)) };
     loop {
         let Ok(permit) = Arc::clone(&limit).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
                 let (context, inbox, connections) =
-                    (context.clone(), (inbox.clone(), Arc::clone(&queue)), Arc::clone(&connections));
+                    (context.clone(), inbox.clone(), Arc::clone(&connections));
                 tokio::spawn(async move {
                     let _permit = permit;
-                    if let Err(error) = serve(&context, stream, &inbox, &connections).await {
+                    if let Err(error) = serve(&context, stream, inbox, &connections).await {
                         tracing::debug!("cluster: a connection of another host ended: {error:#}");
                     }
                 });
@@ -237,16 +237,23 @@ async fn accept(
     }
 }
 
+/// Inbox of the agent, with the number of messages of other hosts that may wait in it.
+#[derive(Clone)]
+struct PeerInbox {
+    inputs: Sender<AgentInput>,
+    queue: Arc<Semaphore>,
+}
+
 async fn serve(
     context: &LinkContext,
     stream: TcpStream,
-    (inbox, queue): &(Sender<AgentInput>, Arc<Semaphore>),
+    inbox: PeerInbox,
     connections: &Connections,
 ) -> anyhow::Result<()> {
     set_options(&stream);
     let greeted = tokio::time::timeout(TIMEOUT, greet(context, stream));
     let (mut reader, from) = greeted.await.map_err(|_| anyhow!("no greeting in time"))??;
-    let (inbox, queue) = (inbox.clone(), Arc::clone(queue));
+    let PeerInbox { inputs, queue } = inbox;
     let name = from.clone();
     let task = tokio::spawn(async move {
         while let Ok(Some(line)) = reader.line(MAX_MESSAGE_BYTES).await {
@@ -256,7 +263,7 @@ async fn serve(
             }
             let Ok(permit) = Arc::clone(&queue).acquire_owned().await else { return };
             let input = AgentInput::Peer(from.clone(), Box::new(message), permit);
-            if inbox.send(input).await.is_err() {
+            if inputs.send(input).await.is_err() {
                 return;
             }
         }

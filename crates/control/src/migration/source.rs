@@ -109,7 +109,7 @@ async fn migrate_to_target(
     let answered = reactor::timeout(ANSWER_TIMEOUT, answers.recv()).await;
     let handed_over = match answered {
         Ok(Ok(MigrationAnswer { said: MigrationReply::Ready, .. })) => {
-            hand_over(registry, cluster, request, (offer, revision), exports, &answers).await
+            hand_over(registry, cluster, request, SentOffer { offer, revision }, exports, &answers).await
         }
         Ok(Ok(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
             Err(anyhow!("{} refuses it: {why}", request.to))
@@ -238,6 +238,12 @@ async fn withdraw(
     cluster.step(MigrationStep::Withdraw { to: request.to.clone(), disk: request.disk.clone(), number }).await
 }
 
+/// Offer in etcd, with the revision that stored it.
+struct SentOffer {
+    offer: MigrationOffer,
+    revision: i64,
+}
+
 /// Stops serving the disk and hands it over to the target, which is ready; on failure the disk is
 /// served here again. Returns the target's answer, or `None` if the target owns the disk but its
 /// answer was lost.
@@ -245,10 +251,11 @@ async fn hand_over(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
     request: &MigrationRequest,
-    (offer, revision): (MigrationOffer, i64),
+    sent: SentOffer,
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<MigrationAnswer>,
 ) -> anyhow::Result<Option<MigrationAnswer>> {
+    let SentOffer { offer, revision } = sent;
     let structure_guard = registry.lock_structure().await?;
     let running = registry.disks.get(&request.disk)?;
     // Described again: settings may have changed since the offer.
@@ -317,7 +324,7 @@ async fn hand_over(
         }
         Err(error) => format!("its image could not be closed: {error}"),
     };
-    if resume_disk(registry, cluster, (request, offer.number), &described, &why).await == DiskOwner::Target {
+    if resume_disk(registry, cluster, request, offer.number, &described, &why).await == DiskOwner::Target {
         return Ok(None);
     }
     restore_exports(registry, &request.disk, removed).await;
@@ -354,14 +361,15 @@ enum DiskOwner {
 async fn resume_disk(
     registry: &Rc<Registry>,
     cluster: &Rc<ClusterMembership>,
-    (wish, number): (&MigrationRequest, u64),
+    request: &MigrationRequest,
+    number: u64,
     described: &MigratedDisk,
     why: &str,
 ) -> DiskOwner {
-    tracing::warn!(disk = wish.disk, to = wish.to, "migration failed, resuming the disk here: {why}");
+    tracing::warn!(disk = request.disk, to = request.to, "migration failed, resuming the disk here: {why}");
     // The withdrawal is a transaction: either it or the target's claim succeeds.
     loop {
-        match withdraw(cluster, wish, number).await {
+        match withdraw(cluster, request, number).await {
             Some(StepOutcome::Done(_)) => break,
             Some(StepOutcome::Lost(_) | StepOutcome::Absent(_)) => return DiskOwner::Target,
             Some(StepOutcome::Disconnected(_)) | None => {
@@ -370,8 +378,11 @@ async fn resume_disk(
         }
     }
     // The target may keep the image open for a moment longer.
-    while let Err(error) = target::open_disk(registry, &wish.disk, described).await {
-        tracing::error!(disk = wish.disk, "migration failed, and the disk cannot be opened again: {error:#}");
+    while let Err(error) = target::open_disk(registry, &request.disk, described).await {
+        tracing::error!(
+            disk = request.disk,
+            "migration failed, and the disk cannot be opened again: {error:#}"
+        );
         reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
     }
     DiskOwner::ThisHost

@@ -217,8 +217,7 @@ impl QmpServer {
                 Ok(0) | Err(_) => return,
                 Ok(count) => &buffer[..count],
             };
-            while let Some(answer) =
-                self.next_answer(&mut session, &mut input, (&passed, &actor), outbox).await
+            while let Some(answer) = self.next_answer(&mut session, &mut input, &passed, &actor, outbox).await
             {
                 outbox.push(&answer);
                 if !matches!(reactor::timeout(READ_TIMEOUT, outbox.until_drained()).await, Ok(true)) {
@@ -238,7 +237,8 @@ impl QmpServer {
         &self,
         session: &mut QmpSession,
         input: &mut &[u8],
-        (passed, actor): (&Rc<ClientDescriptors>, &ChangeOrigin),
+        passed: &Rc<ClientDescriptors>,
+        actor: &ChangeOrigin,
         outbox: &Rc<QmpOutbox>,
     ) -> Option<QmpReply> {
         if self.stopping.get() {

@@ -6,6 +6,8 @@ use policy::{schedule::LimitSchedule, throttle::Limits};
 use serde_json::Value;
 use settings::{ConfigKey, DiskConfig, GroupConfig, KeyTable, key::ChangePolicy};
 
+use crate::{planned_export::PlannedExport, registry::Registry};
+
 /// Report of a disk or group; `change` is `added`, `removed` or `unavailable`.
 pub(crate) fn object_report(kind: &str, name: &str, change: &str) -> ReloadChange {
     ReloadChange {
@@ -27,9 +29,9 @@ pub(crate) fn credentials_report(why: &str) -> ReloadChange {
 }
 
 /// Report of an export, with its address.
-pub(crate) fn export_report((name, address): (String, String), disk: &str, change: &str) -> ReloadChange {
-    let (disk, address) = (Some(disk.to_owned()), Some(address));
-    ReloadChange { disk, address, ..object_report("export", &name, change) }
+pub(crate) fn export_report(registry: &Registry, planned: &PlannedExport, change: &str) -> ReloadChange {
+    let (disk, address) = (Some(planned.disk.clone()), Some(planned.address(registry)));
+    ReloadChange { disk, address, ..object_report("export", planned.shown_name(), change) }
 }
 
 /// Name and value of a setting.

@@ -50,9 +50,10 @@ impl PlanDifference {
     pub(crate) async fn find(
         registry: &Registry,
         before: &DesiredState,
-        (draft, plan): (&ParsedConfig, &DesiredState),
+        parsed: &ParsedConfig,
+        plan: &DesiredState,
     ) -> anyhow::Result<Self> {
-        check_service(&before.process, &plan.process, draft)?;
+        check_service(&before.process, &plan.process, parsed)?;
         Self::between(registry, Some(before), plan).await
     }
 

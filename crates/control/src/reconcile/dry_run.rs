@@ -93,11 +93,7 @@ impl Reconciliation<'_> {
         for (wanted, change) in
             exports.into_iter().flat_map(|(list, change)| list.iter().map(move |export| (export, change)))
         {
-            all.push(change_report::export_report(
-                wanted.name_and_address(self.registry),
-                &wanted.disk,
-                change,
-            ));
+            all.push(change_report::export_report(self.registry, wanted, change));
         }
         all.extend(
             difference.old_disks.iter().map(|name| change_report::object_report("disk", name, "removed")),

@@ -67,7 +67,7 @@ impl Reconciliation<'_> {
                     continue;
                 }
                 Ok(Err(error)) => Err(error),
-                Ok(Ok(image)) => self.check_image(index, image, (conflict_rule, &mut files)).await,
+                Ok(Ok(image)) => self.check_image(index, image, conflict_rule, &mut files).await,
             };
             errors.extend(result.with_context(|| planned.origin("image").clone()).err());
         }
@@ -117,7 +117,8 @@ impl Reconciliation<'_> {
         &mut self,
         index: usize,
         image: Image,
-        (others, files): (AddressConflictRule, &mut trial_open::TrialFiles),
+        conflict_rule: AddressConflictRule,
+        files: &mut trial_open::TrialFiles,
     ) -> anyhow::Result<()> {
         let planned = &self.plan.disks[index];
         trial_open::check_marks(planned, &image)?;
@@ -142,7 +143,7 @@ impl Reconciliation<'_> {
             // With handover a start takes no lock: a weir process that has it may be about to
             // release it.
             let conflicts = |holder: Option<&str>| {
-                others == AddressConflictRule::Rejected && !planned.handover
+                conflict_rule == AddressConflictRule::Rejected && !planned.handover
                     || holder.is_some_and(|name| !name.starts_with("weir"))
             };
             if let Some(error) = in_use.filter(|error| conflicts(error.holder.as_deref())) {

@@ -59,7 +59,7 @@ async fn retry_later(registry: &Rc<Registry>, config: &str) {
         .await
         .expect("no secrets");
     let state = UnavailableImageState::Failed(anyhow!("no answer"));
-    registry.retry_later(("far", plan), UnavailableImage { request, since: reactor::now(), state });
+    registry.retry_later("far", plan, UnavailableImage { request, since: reactor::now(), state });
 }
 
 fn kinds(registry: &Registry) -> Vec<Kind> {

@@ -271,7 +271,7 @@ impl NewProcess {
         // Computed before `apply_state` consumes the state; logged only after success.
         let set_otherwise = transferred_settings::differing_settings(&state, registry);
         let (clients, machines, counted) =
-            apply_state(state, attachments, (&offer.machines, &devices), registry).await?;
+            apply_state(state, attachments, &offer.machines, &devices, registry).await?;
         let channel = channel.send_in_background(UpgradeMessage::Ready, Vec::new(), Vec::new()).await?;
         let (channel, message, _) =
             channel.receive_or_close(ANSWER_TIMEOUT).await.context("the old process continues")?;
@@ -500,7 +500,8 @@ pub(super) fn find_export(
 async fn apply_state(
     state: ProcessState,
     mut attachments: MessageAttachments,
-    (offered, devices): (&[OfferedVhostUser], &AwaitedDevices),
+    offered_machines: &[OfferedVhostUser],
+    devices: &AwaitedDevices,
     registry: &Rc<Registry>,
 ) -> anyhow::Result<(Vec<(Arc<NbdServer>, QuiescedNbdConnection)>, Vec<String>, DaemonCounterState)> {
     let states: HashMap<&str, &TransferredDisk> =
@@ -585,7 +586,7 @@ async fn apply_state(
     }
     let mut machines = Vec::new();
     for FrontEndState { id, said: messages, begun: partial, used_ns } in state.machines {
-        let here = offered.iter().find(|offered| offered.id == id);
+        let here = offered_machines.iter().find(|offered| offered.id == id);
         let here = here.and_then(|offered| find_vhost_user(registry, offered));
         let (export, endpoint) = here.context("a front end of an export that is not here")?;
         let vhost_user = endpoint.vhost_user().context("it is not a vhost-user-blk export")?;
@@ -619,7 +620,7 @@ async fn apply_state(
         }
     }
     // Also for exports without a connected client.
-    for offered in offered {
+    for offered in offered_machines {
         if let Some((export, _)) = find_vhost_user(registry, offered) {
             counted.add_to_endpoint(&offered.id, &export);
         }
