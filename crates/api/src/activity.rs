@@ -10,7 +10,8 @@ use serde::Serialize;
 use serde_json::{Number, Value};
 
 use crate::{
-    ClusterLimits, DeviceCapacity, DiskMemory, ErrorCounts, ExportCounters, LimitValues, ScheduleStatus,
+    ClusterLimits, DeviceCapacity, DiskMemory, ErrorCounts, ExportCounters, LatencyControlStatus,
+    LimitValues, ScheduleStatus,
 };
 
 /// Objects of one daemon at one moment.
@@ -157,32 +158,13 @@ pub struct MemberActivity {
     /// default.
     pub latency_floor: Option<String>,
     /// State of the target, and the cap for targets of others. Null without both.
-    pub latency_control: Option<LatencyActivity>,
+    pub latency_control: Option<LatencyControlStatus>,
     /// Requests that wait for a limit now.
     pub waiting_requests: usize,
     /// Lowest balance of the bursts. Null without a burst.
     pub burst_balance_ratio: Option<Number>,
     /// Buckets of each limit, by the limit's name.
     pub buckets: BTreeMap<&'static str, BucketActivity>,
-}
-
-/// State of a latency target, and the cap for targets of others: as
-/// [`LatencyControlStatus`](crate::LatencyControlStatus).
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct LatencyActivity {
-    /// `met`, `controlling` or `cannot-be-met`. Null without a target.
-    pub state: Option<String>,
-    /// The target in nanoseconds. Null without one.
-    pub target_ns: Option<u64>,
-    /// Its percentile of the last 10 to 20 seconds, without waits for limits. Null without
-    /// requests.
-    pub measured_ns: Option<u64>,
-    /// Its percentile with all others at their minimum. Null unless the target cannot be met.
-    pub alone_ns: Option<u64>,
-    /// Rate to which targets of others throttle it, in requests of at most 64 KiB per second. Null
-    /// while it is not throttled.
-    pub cap_iops: Option<u64>,
 }
 
 /// The limit that requests wait for.

@@ -5,7 +5,8 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
+use serde_json::Value;
 
 /// Limits by the names of their options, in operations, bytes and seconds; those that are set.
 pub type LimitValues = BTreeMap<String, u64>;
@@ -292,7 +293,7 @@ pub struct DiskStatus {
     #[serde(flatten)]
     pub watermark_status: WatermarkStatus,
     /// Its latency target, and its cap for targets of others.
-    #[serde(skip_serializing_if = "LatencyControlStatus::is_empty")]
+    #[serde(skip_serializing_if = "LatencyControlStatus::is_empty", serialize_with = "omit_nulls")]
     pub latency_control: LatencyControlStatus,
     /// Counters of the throttle layer.
     pub throttle: ThrottleStatus,
@@ -514,7 +515,7 @@ pub struct GroupStatus {
     #[serde(flatten)]
     pub watermark_status: WatermarkStatus,
     /// Its latency target, and its cap for targets of others.
-    #[serde(skip_serializing_if = "LatencyControlStatus::is_empty")]
+    #[serde(skip_serializing_if = "LatencyControlStatus::is_empty", serialize_with = "omit_nulls")]
     pub latency_control: LatencyControlStatus,
     /// Counters of the throttle layer.
     pub throttle: ThrottleStatus,
@@ -584,28 +585,24 @@ pub struct MemberSettings {
     pub prefetch: Option<PrefetchSettings>,
 }
 
-/// A latency target at present, and the cap for targets of others.
-#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+/// A latency target at present, and the cap for targets of others. A status omits the keys that are
+/// null here.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct LatencyControlStatus {
-    /// `met` (no other disk is throttled), `controlling` (others are) or `cannot-be-met`. Absent
+    /// `met` (no other disk is throttled), `controlling` (others are) or `cannot-be-met`. Null
     /// without a target.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
-    /// The target in nanoseconds. Absent without one.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// The target in nanoseconds. Null without one.
     pub target_ns: Option<u64>,
     /// The target's percentile of the last 10 to 20 seconds in nanoseconds, from admission to
-    /// completion: waits for limits are excluded. Absent without requests.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// completion: waits for limits are excluded. Null without requests.
     pub measured_ns: Option<u64>,
-    /// While the target cannot be met: its percentile in nanoseconds with all others at their
-    /// minimum.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Its percentile in nanoseconds with all others at their minimum. Null unless the target
+    /// cannot be met.
     pub alone_ns: Option<u64>,
     /// Rate to which targets of others throttle it: requests of at most 64 KiB, or that many bytes.
-    /// Absent while it is not throttled.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Null while it is not throttled.
     pub cap_iops: Option<u64>,
 }
 
@@ -614,6 +611,15 @@ impl LatencyControlStatus {
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+}
+
+/// Writes an object without its null values.
+fn omit_nulls<S: Serializer>(status: &LatencyControlStatus, serializer: S) -> Result<S::Ok, S::Error> {
+    let mut written = serde_json::to_value(status).map_err(S::Error::custom)?;
+    if let Value::Object(fields) = &mut written {
+        fields.retain(|_, value| !value.is_null());
+    }
+    written.serialize(serializer)
 }
 
 /// State of a schedule of limits at present.
@@ -875,6 +881,12 @@ mod tests {
             serde_json::to_value(GroupStatus { name: "gold".into(), ..GroupStatus::default() }).unwrap();
         let keys: Vec<_> = group.as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(keys, ["disks", "limits", "name", "throttle"]);
+        let latency_control =
+            LatencyControlStatus { state: Some("met".into()), ..LatencyControlStatus::default() };
+        let group = GroupStatus { latency_control, ..GroupStatus::default() };
+        let written = serde_json::to_value(&group).unwrap();
+        assert_eq!(written["latency-control"], json!({ "state": "met" }));
+        assert_eq!(serde_json::from_value::<GroupStatus>(written).unwrap(), group);
     }
 
     #[test]

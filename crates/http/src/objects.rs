@@ -13,9 +13,8 @@ use std::{
 
 use api::{
     ActivityObject, BucketActivity, CacheActivity, ClusterLimits, DeviceActivity, DeviceCapacity,
-    DiskActivity, DiskMemory, ErrorCounts, ExportActivity, GroupActivity, LatencyActivity,
-    LatencyControlStatus, LatencyPercentiles, LimitValues, MemberActivity, PrefetchActivity, ThrottleCause,
-    ThrottledTotals, TransferRates,
+    DiskActivity, DiskMemory, ErrorCounts, ExportActivity, GroupActivity, LatencyPercentiles, LimitValues,
+    MemberActivity, PrefetchActivity, ThrottleCause, ThrottledTotals, TransferRates,
 };
 use block::{
     device::DeviceStatistics,
@@ -435,16 +434,11 @@ fn member_activity(
         latency_percentile: of_target(LatencySetting::Percentile),
         latency_of: of_target(LatencySetting::Directions),
         latency_floor: latency.floor_permyriad.map(|_| latency.text(LatencySetting::Floor)),
-        latency_control: (!control.is_empty()).then(|| latency_activity(control.clone())),
+        latency_control: (!control.is_empty()).then(|| control.clone()),
         waiting_requests: stats.waiting.iter().sum(),
         burst_balance_ratio: lowest_balance(stats).map(ratio),
         buckets: buckets(stats),
     }
-}
-
-fn latency_activity(status: LatencyControlStatus) -> LatencyActivity {
-    let LatencyControlStatus { state, target_ns, measured_ns, alone_ns, cap_iops } = status;
-    LatencyActivity { state, target_ns, measured_ns, alone_ns, cap_iops }
 }
 
 /// Set limits, by name.
