@@ -18,10 +18,12 @@
 mod activity;
 mod cluster;
 mod commands;
+mod export_status;
 mod status;
 mod status_json;
 
 pub use activity::*;
 pub use cluster::*;
 pub use commands::*;
+pub use export_status::*;
 pub use status::*;
