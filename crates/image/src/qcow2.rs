@@ -42,7 +42,6 @@ pub mod entry;
 mod exclusive;
 mod file;
 pub mod fuzzing;
-mod gate;
 mod handover;
 pub mod header;
 mod header_change;

@@ -24,6 +24,7 @@
 
 pub mod align;
 pub mod delay;
+pub mod epoch_gate;
 pub mod fault;
 pub mod file;
 mod flushes;

@@ -25,7 +25,7 @@ use std::sync::{
 
 use arc_swap::ArcSwapOption;
 
-use super::gate::{slot_of_thread, slots};
+use storage::epoch_gate::{slot_of_thread, slots};
 
 // Associativity of a set.
 const WAYS: usize = 8;

@@ -3,12 +3,9 @@
 
 use std::{ops::Range, sync::atomic::Ordering::Release};
 
-use super::{
-    Qcow2Image, bitmap::BitmapError, gate::ExclusiveGuard, header::Qcow2Header, l1::L1,
-    refcounts::FreedContent,
-};
+use super::{Qcow2Image, bitmap::BitmapError, header::Qcow2Header, l1::L1, refcounts::FreedContent};
 use reactor::error::{Error, Result};
-use storage::RangeGuard;
+use storage::{RangeGuard, epoch_gate::ExclusiveGuard};
 
 /// Guard of exclusive access: no request is in flight, and all metadata is in the file.
 #[derive(Debug)]

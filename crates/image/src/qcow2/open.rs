@@ -20,7 +20,6 @@ use super::{
     check::{self, Repair},
     entry::EntryFormat,
     file::ImageFile,
-    gate::EpochGate,
     header::{CompressionType, EncryptionMethod, Qcow2Header, autoclear, incompatible},
     l1::L1,
     luks::SectorCipher,
@@ -31,7 +30,7 @@ use super::{
     writeback::PendingMetadata,
 };
 use reactor::{error::Error, memory::OutOfBudget};
-use storage::{RangeLocks, Storage};
+use storage::{RangeLocks, Storage, epoch_gate::EpochGate};
 
 use crate::Image;
 
@@ -276,7 +275,7 @@ impl Qcow2Image {
             overlap,
             pending: Mutex::default(),
             recording: Recording::default(),
-            gate: EpochGate::new(),
+            gate: EpochGate::default(),
             guest: RangeLocks::default(),
             tables: RangeLocks::default(),
             loading: RangeLocks::default(),

@@ -6,10 +6,11 @@
 //!   close: blocks new requests, waits for both generations; dropping the result unblocks
 //! ```
 //!
-//! Two operations need it. A freed cluster may still be read or written by requests that looked it
-//! up earlier, so it is reused only when they have completed
+//! Two operations of qcow2 need it. A freed cluster may still be read or written by requests that
+//! looked it up earlier, so it is reused only when they have completed
 //! ([`EpochGate::wait_for_earlier_requests`]). A change of the whole image (snapshot, resize)
-//! requires that no request is in flight ([`EpochGate::close`]).
+//! requires that no request is in flight ([`EpochGate::close`]). A disk needs the latter for a point
+//! in time of its content.
 //!
 //! Correctness: `enter` increments first and loads the state again afterwards;
 //! `wait_for_earlier_requests` changes the state first and loads the counts afterwards. All four
@@ -31,7 +32,7 @@ use std::{
 
 use event_listener::Event;
 
-use storage::RangeLocks;
+use super::{RangeGuard, RangeLocks};
 
 // 8 KiB of memory for each set of counters.
 const MAX_SLOTS: usize = 64;
@@ -42,7 +43,7 @@ const CLOSED: usize = 2;
 
 /// Epoch gate. See the head of this file.
 #[derive(Debug)]
-pub(super) struct EpochGate {
+pub struct EpochGate {
     state: AtomicUsize,
     slots: Box<[RequestCountSlot]>,
     /// Number of tasks that wait for counts to reach zero.
@@ -61,7 +62,7 @@ struct RequestCountSlot {
 
 /// Guard of a request in flight; dropping it ends the request.
 #[derive(Debug)]
-pub(super) struct RequestGuard<'a> {
+pub struct RequestGuard<'a> {
     gate: &'a EpochGate,
     slot: usize,
     generation: usize,
@@ -69,14 +70,14 @@ pub(super) struct RequestGuard<'a> {
 
 /// Guard of exclusive access: no request is in flight until it is dropped.
 #[derive(Debug)]
-pub(super) struct ExclusiveGuard<'a> {
+pub struct ExclusiveGuard<'a> {
     gate: &'a EpochGate,
-    _lock: storage::RangeGuard<'a>,
+    _lock: RangeGuard<'a>,
 }
 
 /// Number of slots in structures with one per thread: at least the number of processors plus one
 /// for the main thread. Further threads share slots.
-pub(super) fn slots() -> usize {
+pub fn slots() -> usize {
     static SLOTS: LazyLock<usize> = LazyLock::new(|| {
         let processors = available_parallelism().map_or(MAX_SLOTS, usize::from);
         (processors + 1).min(MAX_SLOTS)
@@ -85,14 +86,14 @@ pub(super) fn slots() -> usize {
 }
 
 /// Slot of this thread, below [`slots`].
-pub(super) fn slot_of_thread() -> usize {
+pub fn slot_of_thread() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static SLOT: usize = NEXT.fetch_add(1, Relaxed) % slots());
     SLOT.with(|slot| *slot)
 }
 
-impl EpochGate {
-    pub(super) fn new() -> Self {
+impl Default for EpochGate {
+    fn default() -> Self {
         Self {
             state: AtomicUsize::new(0),
             slots: (0..slots()).map(|_| RequestCountSlot::default()).collect(),
@@ -101,9 +102,11 @@ impl EpochGate {
             close_lock: RangeLocks::default(),
         }
     }
+}
 
+impl EpochGate {
     /// Counts a request; waits while the gate is closed.
-    pub(super) async fn enter(&self) -> RequestGuard<'_> {
+    pub async fn enter(&self) -> RequestGuard<'_> {
         loop {
             if let Some(guard) = self.try_enter() {
                 return guard;
@@ -117,7 +120,8 @@ impl EpochGate {
         }
     }
 
-    fn try_enter(&self) -> Option<RequestGuard<'_>> {
+    /// Counts a request; `None` while the gate is closed.
+    pub fn try_enter(&self) -> Option<RequestGuard<'_>> {
         let slot = slot_of_thread();
         loop {
             let state = self.state.load(SeqCst);
@@ -135,7 +139,7 @@ impl EpochGate {
     }
 
     /// Waits for all requests that were in flight at the time of the call.
-    pub(super) async fn wait_for_earlier_requests(&self) {
+    pub async fn wait_for_earlier_requests(&self) {
         let _turn = self.close_lock.exclusive(0..1).await;
         self.wait_for_earlier_requests_in_order().await;
     }
@@ -147,7 +151,7 @@ impl EpochGate {
 
     /// Blocks new requests and waits until none is in flight. A task that holds a guard must not
     /// await it: deadlock.
-    pub(super) async fn close(&self) -> ExclusiveGuard<'_> {
+    pub async fn close(&self) -> ExclusiveGuard<'_> {
         let lock = self.close_lock.exclusive(0..1).await;
         // Created before the first await, so that cancellation opens the gate again.
         let closed = ExclusiveGuard { gate: self, _lock: lock };
@@ -210,7 +214,7 @@ mod tests {
     fn wait_covers_only_earlier_requests() {
         for seed in 0..100 {
             sim::run(seed, async {
-                let gate = Rc::new(EpochGate::new());
+                let gate = Rc::new(EpochGate::default());
                 let first = gate.enter().await;
                 let done = Rc::new(Cell::new(false));
                 let task = spawn_joinable({
@@ -238,7 +242,7 @@ mod tests {
     fn closed_gate_admits_no_request() {
         for seed in 0..200 {
             sim::run(seed, async {
-                let gate = Rc::new(EpochGate::new());
+                let gate = Rc::new(EpochGate::default());
                 let inside = Rc::new(Cell::new(0));
                 let tasks: Vec<_> = (0..10)
                     .map(|number| {
