@@ -13,6 +13,7 @@
 //! All worker threads share a disk: every method takes `&self`, and the future of a request belongs
 //! to the thread that made it.
 
+mod changes;
 mod failures;
 mod handover;
 mod latency_meter;
@@ -26,6 +27,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
+pub use changes::{DiskPoint, QuiescedDisk};
 use failures::RequestInfo;
 pub use failures::{CancelToken, ErrorPolicies, Errors, Failures, OnError, RequestFailure};
 use handover::Handover;
@@ -57,6 +59,7 @@ use storage::{Durability, Extent, ZeroOptions};
 
 use crate::{
     layer::{
+        copy_before_write::{CopyBeforeWrite, PointFailure},
         prefetch::Prefetch,
         throttle::{DiskSettings, ThrottleGroup, ThrottleMember},
     },
@@ -71,6 +74,7 @@ pub struct Disk {
     image: Arc<Image>,
     member: ThrottleMember,
     prefetch: Prefetch,
+    copy_before_write: CopyBeforeWrite,
     counters: DiskCounters,
     failures: Arc<Failures>,
     memory: Arc<MemoryAccount>,
@@ -192,6 +196,7 @@ impl Disk {
             image,
             member,
             prefetch,
+            copy_before_write: CopyBeforeWrite::default(),
             counters: DiskCounters::default(),
             failures: Arc::default(),
             memory: MemoryAccount::new(MemoryBudget::process()),
@@ -463,6 +468,7 @@ impl Disk {
         }
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
+            let _change = self.begin_change(range.0, range.1).await;
             let writing = self.image.write_registered(offset, buffer, durability);
             self.prefetch.change(range.0, range.1, writing).await
         };
@@ -477,6 +483,7 @@ impl Disk {
     pub fn is_instant(&self) -> bool {
         !self.may_wait()
             && !self.prefetch.is_on()
+            && !self.copy_before_write.is_active()
             && self.detect_zeroes == DetectZeroes::Off
             && self.image.is_instant()
     }
@@ -516,6 +523,8 @@ impl Disk {
         from: &[GuestBytes],
     ) -> Option<Result<()>> {
         let length = from.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
+        // Another thread may have begun a point in time since `is_instant` returned true.
+        let _change = self.copy_before_write.try_enter()?;
         // The change begins before the write and ends after it, so that no reader caches old data.
         let change = self.prefetch.begin_change(offset, length);
         let result = self.image.write_now(offset, from);
@@ -561,6 +570,7 @@ impl Disk {
             return Box::pin(self.write_detected_zeroes(&permit, (offset, length), durability)).await;
         }
         if !self.may_wait() {
+            let _change = self.begin_change(offset, length).await;
             let change = self.prefetch.begin_change(offset, length);
             let result = self.image.write(offset, data, durability).await;
             self.prefetch.end_change(change);
@@ -568,6 +578,7 @@ impl Disk {
         }
         // `data` is duplicated, so that the write can be repeated after the disk is resumed.
         let write = async || {
+            let _change = self.begin_change(offset, length).await;
             let writing = self.image.write(offset, data.duplicate(), durability);
             self.prefetch.change(offset, length, writing).await
         };
@@ -636,9 +647,13 @@ impl Disk {
         durability: Durability,
     ) -> Result<()> {
         self.check_writable()?;
-        let discard = async || match self.discards {
-            Discards::Unmap => self.prefetch.change(offset, length, self.image.discard(offset, length)).await,
-            Discards::Ignore => Ok(()),
+        let discard = async || {
+            if self.discards == Discards::Ignore {
+                return Ok(());
+            }
+            // A discard is a hint: not executed if its old data cannot be kept.
+            let Some(_change) = self.begin_discard(offset, length).await else { return Ok(()) };
+            self.prefetch.change(offset, length, self.image.discard(offset, length)).await
         };
         self.run_until_done(DiskOperation::Discard, (offset, length), &permit, discard).await?;
         // Storage has no durable discard: a flush follows instead.
@@ -671,6 +686,7 @@ impl Disk {
     /// Closes the disk: stops reading ahead, and writes the format's cached metadata. Must be the
     /// last call.
     pub async fn close(&self) -> Result<()> {
+        self.fail_point_in_time(PointFailure::Closed);
         self.prefetch.stop().await;
         if self.is_released() {
             return Ok(());

@@ -4,11 +4,12 @@
 //!   export ─► disk ─► layer ────────────► image ────────► storage ────────► reactor
 //!                     layer/throttle      raw             file, memory,     io_uring, or
 //!                     layer/prefetch      qcow2           NBD, RBD …        a simulation
+//!                     layer/copy_before_write
 //! ```
 //!
 //! - [`disk`] composes the rest: every request enters there. Its export has validated it.
-//! - [`layer`] contains the layers that a request passes: throttling and prefetch. `policy` makes
-//!   the decisions.
+//! - [`layer`] contains the layers that a request passes: throttling, prefetch and
+//!   copy-before-write. `policy` makes the decisions.
 //! - [`device`] samples the physical disk below, for watermarks.
 //! - [`measures`] counts requests and their latency; [`recorder`] passes each request on to a
 //!   recording.

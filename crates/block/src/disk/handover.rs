@@ -19,6 +19,7 @@ use std::sync::{
 use policy::time::{Duration, Instant};
 
 use super::Disk;
+use crate::layer::copy_before_write::PointFailure;
 use reactor::error::{Error, Result};
 use storage::{OpenError, RangeGuard, RangeLocks};
 
@@ -156,6 +157,8 @@ impl Disk {
         }
         // Waits for the requests in flight; later ones wait here and fail once `held` is false.
         let _drained = handover.in_flight.exclusive(0..1).await;
+        // The guest moves to another process; a backup must not prevent that.
+        self.fail_point_in_time(PointFailure::HandedOver);
         // Written before the locks are released, or the next process would read stale metadata.
         if let Err(error) = self.image.hand_over().await {
             tracing::error!(

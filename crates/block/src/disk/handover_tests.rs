@@ -5,6 +5,10 @@ use std::{fs, path::Path, rc::Rc, sync::Arc};
 use policy::{request::Direction, throttle::RequestCost};
 
 use super::*;
+use crate::layer::{
+    copy_before_write::PointOptions,
+    throttle::{BackgroundMember, BackgroundSettings},
+};
 use image::{
     Image, Qcow2Image,
     open::{ImageOptions, open},
@@ -249,5 +253,26 @@ fn another_image_under_the_same_name_is_refused() {
         let message = disk.hold(HOLD_TIMEOUT, || true).await.expect_err("other clusters").to_string();
         assert!(message.contains("was replaced, or has another backing file"), "{message}");
         open_storage(&spec(&path), OpenOptions::default()).expect("and it is not kept");
+    });
+}
+
+#[test]
+fn a_release_ends_the_point_in_time() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("image");
+    real(async move {
+        make(&path, ImageFormat::Raw).await;
+        let disk = Arc::new(disk(&path, ImageFormat::Raw).await);
+        let member = BackgroundMember::new(BackgroundSettings::default(), disk.throttle()).expect("valid");
+        let member = Arc::new(member);
+        let options = PointOptions { cluster_bytes: 65536, max_buffer_bytes: 65536, copy_bytes: 0 };
+        let released = disk.begin_point_in_time(Arc::clone(&member), options).await;
+        assert_eq!(released.expect_err("no client"), PointFailure::Released);
+        disk.hold(HOLD_TIMEOUT, || true).await.expect("free");
+        let point = disk.begin_point_in_time(member, options).await.expect("it is held");
+        disk.release().await;
+        assert!(disk.is_released());
+        let failure = point.point().next_old_data().await.expect_err("it has failed");
+        assert_eq!(failure, PointFailure::HandedOver);
     });
 }

@@ -40,6 +40,9 @@ pub enum UpgradeRefusal {
     /// The disk is stopped by an error, and clients wait for `resume`.
     #[error("an error has stopped it (`weir resume` continues it)")]
     Stopped,
+    /// A backup is running, whose state is in this process.
+    #[error("a backup of it is running (`weir job cancel` ends it)")]
+    PointInTime,
     /// The new process, another client of the server, may read stale data.
     #[error(
         "its image is on an NBD server without NBD_FLAG_CAN_MULTI_CONN, or uses cache=unsafe, so \
@@ -62,6 +65,9 @@ impl Disk {
     pub fn check_upgrade(&self) -> Result<(), UpgradeRefusal> {
         if self.image.storage().is_memory() {
             return Err(UpgradeRefusal::Memory);
+        }
+        if self.has_point_in_time() {
+            return Err(UpgradeRefusal::PointInTime);
         }
         // The new process must read what this process has written to a server.
         let mut remote = self.image.files().filter(|storage| storage.remote_status().is_some());

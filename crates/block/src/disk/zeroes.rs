@@ -61,6 +61,7 @@ impl Disk {
         options: ZeroOptions,
     ) -> Result<()> {
         let zero = async || {
+            let _change = self.begin_change(offset, length).await;
             self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
         };
         self.run_until_done(operation, (offset, length), permit, zero).await

@@ -23,6 +23,7 @@
 //! | | |
 //! | --- | --- |
 //! | [`ThrottleGroup`], [`ThrottleMember`] | public interface: groups and disks, and settings, which can change at run time |
+//! | [`BackgroundMember`] | work that uses spare capacity, or a share of the group |
 //! | `slot` | a disk's slot: admission of its requests, moves |
 //! | `tree` | a tree, its lock and the effects of its decisions |
 //! | `waiter` | the handshake between a waiting request and its admission |
@@ -31,6 +32,7 @@
 //! `waiter`, `tree` and `slot` are independent of the reactor; `tests/model` checks every
 //! interleaving of them.
 
+mod background;
 mod group;
 mod member;
 mod settings;
@@ -40,6 +42,7 @@ mod timer;
 mod tree;
 mod waiter;
 
+pub use background::{BackgroundMember, BackgroundSettings};
 pub use group::ThrottleGroup;
 pub use member::ThrottleMember;
 pub use settings::{DiskSettings, GroupSettings};

@@ -38,27 +38,35 @@ impl VhostUserQueue {
         let mut permits = permits.into_iter();
         for incoming in batch.all().drain(..) {
             match task(&incoming).and_then(|_| permits.next().flatten()) {
-                Some(permit) => self.execute_now(incoming, &permit),
+                Some(permit) => {
+                    if let Some(incoming) = self.execute_now(incoming, &permit) {
+                        fallback(incoming);
+                    }
+                }
                 None => fallback(incoming),
             }
         }
     }
 
-    fn execute_now(&self, incoming: VringRequest, permit: &AdmissionPermit) {
+    /// Returns the request if the disk has ceased to be instant: it must be executed in the usual
+    /// way, and is charged again there.
+    fn execute_now(&self, incoming: VringRequest, permit: &AdmissionPermit) -> Option<VringRequest> {
         let disk = self.device.disk();
         let result = match task(&incoming) {
-            _ if self.is_lost() => Err(Error::FAULT),
+            _ if self.is_lost() => Some(Err(Error::FAULT)),
             Some((Direction::Read, offset, data)) => {
-                let result = disk.read_now(permit, offset, data).unwrap_or(Err(Error::UNSUPPORTED));
+                let result = disk.read_now(permit, offset, data);
                 data.iter().for_each(|segment| self.mark_dirty(segment.guest_address(), segment.bytes()));
                 result
             }
-            Some((Direction::Write, offset, data)) => {
-                disk.write_now(permit, offset, data).unwrap_or(Err(Error::UNSUPPORTED))
-            }
+            Some((Direction::Write, offset, data)) => disk.write_now(permit, offset, data),
             None => unreachable!("it has a pass"),
         };
-        self.complete_request(incoming, result);
+        match result {
+            Some(result) => self.complete_request(incoming, result),
+            None => return Some(incoming),
+        }
+        None
     }
 }
 
