@@ -9,8 +9,8 @@
 //! Two operations of qcow2 need it. A freed cluster may still be read or written by requests that
 //! looked it up earlier, so it is reused only when they have completed
 //! ([`EpochGate::wait_for_earlier_requests`]). A change of the whole image (snapshot, resize)
-//! requires that no request is in flight ([`EpochGate::close`]). A disk needs the latter for a point
-//! in time of its content.
+//! requires that no request is in flight ([`EpochGate::close`]). A disk needs the latter for a
+//! point in time of its content.
 //!
 //! Correctness: `enter` increments first and loads the state again afterwards;
 //! `wait_for_earlier_requests` changes the state first and loads the counts afterwards. All four

@@ -1,0 +1,362 @@
+//! Backup: copies a disk to another image, as it was at one instant, while clients change it.
+//!
+//! ```text
+//!   plan.rs: what remains ─► zeroes ───────────────────────► nothing, or write_zeroes ─┐
+//!                        └─► data ─► admission ─► read ──► target ─────────────────────┼─► flush
+//!   clients' changes ─► old data, buffered ──────────────► target ─────────────────────┘
+//! ```
+//!
+//! [`COPIES`] tasks copy what no change has saved; [`SAVED_WRITERS`] tasks write the old data of
+//! changed clusters, which is never delayed, since it occupies a bounded buffer. So a paused or
+//! throttled backup still writes old data.
+//!
+//! Ranges that read as zeroes are not copied. The target receives zeroes as zeroes, which it can
+//! store without allocating space.
+//!
+//! Never changes the disk. If the backup fails or is cancelled, the target has undefined content;
+//! its owner removes it.
+
+mod plan;
+
+use std::{
+    cell::{Cell, RefCell},
+    ops::Range,
+    rc::Rc,
+    sync::Arc,
+};
+
+use block::{
+    disk::{Disk, DiskPoint},
+    layer::{
+        copy_before_write::{OldData, PointFailure, PointOptions},
+        throttle::{BackgroundMember, BackgroundSettings},
+    },
+};
+use event_listener::Event;
+use image::Image;
+use policy::throttle::ThrottleError;
+use reactor::{JoinHandle, error::Error};
+use storage::{Durability, ZeroOptions};
+
+use self::plan::{Piece, Plan};
+use crate::job::{Job, JobResult};
+
+/// Size of a cluster in bytes: the unit of copy-before-write. QEMU's default.
+pub const CLUSTER_BYTES: u64 = 64 << 10;
+/// Bound of the buffer for old data, in bytes.
+pub const MAX_BUFFER_BYTES: u64 = 64 << 20;
+/// Number of copies in flight.
+const COPIES: usize = 16;
+/// Number of writes of old data in flight.
+const SAVED_WRITERS: usize = 4;
+/// Longest copy, in bytes.
+const COPY_BYTES: u64 = 512 << 10;
+/// Longest write-zeroes, in bytes.
+const ZERO_BYTES: u64 = 64 << 20;
+/// Unit in bytes in which zeroes inside of copied data are detected: a block of most file systems.
+const ZERO_UNIT: usize = 4096;
+
+/// Sizes of a backup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackupSizes {
+    /// Size of a cluster in bytes, a power of two.
+    pub cluster_bytes: u64,
+    /// Bound of the buffer for old data, in bytes.
+    pub max_buffer_bytes: u64,
+}
+
+impl Default for BackupSizes {
+    fn default() -> Self {
+        Self { cluster_bytes: CLUSTER_BYTES, max_buffer_bytes: MAX_BUFFER_BYTES }
+    }
+}
+
+/// Reason why a backup failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BackupError {
+    /// The disk, or the buffer for its old data.
+    #[error(transparent)]
+    Point(#[from] PointFailure),
+    /// The limits of the backup.
+    #[error(transparent)]
+    Throttle(#[from] ThrottleError),
+    /// The target is smaller than the disk.
+    #[error("the target has {target_bytes} bytes, and the disk {disk_bytes} (use a larger target)")]
+    TooSmall {
+        /// Size of the target in bytes.
+        target_bytes: u64,
+        /// Size of the disk in bytes.
+        disk_bytes: u64,
+    },
+    /// The target failed a write.
+    #[error("the target cannot be written at offset {offset}: {error}{}", full_remedy(*error))]
+    Write {
+        /// Offset in bytes.
+        offset: u64,
+        /// Error of the target.
+        error: Error,
+    },
+    /// The target failed the flush at the end.
+    #[error("the target cannot be flushed: {error}{}", full_remedy(*error))]
+    Flush {
+        /// Error of the target.
+        error: Error,
+    },
+}
+
+fn full_remedy(error: Error) -> &'static str {
+    if error == Error::NO_SPACE { " (free space, or use another target)" } else { "" }
+}
+
+/// Target of a backup.
+#[derive(Clone, Debug)]
+pub struct BackupTarget {
+    /// The image, which is open for writing and at least as large as the disk.
+    pub image: Arc<Image>,
+    /// True if all of it reads as zeroes, because it was just created.
+    pub is_zero: bool,
+}
+
+/// A backup that has a point in time, and has not copied anything.
+#[derive(Debug)]
+pub struct Backup {
+    job: Arc<Job>,
+    point: DiskPoint,
+    target: BackupTarget,
+}
+
+/// State that the tasks of a backup share.
+struct Shared {
+    job: Arc<Job>,
+    point: DiskPoint,
+    target: BackupTarget,
+    plan: Plan,
+    /// Number of tasks that have not ended.
+    running: Cell<usize>,
+    failure: RefCell<Option<BackupError>>,
+    ended: Event,
+}
+
+impl Backup {
+    /// Begins a backup: its content is that of the disk at an instant during this call.
+    ///
+    /// # Errors
+    /// [`BackupError`]: invalid limits, a target that is too small, or no point in time can begin.
+    pub async fn begin(
+        job: &Arc<Job>,
+        disk: &Arc<Disk>,
+        target: BackupTarget,
+        settings: BackgroundSettings,
+        sizes: BackupSizes,
+    ) -> Result<Self, BackupError> {
+        let member = Arc::new(BackgroundMember::new(settings, disk.throttle())?);
+        let options = PointOptions {
+            cluster_bytes: sizes.cluster_bytes,
+            max_buffer_bytes: sizes.max_buffer_bytes,
+            copy_bytes: COPIES as u64 * COPY_BYTES.max(sizes.cluster_bytes),
+        };
+        let point = disk.begin_point_in_time(member, options).await?;
+        let (target_bytes, disk_bytes) = (target.image.size_bytes(), point.point().size_bytes());
+        if target_bytes < disk_bytes {
+            return Err(BackupError::TooSmall { target_bytes, disk_bytes });
+        }
+        Ok(Self { job: Arc::clone(job), point, target })
+    }
+
+    /// Member of the throttle tree that the backup is charged to; its settings can be changed.
+    pub fn member(&self) -> &Arc<BackgroundMember> {
+        self.point.point().member()
+    }
+
+    /// Copies everything and flushes the target, unless the job is cancelled first. Then the job
+    /// is [aborting](Job::abort), or running if it has succeeded: the caller closes the target, and
+    /// [concludes](Job::conclude) the job with the result.
+    pub async fn run(self) -> JobResult {
+        let Self { job, point, target } = self;
+        job.start(point.point().size_bytes());
+        let shared = Rc::new(Shared {
+            plan: Plan::new(COPY_BYTES.max(point.point().cluster_bytes())),
+            job: Arc::clone(&job),
+            point,
+            target: target.clone(),
+            running: Cell::new(COPIES + SAVED_WRITERS),
+            failure: RefCell::default(),
+            ended: Event::new(),
+        });
+        // Dropping the handles cancels the tasks.
+        let tasks = Shared::start(&shared);
+        let copied = first_of(shared.all_ended(), async {
+            job.cancelled().await;
+            Ok(())
+        });
+        let copied = copied.await;
+        // Before the tasks, which the executor drops later.
+        shared.point.end();
+        drop(tasks);
+        let result = match copied {
+            _ if job.is_cancelled() => JobResult::Cancelled,
+            Ok(()) => {
+                let flushed =
+                    async { target.image.flush().await.map_err(|error| BackupError::Flush { error }) };
+                let cancelled = async {
+                    job.cancelled().await;
+                    Ok(())
+                };
+                match first_of(flushed, cancelled).await {
+                    _ if job.is_cancelled() => JobResult::Cancelled,
+                    Ok(()) => JobResult::Completed,
+                    Err(error) => JobResult::Failed(error.to_string()),
+                }
+            }
+            Err(error) => JobResult::Failed(error.to_string()),
+        };
+        if result != JobResult::Completed {
+            job.abort();
+        }
+        result
+    }
+}
+
+impl Shared {
+    fn start(self: &Rc<Self>) -> Vec<JoinHandle<()>> {
+        let copies = (0..COPIES).map(|_| {
+            let shared = Rc::clone(self);
+            reactor::spawn_joinable(async move { shared.end_task(shared.copy_pieces().await) })
+        });
+        let writers = (0..SAVED_WRITERS).map(|_| {
+            let shared = Rc::clone(self);
+            reactor::spawn_joinable(async move { shared.end_task(shared.write_old_data().await) })
+        });
+        copies.chain(writers).collect()
+    }
+
+    fn end_task(&self, result: Result<(), BackupError>) {
+        if let Err(error) = result {
+            self.failure.borrow_mut().get_or_insert(error);
+        }
+        self.running.set(self.running.get() - 1);
+        self.ended.notify(usize::MAX);
+    }
+
+    /// Waits until all tasks have ended, or one has failed.
+    async fn all_ended(&self) -> Result<(), BackupError> {
+        loop {
+            let listener = self.ended.listen();
+            if let Some(error) = *self.failure.borrow() {
+                return Err(error);
+            }
+            if self.running.get() == 0 {
+                return Ok(());
+            }
+            listener.await;
+        }
+    }
+
+    /// Copies pieces of the plan until nothing remains.
+    async fn copy_pieces(&self) -> Result<(), BackupError> {
+        loop {
+            self.job.wait_while_paused().await;
+            let Some(piece) = self.plan.next(self.point.point()).await? else { return Ok(()) };
+            match piece.kind() {
+                Piece::Zeroes(range) => {
+                    for zeroes in self.point.point().skip_zeroes(range) {
+                        self.write_zeroes(zeroes).await?;
+                    }
+                }
+                Piece::Data(range) => {
+                    let member = self.point.point().member();
+                    let permit = self.point.disk().admit_background(member, range.end - range.start).await;
+                    for data in self.point.read(permit, range.clone()).await? {
+                        self.write(data).await?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes old data of changed clusters until nothing remains.
+    async fn write_old_data(&self) -> Result<(), BackupError> {
+        while let Some(data) = self.point.point().next_old_data().await? {
+            self.write(data).await?;
+        }
+        Ok(())
+    }
+
+    /// Writes data to the target; zeroes in it as zeroes.
+    async fn write(&self, data: OldData) -> Result<(), BackupError> {
+        let Some(bytes) = data.data() else {
+            return self.write_zeroes(data.offset()..data.offset() + data.length_bytes()).await;
+        };
+        for (range, is_zero) in runs(bytes) {
+            let offset = data.offset() + range.start as u64;
+            if is_zero {
+                self.write_zeroes(offset..offset + range.len() as u64).await?;
+                continue;
+            }
+            let length = range.len() as u64;
+            let segments = data.segments(range);
+            let written = self.target.image.write(offset, segments, Durability::Cached).await;
+            written.map_err(|error| BackupError::Write { offset, error })?;
+            self.job.add_done(length, length);
+        }
+        Ok(())
+    }
+
+    async fn write_zeroes(&self, range: Range<u64>) -> Result<(), BackupError> {
+        let options = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+        let mut offset = range.start;
+        while offset < range.end && !self.target.is_zero {
+            let length = ZERO_BYTES.min(range.end - offset);
+            let written = self.target.image.write_zeroes(offset, length, options).await;
+            written.map_err(|error| BackupError::Write { offset, error })?;
+            offset += length;
+        }
+        self.job.add_done(range.end - range.start, 0);
+        Ok(())
+    }
+}
+
+/// Divides bytes into runs of zero and of other blocks.
+fn runs(bytes: &[u8]) -> Vec<(Range<usize>, bool)> {
+    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
+    for (index, block) in bytes.chunks(ZERO_UNIT).enumerate() {
+        let start = index * ZERO_UNIT;
+        let is_zero = block.iter().all(|&byte| byte == 0);
+        match runs.last_mut() {
+            Some((range, last)) if *last == is_zero => range.end += block.len(),
+            _ => runs.push((start..start + block.len(), is_zero)),
+        }
+    }
+    runs
+}
+
+/// Result of the future that ends first, the first one if both do.
+async fn first_of<T>(first: impl Future<Output = T>, second: impl Future<Output = T>) -> T {
+    let (mut first, mut second) = (std::pin::pin!(first), std::pin::pin!(second));
+    std::future::poll_fn(|context| match first.as_mut().poll(context) {
+        std::task::Poll::Pending => second.as_mut().poll(context),
+        ready => ready,
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_divided_at_zero_blocks() {
+        let mut bytes = vec![1; 3 * ZERO_UNIT + 10];
+        bytes[ZERO_UNIT..2 * ZERO_UNIT].fill(0);
+        bytes[3 * ZERO_UNIT..].fill(0);
+        let found = runs(&bytes);
+        let unit = ZERO_UNIT;
+        let expected = [
+            (0..unit, false),
+            (unit..2 * unit, true),
+            (2 * unit..3 * unit, false),
+            (3 * unit..3 * unit + 10, true),
+        ];
+        assert_eq!(found, expected);
+    }
+}

@@ -1,0 +1,18 @@
+//! Backups under simulation: guests write, zero, discard, flush and resize a disk while a backup of
+//! it runs, is paused or is cancelled; source and target fail requests. A completed backup must
+//! equal the disk at its instant, and the guests must read what they wrote.
+//!
+//! - `backups`: the operations above, with raw and qcow2 images, and limits.
+//! - `guest`: a guest, and the model of what its disk may contain.
+//! - `world`: the images of a seed.
+//! - `rates`: a backup uses spare capacity, its weight, or its limits.
+//!
+//! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
+//! repeats it.
+
+mod backups;
+mod guest;
+mod rates;
+#[path = "../../../block/tests/simulation/seeds.rs"]
+mod seeds;
+mod world;

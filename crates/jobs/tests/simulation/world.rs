@@ -1,0 +1,168 @@
+//! The images of a seed: a disk with content, and the target of its backup.
+
+use std::sync::Arc;
+
+use block::{
+    disk::{DetectZeroes, Discards, Disk},
+    layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
+};
+use image::{
+    Image, Qcow2Image, RawImage,
+    qcow2::{
+        CacheSettings, Qcow2Components,
+        create::{CreateOptions, create},
+        header::BackingReference,
+    },
+};
+use jobs::backup::BackupTarget;
+use policy::{
+    throttle::{LimitKind, Limits, RateLimit},
+    time::Duration,
+};
+use reactor::{buffer::IoBuffer, sim};
+use storage::{
+    Durability, Storage,
+    align::Align,
+    simulated::{Behaviour, SimulatedStorage},
+};
+
+use crate::guest::{UNIT, chance, content};
+
+/// Images and parameters of a seed.
+pub(crate) struct World {
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) target: BackupTarget,
+    /// Numbers of the initial contents of the units.
+    pub(crate) numbers: Vec<u64>,
+    pub(crate) source_may_fail: bool,
+    pub(crate) target_may_fail: bool,
+}
+
+impl World {
+    pub(crate) async fn draw(units: u64, max_units: u64) -> Self {
+        let numbers: Vec<u64> = (1..=units).map(|number| if chance(30) { 0 } else { number }).collect();
+        let bytes: Vec<u8> = numbers.iter().flat_map(|&number| content(number)).collect();
+        let source_errors = draw_errors();
+        let target_errors = draw_errors();
+        let behaviour = |errors| Behaviour {
+            block_bytes: if chance(50) { 4096 } else { 512 },
+            latency: Duration::from_micros(sim::random(|random| random.u64(..3000))),
+            error_probability: errors,
+        };
+        let source = if chance(50) {
+            raw(&bytes, behaviour(source_errors))
+        } else {
+            qcow2(&bytes, behaviour(source_errors)).await
+        };
+        let group = chance(50).then(draw_group);
+        let disk = Disk::new("disk", source, DiskSettings::default(), group.as_ref()).expect("valid");
+        let disk = disk
+            .with_discards(if chance(70) { Discards::Unmap } else { Discards::Ignore })
+            .with_detect_zeroes(DetectZeroes::ALL[sim::random(|random| random.usize(..3))]);
+        let (target, is_zero) = draw_target(max_units, behaviour(target_errors)).await;
+        Self {
+            disk: Arc::new(disk),
+            target: BackupTarget { image: Arc::new(target), is_zero },
+            numbers,
+            source_may_fail: source_errors > 0.0,
+            target_may_fail: target_errors > 0.0,
+        }
+    }
+}
+
+fn draw_errors() -> f64 {
+    if chance(20) { sim::random(fastrand::Rng::f64) / 50.0 } else { 0.0 }
+}
+
+fn draw_group() -> Arc<ThrottleGroup> {
+    let mut limits = Limits::default();
+    let rate = sim::random(|random| random.u64(1 << 20..64 << 20));
+    *limits.limit_mut(LimitKind::BpsTotal) = RateLimit { rate, ..RateLimit::NONE };
+    ThrottleGroup::new("group", GroupSettings { limits, ..GroupSettings::default() }, None).expect("valid")
+}
+
+fn simulated(mut bytes: Vec<u8>, behaviour: Behaviour) -> Storage {
+    bytes.resize(bytes.len().next_multiple_of(behaviour.block_bytes), 0);
+    Storage::Simulated(Align::new(SimulatedStorage::new(bytes, behaviour)))
+}
+
+fn raw(bytes: &[u8], behaviour: Behaviour) -> Image {
+    Image::Raw(RawImage::new(simulated(bytes.to_vec(), behaviour)))
+}
+
+/// A target with or without content, larger than the disk or not.
+async fn draw_target(max_units: u64, behaviour: Behaviour) -> (Image, bool) {
+    let bytes = (max_units * UNIT) as usize + if chance(30) { 4096 } else { 0 };
+    if chance(40) {
+        return (empty_qcow2(bytes as u64, behaviour).await, true);
+    }
+    let is_zero = chance(50);
+    (raw(&vec![if is_zero { 0 } else { 0xee }; bytes], behaviour), is_zero)
+}
+
+fn options(size_bytes: u64) -> CreateOptions {
+    let bits = sim::random(|random| [9, 12, 16][random.usize(..3)]);
+    CreateOptions { size_bytes, cluster_bytes: 1 << bits, ..CreateOptions::default() }
+}
+
+async fn components(storage: Storage, backing: Option<&[u8]>) -> Qcow2Components {
+    let backing = match backing {
+        Some(bytes) => {
+            Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(bytes).await).read_only())))
+        }
+        None => None,
+    };
+    Qcow2Components {
+        storage,
+        backing,
+        data: None,
+        cipher: None,
+        read_only: false,
+        caches: CacheSettings::default(),
+    }
+}
+
+async fn created(options: &CreateOptions) -> Storage {
+    let storage = Storage::with_content(&[]).await;
+    create(&storage, None, options).await.expect("valid options");
+    storage
+}
+
+async fn empty_qcow2(size_bytes: u64, behaviour: Behaviour) -> Image {
+    let file = created(&options(size_bytes)).await.read_all().await.expect("memory");
+    open(file, behaviour, None).await
+}
+
+/// An image with this content, some of it in a backing file.
+async fn qcow2(bytes: &[u8], behaviour: Behaviour) -> Image {
+    let mut options = options(bytes.len() as u64);
+    let has_backing = chance(40);
+    if has_backing {
+        options.backing = Some(BackingReference { name: "base".into(), format: Some("raw".into()) });
+    }
+    let backing = has_backing.then_some(bytes);
+    let storage = created(&options).await;
+    let image = Qcow2Image::open(components(storage, backing).await).await.expect("new");
+    for (index, unit) in bytes.chunks(UNIT as usize).enumerate() {
+        let is_zero = unit.iter().all(|&byte| byte == 0);
+        if has_backing && chance(50) || is_zero && !has_backing {
+            continue;
+        }
+        let data = IoBuffer::copy_of(unit).into();
+        image.write(index as u64 * UNIT, data, Durability::Cached).await.expect("memory");
+    }
+    image.close().await.expect("memory");
+    let file = image.storage().read_all().await.expect("memory");
+    open(file, behaviour, backing).await
+}
+
+/// Opens an image on storage that may fail.
+async fn open(file: Vec<u8>, behaviour: Behaviour, backing: Option<&[u8]>) -> Image {
+    loop {
+        let storage = simulated(file.clone(), behaviour);
+        match Qcow2Image::open(components(storage, backing).await).await {
+            Ok(image) => return Image::Qcow2(image),
+            Err(error) => assert!(behaviour.error_probability > 0.0, "{error}"),
+        }
+    }
+}
