@@ -12,10 +12,12 @@
 
 pub(crate) mod arguments;
 pub(crate) mod configured;
+pub(crate) mod latency_target;
 pub(crate) mod limits_file;
 pub(crate) mod locks;
 mod outcome;
 pub(crate) mod pools;
+pub(crate) mod restored;
 pub(crate) mod settling;
 pub(crate) mod weight;
 pub(crate) mod write;
@@ -28,7 +30,7 @@ use configured::ConfiguredLimits;
 use console::{CommandFailure, print, print_json, signals::BlockedSignals};
 use limits_file::{CgroupEntry, LimitsChange, LimitsFile};
 use locks::{LockedLimitsFile, WatchLock};
-use outcome::LimitReport;
+use outcome::{KernelLimits, LimitReport};
 use policy::{steering::IoMaxRates, throttle::Limits, time::Instant, watermark::Watermark};
 use pools::LimitPool;
 use write::LimitWrite;
@@ -93,8 +95,11 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
 fn current_limits(file: &Path, group: &ControlGroup, device: &DeviceIdentity) -> anyhow::Result<LimitReport> {
     let limits_file = LimitsFile::load(file)?;
     let configured = ConfiguredLimits::of(&limits_file, &group.name, device.number());
-    let kernel_rates = write::read_limits(group, device.number())?;
-    Ok(LimitReport::new(group, device, kernel_rates, configured, Vec::new()))
+    let kernel = KernelLimits {
+        rates: write::read_limits(group, device.number())?,
+        latency_target_us: latency_target::read(group, device.number())?,
+    };
+    Ok(LimitReport::new(group, device, kernel, configured, Vec::new()))
 }
 
 /// Changes the limits of a control group on a device and stores them; rolls back on an error.
@@ -139,17 +144,28 @@ pub(crate) fn set_limits(
         // The controllers must be enabled before the first limit is written.
         enable_controllers(group, &mut notices)?;
     }
-    // Planned before anything is written: an invalid weight must not leave half of a change.
+    // Planned before anything is written: an invalid weight or a target that the kernel cannot keep
+    // must not leave half of a change.
     let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
+    let target = latency_target::plan(group, device.number(), change.latency_target_us)?;
     // The kernel first, the file last: an error up to here leaves the file unchanged.
     let rates =
         settling::apply_change(hierarchy, &before, &locked.limits_file, Some((group, device.number())))?;
-    let weight_result = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose();
-    match weight_result.and_then(|notice| locked.save().map(|()| notice)) {
-        Ok(notice) => notices.extend(notice),
+    let write_others = || -> anyhow::Result<Vec<String>> {
+        let weight = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose()?;
+        let target = target.map(|target| target.write(hierarchy, group, device, &locked.limits_file));
+        let target = target.transpose()?.flatten();
+        locked.save()?;
+        Ok(weight.into_iter().chain(target).collect())
+    };
+    match write_others() {
+        Ok(written) => notices.extend(written),
         Err(error) => {
             // Best effort: the kernel accepted these values a moment ago. The first error is
             // reported.
+            if let Some(target) = target {
+                target.roll_back(hierarchy, group, device, &before);
+            }
             let _ = settling::apply_change(hierarchy, &locked.limits_file, &before, None);
             if is_new {
                 let device_and_node = (device.number(), device.node());
@@ -165,7 +181,9 @@ pub(crate) fn set_limits(
         notices.push("it is a unit of a user's systemd, which may undo this change at any time".to_owned());
     }
     let configured = ConfiguredLimits::of(&locked.limits_file, &group.name, device.number());
-    Ok(LimitReport::new(group, device, rates.unwrap_or(IoMaxRates::NONE), configured, notices))
+    let latency_target_us = latency_target::read(group, device.number())?;
+    let kernel = KernelLimits { rates: rates.unwrap_or(IoMaxRates::NONE), latency_target_us };
+    Ok(LimitReport::new(group, device, kernel, configured, notices))
 }
 
 /// Removes all limits of a control group on a device, in the kernel and in the limits file.
@@ -177,8 +195,9 @@ pub(crate) fn remove_limits(
 ) -> anyhow::Result<LimitReport> {
     let mut locked = LockedLimitsFile::open(file)?;
     let before = locked.limits_file.clone();
-    // Only a weight that weir set is reset.
+    // Only a weight and a latency target that weir set are reset.
     let weighted = before.entry(group, device.number()).and_then(CgroupEntry::given_weight);
+    let targeted = before.entry(group, device.number()).and_then(CgroupEntry::latency_target_us);
     let kernel_rates = write::read_limits(group, device.number())?;
     if !locked.limits_file.remove(group, device.number()) && kernel_rates == IoMaxRates::NONE {
         bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
@@ -201,6 +220,10 @@ pub(crate) fn remove_limits(
         .and_then(|_| match weighted {
             Some(_) => weight::reset(hierarchy, group, device, &locked.limits_file),
             None => Ok(()),
+        })
+        .and_then(|()| match targeted {
+            Some(_) => latency_target::reset(hierarchy, group, device, &locked.limits_file),
+            None => Ok(()),
         });
     if let Err(error) = removed {
         // Roll back: the old limits are in force and stored again. Best effort; the first error is
@@ -218,10 +241,13 @@ pub(crate) fn remove_limits(
         if let Ok(Some(weight)) = weight::plan(hierarchy, group, device, weighted, true) {
             let _ = weight.write(hierarchy, group, &device.node());
         }
+        if let Ok(Some(target)) = latency_target::plan(group, device.number(), targeted) {
+            let _ = target.write(hierarchy, group, device, &locked.limits_file);
+        }
         let _ = locked.save();
         return Err(error);
     }
-    Ok(LimitReport::new(group, device, IoMaxRates::NONE, None, Vec::new()))
+    Ok(LimitReport::new(group, device, KernelLimits::default(), None, Vec::new()))
 }
 
 /// Removes the entries of a cgroup or disk that no longer exists, and redistributes their share;
@@ -289,6 +315,8 @@ fn reject_unsupported_on_v1(limits: &Limits, change: &LimitsChange) -> anyhow::R
         "groups"
     } else if change.weight.is_some() {
         "weights"
+    } else if change.latency_target_us.is_some_and(|target_us| target_us > 0) {
+        "latency targets"
     } else {
         return Ok(());
     };
@@ -328,9 +356,9 @@ fn add_notices(
     {
         notices.push(format!("its own limits are replaced by those of group {name}"));
     }
-    let has_weight_notice = notices.iter().any(|notice| notice.contains("to enforce"));
-    if pool.limits.is_unlimited() && has_weight_notice && pool.watermark == Watermark::ALWAYS {
-        // A weight alone is enforced by the kernel, without limits.
+    let is_enforced_by_kernel = notices.iter().any(|notice| notice.contains("to enforce"));
+    if pool.limits.is_unlimited() && is_enforced_by_kernel && pool.watermark == Watermark::ALWAYS {
+        // The kernel enforces a weight or a latency target alone, without limits.
     } else if let Some(name) = group_name.filter(|_| pool.cluster && pool.limits.is_unlimited()) {
         notices.push(format!(
             "the cluster has no limits for group {name} yet, or this host has not received them \

@@ -79,6 +79,7 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
         limits,
         watermark: change.watermark.unwrap_or(0),
         weight: change.weight,
+        latency_target_us: change.latency_target_us.filter(|target_us| *target_us > 0),
         group: change.group.filter(|name| !name.is_empty()),
     };
     let mut summary = CommandSummary {

@@ -68,7 +68,7 @@ use super::{
         limits_file::{FileVersion, LimitsFile},
         locks::{self, LockedLimitsFile, WatchLock},
         pools::LimitPool,
-        settling, weight,
+        restored, settling,
     },
 };
 use crate::{cgroup_counters::KnownEnforcement, watch::arguments::WatchArgs};
@@ -101,8 +101,8 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), CommandFailure> {
             .into());
         };
         let limits_file = LimitsFile::load(path)?;
-        let weight_result = weight::restore_weights(&hierarchy, &limits_file, |_| true);
-        return Ok(settling::settle_latest(&hierarchy, path, &limits_file).and(weight_result)?);
+        let restored_result = restored::restore_weights_and_targets(&hierarchy, &limits_file, |_| true);
+        return Ok(settling::settle_latest(&hierarchy, path, &limits_file).and(restored_result)?);
     }
     let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
     logging::start(&LogSettings { filter, format: LogFormat::Text, file: None })?;
@@ -214,9 +214,10 @@ impl CgroupWatch {
         let stamp = FileVersion::of(path);
         let kept = LimitsFile::load(path)?;
         // Including limits that need no steering: the file may predate the last reboot.
-        for result in
-            [settling::settle(&hierarchy, &kept), weight::restore_weights(&hierarchy, &kept, |_| true)]
-        {
+        for result in [
+            settling::settle(&hierarchy, &kept),
+            restored::restore_weights_and_targets(&hierarchy, &kept, |_| true),
+        ] {
             if let Err(error) = result {
                 tracing::warn!("{error:#}");
             }
@@ -598,7 +599,9 @@ impl CgroupWatch {
         let new = self.recreated_groups.new_groups(&self.hierarchy);
         let restored = self.unsteered.verify(&new);
         if let Err(error) =
-            weight::restore_weights(&self.hierarchy, &self.limits_file, |cgroup| new.contains(cgroup))
+            restored::restore_weights_and_targets(&self.hierarchy, &self.limits_file, |cgroup| {
+                new.contains(cgroup)
+            })
         {
             tracing::warn!("{error:#}");
         }

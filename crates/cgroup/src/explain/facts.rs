@@ -291,7 +291,10 @@ pub(crate) struct OtherControl {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OtherControlKind {
     Cost,
-    Latency,
+    /// A latency target of the cgroup itself.
+    LatencyTarget,
+    /// A latency target of a sibling of the cgroup or of an ancestor.
+    SiblingLatencyTarget,
     Bfq,
 }
 

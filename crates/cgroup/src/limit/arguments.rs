@@ -5,7 +5,10 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use settings::arguments::limits;
 
-use super::limits_file::{self, LimitsChange};
+use super::{
+    latency_target,
+    limits_file::{self, LimitsChange},
+};
 
 pub(crate) const EXAMPLES: &str = concat!(
     "\
@@ -22,12 +25,16 @@ Examples:
       100 MiB per second for both together, of which b has twice the share of a under contention.
   weir cgroup limit c.service --device /dev/vda --group gold --cluster
       A share of the limits that all hosts of the cluster have together.
+  weir cgroup limit db.service --device /dev/vda --latency-target 5ms
+      While its latency exceeds 5 ms, the kernel throttles the other children of system.slice on that disk (io.latency).
   weir cgroup limit nginx.service --device /var/lib
       Shows the limits in force, and the configured ones.
   weir cgroup limit nginx.service --device /var/lib --remove
       Removes the limits.
 
 Settings that are not given stay, and without any setting nothing changes; 0 removes a limit together with its burst. A change is atomic.
+
+A latency target of a control group is the kernel's (io.latency, CONFIG_BLK_CGROUP_IOLATENCY). The kernel looks at windows of 100 ms or more: their mean latency on rotational disks, and whether a tenth of their requests are late on others. It throttles siblings without a target or with a higher one, by their queue depth; it throttles no cgroup of another parent, and keeps no percentile. weir keeps percentiles for the disks that it serves (`weir throttle DISK --latency-target`).
 ", settings::sizes!(), "
 Exit status: 0 done, 1 failed, 2 wrong use of the command line."
 );
@@ -83,6 +90,10 @@ struct ShareArgs {
     /// `[cluster]`
     #[arg(long, requires = "group")]
     cluster: bool,
+    /// Latency above which the kernel throttles sibling control groups on this disk (io.latency),
+    /// such as 5ms; see below for what counts. 0 is none
+    #[arg(long, value_name = "TIME", value_parser = latency_target::parse)]
+    latency_target: Option<u64>,
 }
 
 /// Location of the limits file.
@@ -103,13 +114,14 @@ impl LimitsFileArgs {
 impl SettingsArgs {
     /// The change that the options describe.
     pub(crate) fn change(&self) -> LimitsChange {
-        let ShareArgs { watermark, weight, group, no_group, cluster } = &self.shares;
+        let ShareArgs { watermark, weight, group, no_group, cluster, latency_target } = &self.shares;
         // An empty name means: leave the group.
         let group = if *no_group { Some(String::new()) } else { group.clone() };
         LimitsChange {
             limits: self.limits.given().to_vec(),
             watermark: *watermark,
             weight: *weight,
+            latency_target_us: *latency_target,
             group,
             cluster: *cluster,
         }

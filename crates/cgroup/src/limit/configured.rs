@@ -7,7 +7,7 @@ use console::{figures, figures::SettingValues as Named};
 use policy::throttle::{LimitSetting, Limits};
 use serde::{Serialize, Serializer};
 
-use super::limits_file::LimitsFile;
+use super::{latency_target, limits_file::LimitsFile};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct ConfiguredLimits {
@@ -18,6 +18,8 @@ pub(crate) struct ConfiguredLimits {
     /// always.
     pub(crate) watermark: u8,
     pub(crate) weight: Option<u32>,
+    /// Target of io.latency in microseconds.
+    pub(crate) latency_target_us: Option<u64>,
     /// Group that the limits belong to, if any.
     pub(crate) group: Option<String>,
 }
@@ -33,6 +35,7 @@ impl ConfiguredLimits {
             limits: shared.limits().unwrap_or_default(),
             watermark: shared.watermark().map_or(0, policy::watermark::Watermark::percent),
             weight: entry.given_weight(),
+            latency_target_us: entry.latency_target_us(),
             group: entry.group.clone(),
         })
     }
@@ -52,6 +55,7 @@ impl ConfiguredLimits {
         }
         parts.extend(self.group.as_ref().map(|group| format!("group {group}")));
         parts.extend(self.weight.map(|weight| format!("weight {weight}")));
+        parts.extend(self.latency_target_us.map(latency_target::part));
         if parts.is_empty() { "-".to_owned() } else { parts.join(", ") }
     }
 }

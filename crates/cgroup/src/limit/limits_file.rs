@@ -59,6 +59,11 @@ const fn is_not(value: &bool) -> bool {
     !*value
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+const fn is_zero(value: &u64) -> bool {
+    *value == 0
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct CgroupEntry {
@@ -73,6 +78,9 @@ pub(crate) struct CgroupEntry {
     /// 0 if no weight was set.
     #[serde(default)]
     weight: u32,
+    /// Target of io.latency in microseconds; 0 if none was set.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    latency_target_us: u64,
     #[serde(default)]
     own: StoredLimits,
 }
@@ -84,6 +92,8 @@ pub(crate) struct LimitsChange {
     pub(crate) limits: Vec<(LimitSetting, u64)>,
     pub(crate) watermark: Option<u8>,
     pub(crate) weight: Option<u32>,
+    /// Target of io.latency in microseconds; 0 removes it.
+    pub(crate) latency_target_us: Option<u64>,
     /// Empty to leave the group.
     pub(crate) group: Option<String>,
     /// Requires that the group belongs to a cluster-wide limit.
@@ -108,7 +118,11 @@ impl LimitsChange {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.limits.is_empty() && self.watermark.is_none() && self.weight.is_none() && self.group.is_none()
+        self.limits.is_empty()
+            && self.watermark.is_none()
+            && self.weight.is_none()
+            && self.latency_target_us.is_none()
+            && self.group.is_none()
     }
 }
 
@@ -233,6 +247,11 @@ impl CgroupEntry {
     pub(crate) fn given_weight(&self) -> Option<u32> {
         (self.weight != 0).then_some(self.weight)
     }
+
+    /// Target of io.latency, if one was set.
+    pub(crate) fn latency_target_us(&self) -> Option<u64> {
+        (self.latency_target_us != 0).then_some(self.latency_target_us)
+    }
 }
 
 impl LimitsFile {
@@ -268,6 +287,7 @@ impl LimitsFile {
                 device_key: device_key.to_owned(),
                 group: None,
                 weight: 0,
+                latency_target_us: 0,
                 own: StoredLimits::default(),
             });
             next.limits.len() - 1
@@ -276,6 +296,7 @@ impl LimitsFile {
         // A disk with a reused number may have another identity now.
         entry.device_key = device_key.to_owned();
         entry.weight = change.weight.unwrap_or(entry.weight);
+        entry.latency_target_us = change.latency_target_us.unwrap_or(entry.latency_target_us);
         if let Some(name) = &change.group {
             if name.is_empty() {
                 entry.group = None;

@@ -5,7 +5,7 @@ use policy::steering::IoMaxRates;
 use reactor::sanitize::sanitize;
 use serde::Serialize;
 
-use super::configured::ConfiguredLimits;
+use super::{configured::ConfiguredLimits, latency_target};
 use crate::control_group::ControlGroup;
 
 #[derive(Debug, Serialize)]
@@ -16,9 +16,19 @@ pub(crate) struct LimitReport {
     /// Limits in force in the kernel.
     #[serde(flatten)]
     rates: ReportedRates,
+    /// Target of io.latency in force in the kernel, in microseconds.
+    latency_target_us: Option<u64>,
     /// `None` if weir has set no limit.
     pub(super) asked: Option<ConfiguredLimits>,
     pub(crate) notices: Vec<String>,
+}
+
+/// Limits in force in the kernel.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct KernelLimits {
+    pub(super) rates: IoMaxRates,
+    /// Target of io.latency in microseconds.
+    pub(super) latency_target_us: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -34,11 +44,11 @@ impl LimitReport {
     pub(super) fn new(
         group: &ControlGroup,
         device: &DeviceIdentity,
-        rates: IoMaxRates,
+        kernel: KernelLimits,
         configured: Option<ConfiguredLimits>,
         notices: Vec<String>,
     ) -> Self {
-        let IoMaxRates { bps, iops } = rates;
+        let KernelLimits { rates: IoMaxRates { bps, iops }, latency_target_us } = kernel;
         Self {
             cgroup: group.name.display().to_string(),
             device: device.node(),
@@ -48,6 +58,7 @@ impl LimitReport {
                 iops_read: iops[0],
                 iops_write: iops[1],
             },
+            latency_target_us,
             asked: configured,
             notices,
         }
@@ -55,7 +66,7 @@ impl LimitReport {
 
     pub(super) fn text(&self) -> String {
         let ReportedRates { bps_read, bps_write, iops_read, iops_write } = self.rates;
-        let rates: Vec<String> = [
+        let mut rates: Vec<String> = [
             ("bps-read", bps_read.map(settings::exact_size)),
             ("bps-write", bps_write.map(settings::exact_size)),
             ("iops-read", iops_read.map(|rate| rate.to_string())),
@@ -64,6 +75,7 @@ impl LimitReport {
         .into_iter()
         .filter_map(|(name, rate)| Some(format!("{name} {}", rate?)))
         .collect();
+        rates.extend(self.latency_target_us.map(latency_target::part));
         let rates_text = if rates.is_empty() { "no limit".to_owned() } else { rates.join(", ") };
         let notices: String = self.notices.iter().map(|notice| format!("note: {notice}\n")).collect();
         let configured =

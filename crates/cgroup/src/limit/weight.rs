@@ -9,22 +9,21 @@
 //!
 //! Source: cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst.
 
-use std::path::Path;
-
 use anyhow::{Context as _, bail};
 use block::device::{DeviceIdentity, DeviceNumber};
-use console::print_error;
 
 use super::{
     limits_file::{CgroupEntry, LimitsFile},
-    settling::enable_controllers,
-    write::{file_context, set_properties},
+    write::{file_context, reset_device_property, set_properties},
 };
 use crate::{
     control_group::ControlGroup,
     hierarchy::CgroupHierarchy,
     kernel::weight::{cost_enabled, scheduler},
 };
+
+/// Property of systemd.resource-control(5).
+const PROPERTY: &str = "IODeviceWeight";
 
 /// The kernel's mechanism that divides a device by weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +103,7 @@ impl PlannedWeight {
                  is active on {node}"
             ));
         };
-        set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {written_weight}")])?;
+        set_properties(hierarchy, group, &[format!("{PROPERTY}={node} {written_weight}")])?;
         let (file, mechanism_name, _) = mechanism.parts();
         let capped = if written_weight < weight {
             format!(" (written as {written_weight}, the maximum)")
@@ -126,41 +125,22 @@ impl PlannedWeight {
     }
 }
 
-/// Writes weights that the kernel lost at a reboot or when a control group was recreated. Returns
-/// the last error and prints earlier ones.
-pub(crate) fn restore_weights(
+/// Writes a weight that the kernel lost at a reboot or when the control group was created again.
+pub(super) fn restore(
     hierarchy: &CgroupHierarchy,
-    limits_file: &LimitsFile,
-    is_among: impl Fn(&Path) -> bool,
+    group: &ControlGroup,
+    device: &DeviceIdentity,
+    entry: &CgroupEntry,
 ) -> anyhow::Result<()> {
-    let roots = hierarchy.roots.device_roots();
-    let restore = |entry: &CgroupEntry, weight: u32| -> anyhow::Result<()> {
-        let group = hierarchy.group(&entry.cgroup)?;
-        // A missing disk or cgroup gets its weight when it appears.
-        let found = entry.disk(&roots).ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
-        let Some(device) = found.filter(|_| group.exists()) else { return Ok(()) };
-        enable_controllers(&group)?;
-        let weight = plan(hierarchy, &group, &device, Some(weight), entry.group.is_some())?;
-        let Some(weight @ PlannedWeight { mechanism: Some(divider), .. }) = weight else { return Ok(()) };
-        let text = group.read(divider.parts().0).unwrap_or_default();
-        let prefix = format!("{} ", device.number());
-        // A different weight was set by another program and stays.
-        if text.lines().any(|line| line.starts_with(&prefix)) {
-            return Ok(());
-        }
-        weight.write_to_kernel(&group).map(drop)
-    };
-    let mut failed: Option<anyhow::Error> = None;
-    for entry in limits_file.limits.iter().filter(|entry| is_among(&entry.cgroup)) {
-        let Some(weight) = entry.given_weight() else { continue };
-        let Err(error) = restore(entry, weight) else { continue };
-        let named = error.context(format!("the weight of {}", entry.cgroup.display()));
-        // One failure must not prevent the remaining weights.
-        if let Some(earlier) = failed.replace(named) {
-            print_error(&earlier);
-        }
+    let weight = plan(hierarchy, group, device, entry.given_weight(), entry.group.is_some())?;
+    let Some(weight @ PlannedWeight { mechanism: Some(divider), .. }) = weight else { return Ok(()) };
+    let text = group.read(divider.parts().0).unwrap_or_default();
+    let prefix = format!("{} ", device.number());
+    // A different weight was set by another program and stays.
+    if text.lines().any(|line| line.starts_with(&prefix)) {
+        return Ok(());
     }
-    failed.map_or(Ok(()), Err)
+    weight.write_to_kernel(group).map(drop)
 }
 
 pub(super) fn reset(
@@ -174,17 +154,11 @@ pub(super) fn reset(
     };
     // The kernel first; afterwards systemd forgets the weight as well.
     group.write(file, &format!("{} default", device.number())).with_context(|| file_context(group, file))?;
-    // systemd can only clear the weights of all devices at once, so those of other devices are set
-    // again (systemd.resource-control(5)).
-    let mut properties = vec!["IODeviceWeight=".to_owned()];
-    let roots = hierarchy.roots.device_roots();
-    for entry in limits_file.limits.iter().filter(|entry| entry.cgroup == group.name) {
-        let other = entry.device().ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
-        let Some((weight, other)) = entry.given_weight().zip(other) else { continue };
+    let others = |entry: &CgroupEntry, other: &DeviceIdentity| {
+        let weight = entry.given_weight()?;
         // A device that cannot be examined has no weight in systemd either.
-        if let Ok(Some(mechanism)) = find_mechanism(hierarchy, &other) {
-            properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(mechanism.parts().2)));
-        }
-    }
-    set_properties(hierarchy, group, &properties)
+        let max = find_mechanism(hierarchy, other).ok().flatten()?.parts().2;
+        Some(format!("{PROPERTY}={} {}", other.node(), weight.min(max)))
+    };
+    reset_device_property(hierarchy, group, PROPERTY, limits_file, others)
 }

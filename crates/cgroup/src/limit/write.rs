@@ -13,9 +13,10 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::device::DeviceNumber;
+use block::device::{DeviceIdentity, DeviceNumber};
 use policy::steering::IoMaxRates;
 
+use super::limits_file::{CgroupEntry, LimitsFile};
 use crate::{
     control_group::{ControlGroup, Version},
     hierarchy::CgroupHierarchy,
@@ -190,6 +191,25 @@ pub(super) fn is_user_unit(group: &ControlGroup) -> bool {
     group.name.parent().is_some_and(|above| above.components().any(of_user))
 }
 
+/// Clears a property of the device that a change removed. systemd can only clear the values of all
+/// devices at once, so `value_of` gives those of the cgroup's other entries, which are set again
+/// (systemd.resource-control(5)).
+pub(super) fn reset_device_property(
+    hierarchy: &CgroupHierarchy,
+    group: &ControlGroup,
+    property: &str,
+    limits_file: &LimitsFile,
+    value_of: impl Fn(&CgroupEntry, &DeviceIdentity) -> Option<String>,
+) -> anyhow::Result<()> {
+    let roots = hierarchy.roots.device_roots();
+    let mut properties = vec![format!("{property}=")];
+    for entry in limits_file.limits.iter().filter(|entry| entry.cgroup == group.name) {
+        let device = entry.device().ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
+        properties.extend(device.and_then(|device| value_of(entry, &device)));
+    }
+    set_properties(hierarchy, group, &properties)
+}
+
 /// Plain numbers, because systemd's K is 1000.
 fn properties(node: &str, IoMaxRates { bps, iops }: IoMaxRates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
@@ -204,7 +224,7 @@ pub(crate) fn file_context(group: &ControlGroup, file: &str) -> String {
     format!("cgroup {}: {file}", group.name.display())
 }
 
-fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> anyhow::Error {
+pub(super) fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> anyhow::Error {
     let remedy = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
         Some(nix::errno::Errno::ENOENT) if group.is_root() => {
             "the root has no limits: limit a cgroup below it"

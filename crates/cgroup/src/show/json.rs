@@ -43,6 +43,9 @@ struct DeviceReport<'a> {
     rate: Option<DirectionRates<IoRates>>,
     /// Limits in force in the kernel.
     limits: SettingValues,
+    /// Target of io.latency in force in the kernel.
+    #[serde(rename = "latency-target-us")]
+    latency_target_us: Option<u64>,
     asked: Option<&'a ConfiguredLimits>,
 }
 
@@ -135,6 +138,7 @@ fn device(row: &DeviceRow) -> DeviceReport<'_> {
             writes: IoRates { bps: write_bps, iops: write_iops },
         }),
         limits: text::named(&row.account.limits),
+        latency_target_us: Some(row.account.latency_target_us).filter(|target_us| *target_us > 0),
         asked: row.configured.as_ref(),
     }
 }

@@ -4,6 +4,7 @@
 //!              version 2      version 1
 //!   totals     io.stat        blkio.throttle.io_service_bytes[_recursive], …io_serviced[_recursive]
 //!   limits     io.max         blkio.throttle.{read,write}_{bps,iops}_device
+//!   targets    io.latency     none
 //!   pressure   io.pressure    none
 //! ```
 //!
@@ -18,7 +19,8 @@ use policy::steering::IoMaxRates;
 
 use crate::{
     control_group::{ControlGroup, Version},
-    kernel::{blkio, io_stat, io_stat::CgroupIoUsage, pressure, pressure::IoPressure},
+    kernel::{blkio, io_latency, io_stat, io_stat::CgroupIoUsage, pressure, pressure::IoPressure},
+    limit::latency_target,
     limit_files,
 };
 
@@ -30,6 +32,8 @@ pub(crate) struct DeviceAccount {
     /// removed.
     pub(crate) own_usage: Option<CgroupIoUsage>,
     pub(crate) limits: IoMaxRates,
+    /// Target of io.latency in microseconds; 0 without one.
+    pub(crate) latency_target_us: u64,
 }
 
 impl DeviceAccount {
@@ -68,7 +72,13 @@ fn read_v2(group: &ControlGroup) -> anyhow::Result<CgroupReading> {
         "" => None,
         text => Some(pressure::parse(text)?),
     };
-    Ok(CgroupReading { devices: merged(usage, limits), pressure })
+    let mut devices = merged(usage, limits);
+    for (device, target_us) in io_latency::targets(&file(group, latency_target::FILE)?)? {
+        if target_us > 0 {
+            devices.entry(device).or_default().latency_target_us = target_us;
+        }
+    }
+    Ok(CgroupReading { devices, pressure })
 }
 
 fn read_v1(group: &ControlGroup) -> anyhow::Result<CgroupReading> {
@@ -135,7 +145,7 @@ mod tests {
     const DISK: DeviceNumber = DeviceNumber { major: 8, minor: 0 };
 
     #[test]
-    fn version_2_has_all_in_three_files() {
+    fn version_2_has_all_in_four_files() {
         let (_machine, group) = with(
             FakeMachine::v2("io"),
             &[
@@ -145,6 +155,7 @@ mod tests {
                      8:0 rbytes=4096 wbytes=8192 rios=1 wios=2 dbytes=0 dios=0\n",
                 ),
                 ("io.max", "8:0 rbps=max wbps=4000000 riops=max wiops=100\n"),
+                ("io.latency", "8:0 target=5000\n8:32 target=0\n"),
                 (
                     "io.pressure",
                     "some avg10=1.50 avg60=0.00 avg300=0.00 total=7000\n\
@@ -163,7 +174,10 @@ mod tests {
         let limits = IoMaxRates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
         assert_eq!(
             reading.devices,
-            BTreeMap::from([(DISK, DeviceAccount { usage, own_usage: None, limits })]),
+            BTreeMap::from([(
+                DISK,
+                DeviceAccount { usage, own_usage: None, limits, latency_target_us: 5000 }
+            )]),
             "and no idle device"
         );
         assert_eq!(reading.pressure.unwrap().some.total_us, 7000);

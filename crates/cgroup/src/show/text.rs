@@ -11,8 +11,12 @@ use policy::steering::IoMaxRates;
 use super::{
     rates::{CgroupRate, CgroupRow, DeviceRow, RowOptions, TaskRow},
     reading,
+    reading::DeviceAccount,
 };
-use crate::{kernel::io_max, limit::configured::ConfiguredLimits};
+use crate::{
+    kernel::io_max,
+    limit::{configured::ConfiguredLimits, latency_target},
+};
 
 pub(super) const NOTHING: &str = "-";
 
@@ -129,7 +133,11 @@ pub(super) fn named(rates: &IoMaxRates) -> SettingValues {
 
 /// Configured limits, followed by the kernel's where they differ, as in a burst.
 pub(super) fn limits(device: &DeviceRow) -> String {
-    let now = figures::limits(&named(&device.account.limits));
+    let DeviceAccount { limits, latency_target_us, .. } = device.account;
+    let target = (latency_target_us > 0).then(|| latency_target::part(latency_target_us));
+    let rates = (limits != IoMaxRates::NONE).then(|| figures::limits(&named(&limits)));
+    let parts: Vec<String> = rates.into_iter().chain(target).collect();
+    let now = if parts.is_empty() { NOTHING.to_owned() } else { parts.join(", ") };
     match device.configured.as_ref().map(ConfiguredLimits::text) {
         None => now,
         Some(configured) if configured == now => now,
@@ -179,6 +187,12 @@ CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LI
         device.configured = Some(ConfiguredLimits { watermark: 90, ..configured });
         device.account.limits = IoMaxRates::default();
         assert_eq!(limits(device), "bps-w 4M, iops-w 100, watermark 90% (now none)");
+        device.configured = None;
+        device.account.latency_target_us = 5000;
+        assert_eq!(limits(device), "latency 5ms");
+        device.configured =
+            Some(ConfiguredLimits { latency_target_us: Some(7000), ..ConfiguredLimits::default() });
+        assert_eq!(limits(device), "latency 7ms (now latency 5ms)");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use super::{
 use crate::{
     control_group::{ControlGroup, Version},
     kernel::{io_latency, memory_stat, memory_stat::DirtyBytes, weight},
+    limit::latency_target,
 };
 
 /// Swap areas in use (/proc/swaps, proc_swaps(5)).
@@ -62,8 +63,8 @@ pub(super) fn remaining_dirty_pages(
     (!lines.is_empty()).then(|| Evidence::of(&file, lines.join(", ")))
 }
 
-/// Controls that affect I/O on the `limited` disks in addition to limits: io.cost, io.latency and
-/// the BFQ scheduler.
+/// Controls that affect I/O in addition to limits: io.cost and the BFQ scheduler on the `limited`
+/// disks, io.latency on all.
 pub(super) fn controls(
     reader: &mut FactReader<'_>,
     group: &ControlGroup,
@@ -72,7 +73,7 @@ pub(super) fn controls(
     let mut found = Vec::new();
     if group.version == Version::V2 {
         found.extend(io_cost_controls(reader, limited));
-        found.extend(io_latency_controls(reader, group, limited));
+        found.extend(io_latency_controls(reader, group));
     }
     let mut seen = Vec::new();
     // A disk that several levels limit is reported once.
@@ -102,16 +103,29 @@ fn io_cost_controls(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Ve
     enabled.map(|(disk, _)| control_on_disk(OtherControlKind::Cost, &file, &text, disk)).collect()
 }
 
-fn io_latency_controls(
+/// Latency targets of the cgroup, and those of its siblings and of its ancestors' siblings, for
+/// which the kernel may throttle it. On any disk: a target also affects disks without limits.
+fn io_latency_controls(reader: &mut FactReader<'_>, group: &ControlGroup) -> Vec<OtherControl> {
+    let mut found = targets_of(reader, group, OtherControlKind::LatencyTarget);
+    for level in std::iter::successors(Some(group.clone()), ControlGroup::parent) {
+        let siblings = level.parent().and_then(|parent| parent.children().ok()).unwrap_or_default();
+        for sibling in siblings.into_iter().filter(|sibling| sibling.name != level.name) {
+            found.extend(targets_of(reader, &sibling, OtherControlKind::SiblingLatencyTarget));
+        }
+    }
+    found
+}
+
+fn targets_of(
     reader: &mut FactReader<'_>,
     group: &ControlGroup,
-    limited: &[DeviceNumber],
+    kind: OtherControlKind,
 ) -> Vec<OtherControl> {
-    let file = group.directory.join("io.latency");
+    let file = group.directory.join(latency_target::FILE);
     let text = reader.text(&file).unwrap_or_default();
-    let disks = io_latency::targets(&text).unwrap_or_default().into_iter().map(|(disk, _)| disk);
-    let disks = disks.filter(|disk| limited.contains(disk));
-    disks.map(|disk| control_on_disk(OtherControlKind::Latency, &file, &text, disk)).collect()
+    let targets = io_latency::targets(&text).unwrap_or_default().into_iter();
+    let disks = targets.filter(|(_, target_us)| *target_us > 0).map(|(disk, _)| disk);
+    disks.map(|disk| control_on_disk(kind, &file, &text, disk)).collect()
 }
 
 fn control_on_disk(kind: OtherControlKind, file: &Path, text: &str, disk: DeviceNumber) -> OtherControl {

@@ -43,6 +43,8 @@ named! { Cause {
     KernelThread = "kernel-thread",
     LeftDirty = "left-dirty",
     OtherControl = "other-control",
+    LatencyTarget = "latency-target",
+    SiblingLatencyTarget = "sibling-latency-target",
     DiskGone = "disk-gone",
     NotSeen = "not-seen",
 } }

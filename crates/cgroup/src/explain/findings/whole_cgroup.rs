@@ -98,18 +98,13 @@ pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageF
     page_cache(facts, found);
     older_files(facts, found);
     for control in &facts.other_controls {
-        let detail = match control.kind {
-            OtherControlKind::Cost => "io.cost",
-            OtherControlKind::Latency => "io.latency",
-            OtherControlKind::Bfq => "BFQ",
+        let (cause, detail) = match control.kind {
+            OtherControlKind::Cost => (Cause::OtherControl, "io.cost"),
+            OtherControlKind::LatencyTarget => (Cause::LatencyTarget, ""),
+            OtherControlKind::SiblingLatencyTarget => (Cause::SiblingLatencyTarget, ""),
+            OtherControlKind::Bfq => (Cause::OtherControl, "BFQ"),
         };
-        found.push(note(
-            facts,
-            Cause::OtherControl,
-            detail,
-            Some(control.disk),
-            vec![control.evidence.clone()],
-        ));
+        found.push(note(facts, cause, detail, Some(control.disk), vec![control.evidence.clone()]));
     }
     for level in facts.levels.iter().chain(&facts.descendants) {
         for limit in &level.limits {

@@ -273,6 +273,19 @@ pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) 
         Cause::OtherControl => {
             (format!("{detail} is active on this disk too, and may throttle I/O below the limit"), None)
         }
+        Cause::LatencyTarget => (
+            "io.latency: while this cgroup exceeds its target on this disk, the kernel throttles its \
+             siblings, by queue depth. It looks at windows of 100 ms or more (their mean latency on \
+             rotational disks, a tenth of late requests on others), and keeps no percentile"
+                .to_owned(),
+            None,
+        ),
+        Cause::SiblingLatencyTarget => (
+            "io.latency: this cgroup has a sibling, or a sibling of an ancestor, with a latency target \
+             on this disk; the kernel may throttle this cgroup for it, also below its limit"
+                .to_owned(),
+            None,
+        ),
         Cause::NotSeen => (
             format!(
                 "not everything could be examined (unreadable files: {detail}), so more may escape \

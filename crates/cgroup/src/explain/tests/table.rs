@@ -383,18 +383,36 @@ fn notes_are_not_failures() {
         DiskGone,
         KernelThread,
         MemoryNotEnabled,
+        LatencyTarget,
     ] {
         let found = findings.iter().find(|finding| finding.cause == cause);
         let found = found.unwrap_or_else(|| panic!("{cause:?} in {findings:#?}"));
         assert_eq!(found.coverage, Coverage::Note, "{found:?}");
         assert!(!found.evidence.is_empty(), "{found:?}");
     }
-    for control in ["io.cost", "io.latency", "BFQ"] {
+    for control in ["io.cost", "BFQ"] {
         let is_note = |finding: &CoverageFinding| {
             finding.cause == OtherControl && finding.explanation.starts_with(control)
         };
         assert!(findings.iter().any(is_note), "{control} in {findings:#?}");
     }
+}
+
+#[test]
+fn latency_target_of_a_sibling_is_a_note_without_a_limit() {
+    let mut machine = ExplainMachine::new();
+    machine.group("/db", "io memory", "").group("/app/in", "io memory", "").write("cgroup/app/io.max", "");
+    machine.write("cgroup/db/io.latency", "254:0 target=5000\n");
+    machine.write("cgroup/app/in/io.latency", "254:0 target=0\n");
+    for subject in ["/app", "/app/in"] {
+        let findings = findings::find(&machine.facts(subject));
+        let note = only(&findings, SiblingLatencyTarget);
+        assert_eq!(note.evidence[0].value, "254:0 target=5000", "{subject}");
+        assert!(findings.iter().all(|finding| finding.cause != LatencyTarget), "{findings:#?}");
+    }
+    let findings = findings::find(&machine.facts("/db"));
+    assert!(findings.iter().all(|finding| finding.cause != SiblingLatencyTarget), "{findings:#?}");
+    assert_eq!(only(&findings, LatencyTarget).coverage, Coverage::Note);
 }
 
 #[test]
