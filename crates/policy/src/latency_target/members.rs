@@ -11,7 +11,8 @@
 //!
 //! A group's weight, floor and reservation are divided among its disks by weight, over all levels:
 //! the weight and the floor on each device, the reservation over all devices. A group that is one
-//! member keeps at least the reservations inside it.
+//! member keeps at least the reservations inside it, and at least the sum of the floors that are
+//! set inside it.
 //!
 //! Never measures; the daemon and the simulation have their own samplers.
 
@@ -65,6 +66,11 @@ struct GroupSummary<D> {
     reserved: ReservedSum,
     /// Sum of the members' reservations.
     reserved_below: ReservedSum,
+    /// The larger of its own floor and the sum of its members', in ten-thousandths of the device;
+    /// 0 if none is set.
+    floor: u16,
+    /// Sum of the members' floors.
+    floor_below: u16,
     /// Sum of the weights of its members: disks and groups.
     weights: u64,
     /// Sum of the weights of the members that have disks on a device.
@@ -75,7 +81,22 @@ impl<D> GroupSummary<D> {
     fn is_on_one_device(&self) -> bool {
         self.weights_on.len() == 1
     }
+
+    /// Floor of the group as one member, with its own floor, if it has one: at least the floors
+    /// that are set inside it.
+    fn floor_as_one(&self, own: Option<u16>) -> Option<u16> {
+        match own {
+            // Disks inside without a floor have a part of the default one.
+            None if self.floor > 0 => Some(self.floor.max(DEFAULT_FLOOR_PERMYRIAD)),
+            None => None,
+            Some(_) => Some(self.floor),
+        }
+    }
 }
+
+/// The default floor of a member (`claim::DEFAULT_FLOOR`) as a setting.
+const DEFAULT_FLOOR_PERMYRIAD: u16 = 100;
+const MAX_FLOOR: u16 = LatencySettings::MAX_FLOOR_PERMYRIAD;
 
 type GroupSummaries<D, G> = BTreeMap<G, GroupSummary<D>>;
 
@@ -110,6 +131,7 @@ fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: 
     let weight = u64::from(disk.settings.share.weight());
     let [mut weight_on_device, mut weight] = [weight; 2];
     let mut added = ReservedSum::of(disk.settings.share);
+    let mut added_floor = disk.settings.latency.floor_permyriad.unwrap_or(0);
     for (group, settings) in &disk.groups {
         let group_weight = u64::from(settings.share.weight());
         let mut next_weight = 0;
@@ -119,6 +141,8 @@ fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: 
                 has_target_below: false,
                 reserved: ReservedSum::default(),
                 reserved_below: ReservedSum::default(),
+                floor: 0,
+                floor_below: 0,
                 weights: 0,
                 weights_on: BTreeMap::new(),
             }
@@ -134,6 +158,11 @@ fn summarize<D: Clone + Ord, G: Copy + Ord>(disk: &PlacedDisk<D, G>, summaries: 
         let reserved = summary.reserved_below.max(ReservedSum::of(settings.share));
         added = reserved.minus(summary.reserved);
         summary.reserved = reserved;
+        // At most the whole device, however many floors are set.
+        summary.floor_below = (summary.floor_below + added_floor).min(MAX_FLOOR);
+        let floor = summary.floor_below.max(settings.latency.floor_permyriad.unwrap_or(0));
+        added_floor = floor - summary.floor;
+        summary.floor = floor;
     }
 }
 
@@ -161,7 +190,12 @@ fn membership<D: Ord, G: Copy + Ord>(
     let with_target = with_target.map(|index| groups[index]);
     let target = with_target.map_or(settings.latency.target, |(_, settings)| settings.latency.target);
     let (own, reserved, above) = match as_one {
-        Some(index) => (groups[index].1, summaries[&groups[index].0].reserved, &groups[index + 1..]),
+        Some(index) => {
+            let (group, mut own) = groups[index];
+            let summary = &summaries[&group];
+            own.latency.floor_permyriad = summary.floor_as_one(own.latency.floor_permyriad);
+            (own, summary.reserved, &groups[index + 1..])
+        }
         None => (*settings, ReservedSum::of(settings.share), &groups[..]),
     };
     let parts = Parts::of(own, reserved, &disk.device, above, summaries);
@@ -316,6 +350,35 @@ mod tests {
         let group = (1, shared(share(100, 0, 0)));
         let apart = [disk(0, NONE, &[group]), disk(0, NONE, &[]), disk(7, NONE, &[group])];
         assert!(memberships(&apart).iter().all(|one| one.share.weight() == 10_000));
+    }
+
+    #[test]
+    fn group_that_is_one_keeps_the_floors_inside() {
+        let floor = |floor_permyriad| LatencySettings { floor_permyriad, ..NONE };
+        let floors = |disks: &[_]| memberships(disks).iter().map(|one| one.floor_permyriad).max().flatten();
+        for own in [NONE, TARGET] {
+            // One member by its target or by its reservation.
+            let group = |own_floor| {
+                let latency = LatencySettings { floor_permyriad: own_floor, ..own };
+                (1, settings(latency, 600))
+            };
+            let of = |own_floor, inside: &[Option<u16>]| {
+                let inside = inside.iter().map(|inside| disk(0, floor(*inside), &[group(own_floor)]));
+                floors(&inside.collect::<Vec<_>>())
+            };
+            assert_eq!(of(None, &[None, None]), None, "the default");
+            assert_eq!(of(None, &[Some(200), Some(300), None]), Some(500));
+            assert_eq!(of(None, &[Some(20)]), Some(100), "not below the default");
+            assert_eq!(of(Some(50), &[Some(20)]), Some(50));
+            assert_eq!(of(Some(50), &[Some(20), Some(70)]), Some(90));
+            assert_eq!(of(Some(0), &[None]), Some(0));
+            assert_eq!(of(Some(0), &[Some(6000), Some(6000)]), Some(10_000), "the whole device");
+        }
+        // A group inside counts with the larger of its floor and the sum of its disks'.
+        let (outer, inner) = ((1, settings(NONE, 600)), (2, settings(floor(Some(400)), 0)));
+        let in_both = |own| disk(0, floor(Some(own)), &[inner, outer]);
+        assert_eq!(floors(&[in_both(100), disk(0, floor(Some(50)), &[outer])]), Some(450));
+        assert_eq!(floors(&[in_both(300), in_both(300), disk(0, floor(Some(50)), &[outer])]), Some(650));
     }
 
     #[test]
