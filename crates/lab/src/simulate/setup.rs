@@ -179,7 +179,7 @@ impl SimulationSetup {
         let settings = terms.disk.to_disk_settings();
         let mut disk = DiskSpec {
             name: String::new(),
-            settings: DiskSettings { limits: settings.limits.at_size(size_bytes), ..settings },
+            settings: in_force(settings, size_bytes),
             group,
             prefetch: terms.prefetch,
             size_bytes,
@@ -429,7 +429,13 @@ fn at_size(settings: DiskSettings, size_bytes: u64) -> anyhow::Result<DiskSettin
         size_bytes != UNKNOWN_SIZE || !settings.limits.follows_size(),
         "a rate for each GiB needs the size of the disk, which is unknown (give --size, or an image that exists)"
     );
-    Ok(DiskSettings { limits: settings.limits.at_size(size_bytes), ..settings })
+    Ok(in_force(settings, size_bytes))
+}
+
+/// Settings with the limits that the daemon enforces on a disk of this size: rates for each GiB
+/// are raised to the reservation.
+fn in_force(settings: DiskSettings, size_bytes: u64) -> DiskSettings {
+    DiskSettings { limits: settings.limits.at_size_with(size_bytes, settings.share), ..settings }
 }
 
 /// Size of an image, as far as known without opening it.

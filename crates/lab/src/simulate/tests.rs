@@ -213,6 +213,27 @@ fn simulated_clients_do_not_wait_for_real_time() {
     assert_eq!(line.longest_queue, 2);
 }
 
+/// As the daemon does: the reservation is guaranteed, whatever the size of the disk is.
+#[test]
+fn rate_for_each_gib_is_raised_to_the_reservation() {
+    let files = Files::new();
+    let disk =
+        "[disk.a]\nimage = \"null:4G\"\niops-total-per-gib = 50\niops-reservation = 1000\ngroup = \"g\"\n";
+    let config = files.with("weir.toml", &format!("[group.g]\niops-total = 5000\n{disk}"));
+    let trace = files.with("trace.csv", &format!("{HEADER}0,a,read,0,4096\n"));
+    let rate = |options: &str| {
+        let setup = SimulationSetup::new(&arguments(options)).unwrap_or_else(|_| panic!("{options}"));
+        let mut world = setup.world.clone();
+        let mut known = DiskResolver::new(&setup);
+        known.add("a", &mut world).unwrap();
+        simulator::engine::SimulationEngine::new(&world, false).expect("limits cover the reservation");
+        world.disks[known.known[0]].settings.limits.limit(policy::throttle::LimitKind::IopsTotal).rate
+    };
+    assert_eq!(rate(&format!("{trace} --config {config}")), 1000);
+    let options = "--size 4G --iops-total-per-gib 50 --group g,iops-total=5000";
+    assert_eq!(rate(&format!("{trace} {options}")), 200, "without a reservation");
+}
+
 #[test]
 fn single_disk_of_trace_and_config_are_matched() {
     let files = Files::new();
