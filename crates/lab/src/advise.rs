@@ -6,6 +6,7 @@
 //!                              │
 //!        each alone            ▼         together on a device        choice of the device
 //!        tenant_limits.rs ─────┬──────── neighbours.rs ───────────── packing.rs
+//!         │                    │         latency_target.rs            │
 //!         │ search.rs          │          │                           │
 //!         │ arrival_curve.rs: waits from arrivals alone               │
 //!         │ confidence.rs: confidence intervals by bootstrap          │
@@ -23,6 +24,7 @@ mod arguments;
 mod arrival_curve;
 mod arrivals;
 mod confidence;
+mod latency_target;
 mod neighbours;
 mod packing;
 mod search;
@@ -52,6 +54,7 @@ use console::{CommandFailure, figures, print, print_json, progress::ActivitySpin
 use neighbours::{NeighbourAdvice, Neighbours};
 use packing::AvailableDevices;
 use policy::{
+    latency_target::PercentileTarget,
     throttle::{LimitPart, LimitSetting, Limits, NodeShare, ReservationUnit},
     watermark::Watermark,
 };
@@ -147,6 +150,24 @@ struct TenantResult {
     set: Option<Limits>,
     joins: Option<GroupMembership>,
     between: Option<RateInterval>,
+    /// Result under a latency target instead of limits, and the target if it is this tenant's.
+    targeted: Option<TrialResult>,
+    latency_target: Option<PercentileTarget>,
+}
+
+impl TenantResult {
+    const fn new(need: Option<TenantLimits>, after: Option<TrialResult>) -> Self {
+        Self {
+            need,
+            before: None,
+            after,
+            set: None,
+            joins: None,
+            between: None,
+            targeted: None,
+            latency_target: None,
+        }
+    }
 }
 
 fn advise(
@@ -164,7 +185,7 @@ fn advise(
         let units =
             if is_shared { vec![neighbours::cost(search, number).0] } else { ReservationUnit::ALL.to_vec() };
         let need = if tenant.has_target || is_shared { search.limits_alone(number, &units)? } else { None };
-        results.push(TenantResult { need, before: None, after: None, set: None, joins: None, between: None });
+        results.push(TenantResult::new(need, None));
     }
     let mut remarks = all_tenants.remarks.clone();
     remarks.extend((0..all_tenants.tenants.len()).filter_map(|tenant| remark_throttled(search, tenant)));
@@ -184,6 +205,8 @@ fn advise(
             Some(unlimited) if neighbours.len() > 1 => {
                 report_progress("those that share a device or a group");
                 advise_neighbours(search, &neighbours, unlimited, &mut results, &mut changes, &mut remarks)?;
+                report_progress("a latency target instead of limits");
+                latency_target::advise_target(search, &neighbours, unlimited, &mut results, &mut remarks)?;
             }
             _ => {
                 for &tenant in &neighbours {
@@ -232,6 +255,7 @@ fn advise(
     let lines: Vec<TenantAdvice> =
         results.iter().enumerate().map(|(tenant, result)| line(search, tenant, result)).collect();
     let text = (!changes.is_empty()).then(|| settings::config(before.as_deref(), &changes)).transpose()?;
+    let latency_target = latency_target::target_plan(search, &results, before.as_deref())?;
     Ok(Advice {
         keep: judge.target.name(),
         keep_ns: judge.target.time_ns,
@@ -242,6 +266,7 @@ fn advise(
         devices: None,
         commands: changes.iter().map(AdvisedChange::command).collect(),
         config: text.or(before),
+        latency_target,
         remarks,
         partial: arrivals.partial.clone(),
     })
@@ -681,6 +706,12 @@ fn line(search: &AdviseSearch<'_>, tenant: usize, result: &TenantResult) -> Tena
         set_between: result.between,
         before: result.before.as_ref().filter(|before| before.requests > 0).map(|felt| felt.figures(target)),
         after: result.after.as_ref().filter(|after| after.requests > 0).map(|felt| felt.figures(target)),
+        latency_target_ns: result.latency_target.map(PercentileTarget::bound_ns),
+        with_latency_target: result
+            .targeted
+            .as_ref()
+            .filter(|felt| felt.requests > 0)
+            .map(|felt| felt.figures(target)),
     }
 }
 
@@ -734,13 +765,10 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
         }
     }
     // Packing sets no limits, so only the simulated results are reported.
-    let lines = results.into_iter().enumerate().map(|(tenant, after)| {
-        line(
-            search,
-            tenant,
-            &TenantResult { need: None, before: None, after, set: None, joins: None, between: None },
-        )
-    });
+    let lines = results
+        .into_iter()
+        .enumerate()
+        .map(|(tenant, after)| line(search, tenant, &TenantResult::new(None, after)));
     Ok(Advice {
         keep: target.name(),
         keep_ns: target.time_ns,
@@ -751,6 +779,7 @@ fn pack(search: &AdviseSearch<'_>, arguments: &AdviseArgs) -> anyhow::Result<Adv
         devices: Some(on_devices),
         commands: Vec::new(),
         config: None,
+        latency_target: None,
         remarks,
         partial: arrivals.partial.clone(),
     })

@@ -26,6 +26,9 @@ pub(super) struct Advice {
     pub(super) commands: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) config: Option<String>,
+    /// Latency targets instead of limits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) latency_target: Option<TargetPlan>,
     pub(super) remarks: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) partial: Option<String>,
@@ -60,6 +63,19 @@ pub(super) struct TenantAdvice {
     pub(super) before: Option<TrialFigures>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) after: Option<TrialFigures>,
+    /// Latency target of the tenant that the daemon's controller keeps instead of limits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) latency_target_ns: Option<u64>,
+    /// Results with these targets, and without limits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) with_latency_target: Option<TrialFigures>,
+}
+
+/// Latency targets, to set instead of the advised limits.
+#[derive(Debug, Serialize)]
+pub(super) struct TargetPlan {
+    pub(super) commands: Vec<String>,
+    pub(super) config: String,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -198,6 +214,12 @@ impl Advice {
         if let Some(config) = self.config.as_ref().filter(|_| with_config) {
             text.push(format!("In a config file:\n\n{config}"));
         }
+        if let Some(TargetPlan { commands, config }) = &self.latency_target {
+            text.push(format!("Or, instead of limits, a latency target:\n\n{}\n", commands.join("\n")));
+            if with_config {
+                text.push(format!("In a config file:\n\n{config}"));
+            }
+        }
         if let Some(why) = &self.partial {
             text.push(format!("Incomplete: {why}. The advice covers the part before.\n"));
         }
@@ -237,8 +259,16 @@ impl Advice {
                 (None, Some(limits)) => figures::limits(limits),
                 (None, None) => "nothing set".to_owned(),
             };
-            // The target is judged with the advice only; the first row is for comparison.
-            let rows = [("as it is".to_owned(), line.before, None), (set, line.after, line.kept)];
+            // The target is judged with the advice only; the other rows are for comparison.
+            let targeted = match line.latency_target_ns {
+                Some(target_ns) => format!("latency-target {}", figures::time(target_ns)),
+                None => "latency-target of others".to_owned(),
+            };
+            let rows = [
+                ("as it is".to_owned(), line.before, None),
+                (set, line.after, line.kept),
+                (targeted, line.with_latency_target, None),
+            ];
             for (with, figures, meets_target) in rows {
                 let Some(figures) = figures else { continue };
                 let target = match meets_target {

@@ -8,8 +8,11 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, anyhow};
 use block::layer::throttle::DiskSettings;
-use policy::throttle::{LimitPart, LimitSetting, Limits, NodeShare};
-use settings::exact_size;
+use policy::{
+    latency_target::{LatencySettings, PercentileTarget},
+    throttle::{LimitPart, LimitSetting, Limits, NodeShare},
+};
+use settings::{LatencyConfig, LatencySetting, exact_size};
 use toml_edit::{DocumentMut, Item, Table, TableLike, Value, value};
 
 /// Changes of one disk or group.
@@ -26,6 +29,8 @@ pub(super) struct AdvisedChange {
     pub(super) before: DiskSettings,
     /// The group that it joins.
     pub(super) group: Option<String>,
+    /// The latency target, if one is advised; else it stays as it is.
+    pub(super) latency_target: Option<PercentileTarget>,
     /// Size of a disk's placeholder image.
     pub(super) size_bytes: u64,
     /// True for a group that has to be created first.
@@ -57,6 +62,19 @@ impl AdvisedChange {
         options
     }
 
+    /// Keys of the advised latency target, with their values.
+    fn latency_options(&self) -> Vec<(&'static str, String)> {
+        let Some(target) = self.latency_target else { return Vec::new() };
+        let advised = LatencySettings { target: Some(target), ..self.before.latency };
+        let [advised, before] =
+            [advised, self.before.latency].map(|settings| LatencyConfig::from_running(&settings));
+        let keys = [LatencySetting::Target, LatencySetting::Percentile, LatencySetting::Directions];
+        let changed = keys
+            .into_iter()
+            .filter(|key| *key == LatencySetting::Target || advised.text(*key) != before.text(*key));
+        changed.map(|key| (key.name(), advised.text(key))).collect()
+    }
+
     /// One line for a shell.
     pub(super) fn command(&self) -> String {
         let mut line = if self.is_new { "weir group add" } else { "weir throttle" }.to_owned();
@@ -67,6 +85,9 @@ impl AdvisedChange {
         }
         for (name, number, is_size) in self.options() {
             let _ = write!(line, " --{name} {}", shown(number, is_size));
+        }
+        for (name, text) in self.latency_options() {
+            let _ = write!(line, " --{name} {text}");
         }
         // Settings of the old file that the advice drops must be reset explicitly in a running
         // daemon.
@@ -150,6 +171,9 @@ pub(super) fn config(before: Option<&str>, changes: &[AdvisedChange]) -> anyhow:
                 _ => Value::from(shown(number, is_size)),
             };
             set(table, name, new);
+        }
+        for (name, text) in change.latency_options() {
+            set(table, name, text.into());
         }
         if let Some(group) = &change.group {
             set(table, "group", group.as_str().into());

@@ -2,6 +2,8 @@
 
 use std::{str::FromStr, time::Duration};
 
+use policy::latency_target::PercentileTarget;
+
 /// `p99=10ms`: 99 of 100 requests take at most 10 ms.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct LatencyTarget {
@@ -19,6 +21,20 @@ impl LatencyTarget {
     #[cfg(test)]
     pub(super) fn time_s(&self) -> f64 {
         self.time_ns as f64 / 1e9
+    }
+
+    /// The same percentile with another time.
+    pub(super) const fn with_time(self, time_ns: u64) -> Self {
+        Self { time_ns, ..self }
+    }
+
+    /// The percentile in ten-thousandths, if the daemon keeps latency targets of it.
+    pub(super) fn permyriad(&self) -> Option<u16> {
+        let permyriad = (self.percentile * 100.0).round();
+        let is_exact = (permyriad - self.percentile * 100.0).abs() < 1e-6;
+        // In range: percentiles are from 0 to 99.999.
+        let permyriad = permyriad as u16;
+        (is_exact && PercentileTarget::PERMYRIADS.contains(&permyriad)).then_some(permyriad)
     }
 
     /// Number of requests, of this total, that may take longer: those above the percentile, with
@@ -91,6 +107,11 @@ mod tests {
         assert_eq!(
             [1, 99, 100, 199, 200, 1000].map(|requests| target.allowed_late(requests)),
             [0, 0, 1, 1, 2, 10]
+        );
+        let permyriad = |percentile| LatencyTarget::new(percentile, 0).permyriad();
+        assert_eq!(
+            [99.0, 99.9, 50.0, 49.0, 99.999, 99.99].map(permyriad),
+            [Some(9900), Some(9990), Some(5000), None, None, Some(9999)]
         );
         assert_eq!((target.min_requests(), LatencyTarget::new(99.9, 0).min_requests()), (1000, 10_000));
     }

@@ -15,6 +15,7 @@ use anyhow::anyhow;
 use block::layer::throttle::DiskSettings;
 use console::CommandFailure;
 use policy::{
+    latency_target::PercentileTarget,
     prefetch,
     throttle::{Limits, NodeShare},
     watermark::Watermark,
@@ -216,6 +217,24 @@ impl Tenants {
             // A watermark would lift the limits at times; then no target could be guaranteed.
             hold.watermark = Watermark::ALWAYS;
         });
+    }
+
+    /// True if the daemon accepts a latency target of the tenant: no group around it and no disk in
+    /// it has one (`settings::nested_target_rule`).
+    pub(super) fn may_have_latency_target(&self, tenant: usize) -> bool {
+        let Tenant { group, disks, .. } = &self.tenants[tenant];
+        let mut around = self.world.groups_above(self.first_disk(tenant));
+        let has_target = |settings: &DiskSettings| settings.latency.target.is_some();
+        let is_nested =
+            around.any(|above| Some(above) != *group && has_target(&self.world.groups[above].settings));
+        let contains_target = group.is_some()
+            && disks.iter().any(|disk| has_target(&self.world.disks[self.disks[*disk]].settings));
+        !is_nested && !contains_target
+    }
+
+    /// Sets the latency target of a tenant, which the daemon's controller keeps.
+    pub(super) fn set_latency_target(&self, world: &mut WorldSpec, tenant: usize, target: PercentileTarget) {
+        self.hold(world, tenant, |hold| hold.latency.target = Some(target));
     }
 
     /// Settings of a tenant in the config file.

@@ -266,6 +266,71 @@ fn advised_limits_quiet_a_noisy_neighbour() {
     assert_eq!(repeated.text(true), advice.text(true), "the same again");
 }
 
+/// A disk with some 100 requests per second beside one that always has 32 more requests than the
+/// device has completed, in batches.
+fn steady_neighbour(seconds: u64) -> TraceArrivals {
+    let mut random = fastrand::Rng::with_seed(7);
+    let mut requests = vec![(0, 0), (0, 1)];
+    for tick in 0..seconds * 10 {
+        requests.extend((0..10).map(|_| (tick * S / 10 + random.u64(..S / 10), 0)));
+        requests.extend((0..80).map(|_| (tick * S / 10 + random.u64(..20 * MS), 1)));
+    }
+    requests.sort_unstable();
+    let mut arrivals = TraceArrivals::default();
+    requests.iter().for_each(|&(at, disk)| push(&mut arrivals, at, disk, RequestOp::Read, 4096));
+    arrivals
+}
+
+#[test]
+fn latency_target_is_advised_beside_limits() {
+    let recorded = steady_neighbour(20);
+    let advice = advised(&recorded, Some(DEVICE), &["a"], LatencyTarget::new(99.0, 30 * MS));
+    let text = advice.text(true);
+    let (quiet, noisy) = (line(&advice, "a"), line(&advice, "b"));
+    let target_ns = quiet.latency_target_ns.unwrap();
+    let (with_target, noisy_with_target) =
+        (quiet.with_latency_target.unwrap(), noisy.with_latency_target.unwrap());
+    assert!(with_target.latency_ns <= target_ns * 101 / 100, "{with_target:?}");
+    assert_eq!(noisy.latency_target_ns, None);
+    assert!(noisy_with_target.wait_ns > 0, "it is throttled");
+    let plan = advice.latency_target.as_ref().unwrap();
+    let shown = format!("{}ms", target_ns / MS);
+    assert_eq!(plan.commands, [format!("weir throttle a --latency-target {shown}")]);
+    let parsed = settings::config::parse("new.toml", &plan.config, std::path::Path::new("")).unwrap();
+    let desired = settings::DesiredState::new(parsed, 0).unwrap();
+    assert_eq!(desired.disks[0].settings.latency.target_ns, target_ns);
+    assert!(text.contains("Or, instead of limits, a latency target:"), "{text}");
+    // The same results as `weir simulate`, which runs the same controller.
+    let mut world = tenants(&recorded, Some(DEVICE)).world;
+    world.disks[0].settings.latency = desired.disks[0].settings.to_disk_settings().latency;
+    let mut engine = SimulationEngine::new(&world, false).unwrap();
+    for (disk, TraceArrival { at_ns, op, length }) in recorded.merged(&[0, 1]) {
+        engine.arrive(SimulatedRequest { at_ns, disk, op, offset: 0, length }, &AtomicBool::new(false));
+    }
+    while engine.run(1000) {}
+    assert_eq!(Percentiles::of(&engine.disk(0).0.latency).p99, with_target.latency_ns);
+    // All with a target: there is nothing to throttle.
+    let of_all = advised(&recorded, Some(DEVICE), &[], LatencyTarget::new(99.0, 30 * MS));
+    assert!(of_all.latency_target.is_none());
+    // No percentile that the daemon keeps.
+    let low = advised(&recorded, Some(DEVICE), &["a"], LatencyTarget::new(40.0, 30 * MS));
+    assert!(low.latency_target.is_none());
+}
+
+/// The target in the advice is the smallest that the controller keeps, if it does not keep the one
+/// asked for.
+#[test]
+fn latency_target_that_is_not_kept_is_raised() {
+    let recorded = steady_neighbour(20);
+    // Little more than the device takes for a request.
+    let asked_ns = 1_100_000;
+    let advice = advised(&recorded, Some(DEVICE), &["a"], LatencyTarget::new(99.0, asked_ns));
+    let quiet = line(&advice, "a");
+    let target_ns = quiet.latency_target_ns.unwrap();
+    assert!(target_ns > asked_ns && target_ns < quiet.before.unwrap().latency_ns, "{target_ns}");
+    assert!(quiet.with_latency_target.unwrap().latency_ns <= target_ns * 101 / 100);
+}
+
 #[test]
 fn limits_that_cause_a_miss_are_reported() {
     let arrivals = noisy_neighbour(1, 60);
