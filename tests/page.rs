@@ -51,6 +51,11 @@ fn first_view_shows_the_most_throttled_disk() {
 }
 
 #[test]
+fn latency_targets_rates_for_each_gib_and_schedules_are_previewed() {
+    scenario("targets").succeeds();
+}
+
+#[test]
 fn appearance_and_accessibility() {
     scenario("looks").with_stdin(&json!(figures()).to_string()).succeeds();
 }

@@ -326,6 +326,18 @@ pub struct Preview {
     pub now: Option<PreviewFigures>,
     /// With the changed limits, as simulated. Null without requests.
     pub then: Option<PreviewFigures>,
+    /// The other disks on the same device together, if a latency target is in force there after the
+    /// change; else null.
+    pub others: Option<PreviewOfOthers>,
+}
+
+/// Activity of disks that a latency target throttles or protects.
+#[derive(Clone, Debug, Serialize)]
+pub struct PreviewOfOthers {
+    /// As measured. Null without requests.
+    pub now: Option<PreviewFigures>,
+    /// As simulated. Null without requests.
+    pub then: Option<PreviewFigures>,
 }
 
 /// Rates and latencies of the requests of a preview.

@@ -166,6 +166,11 @@ impl DiskDevices {
         self.latency.has_targets()
     }
 
+    /// The device or server whose performance this disk shares with others.
+    pub(crate) fn shared_device(&self, disk: &Arc<Disk>) -> SharedDevice {
+        SharedDevice::below_disk(disk, self.device_under(disk).as_deref())
+    }
+
     /// Device under a disk; `None` for a disk in memory, or if the device cannot be resolved.
     fn device_under(&self, disk: &Arc<Disk>) -> Option<Arc<Device>> {
         if let Some((known, device)) = self.of_disks.borrow().get(&**disk.name())
@@ -212,8 +217,7 @@ impl DiskDevices {
         let (mut subjects, mut shared) = (Vec::new(), Vec::new());
         for disk in disks {
             let device = self.device_under(&disk);
-            let below = SharedDevice::below_disk(&disk, device.as_deref());
-            shared.push((Arc::clone(&disk), below));
+            shared.push((Arc::clone(&disk), self.shared_device(&disk)));
             subjects.extend(placements.disk_target(&disk, device.as_ref()));
             placements.count_disk(&disk, device, &mut Vec::new());
         }

@@ -19,10 +19,7 @@ use crate::registry::Registry;
 ///
 /// # Errors
 /// Returns the rule that it breaks.
-pub(crate) fn check_above(
-    latency: &LatencySettings,
-    group: Option<&Arc<ThrottleGroup>>,
-) -> Result<(), String> {
+pub fn check_above(latency: &LatencySettings, group: Option<&Arc<ThrottleGroup>>) -> Result<(), String> {
     let has_target = |group: &&Arc<ThrottleGroup>| group.settings().latency.target.is_some();
     let above = iter::successors(group, |group| group.parent()).find(has_target);
     match above.filter(|_| latency.target.is_some()) {
@@ -35,7 +32,7 @@ pub(crate) fn check_above(
 ///
 /// # Errors
 /// Returns the rule that it breaks.
-pub(crate) fn check_below(
+pub fn check_below(
     registry: &Registry,
     latency: &LatencySettings,
     group: &ThrottleGroup,

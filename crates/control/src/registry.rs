@@ -38,7 +38,7 @@ use std::{
 };
 
 use block::{
-    device::TargetReport,
+    device::{SharedDevice, TargetReport},
     disk::Disk,
     layer::throttle::{DiskSettings, GroupSettings, ThrottleGroup},
 };
@@ -272,6 +272,12 @@ impl Registry {
     /// Devices with the disks that are stored on them.
     pub fn devices(&self) -> Vec<DeviceWithDisks> {
         self.devices.get().map(|devices| devices.list(self.disks.block_disks())).unwrap_or_default()
+    }
+
+    /// The device or server whose performance this disk shares with others; `None` before devices
+    /// are known.
+    pub fn shared_device(&self, disk: &Arc<Disk>) -> Option<SharedDevice> {
+        Some(self.devices.get()?.shared_device(disk))
     }
 
     /// State of the latency target of the disk or group with this name; `None` if it has none.

@@ -33,6 +33,7 @@ mod objects;
 mod page_state;
 mod peer;
 mod preview;
+mod preview_input;
 mod preview_thread;
 mod process_metrics;
 mod recent_counters;
@@ -141,7 +142,7 @@ impl HttpServer {
                         drop(reply.send(DaemonSnapshot::take(&registry, &workers)));
                     }
                     MainRequest::PreviewInput(settings, reply) => {
-                        drop(reply.send(preview::preview_input(&registry, settings)));
+                        drop(reply.send(preview_input::preview_input(&registry, settings)));
                     }
                     MainRequest::Change(settings, reply) => {
                         drop(reply.send(change::apply(&registry, settings).await));

@@ -54,6 +54,9 @@ pub(super) struct PreviewOutcome {
     pub(super) past: Duration,
     pub(super) recorded: PreviewResult,
     pub(super) simulated: PreviewResult,
+    /// As recorded and as simulated, of the other disks on devices with a latency target; `None`
+    /// without them.
+    pub(super) others: Option<[PreviewResult; 2]>,
 }
 
 /// Handle of a requested preview. Dropping it cancels the preview.
@@ -149,10 +152,15 @@ impl PreviewQueue {
         let now = reactor::real_time();
         // Copied here: the recording continues meanwhile.
         let (since, histories) = self.recent.latest(&names, now, MAX_REQUESTS);
-        let mut recorded = PreviewResult::default();
+        let (mut recorded, mut recorded_others) = (PreviewResult::default(), PreviewResult::default());
+        let others: Vec<usize> = (0..then.disks.len())
+            .filter(|place| then.disks[*place].device.is_some() && !then.of.contains(place))
+            .collect();
         for (place, (disk, history)) in then.disks.iter_mut().zip(histories).enumerate() {
             if then.of.contains(&place) {
                 recorded.add(&PreviewResult::of_recorded(&history));
+            } else if others.contains(&place) {
+                recorded_others.add(&PreviewResult::of_recorded(&history));
             }
             disk.recording = history;
         }
@@ -164,9 +172,14 @@ impl PreviewQueue {
         };
         // The client may have disconnected.
         let _ = tell.send(results.map(|results| {
-            let mut simulated = PreviewResult::default();
-            then.of.iter().filter_map(|place| results.get(*place)).for_each(|felt| simulated.add(felt));
-            PreviewOutcome { past: now - since, recorded, simulated }
+            let sum = |places: &[usize]| {
+                let mut sum = PreviewResult::default();
+                places.iter().filter_map(|place| results.get(*place)).for_each(|result| sum.add(result));
+                sum
+            };
+            let simulated = sum(&then.of);
+            let others = (!others.is_empty()).then(|| [recorded_others, sum(&others)]);
+            PreviewOutcome { past: now - since, recorded, simulated, others }
         }));
     }
 }

@@ -97,6 +97,15 @@ impl SimulatedDevices {
         end
     }
 
+    /// As [`SimulatedDevices::begin`], for a request with a recorded service time. Without a
+    /// station, it does not wait for others.
+    pub(crate) fn begin_recorded(&mut self, place: DevicePlacement, service_ns: u64, now: u64) -> u64 {
+        match place.station {
+            Some(station) => self.stations[station].serve(service_ns, now),
+            None => now.saturating_add(service_ns),
+        }
+    }
+
     /// Nanoseconds of full utilization up to `now`.
     pub fn worked_ns(&self, place: DevicePlacement, now: u64) -> u64 {
         let worked = |budget: usize| self.budgets[budget].worked(of_budget(now)).as_nanos();
@@ -132,7 +141,11 @@ impl ServiceStation {
             RequestOp::Discard | RequestOp::WriteZeroes => &self.spec.zero,
             RequestOp::Flush => &self.spec.flush,
         };
-        let service_ns = service.of(length);
+        self.serve(service.of(length), now)
+    }
+
+    /// As [`ServiceStation::begin`], for a request with this service time.
+    fn serve(&mut self, service_ns: u64, now: u64) -> u64 {
         self.work = self.work.saturating_add(service_ns);
         match self.free.peek_mut() {
             Some(mut first) => {

@@ -588,9 +588,11 @@ impl SimulationEngine {
             _ => None,
         };
         let completed = match &mut disk.prefetch {
-            // A replayed request takes its recorded service time; the devices and the cache are
-            // not modelled.
-            _ if recorded_ns.is_some() => now.saturating_add(recorded_ns.unwrap_or(0)),
+            // A replayed request takes its recorded service time, on its device if it has one; the
+            // cache is not modelled.
+            _ if recorded_ns.is_some() => {
+                self.state.flow.devices.begin_recorded(disk.place, recorded_ns.unwrap_or(0), now)
+            }
             None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
             Some(prefetch) if request.op == RequestOp::Read => {
                 let (tree, node, has_limits) =

@@ -21,6 +21,7 @@ mod latency_target;
 pub mod limit_preview;
 pub mod over_time;
 mod prefetch;
+mod recorded_device;
 pub mod request;
 mod state;
 pub mod tally;

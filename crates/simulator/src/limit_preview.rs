@@ -8,11 +8,14 @@
 //!
 //! A program with 32 requests in flight sends the next one when one completes: with half the limit
 //! it sends half as many. Each request is therefore sent after the recorded delay since the
-//! previous completion, and not at the recorded time. Its service time is the recorded one.
+//! previous completion, and not at the recorded time. Its service time is the recorded one, or, on
+//! devices with a latency target, the part of it that `recorded_device.rs` attributes to the
+//! request itself: then the daemon's controller throttles the disks, and the others become faster.
 //!
 //! Chains that have ended begin again until all have ended once. The first round fills the
-//! buckets, so that a burst that is used up has no effect on the measurement. Not modelled: a
-//! device that becomes slower or saturates under more load, watermarks, read-ahead.
+//! buckets, so that a burst that is used up has no effect on the measurement. Not modelled:
+//! watermarks, read-ahead, and on devices without a latency target that a device becomes slower or
+//! saturates under more load.
 //!
 //! Requests of a throttled disk were recorded at the rate of the limit, because clients wait for
 //! completions. Sending them at the recorded times would show no effect of a higher limit and an
@@ -23,7 +26,7 @@
 
 use std::{
     cmp::Reverse,
-    collections::BinaryHeap,
+    collections::{BTreeSet, BinaryHeap},
     sync::atomic::{AtomicBool, Ordering},
 };
 
@@ -32,8 +35,9 @@ pub use recording::{CompletedRequest, RequestOp};
 
 use super::{
     client::RequestChain,
-    device::DevicePlacement,
+    device::{DevicePlacement, StationSpec},
     engine::{ResultRow, STEPS, SimulationEngine},
+    recorded_device::{RecordedDevice, RecordedTimes},
     tally::RequestStatistics,
     world::{DiskGroupSpec, DiskSettings, DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
@@ -58,6 +62,9 @@ pub struct PreviewDisk {
     pub settings: DiskSettings,
     /// Index of its group.
     pub group: Option<usize>,
+    /// Number of its device, which disks with the same number share. `None` if no latency target is
+    /// in force on it: then service times do not depend on the load.
+    pub device: Option<usize>,
     /// Recorded requests in any order.
     pub recording: Vec<CompletedRequest>,
 }
@@ -136,26 +143,29 @@ pub fn replay(
     disks: &[PreviewDisk],
     stop: &AtomicBool,
 ) -> anyhow::Result<Option<Vec<PreviewResult>>> {
+    let devices = PreviewDevices::of(disks);
+    let of_group = |settings| if devices.stations.is_empty() { without_target(settings) } else { settings };
     let world = WorldSpec {
         groups: groups
             .iter()
             .map(|group| DiskGroupSpec {
                 name: group.name.clone(),
-                settings: without_target(group.settings),
+                settings: of_group(group.settings),
                 parent: group.parent,
             })
             .collect(),
-        disks: disks.iter().map(disk).collect(),
+        disks: disks.iter().zip(&devices.places).map(|(known, place)| disk(known, *place)).collect(),
+        stations: devices.stations.clone(),
         ..WorldSpec::default()
     };
-    // The recorded service times stand for the devices, so the world has none.
+    // Elsewhere, the recorded service times stand for the devices.
     let mut engine = SimulationEngine::new(&world, true)?;
     let all = || disks.iter().flat_map(|disk| &disk.recording);
     let begin = all().map(|request| request.arrived_ns).min().unwrap_or(0);
     let end =
         all().map(|request| request.arrived_ns + request.wait_ns + request.service_ns).max().unwrap_or(0);
-    for (index, disk) in disks.iter().enumerate() {
-        for chain in chains(index, &disk.recording, begin, end) {
+    for (index, requests) in devices.requests.iter().enumerate() {
+        for chain in chains(index, requests, begin, end) {
             engine.add_chain(chain);
         }
     }
@@ -230,20 +240,71 @@ impl ReplayRound {
     }
 }
 
-/// Recorded service times do not depend on the load, so a target has no effect on them.
+/// Without a device, service times do not depend on the load, so a target has no effect on them.
 fn without_target(settings: DiskSettings) -> DiskSettings {
     DiskSettings { latency: LatencySettings::default(), ..settings }
 }
 
-fn disk(disk: &PreviewDisk) -> DiskSpec {
+fn disk(disk: &PreviewDisk, place: DevicePlacement) -> DiskSpec {
     DiskSpec {
         name: disk.name.clone(),
-        settings: without_target(disk.settings),
+        settings: if place.station.is_some() { disk.settings } else { without_target(disk.settings) },
         group: disk.group,
         prefetch: prefetch::PrefetchConfig::off(),
         size_bytes: UNKNOWN_SIZE,
-        place: DevicePlacement::default(),
+        place,
         sampled_device: None,
+    }
+}
+
+/// The devices with latency targets, and the service times of the requests on them.
+struct PreviewDevices {
+    stations: Vec<StationSpec>,
+    /// Station of each disk.
+    places: Vec<DevicePlacement>,
+    /// Requests of each disk, in the order of its recording.
+    requests: Vec<Vec<ReplayedRequest>>,
+}
+
+/// A recorded request, with the service time in the replay.
+#[derive(Clone, Copy)]
+struct ReplayedRequest {
+    recorded: CompletedRequest,
+    service_ns: u64,
+}
+
+impl PreviewDevices {
+    fn of(disks: &[PreviewDisk]) -> Self {
+        let replayed = |recorded: &CompletedRequest| ReplayedRequest {
+            recorded: *recorded,
+            service_ns: recorded.service_ns,
+        };
+        let mut devices = Self {
+            stations: Vec::new(),
+            places: vec![DevicePlacement::default(); disks.len()],
+            requests: disks.iter().map(|disk| disk.recording.iter().map(replayed).collect()).collect(),
+        };
+        let numbers: BTreeSet<usize> = disks.iter().filter_map(|disk| disk.device).collect();
+        for (station, number) in numbers.into_iter().enumerate() {
+            let on_device: Vec<usize> =
+                (0..disks.len()).filter(|&index| disks[index].device == Some(number)).collect();
+            let times = |request: &CompletedRequest| {
+                let admitted_ns = request.arrived_ns.saturating_add(request.wait_ns);
+                RecordedTimes { admitted_ns, completed_ns: admitted_ns.saturating_add(request.service_ns) }
+            };
+            let requests: Vec<RecordedTimes> =
+                on_device.iter().flat_map(|&index| disks[index].recording.iter().map(times)).collect();
+            let RecordedDevice { parallel, service_ns } = RecordedDevice::of(&requests);
+            devices.stations.push(StationSpec { parallel, ..StationSpec::default() });
+            let mut service_ns = service_ns.into_iter();
+            for index in on_device {
+                devices.places[index].station = Some(station);
+                for (request, service_ns) in devices.requests[index].iter_mut().zip(service_ns.by_ref()) {
+                    request.service_ns = service_ns;
+                }
+            }
+        }
+        devices
     }
 }
 
@@ -258,13 +319,13 @@ struct ReconstructedChain {
 
 /// Divides requests into chains, from the start of the recording to its end. Of the completed
 /// requests without a follower, the latest is followed.
-fn chains(disk: usize, recording: &[CompletedRequest], begin_ns: u64, end_ns: u64) -> Vec<RequestChain> {
-    let mut requests: Vec<_> = recording.to_vec();
-    requests.sort_by_key(|request| request.arrived_ns);
+fn chains(disk: usize, requests: &[ReplayedRequest], begin_ns: u64, end_ns: u64) -> Vec<RequestChain> {
+    let mut requests = requests.to_vec();
+    requests.sort_by_key(|request| request.recorded.arrived_ns);
     let mut chains: Vec<ReconstructedChain> = Vec::new();
     let mut in_flight: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
     let mut idle: Vec<usize> = Vec::new();
-    for request in requests {
+    for ReplayedRequest { recorded: request, service_ns } in requests {
         // Chains whose request had completed by the arrival of this one are free to send it.
         while let Some(&Reverse((at, chain))) = in_flight.peek()
             && at <= request.arrived_ns
@@ -284,7 +345,7 @@ fn chains(disk: usize, recording: &[CompletedRequest], begin_ns: u64, end_ns: u6
         });
         let ReconstructedChain { chain, free_ns, longest_ns } = &mut chains[place];
         let think_ns = request.arrived_ns - *free_ns;
-        chain.add(think_ns, request.op, request.length, request.service_ns);
+        chain.add(think_ns, request.op, request.length, service_ns);
         let took_ns = request.wait_ns + request.service_ns;
         *free_ns = request.arrived_ns + took_ns;
         *longest_ns = took_ns.max(*longest_ns);
@@ -296,6 +357,8 @@ fn chains(disk: usize, recording: &[CompletedRequest], begin_ns: u64, end_ns: u6
     chains.into_iter().map(repeated).collect()
 }
 
+#[cfg(test)]
+mod target_tests;
 #[cfg(test)]
 mod tests {
     use policy::throttle::{LimitKind, Limits, RateLimit};
@@ -341,17 +404,15 @@ mod tests {
                 name: String::new(),
                 settings: *settings,
                 group: *group,
+                device: None,
                 recording: Vec::new(),
             };
             let service = crate::device::ServiceTimeSpec::fixed(MS / 5);
-            let station = world.add_station(crate::device::StationSpec {
-                read: service,
-                write: service,
-                ..Default::default()
-            });
+            let station =
+                world.add_station(StationSpec { read: service, write: service, ..Default::default() });
             world.disks.push(DiskSpec {
                 place: DevicePlacement { station: Some(station), budget: None },
-                ..disk(&recorded_disk)
+                ..disk(&recorded_disk, DevicePlacement::default())
             });
         }
         let mut engine = SimulationEngine::new(&world, true).unwrap();
@@ -390,7 +451,8 @@ mod tests {
     }
 
     fn alone(settings: DiskSettings, past: Vec<CompletedRequest>) -> PreviewResult {
-        let recorded_disk = PreviewDisk { name: "a".into(), settings, group: None, recording: past };
+        let recorded_disk =
+            PreviewDisk { name: "a".into(), settings, group: None, device: None, recording: past };
         replayed(&[], vec![recorded_disk]).remove(0)
     }
 
@@ -463,6 +525,7 @@ mod tests {
             name: String::new(),
             settings: DiskSettings::default(),
             group: Some(0),
+            device: None,
             recording,
         });
         let predicted = replayed(&of(1000), recorded_disks.collect());

@@ -36,6 +36,9 @@ const NOTES = {
     "latency-of": "all, reads or writes",
     "latency-floor": "percentage of the device that remains beside targets of others",
 };
+/// Limits for each GiB of a disk, with bounds: only disks have a size.
+const PER_GIB = Object.keys(figures.KINDS).map((kind) => `${kind}-per-gib`);
+
 const UNITS = { "burst-for": "s", "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
 
 const PREVIEW_ROWS = [
@@ -44,6 +47,9 @@ const PREVIEW_ROWS = [
     ["wait-p50-ns", "wait, p50", figures.time], ["wait-p99-ns", "wait, p99", figures.time],
     ["waiting-ratio", "requests that waited", figures.share],
 ];
+
+/// Rows of the other disks on a device with a latency target.
+const OF_OTHERS = ["iops", "bps", "latency-p99-ns"];
 
 export class Limits {
     constructor(node, store, { token, announce, onPending }) {
@@ -89,10 +95,10 @@ export class Limits {
     }
 
     usual(node) {
-        const set = Object.keys(figures.KINDS).filter((kind) => this.value(kind) > 0);
+        const set = [...Object.keys(figures.KINDS), ...PER_GIB].filter((kind) => this.value(kind) > 0);
         const totals = ["iops", "bps"].filter((unit) => !set.some((kind) => kind.startsWith(unit))).map((unit) => `${unit}-total`);
         const others = Object.keys(OTHERS).filter((name) => name === "weight" ? this.store.above(node) !== null : name in TEXTS ? this.value(name) !== "" : this.value(name) > 0);
-        return [...Object.keys(figures.KINDS).filter((kind) => set.includes(kind) || totals.includes(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops")), ...others];
+        return [...[...Object.keys(figures.KINDS), ...PER_GIB].filter((kind) => set.includes(kind) || totals.includes(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops")), ...others];
     }
 
     /// Settings as configured.
@@ -107,13 +113,14 @@ export class Limits {
     /// Limits that can still be added.
     offer() {
         const kinds = Object.keys(figures.KINDS).filter((kind) => !this.fields.has(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops"));
+        const perGib = this.node.kind === "disk" ? PER_GIB.filter((kind) => !this.fields.has(kind)) : [];
         const others = Object.keys(OTHERS).filter((name) => !this.fields.has(name) && OTHERS[name].includes(this.node.kind));
-        this.more.replaceChildren(element("option", { value: "" }, "Another limit…"), ...[...kinds, ...others].map((name) => element("option", { value: name }, name)));
+        this.more.replaceChildren(element("option", { value: "" }, "Another limit…"), ...[...kinds, ...perGib, ...others].map((name) => element("option", { value: name }, name)));
     }
 
     add(name, isRequested) {
         if (name === "" || this.fields.has(name)) return;
-        const row = name in figures.KINDS ? this.rate(name) : this.other(name);
+        const row = name in figures.KINDS ? this.rate(name) : PER_GIB.includes(name) ? this.perGib(name) : this.other(name);
         this.list.append(row);
         if (!isRequested) return;
         this.offer();
@@ -155,6 +162,12 @@ export class Limits {
         rate.slider = slider;
         this.toSlider(kind);
         return row;
+    }
+
+    perGib(name) {
+        const unit = figures.countsBytes(name) ? "bytes per second" : "operations per second";
+        return element("div", { class: "setting is-plain" }, element("span", { class: "label", "aria-hidden": "true" }, name), this.field(name, `${unit} for each GiB of the disk`),
+            element("span", { class: "note" }, "at least ", this.field(`${name}-min`, `${unit}, however small the disk is`), " at most ", this.field(`${name}-max`, `${unit}, however large the disk is`)));
     }
 
     other(name) {
@@ -223,7 +236,7 @@ export class Limits {
         this.forced = JSON.stringify([node.limits, node["configured-limits"], ...Object.keys(OTHERS).map((name) => node[name])]);
         const access = this.store.access;
         if (was !== undefined && was !== this.forced) {
-            for (const kind of Object.keys(figures.KINDS)) if (this.value(kind) > 0) this.add(kind, false);
+            for (const kind of [...Object.keys(figures.KINDS), ...PER_GIB]) if (this.value(kind) > 0) this.add(kind, false);
             this.offer();
             for (const [name, input] of this.fields) {
                 if (!edited.has(name)) input.value = this.typed(name, this.value(name));
@@ -324,7 +337,8 @@ export class Limits {
     }
 
     settingText(name, value) {
-        if (name in TEXTS) return value || (name === "latency-target" ? "none" : TEXTS[name]);
+        if (name === "latency-target" && (value || "0") === "0") return "none";
+        if (name in TEXTS) return value || TEXTS[name];
         return value === 0 ? "none" : figures.exact(name, value);
     }
 
@@ -347,12 +361,16 @@ function previewTable(result, pending, of) {
     const [now, then] = [result?.now ?? {}, result?.then ?? {}];
     // The recording may be shorter than ten minutes, after more requests than it can hold.
     const span = typeof seconds !== "number" ? null : seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000);
+    const others = result?.others;
     if (!requests) return [element("p", { class: "hint" }, `It had no requests ${span === null ? "lately" : `in the last ${span}`}, so there is nothing to simulate.`), element("p", { class: "hint" }, changes)];
-    const rows = PREVIEW_ROWS.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
+    const row = (now, then, prefix) => ([key, title, show]) => {
         const [one, other] = [show(now[key]), show(then[key])];
         const isBad = key !== "iops" && key !== "bps" && then[key] > now[key] * 1.1 && one !== other;
-        return element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));
-    });
+        return element("tr", {}, element("th", { scope: "row" }, prefix + title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));
+    };
+    const rows = PREVIEW_ROWS.filter(([key]) => now[key] != null || then[key] != null).map(row(now, then, ""));
+    // Disks that a latency target throttles, or protects from this one.
+    if (others?.now || others?.then) rows.push(...PREVIEW_ROWS.filter(([key]) => OF_OTHERS.includes(key)).map(row(others.now ?? {}, others.then ?? {}, "others on its device: ")));
     return [element("table", {}, element("caption", {}, `${figures.count(requests)} requests of the last ${span}, measured, and simulated with ${changes}`),
         element("thead", {}, element("tr", {}, element("td", {}), element("th", { scope: "col" }, "now"), element("th", { scope: "col" }, "then"))),
         element("tbody", {}, ...rows))];
