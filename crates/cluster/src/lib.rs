@@ -43,8 +43,6 @@ mod without_etcd;
 use std::{
     cell::{Cell, RefCell},
     collections::{BTreeMap, BTreeSet},
-    fs, io,
-    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::{Arc, mpsc},
@@ -61,6 +59,7 @@ use policy::{
     throttle::Limits,
     time::Duration,
 };
+use sandbox::create_state_directory;
 use settings::DesiredState;
 
 use agent::EtcdAgent;
@@ -223,7 +222,7 @@ impl ClusterMembership {
     pub async fn prepare(plan: &DesiredState) -> anyhow::Result<Option<Rc<Self>>> {
         let Some(cluster) = plan.process.cluster.clone() else { return Ok(None) };
         let file = limit_file::file(plan.process.state.as_deref(), &cluster.name);
-        make_directory(&file, plan)
+        create_state_directory(file.parent().unwrap_or(Path::new("")), plan.process.user.as_ref())
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
         let settings = cluster.clone();
         let query = StartQuery::of(plan, &cluster)?;
@@ -702,17 +701,4 @@ impl ClusterMembership {
             let _ = self.input.try_send(AgentInput::Reservations(reservations));
         }
     }
-}
-
-/// Creates the state directory for the user that the daemon runs as after its start.
-fn make_directory(file: &Path, plan: &DesiredState) -> io::Result<()> {
-    let Some(directory) = file.parent() else { return Ok(()) };
-    fs::create_dir_all(directory)?;
-    if let Some(owner) = &plan.process.user
-        && let Ok((uid, gid)) = sandbox::ids(owner)
-        && fs::metadata(directory)?.uid() != uid
-    {
-        std::os::unix::fs::chown(directory, Some(uid), Some(gid))?;
-    }
-    Ok(())
 }

@@ -39,7 +39,7 @@ use settings::{
 
 use files::LandlockFiles;
 pub use files::directory_of;
-pub use user::ids;
+pub use user::{create_state_directory, ids};
 
 /// Rights that have to be kept for the running exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -3,6 +3,8 @@
 //! The C library changes every thread of the process (nptl(7)); the kernel then clears all
 //! capabilities.
 
+use std::{fs, io, os::unix::fs::MetadataExt as _, path::Path};
+
 use anyhow::{Context as _, anyhow, ensure};
 use nix::unistd::{Gid, Group, Uid, User, geteuid, setgid, setgroups, setuid};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
@@ -27,6 +29,21 @@ pub(super) struct RunAsUser {
 /// As [`find`].
 pub fn ids(owner: &FileOwner) -> anyhow::Result<(u32, u32)> {
     find(owner).map(|identity| (identity.user.as_raw(), identity.group.as_raw()))
+}
+
+/// Creates a directory of state files, for the user that the daemon runs as after its start.
+///
+/// # Errors
+/// The directory cannot be created, or cannot be given to the user.
+pub fn create_state_directory(directory: &Path, user: Option<&FileOwner>) -> io::Result<()> {
+    fs::create_dir_all(directory)?;
+    if let Some(owner) = user
+        && let Ok((uid, gid)) = ids(owner)
+        && fs::metadata(directory)?.uid() != uid
+    {
+        std::os::unix::fs::chown(directory, Some(uid), Some(gid))?;
+    }
+    Ok(())
 }
 
 /// Looks up an owner.
