@@ -10,6 +10,7 @@
 //! is stored first and rolled back if the kernel refuses. A change applies to all members of a
 //! group, or to none.
 
+pub(crate) mod any_device;
 pub(crate) mod arguments;
 pub(crate) mod configured;
 pub(crate) mod latency_target;
@@ -54,6 +55,9 @@ pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
     let _signals = BlockedSignals::block().context("signals cannot be blocked")?;
     let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup);
+    if arguments.device == any_device::ANY {
+        return any_device::run(&hierarchy, &arguments, &group?, &change);
+    }
     let device = device::resolve(&hierarchy.roots, &arguments.device);
     let (group, device) = match (group, device) {
         (Ok(group), Ok(device)) => (group, device),

@@ -5,7 +5,8 @@
 //!                                          │                                     ▲
 //!   /sys/block/*/stat ──► watermark's controller, every 50 ms ── enforcement ────┘                         disks.rs; capacity from `weir probe`
 //!
-//!   in addition: limits that the kernel enforces alone are restored where they are lost (unsteered.rs, recreated.rs, systemd.rs);
+//!   in addition: limits on disks that appear (appearing_disks.rs);
+//!                limits that the kernel enforces alone are restored where they are lost (unsteered.rs, recreated.rs, systemd.rs);
 //!                levels of bursts are saved for the next watch (levels.rs); a process settles all limits if this one dies (guard.rs)
 //! ```
 //!
@@ -13,6 +14,7 @@
 //! bounds its CPU time: with thousands of busy control groups, each is read less often. The watch
 //! settles all limits before it ends; if the watch is killed, its guard settles them.
 
+mod appearing_disks;
 pub(crate) mod arguments;
 mod disks;
 mod guard;
@@ -36,6 +38,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
+use appearing_disks::AppearingDisks;
 use block::device::DeviceNumber;
 use console::{
     CommandFailure, descriptors, logging,
@@ -155,6 +158,8 @@ struct CgroupWatch {
     unsteered: UnsteeredPools,
     systemd: SystemdUpdates,
     disks: WatermarkDisks,
+    /// Limits on disks that appear.
+    appearing_disks: AppearingDisks,
     buffer: Vec<u8>,
     read_budget: ReadBudget,
     /// Enforcement by watermarks, for metrics.
@@ -239,6 +244,7 @@ impl CgroupWatch {
             unsteered: UnsteeredPools::new(hierarchy.clone()),
             systemd: SystemdUpdates::default(),
             disks: WatermarkDisks::new(store),
+            appearing_disks: AppearingDisks::new(),
             buffer: Vec::new(),
             read_budget: ReadBudget::new(now, cpu_now()),
             known: KnownEnforcement::default(),
@@ -271,6 +277,7 @@ impl CgroupWatch {
     fn run_due(&mut self, now: Instant) -> Instant {
         if now >= self.file_at {
             self.check_file(now, false);
+            self.appearing_disks.extend_if_changed(&self.hierarchy, &self.path, &self.limits_file);
             self.file_at = now + FILE_CHECK_INTERVAL;
         }
         if now >= self.sample_at {

@@ -27,6 +27,9 @@ Examples:
       A share of the limits that all hosts of the cluster have together.
   weir cgroup limit db.service --device /dev/vda --latency-target 5ms
       While its latency exceeds 5 ms, the kernel throttles the other children of system.slice on that disk (io.latency).
+  weir cgroup limit nginx.service --device any --bps-write 20M
+      On every disk that the machine has, used or not, and on disks that appear while `weir cgroup watch` runs.
+      Left out: memory (ram, zram), devices without a size, disks below dm or md devices, which have the limit themselves.
   weir cgroup limit nginx.service --device /var/lib
       Shows the limits in force, and the configured ones.
   weir cgroup limit nginx.service --device /var/lib --remove
@@ -45,7 +48,8 @@ pub struct CgroupLimitArgs {
     /// Control group to limit
     #[arg(value_name = "CGROUP")]
     pub(crate) cgroup: String,
-    /// Disk of the limits
+    /// Disk of the limits; `any` is every disk, each with this limit, and those that appear while
+    /// `weir cgroup watch` runs
     #[arg(long, value_name = "DEV")]
     pub(crate) device: String,
     #[command(flatten)]

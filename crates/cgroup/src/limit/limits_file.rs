@@ -39,6 +39,25 @@ pub(crate) struct LimitsFile {
     pub(crate) groups: BTreeMap<String, StoredLimits>,
     #[serde(default)]
     pub(crate) limits: Vec<CgroupEntry>,
+    /// Limits of control groups on disks that appear.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) any_device: Vec<AnyDeviceEntry>,
+}
+
+/// Limit of a control group on each disk that has no entry yet.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct AnyDeviceEntry {
+    /// Path from the mount of the cgroup hierarchy.
+    pub(crate) cgroup: PathBuf,
+    /// `None` if the limits are the cgroup's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    group: Option<String>,
+    /// 0 if no weight was set.
+    #[serde(default)]
+    weight: u32,
+    #[serde(default)]
+    own: StoredLimits,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -349,6 +368,57 @@ impl LimitsFile {
         forgotten
     }
 
+    /// Changes the limits of a control group on disks that appear. In a group, its limits apply.
+    pub(crate) fn change_any_device(
+        &mut self,
+        group: &ControlGroup,
+        change: &LimitsChange,
+    ) -> anyhow::Result<()> {
+        let known = self.any_device.iter().position(|entry| entry.cgroup == group.name);
+        let index = known.unwrap_or_else(|| {
+            let (name, own) = (group.name.clone(), StoredLimits::default());
+            self.any_device.push(AnyDeviceEntry { cgroup: name, group: None, weight: 0, own });
+            self.any_device.len() - 1
+        });
+        let entry = &mut self.any_device[index];
+        entry.weight = change.weight.unwrap_or(entry.weight);
+        if let Some(name) = &change.group {
+            entry.group = (!name.is_empty()).then(|| name.clone());
+            entry.own = StoredLimits::default();
+        }
+        if entry.group.is_none() {
+            entry.own.change(change);
+        }
+        self.check()
+    }
+
+    /// Removes the limits of a control group on disks that appear. Returns false without any.
+    pub(crate) fn remove_any_device(&mut self, cgroup: &Path) -> bool {
+        let before = self.any_device.len();
+        self.any_device.retain(|entry| entry.cgroup != cgroup);
+        self.any_device.len() < before
+    }
+
+    /// Change that sets the limits of a control group on a disk that has appeared; `None` without
+    /// any.
+    pub(crate) fn change_for_new_disk(&self, cgroup: &Path) -> anyhow::Result<Option<LimitsChange>> {
+        let Some(entry) = self.any_device.iter().find(|entry| entry.cgroup == cgroup) else {
+            return Ok(None);
+        };
+        let limits = entry.own.limits()?;
+        let set = LimitSetting::ALL
+            .into_iter()
+            .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
+        let watermark = Some(entry.own.watermark).filter(|percent| *percent > 0);
+        Ok(Some(LimitsChange {
+            limits: set.map(|setting| (setting, limits.get(setting))).collect(),
+            watermark,
+            weight: (entry.weight != 0).then_some(entry.weight),
+            group: entry.group.clone(),
+            cluster: false,
+        }))
+    }
+
     fn drop_empty_groups(&mut self) {
         let limits = &self.limits;
         self.groups.retain(|name, shared| {
@@ -407,6 +477,14 @@ impl LimitsFile {
     }
 
     fn check(&self) -> anyhow::Result<()> {
+        for entry in &self.any_device {
+            let context = || format!("cgroup {} on any device", entry.cgroup.display());
+            entry.own.limits().and_then(|_| entry.own.watermark()).with_context(context)?;
+            if entry.weight != 0 && !NodeShare::WEIGHTS.contains(&entry.weight) {
+                return Err(anyhow::anyhow!("weight {} is not from 1 to 10000", entry.weight))
+                    .with_context(context);
+            }
+        }
         for (name, shared) in &self.groups {
             shared.limits().and_then(|_| shared.watermark()).with_context(|| format!("group {name}"))?;
         }

@@ -7,7 +7,10 @@ use settings::state::atomic_file;
 use super::*;
 use crate::{
     fake_machine::FakeMachine,
-    limit::limits_file::{LimitsChange, LimitsFile},
+    limit::{
+        any_device,
+        limits_file::{LimitsChange, LimitsFile},
+    },
 };
 
 const DISK: (DeviceNumber, &str) = (DeviceNumber { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
@@ -485,4 +488,33 @@ fn cluster_groups_exclude_local_limits() {
     let mut watch = CgroupWatch::start_with(machine.hierarchy(), &path, store, None).unwrap();
     let error = watch.begin_leasing(CgroupLeases::new(["gold"])).unwrap_err().to_string();
     assert!(error.contains("group gold has limits of its own"), "{error}");
+}
+
+#[test]
+fn disks_that_appear_are_limited() {
+    let machine = FakeMachine::v2("io");
+    let group = machine.group("/a");
+    machine.write("/a", "io.max", "");
+    machine.write("/a", "cgroup.controllers", "io\n");
+    machine.disk("254:0", "vda");
+    let file = machine.path("run/weir/cgroups.json");
+    let change = LimitsChange::of(&[("bps-write", 4 * MIB)]);
+    any_device::set(&machine.hierarchy(), &file, &group, &change).unwrap();
+    // While no watch runs.
+    machine.disk("254:16", "vdb");
+    let store = CapacityStore::new(Some(&machine.path("state")));
+    let mut watch = CgroupWatch::start_with(machine.hierarchy(), &file, store, None).unwrap();
+    let limits_of = |watch: &mut CgroupWatch| {
+        watch.run_due(watch.file_at);
+        watch.appearing_disks.finish();
+        LimitsFile::load(&file).unwrap().limits.len()
+    };
+    assert_eq!(limits_of(&mut watch), 2);
+    machine.disk("254:32", "vdc");
+    watch.appearing_disks.announce();
+    assert_eq!(limits_of(&mut watch), 3);
+    // The watch adopts what was stored.
+    watch.run_due(watch.file_at);
+    assert_eq!(watch.limits_file, LimitsFile::load(&file).unwrap());
+    assert!(max(&machine, "a").contains("254:32"), "{}", max(&machine, "a"));
 }
